@@ -1,0 +1,76 @@
+"""The whole error tree. Users see what, where and what to do; a traceback only with --debug.
+
+    MlpipeError            a bug in mlpipe unless a subclass or `kind` says otherwise
+      SpecError            the pipeline file is wrong                      input
+      PlanError            the pipeline cannot run as asked                input
+      RenderError          a manifest cannot be written                    input
+      StoreError           the store is unreachable, full or corrupt       infrastructure
+      SubmitError          a run cannot be started, found or followed      infrastructure
+      TrainError           the run failed by its own code or its gate      failed
+
+`kind` decides the exit code, which only `cli/` and `train/launcher.py` know.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Kind = Literal["bug", "input", "failed", "infrastructure", "cancelled", "interrupted"]
+
+EXIT_CODES: dict[Kind, int] = {
+    "bug": 1,
+    "input": 2,
+    "failed": 3,
+    "infrastructure": 4,
+    "cancelled": 5,
+    "interrupted": 130,
+}
+
+
+class MlpipeError(Exception):
+    """What went wrong, where (`file:line:col`, a key, a URL, a rank) and what to do about it."""
+
+    kind: Kind = "bug"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        hint: str | None = None,
+        kind: Kind | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = where
+        self.hint = hint
+        if kind is not None:
+            self.kind = kind
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.message}" if self.where else self.message
+        return f"{text}\n  hint: {self.hint}" if self.hint else text
+
+
+class SpecError(MlpipeError):
+    kind: Kind = "input"
+
+
+class PlanError(MlpipeError):
+    kind: Kind = "input"
+
+
+class RenderError(MlpipeError):
+    kind: Kind = "input"
+
+
+class StoreError(MlpipeError):
+    kind: Kind = "infrastructure"
+
+
+class SubmitError(MlpipeError):
+    kind: Kind = "infrastructure"
+
+
+class TrainError(MlpipeError):
+    kind: Kind = "failed"

@@ -1,0 +1,26 @@
+"""Names and ids. A name is a path component, a label value and a bucket key at once, so it is narrow."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+
+NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
+_NAME = re.compile(NAME_PATTERN)
+
+
+def is_name(text: str) -> bool:
+    return _NAME.fullmatch(text) is not None
+
+
+def new_run_id(pipeline_name: str) -> str:
+    """`<name>-<utc time>-<4 random hex>`: sorts by start, reads well, unique enough to be claimed by a
+    conditional PUT. At most 63 characters."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    return f"{pipeline_name[:40]}-{stamp}-{secrets.token_hex(2)}"
+
+
+def new_attempt_uuid() -> str:
+    """8 random hex digits: tells two writers of one step apart."""
+    return secrets.token_hex(4)

@@ -1,0 +1,60 @@
+"""The lines that workers and launchers write: the only source of metrics and reports.
+
+One JSON object a line. A reader skips a torn last line and kinds it does not know; a field is never
+renamed without raising SCHEMA_VERSION. Every line has `v`, `kind`, `time` (Unix seconds, UTC), `rank`
+(-1: the launcher) and `restart` (torchrun's restart count).
+
+kind        further fields
+start       world_size, strategy, mesh, device, num_params, num_flops_per_token, flops_convention,
+            peak_flops, peak_name, start_step (0, or the step resumed from), resumed_from (key or null),
+            steps, seq_len, global_batch, precision, torch, host, pid, metrics_port (or null),
+            seconds_since_spawn
+step        step (1-based, after the update), loss (mean over the global batch's target tokens, nats),
+            lr, grad_norm, tokens (of this rank), seconds (of the whole step), data_seconds,
+            compute_seconds, collective_seconds, checkpoint_seconds (stall only), tokens_per_second and
+            mfu_ratio (of all ranks; rank 0 only), memory_bytes (peak so far)
+checkpoint  step, key, bytes (of this rank), stall_seconds, save_seconds (until committed; rank 0 only)
+evaluate    val_loss, val_perplexity, val_bits_per_byte, num_tokens, gate, passed, sample (rank 0 only)
+signal      step, signal (the step boundary at which the ranks agreed to stop)
+end         outcome ("done" | "saved" | "failed"), step, message
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+def encode(kind: str, *, rank: int, restart: int, **fields: Any) -> bytes:
+    """One line with its newline. Non-finite floats become null: JSON has none."""
+    line = {"v": SCHEMA_VERSION, "kind": kind, "time": time.time(), "rank": rank, "restart": restart}
+    line.update(fields)
+    try:
+        text = json.dumps(line, allow_nan=False)
+    except ValueError:
+        text = json.dumps({key: _finite(value) for key, value in line.items()})
+    return text.encode() + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def decode(chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Lines out of byte chunks cut anywhere. Torn and foreign lines are skipped."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and "kind" in record:
+                yield record

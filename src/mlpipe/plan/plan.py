@@ -1,0 +1,204 @@
+"""What will run, with numbers: the frozen dataclasses of `plan.json`, which is all that a worker reads.
+
+Importable with the standard library alone. Written by `plan/build.py`, read by `train/` and `submit/`.
+Sequences are the unit of a batch: `global_batch = micro_batch * data_ranks * accumulation`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mlpipe._core.serial import from_json, to_json
+
+SCHEMA_VERSION = 1
+Strategy = Literal["single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
+STRATEGIES: tuple[Strategy, ...] = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the named axes of the device mesh, outermost first."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return math.prod((self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp))
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A user's function by import path. `entry` is `package.module:function`, called with `args`."""
+
+    entry: str
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """`build(**args)` returns the plain module. For a preset, `build` is mlpipe's own Llama.
+
+    `blocks` names the modules to shard, checkpoint and compile ("layers", or "encoder.layers"); empty:
+    the model's ModuleLists. `seq_len`: tokens a sample. `preset`: name, or None for a user's own.
+    """
+
+    build: Entry
+    preset: str | None
+    seq_len: int
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """Where samples come from: a folder of token files (`tokens`, absolute local path), or a user's own
+    `dataset` whose function returns a map-style object (`len`, `[i] -> dict of tensors`)."""
+
+    tokens: str | None
+    dataset: Entry | None
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    name: Literal["adamw"]
+    lr: float
+    betas: tuple[float, ...]
+    eps: float
+    weight_decay: float
+    grad_clip: float  # global L2 norm; 0 switches clipping off
+    schedule: Literal["constant", "cosine", "linear", "wsd"]
+    warmup_steps: int
+    decay_steps: int  # of wsd: length of the final decay
+    min_lr_ratio: float
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """Exactly one of the `every_` is set. `keep`: committed checkpoints to retain."""
+
+    every_steps: int | None
+    every_seconds: float | None
+    keep: int
+    asynchronous: bool
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    model: ModelPlan
+    data: DataPlan
+    optimizer: OptimizerPlan
+    checkpoint: CheckpointPlan
+    steps: int
+    global_batch: int  # sequences per optimizer step, over all ranks
+    micro_batch: int  # sequences per forward on one rank
+    accumulation: int  # microbatches per optimizer step on one rank
+    strategy: Strategy
+    mesh: Mesh
+    reason: str  # why this strategy, in a sentence
+    precision: Literal["fp32", "bf16"]
+    activation_checkpointing: Literal["none", "selective", "full"]
+    compile: Literal["off", "block"]
+    deterministic: bool
+    seed: int
+    hang_timeout_seconds: float
+    num_flops_per_token: float | None  # None: a user's own model, counted by the worker
+    peak_flops: float | None  # per device at `precision`; None: measured by the worker
+    peak_name: str  # what `peak_flops` is, in words
+    resume: bool  # resume from the stage's latest committed checkpoint if there is one
+    initial: str | None  # key of a checkpoint's prefix to start the weights from, other than our own
+
+
+@dataclass(frozen=True)
+class EvaluatePlan:
+    """Validation loss of the latest checkpoint of `train_stage`, and a gate over the metrics
+    `val_loss`, `val_perplexity`, `val_bits_per_byte`."""
+
+    train_stage: str
+    train: TrainPlan  # of the training stage: model, precision, strategy
+    data: DataPlan  # the held-out split
+    max_tokens: int
+    gate: str | None
+    prompt: str | None
+    generate_tokens: int
+
+
+@dataclass(frozen=True)
+class CommandPlan:
+    """`argv` is never given to a shell. `{{output}}` is resolved by who runs it, to a local folder."""
+
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PromotePlan:
+    train_stage: str
+    evaluate_stage: str | None
+    model_name: str
+    alias: str | None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How workers are started. `nproc_per_node` of them on each of `num_nodes` nodes."""
+
+    num_nodes: int
+    nproc_per_node: int
+    max_restarts: int
+    device: Literal["cpu", "cuda"]
+    env: dict[str, str]
+    timeout_seconds: float | None  # of the whole stage
+    shutdown_seconds: float  # between SIGTERM and SIGKILL: above a step plus a save
+    metrics_port: int | None  # base port of /metrics, plus the local rank; 0: any free port; None: off
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One attempt of one stage. Exactly one of the kinds is set."""
+
+    schema_version: int
+    run_id: str
+    pipeline: str
+    stage: str
+    attempt: int
+    store_url: str
+    spec_digest: str  # sha256 of the resolved pipeline
+    code_digest: str  # sha256 of mlpipe's own source
+    launch: Launch
+    train: TrainPlan | None = None
+    evaluate: EvaluatePlan | None = None
+    command: CommandPlan | None = None
+    promote: PromotePlan | None = None
+
+    @property
+    def kind(self) -> Literal["train", "evaluate", "command", "promote"]:
+        if self.train is not None:
+            return "train"
+        if self.evaluate is not None:
+            return "evaluate"
+        return "command" if self.command is not None else "promote"
+
+    @property
+    def stage_key(self) -> str:
+        return f"runs/{self.run_id}/stages/{self.stage}"
+
+    @property
+    def attempt_key(self) -> str:
+        return f"{self.stage_key}/attempt-{self.attempt}"
+
+    def to_json(self) -> str:
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Plan:
+        """Raises ValueError naming the path of what does not fit."""
+        return from_json(Plan, text)

@@ -1,0 +1,81 @@
+"""A store: objects under keys, in a folder or in any S3 bucket. The one interface the rest knows.
+
+Keys are relative, `/`-separated, made of names (see `_core.ids`); `..`, empty parts and absolute keys are
+refused. Every call has a deadline and ends; what cannot be reached raises StoreError (infrastructure).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """`modified`: Unix seconds."""
+
+    key: str
+    size_bytes: int
+    modified: float
+
+
+class LogWriter(Protocol):
+    """Append-only lines. A folder loses at most the last line when the process is killed; S3 cannot
+    append, so it gets numbered chunks at least every 10 s and on flush."""
+
+    def write(self, data: bytes) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Store(Protocol):
+    url: str
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Create or replace, whole or not at all, verified by a checksum on the way."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """True: written by this call (also when only the reply was lost and our bytes are found there).
+        False: something else is there already."""
+
+    def put_if_match(self, key: str, data: bytes, etag: str) -> bool:
+        """Replace only if the object still has `etag`. False: it changed, read again."""
+
+    def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
+        """Raises StoreError(kind="input") with "no such object" when absent."""
+
+    def get_into(self, key: str, buffer: Buffer, *, start: int = 0) -> None:
+        """Fill the writable `buffer` from the object's bytes at `start`; short reads raise StoreError."""
+
+    def get_with_etag(self, key: str) -> tuple[bytes, str]: ...
+
+    def exists(self, key: str) -> bool: ...
+
+    def list(self, prefix: str, *, recursive: bool = True) -> Iterator[ObjectInfo]:
+        """Sorted by key. `prefix` ends at a "/" boundary. Not recursive: also "folders", as keys ending
+        in "/" with size 0."""
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Absent keys are no error."""
+
+    def copy(self, source: str, target: str) -> None:
+        """Within the store, without a round trip through the client where it can."""
+
+    def open_log(self, key: str) -> LogWriter: ...
+
+    def read_log(self, key: str, *, offset: int = 0) -> tuple[bytes, int]:
+        """All bytes from `offset` on, and the offset to continue from. Absent: (b"", offset)."""
+
+    def local_path(self, key: str) -> Path | None:
+        """The file or folder behind `key` when the store is a folder (to memory-map it), else None."""
+
+    def probe(self) -> None:
+        """Writes, reads, and writes conditionally. Raises StoreError saying what does not work; a store
+        that ignores conditions is refused."""
+
+    def sweep(self, prefix: str, *, older_than_seconds: float) -> int:
+        """Drop abandoned uploads (multipart, temporary files). Returns how many."""
