@@ -1,0 +1,111 @@
+# Everything is installed from requirements/*.txt (pinned, with hashes) into .venv. Variables:
+#   PYTHON=python3.12   which Python the virtual environment is made from (3.11 or newer)
+#   SET="a.b=c x.y=z"   overrides for `make run`, each becomes a --set
+#   JOBS=2              test processes at a time
+#   TESTS=tests/unit    what `make test` and its relatives look at
+# and, of the tests, MLPIPE_REQUIRE_RINGS=unit,golden,torch,services: rings that must run, not be skipped.
+
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+JOBS ?= 2
+TESTS ?= tests
+SET ?=
+VENV := .venv
+BIN := $(VENV)/bin
+OLDEST := .venv-oldest
+
+export UV_HTTP_TIMEOUT ?= 180
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+UV := $(BIN)/uv pip
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(TESTS)
+LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
+  --no-emit-index-url --no-emit-find-links pyproject.toml
+
+.PHONY: help install run test test-unit test-torch test-services test-oldest test-install check format docs \
+  bench servers lock clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/.train  ## install mlpipe and what it runs on into .venv
+
+run: install  ## install, then train, evaluate, promote and report on pipelines/quickstart.yaml
+	$(BIN)/mlpipe run pipelines/quickstart.yaml $(foreach item,$(SET),--set $(item))
+
+test: $(VENV)/.dev servers  ## install, then every ring of tests that this machine can run
+	$(PYTEST)
+
+test-unit: $(VENV)/.dev  ## the rings that need neither torch nor a server: seconds
+	$(PYTEST) -m "unit or golden"
+
+test-torch: $(VENV)/.dev  ## real torchrun on CPU
+	$(PYTEST) -m torch
+
+test-services: $(VENV)/.dev servers  ## real MinIO and versitygw
+	$(PYTEST) -m services
+
+test-oldest: $(OLDEST)/.dev  ## the torch ring on the oldest torch that is supported
+	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(TESTS) -m torch
+
+test-install: $(VENV)/.dev  ## `pip install .` into a new environment: a working command line without torch
+	.ci/test-install $(BIN)/python
+
+check: $(VENV)/.dev  ## lint, types, layers, documentation
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python docs/generate.py --check
+	for script in .ci/*; do bash -n "$$script" || exit 1; done
+	if command -v shellcheck >/dev/null; then shellcheck .ci/*; fi
+
+format: $(VENV)/.dev  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.dev  ## write docs/reference/ anew from the code
+	$(BIN)/python docs/generate.py
+
+bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of a checkpoint
+	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.checkpoint
+
+servers: $(VENV)/.dev  ## build the servers that the services ring talks to (once, into ~/.cache/mlpipe)
+	PYTHONPATH=tests $(BIN)/python -m kit.servers build
+
+lock: $(VENV)/.bootstrap  ## compile requirements/*.txt anew (UPGRADE=1: to the newest versions)
+	$(LOCK) $(if $(UPGRADE),--upgrade) --extra train --group dev -c requirements/torch.in -o requirements/dev.txt
+	$(LOCK) --extra train -c requirements/dev.txt -o requirements/train.txt
+	$(LOCK) -c requirements/dev.txt -o requirements/base.txt
+	$(LOCK) --extra train --group dev -c requirements/torch-oldest.in -o requirements/oldest.txt
+	$(LOCK:pyproject.toml=requirements/bootstrap.in) -c requirements/dev.txt -o requirements/bootstrap.txt
+
+clean:  ## remove the environments and caches; runs stay
+	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests docs benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# pip installs uv (by hash) into a new environment, uv the rest. A stamp says what an environment has.
+%/.bootstrap: requirements/bootstrap.txt
+	@test -n "$(PYTHON)" || { echo "mlpipe needs Python 3.11 or newer and found none;" \
+	  "install one, or say where it is: make PYTHON=/path/to/python3.12"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "mlpipe needs Python 3.11 or" \
+	  "newer, $(PYTHON) is older: make PYTHON=/path/to/python3.12"; exit 2; }
+	test -x $*/bin/python || $(PYTHON) -m venv $*
+	$*/bin/python -m pip install --quiet --require-hashes -r $<
+	@touch $@
+
+$(VENV)/.train: requirements/train.txt pyproject.toml $(VENV)/.bootstrap
+	$(UV) install --python $(BIN)/python --require-hashes -r $<
+	$(UV) install --python $(BIN)/python --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.train
+	$(UV) install --python $(BIN)/python --require-hashes -r $<
+	@touch $@
+
+$(OLDEST)/.dev: requirements/oldest.txt pyproject.toml $(OLDEST)/.bootstrap
+	$(OLDEST)/bin/uv pip install --python $(OLDEST)/bin/python --require-hashes -r $<
+	$(OLDEST)/bin/uv pip install --python $(OLDEST)/bin/python --quiet --no-deps --no-build-isolation -e .
+	@touch $@
