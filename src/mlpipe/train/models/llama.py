@@ -1,0 +1,154 @@
+"""A Llama-style model in plain torch: RMSNorm, rotate-half RoPE, SwiGLU, grouped-query attention.
+
+It knows nothing of meshes, strategies or mlpipe's loop. Parameters are named as in `transformers`' Llama,
+less its leading "model.", so that an export is a rename. Under `torch.autocast` the matmuls run in bf16;
+norms, rotations and the residual stream stay in fp32. Who casts the inputs of a block (FSDP2's
+`cast_forward_inputs`) casts the rotary tables too: leave it off.
+
+B batch · T tokens · D dim · H query heads · K key/value heads · C channels of a head · F ffn_dim · V vocab
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mlpipe.plan.presets import LlamaConfig
+
+INIT_STD = 0.02
+
+
+class RMSNorm(nn.Module):
+    """Normalises in fp32 and returns what the next matmul reads: under autocast its dtype, so that one
+    cast serves all the projections behind it."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(dtype)
+
+
+def rope_tables(config: LlamaConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of position times frequency, each (max_seq_len, 1, C/2) in fp32."""
+    channels = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
+    frequencies = 1.0 / config.rope_theta ** (channels / config.head_dim)
+    positions = torch.arange(config.max_seq_len, device=device, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)[:, None, :]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BTHC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns channel i against channel i + C/2 ("rotate half"), in fp32; dtype and shape of the input."""
+    left, right = x_BTHC.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x_BTHC.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.grouped = config.num_kv_heads != config.num_heads
+        kv_dim = config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = (*x_BTD.shape[:2], -1, self.head_dim)
+        q_BTHC = rotate(self.q_proj(x_BTD).view(heads), cos, sin)
+        k_BTKC = rotate(self.k_proj(x_BTD).view(heads), cos, sin)
+        v_BTKC = self.v_proj(x_BTD).view(heads)
+        y_BHTC = F.scaled_dot_product_attention(
+            q_BTHC.transpose(1, 2),
+            k_BTKC.transpose(1, 2),
+            v_BTKC.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.grouped,
+        )
+        return self.o_proj(y_BHTC.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin)
+        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+
+
+class Llama(nn.Module):
+    """`layers` is the list of blocks. With a tied head there is no `lm_head` module, so that nothing has to
+    keep two names on one storage when the model leaves the meta device or is sharded."""
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.lm_head = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
+        cos, sin = rope_tables(config, self.embed_tokens.weight.device)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
+
+    def init_weights(self) -> None:
+        """Every parameter and buffer, as after leaving the meta device. Projections that write into the
+        residual stream start smaller by sqrt(2 * layers) (GPT-2), so that its variance does not grow."""
+        residual_std = INIT_STD / (2 * self.config.num_layers) ** 0.5
+        for name, module in self.named_modules():
+            if isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+            elif isinstance(module, (nn.Linear, nn.Embedding)):
+                writes_residual = name.endswith(("o_proj", "down_proj"))
+                nn.init.normal_(module.weight, std=residual_std if writes_residual else INIT_STD)
+        cos, sin = rope_tables(self.config, self.rope_cos.device)
+        self.rope_cos.copy_(cos)
+        self.rope_sin.copy_(sin)
+
+    def forward(self, inputs_BT: Tensor) -> Tensor:
+        """Token ids (int64) -> logits (B, T, V). T is at most `max_seq_len`."""
+        num_tokens = inputs_BT.shape[1]
+        if num_tokens > self.config.max_seq_len:
+            raise ValueError(f"{num_tokens} tokens, but the model has {self.config.max_seq_len} positions")
+        cos, sin = self.rope_cos[:num_tokens], self.rope_sin[:num_tokens]
+        x_BTD = self.embed_tokens(inputs_BT)
+        for block in self.layers:
+            x_BTD = block(x_BTD, cos, sin)
+        x_BTD = self.norm(x_BTD)
+        if self.lm_head is None:
+            return F.linear(x_BTD, self.embed_tokens.weight)
+        return self.lm_head(x_BTD)
+
+
+def build_model(**fields: int | float | bool) -> Llama:
+    """The fields of `LlamaConfig`. Raises ValueError when they do not fit together."""
+    config = LlamaConfig(**fields)  # type: ignore[arg-type]
+    if problems := config.problems():
+        raise ValueError("; ".join(problems))
+    return Llama(config)

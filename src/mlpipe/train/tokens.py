@@ -1,0 +1,135 @@
+"""Folders of memory-mapped token files: a manifest, one flat binary file a split, a tokenizer.
+
+    manifest.json {"format": 1, "dtype": "uint16", "vocab_size": 4096, "tokenizer": "tokenizer.json",
+                   "splits": {"train": {"file", "num_tokens", "num_bytes", "sha256"}, ...}}
+
+`num_bytes` is the size of the split's text in UTF-8: what bits per byte are counted by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlpipe._core.errors import TrainError
+
+FORMAT = 1
+DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Split:
+    file: str
+    num_tokens: int
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TokenFolder:
+    """`digest` is the SHA-256 of the manifest, which names the digest of every file: that of the data."""
+
+    path: Path
+    dtype: str
+    vocab_size: int
+    tokenizer: str | None
+    splits: dict[str, Split]
+    digest: str
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        return self.path / self.tokenizer if self.tokenizer else None
+
+
+def open_folder(path: str | Path) -> TokenFolder:
+    """Reads the manifest and checks the files' sizes. Raises TrainError (input) saying what does not fit."""
+    folder = Path(path)
+    where = str(folder / MANIFEST)
+    try:
+        text = (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        raise _bad(
+            f"no token files here: {error.strerror or error}", where, "make them with mlpipe-corpus --out DIR"
+        ) from error
+    try:
+        tokens = _parse(folder, json.loads(text), hashlib.sha256(text).hexdigest())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _bad(f"this is no manifest of token files: {error!r}", where, _REMAKE) from error
+    for name, split in tokens.splits.items():
+        _check_size(tokens, name, split)
+    return tokens
+
+
+def verify(tokens: TokenFolder) -> None:
+    """Reads every file and compares its SHA-256 (about 1 s a GB; for one process a node, not for each).
+    Raises TrainError (input) naming the file that differs."""
+    for split in tokens.splits.values():
+        with (tokens.path / split.file).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != split.sha256:
+            raise _bad("its bytes are not those of the manifest", str(tokens.path / split.file), _REMAKE)
+
+
+class TokenDataset:
+    """Sample i is the window of seq_len + 1 tokens at i * seq_len: inputs and the targets one further."""
+
+    def __init__(self, tokens: TokenFolder, split: str, seq_len: int) -> None:
+        where = str(tokens.path / MANIFEST)
+        if split not in tokens.splits:
+            raise _bad(f"no split {split!r}; there are {', '.join(sorted(tokens.splits))}", where, _REMAKE)
+        info = tokens.splits[split]
+        self.seq_len = seq_len
+        self.num_samples = (info.num_tokens - 1) // seq_len
+        if self.num_samples < 1:
+            raise _bad(
+                f"{split} has {info.num_tokens} tokens: not one sample of {seq_len} + 1",
+                where,
+                "use a shorter seq_len or more text",
+            )
+        self._tokens = np.memmap(tokens.path / info.file, dtype=DTYPES[tokens.dtype], mode="r")
+        self._window = np.arange(seq_len + 1, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def windows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(len(indices), seq_len + 1) token ids: `[:, :-1]` are the inputs, `[:, 1:]` the targets."""
+        positions = indices[:, None] * self.seq_len + self._window
+        return self._tokens[positions].astype(np.int64)
+
+
+_REMAKE = "make the folder anew with mlpipe-corpus --out DIR"
+
+
+def _parse(folder: Path, data: dict[str, Any], digest: str) -> TokenFolder:
+    if data["format"] != FORMAT:
+        raise ValueError(f"format {data['format']!r}, this mlpipe reads {FORMAT}")
+    if data["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {data['dtype']!r} is not one of {', '.join(DTYPES)}")
+    splits = {name: Split(**fields) for name, fields in data["splits"].items()}
+    for name in [data["tokenizer"], *(split.file for split in splits.values())]:
+        if name is not None and Path(name).name != name:
+            raise ValueError(f"{name!r} is not the name of a file in this folder")
+    return TokenFolder(folder, data["dtype"], int(data["vocab_size"]), data["tokenizer"], splits, digest)
+
+
+def _check_size(tokens: TokenFolder, name: str, split: Split) -> None:
+    path = tokens.path / split.file
+    expected = split.num_tokens * np.dtype(DTYPES[tokens.dtype]).itemsize
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise _bad(f"the file of split {name} is missing", str(path), _REMAKE) from error
+    if found != expected:
+        raise _bad(f"{found} bytes, the manifest says {expected}", str(path), _REMAKE)
+
+
+def _bad(message: str, where: str, hint: str) -> TrainError:
+    return TrainError(message, where=where, hint=hint, kind="input")
