@@ -14,6 +14,7 @@ step        step (1-based, after the update), loss (mean over the global batch's
             compute_seconds, collective_seconds, checkpoint_seconds (stall only), tokens_per_second and
             mfu_ratio (of all ranks; rank 0 only), memory_bytes (peak so far)
 checkpoint  step, key, bytes (of this rank), stall_seconds, save_seconds (until committed; rank 0 only)
+checkpoint_failed  step, message: a save that did not commit (rank 0 only)
 evaluate    val_loss, val_perplexity, val_bits_per_byte, num_tokens, gate, passed, sample (rank 0 only)
 signal      step, signal (the step boundary at which the ranks agreed to stop)
 end         outcome ("done" | "saved" | "failed"), step, message
@@ -52,9 +53,19 @@ def decode(chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and "kind" in record:
+            record = decode_line(line)
+            if record is not None:
                 yield record
+
+
+def decode_line(line: bytes) -> dict[str, Any] | None:
+    """None for a torn or foreign line. A whole record behind a torn one (of a writer that was killed,
+    whose successor went on in the same file) is found."""
+    for start in (0, line.rfind(b'{"v":')):
+        try:
+            record = json.loads(line[start:])
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "kind" in record:
+            return record
+    return None

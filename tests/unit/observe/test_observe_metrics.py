@@ -1,0 +1,214 @@
+"""One rank's /metrics: scraped over HTTP, checked by prometheus_client's parser and by promtool."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import math
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mlpipe.observe.metrics import INFO_LABELS, METRICS, RankMetrics, start_metrics
+from mlpipe.observe.reference import reference_page
+
+pytestmark = pytest.mark.unit
+
+START = {
+    "kind": "start", "strategy": "fsdp", "world_size": 2, "device": "cuda", "precision": "bf16",
+    "num_flops_per_token": 600.0, "peak_flops": 1e9, "steps": 400, "start_step": 100,
+}  # fmt: skip
+STEP = {
+    "kind": "step", "time": 1234.5, "step": 101, "loss": 3.5, "grad_norm": 0.7, "tokens": 1000,
+    "seconds": 0.25, "data_seconds": 0.01, "compute_seconds": 0.2, "collective_seconds": 0.03, "mfu_ratio": 0.4,
+    "memory_bytes": 2**30,
+}  # fmt: skip
+SAVED = {
+    "kind": "checkpoint",
+    "time": 2345.5,
+    "step": 101,
+    "bytes": 4096,
+    "stall_seconds": 0.02,
+    "save_seconds": 1.5,
+}
+
+
+@pytest.fixture
+def serve():
+    started = []
+
+    def start(rank=0, **options):
+        metrics = start_metrics(run="r-1", stage="train", rank=rank, port=0, **options)
+        assert metrics is not None
+        started.append(metrics)
+        return metrics
+
+    yield start
+    for metrics in started:
+        metrics.close()
+
+
+def scrape(metrics: RankMetrics) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=10) as answer:
+        assert answer.status == 200
+        return answer.read().decode()
+
+
+def samples(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """name -> {labels: value}, by prometheus_client's own parser."""
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def value(text: str, name: str) -> float:
+    (only,) = samples(text)[name].values()
+    return only
+
+
+def test_before_the_first_record_counters_are_0_and_timestamps_are_now(serve):
+    before = time.time()
+    text = scrape(serve())
+    for metric in METRICS:
+        if metric.type == "counter":
+            assert value(text, metric.name) == 0
+        elif metric.name.endswith("_timestamp_seconds"):
+            assert before - 60 < value(text, metric.name) <= time.time()
+        elif metric.type == "gauge":
+            assert metric.name not in samples(text), "an unknown gauge must be absent, not 0"
+
+
+def test_every_metric_of_the_table_is_served_after_one_record_of_each_kind_and_no_other(serve):
+    metrics = serve()
+    for record in (
+        START,
+        STEP,
+        SAVED,
+        {"kind": "checkpoint_failed", "step": 1},
+        {"kind": "of a later version"},
+    ):
+        metrics.observe(record)
+    found = samples(scrape(metrics))
+    bases = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in found}
+    assert bases == {metric.name for metric in METRICS}
+    for by_labels in found.values():
+        for labels in by_labels:
+            assert {("run", "r-1"), ("stage", "train"), ("rank", "0")} <= set(labels)
+            assert "job" not in dict(labels)
+
+
+def test_values(serve):
+    metrics = serve(info={"git_sha": "abc"})
+    for record in (START, STEP, STEP, SAVED):
+        metrics.observe(record)
+    text = scrape(metrics)
+    assert value(text, "mlpipe_train_steps_total") == 2
+    assert value(text, "mlpipe_train_tokens_total") == 2000
+    assert value(text, "mlpipe_train_model_flops_total") == 2000 * 600
+    assert value(text, "mlpipe_train_collective_wait_seconds_total") == pytest.approx(0.06)
+    assert value(text, "mlpipe_train_mfu_ratio") == 0.4
+    assert value(text, "mlpipe_train_last_step_timestamp_seconds") == 1234.5
+    assert value(text, "mlpipe_checkpoint_last_success_timestamp_seconds") == 2345.5
+    assert value(text, "mlpipe_train_step_duration_seconds_count") == 2
+    assert value(text, "mlpipe_train_step_duration_seconds_sum") == pytest.approx(0.5)
+    buckets = {
+        dict(k)["le"]: v for k, v in samples(text)["mlpipe_train_step_duration_seconds_bucket"].items()
+    }
+    assert buckets["0.1"] == 0
+    assert buckets["0.25"] == 2, "le is inclusive"
+    assert buckets["+Inf"] == 2
+    ((info, one),) = samples(text)["mlpipe_run_info"].items()
+    assert one == 1
+    assert {name: dict(info).get(name) for name in INFO_LABELS} == {
+        "strategy": "fsdp", "world_size": "2", "device": "cuda", "precision": "bf16", "git_sha": "abc",
+        "jenkins_build": "",
+    }  # fmt: skip
+
+
+def test_run_level_series_are_served_by_rank_0_only(serve):
+    metrics = serve(rank=3)
+    for record in (START, STEP, SAVED):
+        metrics.observe(record)
+    found = samples(scrape(metrics))
+    assert found.keys().isdisjoint(metric.name for metric in METRICS if metric.ranks == "0")
+    assert "mlpipe_checkpoint_duration_seconds_count" not in found
+    assert found["mlpipe_train_tokens_total"]
+
+
+def test_a_loss_that_is_not_finite_shows_as_nan_and_memory_of_a_cpu_is_not_called_gpu_memory(serve):
+    metrics = serve()
+    metrics.observe({**START, "device": "cpu"})
+    metrics.observe({**STEP, "loss": None})
+    text = scrape(metrics)
+    assert math.isnan(value(text, "mlpipe_train_loss"))
+    assert "mlpipe_train_gpu_memory_bytes" not in samples(text)
+
+
+def test_promtool_accepts_a_real_scrape(serve):
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed: apt-get install prometheus")
+    metrics = serve()
+    for record in (START, STEP, SAVED):
+        metrics.observe(record)
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=scrape(metrics), capture_output=True, text=True, timeout=60
+    )
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+def test_without_prometheus_client_it_says_so_and_goes_on(monkeypatch, caplog):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("prometheus_client"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with caplog.at_level(logging.WARNING):
+        assert start_metrics(run="r", stage="s", rank=0, port=0) is None
+    assert caplog.messages == ["/metrics is off: install prometheus-client"]
+
+
+def test_a_taken_port_is_a_line_and_no_error(caplog):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        assert start_metrics(run="r", stage="s", rank=0, port=port) is None
+    assert f"cannot listen on 127.0.0.1:{port}" in caplog.text
+
+
+def test_after_close_the_port_is_free(serve):
+    metrics = serve()
+    metrics.close()
+    metrics.close()
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", metrics.port))
+
+
+def test_the_reference_page_is_fresh():
+    page = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
+    assert page.read_text() == reference_page(), (
+        "run: python -m mlpipe.observe.reference > docs/reference/metrics.md"
+    )
+
+
+def test_names_follow_the_rules():
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert metric.name.startswith("mlpipe_")
+        assert (metric.type == "counter") == metric.name.endswith("_total")
+        assert (metric.type == "histogram") == bool(metric.buckets)
+        assert list(metric.buckets) == sorted(metric.buckets)
+        assert metric.help.endswith(".")

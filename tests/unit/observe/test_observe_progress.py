@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlpipe.observe.progress import Progress, format_count, live_line, start_line, summarize
+
+pytestmark = pytest.mark.unit
+
+START = {
+    "kind": "start", "restart": 0, "steps": 400, "start_step": 0, "world_size": 2, "strategy": "ddp",
+    "device": "cpu", "precision": "bf16", "num_params": 1_830_000, "num_flops_per_token": 1.1e7,
+    "peak_flops": 8.3e10, "peak_name": "measured matmul peak",
+}  # fmt: skip
+
+
+def step(number, **fields):
+    return {
+        "kind": "step", "step": number, "loss": 3.2142, "seconds": 0.36, "tokens_per_second": 12_345.0,
+        "mfu_ratio": 0.312, "time": 1000.0 + number, **fields,
+    }  # fmt: skip
+
+
+def test_the_live_line():
+    summary = summarize([START, step(119), {"kind": "checkpoint", "step": 100}, step(120)])
+    assert live_line(summary, width=120) == (
+        "step 120/400  loss 3.214  12.3k tok/s  MFU 31.2 % (of measured matmul peak)  ETA 1m41s  ckpt 100"
+    )
+    assert live_line(summary) == "step 120/400  loss 3.214  12.3k tok/s  MFU 31.2 %  ETA 1m41s  ckpt 100"
+
+
+def test_stages_of_a_run():
+    progress = Progress()
+    assert live_line(progress.summary()) == "starting"
+    progress.add(START)
+    assert live_line(progress.summary()) == "step 0/400"
+    progress.add(step(1, loss=None))
+    assert "loss not finite" in live_line(progress.summary())
+    progress.add({"kind": "signal", "signal": "SIGTERM", "step": 1})
+    assert "saving on SIGTERM" in live_line(progress.summary())
+    progress.add({"kind": "end", "outcome": "saved", "step": 1})
+    assert live_line(progress.summary()).endswith("saved")
+
+
+def test_a_restart_forgets_the_pace_and_the_steps_of_before():
+    before = [START, step(120, seconds=100.0), {"kind": "end", "outcome": "failed"}]
+    summary = summarize([*before, {**START, "restart": 1, "start_step": 100}])
+    assert summary["step"] == 100
+    assert summary["checkpoint_step"] == 100
+    assert summary["eta_seconds"] is None
+    assert summary["outcome"] is None
+
+
+def test_eta_is_the_recent_pace():
+    summary = summarize(
+        [START, *(step(n, seconds=9.0) for n in range(1, 50)), *(step(n) for n in range(50, 101))]
+    )
+    assert summary["eta_seconds"] == pytest.approx(300 * 0.36)
+
+
+def test_the_start_line_says_what_mfu_is_measured_against():
+    assert start_line({**START, "start_step": 100}) == (
+        "ddp on 2 x cpu, 1.83M parameters, bf16, resumed from step 100, "
+        "MFU = 11 MFLOP/token x tok/s / (2 x 83 GFLOP/s, measured matmul peak)"
+    )
+
+
+maybe = st.none() | st.floats(allow_nan=False, allow_infinity=False)
+records = st.lists(
+    st.one_of(
+        st.builds(
+            lambda s, n: {**START, "start_step": s, "steps": n}, st.integers(0, 10**9), st.integers(1, 10**9)
+        ),
+        st.builds(
+            lambda n, loss, rate, mfu, seconds: step(
+                n, loss=loss, tokens_per_second=rate, mfu_ratio=mfu, seconds=seconds
+            ),
+            st.integers(1, 10**9), maybe, maybe, maybe, st.none() | st.floats(0, 1e6),
+        ),
+        st.builds(lambda n: {"kind": "checkpoint", "step": n}, st.integers(0, 10**9)),
+        st.just({"kind": "end", "outcome": "done"}),
+        st.builds(lambda name: {"kind": "signal", "signal": name}, st.text(max_size=9)),
+    ),
+    max_size=30,
+)  # fmt: skip
+
+
+@given(records, st.integers(20, 200))
+def test_any_records_give_one_ascii_line_that_fits_and_a_json_summary(many, width):
+    summary = summarize(many)
+    line = live_line(summary, width=width)
+    assert len(line) <= width
+    assert line.isascii()
+    assert "\n" not in line
+    json.dumps(summary)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"), (7, "7"), (7.25, "7.25"), (999.4, "999"), (1234, "1.23k"), (12_345, "12.3k"), (999_960, "1.00M"),
+               (1.83e6, "1.83M"), (9.89e14, "989T"), (3.2e18, "3.20E"),
+    ],
+)  # fmt: skip
+def test_counts(number, text):
+    assert format_count(number) == text
