@@ -102,7 +102,8 @@ class TokenDataset:
     def windows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """(len(indices), seq_len + 1) token ids: `[:, :-1]` are the inputs, `[:, 1:]` the targets."""
         positions = indices[:, None] * self.seq_len + self._window
-        return self._tokens[positions].astype(np.int64)
+        tokens: NDArray[np.int64] = self._tokens[positions].astype(np.int64)
+        return tokens
 
 
 _REMAKE = "make the folder anew with mlpipe-corpus --out DIR"
