@@ -90,8 +90,8 @@ clean:  ## remove the environments and caches; runs stay
 %/.bootstrap: requirements/bootstrap.txt
 	@test -n "$(PYTHON)" || { echo "mlpipe needs Python 3.11 or newer and found none;" \
 	  "install one, or say where it is: make PYTHON=/path/to/python3.12"; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "mlpipe needs Python 3.11 or" \
-	  "newer, $(PYTHON) is older: make PYTHON=/path/to/python3.12"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "mlpipe needs" \
+	  "Python 3.11 or newer, which $(PYTHON) is not: make PYTHON=/path/to/python3.12"; exit 2; }
 	test -x $*/bin/python || $(PYTHON) -m venv $*
 	$*/bin/python -m pip install --quiet --require-hashes -r $<
 	@touch $@

@@ -1,0 +1,58 @@
+"""The rules of the house: layers, fresh reference pages, working links, pins without addresses."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unit
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _run(*argv: str) -> None:
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_imports_go_one_way() -> None:
+    _run(sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()")
+
+
+def test_reference_is_fresh_and_links_lead_somewhere() -> None:
+    _run(sys.executable, "docs/generate.py", "--check")
+
+
+def test_pins_have_hashes_and_no_addresses() -> None:
+    for path in (ROOT / "requirements").glob("*.txt"):
+        text = path.read_text()
+        pins = re.findall(r"^[a-z0-9.-]+==(?:.*\\\n)*.*", text, flags=re.M)
+        assert pins, path
+        assert [pin for pin in pins if "--hash=sha256:" not in pin] == [], path
+        assert "://" not in text, path
+
+
+def test_every_pin_of_a_smaller_set_is_the_larger_sets() -> None:
+    def pins(name: str) -> set[str]:
+        lines = (ROOT / "requirements" / name).read_text().splitlines()
+        return {line.rstrip(" \\") for line in lines if "==" in line and line[0].isalnum()}
+
+    def versions(name: str) -> set[str]:
+        return {pin.partition(" ;")[0] for pin in pins(name)}
+
+    assert versions("base.txt") <= versions("train.txt") <= versions("dev.txt")
+
+
+def test_adrs_are_numbered_and_listed() -> None:
+    pages = sorted(path.name for path in (ROOT / "docs/adr").glob("0*.md"))
+    assert [page[:4] for page in pages] == [f"{n:04d}" for n in range(1, len(pages) + 1)]
+    index = (ROOT / "docs/adr/README.md").read_text()
+    assert [page for page in pages if page not in index] == []
+
+
+def test_every_module_is_short_enough_to_read_at_one_sitting() -> None:
+    sizes = {path: len(path.read_text().splitlines()) for path in (ROOT / "src").rglob("*.py")}
+    assert {str(path.relative_to(ROOT)): size for path, size in sizes.items() if size > 400} == {}
