@@ -1,0 +1,37 @@
+"""Every test belongs to one ring. A ring that MLPIPE_REQUIRE_RINGS names must run: a skip there fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+
+import pytest
+
+RINGS = ("unit", "golden", "torch", "services", "gpu")
+REQUIRED = frozenset(filter(None, os.environ.get("MLPIPE_REQUIRE_RINGS", "").split(",")))
+
+
+def pytest_configure() -> None:
+    if odd := REQUIRED - set(RINGS):
+        raise pytest.UsageError(f"MLPIPE_REQUIRE_RINGS names {', '.join(sorted(odd))}; there are {RINGS}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if len(_rings(item)) != 1:
+            raise pytest.UsageError(f"{item.nodeid} needs the marker of one ring: {', '.join(RINGS)}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    ring = ", ".join(_rings(item))
+    if report.skipped and ring in REQUIRED and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        report.outcome = "failed"
+        report.longrepr = f"the ring {ring} must run here (MLPIPE_REQUIRE_RINGS): {reason}"
+    return report
+
+
+def _rings(item: pytest.Item) -> list[str]:
+    return [ring for ring in RINGS if item.get_closest_marker(ring)]
