@@ -1,0 +1,158 @@
+"""Types of single values in a pipeline: what each accepts, and what it says when it does not.
+
+Each check has its twin in the JSON Schema (a pattern or a bound), and the tests feed both the same files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from mlpipe._core.gate import GATE_PATTERN, parse_gate
+from mlpipe._core.ids import NAME_PATTERN, is_name
+from mlpipe._core.units import parse_bytes, parse_cadence, parse_seconds
+from mlpipe.spec.tree import Ambiguous
+
+
+def wrong(message: str, hint: str) -> PydanticCustomError:
+    return PydanticCustomError("mlpipe", "{what}", {"what": message, "hint": hint})
+
+
+def _unambiguous(value: Any) -> Any:
+    if isinstance(value, Ambiguous):
+        raise wrong(value.message, value.hint)
+    return value
+
+
+def _json(value: Any) -> Any:
+    """Of `args`: whatever JSON can say."""
+    if isinstance(value, dict):
+        return {key: _json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_json(item) for item in value]
+    return _unambiguous(value)
+
+
+def _matches(pattern: str, what: str, hint: str) -> Callable[[str], str]:
+    compiled = re.compile(pattern)
+
+    def check(text: str) -> str:
+        if compiled.fullmatch(text) is None:
+            raise wrong(f"{text!r} is not {what}", hint)
+        return text
+
+    return check
+
+
+def _parses(parse: Callable[[str], Any], above: float | None = None) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        try:
+            value = parse(text)
+        except ValueError as error:
+            message, _, hint = str(error).partition("; ")
+            raise wrong(message, hint or "write a number and a unit") from None
+        if above is not None and value <= above:
+            raise wrong(f"{text!r} is nothing", "write more than 0")
+        return text
+
+    return check
+
+
+def _quantity(example: str) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            raise wrong(f"{value!r} has no unit", f"write like {example}")
+        return _unambiguous(value)
+
+    return BeforeValidator(check)
+
+
+def _schema(pattern: str) -> Any:
+    return Field(json_schema_extra={"pattern": f"^(?:{pattern})$"})
+
+
+_NUMBER = r"\s*(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?\s*"
+ENV_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*"
+ENTRY_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
+IMAGE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}"
+STORE_PATTERN = (
+    r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._=-]+)*/?|file:///[^{}]*|(?![a-z0-9]+://)[^{}]+"
+)
+
+Text = Annotated[str, BeforeValidator(_unambiguous)]
+Json = Annotated[Any, BeforeValidator(_json)]
+
+
+def _name(text: str) -> str:
+    if not is_name(text):
+        raise wrong(
+            f"{text!r} is not a name",
+            "write 1 to 63 of a-z, 0-9, '.', '_', '-', starting with a letter or digit",
+        )
+    return text
+
+
+Name = Annotated[Text, AfterValidator(_name), _schema(NAME_PATTERN)]
+EnvName = Annotated[
+    Text,
+    AfterValidator(
+        _matches(
+            ENV_PATTERN, "a name of an environment variable", "write letters, digits and '_', like MY_FLAG"
+        )
+    ),
+    _schema(ENV_PATTERN),
+]
+EntryPath = Annotated[
+    Text,
+    AfterValidator(
+        _matches(ENTRY_PATTERN, "an import path", "write like 'my_package.my_module:build_model'")
+    ),
+    _schema(ENTRY_PATTERN),
+]
+Image = Annotated[
+    Text,
+    AfterValidator(
+        _matches(IMAGE_PATTERN, "an image reference", "write like 'registry.example.com/team/mlpipe:1.4'")
+    ),
+    _schema(IMAGE_PATTERN),
+]
+StoreUrl = Annotated[
+    Text,
+    AfterValidator(
+        _matches(STORE_PATTERN, "a store", "write a folder like './runs', or 's3://bucket/prefix'")
+    ),
+    _schema(STORE_PATTERN),
+]
+Size = Annotated[
+    str,
+    AfterValidator(_parses(parse_bytes, above=0)),
+    _quantity("'30 GiB'"),
+    _schema(_NUMBER + r"(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*"),
+]
+Duration = Annotated[
+    str,
+    AfterValidator(_parses(parse_seconds, above=0)),
+    _quantity("'15 min'"),
+    _schema(_NUMBER + r"(ms|s|min|h|d)\s*"),
+]
+Every = Annotated[
+    str,
+    AfterValidator(_parses(parse_cadence)),
+    _quantity("'100 steps' or '15 min'"),
+    _schema(rf"\s*0*[1-9][0-9]*\s*steps?\s*|{_NUMBER}(ms|s|min|h|d)\s*"),
+]
+GateText = Annotated[Text, AfterValidator(_parses(parse_gate)), _schema(GATE_PATTERN)]
+
+# beyond 2**53 a JSON number is not exact any more
+Count = Annotated[int, Field(ge=1, le=2**53)]
+CountOrZero = Annotated[int, Field(ge=0, le=2**53)]
+CountOrAuto = Count | Literal["auto"]
+Port = Annotated[int, Field(ge=0, le=65_535)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]

@@ -1,0 +1,211 @@
+"""A pipeline file to a Pipeline, or every mistake in it at once."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from mlpipe.spec import model, rules
+from mlpipe.spec import overrides as override_rules
+from mlpipe.spec.model import Pipeline
+from mlpipe.spec.problems import Place, Problem, SpecErrors
+from mlpipe.spec.tree import MAX_BYTES, Ambiguous, Node, parse
+
+
+def load_pipeline(path: str | Path, *, overrides: Sequence[str] = ()) -> Pipeline:
+    """Read, override (`KEY=VALUE`, see `spec/overrides.py`) and check. Raises SpecErrors."""
+    name = str(path)
+    try:
+        with Path(path).open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        hint = "name an existing file, or write one with 'mlpipe init'"
+        raise SpecErrors([Problem.at(Place(name), f"cannot be read: {reason}", hint)]) from None
+    return load_pipeline_text(data, name, overrides=overrides)
+
+
+def load_pipeline_text(text: str | bytes, name: str, *, overrides: Sequence[str] = ()) -> Pipeline:
+    """As `load_pipeline`, of text; `name` stands for the file in messages."""
+    root, problems = parse(_decode(text, name), name)
+    if root is None:
+        raise SpecErrors(problems)
+    for override in overrides:
+        problems += override_rules.apply(root, override)
+    problems += _nulls(root)
+    pipeline, more = _validate(root, name)
+    seen = {(p.place, p.message) for p in problems}
+    places = {p.place for p in problems if p.line}
+    # a rule and a type may complain about one place: the first to speak (syntax, rules, types) is clearest
+    for problem in [*rules.check(root), *more]:
+        if problem.place not in places and (problem.place, problem.message) not in seen:
+            problems.append(problem)
+            seen.add((problem.place, problem.message))
+    if problems or pipeline is None:
+        raise SpecErrors(problems or more)
+    return pipeline
+
+
+def _decode(text: str | bytes, name: str) -> str:
+    if isinstance(text, str):
+        text = text.encode("utf-8", "surrogatepass")
+    if len(text) > MAX_BYTES:
+        hint = "move data to a file that a command reads"
+        raise SpecErrors([Problem.at(Place(name), f"larger than {MAX_BYTES} bytes", hint)])
+    try:
+        return text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = text[: error.start].decode("utf-8-sig", "replace")
+        place = Place(name, before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1)
+        message = f"the byte 0x{text[error.start]:02x} is not UTF-8"
+        raise SpecErrors([Problem.at(place, message, "save the file as UTF-8")]) from None
+
+
+def _nulls(root: Node) -> list[Problem]:
+    """A key without a value is a slip, except in `args`, where null is a value."""
+    found = []
+    for path, node in root.walk():
+        if node.value is None and not node.broken and path and "args" not in path:
+            node.broken = True
+            found.append(
+                Problem.at(
+                    node.key or node.place, f"{path[-1]!r} has no value", "write one, or remove the key"
+                )
+            )
+    return found
+
+
+def _validate(root: Node, name: str) -> tuple[Pipeline | None, list[Problem]]:
+    for retry in (True, False):
+        try:
+            return Pipeline.model_validate(root.plain()), []
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+        if not (retry and _as_text(root, details)):
+            break
+    problems = []
+    for detail in details:
+        node, found = rules.values_at(root, detail["loc"])
+        if not node.broken:
+            problems.append(_problem(node, found, detail))
+    return None, problems
+
+
+def _as_text(root: Node, details: list[ErrorDetails]) -> bool:
+    """Overrides need no quotes: where the schema wants text, take what was written. True: it did so."""
+    changed = False
+    for detail in details:
+        node, found = rules.values_at(root, detail["loc"])
+        if found and detail["type"] == "string_type" and not node.place.line and node.text is not None:
+            node.value, node.broken, changed = node.text, False, True
+    return changed
+
+
+_ARTICLES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a mapping of keys to values",
+    "model_type": "a mapping of keys to values",
+    "model_attributes_type": "a mapping of keys to values",
+    "union_tag_invalid": "a mapping of keys to values",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def _problem(node: Node, found: bool, detail: ErrorDetails) -> Problem:
+    kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
+    key = detail["loc"][-1] if detail["loc"] else ""
+    if kind == "missing":
+        return Problem.at(node.place, f"{key!r} is missing", f"add '{key}: ...'")
+    if kind == "extra_forbidden":
+        known = _known_keys(detail["loc"])
+        return Problem.at(node.key or node.place, f"unknown key {key!r}", rules.closest(str(key), known))
+    if isinstance(value, Ambiguous):
+        return Problem.at(node.place, value.message, value.hint)
+    if kind == "mlpipe":
+        return Problem.at(node.place, context["what"], context["hint"])
+    if kind == "literal_error":
+        options = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
+        if isinstance(value, str):
+            return Problem.at(node.place, f"unknown value {value!r}", rules.closest(value, options))
+        return Problem.at(node.place, f"{_show(value)} is not a choice", f"write one of {', '.join(options)}")
+    if kind in _ARTICLES:
+        wanted = _ARTICLES[kind]
+        return Problem.at(
+            node.place, f"expected {wanted}, got {_show(value)}", _rewrite(kind, value, node, wanted)
+        )
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return Problem.at(node.place, f"{_show(value)} is out of bounds", f"write {words} {context[name]}")
+    if kind in ("too_short", "too_long"):
+        few = kind == "too_short"
+        number = context["min_length" if few else "max_length"]
+        return Problem.at(
+            node.place, f"the list is too {kind[4:]}", f"write at {'least' if few else 'most'} {number}"
+        )
+    return Problem.at(node.place, detail["msg"][:1].lower() + detail["msg"][1:], "see 'mlpipe schema'")
+
+
+def _rewrite(kind: str, value: Any, node: Node, wanted: str) -> str:
+    if kind == "string_type" and node.text is not None:
+        return f'write "{node.text}" in quotes'
+    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and node.text is None:
+        return f"write {wanted}, without quotes"
+    if kind in ("tuple_type", "list_type") and not isinstance(value, dict):
+        return f"write [{_flat(value)}]"
+    return f"write {wanted}"
+
+
+def _flat(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "nothing"
+    return f"the text {_flat(value)!r}" if isinstance(value, str) else _flat(value)
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
+    """Keys of the mapping in which the last part of `loc` is unknown."""
+    kind: Any = Pipeline
+    for part in loc[:-1]:
+        if isinstance(part, int):
+            continue
+        tagged = getattr(model, part, None)
+        fields = {field.alias or name: field for name, field in kind.model_fields.items()}
+        if part in fields:
+            kind = _model_in(fields[part].annotation) or kind
+        elif isinstance(tagged, type) and issubclass(tagged, BaseModel):
+            kind = tagged
+    return [field.alias or name for name, field in kind.model_fields.items()]
+
+
+def _model_in(annotation: Any) -> Any:
+    if isinstance(annotation, type) and get_origin(annotation) is None:
+        return annotation if issubclass(annotation, BaseModel) else None
+    if get_origin(annotation) in (Union, types.UnionType, tuple) or get_args(annotation):
+        return next(filter(None, map(_model_in, get_args(annotation))), None)
+    return None

@@ -1,0 +1,61 @@
+"""What is wrong in a pipeline file: every mistake with its place, all of them in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlpipe._core.errors import SpecError
+
+SHOWN = 50
+
+
+@dataclass(frozen=True)
+class Place:
+    """`line` and `col` count from 1; line 0: the whole of `file`, or a `--set KEY=VALUE`."""
+
+    file: str
+    line: int = 0
+    col: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.col}" if self.line else self.file
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`message`: what is wrong and why. `hint`: what to write instead."""
+
+    file: str
+    line: int
+    col: int
+    message: str
+    hint: str | None = None
+
+    @staticmethod
+    def at(place: Place, message: str, hint: str | None = None) -> Problem:
+        return Problem(place.file, place.line, place.col, message, hint)
+
+    @property
+    def place(self) -> Place:
+        return Place(self.file, self.line, self.col)
+
+    def __str__(self) -> str:
+        text = f"{self.place}: {self.message}"
+        text = f"{text}; {self.hint}" if self.hint else text
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class SpecErrors(SpecError):
+    """All mistakes of one file. `str()` is one line a problem, in the order of the file."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = sorted(problems, key=lambda p: (p.line == 0, p.file, p.line, p.col))
+        first = self.problems[0]
+        super().__init__(f"{len(self.problems)} problem(s) in the pipeline", where=str(first.place))
+
+    def __str__(self) -> str:
+        lines = [str(problem) for problem in self.problems[:SHOWN]]
+        if len(self.problems) > SHOWN:
+            lines.append(f"{self.problems[0].file}: and {len(self.problems) - SHOWN} more problems")
+        return "\n".join(lines)

@@ -1,0 +1,311 @@
+"""YAML text to a tree that knows where every key and value stands, with less of YAML than others take.
+
+Plain scalars mean the same to every YAML parser or they are marked `Ambiguous`: `on`, `0123`, `22:22`
+are not guessed. Anchors, aliases, tags, merge keys and duplicate keys are problems. Values are plain
+Python data. Size, depth and the number of values are bounded, so a hostile file costs little.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from mlpipe.spec.problems import Place, Problem
+
+MAX_BYTES = 2**20
+MAX_DEPTH = 32
+MAX_VALUES = 10_000
+
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_NULLS = ("", "~", "null", "Null", "NULL")
+_BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_WORDS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+_SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+_UNDERSCORES = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?|[-+]?\.[0-9][0-9_]*")
+_RADIX = re.compile(r"[-+]?0(b[01_]+|x[0-9a-fA-F_]+|o[0-7_]+)")
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+_DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt ].*)?")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+
+
+class Ambiguous(str):
+    """Unquoted text that YAML parsers read differently. `reading`: what some of them make of it;
+    `instead`: what to write if that was meant."""
+
+    reading: str
+    instead: str
+
+    def __new__(cls, text: str, reading: str, instead: str) -> Ambiguous:
+        self = super().__new__(cls, text)
+        self.reading = reading
+        self.instead = instead
+        return self
+
+    @property
+    def message(self) -> str:
+        return f"{str(self)!r} without quotes is {self.reading} to some YAML parsers and text to others"
+
+    @property
+    def hint(self) -> str:
+        return f'write "{self}" for the text' + (f", {self.instead} for the value" if self.instead else "")
+
+
+@dataclass
+class Node:
+    """`value`: dict[str, Node], list[Node] or a scalar. `key`: where the node's key stands, if it has one.
+    `broken`: already reported; say nothing more about it. `text`: of a plain scalar, as written."""
+
+    value: Any
+    place: Place
+    key: Place | None = None
+    broken: bool = False
+    text: str | None = None
+
+    def plain(self) -> Any:
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+    def walk(self) -> Iterator[tuple[tuple[str | int, ...], Node]]:
+        yield (), self
+        children: list[tuple[str | int, Node]] = []
+        if isinstance(self.value, dict):
+            children = list(self.value.items())
+        elif isinstance(self.value, list):
+            children = list(enumerate(self.value))
+        for name, child in children:
+            for path, node in child.walk():
+                yield (name, *path), node
+
+
+def scalar(text: str) -> Any:
+    """The value of an unquoted scalar."""
+    if text in _NULLS:
+        return None
+    if text in _BOOLS:
+        return _BOOLS[text]
+    if _INT.fullmatch(text):
+        return int(text)
+    found = _ambiguous(text)
+    if found is not None:
+        return found
+    if _FLOAT.fullmatch(text):
+        number = float(text)
+        return number if math.isfinite(number) else Ambiguous(text, "infinite", "a finite number")
+    return text
+
+
+def _ambiguous(text: str) -> Ambiguous | None:
+    if text.lower() in _WORDS and text in (text.lower(), text.upper(), text.capitalize()):
+        meaning = _WORDS[text.lower()]
+        return Ambiguous(text, f"the boolean {meaning}", meaning)
+    if len(text) > 100:
+        return None
+    digits = text.replace("_", "")
+    if _SEXAGESIMAL.fullmatch(text):
+        total = 0.0
+        for part in digits.lstrip("+-").split(":"):
+            total = total * 60 + float(part)
+        number = f"{-total if text[0] == '-' else total:.15g}"
+        return Ambiguous(text, f"the number {number} (base 60)", number)
+    if _RADIX.fullmatch(text):
+        number = str(int(digits, 0))
+        return Ambiguous(text, f"the number {number}", number)
+    if _OCTAL.fullmatch(text):
+        decimal = str(int(digits, 10))
+        return Ambiguous(text, f"the number {int(digits, 8)} (octal)", decimal)
+    if re.fullmatch(r"[-+]?0[0-9]+", text):
+        return Ambiguous(text, f"the number {int(text)}", str(int(text)))
+    if "_" in text and _UNDERSCORES.fullmatch(text):
+        return Ambiguous(text, f"the number {digits}", digits)
+    if _DATE.fullmatch(text):
+        return Ambiguous(text, "a date", "")
+    if _NOT_FINITE.fullmatch(text):
+        return Ambiguous(text, "a number that is not finite", "a finite number")
+    if text in ("=", "<<"):
+        return Ambiguous(text, "a directive", "")
+    return None
+
+
+@dataclass
+class _Open:
+    """A collection whose end has not come yet; `name`: the key whose value is awaited."""
+
+    node: Node
+    name: str | None = None
+    name_place: Place | None = None
+    drop: bool = False
+    awaits_value: bool = False
+    first: dict[str, Place] = field(default_factory=dict)
+
+
+def parse(text: str, file: str) -> tuple[Node | None, list[Problem]]:
+    """The tree (None when there is none) and every problem of the text itself. Never raises on content."""
+    return _Builder(file).build(text)
+
+
+class _Builder:
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.problems: list[Problem] = []
+        self.stack: list[_Open] = []
+        self.root: Node | None = None
+        self.num_values = 0
+
+    def place(self, mark: Any) -> Place:
+        return Place(self.file, mark.line + 1, mark.column + 1)
+
+    def problem(self, place: Place, message: str, hint: str | None = None) -> None:
+        self.problems.append(Problem.at(place, message, hint))
+
+    def build(self, text: str) -> tuple[Node | None, list[Problem]]:
+        num_documents = 0
+        try:
+            for event in yaml.parse(text, Loader=yaml.SafeLoader):
+                if isinstance(event, yaml.DocumentStartEvent):
+                    num_documents += 1
+                    if num_documents > 1:
+                        self.problem(
+                            self.place(event.start_mark),
+                            "a second YAML document, but a pipeline is one",
+                            "remove the '---' and what follows, or put it in a file of its own",
+                        )
+                        break
+                elif not self.take(event):
+                    return None, self.problems
+        except yaml.MarkedYAMLError as error:
+            self.syntax(error)
+            return None, self.problems
+        except (yaml.YAMLError, ValueError, OverflowError) as error:
+            self.unreadable(text, error)
+            return None, self.problems
+        if self.root is None:
+            self.problem(Place(self.file, 1, 1), "the file is empty", "start with 'version: 1'")
+        return self.root, self.problems
+
+    def syntax(self, error: yaml.MarkedYAMLError) -> None:
+        mark = error.problem_mark or error.context_mark
+        place = self.place(mark) if mark else Place(self.file, 1, 1)
+        why = f" {error.context}" if error.context else ""
+        hint = "check the indentation and quotes here and on the line above"
+        if "'\\t'" in str(error.problem):
+            hint = "indent with spaces, not tabs"
+        elif "mapping values are not allowed" in str(error.problem):
+            hint = "indent it as a key of the line above, or quote the text that holds the ':'"
+        elif "'%'" in str(error.problem) or "'@'" in str(error.problem) or "'`'" in str(error.problem):
+            hint = "quote the text"
+        self.problem(place, f"not YAML: {error.problem}{why}", hint)
+
+    def unreadable(self, text: str, error: Exception) -> None:
+        position = getattr(error, "position", 0)
+        before = text[: position if isinstance(position, int) else 0]
+        place = Place(self.file, before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1)
+        reason = getattr(error, "reason", None) or str(error)
+        character = getattr(error, "character", None)
+        if isinstance(character, int):
+            reason = f"the character U+{character:04X} is not allowed"
+        self.problem(place, f"not YAML: {reason}", "write it as an escape in double quotes, or remove it")
+
+    def take(self, event: Any) -> bool:
+        """False: a limit was passed, stop."""
+        if isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+            self.stack.pop()
+            return True
+        if not isinstance(event, yaml.NodeEvent):
+            return True
+        place = self.place(event.start_mark)
+        self.num_values += 1
+        if self.num_values > MAX_VALUES or len(self.stack) >= MAX_DEPTH:
+            what = f"nested deeper than {MAX_DEPTH}" if len(self.stack) >= MAX_DEPTH else "too many values"
+            self.problem(place, f"{what}, no pipeline is", "move the data to a file that a command reads")
+            return False
+        self.refuse_extras(event, place)
+        node = self.node(event, place)
+        top = self.stack[-1] if self.stack else None
+        if top is None:
+            self.root = node
+        elif isinstance(top.node.value, list):
+            top.node.value.append(node)
+        elif not top.awaits_value:
+            self.take_key(top, event, node)
+            if isinstance(node.value, (dict, list)):
+                self.stack.append(_Open(node))
+            return True
+        else:
+            node.key = top.name_place
+            if not top.drop and top.name is not None:
+                top.node.value[top.name] = node
+            top.awaits_value = False
+        if isinstance(node.value, (dict, list)) and not node.broken:
+            self.stack.append(_Open(node))
+        return True
+
+    def node(self, event: Any, place: Place) -> Node:
+        if isinstance(event, yaml.MappingStartEvent):
+            return Node({}, place)
+        if isinstance(event, yaml.SequenceStartEvent):
+            return Node([], place)
+        if isinstance(event, yaml.AliasEvent):
+            return Node(None, place, broken=True)
+        text: str = event.value
+        if event.style is None and event.implicit[0]:
+            return Node(scalar(text), place, text=text)
+        if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+            self.problem(place, "text with a NUL or half a surrogate pair cannot be stored", "remove it")
+            return Node("", place, broken=True)
+        return Node(text, place)
+
+    def refuse_extras(self, event: Any, place: Place) -> None:
+        if isinstance(event, yaml.AliasEvent):
+            self.problem(
+                place, f"alias *{event.anchor}: a pipeline has no aliases", "write the value out again"
+            )
+            return
+        if event.anchor is not None:
+            self.problem(
+                place, f"anchor &{event.anchor}: a pipeline has no anchors", "remove it, and write values out"
+            )
+        if event.tag is not None:
+            self.problem(
+                place,
+                f"tag {event.tag}: types come from the schema, not from tags",
+                "remove the tag; quote a value to make it text",
+            )
+
+    def take_key(self, top: _Open, event: Any, node: Node) -> None:
+        top.awaits_value = True
+        top.name_place = node.place
+        top.drop = True
+        if not isinstance(event, yaml.ScalarEvent):
+            if not node.broken:
+                self.problem(node.place, "a key that is a list or a mapping", "write a plain word as the key")
+            return
+        name = event.value
+        if node.broken:
+            return
+        if name == "<<" and node.text is not None:
+            self.problem(node.place, "merge key <<: a pipeline has none", "write the keys out")
+            return
+        if isinstance(node.value, Ambiguous):
+            self.problem(node.place, f"key {node.value.message}", f'write "{name}":')
+        elif not isinstance(node.value, str):
+            self.problem(node.place, f"key {name!r} is not text", f'write "{name}":')
+        if name in top.first:
+            first = top.first[name]
+            self.problem(
+                node.place,
+                f"duplicate key {name!r}, first at line {first.line}; other parsers keep only one of them",
+                "remove one of the two",
+            )
+            return
+        top.first[name] = node.place
+        top.name = name
+        top.drop = False
