@@ -1,0 +1,68 @@
+"""The same weights for a seed under every strategy and world size.
+
+`init_weights()` of a model that left the meta device runs under a dispatch mode: each in-place random
+operation draws the whole tensor from a generator seeded by (seed, number of the operation), and a rank keeps
+the box of it that is its own. So no draw depends on how a parameter is split, every parameter may start from
+another seed's stream, and only one parameter at a time exists in full.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mlpipe._core.errors import TrainError
+
+_aten = torch.ops.aten
+_IN_PLACE = {
+    _aten.normal_, _aten.uniform_, _aten.bernoulli_, _aten.random_, _aten.exponential_, _aten.log_normal_,
+    _aten.cauchy_, _aten.geometric_,
+}  # fmt: skip
+
+
+def initialize(model: nn.Module, seed: int) -> None:
+    """Calls `model.init_weights()`. Every rank has to call it. Raises TrainError (input) when it draws random
+    numbers in a way that would differ between ranks or leaves a parameter that is not finite."""
+    with torch.no_grad(), same_weights(seed):
+        model.init_weights()  # type: ignore[operator]
+
+
+class same_weights(TorchDispatchMode):  # noqa: N801 - reads as a context: `with same_weights(seed):`
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.num_draws = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if func.overloadpacket not in _IN_PLACE:
+            raise TrainError(
+                f"init_weights() calls {func.overloadpacket}, whose result depends on how the model is split",
+                hint="fill parameters in place, with torch.nn.init or tensor.normal_() and the like",
+                kind="input",
+            )
+        target = args[0]
+        if kwargs.get("generator") is None:
+            kwargs = {**kwargs, "generator": self._generator(target.device)}
+        if not isinstance(target, DTensor):
+            return func(*args, **kwargs)
+        full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        func(full, *args[1:], **kwargs)
+        own = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(own.to_local())
+        return target
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        name = f"{self.seed}:{self.num_draws}".encode()
+        self.num_draws += 1
+        draw = int.from_bytes(hashlib.sha256(name).digest()[:8], "little") >> 1  # manual_seed takes int64
+        return torch.Generator(device).manual_seed(draw)
