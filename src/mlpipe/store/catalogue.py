@@ -1,0 +1,175 @@
+"""The checkpoint catalogue: a checkpoint is committed or it does not exist.
+
+    <stage_key>/checkpoints/step-<9 digits>/<attempt>-<uuid>/<blobs>, MANIFEST.json
+
+Every save has a prefix of its own, never written before (re-saving into one mixes old and new shards). Blobs
+come first; `commit` checks them against a LIST and then creates MANIFEST.json with one conditional PUT, whose
+presence is the commit. The latest is the highest committed step by LIST; no pointer can go stale.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlpipe._core.errors import StoreError
+from mlpipe._core.ids import new_attempt_uuid
+from mlpipe.store.base import ObjectInfo, Store
+from mlpipe.store.blobs import missing_objects, read_blob, write_blob
+from mlpipe.store.manifest import MANIFEST, MAX_BYTES, Blob, Manifest, check, seal, unseal
+
+__all__ = [
+    "Blob", "Checkpoint", "commit", "discard", "latest", "list_checkpoints", "load_manifest", "new_prefix",
+    "prune", "read_blob", "verify", "write_blob",
+]  # fmt: skip
+
+_PREFIX = re.compile(r"(.*/checkpoints/step-([0-9]{9,})/([0-9]+)-([0-9a-f]+))/(.+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed one. `key`: its prefix. `time`: of the commit, Unix seconds. `size_bytes`: all objects."""
+
+    key: str
+    step: int
+    attempt: int
+    time: float
+    size_bytes: int
+
+
+@dataclass
+class _Found:
+    """A prefix as LIST shows it, committed or not."""
+
+    step: int
+    attempt: int
+    keys: list[str]
+    size_bytes: int = 0
+    committed: float | None = None
+
+
+def new_prefix(stage_key: str, step: int, attempt: int) -> str:
+    """A prefix that nothing was ever written to."""
+    return f"{stage_key}/checkpoints/step-{step:09d}/{attempt}-{new_attempt_uuid()}"
+
+
+def commit(store: Store, prefix: str, manifest: Mapping[str, Any]) -> bool:
+    """Checks that every blob is there in full, then makes the checkpoint visible in one step.
+
+    True: committed by this call, also when only the reply was lost. False: another manifest is there already.
+    Raises StoreError when a blob is missing or the manifest is unsound; nothing is visible then.
+    """
+    where = f"{prefix}/{MANIFEST}"
+    sound = check(manifest, prefix, where)
+    sizes = {info.key: info.size_bytes for info in store.list(prefix)}
+    problems = [problem for blob in sound["blobs"] for problem in missing_objects(blob, sizes)]
+    if problems:
+        raise StoreError(f"not committed: {'; '.join(problems[:5])}", where=where)
+    data = seal(sound)
+    if len(data) > MAX_BYTES:
+        raise StoreError(f"not committed: the manifest is larger than {MAX_BYTES} bytes", where=where)
+    if store.put_if_absent(where, data):
+        return True
+    return store.get(where, length=MAX_BYTES + 1) == data  # the uuid in it makes it ours
+
+
+def list_checkpoints(store: Store, stage_key: str) -> list[Checkpoint]:
+    """Committed ones only, ascending by step, then attempt, then time of the commit."""
+    return _committed(_scan(store, stage_key))
+
+
+def latest(store: Store, stage_key: str) -> Checkpoint | None:
+    """The committed one with the highest step (of several: the latest attempt's)."""
+    checkpoints = list_checkpoints(store, stage_key)
+    return checkpoints[-1] if checkpoints else None
+
+
+def _committed(found: dict[str, _Found]) -> list[Checkpoint]:
+    checkpoints = [
+        Checkpoint(prefix, seen.step, seen.attempt, seen.committed, seen.size_bytes)
+        for prefix, seen in found.items()
+        if seen.committed is not None
+    ]
+    return sorted(checkpoints, key=lambda item: (item.step, item.attempt, item.time, item.key))
+
+
+def load_manifest(store: Store, prefix: str) -> Manifest:
+    """Verified and checked. StoreError: absent (kind input), corrupt, or not to be believed."""
+    where = f"{prefix}/{MANIFEST}"
+    return check(unseal(store.get(where, length=MAX_BYTES + 1), where), prefix, where)
+
+
+def verify(store: Store, prefix: str) -> list[str]:
+    """Reads every byte. What is wrong, in words; empty if sound. Raises StoreError only when the store itself
+    cannot be reached or read."""
+    try:
+        manifest = load_manifest(store, prefix)
+    except StoreError as error:
+        return [f"{error.where}: {error.message}"]
+    sizes = {info.key: info.size_bytes for info in store.list(prefix)}
+    problems: list[str] = []
+    for blob in manifest["blobs"]:
+        missing = missing_objects(blob, sizes)
+        problems += missing or _corrupt_blocks(store, blob)
+    return problems
+
+
+def _corrupt_blocks(store: Store, blob: Blob) -> Iterator[str]:
+    buffer = memoryview(bytearray(min(blob["block_bytes"], blob["size_bytes"])))
+    for start in range(0, blob["size_bytes"], blob["block_bytes"]):
+        try:
+            read_blob(store, blob, start, buffer[: blob["size_bytes"] - start])
+        except StoreError as error:
+            yield f"{error.where}: {error.message}"
+
+
+def prune(store: Store, stage_key: str, keep: int, in_use: Collection[str] = ()) -> list[str]:
+    """Keeps the newest `keep` committed checkpoints and those in `in_use`; returns the prefixes deleted.
+
+    Uncommitted prefixes go too once a higher step is committed: their save has failed or was killed. A caller
+    with a save in flight names its prefix in `in_use`.
+    """
+    if keep < 1:
+        raise StoreError("at least one checkpoint must be kept", hint="set keep to 1 or more", kind="input")
+    kept = {prefix.rstrip("/") for prefix in in_use}
+    found = _scan(store, stage_key)  # once: a checkpoint committed from here on is not looked at
+    committed = _committed(found)
+    kept |= {item.key for item in committed[-keep:]}
+    newest = committed[-1].step if committed else -1
+    deleted = []
+    for prefix, seen in found.items():
+        if prefix not in kept and (seen.committed is not None or seen.step < newest):
+            _delete(store, prefix, seen.keys)
+            deleted.append(prefix)
+    return deleted
+
+
+def discard(store: Store, prefix: str) -> None:
+    """Deletes one checkpoint, first its MANIFEST.json: it is never half there."""
+    _delete(store, prefix, [info.key for info in store.list(prefix)])
+
+
+def _delete(store: Store, prefix: str, keys: list[str]) -> None:
+    store.delete([f"{prefix}/{MANIFEST}"])
+    store.delete([key for key in keys if key != f"{prefix}/{MANIFEST}"])
+
+
+def _scan(store: Store, stage_key: str) -> dict[str, _Found]:
+    found: dict[str, _Found] = {}
+    for info in store.list(f"{stage_key}/checkpoints"):
+        _note(found, info)
+    return found
+
+
+def _note(found: dict[str, _Found], info: ObjectInfo) -> None:
+    match = _PREFIX.fullmatch(info.key)
+    if match is None:
+        return  # not ours
+    prefix, step, attempt, _, name = match.groups()
+    seen = found.setdefault(prefix, _Found(int(step), int(attempt), []))
+    seen.keys.append(info.key)
+    seen.size_bytes += info.size_bytes
+    if name == MANIFEST:
+        seen.committed = info.modified

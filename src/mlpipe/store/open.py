@@ -1,0 +1,34 @@
+"""From a URL to a Store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from mlpipe._core.errors import StoreError
+from mlpipe.store.base import Store
+from mlpipe.store.folder import FolderStore
+
+
+def open_store(url: str) -> Store:
+    """A folder (`./runs`, `/data/runs`, `file:///data/runs`) or `s3://bucket/prefix`.
+
+    Nothing is touched or contacted yet: `Store.probe` does that. The S3 client is imported only for S3.
+    """
+    if url.startswith("s3://"):
+        from mlpipe.store.s3 import S3Store
+
+        return S3Store.from_environment(url)
+    if url.startswith("file://"):
+        parts = urlsplit(url)
+        if parts.netloc not in ("", "localhost"):
+            raise StoreError(f"{url!r} names another host", hint="write file:///path", kind="input")
+        return FolderStore(Path(unquote(parts.path)))
+    scheme = url.partition("://")[0] if "://" in url else None
+    if scheme is not None or not url:
+        raise StoreError(
+            f"{url!r} is not a store",
+            hint="write a folder, file:///folder or s3://bucket/prefix",
+            kind="input",
+        )
+    return FolderStore(Path(url).expanduser())

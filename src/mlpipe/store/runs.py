@@ -1,0 +1,330 @@
+"""Where a run stands: run.json, changed by conditional PUT; and the index, so that listing needs LIST only.
+
+    runs/<run-id>/pipeline.yaml     claims the id (created once, never changed)
+    runs/<run-id>/run.json          RunState
+    runs/<run-id>/cancel            why, once somebody asked for it
+    index/<run-id>/<seq>-<state>    one small key per transition of the run
+
+States only move forward, but for `reopen` (a resume). Between a change of run.json and its index key a
+process may die: run.json is the truth, and the next change or lease writes the key.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from mlpipe._core.errors import StoreError
+from mlpipe._core.ids import is_name
+from mlpipe._core.serial import from_json, to_json
+from mlpipe.store.base import Store
+
+SCHEMA_VERSION = 1
+_NUM_TRIES = 40
+_INDEX_KEY = re.compile(r"index/([^/]+)/([0-9]{6,})-([a-z]+)")
+
+RunStatus = Literal["pending", "running", "done", "failed", "cancelled"]
+StageStatus = Literal["pending", "running", "done", "failed", "cancelled", "skipped"]
+RUN_ENDED: tuple[RunStatus, ...] = ("done", "failed", "cancelled")
+_RUN_ORDER = {"pending": 0, "running": 1, "done": 2, "failed": 2, "cancelled": 2}
+_STAGE_ORDER = {**_RUN_ORDER, "skipped": 2}
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Who drives the run. `expires`: Unix seconds; the holder renews it long before."""
+
+    holder: str
+    host: str
+    pid: int
+    expires: float
+
+
+@dataclass(frozen=True)
+class StageState:
+    """`attempt`: the number of the latest one, 0 before the first. Times in Unix seconds."""
+
+    state: StageStatus = "pending"
+    attempt: int = 0
+    message: str = ""
+    started: float | None = None
+    ended: float | None = None
+    exit_code: int | None = None
+    outcome: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """`seq` grows with each transition of `state`. Times in Unix seconds."""
+
+    schema_version: int
+    run_id: str
+    pipeline: str
+    backend: str
+    state: RunStatus
+    created: float
+    updated: float
+    spec_digest: str
+    seq: int
+    stages: dict[str, StageState]
+    driver: Lease | None
+    message: str
+    meta: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What the index alone tells. `created`, `updated`: Unix seconds, by the store's clock."""
+
+    run_id: str
+    state: str
+    seq: int
+    created: float
+    updated: float
+
+
+def create_run(
+    store: Store,
+    run_id: str,
+    pipeline_yaml: str,
+    spec_digest: str,
+    stages: list[str],
+    backend: str,
+    meta: dict[str, Any],
+) -> None:
+    """Claims `run_id` and writes the run as pending. `meta["pipeline"]`, if given, is the pipeline's name.
+    Raises StoreError (input) when the id is taken."""
+    if not is_name(run_id):
+        raise StoreError(f"{run_id!r} is not a run id", hint="use a-z, 0-9, '.', '_' and '-'", kind="input")
+    if not store.put_if_absent(f"runs/{run_id}/pipeline.yaml", pipeline_yaml.encode()):
+        raise StoreError(
+            f"run {run_id} exists already",
+            where=store.url,
+            hint=f"resume it (mlpipe resume {run_id}) or choose another id",
+            kind="input",
+        )
+    now = time.time()
+    state = RunState(
+        schema_version=SCHEMA_VERSION,
+        run_id=run_id,
+        pipeline=str(meta.get("pipeline", "")),
+        backend=backend,
+        state="pending",
+        created=now,
+        updated=now,
+        spec_digest=spec_digest,
+        seq=1,
+        stages={name: StageState() for name in stages},
+        driver=None,
+        message="",
+        meta=meta,
+    )
+    store.put_if_absent(_run_key(run_id), to_json(state).encode())
+    _index(store, state)
+
+
+def read_run(store: Store, run_id: str) -> RunState:
+    """Raises StoreError (input) when there is no such run."""
+    return _read(store, run_id)[0]
+
+
+def read_pipeline(store: Store, run_id: str) -> str:
+    """The pipeline's YAML as it was asked for."""
+    return store.get(f"runs/{run_id}/pipeline.yaml").decode()
+
+
+def list_runs(store: Store) -> list[RunSummary]:
+    """All runs, oldest first, from one LIST of the index."""
+    found: dict[str, RunSummary] = {}
+    for info in store.list("index"):
+        match = _INDEX_KEY.fullmatch(info.key)
+        if match is None:
+            continue
+        run_id, seq, state = match[1], int(match[2]), match[3]
+        old = found.get(run_id)
+        created = min(old.created, info.modified) if old else info.modified
+        if old is None or seq >= old.seq:
+            found[run_id] = RunSummary(run_id, state, seq, created, info.modified)
+    return sorted(found.values(), key=lambda run: (run.created, run.run_id))
+
+
+def update_run(store: Store, run_id: str, change: Callable[[RunState], RunState]) -> RunState:
+    """Reads, changes, writes on condition that nobody wrote in between; again if somebody did. `change` is
+    called once per try and must be pure. Raises StoreError when a state would move backward."""
+    return _update(store, run_id, change, _check_forward)
+
+
+def reopen(store: Store, run_id: str) -> RunState:
+    """For a resume: the run runs again, stages that are not done wait again (keeping their attempt's number),
+    and a request to cancel is forgotten. Raises StoreError (input) when the run is done."""
+
+    def change(run: RunState) -> RunState:
+        if run.state == "done":
+            raise StoreError(f"run {run_id} is done", where=store.url, kind="input")
+        stages = {
+            name: stage if stage.state == "done" else StageState(attempt=stage.attempt)
+            for name, stage in run.stages.items()
+        }
+        return replace(run, state="running", stages=stages, message="")
+
+    store.delete([_cancel_key(run_id)])
+    return _update(store, run_id, change, lambda old, new: None)
+
+
+def request_cancel(store: Store, run_id: str, why: str) -> None:
+    """Leaves word for the driver; the first one counts. Raises StoreError (input) for an unknown run."""
+    read_run(store, run_id)
+    store.put_if_absent(_cancel_key(run_id), why.encode() or b"asked to")
+
+
+def cancel_requested(store: Store, run_id: str) -> str | None:
+    """Why, or None."""
+    if not store.exists(_cancel_key(run_id)):
+        return None
+    return store.get(_cancel_key(run_id)).decode(errors="replace")
+
+
+# the driver's lease
+
+
+def take_lease(store: Store, run_id: str, holder: str, seconds: float) -> RunState:
+    """Makes `holder` the run's driver for `seconds`. One that has expired, or whose process is dead on this
+    host, is taken over. Raises StoreError (input) when another driver is alive."""
+    host, pid = socket.gethostname(), os.getpid()
+
+    def change(run: RunState) -> RunState:
+        lease = run.driver
+        if lease is not None and lease.holder != holder and not _is_free(lease, host):
+            raise StoreError(
+                f"run {run_id} is driven by process {lease.pid} on {lease.host}",
+                where=store.url,
+                hint=f"wait until {max(0.0, lease.expires - time.time()):.0f} s from now, or cancel it first",
+                kind="input",
+            )
+        return replace(run, driver=Lease(holder, host, pid, time.time() + seconds))
+
+    run = update_run(store, run_id, change)
+    _index(store, run)
+    return run
+
+
+def renew_lease(store: Store, run_id: str, holder: str, seconds: float) -> RunState:
+    """Raises StoreError when the lease was lost to another driver: stop what you drive."""
+
+    def change(run: RunState) -> RunState:
+        if run.driver is None or run.driver.holder != holder:
+            raise StoreError(f"the lease on run {run_id} was lost", where=store.url)
+        return replace(run, driver=replace(run.driver, expires=time.time() + seconds))
+
+    return update_run(store, run_id, change)
+
+
+def release_lease(store: Store, run_id: str, holder: str) -> RunState:
+    """No error when it is somebody else's by now."""
+
+    def change(run: RunState) -> RunState:
+        ours = run.driver is not None and run.driver.holder == holder
+        return replace(run, driver=None) if ours else run
+
+    return update_run(store, run_id, change)
+
+
+def lease_is_live(lease: Lease | None) -> bool:
+    """Whether somebody drives the run, as far as can be told from here."""
+    return lease is not None and not _is_free(lease, socket.gethostname())
+
+
+def _is_free(lease: Lease, host: str) -> bool:
+    if lease.expires < time.time():
+        return True
+    if lease.host != host:
+        return False
+    try:
+        os.kill(lease.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+# how it is kept
+
+
+def _run_key(run_id: str) -> str:
+    return f"runs/{run_id}/run.json"
+
+
+def _cancel_key(run_id: str) -> str:
+    return f"runs/{run_id}/cancel"
+
+
+def _index(store: Store, run: RunState) -> None:
+    """The content tells writers apart, so that a lost reply is not mistaken for another's key."""
+    content = f"{time.time()} {socket.gethostname()} {os.getpid()}\n".encode()
+    store.put_if_absent(f"index/{run.run_id}/{run.seq:06d}-{run.state}", content)
+
+
+def _read(store: Store, run_id: str) -> tuple[RunState, str]:
+    if not is_name(run_id):
+        raise StoreError(f"{run_id!r} is not a run id", hint="mlpipe list shows them", kind="input")
+    key = _run_key(run_id)
+    try:
+        data, etag = store.get_with_etag(key)
+    except StoreError as error:
+        if error.kind != "input":
+            raise
+        raise StoreError(
+            f"there is no run {run_id}", where=store.url, hint="mlpipe list shows the runs", kind="input"
+        ) from None
+    try:
+        run = from_json(RunState, data)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"not a run's state: {error}", where=f"{store.url}/{key}") from error
+    if run.schema_version != SCHEMA_VERSION:
+        raise StoreError(
+            f"run {run_id} was written by another version of mlpipe (schema {run.schema_version})",
+            where=f"{store.url}/{key}",
+            kind="input",
+        )
+    return run, etag
+
+
+def _update(
+    store: Store,
+    run_id: str,
+    change: Callable[[RunState], RunState],
+    check: Callable[[RunState, RunState], None],
+) -> RunState:
+    for attempt in range(_NUM_TRIES):
+        old, etag = _read(store, run_id)
+        new = change(old)
+        if new == old:
+            return old
+        check(old, new)
+        moved = new.state != old.state
+        new = replace(new, updated=time.time(), seq=old.seq + 1 if moved else old.seq)
+        if store.put_if_match(_run_key(run_id), to_json(new).encode(), etag):
+            if moved:
+                _index(store, new)
+            return new
+        time.sleep(random.uniform(0, 0.01 * min(attempt + 1, 20)))
+    raise StoreError(f"run.json changed {_NUM_TRIES} times under us", where=f"{store.url}/{_run_key(run_id)}")
+
+
+def _check_forward(old: RunState, new: RunState) -> None:
+    backward = []
+    if old.state != new.state and _RUN_ORDER[new.state] <= _RUN_ORDER[old.state]:
+        backward.append(f"the run from {old.state} to {new.state}")
+    for name, stage in new.stages.items():
+        before = old.stages[name].state if name in old.stages else "pending"
+        if before != stage.state and _STAGE_ORDER[stage.state] <= _STAGE_ORDER[before]:
+            backward.append(f"stage {name} from {before} to {stage.state}")
+    if backward:
+        raise StoreError(f"states only move forward: {', '.join(backward)}", where=old.run_id, kind="bug")

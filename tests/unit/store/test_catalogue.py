@@ -1,0 +1,240 @@
+"""Committed or not there: what the catalogue lists always loads, verifies and stays."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlpipe._core.errors import StoreError
+from mlpipe.store import catalogue
+from mlpipe.store.blobs import read_blob, write_blob
+from mlpipe.store.checksum import crc32c
+from mlpipe.store.folder import FolderStore
+from mlpipe.store.manifest import check, seal, unseal
+
+pytestmark = pytest.mark.unit
+STAGE = "runs/r/stages/train"
+
+
+class CuttingStore(FolderStore):
+    """A folder that wants its objects as small as S3 does, to test cutting without a server."""
+
+    part_bytes = 64
+
+
+@pytest.fixture(params=[FolderStore, CuttingStore])
+def store(request, tmp_path):
+    return request.param(tmp_path)
+
+
+def manifest_of(prefix, blobs, step=1, attempt=1, size=100):
+    return {
+        "format": 1, "step": step, "attempt": attempt, "uuid": prefix[-8:], "time": 1.0,
+        "code": {}, "scalars": {"position": 3},
+        "tensors": {"model.w": {"dtype": "uint8", "shape": [size], "chunks": [
+            {"offset": [0], "shape": [size], "blob": 0, "byte_offset": 0}]}},
+        "blobs": blobs,
+    }  # fmt: skip
+
+
+def save(store, step, attempt=1, data=bytes(range(100)), commit=True):
+    prefix = catalogue.new_prefix(STAGE, step, attempt)
+    blob = write_blob(store, f"{prefix}/model-0", [data], block_bytes=16)
+    if commit:
+        assert catalogue.commit(store, prefix, manifest_of(prefix, [blob], step, attempt, len(data)))
+    return prefix
+
+
+@given(data=st.data())
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_range_of_a_blob_reads_back(store, data):
+    whole = data.draw(st.binary(max_size=300))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=4)))
+    bounds = [0, *cuts, len(whole)]
+    chunks = [bytearray(whole[a:b]) for a, b in itertools.pairwise(bounds)]
+    blob = write_blob(store, "b/x", chunks, block_bytes=16)
+    start = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(start, len(whole)))
+    buffer = bytearray(end - start)
+    read_blob(store, blob, start, buffer)
+    assert bytes(buffer) == whole[start:end]
+    store.delete([info.key for info in store.list("b")])
+
+
+def test_nothing_is_listed_before_the_commit_and_the_highest_step_is_the_latest(store):
+    save(store, 5, commit=False)
+    assert catalogue.list_checkpoints(store, STAGE) == []
+    assert catalogue.latest(store, STAGE) is None
+    first, third, second = save(store, 1), save(store, 3), save(store, 2)
+    again = save(store, 3, attempt=2)
+    assert [item.key for item in catalogue.list_checkpoints(store, STAGE)] == [first, second, third, again]
+    latest = catalogue.latest(store, STAGE)
+    assert (latest.key, latest.step, latest.attempt) == (again, 3, 2)
+    assert catalogue.verify(store, again) == []
+    assert catalogue.load_manifest(store, again)["scalars"] == {"position": 3}
+
+
+def test_commit_refuses_missing_and_short_blobs(store):
+    prefix = catalogue.new_prefix(STAGE, 1, 1)
+    blob = write_blob(store, f"{prefix}/model-0", [b"x" * 100], block_bytes=16)
+    key = next(info.key for info in store.list(prefix))
+    whole = store.get(key)
+    store.put(key, whole[:-1])
+    with pytest.raises(StoreError, match=r"has .* bytes, .* were written"):
+        catalogue.commit(store, prefix, manifest_of(prefix, [blob]))
+    store.delete([key])
+    with pytest.raises(StoreError, match="is missing"):
+        catalogue.commit(store, prefix, manifest_of(prefix, [blob]))
+    assert catalogue.list_checkpoints(store, STAGE) == []
+
+
+def test_a_second_commit_of_the_same_save_is_ours_another_is_not(store):
+    prefix = catalogue.new_prefix(STAGE, 1, 1)
+    blob = write_blob(store, f"{prefix}/model-0", [b"x" * 100], block_bytes=16)
+    manifest = manifest_of(prefix, [blob])
+    assert catalogue.commit(store, prefix, manifest)
+    assert catalogue.commit(store, prefix, manifest)
+    assert not catalogue.commit(store, prefix, {**manifest, "uuid": "other"})
+    assert catalogue.load_manifest(store, prefix)["uuid"] == manifest["uuid"]
+
+
+def test_prune_counts_committed_ones_and_spares_what_is_in_use(store):
+    prefixes = {step: save(store, step) for step in (1, 2, 3, 4)}
+    dead = save(store, 2, attempt=7, commit=False)
+    in_flight = save(store, 3, attempt=8, commit=False)
+    newer = save(store, 9, commit=False)
+    deleted = catalogue.prune(store, STAGE, keep=2, in_use=[prefixes[1], in_flight])
+    assert set(deleted) == {prefixes[2], dead}
+    left = {info.key.rsplit("/model-0", 1)[0] for info in store.list(STAGE) if "/model-0" in info.key}
+    assert left == {prefixes[1], prefixes[3], prefixes[4], in_flight, newer}
+    for prefix in (prefixes[1], prefixes[3], prefixes[4]):
+        assert catalogue.verify(store, prefix) == []
+    with pytest.raises(StoreError, match="at least one"):
+        catalogue.prune(store, STAGE, keep=0)
+
+
+def test_discard_takes_one_away(store):
+    bad, good = save(store, 2), save(store, 1)
+    catalogue.discard(store, bad)
+    assert catalogue.latest(store, STAGE).key == good
+    assert list(store.list(bad)) == []
+
+
+@given(position=st.integers(0, 10_000), bit=st.integers(0, 7), cut=st.booleans())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_flipped_bit_and_any_cut_is_found(tmp_path, position, bit, cut):
+    store = CuttingStore(tmp_path / "s")
+    prefix = save(store, 1)
+    objects = list(store.list(prefix))
+    whole = b"".join(store.get(info.key) for info in objects)
+    position %= len(whole)
+    for info in objects:
+        if position < info.size_bytes:
+            data = bytearray(store.get(info.key))
+            data[position] ^= 1 << bit
+            store.put(info.key, data[:position] if cut else data)
+            break
+        position -= info.size_bytes
+    problems = catalogue.verify(store, prefix)
+    assert problems
+    assert info.key in problems[0]
+    if "model-0" in info.key:
+        blob = catalogue.load_manifest(store, prefix)["blobs"][0]
+        with pytest.raises(StoreError, match=r"corrupt|ends at byte"):
+            read_blob(store, blob, 0, bytearray(100))
+    store.delete([info.key for info in store.list("")])
+
+
+# manifests from strangers
+
+_JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def _paths(value, path=()):
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from _paths(item, (*path, key))
+
+
+def _replaced(value, path, new):
+    value = copy.deepcopy(value)
+    owner = value
+    for key in path[:-1]:
+        owner = owner[key]
+    owner[path[-1]] = new
+    return value
+
+
+PREFIX = f"{STAGE}/checkpoints/step-000000001/1-00000000"
+SOUND = manifest_of(PREFIX, [{"key": f"{PREFIX}/model-0", "size_bytes": 100, "block_bytes": 16,
+                              "crc32c": [0] * 7, "part_bytes": 0}])  # fmt: skip
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_manifest_with_anything_in_any_place_is_sound_or_one_clear_error(data):
+    path = data.draw(st.sampled_from([path for path in _paths(SOUND) if path]))
+    odd = st.sampled_from([-1, 2**63, 2**70, 1e308, "../../x", "/etc/passwd", f"{PREFIX}/../y", [], {}, True])
+    manifest = _replaced(SOUND, path, data.draw(_JUNK | odd))
+    try:
+        sound = check(manifest, PREFIX, "m")
+    except StoreError:
+        return
+    for blob in sound["blobs"]:
+        assert os.path.normpath(blob["key"]) == blob["key"]
+        assert blob["key"].startswith(PREFIX + "/")
+    for tensor in sound["tensors"].values():
+        for chunk in tensor["chunks"]:
+            assert chunk["byte_offset"] <= sound["blobs"][chunk["blob"]]["size_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "sound"),
+    [
+        ([([0, 0], [2, 3]), ([2, 0], [2, 3])], True),
+        ([([0, 0], [2, 2]), ([0, 2], [2, 1]), ([2, 0], [2, 2]), ([2, 2], [2, 1])], True),
+        ([([0, 0], [4, 3]), ([4, 0], [0, 3])], True),  # a rank with nothing
+        ([([0, 0], [2, 3])], False),
+        ([([0, 0], [3, 3]), ([2, 0], [2, 3])], False),
+        ([([0, 0], [2, 3]), ([0, 0], [2, 3])], False),
+        ([([0, 0], [2, 3]), ([2, 0], [3, 3])], False),
+        ([], False),
+    ],
+)
+def test_chunks_must_tile_their_tensor(chunks, sound):
+    manifest = copy.deepcopy(SOUND)
+    boxes = [{"offset": offset, "shape": shape, "blob": 0, "byte_offset": 0} for offset, shape in chunks]
+    manifest["tensors"] = {"model.w": {"dtype": "float32", "shape": [4, 3], "chunks": boxes}}
+    if sound:
+        check(manifest, PREFIX, "m")
+    else:
+        with pytest.raises(StoreError, match=r"tile|reaches out"):
+            check(manifest, PREFIX, "m")
+
+
+@given(data=st.binary(max_size=200))
+def test_bytes_that_were_never_sealed_are_refused(data):
+    with pytest.raises(StoreError):
+        unseal(data, "m")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":NaN}', '{"a":Infinity}', "9" * 5000, "{"])
+def test_sealed_text_that_is_no_json_is_refused(text):
+    forged = b'{"crc32c":"%08x","manifest":' % crc32c(text.encode()) + text.encode() + b"}\n"
+    with pytest.raises(StoreError, match="not JSON"):
+        unseal(forged, "m")
+
+
+def test_seal_refuses_what_json_cannot_hold():
+    with pytest.raises(ValueError):
+        seal({"loss": float("nan")})

@@ -1,0 +1,155 @@
+"""A run's state moves forward, by one writer at a time, and is listed from LIST alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from mlpipe._core.errors import StoreError
+from mlpipe.store import runs
+from mlpipe.store.folder import FolderStore
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def store(tmp_path):
+    return FolderStore(tmp_path)
+
+
+def create(store, run_id="r-1"):
+    runs.create_run(store, run_id, "version: 1\n", "sha", ["a", "b"], "local", {"pipeline": "p"})
+    return run_id
+
+
+def to(state):
+    return lambda run: replace(run, state=state)
+
+
+def stage_to(name, state, attempt=1):
+    return lambda run: replace(
+        run, stages={**run.stages, name: replace(run.stages[name], state=state, attempt=attempt)}
+    )
+
+
+def test_a_run_is_created_once_read_and_listed(store):
+    create(store)
+    run = runs.read_run(store, "r-1")
+    assert (run.state, run.seq, run.pipeline, list(run.stages)) == ("pending", 1, "p", ["a", "b"])
+    assert runs.read_pipeline(store, "r-1") == "version: 1\n"
+    with pytest.raises(StoreError, match="exists already") as caught:
+        create(store)
+    assert caught.value.kind == "input"
+    runs.update_run(store, "r-1", to("running"))
+    create(store, "r-2")
+    assert [(run.run_id, run.state, run.seq) for run in runs.list_runs(store)] == [
+        ("r-1", "running", 2),
+        ("r-2", "pending", 1),
+    ]
+
+
+def test_listing_reads_no_object(store, monkeypatch):
+    create(store)
+    monkeypatch.setattr(store, "get", None)
+    monkeypatch.setattr(store, "get_with_etag", None)
+    assert len(runs.list_runs(store)) == 1
+
+
+def test_concurrent_changes_are_all_kept(store):
+    create(store)
+
+    def work(name):
+        for number in range(10):
+            runs.update_run(
+                store, "r-1", lambda run, n=number: replace(run, meta={**run.meta, f"{name}-{n}": n})
+            )
+
+    threads = [threading.Thread(target=work, args=(f"t{i}",)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(runs.read_run(store, "r-1").meta) == 1 + 30
+
+
+def test_states_only_move_forward(store):
+    create(store)
+    runs.update_run(store, "r-1", to("running"))
+    runs.update_run(store, "r-1", stage_to("a", "running"))
+    runs.update_run(store, "r-1", stage_to("a", "done"))
+    for change in (to("pending"), stage_to("a", "running", 2), stage_to("a", "failed")):
+        with pytest.raises(StoreError, match="only move forward"):
+            runs.update_run(store, "r-1", change)
+    runs.update_run(store, "r-1", to("failed"))
+    with pytest.raises(StoreError, match="only move forward"):
+        runs.update_run(store, "r-1", to("running"))
+
+
+def test_reopen_keeps_what_is_done_and_forgets_the_rest(store):
+    create(store)
+    runs.update_run(store, "r-1", to("running"))
+    runs.update_run(store, "r-1", stage_to("a", "done"))
+    runs.update_run(store, "r-1", stage_to("b", "failed", attempt=2))
+    runs.request_cancel(store, "r-1", "enough")
+    assert runs.cancel_requested(store, "r-1") == "enough"
+    runs.update_run(store, "r-1", to("cancelled"))
+    run = runs.reopen(store, "r-1")
+    assert (run.state, run.seq) == ("running", 4)
+    assert (run.stages["a"].state, run.stages["b"].state, run.stages["b"].attempt) == ("done", "pending", 2)
+    assert runs.cancel_requested(store, "r-1") is None
+    assert runs.list_runs(store)[0].state == "running"
+    runs.update_run(store, "r-1", to("done"))
+    with pytest.raises(StoreError, match="is done"):
+        runs.reopen(store, "r-1")
+
+
+def test_an_unknown_or_damaged_run_is_one_clear_error(store, tmp_path):
+    for run_id in ("nope", "../etc", "A B"):
+        with pytest.raises(StoreError) as caught:
+            runs.read_run(store, run_id)
+        assert caught.value.kind == "input"
+    create(store)
+    (tmp_path / "runs/r-1/run.json").write_text('{"schema_version": 1}')
+    with pytest.raises(StoreError, match="not a run's state"):
+        runs.read_run(store, "r-1")
+
+
+def test_a_lease_is_kept_from_others_until_it_expires(store):
+    create(store)
+    run = runs.take_lease(store, "r-1", "one", 60)
+    assert runs.lease_is_live(run.driver)
+    with pytest.raises(StoreError, match="is driven by process"):
+        runs.take_lease(store, "r-1", "two", 60)
+    runs.take_lease(store, "r-1", "one", -1)  # renewed by its holder, into the past
+    runs.take_lease(store, "r-1", "two", 60)
+    with pytest.raises(StoreError, match="was lost"):
+        runs.renew_lease(store, "r-1", "one", 60)
+    assert runs.renew_lease(store, "r-1", "two", 90).driver.expires > time.time() + 80
+    runs.release_lease(store, "r-1", "one")
+    assert runs.read_run(store, "r-1").driver.holder == "two"
+    runs.release_lease(store, "r-1", "two")
+    assert runs.read_run(store, "r-1").driver is None
+
+
+def test_the_lease_of_a_dead_process_on_this_host_is_taken_over(store, tmp_path):
+    create(store)
+    code = (
+        "import sys; from pathlib import Path; from mlpipe.store import runs, folder;"
+        "runs.take_lease(folder.FolderStore(Path(sys.argv[1])), 'r-1', 'dead', 3600)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    assert runs.take_lease(store, "r-1", "alive", 60).driver.holder == "alive"
+
+
+def test_a_transition_lost_from_the_index_is_written_by_the_next_driver(store):
+    create(store)
+    runs.update_run(store, "r-1", to("running"))
+    store.delete(["index/r-1/000002-running"])
+    assert runs.list_runs(store)[0].state == "pending"
+    runs.take_lease(store, "r-1", "one", 60)
+    assert runs.list_runs(store)[0].state == "running"
