@@ -9,6 +9,7 @@ another seed's stream, and only one parameter at a time exists in full.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ _IN_PLACE = {
 
 def initialize(model: nn.Module, seed: int) -> None:
     """Calls `model.init_weights()`. Every rank has to call it. Raises TrainError (input) when it draws random
-    numbers in a way that would differ between ranks or leaves a parameter that is not finite."""
+    numbers, or writes to parts of parameters, in a way that would differ between strategies."""
     with torch.no_grad(), same_weights(seed):
         model.init_weights()  # type: ignore[operator]
 
@@ -37,32 +38,57 @@ class same_weights(TorchDispatchMode):  # noqa: N801 - reads as a context: `with
         super().__init__()
         self.seed = seed
         self.num_draws = 0
+        self._copies: weakref.WeakSet[DTensor] = weakref.WeakSet()  # asked for as views, but gathered
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        if func.overloadpacket not in _IN_PLACE:
-            raise TrainError(
-                f"init_weights() calls {func.overloadpacket}, whose result depends on how the model is split",
-                hint="fill parameters in place, with torch.nn.init or tensor.normal_() and the like",
-                kind="input",
+        target = args[0] if args else None
+        sharded = isinstance(target, DTensor)
+        if sharded and func._schema.is_mutable and target in self._copies:
+            raise _unfit(
+                f"init_weights() calls {func} on a part of a parameter, which is lost when it is split"
             )
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._draw(func, args, kwargs)
+        if sharded and func is _aten.copy_.default and not isinstance(args[1], DTensor):
+            return _keep_own(target, args[1].expand(target.shape))
+        result = func(*args, **kwargs)
+        if sharded and func.is_view and isinstance(result, DTensor):
+            if target in self._copies or _storage(result) != _storage(target):
+                self._copies.add(result)
+        return result
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.overloadpacket not in _IN_PLACE:
+            raise _unfit(f"init_weights() calls {func}, whose result depends on how the model is split")
         target = args[0]
         if kwargs.get("generator") is None:
             kwargs = {**kwargs, "generator": self._generator(target.device)}
         if not isinstance(target, DTensor):
             return func(*args, **kwargs)
         full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        func(full, *args[1:], **kwargs)
-        own = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
-        target.to_local().copy_(own.to_local())
-        return target
+        return _keep_own(target, func(full, *args[1:], **kwargs))
 
     def _generator(self, device: torch.device) -> torch.Generator:
         name = f"{self.seed}:{self.num_draws}".encode()
         self.num_draws += 1
         draw = int.from_bytes(hashlib.sha256(name).digest()[:8], "little") >> 1  # manual_seed takes int64
         return torch.Generator(device).manual_seed(draw)
+
+
+def _keep_own(target: DTensor, full: Tensor) -> DTensor:
+    """Copies this rank's box of `full` into `target`; no communication."""
+    own = distribute_tensor(full.to(target.dtype), target.device_mesh, target.placements, src_data_rank=None)
+    target.to_local().copy_(own.to_local())
+    return target
+
+
+def _storage(tensor: DTensor) -> int:
+    return tensor.to_local().untyped_storage()._cdata
+
+
+def _unfit(message: str) -> TrainError:
+    hint = "fill whole parameters in place, with torch.nn.init, tensor.normal_() and the like"
+    return TrainError(message, hint=hint, kind="input")

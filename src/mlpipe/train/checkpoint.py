@@ -1,0 +1,318 @@
+"""Saving and loading: any strategy and world size to any other, without ever stopping to write.
+
+A save costs the step almost nothing: parameters and optimizer states are only written by the optimizer,
+so a thread copies them to host memory *under the next forward and backward*, and `before_update` waits
+for what is left. The same thread then writes the blobs, tells rank 0 over a TCPStore of its own (no
+collective runs outside the main thread) and rank 0 commits (store/catalogue.py).
+
+Nothing is unpickled: the manifest is JSON, tensors are raw little-endian bytes in row-major order, and a
+rank finds the boxes it needs by intersecting them with the chunks listed there.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mlpipe import __version__
+from mlpipe._core.errors import MlpipeError, StoreError, TrainError
+from mlpipe.store import catalogue
+from mlpipe.store.base import Store
+from mlpipe.store.manifest import FORMAT
+from mlpipe.train.parallel.parallel import Owned
+
+_ALIGNMENT = 64
+_CHUNK_BYTES = 16 * 2**20
+_COMMIT_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass
+class Saved:
+    """What one save was, as this rank saw it. `error`: why it was not committed."""
+
+    step: int
+    key: str
+    num_bytes: int
+    stall_seconds: float
+    save_seconds: float
+    error: MlpipeError | None = None
+
+
+class _Save:
+    def __init__(self, step: int, scalars: dict[str, Any]) -> None:
+        self.step = step
+        self.scalars = scalars
+        self.began = time.perf_counter()
+        self.stall_seconds = 0.0
+        self.staged = threading.Event()
+        self.key = ""
+        self.num_bytes = 0
+        self.error: MlpipeError | None = None
+        self.thread: threading.Thread | None = None
+
+
+class Checkpointer:
+    """At most one save is in flight. `agreement` is a TCPStore client that only the saving thread uses.
+
+    `on_saved` is called in the main thread, from `poll` or `finish`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        stage_key: str,
+        *,
+        attempt: int,
+        restart: int,
+        keep: int,
+        code_digest: str,
+        asynchronous: bool,
+        rank: int,
+        world_size: int,
+        agreement: dist.Store,
+        on_saved: Callable[[Saved], None],
+    ) -> None:
+        self.store = store
+        self.stage_key = stage_key
+        self.attempt = attempt
+        self.keep = keep
+        self.code_digest = code_digest
+        self.asynchronous = asynchronous
+        self.rank = rank
+        self.world_size = world_size
+        self.agreement = dist.PrefixStore(f"checkpoint/{attempt}/{restart}", agreement)
+        self.on_saved = on_saved
+        self.in_use: set[str] = set()
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._current: _Save | None = None
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def save(self, step: int, tensors: list[Owned], scalars: dict[str, Any]) -> None:
+        """Starts saving the state after `step` updates. `scalars` must be JSON. Returns at once when
+        asynchronous (after waiting for the save before, if that still runs)."""
+        began = time.perf_counter()
+        self.finish()
+        save = _Save(step, json.loads(json.dumps(scalars)))
+        # The optimizer's kernels that made these values are queued on the main thread's stream.
+        ready = torch.cuda.Event() if torch.cuda.is_available() else None
+        if ready is not None:
+            ready.record()
+        save.thread = threading.Thread(
+            target=self._run, args=(save, tensors, ready), name="checkpoint", daemon=True
+        )
+        self._current = save
+        save.thread.start()
+        save.stall_seconds = time.perf_counter() - began
+        if not self.asynchronous:
+            self.finish()
+
+    def before_update(self) -> float:
+        """To be called before anything writes to the saved tensors. Seconds waited."""
+        save = self._current
+        if save is None or save.staged.is_set():
+            return 0.0
+        began = time.perf_counter()
+        if not save.staged.wait(_COMMIT_TIMEOUT.total_seconds()):
+            raise TrainError(f"copying step {save.step} to host memory did not end", kind="infrastructure")
+        waited = time.perf_counter() - began
+        save.stall_seconds += waited
+        return waited
+
+    def poll(self) -> None:
+        """Reports a save that has ended, without waiting."""
+        if self._current is not None and self._current.thread and not self._current.thread.is_alive():
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits until the save in flight, if any, is committed or has failed."""
+        save, self._current = self._current, None
+        if save is None or save.thread is None:
+            return
+        began = time.perf_counter()
+        save.thread.join(_COMMIT_TIMEOUT.total_seconds())
+        if save.thread.is_alive():
+            raise TrainError(
+                f"saving step {save.step} did not end within {_COMMIT_TIMEOUT}", kind="infrastructure"
+            )
+        save.stall_seconds += time.perf_counter() - began
+        total = time.perf_counter() - save.began
+        self.on_saved(Saved(save.step, save.key, save.num_bytes, save.stall_seconds, total, save.error))
+
+    def _run(self, save: _Save, tensors: list[Owned], ready: torch.cuda.Event | None) -> None:
+        agreement = dist.PrefixStore(str(save.step), self.agreement)
+        try:
+            try:
+                staged = self._stage(tensors, ready)
+            finally:
+                save.staged.set()
+            self._write(save, staged, agreement)
+        except Exception as error:  # also of the TCPStore: a peer is gone, or a deadline passed
+            save.error = _as_ours(error, save.step)
+
+    def _stage(self, tensors: list[Owned], ready: torch.cuda.Event | None) -> list[_Staged]:
+        """Copies this rank's share into one reused host buffer per kind of tensor."""
+        mine = share(tensors)
+        staged = []
+        stream = torch.cuda.Stream() if ready is not None else None
+        for kind in ("model", "optim"):
+            items = [item for item in mine if item.name.startswith(f"{kind}.")]
+            if not items:
+                continue
+            offsets, num_bytes = _layout(items)
+            buffer = self._buffer(kind, num_bytes)
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                if stream is not None and ready is not None:
+                    stream.wait_event(ready)
+                for item, offset in zip(items, offsets, strict=True):
+                    target = buffer[offset : offset + item.local.nbytes].view(item.local.dtype)
+                    target.view(item.local.shape).copy_(item.local, non_blocking=True)
+            if stream is not None:
+                stream.synchronize()
+            staged.append(_Staged(kind, items, offsets, buffer[:num_bytes]))
+        return staged
+
+    def _buffer(self, kind: str, num_bytes: int) -> torch.Tensor:
+        buffer = self._buffers.get(kind)
+        if buffer is None or buffer.numel() < num_bytes:
+            # Reused by every later save: fresh memory would cost a page fault per 4 KiB each time.
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._buffers[kind] = buffer
+        return buffer
+
+    def _write(self, save: _Save, staged: list[_Staged], agreement: dist.Store) -> None:
+        """What fails on one rank is told to rank 0, and what fails on rank 0 to all, at once."""
+        if self.rank == 0:
+            save.key = catalogue.new_prefix(self.stage_key, save.step, self.attempt)
+            agreement.set("prefix", save.key)
+        else:
+            agreement.wait(["prefix"], _COMMIT_TIMEOUT)
+            save.key = agreement.get("prefix").decode()
+        report: dict[str, Any] = {"parts": [], "problem": ""}
+        try:
+            for part in staged:
+                blob = catalogue.write_blob(
+                    self.store, f"{save.key}/{part.kind}-{self.rank:05d}", _pieces(part.buffer)
+                )
+                report["parts"].append({"blob": blob, "chunks": part.chunks()})
+                save.num_bytes += part.buffer.numel()
+        except Exception as error:
+            report["problem"] = str(_as_ours(error, save.step))
+        agreement.set(f"rank-{self.rank}", json.dumps(report))
+        if self.rank == 0:
+            self._commit(save, agreement)
+        agreement.wait(["committed"], _COMMIT_TIMEOUT)
+        problem = agreement.get("committed").decode()
+        if problem:
+            raise StoreError(problem)
+
+    def _commit(self, save: _Save, agreement: dist.Store) -> None:
+        problem = ""
+        try:
+            keys = [f"rank-{rank}" for rank in range(self.world_size)]
+            agreement.wait(keys, _COMMIT_TIMEOUT)
+            reports = [json.loads(agreement.get(key)) for key in keys]
+            problem = "; ".join(report["problem"] for report in reports if report["problem"])
+            if not problem:
+                manifest = _merge([report["parts"] for report in reports])
+                manifest |= {
+                    "format": FORMAT,
+                    "step": save.step,
+                    "attempt": self.attempt,
+                    "uuid": save.key.rpartition("-")[2],
+                    "time": time.time(),
+                    "code": {"mlpipe": __version__, "torch": torch.__version__, "digest": self.code_digest},
+                    "scalars": save.scalars,
+                }
+                if not catalogue.commit(self.store, save.key, manifest):
+                    problem = f"{save.key}: another writer has committed under this key"
+        except Exception as error:
+            problem = str(_as_ours(error, save.step))
+        agreement.set("committed", problem)
+        if not problem:
+            catalogue.prune(self.store, self.stage_key, self.keep, in_use=self.in_use)
+
+
+def _as_ours(error: Exception, step: int) -> MlpipeError:
+    if isinstance(error, MlpipeError):
+        return error
+    return TrainError(f"step {step} was not saved: {type(error).__name__}: {error}", kind="infrastructure")
+
+
+@dataclass
+class _Staged:
+    kind: str
+    items: list[Owned]
+    offsets: list[int]
+    buffer: torch.Tensor
+
+    def chunks(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": item.name,
+                "dtype": str(item.local.dtype).removeprefix("torch."),
+                "global_shape": list(item.shape),
+                "offset": list(item.offset),
+                "shape": list(item.local.shape),
+                "byte_offset": offset,
+            }
+            for item, offset in zip(self.items, self.offsets, strict=True)
+        ]
+
+
+def share(tensors: Iterable[Owned]) -> list[Owned]:
+    """What this rank writes: of a box that several ranks hold, exactly one of them writes it, chosen such
+    that their bytes balance (greedy, the same on every rank)."""
+    written: dict[int, list[int]] = {}
+    mine = []
+    for item in tensors:
+        loads = written.setdefault(item.num_copies, [0] * item.num_copies)
+        writer = loads.index(min(loads))
+        loads[writer] += item.local.nbytes
+        if writer == item.copy and item.local.numel():
+            mine.append(item)
+    return mine
+
+
+def _layout(items: list[Owned]) -> tuple[list[int], int]:
+    offsets, end = [], 0
+    for item in items:
+        offsets.append(end)
+        end += -(-item.local.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
+def _pieces(buffer: torch.Tensor) -> Iterator[memoryview]:
+    view = memoryview(buffer.numpy())
+    for start in range(0, len(view), _CHUNK_BYTES):
+        yield view[start : start + _CHUNK_BYTES]
+
+
+def _merge(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """The parts of all ranks into one manifest's `tensors` and `blobs`."""
+    tensors: dict[str, Any] = {}
+    blobs: list[Any] = []
+    for part in (part for parts in ranks for part in parts):
+        for chunk in part["chunks"]:
+            tensor = tensors.setdefault(
+                chunk["name"], {"dtype": chunk["dtype"], "shape": chunk["global_shape"], "chunks": []}
+            )
+            tensor["chunks"].append(
+                {
+                    "offset": chunk["offset"],
+                    "shape": chunk["shape"],
+                    "blob": len(blobs),
+                    "byte_offset": chunk["byte_offset"],
+                }
+            )
+        blobs.append(part["blob"])
+    return {"tensors": tensors, "blobs": blobs}

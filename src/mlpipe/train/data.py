@@ -1,0 +1,79 @@
+"""Which samples a rank reads, and when: a function of the seed and the global sample index alone.
+
+Sample number `i` of the run is the same text under every strategy, world size and batch size; a step
+consumes the next `global_batch` numbers, of which each data rank takes a contiguous share. The position
+in the data is therefore one number, the samples consumed, and it lies in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mlpipe._core.errors import TrainError
+from mlpipe.plan.plan import DataPlan
+from mlpipe.train.model import Batch, load_entry
+from mlpipe.train.order import order
+from mlpipe.train.tokens import TokenDataset, open_folder
+
+
+def open_dataset(plan: DataPlan, *, split: str, seq_len: int) -> Any:
+    """Token files, or what the user's function returns for `split` ("train", "validation")."""
+    if plan.tokens is not None:
+        return TokenDataset(open_folder(plan.tokens), split, seq_len)
+    if plan.dataset is None:
+        raise TrainError("the plan names no data", kind="bug")
+    entry = plan.dataset
+    dataset = load_entry(entry)(**{**entry.args, "split": split})
+    try:
+        num_samples = len(dataset)
+        sample = dataset[0]
+    except Exception as error:
+        raise TrainError(
+            f"its data set is not map-style: {type(error).__name__}: {error}",
+            where=entry.entry,
+            hint="return an object with len() and [i] -> dict of tensors",
+            kind="input",
+        ) from error
+    if num_samples == 0 or not isinstance(sample, dict) or not all(map(torch.is_tensor, sample.values())):
+        raise TrainError(
+            f"its data set of {num_samples} samples gives {type(sample).__name__}, not a dict of tensors",
+            where=entry.entry,
+            hint='return {"inputs": tensor, "targets": tensor} for each index',
+            kind="input",
+        )
+    return dataset
+
+
+class Stream:
+    """The microbatches of one data rank."""
+
+    def __init__(
+        self, dataset: Any, *, seed: int, global_batch: int, micro_batch: int, rank: int, num_ranks: int
+    ) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.micro_batch = micro_batch
+        self.per_rank = global_batch // num_ranks
+        self.rank = rank
+
+    def step(self, position: int) -> list[Batch]:
+        """This rank's microbatches of the step that starts at sample number `position`."""
+        start = position + self.rank * self.per_rank
+        indices = order(self.seed, start, self.per_rank, len(self.dataset))
+        return [
+            collate(self.dataset, indices[i : i + self.micro_batch])
+            for i in range(0, self.per_rank, self.micro_batch)
+        ]
+
+
+def collate(dataset: Any, indices: NDArray[np.int64]) -> Batch:
+    """Samples stacked along a new dim 0. Token files are cut in one go."""
+    if isinstance(dataset, TokenDataset):
+        windows = torch.from_numpy(dataset.windows(indices))
+        return {"inputs": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}
+    samples = [dataset[int(index)] for index in indices]
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}

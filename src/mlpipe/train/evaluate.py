@@ -1,0 +1,132 @@
+"""Validation loss of a checkpoint, under the strategy that trained it, and a line of generated text."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mlpipe._core.errors import TrainError
+from mlpipe.plan.gate import check, parse_gate
+from mlpipe.plan.plan import EvaluatePlan
+from mlpipe.store import catalogue
+from mlpipe.train.data import collate, open_dataset
+from mlpipe.train.generate import generate
+from mlpipe.train.loop import to_device
+from mlpipe.train.loss import IGNORED
+from mlpipe.train.model import build_model
+from mlpipe.train.outcome import Outcome
+from mlpipe.train.parallel.apply import parallelize
+from mlpipe.train.reshard import load
+from mlpipe.train.session import Session
+from mlpipe.train.tokenizer import load_tokenizer
+from mlpipe.train.tokens import open_folder
+
+
+def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
+    """Raises nothing for a gate that does not hold: that is an outcome "failed" of kind "failed"."""
+    part = plan.train
+    stage_key = f"runs/{session.plan.run_id}/stages/{plan.train_stage}"
+    found = catalogue.latest(session.store, stage_key)
+    if found is None:
+        raise TrainError(
+            f"stage {plan.train_stage} has no committed checkpoint to evaluate",
+            where=stage_key,
+            kind="input",
+        )
+    manifest = catalogue.load_manifest(session.store, found.key)
+    bf16 = part.precision == "bf16"
+    built = build_model(part.model, seed=part.seed, device_type=session.device.type, bf16=bf16)
+    parallel = parallelize(built, part, session.device)
+    load(session.store, found.key, manifest, parallel.owned)
+    for item in parallel.owned:
+        item.local.requires_grad_(False)
+    built.module.eval()
+    session.record_start(part, start_step=found.step, resumed_from=found.key, num_params=None)
+    metrics = _validation_loss(session, plan, parallel.module)
+    sample = _sample(session, plan, built.model, parallel.module)
+    gate = parse_gate(plan.gate) if plan.gate else None
+    passed = check(gate, metrics) if gate else True
+    session.recorder.write("evaluate", **metrics, gate=plan.gate, passed=passed, sample=sample)
+    message = "" if passed else _failed_gate(plan, metrics)
+    session.recorder.write("end", outcome="done" if passed else "failed", step=found.step, message=message)
+    return Outcome(
+        "done" if passed else "failed",
+        found.step,
+        session.rank,
+        kind=None if passed else "failed",
+        message=message,
+        hint=None if passed else "train longer, or ask for less in evaluate.gate",
+        checkpoint=found.key,
+        time=time.time(),
+        details={"metrics": metrics, "passed": passed, "sample": sample},
+    )
+
+
+def _failed_gate(plan: EvaluatePlan, metrics: dict[str, float | None]) -> str:
+    values = ", ".join(f"{name} = {value:.4f}" for name, value in metrics.items() if value is not None)
+    return f"the gate `{plan.gate}` does not hold: {values}"
+
+
+@torch.no_grad()
+def _validation_loss(
+    session: Session, plan: EvaluatePlan, module: torch.nn.Module
+) -> dict[str, float | None]:
+    """The first `max_tokens` of the split in order, spread over the data ranks. All ranks run the same number
+    of forwards (a sharded model needs that); what a rank lacks is padded with ignored targets. Batches
+    without targets cannot be padded: there the samples that do not fill a round are left out."""
+    part = plan.train
+    dataset = open_dataset(plan.data, split="validation", seq_len=part.model.seq_len)
+    num_samples = min(len(dataset), max(1, plan.max_tokens // part.model.seq_len))
+    num_ranks = part.mesh.data_ranks
+    per_round = num_ranks * part.micro_batch
+    rounds = math.ceil(num_samples / per_round)
+    if "targets" not in collate(dataset, np.zeros(1, dtype=np.int64)):
+        rounds = max(1, num_samples // per_round)
+    totals = torch.zeros(2, dtype=torch.float64)
+    for number in range(rounds):
+        session.watchdog.beat("evaluating", number)
+        first = (number * num_ranks + session.rank) * part.micro_batch
+        indices = np.arange(first, first + part.micro_batch)
+        batch = collate(dataset, np.minimum(indices, num_samples - 1))
+        if "targets" in batch:
+            batch["targets"][indices >= num_samples] = IGNORED
+        loss, count = module(to_device(batch, session.device))
+        totals += torch.tensor([float(loss), float(count)], dtype=torch.float64)
+    dist.all_reduce(totals)
+    nats, num_tokens = totals.tolist()
+    loss = nats / max(1.0, num_tokens)
+    bits_per_byte = None
+    if plan.data.tokens is not None:
+        split = open_folder(plan.data.tokens).splits["validation"]
+        bits_per_byte = loss / math.log(2) * split.num_tokens / split.num_bytes
+    return {
+        "val_loss": loss,
+        "val_perplexity": math.exp(min(loss, 700.0)),
+        "val_bits_per_byte": bits_per_byte,
+        "num_tokens": num_tokens,
+    }
+
+
+def _sample(
+    session: Session, plan: EvaluatePlan, model: torch.nn.Module, module: torch.nn.Module
+) -> str | None:
+    """A line of text. Every rank generates the same, since a sharded model needs all of them."""
+    if plan.prompt is None or plan.data.tokens is None or hasattr(model, "loss"):
+        return None
+    path = open_folder(plan.data.tokens).tokenizer_path
+    if path is None:
+        return None
+    session.watchdog.beat("generating a sample", 0)
+    return generate(
+        lambda inputs: module({"inputs": inputs}),
+        load_tokenizer(path),
+        plan.prompt,
+        max_new_tokens=plan.generate_tokens,
+        max_context=plan.train.model.seq_len,
+        seed=plan.train.seed,
+        device=session.device,
+    )

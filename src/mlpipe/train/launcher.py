@@ -1,0 +1,256 @@
+"""`python -m mlpipe.train.launcher --plan PLAN --scratch DIR`: one a node, above torchrun.
+
+torchrun exits 1 whatever its workers return and restarts a worker that exits 5, so our documented exit
+codes come from here, out of what the workers left in the scratch folder. The launcher starts torchrun,
+asks for a graceful stop on the first SIGTERM or SIGINT and ends everything on the second, ends a run that
+a restart would only repeat, ships the workers' output to the store, and writes `outcome.json`. No torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from mlpipe._core.errors import EXIT_CODES, MlpipeError
+from mlpipe.plan.plan import Plan
+from mlpipe.store.base import Store
+from mlpipe.store.open import open_store
+from mlpipe.train import outcome
+from mlpipe.train.logs import LogShipper
+from mlpipe.train.outcome import Outcome
+from mlpipe.train.stop import STOP_FILE
+
+_PR_SET_PDEATHSIG = 1
+_POLL_SECONDS = 0.1
+# From a rank's word that the run is over to the end of torchrun by force: the others write their stacks.
+_FATAL_GRACE_SECONDS = 6.0
+_KILL_GRACE_SECONDS = 10.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="mlpipe.train.launcher", description=__doc__)
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--scratch", type=Path, required=True)
+    arguments = parser.parse_args(argv)
+    try:
+        plan = Plan.from_json(arguments.plan.read_bytes())
+        return Launcher(plan, arguments.plan.absolute(), arguments.scratch.absolute()).run()
+    except MlpipeError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        return EXIT_CODES[error.kind]
+
+
+class Launcher:
+    def __init__(self, plan: Plan, plan_path: Path, scratch: Path) -> None:
+        self.plan = plan
+        self.plan_path = plan_path
+        self.scratch = scratch
+        self.store: Store = open_store(plan.store_url)
+        self.num_signals = 0
+        self.stop_deadline = float("inf")
+
+    def run(self) -> int:
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        for stale in ("outcome-*.json", "fatal-*.json", "pid-*", "stacks-*", STOP_FILE):
+            for path in self.scratch.glob(stale):
+                path.unlink()
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        log_dir = self.scratch / "logs"
+        torchrun_log = self.scratch / "torchrun.log"
+        with torchrun_log.open("wb") as log:
+            process = subprocess.Popen(
+                torchrun_argv(self.plan, log_dir),
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_die_with_parent,  # before any thread exists here
+            )
+        shipper = LogShipper(self.store, self.plan.attempt_key, log_dir, self.scratch)
+        while process.poll() is None:
+            shipper.ship()
+            self._end_if_overdue(process)
+            time.sleep(_POLL_SECONDS)
+        shipper.ship()
+        shipper.close()
+        restarts = shipper.num_restarts
+        ended = self._outcome(process.returncode, torchrun_log.read_text(errors="replace"), restarts)
+        exit_code = _exit_code(ended)
+        if ended.outcome == "failed":
+            self._keep_postmortem(torchrun_log)
+        body = {
+            "outcome": ended.outcome,
+            "kind": ended.kind,
+            "message": ended.message,
+            "where": ended.where,
+            "hint": ended.hint,
+            "step": ended.step,
+            "checkpoint": ended.checkpoint,
+            "restarts": restarts,
+            "exit_code": exit_code,
+            **ended.details,
+        }
+        self.store.put(f"{self.plan.attempt_key}/outcome.json", json.dumps(body, indent=2).encode())
+        return exit_code
+
+    def _environment(self) -> dict[str, str]:
+        launch = self.plan.launch
+        threads = max(1, len(os.sched_getaffinity(0)) // launch.nproc_per_node)
+        return {
+            "OMP_NUM_THREADS": str(threads),
+            **os.environ,
+            **launch.env,
+            "MLPIPE_PLAN": str(self.plan_path),
+            "MLPIPE_SCRATCH": str(self.scratch),
+            "PYTHONUNBUFFERED": "1",
+            # One shared TCPStore outlives a restart in place and keeps the addresses of dead workers.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+
+    def _on_signal(self, signum: int, frame: object) -> None:
+        self.num_signals += 1
+        if self.num_signals == 1:
+            (self.scratch / STOP_FILE).touch()
+            self.stop_deadline = time.monotonic() + self.plan.launch.shutdown_seconds
+        else:
+            self.stop_deadline = time.monotonic()
+
+    def _end_if_overdue(self, process: subprocess.Popen[bytes]) -> None:
+        """The graceful stop took too long or a second signal came; or a rank said that it is over."""
+        if time.monotonic() >= self.stop_deadline:
+            _end(process, grace_seconds=0 if self.num_signals > 1 else _KILL_GRACE_SECONDS)
+        elif fatal := outcome.fatal_files(self.scratch):
+            age = time.time() - fatal[0].stat().st_mtime
+            if age > _FATAL_GRACE_SECONDS:
+                _end(process, grace_seconds=_KILL_GRACE_SECONDS)
+
+    def _outcome(self, returncode: int, torchrun_log: str, restarts: int) -> Outcome:
+        fatal = [outcome.read(path) for path in outcome.fatal_files(self.scratch)]
+        if fatal:
+            return min(fatal, key=lambda found: found.time)
+        ended = [outcome.read(path) for path in self.scratch.glob("outcome-*.json")]
+        for found in sorted(ended, key=lambda found: found.rank):
+            if found.outcome in ("done", "saved") and (
+                returncode == 0 or self.num_signals or found.rank == 0
+            ):
+                return found
+        good = [found for found in ended if found.kind is None or found.details]
+        if returncode == 0 and good:
+            return good[0]
+        if self.num_signals:
+            how = "at once" if self.num_signals > 1 else "before a checkpoint could be saved"
+            return Outcome("failed", kind="cancelled", message=f"stopped {how}", time=time.time())
+        return _failure(torchrun_log, [found for found in ended if found.outcome == "failed"], restarts)
+
+    def _keep_postmortem(self, torchrun_log: Path) -> None:
+        paths = [torchrun_log]
+        for kept in ("stacks-rank-*.txt", "outcome-*.json", "fatal-*.json"):
+            paths += self.scratch.glob(kept)
+        for path in paths:
+            self.store.put(f"{self.plan.attempt_key}/postmortem/{path.name}", path.read_bytes())
+
+
+def torchrun_argv(plan: Plan, log_dir: Path, *, endpoint: str = "localhost:0") -> list[str]:
+    """The command line of torchrun on this node."""
+    launch = plan.launch
+    argv = [sys.executable, "-m", "torch.distributed.run"]
+    argv += ["--nnodes", str(launch.num_nodes), "--nproc-per-node", str(launch.nproc_per_node)]
+    argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", plan.run_id]
+    if launch.num_nodes == 1:
+        argv += ["--local-addr", "localhost"]
+    argv += ["--max-restarts", str(launch.max_restarts), "--monitor-interval", "0.1"]
+    if _torchrun_has("--shutdown-timeout"):
+        argv += ["--shutdown-timeout", str(int(launch.shutdown_seconds))]
+    argv += ["--redirects", "3", "--log-dir", str(log_dir)]
+    return [*argv, "-m", "mlpipe.train.worker"]
+
+
+def _torchrun_has(option: str) -> bool:
+    """torch 2.11 lacks --shutdown-timeout. Read from its source: importing it costs 2 s."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        raise MlpipeError(
+            "training needs torch, which is not installed here",
+            hint="pip install 'mlpipe[train]'",
+            kind="infrastructure",
+        )
+    return option in (Path(torch.origin).parent / "distributed" / "run.py").read_text()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end(process: subprocess.Popen[bytes], *, grace_seconds: float) -> None:
+    """SIGTERM, then SIGKILL. The workers die with torchrun."""
+    if grace_seconds:
+        process.terminate()
+        try:
+            process.wait(grace_seconds)
+            return
+        except subprocess.TimeoutExpired:
+            pass
+    process.kill()
+    process.wait(_KILL_GRACE_SECONDS)
+
+
+def _exit_code(ended: Outcome) -> int:
+    if ended.outcome == "saved":
+        return EXIT_CODES["cancelled"]
+    return 0 if ended.outcome == "done" else EXIT_CODES[ended.kind or "failed"]
+
+
+def _failure(torchrun_log: str, failed: list[Outcome], restarts: int) -> Outcome:
+    """The first cause: torchrun's own report names the rank that failed first and how; a rank that ended by
+    an exception says more itself. Those who only lost their peer come later."""
+    after = f" (after {restarts} restarts)" if restarts else ""
+    root = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", torchrun_log, flags=re.DOTALL)
+    if root is not None:
+        rank, exitcode = int(root.group(1)), int(root.group(2))
+        if exitcode < 0:
+            name = signal.Signals(-exitcode).name
+            crashed = name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+            return Outcome(
+                "failed",
+                rank=rank,
+                kind="failed" if crashed else "infrastructure",
+                message=f"rank {rank} was killed by {name}{after}",
+                where=f"rank {rank}",
+                hint="a native crash: its log has the last words"
+                if crashed
+                else "out of memory? look at the kernel's log; `mlpipe plan` says what it needs",
+                time=time.time(),
+            )
+        failed = [found for found in failed if found.rank == rank] or failed
+        if not failed:
+            return Outcome(
+                "failed",
+                rank=rank,
+                kind="failed",
+                message=f"rank {rank} exited with code {exitcode}{after}",
+                where=f"rank {rank}",
+                hint="its log has the last words",
+                time=time.time(),
+            )
+    if failed:
+        first = min(failed, key=lambda found: found.time)
+        return replace(first, message=first.message + after)
+    last = "\n".join(torchrun_log.strip().splitlines()[-5:])
+    return Outcome(
+        "failed", kind="infrastructure", message=f"torchrun failed{after}: {last}", time=time.time()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Ships what the workers print, while they print it, to `logs/rank-<r>.log` in the store and to stdout
+(where `kubectl logs` looks)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mlpipe.store.base import LogWriter, Store
+
+
+class LogShipper:
+    """torchrun writes `<log_dir>/<run>/attempt_<restart>/<local rank>/{stdout,stderr}.log`."""
+
+    def __init__(self, store: Store, attempt_key: str, log_dir: Path, scratch: Path) -> None:
+        self._store = store
+        self._attempt_key = attempt_key
+        self._log_dir = log_dir
+        self._scratch = scratch
+        self._offsets: dict[Path, int] = {}
+        self._writers: dict[int, LogWriter] = {}
+        self.num_restarts = 0
+
+    def ship(self) -> None:
+        """Whole lines written since the last call."""
+        for path in sorted(self._log_dir.glob("*/attempt_*/*/std*.log")):
+            restart = int(path.parent.parent.name.removeprefix("attempt_"))
+            self.num_restarts = max(self.num_restarts, restart)
+            offset = self._offsets.get(path, 0)
+            if path.stat().st_size == offset:
+                continue
+            with path.open("rb") as file:
+                file.seek(offset)
+                data = file.read()
+            data = data[: data.rfind(b"\n") + 1]
+            if data:
+                self._offsets[path] = offset + len(data)
+                self._write(self._global_rank(restart, int(path.parent.name)), data)
+
+    def _global_rank(self, restart: int, local_rank: int) -> int:
+        """A worker writes it beside its pid; one that died before is named by its local rank."""
+        try:
+            return int((self._scratch / f"pid-{restart}-{local_rank}").read_text().split()[1])
+        except (OSError, IndexError, ValueError):
+            return local_rank
+
+    def _write(self, rank: int, data: bytes) -> None:
+        if rank not in self._writers:
+            self._writers[rank] = self._store.open_log(f"{self._attempt_key}/logs/rank-{rank}.log")
+        self._writers[rank].write(data)
+        sys.stdout.write(
+            "".join(f"[rank {rank}] {line}\n" for line in data.decode(errors="replace").splitlines())
+        )
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()

@@ -1,0 +1,343 @@
+"""The training loop. The strategy does not show here: techniques are applied in parallel/apply.py."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mlpipe._core.errors import MlpipeError, TrainError
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.store import catalogue
+from mlpipe.train.checkpoint import Checkpointer, Saved
+from mlpipe.train.data import Stream, open_dataset
+from mlpipe.train.model import Batch, build_model
+from mlpipe.train.optim import Optimizer, learning_rate
+from mlpipe.train.outcome import Outcome
+from mlpipe.train.parallel.apply import parallelize
+from mlpipe.train.parallel.parallel import Owned, Parallel
+from mlpipe.train.reshard import load
+from mlpipe.train.session import Session, seed_step
+
+_log = logging.getLogger(__name__)
+_MAX_FAILED_SAVES = 3
+
+
+@dataclass
+class Position:
+    """Where the run stands: updates done and samples consumed (which differ when the batch changed)."""
+
+    step: int = 0
+    samples: int = 0
+    resumed_from: str | None = None
+
+
+def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
+    """Trains to `plan.steps`, or to the step boundary at which the ranks agreed to stop."""
+    seed_step(plan.seed, 0, 0)
+    bf16 = plan.precision == "bf16"
+    dataset = open_dataset(plan.data, split="train", seq_len=plan.model.seq_len)
+    built = build_model(plan.model, seed=plan.seed, device_type=session.device.type, bf16=bf16)
+    num_params = sum(parameter.numel() for parameter in built.model.parameters())
+    parallel = parallelize(built, plan, session.device)
+    optimizer = Optimizer(plan.optimizer, parallel)
+    stream = Stream(
+        dataset,
+        seed=plan.seed,
+        global_batch=plan.global_batch,
+        micro_batch=plan.micro_batch,
+        rank=session.rank,
+        num_ranks=plan.mesh.data_ranks,
+    )
+    if plan.deterministic and session.world_size > 1:
+        rehearse(parallel, to_device(stream.step(0)[0], session.device))
+    position = Position()
+    agreement = session.agreement()
+    failed_saves: list[MlpipeError] = []
+    checkpointer = Checkpointer(
+        session.store,
+        session.plan.stage_key,
+        attempt=session.plan.attempt,
+        restart=session.place.restart,
+        keep=plan.checkpoint.keep,
+        code_digest=session.plan.code_digest,
+        asynchronous=plan.checkpoint.asynchronous,
+        rank=session.rank,
+        world_size=session.world_size,
+        agreement=agreement,
+        on_saved=lambda saved: report_save(session, saved, failed_saves),
+    )
+    if plan.resume or session.place.restart:
+        position = resume(session, checkpointer, parallel, optimizer, agreement)
+    flops = plan.num_flops_per_token
+    if flops is None:
+        from mlpipe.train.flops import count_flops_per_token
+
+        flops = count_flops_per_token(plan.model, collated=stream.step(0)[0])
+    session.record_start(
+        plan,
+        num_params=num_params,
+        num_flops_per_token=flops,
+        flops_convention="torchtitan",
+        peak_flops=plan.peak_flops,
+        peak_name=plan.peak_name,
+        start_step=position.step,
+        resumed_from=position.resumed_from,
+    )
+    loop = Loop(session, plan, parallel, optimizer, stream, checkpointer, position, flops, progress)
+    loop.failed_saves = failed_saves
+    return loop.run()
+
+
+class Loop:
+    """State of the loop, so that `run` reads from top to bottom."""
+
+    def __init__(
+        self,
+        session: Session,
+        plan: TrainPlan,
+        parallel: Parallel,
+        optimizer: Optimizer,
+        stream: Stream,
+        checkpointer: Checkpointer,
+        position: Position,
+        flops_per_token: float | None,
+        progress: list[int],
+    ) -> None:
+        self.session = session
+        self.plan = plan
+        self.parallel = parallel
+        self.optimizer = optimizer
+        self.stream = stream
+        self.checkpointer = checkpointer
+        self.position = position
+        self.flops_per_token = flops_per_token
+        self.progress = progress
+        self.peak_flops = plan.peak_flops
+        self.last_save = time.monotonic()
+        self.failed_saves: list[MlpipeError] = []
+
+    def run(self) -> Outcome:
+        position, plan = self.position, self.plan
+        stopping = False
+        while position.step < plan.steps and not stopping:
+            self.progress[0] = position.step
+            stopping, save_now = self.step()
+            if save_now or stopping or position.step == plan.steps:
+                self.save()
+        self.session.watchdog.beat("committing the last checkpoint", position.step)
+        self.checkpointer.finish()
+        if self.failed_saves:
+            raise self.failed_saves[-1]
+        key = self.last_key()
+        outcome = "done" if position.step >= plan.steps else "saved"
+        self.session.recorder.write("end", outcome=outcome, step=position.step, message="")
+        return Outcome(outcome, position.step, self.session.rank, checkpoint=key, time=time.time())
+
+    def step(self) -> tuple[bool, bool]:
+        """One update. Returns whether the ranks agreed to stop, and to save, after it."""
+        session, plan, position = self.session, self.plan, self.position
+        number = position.step + 1
+        session.watchdog.beat("reading data", number)
+        began = time.perf_counter()
+        batches = self.stream.step(position.samples)
+        data_done = time.perf_counter()
+
+        seed_step(plan.seed, number, session.rank)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=session.device)
+        count = torch.zeros((), dtype=torch.float64, device=session.device)
+        for i, batch in enumerate(batches):
+            session.watchdog.beat("computing", number)
+            with self.parallel.communicate(i == len(batches) - 1):
+                loss, num_targets = self.parallel.module(to_device(batch, session.device))
+                loss.backward()
+            loss_sum += loss.detach()
+            count += num_targets
+        local = [float(loss_sum), float(count), self.optimizer.squared_norm()]
+        computed = time.perf_counter()
+
+        session.watchdog.beat("agreeing with the other ranks", number)
+        wants_stop = session.stop.requested()
+        wants_save = session.rank == 0 and self.is_save_due(number)
+        totals = torch.tensor([*local, float(wants_stop), float(wants_save)], dtype=torch.float64)
+        dist.all_reduce(totals)
+        agreed = time.perf_counter()
+        total_loss, total_count, squared_norm, stop, save = totals.tolist()
+        # Techniques average over the data ranks; the loss is a mean over the global batch's targets.
+        scale = plan.mesh.data_ranks / max(total_count, 1.0)
+        grad_norm = squared_norm**0.5 * scale
+        loss = total_loss / max(total_count, 1.0)
+        if not torch.isfinite(totals).all():
+            raise self.not_finite(number, local)
+        clip = plan.optimizer.grad_clip
+        if clip and grad_norm > clip:
+            scale *= clip / (grad_norm + 1e-6)
+        stalled = self.checkpointer.before_update()
+        lr = learning_rate(plan.optimizer, number, plan.steps)
+        updating = time.perf_counter()
+        self.optimizer.step(lr=lr, scale=scale)
+        ended = time.perf_counter()
+
+        position.step = number
+        position.samples += plan.global_batch
+        self.checkpointer.poll()
+        seconds = ended - began
+        tokens = len(batches) * plan.micro_batch * plan.model.seq_len
+        session.recorder.write(
+            "step",
+            step=number,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            tokens=tokens,
+            seconds=seconds,
+            data_seconds=data_done - began,
+            compute_seconds=computed - data_done + ended - updating,
+            collective_seconds=agreed - computed,
+            checkpoint_seconds=stalled,
+            memory_bytes=peak_memory_bytes(session.device),
+            **self.rates(tokens, seconds),
+        )
+        if stop:
+            session.recorder.write("signal", step=number, signal="SIGTERM")
+        return bool(stop), bool(save)
+
+    def is_save_due(self, step: int) -> bool:
+        every = self.plan.checkpoint
+        if every.every_steps is not None:
+            return step % every.every_steps == 0
+        return time.monotonic() - self.last_save >= (every.every_seconds or 0)
+
+    def save(self) -> None:
+        position = self.position
+        self.session.watchdog.beat("saving", position.step)
+        self.last_save = time.monotonic()
+        scalars: dict[str, Any] = {
+            "step": position.step,
+            "samples": position.samples,
+            "seed": self.plan.seed,
+            "strategy": self.plan.strategy,
+            "world_size": self.session.world_size,
+            "seq_len": self.plan.model.seq_len,
+            "model": {
+                "preset": self.plan.model.preset,
+                "entry": self.plan.model.build.entry,
+                "args": self.plan.model.build.args,
+            },
+        }
+        self.checkpointer.save(position.step, stored(self.parallel, self.optimizer), scalars)
+
+    def last_key(self) -> str | None:
+        found = catalogue.latest(self.session.store, self.session.plan.stage_key)
+        return found.key if found else None
+
+    def rates(self, tokens: int, seconds: float) -> dict[str, float | None]:
+        """Of all ranks together; rank 0 only. Equal ranks have equal token counts."""
+        if self.peak_flops is None:
+            # After the first step, so that it does not come later: all ranks measure at the same time, as
+            # they compute at the same time.
+            from mlpipe.train.flops import measure_peak
+
+            dtype = torch.bfloat16 if self.plan.precision == "bf16" else torch.float32
+            peak = torch.tensor([measure_peak(self.session.device, dtype)], dtype=torch.float64)
+            dist.all_reduce(peak)
+            self.peak_flops = float(peak) / self.session.world_size
+        if self.session.rank:
+            return {}
+        tokens_per_second = tokens * self.plan.mesh.data_ranks / seconds
+        peak_flops = self.peak_flops * self.session.world_size
+        mfu = self.flops_per_token * tokens_per_second / peak_flops if self.flops_per_token else None
+        return {"tokens_per_second": tokens_per_second, "mfu_ratio": mfu, "peak_flops": self.peak_flops}
+
+    def not_finite(self, step: int, local: list[float]) -> TrainError:
+        """Names the ranks whose own part is not finite. A restart would only repeat it."""
+        mine = torch.tensor([float(all(abs(x) < float("inf") for x in local))])
+        everyone = [torch.zeros(1) for _ in range(self.session.world_size)]
+        dist.all_gather(everyone, mine)
+        ranks = [rank for rank, finite in enumerate(everyone) if not finite.item()]
+        error = TrainError(
+            f"the loss or its gradient is not finite at step {step}, first seen on rank "
+            f"{', '.join(map(str, ranks)) or 'none alone'}",
+            where=f"step {step}",
+            hint="the last good checkpoint is kept; lower optimizer.lr, raise warmup_steps or look at the "
+            "data of this step, then `mlpipe resume`",
+        )
+        error.fatal = True  # type: ignore[attr-defined]
+        return error
+
+
+def resume(
+    session: Session, checkpointer: Checkpointer, parallel: Parallel, optimizer: Optimizer, agreement: Any
+) -> Position:
+    """From the stage's latest committed checkpoint, the same on every rank: rank 0 says which."""
+    name = f"resume/{session.plan.attempt}/{session.place.restart}"
+    if session.rank == 0:
+        found = catalogue.latest(session.store, session.plan.stage_key)
+        agreement.set(name, found.key if found else "")
+    key = agreement.get(name).decode()
+    if not key:
+        return Position()
+    session.watchdog.beat(f"loading {key}", 0)
+    manifest = catalogue.load_manifest(session.store, key)
+    load(session.store, key, manifest, stored(parallel, optimizer))
+    scalars = manifest["scalars"]
+    optimizer.set_num_updates(scalars["step"])
+    parallel.after_step()
+    checkpointer.in_use.add(key)
+    return Position(scalars["step"], scalars["samples"], key)
+
+
+def stored(parallel: Parallel, optimizer: Optimizer) -> list[Owned]:
+    """All tensors of a checkpoint. LossModule's one child is `model`, hence the names `model.<fqn>`."""
+    return [*parallel.owned, *optimizer.state()]
+
+
+def rehearse(parallel: Parallel, batch: Batch) -> None:
+    """DDP sorts its buckets anew after the first backward, which changes the order of additions: a resumed
+    run equals an uninterrupted one bit for bit only if both have done so before the first step that
+    counts. Two passes, then everything they left is undone."""
+    buffers = [(item.local, item.local.clone()) for item in parallel.owned if item.parameter is None]
+    for _ in range(2):
+        with parallel.communicate(True):
+            parallel.module(batch)[0].backward()
+        parallel.module.zero_grad(set_to_none=True)
+    for buffer, before in buffers:
+        buffer.copy_(before)
+
+
+def report_save(session: Session, saved: Saved, failed: list[MlpipeError]) -> None:
+    """`failed` counts the saves that failed in a row. The run goes on without one, since the store may come
+    back and what was computed since is dear; it ends at the third, and at the last step."""
+    session.recorder.write(
+        "checkpoint",
+        step=saved.step,
+        key=saved.key,
+        bytes=saved.num_bytes,
+        stall_seconds=saved.stall_seconds,
+        save_seconds=saved.save_seconds,
+        error=str(saved.error) if saved.error else None,
+    )
+    if saved.error is None:
+        failed.clear()
+        return
+    failed.append(saved.error)
+    _log.warning("the checkpoint of step %d failed: %s", saved.step, saved.error)
+    if len(failed) >= _MAX_FAILED_SAVES:
+        raise saved.error
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    if device.type == "cpu":
+        return batch
+    return {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

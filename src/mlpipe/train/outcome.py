@@ -1,0 +1,57 @@
+"""How a worker tells the launcher how it ended: one small JSON file a rank in the scratch folder.
+
+`outcome-<rank>.json` is written at the end; `fatal-<rank>.json` by a failure that a restart would only
+repeat (bad input, NaN, a hang): the launcher then ends the run, and a restarted worker leaves at once.
+Standard library only: the launcher reads these without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlpipe._core.errors import Kind, MlpipeError
+
+
+@dataclass
+class Outcome:
+    """`outcome`: "done", "saved" (on a signal, before the last step) or "failed"."""
+
+    outcome: str
+    step: int = 0
+    rank: int = 0
+    kind: Kind | None = None
+    message: str = ""
+    where: str | None = None
+    hint: str | None = None
+    checkpoint: str | None = None
+    time: float = 0.0
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def failed(error: BaseException, *, rank: int, step: int) -> Outcome:
+    if isinstance(error, MlpipeError):
+        return Outcome(
+            "failed", step, rank, error.kind, error.message, error.where, error.hint, time=time.time()
+        )
+    text = f"{type(error).__name__}: {error}".strip()
+    return Outcome("failed", step, rank, "failed", text, f"rank {rank}, step {step}", time=time.time())
+
+
+def write(scratch: Path, outcome: Outcome, *, fatal: bool = False) -> None:
+    name = f"{'fatal' if fatal else 'outcome'}-{outcome.rank}.json"
+    temporary = scratch / f".{name}.{os.getpid()}"
+    temporary.write_text(json.dumps(asdict(outcome)))
+    temporary.rename(scratch / name)
+
+
+def read(path: Path) -> Outcome:
+    return Outcome(**json.loads(path.read_text()))
+
+
+def fatal_files(scratch: Path) -> list[Path]:
+    return sorted(scratch.glob("fatal-*.json"))

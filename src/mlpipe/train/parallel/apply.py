@@ -1,0 +1,81 @@
+"""The order in which techniques are applied to a model, all of it, in one place:
+
+activation checkpointing -> compile -> shard -> real weights -> replicate.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.init import initialize
+from mlpipe.train.model import BuiltModel
+from mlpipe.train.parallel import fsdp
+from mlpipe.train.parallel.activations import checkpoint_activations
+from mlpipe.train.parallel.ddp import apply_ddp, apply_single
+from mlpipe.train.parallel.parallel import Parallel
+from mlpipe.train.parallel.zero1 import apply_zero1
+
+SHARDED = ("zero2", "fsdp", "hsdp")
+
+
+def parallelize(built: BuiltModel, plan: TrainPlan, device: torch.device) -> Parallel:
+    """`built.module` may be on the meta device; afterwards its weights are real, the same for a seed
+    under every strategy and world size."""
+    module, blocks = built.module, built.blocks
+    if plan.activation_checkpointing != "none":
+        checkpoint_activations(blocks, plan.activation_checkpointing)
+    if plan.compile == "block":
+        for block in blocks:
+            block.compile()
+    mesh = device_mesh(plan, device) if plan.strategy in SHARDED else None
+    if mesh is not None:
+        if not built.on_meta:
+            module.to(device)
+        fsdp.shard(
+            module,
+            blocks,
+            mesh,
+            bf16=plan.precision == "bf16",
+            reshard_after_forward=plan.strategy != "zero2",
+        )
+    materialize(built, plan.seed, device)
+    if mesh is not None:
+        return fsdp.finish(module, mesh)
+    if plan.strategy == "single":
+        return apply_single(module)
+    return apply_ddp(module) if plan.strategy == "ddp" else apply_zero1(module)
+
+
+def device_mesh(plan: TrainPlan, device: torch.device) -> DeviceMesh:
+    if plan.strategy == "hsdp":
+        sizes = (plan.mesh.dp_replicate, plan.mesh.dp_shard)
+        return init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+
+
+def materialize(built: BuiltModel, seed: int, device: torch.device) -> None:
+    """Real weights on `device`. `to_empty` makes one tensor per module attribute, which would untie
+    tied parameters: they are tied again afterwards."""
+    module = built.module
+    if not built.on_meta:
+        module.to(device)
+        return
+    ties = _ties(module)
+    module.to_empty(device=device)
+    for (owner, name), *others in ties:
+        for other, other_name in others:
+            other._parameters[other_name] = owner._parameters[name]
+    initialize(built.model, seed)
+
+
+def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((owner, name))
+    return [found for found in places.values() if len(found) > 1]

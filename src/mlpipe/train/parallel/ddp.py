@@ -1,0 +1,43 @@
+"""ddp: every rank holds all parameters, gradients are averaged bucket by bucket during the backward.
+
+`single` is the same without the communication.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mlpipe.train.parallel.parallel import Parallel, nothing, replicated
+
+
+def apply_single(module: nn.Module) -> Parallel:
+    return Parallel(
+        module=module,
+        owned=replicated(module, 0, 1),
+        communicate=lambda last: nullcontext(),
+        gradients=lambda: [p.grad for p in module.parameters() if p.grad is not None],
+        norm_copies=1,
+        after_step=nothing,
+    )
+
+
+def apply_ddp(module: nn.Module) -> Parallel:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    owned = replicated(module, rank, world_size)
+    has_buffers = any(item.parameter is None for item in owned)
+    # Parameters need no initial broadcast: a seed gives the same weights on every rank (train/init.py).
+    wrapped = DistributedDataParallel(
+        module, gradient_as_bucket_view=True, broadcast_buffers=has_buffers, init_sync=False
+    )
+    return Parallel(
+        module=wrapped,
+        owned=owned,
+        communicate=lambda last: nullcontext() if last else wrapped.no_sync(),
+        gradients=lambda: [p.grad for p in module.parameters() if p.grad is not None],
+        norm_copies=world_size,
+        after_step=nothing,
+    )

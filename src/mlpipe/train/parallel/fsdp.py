@@ -1,0 +1,70 @@
+"""zero2, fsdp and hsdp: PyTorch's `fully_shard` (FSDP2) over the blocks, then over the rest.
+
+fsdp reshards parameters after the forward (ZeRO-3), zero2 keeps them until the backward is done, hsdp
+shards inside `dp_shard` and replicates over `dp_replicate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from mlpipe.train.parallel.parallel import Owned, Parallel, nothing, persistent_buffers
+
+
+def shard(
+    module: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, *, bf16: bool, reshard_after_forward: bool
+) -> None:
+    """Shards in place; parameters may still be on the meta device.
+
+    Under bf16 only the blocks' parameters travel in bf16 and their gradients are reduced in fp32; the
+    rest (embedding, last norm, head) stays fp32 and computes under autocast, so that the residual stream
+    has the same dtype as under ddp.
+    """
+    low = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    policy = low if bf16 else MixedPrecisionPolicy(cast_forward_inputs=False)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
+        reshard_after_forward=reshard_after_forward,
+    )
+
+
+def finish(module: nn.Module, mesh: DeviceMesh) -> Parallel:
+    """After the weights are real: the local views for the optimizer and the checkpoint."""
+    num_copies = mesh.size(0) if mesh.ndim == 2 else 1
+    copy = mesh.get_local_rank(0) if mesh.ndim == 2 else 0
+    owned = []
+    for name, parameter in module.named_parameters():
+        tensor = cast(DTensor, parameter)
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+        local = tensor.to_local().detach()
+        # a rank without a row of this parameter: the offset of nothing is 0
+        offset = tuple(offset) if local.numel() else (0,) * tensor.dim()
+        owned.append(Owned(name, local, tuple(tensor.shape), offset, num_copies, copy, parameter))
+    world_size = mesh.size()
+    owned += persistent_buffers(module, torch.distributed.get_rank(), world_size)
+    root = cast(FSDPModule, module)
+
+    @contextmanager
+    def communicate(last: bool) -> Iterator[None]:
+        root.set_requires_gradient_sync(last)
+        yield
+
+    def gradients() -> list[torch.Tensor]:
+        return [cast(Any, p.grad).to_local() for p in module.parameters() if p.grad is not None]
+
+    return Parallel(module, owned, communicate, gradients, num_copies, nothing)

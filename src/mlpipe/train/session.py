@@ -1,0 +1,135 @@
+"""What a rank has at hand for a stage: process group, device, store, records. One a process."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mlpipe._core.errors import TrainError
+from mlpipe.observe.metrics import start_metrics
+from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.store.open import open_store
+from mlpipe.train.outcome import Outcome
+from mlpipe.train.recorder import Recorder
+from mlpipe.train.stop import Stop
+from mlpipe.train.watchdog import Watchdog
+
+# The watchdog, which knows more, speaks before a collective's own timeout.
+_AFTER_WATCHDOG = timedelta(seconds=60)
+
+
+class Session:
+    def __init__(self, plan: Plan, place: Any, stop: Stop, watchdog: Watchdog, began: float) -> None:
+        self.plan = plan
+        self.place = place
+        self.rank: int = place.rank
+        self.world_size: int = place.world_size
+        self.stop = stop
+        self.watchdog = watchdog
+        self.began = began
+        part = plan.train or plan.evaluate.train  # type: ignore[union-attr]
+        self.device = self._device()
+        if part.deterministic:
+            torch.use_deterministic_algorithms(True)
+        timeout = timedelta(seconds=part.hang_timeout_seconds) + _AFTER_WATCHDOG
+        watchdog.beat("meeting the other ranks", 0)
+        backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=timeout)
+        if dist.get_world_size() != part.mesh.world_size:
+            raise TrainError(
+                f"{dist.get_world_size()} workers were started, the plan is for {part.mesh.world_size}",
+                hint="start it with mlpipe, not with torchrun alone",
+                kind="input",
+            )
+        self.store = open_store(plan.store_url)
+        metrics = None
+        if plan.launch.metrics_port is not None:
+            port = plan.launch.metrics_port
+            metrics = start_metrics(
+                run=plan.run_id,
+                stage=plan.stage,
+                rank=self.rank,
+                port=port + place.local_rank if port else 0,
+            )
+        self.metrics_port = metrics.port if metrics else None
+        self.recorder = Recorder(
+            self.store, plan.attempt_key, rank=self.rank, restart=place.restart, metrics=metrics
+        )
+
+    def _device(self) -> torch.device:
+        if self.plan.launch.device == "cpu":
+            return torch.device("cpu")
+        if not torch.cuda.is_available() or torch.cuda.device_count() <= self.place.local_rank:
+            raise TrainError(
+                f"the plan needs a GPU for local rank {self.place.local_rank}, torch sees "
+                f"{torch.cuda.device_count()}",
+                hint="mlpipe doctor says what is missing; without GPUs set resources.gpus_per_node to 0",
+                kind="input",
+            )
+        torch.cuda.set_device(self.place.local_rank)
+        return torch.device("cuda", self.place.local_rank)
+
+    def agreement(self) -> dist.Store:
+        """A connection of its own to the group's TCPStore: a blocking call on the group's would keep the
+        collectives waiting. With one rank nobody else needs to hear."""
+        return dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=timedelta(minutes=5),
+            wait_for_workers=False,
+        )
+
+    def record_start(self, part: TrainPlan, **fields: Any) -> None:
+        self.recorder.write(
+            "start",
+            world_size=self.world_size,
+            strategy=part.strategy,
+            mesh={"dp_replicate": part.mesh.dp_replicate, "dp_shard": part.mesh.dp_shard},
+            device=str(self.device) if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
+            seq_len=part.model.seq_len,
+            global_batch=part.global_batch,
+            precision=part.precision,
+            steps=part.steps,
+            torch=torch.__version__,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            metrics_port=self.metrics_port,
+            seconds_since_spawn=time.time() - self.began,
+            **fields,
+        )
+
+    def run(self, progress: list[int]) -> Outcome:
+        """`progress[0]` follows the last finished step, for the message if this fails."""
+        if self.plan.train is not None:
+            from mlpipe.train.loop import train
+
+            return train(self, self.plan.train, progress)
+        from mlpipe.train.evaluate import evaluate
+
+        return evaluate(self, self.plan.evaluate)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.recorder.close()
+
+
+def seed_step(seed: int, step: int, data_rank: int) -> None:
+    """Randomness (dropout, augmentation) as a function of these three: nothing to save, and the same after
+    a resume. Mixed by SeedSequence so that neighbouring steps do not correlate."""
+    mixed = int(np.random.SeedSequence([seed, step, data_rank]).generate_state(1, np.uint64)[0])
+    torch.manual_seed(mixed)
+    random.seed(mixed)
+    np.random.seed(mixed % 2**32)
+
+
+def scratch_folder() -> Path:
+    return Path(os.environ["MLPIPE_SCRATCH"])

@@ -1,0 +1,86 @@
+"""How a worker learns that it should stop, and whether that means "save first" or "leave now".
+
+- The launcher asks for a graceful stop by making the file `stop` in the scratch folder; the loop looks at
+  it at each step boundary and the ranks agree there.
+- torchrun sends SIGTERM in two cases that look the same: it was told to stop itself (save), or a peer of
+  ours died and it clears the field for a restart (leave: the next collective would never end). Peers of
+  this node are told alive or dead by their pids.
+- A second SIGTERM means at once.
+
+Python runs signal handlers only between byte codes of the main thread, which may sit in a collective for
+ever. So a thread reads the wakeup pipe and can end the process from there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+STOP_FILE = "stop"
+_POLL_SECONDS = 0.2
+
+
+class Stop:
+    """Must be made in the main thread."""
+
+    def __init__(
+        self, scratch: Path, *, rank: int, local_rank: int, local_world_size: int, restart: int
+    ) -> None:
+        self._file = scratch / STOP_FILE
+        self._terminated = threading.Event()
+        self._peers = [
+            _pid_file(scratch, restart, peer) for peer in range(local_world_size) if peer != local_rank
+        ]
+        _pid_file(scratch, restart, local_rank).write_text(f"{os.getpid()} {rank}")
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda signum, frame: None)
+        # Ctrl-C is the driver's to interpret.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=self._listen, args=(read_end,), name="signals", daemon=True).start()
+
+    def requested(self) -> bool:
+        return self._terminated.is_set() or self._file.exists()
+
+    def _listen(self, read_end: int) -> None:
+        while data := os.read(read_end, 64):
+            for signum in data:
+                if signum != signal.SIGTERM:
+                    continue
+                if self._terminated.is_set() or self._a_peer_died():
+                    os._exit(128 + signal.SIGTERM)
+                self._terminated.set()
+                threading.Thread(target=self._leave_with_peers, name="peers", daemon=True).start()
+
+    def _leave_with_peers(self) -> None:
+        while not self._a_peer_died():
+            time.sleep(_POLL_SECONDS)
+        os._exit(128 + signal.SIGTERM)
+
+    def _a_peer_died(self) -> bool:
+        return any(_died(path) for path in self._peers)
+
+
+def _died(pid_file: Path) -> bool:
+    """A peer that has not yet written its pid is starting, not dead; one that has ended well removed it."""
+    try:
+        stat = Path(f"/proc/{pid_file.read_text().split()[0]}/stat").read_text()
+    except FileNotFoundError:
+        return pid_file.exists()
+    except (OSError, IndexError):
+        return False
+    return stat.rpartition(")")[2].split()[0] == "Z"
+
+
+def leave(scratch: Path, *, local_rank: int, restart: int) -> None:
+    """To be called by a worker that ends as it should, so that its peers do not take it for dead."""
+    _pid_file(scratch, restart, local_rank).unlink(missing_ok=True)
+
+
+def _pid_file(scratch: Path, restart: int, local_rank: int) -> Path:
+    """Holds `<pid> <global rank>`."""
+    return scratch / f"pid-{restart}-{local_rank}"

@@ -1,0 +1,98 @@
+"""`python -m mlpipe.train.worker`: one rank, started by torchrun. Sets the process up, runs the stage,
+and says how it ended. MLPIPE_PLAN names the plan.json, MLPIPE_SCRATCH a folder shared with the launcher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlpipe._core.errors import EXIT_CODES, MlpipeError
+from mlpipe.plan.plan import Plan
+from mlpipe.train import outcome
+from mlpipe.train.stop import Stop, leave
+from mlpipe.train.watchdog import Watchdog
+
+_PR_SET_PDEATHSIG = 1
+# What a restart would only repeat.
+_FATAL_KINDS = ("input", "bug")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this worker stands, by torchrun's own variables."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    restart: int
+
+    @staticmethod
+    def from_environment() -> Place:
+        return Place(
+            rank=int(os.environ["RANK"]),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+
+
+def main() -> int:
+    began = time.time()
+    # Workers outlive a killed torchrun otherwise, and go on computing for nobody.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    plan = Plan.from_json(Path(os.environ["MLPIPE_PLAN"]).read_bytes())
+    scratch = Path(os.environ["MLPIPE_SCRATCH"])
+    place = Place.from_environment()
+    if outcome.fatal_files(scratch):
+        return 1
+    stop = Stop(
+        scratch,
+        rank=place.rank,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        restart=place.restart,
+    )
+    part = plan.train or (plan.evaluate.train if plan.evaluate else None)
+    if part is None:
+        raise MlpipeError(f"a {plan.kind} stage has no workers")
+    watchdog = Watchdog(scratch, rank=place.rank, timeout_seconds=part.hang_timeout_seconds)
+    progress = [0]
+    try:
+        # torch is imported late: a signal during its 2 s finds its handlers in place
+        from mlpipe.train.session import Session
+
+        session = Session(plan, place, stop, watchdog, began)
+        try:
+            ended = session.run(progress)
+        finally:
+            session.close()
+        outcome.write(scratch, ended)
+        leave(scratch, local_rank=place.local_rank, restart=place.restart)
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        ended = outcome.failed(error, rank=place.rank, step=progress[0])
+        fatal = isinstance(error, MlpipeError) and (
+            error.kind in _FATAL_KINDS or getattr(error, "fatal", False)
+        )
+        outcome.write(scratch, ended, fatal=fatal)
+        return EXIT_CODES[ended.kind or "failed"]
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: at interpreter shutdown torch waits for threads of process groups whose peers are gone.
+    os._exit(code)

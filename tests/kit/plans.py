@@ -1,0 +1,223 @@
+"""Small plans and token files for the torch ring, and the real launcher to run them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from array import array
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from mlpipe._core.records import decode
+from mlpipe.plan.plan import (
+    CheckpointPlan,
+    DataPlan,
+    Entry,
+    EvaluatePlan,
+    Launch,
+    Mesh,
+    ModelPlan,
+    OptimizerPlan,
+    Plan,
+    Strategy,
+    TrainPlan,
+)
+from mlpipe.plan.presets import LlamaConfig
+
+CONFIG = LlamaConfig(
+    vocab_size=256,
+    dim=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_dim=176,
+    max_seq_len=64,
+    rope_theta=10_000.0,
+    norm_eps=1e-5,
+    tied=True,
+)
+
+
+def write_tokens(folder: Path, *, num_tokens: int = 60_000, vocab_size: int = 256) -> Path:
+    """Token files with some structure (a noisy successor function), so that a model learns something."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(7)
+    splits = {}
+    for name, count in (("train", num_tokens), ("validation", num_tokens // 10)):
+        tokens = array("H", [0])
+        for _ in range(count - 1):
+            tokens.append(
+                (tokens[-1] * 5 + 17) % vocab_size if draw.random() < 0.8 else draw.randrange(vocab_size)
+            )
+        data = tokens.tobytes()
+        (folder / f"{name}.bin").write_bytes(data)
+        splits[name] = {
+            "file": f"{name}.bin",
+            "num_tokens": count,
+            "num_bytes": count,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+    manifest = {"format": 1, "dtype": "uint16", "vocab_size": vocab_size, "tokenizer": None, "splits": splits}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def mesh_of(strategy: Strategy, world_size: int) -> Mesh:
+    if strategy in ("single", "ddp", "zero1"):
+        return Mesh(dp_replicate=world_size)
+    if strategy == "hsdp":
+        return Mesh(dp_replicate=2, dp_shard=world_size // 2)
+    return Mesh(dp_shard=world_size)
+
+
+def train_plan(
+    store: Path | str,
+    tokens: Path,
+    *,
+    strategy: Strategy = "ddp",
+    world_size: int = 2,
+    steps: int = 20,
+    every: int = 10,
+    run_id: str = "run",
+    attempt: int = 1,
+    launch: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Plan:
+    """A tiny Llama: 16 sequences of 32 tokens an update. `changes` are fields of TrainPlan."""
+    mesh = mesh_of(strategy, world_size)
+    train = TrainPlan(
+        model=ModelPlan(
+            build=Entry("mlpipe.train.models.llama:build_model", asdict(CONFIG)),
+            preset="test",
+            seq_len=32,
+            blocks=(),
+        ),
+        data=DataPlan(tokens=str(tokens), dataset=None),
+        optimizer=OptimizerPlan(
+            name="adamw",
+            lr=1e-3,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            weight_decay=0.1,
+            grad_clip=1.0,
+            schedule="constant",
+            warmup_steps=0,
+            decay_steps=0,
+            min_lr_ratio=0.1,
+        ),
+        checkpoint=CheckpointPlan(every_steps=every, every_seconds=None, keep=3, asynchronous=True),
+        steps=steps,
+        global_batch=16,
+        micro_batch=16 // mesh.data_ranks,
+        accumulation=1,
+        strategy=strategy,
+        mesh=mesh,
+        reason="asked for",
+        precision="fp32",
+        activation_checkpointing="none",
+        compile="off",
+        deterministic=True,
+        seed=1,
+        hang_timeout_seconds=120.0,
+        num_flops_per_token=1e6,
+        peak_flops=1e11,
+        peak_name="a round number for tests",
+        resume=attempt > 1,
+        initial=None,
+    )
+    launch_plan = Launch(
+        num_nodes=1,
+        nproc_per_node=world_size,
+        max_restarts=0,
+        device="cpu",
+        env={},
+        timeout_seconds=None,
+        shutdown_seconds=60.0,
+        metrics_port=None,
+    )
+    return Plan(
+        schema_version=1,
+        run_id=run_id,
+        pipeline="test",
+        stage="train",
+        attempt=attempt,
+        store_url=str(store),
+        spec_digest="0" * 64,
+        code_digest="0" * 64,
+        launch=replace(launch_plan, **(launch or {})),
+        train=replace(train, **changes),
+    )
+
+
+def evaluate_plan(trained: Plan, **changes: Any) -> Plan:
+    """The evaluation of the train stage of `trained`."""
+    if trained.train is None:
+        raise ValueError("not the plan of a train stage")
+    part = EvaluatePlan(
+        train_stage=trained.stage,
+        train=trained.train,
+        data=trained.train.data,
+        max_tokens=100_000,
+        gate=None,
+        prompt=None,
+        generate_tokens=0,
+    )
+    return replace(trained, stage="evaluate", attempt=1, train=None, evaluate=replace(part, **changes))
+
+
+def environment() -> dict[str, str]:
+    """Of a launcher: the tests' own modules importable, no thread settings from outside."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "MLPIPE_"))}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")])
+    return env
+
+
+def start(plan: Plan, scratch: Path, **popen: Any) -> subprocess.Popen[bytes]:
+    """The real launcher in a session of its own; its output goes to `launcher.log` in the scratch folder."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    path = scratch / "plan.json"
+    path.write_text(plan.to_json())
+    with (scratch / "launcher.log").open("ab") as log:
+        argv = [sys.executable, "-m", "mlpipe.train.launcher", "--plan", str(path), "--scratch", str(scratch)]
+        return subprocess.Popen(
+            argv,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            **{"env": environment(), **popen},
+        )
+
+
+def launch(plan: Plan, scratch: Path, *, timeout: float = 180.0) -> int:
+    """Runs it to its end and returns the exit code; kills it and raises after `timeout` seconds."""
+    process = start(plan, scratch)
+    try:
+        return process.wait(timeout)
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def log_of(scratch: Path) -> str:
+    return (scratch / "launcher.log").read_text(errors="replace")
+
+
+def records(store: Path | str, plan: Plan, rank: int = 0) -> list[dict[str, Any]]:
+    path = Path(store) / plan.attempt_key / "records" / f"rank-{rank}.jsonl"
+    return list(decode([path.read_bytes()])) if path.exists() else []
+
+
+def losses(store: Path | str, plan: Plan) -> list[float]:
+    """By step, of rank 0; the last record of a step counts."""
+    found = {record["step"]: record["loss"] for record in records(store, plan) if record["kind"] == "step"}
+    return [found[step] for step in sorted(found)]
+
+
+def outcome(store: Path | str, plan: Plan) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(store) / plan.attempt_key / "outcome.json").read_text())
+    return found
