@@ -1,0 +1,35 @@
+"""One file a strategy. Each has
+
+    mesh(num_nodes, devices_per_node) -> Mesh, or why there is none, in words
+    memory(counts, activations, mesh, precision) -> MemoryEstimate
+
+`ORDER` is from the least sharded to the most: `auto` takes the first that fits.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from mlpipe.plan.memory import Activations, Counts, MemoryEstimate
+from mlpipe.plan.plan import Mesh, Strategy
+from mlpipe.plan.strategies import ddp, fsdp, hsdp, single, zero1, zero2
+
+
+class StrategyFile(Protocol):
+    SHARDS: str
+
+    def mesh(self, num_nodes: int, devices_per_node: int) -> Mesh | str: ...
+
+    def memory(
+        self, counts: Counts, activations: Activations, mesh: Mesh, precision: str
+    ) -> MemoryEstimate: ...
+
+
+ORDER: dict[Strategy, StrategyFile] = {
+    "single": single,
+    "ddp": ddp,
+    "zero1": zero1,
+    "zero2": zero2,
+    "hsdp": hsdp,
+    "fsdp": fsdp,
+}

@@ -1,0 +1,381 @@
+"""A Pipeline's stage on given hardware to a Plan: pure arithmetic, no torch, no network, no clock.
+
+Only two things are read: the manifest of the tokens, once they exist, and mlpipe's own source (its digest).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import mlpipe
+from mlpipe._core.errors import PlanError
+from mlpipe._core.units import parse_cadence, parse_seconds
+from mlpipe.plan.choose import Candidate, candidate, choose, micro_batches
+from mlpipe.plan.flops import num_flops_per_token
+from mlpipe.plan.hardware import Hardware, detect_hardware
+from mlpipe.plan.memory import activations, counts
+from mlpipe.plan.plan import (
+    SCHEMA_VERSION,
+    CheckpointPlan,
+    CommandPlan,
+    DataPlan,
+    Entry,
+    EvaluatePlan,
+    Launch,
+    Mesh,
+    ModelPlan,
+    OptimizerPlan,
+    Plan,
+    PromotePlan,
+    TrainPlan,
+)
+from mlpipe.plan.presets import PRESETS, LlamaConfig
+from mlpipe.plan.strategies import ORDER
+from mlpipe.spec.model import OwnData, OwnModel, Pipeline, PresetModel, Stage, Train
+from mlpipe.spec.placeholders import names, resolve
+
+LLAMA = "mlpipe.train.models.llama:build_model"
+SHUTDOWN_SECONDS = 600.0  # SIGTERM to SIGKILL: a step and a save, of a model of any size
+
+
+def stage_hardware(pipeline: Pipeline, stage_name: str) -> Hardware:
+    """What the stage runs on: its own resources, or those of the training that it evaluates."""
+    stage = _stage(pipeline, stage_name)
+    if stage.resources is None and stage.evaluate is not None:
+        stage = pipeline.stage(train_stage_of(pipeline, stage))
+    return detect_hardware(stage.resources)
+
+
+def build_plan(
+    pipeline: Pipeline,
+    stage_name: str,
+    *,
+    run_id: str,
+    attempt: int,
+    store_url: str,
+    inputs: Mapping[str, str],
+    hardware: Hardware,
+    resume: bool = False,
+) -> Plan:
+    """`inputs`: stage name -> local folder of its output; `{{stages.NAME.output}}` of a stage that is not
+    among them stays as it is, so that a pipeline can be planned before it has run. The same arguments (and
+    token manifests) give the same bytes. Raises PlanError."""
+    stage = _stage(pipeline, stage_name)
+    known = {"store": store_url, "run.id": run_id}
+    known |= {f"stages.{name}.output": folder for name, folder in inputs.items()}
+    train = evaluate = command = promote = None
+    if stage.train is not None:
+        train = _train(stage.train, hardware, known, resume=resume)
+    elif stage.evaluate is not None:
+        evaluate = _evaluate(pipeline, stage, hardware, known)
+    elif stage.command is not None:
+        # whoever runs it resolves once more, with {{output}}
+        command = CommandPlan(tuple(resolve(arg, known, partial=True) for arg in stage.command))
+    elif stage.promote is not None:
+        promote = PromotePlan(
+            train_stage=train_stage_of(pipeline, stage),
+            evaluate_stage=stage.promote.evaluate or _only(pipeline, stage, "evaluate"),
+            model_name=stage.promote.as_,
+            alias=stage.promote.alias,
+        )
+    return Plan(
+        schema_version=SCHEMA_VERSION,
+        run_id=run_id,
+        pipeline=pipeline.name,
+        stage=stage_name,
+        attempt=attempt,
+        store_url=store_url,
+        spec_digest=pipeline.digest,
+        code_digest=code_digest(),
+        launch=_launch(stage, hardware, known),
+        train=train,
+        evaluate=evaluate,
+        command=command,
+        promote=promote,
+    )
+
+
+def compare(
+    pipeline: Pipeline, stage_name: str, hardware: Hardware, inputs: Mapping[str, str] | None = None
+) -> list[Candidate]:
+    """Every strategy on this hardware, the least sharded first. Raises PlanError for a stage that does not
+    train."""
+    stage = _stage(pipeline, stage_name)
+    if stage.train is None:
+        raise PlanError(f"stage {stage_name!r} does not train", where=stage_name)
+    known = {f"stages.{name}.output": folder for name, folder in (inputs or {}).items()}
+    return _candidates(stage.train, hardware, known)
+
+
+def train_stage_of(pipeline: Pipeline, stage: Stage) -> str:
+    """The training stage that an `evaluate` or `promote` stage is about."""
+    spec = stage.evaluate or stage.promote
+    name = spec.train if spec is not None and spec.train else _only(pipeline, stage, "train")
+    if name is None:
+        raise PlanError(f"stage {stage.name!r} needs no train stage", hint="add it to 'needs'")
+    return name
+
+
+@lru_cache(maxsize=1)
+def code_digest() -> str:
+    """sha256 over the names and bytes of mlpipe's own Python files."""
+    root = Path(mlpipe.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _stage(pipeline: Pipeline, name: str) -> Stage:
+    try:
+        return pipeline.stage(name)
+    except KeyError:
+        known = ", ".join(stage.name for stage in pipeline.stages)
+        raise PlanError(f"no stage {name!r} in {pipeline.name!r}", hint=f"write one of {known}") from None
+
+
+def _only(pipeline: Pipeline, stage: Stage, kind: str) -> str | None:
+    """The stage of this kind among all that `stage` needs; the loader has refused several."""
+    seen: set[str] = set()
+    todo = list(stage.needs)
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            todo.extend(pipeline.stage(name).needs)
+    return next((s.name for s in pipeline.stages if s.name in seen and s.kind == kind), None)
+
+
+def _fill(value: Any, known: Mapping[str, str]) -> Any:
+    """Placeholders in text, also inside lists and mappings; text with one that is not known yet stays."""
+    if isinstance(value, dict):
+        return {key: _fill(item, known) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_fill(item, known) for item in value]
+    if isinstance(value, str):
+        return resolve(value, known, partial=not set(names(value)) <= known.keys())
+    return value
+
+
+def _launch(stage: Stage, hardware: Hardware, known: Mapping[str, str]) -> Launch:
+    env = {key: resolve(value, known, partial=True) for key, value in stage.env.items()}
+    train = stage.train
+    distributed = train is not None or stage.evaluate is not None
+    if distributed:
+        env = {key: _fill(value, known) for key, value in stage.env.items()}
+        threads = max(1, hardware.cpus_per_node // hardware.devices_per_node)
+        env.setdefault("OMP_NUM_THREADS", str(threads))
+        if train is not None and train.deterministic and hardware.device == "cuda":
+            env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
+    return Launch(
+        num_nodes=hardware.num_nodes if distributed else 1,
+        nproc_per_node=hardware.devices_per_node if distributed else 1,
+        max_restarts=train.max_restarts if train is not None else 0,
+        device=hardware.device if distributed else "cpu",
+        env=env,
+        timeout_seconds=parse_seconds(stage.timeout) if stage.timeout else None,
+        shutdown_seconds=SHUTDOWN_SECONDS,
+        metrics_port=train.metrics_port if train is not None and train.metrics_port != "off" else None,
+    )
+
+
+def _config(spec: Train, known: Mapping[str, str]) -> LlamaConfig | None:
+    """The preset's shape with the user's changes and the tokens' vocabulary; None for a model of theirs."""
+    if not isinstance(spec.model, PresetModel):
+        return None
+    changes = spec.model.model_dump(exclude_none=True, exclude={"preset", "seq_len"})
+    if "vocab_size" not in changes and not isinstance(spec.data, OwnData):
+        vocab_size = _vocab_size(_fill(spec.data.tokens, known))
+        if vocab_size is not None:
+            changes["vocab_size"] = -(-vocab_size // 64) * 64  # what matmuls like; the rest is never a target
+    config = dataclasses.replace(PRESETS[spec.model.preset], **changes)
+    problems = config.problems()
+    if problems:
+        raise PlanError(f"no model has this shape: {'; '.join(problems)}", where=spec.model.preset)
+    if spec.model.seq_len > config.max_seq_len:
+        raise PlanError(
+            f"seq_len {spec.model.seq_len} is more than the {config.max_seq_len} positions of the model",
+            where=spec.model.preset,
+            hint=f"write seq_len: {config.max_seq_len}, or raise model.max_seq_len",
+        )
+    return config
+
+
+def _vocab_size(folder: str) -> int | None:
+    """Of the tokens in `folder`; None before they exist."""
+    path = Path(folder) / "manifest.json"
+    if not path.is_file():
+        return None
+    try:
+        size = json.loads(path.read_bytes())["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(
+            f"not a manifest of token files: {error}", where=str(path), hint="write it with mlpipe-corpus"
+        ) from None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise PlanError(f"vocab_size {size!r} is no size of a vocabulary", where=str(path))
+    return size
+
+
+def _global_batch(spec: Train) -> int:
+    if isinstance(spec.data, OwnData) or spec.data.batch_size is not None:
+        return cast(int, spec.data.batch_size)
+    return cast(int, spec.data.batch_tokens) // spec.model.seq_len
+
+
+def _candidates(spec: Train, hardware: Hardware, known: Mapping[str, str]) -> list[Candidate]:
+    config = _config(spec, known)
+    mesh = Mesh(dp_replicate=spec.mesh.dp_replicate, dp_shard=spec.mesh.dp_shard) if spec.mesh else None
+    if mesh is not None and mesh.world_size != hardware.world_size:
+        raise PlanError(
+            f"mesh {mesh.dp_replicate} x {mesh.dp_shard} is for {mesh.world_size} workers, "
+            f"but there are {hardware.world_size}",
+            hint="make dp_replicate x dp_shard the number of workers",
+        )
+    if spec.precision == "bf16" and hardware.peak_flops and "bf16" not in hardware.peak_flops:
+        raise PlanError(f"{hardware.name} has no bf16", hint="write precision: fp32")
+    asked = None if spec.data.micro_batch == "auto" else spec.data.micro_batch
+    sizes = micro_batches(_global_batch(spec), hardware.world_size, asked)
+
+    by_micro_batch = {
+        size: activations(
+            config,
+            seq_len=spec.model.seq_len,
+            micro_batch=size,
+            precision=spec.precision,
+            checkpointing=spec.activation_checkpointing,
+        )
+        for size in sizes
+        if config is not None
+    }
+    return [
+        candidate(
+            strategy,
+            hardware,
+            counts=counts(config) if config else None,
+            micro_batches=sizes,
+            activations=by_micro_batch,
+            precision=spec.precision,
+            mesh=mesh if strategy == "hsdp" else None,
+        )
+        for strategy in ORDER
+    ]
+
+
+def _pick(spec: Train, strategy: str, hardware: Hardware, known: Mapping[str, str]) -> tuple[Candidate, str]:
+    """The best, or the one asked for, which is not refused for memory alone: the estimate may err."""
+    candidates = _candidates(spec, hardware, known)
+    if strategy == "auto":
+        return choose(candidates)
+    asked = next(c for c in candidates if c.strategy == strategy)
+    if asked.mesh is None:
+        raise PlanError(asked.reason, hint="choose another strategy, or auto")
+    return asked, f"{strategy}: as asked; {asked.reason}"
+
+
+def _train(spec: Train, hardware: Hardware, known: Mapping[str, str], *, resume: bool) -> TrainPlan:
+    chosen, reason = _pick(spec, spec.strategy, hardware, known)
+    batch = _global_batch(spec)
+    return _train_plan(spec, hardware, known, chosen, reason, batch, resume=resume)
+
+
+def _evaluate(pipeline: Pipeline, stage: Stage, hardware: Hardware, known: Mapping[str, str]) -> EvaluatePlan:
+    """On its own resources the strategy is chosen anew, since they may be of another number. The batch need
+    not be the training's: as many whole sequences as one pass takes."""
+    train_stage = train_stage_of(pipeline, stage)
+    spec, evaluate = pipeline.stage(train_stage).train, stage.evaluate
+    if spec is None or evaluate is None:
+        raise PlanError(f"stage {train_stage!r} does not train")
+    share = -(-_global_batch(spec) // hardware.world_size)
+    update: dict[str, Any] = {"batch_size": share * hardware.world_size, "micro_batch": "auto"}
+    if not isinstance(spec.data, OwnData):
+        update["batch_tokens"] = None
+    strategy = spec.strategy
+    if stage.resources is not None:
+        strategy, spec = "auto", spec.model_copy(update={"mesh": None})
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update=update)})
+    chosen, reason = _pick(spec, strategy, hardware, known)
+    batch = (chosen.micro_batch or 1) * hardware.world_size
+    train = _train_plan(spec, hardware, known, chosen, reason, batch, resume=True)
+    return EvaluatePlan(
+        train_stage=train_stage,
+        train=train,
+        data=train.data,
+        max_tokens=evaluate.max_tokens,
+        gate=evaluate.gate,
+        prompt=evaluate.prompt,
+        generate_tokens=evaluate.generate_tokens,
+    )
+
+
+def _train_plan(
+    spec: Train,
+    hardware: Hardware,
+    known: Mapping[str, str],
+    chosen: Candidate,
+    reason: str,
+    global_batch: int,
+    *,
+    resume: bool,
+) -> TrainPlan:
+    if chosen.mesh is None or chosen.micro_batch is None:
+        raise PlanError(chosen.reason)
+    config = _config(spec, known)
+    every = parse_cadence(spec.checkpoint.every)
+    peak = hardware.peak_flops.get(spec.precision)
+    return TrainPlan(
+        model=_model(spec, config, known),
+        data=_data(spec, known),
+        optimizer=_optimizer(spec),
+        checkpoint=CheckpointPlan(
+            every_steps=every.steps,
+            every_seconds=every.seconds,
+            keep=spec.checkpoint.keep,
+            asynchronous=spec.checkpoint.asynchronous,
+        ),
+        steps=spec.steps,
+        global_batch=global_batch,
+        micro_batch=chosen.micro_batch,
+        accumulation=global_batch // (chosen.micro_batch * chosen.mesh.data_ranks),
+        strategy=chosen.strategy,
+        mesh=chosen.mesh,
+        reason=reason,
+        precision=spec.precision,
+        activation_checkpointing=spec.activation_checkpointing,
+        compile=spec.compile,
+        deterministic=spec.deterministic,
+        seed=spec.seed,
+        hang_timeout_seconds=parse_seconds(spec.hang_timeout),
+        num_flops_per_token=num_flops_per_token(config, spec.model.seq_len) if config else None,
+        peak_flops=peak,
+        peak_name=f"{hardware.name} datasheet, dense {spec.precision}" if peak else "measured by the worker",
+        resume=resume,
+        initial=None,
+    )
+
+
+def _model(spec: Train, config: LlamaConfig | None, known: Mapping[str, str]) -> ModelPlan:
+    model = spec.model
+    if isinstance(model, PresetModel) and config is not None:
+        return ModelPlan(Entry(LLAMA, dataclasses.asdict(config)), model.preset, model.seq_len, ())
+    own = cast(OwnModel, model)
+    return ModelPlan(Entry(own.entry, _fill(own.args, known)), None, own.seq_len, own.blocks)
+
+
+def _data(spec: Train, known: Mapping[str, str]) -> DataPlan:
+    if isinstance(spec.data, OwnData):
+        return DataPlan(None, Entry(spec.data.entry, _fill(spec.data.args, known)))
+    return DataPlan(_fill(spec.data.tokens, known), None)
+
+
+def _optimizer(spec: Train) -> OptimizerPlan:
+    fields = spec.optimizer.model_dump()
+    decay = spec.optimizer.decay_steps or max(1, spec.steps // 10)
+    return OptimizerPlan(**fields | {"decay_steps": decay if spec.optimizer.schedule == "wsd" else 0})

@@ -1,0 +1,21 @@
+"""FSDP2 within each node, copies across nodes: the slow links carry gradients only."""
+
+from __future__ import annotations
+
+from mlpipe.plan.memory import Activations, Counts, MemoryEstimate
+from mlpipe.plan.plan import Mesh
+from mlpipe.plan.strategies import fsdp
+
+SHARDS = "weights, gradients and optimizer states, within a node"
+
+
+def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
+    if num_nodes < 2 or devices_per_node < 2:
+        return (
+            f"hsdp shards within nodes and copies across them; {num_nodes} x {devices_per_node} has not both"
+        )
+    return Mesh(dp_replicate=num_nodes, dp_shard=devices_per_node)
+
+
+def memory(counts: Counts, activations: Activations, mesh: Mesh, precision: str) -> MemoryEstimate:
+    return fsdp.memory(counts, activations, mesh, precision)

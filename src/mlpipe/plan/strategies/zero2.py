@@ -1,0 +1,19 @@
+"""FSDP2 without resharding after the forward pass: the gathered weights stay until the backward pass has
+used them, so they are gathered once a step, not twice."""
+
+from __future__ import annotations
+
+from mlpipe.plan.memory import COMPUTE_BYTES, Activations, Counts, MemoryEstimate
+from mlpipe.plan.plan import Mesh
+from mlpipe.plan.strategies import fsdp
+
+SHARDS = "gradients and optimizer states"
+
+
+def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
+    return fsdp.mesh(num_nodes, devices_per_node)
+
+
+def memory(counts: Counts, activations: Activations, mesh: Mesh, precision: str) -> MemoryEstimate:
+    gathered = COMPUTE_BYTES[precision] * counts.num_params
+    return fsdp.sharded(counts, activations, mesh, gathered=gathered, precision=precision)
