@@ -9,13 +9,13 @@ another seed's stream, and only one parameter at a time exists in full.
 from __future__ import annotations
 
 import hashlib
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mlpipe._core.errors import TrainError
 
@@ -33,18 +33,20 @@ def initialize(model: nn.Module, seed: int) -> None:
         model.init_weights()  # type: ignore[operator]
 
 
-class same_weights(TorchDispatchMode):  # noqa: N801 - reads as a context: `with same_weights(seed):`
+class same_weights(TorchDispatchMode):
+    """A context; `with same_weights(seed): ...` may initialise plain tensors and DTensors alike."""
+
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
         self.num_draws = 0
-        self._copies: weakref.WeakSet[DTensor] = weakref.WeakSet()  # asked for as views, but gathered
+        self._copies = WeakTensorKeyDictionary()  # what was asked for as a view, but had to be gathered
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        target = args[0] if args else None
+        target: Any = args[0] if args else None
         sharded = isinstance(target, DTensor)
         if sharded and func._schema.is_mutable and target in self._copies:
             raise _unfit(
@@ -56,8 +58,11 @@ class same_weights(TorchDispatchMode):  # noqa: N801 - reads as a context: `with
             return _keep_own(target, args[1].expand(target.shape))
         result = func(*args, **kwargs)
         if sharded and func.is_view and isinstance(result, DTensor):
-            if target in self._copies or _storage(result) != _storage(target):
-                self._copies.add(result)
+            gathered = (
+                result.to_local().untyped_storage()._cdata != target.to_local().untyped_storage()._cdata
+            )
+            if gathered or target in self._copies:
+                self._copies[result] = True
         return result
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,10 +71,10 @@ class same_weights(TorchDispatchMode):  # noqa: N801 - reads as a context: `with
         target = args[0]
         if kwargs.get("generator") is None:
             kwargs = {**kwargs, "generator": self._generator(target.device)}
-        if not isinstance(target, DTensor):
-            return func(*args, **kwargs)
+        # contiguous for plain tensors too: torch draws in another order into a strided one
         full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        return _keep_own(target, func(full, *args[1:], **kwargs))
+        func(full, *args[1:], **kwargs)
+        return _keep_own(target, full) if isinstance(target, DTensor) else target.copy_(full)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         name = f"{self.seed}:{self.num_draws}".encode()
@@ -83,10 +88,6 @@ def _keep_own(target: DTensor, full: Tensor) -> DTensor:
     own = distribute_tensor(full.to(target.dtype), target.device_mesh, target.placements, src_data_rank=None)
     target.to_local().copy_(own.to_local())
     return target
-
-
-def _storage(tensor: DTensor) -> int:
-    return tensor.to_local().untyped_storage()._cdata
 
 
 def _unfit(message: str) -> TrainError:
