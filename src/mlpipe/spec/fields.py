@@ -50,6 +50,8 @@ def _matches(pattern: str, what: str, hint: str) -> Callable[[str], str]:
 
 def _parses(parse: Callable[[str], Any], above: float | None = None) -> Callable[[str], str]:
     def check(text: str) -> str:
+        if len(text) > MAX_QUANTITY:
+            raise wrong(f"{text[:MAX_QUANTITY]!r}... is too long", "write fewer digits")
         try:
             value = parse(text)
         except ValueError as error:
@@ -71,10 +73,11 @@ def _quantity(example: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _schema(pattern: str) -> Any:
-    return Field(json_schema_extra={"pattern": f"^(?:{pattern})$"})
+def _schema(pattern: str, **more: int) -> Any:
+    return Field(json_schema_extra={"pattern": f"^(?:{pattern})$", **more})
 
 
+MAX_QUANTITY = 64
 _NUMBER = r"\s*(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?\s*"
 ENV_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*"
 ENTRY_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
@@ -131,25 +134,27 @@ Size = Annotated[
     str,
     AfterValidator(_parses(parse_bytes, above=0)),
     _quantity("'30 GiB'"),
-    _schema(_NUMBER + r"(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*"),
+    _schema(_NUMBER + r"(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*", maxLength=MAX_QUANTITY),
 ]
 Duration = Annotated[
     str,
     AfterValidator(_parses(parse_seconds, above=0)),
     _quantity("'15 min'"),
-    _schema(_NUMBER + r"(ms|s|min|h|d)\s*"),
+    _schema(_NUMBER + r"(ms|s|min|h|d)\s*", maxLength=MAX_QUANTITY),
 ]
 Every = Annotated[
     str,
     AfterValidator(_parses(parse_cadence)),
     _quantity("'100 steps' or '15 min'"),
-    _schema(rf"\s*0*[1-9][0-9]*\s*steps?\s*|{_NUMBER}(ms|s|min|h|d)\s*"),
+    _schema(rf"\s*0*[1-9][0-9]*\s*steps?\s*|{_NUMBER}(ms|s|min|h|d)\s*", maxLength=MAX_QUANTITY),
 ]
-GateText = Annotated[Text, AfterValidator(_parses(parse_gate)), _schema(GATE_PATTERN)]
+GateText = Annotated[Text, AfterValidator(_parses(parse_gate)), _schema(GATE_PATTERN, maxLength=MAX_QUANTITY)]
 
-# beyond 2**53 a JSON number is not exact any more
-Count = Annotated[int, Field(ge=1, le=2**53)]
-CountOrZero = Annotated[int, Field(ge=0, le=2**53)]
+# Bounds that no one meets, so that arithmetic on nonsense ends.
+Count = Annotated[int, Field(ge=1, le=10**12)]
+CountOrZero = Annotated[int, Field(ge=0, le=10**12)]
+FewCount = Annotated[int, Field(ge=1, le=100_000)]
+FewOrZero = Annotated[int, Field(ge=0, le=100_000)]
 CountOrAuto = Count | Literal["auto"]
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Positive = Annotated[float, Field(gt=0)]

@@ -130,6 +130,8 @@ _BOUNDS = {
 def _problem(node: Node, found: bool, detail: ErrorDetails) -> Problem:
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
     key = detail["loc"][-1] if detail["loc"] else ""
+    if kind == "missing" and isinstance(key, int):
+        return Problem.at(node.place, "the list is too short", f"write at least {key + 1} items")
     if kind == "missing":
         return Problem.at(node.place, f"{key!r} is missing", f"add '{key}: ...'")
     if kind == "extra_forbidden":

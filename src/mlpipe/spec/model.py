@@ -28,15 +28,20 @@ class Model(BaseModel):
     )
 
 
+def _one_of(*keys: str) -> dict[str, Any]:
+    """The JSON Schema of a rule in `spec/rules.py`: exactly one of these keys."""
+    return {"oneOf": [{"required": [key]} for key in keys]}
+
+
 class Resources(Model):
     """What a stage gets, on each node and in all."""
 
-    nodes: f.Count = Field(1, description="Machines.")
-    workers_per_node: f.Count | None = Field(
+    nodes: f.FewCount = Field(1, description="Machines.")
+    workers_per_node: f.FewCount | None = Field(
         None,
         description="Worker processes on each node. Default: one per GPU, or 1 without GPUs.",
     )
-    gpus_per_node: f.CountOrZero = Field(0, description="GPUs on each node; 0 trains on CPUs.")
+    gpus_per_node: f.FewOrZero = Field(0, description="GPUs on each node; 0 trains on CPUs.")
     gpu: f.Text | None = Field(None, description="Model of the GPUs, such as `H100-80GB`.")
     cpus: f.Count | None = Field(None, description="CPU cores on each node. Default: what is there.")
     memory: f.Size | None = Field(None, description="Memory on each node. Default: what is there.")
@@ -78,6 +83,8 @@ class OwnModel(Model):
 
 class TokenData(Model):
     """A folder of token files, as `mlpipe-corpus` writes it."""
+
+    model_config = ConfigDict(json_schema_extra=_one_of("batch_tokens", "batch_size"))
 
     tokens: f.Text = Field(description="The folder, usually `{{stages.NAME.output}}`.")
     batch_tokens: f.Count | None = Field(
@@ -180,7 +187,7 @@ class Train(Model):
     checkpoint: Checkpoint = Field(
         default_factory=lambda: Checkpoint.model_validate({}), description="When to save."
     )
-    max_restarts: f.CountOrZero = Field(3, description="Restarts of crashed workers within an attempt.")
+    max_restarts: f.FewOrZero = Field(3, description="Restarts of crashed workers within an attempt.")
     hang_timeout: f.Duration = Field("10 min", description="A step longer than this ends the run.")
     metrics_port: f.Port | Literal["off"] = Field(
         0, description="Of /metrics, plus the local rank; 0 takes any free port."
@@ -209,6 +216,8 @@ class Promote(Model):
 class Stage(Model):
     """One step of a pipeline: exactly one of `command`, `train`, `evaluate`, `promote`."""
 
+    model_config = ConfigDict(json_schema_extra=_one_of(*KINDS))
+
     name: f.Name = Field(description="Unique in the pipeline.")
     needs: tuple[f.Name, ...] = Field((), strict=False, description="Stages that must be done before.")
     command: Annotated[tuple[f.Text, ...], Field(min_length=1, strict=False)] | None = Field(
@@ -217,7 +226,11 @@ class Stage(Model):
     train: Train | None = Field(None, description="Train a model.")
     evaluate: Evaluate | None = Field(None, description="Measure a model.")
     promote: Promote | None = Field(None, description="Register a model.")
-    env: dict[f.EnvName, f.Text] = Field({}, description="Environment of the stage; no secrets.")
+    env: dict[f.EnvName, f.Text] = Field(
+        {},
+        description="Environment of the stage; no secrets.",
+        json_schema_extra={"additionalProperties": False},
+    )
     timeout: f.Duration | None = Field(None, description="Longest time for the stage.")
     resources: Resources | None = Field(
         None, description="Machines. Default: one CPU worker; of `evaluate`: those of its training."

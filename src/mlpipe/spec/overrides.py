@@ -13,7 +13,7 @@ from mlpipe.spec.problems import Place, Problem
 from mlpipe.spec.rules import closest, kind_of, text_of
 from mlpipe.spec.tree import Ambiguous, Node, parse
 
-_KIND_FIELDS = {
+_KIND_FIELDS: dict[str, set[str]] = {
     "train": set(Train.model_fields),
     "evaluate": set(Evaluate.model_fields),
     "promote": {field.alias or name for name, field in Promote.model_fields.items()},
@@ -21,7 +21,6 @@ _KIND_FIELDS = {
 }
 _TOP = set(Pipeline.model_fields)
 _STAGE = set(Stage.model_fields)
-_COLLECTIONS = (dict, list)
 
 
 def apply(root: Node, override: str) -> list[Problem]:
@@ -58,6 +57,9 @@ def _put(root: Node, key: str, value: Node, place: Place) -> list[Problem]:
         kind = kind_of(target)
         if kind is not None and parts[0] != kind and parts[0] in _KIND_FIELDS[kind]:
             parts = [kind, *parts]
+        elif parts[0] not in _STAGE:
+            choices = sorted(_STAGE | _KIND_FIELDS[kind or "command"])
+            return [Problem.at(place, f"unknown key {parts[0]!r}", closest(parts[0], choices))]
     for part in parts[:-1]:
         child = target.value.get(part)
         if child is None or child.broken:

@@ -20,6 +20,7 @@ from mlpipe.spec.problems import Place, Problem
 MAX_BYTES = 2**20
 MAX_DEPTH = 32
 MAX_VALUES = 10_000
+MAX_KEY = 256
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -293,6 +294,9 @@ class _Builder:
             return
         if name == "<<" and node.text is not None:
             self.problem(node.place, "merge key <<: a pipeline has none", "write the keys out")
+            return
+        if len(name) > MAX_KEY:
+            self.problem(node.place, f"a key of more than {MAX_KEY} characters", "shorten it")
             return
         if isinstance(node.value, Ambiguous):
             self.problem(node.place, f"key {node.value.message}", f'write "{name}":')
