@@ -101,8 +101,8 @@ def test_any_records_give_one_ascii_line_that_fits_and_a_json_summary(many, widt
 @pytest.mark.parametrize(
     ("number", "text"),
     [
-        (0, "0"), (7, "7"), (7.25, "7.25"), (999.4, "999"), (1234, "1.23k"), (12_345, "12.3k"), (999_960, "1.00M"),
-               (1.83e6, "1.83M"), (9.89e14, "989T"), (3.2e18, "3.20E"),
+        (0, "0"), (7, "7"), (7.25, "7.25"), (999.4, "999"), (1234, "1.23k"), (12_345, "12.3k"),
+        (999_960, "1.00M"), (1.83e6, "1.83M"), (9.89e14, "989T"), (3.2e18, "3.20E"),
     ],
 )  # fmt: skip
 def test_counts(number, text):

@@ -1,0 +1,182 @@
+"""The charts of one training stage, out of its timelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mlpipe.observe.html import Html, element, join, text, utc
+from mlpipe.observe.records import Record
+from mlpipe.observe.runview import StageView
+from mlpipe.observe.svg import Mark, Point, Series, finite, line_chart, stacked_chart
+
+# What a step's time is made of: name, field of the record, colour. "other" is the rest of `seconds`.
+PARTS = (
+    ("compute", "compute_seconds", "blue"),
+    ("collectives", "collective_seconds", "amber"),
+    ("data", "data_seconds", "teal"),
+    ("checkpoint stall", "checkpoint_seconds", "violet"),
+)
+_RANK_COLOURS = ("blue", "amber", "teal", "violet", "pink", "brown", "green", "red")
+
+
+def stage_charts(stage: StageView) -> Html:
+    """Six charts side by side, each over steps; those without a value are left out."""
+    steps, marks = stage.lead.steps, stage_marks(stage)
+    rate, rate_unit = _unit(_known(steps, "tokens_per_second"), _COUNTS)
+    seconds, seconds_unit = _unit(_known(steps, "seconds"), _SECONDS)
+    memory = {rank: line.steps for rank, line in stage.timelines.items()}
+    byte, byte_unit = _unit((v for one in memory.values() for v in _known(one, "memory_bytes")), _BYTES)
+    lines = [Series("", "blue", points(steps, "loss"))]
+    cards = [
+        _card("Loss", "nats per token", line_chart(lines, marks, unit="nats")) if steps else "",
+        _single(steps, marks, "Throughput", "tokens_per_second", rate, f"{rate_unit}tok/s", "teal"),
+        _single(steps, marks, "MFU", "mfu_ratio", 0.01, "%", "violet"),
+        _breakdown(steps, marks, seconds, seconds_unit),
+        _memory(memory, marks, byte, byte_unit),
+        _single(steps, marks, "Gradient norm, before clipping", "grad_norm", 1.0, "", "amber"),
+    ]
+    return Html(f'<div class="charts">{join(cards)}</div>{_marks_legend(marks)}')
+
+
+def stage_marks(stage: StageView) -> list[Mark]:
+    lead = stage.lead
+    found = [
+        Mark(
+            record["step"],
+            "checkpoint",
+            f"checkpoint of step {record['step']}, {utc(record.get('time'))} UTC",
+        )
+        for record in lead.checkpoints
+        if isinstance(record.get("step"), int)
+    ]
+    for start in lead.starts[1:]:
+        at = start.get("start_step") or 0
+        words = (
+            f"attempt {start['attempt']}, restart {start.get('restart')}: from step {at},"
+            f" {start.get('strategy')} on {start.get('world_size')}, {utc(start.get('time'))} UTC"
+        )
+        found.append(Mark(max(at, 1), "restart", words))
+    found += [
+        Mark(step["step"], "bad", f"step {step['step']}: the loss is not finite")
+        for step in lead.steps
+        if not finite(step.get("loss"))
+    ]
+    return found
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """Means over a rank's steps, in seconds: of the whole step, of each of PARTS, and of what is left."""
+
+    rank: int
+    seconds: float
+    parts: tuple[float, ...]
+    other: float
+    peak_bytes: float | None
+
+    @property
+    def shares(self) -> list[tuple[str, float]]:
+        """(colour, seconds) of the parts and the rest."""
+        colours = [colour for _, _, colour in PARTS]
+        return [*zip(colours, self.parts, strict=True), ("grey", self.other)]
+
+
+def rank_rows(stage: StageView) -> list[RankRow]:
+    """One a rank that finished a step."""
+    rows = []
+    for rank, timeline in stage.timelines.items():
+        if timeline.steps:
+            parts = tuple(_mean(_known(timeline.steps, field)) for _, field, _ in PARTS)
+            seconds = _mean(_known(timeline.steps, "seconds"))
+            peak = max(_known(timeline.steps, "memory_bytes"), default=None)
+            rows.append(RankRow(rank, seconds, parts, max(seconds - sum(parts), 0.0), peak))
+    return rows
+
+
+def points(steps: Iterable[Record], field: str, unit: float = 1.0) -> list[Point]:
+    """(step, value in `unit`), with None where the record has none."""
+    return [(step["step"], None if (value := step.get(field)) is None else value / unit) for step in steps]
+
+
+def _single(
+    steps: Sequence[Record],
+    marks: Sequence[Mark],
+    title: str,
+    field: str,
+    unit: float,
+    name: str,
+    colour: str,
+) -> Html:
+    if not _known(steps, field):
+        return Html("")
+    series = [Series("", colour, points(steps, field, unit))]
+    return _card(title, name, line_chart(series, marks, unit=name, zero=True))
+
+
+def _breakdown(steps: Sequence[Record], marks: Sequence[Mark], unit: float, name: str) -> Html:
+    if not _known(steps, "seconds"):
+        return Html("")
+    series = [Series(part, colour, points(steps, field, unit)) for part, field, colour in PARTS]
+    other: list[Point] = []
+    for step in steps:
+        rest = (step.get("seconds") or 0.0) - sum(step.get(field) or 0.0 for _, field, _ in PARTS)
+        other.append((step["step"], max(rest, 0.0) / unit))
+    series.append(Series("other", "grey", other))
+    totals = {one.name: sum(y or 0.0 for _, y in one.points) for one in series}
+    whole = sum(totals.values()) or 1.0
+    names = [(f"{one.name} {100 * totals[one.name] / whole:.0f} %", one.colour) for one in series]
+    return _card("Time of a step, rank 0", name, stacked_chart(series, marks, unit=name), names)
+
+
+def _memory(steps: dict[int, list[Record]], marks: Sequence[Mark], unit: float, name: str) -> Html:
+    series = [
+        Series(f"rank {rank}", _RANK_COLOURS[rank % len(_RANK_COLOURS)], points(one, "memory_bytes", unit))
+        for rank, one in steps.items()
+        if _known(one, "memory_bytes")
+    ]
+    if not series:
+        return Html("")
+    names = [(one.name, one.colour) for one in series]
+    return _card("Memory, peak so far", name, line_chart(series, marks, unit=name, zero=True), names)
+
+
+def _card(title: str, unit: str, svg: str, names: Iterable[tuple[str, str]] = ()) -> Html:
+    head = join((text(title), element("span", f", {unit}" if unit else "", "faint")))
+    legend = join(Html(f"<span>{_swatch(colour)}{text(name)}</span>") for name, colour in names)
+    return element("div", join((element("h3", head), element("div", legend, "legend"), Html(svg))), "card")
+
+
+def _swatch(colour: str) -> Html:
+    return Html(f'<i class="f-{colour}"></i>')
+
+
+def _marks_legend(marks: Sequence[Mark]) -> Html:
+    """Only of the kinds that occur."""
+    meanings = {
+        "checkpoint": ("green", "triangle: checkpoint committed"),
+        "restart": ("red", "dashed line: restart or new attempt"),
+        "bad": ("red", "dot: the loss was not finite"),
+    }
+    kinds = [meanings[kind] for kind in meanings if any(mark.kind == kind for mark in marks)]
+    shown = join(Html(f"<span>{_swatch(colour)}{text(name)}</span>") for colour, name in kinds)
+    return element("div", shown, "legend") if kinds else Html("")
+
+
+_COUNTS = ((1e9, "G "), (1e6, "M "), (1e3, "k "), (1.0, ""))
+_SECONDS = ((1.0, "s"), (1e-3, "ms"))
+_BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
+
+
+def _unit(values: Iterable[float], units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The largest unit in which the largest value is at least 1, or the smallest unit."""
+    most = max(values, default=0.0)
+    return next((unit for unit in units if most >= unit[0]), units[-1])
+
+
+def _known(steps: Iterable[Record], field: str) -> list[float]:
+    return [value for step in steps if (value := step.get(field)) is not None and finite(value)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,88 @@
+"""A short summary of a run in Markdown, for a Jenkins build or a pull request."""
+
+from __future__ import annotations
+
+import re
+
+from mlpipe._core.units import format_seconds
+from mlpipe.observe.progress import format_count, format_loss
+from mlpipe.observe.runview import RunView, StageView, throughput, view_run
+from mlpipe.store.base import Store
+
+
+def build_markdown(store: Store, run_id: str) -> str:
+    """A heading, a table of the stages, a line a result. Raises StoreError like `build_report`."""
+    view = view_run(store, run_id)
+    took = "" if view.seconds is None else f", took {format_seconds(view.seconds)}"
+    parts = [f"### {plain(run_id)}: {view.run.state}{took}\n"]
+    if view.run.message:
+        parts.append(f"{plain(view.run.message)}\n")
+    parts.append(_stages(view))
+    results = [line for stage in view.stages for line in (*_training(stage), *_evaluation(stage))]
+    results += [line for stage in view.stages for line in _trouble(stage)]
+    results += [f"- not readable: {plain(problem)}" for problem in view.problems]
+    if results:
+        parts.append("\n".join(results) + "\n")
+    return "\n".join(parts)
+
+
+def plain(value: object) -> str:
+    """A user's text as text: on one line, and without meaning to Markdown or HTML."""
+    line = " ".join(str(value).split())
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|#~!@])", r"\\\1", line)
+
+
+def _stages(view: RunView) -> str:
+    rows = [
+        f"| {plain(stage.name)} | {stage.kind} | {stage.state.state} | {stage.state.attempt} |"
+        f" {'' if stage.seconds is None else format_seconds(stage.seconds)} |"
+        for stage in view.stages
+    ]
+    return "\n".join(["| Stage | Kind | State | Attempts | Took |", "|---|---|---|---:|---:|", *rows, ""])
+
+
+def _training(stage: StageView) -> list[str]:
+    if not stage.lead.steps:
+        return []
+    start, last = stage.start, stage.lead.steps[-1]
+    rate, mfu = throughput(stage.lead.steps)
+    loss = "not finite" if last.get("loss") is None else format_loss(last["loss"])
+    facts = [f"step {last['step']}" + (f" of {start['steps']}" if start.get("steps") else ""), f"loss {loss}"]
+    if start.get("strategy"):
+        facts.append(
+            f"{plain(start['strategy'])} on {start.get('world_size')} x {plain(start.get('device'))}"
+        )
+    if rate is not None:
+        facts.append(f"{format_count(rate)} tok/s")
+    if mfu is not None:
+        facts.append(f"MFU {100 * mfu:.1f} % (of {plain(start.get('peak_name') or 'the peak')})")
+    if len(stage.lead.starts) > 1:
+        facts.append(f"{len(stage.lead.starts) - 1} restarts, {stage.lead.num_rolled_back} steps done again")
+    return [f"- **{plain(stage.name)}**: {', '.join(facts)}"]
+
+
+def _evaluation(stage: StageView) -> list[str]:
+    found = stage.evaluation
+    if not found:
+        return []
+    names = {
+        "val_loss": "validation loss",
+        "val_perplexity": "perplexity",
+        "val_bits_per_byte": "bits per byte",
+    }
+    facts = [f"{name} {format_loss(found[key])}" for key, name in names.items() if found.get(key) is not None]
+    if found.get("gate"):
+        facts.append(f"gate {plain(found['gate'])} {'passed' if found.get('passed') else 'not passed'}")
+    return [f"- **{plain(stage.name)}**: {', '.join(facts)}"]
+
+
+def _trouble(stage: StageView) -> list[str]:
+    if stage.state.state not in ("failed", "cancelled"):
+        return []
+    message = stage.outcome.get("message") or stage.state.message or "no message was left"
+    hint = stage.outcome.get("hint")
+    return [
+        f"- **{plain(stage.name)} {stage.state.state}**: {plain(message)}"
+        + (f" ({plain(hint)})" if hint else "")
+    ]

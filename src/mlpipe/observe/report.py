@@ -1,0 +1,158 @@
+"""One self-contained HTML page about a run: opens from a file, loads nothing, runs nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from mlpipe import __version__
+from mlpipe._core.units import format_seconds
+from mlpipe.observe.html import Html, badge, details, element, facts, join, page, table, tiles, utc
+from mlpipe.observe.progress import format_count, format_loss
+from mlpipe.observe.runview import RunView, throughput, view_run
+from mlpipe.observe.sections import MOST_ROWS, SECTIONS, cut_note
+from mlpipe.store.base import Store
+
+
+def build_report(store: Store, run_id: str) -> str:
+    """The page. Raises StoreError when the run does not exist or the store cannot be reached; what else is
+    missing or broken is said on the page."""
+    view = view_run(store, run_id)
+    parts: list[object] = [_header(view), _trouble(view), _stages(view)]
+    for stage in view.stages:
+        if stage.kind in SECTIONS:
+            kind = "" if stage.kind == stage.name else f" {stage.kind}"
+            title = join((stage.name, element("span", kind, "faint")))
+            parts += [element("h2", title), SECTIONS[stage.kind](stage)]
+    parts.append(_events(view))
+    written = f"Written {utc(time.time())} UTC by mlpipe {__version__}. All times are UTC."
+    return page(f"{view.run.pipeline} · {run_id}", join([*parts, element("footer", written)]))
+
+
+def write_report(store: Store, run_id: str, out: Path | None = None) -> str:
+    """Writes the page to `out`, or into the run in the store; returns the file's path or the store's key."""
+    html = build_report(store, run_id)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(html, encoding="utf-8")
+        return str(out)
+    key = f"runs/{run_id}/report.html"
+    store.put(key, html.encode())
+    local = store.local_path(key)
+    return str(local) if local is not None else f"{store.url}/{key}"
+
+
+def _header(view: RunView) -> Html:
+    run = view.run
+    head = join((element("h1", run.run_id), badge(run.state)))
+    seconds = view.seconds
+    took = f" · took {format_seconds(seconds)}" if seconds is not None else ""
+    line = f"Pipeline {run.pipeline} on {run.backend} · created {utc(run.created)}{took}"
+    meta = {str(key): value for key, value in run.meta.items() if key != "pipeline"}
+    return join(
+        (
+            element(
+                "header", join((head, element("p", line, "faint"), run.message and element("p", run.message)))
+            ),
+            _highlights(view),
+            facts(meta) if meta else "",
+        )
+    )
+
+
+def _highlights(view: RunView) -> Html:
+    """The numbers one looks for first: of the last training and the last evaluation."""
+    shown: dict[str, object] = {}
+    trained = [stage for stage in view.stages if stage.lead.steps]
+    if trained:
+        stage = trained[-1]
+        last = stage.lead.steps[-1]
+        rate, mfu = throughput(stage.lead.steps)
+        target = stage.start.get("steps")
+        shown["steps"] = f"{last['step']}" + (f" / {target}" if target else "")
+        shown["training loss"] = "not finite" if last.get("loss") is None else format_loss(last["loss"])
+        shown["tokens per second"] = None if rate is None else format_count(rate)
+        shown["MFU"] = None if mfu is None else f"{100 * mfu:.1f} %"
+    for stage in view.stages:
+        for name, label in (("val_loss", "validation loss"), ("val_bits_per_byte", "bits per byte")):
+            value = stage.evaluation.get(name)
+            if value is not None:
+                shown[label] = format_loss(value)
+    return tiles(shown)
+
+
+def _trouble(view: RunView) -> Html:
+    cards = []
+    for stage in view.stages:
+        if stage.state.state not in ("failed", "cancelled"):
+            continue
+        outcome = stage.outcome
+        message = outcome.get("message") or stage.state.message or "no message was left"
+        last = stage.checkpoints[-1].step if stage.checkpoints else None
+        cards.append(
+            join(
+                (
+                    element("h3", f"Stage {stage.name}: {stage.state.state}"),
+                    element("pre", message),
+                    facts(
+                        {
+                            "where": outcome.get("where"),
+                            "hint": outcome.get("hint"),
+                            "exit code": stage.state.exit_code,
+                            "last step": stage.lead.steps[-1]["step"] if stage.lead.steps else None,
+                            "last checkpoint": last and f"step {last}",
+                            "to go on": element("code", f"mlpipe resume {view.run.run_id}"),
+                        }
+                    ),
+                )
+            )
+        )
+    if view.problems:
+        unread = join(element("p", problem) for problem in view.problems)
+        cards.append(join((element("h3", "What this report could not read"), unread)))
+    return join(element("div", card, "card trouble") for card in cards)
+
+
+def _stages(view: RunView) -> Html:
+    rows = [
+        (
+            stage.name,
+            stage.kind or None,
+            badge(stage.state.state),
+            stage.state.attempt,
+            utc(stage.state.started),
+            None if stage.seconds is None else format_seconds(stage.seconds),
+            stage.state.message or "",
+        )
+        for stage in view.stages
+    ]
+    head = ("Stage", "Kind", "State", "Attempts", "Started", "Took", "")
+    return join((element("h2", "Stages"), element("div", table(head, rows, {3, 5}), "card")))
+
+
+def _events(view: RunView) -> Html:
+    found = [
+        (stage.name, attempt.number, event)
+        for stage in view.stages
+        for attempt in stage.attempts
+        for event in attempt.events
+    ]
+    found += [(stage.name, event["attempt"], event) for stage in view.stages for event in stage.lead.others]
+    found.sort(key=lambda row: row[2].get("time") or 0.0)
+    rows = [
+        (utc(event.get("time")), stage, attempt, event["kind"], _event_text(event))
+        for stage, attempt, event in found
+    ]
+    if not rows:
+        return Html("")
+    shown = table(("Time", "Stage", "Attempt", "Event", ""), rows[-MOST_ROWS:], {2})
+    return details(f"Events ({len(rows)})", join((shown, cut_note(len(rows)))), open_=len(rows) <= 12)
+
+
+def _event_text(event: dict[str, Any]) -> str:
+    known = {
+        key: value for key, value in event.items() if key not in ("v", "kind", "time", "attempt", "message")
+    }
+    rest = ", ".join(f"{key} {value}" for key, value in known.items() if value is not None)
+    return f"{event['message']} ({rest})" if event.get("message") else rest

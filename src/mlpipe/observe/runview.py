@@ -1,0 +1,173 @@
+"""Everything the store knows about one run, gathered for a report.
+
+What is missing or cannot be read becomes a line in `problems`: a report of a run that went wrong is the
+one that matters most, so it is written whatever else is broken.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from mlpipe._core.errors import StoreError
+from mlpipe._core.records import decode_line
+from mlpipe.observe.records import Record, Timeline, list_attempts, list_ranks, merge, read_records
+from mlpipe.plan.plan import Plan
+from mlpipe.store.base import Store
+from mlpipe.store.catalogue import Checkpoint, list_checkpoints
+from mlpipe.store.runs import RunState, StageState, read_run
+
+MOST_RANKS = 16  # ranks that are read and drawn
+_MOST_STEPS_OF_A_PEER = 1000  # rank 0 is read in full
+T = TypeVar("T")
+
+
+@dataclass
+class AttemptView:
+    number: int
+    plan: Plan | None
+    outcome: dict[str, Any]  # outcome.json; {} while it runs or when its launcher was killed
+    events: list[Record]
+
+
+@dataclass
+class StageView:
+    name: str
+    state: StageState
+    attempts: list[AttemptView] = field(default_factory=list)
+    num_ranks: int = 0  # that wrote records
+    timelines: dict[int, Timeline] = field(default_factory=dict)  # by rank, the first MOST_RANKS
+    checkpoints: list[Checkpoint] = field(default_factory=list)  # committed now
+
+    @property
+    def plan(self) -> Plan | None:
+        """Of the last attempt that has one."""
+        return next((a.plan for a in reversed(self.attempts) if a.plan is not None), None)
+
+    @property
+    def kind(self) -> str:
+        return self.plan.kind if self.plan is not None else ""
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """Of the last attempt, as its launcher left it; else as the driver knows it."""
+        left = self.attempts[-1].outcome if self.attempts else {}
+        return left or self.state.outcome or {}
+
+    @property
+    def lead(self) -> Timeline:
+        """Rank 0's timeline."""
+        return self.timelines.get(0) or Timeline()
+
+    @property
+    def start(self) -> Record:
+        """The last start record of rank 0, or {}."""
+        return self.lead.starts[-1] if self.lead.starts else {}
+
+    @property
+    def seconds(self) -> float | None:
+        """From the stage's start to its end; None while either is unknown."""
+        if self.state.started is None or self.state.ended is None:
+            return None
+        return self.state.ended - self.state.started
+
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        """Metrics, gate, passed and sample of an evaluate stage, from its record and outcome; {} if none."""
+        metrics = self.outcome.get("metrics")
+        own = {key: self.outcome[key] for key in ("passed", "sample") if self.outcome.get(key) is not None}
+        found = {**(self.lead.evaluation or {}), **(metrics if isinstance(metrics, dict) else {}), **own}
+        if found and self.plan is not None and self.plan.evaluate is not None:
+            found.setdefault("gate", self.plan.evaluate.gate)
+        return found
+
+
+def throughput(steps: Iterable[Record]) -> tuple[float | None, float | None]:
+    """Tokens per second and MFU over the steps: sums divided, not a mean of ratios."""
+    seconds = tokens = used_seconds = used = 0.0
+    for step in steps:
+        took, rate, ratio = step.get("seconds"), step.get("tokens_per_second"), step.get("mfu_ratio")
+        if took and rate is not None:
+            seconds, tokens = seconds + took, tokens + rate * took
+        if took and ratio is not None:
+            used_seconds, used = used_seconds + took, used + ratio * took
+    return (tokens / seconds if seconds else None, used / used_seconds if used_seconds else None)
+
+
+@dataclass
+class RunView:
+    run: RunState
+    stages: list[StageView]  # in the order in which they started; then those that did not
+    problems: list[str]
+
+    @property
+    def seconds(self) -> float | None:
+        """From the first stage's start to the last one's end; to the last change while it runs."""
+        started = [stage.state.started for stage in self.stages if stage.state.started is not None]
+        ended = [stage.state.ended for stage in self.stages if stage.state.ended is not None]
+        if not started:
+            return None
+        last = self.run.updated if self.run.state == "running" or not ended else max(ended)
+        return max(last - min(started), 0.0)
+
+
+def view_run(store: Store, run_id: str) -> RunView:
+    """Raises StoreError when the run does not exist or the store cannot be reached."""
+    run = read_run(store, run_id)
+    problems: list[str] = []
+    order = sorted(run.stages, key=lambda name: run.stages[name].started or float("inf"))
+    stages = [_view_stage(store, run_id, name, run.stages[name], problems) for name in order]
+    return RunView(run, stages, problems)
+
+
+def _view_stage(store: Store, run_id: str, name: str, state: StageState, problems: list[str]) -> StageView:
+    stage = StageView(name, state)
+    stage_key = f"runs/{run_id}/stages/{name}"
+    records: dict[int, dict[int, list[Record]]] = {}  # by rank, by attempt
+    ranks: set[int] = set()
+    for number in list_attempts(store, stage_key):
+        key = f"{stage_key}/attempt-{number}"
+        stage.attempts.append(
+            AttemptView(
+                number,
+                plan=_readable(store, f"{key}/plan.json", Plan.from_json, problems),
+                outcome=_readable(store, f"{key}/outcome.json", _json_object, problems) or {},
+                events=_events(store, f"{key}/events.jsonl"),
+            )
+        )
+        found = list_ranks(store, key)
+        ranks.update(found)
+        for rank in found[:MOST_RANKS]:
+            most = None if rank == 0 else _MOST_STEPS_OF_A_PEER
+            records.setdefault(rank, {})[number] = read_records(store, key, rank, max_steps=most)
+    stage.num_ranks = len(ranks)
+    stage.timelines = {rank: merge(records[rank]) for rank in sorted(records)}
+    try:
+        stage.checkpoints = list_checkpoints(store, stage_key)
+    except StoreError as error:
+        problems.append(f"The checkpoints of stage {name} cannot be listed: {error.message}.")
+    return stage
+
+
+def _readable(store: Store, key: str, parse: Callable[[bytes], T], problems: list[str]) -> T | None:
+    if not store.exists(key):
+        return None
+    try:
+        return parse(store.get(key))
+    except (StoreError, ValueError) as error:
+        problems.append(f"{key} cannot be read: {error}")
+        return None
+
+
+def _json_object(data: bytes) -> dict[str, Any]:
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+def _events(store: Store, key: str) -> list[Record]:
+    data, _ = store.read_log(key)
+    return [event for line in data.split(b"\n") if line and (event := decode_line(line)) is not None]

@@ -1,0 +1,207 @@
+"""The page's section of one stage, by its kind."""
+
+from __future__ import annotations
+
+import shlex
+
+from mlpipe import __version__
+from mlpipe._core.units import format_bytes, format_seconds
+from mlpipe.observe.charts import PARTS, rank_rows, stage_charts
+from mlpipe.observe.html import Html, details, element, facts, join, table, utc
+from mlpipe.observe.progress import format_count, format_flops, format_loss
+from mlpipe.observe.runview import MOST_RANKS, StageView, throughput
+from mlpipe.observe.svg import share_bar
+from mlpipe.plan.plan import TrainPlan
+
+MOST_ROWS = 100  # of a table; the last ones are shown
+
+
+def train_section(stage: StageView) -> Html:
+    plan = stage.plan.train if stage.plan is not None else None
+    parts: list[object] = [_chosen(stage, plan) if plan is not None else ""]
+    parts.append(stage_charts(stage) if stage.lead.steps else element("p", "No step was finished."))
+    if stage.lead.num_rolled_back:
+        parts.append(
+            element("p", f"{stage.lead.num_rolled_back} steps were lost to restarts and done again.", "faint")
+        )
+    parts += [_mfu(stage), _ranks(stage), _starts(stage), _checkpoints(stage)]
+    return join(parts)
+
+
+def _chosen(stage: StageView, plan: TrainPlan) -> Html:
+    start, mesh = stage.start, plan.mesh
+    axes = {name: getattr(mesh, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    sizes = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one worker"
+    batch = (
+        f"{plan.global_batch} sequences of {plan.model.seq_len} tokens = {plan.micro_batch} x"
+        f" {mesh.data_ranks} data ranks x {plan.accumulation} accumulated"
+    )
+    every = (
+        f"{plan.checkpoint.every_steps} steps"
+        if plan.checkpoint.every_steps is not None
+        else format_seconds(plan.checkpoint.every_seconds or 0.0)
+    )
+    optimizer = plan.optimizer
+    workers = start.get("world_size") or mesh.world_size
+    hardware = [f"{workers} x {start.get('device') or 'worker'}", start.get("host")]
+    return element(
+        "div",
+        facts(
+            {
+                "strategy": join((element("b", plan.strategy), f" ({sizes}): {plan.reason}")),
+                "model": f"{plan.model.preset or plan.model.build.entry}"
+                + (f", {format_count(start['num_params'])} parameters" if start.get("num_params") else ""),
+                "batch": batch,
+                "precision": f"{plan.precision}, activation checkpointing {plan.activation_checkpointing},"
+                f" compile {plan.compile}",
+                "optimizer": f"{optimizer.name}, lr {optimizer.lr:g} ({optimizer.schedule},"
+                f" {optimizer.warmup_steps} warm-up steps), clip {optimizer.grad_clip:g}",
+                "checkpoints": f"every {every}, {plan.checkpoint.keep} kept",
+                "seed": f"{plan.seed}{', deterministic' if plan.deterministic else ''}",
+                "hardware": ", ".join(str(part) for part in hardware if part),
+                "versions": f"mlpipe {__version__}, torch {start['torch']}" if start.get("torch") else None,
+            }
+        ),
+        "card",
+    )
+
+
+def _mfu(stage: StageView) -> Html:
+    start = stage.start
+    needed, peak, world = start.get("num_flops_per_token"), start.get("peak_flops"), start.get("world_size")
+    first = start.get("start_step") or 0  # earlier steps may have run on other hardware
+    rate, mfu = throughput(step for step in stage.lead.steps if step["step"] > first)
+    if not needed or not peak or not world or rate is None or mfu is None:
+        return Html("")
+    line = (
+        f"{format_count(rate)} tok/s x {format_flops(needed)}/token / ({world} x {format_flops(peak)}/s)"
+        f" = {100 * mfu:.1f} %"
+    )
+    known = {
+        (f"since step {first}" if first else "over all steps"): line,
+        "FLOPs per token": f"{needed:,.0f}, by the convention: {start.get('flops_convention')}",
+        "parameters": None if not start.get("num_params") else f"{start['num_params']:,}",
+        "peak": f"{format_flops(peak)}/s a worker: {start.get('peak_name')}",
+    }
+    return details("How MFU was computed", facts(known), open_=True)
+
+
+def _ranks(stage: StageView) -> Html:
+    rows = [
+        (
+            row.rank,
+            *(f"{1000 * seconds:.1f}" for seconds in (row.seconds, *row.parts, row.other)),
+            Html(share_bar(row.shares)),
+            None if row.peak_bytes is None else format_bytes(row.peak_bytes),
+        )
+        for row in rank_rows(stage)
+    ]
+    if not rows:
+        return Html("")
+    head = ("Rank", "step, ms", *(name for name, _, _ in PARTS), "other", "Shares", "Peak memory")
+    more = stage.num_ranks - len(stage.timelines)
+    note = f"The first {MOST_RANKS} of {stage.num_ranks} ranks." if more > 0 else ""
+    content = join((table(head, rows, {0, 1, 2, 3, 4, 5, 6, 8}), element("p", note, "faint")))
+    return details("Ranks: mean of a step, by cause", content, open_=len(rows) <= 8)
+
+
+def _starts(stage: StageView) -> Html:
+    rows = [
+        (
+            start["attempt"], start.get("restart"), utc(start.get("time")), start.get("start_step"),
+            start.get("strategy"), start.get("world_size"), start.get("device"), start.get("host"),
+            start.get("precision"), start.get("torch"),
+        )
+        for start in stage.lead.starts
+    ]  # fmt: skip
+    head = (
+        "Attempt",
+        "Restart",
+        "Started",
+        "From step",
+        "Strategy",
+        "Workers",
+        "Device",
+        "Host",
+        "Precision",
+    )
+    content = table((*head, "torch"), rows, {0, 1, 3, 5})
+    return details(f"Attempts and restarts ({len(rows)})", content, open_=len(rows) > 1) if rows else Html("")
+
+
+def _checkpoints(stage: StageView) -> Html:
+    """Of the records, which know how long a save took, and of the catalogue, which knows what is there."""
+    there = {checkpoint.key: checkpoint for checkpoint in stage.checkpoints}
+    saved = {record["key"]: record for record in stage.lead.checkpoints if record.get("key")}
+    rows = []
+    for key in [*saved, *(key for key in there if key not in saved)]:
+        record, checkpoint = saved.get(key, {}), there.get(key)
+        stall, save = record.get("stall_seconds"), record.get("save_seconds")
+        size = checkpoint.size_bytes if checkpoint is not None else None
+        rows.append(
+            (
+                checkpoint.step if checkpoint is not None else record.get("step"),
+                utc(checkpoint.time if checkpoint is not None else record.get("time")),
+                None if size is None else format_bytes(size),
+                None if stall is None else f"{1000 * stall:.0f} ms",
+                None if save is None else format_seconds(save),
+                "kept" if checkpoint is not None else "pruned",
+                key.rpartition("/checkpoints/")[2],
+            )
+        )
+    if not rows:
+        return Html("")
+    head = ("Step", "Committed", "Size", "Stall", "Save", "State", "Key under checkpoints/")
+    shown = table(head, rows[-MOST_ROWS:], {0, 2, 3, 4})
+    return details(f"Checkpoints ({len(rows)})", join((shown, cut_note(len(rows)))), open_=len(rows) <= 12)
+
+
+def evaluate_section(stage: StageView) -> Html:
+    found = stage.evaluation
+    plan = stage.plan.evaluate if stage.plan is not None else None
+    passed = found.get("passed")
+    gate = found.get("gate")
+    verdict = {True: "passed", False: "not passed"}.get(passed) if isinstance(passed, bool) else None
+    numbers = {
+        "checkpoint of": plan.train_stage if plan is not None else None,
+        "validation loss": _number(found.get("val_loss"), " nats per token"),
+        "perplexity": _number(found.get("val_perplexity")),
+        "bits per byte": _number(found.get("val_bits_per_byte")),
+        "over": f"{found['num_tokens']:,} tokens" if found.get("num_tokens") else None,
+        "gate": f"{gate}: {verdict or 'not decided'}" if gate else None,
+        "prompt": plan.prompt if plan is not None else None,
+    }
+    parts: list[object] = [facts(numbers) if found else element("p", "No result was left.")]
+    if found.get("sample"):
+        parts += [element("h4", "Generated text"), element("pre", found["sample"])]
+    return element("div", join(parts), "card")
+
+
+def command_section(stage: StageView) -> Html:
+    argv = stage.plan.command.argv if stage.plan is not None and stage.plan.command is not None else ()
+    known = {"argv": element("code", shlex.join(argv)), "exit code": stage.state.exit_code}
+    return element("div", facts(known), "card")
+
+
+def promote_section(stage: StageView) -> Html:
+    plan = stage.plan.promote if stage.plan is not None else None
+    if plan is None:
+        return Html("")
+    known = {"model": plan.model_name, "alias": plan.alias, "from": plan.train_stage}
+    return element("div", facts({**known, "outcome": stage.outcome.get("message")}), "card")
+
+
+def cut_note(num_rows: int) -> Html:
+    return element("p", f"The last {MOST_ROWS} of {num_rows}." if num_rows > MOST_ROWS else "", "faint")
+
+
+def _number(value: float | None, unit: str = "") -> str | None:
+    return None if value is None else f"{format_loss(value)}{unit}"
+
+
+SECTIONS = {
+    "train": train_section,
+    "evaluate": evaluate_section,
+    "command": command_section,
+    "promote": promote_section,
+}
