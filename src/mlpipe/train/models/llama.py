@@ -29,9 +29,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        y = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
         kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(dtype)
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # not on meta
+            return y.to(torch.get_autocast_dtype(kind))
+        return y.to(x.dtype)
 
 
 def rope_tables(config: LlamaConfig, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,57 @@
+"""FLOPs a user's model does, and FLOP/s a device can do, where no table knows them."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mlpipe.plan.plan import ModelPlan
+from mlpipe.train.model import Batch, LossModule, load_entry
+
+_SIDE_CPU, _SIDE = 1024, 8192  # of the matrices: a few, and about 1.5, milliseconds each
+
+
+def count_flops_per_token(plan: ModelPlan, collated: Batch) -> float | None:
+    """Of matmuls, convolutions and attention in one forward and backward over the microbatch `collated`, on
+    the meta device, divided by its samples times `seq_len`. None: the model cannot run there.
+
+    The counter's convention is torchtitan's: no causal discount. Attention goes by its plain formula, since
+    the fused CPU kernel is not counted (torch 2.11 to 2.14).
+    """
+    try:
+        with torch.device("meta"):
+            model = load_entry(plan.build)(**plan.build.args)
+        module = LossModule(model.to("meta"), "cpu", bf16=False)
+        batch = {name: tensor.to("meta") for name, tensor in collated.items()}
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            loss, _ = module(batch)
+            loss.backward()
+    except Exception:  # a model may well do what meta tensors cannot, and only a number is lost
+        return None
+    num_samples = len(next(iter(collated.values())))
+    return float(counter.get_total_flops()) / (num_samples * plan.seq_len)
+
+
+def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    """FLOP/s of this process' best square matmul within about `seconds`: what its threads, or its GPU, can
+    reach with everything that runs beside it. Not a datasheet's peak; say so where it is printed."""
+    side = _SIDE_CPU if device.type == "cpu" else _SIDE
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    out = torch.mm(left, right)
+    best = float("inf")
+    deadline = time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < deadline:
+        _wait(device)
+        start = time.perf_counter()
+        torch.mm(left, right, out=out)
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * side**3 / best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,52 @@
+"""A line of text from a model: to see what it has learnt, not to serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from mlpipe._core.errors import TrainError
+from mlpipe.train.tokenizer import END_OF_TEXT
+
+
+@torch.no_grad()
+def generate(
+    forward: Callable[[Tensor], Tensor],
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    max_context: int,
+    seed: int,
+    device: torch.device,
+    temperature: float = 0.8,
+) -> str:
+    """The prompt and what `forward` (token ids (1, T) -> logits (1, T, V)) makes of it, up to the end of the
+    document. Temperature 0 takes the likeliest token. The same seed gives the same text, on every rank.
+
+    Every call of `forward` has the same shape: what stands right of a token does not reach it, and a compiled
+    model is not compiled anew for each length.
+    """
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids or ([] if end is None else [end])
+    if not ids:
+        raise TrainError("an empty prompt, and a tokenizer without an end-of-text token", kind="input")
+    num_prompt = len(ids)
+    length = min(max_context, num_prompt + max_new_tokens)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(max_new_tokens):
+        context = ids[-length:]
+        inputs = torch.tensor([context + [0] * (length - len(context))], device=device)
+        logits = forward(inputs)[0, len(context) - 1, : tokenizer.get_vocab_size()].float().cpu()
+        if temperature:
+            probabilities = torch.softmax(logits / temperature, dim=-1)
+            token = int(torch.multinomial(probabilities, 1, generator=generator))
+        else:
+            token = int(logits.argmax())
+        if token == end:
+            break
+        ids.append(token)
+    return str(tokenizer.decode(ids))
