@@ -274,7 +274,10 @@ class RankMetrics:
         registry.register(self)
         self._server = _Server((address, port), MetricsHandler.factory(registry))
         self.port = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        poll_seconds = 0.1  # close() waits so long at most
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(poll_seconds,), name="metrics", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:

@@ -1,0 +1,279 @@
+"""The page about a run: whole, safe, small and quick, also of runs that went wrong."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+from kit.synthetic_run import (
+    BEGIN,
+    Life,
+    commit_checkpoint,
+    stage_plan,
+    stage_state,
+    write_quickstart,
+    write_run,
+    write_train_stage,
+)
+
+from mlpipe._core.errors import StoreError
+from mlpipe.observe.markdown import build_markdown
+from mlpipe.observe.report import build_report, write_report
+from mlpipe.observe.runview import MOST_RANKS, view_run
+from mlpipe.plan.plan import CommandPlan
+from mlpipe.store.open import open_store
+
+pytestmark = pytest.mark.unit
+
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+LOADS = {"src", "href", "xlink:href", "data", "action", "poster", "srcset"}
+HOSTILE = "</title><script>alert(1)</script>\"'<img src=x onerror=alert(1)>&lt;"
+
+
+@pytest.fixture
+def store(tmp_path):
+    return open_store(str(tmp_path / "store"))
+
+
+class Page(html.parser.HTMLParser):
+    """Fails on tags that do not nest, on scripts and handlers, and on whatever would load something."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.tags: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        assert tag not in ("script", "iframe", "object", "embed", "link", "img", "base", "form")
+        for name, value in attrs:
+            assert not name.startswith("on"), f"{name} is a handler"
+            assert name not in LOADS, f"{tag} {name}={value} would load something"
+            assert "url(" not in (value or "")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "style":
+            assert "url(" not in data
+            assert "@import" not in data
+        elif data.strip():
+            self.text.append(data)
+
+
+def read(page: str) -> str:
+    """Checks the page and returns its text."""
+    assert len(page) < 2_000_000
+    assert "://" not in page
+    parsed = Page(page)
+    for svg in page.split("<svg")[1:]:
+        ET.fromstring("<svg" + svg.partition("</svg>")[0] + "</svg>")
+    return " ".join(parsed.text)
+
+
+def test_a_run_that_went_well(store):
+    write_quickstart(store, "quickstart-1")
+    page = build_report(store, "quickstart-1")
+    text = read(page)
+    for expected in (
+        "quickstart-1", "400 / 400", "fsdp", "ddp", "the model and its optimizer state fit twice",
+        "6 N + 12 L H Q T a token (torchtitan)", "1,836,160", "measured matmul peak", "since step 300",
+        "103 steps were lost to restarts and done again.",
+        "Attempts and restarts (3)", "Checkpoints (4)", "kept",
+        "pruned", "val_bits_per_byte < 2.6: passed", "def __init__(self, name, value=None):", "self.value",
+        "rank 1 was killed by signal 9", "build-17", "torch 2.15.0+cpu", "mlpipe-corpus --out",
+    ):  # fmt: skip
+        assert expected in text, expected
+    for chart in ("Loss", "Throughput", "MFU", "Time of a step", "Memory", "Gradient norm"):
+        assert f"<h3>{chart}" in page
+    assert "attempt 2, restart 0: from step 300, ddp on 4" in page
+    assert "triangle: checkpoint committed" in text
+    assert "Stage " not in text.partition("Stages")[0], "no trouble, no box"
+
+
+def test_the_mfu_equation_on_the_page_is_true(store):
+    write_quickstart(store, "quickstart-1")
+    (line,) = [part for part in Page(build_report(store, "quickstart-1")).text if "tok/s x" in part]
+    left, _, right = line.partition(" = ")
+    numbers = [float(word.rstrip("k").lstrip("(")) for word in left.split() if word.lstrip("(")[0].isdigit()]
+    rate, flops, world, peak = numbers
+    computed = rate * 1e3 * flops * 1e6 / (world * peak * 1e9)
+    assert 100 * computed == pytest.approx(float(right.rstrip(" %")), rel=0.01)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_hardly_any_steps(store, num_steps):
+    write_train_stage(store, "short-1", [Life(1, 0, 0, num_steps)], steps=400)
+    write_run(store, "short-1", {"train": stage_state("failed")}, state="failed")
+    text = read(build_report(store, "short-1"))
+    assert ("No step was finished." in text) == (num_steps == 0)
+    assert "no message was left" in text
+
+
+def test_a_run_that_has_not_begun(store):
+    write_run(
+        store, "new-1", {"corpus": stage_state("pending"), "train": stage_state("pending")}, state="running"
+    )
+    assert "pending" in read(build_report(store, "new-1"))
+    assert "pending" in build_markdown(store, "new-1")
+
+
+def test_a_failed_run_says_what_where_and_how_to_go_on(store):
+    outcome = {
+        "outcome": "failed", "kind": "failed", "message": "the loss is not finite",
+        "where": "rank 0, step 150", "hint": "lower optimizer.lr", "step": 150, "restarts": 0, "exit_code": 3,
+    }  # fmt: skip
+    lost = {step: {"loss": None} for step in (149, 150)}
+    write_train_stage(store, "nan-1", [Life(1, 0, 0, 150)], steps=400, overrides=lost, outcome=outcome)
+    commit_checkpoint(store, "runs/nan-1/stages/train/checkpoints/step-000000100/1-ab", step=100, attempt=1)
+    write_run(store, "nan-1", {"train": stage_state("failed")}, state="failed")
+    page = build_report(store, "nan-1")
+    text = read(page)
+    assert text.index("the loss is not finite") < text.index("Stages"), "the trouble comes first"
+    for expected in (
+        "rank 0, step 150",
+        "lower optimizer.lr",
+        "step 100",
+        "mlpipe resume nan-1",
+        "not finite",
+    ):
+        assert expected in text
+    assert "step 149: the loss is not finite" in page
+    markdown = build_markdown(store, "nan-1")
+    assert "**train failed**: the loss is not finite (lower optimizer.lr)" in markdown
+
+
+def test_every_value_not_finite(store):
+    nothing = dict.fromkeys(
+        ("loss", "grad_norm", "seconds", "tokens_per_second", "mfu_ratio", "memory_bytes")
+    )
+    lost = dict.fromkeys(range(1, 31), nothing)
+    write_train_stage(store, "nan-2", [Life(1, 0, 0, 30)], steps=30, overrides=lost)
+    write_run(store, "nan-2", {"train": stage_state()})
+    assert "not finite" in read(build_report(store, "nan-2"))
+
+
+def test_a_pipeline_of_commands(store):
+    plan = stage_plan("cmd-1", "hello", command=CommandPlan(("echo", "a b", "$HOME;rm")))
+    store.put("runs/cmd-1/stages/hello/attempt-1/plan.json", plan.to_json().encode())
+    write_run(store, "cmd-1", {"hello": stage_state()})
+    assert "echo 'a b' '$HOME;rm'" in read(build_report(store, "cmd-1"))
+
+
+def test_hostile_text_stays_text(store):
+    outcome = {"outcome": "failed", "message": HOSTILE, "where": HOSTILE, "hint": HOSTILE}
+    write_train_stage(
+        store, "evil-1", [Life(1, 0, 0, 30), Life(1, 1, 20, 40, strategy="fsdp")], steps=40, outcome=outcome,
+        reason=HOSTILE, peak_name=HOSTILE,
+    )  # fmt: skip
+    log = store.open_log("runs/evil-1/stages/train/attempt-1/events.jsonl")
+    log.write(json.dumps({"kind": HOSTILE, "message": HOSTILE, HOSTILE: HOSTILE}).encode() + b"\n")
+    log.close()
+    log = store.open_log("runs/evil-1/stages/train/attempt-1/records/rank-0.jsonl")
+    start = {"kind": "start", "strategy": HOSTILE, "device": HOSTILE, "host": HOSTILE, "peak_name": HOSTILE}
+    sample = {"kind": "evaluate", "sample": HOSTILE, "gate": HOSTILE}
+    log.write(
+        json.dumps({**start, "start_step": 40, "peak_flops": 1e9, "num_flops_per_token": 1.0}).encode()
+        + b"\n"
+    )
+    log.write(json.dumps(sample).encode() + b"\n")
+    log.close()
+    write_run(
+        store, "evil-1", {"train": stage_state("failed")}, state="failed", message=HOSTILE, pipeline=HOSTILE,
+        meta={HOSTILE: HOSTILE},
+    )  # fmt: skip
+    page = build_report(store, "evil-1")
+    assert "alert(1)" in read(page)
+    assert "<script" not in page
+    assert "<img" not in page
+    markdown = build_markdown(store, "evil-1")
+    assert "<script" not in markdown
+    assert "<img" not in markdown
+
+
+def test_many_ranks_and_many_steps_make_a_small_page(store):
+    write_train_stage(store, "long-1", [Life(1, 0, 0, 100_000, num_ranks=2)], steps=100_000, every=500)
+    write_run(store, "long-1", {"train": stage_state(seconds=36_000)})
+    page = build_report(store, "long-1")
+    read(page)
+    assert len(page) < 500_000
+    assert "steps 99001 to 100000, mean" in page
+
+
+def test_more_ranks_than_are_drawn(store):
+    write_train_stage(store, "wide-1", [Life(1, 0, 0, 20, num_ranks=MOST_RANKS + 8)], steps=20)
+    write_run(store, "wide-1", {"train": stage_state()})
+    assert f"The first {MOST_RANKS} of {MOST_RANKS + 8} ranks." in read(build_report(store, "wide-1"))
+
+
+def test_what_is_broken_in_the_store_is_said_and_the_rest_is_shown(store):
+    write_quickstart(store, "quickstart-1")
+    key = "runs/quickstart-1/stages/train/attempt-2"
+    store.put(f"{key}/plan.json", b'{"schema_version": 99}')
+    store.put(f"{key}/outcome.json", b"[]")
+    text = read(build_report(store, "quickstart-1"))
+    assert "What this report could not read" in text
+    assert "attempt-2/plan.json cannot be read" in text
+    assert "attempt-2/outcome.json cannot be read: not a JSON object" in text
+    assert "400 / 400" in text
+
+
+def test_no_such_run(store):
+    with pytest.raises(StoreError, match="there is no run nope"):
+        build_report(store, "nope")
+
+
+def test_it_is_written_where_asked(store, tmp_path):
+    write_quickstart(store, "quickstart-1")
+    out = tmp_path / "new" / "report.html"
+    assert write_report(store, "quickstart-1", out) == str(out)
+    assert out.read_text().startswith("<!DOCTYPE html>")
+    where = write_report(store, "quickstart-1")
+    assert where == str(store.local_path("runs/quickstart-1/report.html"))
+    assert store.get("runs/quickstart-1/report.html").startswith(b"<!DOCTYPE html>")
+
+
+def test_markdown(store):
+    write_quickstart(store, "quickstart-1")
+    assert build_markdown(store, "quickstart-1").splitlines() == [
+        "### quickstart-1: done, took 3m13s",
+        "",
+        "| Stage | Kind | State | Attempts | Took |",
+        "|---|---|---|---:|---:|",
+        "| corpus | command | done | 1 | 21s |",
+        "| train | train | done | 2 | 2m43s |",
+        "| evaluate | evaluate | done | 1 | 9.0s |",
+        "",
+        "- **train**: step 400 of 400, loss 2.543, ddp on 4 x cpu, 11.1k tok/s, MFU 31.0 %"
+        " (of measured matmul peak), 2 restarts, 103 steps done again",
+        "- **evaluate**: validation loss 2.513, perplexity 12.340, bits per byte 1.420,"
+        r" gate val\_bits\_per\_byte &lt; 2.6 passed",
+    ]  # fmt: skip
+
+
+def test_stages_come_in_the_order_in_which_they_started(store):
+    states = {
+        "alpha": stage_state(begin=50),
+        "beta": stage_state(begin=0),
+        "gamma": stage_state("pending"),
+    }
+    states["gamma"] = type(states["gamma"])()
+    write_run(store, "order-1", states)
+    view = view_run(store, "order-1")
+    assert [stage.name for stage in view.stages] == ["beta", "alpha", "gamma"]
+    assert view.seconds == pytest.approx(110)
+    assert view.stages[0].state.started == BEGIN
