@@ -1,0 +1,294 @@
+"""Requests to one bucket: signed, bounded in time, tried again only where that helps, errors in words.
+
+minio-py signs (its `put_object` hashes every byte with SHA-256 and turns If-None-Match into metadata). The
+payload is not signed: a signed `x-amz-checksum-crc32c` has the server verify what it got, at a tenth of the
+cost. Path-style addresses, as every S3 server knows them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import SplitResult, quote, urlsplit
+from xml.etree import ElementTree
+
+import urllib3
+from minio.credentials.credentials import Credentials
+from minio.signer import sign_v4_s3
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    HTTPError,
+    NameResolutionError,
+    NewConnectionError,
+    SSLError,
+)
+
+from mlpipe._core.errors import StoreError
+from mlpipe.store.base import Buffer
+
+CONNECT_SECONDS = 5.0
+READ_SECONDS = 20.0
+SLOWEST_BYTES_PER_SECOND = 2 * 2**20  # a transfer may take this much longer than the deadline
+_TRANSIENT = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
+_TRANSIENT_CODES = frozenset(("RequestTimeout", "BadDigest", "XAmzContentChecksumMismatch"))
+_PIECE_BYTES = 2**20
+_MAX_REPLY_BYTES = 2**30
+
+_WORDS = {
+    "InvalidAccessKeyId": ("the access key is unknown", "check AWS_ACCESS_KEY_ID"),
+    "XAdminUserNotFound": ("the access key is unknown", "check AWS_ACCESS_KEY_ID"),
+    "SignatureDoesNotMatch": ("the credentials are wrong", "check AWS_SECRET_ACCESS_KEY and AWS_REGION"),
+    "AuthorizationHeaderMalformed": ("the region or credentials are wrong", "check AWS_REGION"),
+    "ExpiredToken": ("the session token has expired", "renew AWS_SESSION_TOKEN"),
+    "InvalidToken": ("the session token is wrong", "renew AWS_SESSION_TOKEN"),
+    "RequestTimeTooSkewed": ("this machine's clock is wrong", "set the clock (NTP)"),
+    "AccessDenied": ("access denied", "the credentials need list, get, put and delete on this bucket"),
+    "NoSuchBucket": ("there is no such bucket", "create it, or check the store's URL"),
+    "PermanentRedirect": ("the bucket is in another region", "check AWS_REGION and AWS_ENDPOINT_URL_S3"),
+    "QuotaExceeded": ("the bucket's quota is used up", "prune checkpoints or raise the quota"),
+    "XMinioStorageFull": ("the server's disks are full", "prune checkpoints or add disks"),
+    "SlowDown": ("the server asks to slow down", None),
+}
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the bucket is and who asks. `url`: scheme://host[:port]."""
+
+    url: str
+    region: str
+    bucket: str
+    access_key: str
+    secret_key: str
+    session_token: str | None = None
+    ca_file: str | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """`ambiguous`: an earlier try of the same call may have been applied though its reply was lost."""
+
+    status: int
+    headers: Mapping[str, str]
+    data: bytes
+    ambiguous: bool
+
+
+class _AwayError(Exception):
+    """Worth another try. `applied`: the request may have taken effect."""
+
+    def __init__(self, message: str, *, applied: bool) -> None:
+        super().__init__(message)
+        self.applied = applied
+
+
+class S3Client:
+    """One bucket. Safe to share between threads; not across a fork."""
+
+    def __init__(self, endpoint: Endpoint, *, deadline_seconds: float, num_connections: int = 8) -> None:
+        self.endpoint = endpoint
+        self.deadline_seconds = deadline_seconds
+        self._credentials = Credentials(endpoint.access_key, endpoint.secret_key, endpoint.session_token)
+        self._base = urlsplit(endpoint.url)
+        self._pool = urllib3.PoolManager(
+            maxsize=num_connections,
+            retries=False,
+            timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=READ_SECONDS),
+            ca_certs=endpoint.ca_file,
+        )
+
+    def call(
+        self,
+        method: str,
+        key: str = "",
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: Sequence[Buffer] = (),
+        into: memoryview | None = None,
+        accept: Sequence[int] = (200, 204, 206),
+    ) -> Reply:
+        """One request, repeated while the store is away or busy, until the deadline. A status outside
+        `accept` becomes StoreError. With `into`, the reply's body fills it exactly."""
+        size_bytes = sum(len(memoryview(piece).cast("B")) for piece in body) + (len(into) if into else 0)
+        allowed = self.deadline_seconds + size_bytes / SLOWEST_BYTES_PER_SECOND
+        deadline = time.monotonic() + allowed
+        where = f"s3://{self.endpoint.bucket}/{key}"
+        ambiguous = False
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                status, reply_headers, data = self._once(
+                    method, key, query or {}, headers or {}, body, into, accept, deadline
+                )
+                if status in accept:
+                    return Reply(status, reply_headers, data, ambiguous)
+                code, detail = _error_code(data)
+                if status not in _TRANSIENT and code not in _TRANSIENT_CODES:
+                    raise _in_words(status, code, detail, where, self.endpoint.url)
+                raise _AwayError(f"{status} {code or detail}".strip(), applied=status >= 500)
+            except _AwayError as error:
+                ambiguous = ambiguous or error.applied
+                pause = random.uniform(0.5, 1.0) * min(0.05 * 2**tries, 2.0)
+                if time.monotonic() + pause >= deadline:
+                    raise StoreError(
+                        f"{self.endpoint.url} did not serve {method} within {allowed:.0f} s "
+                        f"({tries} {'try' if tries == 1 else 'tries'}, the last: {error})",
+                        where=where,
+                        hint="is the server running, and AWS_ENDPOINT_URL_S3 right?",
+                    ) from None
+                time.sleep(pause)
+
+    def _once(
+        self,
+        method: str,
+        key: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        body: Sequence[Buffer],
+        into: memoryview | None,
+        accept: Sequence[int],
+        deadline: float,
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        url = self._url(key, query)
+        left = max(deadline - time.monotonic(), 0.1)
+        timeout = urllib3.Timeout(connect=min(CONNECT_SECONDS, left), read=min(READ_SECONDS, left))
+        try:
+            response = self._pool.urlopen(
+                method,
+                url.geturl(),
+                body=_sent(body, deadline) if body else None,
+                headers=self._signed(method, url, headers, body),
+                timeout=timeout,
+                preload_content=False,
+                redirect=False,
+                decode_content=False,
+            )
+        except (NameResolutionError, NewConnectionError, ConnectTimeoutError) as error:
+            raise _AwayError(_short(error), applied=False) from error
+        except SSLError as error:
+            raise StoreError(
+                f"TLS failed: {_short(error)}",
+                where=self.endpoint.url,
+                hint="for a private authority set AWS_CA_BUNDLE or SSL_CERT_FILE to its certificate",
+            ) from error
+        except (HTTPError, OSError) as error:
+            raise _AwayError(_short(error), applied=True) from error
+        sound = False
+        try:
+            if into is not None and response.status in accept:
+                _receive_into(response, into, deadline, f"{self.endpoint.bucket}/{key}")
+                data = b""
+            else:
+                data = _receive(response, deadline)
+            sound = True
+            return response.status, response.headers, data
+        except (HTTPError, OSError) as error:
+            raise _AwayError(_short(error), applied=True) from error
+        finally:
+            if sound:
+                response.release_conn()
+            else:
+                response.close()
+
+    def _url(self, key: str, query: Mapping[str, str]) -> SplitResult:
+        path = quote(f"{self._base.path.rstrip('/')}/{self.endpoint.bucket}/{key}".rstrip("/"), safe="/-_.~")
+        text = "&".join(f"{quote(k, safe='')}={quote(v, safe='')}" for k, v in sorted(query.items()))
+        return SplitResult(self._base.scheme, self._base.netloc, path, text, "")
+
+    def _signed(
+        self, method: str, url: SplitResult, headers: Mapping[str, str], body: Sequence[Buffer]
+    ) -> dict[str, str]:
+        now = datetime.now(UTC)
+        signed: dict[str, Any] = {
+            "Host": url.netloc,
+            "x-amz-date": now.strftime("%Y%m%dT%H%M%SZ"),
+            "x-amz-content-sha256": "UNSIGNED-PAYLOAD",
+            **headers,
+        }
+        if body or method in ("PUT", "POST"):
+            signed["Content-Length"] = str(sum(len(memoryview(piece).cast("B")) for piece in body))
+        if self.endpoint.session_token:
+            signed["x-amz-security-token"] = self.endpoint.session_token
+        sign_v4_s3(
+            method=method,
+            url=url,
+            region=self.endpoint.region,
+            headers=signed,
+            credentials=self._credentials,
+            content_sha256="UNSIGNED-PAYLOAD",
+            date=now,
+        )
+        return signed
+
+
+def _sent(body: Sequence[Buffer], deadline: float) -> Iterator[memoryview]:
+    """Small pieces, so that a trickling connection meets the deadline."""
+    for part in body:
+        view = memoryview(part).cast("B")
+        for start in range(0, len(view), _PIECE_BYTES):
+            if time.monotonic() > deadline:
+                raise TimeoutError("sending took too long")
+            yield view[start : start + _PIECE_BYTES]
+
+
+def _receive(response: urllib3.BaseHTTPResponse, deadline: float) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    while piece := response.read(_PIECE_BYTES):
+        pieces.append(piece)
+        size += len(piece)
+        if time.monotonic() > deadline:
+            raise TimeoutError("receiving took too long")
+        if size > _MAX_REPLY_BYTES:
+            raise StoreError(f"a reply larger than {_MAX_REPLY_BYTES} bytes")
+    return b"".join(pieces)
+
+
+def _receive_into(response: urllib3.BaseHTTPResponse, into: memoryview, deadline: float, where: str) -> None:
+    filled = 0
+    while piece := response.read(_PIECE_BYTES):
+        if filled + len(piece) > len(into):
+            raise StoreError("the server sent more than was asked for", where=where)
+        into[filled : filled + len(piece)] = piece
+        filled += len(piece)
+        if time.monotonic() > deadline:
+            raise TimeoutError("receiving took too long")
+    if filled != len(into):
+        raise StoreError(f"ends {len(into) - filled} bytes early", where=where)
+
+
+def _error_code(data: bytes) -> tuple[str, str]:
+    """(code, message) of S3's error document; ("", start of the text) of anything else."""
+    try:
+        root = ElementTree.fromstring(data)
+    except ElementTree.ParseError:
+        return "", data[:100].decode(errors="replace")
+    found = {child.tag.rpartition("}")[2]: child.text or "" for child in root}
+    return found.get("Code", ""), found.get("Message", "")
+
+
+def _in_words(status: int, code: str, detail: str, where: str, endpoint: str) -> StoreError:
+    if status == 404 and code in ("", "NoSuchKey"):
+        return StoreError("no such object", where=where, kind="input")
+    if status == 403 and not code:  # HEAD has no body to say why
+        code = "AccessDenied"
+    if status == 416:
+        return StoreError("ends before the bytes that were asked for", where=where)
+    message, hint = _WORDS.get(code, ("", None))
+    if not message:
+        message = f"{endpoint} answered {status} {code} {detail}".strip()
+    elif status == 403:
+        message = f"{message} ({code})"
+    return StoreError(message, where=where, hint=hint)
+
+
+def _short(error: Exception) -> str:
+    """urllib3 wraps the cause several times; the last part is what a reader needs."""
+    text = str(error.args[-1] if error.args else error) or type(error).__name__
+    return text.rpartition(": ")[2][:200] if isinstance(error, HTTPError) else text[:200]

@@ -1,0 +1,206 @@
+"""Real S3 servers on this machine: MinIO and versitygw, built from Go modules, one process a test session.
+
+    PYTHONPATH=tests python -m kit.servers build
+
+builds them into ~/.cache/mlpipe/servers (or $MLPIPE_CACHE/servers), once; it needs Go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import urllib3
+
+# the last source of MinIO there will be (archived upstream), and a second dialect to test against
+MODULES = {
+    "minio": ("github.com/minio/minio", "v0.0.0-20260212201848-7aac2a2c5b7c"),
+    "versitygw": ("github.com/versity/versitygw/cmd/versitygw", "v1.8.0"),
+}
+ACCESS_KEY = "mlpipe-test"
+SECRET_KEY = "mlpipe-test-secret"
+REGION = "us-east-1"
+_BUILD_SECONDS = 1200
+_READY_SECONDS = 60
+_NUM_STARTS = 3  # another process may take a free port before the server binds it
+
+
+class ServerMissingError(Exception):
+    """Says what to install or run."""
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A running one. `endpoint`: http://127.0.0.1:port. `data`: its folder on disk."""
+
+    name: str
+    endpoint: str
+    pid: int
+    data: Path
+
+    @property
+    def host_port(self) -> tuple[str, int]:
+        host, _, port = self.endpoint.removeprefix("http://").partition(":")
+        return host, int(port)
+
+    def environment(self, endpoint: str | None = None) -> dict[str, str]:
+        """What mlpipe reads; `endpoint` to go through a proxy."""
+        return {
+            "AWS_ENDPOINT_URL_S3": endpoint or self.endpoint,
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_REGION": REGION,
+        }
+
+    def make_bucket(self, bucket: str) -> None:
+        from minio import Minio
+
+        address = self.endpoint.removeprefix("http://")
+        Minio(address, access_key=ACCESS_KEY, secret_key=SECRET_KEY, secure=False).make_bucket(bucket)
+
+
+def binary_path(name: str) -> Path:
+    root = Path(os.environ.get("MLPIPE_CACHE") or Path.home() / ".cache" / "mlpipe")
+    return root / "servers" / f"{name}-{MODULES[name][1]}"
+
+
+def binary(name: str) -> Path:
+    """Raises ServerMissingError when it was not built."""
+    path = binary_path(name)
+    if not path.exists():
+        raise ServerMissingError(f"{name} is not built: install Go, then run `make servers`")
+    return path
+
+
+def build(name: str) -> Path:
+    """Builds the server unless it is there. Two builders wait for each other."""
+    path = binary_path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            return path
+        if shutil.which("go") is None:
+            raise ServerMissingError(f"go is not on PATH: it builds {name}. Install Go (Debian: golang-go)")
+        module, version = MODULES[name]
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            environment = {
+                **os.environ,
+                "GOBIN": folder,
+                "CGO_ENABLED": "0",
+                "GOFLAGS": "-trimpath -buildvcs=false",
+            }
+            command = ["go", "install", "-ldflags", "-s -w", f"{module}@{version}"]
+            done = subprocess.run(
+                command, env=environment, cwd=folder, capture_output=True, text=True, timeout=_BUILD_SECONDS
+            )
+            if done.returncode:
+                raise ServerMissingError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+            os.replace(Path(folder) / name, path)
+    return path
+
+
+@contextlib.contextmanager
+def s3_server(name: str, folder: Path) -> Iterator[S3Server]:
+    """Starts `name` ("minio" or "versitygw") on a free port of 127.0.0.1 with its data in `folder`, waits
+    until it answers, stops it in the end. Raises ServerMissingError when it is not built."""
+    program = binary(name)
+    data = folder / "data"
+    data.mkdir(parents=True)
+    log = folder / "server.log"
+    for _ in range(_NUM_STARTS):
+        address = f"127.0.0.1:{_free_port()}"
+        command, environment = _command(name, program, address, data)
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **environment},
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_parent,
+            )
+        try:
+            if _wait_until_ready(name, address, process):
+                yield S3Server(name, f"http://{address}", process.pid, data)
+                return
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+    raise RuntimeError(f"{name} did not start; its log ends:\n{log.read_text()[-2000:]}")
+
+
+def _command(name: str, program: Path, address: str, data: Path) -> tuple[list[str], dict[str, str]]:
+    if name == "minio":
+        command = [str(program), "server", "--quiet", "--address", address, str(data)]
+        return command, {
+            "MINIO_ROOT_USER": ACCESS_KEY,
+            "MINIO_ROOT_PASSWORD": SECRET_KEY,
+            "MINIO_BROWSER": "off",
+            "MINIO_UPDATE": "off",
+            "MINIO_REGION": REGION,
+        }
+    command = [str(program), "--quiet", "--keep-alive", "--port", address, "--region", REGION]
+    command += ["posix", str(data)]
+    return command, {"ROOT_ACCESS_KEY": ACCESS_KEY, "ROOT_SECRET_KEY": SECRET_KEY}
+
+
+def _wait_until_ready(name: str, address: str, process: subprocess.Popen[bytes]) -> bool:
+    url = f"http://{address}/minio/health/ready" if name == "minio" else f"http://{address}/"
+    deadline = time.monotonic() + _READY_SECONDS
+    with urllib3.PoolManager(retries=False, timeout=2.0) as pool:
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                if pool.request("GET", url).status < 500:
+                    return True
+            except urllib3.exceptions.HTTPError:
+                pass  # not listening yet
+            time.sleep(0.05)
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def die_with_parent() -> None:
+    """For `preexec_fn`: no server outlives a killed test session (Linux)."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def main(arguments: list[str]) -> int:
+    if arguments != ["build"]:
+        print(__doc__)
+        return 2
+    for name in MODULES:
+        print(f"{name}: ", end="", flush=True)
+        try:
+            print(build(name))
+        except ServerMissingError as error:
+            print(error)
+            return 4
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
