@@ -73,7 +73,7 @@ bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of 
 	$(BIN)/python -m benchmarks.checkpoint
 
 servers: $(VENV)/.dev  ## build the servers that the services ring talks to (once, into ~/.cache/mlpipe)
-	PYTHONPATH=tests $(BIN)/python -m kit.servers build
+	@PYTHONPATH=tests $(BIN)/python -m kit.servers build || echo "the services ring will be skipped"
 
 lock: $(VENV)/.bootstrap  ## compile requirements/*.txt anew (UPGRADE=1: to the newest versions)
 	$(LOCK) $(if $(UPGRADE),--upgrade) --extra train --group dev -c requirements/torch.in -o requirements/dev.txt

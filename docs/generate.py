@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import re
 import sys
@@ -52,12 +53,12 @@ def records_page() -> str:
 
     before, table = (records.__doc__ or "").split("kind        further fields\n")
     kinds: dict[str, str] = {}
-    for line in table.splitlines():
-        kind, fields = line[:12].strip(), line[12:].strip()
-        if kind:
+    for line in filter(str.strip, table.splitlines()):
+        if line.startswith(" "):
+            kinds[next(reversed(kinds))] += " " + line.strip()
+        else:
+            kind, fields = re.split(r"\s{2,}", line, maxsplit=1)
             kinds[kind] = fields
-        elif fields:
-            kinds[next(reversed(kinds))] += " " + fields
     rows = "".join(f"| `{kind}` | {fields.replace('|', chr(92) + '|')} |\n" for kind, fields in kinds.items())
     return f"""# Records
 
@@ -105,9 +106,9 @@ def spec_page() -> str:
     from mlpipe.spec.schema import json_schema
 
     schema = json_schema()
-    definitions = schema.get("$defs", {})
+    definitions = schema["$defs"]
     tables = [_schema_table("The file", schema)]
-    tables += [_schema_table(name, body) for name, body in definitions.items() if "properties" in body]
+    tables += [_schema_table(name, definitions[name]) for name in _names(schema, definitions)]
     return f"""# The pipeline file
 
 {_NOTE.format("mlpipe.spec")}
@@ -117,6 +118,15 @@ prints every mistake at once, each with its line and what to write instead.
 
 {"".join(tables).rstrip()}
 """
+
+
+def _names(body: Any, definitions: dict[str, Any]) -> list[str]:
+    """Of the definitions that `body` leads to, those with keys, in the order of reading."""
+    found: dict[str, None] = {}
+    for ref in re.findall(r"'\$ref': '#/\$defs/(\w+)'", str(body.get("properties"))):
+        if "properties" in definitions[ref]:
+            found |= dict.fromkeys([ref, *_names(definitions[ref], definitions)])
+    return list(found)
 
 
 def _schema_table(title: str, body: dict[str, Any]) -> str:
@@ -132,9 +142,10 @@ def _schema_table(title: str, body: dict[str, Any]) -> str:
 
 
 def _default(value: dict[str, Any]) -> str:
-    if value.get("default") is None:
+    default = value.get("default")
+    if default is None or default in ([], {}):
         return ""
-    return f"`{value['default']}`"
+    return f"`{default if isinstance(default, str) else json.dumps(default)}`"
 
 
 def _type(value: dict[str, Any]) -> str:
@@ -150,6 +161,8 @@ def _type(value: dict[str, Any]) -> str:
         if union in value:
             return " or ".join(_type(item) for item in value[union] if item.get("type") != "null")
     kind = value.get("type", "anything")
+    if "prefixItems" in value:
+        return f"list of {len(value['prefixItems'])} {_type(value['prefixItems'][0])}s"
     if kind == "array":
         return f"list of {_type(value.get('items', {}))}"
     if kind == "object":
