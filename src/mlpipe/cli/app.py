@@ -1,0 +1,135 @@
+"""The group of verbs, loaded one by one, and the one place where an error becomes words and an exit code.
+
+The help lines stand in `VERBS`, so that `mlpipe --help` imports click and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import Any, NoReturn
+
+import click
+
+import mlpipe
+from mlpipe._core.errors import EXIT_CODES, MlpipeError
+from mlpipe.cli.session import Session
+
+VERBS = {
+    "init": "Write a starter pipeline that runs.",
+    "validate": "Report every mistake in a pipeline file at once.",
+    "schema": "Print the JSON Schema of pipeline files, for editors.",
+    "plan": "Show what will run and why: strategies compared, memory, batch.",
+    "run": "Run a pipeline here, in the foreground.",
+    "submit": "Start a run in the background and print its id.",
+    "list": "List the runs of a store.",
+    "status": "Show where a run stands.",
+    "logs": "Print or follow the logs of a run.",
+    "cancel": "Stop a run; what it learnt is saved first.",
+    "resume": "Go on with a run that was stopped or failed.",
+    "report": "Write one HTML page about a run.",
+    "checkpoints": "List, verify, prune or export checkpoints.",
+    "models": "List, show or promote registered models.",
+    "doctor": "Say what this machine and the store lack, with remedies.",
+}
+_SIGPIPE_EXIT = 141  # what a shell reports of any program whose reader went away
+
+
+class ReaderLeft(Exception):
+    """Whoever read our output closed it (`mlpipe list | head -1`)."""
+
+
+class LazyGroup(click.Group):
+    """Commands are imported when they are called, not when they are listed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = import_module(f"mlpipe.cli.{cmd_name}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            from difflib import get_close_matches
+
+            close = get_close_matches(args[0], VERBS, n=1)
+            ctx.fail(f"no such command {args[0]!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # click would exit 1 for it, which is our code for a bug
+            raise ReaderLeft from error
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+app = LazyGroup(
+    name="mlpipe",
+    help="One YAML file takes a training pipeline to a laptop, to Jenkins and to a gang of GPU pods.",
+    epilog="Exit codes: 0 done, 1 a bug in mlpipe, 2 bad input, 3 the run failed, 4 infrastructure, "
+    "5 cancelled, 130 Ctrl-C.",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    params=[
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            help="Print the version and exit.",
+            callback=lambda ctx, _, value: _print_version(ctx) if value else None,
+        )
+    ],
+)
+
+
+def _print_version(ctx: click.Context) -> None:
+    click.echo(f"mlpipe {mlpipe.__version__}")
+    ctx.exit()
+
+
+def run_app(args: list[str] | None = None) -> NoReturn:
+    """Run one command and exit with the code that the table in `_core/errors.py` gives its outcome."""
+    session = Session()
+    try:
+        outcome = app.main(args, prog_name="mlpipe", standalone_mode=False, obj=session)
+        sys.stdout.flush()
+        code = outcome if isinstance(outcome, int) else 0
+    except (ReaderLeft, BrokenPipeError):
+        # No message, and none from the interpreter's last flush either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = _SIGPIPE_EXIT
+    except click.Abort:
+        code = EXIT_CODES["interrupted"]
+    except (click.ClickException, MlpipeError, Exception) as error:
+        if session.debug:
+            import traceback
+
+            traceback.print_exc()
+        code = _explain(error, session)
+    sys.exit(code)
+
+
+def _explain(error: Exception, session: Session) -> int:
+    """The message on standard error (and a document on standard output under `--output json`)."""
+    if isinstance(error, click.ClickException):
+        error.show()
+        session.error_document(error.format_message(), kind="input")
+        return EXIT_CODES["input"]
+    if isinstance(error, MlpipeError) and error.kind != "bug":
+        session.complain(f"{click.style('error:', fg='red', bold=True)} {error}")
+        session.error_document(error.message, kind=error.kind, where=error.where, hint=error.hint)
+        return EXIT_CODES[error.kind]
+    again = "" if session.debug else "; run again with --debug to see where"
+    session.complain(f"a bug in mlpipe: {type(error).__name__}: {error}{again}")
+    session.error_document(f"{type(error).__name__}: {error}", kind="bug")
+    return EXIT_CODES["bug"]

@@ -1,0 +1,46 @@
+"""`mlpipe cancel RUN`: stops a run, whoever drives it, and says where it saved."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+
+import click
+
+from mlpipe._core.units import parse_seconds
+from mlpipe.cli import outcome
+from mlpipe.cli.session import Session, shared
+
+
+def _seconds(_: click.Context, __: click.Parameter, value: str) -> float:
+    try:
+        return parse_seconds(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@click.command()
+@click.argument("run_id", metavar="RUN")
+@click.option(
+    "--timeout", default="11 min", show_default=True, callback=_seconds, help="Longest time to wait for it."
+)
+@shared
+@click.pass_obj
+def command(session: Session, run_id: str, timeout: float) -> None:
+    """Stop a run; what it learnt is saved first.
+
+    Returns when the run has stopped, 4 if it has not within --timeout. A run whose driver died is marked as
+    cancelled, after what the driver left running was ended.
+    """
+    from mlpipe.submit.driver import cancel
+
+    store = session.open_store()
+    who = f"cancelled by {getpass.getuser()} on {socket.gethostname()}"
+    run = cancel(store, run_id, who, timeout_seconds=timeout)
+    lines = [f"{run_id}  {outcome.colour(run.state)}"]
+    for name in run.stages:
+        if (checkpoint := outcome.last_checkpoint(store, run, name)) is not None:
+            lines.append(f"  {name} is saved at step {checkpoint.step}: {checkpoint.key}")
+    if run.state != "done":
+        lines.append(f"  go on with: mlpipe resume {run_id}")
+    session.result(outcome.document(store, run), "\n".join(lines))

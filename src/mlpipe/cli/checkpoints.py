@@ -1,0 +1,147 @@
+"""`mlpipe checkpoints list|verify|prune|export RUN`: the catalogue of a run's checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mlpipe._core.errors import EXIT_CODES, StoreError
+from mlpipe._core.units import format_bytes, format_seconds
+from mlpipe.cli.session import Session, shared
+
+if TYPE_CHECKING:
+    from mlpipe.store.base import Store
+    from mlpipe.store.catalogue import Checkpoint
+
+stage_option = click.option("--stage", metavar="NAME", help="Default: the stage that has checkpoints.")
+step_option = click.option("--step", type=click.IntRange(min=0), help="Default: the latest.")
+
+
+@click.group()
+def command() -> None:
+    """List, verify, prune or export the checkpoints of a run."""
+
+
+@command.command("list")
+@click.argument("run_id", metavar="RUN")
+@stage_option
+@shared
+@click.pass_obj
+def list_(session: Session, run_id: str, stage: str | None) -> None:
+    """List the committed checkpoints of a run, the latest last."""
+    import time
+
+    store = session.open_store()
+    found = _find(store, run_id, stage)
+    now = time.time()
+    lines = [
+        f"{item.step:>9}  {format_bytes(item.size_bytes):>10}  "
+        f"{format_seconds(max(now - item.time, 0)):>7} ago  {item.key}"
+        for item in found
+    ]
+    head = f"{'STEP':>9}  {'SIZE':>10}  {'SAVED':>11}  KEY"
+    session.result(
+        {"store": store.url, "checkpoints": [asdict(item) for item in found]},
+        "\n".join([head, *lines]) if found else f"run {run_id} has no checkpoints",
+    )
+
+
+@command.command()
+@click.argument("run_id", metavar="RUN")
+@stage_option
+@click.option("--step", type=click.IntRange(min=0), help="Default: all of them.")
+@shared
+@click.pass_obj
+def verify(session: Session, run_id: str, stage: str | None, step: int | None) -> int:
+    """Read every byte of a run's checkpoints. Exits 4 if one is not sound."""
+    from mlpipe.store import catalogue
+
+    store = session.open_store()
+    documents, lines = [], []
+    for item in _chosen(_find(store, run_id, stage), step, run_id):
+        problems = catalogue.verify(store, item.key)
+        documents.append({"key": item.key, "step": item.step, "problems": problems})
+        lines += [f"{item.key}: {'ok' if not problems else 'NOT SOUND'}", *(f"  {text}" for text in problems)]
+    sound = not any(document["problems"] for document in documents)
+    session.result({"sound": sound, "checkpoints": documents}, "\n".join(lines))
+    return 0 if sound else EXIT_CODES["infrastructure"]
+
+
+@command.command()
+@click.argument("run_id", metavar="RUN")
+@stage_option
+@click.option("--keep", type=click.IntRange(min=1), required=True, help="How many of the latest to keep.")
+@shared
+@click.pass_obj
+def prune(session: Session, run_id: str, stage: str | None, keep: int) -> None:
+    """Delete all but the latest checkpoints of a run that nobody drives."""
+    from mlpipe.store import catalogue, runs
+
+    store = session.open_store()
+    if runs.lease_is_live(runs.read_run(store, run_id).driver):
+        raise StoreError(
+            f"run {run_id} is being driven",
+            hint="it prunes by itself (checkpoint.keep); cancel it first, or wait",
+            kind="input",
+        )
+    deleted = []
+    for key in sorted({item.key.partition("/checkpoints/")[0] for item in _find(store, run_id, stage)}):
+        deleted += catalogue.prune(store, key, keep)
+    session.result(
+        {"deleted": deleted}, "\n".join(f"deleted {key}" for key in deleted) or "nothing to delete"
+    )
+
+
+@command.command()
+@click.argument("run_id", metavar="RUN")
+@stage_option
+@step_option
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder to write into."
+)
+@shared
+@click.pass_obj
+def export(session: Session, run_id: str, stage: str | None, step: int | None, out: Path) -> None:
+    """Write config.json, model.safetensors and tokenizer.json, as transformers loads them."""
+    store = session.open_store()
+    item = _chosen(
+        _find(store, run_id, stage)[-1:] if step is None else _find(store, run_id, stage), step, run_id
+    )
+    try:
+        from mlpipe.train.export import export_checkpoint
+    except ImportError as error:
+        raise StoreError(
+            f"exporting needs {error.name}, which is not installed here",
+            hint="pip install 'mlpipe[train]'",
+        ) from None
+    files = export_checkpoint(store, item[-1].key, out)
+    session.result(
+        {"step": item[-1].step, "files": [str(file) for file in files]},
+        f"step {item[-1].step} written to {out}",
+    )
+
+
+def _find(store: Store, run_id: str, stage: str | None) -> list[Checkpoint]:
+    """Of one stage, or of all stages of the run in its order."""
+    from mlpipe.store import catalogue, runs
+
+    run = runs.read_run(store, run_id)
+    if stage is not None and stage not in run.stages:
+        raise click.UsageError(f"run {run_id} has no stage {stage!r}; it has {', '.join(run.stages)}")
+    return [
+        item
+        for name in run.stages
+        if stage in (None, name)
+        for item in catalogue.list_checkpoints(store, f"runs/{run_id}/stages/{name}")
+    ]
+
+
+def _chosen(found: list[Checkpoint], step: int | None, run_id: str) -> list[Checkpoint]:
+    chosen = [item for item in found if step in (None, item.step)]
+    if not chosen:
+        which = "no checkpoints" if step is None else f"no checkpoint of step {step}"
+        raise StoreError(f"run {run_id} has {which}", hint=f"mlpipe checkpoints list {run_id}", kind="input")
+    return chosen

@@ -1,0 +1,75 @@
+"""Drives a run in this process: progress on standard error, signals into a stop, the summary at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from mlpipe._core.errors import EXIT_CODES, MlpipeError
+from mlpipe.cli import outcome
+from mlpipe.cli.follow import Watcher
+from mlpipe.cli.session import Session
+
+if TYPE_CHECKING:
+    from mlpipe.store.base import Store
+    from mlpipe.store.runs import RunState
+    from mlpipe.submit.walk import Stop
+
+
+def drive_here(
+    session: Session, store: Store, run_id: str, *, only: str | None = None, overrides: Sequence[str] = ()
+) -> int:
+    """Drive `run_id` until it has ended; the exit code. A signal once: save and stop. Twice: stop at once."""
+    from mlpipe.store import runs
+    from mlpipe.submit.driver import drive
+    from mlpipe.submit.walk import Stop
+
+    stop = Stop()
+    watcher = Watcher(session, store, runs.read_run(store, run_id))
+    with _signals(stop):
+        try:
+            run = drive(store, run_id, stop=stop, only=only, overrides=overrides, watch=watcher.watch)
+        finally:
+            watcher.close()
+    report = _report(session, store, run)
+    session.result({**outcome.document(store, run), "report": report}, outcome.summary(store, run, report))
+    return EXIT_CODES["interrupted"] if stop.kind == "interrupted" else outcome.exit_code(run, only)
+
+
+def _report(session: Session, store: Store, run: RunState) -> str | None:
+    """Where the report lies. That it cannot be written must not turn a trained model into a failure."""
+    from mlpipe.observe.report import write_report
+
+    if all(stage.attempt == 0 for stage in run.stages.values()):
+        return None
+    try:
+        return write_report(store, run.run_id)
+    except (MlpipeError, OSError) as error:
+        session.note(f"no report: {error}")
+        return None
+
+
+@contextmanager
+def _signals(stop: Stop) -> Iterator[None]:
+    def handle(number: int, _: FrameType | None) -> None:
+        if stop.kind is not None:
+            raise KeyboardInterrupt
+        name = signal.Signals(number).name
+        stop.request("interrupted" if number == signal.SIGINT else "cancelled", f"stopped by {name}")
+        again = "Ctrl-C again" if number == signal.SIGINT else f"{name} again"
+        # not print: the signal may have come in the middle of one
+        os.write(2, f"\nstopping: saving at the next step ({again}: at once)\n".encode())
+
+    former = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means what it says
+            former[number] = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, action in former.items():
+            signal.signal(number, action)

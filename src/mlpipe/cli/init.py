@@ -1,0 +1,35 @@
+"""`mlpipe init [DIR]`: a pipeline to start from, which runs as it is."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import click
+
+from mlpipe._core.errors import SpecError
+from mlpipe.cli.session import Session, shared
+
+FILE_NAME = "pipeline.yaml"
+
+
+@click.command()
+@click.argument("folder", metavar="[DIR]", default=".", type=click.Path(file_okay=False, path_type=Path))
+@shared
+@click.pass_obj
+def command(session: Session, folder: Path) -> None:
+    """Write pipeline.yaml into DIR (default: here): a small model that trains in minutes on two cores.
+
+    Never overwrites a file.
+    """
+    target = folder / FILE_NAME
+    text = files("mlpipe.cli").joinpath("starter.yaml").read_text()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with target.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise SpecError("exists already", where=str(target), hint="name another folder") from None
+    except OSError as error:
+        raise SpecError(f"cannot be written: {error.strerror}", where=str(target)) from None
+    session.result({"file": str(target)}, f"wrote {target}; run it with: mlpipe run {target}")

@@ -1,0 +1,75 @@
+"""`mlpipe models list|show|promote`: the registry of models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from mlpipe._core.errors import StoreError
+from mlpipe.cli.session import Session, shared
+
+
+@click.group()
+def command() -> None:
+    """List, show or promote registered models."""
+
+
+@command.command("list")
+@shared
+@click.pass_obj
+def list_(session: Session) -> None:
+    """List the models, their versions and aliases."""
+    from mlpipe.store import registry
+
+    store = session.open_store()
+    found = [asdict(model) for model in registry.list_models(store)]
+    session.result({"store": store.url, "models": found}, _table(found) or f"no models in {store.url}")
+
+
+@command.command()
+@click.argument("name")
+@click.argument("version", required=False)
+@shared
+@click.pass_obj
+def show(session: Session, name: str, version: str | None) -> None:
+    """Show where a model's VERSION (a number or an alias; default: the latest) came from."""
+    from mlpipe.store import registry
+
+    model = asdict(registry.show_model(session.open_store(), name, version))
+    session.result(model, json.dumps(model, indent=2))
+
+
+@command.command()
+@click.argument("run_id", metavar="RUN")
+@click.option("--as", "name", required=True, metavar="NAME", help="Name of the model.")
+@click.option("--alias", metavar="ALIAS", help="Points to the new version from now on.")
+@click.option("--stage", metavar="NAME", help="Training stage. Default: the one that has checkpoints.")
+@shared
+@click.pass_obj
+def promote(session: Session, run_id: str, name: str, alias: str | None, stage: str | None) -> None:
+    """Register the latest checkpoint of a run by hand, whatever a gate says."""
+    from mlpipe.cli.outcome import last_checkpoint
+    from mlpipe.plan.plan import PromotePlan
+    from mlpipe.store import runs
+    from mlpipe.submit.promote import promote as register
+
+    store = session.open_store()
+    run = runs.read_run(store, run_id)
+    stages = [found for found in run.stages if stage in (None, found) and last_checkpoint(store, run, found)]
+    if len(stages) != 1:
+        raise StoreError(
+            f"{len(stages)} stages of run {run_id} have checkpoints",
+            hint="name one with --stage" if stages else f"see mlpipe status {run_id}",
+            kind="input",
+        )
+    plan = PromotePlan(train_stage=stages[0], evaluate_stage=None, model_name=name, alias=alias)
+    version, checkpoint = register(store, run_id, plan)
+    document: dict[str, Any] = {"model": name, "version": version, "alias": alias, "step": checkpoint.step}
+    session.result(document, f"{name} version {version}: step {checkpoint.step} of run {run_id}")
+
+
+def _table(models: list[dict[str, Any]]) -> str:
+    return "\n".join(json.dumps(model) for model in models)

@@ -1,0 +1,105 @@
+"""How a run stands, as a document for machines, as text for people, and as an exit code."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlpipe._core.errors import EXIT_CODES, Kind
+from mlpipe._core.units import format_seconds
+
+if TYPE_CHECKING:
+    from mlpipe.store.base import Store
+    from mlpipe.store.catalogue import Checkpoint
+    from mlpipe.store.runs import RunState, StageState
+
+_COLOURS = {"done": "green", "failed": "red", "cancelled": "yellow", "skipped": "yellow", "running": "cyan"}
+
+
+def exit_code(run: RunState, only: str | None = None) -> int:
+    """Of the verb that waited for `run` (or for its stage `only`)."""
+    if only is not None and run.stages[only].state == "done":
+        return 0
+    kinds: dict[str, Kind] = {"done": "bug", "cancelled": "cancelled", "failed": "failed"}
+    if run.state == "done":
+        return 0
+    for stage in run.stages.values():
+        if stage.state == "failed":
+            return EXIT_CODES[(stage.outcome or {}).get("kind") or "failed"]
+    return EXIT_CODES[kinds.get(run.state, "infrastructure")]
+
+
+def colour(state: str) -> str:
+    return click.style(state, fg=_COLOURS.get(state))
+
+
+def describe(stage: StageState) -> str:
+    """`done in 4.1s`, `failed after 3.0s: exited with code 1`."""
+    text = colour(stage.state)
+    if stage.state == "running" and stage.attempt > 1:
+        text += f", attempt {stage.attempt}"
+    if stage.started is not None and stage.ended is not None:
+        took = format_seconds(max(stage.ended - stage.started, 0.0))
+        text += f" in {took}" if stage.state == "done" else f" after {took}"
+    return f"{text}: {stage.message}" if stage.message else text
+
+
+def document(store: Store, run: RunState) -> dict[str, Any]:
+    """run.json, with where it lies and the last checkpoint of each stage that has one."""
+    fields = asdict(run)
+    fields["store"] = store.url
+    for name, stage in fields["stages"].items():
+        checkpoint = last_checkpoint(store, run, name)
+        stage["last_checkpoint"] = asdict(checkpoint) if checkpoint else None
+    return fields
+
+
+def last_checkpoint(store: Store, run: RunState, stage: str) -> Checkpoint | None:
+    from mlpipe.store import catalogue
+
+    return catalogue.latest(store, f"runs/{run.run_id}/stages/{stage}")
+
+
+def stage_lines(run: RunState) -> list[str]:
+    width = max(len(name) for name in run.stages)
+    return [f"{name.ljust(width)}  {describe(stage)}" for name, stage in run.stages.items()]
+
+
+def summary(store: Store, run: RunState, report: str | None) -> str:
+    """What came out, where it lies, and what to try next."""
+    took = format_seconds(run.updated - run.created)
+    rows = [("run", f"{run.run_id}, {colour(run.state)} after {took}")]
+    failures = [(name, stage.message) for name, stage in run.stages.items() if stage.state == "failed"]
+    for stage in run.stages.values():
+        found = stage.outcome or {}
+        metrics = found.get("metrics") or {}
+        if "val_loss" in metrics:
+            bits = metrics.get("val_bits_per_byte")
+            extra = f", {bits:.3f} bits per byte" if bits is not None else ""
+            rows.append(("validation loss", f"{metrics['val_loss']:.4f}{extra}"))
+        if found.get("sample"):
+            rows.append(("sample", " ".join(str(found["sample"]).split())[:200]))
+        if "version" in found:
+            where = f"models/{found['model']}/{found['version']}"
+            rows.append(("model", f"{found['model']} version {found['version']}, {store.url}/{where}"))
+    if report is not None:
+        rows.append(("report", report))
+    rows += [(f"failed: {name}", message) for name, message in failures]
+    width = max(len(label) for label, _ in rows)
+    lines = [f"{label.ljust(width)}  {text}" for label, text in rows]
+    return "\n".join([*lines, "", "next:", *(f"  {command}" for command in _next(run))])
+
+
+def _next(run: RunState) -> list[str]:
+    if run.state == "failed":
+        return [f"mlpipe logs {run.run_id}", f"mlpipe resume {run.run_id}    # when the cause is gone"]
+    if run.state != "done":
+        return [f"mlpipe resume {run.run_id}"]
+    again = []
+    for name, stage in run.stages.items():
+        if (stage.outcome or {}).get("step"):
+            again.append(f"mlpipe checkpoints list {run.run_id} --stage {name}")
+            break
+    return [f"mlpipe status {run.run_id}", *again, "mlpipe models list"]

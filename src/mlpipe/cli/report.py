@@ -1,0 +1,33 @@
+"""`mlpipe report RUN`: one page about a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from mlpipe.cli.session import Session, shared
+
+
+@click.command()
+@click.argument("run_id", metavar="RUN")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File to write, .html or .md. Default: report.html in the run's folder of the store.",
+)
+@shared
+@click.pass_obj
+def command(session: Session, run_id: str, out: Path | None) -> None:
+    """Write one self-contained HTML page about a run (or, to a .md file, a summary in Markdown)."""
+    from mlpipe.observe.markdown import build_markdown
+    from mlpipe.observe.report import write_report
+
+    store = session.open_store()
+    if out is not None and out.suffix == ".md":
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(build_markdown(store, run_id), encoding="utf-8")
+        where = str(out)
+    else:
+        where = write_report(store, run_id, out)
+    session.result({"report": where}, where)

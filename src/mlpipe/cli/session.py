@@ -1,0 +1,117 @@
+"""What every verb has: where the store is, how to print, and the options that say so."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from mlpipe.store.base import Store
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+DEFAULT_STORE = "./runs"
+
+
+class Session:
+    """One call of the command line. Results go to standard output (text, or one JSON document); progress,
+    notes and logs go to standard error."""
+
+    def __init__(self) -> None:
+        self.json = False
+        self.quiet = False
+        self.debug = False
+        self.store_url: str | None = None
+
+    def result(self, document: Any, text: str) -> None:
+        """The answer of the verb: `document` under `--output json`, else `text`."""
+        click.echo(json.dumps(document, indent=2) if self.json else text, color=self._colour(sys.stdout))
+
+    def note(self, text: str) -> None:
+        """A line for a person who watches; dropped by `--quiet`."""
+        if not self.quiet:
+            self.complain(text)
+
+    def complain(self, text: str) -> None:
+        """A line on standard error, `--quiet` or not."""
+        click.echo(text, err=True, color=self._colour(sys.stderr))
+
+    def error_document(self, message: str, **fields: str | None) -> None:
+        if self.json:
+            click.echo(json.dumps({"error": {"message": message, **fields}}, indent=2))
+
+    def live(self) -> bool:
+        """Whether a line that rewrites itself is welcome on standard error."""
+        return sys.stderr.isatty() and not self.quiet and os.environ.get("TERM") != "dumb"
+
+    def open_store(self, otherwise: str | None = None) -> Store:
+        """`--store`, else MLPIPE_STORE, else `otherwise` (the spec's), else ./runs."""
+        from mlpipe.store.open import open_store
+
+        return open_store(self.store_url or otherwise or DEFAULT_STORE)
+
+    def _colour(self, stream: Any) -> bool | None:
+        """For `click.echo`: False strips colours, None leaves them to a terminal."""
+        return False if os.environ.get("NO_COLOR") or not stream.isatty() else None
+
+
+def _remember(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Any:
+    def callback(ctx: click.Context, _: click.Parameter, value: Any) -> None:
+        setattr(ctx.ensure_object(Session), name, convert(value))
+
+    return callback
+
+
+def shared(command: Command) -> Command:
+    """Adds the four options that every verb takes; they end in the Session, not in the arguments."""
+    for decorate in (
+        click.option(
+            "--debug",
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_remember("debug"),
+            help="Show tracebacks.",
+        ),
+        click.option(
+            "--quiet",
+            "-q",
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_remember("quiet"),
+            help="Print results only, no progress.",
+        ),
+        click.option(
+            "--store",
+            envvar="MLPIPE_STORE",
+            metavar="URL",
+            expose_value=False,
+            callback=_remember("store_url"),
+            help="A folder or s3://bucket/prefix. Default: MLPIPE_STORE, the spec's store, ./runs.",
+        ),
+        click.option(
+            "--output",
+            type=click.Choice(["text", "json"]),
+            default="text",
+            is_eager=True,
+            expose_value=False,
+            callback=_remember("json", lambda value: value == "json"),
+            help="Text for people, or one JSON document.",
+        ),
+    ):
+        command = decorate(command)
+    return command
+
+
+overrides = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change the spec, like stages.train.train.strategy=fsdp. Repeatable.",
+)

@@ -1,0 +1,63 @@
+"""`mlpipe status RUN`: where a run and each of its stages stand."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlpipe._core.units import format_bytes, format_seconds
+from mlpipe.cli import outcome
+from mlpipe.cli.session import Session, shared
+
+if TYPE_CHECKING:
+    from mlpipe.store.base import Store
+    from mlpipe.store.runs import RunState
+
+
+@click.command()
+@click.argument("run_id", metavar="RUN")
+@shared
+@click.pass_obj
+def command(session: Session, run_id: str) -> None:
+    """Show where a run stands: its stages, the progress of its training, its last checkpoint."""
+    from mlpipe.observe.progress import live_line
+    from mlpipe.store import runs
+
+    store = session.open_store()
+    run = runs.read_run(store, run_id)
+    found = outcome.document(store, run)
+    found["driver_alive"] = runs.lease_is_live(run.driver)
+    for name, stage in found["stages"].items():
+        stage["progress"] = progress(store, run, name)
+    session.result(found, _text(run, found, live_line))
+
+
+def progress(store: Store, run: RunState, stage: str) -> dict[str, Any] | None:
+    """Out of rank 0's records of the latest attempt; None if it has none."""
+    from mlpipe.observe.progress import summarize
+    from mlpipe.observe.records import read_records
+
+    records = read_records(store, f"runs/{run.run_id}/stages/{stage}/attempt-{run.stages[stage].attempt}", 0)
+    return summarize(records) if records else None
+
+
+def _text(run: RunState, found: dict[str, Any], live_line: Any) -> str:
+    now = time.time()
+    lines = [f"{run.run_id}  {outcome.colour(run.state)}  started {format_seconds(now - run.created)} ago"]
+    if run.message:
+        lines.append(f"  {run.message}")
+    if run.driver is not None and run.state not in ("done", "failed", "cancelled"):
+        alive = "" if found["driver_alive"] else "; it is gone, go on with mlpipe resume " + run.run_id
+        lines.append(f"  driven by process {run.driver.pid} on {run.driver.host}{alive}")
+    for line, stage in zip(outcome.stage_lines(run), found["stages"].values(), strict=True):
+        lines.append(f"  {line}")
+        if stage["progress"] is not None and stage["progress"]["step"] is not None:
+            lines.append(f"      {live_line(stage['progress'], width=100)}")
+        if (last := stage["last_checkpoint"]) is not None:
+            lines.append(
+                f"      last checkpoint: step {last['step']}, {format_bytes(last['size_bytes'])}, "
+                f"{format_seconds(max(now - last['time'], 0))} ago"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,145 @@
+"""`mlpipe submit SPEC`: starts a run that outlives the terminal, or adopts one."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlpipe._core.errors import EXIT_CODES, SubmitError
+from mlpipe.cli.session import Session, overrides, shared
+
+if TYPE_CHECKING:
+    from mlpipe.spec.model import Pipeline
+    from mlpipe.store.base import Store
+
+
+@click.command()
+@click.argument("spec", type=click.Path())
+@click.option("--to", type=click.Choice(["local"]), default="local", show_default=True, help="Where it runs.")
+@overrides
+@click.option("--stage", metavar="NAME", help="Only this stage; what it needs must be done.")
+@click.option("--run-id", metavar="ID", help="Name of the run; one that exists is adopted.")
+@click.option("--wait", is_flag=True, help="Follow the run and exit as it does. Ctrl-C only detaches.")
+@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+@shared
+@click.pass_obj
+def command(
+    session: Session,
+    spec: str,
+    to: str,
+    overrides: tuple[str, ...],
+    stage: str | None,
+    run_id: str | None,
+    wait: bool,
+    dry_run: bool,
+) -> int:
+    """Start a run in the background and print its id.
+
+    With --wait, exits as `mlpipe run` does; without, 0 when the run has a driver.
+    """
+    from mlpipe.spec.load import load_pipeline
+    from mlpipe.submit.detach import detach
+
+    pipeline = load_pipeline(spec, overrides=overrides)
+    store = session.open_store(pipeline.store)
+    if dry_run:
+        document = would_start(store, pipeline, run_id or f"{pipeline.name[:40]}-RUN", stage)
+        session.result(document, json.dumps(document, indent=2))
+        return 0
+    run_id = _claim(store, pipeline, Path(spec).read_text(), overrides, run_id)
+    if _needs_driver(store, run_id, stage):
+        detach(store, run_id, stage)
+    if not wait:
+        session.result({"run_id": run_id, "store": store.url}, run_id)
+        session.note(f"follow it with `mlpipe logs -f {run_id}`, stop it with `mlpipe cancel {run_id}`")
+        return 0
+    session.note(f"run {run_id} in {store.url}; Ctrl-C leaves it running")
+    return _wait(session, store, run_id, stage)
+
+
+def would_start(store: Store, pipeline: Pipeline, run_id: str, only: str | None) -> dict[str, Any]:
+    """The driver's argv, and of each stage the plan, argv and added environment that it would start."""
+    from mlpipe.submit import planning
+    from mlpipe.submit.detach import driver_argv
+    from mlpipe.submit.local import command_line
+
+    stages = []
+    for plan in planning.preview(pipeline, store.url, run_id):
+        if only not in (None, plan.stage):
+            continue
+        argv, env = None, None
+        if plan.promote is None:  # which is a few store calls of the driver
+            scratch = planning.scratch_folder(store, run_id) / f"{plan.stage}-{plan.attempt}"
+            argv, env = command_line(plan, scratch)
+        stages.append({"stage": plan.stage, "argv": argv, "env": env, "plan": asdict(plan)})
+    return {
+        "run_id": run_id,
+        "store": store.url,
+        "driver": driver_argv(store.url, run_id, only),
+        "stages": stages,
+    }
+
+
+def _claim(
+    store: Store, pipeline: Pipeline, text: str, overrides: tuple[str, ...], run_id: str | None
+) -> str:
+    """A new run, or the one that has this id already, if it was asked for with the same pipeline."""
+    from mlpipe.store import runs
+    from mlpipe.submit import planning
+
+    if run_id is not None and store.exists(f"runs/{run_id}/run.json"):
+        if runs.read_run(store, run_id).spec_digest != pipeline.digest:
+            raise SubmitError(
+                f"run {run_id} exists and was started with another pipeline",
+                hint=f"choose another --run-id, or change it on the way: mlpipe resume {run_id} --set ...",
+                kind="input",
+            )
+        return run_id
+    return planning.create(store, pipeline, text=text, overrides=overrides, folder=os.getcwd(), run_id=run_id)
+
+
+def _needs_driver(store: Store, run_id: str, only: str | None) -> bool:
+    from mlpipe.store import runs
+
+    run = runs.read_run(store, run_id)
+    if only is not None and only in run.stages and run.stages[only].state == "done":
+        return False
+    return run.state != "done" and not runs.lease_is_live(run.driver)
+
+
+def _wait(session: Session, store: Store, run_id: str, only: str | None) -> int:
+    from mlpipe.cli import outcome
+    from mlpipe.cli.follow import Watcher
+    from mlpipe.store import runs
+
+    run = runs.read_run(store, run_id)
+    watcher = Watcher(session, store, run)
+    try:
+        while runs.lease_is_live(run.driver):  # it lets go when it has written how the run ended
+            watcher.watch(run)
+            time.sleep(0.5)
+            run = runs.read_run(store, run_id)
+        watcher.watch(run)
+    except KeyboardInterrupt:
+        watcher.note(
+            f"detached; run {run_id} goes on. Come back with `mlpipe submit ... --run-id {run_id} --wait` or "
+            f"`mlpipe logs -f {run_id}`, stop it with `mlpipe cancel {run_id}`"
+        )
+        return EXIT_CODES["interrupted"]
+    finally:
+        watcher.close()
+    if run.state not in runs.RUN_ENDED and (only is None or run.stages[only].state != "done"):
+        raise SubmitError(
+            f"the driver of run {run_id} is gone and the run has not ended",
+            hint=f"go on with mlpipe resume {run_id}",
+        )
+    key = f"runs/{run_id}/report.html"
+    found = str(store.local_path(key) or f"{store.url}/{key}") if store.exists(key) else None
+    session.result({**outcome.document(store, run), "report": found}, outcome.summary(store, run, found))
+    return outcome.exit_code(run, only)

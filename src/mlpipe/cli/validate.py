@@ -1,0 +1,37 @@
+"""`mlpipe validate SPEC...`: every mistake at once."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from mlpipe._core.errors import EXIT_CODES
+from mlpipe.cli.session import Session, overrides, shared
+
+
+@click.command()
+@click.argument("specs", metavar="SPEC...", nargs=-1, required=True, type=click.Path())
+@overrides
+@shared
+@click.pass_obj
+def command(session: Session, specs: tuple[str, ...], overrides: tuple[str, ...]) -> int:
+    """Report every mistake in pipeline files, each as file:line:col. Exits 2 if there is one."""
+    from mlpipe.spec.load import load_pipeline
+    from mlpipe.spec.problems import SpecErrors
+
+    files: list[dict[str, Any]] = []
+    lines = []
+    for spec in specs:
+        try:
+            pipeline = load_pipeline(spec, overrides=overrides)
+        except SpecErrors as errors:
+            files.append({"file": spec, "problems": [asdict(problem) for problem in errors.problems]})
+            lines.append(str(errors))
+        else:
+            files.append({"file": spec, "problems": []})
+            lines.append(f"{spec}: ok, {len(pipeline.stages)} stages")
+    valid = not any(file["problems"] for file in files)
+    session.result({"valid": valid, "files": files}, "\n".join(lines))
+    return 0 if valid else EXIT_CODES["input"]

@@ -1,0 +1,64 @@
+"""Starts a driver that outlives the terminal: `mlpipe resume RUN` in a session of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mlpipe._core.errors import SubmitError
+from mlpipe.store import runs
+from mlpipe.store.base import Store
+from mlpipe.submit.driver import working_folder
+from mlpipe.submit.planning import cache_folder
+
+_START_SECONDS = 60.0
+_OF_A_STAGE = ("MLPIPE_DRIVER", "MLPIPE_RUN_ID", "MLPIPE_STAGE", "MLPIPE_OUTPUT")
+
+
+def driver_argv(store_url: str, run_id: str, only: str | None = None) -> list[str]:
+    """What is started, and what `--dry-run` prints."""
+    argv = [sys.executable, "-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--debug"]
+    return [*argv, "--stage", only] if only else argv
+
+
+def driver_log(store: Store, run_id: str) -> Path:
+    """In the run's folder; for a store that is no folder, in this machine's cache."""
+    folder = store.local_path(f"runs/{run_id}")
+    return (folder or cache_folder() / "drivers" / run_id) / "driver.log"
+
+
+def detach(store: Store, run_id: str, only: str | None = None) -> None:
+    """Returns when the driver has taken the run. Raises SubmitError with its last words if it has not."""
+    run = runs.read_run(store, run_id)
+    log = driver_log(store, run_id)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            driver_argv(store.url, run_id, only),
+            cwd=working_folder(run),
+            env={name: value for name, value in os.environ.items() if name not in _OF_A_STAGE},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        driver = runs.read_run(store, run_id).driver
+        if driver is not None and driver.pid == process.pid:
+            return
+        if (code := process.poll()) is not None:
+            if code == 0:
+                return  # nothing was left to do, or it was done within a blink
+            words = log.read_text(errors="replace").strip().splitlines()
+            raise SubmitError(
+                f"the driver ended at once with code {code}: {words[-1] if words else 'without a word'}",
+                where=str(log),
+            )
+        if time.monotonic() > deadline:
+            process.terminate()
+            raise SubmitError(f"the driver did not start within {_START_SECONDS:.0f} s", where=str(log))
+        time.sleep(0.05)

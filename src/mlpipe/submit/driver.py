@@ -1,0 +1,216 @@
+"""The driver of a local run: takes the lease, clears what a dead driver left, walks, lets go.
+
+A run has one driver at a time. It may be `mlpipe run` or `mlpipe resume` in a terminal, or the process that
+`mlpipe submit` detaches (which is `mlpipe resume` again): all of them come through `drive`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from mlpipe._core.errors import StoreError, SubmitError
+from mlpipe.plan.plan import Plan
+from mlpipe.store import runs
+from mlpipe.store.base import Store
+from mlpipe.store.runs import Lease, RunState, StageState
+from mlpipe.submit import planning, process
+from mlpipe.submit.local import LocalBackend
+from mlpipe.submit.walk import Stop, Walk
+
+LEASE_SECONDS = 60.0
+_RENEW_SECONDS = 10.0
+_GRACE_SECONDS = 2.0  # for orphans of a stage whose plan cannot be read
+
+
+def drive(
+    store: Store,
+    run_id: str,
+    *,
+    stop: Stop,
+    only: str | None = None,
+    overrides: Sequence[str] = (),
+    watch: Callable[[RunState], None] = lambda state: None,
+) -> RunState:
+    """Walk the run until it has ended (with `only`: that stage); its final state. A done run stays as it is.
+    `overrides` are added to those it was asked with, and kept.
+
+    Raises SpecError or PlanError before anything starts; SubmitError or StoreError (input) if another driver
+    is alive; SubmitError if the lease was lost on the way.
+    """
+    former = runs.read_run(store, run_id)
+    if former.state == "done":
+        return former
+    asked = [*former.meta.get("set", []), *overrides]
+    pipeline = planning.load_stored(store, run_id, asked)
+    if only is not None:
+        _check_needs(planning.needs(pipeline), former, only)
+    with HeldLease(store, run_id) as lease:
+        _clear_orphans(store, former)
+        if former.state != "pending":
+            runs.reopen(store, run_id)
+        started = runs.update_run(
+            store,
+            run_id,
+            lambda run: replace(
+                run,
+                state="running",
+                spec_digest=pipeline.digest,
+                message="",
+                meta={**run.meta, "set": asked},
+            ),
+        )
+        scratch = planning.scratch_folder(store, run_id)
+        try:
+            return Walk(
+                store,
+                run_id,
+                planning.needs(pipeline),
+                planning.planner(store, run_id, pipeline),
+                LocalBackend(store, driver=lease.holder, folder=working_folder(started)),
+                holder=lease.holder,
+                scratch=scratch,
+                stop=stop,
+                alive=lease.check,
+                watch=watch,
+            ).run(only)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def working_folder(run: RunState) -> str:
+    """Where the run was asked for, which is where its commands run, whoever drives it."""
+    folder = str(run.meta.get("folder", "."))
+    if not os.path.isdir(folder):
+        raise SubmitError(
+            f"run {run.run_id} was started in {folder}, which is not there (any more)",
+            hint="make the folder again, or start a new run",
+            kind="input",
+        )
+    return folder
+
+
+class HeldLease:
+    """The right to drive a run, renewed by a thread so that a long upload does not lose it."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self.holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._store = store
+        self._run_id = run_id
+        self._released = threading.Event()
+        self._lost: str | None = None
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    def __enter__(self) -> HeldLease:
+        runs.take_lease(self._store, self._run_id, self.holder, LEASE_SECONDS)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._released.set()
+        try:
+            runs.release_lease(self._store, self._run_id, self.holder)
+        except StoreError:
+            return  # it expires by itself, and an error on its way out must not be hidden by this one
+
+    def check(self) -> None:
+        """Raises SubmitError once the lease is lost."""
+        if self._lost is not None:
+            raise SubmitError(
+                f"this driver lost the lease on run {self._run_id}: {self._lost}",
+                hint=f"see who drives it: mlpipe status {self._run_id}; go on: mlpipe resume {self._run_id}",
+            )
+
+    def _renew(self) -> None:
+        renewed = time.monotonic()
+        while not self._released.wait(_RENEW_SECONDS):
+            try:
+                runs.renew_lease(self._store, self._run_id, self.holder, LEASE_SECONDS)
+                renewed = time.monotonic()
+            except StoreError as error:
+                if self._is_taken() or time.monotonic() - renewed > LEASE_SECONDS:
+                    self._lost = str(error)
+                    return
+
+    def _is_taken(self) -> bool:
+        try:
+            driver = runs.read_run(self._store, self._run_id).driver
+        except StoreError:
+            return False
+        return driver is None or driver.holder != self.holder
+
+
+def cancel(store: Store, run_id: str, why: str, *, timeout_seconds: float) -> RunState:
+    """Stop a run and wait until it has stopped. A live driver lets the stages save; a dead one is replaced
+    for as long as it takes to end what it left. Raises SubmitError when `timeout_seconds` are over."""
+    run = runs.read_run(store, run_id)
+    if run.state in runs.RUN_ENDED:
+        return run
+    runs.request_cancel(store, run_id, why)
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        run = runs.read_run(store, run_id)
+        if run.state in runs.RUN_ENDED:
+            return run
+        if not runs.lease_is_live(run.driver):
+            return _cancel_driverless(store, run, why)
+        if time.monotonic() > deadline:
+            raise SubmitError(
+                f"run {run_id} was asked to stop and has not stopped within {timeout_seconds:.0f} s",
+                hint=f"it saves before it stops; look again with mlpipe status {run_id}",
+            )
+        time.sleep(0.2)
+
+
+def _cancel_driverless(store: Store, former: RunState, why: str) -> RunState:
+    def stopped(stage: StageState) -> StageState:
+        if stage.state == "running":
+            return replace(stage, state="cancelled", message="its driver was gone", ended=time.time())
+        return replace(stage, state="skipped", message=why) if stage.state == "pending" else stage
+
+    with HeldLease(store, former.run_id):
+        _clear_orphans(store, former)
+        return runs.update_run(
+            store,
+            former.run_id,
+            lambda run: replace(
+                run,
+                state="cancelled",
+                message=why,
+                stages={name: stopped(stage) for name, stage in run.stages.items()},
+            ),
+        )
+
+
+def _clear_orphans(store: Store, former: RunState) -> None:
+    """Ends the processes of the driver before us, if it ran on this machine."""
+    lease: Lease | None = former.driver
+    if lease is None or lease.host != socket.gethostname():
+        return
+    grace = _GRACE_SECONDS
+    for name, stage in former.stages.items():
+        key = f"runs/{former.run_id}/stages/{name}/attempt-{stage.attempt}/plan.json"
+        if stage.state == "running" and store.exists(key):
+            plan = Plan.from_json(store.get(key))
+            grace = max(grace, plan.launch.shutdown_seconds if plan.command is None else 0.0)
+    process.clear(lease.holder, grace_seconds=grace)
+
+
+def _check_needs(needs: Mapping[str, Sequence[str]], run: RunState, only: str) -> None:
+    if only not in needs:
+        raise SubmitError(
+            f"the pipeline has no stage {only!r}", hint=f"it has {', '.join(needs)}", kind="input"
+        )
+    missing = [need for need in needs[only] if run.stages[need].state != "done"]
+    if missing:
+        raise SubmitError(
+            f"stage {only!r} needs {', '.join(missing)}, which this run has not done",
+            hint="run that first, or leave --stage away",
+            kind="input",
+        )

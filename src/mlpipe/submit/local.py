@@ -1,0 +1,266 @@
+"""The backend `local`: a stage is a process on this machine (or, to promote, a few store calls here)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlpipe._core.errors import EXIT_CODES, Kind, MlpipeError, SubmitError
+from mlpipe.plan.plan import Plan, PromotePlan
+from mlpipe.spec import placeholders
+from mlpipe.store import outputs
+from mlpipe.store.base import Store
+from mlpipe.submit import process
+
+from mlpipe.submit.walk import Ended, Room
+
+_LAST_LINES = 15  # of a failed command's log, shown with the failure
+_KINDS: dict[int, Kind] = {code: kind for kind, code in EXIT_CODES.items()}
+
+
+def gpu_ids() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES may name here: its own value if set, else the devices of the driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name.strip() and name.strip() != "-1"]
+    devices = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
+    return sorted(devices, key=int)
+
+
+class LocalBackend:
+    """Starts stages in `folder`, the directory in which the run was asked for, under the driver's lease
+    `driver`."""
+
+    def __init__(self, store: Store, *, driver: str, folder: str) -> None:
+        self._store = store
+        self._driver = driver
+        self._folder = folder
+        self._gpus = gpu_ids()
+        self._taken: list[tuple[Handle, list[str]]] = []
+
+    def room(self) -> Room:
+        return Room(cpus=len(os.sched_getaffinity(0)), gpus=len(self._gpus))
+
+    def check(self, plan: Plan) -> None:
+        check_fits(plan, len(self._gpus))
+
+    def start(self, plan: Plan, scratch: Path) -> Handle:
+        if plan.promote is not None:
+            return Promotion(self._store, plan, plan.promote)
+        argv, env = command_line(plan, scratch)
+        argv = resolve(argv)
+        gpus = self._take_gpus(plan)
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        (scratch / "output").mkdir()
+        (scratch / "plan.json").write_text(plan.to_json())
+        env[process.DRIVER_VARIABLE] = self._driver
+        handle = StageProcess(self._store, plan, scratch, argv, env, self._folder, self._driver)
+        self._taken.append((handle, gpus))
+        return handle
+
+    def _take_gpus(self, plan: Plan) -> list[str]:
+        if plan.launch.device != "cuda":
+            return []
+        self._taken = [(handle, gpus) for handle, gpus in self._taken if handle.poll() is None]
+        taken = {gpu for _, gpus in self._taken for gpu in gpus}
+        return [gpu for gpu in self._gpus if gpu not in taken][: plan.launch.nproc_per_node]
+
+
+def check_fits(plan: Plan, num_gpus: int) -> None:
+    """Refuse, before anything starts, what one machine cannot do. Raises SubmitError (input)."""
+    launch, key = plan.launch, f"stages.{plan.stage}.resources"
+    if launch.num_nodes > 1:
+        raise SubmitError(
+            f"asks for {launch.num_nodes} nodes, but the local backend is this one machine",
+            where=f"stage {plan.stage!r}",
+            hint=f"run it with --set {key}.nodes=1",
+            kind="input",
+        )
+    if launch.device == "cuda" and launch.nproc_per_node > num_gpus:
+        raise SubmitError(
+            f"asks for {launch.nproc_per_node} GPUs, this machine shows {num_gpus}",
+            where=f"stage {plan.stage!r}",
+            hint=f"run it with --set {key}.gpus_per_node={num_gpus}"
+            + ("" if num_gpus else " (then it trains on the CPU)"),
+            kind="input",
+        )
+
+
+def command_line(plan: Plan, scratch: Path) -> tuple[list[str], dict[str, str]]:
+    """argv and the environment that is added to ours: what `--dry-run` prints and `start` starts."""
+    env = {**plan.launch.env, "MLPIPE_RUN_ID": plan.run_id, "MLPIPE_STAGE": plan.stage}
+    if plan.command is not None:
+        folder = str(scratch / "output")
+        env["MLPIPE_OUTPUT"] = folder
+        return [placeholders.resolve(word, {"output": folder}) for word in plan.command.argv], env
+    launcher = [sys.executable, "-m", "mlpipe.train.launcher"]
+    return [*launcher, "--plan", str(scratch / "plan.json"), "--scratch", str(scratch)], env
+
+
+def resolve(argv: Sequence[str]) -> list[str]:
+    """argv[0] is looked for beside the running Python first, then in PATH: a virtual environment's tools are
+    found without activating it, and are the ones of the mlpipe that runs."""
+    search = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    program = shutil.which(argv[0], path=search)
+    if program is None:
+        raise SubmitError(
+            f"no program {argv[0]!r} in PATH or beside {sys.executable}",
+            hint="install it, or write its path",
+            kind="input",
+        )
+    return [program, *argv[1:]]
+
+
+class Handle:
+    """A stage under way. Its thread does what takes long (waiting, uploading), so that `poll` never does."""
+
+    def __init__(self, store: Store, plan: Plan) -> None:
+        self._store = store
+        self._plan = plan
+        self._stopping = False
+        self._ended: Ended | None = None
+        self._thread = threading.Thread(target=self._follow, name=f"stage {plan.stage}", daemon=True)
+
+    def poll(self) -> Ended | None:
+        return self._ended
+
+    def terminate(self) -> None:
+        self._stopping = True
+
+    def kill(self) -> None:
+        self._stopping = True
+
+    def _work(self) -> Ended:
+        raise NotImplementedError
+
+    def _follow(self) -> None:
+        try:
+            self._ended = self._work()
+        except MlpipeError as error:
+            self._ended = Ended("failed", str(error), kind=error.kind)
+        except Exception as error:
+            self._ended = Ended("failed", f"{type(error).__name__}: {error}", kind="bug")
+
+
+class Promotion(Handle):
+    """Store calls with their own deadlines, too short to be stopped half-way."""
+
+    def __init__(self, store: Store, plan: Plan, promotion: PromotePlan) -> None:
+        super().__init__(store, plan)
+        self._promotion = promotion
+        self._thread.start()
+
+    def _work(self) -> Ended:
+        from mlpipe.submit.promote import promote
+
+        version, checkpoint = promote(self._store, self._plan.run_id, self._promotion)
+        model = {"model": self._promotion.model_name, "version": version, "alias": self._promotion.alias}
+        return Ended("done", exit_code=0, outcome={**model, "step": checkpoint.step})
+
+
+class StageProcess(Handle):
+    """A command, or the launcher of a train or evaluate stage."""
+
+    def __init__(
+        self,
+        store: Store,
+        plan: Plan,
+        scratch: Path,
+        argv: Sequence[str],
+        env: dict[str, str],
+        folder: str,
+        driver: str,
+    ) -> None:
+        super().__init__(store, plan)
+        self._scratch = scratch
+        self._driver = driver
+        self._log = scratch / "output.log"
+        # An orphaned launcher saves; an orphaned command has nothing that anybody would read.
+        death = signal.SIGKILL if plan.command is not None else signal.SIGTERM
+        self._process = process.spawn(
+            argv, env={**os.environ, **env}, folder=folder, output=self._log, death_signal=death
+        )
+        self._thread.start()
+
+    def terminate(self) -> None:
+        super().terminate()
+        if self._process.poll() is None:
+            if self._plan.command is not None:
+                process.send([-self._process.pid], signal.SIGTERM)  # the whole process group
+            else:
+                process.send([self._process.pid], signal.SIGTERM)  # the launcher tells its workers
+
+    def kill(self) -> None:
+        super().kill()
+        process.send(process.members(self._driver, self._plan.stage), signal.SIGKILL)
+
+    def _work(self) -> Ended:
+        name = "rank-0" if self._plan.command is not None else "launcher"
+        exit_code = self._ship_log(f"{self._plan.attempt_key}/logs/{name}.log")
+        # Whatever the stage started and left behind ends with it.
+        process.send(process.members(self._driver, self._plan.stage), signal.SIGKILL)
+        if self._plan.command is not None:
+            return self._end_of_command(exit_code)
+        return self._end_of_launcher(exit_code)
+
+    def _ship_log(self, key: str) -> int:
+        """Copy the growing log file into the store until the process has ended; its exit code."""
+        writer = self._store.open_log(key)
+        try:
+            with self._log.open("rb") as log:
+                while True:
+                    exit_code = self._process.poll()
+                    while chunk := log.read(1 << 20):
+                        writer.write(chunk)
+                    if exit_code is not None:
+                        return exit_code
+                    time.sleep(0.05)
+        finally:
+            writer.close()
+
+    def _end_of_command(self, exit_code: int) -> Ended:
+        if self._stopping:
+            return Ended("cancelled", "stopped before it was done", exit_code=exit_code)
+        if exit_code != 0:
+            message = f"{_how(exit_code)}{self._last_lines()}"
+            return Ended("failed", message, kind="failed", exit_code=exit_code)
+        digest = outputs.commit_output(self._store, self._plan.stage_key, self._scratch / "output")
+        return Ended("done", "", exit_code=0, outcome={"digest": digest})
+
+    def _last_lines(self) -> str:
+        tail = self._log.read_bytes()[-8192:].decode(errors="replace").splitlines()[-_LAST_LINES:]
+        return "; its last lines:" + "".join(f"\n  | {line}" for line in tail) if tail else ", silently"
+
+    def _end_of_launcher(self, exit_code: int) -> Ended:
+        key = f"{self._plan.attempt_key}/outcome.json"
+        if not self._store.exists(key):
+            if self._stopping:
+                return Ended("cancelled", "stopped at once", exit_code=exit_code)
+            kind = "infrastructure" if exit_code < 0 else _KINDS.get(exit_code, "bug")
+            message = f"the launcher {_how(exit_code)}{self._last_lines()}"
+            return Ended("failed", message, kind=kind, exit_code=exit_code)
+        outcome: dict[str, Any] = json.loads(self._store.get(key))
+        ended = Ended("done", outcome["message"] or "", exit_code=exit_code, outcome=outcome)
+        if outcome["outcome"] == "saved" or outcome["kind"] == "cancelled":
+            return replace(ended, state="cancelled")
+        if outcome["outcome"] == "failed":
+            error = MlpipeError(ended.message, where=outcome["where"], hint=outcome["hint"])
+            return replace(ended, state="failed", message=str(error), kind=outcome["kind"] or "failed")
+        return ended
+
+
+def _how(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

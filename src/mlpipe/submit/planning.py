@@ -1,0 +1,146 @@
+"""From a pipeline to a run, and from a run to the plans of its stages."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import subprocess
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlpipe._core.ids import new_run_id
+from mlpipe.plan.build import build_plan, stage_hardware, train_stage_of
+from mlpipe.plan.plan import Plan
+from mlpipe.spec.load import load_pipeline_text
+from mlpipe.spec.model import Pipeline
+from mlpipe.spec.placeholders import names, stage_of
+from mlpipe.store import outputs, runs
+from mlpipe.store.base import Store
+from mlpipe.submit.local import check_fits, gpu_ids
+
+_GIT_SECONDS = 5.0
+
+
+def cache_folder() -> Path:
+    """MLPIPE_CACHE, else the user's cache: outputs fetched from S3, and scratch folders of attempts."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("MLPIPE_CACHE") or Path(base) / "mlpipe").absolute()
+
+
+def scratch_folder(store: Store, run_id: str) -> Path:
+    """Of one run in one store on this machine; the same for every driver, so that it is found again."""
+    return cache_folder() / "scratch" / f"{run_id}-{zlib.crc32(store.url.encode()):08x}"
+
+
+def needs(pipeline: Pipeline) -> dict[str, tuple[str, ...]]:
+    return {stage.name: stage.needs for stage in pipeline.stages}
+
+
+def plan_ahead(pipeline: Pipeline, stage_name: str, store_url: str, run_id: str) -> Plan:
+    """The plan as far as it is known before anything has run. Raises PlanError."""
+    return build_plan(
+        pipeline,
+        stage_name,
+        run_id=run_id,
+        attempt=1,
+        store_url=store_url,
+        inputs={},
+        hardware=stage_hardware(pipeline, stage_name),
+        resume=True,
+    )
+
+
+def preview(pipeline: Pipeline, store_url: str, run_id: str) -> list[Plan]:
+    """All plans ahead. Raises PlanError, and SubmitError for what this machine cannot do."""
+    plans = [plan_ahead(pipeline, stage.name, store_url, run_id) for stage in pipeline.stages]
+    for plan in plans:
+        check_fits(plan, len(gpu_ids()))
+    return plans
+
+
+def create(
+    store: Store,
+    pipeline: Pipeline,
+    *,
+    text: str,
+    overrides: Sequence[str],
+    folder: str,
+    run_id: str | None,
+) -> str:
+    """A pending run of `pipeline` (whose file has `text`), to be driven in `folder`; its id. Raises what
+    `preview` raises, before anything is written, and StoreError (input) when the id is taken."""
+    run_id = run_id or new_run_id(pipeline.name)
+    preview(pipeline, store.url, run_id)
+    store.probe()
+    meta: dict[str, Any] = {
+        "pipeline": pipeline.name,
+        "set": list(overrides),
+        "folder": folder,
+        "host": socket.gethostname(),
+        "user": getpass.getuser(),
+        "git_commit": git_commit(folder),
+    }
+    stages = [stage.name for stage in pipeline.stages]
+    runs.create_run(store, run_id, text, pipeline.digest, stages, "local", meta)
+    return run_id
+
+
+def load_stored(store: Store, run_id: str, overrides: Sequence[str]) -> Pipeline:
+    """The pipeline that the run was asked for, with `overrides`. Raises SpecError."""
+    text = runs.read_pipeline(store, run_id)
+    return load_pipeline_text(text, f"runs/{run_id}/pipeline.yaml", overrides=overrides)
+
+
+def planner(store: Store, run_id: str, pipeline: Pipeline) -> Callable[[str, int], Plan]:
+    """Plans a stage whose needs are done; fetches the outputs that it names to this machine."""
+
+    def plan(stage_name: str, attempt: int) -> Plan:
+        return build_plan(
+            pipeline,
+            stage_name,
+            run_id=run_id,
+            attempt=attempt,
+            store_url=store.url,
+            inputs=_inputs(store, run_id, pipeline, stage_name),
+            hardware=stage_hardware(pipeline, stage_name),
+            resume=True,  # from the latest checkpoint of the stage, if it has one
+        )
+
+    return plan
+
+
+def _inputs(store: Store, run_id: str, pipeline: Pipeline, stage_name: str) -> Mapping[str, str]:
+    stage = pipeline.stage(stage_name)
+    text = stage.model_dump_json()
+    if stage.evaluate is not None:  # reads the data of its training
+        text += pipeline.stage(train_stage_of(pipeline, stage)).model_dump_json()
+    wanted = {name for placeholder in names(text) if (name := stage_of(placeholder)) is not None}
+    cache = cache_folder() / "outputs"
+    return {
+        name: str(outputs.fetch_output(store, f"runs/{run_id}/stages/{name}", cache))
+        for name in sorted(wanted)
+    }
+
+
+def git_commit(folder: str) -> str | None:
+    """Of the checkout that `folder` lies in, with `-dirty` when it has changes; None outside of one."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", folder, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+        return done.stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        return f"{commit}-dirty" if git("status", "--porcelain", "--untracked-files=no") else commit
+    except (OSError, subprocess.SubprocessError):
+        return None

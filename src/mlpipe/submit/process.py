@@ -1,0 +1,92 @@
+"""Processes of stages: each leads its own session, dies with its driver, and writes into a file.
+
+Every descendant of a stage carries MLPIPE_DRIVER=<the driver's lease> in its environment. That is how
+what a dead driver left behind is found, and nothing else is ever signalled: a pid may have been given
+to a stranger since, a random lease name cannot.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mlpipe._core.errors import SubmitError
+
+DRIVER_VARIABLE = "MLPIPE_DRIVER"
+_CHILD = str(Path(__file__).with_name("child.py"))
+
+
+def spawn(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    folder: str,
+    output: Path,
+    death_signal: signal.Signals,
+) -> subprocess.Popen[bytes]:
+    """Start `argv` without a shell in `folder`. It gets `death_signal` when the calling thread ends."""
+    with output.open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", _CHILD, str(os.getpid()), str(int(death_signal)), *argv],
+            env=dict(env),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def members(driver: str, stage: str | None = None) -> list[int]:
+    """Living processes whose environment says that `driver` started them, for `stage`."""
+    marks = {f"{DRIVER_VARIABLE}={driver}".encode()}
+    if stage is not None:
+        marks.add(f"MLPIPE_STAGE={stage}".encode())
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{entry.name}/environ", "rb") as file:  # empty for a zombie
+                if marks <= set(file.read().split(b"\0")):
+                    found.append(int(entry.name))
+        except OSError:
+            continue  # gone meanwhile, or another user's
+    return found
+
+
+def send(pids: Sequence[int], signum: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signum)
+        except ProcessLookupError:
+            continue
+
+
+def clear(driver: str, *, grace_seconds: float) -> int:
+    """Wait `grace_seconds` for what a dead driver left to save and leave, then SIGKILL it. Returns how many
+    were found. (Launchers had SIGTERM from the kernel as the driver died; another would mean "at once".)
+
+    Raises SubmitError if some are still there 10 s after SIGKILL (stuck in the kernel).
+    """
+    found = members(driver)
+    if not found:
+        return 0
+    deadline = time.monotonic() + grace_seconds
+    while members(driver) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    deadline = time.monotonic() + 10
+    while left := members(driver):
+        send(left, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise SubmitError(
+                f"processes {left} of the former driver {driver} do not die",
+                hint="they hang in the kernel (a network disk?); resume when they are gone",
+            )
+        time.sleep(0.05)
+    return len(found)

@@ -1,0 +1,52 @@
+"""The stage kind `promote`: gives a checkpoint that passed its gate a version in the registry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlpipe._core.errors import SubmitError
+from mlpipe.plan.plan import PromotePlan
+from mlpipe.store import catalogue, registry, runs
+from mlpipe.store.base import Store
+from mlpipe.store.catalogue import Checkpoint
+
+
+def promote(store: Store, run_id: str, plan: PromotePlan) -> tuple[int, Checkpoint]:
+    """Promote the checkpoint that `plan.evaluate_stage` evaluated (without one: the latest). Returns the
+    version and the checkpoint. Raises SubmitError if there is none, or its gate did not pass."""
+    run = runs.read_run(store, run_id)
+    stage_key = f"runs/{run_id}/stages/{plan.train_stage}"
+    checkpoints = catalogue.list_checkpoints(store, stage_key)
+    metrics: dict[str, Any] = {}
+    if plan.evaluate_stage is not None:
+        evaluation = run.stages[plan.evaluate_stage].outcome or {}
+        metrics = evaluation.get("metrics") or {}
+        if not evaluation.get("passed"):
+            raise SubmitError(
+                f"the gate of stage {plan.evaluate_stage!r} has not passed",
+                hint=f"look at `mlpipe status {run_id}`",
+                kind="failed",
+            )
+        checkpoints = [found for found in checkpoints if found.step == evaluation["step"]]
+    if not checkpoints:
+        raise SubmitError(
+            f"stage {plan.train_stage!r} has no checkpoint to promote", where=stage_key, kind="failed"
+        )
+    chosen = checkpoints[-1]
+    lineage = {
+        "run": run_id,
+        "stage": plan.train_stage,
+        "step": chosen.step,
+        "checkpoint": chosen.key,
+        "pipeline": run.pipeline,
+        "spec_digest": run.spec_digest,
+        "git_commit": run.meta.get("git_commit"),
+        "data": {
+            name: stage.outcome["digest"]
+            for name, stage in run.stages.items()
+            if stage.outcome and "digest" in stage.outcome
+        },
+        "metrics": metrics,
+    }
+    version = registry.promote(store, plan.model_name, plan.alias, chosen.key, lineage)
+    return version, chosen

@@ -1,0 +1,347 @@
+"""Walks the stages of a run, on any backend. What is known lies in the store: a driver that dies is
+replaced by another, which reads run.json and goes on.
+
+A stage starts when all that it needs is done and the backend has room for it. When one fails, whatever needs
+it is skipped, and what does not need it still runs (as `make -k`): a long training is not lost to a failed
+side branch. When the run is stopped, the stages under way are asked to save, and nothing new starts.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from mlpipe._core.errors import Kind, MlpipeError, StoreError, SubmitError
+from mlpipe.plan.plan import Plan
+from mlpipe.store import runs
+from mlpipe.store.base import Store
+from mlpipe.store.runs import RunState, StageState
+
+_POLL_SECONDS = 0.1
+_CANCEL_SECONDS = 1.0  # between two looks for a request to cancel: a GET each
+_COMMAND_SECONDS = 30.0  # between SIGTERM and SIGKILL of a command
+_AFTER_KILL_SECONDS = 10.0  # for a killed stage to be seen as ended
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a stage ended. `kind` says whose fault a failure is; `outcome` is kept in run.json."""
+
+    state: Literal["done", "failed", "cancelled"]
+    message: str = ""
+    kind: Kind | None = None
+    exit_code: int | None = None
+    outcome: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a stage takes, or what a backend has: CPU slots, and GPUs by name (a stage: how many)."""
+
+    cpus: int
+    gpus: int
+
+
+class Handle(Protocol):
+    """A stage under way. None of these waits."""
+
+    def poll(self) -> Ended | None: ...
+    def terminate(self) -> None:
+        """Ask it to save and stop."""
+
+    def kill(self) -> None:
+        """Stop it at once."""
+
+
+class Backend(Protocol):
+    """Where stages run."""
+
+    def room(self) -> Room: ...
+    def check(self, plan: Plan) -> None:
+        """Raises SubmitError if `plan` can never run here."""
+
+    def start(self, plan: Plan, scratch: Path) -> Handle:
+        """plan.json lies in the store already; `scratch` is an empty folder of this attempt."""
+
+
+class Stop:
+    """Asks a walk to stop; safe to call from a signal handler. The first reason stays."""
+
+    def __init__(self) -> None:
+        self.kind: Literal["cancelled", "interrupted"] | None = None
+        self.why = ""
+
+    def request(self, kind: Literal["cancelled", "interrupted"], why: str) -> None:
+        if self.kind is None:
+            self.kind, self.why = kind, why
+
+
+@dataclass
+class _Running:
+    handle: Handle
+    plan: Plan
+    scratch: Path
+    started: float  # monotonic
+    terminated: float | None = None
+    killed: float | None = None
+    timed_out: bool = False
+
+
+class Walk:
+    """One driver's walk over a run, under the lease `holder`. `needs` names each stage's needs, in the order
+    of the pipeline; `make_plan(stage, attempt)` plans it when its needs are done. `alive()` raises when the
+    lease could not be renewed. `watch(state)` is called about ten times a second."""
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        needs: Mapping[str, Sequence[str]],
+        make_plan: Callable[[str, int], Plan],
+        backend: Backend,
+        *,
+        holder: str,
+        scratch: Path,
+        stop: Stop,
+        alive: Callable[[], None] = lambda: None,
+        watch: Callable[[RunState], None] = lambda state: None,
+    ) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._needs = needs
+        self._make_plan = make_plan
+        self._backend = backend
+        self._holder = holder
+        self._scratch = scratch
+        self._stop = stop
+        self._alive = alive
+        self._watch = watch
+        self._running: dict[str, _Running] = {}
+        self._planned: dict[str, Plan] = {}  # ready, but without room so far
+        self._looked_for_cancel = 0.0
+        self.state = runs.read_run(store, run_id)
+
+    def run(self, only: str | None = None) -> RunState:
+        """Walk until nothing is left to start (or, with `only`, until that stage has ended). Returns the
+        final state; raises what `alive` or the store raises, after the stages under way were killed."""
+        wanted = list(self._needs) if only is None else [only]
+        try:
+            while True:
+                self._alive()
+                self._look_for_cancel()
+                self._collect()
+                if self._stop.kind is not None:
+                    self._terminate_all()
+                else:
+                    self._skip(wanted)
+                    self._start(wanted)
+                self._watch(self.state)
+                if not self._running and (self._stop.kind is not None or not self._startable(wanted)):
+                    return self._finish()
+                time.sleep(_POLL_SECONDS)
+        except KeyboardInterrupt:  # the second signal: at once
+            self._kill_all()
+            return self._finish()
+        except BaseException:
+            self._kill_all()
+            raise
+
+    # What may start
+
+    def _startable(self, wanted: Sequence[str]) -> list[str]:
+        stages = self.state.stages
+        return [
+            name
+            for name in wanted
+            if stages[name].state == "pending"
+            and all(stages[need].state == "done" for need in self._needs[name])
+        ]
+
+    def _skip(self, wanted: Sequence[str]) -> None:
+        """Mark what can never start in this walk, in the order of the pipeline so that it cascades."""
+        for name in wanted:
+            if self.state.stages[name].state == "pending":
+                for need in self._needs[name]:
+                    if self.state.stages[need].state in ("failed", "cancelled", "skipped"):
+                        self._change(name, state="skipped", message=f"needs {need!r}, which did not finish")
+                        break
+
+    def _start(self, wanted: Sequence[str]) -> None:
+        for name in self._startable(wanted):
+            if self._stop.kind is not None:
+                return
+            attempt = self.state.stages[name].attempt + 1
+            try:
+                plan = self._planned.get(name) or self._make_plan(name, attempt)
+                self._backend.check(plan)
+                self._planned[name] = plan
+                if self._fits(plan):
+                    self._launch(self._planned.pop(name))
+            except MlpipeError as error:
+                self._planned.pop(name, None)
+                self._change(
+                    name,
+                    state="failed",
+                    attempt=attempt,
+                    message=str(error),
+                    ended=time.time(),
+                    outcome={"kind": error.kind},
+                )
+                shutil.rmtree(self._scratch / f"{name}-{attempt}", ignore_errors=True)
+
+    def _fits(self, plan: Plan) -> bool:
+        """A stage that asks for more than there is runs alone (cores can be shared; `check` refused GPUs)."""
+        if not self._running:
+            return True
+        room, taken = self._backend.room(), [demand(other.plan) for other in self._running.values()]
+        wanted = demand(plan)
+        return (
+            sum(other.cpus for other in taken) + wanted.cpus <= room.cpus
+            and sum(other.gpus for other in taken) + wanted.gpus <= room.gpus
+        )
+
+    def _launch(self, plan: Plan) -> None:
+        scratch = self._scratch / f"{plan.stage}-{plan.attempt}"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        self._store.put(f"{plan.attempt_key}/plan.json", plan.to_json().encode())
+        # First the state, then the process: whoever takes over knows that an attempt may be under way.
+        self._change(
+            plan.stage,
+            state="running",
+            attempt=plan.attempt,
+            message="",
+            started=time.time(),
+            ended=None,
+            exit_code=None,
+            outcome={},
+        )
+        handle = self._backend.start(plan, scratch)
+        self._running[plan.stage] = _Running(handle, plan, scratch, time.monotonic())
+
+    # What is under way
+
+    def _collect(self) -> None:
+        now = time.monotonic()
+        for name, running in list(self._running.items()):
+            ended = running.handle.poll()
+            if ended is not None:
+                self._record(name, ended)
+                continue
+            limit = running.plan.launch.timeout_seconds
+            if limit is not None and now - running.started > limit and not running.timed_out:
+                running.timed_out = True
+                self._terminate(running)
+            self._escalate(name, running)
+
+    def _escalate(self, name: str, running: _Running) -> None:
+        now = time.monotonic()
+        if running.killed is not None:
+            if now - running.killed > _AFTER_KILL_SECONDS:
+                self._record(name, Ended("cancelled", "killed, and its end was not seen"))
+        elif running.terminated is not None:
+            patience = running.plan.launch.shutdown_seconds
+            if running.plan.command is not None:  # it has no checkpoint to write
+                patience = min(patience, _COMMAND_SECONDS)
+            if now - running.terminated > patience:
+                running.killed = now
+                running.handle.kill()
+
+    def _record(self, name: str, ended: Ended) -> None:
+        running = self._running.pop(name)
+        shutil.rmtree(running.scratch, ignore_errors=True)
+        if running.timed_out and ended.state == "cancelled":
+            limit = running.plan.launch.timeout_seconds
+            ended = replace(
+                ended,
+                state="failed",
+                kind="failed",
+                message=f"ran longer than its timeout of {limit:.0f} s; {ended.message}",
+            )
+        if ended.state == "cancelled":
+            self._stop.request("cancelled", f"stage {name!r} was stopped: {ended.message}")
+        self._change(
+            name,
+            state=ended.state,
+            message=ended.message,
+            ended=time.time(),
+            exit_code=ended.exit_code,
+            outcome={**ended.outcome, "kind": ended.kind},
+        )
+
+    # How it stops
+
+    def _look_for_cancel(self) -> None:
+        if self._stop.kind is None and time.monotonic() - self._looked_for_cancel > _CANCEL_SECONDS:
+            self._looked_for_cancel = time.monotonic()
+            try:
+                why = runs.cancel_requested(self._store, self._run_id)
+            except StoreError:
+                return  # a store that is away for a while stops no training; the lease bounds how long
+            if why is not None:
+                self._stop.request("cancelled", why)
+
+    def _terminate(self, running: _Running) -> None:
+        if running.terminated is None:
+            running.terminated = time.monotonic()
+            running.handle.terminate()
+
+    def _terminate_all(self) -> None:
+        for running in self._running.values():
+            self._terminate(running)
+
+    def _kill_all(self) -> None:
+        for running in self._running.values():
+            running.handle.kill()
+        deadline = time.monotonic() + _AFTER_KILL_SECONDS
+        while time.monotonic() < deadline:
+            if all(running.handle.poll() is not None for running in self._running.values()):
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _finish(self) -> RunState:
+        for name, running in list(self._running.items()):
+            self._record(name, running.handle.poll() or Ended("cancelled", "killed"))
+        stages = self.state.stages.values()
+        failed = [name for name, stage in self.state.stages.items() if stage.state == "failed"]
+        state: runs.RunStatus
+        if failed:
+            state, message = "failed", f"failed: {', '.join(failed)}"
+        elif all(stage.state == "done" for stage in stages):
+            state, message = "done", ""
+        elif self._stop.kind is not None:
+            state, message = "cancelled", self._stop.why
+        else:
+            state, message = "running", "waits for its other stages to be asked for"
+        self._update(lambda run: replace(run, state=state, message=message))
+        self._watch(self.state)
+        return self.state
+
+    def _change(self, name: str, **changes: Any) -> None:
+        def change(run: RunState) -> RunState:
+            stage: StageState = replace(run.stages[name], **changes)
+            return replace(run, stages={**run.stages, name: stage})
+
+        self._update(change)
+
+    def _update(self, change: Callable[[RunState], RunState]) -> None:
+        """Only the holder of the lease writes: a driver that was paused past its lease finds out here."""
+
+        def fenced(run: RunState) -> RunState:
+            if run.driver is None or run.driver.holder != self._holder:
+                raise SubmitError(f"run {run.run_id} has another driver by now; this one stops")
+            return change(run)
+
+        self.state = runs.update_run(self._store, self._run_id, fenced)
+
+
+def demand(plan: Plan) -> Room:
+    """A worker takes a core or a GPU; a command one core; a promotion nothing to speak of."""
+    if plan.promote is not None:
+        return Room(cpus=0, gpus=0)
+    workers = plan.launch.nproc_per_node
+    return Room(cpus=0, gpus=workers) if plan.launch.device == "cuda" else Room(cpus=workers, gpus=0)

@@ -1,0 +1,88 @@
+"""Pipelines of command stages, and the command line as a real process: what the tests of runs are made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], T], what: str, seconds: float = 30.0) -> T:
+    """Polls until `condition()` is true, and returns it."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {seconds} s for {what}")
+        time.sleep(0.02)
+    return found
+
+
+def shell(script: str) -> list[str]:
+    """argv of a stage that runs `script`; `$1` is its output folder."""
+    return ["sh", "-c", script, "stage", "{{output}}"]
+
+
+def write_spec(
+    folder: Path,
+    stages: Mapping[str, Sequence[str]],
+    needs: Mapping[str, Sequence[str]] | None = None,
+    **more: Mapping[str, Any],
+) -> Path:
+    """`stages`: name -> argv. `more`: name -> further keys of that stage. JSON is YAML enough."""
+    body = [
+        {
+            "name": name,
+            "command": list(argv),
+            "needs": list((needs or {}).get(name, ())),
+            **more.get(name, {}),
+        }
+        for name, argv in stages.items()
+    ]
+    path = folder / "pipeline.yaml"
+    path.write_text(json.dumps({"version": 1, "name": "test", "stages": body}, indent=1))
+    return path
+
+
+class Cli:
+    """`mlpipe` in `folder`, with its own store and cache there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = folder / "store"
+        self.env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("MLPIPE_")},
+            "MLPIPE_STORE": str(self.store),
+            "MLPIPE_CACHE": str(folder / "cache"),
+        }
+
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        return subprocess.Popen(
+            [sys.executable, "-m", "mlpipe.cli", *arguments],
+            cwd=self.folder,
+            env=self.env,
+            text=True,
+            **{**pipes, **options},
+        )
+
+    def __call__(self, *arguments: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
+        """Runs to its end and checks the exit code (None: any)."""
+        process = self.start(*arguments)
+        try:
+            out, err = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        if code is not None and process.returncode != code:
+            raise AssertionError(f"mlpipe {' '.join(arguments)} exited {process.returncode}\n{out}\n{err}")
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def json(self, *arguments: str, code: int | None = 0) -> Any:
+        return json.loads(self(*arguments, "--output", "json", code=code).stdout)

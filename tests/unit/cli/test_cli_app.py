@@ -1,0 +1,186 @@
+"""The group of verbs: its help is cheap, its errors are words and documented exit codes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kit.command_runs import Cli
+
+from mlpipe._core.errors import EXIT_CODES
+from mlpipe.cli import app, session
+
+pytestmark = pytest.mark.unit
+HEAVY = (
+    "torch",
+    "kubernetes",
+    "jenkins",
+    "minio",
+    "pydantic",
+    "numpy",
+    "yaml",
+    "prometheus_client",
+    "urllib3",
+)
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    return Cli(tmp_path)
+
+
+def test_help_imports_nothing_heavy():
+    script = f"""
+import sys
+from mlpipe.cli.app import run_app
+try:
+    run_app(["--help"])
+except SystemExit as exit:
+    assert exit.code == 0
+    print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("verb", app.VERBS)
+def test_help_of_every_verb_imports_nothing_heavy(verb: str):
+    script = f"""
+import sys
+from mlpipe.cli.app import run_app
+try:
+    run_app([{verb!r}, "--help"])
+except SystemExit as exit:
+    assert exit.code == 0
+    print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def cpu_seconds(code: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_help_costs_little_more_than_importing_click():
+    """The goal is 1.5; the least of several is steady, and the bound leaves room for a loaded machine."""
+    ours = "import sys; sys.argv = ['mlpipe', '--help']; from mlpipe.cli import main; main()"
+    click, mine = (min(cpu_seconds(code) for _ in range(5)) for code in ("import click", ours))
+    assert mine < 2 * click
+
+
+def test_every_verb_takes_the_shared_options(cli: Cli):
+    def leaves(command):
+        return (
+            [leaf for sub in command.commands.values() for leaf in leaves(sub)]
+            if hasattr(command, "commands")
+            else [command]
+        )
+
+    for verb in app.VERBS:
+        for leaf in leaves(app.app.get_command(None, verb)):
+            options = {option for parameter in leaf.params for option in parameter.opts}
+            assert {"--output", "--store", "--quiet", "--debug"} <= options, verb
+
+
+def test_a_usage_error_exits_2_and_suggests(cli: Cli):
+    done = cli("staus", "x", code=2)
+    assert "Did you mean 'status'?" in done.stderr
+    cli("status", code=2)
+    cli("--nonsense", code=2)
+
+
+def test_bad_input_exits_2_with_a_hint(cli: Cli):
+    done = cli("status", "nobody", code=2)
+    assert done.stdout == ""
+    assert "there is no run nobody" in done.stderr
+    assert "hint: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Traceback" in cli("status", "nobody", "--debug", code=2).stderr
+
+
+def test_an_error_is_a_document_under_json(cli: Cli):
+    error = cli.json("status", "nobody", code=2)["error"]
+    assert error["kind"] == "input"
+    assert "no run" in error["message"]
+
+
+def test_infrastructure_exits_4(cli: Cli):
+    cli.store.write_text("a file where the store's folder should be")
+    done = cli("list", code=None)
+    assert done.returncode in (0, 4)
+    (cli.folder / "pipeline.yaml").write_text("version: 1\nname: a\nstages: [{name: a, command: ['true']}]\n")
+    assert "error:" in cli("run", "pipeline.yaml", code=4).stderr
+
+
+def test_a_bug_exits_1_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def broken(self, *_):
+        raise ZeroDivisionError("of all things")
+
+    monkeypatch.setattr(session.Session, "open_store", broken)
+    with pytest.raises(SystemExit) as exit_:
+        app.run_app(["list"])
+    assert exit_.value.code == EXIT_CODES["bug"] == 1
+    err = capsys.readouterr().err
+    assert err == "a bug in mlpipe: ZeroDivisionError: of all things; run again with --debug to see where\n"
+    with pytest.raises(SystemExit):
+        app.run_app(["list", "--debug"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_is_no_error(cli: Cli):
+    process = cli.start("schema")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 141
+
+
+def test_no_colour_without_a_terminal_or_with_no_color(cli: Cli):
+    assert "\x1b" not in cli("doctor", code=None).stdout
+
+
+def test_json_of_verbs_without_a_run(cli: Cli):
+    assert cli.json("list")["runs"] == []
+    assert cli.json("schema")["type"] == "object"
+    assert {"usable", "findings"} <= cli.json("doctor", code=None).keys()
+
+
+def test_init_writes_a_valid_pipeline_once(cli: Cli):
+    done = cli.json("init", "new")
+    assert cli.json("validate", done["file"])["valid"]
+    assert "exists already" in cli("init", "new", code=2).stderr
+    shipped = Path(__file__).resolve().parents[3] / "pipelines" / "quickstart.yaml"
+    assert (cli.folder / done["file"]).read_bytes() == shipped.read_bytes()
+
+
+def test_validate_prints_every_mistake_and_exits_2(cli: Cli):
+    (cli.folder / "bad.yaml").write_text(
+        "version: 1\nname: UPPER\nstagess: []\nstages:\n  - {name: a, comand: [x]}\n  - {name: a, command: []}\n"
+    )
+    done = cli("validate", "bad.yaml", code=2)
+    assert done.stdout.count("bad.yaml:") >= 4
+    document = cli.json("validate", "bad.yaml", code=2)
+    assert document["valid"] is False
+    assert all(problem["line"] for problem in document["files"][0]["problems"])
+    assert json.dumps(document)
+
+
+def test_plan_compares_strategies(cli: Cli):
+    cli("init", ".")
+    text = cli("plan", "pipeline.yaml", "--stage", "train").stdout
+    assert "ddp" in text
+    assert "->" in text
+    train = cli.json("plan", "pipeline.yaml", "--set", "stages.train.train.strategy=fsdp")["stages"][1]
+    assert train["plan"]["train"]["strategy"] == "fsdp"
+    assert {found["strategy"] for found in train["strategies"]} >= {"single", "ddp", "fsdp"}
+    assert "no stage 'x'" in cli("plan", "pipeline.yaml", "--stage", "x", code=2).stderr

@@ -1,0 +1,167 @@
+"""The walk over any DAG, with a backend that ends stages in any order: what starts when, what is skipped."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlpipe.plan.plan import CommandPlan, Launch, Plan
+from mlpipe.store import runs
+from mlpipe.store.open import open_store
+from mlpipe.submit.walk import Ended, Room, Stop, Walk
+
+pytestmark = pytest.mark.unit
+
+
+def command_plan(name: str, attempt: int, timeout: float | None = None) -> Plan:
+    launch = Launch(
+        num_nodes=1,
+        nproc_per_node=1,
+        max_restarts=0,
+        device="cpu",
+        env={},
+        timeout_seconds=timeout,
+        shutdown_seconds=10.0,
+        metrics_port=None,
+    )
+    return Plan(
+        1, "run", "test", name, attempt, "store", "digest", "digest", launch, command=CommandPlan(("true",))
+    )
+
+
+class Scripted:
+    """Each stage ends as told after as many looks as told; a terminated one ends as cancelled."""
+
+    def __init__(self, walk_state, needs, fails, looks, cpus: int) -> None:
+        self.state, self.needs, self.fails, self.looks, self.cpus = walk_state, needs, fails, looks, cpus
+        self.alive: set[str] = set()
+        self.started: list[str] = []
+        self.most = 0
+
+    def room(self) -> Room:
+        return Room(cpus=self.cpus, gpus=0)
+
+    def check(self, plan: Plan) -> None:
+        pass
+
+    def start(self, plan: Plan, scratch: Path):
+        states = self.state().stages
+        assert all(states[need].state == "done" for need in self.needs[plan.stage])
+        assert states[plan.stage].state == "running"
+        self.started.append(plan.stage)
+        self.alive.add(plan.stage)
+        self.most = max(self.most, len(self.alive))
+        return ScriptedHandle(self, plan.stage)
+
+
+class ScriptedHandle:
+    def __init__(self, backend: Scripted, name: str) -> None:
+        self.backend, self.name, self.looks = backend, name, backend.looks[name]
+        self.ended: Ended | None = None
+
+    def poll(self) -> Ended | None:
+        self.looks -= 1
+        if self.ended is None and self.looks <= 0:
+            self._end("failed" if self.name in self.backend.fails else "done")
+        return self.ended
+
+    def _end(self, state) -> None:
+        self.backend.alive.discard(self.name)
+        self.ended = Ended(state, kind="failed" if state == "failed" else None)
+
+    def terminate(self) -> None:
+        self._end("cancelled")
+
+    def kill(self) -> None:
+        self._end("cancelled")
+
+
+@st.composite
+def dags(draw):
+    count = draw(st.integers(1, 7))
+    names = [f"s{i}" for i in range(count)]
+    needs = {
+        name: tuple(draw(st.lists(st.sampled_from(names[:i]), unique=True)) if i else ())
+        for i, name in enumerate(names)
+    }
+    shuffled = draw(st.permutations(names))  # the order in the file is not the order of the needs
+    return {name: needs[name] for name in shuffled}
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mlpipe.submit.walk._POLL_SECONDS", 0.0)
+
+
+def walk(needs, fails, looks, cpus, *, stop=None, stop_after=None):
+    with tempfile.TemporaryDirectory() as folder:
+        store = open_store(folder)
+        runs.create_run(store, "run", "", "digest", list(needs), "local", {})
+        runs.take_lease(store, "run", "me", 1000.0)
+        runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
+        stop = stop or Stop()
+        ticks = itertools.count()
+
+        def watch(state):
+            if stop_after is not None and next(ticks) == stop_after:
+                stop.request("cancelled", "asked to")
+
+        backend = Scripted(lambda: walker.state, needs, fails, looks, cpus)
+        walker = Walk(
+            store,
+            "run",
+            needs,
+            command_plan,
+            backend,
+            holder="me",
+            scratch=Path(folder) / "scratch",
+            stop=stop,
+            watch=watch,
+        )
+        state = walker.run()
+        assert state == runs.read_run(store, "run")
+        assert not backend.alive
+        return state, backend
+
+
+@settings(max_examples=25, deadline=None)
+@given(dags(), st.data())
+def test_every_stage_runs_when_its_needs_are_done_and_failures_skip_only_what_needs_them(needs, data):
+    fails = data.draw(st.sets(st.sampled_from(list(needs)), max_size=2))
+    looks = {name: data.draw(st.integers(1, 4)) for name in needs}
+    cpus = data.draw(st.integers(1, 3))
+    state, backend = walk(needs, fails, looks, cpus)
+
+    def spoiled(name):
+        return any(need in fails or spoiled(need) for need in needs[name])
+
+    for name in needs:
+        expected = "skipped" if spoiled(name) else "failed" if name in fails else "done"
+        assert state.stages[name].state == expected
+        assert (name in backend.started) == (expected != "skipped")
+        assert state.stages[name].attempt == (expected != "skipped")
+    assert len(backend.started) == len(set(backend.started))
+    assert backend.most <= cpus
+    assert state.state == ("failed" if fails & set(backend.started) else "done")
+
+
+@settings(max_examples=15, deadline=None)
+@given(dags(), st.integers(0, 6))
+def test_a_stop_at_any_moment_ends_what_runs_and_starts_nothing_more(needs, stop_after):
+    state, backend = walk(needs, set(), dict.fromkeys(needs, 2), 2, stop_after=stop_after)
+    ended = {stage.state for stage in state.stages.values()}
+    assert ended <= {"done", "cancelled", "pending", "skipped"}
+    assert state.state == ("done" if ended == {"done"} else "cancelled")
+    assert {name for name, stage in state.stages.items() if stage.attempt} == set(backend.started)
+
+
+def test_independent_stages_run_side_by_side_when_there_is_room():
+    needs = {"a": (), "b": (), "c": ()}
+    assert walk(needs, set(), dict.fromkeys(needs, 3), 2)[1].most == 2
+    assert walk(needs, set(), dict.fromkeys(needs, 3), 8)[1].most == 3
+    assert walk(needs, set(), dict.fromkeys(needs, 3), 1)[1].most == 1
