@@ -120,27 +120,27 @@ def check(manifest: Any, prefix: str, where: str) -> Manifest:
     """The manifest itself, typed. Raises StoreError naming the first thing in it that cannot be believed."""
     try:
         _check_manifest(manifest, prefix.rstrip("/") + "/")
-    except _WrongError as error:
+    except UnsoundError as error:
         raise StoreError(
             f"not a sound manifest: {error}", where=where, hint="it was altered or written by another program"
         ) from None
     return cast(Manifest, manifest)
 
 
-class _WrongError(Exception):
-    pass
+class UnsoundError(Exception):
+    """What in a manifest cannot be believed. `check` and `outputs` turn it into a StoreError."""
 
 
 def _need(condition: bool, message: str) -> None:
     if not condition:
-        raise _WrongError(message)
+        raise UnsoundError(message)
 
 
 def _field(owner: Any, name: str, kind: type[T], what: str) -> T:
     _need(isinstance(owner, dict), f"{what} is not an object")
     value = owner.get(name)
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise _WrongError(f"{what}: {name!r} is not {kind.__name__}")
+        raise UnsoundError(f"{what}: {name!r} is not {kind.__name__}")
     return value
 
 
@@ -165,7 +165,7 @@ def _check_manifest(manifest: Any, prefix: str) -> None:
     _count(manifest, "attempt", "manifest")
     _field(manifest, "uuid", str, "manifest")
     _need(isinstance(manifest.get("time"), (int, float)), "manifest: 'time' is not a number")
-    for name in ("code", "scalars"):
+    for name in ("code", "scalars", *(["lineage"] if "lineage" in manifest else [])):
         _field(manifest, name, dict, "manifest")
     blobs = _field(manifest, "blobs", list, "manifest")
     seen: set[str] = set()
@@ -178,13 +178,13 @@ def _check_manifest(manifest: Any, prefix: str) -> None:
 
 
 def check_blob(blob: Any, prefix: str, what: str) -> None:
-    """Raises when the blob is malformed or lies outside `prefix` (which ends in "/")."""
+    """Raises UnsoundError when the blob is malformed or lies outside `prefix` (which ends in "/")."""
     key = _field(blob, "key", str, what)
     _need(key.startswith(prefix) and key != prefix + MANIFEST, f"{what}: {key!r} is not under {prefix!r}")
     try:
         check_key(key)
     except StoreError:
-        raise _WrongError(f"{what}: {key!r} is not a key") from None
+        raise UnsoundError(f"{what}: {key!r} is not a key") from None
     size = _count(blob, "size_bytes", what)
     block = _count(blob, "block_bytes", what)
     part = _count(blob, "part_bytes", what)

@@ -236,16 +236,17 @@ class S3Store:
         )
 
     def sweep(self, prefix: str, *, older_than_seconds: float) -> int:
-        """Multipart uploads that others left behind: we start none."""
+        """Multipart uploads that others left behind: we start none. (MinIO lists uploads only without a
+        prefix, and only those since its start; older ones it drops itself after a day.)"""
         full = self._prefix + check_prefix(prefix)
         before = time.time() - older_than_seconds
         swept = 0
-        query = {"uploads": "", "prefix": full}
+        query = {"uploads": ""}
         while True:
             data = self._client.call("GET", query=query).data
             for upload in _elements(data, "Upload"):
                 started = datetime.fromisoformat(upload["Initiated"]).timestamp()
-                if started <= before:
+                if upload["Key"].startswith(full) and started <= before:
                     self._client.call(
                         "DELETE",
                         upload["Key"],

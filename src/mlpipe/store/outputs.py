@@ -1,0 +1,200 @@
+"""What a stage made: a folder of files in the store, with digests, committed by its manifest.
+
+    <stage_key>/outputs/files/<path>      the files, as they were named
+    <stage_key>/outputs/MANIFEST.json     written last; its presence is the commit
+
+A reader gets a local folder: the one inside the store when that is a folder, else a copy made once per node.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mlpipe._core.errors import StoreError
+from mlpipe.store.base import Store, check_key
+from mlpipe.store.blobs import missing_objects, read_blob, write_blob
+from mlpipe.store.manifest import MANIFEST, MAX_BYTES, UnsoundError, check_blob, seal, unseal
+
+FORMAT = 1
+FETCH_SECONDS = 3600.0
+_CHUNK_BYTES = 8 * 2**20
+_READ_BYTES = 64 * 2**20
+
+
+def commit_output(store: Store, stage_key: str, folder: Path) -> str:
+    """Stores every file below `folder` and returns the digest of it all: SHA-256 over names, sizes and the
+    SHA-256 of each content.
+
+    Symbolic links and special files are refused, StoreError (input). Where an earlier attempt has committed
+    the same content, nothing changes; other content is refused.
+    """
+    names = _files_below(folder)
+    key = f"{stage_key}/outputs"
+    files: list[dict[str, Any]] = []
+    if store.exists(f"{key}/{MANIFEST}"):
+        for name in names:
+            summed = hashlib.sha256()
+            size_bytes = sum(len(chunk) for chunk in _read(folder / name, summed))
+            files.append({"path": name, "sha256": summed.hexdigest(), "blob": {"size_bytes": size_bytes}})
+        written = False
+    else:
+        store.delete([info.key for info in store.list(key)])  # of an attempt that died
+        for name in names:
+            summed = hashlib.sha256()
+            blob = write_blob(store, f"{key}/files/{name}", _read(folder / name, summed))
+            files.append({"path": name, "sha256": summed.hexdigest(), "blob": blob})
+        manifest = {"format": FORMAT, "digest": _digest(files), "files": files}
+        written = store.put_if_absent(f"{key}/{MANIFEST}", seal(manifest))
+    if not written and load_output(store, stage_key)["digest"] != _digest(files):
+        raise StoreError(
+            "the output of this stage is committed already, with other content",
+            where=f"{store.url}/{key}",
+            hint="start another run",
+            kind="input",
+        )
+    return _digest(files)
+
+
+def load_output(store: Store, stage_key: str) -> dict[str, Any]:
+    """The manifest, verified: {"format", "digest", "files": [{"path", "sha256", "blob"}]}. Raises StoreError
+    when the stage has no committed output (kind input) or the manifest cannot be believed."""
+    prefix = f"{stage_key}/outputs/"
+    where = f"{prefix}{MANIFEST}"
+    if not store.exists(where):
+        raise StoreError("the stage has no output yet", where=f"{store.url}/{stage_key}", kind="input")
+    manifest = unseal(store.get(where, length=MAX_BYTES + 1), where)
+    try:
+        _check(manifest, prefix)
+    except (UnsoundError, StoreError) as error:
+        raise StoreError(f"not a sound manifest: {error}", where=where) from None
+    sound: dict[str, Any] = manifest
+    return sound
+
+
+def fetch_output(store: Store, stage_key: str, cache_dir: Path) -> Path:
+    """A local folder with the stage's output, for reading only.
+
+    A folder store gives its own folder, sizes checked. Otherwise a copy below `cache_dir`, named by its
+    digest: made once, under a file lock, every block verified, and visible only when complete.
+    """
+    manifest = load_output(store, stage_key)
+    key = f"{stage_key}/outputs/files"
+    place = store.local_path(key)
+    if place is not None and manifest["files"]:
+        sizes = {info.key: info.size_bytes for info in store.list(key)}
+        problems = [p for file in manifest["files"] for p in missing_objects(file["blob"], sizes)]
+        if problems:
+            raise StoreError(f"the stage's output is damaged: {'; '.join(problems[:5])}", where=str(place))
+        return place
+    target: Path = cache_dir.absolute() / manifest["digest"]
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(cache_dir / f".{manifest['digest']}.lock"):
+            if not target.is_dir():
+                _download(store, manifest["files"], target)
+    except OSError as error:
+        raise StoreError(
+            f"cannot keep a copy of the output of {stage_key}: {error.strerror}",
+            where=str(cache_dir),
+            hint="free some space there, or choose another folder",
+        ) from error
+    return target
+
+
+def _files_below(folder: Path) -> list[str]:
+    """Relative paths with "/", sorted."""
+    if not folder.is_dir():
+        raise StoreError("the stage's output is not a folder", where=str(folder), kind="input")
+    names = []
+    for place, folders, files in os.walk(folder):
+        for name in [*folders, *files]:
+            path = Path(place, name)
+            mode = path.lstat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                what = "a symbolic link" if stat.S_ISLNK(mode) else "a special file"
+                raise StoreError(
+                    f"the stage's output contains {what}",
+                    where=str(path),
+                    hint="write ordinary files only",
+                    kind="input",
+                )
+            if stat.S_ISREG(mode):
+                names.append(check_key(path.relative_to(folder).as_posix()))
+    return sorted(names)
+
+
+def _read(path: Path, summed: Any) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            summed.update(chunk)
+            yield chunk
+
+
+def _digest(files: list[dict[str, Any]]) -> str:
+    lines = [f"{file['sha256']} {file['blob']['size_bytes']} {file['path']}\n" for file in files]
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+
+
+def _check(manifest: Any, prefix: str) -> None:
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, list) or manifest.get("format") != FORMAT:
+        raise UnsoundError(f"its format is not {FORMAT}")
+    for file in files:
+        if not isinstance(file, dict) or not isinstance(file.get("path"), str):
+            raise UnsoundError("a file has no path")
+        path = check_key(file["path"])
+        check_blob(file.get("blob"), prefix, f"file {path!r}")
+        if file["blob"]["key"] != f"{prefix}files/{path}" or not isinstance(file.get("sha256"), str):
+            raise UnsoundError(f"file {path!r} lies elsewhere")
+    if manifest.get("digest") != _digest(files):
+        raise UnsoundError("its digest does not fit")
+
+
+def _download(store: Store, files: list[dict[str, Any]], target: Path) -> None:
+    partial = target.parent / f".{target.name}.{secrets.token_hex(4)}"
+    try:
+        partial.mkdir()
+        for file in files:
+            path = partial / file["path"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            size_bytes = file["blob"]["size_bytes"]
+            buffer = memoryview(bytearray(min(size_bytes, _READ_BYTES)))
+            with path.open("xb", buffering=0) as output:
+                for start in range(0, size_bytes, _READ_BYTES):
+                    piece = buffer[: size_bytes - start]
+                    read_blob(store, file["blob"], start, piece)
+                    written = 0
+                    while written < len(piece):
+                        written += output.write(piece[written:])
+                os.fsync(output.fileno())
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process of the node downloads, the others wait for it."""
+    with path.open("w") as lock:
+        deadline = time.monotonic() + FETCH_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StoreError(
+                        f"another process has been fetching this for {FETCH_SECONDS:.0f} s", where=str(path)
+                    ) from None
+                time.sleep(0.05)
+        yield

@@ -1,0 +1,148 @@
+"""A stage's output comes back file for file, or not at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlpipe._core.errors import StoreError
+from mlpipe.store import outputs
+from mlpipe.store.folder import FolderStore
+from mlpipe.store.manifest import seal, unseal
+
+pytestmark = pytest.mark.unit
+STAGE = "runs/r/stages/corpus"
+
+
+class FarStore(FolderStore):
+    """A folder that behaves like S3: small objects, no local path."""
+
+    part_bytes = 2**20
+
+    def local_path(self, key):
+        return None
+
+
+@pytest.fixture(params=[FolderStore, FarStore])
+def store(request, tmp_path):
+    return request.param(tmp_path / "store")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "made"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "MANIFEST.json").write_bytes(b"the user's own")
+    (folder / "sub" / "a b.bin").write_bytes(bytes(range(256)) * 10_000)
+    (folder / "empty").write_bytes(b"")
+    return folder
+
+
+def contents(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_an_output_comes_back_file_for_file(store, folder, tmp_path):
+    digest = outputs.commit_output(store, STAGE, folder)
+    fetched = outputs.fetch_output(store, STAGE, tmp_path / "cache")
+    assert contents(fetched) == contents(folder)
+    assert outputs.load_output(store, STAGE)["digest"] == digest
+    assert (tmp_path / "cache").exists() == isinstance(store, FarStore)  # a folder store copies nothing
+
+
+def test_a_repeated_commit_is_accepted_and_another_content_refused(store, folder):
+    digest = outputs.commit_output(store, STAGE, folder)
+    assert outputs.commit_output(store, STAGE, folder) == digest
+    (folder / "empty").write_bytes(b"no more")
+    with pytest.raises(StoreError, match="other content"):
+        outputs.commit_output(store, STAGE, folder)
+
+
+def test_what_a_dead_attempt_left_is_not_part_of_the_output(store, folder, tmp_path):
+    store.put(f"{STAGE}/outputs/files/stale", b"half")
+    with pytest.raises(StoreError, match="no output yet"):
+        outputs.fetch_output(store, STAGE, tmp_path / "cache")
+    outputs.commit_output(store, STAGE, folder)
+    assert "stale" not in contents(outputs.fetch_output(store, STAGE, tmp_path / "cache"))
+
+
+def test_links_and_special_files_are_refused(store, folder):
+    (folder / "link").symlink_to("/etc/passwd")
+    with pytest.raises(StoreError, match="symbolic link"):
+        outputs.commit_output(store, STAGE, folder)
+    (folder / "link").unlink()
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(StoreError, match="special file"):
+        outputs.commit_output(store, STAGE, folder)
+    with pytest.raises(StoreError, match="not a folder"):
+        outputs.commit_output(store, STAGE, folder / "absent")
+
+
+def test_an_empty_output_is_an_empty_folder(store, tmp_path):
+    (tmp_path / "none").mkdir()
+    outputs.commit_output(store, STAGE, tmp_path / "none")
+    assert contents(outputs.fetch_output(store, STAGE, tmp_path / "cache")) == {}
+
+
+def test_many_readers_of_a_node_download_once(folder, tmp_path, monkeypatch):
+    store = FarStore(tmp_path / "store")
+    outputs.commit_output(store, STAGE, folder)
+    downloads = []
+    real = outputs._download
+    monkeypatch.setattr(outputs, "_download", lambda *a: (downloads.append(1), real(*a)))
+    results = []
+    threads = [
+        threading.Thread(
+            target=lambda: results.append(outputs.fetch_output(store, STAGE, tmp_path / "cache"))
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(results) == 4
+    assert len(set(results)) == len(downloads) == 1
+
+
+def test_damage_is_named_and_nothing_incomplete_is_kept(folder, tmp_path):
+    store = FarStore(tmp_path / "store")
+    outputs.commit_output(store, STAGE, folder)
+    key = f"{STAGE}/outputs/files/sub/a b.bin/p00000"
+    data = bytearray(store.get(key))
+    data[5] ^= 1
+    store.put(key, data)
+    with pytest.raises(StoreError, match="p00000: block"):
+        outputs.fetch_output(store, STAGE, tmp_path / "cache")
+    assert [name for name in os.listdir(tmp_path / "cache") if not name.endswith(".lock")] == []
+    place = FolderStore(tmp_path / "other")
+    outputs.commit_output(place, STAGE, folder)
+    os.truncate(place.local_path(f"{STAGE}/outputs/files/sub/a b.bin"), 10)
+    with pytest.raises(StoreError, match="is damaged"):
+        outputs.fetch_output(place, STAGE, tmp_path / "cache")
+
+
+@given(path=st.sampled_from(["../../x", "/etc/cron.d/x", "a/../../x", "", ".", "a\0b"]) | st.text(max_size=8))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_manifest_cannot_make_a_reader_write_elsewhere(tmp_path, path):
+    store = FarStore(tmp_path / "evil")
+    where = f"{STAGE}/outputs/MANIFEST.json"
+    source = tmp_path / "one"
+    source.mkdir(exist_ok=True)
+    (source / "f").write_bytes(b"data")
+    if not store.exists(where):
+        outputs.commit_output(store, STAGE, source)
+    manifest = unseal(store.get(where), where)
+    manifest["files"][0]["path"] = path
+    manifest["digest"] = outputs._digest(manifest["files"])
+    store.put(where, seal(manifest))
+    if path != "f":
+        with pytest.raises(StoreError, match="not a sound manifest"):
+            outputs.fetch_output(store, STAGE, tmp_path / "cache")
+    manifest["files"][0]["path"] = "f"
+    manifest["digest"] = outputs._digest(manifest["files"])
+    store.put(where, seal(manifest))

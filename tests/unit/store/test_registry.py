@@ -1,0 +1,106 @@
+"""A promoted model is complete, numbered once, and knows where it came from."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from mlpipe._core.errors import StoreError
+from mlpipe.store import catalogue, registry
+from mlpipe.store.folder import FolderStore
+
+pytestmark = pytest.mark.unit
+STAGE = "runs/r/stages/train"
+
+
+class CuttingStore(FolderStore):
+    part_bytes = 64
+
+
+@pytest.fixture(params=[FolderStore, CuttingStore])
+def store(request, tmp_path):
+    return request.param(tmp_path)
+
+
+def tensor(blob, size):
+    chunk = {"offset": [0], "shape": [size], "blob": blob, "byte_offset": 0}
+    return {"dtype": "uint8", "shape": [size], "chunks": [chunk]}
+
+
+def checkpoint(store, step=7):
+    """Optimizer in blob 0, model in blob 1."""
+    prefix = catalogue.new_prefix(STAGE, step, 1)
+    blobs = [
+        catalogue.write_blob(store, f"{prefix}/optim-0", [b"o" * 300], block_bytes=16),
+        catalogue.write_blob(store, f"{prefix}/model-0", [b"m" * 100], block_bytes=16),
+    ]
+    manifest = {
+        "format": 1, "step": step, "attempt": 1, "uuid": "0", "time": 1.0, "code": {}, "scalars": {"rng": 1},
+        "tensors": {"optim.w.exp_avg": tensor(0, 300), "model.w": tensor(1, 100)}, "blobs": blobs,
+    }  # fmt: skip
+    assert catalogue.commit(store, prefix, manifest)
+    return prefix
+
+
+def test_only_the_model_is_promoted_and_outlives_its_checkpoint(store):
+    prefix = checkpoint(store)
+    assert registry.promote(store, "lm", "candidate", prefix, {"run": "r"}) == 1
+    catalogue.discard(store, prefix)
+    model = registry.show_model(store, "lm", "candidate")
+    assert (model.version, model.step, model.size_bytes, model.aliases) == (1, 7, 100, ("candidate",))
+    assert model.lineage == {"run": "r", "checkpoint": prefix}
+    manifest = catalogue.load_manifest(store, model.key)
+    assert list(manifest["tensors"]) == ["model.w"]
+    buffer = bytearray(100)
+    catalogue.read_blob(store, manifest["blobs"][0], 0, buffer)
+    assert bytes(buffer) == b"m" * 100
+    assert catalogue.verify(store, model.key) == []
+    assert not any("optim" in info.key for info in store.list("models"))
+
+
+def test_promoters_at_once_get_versions_of_their_own(store):
+    prefix = checkpoint(store)
+    versions = []
+    threads = [
+        threading.Thread(target=lambda: versions.append(registry.promote(store, "lm", "best", prefix, {})))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(versions) == [1, 2, 3, 4]
+    assert [model.version for model in registry.list_models(store)] == [1, 2, 3, 4]
+    assert registry.show_model(store, "lm", "best").version in versions
+
+
+def test_a_promoter_that_dies_leaves_no_version(store, monkeypatch):
+    prefix = checkpoint(store)
+    monkeypatch.setattr(store, "copy", None)
+    with pytest.raises(TypeError):
+        registry.promote(store, "lm", "best", prefix, {})
+    assert registry.list_models(store) == []
+    monkeypatch.undo()
+    assert registry.promote(store, "lm", "best", prefix, {}) == 2
+
+
+def test_aliases_move_and_mistakes_are_bad_input(store):
+    prefix = checkpoint(store)
+    for _ in range(2):
+        registry.promote(store, "lm", "best", prefix, {})
+    assert registry.show_model(store, "lm", "best").version == 2
+    registry.set_alias(store, "lm", "best", 1)
+    assert registry.show_model(store, "lm", 1).aliases == ("best",)
+    assert registry.show_model(store, "lm", "2").aliases == ()
+    for call in (
+        lambda: registry.show_model(store, "lm", 9),
+        lambda: registry.show_model(store, "other", "best"),
+        lambda: registry.set_alias(store, "lm", "best", 9),
+        lambda: registry.set_alias(store, "lm", "12", 1),
+        lambda: registry.promote(store, "../lm", None, prefix, {}),
+        lambda: registry.promote(store, "lm", "Best!", prefix, {}),
+    ):
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert caught.value.kind == "input"
