@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from mlpipe.observe.html import Html, element, join, text, utc
 from mlpipe.observe.records import Record
 from mlpipe.observe.runview import StageView
-from mlpipe.observe.svg import Mark, Point, Series, finite, line_chart, stacked_chart
+from mlpipe.observe.svg import HUGE, Mark, Point, Series, finite, line_chart, stacked_chart, swatch
 
 # What a step's time is made of: name, field of the record, colour. "other" is the rest of `seconds`.
 PARTS = (
     ("compute", "compute_seconds", "blue"),
     ("collectives", "collective_seconds", "amber"),
     ("data", "data_seconds", "teal"),
-    ("checkpoint stall", "checkpoint_seconds", "violet"),
+    ("checkpoint", "checkpoint_seconds", "violet"),
 )
 _RANK_COLOURS = ("blue", "amber", "teal", "violet", "pink", "brown", "green", "red")
 
@@ -108,14 +108,14 @@ def _single(
     name: str,
     colour: str,
 ) -> Html:
-    if not _known(steps, field):
+    if not any(finite(step.get(field)) for step in steps):
         return Html("")
     series = [Series("", colour, points(steps, field, unit))]
     return _card(title, name, line_chart(series, marks, unit=name, zero=True))
 
 
 def _breakdown(steps: Sequence[Record], marks: Sequence[Mark], unit: float, name: str) -> Html:
-    if not _known(steps, "seconds"):
+    if not any(finite(step.get("seconds")) for step in steps):
         return Html("")
     series = [Series(part, colour, points(steps, field, unit)) for part, field, colour in PARTS]
     other: list[Point] = []
@@ -125,7 +125,7 @@ def _breakdown(steps: Sequence[Record], marks: Sequence[Mark], unit: float, name
     series.append(Series("other", "grey", other))
     totals = {one.name: sum(y or 0.0 for _, y in one.points) for one in series}
     whole = sum(totals.values()) or 1.0
-    names = [(f"{one.name} {100 * totals[one.name] / whole:.0f} %", one.colour) for one in series]
+    names = [(f"{one.name} {_percent(totals[one.name] / whole)}", one.colour) for one in series]
     return _card("Time of a step, rank 0", name, stacked_chart(series, marks, unit=name), names)
 
 
@@ -133,7 +133,7 @@ def _memory(steps: dict[int, list[Record]], marks: Sequence[Mark], unit: float, 
     series = [
         Series(f"rank {rank}", _RANK_COLOURS[rank % len(_RANK_COLOURS)], points(one, "memory_bytes", unit))
         for rank, one in steps.items()
-        if _known(one, "memory_bytes")
+        if any(finite(step.get("memory_bytes")) for step in one)
     ]
     if not series:
         return Html("")
@@ -143,12 +143,8 @@ def _memory(steps: dict[int, list[Record]], marks: Sequence[Mark], unit: float, 
 
 def _card(title: str, unit: str, svg: str, names: Iterable[tuple[str, str]] = ()) -> Html:
     head = join((text(title), element("span", f", {unit}" if unit else "", "faint")))
-    legend = join(Html(f"<span>{_swatch(colour)}{text(name)}</span>") for name, colour in names)
+    legend = join(Html(f"<span>{swatch(colour)}{text(name)}</span>") for name, colour in names)
     return element("div", join((element("h3", head), element("div", legend, "legend"), Html(svg))), "card")
-
-
-def _swatch(colour: str) -> Html:
-    return Html(f'<i class="f-{colour}"></i>')
 
 
 def _marks_legend(marks: Sequence[Mark]) -> Html:
@@ -159,7 +155,7 @@ def _marks_legend(marks: Sequence[Mark]) -> Html:
         "bad": ("red", "dot: the loss was not finite"),
     }
     kinds = [meanings[kind] for kind in meanings if any(mark.kind == kind for mark in marks)]
-    shown = join(Html(f"<span>{_swatch(colour)}{text(name)}</span>") for colour, name in kinds)
+    shown = join(Html(f"<span>{swatch(colour)}{text(name)}</span>") for colour, name in kinds)
     return element("div", shown, "legend") if kinds else Html("")
 
 
@@ -174,8 +170,12 @@ def _unit(values: Iterable[float], units: Sequence[tuple[float, str]]) -> tuple[
     return next((unit for unit in units if most >= unit[0]), units[-1])
 
 
+def _percent(share: float) -> str:
+    return "<1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"
+
+
 def _known(steps: Iterable[Record], field: str) -> list[float]:
-    return [value for step in steps if (value := step.get(field)) is not None and finite(value)]
+    return [value for step in steps if (value := step.get(field)) is not None and -HUGE < value < HUGE]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -62,7 +62,7 @@ def facts(pairs: Mapping[str, object]) -> Html:
 def tiles(pairs: Mapping[str, object]) -> Html:
     """Few large numbers side by side; what is None is left out."""
     parts = [
-        element("div", join((element("b", value), element("span", name))), "tile")
+        element("div", join((element("b", value), " ", element("span", name))), "tile")
         for name, value in pairs.items()
         if value is not None
     ]
@@ -75,8 +75,8 @@ def details(summary: str, content: Html, *, open_: bool = False) -> Html:
 
 
 def utc(seconds: float | None) -> str | None:
-    """Unix seconds as `2026-11-21 12:30:05`, in UTC."""
-    return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+    """Unix seconds as `2026-11-21 12:30:05`, in UTC, with a space that does not break."""
+    return None if seconds is None else time.strftime("%Y-%m-%d\u00a0%H:%M:%S", time.gmtime(seconds))
 
 
 def page(title: str, body: Html) -> str:
@@ -93,10 +93,7 @@ def page(title: str, body: Html) -> str:
 def _style() -> str:
     light = "".join(f"--{name}:{colours[0]};" for name, colours in COLOURS.items())
     dark = "".join(f"--{name}:{colours[1]};" for name, colours in COLOURS.items())
-    marks = "".join(
-        f".s-{name}{{stroke:var(--{name})}}.f-{name}{{fill:var(--{name});background:var(--{name})}}"
-        for name in COLOURS
-    )
+    marks = "".join(f".s-{name}{{stroke:var(--{name})}}.f-{name}{{fill:var(--{name})}}" for name in COLOURS)
     root = f":root{{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--text:#1c2128;{light}}}"
     night = (
         f"@media(prefers-color-scheme:dark){{:root{{--page:#15191e;--card:#1c2128;--text:#e6eaef;{dark}}}}}"
@@ -135,10 +132,9 @@ h1+.badge{vertical-align:.2rem}
 .charts{display:grid;gap:.7rem;margin:.7rem 0;
  grid-template-columns:repeat(auto-fit,minmax(min(100%,30rem),1fr))}
 .charts .card{margin:0}
-svg{display:block;width:100%;height:auto;font-family:inherit}
-.legend{font-size:.82rem;color:var(--faint);display:flex;flex-wrap:wrap;gap:.1rem .9rem;min-height:1.3rem}
-.legend i{display:inline-block;width:.7rem;height:.7rem;border-radius:.15rem;margin-right:.35rem;
- vertical-align:-.05rem}
+.chart{display:block;width:100%;height:auto;font-family:inherit}
+.legend{font-size:.78rem;color:var(--faint);display:flex;flex-wrap:wrap;gap:.1rem .75rem;min-height:1.3rem}
+.legend svg{margin-right:.3rem;vertical-align:-.05rem}
 .h:hover circle{opacity:1}
 .h:hover .z{fill:var(--line);opacity:.5}
 .b:hover{opacity:.75}
@@ -146,7 +142,8 @@ svg{display:block;width:100%;height:auto;font-family:inherit}
 table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:.3rem 1.3rem .3rem 0;border-bottom:1px solid var(--line);vertical-align:top}
 th{font-weight:500;white-space:nowrap}
-td{overflow-wrap:anywhere}
+td{overflow-wrap:break-word}
+td pre,td code{overflow-wrap:anywhere}
 .n{text-align:right;white-space:nowrap}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1.2rem;margin:.4rem 0;font-size:.92rem}
 dd{margin:0;overflow-wrap:anywhere}
@@ -155,7 +152,7 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:.4rem 0;
 tr:last-child td{border-bottom:0}
 details .scroll{margin-top:.4rem}
 summary{cursor:pointer;font-weight:500}
-.bar{height:.8rem;min-width:12rem;border-radius:.2rem;margin-top:.35rem}
+.bar{display:block;width:100%;height:.8rem;min-width:10rem;border-radius:.2rem;margin-top:.35rem}
 footer{font-size:.82rem;margin-top:2rem}
 @media print{body{background:none}.card,.tile{break-inside:avoid}}
 """

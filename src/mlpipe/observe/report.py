@@ -47,7 +47,8 @@ def _header(view: RunView) -> Html:
     run = view.run
     head = join((element("h1", run.run_id), badge(run.state)))
     seconds = view.seconds
-    took = f" · took {format_seconds(seconds)}" if seconds is not None else ""
+    verb = "running for" if run.state == "running" else "took"
+    took = f" · {verb} {format_seconds(seconds)}" if seconds is not None else ""
     line = f"Pipeline {run.pipeline} on {run.backend} · created {utc(run.created)}{took}"
     meta = {str(key): value for key, value in run.meta.items() if key != "pipeline"}
     return join(

@@ -18,10 +18,10 @@ from itertools import pairwise
 from typing import Literal
 
 WIDTH, HEIGHT = 560, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 552, 12, 188
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 538, 12, 188
 _MOST_BUCKETS = 280
 _MOST_COLUMNS = 100  # that can be hovered
-_HUGE = 1e100  # beyond it arithmetic on the axis overflows; no measurement gets there
+HUGE = 1e100  # beyond it arithmetic on the axis overflows; no measurement gets there
 
 # name: (on light, on dark). The first five also read apart for the colour-blind.
 COLOURS = {
@@ -81,7 +81,7 @@ class Scale:
 
 
 def finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value) and abs(value) < _HUGE
+    return value is not None and -HUGE < value < HUGE  # false for NaN
 
 
 def domain(values: Iterable[float], *, zero: bool) -> tuple[float, float]:
@@ -124,7 +124,7 @@ def bucketize(points: Sequence[Point], most: int) -> list[Bucket]:
     buckets = []
     for start in range(0, len(points), size):
         part = points[start : start + size]
-        known = [y for _, y in part if y is not None and finite(y)]
+        known = [y for _, y in part if y is not None and -HUGE < y < HUGE]
         mean = sum(known) / len(known) if known else None
         buckets.append(
             Bucket(part[0][0], part[-1][0], mean, min(known, default=0.0), max(known, default=0.0))
@@ -157,7 +157,8 @@ def stacked_chart(series: Sequence[Series], marks: Sequence[Mark], *, unit: str)
     y = Scale(*domain(totals, zero=True), _BOTTOM, _TOP)
     hover = []
     for row, total, (left, right) in zip(rows, totals, _edges([b[0] for b in rows], x), strict=True):
-        gap = min(1.0, (right - left) * 0.15)
+        thick = min((right - left) * 0.85, 24.0)
+        at = (left + right - thick) / 2
         base, bars, lines = 0.0, [], [_steps_text(row[0])]
         for one, bucket in zip(series, row, strict=True):
             value = max(bucket.mean or 0.0, 0.0)
@@ -166,12 +167,17 @@ def stacked_chart(series: Sequence[Series], marks: Sequence[Mark], *, unit: str)
             if value > 0:
                 top, height = y(base + value), y(base) - y(base + value)
                 bars.append(
-                    f'<rect {_fill(one.colour)} x="{left + gap / 2:.1f}" y="{top:.1f}"'
-                    f' width="{max(right - left - gap, 0.5):.1f}" height="{height:.1f}"/>'
+                    f'<rect {_fill(one.colour)} x="{at:.1f}" y="{top:.1f}"'
+                    f' width="{thick:.1f}" height="{height:.1f}"/>'
                 )
             base += value
         hover.append(f'<g class="b">{_zone(left, right)}{"".join(bars)}{_title(lines)}</g>')
     return _frame(x, y, unit, marks, "", "".join(hover))
+
+
+def swatch(colour: str) -> str:
+    """A small square for a legend."""
+    return f'<svg width="11" height="11"><rect {_fill(colour)} width="11" height="11" rx="2"/></svg>'
 
 
 def share_bar(parts: Sequence[tuple[str, float]]) -> str:
@@ -181,7 +187,10 @@ def share_bar(parts: Sequence[tuple[str, float]]) -> str:
         width = 200 * value / total if total > 0 else 0.0
         bars.append(f'<rect {_fill(colour)} x="{at:.1f}" y="0" width="{width:.1f}" height="10"/>')
         at += width
-    return f'<svg class="bar" viewBox="0 0 200 10" preserveAspectRatio="none">{"".join(bars)}</svg>'
+    return (
+        f'<svg class="bar" width="200" height="10" viewBox="0 0 200 10" preserveAspectRatio="none">'
+        f"{''.join(bars)}</svg>"
+    )
 
 
 def _x_scale(values: Sequence[float]) -> Scale:
@@ -290,7 +299,8 @@ def _frame(x: Scale, y: Scale, unit: str, marks: Sequence[Mark], body: str, hove
     end = _text(_RIGHT, HEIGHT - 2, "end", "step")
     drawn = "".join(_mark(mark, x) for mark in _apart(marks, x))
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" font-size="11" role="img"'
+        f'<svg class="chart" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+        ' font-size="11" role="img"'
         f' aria-label="{escape(unit)} over steps">'
         f"{grid}{axis}{below}{end}{body}{hover}{drawn}</svg>"
     )
@@ -302,9 +312,10 @@ def _text(x: float, y: float, anchor: str, text: str) -> str:
 
 def _apart(marks: Sequence[Mark], x: Scale) -> Iterator[Mark]:
     """Marks within the axis; of those of one kind that would lie over each other, the first."""
+    room = {"checkpoint": 14, "restart": 2, "bad": 3}
     last: dict[str, float] = {}
     for mark in sorted(marks, key=lambda mark: mark.x):
-        if x.low <= mark.x <= x.high and x(mark.x) - last.get(mark.kind, -_HUGE) >= 4:
+        if x.low <= mark.x <= x.high and x(mark.x) - last.get(mark.kind, -HUGE) >= room[mark.kind]:
             last[mark.kind] = x(mark.x)
             yield mark
 
