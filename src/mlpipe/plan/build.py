@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from mlpipe._core.units import parse_cadence, parse_seconds
 from mlpipe.plan.choose import Candidate, candidate, choose, micro_batches
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.hardware import Hardware, detect_hardware
-from mlpipe.plan.memory import activations, counts
+from mlpipe.plan.memory import Work, activations_bytes, counts, logits_bytes
 from mlpipe.plan.plan import (
     SCHEMA_VERSION,
     CheckpointPlan,
@@ -244,29 +244,33 @@ def _candidates(spec: Train, hardware: Hardware, known: Mapping[str, str]) -> li
     asked = None if spec.data.micro_batch == "auto" else spec.data.micro_batch
     sizes = micro_batches(_global_batch(spec), hardware.world_size, asked)
 
-    by_micro_batch = {
-        size: activations(
-            config,
-            seq_len=spec.model.seq_len,
-            micro_batch=size,
-            precision=spec.precision,
-            checkpointing=spec.activation_checkpointing,
-        )
-        for size in sizes
-        if config is not None
-    }
+    share = _global_batch(spec) // hardware.world_size
+    work = partial(_work, spec, config, hardware.device, share)
     return [
         candidate(
             strategy,
             hardware,
-            counts=counts(config) if config else None,
             micro_batches=sizes,
-            activations=by_micro_batch,
-            precision=spec.precision,
+            counts=counts(config) if config else None,
+            work=work,
             mesh=mesh if strategy == "hsdp" else None,
         )
         for strategy in ORDER
     ]
+
+
+def _work(spec: Train, config: LlamaConfig | None, device: str, share: int, micro_batch: int) -> Work:
+    if config is None:
+        return Work(spec.precision, 0, 0, share // micro_batch)
+    num_tokens = micro_batch * spec.model.seq_len
+    activations = activations_bytes(
+        config,
+        num_tokens=num_tokens,
+        precision=spec.precision,
+        checkpointing=spec.activation_checkpointing,
+    )
+    logits = logits_bytes(config, num_tokens=num_tokens, precision=spec.precision, device=device)
+    return Work(spec.precision, activations, logits, share // micro_batch)
 
 
 def _pick(spec: Train, strategy: str, hardware: Hardware, known: Mapping[str, str]) -> tuple[Candidate, str]:

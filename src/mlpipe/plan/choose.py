@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import format_bytes
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.memory import Activations, Counts, MemoryEstimate
+from mlpipe.plan.memory import Counts, MemoryEstimate, Work
 from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.strategies import ORDER
 
@@ -53,14 +53,13 @@ def candidate(
     strategy: Strategy,
     hardware: Hardware,
     *,
-    counts: Counts | None,
     micro_batches: list[int],
-    activations: Mapping[int, Activations],
-    precision: str,
+    counts: Counts | None,
+    work: Callable[[int], Work],
     mesh: Mesh | None = None,
 ) -> Candidate:
-    """`counts`: None for a model of unknown size. `activations`: of each micro-batch. The first of
-    `micro_batches` that fits is taken, or the last. `mesh`: instead of the strategy's own."""
+    """`counts`: None for a model of unknown size. `work`: by micro-batch; the first of `micro_batches` that
+    fits is taken, or the last. `mesh`: instead of the strategy's own."""
     rules = ORDER[strategy]
     chosen = mesh or rules.mesh(hardware.num_nodes, hardware.devices_per_node)
     if isinstance(chosen, str):
@@ -70,7 +69,7 @@ def candidate(
         return Candidate(strategy, chosen, micro_batches[0], None, True, reason)
     usable = hardware.usable_bytes
     for size in micro_batches:
-        estimate = rules.memory(counts, activations[size], chosen, precision)
+        estimate = rules.memory(counts, work(size), chosen)
         if estimate.total <= usable:
             break
     fits = estimate.total <= usable

@@ -61,10 +61,10 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> int:
-        """What tensors can have: less CUDA context and kernels (0.5-2 GiB) and NCCL (1-2 GiB), and 5 % for
-        the allocator; on CPU less the interpreter with torch (measured: about 0.4 GiB)."""
+        """What tensors may have: less CUDA context and kernels (0.5-2 GiB) and NCCL (1-2 GiB), on CPU less
+        the interpreter with torch (about 0.4 GiB); and 10 % for the allocator and the estimate's error."""
         own = 3 * GIB if self.device == "cuda" else 0.5 * GIB
-        return max(0, int((self.memory_bytes - own) * 0.95))
+        return max(0, int((self.memory_bytes - own) * 0.9))
 
     def __str__(self) -> str:
         nodes = f"{self.num_nodes} nodes x " if self.num_nodes > 1 else ""

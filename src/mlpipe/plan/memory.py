@@ -19,11 +19,12 @@ COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class Counts:
-    """A model in numbers of parameters. `largest_group`: of the biggest set that FSDP gathers at once, a
-    block or all that is in no block."""
+    """A model in numbers of parameters: in all, of one of its equal blocks, and of all that is in no block
+    (embedding, last norm, head)."""
 
-    num_params: int
-    largest_group: int
+    total: int
+    block: int
+    outside: int
 
 
 @dataclass(frozen=True)
@@ -45,38 +46,46 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True)
-class Activations:
-    """Bytes that one rank holds for the backward pass of one microbatch."""
+class Work:
+    """What one rank does in a step, whatever the strategy: bytes held for the backward pass of one
+    microbatch, and how many microbatches."""
 
-    blocks: int
+    precision: str
+    activations: int
     logits: int
+    accumulation: int
 
 
 def counts(config: LlamaConfig) -> Counts:
-    outside = config.num_params() - config.num_layers * config.num_layer_params()
-    return Counts(config.num_params(), max(outside, config.num_layer_params()))
+    total, block = config.num_params(), config.num_layer_params()
+    return Counts(total, block, total - config.num_layers * block)
 
 
-def activations(
-    config: LlamaConfig, *, seq_len: int, micro_batch: int, precision: str, checkpointing: str
-) -> Activations:
-    """What autograd saves of a block, counted off `train/models/llama.py` for one token, with attention that
-    stores no T x T matrix: the norms' inputs and outputs, q, k, v, the attention's output, and of the
-    SwiGLU gate, up, silu(gate) and the product. Checkpointing `full` keeps each block's input and rebuilds
-    one block at a time; `selective` keeps the outputs of matmuls and attention and rebuilds the rest.
-    Logits: 12 bytes each at the peak of the eager backward (fp32 logits, log-softmax, gradient)."""
+def activations_bytes(
+    config: LlamaConfig, *, num_tokens: int, precision: str, checkpointing: str = "none"
+) -> int:
+    """What autograd saves for `num_tokens`, read off `train/models/llama.py`, with attention that stores no
+    T x T matrix. Of a block: the norms' inputs (fp32, the residual stream) and outputs; rotated q and k, v
+    and the attention's output; gate, up, silu(gate) and their product. Checkpointing (see
+    `train/parallel/activations.py`): `full` keeps each block's input and rebuilds one block at a time;
+    `selective` also keeps attention and every second matmul (q, v, gate, down)."""
     width = COMPUTE_BYTES[precision]
-    tokens = seq_len * micro_batch
+    dim, ffn_dim = config.dim, config.ffn_dim
     kv_dim = config.num_kv_heads * config.head_dim
-    norms = 2 * (4 + width) * config.dim  # fp32 inputs, outputs for the matmuls
-    attention = width * (2 * config.dim + 2 * kv_dim)  # rotated q, k; v; output
-    feed_forward = width * 4 * config.ffn_dim
-    block = norms + attention + feed_forward
-    block_input = 4 * config.dim
-    kept = {
-        "none": config.num_layers * block,
-        "selective": config.num_layers * (block_input + attention + width * (config.dim + 2 * config.ffn_dim))
-        + block,
-        "full": config.num_layers * block_input + block,
-    }[checkpointing]
-    return Activations(blocks=tokens * kept, logits=12 * tokens * config.vocab_size)
+    block_input = 4 * dim
+    block = 2 * (4 + width) * dim + width * (2 * dim + 2 * kv_dim) + width * 4 * ffn_dim
+    if checkpointing == "none":
+        kept = config.num_layers * block
+    elif checkpointing == "full":
+        kept = config.num_layers * block_input + block
+    else:
+        matmuls = width * (2 * dim + kv_dim + ffn_dim)
+        kept = config.num_layers * (block_input + matmuls + width * dim) + block
+    return num_tokens * kept
+
+
+def logits_bytes(config: LlamaConfig, *, num_tokens: int, precision: str, device: str) -> int:
+    """Logits and their gradient in the compute dtype, and the fp32 log-probabilities of the chunk that
+    `train/loss.py` works on, with one copy."""
+    chunk = min(num_tokens * config.vocab_size, 2**18 if device == "cpu" else 2**27)
+    return 2 * COMPUTE_BYTES[precision] * num_tokens * config.vocab_size + 8 * chunk

@@ -39,16 +39,26 @@ def load_pipeline_text(text: str | bytes, name: str, *, overrides: Sequence[str]
         problems += override_rules.apply(root, override)
     problems += _nulls(root)
     pipeline, more = _validate(root, name)
-    seen = {(p.place, p.message) for p in problems}
-    places = {p.place for p in problems if p.line}
-    # a rule and a type may complain about one place: the first to speak (syntax, rules, types) is clearest
-    for problem in [*rules.check(root), *more]:
-        if problem.place not in places and (problem.place, problem.message) not in seen:
-            problems.append(problem)
-            seen.add((problem.place, problem.message))
+    ruled = _elsewhere(rules.check(root), problems)
+    problems += _elsewhere(_elsewhere(more, problems), ruled, but=("unknown key",)) + ruled
     if problems or pipeline is None:
-        raise SpecErrors(problems or more)
+        raise SpecErrors(problems)
     return pipeline
+
+
+def _elsewhere(found: list[Problem], before: list[Problem], but: tuple[str, ...] = ()) -> list[Problem]:
+    """One word a place: what YAML itself, a rule and a type say of one value is one mistake. But a mapping
+    starts where its first key does, and what it lacks is another matter; and all that an override sets has
+    one place."""
+    places = {problem.place for problem in before}
+    return [
+        problem
+        for problem in found
+        if problem.place not in places
+        or not problem.line
+        or problem.message.endswith("is missing")
+        or problem.message.startswith(but)
+    ]
 
 
 def _decode(text: str | bytes, name: str) -> str:
@@ -88,11 +98,22 @@ def _validate(root: Node, name: str) -> tuple[Pipeline | None, list[Problem]]:
             details = error.errors(include_url=False)
         if not (retry and _as_text(root, details)):
             break
-    problems = []
+    problems: list[Problem] = []
     for detail in details:
         node, found = rules.values_at(root, detail["loc"])
-        if not node.broken:
-            problems.append(_problem(node, found, detail))
+        kind, key = detail["type"], detail["loc"][-1] if detail["loc"] else ""
+        partial = kind == "too_short" and node.value  # counted without the items that are wrong
+        by_rule = kind in ("missing", "extra_forbidden") and key in ("preset", "tokens")
+        if node.broken or partial or by_rule:
+            continue
+        problem = _problem(node, found, detail)
+        last = problems[-1] if problems else None
+        if last is not None and kind == "literal_error" and last.place == problem.place:
+            # the other half of `a number or 'auto'`
+            options = detail["ctx"]["expected"]
+            problems[-1] = Problem.at(last.place, last.message, f"{last.hint} or {options}")
+        else:
+            problems.append(problem)
     return None, problems
 
 
@@ -139,10 +160,16 @@ def _problem(node: Node, found: bool, detail: ErrorDetails) -> Problem:
         return Problem.at(node.key or node.place, f"unknown key {key!r}", rules.closest(str(key), known))
     if isinstance(value, Ambiguous):
         return Problem.at(node.place, value.message, value.hint)
+    if kind == "mlpipe" and key == "[key]":
+        return Problem.at(node.key or node.place, context["what"], context["hint"])
     if kind == "mlpipe":
         return Problem.at(node.place, context["what"], context["hint"])
     if kind == "literal_error":
         options = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
+        if value in options:
+            return Problem.at(
+                node.place, f"expected {value}, got the text {value!r}", "write it without quotes"
+            )
         if isinstance(value, str):
             return Problem.at(node.place, f"unknown value {value!r}", rules.closest(value, options))
         return Problem.at(node.place, f"{_show(value)} is not a choice", f"write one of {', '.join(options)}")
@@ -169,7 +196,7 @@ def _rewrite(kind: str, value: Any, node: Node, wanted: str) -> str:
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and node.text is None:
         return f"write {wanted}, without quotes"
     if kind in ("tuple_type", "list_type") and not isinstance(value, dict):
-        return f"write [{_flat(value)}]"
+        return f"write [{_flat(', '.join(str(value).split()))}]"
     return f"write {wanted}"
 
 

@@ -169,8 +169,11 @@ class _Builder:
 
     def build(self, text: str) -> tuple[Node | None, list[Problem]]:
         num_documents = 0
+        loader: Any = None
         try:
-            for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            loader = yaml.SafeLoader(text)
+            while loader.check_event():
+                event = loader.get_event()
                 if isinstance(event, yaml.DocumentStartEvent):
                     num_documents += 1
                     if num_documents > 1:
@@ -185,8 +188,12 @@ class _Builder:
         except yaml.MarkedYAMLError as error:
             self.syntax(error)
             return None, self.problems
-        except (yaml.YAMLError, ValueError, OverflowError) as error:
+        except yaml.YAMLError as error:
             self.unreadable(text, error)
+            return None, self.problems
+        except (ValueError, OverflowError):  # out of PyYAML's own chr() and int()
+            place = self.place(loader.get_mark()) if loader else Place(self.file, 1, 1)
+            self.problem(place, "not YAML: an escape or directive with a number out of range", "remove it")
             return None, self.problems
         if self.root is None:
             self.problem(Place(self.file, 1, 1), "the file is empty", "start with 'version: 1'")
@@ -205,7 +212,7 @@ class _Builder:
             hint = "quote the text"
         self.problem(place, f"not YAML: {error.problem}{why}", hint)
 
-    def unreadable(self, text: str, error: Exception) -> None:
+    def unreadable(self, text: str, error: yaml.YAMLError) -> None:
         position = getattr(error, "position", 0)
         before = text[: position if isinstance(position, int) else 0]
         place = Place(self.file, before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1)

@@ -1,7 +1,7 @@
 """One file a strategy. Each has
 
     mesh(num_nodes, devices_per_node) -> Mesh, or why there is none, in words
-    memory(counts, activations, mesh, precision) -> MemoryEstimate
+    memory(counts, work, mesh) -> MemoryEstimate
 
 `ORDER` is from the least sharded to the most: `auto` takes the first that fits.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from mlpipe.plan.memory import Activations, Counts, MemoryEstimate
+from mlpipe.plan.memory import Counts, MemoryEstimate, Work
 from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.strategies import ddp, fsdp, hsdp, single, zero1, zero2
 
@@ -20,9 +20,7 @@ class StrategyFile(Protocol):
 
     def mesh(self, num_nodes: int, devices_per_node: int) -> Mesh | str: ...
 
-    def memory(
-        self, counts: Counts, activations: Activations, mesh: Mesh, precision: str
-    ) -> MemoryEstimate: ...
+    def memory(self, counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate: ...
 
 
 ORDER: dict[Strategy, StrategyFile] = {

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from mlpipe.plan.memory import Activations, Counts, MemoryEstimate
+from mlpipe.plan.memory import Counts, MemoryEstimate, Work
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.strategies import single
 
@@ -14,5 +14,5 @@ def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
     return Mesh(dp_replicate=num_nodes * devices_per_node)
 
 
-def memory(counts: Counts, activations: Activations, mesh: Mesh, precision: str) -> MemoryEstimate:
-    return single.memory(counts, activations, mesh, precision)
+def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
+    return single.memory(counts, work, mesh)

@@ -7,9 +7,9 @@ from mlpipe.plan.memory import (
     COMPUTE_BYTES,
     GRADIENT_BYTES,
     WEIGHT_BYTES,
-    Activations,
     Counts,
     MemoryEstimate,
+    Work,
 )
 from mlpipe.plan.plan import Mesh
 
@@ -20,25 +20,26 @@ def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
     return Mesh(dp_shard=num_nodes * devices_per_node)
 
 
-def memory(counts: Counts, activations: Activations, mesh: Mesh, precision: str) -> MemoryEstimate:
-    """Two groups are gathered at a time, the current and the prefetched one; the gradients of a group are
-    whole before they are reduced, in fp32."""
-    width = COMPUTE_BYTES[precision]
-    return sharded(counts, activations, mesh, gathered=2 * width * counts.largest_group, precision=precision)
+def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
+    """Two blocks are gathered at a time, the current and the prefetched one."""
+    return sharded(counts, work, mesh, gathered_blocks=2 * counts.block)
 
 
-def sharded(
-    counts: Counts, activations: Activations, mesh: Mesh, *, gathered: int, precision: str
-) -> MemoryEstimate:
-    """Everything split over `dp_shard`, plus `gathered` bytes of weights and one group's gradients: as the
-    backward pass leaves them, and the fp32 input of the reduce-scatter."""
-    share = -(-counts.num_params // mesh.dp_shard)
-    reducing = (COMPUTE_BYTES[precision] + GRADIENT_BYTES) * counts.largest_group
+def sharded(counts: Counts, work: Work, mesh: Mesh, *, gathered_blocks: int) -> MemoryEstimate:
+    """All states split over `dp_shard`; besides, whole: `gathered_blocks` parameters of blocks in the compute
+    dtype, what is outside the blocks in fp32 with its gradients, and the larger of what reductions hold: a
+    block's gradients with their fp32 input, or the fp32 input of what is outside. Accumulation keeps the
+    gradients of all microbatches whole, in fp32, until the last one sends them."""
+    width = COMPUTE_BYTES[work.precision]
+    share = -(-counts.total // mesh.dp_shard)
+    unsent = GRADIENT_BYTES * counts.total if work.accumulation > 1 else 0
+    gathered = width * gathered_blocks + (WEIGHT_BYTES + GRADIENT_BYTES) * counts.outside
+    reducing = max((width + GRADIENT_BYTES) * counts.block, GRADIENT_BYTES * counts.outside)
     return MemoryEstimate(
         parameters=WEIGHT_BYTES * share,
-        gradients=GRADIENT_BYTES * share,
+        gradients=GRADIENT_BYTES * share + unsent,
         optimizer=ADAM_BYTES * share,
-        activations=activations.blocks,
-        logits=activations.logits,
+        activations=work.activations,
+        logits=work.logits,
         buffers=gathered + reducing,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlpipe.plan.memory import Activations, Counts, MemoryEstimate
+from mlpipe.plan.memory import Counts, MemoryEstimate, Work
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.strategies import fsdp
 
@@ -17,5 +17,5 @@ def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
     return Mesh(dp_replicate=num_nodes, dp_shard=devices_per_node)
 
 
-def memory(counts: Counts, activations: Activations, mesh: Mesh, precision: str) -> MemoryEstimate:
-    return fsdp.memory(counts, activations, mesh, precision)
+def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
+    return fsdp.memory(counts, work, mesh)

@@ -7,9 +7,9 @@ from mlpipe.plan.memory import (
     COMPUTE_BYTES,
     GRADIENT_BYTES,
     WEIGHT_BYTES,
-    Activations,
     Counts,
     MemoryEstimate,
+    Work,
 )
 from mlpipe.plan.plan import Mesh
 
@@ -22,15 +22,14 @@ def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
     return Mesh()
 
 
-def memory(counts: Counts, activations: Activations, mesh: Mesh, precision: str) -> MemoryEstimate:
+def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
     """Autocast keeps its bf16 copies of the weights until the forward pass ends."""
-    n = counts.num_params
-    copies = COMPUTE_BYTES[precision] * n if precision == "bf16" else 0
+    copies = COMPUTE_BYTES["bf16"] * counts.total if work.precision == "bf16" else 0
     return MemoryEstimate(
-        parameters=WEIGHT_BYTES * n,
-        gradients=GRADIENT_BYTES * n,
-        optimizer=ADAM_BYTES * n,
-        activations=activations.blocks,
-        logits=activations.logits,
+        parameters=WEIGHT_BYTES * counts.total,
+        gradients=GRADIENT_BYTES * counts.total,
+        optimizer=ADAM_BYTES * counts.total,
+        activations=work.activations,
+        logits=work.logits,
         buffers=copies,
     )

@@ -3,7 +3,7 @@ used them, so they are gathered once a step, not twice."""
 
 from __future__ import annotations
 
-from mlpipe.plan.memory import COMPUTE_BYTES, Activations, Counts, MemoryEstimate
+from mlpipe.plan.memory import Counts, MemoryEstimate, Work
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.strategies import fsdp
 
@@ -14,6 +14,5 @@ def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
     return fsdp.mesh(num_nodes, devices_per_node)
 
 
-def memory(counts: Counts, activations: Activations, mesh: Mesh, precision: str) -> MemoryEstimate:
-    gathered = COMPUTE_BYTES[precision] * counts.num_params
-    return fsdp.sharded(counts, activations, mesh, gathered=gathered, precision=precision)
+def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
+    return fsdp.sharded(counts, work, mesh, gathered_blocks=counts.total - counts.outside)

@@ -1,0 +1,101 @@
+"""Good and bad pipeline files: what the loader says, word by word, and that the JSON Schema agrees.
+
+`MLPIPE_UPDATE_GOLDEN=1` rewrites the expected lines; read the difference before committing it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from mlpipe.spec.load import load_pipeline, load_pipeline_text
+from mlpipe.spec.problems import SpecErrors
+from mlpipe.spec.schema import json_schema
+from mlpipe.spec.tree import parse
+
+pytestmark = pytest.mark.unit
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+GOOD = sorted([*(HERE / "good").glob("*.yaml"), *(ROOT / "pipelines").rglob("*.yaml")])
+BAD = sorted((HERE / "bad").glob("*.yaml"))
+SCHEMA = jsonschema.Draft202012Validator(json_schema())
+
+# Files whose only mistakes are those that a JSON Schema cannot say: rules between values, and YAML itself.
+BEYOND_THE_SCHEMA = {
+    "cycle.yaml": "needs form a circle",
+    "duplicates.yaml": "two stages of one name, a duplicate key",
+    "float-for-int.yaml": "to JSON Schema 10.0 is an integer",
+    "secret.yaml": "a variable that looks like a secret",
+    "torchrun-env.yaml": "a variable that torchrun sets",
+    "placeholder.yaml": "a placeholder to a stage that is not needed",
+    "batch.yaml": "batch_tokens is not a multiple of seq_len",
+    "mesh.yaml": "a mesh without hsdp",
+    "decay.yaml": "decay_steps without wsd",
+    "gpu.yaml": "GPUs without a model",
+    "seq_len.yaml": "a model of one's own, fed with tokens, without seq_len",
+    "no-train.yaml": "an evaluation that needs no training",
+    "anchor.yaml": "an anchor",
+    "ambiguous.yaml": "an unquoted word that parsers read differently",
+}
+
+
+def problems_of(path: Path) -> list[str]:
+    with pytest.raises(SpecErrors) as caught:
+        load_pipeline_text(path.read_bytes(), path.name)
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize("path", GOOD, ids=lambda p: p.name)
+def test_good_files_load_and_resolve_to_an_equal_pipeline(path: Path) -> None:
+    pipeline = load_pipeline(path)
+    resolved = pipeline.resolved_yaml()
+    again = load_pipeline_text(resolved, "resolved")
+    assert again == pipeline
+    assert again.resolved_yaml() == resolved
+    assert again.digest == pipeline.digest
+
+
+@pytest.mark.parametrize("path", GOOD, ids=lambda p: p.name)
+def test_the_schema_takes_good_files(path: Path) -> None:
+    for text in (path.read_text(), load_pipeline(path).resolved_yaml()):
+        root, problems = parse(text, path.name)
+        assert root is not None
+        assert not problems
+        SCHEMA.validate(root.plain())
+
+
+@pytest.mark.parametrize("path", BAD, ids=lambda p: p.name)
+def test_bad_files_say_every_mistake(path: Path) -> None:
+    found = problems_of(path)
+    expected = path.with_suffix(".txt")
+    if os.environ.get("MLPIPE_UPDATE_GOLDEN"):
+        expected.write_text("\n".join(found) + "\n")
+    assert found == expected.read_text().splitlines()
+
+
+@pytest.mark.parametrize("path", BAD, ids=lambda p: p.name)
+def test_the_schema_refuses_bad_files_except_what_it_cannot_say(path: Path) -> None:
+    problems_of(path)
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError:
+        return  # not text, so nothing a schema is asked about
+    root, _ = parse(text, path.name)
+    if root is None:
+        return  # not YAML, likewise
+    assert SCHEMA.is_valid(root.plain()) == (path.name in BEYOND_THE_SCHEMA)
+
+
+def test_what_is_listed_as_beyond_the_schema_exists() -> None:
+    assert {path.name for path in BAD} >= BEYOND_THE_SCHEMA.keys()
+
+
+def test_six_mistakes_give_six_lines() -> None:
+    assert len(problems_of(HERE / "bad" / "six.yaml")) == 6
+
+
+def test_the_schema_is_a_valid_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(json_schema())

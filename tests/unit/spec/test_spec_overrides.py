@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlpipe.spec.load import load_pipeline, load_pipeline_text
+from mlpipe.spec.model import Pipeline
+from mlpipe.spec.problems import SpecErrors
+
+pytestmark = pytest.mark.unit
+QUICKSTART = Path(__file__).parents[3] / "pipelines" / "quickstart.yaml"
+
+
+def at(pipeline: Pipeline, stage: str, path: str) -> Any:
+    value: Any = pipeline.stage(stage)
+    for name in path.split("."):
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("override", "stage", "path", "value"),
+    [
+        ("stages.train.train.strategy=fsdp", "train", "train.strategy", "fsdp"),
+        ("stages.train.strategy=fsdp", "train", "train.strategy", "fsdp"),
+        ("train.strategy=fsdp", "train", "train.strategy", "fsdp"),
+        ("train.train.steps=20", "train", "train.steps", 20),
+        ("train.steps= 20 ", "train", "train.steps", 20),
+        ("train.optimizer.lr=1e-4", "train", "train.optimizer.lr", 1e-4),
+        ("train.optimizer.betas=[0.8, 0.9]", "train", "train.optimizer.betas", (0.8, 0.9)),
+        ("train.optimizer={lr: 1e-2}", "train", "train.optimizer.schedule", "cosine"),
+        ("train.resources.workers_per_node=4", "train", "resources.workers_per_node", 4),
+        ("train.compile=off", "train", "train.compile", "off"),
+        ("train.metrics_port=off", "train", "train.metrics_port", "off"),
+        ("train.checkpoint.every=10 steps", "train", "train.checkpoint.every", "10 steps"),
+        ("train.timeout=2 h", "train", "timeout", "2 h"),
+        ("train.env.DEBUG=1", "train", "env.DEBUG", "1"),
+        ("train.env.DEBUG=on", "train", "env.DEBUG", "on"),
+        ("train.env.DEBUG=0123", "train", "env.DEBUG", "0123"),
+        ("train.env.X=a=b", "train", "env.X", "a=b"),
+        ("train.data.tokens=2026-11-21", "train", "train.data.tokens", "2026-11-21"),
+        ("evaluate.train=train", "evaluate", "evaluate.train", "train"),
+        ("evaluate.evaluate.gate=val_loss < 3", "evaluate", "evaluate.gate", "val_loss < 3"),
+        ("evaluate.prompt=5", "evaluate", "evaluate.prompt", "5"),
+        ("promote.evaluate=evaluate", "promote", "promote.evaluate", "evaluate"),
+        ("corpus.command=[x, 1, on]", "corpus", "command", ("x", "1", "on")),
+    ],
+)
+def test_value_lands_typed_by_the_schema(override: str, stage: str, path: str, value: object) -> None:
+    assert at(load_pipeline(QUICKSTART, overrides=[override]), stage, path) == value
+
+
+def test_top_level_and_several() -> None:
+    overrides = ["store=s3://bucket/x", "name=other", "train.steps=1"]
+    overrides += ["train.optimizer.warmup_steps=0", "train.steps=2"]
+    pipeline = load_pipeline(QUICKSTART, overrides=overrides)
+    assert (pipeline.store, pipeline.name) == ("s3://bucket/x", "other")
+    assert at(pipeline, "train", "train.steps") == 2
+
+
+def test_a_mistake_in_the_file_can_be_overridden() -> None:
+    text = QUICKSTART.read_text().replace("steps: 200", "steps: many")
+    with pytest.raises(SpecErrors):
+        load_pipeline_text(text, "x")
+    assert at(load_pipeline_text(text, "x", overrides=["train.steps=30"]), "train", "train.steps") == 30
+
+
+def test_the_longest_stage_name_wins() -> None:
+    text = """
+version: 1
+name: dots
+stages:
+  - {name: a, command: [x]}
+  - {name: a.env, command: [x]}
+"""
+    pipeline = load_pipeline_text(text, "x", overrides=["a.env.timeout=5 s", "a.timeout=6 s"])
+    assert at(pipeline, "a.env", "timeout") == "5 s"
+    assert at(pipeline, "a", "timeout") == "6 s"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.step=20", "unknown key 'step'; did you mean 'steps'?"),
+        ("train.optimizer.lrr=20", "unknown key 'lrr'; did you mean 'lr'?"),
+        ("trian.steps=20", "no stage 'trian'; did you mean 'train'?"),
+        ("stages.trian.steps=20", "no stage 'trian'; did you mean 'train'?"),
+        ("sotre=x", "no stage 'sotre'; did you mean 'store'?"),
+        ("train.steps=x", "expected a whole number, got the text 'x'; write a whole number"),
+        ("train.steps=", "expected a whole number, got the text ''; write a whole number"),
+        ("train.steps", "not KEY=VALUE; write like --set train.steps=20"),
+        ("=5", "not KEY=VALUE; write like --set train.steps=20"),
+        ("train=5", "a stage cannot be replaced; set its keys, like NAME.steps=20"),
+        ("train.steps.x=3", "'steps' is a value, it has no keys; set steps as a whole"),
+        ("corpus.command.0=3", "'command' is a list, it has no keys; set command as a whole"),
+        ("train.strategy=fsdpp", "unknown value 'fsdpp'; did you mean 'fsdp'?"),
+        ("train.optimizer.lr=-1", "-1 is out of bounds; write above 0.0"),
+        ("train.mesh={dp_replicate: 1, dp_shard: 2}", "only strategy hsdp has a mesh to choose; remove it"),
+        ("train.data={tokens: *a}", "alias *a: a pipeline has no aliases; write the value out again"),
+        ("train.checkpoint.every=5", "5 has no unit; write like '100 steps' or '15 min'"),
+    ],
+)
+def test_mistakes_name_the_override(override: str, says: str) -> None:
+    with pytest.raises(SpecErrors) as caught:
+        load_pipeline(QUICKSTART, overrides=[override])
+    assert str(caught.value).startswith(f"--set {override}: {says}")
+
+
+def test_file_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent.yaml", "nul\0byte"):
+        with pytest.raises(SpecErrors, match="cannot be read"):
+            load_pipeline(path)
