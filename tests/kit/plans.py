@@ -221,3 +221,32 @@ def losses(store: Path | str, plan: Plan) -> list[float]:
 def outcome(store: Path | str, plan: Plan) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((Path(store) / plan.attempt_key / "outcome.json").read_text())
     return found
+
+
+def run_together(plans: list[Plan], folder: Path, *, timeout: float = 200.0) -> None:
+    """Runs plans of one world size in one torchrun (`kit.many`). Raises with the output if one fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for number, plan in enumerate(plans):
+        path = folder / f"plan-{number}.json"
+        path.write_text(plan.to_json())
+        entries.append([str(path), str(folder / f"scratch-{number}")])
+    (folder / "list.json").write_text(json.dumps(entries))
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
+    argv += [
+        "--nproc-per-node",
+        str(plans[0].launch.nproc_per_node),
+        "-m",
+        "kit.many",
+        str(folder / "list.json"),
+    ]
+    threads = str(max(1, (os.cpu_count() or 1) // plans[0].launch.nproc_per_node))
+    done = subprocess.run(
+        argv,
+        env={**environment(), "OMP_NUM_THREADS": threads, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    if done.returncode:
+        raise AssertionError(done.stdout[-4000:] + done.stderr[-6000:])

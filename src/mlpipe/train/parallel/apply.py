@@ -6,14 +6,11 @@ activation checkpointing -> compile -> shard -> real weights -> replicate.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.init import initialize
 from mlpipe.train.model import BuiltModel
-from mlpipe.train.parallel import fsdp
 from mlpipe.train.parallel.activations import checkpoint_activations
 from mlpipe.train.parallel.ddp import apply_ddp, apply_single
 from mlpipe.train.parallel.parallel import Parallel
@@ -31,30 +28,20 @@ def parallelize(built: BuiltModel, plan: TrainPlan, device: torch.device) -> Par
     if plan.compile == "block":
         for block in blocks:
             block.compile()
-    mesh = device_mesh(plan, device) if plan.strategy in SHARDED else None
-    if mesh is not None:
+    if plan.strategy in SHARDED:
+        # imported here: DTensor alone costs 2 s, and a replicated model needs none of it
+        from mlpipe.train.parallel import fsdp
+
+        mesh = fsdp.device_mesh(plan, device)
         if not built.on_meta:
             module.to(device)
-        fsdp.shard(
-            module,
-            blocks,
-            mesh,
-            bf16=plan.precision == "bf16",
-            reshard_after_forward=plan.strategy != "zero2",
-        )
-    materialize(built, plan.seed, device)
-    if mesh is not None:
+        fsdp.shard(module, blocks, mesh, plan)
+        materialize(built, plan.seed, device)
         return fsdp.finish(module, mesh)
+    materialize(built, plan.seed, device)
     if plan.strategy == "single":
         return apply_single(module)
     return apply_ddp(module) if plan.strategy == "ddp" else apply_zero1(module)
-
-
-def device_mesh(plan: TrainPlan, device: torch.device) -> DeviceMesh:
-    if plan.strategy == "hsdp":
-        sizes = (plan.mesh.dp_replicate, plan.mesh.dp_shard)
-        return init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
 
 
 def materialize(built: BuiltModel, seed: int, device: torch.device) -> None:

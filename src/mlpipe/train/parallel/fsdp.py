@@ -12,35 +12,42 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.parallel.parallel import Owned, Parallel, nothing, persistent_buffers
 
 
-def shard(
-    module: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, *, bf16: bool, reshard_after_forward: bool
-) -> None:
+def device_mesh(plan: TrainPlan, device: torch.device) -> DeviceMesh:
+    if plan.strategy == "hsdp":
+        sizes = (plan.mesh.dp_replicate, plan.mesh.dp_shard)
+        return init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
+    return init_device_mesh(device.type, (plan.mesh.dp_shard,), mesh_dim_names=("dp_shard",))
+
+
+def shard(module: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, plan: TrainPlan) -> None:
     """Shards in place; parameters may still be on the meta device.
 
     Under bf16 only the blocks' parameters travel in bf16 and their gradients are reduced in fp32; the
     rest (embedding, last norm, head) stays fp32 and computes under autocast, so that the residual stream
     has the same dtype as under ddp.
     """
+    exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     low = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    policy = low if bf16 else MixedPrecisionPolicy(cast_forward_inputs=False)
+    reshard_after_forward = plan.strategy != "zero2"
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(
-        module,
-        mesh=mesh,
-        mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
-        reshard_after_forward=reshard_after_forward,
-    )
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=low if plan.precision == "bf16" else exact,
+            reshard_after_forward=reshard_after_forward,
+        )
+    fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard_after_forward)
 
 
 def finish(module: nn.Module, mesh: DeviceMesh) -> Parallel:

@@ -83,12 +83,12 @@ class _Exchange:
         # rank 0 has the most rows of every tensor
         length = sum(view.numel() for view in by_rank[0])
         self.sent = torch.empty(length, dtype=bucket[0].dtype, device=bucket[0].device)
-        self.received = self.sent.new_empty(world_size, length)
+        self.received = self.sent.new_empty(world_size * length)
         self.own = by_rank[rank]
         self.packed = _cut(self.sent, self.own)
         others = [r for r in range(world_size) if r != rank]
         self.unpacked = [view for r in others for view in by_rank[r]]
-        self.arrived = [part for r in others for part in _cut(self.received[r], by_rank[r])]
+        self.arrived = [part for r in others for part in _cut(self.received[r * length :], by_rank[r])]
 
     @torch.no_grad()
     def run(self) -> None:
