@@ -107,9 +107,7 @@ def prune(session: Session, run_id: str, stage: str | None, keep: int) -> None:
 def export(session: Session, run_id: str, stage: str | None, step: int | None, out: Path) -> None:
     """Write config.json, model.safetensors and tokenizer.json, as transformers loads them."""
     store = session.open_store()
-    item = _chosen(
-        _find(store, run_id, stage)[-1:] if step is None else _find(store, run_id, stage), step, run_id
-    )
+    item = _chosen(_find(store, run_id, stage), step, run_id)[-1]
     try:
         from mlpipe.train.export import export_checkpoint
     except ImportError as error:
@@ -117,11 +115,26 @@ def export(session: Session, run_id: str, stage: str | None, step: int | None, o
             f"exporting needs {error.name}, which is not installed here",
             hint="pip install 'mlpipe[train]'",
         ) from None
-    files = export_checkpoint(store, item[-1].key, out)
+    made = export_checkpoint(store, item.key, out, tokenizer=_tokenizer(store, run_id, item))
+    note = "" if made.transformers else "; a model of your own, so there is no config.json"
     session.result(
-        {"step": item[-1].step, "files": [str(file) for file in files]},
-        f"step {item[-1].step} written to {out}",
+        {**asdict(made), "folder": str(made.folder)},
+        f"step {made.step}, {made.num_params} parameters, in {made.folder}: {', '.join(made.files)}{note}",
     )
+
+
+def _tokenizer(store: Store, run_id: str, item: Checkpoint) -> Path | None:
+    """The tokenizer.json beside the tokens that the checkpoint was trained on."""
+    from mlpipe.store import runs
+    from mlpipe.submit.planning import load_stored, planner
+
+    run = runs.read_run(store, run_id)
+    stage = item.key.partition("/checkpoints/")[0].rpartition("/")[2]
+    plan = planner(store, run_id, load_stored(store, run_id, run.meta.get("set", [])))(stage, item.attempt)
+    if plan.train is None or plan.train.data.tokens is None:
+        return None
+    path = Path(plan.train.data.tokens) / "tokenizer.json"
+    return path if path.exists() else None
 
 
 def _find(store: Store, run_id: str, stage: str | None) -> list[Checkpoint]:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from mlpipe._core.errors import StoreError
+from mlpipe._core.units import format_bytes
 from mlpipe.cli.session import Session, shared
 
 
@@ -25,8 +26,18 @@ def list_(session: Session) -> None:
     from mlpipe.store import registry
 
     store = session.open_store()
-    found = [asdict(model) for model in registry.list_models(store)]
-    session.result({"store": store.url, "models": found}, _table(found) or f"no models in {store.url}")
+    found = registry.list_models(store)
+    width = max([len(model.name) for model in found], default=5)
+    lines = [f"{'MODEL'.ljust(width)}  {'VERSION':>7}  {'STEP':>8}  {'SIZE':>10}  {'ALIASES':12}  RUN"]
+    lines += [
+        f"{model.name.ljust(width)}  {model.version:>7}  {model.step:>8}  "
+        f"{format_bytes(model.size_bytes):>10}  {','.join(model.aliases):12}  {model.lineage.get('run', '')}"
+        for model in found
+    ]
+    session.result(
+        {"store": store.url, "models": [asdict(model) for model in found]},
+        "\n".join(lines) if found else f"no models in {store.url}",
+    )
 
 
 @command.command()
@@ -38,7 +49,11 @@ def show(session: Session, name: str, version: str | None) -> None:
     """Show where a model's VERSION (a number or an alias; default: the latest) came from."""
     from mlpipe.store import registry
 
-    model = asdict(registry.show_model(session.open_store(), name, version))
+    store = session.open_store()
+    if version is None:
+        versions = [model.version for model in registry.list_models(store) if model.name == name]
+        version = str(max(versions, default=1))
+    model = asdict(registry.show_model(store, name, version))
     session.result(model, json.dumps(model, indent=2))
 
 
@@ -69,7 +84,3 @@ def promote(session: Session, run_id: str, name: str, alias: str | None, stage: 
     version, checkpoint = register(store, run_id, plan)
     document: dict[str, Any] = {"model": name, "version": version, "alias": alias, "step": checkpoint.step}
     session.result(document, f"{name} version {version}: step {checkpoint.step} of run {run_id}")
-
-
-def _table(models: list[dict[str, Any]]) -> str:
-    return "\n".join(json.dumps(model) for model in models)

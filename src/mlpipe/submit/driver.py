@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.plan.plan import Plan
-from mlpipe.store import runs
+from mlpipe.store import outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import Lease, RunState, StageState
 from mlpipe.submit import planning, process
@@ -55,6 +55,7 @@ def drive(
         _clear_orphans(store, former)
         if former.state != "pending":
             runs.reopen(store, run_id)
+        made = _committed_outputs(store, former)
         started = runs.update_run(
             store,
             run_id,
@@ -64,6 +65,7 @@ def drive(
                 spec_digest=pipeline.digest,
                 message="",
                 meta={**run.meta, "set": asked},
+                stages={**run.stages, **made},
             ),
         )
         scratch = planning.scratch_folder(store, run_id)
@@ -82,6 +84,17 @@ def drive(
             ).run(only)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _committed_outputs(store: Store, former: RunState) -> dict[str, StageState]:
+    """Stages whose driver died between the commit of their output and the note of it: the commit counts."""
+    made = {}
+    for name, stage in former.stages.items():
+        key = f"runs/{former.run_id}/stages/{name}"
+        if stage.state != "done" and stage.attempt and store.exists(f"{key}/outputs/MANIFEST.json"):
+            outcome = {"digest": outputs.load_output(store, key)["digest"]}
+            made[name] = replace(stage, state="done", message="", exit_code=0, outcome=outcome)
+    return made
 
 
 def working_folder(run: RunState) -> str:

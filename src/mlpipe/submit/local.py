@@ -20,7 +20,7 @@ from mlpipe.spec import placeholders
 from mlpipe.store import outputs
 from mlpipe.store.base import Store
 from mlpipe.submit import process
-
+from mlpipe.submit.promote import promote
 from mlpipe.submit.walk import Ended, Room
 
 _LAST_LINES = 15  # of a failed command's log, shown with the failure
@@ -161,8 +161,6 @@ class Promotion(Handle):
         self._thread.start()
 
     def _work(self) -> Ended:
-        from mlpipe.submit.promote import promote
-
         version, checkpoint = promote(self._store, self._plan.run_id, self._promotion)
         model = {"model": self._promotion.model_name, "version": version, "alias": self._promotion.alias}
         return Ended("done", exit_code=0, outcome={**model, "step": checkpoint.step})

@@ -165,7 +165,8 @@ def test_init_writes_a_valid_pipeline_once(cli: Cli):
 
 def test_validate_prints_every_mistake_and_exits_2(cli: Cli):
     (cli.folder / "bad.yaml").write_text(
-        "version: 1\nname: UPPER\nstagess: []\nstages:\n  - {name: a, comand: [x]}\n  - {name: a, command: []}\n"
+        "version: 1\nname: UPPER\nstagess: []\n"
+        "stages:\n  - {name: a, comand: [x]}\n  - {name: a, command: []}\n"
     )
     done = cli("validate", "bad.yaml", code=2)
     assert done.stdout.count("bad.yaml:") >= 4
