@@ -1,0 +1,46 @@
+"""The plans of the shipped pipelines on fixed hardware, byte for byte but for the digest of mlpipe's code.
+
+`MLPIPE_UPDATE_GOLDEN=1` rewrites them; read the difference before committing it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from mlpipe.plan.build import build_plan
+from mlpipe.plan.hardware import GIB, Hardware
+from mlpipe.spec.load import load_pipeline
+
+pytestmark = pytest.mark.golden
+HERE = Path(__file__).parent
+PIPELINES = HERE.parents[1] / "pipelines"
+LAPTOP = Hardware("cpu", 1, 2, 4 * GIB, "CPU worker", {}, 2)
+CLUSTER = Hardware("cuda", 2, 8, 80 * GIB, "H100-80GB", {"fp32": 67e12, "bf16": 989e12}, 96)
+CASES = [
+    (name, hardware, stage.name)
+    for name, hardware in (("quickstart", LAPTOP), ("llm", CLUSTER))
+    for stage in load_pipeline(PIPELINES / f"{name}.yaml").stages
+]
+
+
+@pytest.mark.parametrize(("name", "hardware", "stage"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES])
+def test_plan(name: str, hardware: Hardware, stage: str) -> None:
+    pipeline = load_pipeline(PIPELINES / f"{name}.yaml")
+    plan = build_plan(
+        pipeline,
+        stage,
+        run_id=f"{name}-20260101-000000-0000",
+        attempt=1,
+        store_url=pipeline.store,
+        inputs={},
+        hardware=hardware,
+    )
+    text = dataclasses.replace(plan, code_digest="0" * 64).to_json()
+    expected = HERE / "plans" / f"{name}-{stage}.json"
+    if os.environ.get("MLPIPE_UPDATE_GOLDEN"):
+        expected.write_text(text)
+    assert text == expected.read_text()

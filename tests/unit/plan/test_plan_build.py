@@ -1,0 +1,328 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlpipe._core.errors import PlanError
+from mlpipe.plan.build import build_plan, compare, stage_hardware
+from mlpipe.plan.choose import micro_batches
+from mlpipe.plan.hardware import GIB, GPUS, Hardware, detect_hardware
+from mlpipe.plan.plan import STRATEGIES, Mesh, Plan
+from mlpipe.plan.presets import PRESETS
+from mlpipe.plan.strategies import ORDER
+from mlpipe.spec.load import load_pipeline, load_pipeline_text
+from mlpipe.spec.model import Pipeline, Preset, Resources, Strategy
+
+pytestmark = pytest.mark.unit
+ROOT = Path(__file__).parents[3]
+PIPELINES = sorted((ROOT / "pipelines").rglob("*.yaml"))
+QUICKSTART = ROOT / "pipelines" / "quickstart.yaml"
+LLM = ROOT / "pipelines" / "llm.yaml"
+
+
+def cpu(num_workers: int = 2, memory_bytes: int = 4 * GIB, num_nodes: int = 1) -> Hardware:
+    return Hardware("cpu", num_nodes, num_workers, memory_bytes, "CPU worker", {}, 4)
+
+
+def plan_of(pipeline: Pipeline, stage: str, hardware: Hardware, **inputs: str) -> Plan:
+    return build_plan(
+        pipeline, stage, run_id="r", attempt=1, store_url="./runs", inputs=inputs, hardware=hardware
+    )
+
+
+def quickstart(*overrides: str) -> Pipeline:
+    return load_pipeline(QUICKSTART, overrides=overrides)
+
+
+def train_of(pipeline: Pipeline, hardware: Hardware, **inputs: str) -> Any:
+    return plan_of(pipeline, "train", hardware, **inputs).train
+
+
+@pytest.mark.parametrize("path", PIPELINES, ids=lambda p: p.name)
+def test_every_pipeline_plans_and_its_plans_read_back(path: Path) -> None:
+    pipeline = load_pipeline(path)
+    for stage in pipeline.stages:
+        plan = plan_of(pipeline, stage.name, stage_hardware(pipeline, stage.name))
+        assert plan.kind == stage.kind
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_names_known_to_the_spec_are_the_plans() -> None:
+    assert set(Preset.__args__) == PRESETS.keys()  # type: ignore[attr-defined]
+    assert set(Strategy.__args__) == {"auto", *STRATEGIES} == {"auto", *ORDER}  # type: ignore[attr-defined]
+
+
+def test_same_bytes_in_another_process() -> None:
+    code = (
+        "import sys; from mlpipe.plan.build import *; from mlpipe.spec.load import load_pipeline\n"
+        f"p = load_pipeline({str(QUICKSTART)!r})\n"
+        "h = Hardware('cpu', 1, 2, 4 * 2**30, 'CPU worker', {}, 4)\n"
+        "for s in p.stages:\n"
+        "    sys.stdout.write(build_plan(p, s.name, run_id='r', attempt=1, store_url='./runs', inputs={},"
+        " hardware=h).to_json())\n"
+        "assert not {'torch', 'numpy', 'minio', 'click'} & sys.modules.keys()\n"
+    )
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    here = "".join(plan_of(quickstart(), stage.name, cpu()).to_json() for stage in quickstart().stages)
+    assert outputs[0] == outputs[1] == here.encode()
+
+
+def test_what_the_trainer_imports_needs_neither_spec_nor_pydantic() -> None:
+    code = (
+        "import sys, mlpipe.plan.plan, mlpipe.plan.gate, mlpipe.plan.presets, mlpipe.plan.memory,"
+        " mlpipe.plan.flops, mlpipe.plan.choose, mlpipe.plan.hardware, mlpipe.plan.strategies\n"
+        "print(sorted({'pydantic', 'yaml', 'mlpipe.spec', 'torch'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_inputs_fill_placeholders_and_the_rest_waits() -> None:
+    text = """
+version: 1
+name: x
+stages:
+  - {name: a, command: [x]}
+  - name: b
+    needs: [a]
+    command: [cp, "{{stages.a.output}}/f", "{{output}}", "{{store}}", "{{run.id}}", "{{{{x}}"]
+  - name: c
+    needs: [b]
+    train:
+      model: {entry: "m:f", args: {at: ["{{stages.b.output}}", "{{run.id}}", "{{{{x}}", 1]}}
+      data: {entry: "m:g", batch_size: 4}
+      steps: 1
+    env: {WHERE: "{{stages.b.output}}", BOTH: "{{run.id}} {{stages.a.output}}"}
+"""
+    pipeline = load_pipeline_text(text, "x")
+    plan = plan_of(pipeline, "b", cpu(), a="/data/a")
+    assert plan.command is not None
+    assert plan.command.argv == ("cp", "/data/a/f", "{{output}}", "./runs", "r", "{{{{x}}")
+    plan = plan_of(pipeline, "c", cpu(), b="/data/b")
+    assert plan.train is not None
+    assert plan.train.model.build.args == {"at": ["/data/b", "r", "{{x}}", 1]}
+    assert plan.launch.env["WHERE"] == "/data/b"
+    assert plan.launch.env["BOTH"] == "r {{stages.a.output}}"
+
+
+def test_the_vocabulary_is_the_tokens_once_they_exist(tmp_path: Path) -> None:
+    def vocab_size(*overrides: str) -> int:
+        size: int = train_of(quickstart(*overrides), cpu(), corpus=str(tmp_path)).model.build.args[
+            "vocab_size"
+        ]
+        return size
+
+    assert vocab_size() == PRESETS["llama-4m"].vocab_size
+    (tmp_path / "manifest.json").write_text(json.dumps({"vocab_size": 1000}))
+    assert vocab_size() == 1024
+    assert vocab_size("train.model.vocab_size=2000") == 2000
+    for bad in ("{", "[]", "{}", '{"vocab_size": "many"}', '{"vocab_size": 0}'):
+        (tmp_path / "manifest.json").write_text(bad)
+        with pytest.raises(PlanError, match=r"manifest|vocab_size"):
+            vocab_size()
+
+
+@given(st.integers(1, 4096), st.integers(1, 64), st.one_of(st.none(), st.integers(1, 64)))
+def test_batches_come_out_even_or_are_refused(batch: int, ranks: int, asked: int | None) -> None:
+    even = batch % ranks == 0 and (asked is None or (batch // ranks) % asked == 0)
+    if not even:
+        with pytest.raises(PlanError) as caught:
+            micro_batches(batch, ranks, asked)
+        assert caught.value.hint
+        return
+    sizes = micro_batches(batch, ranks, asked)
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(batch == size * ranks * (batch // ranks // size) for size in sizes)
+    if asked is None:
+        assert sizes == [size for size in range(batch // ranks, 0, -1) if batch // ranks % size == 0]
+
+
+def test_global_batch_is_micro_batch_x_ranks_x_accumulation() -> None:
+    train = train_of(quickstart("train.data.micro_batch=2"), cpu())
+    assert (train.global_batch, train.micro_batch, train.mesh.data_ranks, train.accumulation) == (16, 2, 2, 4)
+    tokens = quickstart("train.data={tokens: x, batch_tokens: 4096}")
+    assert train_of(tokens, cpu()).global_batch == 4096 // 256
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "workers", "mesh"),
+    [
+        ("single", 1, 1, Mesh()),
+        ("ddp", 2, 2, Mesh(dp_replicate=4)),
+        ("zero1", 1, 2, Mesh(dp_replicate=2)),
+        ("zero2", 1, 2, Mesh(dp_shard=2)),
+        ("fsdp", 2, 2, Mesh(dp_shard=4)),
+        ("fsdp", 1, 1, Mesh()),
+        ("ddp", 1, 1, Mesh()),
+        ("hsdp", 2, 2, Mesh(dp_replicate=2, dp_shard=2)),
+    ],
+)
+def test_meshes(strategy: str, nodes: int, workers: int, mesh: Mesh) -> None:
+    train = train_of(quickstart(f"train.strategy={strategy}"), cpu(workers, num_nodes=nodes))
+    assert (train.strategy, train.mesh) == (strategy, mesh)
+    assert train.reason.startswith(f"{strategy}: as asked")
+
+
+def test_a_mesh_of_ones_own() -> None:
+    own = "train.mesh={dp_replicate: 2, dp_shard: 2}"
+    train = train_of(quickstart("train.strategy=hsdp", own), cpu(4))
+    assert train.mesh == Mesh(dp_replicate=2, dp_shard=2)
+    with pytest.raises(PlanError, match="mesh 2 x 2 is for 4 workers, but there are 2"):
+        train_of(quickstart("train.strategy=hsdp", own), cpu(2))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "workers", "message"),
+    [
+        (["train.strategy=single"], 2, "single is one worker, and there are 2"),
+        (["train.strategy=hsdp"], 4, "hsdp shards within nodes and copies across them; 1 x 4 has not both"),
+        (["train.data.batch_size=15"], 2, "a batch of 15 cannot be split evenly over 2 workers"),
+        (["train.data.micro_batch=3"], 2, "micro_batch 3 does not divide the 8 sequences"),
+        (["train.model.seq_len=2048"], 2, "seq_len 2048 is more than the 1024 positions"),
+        (["train.model.num_heads=3"], 2, "num_heads=3 does not divide dim=256"),
+        (["train.model.num_kv_heads=3"], 2, "num_kv_heads=3 does not divide num_heads=4"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_a_hint(overrides: list[str], workers: int, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        train_of(quickstart(*overrides), cpu(workers))
+    assert message in caught.value.message
+    assert caught.value.kind == "input"
+
+
+def test_unknown_stage() -> None:
+    with pytest.raises(PlanError, match="no stage 'trian'"):
+        plan_of(quickstart(), "trian", cpu())
+    with pytest.raises(PlanError, match="does not train"):
+        compare(quickstart(), "corpus", cpu())
+
+
+def test_auto_shards_no_more_than_memory_asks_for() -> None:
+    pipeline = load_pipeline(LLM, overrides=["train.model.preset=llama-1b"])
+    hardware = stage_hardware(pipeline, "train")
+    seen = []
+    for gib in (400, 40, 30, 24, 16, 2):
+        small = dataclasses.replace(hardware, memory_bytes=gib * GIB)
+        fits = [c.strategy for c in compare(pipeline, "train", small) if c.fits]
+        if not fits:
+            with pytest.raises(PlanError, match="no strategy fits: ddp: needs"):
+                train_of(pipeline, small)
+            seen.append(None)
+            continue
+        train = train_of(pipeline, small)
+        assert train.strategy == fits[0]
+        assert train.reason.startswith(f"{fits[0]}: needs ")
+        seen.append(train.strategy)
+    assert seen[0] == "ddp"
+    assert seen[-1] is None
+    places = [list(ORDER).index(strategy) for strategy in seen if strategy]
+    assert places == sorted(places)
+    assert len(set(seen)) >= 3
+
+
+def test_the_reason_is_in_words() -> None:
+    reason = train_of(quickstart(), cpu()).reason
+    assert reason.startswith("ddp: needs ")
+    assert reason.endswith(" of 3.1 GiB per worker; nothing needs to be sharded")
+
+
+def test_a_model_of_unknown_size_is_not_sharded_unless_asked() -> None:
+    pipeline = load_pipeline(
+        ROOT / "pipelines" / "custom" / "pipeline.yaml", overrides=["train.strategy=auto"]
+    )
+    train = train_of(pipeline, cpu())
+    assert train.strategy == "ddp"
+    assert "not known before it is built" in train.reason
+    assert train.num_flops_per_token is None
+    assert train.data.dataset is not None
+
+
+def test_memory_decides_the_micro_batch() -> None:
+    def size(memory_bytes: int) -> int:
+        micro_batch: int = train_of(quickstart("train.data.batch_size=64"), cpu(2, memory_bytes)).micro_batch
+        return micro_batch
+
+    assert size(16 * GIB) == 32
+    assert size(GIB) < 32
+    assert size(GIB // 2 + 250 * 2**20) < size(GIB)
+
+
+def test_evaluation_uses_the_resources_of_its_training_unless_it_has_its_own() -> None:
+    assert stage_hardware(quickstart(), "evaluate").world_size == 2
+    alone = quickstart("evaluate.resources.workers_per_node=3", "train.strategy=fsdp")
+    hardware = stage_hardware(alone, "evaluate")
+    assert hardware.world_size == 3
+    plan = plan_of(alone, "evaluate", hardware)
+    assert plan.evaluate is not None
+    assert plan.evaluate.train.strategy == "ddp"
+    assert plan.evaluate.train.accumulation == 1
+    assert plan.evaluate.train.global_batch == 3 * plan.evaluate.train.micro_batch
+    same = plan_of(quickstart("train.strategy=fsdp"), "evaluate", cpu())
+    assert same.evaluate is not None
+    assert same.evaluate.train.strategy == "fsdp"
+
+
+def test_launch() -> None:
+    launch = plan_of(quickstart("train.timeout=2 h", "train.metrics_port=off"), "train", cpu()).launch
+    assert (launch.num_nodes, launch.nproc_per_node, launch.device) == (1, 2, "cpu")
+    assert (launch.timeout_seconds, launch.metrics_port, launch.max_restarts) == (7200.0, None, 3)
+    assert launch.env == {"OMP_NUM_THREADS": "2"}
+    own = plan_of(quickstart("train.env.OMP_NUM_THREADS=7"), "train", cpu()).launch
+    assert own.env == {"OMP_NUM_THREADS": "7"}
+
+
+def test_wsd_decays_over_a_tenth_unless_told() -> None:
+    assert train_of(quickstart("train.optimizer.schedule=wsd"), cpu()).optimizer.decay_steps == 20
+    told = quickstart("train.optimizer.schedule=wsd", "train.optimizer.decay_steps=7")
+    assert train_of(told, cpu()).optimizer.decay_steps == 7
+    assert train_of(quickstart(), cpu()).optimizer.decay_steps == 0
+
+
+def test_hardware_from_resources() -> None:
+    gpus = detect_hardware(Resources(nodes=2, gpus_per_node=8, gpu="H100-80GB", cpus=96))
+    assert (gpus.device, gpus.world_size, gpus.cpus_per_node) == ("cuda", 16, 96)
+    assert gpus.memory_bytes == 80 * GIB
+    assert gpus.peak_flops["bf16"] == 989e12
+    assert str(gpus) == "2 nodes x 8 x H100-80GB"
+    cpus = detect_hardware(Resources(workers_per_node=4, memory="8 GiB", cpus=4))
+    assert (cpus.device, cpus.memory_bytes, cpus.peak_flops) == ("cpu", 2 * GIB, {})
+    here = detect_hardware(None)
+    assert here.world_size == 1
+    assert here.cpus_per_node >= 1
+    assert here.memory_bytes > 2**28
+    with pytest.raises(PlanError, match="unknown GPU 'H1OO'") as caught:
+        detect_hardware(Resources(gpus_per_node=1, gpu="H1OO"))
+    assert "H100-80GB" in str(caught.value.hint)
+
+
+def test_no_bf16_where_the_card_has_none() -> None:
+    pipeline = load_pipeline(LLM, overrides=["train.model.preset=llama-1m", "train.model.seq_len=512",
+                                             "train.resources.gpu=V100"])  # fmt: skip
+    with pytest.raises(PlanError, match="V100 has no bf16"):
+        train_of(pipeline, stage_hardware(pipeline, "train"))
+
+
+def test_peaks_are_dense_and_in_order() -> None:
+    for gpu in GPUS.values():
+        assert gpu.memory_bytes > 10 * GIB
+        assert gpu.bf16 is None or gpu.fp32 < gpu.bf16 < 2.5e15

@@ -1,0 +1,136 @@
+"""Bytes against hand counts: of parameters to the byte, of strategies by the formulas of ZeRO."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlpipe.plan.flops import counted_params, num_flops_per_token
+from mlpipe.plan.memory import Work, activations_bytes, counts, logits_bytes
+from mlpipe.plan.plan import Mesh
+from mlpipe.plan.presets import PRESETS, LlamaConfig
+from mlpipe.plan.strategies import ORDER
+
+pytestmark = pytest.mark.unit
+# V 10, D 4, L 2, 2 query heads and 1 key/value head of 2 channels, F 6
+TINY = LlamaConfig(10, 4, 2, 2, 1, 6, 8, 1e4, 1e-5, True)
+BLOCK = 2 * (4 * 4) + 2 * (4 * 2) + 3 * (4 * 6) + 2 * 4  # q o, k v, gate up down, two norms
+IDLE = Work("fp32", activations=0, logits=0, accumulation=1)
+
+
+def test_a_tiny_model_by_hand() -> None:
+    assert TINY.num_layer_params() == BLOCK == 128
+    assert TINY.num_embedding_params() == 40
+    assert TINY.num_params() == 40 + 2 * 128 + 4 == 300
+    untied = LlamaConfig(10, 4, 2, 2, 1, 6, 8, 1e4, 1e-5, False)
+    assert untied.num_params() == 340
+    sizes = counts(untied)
+    assert (sizes.total, sizes.block, sizes.outside) == (340, 128, 84)
+
+
+# "num_parameters" that Hugging Face prints for the four published models
+@pytest.mark.parametrize(
+    ("preset", "num_params"),
+    [
+        ("llama-1b", 1_235_814_400),
+        ("llama-3b", 3_212_749_824),
+        ("llama-8b", 8_030_261_248),
+        ("llama-70b", 70_553_706_496),
+    ],
+)
+def test_published_sizes(preset: str, num_params: int) -> None:
+    assert PRESETS[preset].num_params() == num_params
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_sound_and_as_large_as_their_name(name: str) -> None:
+    config = PRESETS[name]
+    assert config.problems() == []
+    size = name.removeprefix("llama-")
+    stated = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
+    assert 0.9 < config.num_params() / stated < 1.25
+
+
+def test_shapes_that_make_no_model() -> None:
+    assert LlamaConfig(10, 5, 2, 2, 1, 6, 8, 1e4, 1e-5, True).problems()
+    assert LlamaConfig(10, 6, 2, 2, 1, 6, 8, 1e4, 1e-5, True).problems()
+    assert LlamaConfig(10, 8, 2, 4, 3, 6, 8, 1e4, 1e-5, True).problems()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 64])
+def test_states_follow_zero(ranks: int) -> None:
+    """fp32 throughout, 16 bytes a parameter: ddp all, zero1 8 + 8/N, fsdp 16/N (Rajbhandari et al. 2020)."""
+    sizes = counts(PRESETS["llama-8m"])
+    n = sizes.total
+    share = -(-n // ranks)
+    states = {}
+    for name, mesh in {
+        "ddp": Mesh(dp_replicate=ranks),
+        "zero1": Mesh(dp_replicate=ranks),
+        "zero2": Mesh(dp_shard=ranks),
+        "fsdp": Mesh(dp_shard=ranks),
+    }.items():
+        estimate = ORDER[name].memory(sizes, IDLE, mesh)  # type: ignore[index]
+        states[name] = estimate.parameters + estimate.gradients + estimate.optimizer
+        assert estimate.total == states[name] + estimate.buffers
+    assert states == {"ddp": 16 * n, "zero1": 8 * n + 8 * share, "zero2": 16 * share, "fsdp": 16 * share}
+
+
+def test_hsdp_shards_over_one_axis_only() -> None:
+    sizes = counts(PRESETS["llama-8m"])
+    both = ORDER["hsdp"].memory(sizes, IDLE, Mesh(dp_replicate=4, dp_shard=2))
+    assert both == ORDER["fsdp"].memory(sizes, IDLE, Mesh(dp_shard=2))
+
+
+def test_buffers_by_hand() -> None:
+    sizes = counts(TINY)  # 300 in all, 128 a block, 44 outside
+    bf16 = Work("bf16", 0, 0, 1)
+    one = Mesh()
+    assert ORDER["single"].memory(sizes, IDLE, one).buffers == 0
+    assert ORDER["ddp"].memory(sizes, bf16, one).buffers == 2 * 300
+    assert ORDER["zero1"].memory(sizes, IDLE, Mesh(dp_replicate=3)).buffers == 4 * 300 + 4 * 100
+    # two blocks gathered, what is outside gathered with its gradients, a block's gradients and their copy
+    assert ORDER["fsdp"].memory(sizes, IDLE, one).buffers == 4 * 256 + 8 * 44 + 8 * 128
+    assert ORDER["fsdp"].memory(sizes, bf16, one).buffers == 2 * 256 + 8 * 44 + 6 * 128
+    assert ORDER["zero2"].memory(sizes, bf16, one).buffers == 2 * 256 + 8 * 44 + 6 * 128
+
+
+def test_accumulation_keeps_whole_gradients_under_fsdp() -> None:
+    sizes, mesh = counts(TINY), Mesh(dp_shard=4)
+    several = Work("bf16", 0, 0, accumulation=2)
+    assert ORDER["fsdp"].memory(sizes, several, mesh).gradients == 4 * 75 + 4 * 300
+    assert ORDER["ddp"].memory(sizes, several, Mesh(dp_replicate=4)).gradients == 4 * 300
+
+
+def test_activations_by_hand() -> None:
+    def of(precision: str, checkpointing: str = "none", num_tokens: int = 1) -> int:
+        return activations_bytes(
+            TINY, num_tokens=num_tokens, precision=precision, checkpointing=checkpointing
+        )
+
+    block = 4 * (2 * 2 * 4 + (4 + 4 + 2 + 2) + 4 * 6)
+    assert of("fp32") == 2 * block
+    assert of("fp32", num_tokens=7) == 7 * 2 * block
+    assert of("fp32", "full") == 2 * (4 * 4) + block
+    assert of("bf16") == 2 * (2 * (4 + 2) * 4 + 2 * (4 + 4 + 2 + 2) + 2 * 4 * 6)
+    # selective pays for one rebuilt block, which two layers do not earn back
+    deep = PRESETS["llama-8b"]
+    sizes = [
+        activations_bytes(deep, num_tokens=8192, precision="bf16", checkpointing=mode)
+        for mode in ("none", "selective", "full")
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[2] < sizes[1] / 2 < sizes[0] / 2
+
+
+def test_logits_by_hand() -> None:
+    assert logits_bytes(TINY, num_tokens=8, precision="fp32", device="cpu") == 2 * 4 * 80 + 8 * 80
+    big = logits_bytes(PRESETS["llama-8b"], num_tokens=8192, precision="bf16", device="cuda")
+    assert big == 2 * 2 * 8192 * 128_256 + 8 * 2**27
+
+
+def test_flops_by_hand() -> None:
+    """facts: Llama-8B at 8k is 57.9 GFLOP a token without the causal discount."""
+    assert counted_params(TINY) == 300
+    assert num_flops_per_token(TINY, 8) == 6 * 300 + 6 * 2 * 2 * (2 + 2) * 8
+    assert counted_params(PRESETS["llama-8b"]) == 8_030_261_248 - 128_256 * 4096
+    assert num_flops_per_token(PRESETS["llama-8b"], 8192) == pytest.approx(57.9e9, rel=1e-3)
