@@ -12,9 +12,10 @@ start       world_size, strategy, mesh, device, num_params, num_flops_per_token,
 step        step (1-based, after the update), loss (mean over the global batch's target tokens, nats),
             lr, grad_norm, tokens (of this rank), seconds (of the whole step), data_seconds,
             compute_seconds, collective_seconds, checkpoint_seconds (stall only), tokens_per_second and
-            mfu_ratio (of all ranks; rank 0 only), memory_bytes (peak so far)
-checkpoint  step, key, bytes (of this rank), stall_seconds, save_seconds (until committed; rank 0 only)
-checkpoint_failed  step, message: a save that did not commit (rank 0 only)
+            mfu_ratio (of all ranks; rank 0 only), memory_bytes (peak so far), peak_flops (per device;
+            of `start` it is null where the worker measures it)
+checkpoint  step, key, bytes (of this rank), stall_seconds, save_seconds (until committed; rank 0 only),
+            error (why it was not committed, else null)
 evaluate    val_loss, val_perplexity, val_bits_per_byte, num_tokens, gate, passed, sample (rank 0 only)
 signal      step, signal (the step boundary at which the ranks agreed to stop)
 end         outcome ("done" | "saved" | "failed"), step, message

@@ -90,7 +90,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "mlpipe_train_peak_flops", "gauge", "flops per second", "every",
-        "What MFU is measured against: the peak of this rank's device.", "start: peak_flops",
+        "What MFU is measured against: the peak of this rank's device.", "start or step: peak_flops",
     ),
     Metric(
         "mlpipe_train_mfu_ratio", "gauge", "ratio", "0",
@@ -134,7 +134,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "mlpipe_checkpoint_failures_total", "counter", "checkpoints", "0",
-        "Saves that were not committed.", "checkpoint_failed",
+        "Saves that were not committed.", "checkpoint: error",
     ),
 )  # fmt: skip
 
@@ -196,8 +196,6 @@ class RankMetrics:
                 self._observe_step(record)
             elif kind == "checkpoint":
                 self._observe_checkpoint(record)
-            elif kind == "checkpoint_failed":
-                self._add("mlpipe_checkpoint_failures_total", 1)
 
     def _observe_start(self, record: Mapping[str, Any]) -> None:
         self._flops_per_token = record.get("num_flops_per_token") or 0.0
@@ -221,6 +219,7 @@ class RankMetrics:
         self._add("mlpipe_train_model_flops_total", tokens * self._flops_per_token)
         self._set("mlpipe_train_step", record.get("step"))
         self._set("mlpipe_train_mfu_ratio", record.get("mfu_ratio"))
+        self._set("mlpipe_train_peak_flops", record.get("peak_flops"))
         for field in ("loss", "grad_norm"):
             if field in record:
                 value = record[field]  # JSON has no NaN: records say null
@@ -231,6 +230,9 @@ class RankMetrics:
 
     def _observe_checkpoint(self, record: Mapping[str, Any]) -> None:
         self._add("mlpipe_checkpoint_stall_seconds_total", record.get("stall_seconds"))
+        if record.get("error") is not None:
+            self._add("mlpipe_checkpoint_failures_total", 1)
+            return
         self._set("mlpipe_checkpoint_bytes", record.get("bytes"))
         saved = record.get("save_seconds")
         if saved is not None and "mlpipe_checkpoint_duration_seconds" in self._histograms:

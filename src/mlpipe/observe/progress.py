@@ -31,7 +31,7 @@ class Progress:
         elif kind == "step":
             self._step = record
             self._recent.append(record)
-        elif kind == "checkpoint":
+        elif kind == "checkpoint" and record.get("error") is None:
             self._checkpoint_step = record.get("step")
         elif kind == "signal":
             self._signal = record.get("signal")

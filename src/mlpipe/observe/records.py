@@ -88,7 +88,7 @@ class Timeline:
     num_rolled_back: int = 0
     checkpoints: list[Record] = field(default_factory=list)
     evaluation: Record | None = None
-    others: list[Record] = field(default_factory=list)  # signal, end, checkpoint_failed
+    others: list[Record] = field(default_factory=list)  # signal, end, saves that failed
 
 
 def merge(attempts: Mapping[int, Iterable[Record]]) -> Timeline:
@@ -104,7 +104,7 @@ def merge(attempts: Mapping[int, Iterable[Record]]) -> Timeline:
                 if isinstance(record.get("step"), int):
                     _roll_back(timeline, record["step"] - 1)
                     timeline.steps.append(record)
-            elif kind == "checkpoint":
+            elif kind == "checkpoint" and record.get("error") is None:
                 timeline.checkpoints.append(record)
             elif kind == "evaluate":
                 timeline.evaluation = record

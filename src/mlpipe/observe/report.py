@@ -50,7 +50,11 @@ def _header(view: RunView) -> Html:
     verb = "running for" if run.state == "running" else "took"
     took = f" · {verb} {format_seconds(seconds)}" if seconds is not None else ""
     line = f"Pipeline {run.pipeline} on {run.backend} · created {utc(run.created)}{took}"
-    meta = {str(key): value for key, value in run.meta.items() if key != "pipeline"}
+    meta = {
+        str(key): ", ".join(map(str, value)) if isinstance(value, list) else value
+        for key, value in run.meta.items()
+        if key != "pipeline"
+    }
     return join(
         (
             element(
@@ -152,8 +156,11 @@ def _events(view: RunView) -> Html:
 
 
 def _event_text(event: dict[str, Any]) -> str:
-    known = {
-        key: value for key, value in event.items() if key not in ("v", "kind", "time", "attempt", "message")
-    }
-    rest = ", ".join(f"{key} {value}" for key, value in known.items() if value is not None)
-    return f"{event['message']} ({rest})" if event.get("message") else rest
+    hidden = ("v", "kind", "time", "attempt", "message")
+    known = {key: value for key, value in event.items() if key not in hidden and value is not None}
+    if known.get("rank") == -1:  # the launcher itself
+        del known["rank"]
+    rest = ", ".join(f"{key} {value}" for key, value in known.items())
+    if not event.get("message"):
+        return rest
+    return f"{event['message']} ({rest})" if rest else str(event["message"])

@@ -48,7 +48,8 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Html:
         "div",
         facts(
             {
-                "strategy": join((element("b", plan.strategy), f" ({sizes}): {plan.reason}")),
+                "strategy": join((element("b", plan.strategy), f" ({sizes})")),
+                "why": plan.reason,
                 "model": f"{plan.model.preset or plan.model.build.entry}"
                 + (f", {format_count(start['num_params'])} parameters" if start.get("num_params") else ""),
                 "batch": batch,
@@ -68,7 +69,9 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Html:
 
 def _mfu(stage: StageView) -> Html:
     start = stage.start
-    needed, peak, world = start.get("num_flops_per_token"), start.get("peak_flops"), start.get("world_size")
+    needed, world = start.get("num_flops_per_token"), start.get("world_size")
+    measured = stage.lead.steps[-1].get("peak_flops") if stage.lead.steps else None
+    peak = start.get("peak_flops") or measured
     first = start.get("start_step") or 0  # earlier steps may have run on other hardware
     rate, mfu = throughput(step for step in stage.lead.steps if step["step"] > first)
     if not needed or not peak or not world or rate is None or mfu is None:
@@ -171,7 +174,9 @@ def evaluate_section(stage: StageView) -> Html:
         "gate": f"{gate}: {verdict or 'not decided'}" if gate else None,
         "prompt": plan.prompt if plan is not None else None,
     }
-    parts: list[object] = [facts(numbers) if found else element("p", "No result was left.")]
+    waiting = stage.state.state in ("pending", "running")
+    empty = element("p", "No result yet." if waiting else "No result was left.")
+    parts: list[object] = [facts(numbers) if found else empty]
     if found.get("sample"):
         parts += [element("h4", "Generated text"), element("pre", found["sample"])]
     return element("div", join(parts), "card")

@@ -155,10 +155,11 @@ def stacked_chart(series: Sequence[Series], marks: Sequence[Mark], *, unit: str)
     totals = [sum(max(b.mean or 0.0, 0.0) for b in row) for row in rows]
     x = _x_scale([b.first for row in rows for b in row[:1]] + [b.last for row in rows for b in row[:1]])
     y = Scale(*domain(totals, zero=True), _BOTTOM, _TOP)
+    columns_px = _edges([row[0] for row in rows], x)
+    thick = min([24.0, *(0.85 * (right - left) for left, right in columns_px)])
     hover = []
-    for row, total, (left, right) in zip(rows, totals, _edges([b[0] for b in rows], x), strict=True):
-        thick = min((right - left) * 0.85, 24.0)
-        at = (left + right - thick) / 2
+    for row, total, (left, right) in zip(rows, totals, columns_px, strict=True):
+        at = x(row[0].middle) - thick / 2
         base, bars, lines = 0.0, [], [_steps_text(row[0])]
         for one, bucket in zip(series, row, strict=True):
             value = max(bucket.mean or 0.0, 0.0)

@@ -38,6 +38,7 @@ SAVED = {
     "stall_seconds": 0.02,
     "save_seconds": 1.5,
 }
+FAILED = {**SAVED, "error": "no space left on the device"}
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_every_metric_of_the_table_is_served_after_one_record_of_each_kind_and_n
         START,
         STEP,
         SAVED,
-        {"kind": "checkpoint_failed", "step": 1},
+        FAILED,
         {"kind": "of a later version"},
     ):
         metrics.observe(record)
@@ -108,9 +109,11 @@ def test_every_metric_of_the_table_is_served_after_one_record_of_each_kind_and_n
 
 def test_values(serve):
     metrics = serve(info={"git_sha": "abc"})
-    for record in (START, STEP, STEP, SAVED):
+    for record in (START, STEP, STEP, SAVED, {**FAILED, "time": 9999.0}):
         metrics.observe(record)
     text = scrape(metrics)
+    assert value(text, "mlpipe_checkpoint_failures_total") == 1
+    assert value(text, "mlpipe_checkpoint_duration_seconds_count") == 1
     assert value(text, "mlpipe_train_steps_total") == 2
     assert value(text, "mlpipe_train_tokens_total") == 2000
     assert value(text, "mlpipe_train_model_flops_total") == 2000 * 600
@@ -132,6 +135,14 @@ def test_values(serve):
         "strategy": "fsdp", "world_size": "2", "device": "cuda", "precision": "bf16", "git_sha": "abc",
         "jenkins_build": "",
     }  # fmt: skip
+
+
+def test_a_peak_that_is_measured_later_is_served_on_every_rank(serve):
+    metrics = serve(rank=1)
+    metrics.observe({**START, "peak_flops": None})
+    assert "mlpipe_train_peak_flops" not in samples(scrape(metrics))
+    metrics.observe({**STEP, "peak_flops": 7e10})
+    assert value(scrape(metrics), "mlpipe_train_peak_flops") == 7e10
 
 
 def test_run_level_series_are_served_by_rank_0_only(serve):

@@ -11,9 +11,12 @@ from kit.synthetic_run import (
     BEGIN,
     Life,
     commit_checkpoint,
+    life_records,
     stage_plan,
     stage_state,
+    train_plan,
     write_quickstart,
+    write_records,
     write_run,
     write_train_stage,
 )
@@ -155,6 +158,31 @@ def test_a_failed_run_says_what_where_and_how_to_go_on(store):
     assert "step 149: the loss is not finite" in page
     markdown = build_markdown(store, "nan-1")
     assert "**train failed**: the loss is not finite (lower optimizer.lr)" in markdown
+
+
+def test_a_save_that_failed_is_an_event_and_no_checkpoint(store):
+    records = life_records(Life(1, 0, 0, 30), 0, steps=30, every=10)
+    (failed,) = [r for r in records if r["kind"] == "checkpoint" and r["step"] == 20]
+    failed["error"] = "no space left on the device"
+    write_records(store, "runs/full-1/stages/train/attempt-1", 0, records)
+    plan = stage_plan("full-1", "train", train=train_plan(30))
+    store.put("runs/full-1/stages/train/attempt-1/plan.json", plan.to_json().encode())
+    write_run(store, "full-1", {"train": stage_state()})
+    text = read(build_report(store, "full-1"))
+    assert "Checkpoints (2)" in text
+    assert "error no space left on the device" in text
+
+
+def test_a_peak_that_the_worker_measured_stands_in_the_equation(store):
+    records = life_records(Life(1, 0, 0, 5), 0, steps=5)
+    records[0]["peak_flops"] = None
+    for record in records[1:]:
+        record["peak_flops"] = 5e10
+    write_records(store, "runs/cpu-1/stages/train/attempt-1", 0, records)
+    plan = stage_plan("cpu-1", "train", train=train_plan(5))
+    store.put("runs/cpu-1/stages/train/attempt-1/plan.json", plan.to_json().encode())
+    write_run(store, "cpu-1", {"train": stage_state()})
+    assert "(2 x 50 GFLOP/s)" in read(build_report(store, "cpu-1"))
 
 
 def test_every_value_not_finite(store):
