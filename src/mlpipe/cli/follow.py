@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mlpipe.cli.outcome import describe
+from mlpipe.cli.outcome import describe, in_order
 from mlpipe.cli.session import Session
 from mlpipe.observe.progress import Progress, live_line, start_line
 from mlpipe.observe.records import Follower
@@ -39,7 +39,7 @@ class Watcher:
         if self._session.quiet:
             return
         self._read(state)
-        for name, stage in state.stages.items():
+        for name, stage in in_order(state).stages.items():
             if stage.state != self._seen[name]:
                 self._seen[name] = stage.state
                 self._say(name, describe(stage))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mlpipe.cli.outcome import in_order
 from mlpipe.cli.session import Session, shared
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def command(
 
 
 def find(store: Store, run: RunState, stage: str | None, rank: int | None) -> Iterator[LogFile]:
-    for name, state in run.stages.items():
+    for name, state in in_order(run).stages.items():
         if state.attempt == 0 or stage not in (None, name):
             continue
         folder = f"runs/{run.run_id}/stages/{name}/attempt-{state.attempt}/logs/"

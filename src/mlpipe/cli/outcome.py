@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -31,6 +31,12 @@ def exit_code(run: RunState, only: str | None = None) -> int:
     return EXIT_CODES[kinds.get(run.state, "infrastructure")]
 
 
+def in_order(run: RunState) -> RunState:
+    """With the stages in the order of the pipeline."""
+    names = [name for name in run.meta.get("stages", []) if name in run.stages] or list(run.stages)
+    return replace(run, stages={name: run.stages[name] for name in names})
+
+
 def colour(state: str) -> str:
     return click.style(state, fg=_COLOURS.get(state))
 
@@ -48,7 +54,7 @@ def describe(stage: StageState) -> str:
 
 def document(store: Store, run: RunState) -> dict[str, Any]:
     """run.json, with where it lies and the last checkpoint of each stage that has one."""
-    fields = asdict(run)
+    fields = asdict(in_order(run))
     fields["store"] = store.url
     for name, stage in fields["stages"].items():
         checkpoint = last_checkpoint(store, run, name)
@@ -64,11 +70,12 @@ def last_checkpoint(store: Store, run: RunState, stage: str) -> Checkpoint | Non
 
 def stage_lines(run: RunState) -> list[str]:
     width = max(len(name) for name in run.stages)
-    return [f"{name.ljust(width)}  {describe(stage)}" for name, stage in run.stages.items()]
+    return [f"{name.ljust(width)}  {describe(stage)}" for name, stage in in_order(run).stages.items()]
 
 
 def summary(store: Store, run: RunState, report: str | None) -> str:
     """What came out, where it lies, and what to try next."""
+    run = in_order(run)
     took = format_seconds(run.updated - run.created)
     rows = [("run", f"{run.run_id}, {colour(run.state)} after {took}")]
     failures = [(name, stage.message) for name, stage in run.stages.items() if stage.state == "failed"]

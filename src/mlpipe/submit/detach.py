@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from mlpipe._core.errors import SubmitError
+from mlpipe._core.errors import EXIT_CODES, SubmitError
 from mlpipe.store import runs
 from mlpipe.store.base import Store
 from mlpipe.submit.driver import working_folder
@@ -53,11 +53,9 @@ def detach(store: Store, run_id: str, only: str | None = None) -> None:
         if (code := process.poll()) is not None:
             if code == 0:
                 return  # nothing was left to do, or it was done within a blink
-            words = log.read_text(errors="replace").strip().splitlines()
-            raise SubmitError(
-                f"the driver ended at once with code {code}: {words[-1] if words else 'without a word'}",
-                where=str(log),
-            )
+            words = log.read_text(errors="replace").rpartition("error: ")[2].strip()
+            kind = next((kind for kind, known in EXIT_CODES.items() if known == code), None)
+            raise SubmitError(f"the driver ended at once: {words}", where=str(log), kind=kind)
         if time.monotonic() > deadline:
             process.terminate()
             raise SubmitError(f"the driver did not start within {_START_SECONDS:.0f} s", where=str(log))

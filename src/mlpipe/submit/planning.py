@@ -75,15 +75,16 @@ def create(
     run_id = run_id or new_run_id(pipeline.name)
     preview(pipeline, store.url, run_id)
     store.probe()
+    stages = [stage.name for stage in pipeline.stages]
     meta: dict[str, Any] = {
         "pipeline": pipeline.name,
+        "stages": stages,  # in the order of the file, which run.json's object does not keep
         "set": list(overrides),
         "folder": folder,
         "host": socket.gethostname(),
         "user": getpass.getuser(),
         "git_commit": git_commit(folder),
     }
-    stages = [stage.name for stage in pipeline.stages]
     runs.create_run(store, run_id, text, pipeline.digest, stages, "local", meta)
     return run_id
 

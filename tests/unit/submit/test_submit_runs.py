@@ -1,0 +1,351 @@
+"""Runs of command stages as real processes: the DAG, failures, cancel, resume, dead drivers, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from kit.command_runs import Cli, shell, until, write_spec
+
+from mlpipe.submit import process
+
+pytestmark = pytest.mark.unit
+
+# Says that it has begun, and goes on when the test (or the file `go`) lets it.
+WAITS = shell('echo begun; touch begun; while [ ! -e go ]; do sleep 0.05; done; echo ended; touch "$1/made"')
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    return Cli(tmp_path)
+
+
+def states(cli: Cli, run: str = "r") -> dict[str, str]:
+    return {name: stage["state"] for name, stage in cli.json("status", run)["stages"].items()}
+
+
+def begun(cli: Cli) -> Path:
+    return until(lambda: (path := cli.folder / "begun").exists() and path, "the stage to begin")
+
+
+def stored(cli: Cli, run: str = "r") -> dict:
+    return json.loads((cli.store / "runs" / run / "run.json").read_text())
+
+
+def test_stages_hand_their_output_on_and_a_done_run_exits_0(cli: Cli):
+    write_spec(
+        cli.folder,
+        {
+            "make": shell('echo 42 > "$1/answer"; mkdir "$1/deep"; echo $MLPIPE_STAGE > "$1/deep/stage"'),
+            "use": shell('cd "{{stages.make.output}}"; cat answer deep/stage > "$MLPIPE_OUTPUT/copy"'),
+        },
+        {"use": ["make"]},
+    )
+    done = cli("run", "pipeline.yaml", "--run-id", "r")
+    assert "done" in done.stdout
+    assert "report.html" in done.stdout
+    copy = cli.store / "runs/r/stages/use/outputs/files/copy"
+    assert copy.read_text() == "42\nmake\n"
+    assert (cli.store / "runs/r/report.html").exists()
+    assert not list((cli.folder / "cache" / "scratch").glob("*"))
+    assert stored(cli)["driver"] is None
+    assert "nothing" not in cli("resume", "r").stderr  # a done run stays as it is
+    assert stored(cli)["stages"]["make"]["attempt"] == 1
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores: stages take one each")
+def test_independent_stages_run_side_by_side(cli: Cli):
+    meet = "touch {0}; i=0; while [ ! -e {1} ]; do i=$((i+1)); [ $i -lt 600 ] || exit 9; sleep 0.05; done"
+    write_spec(cli.folder, {"a": shell(meet.format("a", "b")), "b": shell(meet.format("b", "a"))})
+    cli("run", "pipeline.yaml")
+
+
+def test_a_failed_stage_exits_3_with_its_last_lines_and_the_others_go_on(cli: Cli):
+    write_spec(
+        cli.folder,
+        {
+            "bad": shell("echo one; echo 'the disk is on fire' >&2; exit 7"),
+            "after": shell("true"),
+            "later": shell("true"),
+            "aside": shell("true"),
+        },
+        {"after": ["bad"], "later": ["after"]},
+    )
+    document = cli.json("run", "pipeline.yaml", "--run-id", "r", code=3)
+    assert document["state"] == "failed"
+    assert states(cli) == {"bad": "failed", "after": "skipped", "later": "skipped", "aside": "done"}
+    bad = document["stages"]["bad"]
+    assert bad["exit_code"] == 7
+    assert "the disk is on fire" in bad["message"]
+    assert "the disk is on fire" in cli("logs", "r", "--stage", "bad").stdout
+
+
+def test_a_stage_killed_by_the_system_exits_3_and_names_the_signal(cli: Cli):
+    write_spec(cli.folder, {"a": shell("kill -9 $$")})
+    assert "SIGKILL (out of memory?)" in cli("run", "pipeline.yaml", code=3).stdout
+
+
+def test_a_program_that_is_not_there_exits_2(cli: Cli):
+    write_spec(cli.folder, {"a": ["no-such-program-anywhere"]})
+    assert "no program 'no-such-program-anywhere'" in cli("run", "pipeline.yaml", code=2).stdout
+
+
+def test_a_stage_that_outlives_its_timeout_exits_3(cli: Cli):
+    write_spec(cli.folder, {"a": shell("sleep 300")}, a={"timeout": "1 s"})
+    assert "timeout of 1 s" in cli("run", "pipeline.yaml", code=3).stdout
+
+
+def test_more_than_this_machine_has_is_refused_before_anything_runs(cli: Cli):
+    cli("init", ".")
+    more = "stages.train.resources"
+    done = cli("run", "pipeline.yaml", "--set", f"{more}.nodes=2", code=2)
+    assert f"--set {more}.nodes=1" in done.stderr
+    asks = (f"{more}.gpus_per_node=8", f"{more}.gpu=L4", f"{more}.workers_per_node=8")
+    done = cli("run", "pipeline.yaml", *(word for ask in asks for word in ("--set", ask)), code=2)
+    assert "asks for 8 GPUs" in done.stderr
+    assert cli.json("list")["runs"] == []
+
+
+def test_tools_beside_python_are_found_without_activation(cli: Cli):
+    write_spec(cli.folder, {"a": ["python", "-c", "import mlpipe"]})
+    cli.env["PATH"] = "/usr/bin:/bin"
+    cli("run", "pipeline.yaml")
+
+
+def test_cancel_from_another_shell_then_resume_skips_what_is_done(cli: Cli):
+    write_spec(
+        cli.folder,
+        {"first": shell('touch "$1/x"'), "second": WAITS, "third": shell("true")},
+        {"second": ["first"], "third": ["second"]},
+    )
+    run = cli("submit", "pipeline.yaml", "--to", "local").stdout.strip()
+    begun(cli)
+    listed = cli.json("list")["runs"]
+    assert [(found["run_id"], found["state"]) for found in listed] == [(run, "running")]
+    assert "driven by process" in cli("status", run).stdout
+    assert cli.json("cancel", run)["state"] == "cancelled"
+    assert states(cli, run) == {"first": "done", "second": "cancelled", "third": "pending"}
+    assert "cancelled by" in stored(cli, run)["message"]
+    cli.json("cancel", run)  # again is no error
+    (cli.folder / "go").touch()
+    document = cli.json("resume", run)
+    assert document["state"] == "done"
+    assert [stage["attempt"] for stage in document["stages"].values()] == [1, 2, 1]
+
+
+def test_ctrl_c_once_lets_the_stage_end_in_peace_and_exits_130(cli: Cli):
+    peace = shell("trap 'echo goodbye; exit 0' TERM; touch begun; while :; do sleep 0.05; done")
+    write_spec(cli.folder, {"a": peace})
+    running = cli.start("run", "pipeline.yaml", "--run-id", "r")
+    begun(cli)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "Ctrl-C again" in err
+    assert "mlpipe resume r" in out
+    assert states(cli) == {"a": "cancelled"}
+    assert "goodbye" in cli("logs", "r").stdout
+
+
+def test_ctrl_c_twice_stops_at_once(cli: Cli):
+    write_spec(cli.folder, {"a": shell("trap '' TERM; touch begun; while :; do sleep 0.05; done")})
+    running = cli.start("run", "pipeline.yaml", "--run-id", "r")
+    begun(cli)
+    holder = stored(cli)["driver"]["holder"]
+    running.send_signal(signal.SIGINT)
+    assert running.stderr is not None
+    until(lambda: "Ctrl-C again" in running.stderr.readline(), "the first to be understood")
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert stored(cli)["state"] == "cancelled"
+    assert process.members(holder) == []
+
+
+def test_sigterm_to_the_driver_exits_5(cli: Cli):
+    write_spec(cli.folder, {"a": WAITS})
+    running = cli.start("run", "pipeline.yaml", "--run-id", "r")
+    begun(cli)
+    running.terminate()
+    running.communicate(timeout=60)
+    assert running.returncode == 5
+    assert stored(cli)["state"] == "cancelled"
+
+
+def test_a_killed_driver_takes_its_stages_along_and_resume_goes_on(cli: Cli):
+    # One child ignores SIGTERM in a session of its own: nothing but the driver's mark in it finds it.
+    stubborn = shell(
+        "setsid sh -c 'trap \"\" TERM; touch begun; while :; do sleep 0.05; done' & "
+        "while [ ! -e go ]; do sleep 0.05; done"
+    )
+    write_spec(cli.folder, {"done": shell("true"), "a": stubborn}, {"a": ["done"]})
+    running = cli.start("run", "pipeline.yaml", "--run-id", "r")
+    begun(cli)
+    holder = stored(cli)["driver"]["holder"]
+    running.kill()
+    running.communicate()
+    assert "is gone, go on with mlpipe resume r" in cli("status", "r").stdout
+    (cli.folder / "go").touch()
+    document = cli.json("resume", "r")
+    assert document["state"] == "done"
+    assert [stage["attempt"] for stage in document["stages"].values()] == [1, 2]
+    assert process.members(holder) == []
+
+
+def test_cancel_replaces_a_dead_driver(cli: Cli):
+    write_spec(cli.folder, {"a": WAITS, "b": shell("true")}, {"b": ["a"]})
+    running = cli.start("run", "pipeline.yaml", "--run-id", "r")
+    begun(cli)
+    holder = stored(cli)["driver"]["holder"]
+    running.kill()
+    running.communicate()
+    assert cli.json("cancel", "r")["state"] == "cancelled"
+    assert states(cli) == {"a": "cancelled", "b": "skipped"}
+    assert process.members(holder) == []
+
+
+def test_a_run_has_one_driver(cli: Cli):
+    write_spec(cli.folder, {"a": WAITS})
+    running = cli.start("run", "pipeline.yaml", "--run-id", "r")
+    begun(cli)
+    assert "is driven by process" in cli("resume", "r", code=2).stderr
+    running.terminate()
+    running.communicate(timeout=60)
+    (cli.folder / "begun").unlink()
+    rivals = [cli.start("resume", "r") for _ in range(3)]
+    begun(cli)
+    (cli.folder / "go").touch()
+    codes = []
+    for rival in rivals:
+        rival.communicate(timeout=60)
+        codes.append(rival.returncode)
+    assert 0 in codes
+    assert set(codes) <= {0, 2}  # 0 also of one that came when the run was done
+    assert stored(cli)["stages"]["a"]["attempt"] == 2
+
+
+def test_submit_wait_exits_as_the_run_does_and_ctrl_c_only_detaches(cli: Cli):
+    write_spec(cli.folder, {"a": WAITS})
+    waiting = cli.start("submit", "pipeline.yaml", "--run-id", "r", "--wait")
+    begun(cli)
+    waiting.send_signal(signal.SIGINT)
+    _, err = waiting.communicate(timeout=60)
+    assert waiting.returncode == 130
+    assert "detached; run r goes on" in err
+    again = cli.start("submit", "pipeline.yaml", "--run-id", "r", "--wait", "--output", "json")
+    (cli.folder / "go").touch()
+    out, _ = again.communicate(timeout=60)
+    assert again.returncode == 0
+    assert json.loads(out)["state"] == "done"
+    assert stored(cli)["stages"]["a"]["attempt"] == 1  # adopted, not started again
+
+
+def test_submit_of_another_pipeline_under_a_taken_id_is_refused(cli: Cli):
+    write_spec(cli.folder, {"a": shell("true")})
+    cli("submit", "pipeline.yaml", "--run-id", "r", "--wait")
+    write_spec(cli.folder, {"a": shell("false")})
+    assert "another pipeline" in cli("submit", "pipeline.yaml", "--run-id", "r", code=2).stderr
+
+
+def test_stages_one_by_one(cli: Cli):
+    write_spec(cli.folder, {"a": shell("true"), "b": shell("true")}, {"b": ["a"]})
+    one = ("submit", "pipeline.yaml", "--run-id", "r", "--wait", "--stage")
+    assert "has not done" in cli(*one, "b", code=2).stderr
+    cli(*one, "a")
+    assert states(cli) == {"a": "done", "b": "pending"}
+    cli(*one, "b")
+    assert stored(cli)["state"] == "done"
+
+
+def test_what_dry_run_prints_is_what_runs(cli: Cli):
+    show = (
+        'echo "$0 $1" > "$1/seen"; env | grep -E "^(MLPIPE_|GREETING)" | grep -v DRIVER | sort >> "$1/seen"'
+    )
+    write_spec(cli.folder, {"a": shell(show)}, a={"env": {"GREETING": "hello"}})
+    printed = cli.json("submit", "pipeline.yaml", "--run-id", "r", "--dry-run")
+    assert not cli.store.exists()
+    cli("run", "pipeline.yaml", "--run-id", "r")
+    stage = printed["stages"][0]
+    plan = json.loads((cli.store / "runs/r/stages/a/attempt-1/plan.json").read_text())
+    assert stage["plan"] == plan
+    seen = (cli.store / "runs/r/stages/a/outputs/files/seen").read_text().splitlines()
+    assert seen[0] == " ".join(stage["argv"][-2:])
+    ours = {"MLPIPE_CACHE": cli.env["MLPIPE_CACHE"], "MLPIPE_STORE": cli.env["MLPIPE_STORE"]}
+    assert seen[1:] == sorted(f"{key}={value}" for key, value in {**stage["env"], **ours}.items())
+
+
+def test_logs_can_be_cut_and_followed(cli: Cli):
+    write_spec(cli.folder, {"a": shell("seq 100"), "b": WAITS}, {"b": ["a"]})
+    cli("submit", "pipeline.yaml", "--run-id", "r")
+    begun(cli)
+    until(lambda: "begun" in cli("logs", "r").stdout, "the log to arrive")
+    following = cli.start("logs", "-f", "r", "--stage", "b")
+    assert following.stdout is not None
+    assert following.stdout.readline() == "begun\n"
+    (cli.folder / "go").touch()
+    out, _ = following.communicate(timeout=60)
+    assert following.returncode == 0
+    assert out == "ended\n"
+    assert cli("logs", "r", "--stage", "a", "--tail", "2").stdout == "99\n100\n"
+    assert cli("logs", "r", "--tail", "1").stdout == "a | 100\nb | ended\n"
+    assert cli.json("logs", "r", "--stage", "b")["logs"][0]["text"] == "begun\nended\n"
+
+
+def test_an_output_that_was_committed_counts_even_if_nobody_noted_it(cli: Cli):
+    write_spec(cli.folder, {"a": shell('date +%N > "$1/x"'), "b": shell("exit 1")}, {"b": ["a"]})
+    cli("run", "pipeline.yaml", "--run-id", "r", code=3)
+    run = stored(cli)
+    run["stages"]["a"] |= {"state": "running", "outcome": {}}
+    (cli.store / "runs/r/run.json").write_text(json.dumps(run))
+    made = (cli.store / "runs/r/stages/a/outputs/files/x").read_text()
+    cli("resume", "r", code=3)
+    assert stored(cli)["stages"]["a"]["state"] == "done"
+    assert stored(cli)["stages"]["a"]["attempt"] == 1
+    assert (cli.store / "runs/r/stages/a/outputs/files/x").read_text() == made
+
+
+def test_overrides_are_kept_over_resumes(cli: Cli):
+    write_spec(cli.folder, {"a": shell("exit ${CODE}")}, a={"env": {"CODE": "1"}})
+    cli("run", "pipeline.yaml", "--run-id", "r", "--set", "stages.a.env.CODE=4", code=3)
+    assert stored(cli)["stages"]["a"]["exit_code"] == 4
+    cli("resume", "r", code=3)
+    assert stored(cli)["stages"]["a"]["exit_code"] == 4
+    cli("resume", "r", "--set", "stages.a.env.CODE=0")
+    assert stored(cli)["state"] == "done"
+
+
+def test_a_terminal_gets_ctrl_c_through_its_line_discipline(cli: Cli):
+    write_spec(cli.folder, {"a": WAITS})
+    ours, theirs = os.openpty()
+    # setsid --ctty makes the pty the controlling terminal of a new session, as a login shell has it
+    running = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *cli_argv("run", "pipeline.yaml", "--run-id", "r")],
+        cwd=cli.folder,
+        env={**cli.env, "TERM": "xterm"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    begun(cli)
+    os.write(ours, b"\x03")
+    seen = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            seen += chunk
+    except OSError:  # EIO: the other side closed the terminal
+        os.close(ours)
+    assert running.wait(timeout=60) == 130, seen.decode()
+    assert b"stopping: saving at the next step (Ctrl-C again: at once)" in seen
+    assert b"\x1b[" in seen  # colours, on a terminal
+    assert stored(cli)["state"] == "cancelled"
+
+
+def cli_argv(*arguments: str) -> list[str]:
+    import sys
+
+    return [sys.executable, "-m", "mlpipe.cli", *arguments]
