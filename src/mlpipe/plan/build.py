@@ -267,6 +267,7 @@ def _work(spec: Train, config: LlamaConfig | None, device: str, share: int, micr
         config,
         num_tokens=num_tokens,
         precision=spec.precision,
+        device=device,
         checkpointing=spec.activation_checkpointing,
     )
     logits = logits_bytes(config, num_tokens=num_tokens, precision=spec.precision, device=device)

@@ -62,18 +62,20 @@ def counts(config: LlamaConfig) -> Counts:
 
 
 def activations_bytes(
-    config: LlamaConfig, *, num_tokens: int, precision: str, checkpointing: str = "none"
+    config: LlamaConfig, *, num_tokens: int, precision: str, device: str, checkpointing: str = "none"
 ) -> int:
     """What autograd saves for `num_tokens`, read off `train/models/llama.py`, with attention that stores no
-    T x T matrix. Of a block: the norms' inputs (fp32, the residual stream) and outputs; rotated q and k, v
-    and the attention's output; gate, up, silu(gate) and their product. Checkpointing (see
-    `train/parallel/activations.py`): `full` keeps each block's input and rebuilds one block at a time;
-    `selective` also keeps attention and every second matmul (q, v, gate, down)."""
+    T x T matrix. Of a norm: its input (fp32, the residual stream), its output, and on CPU, where it is not
+    fused, the normalised input. Of a block: two norms; rotated q and k, v and the attention's output; gate,
+    up, silu(gate) and their product. Checkpointing (see `train/parallel/activations.py`): `full` keeps each
+    block's input and rebuilds one block at a time; `selective` also keeps attention and every second matmul
+    (q, v, gate, down)."""
     width = COMPUTE_BYTES[precision]
     dim, ffn_dim = config.dim, config.ffn_dim
     kv_dim = config.num_kv_heads * config.head_dim
+    norm = (4 + width + (4 if device == "cpu" else 0)) * dim
     block_input = 4 * dim
-    block = 2 * (4 + width) * dim + width * (2 * dim + 2 * kv_dim) + width * 4 * ffn_dim
+    block = 2 * norm + width * (2 * dim + 2 * kv_dim) + width * 4 * ffn_dim
     if checkpointing == "none":
         kept = config.num_layers * block
     elif checkpointing == "full":
@@ -81,7 +83,7 @@ def activations_bytes(
     else:
         matmuls = width * (2 * dim + kv_dim + ffn_dim)
         kept = config.num_layers * (block_input + matmuls + width * dim) + block
-    return num_tokens * kept
+    return num_tokens * (kept + norm)
 
 
 def logits_bytes(config: LlamaConfig, *, num_tokens: int, precision: str, device: str) -> int:

@@ -102,20 +102,23 @@ def test_accumulation_keeps_whole_gradients_under_fsdp() -> None:
 
 
 def test_activations_by_hand() -> None:
-    def of(precision: str, checkpointing: str = "none", num_tokens: int = 1) -> int:
+    def of(precision: str, device: str = "cuda", checkpointing: str = "none", num_tokens: int = 1) -> int:
         return activations_bytes(
-            TINY, num_tokens=num_tokens, precision=precision, checkpointing=checkpointing
+            TINY, num_tokens=num_tokens, precision=precision, device=device, checkpointing=checkpointing
         )
 
-    block = 4 * (2 * 2 * 4 + (4 + 4 + 2 + 2) + 4 * 6)
-    assert of("fp32") == 2 * block
-    assert of("fp32", num_tokens=7) == 7 * 2 * block
-    assert of("fp32", "full") == 2 * (4 * 4) + block
-    assert of("bf16") == 2 * (2 * (4 + 2) * 4 + 2 * (4 + 4 + 2 + 2) + 2 * 4 * 6)
-    # selective pays for one rebuilt block, which two layers do not earn back
+    norm = 4 * 4 + 4 * 4
+    block = 2 * norm + 4 * (4 + 4 + 2 + 2) + 4 * (4 * 6)
+    assert of("fp32") == 2 * block + norm
+    assert of("fp32", num_tokens=7) == 7 * of("fp32")
+    assert of("fp32", device="cpu") == of("fp32") + 5 * 4 * 4
+    assert of("fp32", checkpointing="full") == 2 * (4 * 4) + block + norm
+    norm = 4 * 4 + 2 * 4
+    assert of("bf16") == 2 * (2 * norm + 2 * (4 + 4 + 2 + 2) + 2 * (4 * 6)) + norm
+    # selective pays for one rebuilt block, which only a deep model earns back
     deep = PRESETS["llama-8b"]
     sizes = [
-        activations_bytes(deep, num_tokens=8192, precision="bf16", checkpointing=mode)
+        activations_bytes(deep, num_tokens=8192, precision="bf16", device="cuda", checkpointing=mode)
         for mode in ("none", "selective", "full")
     ]
     assert sizes == sorted(sizes, reverse=True)
