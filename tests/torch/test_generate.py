@@ -1,0 +1,93 @@
+"""A line of generated text: deterministic, one shape, within the context and the vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mlpipe._core.errors import TrainError
+from mlpipe.train.generate import generate
+from mlpipe.train.models.llama import build_model
+from mlpipe.train.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, train_tokenizer
+
+pytestmark = pytest.mark.torch
+
+TOKENIZER = train_tokenizer([], MIN_VOCAB_SIZE)  # one token a byte
+
+
+def run(forward, prompt="ab", **changes):
+    options = {"max_new_tokens": 5, "max_context": 100, "seed": 0, "device": torch.device("cpu")}
+    return generate(forward, TOKENIZER, prompt, **{**options, **changes})
+
+
+def next_letter(inputs):
+    """The likeliest token is always the last byte plus one, whatever stands further right."""
+    assert inputs.shape[0] == 1
+    return torch.nn.functional.one_hot(inputs + 1, 400).float() * 100
+
+
+def test_it_continues_from_the_end_of_the_prompt():
+    assert run(next_letter) == "abcdefg"
+    assert run(next_letter, temperature=0) == "abcdefg"
+
+
+def test_the_shape_stays_and_the_context_slides():
+    shapes = set()
+
+    def forward(inputs):
+        shapes.add(tuple(inputs.shape))
+        return next_letter(inputs)
+
+    assert run(forward, "abcd", max_context=3, max_new_tokens=8) == "abcdefghijkl"
+    assert shapes == {(1, 3)}
+
+
+def test_it_stops_at_the_end_of_the_document_and_stays_in_the_vocabulary():
+    end = TOKENIZER.token_to_id(END_OF_TEXT)
+
+    def forward(inputs):
+        logits = torch.zeros(*inputs.shape, 400)
+        logits[..., 300:] = 1000.0  # a model may have more rows than the tokenizer has tokens
+        logits[..., end] = 500.0
+        return logits
+
+    assert run(forward) == "ab"
+
+
+def test_the_seed_decides_and_the_global_generator_does_not():
+    def forward(inputs):
+        return torch.zeros(*inputs.shape, 257)
+
+    first = run(forward, max_new_tokens=20)
+    torch.manual_seed(99)
+    assert run(forward, max_new_tokens=20) == first
+    assert run(forward, max_new_tokens=20, seed=1) != first
+
+
+def test_padding_to_the_right_changes_no_greedy_token():
+    model = build_model(
+        vocab_size=257, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=44, max_seq_len=40,
+        rope_theta=500.0, norm_eps=1e-5, tied=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model.init_weights()
+    text = run(model, "hello", max_new_tokens=12, temperature=0)
+    ids = TOKENIZER.encode("hello").ids
+    with torch.no_grad():
+        for _ in range(12):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    assert text == TOKENIZER.decode(ids)
+
+
+def test_an_empty_prompt_starts_a_document():
+    assert len(run(next_letter, "")) > 0
+
+
+def test_an_empty_prompt_without_an_end_token_is_an_error():
+    from tokenizers import Tokenizer, models
+
+    with pytest.raises(TrainError, match="empty prompt"):
+        generate(
+            next_letter, Tokenizer(models.BPE()), "", max_new_tokens=1, max_context=4, seed=0,
+            device=torch.device("cpu"),
+        )  # fmt: skip

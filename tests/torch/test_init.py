@@ -1,0 +1,102 @@
+"""The same weights, bit for bit, for a seed under every strategy and world size (real torchrun, gloo)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from mlpipe._core.errors import TrainError
+from mlpipe.train.init import initialize
+
+pytestmark = pytest.mark.torch
+
+REFUSED_WHEN_SPLIT = {"rows"}
+REFUSED = {"factory"}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """{what was initialised: {"<world size> <strategy>": digest or error}}"""
+    outcomes = defaultdict(dict)
+    for world_size in (2, 4):
+        argv = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+        argv.append(str(Path(__file__).with_name("init_worker.py")))
+        done = subprocess.run(
+            [sys.executable, *argv],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        report = json.loads(done.stdout.splitlines()[-1])
+        assert report["same_on_all_ranks"]
+        for name, outcome in report["found"].items():
+            what, strategy = name.split("/")
+            outcomes[what][f"{world_size} {strategy}"] = outcome
+    return outcomes
+
+
+def test_every_way_to_fill_a_parameter_gives_the_same_bits_everywhere(found):
+    checked = {what: set(outcomes.values()) for what, outcomes in found.items()}
+    for what in REFUSED | REFUSED_WHEN_SPLIT:
+        checked.pop(what)
+    assert all(
+        len(found[what]) == 7 for what in checked
+    )  # plain, fsdp and one rank's fsdp at 2 and 4; hsdp at 4
+    assert {what: digests for what, digests in checked.items() if len(digests) != 1} == {}
+    assert all(len(digest) == 64 for digests in checked.values() for digest in digests)
+
+
+def test_another_seed_gives_other_weights(found):
+    assert set(found["llama 0 False"].values()) != set(found["llama 1 False"].values())
+
+
+def test_what_would_differ_between_ranks_is_refused_under_every_strategy(found):
+    for what in REFUSED:
+        for outcome in found[what].values():
+            assert outcome.startswith("input: init_weights() calls aten.randn.default")
+
+
+def test_a_write_that_sharding_would_lose_is_refused(found):
+    for what in REFUSED_WHEN_SPLIT:
+        for strategy, outcome in found[what].items():
+            if strategy.endswith(("plain", "alone")):
+                assert len(outcome) == 64
+            else:
+                assert outcome.startswith("input: init_weights() calls aten.fill_.Scalar on a part")
+
+
+def test_each_draw_is_another_one_and_the_global_generator_is_left_alone():
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Parameter(torch.empty(50))
+            self.b = torch.nn.Parameter(torch.empty(50))
+
+        def init_weights(self):
+            self.a.normal_()
+            self.b.normal_()
+
+    model = Two()
+    before = torch.get_rng_state()
+    initialize(model, 3)
+    assert torch.equal(before, torch.get_rng_state())
+    assert not torch.equal(model.a, model.b)
+
+
+def test_the_error_says_what_to_write_instead():
+    class Factory(torch.nn.Module):
+        def init_weights(self):
+            torch.randperm(4)
+
+    with pytest.raises(TrainError, match="randperm") as caught:
+        initialize(Factory(), 0)
+    assert "torch.nn.init" in caught.value.hint
