@@ -137,11 +137,12 @@ def start_line(start: Mapping[str, Any]) -> str:
         parts.append(str(start["precision"]))
     if start.get("start_step"):
         parts.append(f"resumed from step {start['start_step']}")
-    if start.get("peak_flops") and start.get("num_flops_per_token"):
-        needed, peak = format_flops(start["num_flops_per_token"]), format_flops(start["peak_flops"])
-        parts.append(
-            f"MFU = {needed}/token x tok/s / ({start.get('world_size')} x {peak}/s, {start.get('peak_name')})"
-        )
+    if start.get("num_flops_per_token"):
+        needed, peak = format_flops(start["num_flops_per_token"]), "peak"
+        if start.get("peak_flops"):
+            peak = f"{format_flops(start['peak_flops'])}/s"
+        world, name = start.get("world_size"), start.get("peak_name")
+        parts.append(f"MFU = {needed}/token x tok/s / ({world} x {peak}, {name})")
     return ", ".join(parts)
 
 

@@ -53,7 +53,7 @@ def _header(view: RunView) -> Html:
     meta = {
         str(key): ", ".join(map(str, value)) if isinstance(value, list) else value
         for key, value in run.meta.items()
-        if key != "pipeline"
+        if key not in ("pipeline", "stages")  # both stand on the page already
     }
     return join(
         (

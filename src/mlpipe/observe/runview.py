@@ -99,7 +99,7 @@ def throughput(steps: Iterable[Record]) -> tuple[float | None, float | None]:
 @dataclass
 class RunView:
     run: RunState
-    stages: list[StageView]  # in the order in which they started; then those that did not
+    stages: list[StageView]  # as the run's meta orders them, else by their start
     problems: list[str]
 
     @property
@@ -117,7 +117,10 @@ def view_run(store: Store, run_id: str) -> RunView:
     """Raises StoreError when the run does not exist or the store cannot be reached."""
     run = read_run(store, run_id)
     problems: list[str] = []
-    order = sorted(run.stages, key=lambda name: run.stages[name].started or float("inf"))
+    asked = run.meta.get("stages")
+    place = {str(name): index for index, name in enumerate(asked)} if isinstance(asked, list) else {}
+    never = float("inf")
+    order = sorted(run.stages, key=lambda name: (place.get(name, never), run.stages[name].started or never))
     stages = [_view_stage(store, run_id, name, run.stages[name], problems) for name in order]
     return RunView(run, stages, problems)
 

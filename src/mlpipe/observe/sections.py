@@ -170,7 +170,7 @@ def evaluate_section(stage: StageView) -> Html:
         "validation loss": _number(found.get("val_loss"), " nats per token"),
         "perplexity": _number(found.get("val_perplexity")),
         "bits per byte": _number(found.get("val_bits_per_byte")),
-        "over": f"{found['num_tokens']:,} tokens" if found.get("num_tokens") else None,
+        "over": f"{found['num_tokens']:,.0f} tokens" if found.get("num_tokens") else None,
         "gate": f"{gate}: {verdict or 'not decided'}" if gate else None,
         "prompt": plan.prompt if plan is not None else None,
     }

@@ -68,6 +68,10 @@ def test_the_start_line_says_what_mfu_is_measured_against():
     )
 
 
+def test_a_peak_not_measured_yet_is_named_at_least():
+    assert start_line({**START, "peak_flops": None}).endswith("(2 x peak, measured matmul peak)")
+
+
 maybe = st.none() | st.floats(allow_nan=False, allow_infinity=False)
 records = st.lists(
     st.one_of(

@@ -27,6 +27,7 @@ from mlpipe.observe.report import build_report, write_report
 from mlpipe.observe.runview import MOST_RANKS, view_run
 from mlpipe.plan.plan import CommandPlan
 from mlpipe.store.open import open_store
+from mlpipe.store.runs import StageState
 
 pytestmark = pytest.mark.unit
 
@@ -293,15 +294,12 @@ def test_markdown(store):
     ]  # fmt: skip
 
 
-def test_stages_come_in_the_order_in_which_they_started(store):
-    states = {
-        "alpha": stage_state(begin=50),
-        "beta": stage_state(begin=0),
-        "gamma": stage_state("pending"),
-    }
-    states["gamma"] = type(states["gamma"])()
+def test_stages_come_in_the_order_of_the_pipeline_or_of_their_start(store):
+    states = {"alpha": stage_state(begin=50), "beta": stage_state(begin=0), "gamma": StageState()}
     write_run(store, "order-1", states)
     view = view_run(store, "order-1")
     assert [stage.name for stage in view.stages] == ["beta", "alpha", "gamma"]
     assert view.seconds == pytest.approx(110)
     assert view.stages[0].state.started == BEGIN
+    write_run(store, "order-2", states, meta={"stages": ["gamma", "alpha", "beta"]})
+    assert [stage.name for stage in view_run(store, "order-2").stages] == ["gamma", "alpha", "beta"]
