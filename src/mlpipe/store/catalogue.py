@@ -10,7 +10,7 @@ presence is the commit. The latest is the highest committed step by LIST; no poi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,22 +138,25 @@ def prune(store: Store, stage_key: str, keep: int, in_use: Collection[str] = ())
     committed = _committed(found)
     kept |= {item.key for item in committed[-keep:]}
     newest = committed[-1].step if committed else -1
-    deleted = []
-    for prefix, seen in found.items():
-        if prefix not in kept and (seen.committed is not None or seen.step < newest):
-            _delete(store, prefix, seen.keys)
-            deleted.append(prefix)
-    return deleted
+    doomed = {
+        prefix: seen.keys
+        for prefix, seen in found.items()
+        if prefix not in kept and (seen.committed is not None or seen.step < newest)
+    }
+    _delete(store, doomed)
+    return list(doomed)
 
 
 def discard(store: Store, prefix: str) -> None:
     """Deletes one checkpoint, first its MANIFEST.json: it is never half there."""
-    _delete(store, prefix, [info.key for info in store.list(prefix)])
+    _delete(store, {prefix: [info.key for info in store.list(prefix)]})
 
 
-def _delete(store: Store, prefix: str, keys: list[str]) -> None:
-    store.delete([f"{prefix}/{MANIFEST}"])
-    store.delete([key for key in keys if key != f"{prefix}/{MANIFEST}"])
+def _delete(store: Store, doomed: Mapping[str, Sequence[str]]) -> None:
+    """The keys of each prefix. All manifests go first: a checkpoint half deleted is not listed."""
+    manifests = [f"{prefix}/{MANIFEST}" for prefix in doomed]
+    store.delete(manifests)
+    store.delete([key for keys in doomed.values() for key in keys if key not in manifests])
 
 
 def _scan(store: Store, stage_key: str) -> dict[str, _Found]:
