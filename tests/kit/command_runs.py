@@ -76,7 +76,7 @@ class Cli:
         """Runs to its end and checks the exit code (None: any)."""
         process = self.start(*arguments)
         try:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=240)
         except subprocess.TimeoutExpired:
             process.kill()
             raise

@@ -1,0 +1,128 @@
+"""Users' models for the torch ring: plain PyTorch, and some that misbehave at a given forward."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = torch.cumsum(self.norm(x), dim=1) / x.shape[1]
+        return x + self.dropout(self.down(F.gelu(self.up(mixed))))
+
+
+class Plain(nn.Module):
+    """Tied head, dropout, a persistent buffer that changes, no `init_weights`."""
+
+    def __init__(
+        self, vocab_size: int = 256, dim: int = 32, num_blocks: int = 2, dropout: float = 0.1
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(Block(dim, dropout) for _ in range(num_blocks))
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("num_forwards", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.num_forwards += 1
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class Initialized(Plain):
+    """The same on the meta device."""
+
+    def init_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.LayerNorm):
+                nn.init.ones_(module.weight)
+            if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        self.num_forwards.zero_()
+
+
+class WithLoss(Plain):
+    def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        targets = batch["targets"].flatten()
+        total = F.cross_entropy(self(batch["inputs"]).flatten(0, -2).float(), targets, reduction="sum")
+        return total, torch.tensor(targets.numel())
+
+
+class Misbehaving(Plain):
+    """At forward number `at` of this process, on `rank`, does `what` ("nan", "hang", "raise", "kill"). With a
+    `counter` file it does so only as long as the file counts fewer than `times`."""
+
+    def __init__(self, what: str, at: int, rank: int, counter: str = "", times: int = 1) -> None:
+        super().__init__(dropout=0.0)
+        self.what, self.at, self.rank = what, at, rank
+        self.counter, self.times = counter, times
+        self.seen = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(inputs)
+        self.seen += 1
+        if self.seen != self.at or int(os.environ["RANK"]) != self.rank:
+            return logits
+        if self.counter:
+            path = Path(self.counter)
+            done = len(path.read_text()) if path.exists() else 0
+            if done >= self.times:
+                return logits
+            path.write_text("x" * (done + 1))
+        if self.what == "nan":
+            return logits * float("nan")
+        if self.what == "hang":
+            time.sleep(600)
+        if self.what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("this model does not like this batch")
+
+
+def plain(**args: float) -> Plain:
+    return Plain(**args)  # type: ignore[arg-type]
+
+
+def initialized(**args: float) -> Initialized:
+    return Initialized(**args)  # type: ignore[arg-type]
+
+
+def with_loss(**args: float) -> WithLoss:
+    return WithLoss(**args)  # type: ignore[arg-type]
+
+
+def misbehaving(what: str, at: int, rank: int, counter: str = "", times: int = 1) -> Misbehaving:
+    return Misbehaving(what, at, rank, counter, times)
+
+
+def not_a_module() -> str:
+    return "surprise"
+
+
+class TwoInputs(nn.Module):
+    def forward(self, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return inputs * mask
+
+
+def two_inputs() -> TwoInputs:
+    return TwoInputs()

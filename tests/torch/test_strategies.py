@@ -1,0 +1,135 @@
+"""Every strategy at every world size computes the same training: the strongest test there is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kit import plans
+
+from mlpipe.plan.plan import Entry, ModelPlan
+
+pytestmark = pytest.mark.torch
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "losses_tiny_llama.json"
+WORLDS = {
+    1: ("single", "ddp", "fsdp"),
+    2: ("ddp", "zero1", "zero2", "fsdp"),
+    4: ("ddp", "zero1", "fsdp", "hsdp"),
+}
+
+
+def near(found: list[float], expected: list[float], relative: float) -> None:
+    assert len(found) == len(expected)
+    for step, (a, b) in enumerate(zip(found, expected, strict=True), start=1):
+        assert abs(a - b) <= relative * abs(b), f"step {step}: {a} against {b}"
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory):
+    """Losses of 50 steps by (strategy, world size), fp32, AdamW at 1e-3, clipped at 1.0."""
+    folder = tmp_path_factory.mktemp("strategies")
+    tokens = plans.write_tokens(folder / "tokens")
+    found = {}
+    for world_size, strategies in WORLDS.items():
+        made = [
+            plans.train_plan(
+                folder / "store",
+                tokens,
+                strategy=strategy,
+                world_size=world_size,
+                steps=50,
+                every=50,
+                run_id=f"{strategy}-{world_size}",
+            )
+            for strategy in strategies
+        ]
+        plans.run_together(made, folder / f"world-{world_size}")
+        for plan in made:
+            found[plan.run_id] = plans.losses(folder / "store", plan)
+    return found
+
+
+def test_all_strategies_and_world_sizes_agree(curves):
+    for run, losses in curves.items():
+        assert len(losses) == 50, run
+        near(losses, curves["single-1"], 1e-5)
+
+
+def test_the_golden_curve(curves):
+    near(curves["single-1"], json.loads(GOLDEN.read_text()), 1e-4)
+    assert curves["single-1"][-1] < 0.85 * curves["single-1"][0]
+
+
+def variants(folder, tokens):
+    """Of ddp on 2 workers, each against a reference in the same list."""
+    base = {"steps": 12, "every": 12, "world_size": 2}
+    plan = plans.train_plan
+    store = folder / "store"
+
+    def user(entry):
+        return ModelPlan(Entry(f"kit.models:{entry}", {}), None, 32, ())
+
+    return {
+        "fp32": plan(store, tokens, run_id="fp32", **base),
+        "bf16-ddp": plan(store, tokens, run_id="bf16-ddp", precision="bf16", **base),
+        "bf16-zero1": plan(store, tokens, run_id="bf16-zero1", precision="bf16", strategy="zero1", **base),
+        "bf16-zero2": plan(store, tokens, run_id="bf16-zero2", precision="bf16", strategy="zero2", **base),
+        "bf16-fsdp": plan(store, tokens, run_id="bf16-fsdp", precision="bf16", strategy="fsdp", **base),
+        "accumulated-ddp": plan(store, tokens, run_id="gas-ddp", micro_batch=2, accumulation=4, **base),
+        "accumulated-fsdp": plan(
+            store, tokens, run_id="gas-fsdp", micro_batch=2, accumulation=4, strategy="fsdp", **base
+        ),
+        "full": plan(store, tokens, run_id="full", activation_checkpointing="full", **base),
+        "selective-fsdp": plan(
+            store, tokens, run_id="selective", activation_checkpointing="selective", strategy="fsdp", **base
+        ),
+        "compiled": plan(store, tokens, run_id="compiled", compile="block", **base),
+        "user-ddp": replace_model(plan(store, tokens, run_id="user-ddp", **base), user("plain")),
+        "user-fsdp": replace_model(
+            plan(store, tokens, run_id="user-fsdp", strategy="fsdp", **base), user("plain")
+        ),
+        "user-loss": replace_model(plan(store, tokens, run_id="user-loss", **base), user("with_loss")),
+        "meta-ddp": replace_model(plan(store, tokens, run_id="meta-ddp", **base), user("initialized")),
+        "meta-zero1": replace_model(
+            plan(store, tokens, run_id="meta-zero1", strategy="zero1", **base), user("initialized")
+        ),
+        "meta-fsdp": replace_model(
+            plan(store, tokens, run_id="meta-fsdp", strategy="fsdp", **base), user("initialized")
+        ),
+    }
+
+
+def replace_model(plan, model):
+    return replace(plan, train=replace(plan.train, model=model))
+
+
+@pytest.fixture(scope="module")
+def varied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("variants")
+    made = variants(folder, plans.write_tokens(folder / "tokens"))
+    plans.run_together(list(made.values()), folder / "runs")
+    return {name: plans.losses(folder / "store", plan) for name, plan in made.items()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_bf16_means_the_same_under_every_strategy(varied, strategy):
+    near(varied[f"bf16-{strategy}"], varied["bf16-ddp"], 1e-2)
+    near(varied[f"bf16-{strategy}"], varied["fp32"], 1e-2)
+
+
+@pytest.mark.parametrize(
+    "name", ["accumulated-ddp", "accumulated-fsdp", "full", "selective-fsdp", "compiled"]
+)
+def test_what_only_saves_memory_or_time_changes_no_loss(varied, name):
+    near(varied[name], varied["fp32"], 1e-5)
+
+
+def test_a_users_model_trains_the_same_under_every_strategy(varied):
+    near(varied["user-fsdp"], varied["user-ddp"], 1e-5)
+    near(varied["user-loss"], varied["user-ddp"], 1e-5)
+    near(varied["meta-fsdp"], varied["meta-ddp"], 1e-5)
+    near(varied["meta-zero1"], varied["meta-ddp"], 1e-5)
+    assert varied["user-ddp"][-1] < varied["user-ddp"][0]
