@@ -107,7 +107,7 @@ def _validation_loss(
         "val_loss": loss,
         "val_perplexity": math.exp(min(loss, 700.0)),
         "val_bits_per_byte": bits_per_byte,
-        "num_tokens": num_tokens,
+        "num_tokens": int(num_tokens),
     }
 
 

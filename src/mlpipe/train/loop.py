@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mlpipe._core.errors import MlpipeError, TrainError
+from mlpipe.plan.flops import CONVENTION
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.train.checkpoint import Checkpointer, Saved
@@ -83,7 +84,7 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
         plan,
         num_params=num_params,
         num_flops_per_token=flops,
-        flops_convention="torchtitan",
+        flops_convention=CONVENTION,
         peak_flops=plan.peak_flops,
         peak_name=plan.peak_name,
         start_step=position.step,
@@ -237,7 +238,7 @@ class Loop:
         return found.key if found else None
 
     def rates(self, tokens: int, seconds: float) -> dict[str, float | None]:
-        """Of all ranks together; rank 0 only. Equal ranks have equal token counts."""
+        """The peak of this rank; speed and MFU of all ranks together, rank 0 only."""
         if self.peak_flops is None:
             # After the first step, so that it does not come later: all ranks measure at the same time, as
             # they compute at the same time.
@@ -248,7 +249,7 @@ class Loop:
             dist.all_reduce(peak)
             self.peak_flops = float(peak) / self.session.world_size
         if self.session.rank:
-            return {}
+            return {"peak_flops": self.peak_flops}
         tokens_per_second = tokens * self.plan.mesh.data_ranks / seconds
         peak_flops = self.peak_flops * self.session.world_size
         mfu = self.flops_per_token * tokens_per_second / peak_flops if self.flops_per_token else None
