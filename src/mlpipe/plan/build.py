@@ -360,7 +360,7 @@ def _train_plan(
         hang_timeout_seconds=parse_seconds(spec.hang_timeout),
         num_flops_per_token=num_flops_per_token(config, spec.model.seq_len) if config else None,
         peak_flops=peak,
-        peak_name=f"{hardware.name} datasheet, dense {spec.precision}" if peak else "measured by the worker",
+        peak_name=f"{hardware.name} datasheet, dense {spec.precision}" if peak else "measured matmul peak",
         resume=resume,
         initial=None,
     )

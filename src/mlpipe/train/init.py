@@ -9,15 +9,17 @@ another seed's stream, and only one parameter at a time exists in full.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mlpipe._core.errors import TrainError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _aten = torch.ops.aten
 _IN_PLACE = {
@@ -47,17 +49,17 @@ class same_weights(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         target: Any = args[0] if args else None
-        sharded = isinstance(target, DTensor)
+        sharded = _is_sharded(target)
         if sharded and func._schema.is_mutable and target in self._copies:
             raise _unfit(
                 f"init_weights() calls {func} on a part of a parameter, which is lost when it is split"
             )
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draw(func, args, kwargs)
-        if sharded and func is _aten.copy_.default and not isinstance(args[1], DTensor):
+        if sharded and func is _aten.copy_.default and not _is_sharded(args[1]):
             return _keep_own(target, args[1].expand(target.shape))
         result = func(*args, **kwargs)
-        if sharded and func.is_view and isinstance(result, DTensor):
+        if sharded and func.is_view and _is_sharded(result):
             gathered = (
                 result.to_local().untyped_storage()._cdata != target.to_local().untyped_storage()._cdata
             )
@@ -74,7 +76,7 @@ class same_weights(TorchDispatchMode):
         # contiguous for plain tensors too: torch draws in another order into a strided one
         full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
         func(full, *args[1:], **kwargs)
-        return _keep_own(target, full) if isinstance(target, DTensor) else target.copy_(full)
+        return _keep_own(target, full) if _is_sharded(target) else target.copy_(full)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         name = f"{self.seed}:{self.num_draws}".encode()
@@ -83,8 +85,15 @@ class same_weights(TorchDispatchMode):
         return torch.Generator(device).manual_seed(draw)
 
 
+def _is_sharded(value: Any) -> bool:
+    """A DTensor. Not by its class: importing that costs 2 s, which a replicated model need not pay."""
+    return isinstance(value, Tensor) and hasattr(value, "placements")
+
+
 def _keep_own(target: DTensor, full: Tensor) -> DTensor:
     """Copies this rank's box of `full` into `target`; no communication."""
+    from torch.distributed.tensor import distribute_tensor
+
     own = distribute_tensor(full.to(target.dtype), target.device_mesh, target.placements, src_data_rank=None)
     target.to_local().copy_(own.to_local())
     return target
