@@ -37,7 +37,7 @@ def save(store: Store, step: int, attempt: int = 1, keep: int = 2) -> str:
         data = expected(step, name)
         blobs.append(write_blob(store, f"{prefix}/{name}", [data], block_bytes=BLOCK_BYTES))
         chunk = {"offset": [0], "shape": [size], "blob": index, "byte_offset": 0}
-        tensors[f"{name.replace('-', '.')}"] = {"dtype": "uint8", "shape": [size], "chunks": [chunk]}
+        tensors[name.replace("-", ".")] = {"dtype": "uint8", "shape": [size], "chunks": [chunk]}
     manifest = {
         "format": 1,
         "step": step,

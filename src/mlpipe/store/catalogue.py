@@ -25,6 +25,7 @@ __all__ = [
     "prune", "read_blob", "verify", "write_blob",
 ]  # fmt: skip
 
+_STALE_SECONDS = 3600.0  # a temporary file that nobody has written to for so long
 _PREFIX = re.compile(r"(.*/checkpoints/step-([0-9]{9,})/([0-9]+)-([0-9a-f]+))/(.+)")
 
 
@@ -144,6 +145,8 @@ def prune(store: Store, stage_key: str, keep: int, in_use: Collection[str] = ())
         if prefix not in kept and (seen.committed is not None or seen.step < newest)
     }
     _delete(store, doomed)
+    if store.local_path(stage_key) is not None:  # on S3 nothing of ours is ever half-written
+        store.sweep(f"{stage_key}/checkpoints", older_than_seconds=_STALE_SECONDS)
     return list(doomed)
 
 

@@ -81,10 +81,11 @@ def test_a_process_killed_at_any_file_operation_of_a_save_loses_nothing(tmp_path
             losses += committed not in steps
             assert len(steps) >= 2
             committed = steps[-1]
+            catalogue.prune(store, saver.STAGE, 2)  # every save finds the same to do
+            store.sweep("", older_than_seconds=0)
         assert at > total / 2
     saver.save(store, committed + 1)
     assert saver.check_all(store) == [committed, committed + 1]
-    store.sweep("", older_than_seconds=0)
     left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {*saver.BLOB_SIZES, "MANIFEST.json"}
     with capsys.disabled():
