@@ -133,6 +133,7 @@ def _store(session: Session) -> Iterator[Finding]:
     yield Finding("store", "ok", f"{url}: writes, reads and conditional writes work")
     folder = store.local_path("runs")
     if folder is not None:
+        folder = folder.parent
         while not folder.exists():
             folder = folder.parent
         free = shutil.disk_usage(folder).free

@@ -74,7 +74,7 @@ class Watcher:
                 progress.add(record)
                 if record["kind"] == "start":
                     self._say(name, start_line(record))
-            if progress.summary()["step"] is not None:
+            if progress.summary()["last_step_time"] is not None:
                 line = self._line(name, progress)
         if line:
             self._show(line, now)

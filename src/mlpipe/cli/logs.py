@@ -24,7 +24,7 @@ _LOG_NAME = re.compile(r"(rank-([0-9]+)|launcher)\.log")
 
 @dataclass
 class LogFile:
-    """`rank` is None for the launcher's own log."""
+    """`rank` is None for the launcher's log, which has the lines of every rank of its node."""
 
     key: str
     stage: str
@@ -39,16 +39,12 @@ class LogFile:
         whole, newline, self.torn = (self.torn + data).rpartition(b"\n")
         return whole + newline
 
-    @property
-    def name(self) -> str:
-        return self.stage if self.rank == 0 else f"{self.stage}/{self.rank if self.rank else 'launcher'}"
-
 
 @click.command()
 @click.argument("run_id", metavar="RUN")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the run has ended.")
 @click.option("--stage", metavar="NAME", help="Only of this stage.")
-@click.option("--rank", type=click.IntRange(min=0), help="Of this worker. Default: 0 and the launcher.")
+@click.option("--rank", type=click.IntRange(min=0), help="Only of this worker.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each log.")
 @shared
 @click.pass_obj
@@ -106,13 +102,14 @@ def find(store: Store, run: RunState, stage: str | None, rank: int | None) -> It
         if state.attempt == 0 or stage not in (None, name):
             continue
         folder = f"runs/{run.run_id}/stages/{name}/attempt-{state.attempt}/logs/"
-        for key in store.list_logs(folder):
-            match = _LOG_NAME.fullmatch(key.removeprefix(folder))
-            if match is None:
-                continue
-            number = int(match[2]) if match[2] else None
-            if number == rank if rank is not None else number in (0, None):
-                yield LogFile(key, name, state.attempt, number)
+        ranks = {
+            int(match[2]) if match[2] else None: key
+            for key in store.list_logs(folder)
+            if (match := _LOG_NAME.fullmatch(key.removeprefix(folder)))
+        }
+        chosen = rank if rank is not None else None if None in ranks else 0
+        if chosen in ranks:
+            yield LogFile(ranks[chosen], name, state.attempt, chosen)
 
 
 def _tail(text: bytes, count: int | None) -> bytes:
@@ -124,7 +121,7 @@ def _write(file: LogFile, text: bytes, many: bool) -> None:
     if not text:
         return
     if many:
-        prefix = f"{file.name} | ".encode()
+        prefix = f"{file.stage} | ".encode()
         text = b"".join(prefix + line for line in text.splitlines(keepends=True))
     if not text.endswith(b"\n"):
         text += b"\n"

@@ -104,9 +104,12 @@ def _next(run: RunState) -> list[str]:
         return [f"mlpipe logs {run.run_id}", f"mlpipe resume {run.run_id}    # when the cause is gone"]
     if run.state != "done":
         return [f"mlpipe resume {run.run_id}"]
-    again = []
-    for name, stage in run.stages.items():
-        if (stage.outcome or {}).get("step"):
-            again.append(f"mlpipe checkpoints list {run.run_id} --stage {name}")
-            break
-    return [f"mlpipe status {run.run_id}", *again, "mlpipe models list"]
+    if any((stage.outcome or {}).get("step") for stage in run.stages.values()):
+        trained = next(name for name, stage in run.stages.items() if (stage.outcome or {}).get("step"))
+        other = f"mlpipe run {run.meta.get('spec', 'SPEC')} --set stages.{trained}.train.strategy=fsdp"
+        return [
+            f"{other}    # the same under another strategy",
+            f"mlpipe checkpoints export {run.run_id} --out model    # what transformers loads",
+            "mlpipe models list",
+        ]
+    return [f"mlpipe status {run.run_id}", f"mlpipe logs {run.run_id}"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import click
 
@@ -32,7 +31,7 @@ def command(session: Session, spec: str, overrides: tuple[str, ...], run_id: str
     run_id = planning.create(
         store,
         pipeline,
-        text=Path(spec).read_text(),
+        spec=spec,
         overrides=overrides,
         folder=os.getcwd(),
         run_id=run_id,

@@ -6,7 +6,6 @@ import json
 import os
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -52,7 +51,7 @@ def command(
         document = would_start(store, pipeline, run_id or f"{pipeline.name[:40]}-RUN", stage)
         session.result(document, json.dumps(document, indent=2))
         return 0
-    run_id = _claim(store, pipeline, Path(spec).read_text(), overrides, run_id)
+    run_id = _claim(store, pipeline, spec, overrides, run_id)
     if _needs_driver(store, run_id, stage):
         detach(store, run_id, stage)
     if not wait:
@@ -87,7 +86,7 @@ def would_start(store: Store, pipeline: Pipeline, run_id: str, only: str | None)
 
 
 def _claim(
-    store: Store, pipeline: Pipeline, text: str, overrides: tuple[str, ...], run_id: str | None
+    store: Store, pipeline: Pipeline, spec: str, overrides: tuple[str, ...], run_id: str | None
 ) -> str:
     """A new run, or the one that has this id already, if it was asked for with the same pipeline."""
     from mlpipe.store import runs
@@ -101,7 +100,7 @@ def _claim(
                 kind="input",
             )
         return run_id
-    return planning.create(store, pipeline, text=text, overrides=overrides, folder=os.getcwd(), run_id=run_id)
+    return planning.create(store, pipeline, spec=spec, overrides=overrides, folder=os.getcwd(), run_id=run_id)
 
 
 def _needs_driver(store: Store, run_id: str, only: str | None) -> bool:

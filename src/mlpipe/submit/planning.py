@@ -65,12 +65,12 @@ def create(
     store: Store,
     pipeline: Pipeline,
     *,
-    text: str,
+    spec: str,
     overrides: Sequence[str],
     folder: str,
     run_id: str | None,
 ) -> str:
-    """A pending run of `pipeline` (whose file has `text`), to be driven in `folder`; its id. Raises what
+    """A pending run of `pipeline` (read from the file `spec`), to be driven in `folder`; its id. Raises what
     `preview` raises, before anything is written, and StoreError (input) when the id is taken."""
     run_id = run_id or new_run_id(pipeline.name)
     preview(pipeline, store.url, run_id)
@@ -79,12 +79,14 @@ def create(
     meta: dict[str, Any] = {
         "pipeline": pipeline.name,
         "stages": stages,  # in the order of the file, which run.json's object does not keep
+        "spec": spec,
         "set": list(overrides),
         "folder": folder,
         "host": socket.gethostname(),
         "user": getpass.getuser(),
         "git_commit": git_commit(folder),
     }
+    text = Path(spec).read_text(encoding="utf-8-sig")
     runs.create_run(store, run_id, text, pipeline.digest, stages, "local", meta)
     return run_id
 

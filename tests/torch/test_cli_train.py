@@ -1,0 +1,120 @@
+"""The command line over real training: interrupted, resumed under another strategy, promoted, exported."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.command_runs import Cli, until
+from kit.plans import write_tokens
+
+pytestmark = pytest.mark.torch
+
+STEPS = 200
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    write_tokens(tmp_path / "tokens")
+    model = {
+        "preset": "llama-1m", "seq_len": 32, "max_seq_len": 64,
+        "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 176,
+    }  # fmt: skip
+    train: dict[str, Any] = {
+        "model": model,
+        "data": {"tokens": str(tmp_path / "tokens"), "batch_size": 8},
+        "optimizer": {"lr": 1e-3, "schedule": "constant"},
+        "steps": STEPS,
+        "strategy": "fsdp",
+        "checkpoint": {"every": "50 steps", "keep": 2},
+    }
+    spec = {
+        "version": 1,
+        "name": "tiny",
+        "stages": [
+            {"name": "train", "train": train, "resources": {"workers_per_node": 2}},
+            {
+                "name": "evaluate",
+                "needs": ["train"],
+                "evaluate": {"gate": "val_loss < 5.5", "max_tokens": 2048, "generate_tokens": 0},
+            },
+            {"name": "promote", "needs": ["evaluate"], "promote": {"as": "tiny", "alias": "candidate"}},
+        ],
+    }
+    (tmp_path / "pipeline.yaml").write_text(json.dumps(spec))
+    return Cli(tmp_path)
+
+
+def records(cli: Cli, attempt: int, kind: str) -> list[dict[str, Any]]:
+    path = cli.store / f"runs/r/stages/train/attempt-{attempt}/records/rank-0.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+
+
+def test_ctrl_c_saves_resume_switches_strategy_and_the_model_is_promoted_and_exported(cli: Cli):
+    running = cli.start("run", "pipeline.yaml", "--run-id", "r")
+    until(lambda: len(records(cli, 1, "step")) > 20, "the training to be on its way", 120)
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=120)
+    assert running.returncode == 130, err
+    stopped = cli.json("status", "r")
+    train = stopped["stages"]["train"]
+    assert (stopped["state"], train["state"]) == ("cancelled", "cancelled")
+    saved = train["last_checkpoint"]["step"]
+    assert saved == train["progress"]["step"] >= 20  # at the very step at which it stopped
+    assert saved < STEPS
+
+    other = ("stages.train.train.strategy=single", "stages.train.resources.workers_per_node=1")
+    document = cli.json("resume", "r", *(word for change in other for word in ("--set", change)))
+    assert document["state"] == "done"
+    (start,) = records(cli, 2, "start")
+    assert (start["start_step"], start["strategy"], start["world_size"]) == (saved, "single", 1)
+    before, after = records(cli, 1, "step"), records(cli, 2, "step")
+    assert [record["step"] for record in after] == list(range(saved + 1, STEPS + 1))
+    assert abs(after[0]["loss"] - before[-1]["loss"]) < 0.5 < before[0]["loss"] - after[-1]["loss"]
+
+    status = cli("status", "r").stdout
+    assert f"step {STEPS}/{STEPS}" in status
+    assert Path(document["report"]).read_text().startswith("<!")
+    evaluation = document["stages"]["evaluate"]["outcome"]
+    assert evaluation["passed"] is True
+    shown = cli.json("models", "show", "tiny", "candidate")
+    assert shown["lineage"]["run"] == "r"
+    assert shown["lineage"]["metrics"]["val_loss"] == evaluation["metrics"]["val_loss"]
+    assert shown["step"] == STEPS
+    assert cli.json("checkpoints", "verify", "r")["sound"]
+    cli("checkpoints", "prune", "r", "--keep", "1")
+    (kept,) = cli.json("checkpoints", "list", "r")["checkpoints"]
+    assert kept["step"] == STEPS
+    exported = cli.json("checkpoints", "export", "r", "--out", "model")
+    assert "model.safetensors" in exported["files"]
+    assert (cli.folder / "model" / "config.json").exists()
+    assert cli.json("models", "promote", "r", "--as", "by-hand")["version"] == 1
+
+
+def test_a_detached_training_is_cancelled_from_elsewhere_and_a_failed_gate_exits_3(cli: Cli):
+    few = ("--set", "stages.train.train.steps=60", "--set", "stages.evaluate.evaluate.gate=val_loss < 0.001")
+    cli("submit", "pipeline.yaml", "--run-id", "r", "--set", "stages.train.train.steps=100000", *few[2:])
+    until(lambda: len(records(cli, 1, "step")) > 5, "the training to be on its way", 120)
+    text = cli("cancel", "r").stdout
+    assert "train is saved at step" in text
+    assert cli.json("status", "r")["state"] == "cancelled"
+    document = cli.json("resume", "r", *few, code=3)
+    assert document["stages"]["evaluate"]["state"] == "failed"
+    assert "val_loss" in document["stages"]["evaluate"]["message"]
+    assert document["stages"]["promote"]["state"] == "skipped"
+    assert cli.json("models", "list")["models"] == []
+
+
+def test_training_goes_on_after_its_driver_was_killed(cli: Cli):
+    running = cli.start("run", "pipeline.yaml", "--run-id", "r", "--set", "stages.train.train.steps=100")
+    until(lambda: len(records(cli, 1, "step")) > 5, "the training to be on its way", 120)
+    running.kill()
+    running.communicate()
+    document = cli.json("resume", "r")
+    assert document["state"] == "done"
+    (start,) = records(cli, 2, "start")
+    assert start["start_step"] > 5  # the orphaned launcher saved before it left
