@@ -97,7 +97,11 @@ def train_plan(
             seq_len=32,
             blocks=(),
         ),
-        data=DataPlan(tokens=str(tokens), dataset=None),
+        data=DataPlan(
+            tokens=str(tokens),
+            dataset=None,
+            digest=hashlib.sha256((tokens / "manifest.json").read_bytes()).hexdigest(),
+        ),
         optimizer=OptimizerPlan(
             name="adamw",
             lr=1e-3,
@@ -128,13 +132,13 @@ def train_plan(
         peak_flops=1e11,
         peak_name="a round number for tests",
         resume=attempt > 1,
-        initial=None,
     )
     launch_plan = Launch(
         num_nodes=1,
         nproc_per_node=world_size,
         max_restarts=0,
         device="cpu",
+        argv=("-m", "mlpipe.train.worker"),
         env={},
         timeout_seconds=None,
         shutdown_seconds=60.0,

@@ -46,7 +46,7 @@ class Life:
 def train_plan(steps: int, num_ranks: int = 2, **changes: Any) -> TrainPlan:
     plan = TrainPlan(
         model=ModelPlan(Entry("mlpipe.train.models.llama:build", {}), "llama-2m", seq_len=256, blocks=()),
-        data=DataPlan(tokens="/data/corpus", dataset=None),
+        data=DataPlan(tokens="/data/corpus", dataset=None, digest=None),
         optimizer=OptimizerPlan(
             "adamw", 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0, "cosine", 20, decay_steps=0, min_lr_ratio=0.1
         ),
@@ -68,14 +68,13 @@ def train_plan(steps: int, num_ranks: int = 2, **changes: Any) -> TrainPlan:
         peak_flops=1.9e11,
         peak_name="measured matmul peak",
         resume=True,
-        initial=None,
     )
     return replace(plan, **changes)
 
 
 def stage_plan(run_id: str, stage: str, attempt: int = 1, **kind: Any) -> Plan:
     """`kind`: one of train, evaluate, command, promote, as Plan has it."""
-    launch = Launch(1, 2, 3, "cpu", {}, None, 30.0, 0)
+    launch = Launch(1, 2, 3, "cpu", (), {}, None, 30.0, 0)
     head = (SCHEMA_VERSION, run_id, run_id.partition("-")[0], stage, attempt, "runs", "0" * 64, "1" * 64)
     return Plan(*head, launch, **kind)
 
@@ -240,7 +239,7 @@ def write_quickstart(store: Store, run_id: str = "quickstart-20261118-100000-ab1
     evaluate = EvaluatePlan(
         "train",
         train_plan(400),
-        DataPlan("/data/corpus", None),
+        DataPlan("/data/corpus", None, None),
         100_000,
         "val_bits_per_byte < 2.6",
         "def ",

@@ -179,6 +179,7 @@ def _launch(stage: Stage, hardware: Hardware, known: Mapping[str, str]) -> Launc
         nproc_per_node=hardware.devices_per_node if distributed else 1,
         max_restarts=train.max_restarts if train is not None else 0,
         device=hardware.device if distributed else "cpu",
+        argv=("-m", "mlpipe.train.worker") if distributed else (),
         env=env,
         timeout_seconds=parse_seconds(stage.timeout) if stage.timeout else None,
         shutdown_seconds=SHUTDOWN_SECONDS,
@@ -362,7 +363,6 @@ def _train_plan(
         peak_flops=peak,
         peak_name=f"{hardware.name} datasheet, dense {spec.precision}" if peak else "measured matmul peak",
         resume=resume,
-        initial=None,
     )
 
 
@@ -376,8 +376,11 @@ def _model(spec: Train, config: LlamaConfig | None, known: Mapping[str, str]) ->
 
 def _data(spec: Train, known: Mapping[str, str]) -> DataPlan:
     if isinstance(spec.data, OwnData):
-        return DataPlan(None, Entry(spec.data.entry, _fill(spec.data.args, known)))
-    return DataPlan(_fill(spec.data.tokens, known), None)
+        return DataPlan(None, Entry(spec.data.entry, _fill(spec.data.args, known)), None)
+    folder = _fill(spec.data.tokens, known)
+    manifest = Path(folder) / "manifest.json"
+    digest = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
+    return DataPlan(folder, None, digest)
 
 
 def _optimizer(spec: Train) -> OptimizerPlan:

@@ -61,11 +61,13 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Where samples come from: a folder of token files (`tokens`, absolute local path), or a user's own
-    `dataset` whose function returns a map-style object (`len`, `[i] -> dict of tensors`)."""
+    """Where samples come from: a folder of token files (`tokens`, a local path), or a user's own `dataset`
+    whose function returns a map-style object (`len`, `[i] -> dict of tensors`). `digest`: sha256 of the
+    folder's manifest, which has those of the files; None for a user's own, and before the data exist."""
 
     tokens: str | None
     dataset: Entry | None
+    digest: str | None
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,6 @@ class TrainPlan:
     peak_flops: float | None  # per device at `precision`; None: measured by the worker
     peak_name: str  # what `peak_flops` is, in words
     resume: bool  # resume from the stage's latest committed checkpoint if there is one
-    initial: str | None  # key of a checkpoint's prefix to start the weights from, other than our own
 
 
 @dataclass(frozen=True)
@@ -149,12 +150,14 @@ class PromotePlan:
 
 @dataclass(frozen=True)
 class Launch:
-    """How workers are started. `nproc_per_node` of them on each of `num_nodes` nodes."""
+    """How workers are started: `nproc_per_node` of them on each of `num_nodes` nodes, each of them Python
+    with `argv` and with `env` besides what it inherits. A command stage has its argv in CommandPlan."""
 
     num_nodes: int
     nproc_per_node: int
     max_restarts: int
     device: Literal["cpu", "cuda"]
+    argv: tuple[str, ...]
     env: dict[str, str]
     timeout_seconds: float | None  # of the whole stage
     shutdown_seconds: float  # between SIGTERM and SIGKILL: above a step plus a save

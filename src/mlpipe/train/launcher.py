@@ -173,7 +173,7 @@ def torchrun_argv(plan: Plan, log_dir: Path, *, endpoint: str = "localhost:0") -
     if _torchrun_has("--shutdown-timeout"):
         argv += ["--shutdown-timeout", str(int(launch.shutdown_seconds))]
     argv += ["--redirects", "3", "--log-dir", str(log_dir)]
-    return [*argv, "-m", "mlpipe.train.worker"]
+    return [*argv, *launch.argv]
 
 
 def _torchrun_has(option: str) -> bool:

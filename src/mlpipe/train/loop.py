@@ -225,6 +225,7 @@ class Loop:
             "strategy": self.plan.strategy,
             "world_size": self.session.world_size,
             "seq_len": self.plan.model.seq_len,
+            "data_digest": self.plan.data.digest,
             "model": {
                 "preset": self.plan.model.preset,
                 "entry": self.plan.model.build.entry,
@@ -287,10 +288,23 @@ def resume(
     manifest = catalogue.load_manifest(session.store, key)
     load(session.store, key, manifest, stored(parallel, optimizer))
     scalars = manifest["scalars"]
+    check_same_data(session.plan.train, scalars, key)
     optimizer.set_num_updates(scalars["step"])
     parallel.after_step()
     checkpointer.in_use.add(key)
     return Position(scalars["step"], scalars["samples"], key)
+
+
+def check_same_data(plan: TrainPlan | None, scalars: dict[str, Any], key: str) -> None:
+    """The position in the data means nothing in other data."""
+    before, now = scalars.get("data_digest"), plan.data.digest if plan else None
+    if before and now and before != now:
+        raise TrainError(
+            f"the data changed since this checkpoint was written: digest {before[:12]}, now {now[:12]}",
+            where=key,
+            hint="bring the old data back, or start a new run",
+            kind="input",
+        )
 
 
 def stored(parallel: Parallel, optimizer: Optimizer) -> list[Owned]:

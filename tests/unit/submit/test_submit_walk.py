@@ -24,6 +24,7 @@ def command_plan(name: str, attempt: int, timeout: float | None = None) -> Plan:
         nproc_per_node=1,
         max_restarts=0,
         device="cpu",
+        argv=(),
         env={},
         timeout_seconds=timeout,
         shutdown_seconds=10.0,
