@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from mlpipe.plan.presets import LlamaConfig
 
-INIT_STD = 0.02
-
 
 class RMSNorm(nn.Module):
     """Normalises in fp32 and returns what the next matmul reads: under autocast its dtype, so that one
@@ -120,15 +118,18 @@ class Llama(nn.Module):
         self.register_buffer("rope_sin", sin, persistent=False)
 
     def init_weights(self) -> None:
-        """Every parameter and buffer, as after leaving the meta device. Projections that write into the
-        residual stream start smaller by sqrt(2 * layers) (GPT-2), so that its variance does not grow."""
-        residual_std = INIT_STD / (2 * self.config.num_layers) ** 0.5
+        """Every parameter and buffer, as after leaving the meta device. The standard deviation is dim**-0.5:
+        GPT-2's constant 0.02 is that of dim 2500, and cost llama-4m 0.2 nats after 80 steps. Projections that
+        write into the residual stream start smaller by sqrt(2 * layers), so that its variance does not grow.
+        """
+        std = self.config.dim**-0.5
+        residual_std = std / (2 * self.config.num_layers) ** 0.5
         for name, module in self.named_modules():
             if isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
             elif isinstance(module, (nn.Linear, nn.Embedding)):
                 writes_residual = name.endswith(("o_proj", "down_proj"))
-                nn.init.normal_(module.weight, std=residual_std if writes_residual else INIT_STD)
+                nn.init.normal_(module.weight, std=residual_std if writes_residual else std)
         cos, sin = rope_tables(self.config, self.rope_cos.device)
         self.rope_cos.copy_(cos)
         self.rope_sin.copy_(sin)
