@@ -126,8 +126,12 @@ def _explain(error: Exception, session: Session) -> int:
         session.error_document(error.format_message(), kind="input")
         return EXIT_CODES["input"]
     if isinstance(error, MlpipeError) and error.kind != "bug":
-        session.complain(f"{click.style('error:', fg='red', bold=True)} {error}")
-        session.error_document(error.message, kind=error.kind, where=error.where, hint=error.hint)
+        problems = getattr(error, "problems", None)  # SpecErrors: a line each, as editors expect them
+        session.complain(str(error) if problems else f"{click.style('error:', fg='red', bold=True)} {error}")
+        fields: dict[str, Any] = {"where": error.where, "hint": error.hint}
+        if problems:
+            fields["problems"] = [vars(problem) for problem in problems]
+        session.error_document(error.message, kind=error.kind, **fields)
         return EXIT_CODES[error.kind]
     again = "" if session.debug else "; run again with --debug to see where"
     session.complain(f"a bug in mlpipe: {type(error).__name__}: {error}{again}")

@@ -40,7 +40,7 @@ class Session:
         """A line on standard error, `--quiet` or not."""
         click.echo(text, err=True, color=self._colour(sys.stderr))
 
-    def error_document(self, message: str, **fields: str | None) -> None:
+    def error_document(self, message: str, **fields: Any) -> None:
         if self.json:
             click.echo(json.dumps({"error": {"message": message, **fields}}, indent=2))
 

@@ -210,7 +210,10 @@ def _clear_orphans(store: Store, former: RunState) -> None:
     for name, stage in former.stages.items():
         key = f"runs/{former.run_id}/stages/{name}/attempt-{stage.attempt}/plan.json"
         if stage.state == "running" and store.exists(key):
-            plan = Plan.from_json(store.get(key))
+            try:
+                plan = Plan.from_json(store.get(key))
+            except ValueError:  # of another version of mlpipe
+                continue
             grace = max(grace, plan.launch.shutdown_seconds if plan.command is None else 0.0)
     process.clear(lease.holder, grace_seconds=grace)
 

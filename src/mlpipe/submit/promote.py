@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from mlpipe._core.errors import SubmitError
@@ -41,7 +42,8 @@ def promote(store: Store, run_id: str, plan: PromotePlan) -> tuple[int, Checkpoi
         "pipeline": run.pipeline,
         "spec_digest": run.spec_digest,
         "git_commit": run.meta.get("git_commit"),
-        "data": {
+        "data_digest": _data_digest(store, f"{stage_key}/attempt-{chosen.attempt}"),
+        "outputs": {
             name: stage.outcome["digest"]
             for name, stage in run.stages.items()
             if stage.outcome and "digest" in stage.outcome
@@ -50,3 +52,11 @@ def promote(store: Store, run_id: str, plan: PromotePlan) -> tuple[int, Checkpoi
     }
     version = registry.promote(store, plan.model_name, plan.alias, chosen.key, lineage)
     return version, chosen
+
+
+def _data_digest(store: Store, attempt_key: str) -> str | None:
+    """Of the tokens that the checkpoint was trained on; None for a user's own data set."""
+    key = f"{attempt_key}/plan.json"
+    plan = json.loads(store.get(key)) if store.exists(key) else {}
+    digest: str | None = ((plan.get("train") or {}).get("data") or {}).get("digest")
+    return digest

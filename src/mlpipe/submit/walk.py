@@ -162,13 +162,16 @@ class Walk:
         ]
 
     def _skip(self, wanted: Sequence[str]) -> None:
-        """Mark what can never start in this walk, in the order of the pipeline so that it cascades."""
-        for name in wanted:
-            if self.state.stages[name].state == "pending":
-                for need in self._needs[name]:
-                    if self.state.stages[need].state in ("failed", "cancelled", "skipped"):
-                        self._change(name, state="skipped", message=f"needs {need!r}, which did not finish")
-                        break
+        """Mark what can never start in this walk, again and again: needs may stand later in the file."""
+        while spoiled := [
+            (name, need)
+            for name in wanted
+            if self.state.stages[name].state == "pending"
+            for need in self._needs[name]
+            if self.state.stages[need].state in ("failed", "cancelled", "skipped")
+        ]:
+            name, need = spoiled[0]
+            self._change(name, state="skipped", message=f"needs {need!r}, which did not finish")
 
     def _start(self, wanted: Sequence[str]) -> None:
         for name in self._startable(wanted):

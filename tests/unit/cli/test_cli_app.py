@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import subprocess
 import sys
@@ -173,7 +172,9 @@ def test_validate_prints_every_mistake_and_exits_2(cli: Cli):
     document = cli.json("validate", "bad.yaml", code=2)
     assert document["valid"] is False
     assert all(problem["line"] for problem in document["files"][0]["problems"])
-    assert json.dumps(document)
+    refused = cli("run", "bad.yaml", code=2)
+    assert refused.stderr == done.stdout
+    assert cli.json("run", "bad.yaml", code=2)["error"]["problems"] == document["files"][0]["problems"]
 
 
 def test_plan_compares_strategies(cli: Cli):
