@@ -40,7 +40,7 @@ class Plain(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.num_forwards += 1
+            self.num_forwards.add_(1)
         x = self.embed(inputs)
         for block in self.blocks:
             x = block(x)

@@ -65,7 +65,7 @@ def _build(kind: Any, data: Any, path: str) -> Any:
             raise ValueError(f"{path}: expected an object")
         inner = get_args(kind)[1]
         return {key: _build(inner, item, f"{path}.{key}") for key, item in data.items()}
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if not isinstance(data, dict):
             raise ValueError(f"{path}: expected an object")
         hints = get_type_hints(kind)

@@ -192,10 +192,15 @@ def _config(spec: Train, known: Mapping[str, str]) -> LlamaConfig | None:
     if not isinstance(spec.model, PresetModel):
         return None
     changes = spec.model.model_dump(exclude_none=True, exclude={"preset", "seq_len"})
-    if "vocab_size" not in changes and not isinstance(spec.data, OwnData):
-        vocab_size = _vocab_size(_fill(spec.data.tokens, known))
-        if vocab_size is not None:
-            changes["vocab_size"] = -(-vocab_size // 64) * 64  # what matmuls like; the rest is never a target
+    found = None if isinstance(spec.data, OwnData) else _vocab_size(_fill(spec.data.tokens, known))
+    if found is not None and found > changes.get("vocab_size", found):
+        raise PlanError(
+            f"model.vocab_size is {changes['vocab_size']}, but there are {found} tokens in the data",
+            where=spec.model.preset,
+            hint="leave vocab_size away: it is taken from the data",
+        )
+    if found is not None:  # rounded to what matmuls like; the rest is never a target
+        changes.setdefault("vocab_size", -(-found // 64) * 64)
     config = dataclasses.replace(PRESETS[spec.model.preset], **changes)
     problems = config.problems()
     if problems:

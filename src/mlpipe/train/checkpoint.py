@@ -292,7 +292,7 @@ def _layout(items: list[Owned]) -> tuple[list[int], int]:
 
 
 def _pieces(buffer: torch.Tensor) -> Iterator[memoryview]:
-    view = memoryview(buffer.numpy())
+    view = memoryview(buffer.numpy().data)
     for start in range(0, len(view), _CHUNK_BYTES):
         yield view[start : start + _CHUNK_BYTES]
 

@@ -48,8 +48,7 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
     session.record_start(part, start_step=found.step, resumed_from=found.key, num_params=None)
     metrics = _validation_loss(session, plan, parallel.module)
     sample = _sample(session, plan, built.model, parallel.module)
-    gate = parse_gate(plan.gate) if plan.gate else None
-    passed = check(gate, metrics) if gate else True
+    passed = _passes(plan, metrics)
     session.recorder.write("evaluate", **metrics, gate=plan.gate, passed=passed, sample=sample)
     message = "" if passed else _failed_gate(plan, metrics)
     session.recorder.write("end", outcome="done" if passed else "failed", step=found.step, message=message)
@@ -64,6 +63,21 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
         time=time.time(),
         details={"metrics": metrics, "passed": passed, "sample": sample},
     )
+
+
+def _passes(plan: EvaluatePlan, metrics: dict[str, float | None]) -> bool:
+    if plan.gate is None:
+        return True
+    gate = parse_gate(plan.gate)
+    value = metrics[gate.metric]
+    if value is None:
+        raise TrainError(
+            f"the gate asks for {gate.metric}, which needs token files that say how many bytes they stand for",
+            where="evaluate.gate",
+            hint="use val_loss or val_perplexity with a data set of your own",
+            kind="input",
+        )
+    return check(gate, {gate.metric: value})
 
 
 def _failed_gate(plan: EvaluatePlan, metrics: dict[str, float | None]) -> str:

@@ -49,7 +49,7 @@ class Optimizer:
                 "weight_decay": 0.0,
             },
         ]
-        self.adamw = torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, eps=plan.eps, fused=True)
+        self.adamw = torch.optim.AdamW(groups, lr=plan.lr, betas=(plan.betas[0], plan.betas[1]), eps=plan.eps, fused=True)
 
     def squared_norm(self) -> float:
         """Of this rank's part of the gradient, such that the sum over the world is the global one."""
@@ -67,7 +67,8 @@ class Optimizer:
         self.adamw.step()
         for item in self.owned:
             self._leaves[item.name].grad = None
-            item.parameter.grad = None
+            if item.parameter is not None:
+                item.parameter.grad = None
         self.parallel.after_step()
 
     def state(self) -> list[Owned]:

@@ -129,7 +129,7 @@ def _by_block(pieces: list[_Piece], block_bytes: int) -> dict[int, list[_Piece]]
 def _read_block(store: Store, blob: Blob, block: int, pieces: list[_Piece]) -> None:
     start = block * blob["block_bytes"]
     buffer = np.empty(min(blob["block_bytes"], blob["size_bytes"] - start), dtype=np.uint8)
-    catalogue.read_blob(store, blob, start, memoryview(buffer))
+    catalogue.read_blob(store, blob, start, buffer.data)
     for piece in pieces:
         at = piece.start - start
         piece.target[:] = buffer[at : at + piece.target.nbytes]

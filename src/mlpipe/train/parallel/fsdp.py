@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.parallel.parallel import Owned, Parallel, nothing, persistent_buffers
 
@@ -35,6 +36,13 @@ def shard(module: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, plan: Tr
     rest (embedding, last norm, head) stays fp32 and computes under autocast, so that the residual stream
     has the same dtype as under ddp.
     """
+    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise TrainError(
+            f"a parameter without a dim cannot be split over ranks: {', '.join(scalars)}",
+            hint="give it the shape (1,), or use strategy ddp or zero1",
+            kind="input",
+        )
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     low = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
