@@ -52,14 +52,21 @@ def command(
         session.result(document, json.dumps(document, indent=2))
         return 0
     run_id = _claim(store, pipeline, spec, overrides, run_id)
-    if _needs_driver(store, run_id, stage):
-        detach(store, run_id, stage)
-    if not wait:
-        session.result({"run_id": run_id, "store": store.url}, run_id)
-        session.note(f"follow it with `mlpipe logs -f {run_id}`, stop it with `mlpipe cancel {run_id}`")
-        return 0
-    session.note(f"run {run_id} in {store.url}; Ctrl-C leaves it running")
-    return _wait(session, store, run_id, stage)
+    try:
+        if _needs_driver(store, run_id, stage):
+            detach(store, run_id, stage)
+        if wait:
+            session.note(f"run {run_id} in {store.url}; Ctrl-C leaves it running")
+            return _wait(session, store, run_id, stage)
+    except KeyboardInterrupt:
+        session.complain(
+            f"detached; run {run_id} goes on. See it with `mlpipe status {run_id}` or `mlpipe logs -f {run_id}`, "
+            f"stop it with `mlpipe cancel {run_id}`"
+        )
+        return EXIT_CODES["interrupted"]
+    session.result({"run_id": run_id, "store": store.url}, run_id)
+    session.note(f"follow it with `mlpipe logs -f {run_id}`, stop it with `mlpipe cancel {run_id}`")
+    return 0
 
 
 def would_start(store: Store, pipeline: Pipeline, run_id: str, only: str | None) -> dict[str, Any]:
@@ -125,12 +132,6 @@ def _wait(session: Session, store: Store, run_id: str, only: str | None) -> int:
             time.sleep(0.5)
             run = runs.read_run(store, run_id)
         watcher.watch(run)
-    except KeyboardInterrupt:
-        watcher.note(
-            f"detached; run {run_id} goes on. Come back with `mlpipe submit ... --run-id {run_id} --wait` or "
-            f"`mlpipe logs -f {run_id}`, stop it with `mlpipe cancel {run_id}`"
-        )
-        return EXIT_CODES["interrupted"]
     finally:
         watcher.close()
     if run.state not in runs.RUN_ENDED and (only is None or run.stages[only].state != "done"):
