@@ -86,7 +86,9 @@ def cli_page() -> str:
     from mlpipe.cli.app import VERBS, app
 
     def sections(command: click.Command, path: str, parent: click.Context | None) -> Iterator[str]:
-        context = click.Context(command, info_name=path.split()[-1], parent=parent)
+        context = click.Context(
+            command, info_name=path.split()[-1], parent=parent, **command.context_settings
+        )
         context.max_content_width = context.terminal_width = 100
         yield f"{'##' if parent else '#'} {path}\n\n"
         if parent is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 TUTORIAL = Path(__file__).resolve().parents[2] / "docs/tutorials/first-run.md"
 _MARK = "@@ next command"
 
@@ -44,10 +44,14 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     script = "set -e\n" + "".join(f"echo '{_MARK}'\n{command}\n" for command, _ in steps)
     env = {name: value for name, value in os.environ.items() if not name.startswith("MLPIPE_")}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    shell = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=env, timeout=280, check=False,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    try:
+        shell = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, env=env, timeout=560, check=False,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+    finally:  # what goes on in the background when the shell failed
+        cancel = ["mlpipe", "cancel", "second", "--store", "demo/runs", "--timeout", "20 s"]
+        subprocess.run(cancel, cwd=tmp_path, env=env, timeout=60, check=False, capture_output=True)
     assert shell.returncode == 0, shell.stdout
     outputs = shell.stdout.split(f"{_MARK}\n")[1:]
     for (command, expected), output in zip(steps, outputs, strict=True):
