@@ -60,8 +60,8 @@ def command(
             return _wait(session, store, run_id, stage)
     except KeyboardInterrupt:
         session.complain(
-            f"detached; run {run_id} goes on. See it with `mlpipe status {run_id}` or `mlpipe logs -f {run_id}`, "
-            f"stop it with `mlpipe cancel {run_id}`"
+            f"detached; run {run_id} goes on. See it with `mlpipe status {run_id}` or "
+            f"`mlpipe logs -f {run_id}`, stop it with `mlpipe cancel {run_id}`"
         )
         return EXIT_CODES["interrupted"]
     session.result({"run_id": run_id, "store": store.url}, run_id)
