@@ -35,12 +35,12 @@ def drive_here(
             run = drive(store, run_id, stop=stop, only=only, overrides=overrides, watch=watcher.watch)
         finally:
             watcher.close()
-    report = _report(session, store, run)
+    report = report_of(session, store, run)
     session.result({**outcome.document(store, run), "report": report}, outcome.summary(store, run, report))
     return EXIT_CODES["interrupted"] if stop.kind == "interrupted" else outcome.exit_code(run, only)
 
 
-def _report(session: Session, store: Store, run: RunState) -> str | None:
+def report_of(session: Session, store: Store, run: RunState) -> str | None:
     """Where the report lies. That it cannot be written must not turn a trained model into a failure."""
     from mlpipe.observe.report import write_report
 

@@ -122,6 +122,7 @@ def _needs_driver(store: Store, run_id: str, only: str | None) -> bool:
 def _wait(session: Session, store: Store, run_id: str, only: str | None) -> int:
     from mlpipe.cli import outcome
     from mlpipe.cli.follow import Watcher
+    from mlpipe.cli.foreground import report_of
     from mlpipe.store import runs
 
     run = runs.read_run(store, run_id)
@@ -139,7 +140,6 @@ def _wait(session: Session, store: Store, run_id: str, only: str | None) -> int:
             f"the driver of run {run_id} is gone and the run has not ended",
             hint=f"go on with mlpipe resume {run_id}",
         )
-    key = f"runs/{run_id}/report.html"
-    found = str(store.local_path(key) or f"{store.url}/{key}") if store.exists(key) else None
+    found = report_of(session, store, run)  # the driver writes the same one, a moment later
     session.result({**outcome.document(store, run), "report": found}, outcome.summary(store, run, found))
     return outcome.exit_code(run, only)

@@ -241,6 +241,7 @@ def test_submit_wait_exits_as_the_run_does_and_ctrl_c_only_detaches(cli: Cli):
     out, _ = again.communicate(timeout=60)
     assert again.returncode == 0
     assert json.loads(out)["state"] == "done"
+    assert Path(json.loads(out)["report"]).exists()
     assert stored(cli)["stages"]["a"]["attempt"] == 1  # adopted, not started again
 
 
