@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 
 import torch.distributed as dist
@@ -12,6 +13,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mlpipe.train.parallel.parallel import Parallel, nothing, replicated
+
+# The switch for buffers has a new name since torch 2.15, and the old one warns on every rank.
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 
 def apply_single(module: nn.Module) -> Parallel:
@@ -31,7 +39,7 @@ def apply_ddp(module: nn.Module) -> Parallel:
     has_buffers = any(item.parameter is None for item in owned)
     # Parameters need no initial broadcast: a seed gives the same weights on every rank (train/init.py).
     wrapped = DistributedDataParallel(
-        module, gradient_as_bucket_view=True, broadcast_buffers=has_buffers, init_sync=False
+        module, gradient_as_bucket_view=True, init_sync=False, **{_SYNC_BUFFERS: has_buffers}
     )
     return Parallel(
         module=wrapped,
