@@ -33,9 +33,9 @@ def _steps(text: str) -> list[tuple[str, list[str]]]:
 
 
 def _pattern(expected: str) -> str:
-    """Spaces and numbers may differ: columns and results do."""
+    """Spaces, numbers and durations (`29s`, `1m26s`) may differ."""
     anything = re.escape(expected.strip()).replace(r"\.\.\.", ".*")
-    return re.sub(r"(\\[ \t])+", r"\\s+", re.sub(r"[0-9]+(\\?[.,][0-9]+)*", r"[0-9][0-9.,]*", anything))
+    return re.sub(r"(\\[ \t])+", r"\\s+", re.sub(r"[0-9]+(\\?[.,][0-9]+)*", r"[0-9][0-9hm.,]*", anything))
 
 
 def test_the_tutorial_runs(tmp_path: Path) -> None:
