@@ -46,6 +46,13 @@ def test_every_pin_of_a_smaller_set_is_the_larger_sets() -> None:
     assert versions("base.txt") <= versions("train.txt") <= versions("dev.txt")
 
 
+def test_every_variable_of_ours_is_documented() -> None:
+    page = (ROOT / "docs/reference/environment.md").read_text()
+    sources = [path.read_text() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py")]
+    used = {name for text in sources for name in re.findall(r"MLPIPE_[A-Z][A-Z_]*[A-Z]", text)}
+    assert used == set(re.findall(r"`(MLPIPE_[A-Z_]+)`", page))
+
+
 def test_adrs_are_numbered_and_listed() -> None:
     pages = sorted(path.name for path in (ROOT / "docs/adr").glob("0*.md"))
     assert [page[:4] for page in pages] == [f"{n:04d}" for n in range(1, len(pages) + 1)]
