@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlpipe._core.units import format_bytes
-from mlpipe.cli.session import DEFAULT_STORE, Session, overrides, shared
+from mlpipe.cli.session import Session, overrides, shared
 
 if TYPE_CHECKING:
     from mlpipe.plan.choose import Candidate
@@ -29,7 +29,7 @@ def command(session: Session, spec: str, stage: str | None, overrides: tuple[str
     from mlpipe.submit.planning import plan_ahead
 
     pipeline = load_pipeline(spec, overrides=overrides)
-    url = session.open_store(pipeline.store or DEFAULT_STORE).url
+    url = session.full_store_url(pipeline.store)
     names = [found.name for found in pipeline.stages]
     if stage is not None and stage not in names:
         raise PlanError(f"the pipeline has no stage {stage!r}", where=spec, hint=f"it has {', '.join(names)}")

@@ -54,6 +54,12 @@ class Session:
 
         return open_store(self.store_url or otherwise or DEFAULT_STORE)
 
+    def full_store_url(self, otherwise: str | None = None) -> str:
+        """Of the same store, which is not opened: a plan needs no credentials."""
+        from mlpipe.store.open import full_url
+
+        return full_url(self.store_url or otherwise or DEFAULT_STORE)
+
     def _colour(self, stream: Any) -> bool | None:
         """For `click.echo`: False strips colours, None leaves them to a terminal."""
         return False if os.environ.get("NO_COLOR") or not stream.isatty() else None

@@ -10,6 +10,11 @@ from mlpipe.store.base import Store
 from mlpipe.store.folder import FolderStore
 
 
+def full_url(url: str) -> str:
+    """The `url` of the store that `open_store` would open, without credentials or a look at anything."""
+    return url.rstrip("/") if url.startswith("s3://") else open_store(url).url
+
+
 def open_store(url: str) -> Store:
     """A folder (`./runs`, `/data/runs`, `file:///data/runs`) or `s3://bucket/prefix`.
 
