@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,8 @@ import click
 
 from mlpipe._core.errors import EXIT_CODES, Kind
 from mlpipe._core.units import format_seconds
+from mlpipe.cli.session import DEFAULT_STORE
+from mlpipe.store.open import full_url
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -96,20 +99,26 @@ def summary(store: Store, run: RunState, report: str | None) -> str:
     rows += [(f"failed: {name}", message) for name, message in failures]
     width = max(len(label) for label, _ in rows)
     lines = [f"{label.ljust(width)}  {text}" for label, text in rows]
-    return "\n".join([*lines, "", "next:", *(f"  {command}" for command in _next(run))])
+    return "\n".join([*lines, "", "next:", *(f"  {command}" for command in _next(store, run))])
 
 
-def _next(run: RunState) -> list[str]:
+def _next(store: Store, run: RunState) -> list[str]:
+    # as `mlpipe list` in this shell would need it
+    default = os.environ.get("MLPIPE_STORE") or DEFAULT_STORE
+    where = "" if store.url == full_url(default) else f" --store {store.url}"
     if run.state == "failed":
-        return [f"mlpipe logs {run.run_id}", f"mlpipe resume {run.run_id}    # when the cause is gone"]
+        return [
+            f"mlpipe logs {run.run_id}{where}",
+            f"mlpipe resume {run.run_id}{where}    # when the cause is gone",
+        ]
     if run.state != "done":
-        return [f"mlpipe resume {run.run_id}"]
+        return [f"mlpipe resume {run.run_id}{where}"]
     if any((stage.outcome or {}).get("step") for stage in run.stages.values()):
         trained = next(name for name, stage in run.stages.items() if (stage.outcome or {}).get("step"))
-        other = f"mlpipe run {run.meta.get('spec', 'SPEC')} --set stages.{trained}.train.strategy=fsdp"
+        other = f"mlpipe run {run.meta.get('spec', 'SPEC')}{where} --set stages.{trained}.train.strategy=fsdp"
         return [
             f"{other}    # the same under another strategy",
-            f"mlpipe checkpoints export {run.run_id} --out model    # what transformers loads",
-            "mlpipe models list",
+            f"mlpipe checkpoints export {run.run_id} --out model{where}    # what transformers loads",
+            f"mlpipe models list{where}",
         ]
-    return [f"mlpipe status {run.run_id}", f"mlpipe logs {run.run_id}"]
+    return [f"mlpipe status {run.run_id}{where}", f"mlpipe logs {run.run_id}{where}"]
