@@ -12,6 +12,7 @@ rank finds the boxes it needs by intersecting them with the chunks listed there.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,7 @@ from mlpipe.store.base import Store
 from mlpipe.store.manifest import FORMAT
 from mlpipe.train.parallel.parallel import Owned
 
+_log = logging.getLogger(__name__)
 _ALIGNMENT = 64
 _CHUNK_BYTES = 16 * 2**20
 _COMMIT_TIMEOUT = timedelta(minutes=30)
@@ -63,7 +65,8 @@ class _Save:
 class Checkpointer:
     """At most one save is in flight. `agreement` is a TCPStore client that only the saving thread uses.
 
-    `on_saved` is called in the main thread, from `poll` or `finish`.
+    `on_saved` is called in the main thread, from `poll` or `finish`; `while_waiting` each second that
+    `finish` waits: a save has deadlines of its own, which are longer than those of a step.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Checkpointer:
         world_size: int,
         agreement: dist.Store,
         on_saved: Callable[[Saved], None],
+        while_waiting: Callable[[], None],
     ) -> None:
         self.store = store
         self.stage_key = stage_key
@@ -91,6 +95,7 @@ class Checkpointer:
         self.world_size = world_size
         self.agreement = dist.PrefixStore(f"checkpoint/{attempt}/{restart}", agreement)
         self.on_saved = on_saved
+        self.while_waiting = while_waiting
         self.in_use: set[str] = set()
         self._buffers: dict[str, torch.Tensor] = {}
         self._current: _Save | None = None
@@ -139,11 +144,13 @@ class Checkpointer:
         if save is None or save.thread is None:
             return
         began = time.perf_counter()
-        save.thread.join(_COMMIT_TIMEOUT.total_seconds())
-        if save.thread.is_alive():
-            raise TrainError(
-                f"saving step {save.step} did not end within {_COMMIT_TIMEOUT}", kind="infrastructure"
-            )
+        while save.thread.is_alive():
+            save.thread.join(1.0)
+            self.while_waiting()
+            if time.perf_counter() - began > _COMMIT_TIMEOUT.total_seconds():
+                raise TrainError(
+                    f"saving step {save.step} did not end within {_COMMIT_TIMEOUT}", kind="infrastructure"
+                )
         save.stall_seconds += time.perf_counter() - began
         total = time.perf_counter() - save.began
         self.on_saved(Saved(save.step, save.key, save.num_bytes, save.stall_seconds, total, save.error))
@@ -239,7 +246,10 @@ class Checkpointer:
             problem = str(_as_ours(error, save.step))
         agreement.set("committed", problem)
         if not problem:
-            catalogue.prune(self.store, self.stage_key, self.keep, in_use=self.in_use)
+            try:
+                catalogue.prune(self.store, self.stage_key, self.keep, in_use=self.in_use)
+            except StoreError as error:  # this one is committed; the next save prunes again
+                _log.warning("old checkpoints are left: %s", error)
 
 
 def _as_ours(error: Exception, step: int) -> MlpipeError:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import DataPlan
+from mlpipe.plan.plan import DataPlan, Entry
 from mlpipe.train.model import Batch, load_entry
 from mlpipe.train.order import order
 from mlpipe.train.tokens import TokenDataset, open_folder
@@ -26,8 +26,16 @@ def open_dataset(plan: DataPlan, *, split: str, seq_len: int) -> Any:
         return TokenDataset(open_folder(plan.tokens), split, seq_len)
     if plan.dataset is None:
         raise TrainError("the plan names no data", kind="bug")
-    entry = plan.dataset
-    dataset = load_entry(entry)(**{**entry.args, "split": split})
+    entry = Entry(plan.dataset.entry, {**plan.dataset.args, "split": split})
+    make = load_entry(entry)
+    try:
+        dataset = make(**entry.args)
+    except Exception as error:
+        raise TrainError(
+            f"failed to make the data set for the split {split!r}: {type(error).__name__}: {error}",
+            where=entry.entry,
+            kind="input",
+        ) from error
     try:
         num_samples = len(dataset)
         sample = dataset[0]

@@ -14,21 +14,23 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from mlpipe._core.errors import EXIT_CODES, MlpipeError
+from mlpipe._core.errors import EXIT_CODES, MlpipeError, StoreError
 from mlpipe.plan.plan import Plan
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.train import outcome
 from mlpipe.train.logs import LogShipper
 from mlpipe.train.outcome import Outcome
-from mlpipe.train.stop import STOP_FILE
+from mlpipe.train.stop import STOP_FILE, TORCHRUN_PID, any_alive
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.1
@@ -64,9 +66,10 @@ class Launcher:
         for stale in ("outcome-*.json", "fatal-*.json", "pid-*", "stacks-*", STOP_FILE):
             for path in self.scratch.glob(stale):
                 path.unlink()
+        log_dir = self.scratch / "logs"
+        shutil.rmtree(log_dir, ignore_errors=True)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
-        log_dir = self.scratch / "logs"
         torchrun_log = self.scratch / "torchrun.log"
         with torchrun_log.open("wb") as log:
             process = subprocess.Popen(
@@ -75,20 +78,32 @@ class Launcher:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                preexec_fn=_die_with_parent,  # before any thread exists here
+                preexec_fn=partial(_die_with_parent, os.getpid()),  # before any thread exists here
             )
+        (self.scratch / TORCHRUN_PID).write_text(str(process.pid))
         shipper = LogShipper(self.store, self.plan.attempt_key, log_dir, self.scratch)
         while process.poll() is None:
             shipper.ship()
             self._end_if_overdue(process)
             time.sleep(_POLL_SECONDS)
         shipper.ship()
-        shipper.close()
-        restarts = shipper.num_restarts
+        restarts = self._num_restarts(log_dir)
         ended = self._outcome(process.returncode, torchrun_log.read_text(errors="replace"), restarts)
         exit_code = _exit_code(ended)
         if ended.outcome == "failed":
-            self._keep_postmortem(torchrun_log)
+            found = MlpipeError(ended.message, where=ended.where, hint=ended.hint)
+            print(f"error: {found}", file=sys.stderr, flush=True)  # noqa: T201
+        try:
+            self._store_outcome(ended, restarts, exit_code)
+            if ended.outcome == "failed":
+                self._keep_postmortem(torchrun_log)
+            shipper.close()
+        except StoreError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            return exit_code or EXIT_CODES[error.kind]
+        return exit_code
+
+    def _store_outcome(self, ended: Outcome, restarts: int, exit_code: int) -> None:
         body = {
             "outcome": ended.outcome,
             "kind": ended.kind,
@@ -102,7 +117,17 @@ class Launcher:
             **ended.details,
         }
         self.store.put(f"{self.plan.attempt_key}/outcome.json", json.dumps(body, indent=2).encode())
-        return exit_code
+
+    def _num_restarts(self, log_dir: Path) -> int:
+        """By the folder that torchrun makes for each. After a fatal failure it may start workers once more,
+        which leave at once: these do not count."""
+        fatal = [path.stat().st_mtime for path in outcome.fatal_files(self.scratch)]
+        found = [
+            int(path.name.removeprefix("attempt_"))
+            for path in log_dir.glob("*/attempt_*")
+            if not fatal or path.stat().st_mtime <= min(fatal)
+        ]
+        return max(found, default=0)
 
     def _environment(self) -> dict[str, str]:
         launch = self.plan.launch
@@ -132,7 +157,7 @@ class Launcher:
             _end(process, grace_seconds=0 if self.num_signals > 1 else _KILL_GRACE_SECONDS)
         elif fatal := outcome.fatal_files(self.scratch):
             age = time.time() - fatal[0].stat().st_mtime
-            if age > _FATAL_GRACE_SECONDS:
+            if age > _FATAL_GRACE_SECONDS or not any_alive(self.scratch):
                 _end(process, grace_seconds=_KILL_GRACE_SECONDS)
 
     def _outcome(self, returncode: int, torchrun_log: str, restarts: int) -> Outcome:
@@ -150,7 +175,17 @@ class Launcher:
             return good[0]
         if self.num_signals:
             how = "at once" if self.num_signals > 1 else "before a checkpoint could be saved"
-            return Outcome("failed", kind="cancelled", message=f"stopped {how}", time=time.time())
+            why = "".join(f": {found.message}" for found in ended[:1])
+            return Outcome("failed", kind="cancelled", message=f"stopped {how}{why}", time=time.time())
+        if returncode < 0:  # not of the worker's doing: it has no report either
+            how = signal.Signals(-returncode).name
+            return Outcome(
+                "failed",
+                kind="infrastructure",
+                message=f"torchrun was killed by {how}",
+                hint="out of memory? look at the kernel's log",
+                time=time.time(),
+            )
         return _failure(torchrun_log, [found for found in ended if found.outcome == "failed"], restarts)
 
     def _keep_postmortem(self, torchrun_log: Path) -> None:
@@ -188,8 +223,10 @@ def _torchrun_has(option: str) -> bool:
     return option in (Path(torch.origin).parent / "distributed" / "run.py").read_text()
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(launcher_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher_pid:
+        os._exit(1)  # it died before we could ask to die with it
 
 
 def _end(process: subprocess.Popen[bytes], *, grace_seconds: float) -> None:
@@ -212,12 +249,12 @@ def _exit_code(ended: Outcome) -> int:
 
 
 def _failure(torchrun_log: str, failed: list[Outcome], restarts: int) -> Outcome:
-    """The first cause: torchrun's own report names the rank that failed first and how; a rank that ended by
-    an exception says more itself. Those who only lost their peer come later."""
+    """The first cause. A rank that a signal ended has no words, and torchrun's report may put first a peer
+    that lost it; else the first to have failed speaks."""
     after = f" (after {restarts} restarts)" if restarts else ""
-    root = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", torchrun_log, flags=re.DOTALL)
-    if root is not None:
-        rank, exitcode = int(root.group(1)), int(root.group(2))
+    reported = re.findall(r"^ *rank +: (\d+) .*\n *exitcode +: (-?\d+)", torchrun_log, flags=re.MULTILINE)
+    if reported:  # the root cause, as torchrun sees it, stands last
+        rank, exitcode = min(((int(r), int(code)) for r, code in reversed(reported)), key=_has_words)
         if exitcode < 0:
             name = signal.Signals(-exitcode).name
             crashed = name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
@@ -232,7 +269,6 @@ def _failure(torchrun_log: str, failed: list[Outcome], restarts: int) -> Outcome
                 else "out of memory? look at the kernel's log; `mlpipe plan` says what it needs",
                 time=time.time(),
             )
-        failed = [found for found in failed if found.rank == rank] or failed
         if not failed:
             return Outcome(
                 "failed",
@@ -250,6 +286,11 @@ def _failure(torchrun_log: str, failed: list[Outcome], restarts: int) -> Outcome
     return Outcome(
         "failed", kind="infrastructure", message=f"torchrun failed{after}: {last}", time=time.time()
     )
+
+
+def _has_words(reported: tuple[int, int]) -> bool:
+    """Of (rank, exit code). SIGTERM is torchrun's, to the peers of one that failed."""
+    return reported[1] >= 0 or reported[1] == -signal.SIGTERM
 
 
 if __name__ == "__main__":

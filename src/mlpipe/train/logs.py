@@ -19,13 +19,11 @@ class LogShipper:
         self._scratch = scratch
         self._offsets: dict[Path, int] = {}
         self._writers: dict[int, LogWriter] = {}
-        self.num_restarts = 0
 
     def ship(self) -> None:
         """Whole lines written since the last call."""
         for path in sorted(self._log_dir.glob("*/attempt_*/*/std*.log")):
             restart = int(path.parent.parent.name.removeprefix("attempt_"))
-            self.num_restarts = max(self.num_restarts, restart)
             offset = self._offsets.get(path, 0)
             if path.stat().st_size == offset:
                 continue

@@ -72,6 +72,7 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
         world_size=session.world_size,
         agreement=agreement,
         on_saved=lambda saved: report_save(session, saved, failed_saves),
+        while_waiting=lambda: session.watchdog.beat("waiting for a save", progress[0]),
     )
     if plan.resume or session.place.restart:
         position = resume(session, checkpointer, parallel, optimizer, agreement)
@@ -174,6 +175,7 @@ class Loop:
         grad_norm = squared_norm**0.5 * scale
         loss = total_loss / max(total_count, 1.0)
         if not torch.isfinite(totals).all():
+            self.checkpointer.finish()  # of an earlier step, sound, and perhaps the last good one
             raise self.not_finite(number, local)
         clip = plan.optimizer.grad_clip
         if clip and grad_norm > clip:

@@ -49,6 +49,11 @@ def write(scratch: Path, outcome: Outcome, *, fatal: bool = False) -> None:
     temporary.rename(scratch / name)
 
 
+def forget(scratch: Path, rank: int) -> None:
+    """What the rank left before a restart."""
+    (scratch / f"outcome-{rank}.json").unlink(missing_ok=True)
+
+
 def read(path: Path) -> Outcome:
     return Outcome(**json.loads(path.read_text()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import socket
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mlpipe._core.errors import TrainError
+from mlpipe._core.errors import StoreError, TrainError
 from mlpipe.observe.metrics import start_metrics
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.store.open import open_store
@@ -23,6 +24,7 @@ from mlpipe.train.recorder import Recorder
 from mlpipe.train.stop import Stop
 from mlpipe.train.watchdog import Watchdog
 
+_log = logging.getLogger(__name__)
 # The watchdog, which knows more, speaks before a collective's own timeout.
 _AFTER_WATCHDOG = timedelta(seconds=60)
 
@@ -119,7 +121,11 @@ class Session:
         return evaluate(self, self.plan.evaluate)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        self.recorder.close()
+        """Records that the store does not take any more are no reason to fail, and hide none."""
+        try:
+            self.recorder.close()
+        except StoreError as error:
+            _log.warning("the last records are lost: %s", error)
 
 
 def seed_step(seed: int, step: int, data_rank: int) -> None:

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 STOP_FILE = "stop"
+TORCHRUN_PID = "torchrun"  # the launcher writes it
 _POLL_SECONDS = 0.2
 
 
@@ -74,6 +75,11 @@ def _died(pid_file: Path) -> bool:
     except (OSError, IndexError):
         return False
     return stat.rpartition(")")[2].split()[0] == "Z"
+
+
+def any_alive(scratch: Path) -> bool:
+    """Whether a worker of this node that has come as far as its Stop still runs."""
+    return not all(_died(path) for path in scratch.glob("pid-*"))
 
 
 def leave(scratch: Path, *, local_rank: int, restart: int) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from mlpipe._core.errors import EXIT_CODES, MlpipeError
 from mlpipe.plan.plan import Plan
 from mlpipe.train import outcome
-from mlpipe.train.stop import Stop, leave
+from mlpipe.train.stop import TORCHRUN_PID, Stop, leave
 from mlpipe.train.watchdog import Watchdog
 
 _PR_SET_PDEATHSIG = 1
@@ -48,14 +48,17 @@ class Place:
 
 def main() -> int:
     began = time.time()
+    scratch = Path(os.environ["MLPIPE_SCRATCH"])
     # Workers outlive a killed torchrun otherwise, and go on computing for nobody.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int((scratch / TORCHRUN_PID).read_text()):
+        return 1  # it died before we could ask to die with it
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     plan = Plan.from_json(Path(os.environ["MLPIPE_PLAN"]).read_bytes())
-    scratch = Path(os.environ["MLPIPE_SCRATCH"])
     place = Place.from_environment()
     if outcome.fatal_files(scratch):
         return 1
+    outcome.forget(scratch, place.rank)
     stop = Stop(
         scratch,
         rank=place.rank,
