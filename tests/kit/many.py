@@ -1,23 +1,28 @@
 """`torchrun -m kit.many LIST`: runs the stages of several plans one after the other in one set of workers.
 
 Importing torch costs seconds a process; the tests that compare many strategies pay it once. LIST is a
-JSON file: [[path of plan.json, scratch folder], ...]. Failures are written where the launcher's workers
-write them.
+JSON file: {"plans": [[path of plan.json, scratch folder], ...], "resave": bool}. Failures are written where
+the launcher's workers write them; a hang is ended by the watchdog of the plan that hangs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from kit.servers import free_port
 
 from mlpipe.plan.plan import Plan
-from mlpipe.train import outcome
+from mlpipe.train import loop, outcome
 from mlpipe.train.session import Session
 from mlpipe.train.stop import Stop
 from mlpipe.train.watchdog import Watchdog
@@ -25,12 +30,24 @@ from mlpipe.train.worker import Place
 
 
 def main() -> int:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     place = Place.from_environment()
-    first_port = int(os.environ["MASTER_PORT"])
+    shared = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=place.rank == 0,
+        timeout=timedelta(minutes=2),
+    )
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    if asked["resave"]:
+        loop.resume = _resume_and_save
     failed = False
-    for number, (path, folder) in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+    for number, (path, folder) in enumerate(asked["plans"]):
         # a store of its own for every plan, as in separate runs
-        os.environ["MASTER_PORT"] = str(first_port + number)
+        if place.rank == 0:
+            shared.set(f"port-{number}", str(free_port()))
+        os.environ["MASTER_PORT"] = shared.get(f"port-{number}").decode()
         scratch = Path(folder)
         scratch.mkdir(parents=True, exist_ok=True)
         stop = Stop(
@@ -48,12 +65,27 @@ def main() -> int:
             outcome.write(scratch, session.run(progress))
             session.close()
         except Exception as error:
-            traceback.print_exc()
+            print(f"{path}: {traceback.format_exc()}", file=sys.stderr, flush=True)
             outcome.write(scratch, outcome.failed(error, rank=place.rank, step=progress[0]))
             failed = True
+        if not dist.is_initialized():
+            break  # the ranks could not even meet
         dist.barrier()
         dist.destroy_process_group()
     return int(failed)
+
+
+_resume = loop.resume
+
+
+def _resume_and_save(
+    session: Session, checkpointer: Any, parallel: Any, optimizer: Any, agreement: Any
+) -> loop.Position:
+    position = _resume(session, checkpointer, parallel, optimizer, agreement)
+    scalars = {"step": position.step, "samples": position.samples}
+    checkpointer.save(position.step, loop.stored(parallel, optimizer), scalars)
+    checkpointer.finish()
+    return position
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -69,6 +70,30 @@ class WithLoss(Plain):
         return total, torch.tensor(targets.numel())
 
 
+class Odd(Plain):
+    """Rows that no world size divides, and a parameter with fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(dim=30, dropout=0.0)
+        self.gain = nn.Parameter(torch.tensor([0.9, 1.0, 1.1]))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) * self.gain.mean()
+
+
+class Slow(Plain):
+    """`seconds` a forward, as long as the file `while_file` exists."""
+
+    def __init__(self, seconds: float, while_file: str = "", dropout: float = 0.1) -> None:
+        super().__init__(dropout=dropout)
+        self.seconds, self.while_file = seconds, while_file
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.while_file or Path(self.while_file).exists():
+            time.sleep(self.seconds)
+        return super().forward(inputs)
+
+
 class Misbehaving(Plain):
     """At forward number `at` of this process, on `rank`, does `what` ("nan", "hang", "raise", "kill"). With a
     `counter` file it does so only as long as the file counts fewer than `times`."""
@@ -111,6 +136,14 @@ def with_loss(**args: float) -> WithLoss:
     return WithLoss(**args)  # type: ignore[arg-type]
 
 
+def odd() -> Odd:
+    return Odd()
+
+
+def slow(seconds: float, while_file: str = "", dropout: float = 0.1) -> Slow:
+    return Slow(seconds, while_file, dropout)
+
+
 def misbehaving(what: str, at: int, rank: int, counter: str = "", times: int = 1) -> Misbehaving:
     return Misbehaving(what, at, rank, counter, times)
 
@@ -126,3 +159,11 @@ class TwoInputs(nn.Module):
 
 def two_inputs() -> TwoInputs:
     return TwoInputs()
+
+
+def endless(split: str) -> Iterator[int]:
+    return iter(int, 1)
+
+
+def words(split: str) -> list[str]:
+    return [split, "another"]

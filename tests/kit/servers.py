@@ -121,7 +121,7 @@ def s3_server(name: str, folder: Path) -> Iterator[S3Server]:
     data.mkdir(parents=True)
     log = folder / "server.log"
     for _ in range(_NUM_STARTS):
-        address = f"127.0.0.1:{_free_port()}"
+        address = f"127.0.0.1:{free_port()}"
         command, environment = _command(name, program, address, data)
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -176,7 +176,7 @@ def _wait_until_ready(name: str, address: str, process: subprocess.Popen[bytes])
     return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
