@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import resource
 import time
 from dataclasses import dataclass
@@ -176,7 +177,7 @@ class Loop:
         loss = total_loss / max(total_count, 1.0)
         if not torch.isfinite(totals).all():
             self.checkpointer.finish()  # of an earlier step, sound, and perhaps the last good one
-            raise self.not_finite(number, local)
+            raise self.not_finite(number, local[0])
         clip = plan.optimizer.grad_clip
         if clip and grad_norm > clip:
             scale *= clip / (grad_norm + 1e-6)
@@ -258,15 +259,18 @@ class Loop:
         mfu = self.flops_per_token * tokens_per_second / peak_flops if self.flops_per_token else None
         return {"tokens_per_second": tokens_per_second, "mfu_ratio": mfu, "peak_flops": self.peak_flops}
 
-    def not_finite(self, step: int, local: list[float]) -> TrainError:
-        """Names the ranks whose own part is not finite. A restart would only repeat it."""
-        mine = torch.tensor([float(all(abs(x) < float("inf") for x in local))])
+    def not_finite(self, step: int, local_loss: float) -> TrainError:
+        """Names the ranks whose own loss is not finite; of a gradient all ranks have a part by now. A restart
+        would only repeat it."""
+        mine = torch.tensor([float(math.isfinite(local_loss))])
         everyone = [torch.zeros(1) for _ in range(self.session.world_size)]
         dist.all_gather(everyone, mine)
         ranks = [rank for rank, finite in enumerate(everyone) if not finite.item()]
+        named = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
         error = TrainError(
-            f"the loss or its gradient is not finite at step {step}, first seen on rank "
-            f"{', '.join(map(str, ranks)) or 'none alone'}",
+            f"the loss is not finite at step {step} on {named}"
+            if ranks
+            else f"the gradient is not finite at step {step}, though the loss is",
             where=f"step {step}",
             hint="the last good checkpoint is kept; lower optimizer.lr, raise warmup_steps or look at the "
             "data of this step, then `mlpipe resume`",

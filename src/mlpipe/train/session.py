@@ -22,7 +22,7 @@ from mlpipe.store.open import open_store
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.recorder import Recorder
 from mlpipe.train.stop import Stop
-from mlpipe.train.watchdog import Watchdog
+from mlpipe.train.watchdog import STARTING_SECONDS, Watchdog
 
 _log = logging.getLogger(__name__)
 # The watchdog, which knows more, speaks before a collective's own timeout.
@@ -42,7 +42,7 @@ class Session:
         self.device = self._device()
         if part.deterministic:
             torch.use_deterministic_algorithms(True)
-        timeout = timedelta(seconds=part.hang_timeout_seconds) + _AFTER_WATCHDOG
+        timeout = timedelta(seconds=max(part.hang_timeout_seconds, STARTING_SECONDS)) + _AFTER_WATCHDOG
         watchdog.beat("meeting the other ranks", 0)
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timeout)

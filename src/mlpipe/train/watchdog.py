@@ -13,6 +13,8 @@ from mlpipe.train import outcome
 _POLL_SECONDS = 0.5
 # After the first rank noticed, the others get this long to write their stacks too.
 _GRACE_SECONDS = 2.0
+# Before the first step: a busy machine imports torch, and a big checkpoint loads, for longer than a step.
+STARTING_SECONDS = 600.0
 EXIT_CODE = 75
 
 
@@ -39,7 +41,10 @@ class Watchdog:
         while True:
             time.sleep(_POLL_SECONDS)
             silent = time.monotonic() - self._last
-            if silent > self._timeout_seconds:
+            patience = self._timeout_seconds
+            if self._step == 0:
+                patience = max(patience, STARTING_SECONDS)
+            if silent > patience:
                 _write_stacks(stacks)
                 found = outcome.Outcome(
                     "failed",
