@@ -1,0 +1,266 @@
+"""Nothing is lost: processes killed in every role and at random moments, signals, restarts in place."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from kit import plans, processes
+from kit.command_runs import until
+
+from mlpipe.plan.plan import Entry, ModelPlan
+from mlpipe.store import catalogue
+from mlpipe.store.folder import FolderStore
+
+# each of many starts takes seconds, and more on a busy machine
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(1500)]
+
+STEPS = 24
+SEED = 20261121
+MODELS = Path(plans.__file__).with_name("models.py")
+
+
+def user(entry: str, **args: object) -> ModelPlan:
+    return ModelPlan(Entry(f"kit.models:{entry}", dict(args)), None, 32, ())
+
+
+class Stage:
+    """One stage of two ddp workers, attempt after attempt, in its own store. It is slow (`seconds` a step)
+    until `hurry`, so that there is time to strike."""
+
+    def __init__(self, folder: Path, tokens: Path) -> None:
+        self.folder, self.tokens = folder, tokens
+        self.store = FolderStore(folder / "store")
+        self.slow_file = folder / "slow"
+        self.slow_file.touch()
+        self.attempt = 0
+
+    def next(self, *, seconds: float = 0.05, launch=None, **changes):
+        self.attempt += 1
+        changes.setdefault(
+            "model", user("slow", seconds=seconds, while_file=str(self.slow_file), dropout=0.0)
+        )
+        changes.setdefault("every", 4)
+        changes.setdefault("steps", STEPS)
+        self.plan = plans.train_plan(
+            self.folder / "store", self.tokens, attempt=self.attempt, launch=launch, **changes
+        )
+        self.scratch = self.folder / f"scratch-{self.attempt}"
+        return self.plan
+
+    def start(self):
+        self.process = plans.start(self.plan, self.scratch)
+        return self.process
+
+    def run(self) -> int:
+        return plans.launch(self.plan, self.scratch)
+
+    def hurry(self) -> None:
+        self.slow_file.unlink(missing_ok=True)
+
+    def until_step(self, step: int) -> None:
+        """Until this attempt has done a step after `step`."""
+        until(
+            lambda: self.process.poll() is not None or self.last_step() > step,
+            f"step {step + 1}",
+            120,
+        )
+        assert self.process.poll() is None, plans.log_of(self.scratch)
+
+    def last_step(self) -> int:
+        found = plans.records(self.folder / "store", self.plan)
+        return max((record["step"] for record in found if record["kind"] == "step"), default=0)
+
+    def outcome(self):
+        return plans.outcome(self.folder / "store", self.plan)
+
+    def final_digest(self) -> str:
+        last = catalogue.latest(self.store, self.plan.stage_key)
+        assert last.step == self.plan.train.steps
+        return processes.digest_of(self.store, last.key)
+
+    def log(self) -> str:
+        return plans.log_of(self.scratch)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return plans.write_tokens(tmp_path_factory.mktemp("faults") / "tokens")
+
+
+@pytest.fixture
+def stage(tmp_path, tokens):
+    stage = Stage(tmp_path, tokens)
+    yield stage
+    if process := getattr(stage, "process", None):
+        processes.kill(processes.tree(process.pid))
+        process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory, tokens):
+    """Digest of the last checkpoint of an uninterrupted run."""
+    stage = Stage(tmp_path_factory.mktemp("expected"), tokens)
+    stage.hurry()
+    plans.run_together([stage.next()], stage.folder / "run")
+    return stage.final_digest()
+
+
+def test_killed_again_and_again_until_it_is_done(stage, expected, capsys):
+    """In every role, once steps go, and everything at random moments since its start."""
+    draw = random.Random(SEED)
+    victims = ["torchrun", "launcher", "rank 0", "rank 1", "everything", "everything"]
+    kills = losses = 0
+    committed = 0
+    for victim in victims:
+        stage.next()
+        process = stage.start()
+        if kills == len(victims) - 1:
+            time.sleep(draw.uniform(0.0, 3.0))  # while it starts
+        else:
+            stage.until_step(committed)
+            time.sleep(draw.uniform(0.0, 0.4))
+        everything = processes.tree(process.pid)
+        torchrun = processes.torchrun_of(process)
+        processes.kill(
+            {
+                "torchrun": [torchrun],
+                "launcher": [process.pid],
+                "rank 0": [processes.worker_of(stage.scratch, 0)],
+                "rank 1": [processes.worker_of(stage.scratch, 1)],
+                "everything": everything,
+            }[victim]
+        )
+        kills += 1
+        code = process.wait(60)
+        until(lambda pids=everything: processes.gone(pids), f"the end of all after killing {victim}", 20)
+        assert code not in (0, 5), stage.log()
+        if victim.startswith("rank"):
+            assert code == 4
+            assert f"{victim} was killed by SIGKILL" in stage.outcome()["message"]
+        elif victim == "torchrun":
+            assert (code, stage.outcome()["message"]) == (4, "torchrun was killed by SIGKILL")
+        steps = processes.steps_of_sound(stage.store, stage.plan)
+        losses += max(steps, default=0) < committed
+        committed = max(steps, default=0)
+    stage.hurry()
+    stage.next()
+    assert stage.run() == 0, stage.log()
+    losses += stage.final_digest() != expected
+    with capsys.disabled():
+        print(f"\ntrainings killed: {kills} kills tried ({', '.join(victims)}), {losses} losses")
+    assert losses == 0
+
+
+def test_a_killed_rank_is_restarted_in_place(stage, expected):
+    stage.hurry()
+    counter = str(stage.folder / "counter")
+    kill = user("misbehaving", what="kill", at=STEPS // 2, rank=1, counter=counter)
+    stage.next(model=kill, launch={"max_restarts": 1})
+    assert stage.run() == 0, stage.log()
+    assert stage.outcome()["restarts"] == 1
+    assert stage.final_digest() == expected
+    starts = [r for r in plans.records(stage.folder / "store", stage.plan) if r["kind"] == "start"]
+    assert [record["restart"] for record in starts] == [0, 1]
+    assert starts[1]["start_step"] in (4, 8)  # 8 may still have been on its way to the store
+
+
+def test_twenty_restarts_in_place(stage):
+    stage.hurry()
+    counter = str(stage.folder / "counter")
+    # two forwards are the rehearsal: each restart adds a step
+    kill = user("misbehaving", what="kill", at=5, rank=1, counter=counter, times=20)
+    stage.next(model=kill, every=1, launch={"max_restarts": 20})
+    began = time.monotonic()
+    assert plans.launch(stage.plan, stage.scratch, timeout=580) == 0, stage.log()
+    assert stage.outcome()["restarts"] == 20
+    print(f"20 restarts in place took {time.monotonic() - began:.0f} s")
+
+
+def test_signals_save_and_resume_is_exact(stage, expected):
+    # a step takes long: the save waits for its end
+    stage.next(seconds=0.5, every=100)
+    process = stage.start()
+    stage.until_step(1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 5, stage.log()
+    found = stage.outcome()
+    assert (found["outcome"], found["exit_code"]) == ("saved", 5)
+    assert found["step"] == stage.last_step() < STEPS
+    assert processes.steps_of_sound(stage.store, stage.plan) == [found["step"]]
+
+    # torchrun itself
+    stage.next(seconds=0.1, every=100)
+    process = stage.start()
+    stage.until_step(found["step"])
+    torchrun = processes.torchrun_of(process)
+    assert torchrun
+    os.kill(torchrun, signal.SIGTERM)
+    assert process.wait(60) == 5, stage.log()
+    again = stage.outcome()
+    assert again["outcome"] == "saved"
+    assert processes.steps_of_sound(stage.store, stage.plan) == [found["step"], again["step"]]
+
+    # twice: at once
+    stage.next(seconds=30.0, every=100)
+    process = stage.start()
+    until(lambda: processes.worker_of(stage.scratch, 1), "the workers", 60)
+    everything = processes.tree(process.pid)
+    process.send_signal(signal.SIGTERM)
+    until((stage.scratch / "stop").exists, "the first signal to be heard")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 5, stage.log()
+    assert (stage.outcome()["outcome"], stage.outcome()["kind"]) == ("failed", "cancelled")
+    until(lambda: processes.gone(everything), "the workers' end", 20)
+    assert processes.steps_of_sound(stage.store, stage.plan) == [found["step"], again["step"]]
+
+    stage.hurry()
+    stage.next()
+    assert stage.run() == 0, stage.log()
+    assert stage.final_digest() == expected
+
+
+def test_nan_ends_the_run_and_keeps_the_last_good_checkpoint(stage):
+    stage.hurry()
+    stage.next(model=user("misbehaving", what="nan", at=2 + 7, rank=1), launch={"max_restarts": 3})
+    assert stage.run() == 3
+    found = stage.outcome()
+    assert "the loss is not finite at step 7 on rank 1" in found["message"]
+    assert found["restarts"] == 0
+    assert processes.steps_of_sound(stage.store, stage.plan) == [4]
+    assert stage.next(steps=5)
+    assert stage.run() == 0, stage.log()
+    assert stage.last_step() == 5
+
+
+def test_an_exception_in_the_users_model_is_told_in_its_words(stage):
+    stage.hurry()
+    stage.next(model=user("misbehaving", what="raise", at=2 + 3, rank=1), launch={"max_restarts": 1})
+    assert stage.run() == 3
+    found = stage.outcome()
+    assert found["message"] == "ValueError: this model does not like this batch (after 1 restarts)"
+    assert "rank 1" in found["where"]
+    assert found["restarts"] == 1
+
+
+def test_a_hang_is_ended_and_every_rank_shows_its_stacks(stage):
+    stage.hurry()
+    hang = user("misbehaving", what="hang", at=2 + 3, rank=1)
+    stage.next(model=hang, hang_timeout_seconds=8.0, launch={"max_restarts": 3})
+    assert stage.run() == 3
+    found = stage.outcome()
+    assert "hangs" in found["message"]
+    assert found["restarts"] == 0
+    folder = stage.folder / "store" / stage.plan.attempt_key / "postmortem"
+    stacks = {path.name: path.read_text() for path in folder.glob("stacks-*")}
+    assert sorted(stacks) == ["stacks-rank-0.txt", "stacks-rank-1.txt"]
+    sleeping = next(
+        number
+        for number, text in enumerate(MODELS.read_text().splitlines(), start=1)
+        if "time.sleep(600)" in text
+    )
+    assert f'models.py", line {sleeping} in forward' in stacks["stacks-rank-1.txt"]
