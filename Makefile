@@ -71,6 +71,7 @@ docs: $(VENV)/.dev  ## write docs/reference/ anew from the code
 bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of a checkpoint
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.startup
 
 servers: $(VENV)/.dev  ## build the servers that the services ring talks to (once, into ~/.cache/mlpipe)
 	@PYTHONPATH=tests $(BIN)/python -m kit.servers build || echo "the services ring will be skipped"

@@ -1,0 +1,53 @@
+"""`python -m benchmarks.startup`: CPU time of `mlpipe --help` against that of `import click`, each a process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks import measure
+
+GOAL = 1.5
+HELP = "import sys; sys.argv = ['mlpipe', '--help']; from mlpipe.cli import main; main()"
+
+
+def cpu_seconds(code: str) -> dict[str, float]:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"cpu_seconds": spent}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two rounds: does it run at all?")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--results", type=Path, default=measure.RESULTS)
+    arguments = parser.parse_args()
+    num_rounds = 2 if arguments.quick else arguments.rounds
+    load_before = os.getloadavg()[0]
+    figures = []
+    for name, code, goal in (("CPU time", HELP, GOAL), ("control: CPU time", "import click", None)):
+        found = measure.rounds(
+            lambda code=code: cpu_seconds(code), lambda: cpu_seconds("import click"), num_rounds
+        )
+        figures.append(
+            measure.figure(
+                "mlpipe --help", name, "s", found, "cpu_seconds",
+                peer="import click", goal=goal, higher_is_better=False,
+            )
+        )  # fmt: skip
+    body = measure.document(figures, rounds=num_rounds, load_before=load_before)
+    path = measure.write("startup", body, arguments.results)
+    print(measure.table(body))
+    print(f"written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

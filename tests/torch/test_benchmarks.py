@@ -1,0 +1,29 @@
+"""The benchmarks run and write what the documentation promises. No figure of a quick run means anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.torch
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", ["startup", "overhead", "checkpoint"])
+def test_a_quick_run_writes_its_results(name: str, tmp_path: Path):
+    argv = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--results", str(tmp_path)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    (path,) = tmp_path.glob("*.json")
+    body = json.loads(path.read_text())
+    assert body["commit"]
+    assert {"mlpipe", "torch"} <= body["versions"].keys()
+    for row in body["figures"]:
+        low, high = row["ratio_interval"]
+        assert 0 < low <= row["ratio"] <= high
+        assert row["met"] is None or isinstance(row["met"], bool)
+    assert any(row["work"] and row["figure"].startswith("control") for row in body["figures"])
