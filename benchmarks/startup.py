@@ -1,4 +1,4 @@
-"""`python -m benchmarks.startup`: CPU time of `mlpipe --help` against that of `import click`, each a process."""
+"""`python -m benchmarks.startup`: CPU time of `mlpipe --help` against that of `import click`."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _passes(plan: EvaluatePlan, metrics: dict[str, float | None]) -> bool:
     value = metrics[gate.metric]
     if value is None:
         raise TrainError(
-            f"the gate asks for {gate.metric}, which needs token files that say how many bytes they stand for",
+            f"the gate asks for {gate.metric}, which needs token files that know their bytes",
             where="evaluate.gate",
             hint="use val_loss or val_perplexity with a data set of your own",
             kind="input",

@@ -41,6 +41,11 @@ class Position:
 
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
     """Trains to `plan.steps`, or to the step boundary at which the ranks agreed to stop."""
+    return prepare(session, plan, progress).run()
+
+
+def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
+    """Everything up to the first step: model, optimizer, data, and the checkpoint to go on from."""
     seed_step(plan.seed, 0, 0)
     bf16 = plan.precision == "bf16"
     dataset = open_dataset(plan.data, split="train", seq_len=plan.model.seq_len)
@@ -94,7 +99,7 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
     )
     loop = Loop(session, plan, parallel, optimizer, stream, checkpointer, position, flops, progress)
     loop.failed_saves = failed_saves
-    return loop.run()
+    return loop
 
 
 class Loop:

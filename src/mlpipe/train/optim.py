@@ -49,7 +49,9 @@ class Optimizer:
                 "weight_decay": 0.0,
             },
         ]
-        self.adamw = torch.optim.AdamW(groups, lr=plan.lr, betas=(plan.betas[0], plan.betas[1]), eps=plan.eps, fused=True)
+        self.adamw = torch.optim.AdamW(
+            groups, lr=plan.lr, betas=(plan.betas[0], plan.betas[1]), eps=plan.eps, fused=True
+        )
 
     def squared_norm(self) -> float:
         """Of this rank's part of the gradient, such that the sum over the world is the global one."""
