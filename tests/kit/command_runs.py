@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], what: str, seconds: float = 30.0) -> T:
+def until(condition: Callable[[], T], what: str, seconds: float = 180.0) -> T:
     """Polls until `condition()` is true, and returns it."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
@@ -76,7 +76,7 @@ class Cli:
         """Runs to its end and checks the exit code (None: any)."""
         process = self.start(*arguments)
         try:
-            out, err = process.communicate(timeout=240)
+            out, err = process.communicate(timeout=600)
         except subprocess.TimeoutExpired:
             process.kill()
             raise

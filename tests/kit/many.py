@@ -37,7 +37,7 @@ def main() -> int:
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=place.rank == 0,
-        timeout=timedelta(minutes=2),
+        timeout=timedelta(minutes=10),
     )
     asked = json.loads(Path(sys.argv[1]).read_text())
     if asked["resave"]:

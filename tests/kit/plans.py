@@ -197,7 +197,7 @@ def start(plan: Plan, scratch: Path, **popen: Any) -> subprocess.Popen[bytes]:
         )
 
 
-def launch(plan: Plan, scratch: Path, *, timeout: float = 180.0) -> int:
+def launch(plan: Plan, scratch: Path, *, timeout: float = 600.0) -> int:
     """Runs it to its end and returns the exit code; kills it and raises after `timeout` seconds."""
     process = start(plan, scratch)
     try:
@@ -228,7 +228,7 @@ def outcome(store: Path | str, plan: Plan) -> dict[str, Any]:
 
 
 def run_together(
-    plans: list[Plan], folder: Path, *, timeout: float = 200.0, resave: bool = False, may_fail: bool = False
+    plans: list[Plan], folder: Path, *, timeout: float = 600.0, resave: bool = False, may_fail: bool = False
 ) -> None:
     """Runs plans of one world size in one torchrun (`kit.many`), one after the other. Raises with the output
     if one fails, unless it `may_fail`. With `resave` what was loaded is saved again before the first step."""

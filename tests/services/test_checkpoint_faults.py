@@ -25,7 +25,7 @@ from mlpipe.store.s3 import S3Store
 
 pytestmark = pytest.mark.services
 KIT = Path(saver.__file__).parent.parent
-SECONDS = 60.0
+SECONDS = 180.0
 
 
 class Child:

@@ -71,7 +71,7 @@ class Trainings:
         everything = processes.tree(self.process.pid)
         processes.kill(everything)
         self.process.wait(10)
-        until(lambda: processes.gone(everything), "the end of all", 20)
+        until(lambda: processes.gone(everything), "the end of all", 120)
 
     def records(self, rank: int = 0):
         data, _ = self.store.read_log(f"{self.plan.attempt_key}/records/rank-{rank}.jsonl")

@@ -56,9 +56,9 @@ def records(cli: Cli, attempt: int, kind: str) -> list[dict[str, Any]]:
 
 def test_ctrl_c_saves_resume_switches_strategy_and_the_model_is_promoted_and_exported(cli: Cli):
     running = cli.start("run", "pipeline.yaml", "--run-id", "r")
-    until(lambda: len(records(cli, 1, "step")) > 20, "the training to be on its way", 120)
+    until(lambda: len(records(cli, 1, "step")) > 20, "the training to be on its way", 600)
     running.send_signal(signal.SIGINT)
-    _, err = running.communicate(timeout=120)
+    _, err = running.communicate(timeout=600)
     assert running.returncode == 130, err
     stopped = cli.json("status", "r")
     train = stopped["stages"]["train"]
@@ -98,7 +98,7 @@ def test_ctrl_c_saves_resume_switches_strategy_and_the_model_is_promoted_and_exp
 def test_a_detached_training_is_cancelled_from_elsewhere_and_a_failed_gate_exits_3(cli: Cli):
     few = ("--set", "stages.train.train.steps=60", "--set", "stages.evaluate.evaluate.gate=val_loss < 0.001")
     cli("submit", "pipeline.yaml", "--run-id", "r", "--set", "stages.train.train.steps=100000", *few[2:])
-    until(lambda: len(records(cli, 1, "step")) > 5, "the training to be on its way", 120)
+    until(lambda: len(records(cli, 1, "step")) > 5, "the training to be on its way", 600)
     text = cli("cancel", "r").stdout
     assert "train is saved at step" in text
     assert cli.json("status", "r")["state"] == "cancelled"
@@ -111,7 +111,7 @@ def test_a_detached_training_is_cancelled_from_elsewhere_and_a_failed_gate_exits
 
 def test_training_goes_on_after_its_driver_was_killed(cli: Cli):
     running = cli.start("run", "pipeline.yaml", "--run-id", "r", "--set", "stages.train.train.steps=100")
-    until(lambda: len(records(cli, 1, "step")) > 5, "the training to be on its way", 120)
+    until(lambda: len(records(cli, 1, "step")) > 5, "the training to be on its way", 600)
     running.kill()
     running.communicate()
     document = cli.json("resume", "r")

@@ -137,7 +137,7 @@ def test_killed_again_and_again_until_it_is_done(stage, expected, capsys):
         )
         kills += 1
         code = process.wait(60)
-        until(lambda pids=everything: processes.gone(pids), f"the end of all after killing {victim}", 20)
+        until(lambda pids=everything: processes.gone(pids), f"the end of all after killing {victim}", 120)
         assert code not in (0, 5), stage.log()
         if victim.startswith("rank"):
             assert code == 4
@@ -208,14 +208,14 @@ def test_signals_save_and_resume_is_exact(stage, expected):
     # twice: at once
     stage.next(seconds=30.0, every=100)
     process = stage.start()
-    until(lambda: processes.worker_of(stage.scratch, 1), "the workers", 60)
+    until(lambda: processes.worker_of(stage.scratch, 1), "the workers", 300)
     everything = processes.tree(process.pid)
     process.send_signal(signal.SIGTERM)
     until((stage.scratch / "stop").exists, "the first signal to be heard")
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 5, stage.log()
     assert (stage.outcome()["outcome"], stage.outcome()["kind"]) == ("failed", "cancelled")
-    until(lambda: processes.gone(everything), "the workers' end", 20)
+    until(lambda: processes.gone(everything), "the workers' end", 120)
     assert processes.steps_of_sound(stage.store, stage.plan) == [found["step"], again["step"]]
 
     stage.hurry()

@@ -33,7 +33,7 @@ def found():
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr[-3000:]
         report = json.loads(done.stdout.splitlines()[-1])

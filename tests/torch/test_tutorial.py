@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 TUTORIAL = Path(__file__).resolve().parents[2] / "docs/tutorials/first-run.md"
 _MARK = "@@ next command"
 
@@ -46,7 +46,7 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     try:
         shell = subprocess.run(
-            ["bash", "-c", script], cwd=tmp_path, env=env, timeout=560, check=False,
+            ["bash", "-c", script], cwd=tmp_path, env=env, timeout=850, check=False,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
     finally:  # what goes on in the background when the shell failed

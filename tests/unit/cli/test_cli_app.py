@@ -126,7 +126,7 @@ def test_a_reader_that_leaves_is_no_error(cli: Cli):
     assert process.stderr is not None
     assert process.stderr.read() == ""
     process.stderr.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=240) == 141
 
 
 def test_no_colour_without_a_terminal_or_with_no_color(cli: Cli):
