@@ -176,7 +176,7 @@ def test_twenty_restarts_in_place(stage):
     kill = user("misbehaving", what="kill", at=5, rank=1, counter=counter, times=20)
     stage.next(model=kill, every=1, launch={"max_restarts": 20})
     began = time.monotonic()
-    assert plans.launch(stage.plan, stage.scratch, timeout=580) == 0, stage.log()
+    assert plans.launch(stage.plan, stage.scratch, timeout=1200) == 0, stage.log()
     assert stage.outcome()["restarts"] == 20
     print(f"20 restarts in place took {time.monotonic() - began:.0f} s")
 
