@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -38,9 +39,8 @@ def apply_ddp(module: nn.Module) -> Parallel:
     owned = replicated(module, rank, world_size)
     has_buffers = any(item.parameter is None for item in owned)
     # Parameters need no initial broadcast: a seed gives the same weights on every rank (train/init.py).
-    wrapped = DistributedDataParallel(
-        module, gradient_as_bucket_view=True, init_sync=False, **{_SYNC_BUFFERS: has_buffers}
-    )
+    switches: dict[str, Any] = {_SYNC_BUFFERS: has_buffers}
+    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, init_sync=False, **switches)
     return Parallel(
         module=wrapped,
         owned=owned,
