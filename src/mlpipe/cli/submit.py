@@ -76,7 +76,7 @@ def would_start(store: Store, pipeline: Pipeline, run_id: str, only: str | None)
     from mlpipe.submit.local import command_line
 
     stages = []
-    for plan in planning.preview(pipeline, store.url, run_id):
+    for plan in planning.preview(pipeline, store.url, run_id, os.getcwd()):
         if only not in (None, plan.stage):
             continue
         argv, env = None, None

@@ -19,6 +19,7 @@ from mlpipe.spec.model import Pipeline
 from mlpipe.spec.placeholders import names, stage_of
 from mlpipe.store import outputs, runs
 from mlpipe.store.base import Store
+from mlpipe.submit.entries import check_entries
 from mlpipe.submit.local import check_fits, gpu_ids
 
 _GIT_SECONDS = 5.0
@@ -53,11 +54,13 @@ def plan_ahead(pipeline: Pipeline, stage_name: str, store_url: str, run_id: str)
     )
 
 
-def preview(pipeline: Pipeline, store_url: str, run_id: str) -> list[Plan]:
-    """All plans ahead. Raises PlanError, and SubmitError for what this machine cannot do."""
+def preview(pipeline: Pipeline, store_url: str, run_id: str, folder: str) -> list[Plan]:
+    """All plans ahead. Raises PlanError, and SubmitError for what this machine cannot do and for entries that
+    are not there, as seen from `folder`."""
     plans = [plan_ahead(pipeline, stage.name, store_url, run_id) for stage in pipeline.stages]
     for plan in plans:
         check_fits(plan, len(gpu_ids()))
+    check_entries(plans, folder)
     return plans
 
 
@@ -73,7 +76,7 @@ def create(
     """A pending run of `pipeline` (read from the file `spec`), to be driven in `folder`; its id. Raises what
     `preview` raises, before anything is written, and StoreError (input) when the id is taken."""
     run_id = run_id or new_run_id(pipeline.name)
-    preview(pipeline, store.url, run_id)
+    preview(pipeline, store.url, run_id, folder)
     store.probe()
     stages = [stage.name for stage in pipeline.stages]
     meta: dict[str, Any] = {

@@ -1,0 +1,128 @@
+"""A user's `entry: package.module:function`, checked before anything starts and without running any of it.
+
+Importing the user's module would import torch, which takes seconds and which the submitting side may not
+have. So the module is found as Python would find it, and its source is parsed. What only running it can show
+(that it returns a module, say) the workers check as soon as torch is there.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from mlpipe._core.errors import SubmitError
+from mlpipe.plan.plan import Entry, Plan
+
+
+def check_entries(plans: Iterable[Plan], folder: str) -> None:
+    """Of all plans, as seen from the working folder `folder`. Raises SubmitError (input)."""
+    for plan in plans:
+        if plan.train is None:
+            continue
+        if plan.train.model.preset is None:
+            _check(plan.train.model.build, folder)
+        if plan.train.data.dataset is not None:
+            _check(plan.train.data.dataset, folder, passed=("split",))
+
+
+def _check(entry: Entry, folder: str, passed: Sequence[str] = ()) -> None:
+    """`passed`: arguments that mlpipe adds to the user's."""
+    module, _, name = entry.entry.partition(":")
+    spec = _find(module, [folder, *sys.path])
+    if spec is None:
+        raise _broken(
+            entry,
+            f"there is no module {module!r} to import",
+            f"start mlpipe where `python -c 'import {module}'` works, or install the package",
+        )
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return  # compiled, or a namespace: nothing to read
+    path = Path(spec.origin)
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise SubmitError(
+            f"this is not Python: {error}", where=f"{path}:{line}" if line else str(path), kind="input"
+        ) from error
+    if name not in _top_level_names(tree):
+        raise _broken(
+            entry, f"module {module} has no function {name!r}", f"define `def {name}(...)` in {path}"
+        )
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list:
+            _check_arguments(entry, node, path, {*entry.args, *passed})
+
+
+def _find(module: str, search: Sequence[str]) -> ModuleSpec | None:
+    """As the import system finds it, but parents are not executed."""
+    parts = module.split(".")
+    path: Sequence[str] | None = search
+    spec = None
+    for number in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:number]), path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or ())
+    return spec
+
+
+def _top_level_names(tree: ast.Module) -> _Names:
+    names = _Names()
+    for node in ast.walk(tree):  # also inside `if` and `try`
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                names.any |= alias.name == "*"
+                names.add(alias.asname or alias.name)
+    return names
+
+
+class _Names(set[str]):
+    """`any`: a star import may have brought more."""
+
+    any = False
+
+    def __contains__(self, name: object) -> bool:
+        return self.any or super().__contains__(name)
+
+
+def _check_arguments(entry: Entry, node: ast.FunctionDef, path: Path, given: set[str]) -> None:
+    arguments = node.args
+    named = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
+    required = [argument.arg for argument in arguments.args[: len(arguments.args) - len(arguments.defaults)]]
+    required += [
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is None
+    ]
+    where = f"{path}:{node.lineno}"
+    unknown = sorted(given - set(named)) if arguments.kwarg is None else []
+    missing = [name for name in required if name not in given]
+    if arguments.posonlyargs:
+        raise SubmitError(f"{node.name} takes arguments by position only", where=where, kind="input")
+    if unknown:
+        raise SubmitError(
+            f"{node.name} takes no argument {', '.join(map(repr, unknown))}",
+            where=where,
+            hint=f"it takes {', '.join(named) or 'none'}; {entry.entry} is called with `args`"
+            + (", and a data set with split=" if "split" in unknown else ""),
+            kind="input",
+        )
+    if missing:
+        raise SubmitError(
+            f"{node.name} needs the argument {', '.join(map(repr, missing))}",
+            where=where,
+            hint=f"write it under the `args` of {entry.entry}",
+            kind="input",
+        )
+
+
+def _broken(entry: Entry, message: str, hint: str) -> SubmitError:
+    return SubmitError(message, where=entry.entry, hint=hint, kind="input")

@@ -1,0 +1,92 @@
+"""A user's entry is checked before anything starts, and nothing of it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kit.command_runs import Cli
+
+from mlpipe._core.errors import MlpipeError
+from mlpipe.plan.plan import Entry
+from mlpipe.submit.entries import _check
+
+pytestmark = pytest.mark.unit
+
+SOURCE = """
+raise SystemExit("nobody may run this")
+def build(dim, *, depth=2): ...
+def anything(**args): ...
+def sized(length, split="train"): ...
+def unsplit(length): ...
+if True:
+    made = build
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    package = tmp_path / "own"
+    package.mkdir()
+    (package / "__init__.py").write_text('raise SystemExit("nor this")')
+    (package / "model.py").write_text(SOURCE)
+    (package / "star.py").write_text("from somewhere import *\n")
+    (package / "broken.py").write_text("def build(:\n")
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "args"),
+    [
+        ("own.model:build", {"dim": 1}),
+        ("own.model:build", {"dim": 1, "depth": 3}),
+        ("own.model:anything", {"whatever": 1}),
+        ("own.model:made", {}),
+        ("own.star:build", {}),
+        ("json:loads", {"s": "{}"}),
+    ],
+)
+def test_what_may_work_passes(folder: str, entry: str, args: dict[str, object]):
+    _check(Entry(entry, args), folder)
+
+
+@pytest.mark.parametrize(
+    ("entry", "args", "says"),
+    [
+        ("own.nowhere:build", {}, "no module 'own.nowhere'"),
+        ("nobodys_package.model:build", {}, "no module 'nobodys_package.model'"),
+        ("own.model:built", {}, "no function 'built'"),
+        ("own.model:build", {}, "needs the argument 'dim'"),
+        ("own.model:build", {"dim": 1, "width": 2}, "takes no argument 'width'"),
+        ("own.broken:build", {}, "broken.py:1"),
+    ],
+)
+def test_what_cannot_work_is_told(folder: str, entry: str, args: dict[str, object], says: str):
+    with pytest.raises(MlpipeError) as caught:
+        _check(Entry(entry, args), folder)
+    assert says in str(caught.value)
+    assert caught.value.kind == "input"
+
+
+def test_a_data_set_is_called_with_its_split(folder: str):
+    _check(Entry("own.model:sized", {"length": 1}), folder, passed=("split",))
+    with pytest.raises(MlpipeError, match="'split'"):
+        _check(Entry("own.model:unsplit", {"length": 1}), folder, passed=("split",))
+
+
+def test_run_refuses_before_it_makes_a_run(tmp_path: Path):
+    (tmp_path / "pipeline.yaml").write_text(
+        """
+version: 1
+name: own
+stages:
+  - name: train
+    train:
+      model: {entry: "my_model:build", seq_len: 8}
+      data: {entry: "my_data:build", batch_size: 2}
+      steps: 1
+"""
+    )
+    cli = Cli(tmp_path)
+    assert "no module 'my_model'" in cli("run", "pipeline.yaml", code=2).stderr
+    assert not list(cli.store.glob("runs/*"))
