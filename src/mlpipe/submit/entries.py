@@ -8,9 +8,9 @@ have. So the module is found as Python would find it, and its source is parsed. 
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from mlpipe._core.errors import SubmitError
@@ -31,7 +31,7 @@ def check_entries(plans: Iterable[Plan], folder: str) -> None:
 def _check(entry: Entry, folder: str, passed: Sequence[str] = ()) -> None:
     """`passed`: arguments that mlpipe adds to the user's."""
     module, _, name = entry.entry.partition(":")
-    spec = _find(module, [folder, *sys.path])
+    spec = _find(module, folder)
     if spec is None:
         raise _broken(
             entry,
@@ -57,16 +57,15 @@ def _check(entry: Entry, folder: str, passed: Sequence[str] = ()) -> None:
             _check_arguments(entry, node, path, {*entry.args, *passed})
 
 
-def _find(module: str, search: Sequence[str]) -> ModuleSpec | None:
-    """As the import system finds it, but parents are not executed."""
-    parts = module.split(".")
-    path: Sequence[str] | None = search
-    spec = None
-    for number in range(1, len(parts) + 1):
-        spec = PathFinder.find_spec(".".join(parts[:number]), path)
+def _find(module: str, folder: str) -> ModuleSpec | None:
+    """As `python -m` in `folder` finds it, but parents are not executed."""
+    top, *rest = module.split(".")
+    spec = PathFinder.find_spec(top, [folder]) or find_spec(top)
+    for part in rest:
         if spec is None:
             return None
-        path = list(spec.submodule_search_locations or ())
+        # by its last name: a namespace package asks sys.modules for the parent that its full name has
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or ()))
     return spec
 
 

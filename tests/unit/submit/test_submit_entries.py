@@ -32,6 +32,9 @@ def folder(tmp_path: Path) -> str:
     (package / "model.py").write_text(SOURCE)
     (package / "star.py").write_text("from somewhere import *\n")
     (package / "broken.py").write_text("def build(:\n")
+    inner = tmp_path / "spaces" / "inner"  # folders without __init__.py
+    inner.mkdir(parents=True)
+    (inner / "model.py").write_text(SOURCE)
     return str(tmp_path)
 
 
@@ -44,6 +47,7 @@ def folder(tmp_path: Path) -> str:
         ("own.model:made", {}),
         ("own.star:build", {}),
         ("json:loads", {"s": "{}"}),
+        ("spaces.inner.model:build", {"dim": 1}),
     ],
 )
 def test_what_may_work_passes(folder: str, entry: str, args: dict[str, object]):
