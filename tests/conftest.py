@@ -6,6 +6,11 @@ import os
 from collections.abc import Generator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine is no reason to fail: no property here is about time.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 RINGS = ("unit", "golden", "torch", "services", "gpu")
 REQUIRED = frozenset(filter(None, os.environ.get("MLPIPE_REQUIRE_RINGS", "").split(",")))
