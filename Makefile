@@ -18,7 +18,7 @@ export UV_HTTP_TIMEOUT ?= 180
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 UV := $(BIN)/uv pip
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(TESTS)
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
@@ -47,7 +47,7 @@ test-services: $(VENV)/.dev servers  ## real MinIO and versitygw
 	$(PYTEST) -m services
 
 test-oldest: $(OLDEST)/.dev  ## the torch ring on the oldest torch that is supported
-	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(TESTS) -m torch
+	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile $(TESTS) -m torch
 
 test-install: $(VENV)/.dev  ## `pip install .` into a new environment: a working command line without torch
 	.ci/test-install $(BIN)/python

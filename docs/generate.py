@@ -191,7 +191,7 @@ def anchors(text: str) -> set[str]:
 def broken_links() -> list[str]:
     """Relative links in Markdown files whose file or heading is not there."""
     problems = []
-    for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]):
+    for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("docs/**/*.md")]):
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
             if re.match(r"[a-z]+:", link):
