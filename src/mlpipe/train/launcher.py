@@ -37,6 +37,9 @@ _POLL_SECONDS = 0.1
 # From a rank's word that the run is over to the end of torchrun by force: the others write their stacks.
 _FATAL_GRACE_SECONDS = 6.0
 _KILL_GRACE_SECONDS = 10.0
+# The kernel sends the parent's death signal once for each of its threads, one after the other. So a second
+# signal means "at once" only if the parent is still there a moment later.
+_SECOND_SIGNAL_SECONDS = 0.5
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,8 +61,10 @@ class Launcher:
         self.plan_path = plan_path
         self.scratch = scratch
         self.store: Store = open_store(plan.store_url)
+        self.parent = os.getppid()
         self.num_signals = 0
         self.stop_deadline = float("inf")
+        self.kill_deadline = float("inf")
 
     def run(self) -> int:
         self.scratch.mkdir(parents=True, exist_ok=True)
@@ -149,11 +154,13 @@ class Launcher:
             (self.scratch / STOP_FILE).touch()
             self.stop_deadline = time.monotonic() + self.plan.launch.shutdown_seconds
         else:
-            self.stop_deadline = time.monotonic()
+            self.kill_deadline = min(self.kill_deadline, time.monotonic() + _SECOND_SIGNAL_SECONDS)
 
     def _end_if_overdue(self, process: subprocess.Popen[bytes]) -> None:
         """The graceful stop took too long or a second signal came; or a rank said that it is over."""
-        if time.monotonic() >= self.stop_deadline:
+        if self.kill_deadline < float("inf") and os.getppid() != self.parent:
+            self.num_signals, self.kill_deadline = 1, float("inf")
+        if time.monotonic() >= min(self.stop_deadline, self.kill_deadline):
             _end(process, grace_seconds=0 if self.num_signals > 1 else _KILL_GRACE_SECONDS)
         elif fatal := outcome.fatal_files(self.scratch):
             age = time.time() - fatal[0].stat().st_mtime

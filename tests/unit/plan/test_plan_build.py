@@ -158,7 +158,7 @@ def test_batches_come_out_even_or_are_refused(batch: int, ranks: int, asked: int
 
 
 def test_global_batch_is_micro_batch_x_ranks_x_accumulation() -> None:
-    train = train_of(quickstart("train.data.micro_batch=2"), cpu())
+    train = train_of(quickstart("train.data.batch_size=16", "train.data.micro_batch=2"), cpu())
     assert (train.global_batch, train.micro_batch, train.mesh.data_ranks, train.accumulation) == (16, 2, 2, 4)
     tokens = quickstart("train.data={tokens: x, batch_tokens: 4096}")
     assert train_of(tokens, cpu()).global_batch == 4096 // 256
@@ -197,7 +197,11 @@ def test_a_mesh_of_ones_own() -> None:
         (["train.strategy=single"], 2, "single is one worker, and there are 2"),
         (["train.strategy=hsdp"], 4, "hsdp shards within nodes and copies across them; 1 x 4 has not both"),
         (["train.data.batch_size=15"], 2, "a batch of 15 cannot be split evenly over 2 workers"),
-        (["train.data.micro_batch=3"], 2, "micro_batch 3 does not divide the 8 sequences"),
+        (
+            ["train.data.batch_size=16", "train.data.micro_batch=3"],
+            2,
+            "micro_batch 3 does not divide the 8 sequences",
+        ),
         (["train.model.seq_len=2048"], 2, "seq_len 2048 is more than the 1024 positions"),
         (["train.model.num_heads=3"], 2, "num_heads=3 does not divide dim=256"),
         (["train.model.num_kv_heads=3"], 2, "num_kv_heads=3 does not divide num_heads=4"),
@@ -292,7 +296,7 @@ def test_launch() -> None:
 
 
 def test_wsd_decays_over_a_tenth_unless_told() -> None:
-    assert train_of(quickstart("train.optimizer.schedule=wsd"), cpu()).optimizer.decay_steps == 20
+    assert train_of(quickstart("train.optimizer.schedule=wsd"), cpu()).optimizer.decay_steps == 15
     told = quickstart("train.optimizer.schedule=wsd", "train.optimizer.decay_steps=7")
     assert train_of(told, cpu()).optimizer.decay_steps == 7
     assert train_of(quickstart(), cpu()).optimizer.decay_steps == 0
