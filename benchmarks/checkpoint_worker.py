@@ -1,160 +1,187 @@
-"""One rank of `benchmarks.checkpoint`, started by torchrun: PLAN ANSWER ROUNDS FOLDER."""
+"""One rank of `benchmarks.checkpoint`: mlpipe's own worker, whose training is replaced by windows of steps in
+which one of the sides saves. There is one model and one loop: all sides save the same tensors under the same
+steps."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
+import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import DTensor
 
-from benchmarks.measure import rounds
-from benchmarks.plain import PlainScript
-from mlpipe.plan.plan import Plan
-from mlpipe.train.loop import prepare
+from benchmarks.measure import Figures, rounds
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.train import loop, worker
+from mlpipe.train.checkpoint import Saved
+from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session
-from mlpipe.train.stop import Stop
-from mlpipe.train.watchdog import Watchdog
-from mlpipe.train.worker import Place
 
-_STEPS = 2
+_QUIET_STEPS = 2  # before and after a save
 
 
-class Ours:
-    """The real loop and its checkpointer; the waits before an update are summed as they happen."""
+class Mlpipe:
+    """The loop's own save. Its stall is what the checkpointer itself records: inside the call that saves, and
+    before the next update."""
 
-    def __init__(self, session: Session, plan: Plan) -> None:
-        if plan.train is None:
-            raise ValueError("not the plan of a train stage")
-        self.loop = prepare(session, plan.train, [0])
-        self.step: Callable[[], object] = self.loop.step
-        self.waited = 0.0
-        before_update = self.loop.checkpointer.before_update
+    def __init__(self, made: loop.Loop) -> None:
+        self.loop = made
+        self.stall_seconds = 0.0
+        self.ended = False
+        report = made.checkpointer.on_saved
 
-        def timed() -> float:
-            seconds = before_update()
-            self.waited += seconds
-            return seconds
+        def on_saved(saved: Saved) -> None:
+            self.stall_seconds, self.ended = saved.stall_seconds, True
+            report(saved)
+            if saved.error:
+                raise saved.error
 
-        self.loop.checkpointer.before_update = timed  # type: ignore[method-assign]
+        made.checkpointer.on_saved = on_saved
 
     def save(self) -> None:
+        self.ended = False
         self.loop.save()
 
-    def finish(self) -> None:
-        self.loop.checkpointer.finish()
+    def done(self) -> bool:  # the loop polls after each step
+        return self.ended
+
+    def clean(self) -> None:
+        """Retention has removed the save before."""
 
 
-class Peer:
-    """A plain FSDP2 script with DCP's asynchronous save at its defaults. Making the state dict is not counted
-    as stall, to the peer's favour."""
+class Dcp:
+    """`async_save` of the same tensors; its stall is the time in that call. To its favour the state dict is
+    there already. A process group of its own, as the training thread uses the default one meanwhile."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
-        if plan.train is None:
-            raise ValueError("not the plan of a train stage")
-        self.script = PlainScript(plan.train, "fsdp")
-        self.step: Callable[[], object] = self.script.step
+    def __init__(self, made: loop.Loop, folder: Path, **settings: Any) -> None:
+        self.state = state_dict(made)
         self.folder = folder
-        self.number = 0
-        self.waited = 0.0
-        self.state: dict[str, object] = {}
-        # Its planning runs collectives in a thread beside training: on the one group both abort (gloo).
-        self.group = dist.new_group(backend="gloo")
-
-    def prepare(self) -> None:
-        model, optimizer = get_state_dict(self.script.model, self.script.optimizer)
-        self.state = {"model": model, "optimizer": optimizer}
+        self.settings = {"process_group": dist.new_group(backend="gloo"), **settings}
+        self.stall_seconds = 0.0
+        self.future: Future[Any] = Future()
 
     def save(self) -> None:
-        self.number += 1
-        self.future = dcp.async_save(
-            self.state, checkpoint_id=self.folder / str(self.number), process_group=self.group
-        )
+        began = time.perf_counter()
+        self.future = dcp.async_save(self.state, checkpoint_id=self.folder, **self.settings)
+        self.stall_seconds = time.perf_counter() - began
 
-    def finish(self) -> None:
+    def done(self) -> bool:
+        return self.future.done()
+
+    def clean(self) -> None:
         self.future.result()
         dist.barrier()
         if dist.get_rank() == 0:
-            shutil.rmtree(self.folder / str(self.number))
-
-
-def timed(action: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
-
-
-def main() -> None:
-    plan = Plan.from_json(Path(sys.argv[1]).read_bytes())
-    answer, num_rounds, folder = Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    place = Place.from_environment()
-    scratch = Path(tempfile.mkdtemp())
-    stop = Stop(
-        scratch,
-        rank=place.rank,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
-        restart=0,
-    )
-    watchdog = Watchdog(scratch, rank=place.rank, timeout_seconds=3600)
-    session = Session(plan, place, stop, watchdog, time.time())
-    ours, peer = Ours(session, plan), Peer(plan, folder)
-    owned = ours.loop.parallel.owned
-    gib = 3 * sum(item.local.nbytes for item in owned if item.parameter is not None) / 2**30
-
-    def steps(side: Ours | Peer) -> float:
-        def run() -> None:
-            for _ in range(_STEPS):
-                side.step()
-
+            shutil.rmtree(self.folder)
         dist.barrier()
-        return timed(run)
 
-    def save(side: Ours | Peer) -> Callable[[], dict[str, float]]:
-        def run() -> dict[str, float]:
-            without = steps(side)
-            if isinstance(side, Peer):
-                side.prepare()
-            side.waited = 0.0
-            dist.barrier()
-            called = timed(side.save)
-            after = timed(lambda: [side.step() for _ in range(_STEPS)])
-            stall = called + side.waited
-            side.finish()
-            dist.barrier()
-            # the slower rank holds up the other: the larger figure counts
-            worst = torch.tensor([stall, called + after - without], dtype=torch.float64)
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            return {
-                "stall_seconds_per_gib": float(worst[0]) / gib,
-                "extra_seconds_per_gib": float(worst[1]) / gib,
-            }
 
-        return run
-
-    for side in (ours, peer):  # warm-up, and each side's first save
-        steps(side)
-        save(side)()
-    found = {
-        "saves": rounds(save(ours), save(peer), num_rounds),
-        "control": rounds(save(peer), save(peer), max(1, num_rounds // 2)),
-        "gib_per_rank": gib,
+def state_dict(made: loop.Loop) -> dict[str, torch.Tensor]:
+    """The tensors of mlpipe's checkpoint as DCP wants them: sharded ones as DTensors."""
+    sharded = {
+        item.name: item.parameter.data
+        for item in made.parallel.owned
+        if item.parameter is not None and isinstance(item.parameter.data, DTensor)
     }
-    if place.rank == 0:
-        answer.write_text(json.dumps(found))
-    session.close()
-    dist.barrier()
+    found: dict[str, torch.Tensor] = {}
+    for item in loop.stored(made.parallel, made.optimizer):
+        like = sharded.get(
+            item.name.removeprefix("optim.").removesuffix(".exp_avg").removesuffix(".exp_avg_sq")
+        )
+        if like is None:
+            found[item.name] = item.local
+        else:
+            found[item.name] = DTensor.from_local(
+                item.local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+            )
+    return found
+
+
+def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
+    """Instead of mlpipe.train.loop.train."""
+    asked = json.loads(os.environ["BENCHMARK"])
+    folder = Path(asked["folder"])
+    made = loop.prepare(session, plan, progress)
+    made.step()  # makes the moments
+    shared_memory = DefaultStager(StagingOptions(False, True, False, False))  # reused by every save
+    sides: dict[str, Mlpipe | Dcp] = {
+        "mlpipe": Mlpipe(made),
+        "DCP default": Dcp(made, folder / "dcp"),
+        "DCP default again": Dcp(made, folder / "again"),
+        "DCP process, shared memory": Dcp(
+            made, folder / "tuned", async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=shared_memory,
+        ),
+    }  # fmt: skip
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sides["DCP default"].state.values())
+    saves = {name: window(side, made, size_bytes / 2**30) for name, side in sides.items()}
+    for save in saves.values():  # the first save of each makes its buffers and processes: not counted
+        save()
+    found = rounds(saves, asked["rounds"])
+    if session.rank == 0:
+        answer = {"rounds": found, "gib": size_bytes / 2**30}
+        (folder / "answer.json").write_text(json.dumps(answer))
+    shared_memory.close()
+    for child in multiprocessing.active_children():
+        child.terminate()
+    return Outcome("done", made.position.step, session.rank, time=time.time())
+
+
+def window(side: Mlpipe | Dcp, made: loop.Loop, gib: float) -> Callable[[], Figures]:
+    def quiet() -> list[float]:
+        found = []
+        for _ in range(_QUIET_STEPS):
+            began = time.perf_counter()
+            made.step()
+            everyone(True)
+            found.append(time.perf_counter() - began)
+        return found
+
+    def run() -> Figures:
+        dist.barrier()
+        usual = quiet()
+        began = time.perf_counter()
+        side.save()
+        num_steps, ended = 0, False
+        while not ended:
+            made.step()
+            ended = everyone(side.done())
+            num_steps += 1
+        spent = time.perf_counter() - began
+        side.clean()
+        usual += quiet()
+        extra = spent - num_steps * statistics.median(usual)
+        # the slower rank holds up the other: the larger figure counts
+        worst = torch.tensor([side.stall_seconds, extra, spent], dtype=torch.float64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        names = ("stall_seconds_per_gib", "extra_seconds_per_gib", "save_seconds_per_gib")
+        return {name: value / gib for name, value in zip(names, worst.tolist(), strict=True)}
+
+    return run
+
+
+def everyone(true: bool) -> bool:
+    flag = torch.tensor([float(true)])
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 if __name__ == "__main__":
-    main()
+    loop.train = train
+    code = worker.main()
     sys.stdout.flush()
-    os._exit(0)
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,5 +1,5 @@
-"""Fair comparison on noisy cores: blocks in the order A B B A, a fixed number of rounds, ratios of medians
-with a 95 % interval, and an A/A control in the same run.
+"""Fair comparison on noisy cores: blocks in the order A B C C B A, a fixed number of rounds, ratios of
+medians with a 95 % interval, and an A/A control in the same rounds.
 
 Two noisy cores cannot show 2 % by timing one after the other. Within a round the order cancels a drift of the
 machine's speed; the interval is a bootstrap over rounds.
@@ -14,36 +14,40 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 _RESAMPLES = 4000
+Figures = dict[str, float]
+Round = dict[str, Figures]  # by side
 
 
-def rounds(first: Callable[[], dict[str, float]], second: Callable[[], dict[str, float]], number: int) -> Any:
-    """`number` rounds of A B B A. Each call returns its figures by name; the two of a round are averaged.
-    Returns [{"a": figures, "b": figures}, ...]."""
+def rounds(sides: Mapping[str, Callable[[], Figures]], number: int) -> list[Round]:
+    """`number` rounds of A B C C B A. Each round starts with another side, so that none is always the first
+    or behind the same neighbour. A side returns its figures by name; its two of a round are averaged."""
     found = []
-    for _ in range(number):
-        a1, b1, b2, a2 = first(), second(), second(), first()
-        found.append({"a": _mean(a1, a2), "b": _mean(b1, b2)})
+    names = list(sides)
+    for i in range(number):
+        order = names[i % len(names) :] + names[: i % len(names)]
+        forth = {name: sides[name]() for name in order}
+        back = {name: sides[name]() for name in reversed(order)}
+        found.append(
+            {name: {key: (forth[name][key] + back[name][key]) / 2 for key in forth[name]} for name in names}
+        )
     return found
 
 
-def _mean(one: dict[str, float], two: dict[str, float]) -> dict[str, float]:
-    return {name: (one[name] + two[name]) / 2 for name in one}
-
-
-def ratio(found: Sequence[dict[str, Any]], figure: str) -> tuple[float, float, float]:
-    """Median of A over median of B, with its 95 % bootstrap interval (low, high)."""
+def ratio(found: Sequence[Round], key: str, ours: str, peer: str) -> tuple[float, float, float]:
+    """Median of ours over median of the peer's, with its 95 % interval (low, high): a bootstrap over rounds,
+    in which both sides of a round stay together."""
     draw = random.Random(0)
 
-    def of(sample: Sequence[dict[str, Any]]) -> float:
-        return statistics.median(r["a"][figure] for r in sample) / statistics.median(
-            r["b"][figure] for r in sample
+    def of(sample: Sequence[Round]) -> float:
+        return statistics.median(r[ours][key] for r in sample) / statistics.median(
+            r[peer][key] for r in sample
         )
 
     drawn = sorted(of(draw.choices(found, k=len(found))) for _ in range(_RESAMPLES))
@@ -54,34 +58,42 @@ def figure(
     work: str,
     name: str,
     unit: str,
-    found: Sequence[dict[str, Any]],
+    found: Sequence[Round],
     key: str,
     *,
+    ours: str,
     peer: str,
     goal: float | None,
     higher_is_better: bool,
 ) -> dict[str, Any]:
-    """One row of the results. A goal is met when the better end of the interval reaches it."""
-    middle, low, high = ratio(found, key)
+    """One row of the results. A goal is met when the better end of the interval reaches it. A spread is the
+    first and third quartile over rounds."""
+    middle, low, high = ratio(found, key, ours, peer)
     met = None if goal is None else (high >= goal if higher_is_better else low <= goal)
-    ours = sorted(r["a"][key] for r in found)
-    theirs = sorted(r["b"][key] for r in found)
     return {
         "work": work,
         "figure": name,
         "unit": unit,
         "higher_is_better": higher_is_better,
-        "ours": statistics.median(ours),
-        "ours_spread": [ours[0], ours[-1]],
+        "side": ours,
+        "ours": statistics.median(r[ours][key] for r in found),
+        "ours_spread": _quartiles([r[ours][key] for r in found]),
         "peer": peer,
-        "best_peer": statistics.median(theirs),
-        "best_peer_spread": [theirs[0], theirs[-1]],
+        "best_peer": statistics.median(r[peer][key] for r in found),
+        "best_peer_spread": _quartiles([r[peer][key] for r in found]),
         "ratio": middle,
         "ratio_interval": [low, high],
         "goal": goal,
         "met": met,
         "rounds": len(found),
     }
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    if len(values) < 2:
+        return [values[0], values[0]]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return [first, third]
 
 
 def document(figures: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
@@ -111,10 +123,11 @@ def table(body: dict[str, Any]) -> str:
     lines = []
     for row in body["figures"]:
         low, high = row["ratio_interval"]
-        goal = "" if row["goal"] is None else f"  goal {row['goal']:g}: {'met' if row['met'] else 'missed'}"
+        goal = "" if row["goal"] is None else f"  goal {row['goal']:.3g} {'met' if row['met'] else 'MISSED'}"
         lines.append(
-            f"{row['work']:<34} {row['figure']:<30} ours {row['ours']:.4g} {row['unit']}, "
-            f"{row['peer']} {row['best_peer']:.4g}; ratio {row['ratio']:.3f} [{low:.3f}, {high:.3f}]{goal}"
+            f"{row['work']:<20} {row['figure']:<22} {row['side']:>22} {row['ours']:>8.4g} | "
+            f"{row['peer']:<24} {row['best_peer']:>8.4g} {row['unit']:<6} "
+            f"ratio {row['ratio']:.3f} [{low:.3f}, {high:.3f}]{goal}"
         )
     return "\n".join(lines)
 

@@ -1,11 +1,11 @@
-"""One rank of `benchmarks.overhead`, started by torchrun: PLAN ANSWER ROUNDS STEPS."""
+"""One rank of `benchmarks.overhead`: mlpipe's own worker, started by mlpipe's own launcher, in which the
+training of this rank is replaced by blocks of steps of mlpipe's loop and of plain scripts, in turn."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,69 +13,91 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.measure import rounds
+from benchmarks.measure import Figures, rounds
 from benchmarks.plain import PlainScript
-from mlpipe.plan.plan import Plan
-from mlpipe.train.loop import prepare
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.train import loop, worker
+from mlpipe.train.loss import cross_entropy_sum
+from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session
-from mlpipe.train.stop import Stop
-from mlpipe.train.watchdog import Watchdog
-from mlpipe.train.worker import Place
 
-_WARM_UP_STEPS = 3
+_WARM_UP_STEPS = 4
 
 
-def main() -> None:
-    plan = Plan.from_json(Path(sys.argv[1]).read_bytes())
-    answer, num_rounds, num_steps = Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    if plan.train is None:
-        raise ValueError("not the plan of a train stage")
-    place = Place.from_environment()
-    scratch = Path(tempfile.mkdtemp())
-    stop = Stop(
-        scratch,
-        rank=place.rank,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
-        restart=0,
-    )
-    watchdog = Watchdog(scratch, rank=place.rank, timeout_seconds=3600)
-    session = Session(plan, place, stop, watchdog, time.time())
-    loop = prepare(session, plan.train, [0])
-    plain, control = (PlainScript(plan.train, plan.train.strategy) for _ in range(2))
-    tokens = num_steps * plan.train.global_batch * plan.train.model.seq_len
-
-    def block(step: Callable[[], object]) -> Callable[[], dict[str, float]]:
-        def run() -> dict[str, float]:
-            dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-            for _ in range(num_steps):
-                step()
-            dist.barrier()
-            spent = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu], dtype=torch.float64)
-            dist.all_reduce(spent)
-            seconds, cpu_seconds = spent.tolist()
-            return {
-                "tokens_per_second": tokens / (seconds / dist.get_world_size()),
-                "tokens_per_cpu_second": tokens / cpu_seconds,
-            }
-
-        return run
-
-    for step in (loop.step, plain.step, control.step):
+def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
+    """Instead of mlpipe.train.loop.train."""
+    asked = json.loads(os.environ["BENCHMARK"])
+    folder = Path(asked["folder"])
+    ours = loop.prepare(session, plan, progress)
+    sides: dict[str, Callable[[], object]] = {
+        "mlpipe": ours.step,
+        "plain": PlainScript(plan, folder / "plain.log").step,
+        "plain, mlpipe's loss": PlainScript(plan, folder / "loss.log", our_loss).step,
+        "plain again": PlainScript(plan, folder / "control.log").step,
+    }
+    for step in sides.values():
         for _ in range(_WARM_UP_STEPS):
             step()
-    found = {
-        "ours": rounds(block(loop.step), block(plain.step), num_rounds),
-        "control": rounds(block(control.step), block(plain.step), num_rounds),
-    }
-    if place.rank == 0:
-        answer.write_text(json.dumps(found))
-    session.close()
-    dist.barrier()
+    tokens = asked["steps"] * plan.global_batch * plan.model.seq_len
+    launcher = launcher_pid()
+    began, before = time.perf_counter(), cpu_seconds(launcher)
+    found = rounds(
+        {name: block(step, asked["steps"], tokens, session) for name, step in sides.items()}, asked["rounds"]
+    )
+    # The launcher works (a little) as long as the run lasts: its CPU time is mlpipe's.
+    busy = (cpu_seconds(launcher) - before) / (time.perf_counter() - began)
+    for one in found:
+        figures = one["mlpipe"]
+        wall, cpu = tokens / figures["tokens_per_second"], tokens / figures["tokens_per_cpu_second"]
+        figures["tokens_per_cpu_second"] = tokens / (cpu + busy * wall)
+    if session.rank == 0:
+        (folder / "answer.json").write_text(json.dumps({"rounds": found, "launcher_cores": busy}))
+    ours.checkpointer.finish()
+    return Outcome("done", ours.position.step, session.rank, time=time.time())
+
+
+def block(step: Callable[[], object], num_steps: int, tokens: int, session: Session) -> Callable[[], Figures]:
+    def run() -> Figures:
+        session.watchdog.beat("measuring", 1)
+        dist.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(num_steps):
+            step()
+        spent = [time.perf_counter() - wall, time.process_time() - cpu]
+        slowest, total = torch.tensor(spent), torch.tensor(spent)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(total)
+        return {
+            "tokens_per_second": tokens / slowest[0].item(),
+            "tokens_per_cpu_second": tokens / total[1].item(),
+        }
+
+    return run
+
+
+def our_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    total, count = cross_entropy_sum(logits, targets)
+    return total / count
+
+
+def launcher_pid() -> int:
+    """The parent of torchrun, which is our parent."""
+    return int(_stat(os.getppid())[1])
+
+
+def cpu_seconds(pid: int) -> float:
+    user, system = _stat(pid)[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on (the name before may hold anything)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 if __name__ == "__main__":
-    main()
+    loop.train = train
+    code = worker.main()
     sys.stdout.flush()
-    os._exit(0)
+    sys.stderr.flush()
+    os._exit(code)
