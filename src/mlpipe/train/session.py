@@ -8,7 +8,6 @@ import random
 import socket
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -135,7 +134,3 @@ def seed_step(seed: int, step: int, data_rank: int) -> None:
     torch.manual_seed(mixed)
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
-
-
-def scratch_folder() -> Path:
-    return Path(os.environ["MLPIPE_SCRATCH"])
