@@ -172,9 +172,9 @@ def test_a_killed_rank_is_restarted_in_place(stage, expected):
 def test_twenty_restarts_in_place(stage):
     stage.hurry()
     counter = str(stage.folder / "counter")
-    # two forwards are the rehearsal: each restart adds a step
+    # Two forwards are the rehearsal. A restart adds one step or two: the second may still be committed.
     kill = user("misbehaving", what="kill", at=5, rank=1, counter=counter, times=20)
-    stage.next(model=kill, every=1, launch={"max_restarts": 20})
+    stage.next(model=kill, every=1, steps=2 * 20 + 4, launch={"max_restarts": 20})
     began = time.monotonic()
     assert plans.launch(stage.plan, stage.scratch, timeout=1200) == 0, stage.log()
     assert stage.outcome()["restarts"] == 20

@@ -2,8 +2,9 @@
 
 A save costs the step almost nothing: parameters and optimizer states are only written by the optimizer,
 so a thread copies them to host memory *under the next forward and backward*, and `before_update` waits
-for what is left. The same thread then writes the blobs, tells rank 0 over a TCPStore of its own (no
-collective runs outside the main thread) and rank 0 commits (store/catalogue.py).
+for what is left. Buffers, which a forward may write (batch norm's statistics), are cloned before. The same
+thread then writes the blobs, tells rank 0 over a TCPStore of its own (no collective runs outside the main
+thread) and rank 0 commits (store/catalogue.py).
 
 Nothing is unpickled: the manifest is JSON, tensors are raw little-endian bytes in row-major order, and a
 rank finds the boxes it needs by intersecting them with the chunks listed there.
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -108,6 +109,7 @@ class Checkpointer:
         began = time.perf_counter()
         self.finish()
         save = _Save(step, json.loads(json.dumps(scalars)))
+        tensors = [replace(item, local=item.local.clone()) if item.is_buffer else item for item in tensors]
         # The optimizer's kernels that made these values are queued on the main thread's stream.
         ready = torch.cuda.Event() if torch.cuda.is_available() else None
         if ready is not None:

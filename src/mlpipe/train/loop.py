@@ -327,7 +327,7 @@ def rehearse(parallel: Parallel, batch: Batch) -> None:
     """DDP sorts its buckets anew after the first backward, which changes the order of additions: a resumed
     run equals an uninterrupted one bit for bit only if both have done so before the first step that
     counts. Two passes, then everything they left is undone."""
-    buffers = [(item.local, item.local.clone()) for item in parallel.owned if item.parameter is None]
+    buffers = [(item.local, item.local.clone()) for item in parallel.owned if item.is_buffer]
     for _ in range(2):
         with parallel.communicate(True):
             parallel.module(batch)[0].backward()

@@ -37,7 +37,7 @@ def apply_single(module: nn.Module) -> Parallel:
 def apply_ddp(module: nn.Module) -> Parallel:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     owned = replicated(module, rank, world_size)
-    has_buffers = any(item.parameter is None for item in owned)
+    has_buffers = any(item.is_buffer for item in owned)
     # Parameters need no initial broadcast: a seed gives the same weights on every rank (train/init.py).
     switches: dict[str, Any] = {_SYNC_BUFFERS: has_buffers}
     wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, init_sync=False, **switches)

@@ -16,7 +16,8 @@ from torch import nn
 
 @dataclass
 class Owned:
-    """The part of one tensor that this rank updates (parameters) or at least stores (buffers).
+    """The part of one tensor that this rank updates (parameters) or at least stores (`is_buffer`: a forward
+    may write it at any time).
 
     `local` is a view of the live storage; it covers the box `offset` .. `offset + local.shape` of the
     global `shape`. `num_copies` ranks hold the same box, this one being number `copy`. `full_gradient`:
@@ -31,6 +32,7 @@ class Owned:
     copy: int
     parameter: nn.Parameter | None = None
     full_gradient: bool = False
+    is_buffer: bool = False
 
 
 @dataclass
@@ -73,7 +75,7 @@ def persistent_buffers(module: nn.Module, rank: int, world_size: int) -> list[Ow
     """Buffers that belong to a checkpoint. No technique here shards them."""
     stored = module.state_dict(keep_vars=True)
     return [
-        Owned(name, buffer, tuple(buffer.shape), (0,) * buffer.dim(), world_size, rank)
+        Owned(name, buffer, tuple(buffer.shape), (0,) * buffer.dim(), world_size, rank, is_buffer=True)
         for name, buffer in module.named_buffers()
         if name in stored
     ]

@@ -23,10 +23,8 @@ _BUCKET_BYTES = 64 * 2**20
 def apply_zero1(module: nn.Module) -> Parallel:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     parallel = apply_ddp(module)
-    whole = [item for item in parallel.owned if item.parameter is not None]
-    parallel.owned = [
-        _slice(item, rank, world_size) if item.parameter is not None else item for item in parallel.owned
-    ]
+    whole = [item for item in parallel.owned if not item.is_buffer]
+    parallel.owned = [item if item.is_buffer else _slice(item, rank, world_size) for item in parallel.owned]
     parallel.after_step = _gatherer([item.local for item in whole], rank, world_size)
     return parallel
 

@@ -1,0 +1,69 @@
+"""What a save holds is the state at its step, whatever goes on while it is copied and written."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mlpipe.store import catalogue
+from mlpipe.store.folder import FolderStore
+from mlpipe.train import checkpoint
+from mlpipe.train.checkpoint import Checkpointer
+from mlpipe.train.parallel.parallel import Owned
+from mlpipe.train.reshard import load
+
+pytestmark = pytest.mark.torch
+STAGE = "runs/r/stages/train"
+
+
+def box(name: str, tensor: torch.Tensor, **kind: bool) -> Owned:
+    return Owned(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), 1, 0, **kind)
+
+
+def test_a_buffer_that_the_next_forward_writes_is_saved_as_it_was(tmp_path, monkeypatch):
+    """Parameters are copied under the next forward and backward; only the optimizer writes those."""
+    store = FolderStore(tmp_path)
+    written = threading.Event()
+    share = checkpoint.share
+
+    def after_the_forward(tensors):
+        assert written.wait(60)
+        return share(tensors)
+
+    monkeypatch.setattr(checkpoint, "share", after_the_forward)
+    saved = []
+    checkpointer = Checkpointer(
+        store,
+        STAGE,
+        attempt=1,
+        restart=0,
+        keep=2,
+        code_digest="",
+        asynchronous=True,
+        rank=0,
+        world_size=1,
+        agreement=dist.HashStore(),
+        on_saved=saved.append,
+        while_waiting=lambda: None,
+    )
+    weight, mean = torch.arange(6.0).reshape(2, 3), torch.ones(3)
+    checkpointer.save(1, [box("model.w", weight), box("model.mean", mean, is_buffer=True)], {"step": 1})
+    mean.mul_(7)
+    written.set()
+    checkpointer.before_update()
+    weight.zero_()
+    checkpointer.finish()
+    assert [found.error for found in saved] == [None]
+
+    found = catalogue.latest(store, STAGE)
+    load(
+        store,
+        found.key,
+        catalogue.load_manifest(store, found.key),
+        tensors := [box("model.w", torch.empty(2, 3)), box("model.mean", torch.empty(3), is_buffer=True)],
+    )
+    assert tensors[0].local.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert tensors[1].local.tolist() == [1.0, 1.0, 1.0]
