@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mlpipe._core.serial import from_json, to_json
+from mlpipe.plan.cluster import ClusterPlan
 
 SCHEMA_VERSION = 1
 Strategy = Literal["single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
@@ -166,7 +167,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Plan:
-    """One attempt of one stage. Exactly one of the kinds is set."""
+    """One attempt of one stage. Exactly one of the kinds is set. `inputs`: stage keys of the outputs that it
+    reads, which whoever starts the stage fetches to the folders that the plan names."""
 
     schema_version: int
     run_id: str
@@ -181,6 +183,7 @@ class Plan:
     evaluate: EvaluatePlan | None = None
     command: CommandPlan | None = None
     promote: PromotePlan | None = None
+    inputs: tuple[str, ...] = ()
 
     @property
     def kind(self) -> Literal["train", "evaluate", "command", "promote"]:

@@ -31,6 +31,12 @@ _CHUNK_BYTES = 8 * 2**20
 _READ_BYTES = 64 * 2**20
 
 
+def cache_folder() -> Path:
+    """MLPIPE_CACHE, else the user's cache: outputs fetched from S3, and scratch folders of attempts."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("MLPIPE_CACHE") or Path(base) / "mlpipe").absolute()
+
+
 def commit_output(store: Store, stage_key: str, folder: Path) -> str:
     """Stores every file below `folder` and returns the digest of it all: SHA-256 over names, sizes and the
     SHA-256 of each content.
@@ -108,6 +114,19 @@ def fetch_output(store: Store, stage_key: str, cache_dir: Path) -> Path:
             where=str(cache_dir),
             hint="free some space there, or choose another folder",
         ) from error
+    return target
+
+
+def peek_output(store: Store, stage_key: str, cache_dir: Path, name: str) -> Path:
+    """The folder that `fetch_output` gives on any node with this `cache_dir`; here it has only the files
+    called `name`. For a driver that plans what other machines will read."""
+    manifest = load_output(store, stage_key)
+    place = store.local_path(f"{stage_key}/outputs/files")
+    target = place or cache_dir.absolute() / manifest["digest"]
+    if not target.is_dir():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        wanted = [file for file in manifest["files"] if file["path"].rpartition("/")[2] == name]
+        _download(store, wanted, target)
     return target
 
 

@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 
 from mlpipe._core.errors import EXIT_CODES, SubmitError
-from mlpipe.store import runs
+from mlpipe.store import outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.submit.driver import working_folder
-from mlpipe.submit.planning import cache_folder
 
 _START_SECONDS = 60.0
 _OF_A_STAGE = ("MLPIPE_DRIVER", "MLPIPE_RUN_ID", "MLPIPE_STAGE", "MLPIPE_OUTPUT")
@@ -27,7 +26,7 @@ def driver_argv(store_url: str, run_id: str, only: str | None = None) -> list[st
 def driver_log(store: Store, run_id: str) -> Path:
     """In the run's folder; for a store that is no folder, in this machine's cache."""
     folder = store.local_path(f"runs/{run_id}")
-    return (folder or cache_folder() / "drivers" / run_id) / "driver.log"
+    return (folder or outputs.cache_folder() / "drivers" / run_id) / "driver.log"
 
 
 def detach(store: Store, run_id: str, only: str | None = None) -> None:

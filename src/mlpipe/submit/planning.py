@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import getpass
-import os
 import socket
 import subprocess
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,9 @@ from mlpipe.submit.local import check_fits, gpu_ids
 _GIT_SECONDS = 5.0
 
 
-def cache_folder() -> Path:
-    """MLPIPE_CACHE, else the user's cache: outputs fetched from S3, and scratch folders of attempts."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("MLPIPE_CACHE") or Path(base) / "mlpipe").absolute()
-
-
 def scratch_folder(store: Store, run_id: str) -> Path:
     """Of one run in one store on this machine; the same for every driver, so that it is found again."""
-    return cache_folder() / "scratch" / f"{run_id}-{zlib.crc32(store.url.encode()):08x}"
+    return outputs.cache_folder() / "scratch" / f"{run_id}-{zlib.crc32(store.url.encode()):08x}"
 
 
 def needs(pipeline: Pipeline) -> dict[str, tuple[str, ...]]:
@@ -100,8 +94,11 @@ def load_stored(store: Store, run_id: str, overrides: Sequence[str]) -> Pipeline
     return load_pipeline_text(text, f"runs/{run_id}/pipeline.yaml", overrides=overrides)
 
 
-def planner(store: Store, run_id: str, pipeline: Pipeline) -> Callable[[str, int], Plan]:
-    """Plans a stage whose needs are done; fetches the outputs that it names to this machine."""
+def planner(
+    store: Store, run_id: str, pipeline: Pipeline, *, fetch: bool = True
+) -> Callable[[str, int], Plan]:
+    """Plans a stage whose needs are done; fetches the outputs that it names to this machine, or, where
+    stages run elsewhere, only what planning itself reads of them."""
 
     def plan(stage_name: str, attempt: int) -> Plan:
         return build_plan(
@@ -110,7 +107,7 @@ def planner(store: Store, run_id: str, pipeline: Pipeline) -> Callable[[str, int
             run_id=run_id,
             attempt=attempt,
             store_url=store.url,
-            inputs=_inputs(store, run_id, pipeline, stage_name),
+            inputs=_inputs(store, run_id, pipeline, stage_name, fetch),
             hardware=stage_hardware(pipeline, stage_name),
             resume=True,  # from the latest checkpoint of the stage, if it has one
         )
@@ -118,17 +115,15 @@ def planner(store: Store, run_id: str, pipeline: Pipeline) -> Callable[[str, int
     return plan
 
 
-def _inputs(store: Store, run_id: str, pipeline: Pipeline, stage_name: str) -> Mapping[str, str]:
+def _inputs(store: Store, run_id: str, pipeline: Pipeline, stage_name: str, fetch: bool) -> Mapping[str, str]:
     stage = pipeline.stage(stage_name)
     text = stage.model_dump_json()
     if stage.evaluate is not None:  # reads the data of its training
         text += pipeline.stage(train_stage_of(pipeline, stage)).model_dump_json()
     wanted = {name for placeholder in names(text) if (name := stage_of(placeholder)) is not None}
-    cache = cache_folder() / "outputs"
-    return {
-        name: str(outputs.fetch_output(store, f"runs/{run_id}/stages/{name}", cache))
-        for name in sorted(wanted)
-    }
+    cache = outputs.cache_folder() / "outputs"
+    get = outputs.fetch_output if fetch else partial(outputs.peek_output, name="manifest.json")
+    return {name: str(get(store, f"runs/{run_id}/stages/{name}", cache)) for name in sorted(wanted)}
 
 
 def git_commit(folder: str) -> str | None:

@@ -1,4 +1,4 @@
-"""`python -m mlpipe.train.launcher --plan PLAN --scratch DIR`: one a node, above torchrun.
+"""`python -m mlpipe.train.launcher --plan PLAN --scratch DIR`: one a node (PID 1 of its pod), above torchrun.
 
 torchrun exits 1 whatever its workers return and restarts a worker that exits 5, so our documented exit
 codes come from here, out of what the workers left in the scratch folder. The launcher starts torchrun,
@@ -9,31 +9,35 @@ a restart would only repeat, ships the workers' output to the store, and writes 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib.util
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from mlpipe._core.errors import EXIT_CODES, MlpipeError, StoreError
 from mlpipe.plan.plan import Plan
+from mlpipe.store import outputs
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.train import outcome
 from mlpipe.train.logs import LogShipper
 from mlpipe.train.outcome import Outcome
-from mlpipe.train.stop import STOP_FILE, TORCHRUN_PID, any_alive
+from mlpipe.train.stop import STOP_FILE, TORCHRUN_PID, any_alive, die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.1
+_RENDEZVOUS_SECONDS = 900.0  # images are pulled at uneven speed
+# A node whose peers are gone ends after the node that is to blame: whoever watches sees the cause first.
+_BLAMELESS_SECONDS = 15.0
 # From a rank's word that the run is over to the end of torchrun by force: the others write their stacks.
 _FATAL_GRACE_SECONDS = 6.0
 _KILL_GRACE_SECONDS = 10.0
@@ -49,15 +53,45 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         plan = Plan.from_json(arguments.plan.read_bytes())
+        if plan.train is None and plan.evaluate is None:
+            raise ValueError(f"a {plan.kind} stage has no workers")
         return Launcher(plan, arguments.plan.absolute(), arguments.scratch.absolute()).run()
+    except (OSError, ValueError) as error:
+        print(f"error: {arguments.plan}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        return EXIT_CODES["input"]
     except MlpipeError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
         return EXIT_CODES[error.kind]
 
 
+@dataclass(frozen=True)
+class Node:
+    """Which node of the gang this is, by the variables of its pod; on a laptop none is set. `rendezvous`:
+    host:port of node 0's torchrun. `gang_restart`: how often all pods were restarted together."""
+
+    index: int
+    rendezvous: str
+    gang_restart: int
+
+    @staticmethod
+    def from_environment() -> Node:
+        return Node(
+            index=int(os.environ.get("JOB_COMPLETION_INDEX") or "0"),
+            rendezvous=os.environ.get("MLPIPE_RENDEZVOUS") or "localhost:0",
+            gang_restart=int(os.environ.get("MLPIPE_GANG_RESTART") or "0"),
+        )
+
+    def name(self, stem: str, suffix: str) -> str:
+        """Of a file that every node writes: node 0's has the plain name."""
+        return f"{stem}{suffix}" if self.index == 0 else f"{stem}-node-{self.index}{suffix}"
+
+
 class Launcher:
     def __init__(self, plan: Plan, plan_path: Path, scratch: Path) -> None:
         self.plan = plan
+        self.node = Node.from_environment()
+        self.first_restart = self.node.gang_restart * (plan.launch.max_restarts + 1)
+        self.outcome_key = f"{plan.attempt_key}/{self.node.name('outcome', '.json')}"
         self.plan_path = plan_path
         self.scratch = scratch
         self.store: Store = open_store(plan.store_url)
@@ -75,18 +109,22 @@ class Launcher:
         shutil.rmtree(log_dir, ignore_errors=True)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
+        self.store.delete([self.outcome_key])  # of this node's pod before a restart of the gang
+        for key in self.plan.inputs:
+            outputs.fetch_output(self.store, key, outputs.cache_folder() / "outputs")
+        self._await_rendezvous()
         torchrun_log = self.scratch / "torchrun.log"
         with torchrun_log.open("wb") as log:
             process = subprocess.Popen(
-                torchrun_argv(self.plan, log_dir),
+                torchrun_argv(self.plan, log_dir, endpoint=self.node.rendezvous),
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                preexec_fn=partial(_die_with_parent, os.getpid()),  # before any thread exists here
+                preexec_fn=partial(die_with_parent, os.getpid()),  # before any thread exists here
             )
         (self.scratch / TORCHRUN_PID).write_text(str(process.pid))
-        shipper = LogShipper(self.store, self.plan.attempt_key, log_dir, self.scratch)
+        shipper = LogShipper(self.store, self.plan.attempt_key, log_dir, self.scratch, self.first_restart)
         while process.poll() is None:
             shipper.ship()
             self._end_if_overdue(process)
@@ -106,7 +144,22 @@ class Launcher:
         except StoreError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
             return exit_code or EXIT_CODES[error.kind]
+        if self.plan.launch.num_nodes > 1 and ended.kind == "infrastructure":
+            _wait_until(lambda: self.num_signals > 0, _BLAMELESS_SECONDS)
         return exit_code
+
+    def _await_rendezvous(self) -> None:
+        """Until node 0 listens: torchrun gives up on a name that does not resolve after a minute."""
+        if self.node.index == 0:
+            return
+        host, _, port = self.node.rendezvous.rpartition(":")
+        print(f"waiting for node 0 at {self.node.rendezvous}", flush=True)  # noqa: T201
+        if not _wait_until(lambda: self.num_signals > 0 or _listens(host, int(port)), _RENDEZVOUS_SECONDS):
+            raise MlpipeError(
+                f"node 0 did not listen at {self.node.rendezvous} within {_RENDEZVOUS_SECONDS:.0f} s",
+                hint="is its pod running? `mlpipe status` says why it is not",
+                kind="infrastructure",
+            )
 
     def _store_outcome(self, ended: Outcome, restarts: int, exit_code: int) -> None:
         body = {
@@ -117,11 +170,12 @@ class Launcher:
             "hint": ended.hint,
             "step": ended.step,
             "checkpoint": ended.checkpoint,
-            "restarts": restarts,
+            "restarts": self.first_restart + restarts,
             "exit_code": exit_code,
+            "time": ended.time,
             **ended.details,
         }
-        self.store.put(f"{self.plan.attempt_key}/outcome.json", json.dumps(body, indent=2).encode())
+        self.store.put(self.outcome_key, json.dumps(body, indent=2).encode())
 
     def _num_restarts(self, log_dir: Path) -> int:
         """By the folder that torchrun makes for each. After a fatal failure it may start workers once more,
@@ -143,6 +197,7 @@ class Launcher:
             **launch.env,
             "MLPIPE_PLAN": str(self.plan_path),
             "MLPIPE_SCRATCH": str(self.scratch),
+            "MLPIPE_FIRST_RESTART": str(self.first_restart),
             "PYTHONUNBUFFERED": "1",
             # One shared TCPStore outlives a restart in place and keeps the addresses of dead workers.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -162,6 +217,9 @@ class Launcher:
             self.num_signals, self.kill_deadline = 1, float("inf")
         if time.monotonic() >= min(self.stop_deadline, self.kill_deadline):
             _end(process, grace_seconds=0 if self.num_signals > 1 else _KILL_GRACE_SECONDS)
+        elif self.num_signals and self.plan.launch.num_nodes > 1 and not any_alive(self.scratch):
+            # nothing here to save; torchrun may be waiting for peers that are gone
+            _end(process, grace_seconds=_KILL_GRACE_SECONDS)
         elif fatal := outcome.fatal_files(self.scratch):
             age = time.time() - fatal[0].stat().st_mtime
             if age > _FATAL_GRACE_SECONDS or not any_alive(self.scratch):
@@ -196,7 +254,9 @@ class Launcher:
         return _failure(torchrun_log, [found for found in ended if found.outcome == "failed"], restarts)
 
     def _keep_postmortem(self, torchrun_log: Path) -> None:
-        paths = [torchrun_log]
+        kept_log = self.node.name("torchrun", ".log")
+        self.store.put(f"{self.plan.attempt_key}/postmortem/{kept_log}", torchrun_log.read_bytes())
+        paths: list[Path] = []
         for kept in ("stacks-rank-*.txt", "outcome-*.json", "fatal-*.json"):
             paths += self.scratch.glob(kept)
         for path in paths:
@@ -230,10 +290,21 @@ def _torchrun_has(option: str) -> bool:
     return option in (Path(torch.origin).parent / "distributed" / "run.py").read_text()
 
 
-def _die_with_parent(launcher_pid: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher_pid:
-        os._exit(1)  # it died before we could ask to die with it
+def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=5.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _end(process: subprocess.Popen[bytes], *, grace_seconds: float) -> None:

@@ -12,18 +12,21 @@ from mlpipe.store.base import LogWriter, Store
 class LogShipper:
     """torchrun writes `<log_dir>/<run>/attempt_<restart>/<local rank>/{stdout,stderr}.log`."""
 
-    def __init__(self, store: Store, attempt_key: str, log_dir: Path, scratch: Path) -> None:
+    def __init__(
+        self, store: Store, attempt_key: str, log_dir: Path, scratch: Path, first_restart: int
+    ) -> None:
         self._store = store
         self._attempt_key = attempt_key
         self._log_dir = log_dir
         self._scratch = scratch
+        self._first_restart = first_restart
         self._offsets: dict[Path, int] = {}
         self._writers: dict[int, LogWriter] = {}
 
     def ship(self) -> None:
         """Whole lines written since the last call."""
         for path in sorted(self._log_dir.glob("*/attempt_*/*/std*.log")):
-            restart = int(path.parent.parent.name.removeprefix("attempt_"))
+            restart = self._first_restart + int(path.parent.parent.name.removeprefix("attempt_"))
             offset = self._offsets.get(path, 0)
             if path.stat().st_size == offset:
                 continue

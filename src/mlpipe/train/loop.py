@@ -97,9 +97,9 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
         start_step=position.step,
         resumed_from=position.resumed_from,
     )
-    loop = Loop(session, plan, parallel, optimizer, stream, checkpointer, position, flops, progress)
-    loop.failed_saves = failed_saves
-    return loop
+    return Loop(
+        session, plan, parallel, optimizer, stream, checkpointer, position, flops, progress, failed_saves
+    )
 
 
 class Loop:
@@ -116,6 +116,7 @@ class Loop:
         position: Position,
         flops_per_token: float | None,
         progress: list[int],
+        failed_saves: list[MlpipeError],
     ) -> None:
         self.session = session
         self.plan = plan
@@ -128,7 +129,7 @@ class Loop:
         self.progress = progress
         self.peak_flops = plan.peak_flops
         self.last_save = time.monotonic()
-        self.failed_saves: list[MlpipeError] = []
+        self.failed_saves = failed_saves
 
     def run(self) -> Outcome:
         position, plan = self.position, self.plan

@@ -54,12 +54,14 @@ class Session:
         self.store = open_store(plan.store_url)
         metrics = None
         if plan.launch.metrics_port is not None:
-            port = plan.launch.metrics_port
+            # In a pod the ports are fixed and seen from outside, whatever the spec says.
+            port = int(os.environ.get("MLPIPE_METRICS_PORT") or plan.launch.metrics_port)
             metrics = start_metrics(
                 run=plan.run_id,
                 stage=plan.stage,
                 rank=self.rank,
                 port=port + place.local_rank if port else 0,
+                address=os.environ.get("MLPIPE_METRICS_ADDRESS") or "127.0.0.1",
             )
         self.metrics_port = metrics.port if metrics else None
         self.recorder = Recorder(

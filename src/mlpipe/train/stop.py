@@ -13,6 +13,7 @@ ever. So a thread reads the wakeup pipe and can end the process from there.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -22,6 +23,15 @@ from pathlib import Path
 STOP_FILE = "stop"
 TORCHRUN_PID = "torchrun"  # the launcher writes it
 _POLL_SECONDS = 0.2
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """SIGKILL when `parent_pid`, our parent, dies; at once if it is dead already. Without it, workers outlive
+    a killed torchrun and go on computing for nobody."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)  # it died before we could ask to die with it
 
 
 class Stop:

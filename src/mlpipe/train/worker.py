@@ -4,30 +4,28 @@ and says how it ended. MLPIPE_PLAN names the plan.json, MLPIPE_SCRATCH a folder 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlpipe._core.errors import EXIT_CODES, MlpipeError
 from mlpipe.plan.plan import Plan
 from mlpipe.train import outcome
-from mlpipe.train.stop import TORCHRUN_PID, Stop, leave
+from mlpipe.train.stop import TORCHRUN_PID, Stop, die_with_parent, leave
 from mlpipe.train.watchdog import Watchdog
 
-_PR_SET_PDEATHSIG = 1
 # What a restart would only repeat.
 _FATAL_KINDS = ("input", "bug")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this worker stands, by torchrun's own variables."""
+    """Where this worker stands, by torchrun's own variables. `restart` goes on where the launcher says:
+    torchrun counts from 0 again when a gang of pods is restarted as a whole."""
 
     rank: int
     local_rank: int
@@ -42,17 +40,15 @@ class Place:
             local_rank=int(os.environ["LOCAL_RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
-            restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            restart=int(os.environ.get("MLPIPE_FIRST_RESTART", "0"))
+            + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
 
 
 def main() -> int:
     began = time.time()
     scratch = Path(os.environ["MLPIPE_SCRATCH"])
-    # Workers outlive a killed torchrun otherwise, and go on computing for nobody.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int((scratch / TORCHRUN_PID).read_text()):
-        return 1  # it died before we could ask to die with it
+    die_with_parent(int((scratch / TORCHRUN_PID).read_text()))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     plan = Plan.from_json(Path(os.environ["MLPIPE_PLAN"]).read_bytes())
     place = Place.from_environment()
@@ -66,9 +62,7 @@ def main() -> int:
         local_world_size=place.local_world_size,
         restart=place.restart,
     )
-    part = plan.train or (plan.evaluate.train if plan.evaluate else None)
-    if part is None:
-        raise MlpipeError(f"a {plan.kind} stage has no workers")
+    part = plan.train or plan.evaluate.train  # type: ignore[union-attr]  # the launcher has looked
     watchdog = Watchdog(scratch, rank=place.rank, timeout_seconds=part.hang_timeout_seconds)
     progress = [0]
     try:
@@ -86,11 +80,24 @@ def main() -> int:
     except Exception as error:
         traceback.print_exc()
         ended = outcome.failed(error, rank=place.rank, step=progress[0])
+        if _lost_peer(error):
+            ended = replace(ended, kind="infrastructure", message=f"lost a peer: {ended.message}")
         fatal = isinstance(error, MlpipeError) and (
             error.kind in _FATAL_KINDS or getattr(error, "fatal", False)
         )
         outcome.write(scratch, ended, fatal=fatal)
         return EXIT_CODES[ended.kind or "failed"]
+
+
+def _lost_peer(error: Exception) -> bool:
+    """A collective failed because another rank is gone, which is not this rank's fault. gloo says so in the
+    words of a RuntimeError, stores and NCCL by subclasses of DistError (torch/csrc/utils/exception.h)."""
+    import torch.distributed as dist
+
+    words = ("Connection closed by peer", "Connection reset by peer", "Connection refused")
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(found in str(error) for found in words)
+    )
 
 
 if __name__ == "__main__":
