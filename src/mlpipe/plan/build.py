@@ -1,7 +1,5 @@
-"""A Pipeline's stage on given hardware to a Plan: pure arithmetic, no torch, no network, no clock.
-
-Only two things are read: the manifest of the tokens, once they exist, and mlpipe's own source (its digest).
-"""
+"""A Pipeline's stage on given hardware to a Plan: pure arithmetic, no torch, no network, no clock. Only two
+things are read: the manifest of the tokens, once they exist, and mlpipe's own source (its digest)."""
 
 from __future__ import annotations
 
@@ -35,21 +33,28 @@ from mlpipe.plan.plan import (
     PromotePlan,
     TrainPlan,
 )
+from mlpipe.plan.pods import cluster_plan, pod_resources
 from mlpipe.plan.presets import PRESETS, LlamaConfig
 from mlpipe.plan.strategies import ORDER
-from mlpipe.spec.model import OwnData, OwnModel, Pipeline, PresetModel, Stage, Train
+from mlpipe.spec.model import OwnData, OwnModel, Pipeline, PresetModel, Resources, Stage, Train
 from mlpipe.spec.placeholders import names, resolve
 
 LLAMA = "mlpipe.train.models.llama:build_model"
 SHUTDOWN_SECONDS = 600.0  # SIGTERM to SIGKILL: a step and a save, of a model of any size
 
 
-def stage_hardware(pipeline: Pipeline, stage_name: str) -> Hardware:
-    """What the stage runs on: its own resources, or those of the training that it evaluates."""
-    stage = _stage(pipeline, stage_name)
+def stage_hardware(pipeline: Pipeline, stage_name: str, *, cluster: bool = False) -> Hardware:
+    """What the stage runs on. What its resources leave open is on a `cluster` a pod's default, else what this
+    machine has."""
+    resources = _resources(pipeline, _stage(pipeline, stage_name))
+    return detect_hardware(pod_resources(resources) if cluster else resources)
+
+
+def _resources(pipeline: Pipeline, stage: Stage) -> Resources | None:
+    """Its own, or those of the training that it evaluates."""
     if stage.resources is None and stage.evaluate is not None:
         stage = pipeline.stage(train_stage_of(pipeline, stage))
-    return detect_hardware(stage.resources)
+    return stage.resources
 
 
 def build_plan(
@@ -98,6 +103,8 @@ def build_plan(
         evaluate=evaluate,
         command=command,
         promote=promote,
+        inputs=tuple(f"runs/{run_id}/stages/{name}" for name in sorted(inputs)),
+        cluster=cluster_plan(pipeline, stage, _resources(pipeline, stage)),
     )
 
 
@@ -249,7 +256,6 @@ def _candidates(spec: Train, hardware: Hardware, known: Mapping[str, str]) -> li
         raise PlanError(f"{hardware.name} has no bf16", hint="write precision: fp32")
     asked = None if spec.data.micro_batch == "auto" else spec.data.micro_batch
     sizes = micro_batches(_global_batch(spec), hardware.world_size, asked)
-
     share = _global_batch(spec) // hardware.world_size
     work = partial(_work, spec, config, hardware.device, share)
     return [
@@ -383,12 +389,12 @@ def _data(spec: Train, known: Mapping[str, str]) -> DataPlan:
     if isinstance(spec.data, OwnData):
         return DataPlan(None, Entry(spec.data.entry, _fill(spec.data.args, known)), None)
     folder = _fill(spec.data.tokens, known)
-    manifest = Path(folder) / "manifest.json"
-    digest = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
-    return DataPlan(folder, None, digest)
+    path = Path(folder) / "manifest.json"
+    return DataPlan(folder, None, hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None)
 
 
 def _optimizer(spec: Train) -> OptimizerPlan:
-    fields = spec.optimizer.model_dump()
     decay = spec.optimizer.decay_steps or max(1, spec.steps // 10)
-    return OptimizerPlan(**fields | {"decay_steps": decay if spec.optimizer.schedule == "wsd" else 0})
+    return OptimizerPlan(
+        **spec.optimizer.model_dump() | {"decay_steps": decay if spec.optimizer.schedule == "wsd" else 0}
+    )

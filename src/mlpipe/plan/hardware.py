@@ -75,7 +75,7 @@ def detect_hardware(resources: Resources | None) -> Hardware:
     """The hardware that `resources` ask for: GPUs by their name in GPUS, CPUs by this machine's cores and
     memory (or its cgroup's) where the resources do not say. Raises PlanError for an unknown GPU."""
     nodes = resources.nodes if resources else 1
-    cpus = resources.cpus if resources and resources.cpus else _num_cpus()
+    cpus = max(1, int(resources.cpus)) if resources and resources.cpus else _num_cpus()
     if resources and resources.gpus_per_node:
         name = resources.gpu or ""
         gpu = GPUS.get(name)

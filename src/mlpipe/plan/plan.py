@@ -184,6 +184,7 @@ class Plan:
     command: CommandPlan | None = None
     promote: PromotePlan | None = None
     inputs: tuple[str, ...] = ()
+    cluster: ClusterPlan | None = None  # None: the pipeline says nothing about a cluster
 
     @property
     def kind(self) -> Literal["train", "evaluate", "command", "promote"]:

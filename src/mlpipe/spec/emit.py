@@ -21,7 +21,7 @@ def _emit(data: Any, indent: int, lines: list[str]) -> None:
     pad = "  " * indent
     if isinstance(data, dict):
         for key, value in data.items():
-            _item(f"{pad}{_scalar(key)}:", value, indent, lines)
+            _item(f"{pad}{scalar(key)}:", value, indent, lines)
         return
     for value in data:
         if isinstance(value, dict) and value:
@@ -43,13 +43,14 @@ def _item(head: str, value: Any, indent: int, lines: list[str]) -> None:
 
 def _flow(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_scalar(key)}: {_flow(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{scalar(key)}: {_flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_flow, value)) + "]"
-    return _scalar(value)
+    return scalar(value)
 
 
-def _scalar(value: Any) -> str:
+def scalar(value: Any) -> str:
+    """Text, number, boolean or None on one line."""
     if value is None:
         return "null"
     if isinstance(value, bool):

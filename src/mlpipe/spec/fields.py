@@ -148,6 +148,44 @@ Every = Annotated[
     _quantity("'100 steps' or '15 min'"),
     _schema(rf"\s*0*[1-9][0-9]*\s*steps?\s*|{_NUMBER}(ms|s|min|h|d)\s*", maxLength=MAX_QUANTITY),
 ]
+
+
+def _text(pattern: str, what: str, hint: str) -> Any:
+    return Annotated[Text, AfterValidator(_matches(pattern, what, hint)), _schema(pattern)]
+
+
+# What Kubernetes takes: apimachinery's util/validation, which the API server runs on the same values.
+_LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
+_SUBDOMAIN = rf"(?=.{{1,253}}$){_LABEL}(?:\.{_LABEL})*"
+_QUALIFIED = (
+    rf"(?:(?=[^/]{{1,253}}/){_LABEL}(?:\.{_LABEL})*/)?[A-Za-z0-9](?:[-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?"
+)
+_PATH = r"(?:/(?!\.\.?(?:/|$))[^/:\x00-\x1f]+)+"
+_LABEL_VALUE = r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
+
+DnsLabel = _text(_LABEL, "a DNS label", "write 1 to 63 of a-z, 0-9 and '-', like 'team-a'")
+ObjectName = _text(
+    _SUBDOMAIN,
+    "a name in Kubernetes",
+    "write a-z, 0-9, '-' and '.', starting and ending with one of the first two",
+)
+LabelKey = _text(_QUALIFIED, "a label key", "write like 'example.com/rack'")
+LabelValue = _text(_LABEL_VALUE, "a label value", "write up to 63 letters, digits, '-', '_' and '.'")
+DataKey = _text(
+    r"[-._A-Za-z0-9]{1,253}", "a key of a Secret or ConfigMap", "write letters, digits, '-', '_', '.'"
+)
+ResourceName = _text(
+    rf"(?=[^/]{{1,253}}/){_LABEL}(?:\.{_LABEL})*/[A-Za-z0-9](?:[-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?",
+    "an extended resource",
+    "write like 'rdma/hca'",
+)
+MountPath = _text(_PATH, "an absolute path", "write like '/data', without '..' and ':'")
+SubPath = _text(
+    r"(?!\.\.?(?:/|$))[^/:\x00-\x1f]+(?:/(?!\.\.?(?:/|$))[^/:\x00-\x1f]+)*",
+    "a path inside a volume",
+    "write like 'team/data', without '..'",
+)
+HttpUrl = _text(r"https?://[^\s/{}@]+(?:/[^\s{}@]*)?", "a URL", "write like 'http://minio.storage:9000'")
 GateText = Annotated[Text, AfterValidator(_parses(parse_gate)), _schema(GATE_PATTERN, maxLength=MAX_QUANTITY)]
 
 # Bounds that no one meets, so that arithmetic on nonsense ends.
@@ -157,6 +195,7 @@ FewCount = Annotated[int, Field(ge=1, le=100_000)]
 FewOrZero = Annotated[int, Field(ge=0, le=100_000)]
 CountOrAuto = Count | Literal["auto"]
 Port = Annotated[int, Field(ge=0, le=65_535)]
+Cpus = Annotated[float, Field(ge=0.1, le=100_000)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0, le=1)]

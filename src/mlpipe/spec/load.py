@@ -10,11 +10,13 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from mlpipe.spec import model, rules
+from mlpipe.spec import kubernetes_rules, model, rules
 from mlpipe.spec import overrides as override_rules
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.problems import Place, Problem, SpecErrors
 from mlpipe.spec.tree import MAX_BYTES, Ambiguous, Node, parse
+
+_JSON_KEYS = {"args", "strategic", "json"}
 
 
 def load_pipeline(path: str | Path, *, overrides: Sequence[str] = ()) -> Pipeline:
@@ -39,7 +41,7 @@ def load_pipeline_text(text: str | bytes, name: str, *, overrides: Sequence[str]
         problems += override_rules.apply(root, override)
     problems += _nulls(root)
     pipeline, more = _validate(root, name)
-    ruled = _elsewhere(rules.check(root), problems)
+    ruled = _elsewhere(rules.check(root) + kubernetes_rules.check(root), problems)
     problems += _elsewhere(_elsewhere(more, problems), ruled, but=("unknown key",)) + ruled
     if problems or pipeline is None:
         raise SpecErrors(problems)
@@ -77,10 +79,10 @@ def _decode(text: str | bytes, name: str) -> str:
 
 
 def _nulls(root: Node) -> list[Problem]:
-    """A key without a value is a slip, except in `args`, where null is a value."""
+    """A key without a value is a slip, except where any JSON may stand, whose null is a value."""
     found = []
     for path, node in root.walk():
-        if node.value is None and not node.broken and path and "args" not in path:
+        if node.value is None and not node.broken and path and not _JSON_KEYS & set(path):
             node.broken = True
             found.append(
                 Problem.at(

@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from mlpipe.spec import fields as f
+from mlpipe.spec.base import Model, one_of
 from mlpipe.spec.emit import to_yaml
+from mlpipe.spec.kubernetes import Kubernetes
 
 Preset = Literal[
     "llama-1m", "llama-4m", "llama-8m", "llama-25m", "llama-125m",
@@ -20,17 +22,6 @@ Preset = Literal[
 Strategy = Literal["auto", "single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 Kind = Literal["command", "train", "evaluate", "promote"]
 KINDS: tuple[Kind, ...] = ("command", "train", "evaluate", "promote")
-
-
-class Model(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=False
-    )
-
-
-def _one_of(*keys: str) -> dict[str, Any]:
-    """The JSON Schema of a rule in `spec/rules.py`: exactly one of these keys."""
-    return {"oneOf": [{"required": [key]} for key in keys]}
 
 
 class Resources(Model):
@@ -43,8 +34,16 @@ class Resources(Model):
     )
     gpus_per_node: f.FewOrZero = Field(0, description="GPUs on each node; 0 trains on CPUs.")
     gpu: f.Text | None = Field(None, description="Model of the GPUs, such as `H100-80GB`.")
-    cpus: f.Count | None = Field(None, description="CPU cores on each node. Default: what is there.")
-    memory: f.Size | None = Field(None, description="Memory on each node. Default: what is there.")
+    cpus: f.Cpus | None = Field(
+        None,
+        description="CPU cores on each node. Default: what is there; in a pod 1 for each worker "
+        "(4 with a GPU).",
+    )
+    memory: f.Size | None = Field(
+        None,
+        description="Memory on each node. Default: what is there; in a pod 4 GiB for each worker "
+        "(32 with a GPU), 2 GiB for other stages.",
+    )
     price_usd_per_gpu_hour: f.NotNegative | None = Field(None, description="For estimates of cost.")
 
 
@@ -84,7 +83,7 @@ class OwnModel(Model):
 class TokenData(Model):
     """A folder of token files, as `mlpipe-corpus` writes it."""
 
-    model_config = ConfigDict(json_schema_extra=_one_of("batch_tokens", "batch_size"))
+    model_config = ConfigDict(json_schema_extra=one_of("batch_tokens", "batch_size"))
 
     tokens: f.Text = Field(description="The folder, usually `{{stages.NAME.output}}`.")
     batch_tokens: f.Count | None = Field(
@@ -216,7 +215,7 @@ class Promote(Model):
 class Stage(Model):
     """One step of a pipeline: exactly one of `command`, `train`, `evaluate`, `promote`."""
 
-    model_config = ConfigDict(json_schema_extra=_one_of(*KINDS))
+    model_config = ConfigDict(json_schema_extra=one_of(*KINDS))
 
     name: f.Name = Field(description="Unique in the pipeline.")
     needs: tuple[f.Name, ...] = Field((), strict=False, description="Stages that must be done before.")
@@ -248,6 +247,7 @@ class Pipeline(Model):
     name: f.Name = Field(description="Starts the run ids.")
     image: f.Image | None = Field(None, description="Container image; cluster backends only.")
     store: f.StoreUrl = Field("./runs", description="A folder, or `s3://bucket/prefix`.")
+    kubernetes: Kubernetes | None = Field(None, description="How a run looks on a cluster.")
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)] = Field(
         description="The steps; `needs` orders them."
     )

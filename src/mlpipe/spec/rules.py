@@ -16,8 +16,8 @@ from mlpipe.spec.tree import Node
 _SECRET = re.compile(
     r"SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_?KEY|ACCESS_KEY|(^|_)TOKEN$", re.IGNORECASE
 )
-_TAKEN = re.compile(
-    r"MLPIPE_.*|TORCHELASTIC_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME"
+TAKEN = re.compile(
+    r"MLPIPE_.*|TORCHELASTIC_.*|PET_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME"
 )
 
 
@@ -184,7 +184,7 @@ def _env(stage: Node) -> Iterator[Problem]:
     if env is None or not isinstance(env.value, dict):
         return
     for name, node in env.value.items():
-        if _TAKEN.fullmatch(name):
+        if TAKEN.fullmatch(name):
             yield _problem(node, f"{name} is set by torchrun and mlpipe", "remove it")
         elif _SECRET.search(name):
             yield _problem(

@@ -1,0 +1,119 @@
+"""What a stage needs on a Kubernetes cluster: the `kubernetes` section of the pipeline, resolved.
+
+Importable with the standard library alone. Written by `plan/build.py`, read by `render/` and `submit/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Component = Literal["worker", "driver"]
+PatchKind = Literal["Pod", "Job", "JobSet", "Service", "ConfigMap", "PodGroup"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Kueue's: the pods of a gang in one domain, which nodes name by the label `label`."""
+
+    label: str
+    required: bool
+
+
+@dataclass(frozen=True)
+class Toleration:
+    key: str | None
+    operator: Literal["Exists", "Equal"]
+    value: str | None
+    effect: str | None
+    toleration_seconds: int | None
+
+
+@dataclass(frozen=True)
+class Volume:
+    claim: str
+    path: str
+    sub_path: str | None
+    read_only: bool
+
+
+@dataclass(frozen=True)
+class EnvFrom:
+    kind: Literal["secret", "config_map"]
+    name: str
+
+
+@dataclass(frozen=True)
+class SecretKey:
+    secret: str
+    key: str
+
+
+@dataclass(frozen=True)
+class CaBundle:
+    config_map: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Proxy:
+    http: str | None
+    https: str | None
+    no_proxy: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rdma:
+    resource: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Exactly one of `strategic` and `json` is set. `stage`, `component`: None means all."""
+
+    kind: PatchKind
+    stage: str | None
+    component: Component | None
+    strategic: dict[str, Any] | None
+    json: tuple[dict[str, Any], ...] | None
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """The last five are of one stage; all others are of the whole run. `image`: None is refused when it is
+    rendered."""
+
+    form: Literal["jobset", "indexed-job"]
+    image: str | None
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"]
+    image_pull_secrets: tuple[str, ...]
+    namespace: str | None  # None: that of the client's context
+    queue: str | None  # Kueue's LocalQueue
+    queue_priority: str | None  # Kueue's WorkloadPriorityClass
+    topology: Topology | None
+    volcano_queue: str | None
+    node_selector: dict[str, str]
+    tolerations: tuple[Toleration, ...]  # besides that of the GPUs
+    priority_class: str | None
+    runtime_class: str | None
+    volumes: tuple[Volume, ...]
+    env_from: tuple[EnvFrom, ...]
+    secret_env: dict[str, SecretKey]
+    store_secret: str  # its keys: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY
+    store_endpoint: str | None  # as seen in the cluster; None: AWS
+    store_region: str | None
+    ca_bundle: CaBundle | None
+    proxy: Proxy | None
+    service_account: str
+    driver_service_account: str
+    rdma: Rdma | None
+    max_gang_restarts: int
+    ttl_seconds: int
+    gpu_resource: str
+    patches: tuple[Patch, ...]
+    cpus: float  # of one pod
+    memory_bytes: int  # of one pod, with /dev/shm
+    shm_bytes: int
+    gpus_per_node: int
+    gpu_product: str | None  # nodes' label nvidia.com/gpu.product; None: any

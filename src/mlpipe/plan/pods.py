@@ -1,0 +1,124 @@
+"""From the pipeline's `kubernetes` section and a stage's resources to the ClusterPlan of its pods."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from mlpipe._core.units import parse_bytes, parse_seconds
+from mlpipe.plan import cluster as c
+
+if TYPE_CHECKING:
+    from mlpipe.spec import kubernetes as k
+    from mlpipe.spec.model import Pipeline, Resources, Stage
+
+MIB, GIB = 2**20, 2**30
+MAX_SHM_BYTES = 32 * GIB
+
+# What GPU feature discovery puts into the label nvidia.com/gpu.product: the board's name in NVML, with '-'
+# for spaces. Of boards that come in several forms, the one whose peak stands in `plan/hardware.py`.
+GPU_PRODUCTS = {
+    "B200": "NVIDIA-B200",
+    "H200": "NVIDIA-H200",
+    "H100-80GB": "NVIDIA-H100-80GB-HBM3",
+    "A100-80GB": "NVIDIA-A100-SXM4-80GB",
+    "A100-40GB": "NVIDIA-A100-SXM4-40GB",
+    "L40S": "NVIDIA-L40S",
+    "L4": "NVIDIA-L4",
+    "RTX-4090": "NVIDIA-GeForce-RTX-4090",
+    "V100": "Tesla-V100-SXM2-32GB",
+    "T4": "Tesla-T4",
+}
+
+
+def pod_resources(resources: Resources | None, *, workers: bool = True) -> Resources:
+    """`resources` with the defaults of a pod where they are open, so that a plan for a cluster depends on no
+    machine. `workers`: whether torch runs there."""
+    from mlpipe.spec.model import Resources
+
+    resources = resources or Resources.model_validate({})
+    count = resources.gpus_per_node or resources.workers_per_node or 1
+    cpus, memory_bytes = (4, 32 * GIB) if resources.gpus_per_node else (1, 4 * GIB)
+    return resources.model_copy(
+        update={
+            "cpus": resources.cpus or float(cpus * count),
+            "memory": resources.memory or f"{memory_bytes * count if workers else 2 * GIB} B",
+        }
+    )
+
+
+def cluster_plan(pipeline: Pipeline, stage: Stage, resources: Resources | None) -> c.ClusterPlan | None:
+    """`resources`: those the stage runs on. None for a pipeline without an image and without the section."""
+    from mlpipe.spec.kubernetes import Kubernetes
+
+    if pipeline.image is None and pipeline.kubernetes is None:
+        return None
+    spec = pipeline.kubernetes or Kubernetes.model_validate({})
+    workers = stage.train is not None or stage.evaluate is not None
+    pod = pod_resources(resources, workers=workers)
+    memory_bytes = parse_bytes(pod.memory or "")
+    return c.ClusterPlan(
+        form=spec.form,
+        image=pipeline.image,
+        image_pull_policy=spec.image_pull_policy,
+        image_pull_secrets=spec.image_pull_secrets,
+        namespace=spec.namespace,
+        queue=spec.queue,
+        queue_priority=spec.queue_priority,
+        topology=_topology(spec.topology),
+        volcano_queue=spec.volcano_queue,
+        node_selector=dict(spec.node_selector),
+        tolerations=tuple(c.Toleration(**found.model_dump()) for found in spec.tolerations),
+        priority_class=spec.priority_class,
+        runtime_class=spec.runtime_class,
+        volumes=tuple(c.Volume(**found.model_dump()) for found in spec.volumes),
+        env_from=tuple(_env_from(found) for found in spec.env_from),
+        secret_env={name: c.SecretKey(found.secret, found.key) for name, found in spec.secret_env.items()},
+        store_secret=spec.store.secret,
+        store_endpoint=spec.store.endpoint,
+        store_region=spec.store.region,
+        ca_bundle=c.CaBundle(**spec.ca_bundle.model_dump()) if spec.ca_bundle else None,
+        proxy=c.Proxy(**spec.proxy.model_dump()) if spec.proxy else None,
+        service_account=spec.service_account,
+        driver_service_account=spec.driver_service_account,
+        rdma=c.Rdma(**spec.rdma.model_dump()) if spec.rdma else None,
+        max_gang_restarts=spec.max_gang_restarts,
+        ttl_seconds=int(parse_seconds(spec.ttl)),
+        gpu_resource=spec.gpu_resource,
+        patches=tuple(map(_patch, spec.patches)),
+        cpus=pod.cpus or 0.0,
+        memory_bytes=memory_bytes,
+        shm_bytes=_shm_bytes(spec.shm, memory_bytes),
+        gpus_per_node=pod.gpus_per_node,
+        gpu_product=_gpu_product(spec, pod),
+    )
+
+
+def _topology(spec: k.Topology | None) -> c.Topology | None:
+    if spec is None:
+        return None
+    return c.Topology(spec.required or cast(str, spec.preferred), required=spec.required is not None)
+
+
+def _env_from(spec: k.EnvFrom) -> c.EnvFrom:
+    if spec.secret is not None:
+        return c.EnvFrom("secret", spec.secret)
+    return c.EnvFrom("config_map", cast(str, spec.config_map))
+
+
+def _patch(spec: k.Patch) -> c.Patch:
+    target = spec.target
+    return c.Patch(target.kind, target.stage, target.component, spec.strategic, spec.json_)
+
+
+def _shm_bytes(asked: str | None, memory_bytes: int) -> int:
+    if asked is not None:
+        return parse_bytes(asked)
+    return max(64 * MIB, min(memory_bytes // 4, MAX_SHM_BYTES) // MIB * MIB)
+
+
+def _gpu_product(spec: k.Kubernetes, resources: Resources) -> str | None:
+    if not resources.gpus_per_node:
+        return None
+    if spec.gpu_product is not None or spec.gpu_resource != "nvidia.com/gpu":
+        return spec.gpu_product
+    return GPU_PRODUCTS.get(resources.gpu or "")

@@ -1,0 +1,172 @@
+"""The `kubernetes` section of a pipeline file, typed. Between its values: `spec/kubernetes_rules.py`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from mlpipe.spec import fields as f
+from mlpipe.spec.base import Model, one_of
+
+
+class Topology(Model):
+    """Kueue's topology-aware scheduling: the gang in one domain."""
+
+    model_config = ConfigDict(json_schema_extra=one_of("required", "preferred"))
+
+    required: f.LabelKey | None = Field(None, description="Node label; waits until one domain has room.")
+    preferred: f.LabelKey | None = Field(None, description="Node label; else as few domains as possible.")
+
+
+class Toleration(Model):
+    """A taint that the pods may stand on."""
+
+    key: f.LabelKey | None = Field(None, description="Of the taint. Default: every taint.")
+    operator: Literal["Exists", "Equal"] = Field("Exists", description="`Equal` compares `value`.")
+    value: f.LabelValue | None = Field(None, description="Of the taint, with `Equal`.")
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
+        None, description="Default: every effect."
+    )
+    toleration_seconds: f.CountOrZero | None = Field(
+        None, description="Of `NoExecute`: how long to stay. Default: for ever."
+    )
+
+
+class Volume(Model):
+    """A PersistentVolumeClaim, mounted in every pod of the run."""
+
+    claim: f.ObjectName = Field(description="Name of the claim.")
+    path: f.MountPath = Field(description="Where the pods see it.")
+    sub_path: f.SubPath | None = Field(None, description="Folder in the volume. Default: its root.")
+    read_only: bool = Field(False, description="Mount without the right to write.")
+
+
+class EnvFrom(Model):
+    """All keys of one Secret or ConfigMap as environment variables."""
+
+    model_config = ConfigDict(json_schema_extra=one_of("secret", "config_map"))
+
+    secret: f.ObjectName | None = Field(None, description="Name of the Secret.")
+    config_map: f.ObjectName | None = Field(None, description="Name of the ConfigMap.")
+
+
+class SecretKey(Model):
+    """One key of a Secret."""
+
+    secret: f.ObjectName = Field(description="Name of the Secret.")
+    key: f.DataKey = Field(description="Key in it.")
+
+
+class ClusterStore(Model):
+    """How pods reach an S3 store; a folder needs a volume instead."""
+
+    secret: f.ObjectName = Field(
+        "mlpipe-store", description="Secret with the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+    )
+    endpoint: f.HttpUrl | None = Field(
+        None, description="As seen in the cluster, like `http://minio.storage:9000`. Default: AWS."
+    )
+    region: f.LabelValue | None = Field(None, description="Default: that of the S3 client.")
+
+
+class CaBundle(Model):
+    """Certificates that the pods trust, instead of those in the image."""
+
+    config_map: f.ObjectName = Field(description="Name of the ConfigMap.")
+    key: f.DataKey = Field("ca.crt", description="Its key with all certificates, PEM.")
+
+
+class Proxy(Model):
+    """The way out of the cluster, for whoever reads these variables."""
+
+    http: f.HttpUrl | None = Field(None, description="HTTP_PROXY.")
+    https: f.HttpUrl | None = Field(None, description="HTTPS_PROXY.")
+    no_proxy: tuple[f.Text, ...] = Field(
+        (), strict=False, description="Hosts besides the cluster's own (`.svc`, `.cluster.local`)."
+    )
+
+
+class Rdma(Model):
+    """Remote memory access between nodes. Needs IPC_LOCK, which only Pod Security `privileged` allows."""
+
+    resource: f.ResourceName = Field(description="Of the device plugin, like `rdma/hca`.")
+    count: f.FewCount = Field(1, description="Devices a pod.")
+
+
+class PatchTarget(Model):
+    """Which objects a patch changes: those that fit all of these."""
+
+    kind: Literal["Pod", "Job", "JobSet", "Service", "ConfigMap", "PodGroup"] = Field(
+        description="`Pod`: the pod template inside a Job or JobSet."
+    )
+    stage: f.Name | None = Field(None, description="Default: every stage.")
+    component: Literal["worker", "driver"] | None = Field(None, description="Default: both.")
+
+
+class Patch(Model):
+    """A last change to what is rendered."""
+
+    model_config = ConfigDict(json_schema_extra=one_of("strategic", "json"))
+
+    target: PatchTarget = Field(description="What to change.")
+    strategic: dict[f.Text, f.Json] | None = Field(
+        None, description="Merged in; lists of things with names by their names, null removes a key."
+    )
+    json_: Annotated[tuple[dict[f.Text, f.Json], ...], Field(strict=False)] | None = Field(
+        None, alias="json", description="Operations of RFC 6902; paths of a `Pod` start at its template."
+    )
+
+
+class Kubernetes(Model):
+    """How a run looks on a cluster; every other backend ignores it."""
+
+    form: Literal["jobset", "indexed-job"] = Field(
+        "jobset", description="`indexed-job` needs no CRD, but a gang is not restarted as a whole."
+    )
+    namespace: f.DnsLabel | None = Field(None, description="Default: that of the client's context.")
+    queue: f.DnsLabel | None = Field(None, description="Kueue's LocalQueue.")
+    queue_priority: f.ObjectName | None = Field(None, description="Kueue's WorkloadPriorityClass.")
+    topology: Topology | None = Field(None, description="Kueue's topology-aware scheduling.")
+    volcano_queue: f.ObjectName | None = Field(None, description="Volcano schedules the gang, in this queue.")
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        "IfNotPresent", description="When a node fetches the image."
+    )
+    image_pull_secrets: tuple[f.ObjectName, ...] = Field(
+        (), strict=False, description="Secrets with the registry's credentials."
+    )
+    node_selector: dict[f.LabelKey, f.LabelValue] = Field({}, description="Labels that a node must have.")
+    tolerations: tuple[Toleration, ...] = Field((), strict=False, description="Besides that of the GPUs.")
+    priority_class: f.ObjectName | None = Field(None, description="PriorityClass of the pods.")
+    runtime_class: f.ObjectName | None = Field(None, description="RuntimeClass of the pods.")
+    volumes: tuple[Volume, ...] = Field((), strict=False, description="Claims to mount in every pod.")
+    env_from: tuple[EnvFrom, ...] = Field((), strict=False, description="For the workers.")
+    secret_env: dict[f.EnvName, SecretKey] = Field(
+        {},
+        description="Variables of the workers from single keys of Secrets.",
+        json_schema_extra={"additionalProperties": False},
+    )
+    store: ClusterStore = Field(
+        default_factory=lambda: ClusterStore.model_validate({}), description="How pods reach an S3 store."
+    )
+    ca_bundle: CaBundle | None = Field(None, description="Certificates to trust.")
+    proxy: Proxy | None = Field(None, description="The way out of the cluster.")
+    service_account: f.ObjectName = Field(
+        "mlpipe-worker", description="Of the workers; its token is not mounted."
+    )
+    driver_service_account: f.ObjectName = Field(
+        "mlpipe-driver", description="Of the driver, bound to the shipped Role."
+    )
+    shm: f.Size | None = Field(
+        None, description="/dev/shm; counts as memory. Default: a quarter of the memory, at most 32 GiB."
+    )
+    rdma: Rdma | None = Field(None, description="Remote memory access between nodes.")
+    max_gang_restarts: f.FewOrZero = Field(
+        3, description="Restarts of all pods of a stage; those by evictions and preemptions are free."
+    )
+    ttl: f.Duration = Field("7 d", description="How long ended jobs stay to be looked at.")
+    gpu_resource: f.ResourceName = Field("nvidia.com/gpu", description="Name of the GPUs as a resource.")
+    gpu_product: f.LabelValue | None = Field(
+        None, description="Label `nvidia.com/gpu.product` of the nodes. Default: by `resources.gpu`."
+    )
+    patches: tuple[Patch, ...] = Field((), strict=False, description="Applied last, in this order.")

@@ -1,0 +1,97 @@
+"""What concerns several values of the `kubernetes` section; reads the raw tree, like `spec/rules.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mlpipe.spec.problems import Problem
+from mlpipe.spec.rules import TAKEN, get, text_of
+from mlpipe.spec.tree import Node
+
+OWN_PATHS = ("/mlpipe", "/tmp", "/dev")  # of every pod: plan, scratch, cache, /tmp, /dev/shm
+
+
+def check(root: Node) -> list[Problem]:
+    """Every violated rule of the section."""
+    section = get(root, "kubernetes")
+    if section is None or not isinstance(section.value, dict):
+        return []
+    return [
+        *_queues(section),
+        *_volumes(_items(section, "volumes")),
+        *_tolerations(_items(section, "tolerations")),
+        *_choices(section),
+        *_secret_env(section),
+    ]
+
+
+def _items(node: Node, key: str) -> list[Node]:
+    found = get(node, key)
+    items = found.value if found is not None and isinstance(found.value, list) else []
+    return [item for item in items if isinstance(item.value, dict)]
+
+
+def _problem(node: Node, message: str, hint: str) -> Problem:
+    return Problem.at(node.key or node.place, message, hint)
+
+
+def _queues(section: Node) -> Iterator[Problem]:
+    queue, volcano = get(section, "queue"), get(section, "volcano_queue")
+    if queue is not None and volcano is not None:
+        yield _problem(volcano, "Kueue ('queue') and Volcano cannot both place a gang", "keep one of them")
+    for key in ("queue_priority", "topology"):
+        node = get(section, key)
+        if node is not None and queue is None:
+            yield _problem(node, f"{key!r} is read by Kueue, for pods in a queue", "add 'queue: NAME'")
+
+
+def _volumes(volumes: list[Node]) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for volume in volumes:
+        node = get(volume, "path")
+        path = text_of(node)
+        if node is None or path is None:
+            continue
+        if any(path == own or path.startswith(own + "/") for own in OWN_PATHS):
+            yield Problem.at(
+                node.place,
+                f"{path!r} is mlpipe's own in every pod",
+                f"mount outside of {', '.join(OWN_PATHS)}",
+            )
+        elif path in seen:
+            yield Problem.at(node.place, f"a second volume at {path!r}", "mount it elsewhere")
+        seen.add(path)
+
+
+def _tolerations(tolerations: list[Node]) -> Iterator[Problem]:
+    for toleration in tolerations:
+        equal = text_of(get(toleration, "operator")) == "Equal"
+        value, seconds = get(toleration, "value"), get(toleration, "toleration_seconds")
+        if value is not None and not equal:
+            yield _problem(value, "a value is compared by operator Equal only", "add 'operator: Equal'")
+        if equal and get(toleration, "key") is None:
+            yield _problem(toleration, "operator Equal needs a key", "add 'key: ...'")
+        if seconds is not None and text_of(get(toleration, "effect")) != "NoExecute":
+            yield _problem(seconds, "only effect NoExecute has toleration_seconds", "remove it")
+
+
+def _choices(section: Node) -> Iterator[Problem]:
+    topology = get(section, "topology")
+    found = [] if topology is None else [(topology, ("required", "preferred"))]
+    found += [(item, ("secret", "config_map")) for item in _items(section, "env_from")]
+    found += [(item, ("strategic", "json")) for item in _items(section, "patches")]
+    for node, keys in found:
+        if not isinstance(node.value, dict):
+            continue
+        there = [key for key in keys if key in node.value]
+        if not there:
+            yield _problem(node, f"neither {keys[0]!r} nor {keys[1]!r}", "write one of them")
+        elif len(there) > 1:
+            yield _problem(node.value[keys[1]], f"both {keys[0]!r} and {keys[1]!r}", "keep one of them")
+
+
+def _secret_env(section: Node) -> Iterator[Problem]:
+    names = get(section, "secret_env")
+    for name, node in names.value.items() if names is not None and isinstance(names.value, dict) else ():
+        if TAKEN.fullmatch(name):
+            yield _problem(node, f"{name} is set by torchrun and mlpipe", "remove it")
