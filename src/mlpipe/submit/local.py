@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from mlpipe._core.errors import EXIT_CODES, Kind, MlpipeError, SubmitError
+from mlpipe._core.errors import EXIT_CODES, Kind, SubmitError
 from mlpipe.plan.plan import Plan, PromotePlan
 from mlpipe.spec import placeholders
 from mlpipe.store import outputs
 from mlpipe.store.base import Store
 from mlpipe.submit import process
+from mlpipe.submit.handle import ThreadedHandle, ended_by, read_outcome
 from mlpipe.submit.promote import promote
 from mlpipe.submit.walk import Ended, Room
 
@@ -45,7 +42,7 @@ class LocalBackend:
         self._driver = driver
         self._folder = folder
         self._gpus = gpu_ids()
-        self._taken: list[tuple[Handle, list[str]]] = []
+        self._taken: list[tuple[ThreadedHandle, list[str]]] = []
 
     def room(self) -> Room:
         return Room(cpus=len(os.sched_getaffinity(0)), gpus=len(self._gpus))
@@ -53,7 +50,7 @@ class LocalBackend:
     def check(self, plan: Plan) -> None:
         check_fits(plan, len(self._gpus))
 
-    def start(self, plan: Plan, scratch: Path) -> Handle:
+    def start(self, plan: Plan, scratch: Path) -> ThreadedHandle:
         if plan.promote is not None:
             return Promotion(self._store, plan, plan.promote)
         argv, env = command_line(plan, scratch)
@@ -121,38 +118,7 @@ def resolve(argv: Sequence[str]) -> list[str]:
     return [program, *argv[1:]]
 
 
-class Handle:
-    """A stage under way. Its thread does what takes long (waiting, uploading), so that `poll` never does."""
-
-    def __init__(self, store: Store, plan: Plan) -> None:
-        self._store = store
-        self._plan = plan
-        self._stopping = False
-        self._ended: Ended | None = None
-        self._thread = threading.Thread(target=self._follow, name=f"stage {plan.stage}", daemon=True)
-
-    def poll(self) -> Ended | None:
-        return self._ended
-
-    def terminate(self) -> None:
-        self._stopping = True
-
-    def kill(self) -> None:
-        self._stopping = True
-
-    def _work(self) -> Ended:
-        raise NotImplementedError
-
-    def _follow(self) -> None:
-        try:
-            self._ended = self._work()
-        except MlpipeError as error:
-            self._ended = Ended("failed", str(error), kind=error.kind)
-        except Exception as error:
-            self._ended = Ended("failed", f"{type(error).__name__}: {error}", kind="bug")
-
-
-class Promotion(Handle):
+class Promotion(ThreadedHandle):
     """Store calls with their own deadlines, too short to be stopped half-way."""
 
     def __init__(self, store: Store, plan: Plan, promotion: PromotePlan) -> None:
@@ -166,7 +132,7 @@ class Promotion(Handle):
         return Ended("done", exit_code=0, outcome={**model, "step": checkpoint.step})
 
 
-class StageProcess(Handle):
+class StageProcess(ThreadedHandle):
     """A command, or the launcher of a train or evaluate stage."""
 
     def __init__(
@@ -240,21 +206,14 @@ class StageProcess(Handle):
         return "; its last lines:" + "".join(f"\n  | {line}" for line in tail) if tail else ", silently"
 
     def _end_of_launcher(self, exit_code: int) -> Ended:
-        key = f"{self._plan.attempt_key}/outcome.json"
-        if not self._store.exists(key):
-            if self._stopping:
-                return Ended("cancelled", "stopped at once", exit_code=exit_code)
-            kind = "infrastructure" if exit_code < 0 else _KINDS.get(exit_code, "bug")
-            message = f"the launcher {_how(exit_code)}{self._last_lines()}"
-            return Ended("failed", message, kind=kind, exit_code=exit_code)
-        outcome: dict[str, Any] = json.loads(self._store.get(key))
-        ended = Ended("done", outcome["message"] or "", exit_code=exit_code, outcome=outcome)
-        if outcome["outcome"] == "saved" or outcome["kind"] == "cancelled":
-            return replace(ended, state="cancelled")
-        if outcome["outcome"] == "failed":
-            error = MlpipeError(ended.message, where=outcome["where"], hint=outcome["hint"])
-            return replace(ended, state="failed", message=str(error), kind=outcome["kind"] or "failed")
-        return ended
+        outcome = read_outcome(self._store, f"{self._plan.attempt_key}/outcome.json")
+        if outcome is not None:
+            return ended_by(outcome)
+        if self._stopping:
+            return Ended("cancelled", "stopped at once", exit_code=exit_code)
+        kind = "infrastructure" if exit_code < 0 else _KINDS.get(exit_code, "bug")
+        message = f"the launcher {_how(exit_code)}{self._last_lines()}"
+        return Ended("failed", message, kind=kind, exit_code=exit_code)
 
 
 def _how(exit_code: int) -> str:

@@ -23,7 +23,7 @@ from mlpipe.store.runs import RunState, StageState
 
 _POLL_SECONDS = 0.1
 _CANCEL_SECONDS = 1.0  # between two looks for a request to cancel: a GET each
-_COMMAND_SECONDS = 30.0  # between SIGTERM and SIGKILL of a command
+COMMAND_SECONDS = 30.0  # between SIGTERM and SIGKILL of a command
 _AFTER_KILL_SECONDS = 10.0  # for a killed stage to be seen as ended
 
 
@@ -249,7 +249,7 @@ class Walk:
         elif running.terminated is not None:
             patience = running.plan.launch.shutdown_seconds
             if running.plan.command is not None:  # it has no checkpoint to write
-                patience = min(patience, _COMMAND_SECONDS)
+                patience = min(patience, COMMAND_SECONDS)
             if now - running.terminated > patience:
                 running.killed = now
                 running.handle.kill()

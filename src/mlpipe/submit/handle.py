@@ -1,0 +1,66 @@
+"""A stage under way, followed by a thread of its own; and how it ended, from what its launcher left."""
+
+from __future__ import annotations
+
+import json
+import threading
+from abc import ABC, abstractmethod
+from typing import Any
+
+from mlpipe._core.errors import Kind, MlpipeError
+from mlpipe.plan.plan import Plan
+from mlpipe.store.base import Store
+from mlpipe.submit.walk import Ended
+
+
+class ThreadedHandle(ABC):
+    """Does what takes long (waiting, uploading) in a thread, so that `poll` never does. `_thread` is started
+    by the subclass, once it is ready."""
+
+    def __init__(self, store: Store, plan: Plan) -> None:
+        self._store = store
+        self._plan = plan
+        self._stopping = False
+        self._ended: Ended | None = None
+        self._thread = threading.Thread(target=self._follow, name=f"stage {plan.stage}", daemon=True)
+
+    def poll(self) -> Ended | None:
+        return self._ended
+
+    def terminate(self) -> None:
+        self._stopping = True
+
+    def kill(self) -> None:
+        self._stopping = True
+
+    @abstractmethod
+    def _work(self) -> Ended:
+        """Until the stage has ended."""
+
+    def _follow(self) -> None:
+        try:
+            self._ended = self._work()
+        except MlpipeError as error:
+            self._ended = Ended("failed", str(error), kind=error.kind)
+        except Exception as error:
+            self._ended = Ended("failed", f"{type(error).__name__}: {error}", kind="bug")
+
+
+def ended_by(outcome: dict[str, Any]) -> Ended:
+    """From a launcher's outcome.json."""
+    words = outcome["message"] or ""
+    if outcome["outcome"] == "saved" or outcome["kind"] == "cancelled":
+        return Ended("cancelled", words, exit_code=outcome["exit_code"], outcome=outcome)
+    if outcome["outcome"] == "failed":
+        text = str(MlpipeError(words, where=outcome["where"], hint=outcome["hint"]))
+        kind: Kind = outcome["kind"] or "failed"
+        return Ended("failed", text, kind=kind, exit_code=outcome["exit_code"], outcome=outcome)
+    return Ended("done", words, exit_code=outcome["exit_code"], outcome=outcome)
+
+
+def read_outcome(store: Store, key: str) -> dict[str, Any] | None:
+    """None if the launcher left none: it was killed, or still runs."""
+    if not store.exists(key):
+        return None
+    found: dict[str, Any] = json.loads(store.get(key))
+    return found

@@ -1,0 +1,109 @@
+"""`python -m mlpipe.submit.pod --plan PLAN --scratch DIR`: PID 1 of the pod of a command or promote stage.
+
+Does there what the backend `local` does on a laptop, and leaves what a launcher leaves: the log and
+outcome.json in the store, the same lines on stdout, and one of our exit codes. A SIGTERM ends the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from mlpipe._core.errors import EXIT_CODES, MlpipeError
+from mlpipe.plan.plan import Plan
+from mlpipe.store import outputs
+from mlpipe.store.base import Store
+from mlpipe.store.open import open_store
+from mlpipe.submit.handle import ThreadedHandle
+from mlpipe.submit.local import LocalBackend
+from mlpipe.submit.walk import COMMAND_SECONDS, Ended
+
+_POLL_SECONDS = 0.1
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="mlpipe.submit.pod", description=__doc__)
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--scratch", type=Path, required=True)
+    arguments = parser.parse_args(argv)
+    stop = _Stop()
+    signal.signal(signal.SIGTERM, stop.on_signal)
+    try:
+        plan = Plan.from_json(arguments.plan.read_bytes())
+        store = open_store(plan.store_url)
+        for key in plan.inputs:
+            outputs.fetch_output(store, key, outputs.cache_folder() / "outputs")
+        backend = LocalBackend(store, driver=f"{socket.gethostname()}-{os.getpid()}", folder=os.getcwd())
+        ended = _follow(backend.start(plan, arguments.scratch), arguments.scratch / "output.log", stop)
+        code = _exit_code(ended)
+        _store_outcome(store, plan, ended, code)
+    except (OSError, ValueError) as error:
+        print(f"error: {arguments.plan}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        return EXIT_CODES["input"]
+    except MlpipeError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        return EXIT_CODES[error.kind]
+    if ended.message:
+        print(f"{ended.state}: {ended.message}", file=sys.stderr, flush=True)  # noqa: T201
+    return code
+
+
+class _Stop:
+    def __init__(self) -> None:
+        self.requested: float | None = None  # monotonic
+
+    def on_signal(self, _: int, __: FrameType | None) -> None:
+        self.requested = self.requested or time.monotonic()
+
+
+def _follow(handle: ThreadedHandle, log: Path, stop: _Stop) -> Ended:
+    """The stage's own timeout is its driver's to watch, and the pod's deadline."""
+    position, terminated, killed = 0, False, False
+    while True:
+        ended = handle.poll()
+        if log.exists():
+            with log.open("rb") as file:
+                file.seek(position)
+                position += sys.stdout.buffer.write(file.read())
+                sys.stdout.buffer.flush()
+        if ended is not None:
+            return ended
+        if stop.requested is not None and not terminated:
+            handle.terminate()
+            terminated = True
+        if stop.requested is not None and not killed and time.monotonic() - stop.requested > COMMAND_SECONDS:
+            handle.kill()
+            killed = True
+        time.sleep(_POLL_SECONDS)
+
+
+def _exit_code(ended: Ended) -> int:
+    if ended.state == "done":
+        return 0
+    return EXIT_CODES["cancelled"] if ended.state == "cancelled" else EXIT_CODES[ended.kind or "failed"]
+
+
+def _store_outcome(store: Store, plan: Plan, ended: Ended, exit_code: int) -> None:
+    body = {
+        "outcome": "done" if ended.state == "done" else "failed",
+        "kind": "cancelled" if ended.state == "cancelled" else ended.kind,
+        "message": ended.message,
+        "where": None,
+        "hint": None,
+        "restarts": 0,
+        "exit_code": exit_code,
+        "time": time.time(),
+        **ended.outcome,
+    }
+    store.put(f"{plan.attempt_key}/outcome.json", json.dumps(body, indent=2).encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
