@@ -1,0 +1,214 @@
+"""A Plan to the objects that run it on a cluster, as plain dicts in the order of their creation.
+
+Pure functions of their arguments. What is returned is what is sent: `render` prints it, `submit` creates it
+(and adds ownerReferences, which need the server's uids). Each object carries the sha256 of itself, so that
+whoever finds its name taken can tell whether it is the very same object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+from mlpipe._core.errors import RenderError
+from mlpipe.plan.cluster import ClusterPlan, Component
+from mlpipe.plan.plan import Plan
+from mlpipe.render import names
+from mlpipe.render.names import gang_name, labels
+from mlpipe.render.patches import patched
+from mlpipe.render.pod import CONTAINER, driver_template, is_gang, worker_template
+from mlpipe.render.yaml import to_yaml
+
+__all__ = ["driver_objects", "gang_name", "labels", "stage_objects", "to_yaml"]
+MAX_CONFIG_BYTES = 2**20  # of a ConfigMap's data
+DRIVER_RETRIES = 100  # a driver that starts anew takes over where the last one was
+_BUG_CODES, _SAVED_CODE = (2, 3), 5
+Json = dict[str, Any]
+
+
+def stage_objects(plan: Plan) -> list[Json]:
+    """A ConfigMap with the plan, what the gang needs beside it, and the Job or JobSet. Raises RenderError."""
+    cluster = plan.cluster
+    if cluster is None:
+        raise RenderError(
+            f"{plan.pipeline!r} says nothing of a cluster",
+            where=plan.stage,
+            hint="add 'image: registry.example.com/team/mlpipe:1.0'",
+        )
+    name, own = gang_name(plan), labels(plan.run_id, plan.stage, plan.attempt, "worker")
+    text = plan.to_json()
+    if len(text.encode()) > MAX_CONFIG_BYTES:
+        raise RenderError(
+            f"plan.json has {len(text.encode())} bytes, a ConfigMap takes {MAX_CONFIG_BYTES}",
+            where=plan.stage,
+            hint="shorten the arguments of the stage, or read them from a file",
+        )
+    config = names.config_name(name, text)
+    jobset = is_gang(plan) and cluster.form == "jobset"
+    first = f"{name}-{'worker-0-' if jobset else ''}0.{name}"
+    template = worker_template(plan, cluster, own | {"sidecar.istio.io/inject": "false"}, config, first)
+    _queue_pod(template, name, cluster)
+    objects: list[Json] = [
+        {**_head("v1", "ConfigMap", config, cluster, own), "immutable": True, "data": {"plan.json": text}}
+    ]
+    if is_gang(plan) and not jobset:
+        objects.append(_service(plan, name, cluster, own))
+    if cluster.volcano_queue is not None:
+        group = {"minMember": plan.launch.num_nodes, "queue": cluster.volcano_queue}
+        objects.append(
+            {**_head("scheduling.volcano.sh/v1beta1", "PodGroup", name, cluster, own), "spec": group}
+        )
+    objects.append(
+        _jobset(plan, name, cluster, own, template) if jobset else _job(plan, name, cluster, own, template)
+    )
+    return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
+
+
+def driver_objects(
+    run_id: str, store_url: str, cluster: ClusterPlan, *, stage: str | None, spec_digest: str
+) -> list[Json]:
+    """The Job that drives the run, or one stage of it. Of `cluster` only what concerns the whole run is read.
+    `spec_digest`: of the resolved pipeline. Raises RenderError."""
+    own = labels(run_id, stage, None, "driver")
+    pod_labels = own | {"sidecar.istio.io/inject": "false"}
+    spec = {
+        "backoffLimit": DRIVER_RETRIES,
+        "completions": 1,
+        "parallelism": 1,
+        "ttlSecondsAfterFinished": cluster.ttl_seconds,
+        "template": driver_template(run_id, store_url, cluster, pod_labels, stage),
+    }
+    head = _head("batch/v1", "Job", names.driver_name(run_id, stage), cluster, own)
+    return _finish([{**head, "spec": spec}], stage, "driver", cluster, spec_digest)
+
+
+def object_digest(found: Json) -> str:
+    """sha256 of the object's canonical JSON, without the annotation that holds it."""
+    metadata = dict(found["metadata"])
+    metadata["annotations"] = {
+        key: value for key, value in metadata.get("annotations", {}).items() if key != names.SPEC_DIGEST
+    }
+    text = json.dumps({**found, "metadata": metadata}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _finish(
+    objects: list[Json], stage: str | None, component: Component, cluster: ClusterPlan, pipeline_digest: str
+) -> list[Json]:
+    for found in objects:
+        found["metadata"]["annotations"] = {names.PIPELINE_DIGEST: pipeline_digest}
+    objects = patched(objects, cluster.patches, stage, component)
+    for found in objects:
+        annotations = found["metadata"].setdefault("annotations", {})
+        annotations[names.SPEC_DIGEST] = object_digest(found)
+    return objects
+
+
+def _head(version: str, kind: str, name: str, cluster: ClusterPlan, own: dict[str, str]) -> Json:
+    metadata: Json = {"name": name, "labels": dict(own)}
+    if cluster.namespace is not None:
+        metadata = {"name": name, "namespace": cluster.namespace, "labels": dict(own)}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata}
+
+
+def _service(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str]) -> Json:
+    """Headless: only names. Before the pods are ready too, since they meet before they are."""
+    selector = {key: own[key] for key in (names.RUN, names.STAGE, names.ATTEMPT)}
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
+    return {**_head("v1", "Service", name, cluster, own), "spec": spec}
+
+
+def _queued(head: Json, cluster: ClusterPlan) -> Json:
+    """Kueue admits what is created suspended and has its label."""
+    if cluster.queue is None:
+        return {}
+    head["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = cluster.queue
+    if cluster.queue_priority is not None:
+        head["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] = cluster.queue_priority
+    return {"suspend": True}
+
+
+def _queue_pod(template: Json, name: str, cluster: ClusterPlan) -> None:
+    annotations = template["metadata"]["annotations"]
+    if cluster.topology is not None:
+        how = "required" if cluster.topology.required else "preferred"
+        annotations[f"kueue.x-k8s.io/podset-{how}-topology"] = cluster.topology.label
+    if cluster.volcano_queue is not None:
+        annotations["scheduling.k8s.io/group-name"] = name
+        template["spec"]["schedulerName"] = "volcano"
+
+
+def _job(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], template: Json) -> Json:
+    """A bug fails it at once, a disruption is free, the rest is counted by pods."""
+    nodes, head = plan.launch.num_nodes, _head("batch/v1", "Job", name, cluster, own)
+    spec: Json = _queued(head, cluster) | {"completions": nodes, "parallelism": nodes}
+    if is_gang(plan):
+        spec["completionMode"] = "Indexed"
+        template["spec"]["subdomain"] = name
+    spec["backoffLimit"] = cluster.max_gang_restarts * nodes
+    spec["podFailurePolicy"] = {
+        "rules": [_exit_codes(_BUG_CODES), {"action": "Ignore", "onPodConditions": [_DISRUPTED]}]
+    }
+    spec |= _deadline(plan) | {"podReplacementPolicy": "Failed"}
+    spec["ttlSecondsAfterFinished"] = cluster.ttl_seconds
+    return {**head, "spec": spec | {"template": template}}
+
+
+def _jobset(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], template: Json) -> Json:
+    """Every failure ends the Job; what its message says decides what becomes of the gang."""
+    nodes = plan.launch.num_nodes
+    rules = [
+        {
+            "name": "bug",
+            "action": "FailJobSet",
+            "onJobFailureMessagePatterns": [f"exit code {code} " for code in _BUG_CODES],
+        },
+        {
+            "name": "disruption",
+            "action": "RestartJobSetAndIgnoreMaxRestarts",
+            "onJobFailureMessagePatterns": ["condition DisruptionTarget", f"exit code {_SAVED_CODE} "],
+        },
+    ]
+    if plan.launch.timeout_seconds is not None:
+        overdue = {"name": "overdue", "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]}
+        rules.insert(0, overdue)
+    job: Json = {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                _exit_codes((*_BUG_CODES, _SAVED_CODE)),
+                {"action": "FailJob", "onPodConditions": [_DISRUPTED]},
+            ]
+        },
+        **_deadline(plan),
+        "podReplacementPolicy": "Failed",
+        "template": template,
+    }
+    head = _head("jobset.x-k8s.io/v1alpha2", "JobSet", name, cluster, own)
+    spec = _queued(head, cluster) | {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
+        "failurePolicy": {"maxRestarts": cluster.max_gang_restarts, "rules": rules},
+        "ttlSecondsAfterFinished": cluster.ttl_seconds,
+        "replicatedJobs": [
+            {"name": CONTAINER, "replicas": 1, "template": {"metadata": {"labels": dict(own)}, "spec": job}}
+        ],
+    }
+    return {**head, "spec": spec}
+
+
+_DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
+
+
+def _exit_codes(codes: tuple[int, ...]) -> Json:
+    found = {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
+    return {"action": "FailJob", "onExitCodes": found}
+
+
+def _deadline(plan: Plan) -> Json:
+    seconds = plan.launch.timeout_seconds
+    return {} if seconds is None else {"activeDeadlineSeconds": max(1, math.ceil(seconds))}

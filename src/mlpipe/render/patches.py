@@ -1,0 +1,236 @@
+"""The user's last word: strategic merges (Kubernetes' own rules for built-in types) and JSON patches
+(RFC 6902). Every error names the patch by its place in the pipeline file, and the path that does not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from mlpipe._core.errors import RenderError
+from mlpipe.plan.cluster import Component, Patch
+
+# Lists that merge item by item: `patchMergeKey` in k8s.io/api/core/v1/types.go; every other list is replaced.
+_MERGE_KEYS = {
+    "containers": ("name",),
+    "initContainers": ("name",),
+    "ephemeralContainers": ("name",),
+    "volumes": ("name",),
+    "imagePullSecrets": ("name",),
+    "replicatedJobs": ("name",),  # x-kubernetes-list-map-keys of JobSet's CRD
+    "env": ("name",),
+    "hostAliases": ("ip",),
+    "resourceClaims": ("name",),
+    "topologySpreadConstraints": ("topologyKey",),
+    "volumeDevices": ("devicePath",),
+    "volumeMounts": ("mountPath",),
+    "ports": ("containerPort", "port"),  # of a container, of a Service
+    "ownerReferences": ("uid",),
+}
+Json = dict[str, Any]
+
+
+class _Misfit(Exception):
+    """`path`: a JSON pointer into the object."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(why)
+        self.path = path
+
+
+def patched(
+    objects: Sequence[Json], patches: Sequence[Patch], stage: str | None, component: Component
+) -> list[Json]:
+    """Copies of `objects` after all patches that are meant for them. Raises RenderError."""
+    found: list[Json] = json.loads(json.dumps(list(objects)))
+    for number, patch in enumerate(patches):
+        if patch.stage not in (None, stage) or patch.component not in (None, component):
+            continue
+        for i, target in enumerate(found):
+            try:
+                found[i] = _apply(patch, target)
+            except _Misfit as error:
+                kind = "strategic" if patch.strategic is not None else "json"
+                where = f"kubernetes.patches[{number}].{kind}, {patch.kind} of stage {stage or 'driver'}"
+                raise RenderError(
+                    f"{error.path or '/'}: {error}", where=where, hint="compare it with `mlpipe render`"
+                ) from None
+    return found
+
+
+def targets(patch: Patch, objects: Sequence[Json], stage: str | None, component: Component) -> bool:
+    """Whether the patch is meant for one of `objects`."""
+    fits = patch.stage in (None, stage) and patch.component in (None, component)
+    return fits and any(patch.kind in (found["kind"], "Pod" if _template(found) else "") for found in objects)
+
+
+def _apply(patch: Patch, target: Json) -> Json:
+    if patch.kind == "Pod":
+        holder = _template(target)
+        if holder is not None:
+            holder["template"] = _changed(patch, holder["template"])
+    elif patch.kind == target["kind"]:
+        before = _identity(target)
+        target = _changed(patch, target)
+        if _identity(target) != before:
+            raise _Misfit("/metadata/name", "apiVersion, kind, name and namespace are found again by name")
+    return target
+
+
+def _template(found: Json) -> Json | None:
+    """What holds the pod template, if there is one."""
+    if found["kind"] == "JobSet":
+        found = found["spec"]["replicatedJobs"][0]["template"]
+    return found["spec"] if "template" in found.get("spec", {}) else None
+
+
+def _identity(found: Any) -> Any:
+    if not isinstance(found, dict) or not isinstance(found.get("metadata"), dict):
+        raise _Misfit("/metadata", "an object needs it")
+    metadata = found["metadata"]
+    return found.get("apiVersion"), found.get("kind"), metadata.get("name"), metadata.get("namespace")
+
+
+def _changed(patch: Patch, target: Json) -> Json:
+    if patch.strategic is not None:
+        merged: Json = _merge(target, json.loads(json.dumps(patch.strategic)), "")
+        return merged
+    result: Any = target
+    for operation in patch.json or ():
+        result = _operate(result, json.loads(json.dumps(operation)))
+    if not isinstance(result, dict):
+        raise _Misfit("", "nothing is left of the object")
+    return result
+
+
+def _merge(old: Any, new: Any, path: str, key: str = "") -> Any:
+    if isinstance(new, dict):
+        if isinstance(old, list) or (old is not None and not isinstance(old, dict)):
+            raise _Misfit(path, f"a mapping cannot be merged into {_show(old)}")
+        directive = new.pop("$patch", None)
+        if directive not in (None, "replace", "merge"):
+            raise _Misfit(path, f"$patch: {directive!r} does not fit here; write replace or merge")
+        merged = {} if old is None or directive == "replace" else dict(old)
+        for name, value in new.items():
+            if value is None:
+                merged.pop(name, None)
+            else:
+                merged[name] = _merge(merged.get(name), value, f"{path}/{_token(name)}", name)
+        return merged
+    if isinstance(new, list):
+        if old is not None and not isinstance(old, list):
+            raise _Misfit(path, f"a list cannot be merged into {_show(old)}")
+        return _merge_list(old or [], new, path, _MERGE_KEYS.get(key, ()))
+    if isinstance(old, dict | list):
+        raise _Misfit(path, f"{_show(new)} cannot stand for {_show(old)}")
+    return new
+
+
+def _merge_list(old: list[Any], new: list[Any], path: str, keys: tuple[str, ...]) -> list[Any]:
+    """By the first of `keys` that the items have; without keys, or after `$patch: replace`, the new one."""
+    if not keys or not all(isinstance(item, dict) for item in [*old, *new]):
+        return [_merge(None, item, f"{path}/{i}") for i, item in enumerate(new)]
+    if {"$patch": "replace"} in new:
+        return [_merge(None, item, f"{path}/{i}") for i, item in enumerate(new) if "$patch" not in item]
+    merged = list(old)
+    for i, item in enumerate(new):
+        key = next((key for key in keys if key in item), None)
+        if key is None:
+            raise _Misfit(f"{path}/{i}", f"an item of this list is known by its {' or '.join(keys)}")
+        at = next((j for j, other in enumerate(merged) if other.get(key) == item[key]), None)
+        if item.get("$patch") == "delete":
+            if at is None:
+                raise _Misfit(f"{path}/{i}", f"there is no item whose {key} is {item[key]!r}")
+            del merged[at]
+        elif at is None:
+            merged.append(_merge(None, item, f"{path}/{i}"))
+        else:
+            merged[at] = _merge(merged[at], item, f"{path}/{i}")
+    return merged
+
+
+def _operate(document: Any, operation: Json) -> Any:
+    """One operation of RFC 6902."""
+    name, path = operation.get("op"), operation.get("path")
+    if not isinstance(path, str) or (path and not path.startswith("/")):
+        raise _Misfit("", f"an operation needs a path like /spec/containers/0, not {path!r}")
+    if name not in ("add", "remove", "replace", "move", "copy", "test"):
+        raise _Misfit(path, f"op is {name!r}; write add, remove, replace, move, copy or test")
+    if name in ("add", "replace", "test") and "value" not in operation:
+        raise _Misfit(path, f"op {name} needs a value")
+    if name in ("move", "copy"):
+        source = operation.get("from")
+        if not isinstance(source, str):
+            raise _Misfit(path, f"op {name} needs a 'from'")
+        value = json.loads(json.dumps(_look(document, source)))
+        if name == "move":
+            if path.startswith(source + "/"):
+                raise _Misfit(path, f"{source} cannot move into itself")
+            document = _put(document, source, "remove", None)
+        return _put(document, path, "add", value)
+    if name == "test":
+        if _canonical(_look(document, path)) != _canonical(operation["value"]):
+            raise _Misfit(path, "it is not what the test says")
+        return document
+    return _put(document, path, name, operation.get("value"))
+
+
+def _look(document: Any, path: str) -> Any:
+    for parent, token, here in _walk(document, path):
+        document = parent[_index(parent, token, here, adding=False)]
+    return document
+
+
+def _put(document: Any, path: str, name: str, value: Any) -> Any:
+    if not path:
+        return None if name == "remove" else value
+    parent, _, _ = path.rpartition("/")
+    holder, token = _look(document, parent), _tokens(path)[-1]
+    key = _index(holder, token, path, adding=name == "add")
+    if name == "remove":
+        del holder[key]
+    elif name == "add" and isinstance(holder, list):
+        holder.insert(key, value)
+    else:
+        holder[key] = value
+    return document
+
+
+def _walk(document: Any, path: str) -> Any:
+    here = ""
+    for token in _tokens(path):
+        here = f"{here}/{_token(token)}"
+        yield document, token, here
+        document = document[_index(document, token, here, adding=False)]
+
+
+def _index(holder: Any, token: str, path: str, *, adding: bool) -> Any:
+    if isinstance(holder, dict):
+        if not adding and token not in holder:
+            raise _Misfit(path, f"there is no {token!r}; there is {', '.join(holder) or 'nothing'}")
+        return token
+    if not isinstance(holder, list):
+        raise _Misfit(path, f"{_show(holder)} has no {token!r}")
+    if token == "-" and adding:
+        return len(holder)
+    if not token.isdecimal() or (len(token) > 1 and token[0] == "0"):
+        raise _Misfit(path, f"{token!r} is no index of a list")
+    if int(token) >= len(holder) + adding:
+        raise _Misfit(path, f"the list has {len(holder)} items")
+    return int(token)
+
+
+def _tokens(path: str) -> list[str]:
+    return [token.replace("~1", "/").replace("~0", "~") for token in path.split("/")[1:]]
+
+
+def _token(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _show(value: Any) -> str:
+    return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(value)

@@ -1,0 +1,332 @@
+"""The pod that runs a stage, and that of the driver. Its process finds the plan in PLAN_FOLDER, may write
+to SCRATCH, CACHE and /tmp, and reads the variables of `docs/reference/environment.md`."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from mlpipe._core.errors import RenderError
+from mlpipe.plan.cluster import ClusterPlan
+from mlpipe.plan.plan import Plan
+
+PLAN_FOLDER, SCRATCH, CACHE = "/mlpipe/plan", "/mlpipe/scratch", "/mlpipe/cache"
+CA_FOLDER = "/mlpipe/ca"
+CONTAINER = "worker"
+METRICS_PORT = 9400  # the base port where the pipeline leaves it open: a PodMonitor must know it
+RENDEZVOUS_PORT = 29500  # torchrun's own default
+USER = 10001  # above the ids of people on a node (CKV_K8S_40)
+GRACE_SECONDS = 30  # after torchrun's own deadline: the last log lines and the outcome
+NODE_LOST_SECONDS = 30  # a driver holds no state: it is quicker to start another than to wait for its node
+_NO_PROXY = ("localhost", "127.0.0.1", ".svc", ".cluster.local")
+Json = dict[str, Any]
+
+
+def escaped(text: str) -> str:
+    """For commands, arguments and values of variables, where Kubernetes expands `$(X)` and halves `$$`."""
+    return text.replace("$", "$$")
+
+
+def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str, rendezvous: str) -> Json:
+    """The pod template of a stage. `config`: ConfigMap with the plan. `rendezvous`: host of the first pod."""
+    distributed = plan.train is not None or plan.evaluate is not None
+    module = "mlpipe.train.launcher" if distributed else "mlpipe.submit.pod"
+    options = ["--plan", f"{PLAN_FOLDER}/plan.json", "--scratch", SCRATCH]
+    container = _container(cluster, CONTAINER, ["-m", module, *options])
+    container["env"] = _worker_env(plan, cluster, rendezvous)
+    if cluster.env_from:
+        keys = {"secret": "secretRef", "config_map": "configMapRef"}
+        container["envFrom"] = [{keys[found.kind]: {"name": found.name}} for found in cluster.env_from]
+    port = _metrics_port(plan)
+    if port is not None:
+        container["ports"] = [
+            {"name": f"metrics-{i}" if i else "metrics", "containerPort": port + i}
+            for i in range(plan.launch.nproc_per_node)
+        ]
+    amounts = _amounts(plan, cluster)
+    container["resources"] = {"requests": amounts, "limits": dict(amounts)}
+    if cluster.rdma is not None and plan.launch.num_nodes > 1:
+        container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]  # pinned memory
+    spec = _pod_spec(plan.store_url, cluster, container, cluster.service_account, token=False)
+    _mount(spec, "plan", PLAN_FOLDER, {"configMap": {"name": config}}, read_only=True)
+    _mount(spec, "scratch", SCRATCH, {"emptyDir": {}})
+    shm = {"medium": "Memory", "sizeLimit": quantity(cluster.shm_bytes)}
+    _mount(spec, "shm", "/dev/shm", {"emptyDir": shm})
+    spec["restartPolicy"] = "Never"
+    spec["terminationGracePeriodSeconds"] = int(plan.launch.shutdown_seconds) + GRACE_SECONDS
+    _place(spec, plan, cluster, labels)
+    annotations = {
+        "sidecar.istio.io/inject": "false",  # a sidecar keeps a Job from completing
+        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+        "karpenter.sh/do-not-disrupt": "true",
+    }
+    return {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
+
+
+def driver_template(
+    run_id: str, store_url: str, cluster: ClusterPlan, labels: Json, stage: str | None
+) -> Json:
+    """The pod template of the driver: no GPU, and the only pod with a token."""
+    args = ["-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--debug"]
+    container = _container(cluster, "driver", args + (["--stage", stage] if stage is not None else []))
+    container["env"] = _env(_own(run_id, cluster)) + _by_reference(store_url, cluster)
+    if cluster.proxy is not None:  # never to the API server, whose address the cluster fills in
+        for variable in container["env"]:
+            if variable["name"].upper() == "NO_PROXY":
+                variable["value"] += ",$(KUBERNETES_SERVICE_HOST)"
+    container["resources"] = {
+        "requests": {"cpu": "100m", "memory": "256Mi"},
+        "limits": {"cpu": "1", "memory": "1Gi"},
+    }
+    spec = _pod_spec(store_url, cluster, container, cluster.driver_service_account, token=True)
+    spec["restartPolicy"] = "OnFailure"
+    spec["terminationGracePeriodSeconds"] = GRACE_SECONDS
+    spec["tolerations"] = [
+        *_tolerations(cluster, gpus=0),
+        *(
+            {
+                "key": f"node.kubernetes.io/{state}",
+                "operator": "Exists",
+                "effect": "NoExecute",
+                "tolerationSeconds": NODE_LOST_SECONDS,
+            }
+            for state in ("not-ready", "unreachable")
+        ),
+    ]
+    annotations = {"sidecar.istio.io/inject": "false"}
+    return {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
+
+
+def quantity(num_bytes: int) -> str:
+    """2147483648 -> '2Gi'."""
+    for unit, size in (("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10)):
+        if num_bytes % size == 0:
+            return f"{num_bytes // size}{unit}"
+    return str(num_bytes)
+
+
+def _cores(cpus: float) -> str:
+    return str(int(cpus)) if cpus == int(cpus) else f"{round(cpus * 1000)}m"
+
+
+def _amounts(plan: Plan, cluster: ClusterPlan) -> Json:
+    """Requests equal limits: memory and devices cannot be overcommitted, and a gang is as slow as its
+    slowest member, so it should not share its cores either."""
+    amounts = {"cpu": _cores(cluster.cpus), "memory": quantity(cluster.memory_bytes)}
+    if cluster.gpus_per_node:
+        amounts[cluster.gpu_resource] = str(cluster.gpus_per_node)
+    if cluster.rdma is not None and plan.launch.num_nodes > 1:
+        amounts[cluster.rdma.resource] = str(cluster.rdma.count)
+    return amounts
+
+
+def _container(cluster: ClusterPlan, name: str, args: list[str]) -> Json:
+    if cluster.image is None:
+        raise RenderError(
+            "the pipeline names no container image", hint="add 'image: registry.example.com/team/mlpipe:1.0'"
+        )
+    return {
+        "name": name,
+        "image": cluster.image,
+        "imagePullPolicy": cluster.image_pull_policy,
+        "command": ["python"],
+        "args": [escaped(arg) for arg in args],
+        "env": [],
+        "resources": {},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _pod_spec(store_url: str, cluster: ClusterPlan, container: Json, account: str, *, token: bool) -> Json:
+    _check_store(store_url, cluster)
+    spec: Json = {
+        "serviceAccountName": account,
+        "automountServiceAccountToken": token,
+        "enableServiceLinks": False,
+        "restartPolicy": "",
+        "terminationGracePeriodSeconds": 0,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [],
+    }
+    if cluster.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in cluster.image_pull_secrets]
+    if cluster.node_selector:
+        spec["nodeSelector"] = dict(sorted(cluster.node_selector.items()))
+    if cluster.priority_class is not None:
+        spec["priorityClassName"] = cluster.priority_class
+    if cluster.runtime_class is not None:
+        spec["runtimeClassName"] = cluster.runtime_class
+    _mount(spec, "cache", CACHE, {"emptyDir": {}})
+    _mount(spec, "tmp", "/tmp", {"emptyDir": {}})
+    claims = sorted({volume.claim for volume in cluster.volumes})
+    for volume in cluster.volumes:
+        number = claims.index(volume.claim)
+        claim = {"persistentVolumeClaim": {"claimName": volume.claim}}
+        _mount(spec, f"claim-{number}", volume.path, claim, volume.sub_path, read_only=volume.read_only)
+    if cluster.ca_bundle is not None:
+        items = [{"key": cluster.ca_bundle.key, "path": "ca.crt"}]
+        source = {"configMap": {"name": cluster.ca_bundle.config_map, "items": items}}
+        _mount(spec, "ca", CA_FOLDER, source, read_only=True)
+    return spec
+
+
+def _mount(
+    spec: Json, name: str, path: str, source: Json, sub_path: str | None = None, *, read_only: bool = False
+) -> None:
+    if all(volume["name"] != name for volume in spec["volumes"]):
+        spec["volumes"].append({"name": name, **source})
+    mount: Json = {"name": name, "mountPath": path}
+    if sub_path is not None:
+        mount["subPath"] = sub_path
+    if read_only:
+        mount["readOnly"] = True
+    spec["containers"][0]["volumeMounts"].append(mount)
+
+
+def _place(spec: Json, plan: Plan, cluster: ClusterPlan, labels: Json) -> None:
+    """On which nodes the pods may stand, and next to whom."""
+    tolerations = _tolerations(cluster, cluster.gpus_per_node)
+    if tolerations:
+        spec["tolerations"] = tolerations
+    if cluster.gpus_per_node and cluster.gpu_product is not None:
+        term = {"key": "nvidia.com/gpu.product", "operator": "In", "values": [cluster.gpu_product]}
+        required = {"nodeSelectorTerms": [{"matchExpressions": [term]}]}
+        spec["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
+    if plan.launch.num_nodes > 1:  # softly: a cluster of one node is a cluster
+        spec["topologySpreadConstraints"] = [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {k: v for k, v in labels.items() if "mlpipe.dev/" in k}},
+            }
+        ]
+
+
+def _tolerations(cluster: ClusterPlan, gpus: int) -> list[Json]:
+    """A node selector may send all pods to the nodes with GPUs, also those without."""
+    found: list[Json] = []
+    if gpus or cluster.node_selector:
+        found.append({"key": cluster.gpu_resource, "operator": "Exists", "effect": "NoSchedule"})
+    for toleration in cluster.tolerations:
+        fields = {
+            "key": toleration.key,
+            "operator": toleration.operator,
+            "value": toleration.value,
+            "effect": toleration.effect,
+            "tolerationSeconds": toleration.toleration_seconds,
+        }
+        found.append({key: value for key, value in fields.items() if value is not None})
+    return found
+
+
+def _metrics_port(plan: Plan) -> int | None:
+    if plan.train is None or plan.launch.metrics_port is None:
+        return None
+    return plan.launch.metrics_port or METRICS_PORT
+
+
+def _worker_env(plan: Plan, cluster: ClusterPlan, rendezvous: str) -> list[Json]:
+    launch = plan.launch
+    variables = {**launch.env, **_own(plan.run_id, cluster), "MLPIPE_STAGE": plan.stage}
+    if launch.num_nodes > 1:
+        variables["MLPIPE_RENDEZVOUS"] = f"{rendezvous}:{RENDEZVOUS_PORT}"
+    port = _metrics_port(plan)
+    if port is not None:
+        variables |= {"MLPIPE_METRICS_ADDRESS": "0.0.0.0", "MLPIPE_METRICS_PORT": str(port)}
+    if launch.device == "cuda":
+        flight = {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # a collective that hangs ends its process
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            "TORCH_FR_DUMP_TEMP_FILE": f"{SCRATCH}/flight-rank-",
+        }
+        variables = {**flight, **variables}
+    env = _env(variables)
+    for name, path in (("MLPIPE_POD_NAME", "metadata.name"), ("MLPIPE_NODE_NAME", "spec.nodeName")):
+        env.append({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}})
+    if is_gang(plan) and cluster.form == "jobset":
+        path = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+        env.append({"name": "MLPIPE_GANG_RESTART", "valueFrom": {"fieldRef": {"fieldPath": path}}})
+    env += _by_reference(plan.store_url, cluster)
+    env += [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": found.secret, "key": found.key}}}
+        for name, found in sorted(cluster.secret_env.items())
+    ]
+    return list({found["name"]: found for found in env}.values())  # the last word on a name, said once
+
+
+def is_gang(plan: Plan) -> bool:
+    """Whether the stage is of the form that the pipeline asks for; others are plain Jobs of one pod."""
+    return plan.train is not None or (plan.evaluate is not None and plan.launch.num_nodes > 1)
+
+
+def _own(run_id: str, cluster: ClusterPlan) -> dict[str, str]:
+    """No passwd file knows the user, and the root file system is read-only."""
+    own = {"MLPIPE_RUN_ID": run_id, "MLPIPE_CACHE": CACHE, "HOME": "/tmp", "USER": "mlpipe"}
+    if cluster.ca_bundle is not None:
+        names = ("AWS_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+        own |= dict.fromkeys(names, f"{CA_FOLDER}/ca.crt")
+    return own | _proxy(cluster)
+
+
+def _env(variables: dict[str, str]) -> list[Json]:
+    return [{"name": name, "value": escaped(value)} for name, value in variables.items()]
+
+
+def _proxy(cluster: ClusterPlan) -> dict[str, str]:
+    """In capitals and not: programs differ."""
+    proxy = cluster.proxy
+    if proxy is None:
+        return {}
+    endpoint = urlsplit(cluster.store_endpoint or "").hostname
+    hosts = [*_NO_PROXY, *([endpoint] if endpoint else []), *proxy.no_proxy]
+    found = {"HTTP_PROXY": proxy.http, "HTTPS_PROXY": proxy.https, "NO_PROXY": ",".join(hosts)}
+    found |= {name.lower(): value for name, value in found.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _by_reference(store_url: str, cluster: ClusterPlan) -> list[Json]:
+    """How the store is reached. Credentials as variables: the S3 client reads them from there."""
+    if not store_url.startswith("s3://"):
+        return []
+    env: list[Json] = [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": cluster.store_secret, "key": name}}}
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    ]
+    known = {"AWS_ENDPOINT_URL_S3": cluster.store_endpoint, "AWS_REGION": cluster.store_region}
+    return env + _env({name: value for name, value in known.items() if value is not None})
+
+
+def _check_store(url: str, cluster: ClusterPlan) -> None:
+    """A folder is seen by all pods only if it lies in a volume of theirs."""
+    if url.startswith("s3://"):
+        return
+    folder = PurePosixPath(unquote(urlsplit(url).path) if url.startswith("file://") else url)
+    for volume in cluster.volumes:
+        if folder.is_relative_to(volume.path):
+            if volume.read_only:
+                raise RenderError(
+                    f"the store {folder} lies in a volume that is read-only", where=volume.claim
+                )
+            return
+    raise RenderError(
+        f"the store {folder} is a folder that the pods do not share",
+        hint="use s3://bucket/prefix, or mount a claim there with 'kubernetes.volumes: [{claim: NAME, path: "
+        f"{folder}}}]'",
+    )
