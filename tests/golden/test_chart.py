@@ -1,0 +1,267 @@
+"""charts/mlpipe: lint, every example, the schema of the values, and equality with the Kustomize base.
+
+`MLPIPE_UPDATE_GOLDEN=1` rewrites the golden file; read the difference before committing it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from kit import manifests
+from kit.helm import binary, helm
+from kit.servers import ServerMissingError
+
+from mlpipe.plan.build import build_plan
+from mlpipe.plan.hardware import GIB, Hardware
+from mlpipe.render.kubernetes import labels, stage_objects
+from mlpipe.spec.load import load_pipeline
+
+pytestmark = pytest.mark.golden
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "charts" / "mlpipe"
+EXAMPLES = sorted((CHART / "ci").glob("*-values.yaml"))
+CRDS = ("kueue.x-k8s.io/v1beta1/ClusterQueue", "monitoring.coreos.com/v1/PodMonitor")
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _needs_helm():
+    try:
+        binary()
+    except ServerMissingError as error:
+        pytest.skip(str(error))
+
+
+def _template(*options: str | Path, crds: tuple[str, ...] = CRDS) -> str:
+    known = [word for crd in crds for word in ("--api-versions", crd)]
+    done = helm("template", "mlpipe", CHART, "--namespace", "mlpipe", *known, *options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _refused(*options: str, crds: tuple[str, ...] = ()) -> str:
+    known = [word for crd in crds for word in ("--api-versions", crd)]
+    done = helm("template", "mlpipe", CHART, "--namespace", "mlpipe", *known, *options)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    return done.stderr
+
+
+def _kustomized(name: str) -> str:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not on PATH: it builds k8s/. Install kubectl")
+    command = ["kubectl", "kustomize", str(ROOT / "k8s" / name)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def _by_name(text: str) -> dict[tuple[str, str], dict]:
+    """(kind, name) -> the object without its labels, which name the tool that installed it."""
+    objects = {(one["kind"], one["metadata"]["name"]): one for one in manifests.load(text)}
+    for one in objects.values():
+        one["metadata"].pop("labels", None)
+    return objects
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_lint(example):
+    done = helm("lint", "--strict", CHART, "--values", example)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("example", [CHART / "values.yaml", *EXAMPLES], ids=lambda path: path.stem)
+def test_every_example_renders_what_the_schemas_allow(example):
+    objects = list(manifests.load(_template("--values", example)))
+    assert objects
+    for one in objects:
+        manifests.check_schema(one)
+        assert one["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
+
+
+def test_the_full_example_byte_for_byte():
+    text = _template("--values", CHART / "ci" / "full-values.yaml")
+    golden = Path(__file__).parent / "chart" / "full.yaml"
+    if os.environ.get("MLPIPE_UPDATE_GOLDEN"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+def test_the_chart_and_the_kustomize_base_are_the_same():
+    chart, base = _by_name(_template()), _by_name(_kustomized("base"))
+    assert base.pop(("Namespace", "mlpipe"))
+    assert chart == base
+
+
+def test_roles_are_those_of_the_base_whatever_the_values():
+    base = _by_name(_kustomized("base"))
+    for example in EXAMPLES:
+        chart = _by_name(_template("--values", example))
+        for name in ("mlpipe-driver", "mlpipe-submitter"):
+            assert chart["Role", name]["rules"] == base["Role", name]["rules"]
+
+
+def test_the_queue_is_that_of_the_overlay():
+    options = ("--set", "kueue.enabled=true", "--set", r"quota.hard.requests\.nvidia\.com/gpu=null")
+    chart, overlay = _by_name(_template(*options)), _by_name(_kustomized("overlays/kueue"))
+    assert overlay.pop(("Namespace", "mlpipe"))
+    for one in overlay.values():
+        one.pop("description", None)
+    assert chart == overlay
+
+
+def test_node_events_are_those_of_the_overlay():
+    chart = _by_name(_template("--set", "nodeEvents.enabled=true"))
+    for one in _by_name(_kustomized("overlays/node-events")).values():
+        assert chart[one["kind"], one["metadata"]["name"]] == one
+
+
+def test_two_namespaces_share_no_cluster_wide_name():
+    def cluster_wide(*options: str) -> set[tuple[str, str]]:
+        text = _template("--set", "nodeEvents.enabled=true", *options)
+        return {name for name, one in _by_name(text).items() if "namespace" not in one["metadata"]}
+
+    assert cluster_wide()
+    assert not cluster_wide() & cluster_wide("--set", "namespace.name=other")
+
+
+@pytest.mark.parametrize(
+    ("flag", "crd"),
+    [("kueue.enabled", CRDS[0]), ("podMonitor.enabled", CRDS[1])],
+    ids=["kueue", "podMonitor"],
+)
+def test_a_flag_without_its_crd_says_so(flag, crd):
+    message = _refused("--set", f"{flag}=true", crds=tuple({*CRDS} - {crd}))
+    assert f"{flag} is true, but this cluster has no {crd}" in message
+    assert f"set {flag}=false" in message
+    assert crd in _template_kinds("--set", f"{flag}=true")
+
+
+def _template_kinds(*options: str) -> set[str]:
+    return {f"{one['apiVersion']}/{one['kind']}" for one in manifests.load(_template(*options))}
+
+
+def test_flavors_with_different_resources_are_refused():
+    flavors = [{"name": "a", "quota": {"cpu": "1"}}, {"name": "b", "quota": {"memory": "1Gi"}}]
+    message = _refused(
+        "--set", "kueue.enabled=true", "--set-json", f"kueue.flavors={json.dumps(flavors)}", crds=CRDS
+    )
+    assert "b lists other resources than a" in message
+
+
+def test_the_releases_own_namespace_is_not_made_by_the_chart():
+    assert "kubectl label namespace" in _refused("--set", "namespace.create=true")
+
+
+def test_helm_refuses_a_misspelt_key():
+    assert "prometheusNamspace" in _refused("--set", "networkPolicy.prometheusNamspace=x")
+
+
+def _objects(schema: dict, path: tuple[str, ...] = ()):
+    """(path, schema) of every object with named keys in the schema, references followed."""
+    if ref := schema.get("$ref"):
+        schema = SCHEMA["definitions"][ref.rpartition("/")[2]]
+    if "properties" in schema:
+        yield path, schema
+    for key, inner in schema.get("properties", {}).items():
+        yield from _objects(inner, (*path, key))
+    if isinstance(schema.get("items"), dict):
+        yield from _objects(schema["items"], (*path, "0"))
+
+
+def test_the_schema_is_closed_and_names_what_values_names():
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+    jsonschema.validate(VALUES, SCHEMA)
+    for path, schema in _objects(SCHEMA):
+        assert schema["additionalProperties"] is False, path
+        value = VALUES
+        for step in path:
+            value = value[int(step) if step.isdigit() else step] if value else None
+        if isinstance(value, dict):
+            assert set(schema["properties"]) - {"global"} == set(value), path
+    for name, definition in [*SCHEMA["definitions"].items(), *SCHEMA["properties"].items()]:
+        if definition.get("type") == "object" and name != "global":
+            assert "additionalProperties" in definition, name
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("metrics.ranksPerPod", "8"),
+        ("metrics.ranksPerPod", 0),
+        ("quota.hard.pods", "many"),
+        ("namespace.name", "Not_A_Name"),
+        ("namespace.podSecurity", "none"),
+        ("podMonitor.interval", "soon"),
+        ("networkPolicy.egress.cidrs", ["everywhere"]),
+        ("networkPolicy.egress.ports", [70000]),
+        ("submitter.subjects", [{"kind": "Robot", "name": "x"}]),
+        ("kueue.flavors", []),
+        ("commonLabels", {"app.kubernetes.io/name": "other"}),
+        ("podMonitor.labels", {"helm.sh/chart": "other"}),
+    ],
+)
+def test_the_schema_refuses(path, value):
+    values = copy.deepcopy(VALUES)
+    *folders, last = path.split(".")
+    inner = values
+    for folder in folders:
+        inner = inner[folder]
+    inner[last] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(values, SCHEMA)
+
+
+def test_ranks_are_scraped_and_let_through_alike():
+    chart = _by_name(_template("--set", "podMonitor.enabled=true,metrics.ranksPerPod=3"))
+    scraped = [end["port"] for end in chart["PodMonitor", "mlpipe"]["spec"]["podMetricsEndpoints"]]
+    _, prometheus = chart["NetworkPolicy", "mlpipe"]["spec"]["ingress"]
+    assert scraped == [port["port"] for port in prometheus["ports"]] == ["metrics", "metrics-1", "metrics-2"]
+
+
+def test_what_mlpipe_renders_is_what_the_chart_selects():
+    pipeline = load_pipeline(ROOT / "pipelines" / "llm.yaml")
+    hardware = Hardware("cuda", 2, 8, 80 * GIB, "H100-80GB", {"bf16": 989e12}, 96)
+    plan = build_plan(
+        pipeline, "train", run_id="r", attempt=1, store_url=pipeline.store, inputs={}, hardware=hardware
+    )
+    (job,) = [one for one in stage_objects(plan) if one["kind"] == "JobSet"]
+    template = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    ports = [port["name"] for port in template["spec"]["containers"][0]["ports"]]
+    chart = _by_name(_template("--set", "podMonitor.enabled=true"))
+    monitor = chart["PodMonitor", "mlpipe"]["spec"]
+    assert [end["port"] for end in monitor["podMetricsEndpoints"]] == ports
+    assert monitor["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    for name, component in (("mlpipe", "worker"), ("mlpipe", "driver"), ("mlpipe-driver", "driver")):
+        chosen = chart["NetworkPolicy", name]["spec"]["podSelector"]["matchLabels"]
+        assert chosen.items() <= labels("r", None, None, component).items()
+    assert template["spec"]["serviceAccountName"] == VALUES["worker"]["serviceAccount"]["name"]
+
+
+def test_notes_say_what_is_left_to_do():
+    def notes(*options: str) -> str:
+        done = helm("install", "mlpipe", CHART, "--dry-run=client", "--namespace", "mlpipe", *options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.partition("NOTES:")[2]
+
+    text = notes()
+    assert "pod-security.kubernetes.io/enforce=restricted" in text
+    assert "--role=mlpipe-submitter" in text
+    assert "This cluster has no JobSet" in text
+    assert "mlpipe-submitter" not in notes("--values", str(CHART / "ci" / "minimal-values.yaml"))
+
+
+def test_the_version_is_that_of_mlpipe():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "src/mlpipe/__init__.py").read_text())
+    assert version is not None
+    assert chart["appVersion"] == version[1]
