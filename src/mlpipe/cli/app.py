@@ -21,6 +21,7 @@ VERBS = {
     "validate": "Report every mistake in a pipeline file at once.",
     "schema": "Print the JSON Schema of pipeline files, for editors.",
     "plan": "Show what will run and why: strategies compared, memory, batch.",
+    "render": "Write manifests to review and commit.",
     "run": "Run a pipeline here, in the foreground.",
     "submit": "Start a run in the background and print its id.",
     "list": "List the runs of a store.",

@@ -16,6 +16,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.units import parse_cadence, parse_seconds
 from mlpipe.plan.choose import Candidate, candidate, choose, micro_batches
 from mlpipe.plan.flops import num_flops_per_token
+from mlpipe.plan.grace import shutdown_seconds
 from mlpipe.plan.hardware import Hardware, detect_hardware
 from mlpipe.plan.memory import Work, activations_bytes, counts, logits_bytes
 from mlpipe.plan.plan import (
@@ -40,7 +41,6 @@ from mlpipe.spec.model import OwnData, OwnModel, Pipeline, PresetModel, Resource
 from mlpipe.spec.placeholders import names, resolve
 
 LLAMA = "mlpipe.train.models.llama:build_model"
-SHUTDOWN_SECONDS = 600.0  # SIGTERM to SIGKILL: a step and a save, of a model of any size
 
 
 def stage_hardware(pipeline: Pipeline, stage_name: str, *, cluster: bool = False) -> Hardware:
@@ -98,7 +98,7 @@ def build_plan(
         store_url=store_url,
         spec_digest=pipeline.digest,
         code_digest=code_digest(),
-        launch=_launch(stage, hardware, known),
+        launch=_launch(stage, hardware, known, train),
         train=train,
         evaluate=evaluate,
         command=command,
@@ -171,7 +171,7 @@ def _fill(value: Any, known: Mapping[str, str]) -> Any:
     return value
 
 
-def _launch(stage: Stage, hardware: Hardware, known: Mapping[str, str]) -> Launch:
+def _launch(stage: Stage, hardware: Hardware, known: Mapping[str, str], plan: TrainPlan | None) -> Launch:
     env = {key: resolve(value, known, partial=True) for key, value in stage.env.items()}
     train = stage.train
     distributed = train is not None or stage.evaluate is not None
@@ -189,7 +189,7 @@ def _launch(stage: Stage, hardware: Hardware, known: Mapping[str, str]) -> Launc
         argv=("-m", "mlpipe.train.worker") if distributed else (),
         env=env,
         timeout_seconds=parse_seconds(stage.timeout) if stage.timeout else None,
-        shutdown_seconds=SHUTDOWN_SECONDS,
+        shutdown_seconds=shutdown_seconds(plan, hardware.devices_per_node),
         metrics_port=train.metrics_port if train is not None and train.metrics_port != "off" else None,
     )
 

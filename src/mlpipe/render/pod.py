@@ -68,7 +68,7 @@ def driver_template(
     run_id: str, store_url: str, cluster: ClusterPlan, labels: Json, stage: str | None
 ) -> Json:
     """The pod template of the driver: no GPU, and the only pod with a token."""
-    args = ["-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--debug"]
+    args = ["-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--here", "--debug"]
     container = _container(cluster, "driver", args + (["--stage", stage] if stage is not None else []))
     container["env"] = _env(_own(run_id, cluster)) + _by_reference(store_url, cluster)
     if cluster.proxy is not None:  # never to the API server, whose address the cluster fills in
@@ -290,12 +290,13 @@ def _env(variables: dict[str, str]) -> list[Json]:
 
 
 def _proxy(cluster: ClusterPlan) -> dict[str, str]:
-    """In capitals and not: programs differ."""
+    """In capitals and not: programs differ. The store is spared the detour if its name is a Service's short
+    one, `minio` or `minio.storage`."""
     proxy = cluster.proxy
     if proxy is None:
         return {}
-    endpoint = urlsplit(cluster.store_endpoint or "").hostname
-    hosts = [*_NO_PROXY, *([endpoint] if endpoint else []), *proxy.no_proxy]
+    endpoint = urlsplit(cluster.store_endpoint or "").hostname or ".."
+    hosts = [*_NO_PROXY, *([endpoint] if endpoint.count(".") < 2 else []), *proxy.no_proxy]
     found = {"HTTP_PROXY": proxy.http, "HTTPS_PROXY": proxy.https, "NO_PROXY": ",".join(hosts)}
     found |= {name.lower(): value for name, value in found.items()}
     return {name: value for name, value in found.items() if value is not None}

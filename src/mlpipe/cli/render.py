@@ -1,0 +1,153 @@
+"""`mlpipe render SPEC --for kubernetes`: the manifests of a pipeline, to review and commit. Needs no cluster
+and no store."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlpipe._core.errors import EXIT_CODES, RenderError
+from mlpipe.cli.session import Session, overrides, shared
+
+if TYPE_CHECKING:
+    from mlpipe.spec.model import Pipeline
+
+_HEAD = "# Written by `mlpipe render`: change the pipeline file, not this one.\n"
+
+
+@click.command()
+@click.argument("spec", type=click.Path())
+@click.option("--for", "target", type=click.Choice(["kubernetes"]), required=True, help="The backend.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write NN-<stage>.yaml there.")
+@click.option("--check", is_flag=True, help="Compare DIR instead; exit 2 with a diff if it is not the same.")
+@click.option("--stage", metavar="NAME", help="Only this stage.")
+@click.option("--run-id", metavar="ID", help="Default: the pipeline's name and its digest.")
+@overrides
+@shared
+@click.pass_obj
+def command(
+    session: Session,
+    spec: str,
+    target: str,
+    out: Path | None,
+    check: bool,
+    stage: str | None,
+    run_id: str | None,
+    overrides: tuple[str, ...],
+) -> int:
+    """Write the manifests of a pipeline: those of its driver, then those that the driver will send for each
+    stage. The same input gives the same bytes. What other stages make is not known yet, so it stands there
+    as `{{stages.NAME.output}}`."""
+    from mlpipe._core.ids import is_name
+    from mlpipe.spec.load import load_pipeline
+
+    if check and out is None:
+        raise click.UsageError("--check compares with a folder: add --out DIR")
+    if run_id is not None and not is_name(run_id):
+        raise click.UsageError(f"{run_id!r} is no run id: write 1 to 63 of a-z, 0-9, '.', '_', '-'")
+    pipeline = load_pipeline(spec, overrides=overrides)
+    run_id = run_id or f"{pipeline.name[:40]}-{pipeline.digest[:8]}"
+    objects, findings = render(pipeline, session.full_store_url(pipeline.store), run_id, stage)
+    for finding in findings:
+        session.note(finding)
+    if any(finding.startswith("error: ") for finding in findings):
+        wrong = [finding.removeprefix("error: ") for finding in findings if finding.startswith("error: ")]
+        raise RenderError("; ".join(wrong), where=spec)
+
+    from mlpipe.render.yaml import to_yaml
+
+    files = {name: _HEAD + to_yaml(found) for name, found in objects.items()}
+    if out is None:
+        every = [one for found in objects.values() for one in found]
+        session.result(
+            {"run_id": run_id, "findings": findings, "objects": every}, to_yaml(every).rstrip("\n")
+        )
+        return 0
+    stale = [path for path in _ours(out) if path.name not in files] if stage is None else []
+    if check:
+        return _check(session, out, files, stale)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (out / name).write_text(text, encoding="ascii")
+        for path in stale:
+            path.unlink()
+    except OSError as error:
+        raise RenderError(f"cannot be written: {error.strerror}", where=str(out)) from None
+    written = [str(out / name) for name in files]
+    session.result(
+        {"run_id": run_id, "findings": findings, "files": written, "removed": [str(path) for path in stale]},
+        "\n".join(written),
+    )
+    return 0
+
+
+def render(
+    pipeline: Pipeline, store_url: str, run_id: str, stage: str | None
+) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
+    """File name -> objects, and the findings of the lint. Raises PlanError and RenderError."""
+    from mlpipe._core.errors import PlanError
+    from mlpipe.plan.build import build_plan, stage_hardware
+    from mlpipe.render.kubernetes import driver_objects, stage_objects
+    from mlpipe.render.lint import lint, lint_patches
+
+    names = [found.name for found in pipeline.stages]
+    if stage is not None and stage not in names:
+        raise PlanError(f"the pipeline has no stage {stage!r}", hint=f"it has {', '.join(names)}")
+    plans = [
+        build_plan(
+            pipeline,
+            name,
+            run_id=run_id,
+            attempt=1,
+            store_url=store_url,
+            inputs={},
+            hardware=stage_hardware(pipeline, name, cluster=True),
+            resume=True,
+        )
+        for name in names
+    ]
+    staged = [stage_objects(plan) for plan in plans]
+    if plans[0].cluster is None:
+        raise RenderError("the pipeline says nothing of a cluster")
+    driver = driver_objects(run_id, store_url, plans[0].cluster, stage=stage, spec_digest=pipeline.digest)
+    findings = [line for plan in plans if stage in (None, plan.stage) for line in lint(plan)]
+    findings = list(dict.fromkeys([*findings, *lint_patches(plans, [*staged, driver])]))
+    width = max(2, len(str(len(plans))))
+    files = {f"{0:0{width}}-driver.yaml": driver}
+    for number, (plan, found) in enumerate(zip(plans, staged, strict=True), start=1):
+        if stage in (None, plan.stage):
+            files[f"{number:0{width}}-{plan.stage}.yaml"] = found
+    return files, findings
+
+
+def _ours(out: Path) -> list[Path]:
+    """Files of `out` that an earlier render wrote."""
+    return [
+        path
+        for path in sorted(out.glob("[0-9][0-9]*-*.yaml"))
+        if path.is_file() and path.read_bytes().startswith(_HEAD.encode())
+    ]
+
+
+def _check(session: Session, out: Path, files: dict[str, str], stale: list[Path]) -> int:
+    found: list[str] = []
+    for name, text in files.items():
+        path = out / name
+        old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        lines = difflib.unified_diff(
+            old.splitlines(), text.splitlines(), str(path), "what the pipeline says", lineterm=""
+        )
+        found += lines
+    for path in stale:
+        lines = difflib.unified_diff(path.read_text().splitlines(), [], str(path), "nothing", lineterm="")
+        found += lines
+    session.result(
+        {"same": not found, "diff": found}, "\n".join(found) or f"{out}: {len(files)} files, the same"
+    )
+    if found:
+        session.note(f"{out} is not what the pipeline says; without --check it is written anew")
+    return EXIT_CODES["input"] if found else 0

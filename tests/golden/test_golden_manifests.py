@@ -1,0 +1,89 @@
+"""What is sent to a cluster for shipped pipelines, byte for byte but for the digest of mlpipe's code.
+
+`MLPIPE_UPDATE_GOLDEN=1` rewrites them; read the difference before committing it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.manifests import check_schema, load
+from kit.rendered import QUICKSTART, RUN_ID, pipeline_of, plan_of
+
+import mlpipe
+from mlpipe.render.kubernetes import driver_objects, stage_objects, to_yaml
+
+pytestmark = pytest.mark.golden
+HERE = Path(__file__).parent
+EVERYTHING = (
+    "kubernetes.namespace=ml",
+    "kubernetes.queue=team-a",
+    "kubernetes.queue_priority=high",
+    "kubernetes.topology={required: example.com/rack}",
+    "kubernetes.rdma={resource: rdma/hca, count: 8}",
+    "kubernetes.shm=64 GiB",
+    "kubernetes.image_pull_secrets=[registry]",
+    "kubernetes.node_selector={pool: h100}",
+    "kubernetes.tolerations=[{key: reserved, operator: Equal, value: ml, effect: NoSchedule}]",
+    "kubernetes.priority_class=training",
+    "kubernetes.runtime_class=nvidia",
+    "kubernetes.env_from=[{secret: tracking}, {config_map: flags}]",
+    "kubernetes.secret_env={HF_TOKEN: {secret: hub, key: token}}",
+    "kubernetes.ca_bundle={config_map: company-ca}",
+    "kubernetes.proxy={https: 'http://proxy.example.com:3128', no_proxy: [example.com]}",
+    "kubernetes.store={secret: ml-runs, endpoint: 'https://s3.example.com', region: eu-central-1}",
+    "train.timeout=3 d",
+    "kubernetes.patches=[{target: {kind: Pod, stage: train}, strategic: {spec: {hostNetwork: true, "
+    "containers: [{name: worker, env: [{name: NCCL_IB_HCA, value: mlx5}]}]}}}, "
+    "{target: {kind: JobSet}, json: [{op: add, path: /metadata/labels/cost-centre, value: '42'}]}]",
+)
+CASES = {
+    "jobset": ("quickstart", "train", QUICKSTART),
+    "indexed-job": ("quickstart", "train", (*QUICKSTART, "kubernetes.form=indexed-job")),
+    "volcano": ("quickstart", "train", (*QUICKSTART, "kubernetes.volcano_queue=research")),
+    "evaluate": ("quickstart", "evaluate", (*QUICKSTART, "evaluate.resources={nodes: 1}")),
+    "command": ("llm", "corpus", ()),
+    "promote": ("llm", "promote", ()),
+    "gpu": ("llm", "train", ()),
+    "everything": ("llm", "train", EVERYTHING),
+    "driver": ("llm", None, ()),
+    "driver-everything": ("llm", None, EVERYTHING),
+}
+
+
+def manifests(pipeline: str, stage: str | None, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
+    spec = pipeline_of(pipeline, *overrides)
+    plan = plan_of(spec, stage or "train")
+    if stage is not None:
+        return stage_objects(plan)
+    assert plan.cluster is not None
+    return driver_objects(RUN_ID, plan.store_url, plan.cluster, stage=None, spec_digest=spec.digest)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_manifests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlpipe, "__version__", "0.0.0")
+    text = to_yaml(manifests(*CASES[name]))
+    expected = HERE / "manifests" / f"{name}.yaml"
+    if os.environ.get("MLPIPE_UPDATE_GOLDEN"):
+        expected.write_text(text)
+    assert text == expected.read_text()
+
+
+@pytest.mark.parametrize("path", sorted((HERE / "manifests").glob("*.yaml")), ids=lambda path: path.stem)
+def test_manifests_fit_their_schemas(path: Path) -> None:
+    """The schema of a JobSet is in its CRD; but the Job inside is one that its controller creates as it is."""
+    for found in load(path.read_text()):
+        check_schema(found)
+        if found["kind"] == "JobSet":
+            for replicated in found["spec"]["replicatedJobs"]:
+                head = {"apiVersion": "batch/v1", "kind": "Job"}
+                metadata = {**replicated["template"]["metadata"], "name": replicated["name"]}
+                check_schema({**head, "metadata": metadata, "spec": replicated["template"]["spec"]})
+
+
+def test_every_file_has_its_case() -> None:
+    assert {path.stem for path in (HERE / "manifests").glob("*.yaml")} == set(CASES)
