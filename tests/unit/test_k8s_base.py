@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ from kit.manifests import check_schema
 
 pytestmark = pytest.mark.unit
 K8S = Path(__file__).resolve().parents[2] / "k8s"
+GUIDE = K8S.parent / "docs" / "how-to" / "cluster-setup.md"
 BUILDS = ["base", *(f"overlays/{path.name}" for path in sorted(K8S.glob("overlays/*")))]
 
 # The whole of what the design allows the driver; a right more is a decision, not an edit.
@@ -69,6 +71,12 @@ def test_fits_the_schemas(built, name):
         check_schema(one)
 
 
+def test_the_schemas_would_refuse_a_misspelt_key(built):
+    account = _of(built["base"], "ServiceAccount")["mlpipe-worker"]
+    with pytest.raises(Exception, match="automountServiceAcountToken"):
+        check_schema({**account, "automountServiceAcountToken": False})
+
+
 @pytest.mark.parametrize("name", BUILDS)
 def test_no_wildcard_secret_or_exec(built, name):
     for one in built[name]:
@@ -81,6 +89,12 @@ def test_no_wildcard_secret_or_exec(built, name):
 
 def test_the_driver_may_do_exactly_this(built):
     assert _rights(_of(built["base"], "Role")["mlpipe-driver"]) == DRIVER
+
+
+def test_the_guide_tells_every_right():
+    rows = re.findall(r"^\| (`.+`.*) \| (get.*?) \|", GUIDE.read_text(), flags=re.M)
+    told = {name: set(verbs.split(", ")) for names, verbs in rows for name in re.findall(r"`(\S+)`", names)}
+    assert told == {resource.partition("/")[2]: verbs for resource, verbs in DRIVER.items()}
 
 
 def test_who_submits_may_do_nothing_that_the_driver_may_not(built):
