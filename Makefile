@@ -2,6 +2,7 @@
 #   PYTHON=python3.12   which Python the virtual environment is made from (3.11 or newer)
 #   SET="a.b=c x.y=z"   overrides for `make run`, each becomes a --set
 #   JOBS=2              test processes at a time
+#   CMD="kubectl get pods"   what `make cluster` runs instead of a shell
 #   TESTS=tests/unit    what `make test` and its relatives look at
 # and, of the tests, MLPIPE_REQUIRE_RINGS=unit,golden,torch,services: rings that must run, not be skipped.
 
@@ -23,7 +24,7 @@ LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --n
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
 .PHONY: help install run test test-unit test-torch test-services test-oldest test-install check format docs \
-  bench servers lock clean
+  test-cluster bench servers cluster cluster-build lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -45,6 +46,9 @@ test-torch: $(VENV)/.dev  ## real torchrun on CPU
 
 test-services: $(VENV)/.dev servers  ## real MinIO and versitygw
 	$(PYTEST) -m services
+
+test-cluster: $(VENV)/.dev cluster-build  ## a real Kubernetes with real pods: needs root
+	$(BIN)/python -m pytest -n 1 $(TESTS) -m cluster
 
 test-oldest: $(OLDEST)/.dev  ## the torch ring on the oldest torch that is supported
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile $(TESTS) -m torch
@@ -75,6 +79,12 @@ bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of 
 
 servers: $(VENV)/.dev  ## build the servers that the services ring talks to (once, into ~/.cache/mlpipe)
 	@PYTHONPATH=tests $(BIN)/python -m kit.servers build || echo "the services ring will be skipped"
+
+cluster-build: $(VENV)/.dev  ## build what the cluster ring runs: once, 10 minutes and more, into ~/.cache/mlpipe
+	@PYTHONPATH=tests $(BIN)/python -m kit.cluster build || echo "the cluster ring will be skipped"
+
+cluster: $(VENV)/.dev  ## a real Kubernetes in namespaces of its own, for hand use: a shell in it (or CMD), as root
+	@PYTHONPATH=tests $(BIN)/python -m kit.cluster up $(if $(CMD),sh -c "$$CMD")
 
 lock: $(VENV)/.bootstrap  ## compile requirements/*.txt anew (UPGRADE=1: to the newest versions)
 	$(LOCK) $(if $(UPGRADE),--upgrade) --extra train --group dev -c requirements/torch.in -o requirements/dev.txt

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-RINGS = ("unit", "golden", "torch", "services", "gpu")
+RINGS = ("unit", "golden", "torch", "services", "cluster", "gpu")
 REQUIRED = frozenset(filter(None, os.environ.get("MLPIPE_REQUIRE_RINGS", "").split(",")))
 
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ MODULES = {
 ACCESS_KEY = "mlpipe-test"
 SECRET_KEY = "mlpipe-test-secret"
 REGION = "us-east-1"
-_BUILD_SECONDS = 1200
+_BUILD_SECONDS = 1800
 _READY_SECONDS = 60
 _NUM_STARTS = 3  # another process may take a free port before the server binds it
 
@@ -71,9 +71,12 @@ class S3Server:
         Minio(address, access_key=ACCESS_KEY, secret_key=SECRET_KEY, secure=False).make_bucket(bucket)
 
 
+def cache() -> Path:
+    return Path(os.environ.get("MLPIPE_CACHE") or Path.home() / ".cache" / "mlpipe") / "servers"
+
+
 def binary_path(name: str) -> Path:
-    root = Path(os.environ.get("MLPIPE_CACHE") or Path.home() / ".cache" / "mlpipe")
-    return root / "servers" / f"{name}-{MODULES[name][1]}"
+    return cache() / f"{name}-{MODULES[name][1]}"
 
 
 def binary(name: str) -> Path:
@@ -85,31 +88,48 @@ def binary(name: str) -> Path:
 
 
 def build(name: str) -> Path:
-    """Builds the server unless it is there. Two builders wait for each other."""
+    """Builds the server unless it is there."""
+    module, version = MODULES[name]
     path = binary_path(name)
+
+    def make(folder: Path) -> None:
+        go(["go", "install", "-ldflags", "-s -w", f"{module}@{version}"], folder)
+        (folder / name).rename(folder / path.name)
+
+    return built(path, make)
+
+
+def built(path: Path, make: Callable[[Path], None]) -> Path:
+    """`path`, a file or a folder: made by `make` under the same name in the folder that it is given, unless
+    it is there already. Two builders wait for each other."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / f".{name}.lock").open("w") as lock:
+    with (path.parent / f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists():
-            return path
-        if shutil.which("go") is None:
-            raise ServerMissingError(f"go is not on PATH: it builds {name}. Install Go (Debian: golang-go)")
-        module, version = MODULES[name]
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            environment = {
-                **os.environ,
-                "GOBIN": folder,
-                "CGO_ENABLED": "0",
-                "GOFLAGS": "-trimpath -buildvcs=false",
-            }
-            command = ["go", "install", "-ldflags", "-s -w", f"{module}@{version}"]
-            done = subprocess.run(
-                command, env=environment, cwd=folder, capture_output=True, text=True, timeout=_BUILD_SECONDS
-            )
-            if done.returncode:
-                raise ServerMissingError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-            os.replace(Path(folder) / name, path)
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                make(Path(folder))
+                os.replace(Path(folder) / path.name, path)
     return path
+
+
+def go(command: list[str], folder: Path) -> str:
+    """Runs a go command in `folder` (where binaries go, too), behind everything else on the machine; its
+    output. Raises ServerMissingError when there is no Go, or it fails."""
+    if shutil.which("go") is None:
+        raise ServerMissingError(
+            "go is not on PATH: it builds the test servers. Install Go (Debian: golang-go)"
+        )
+    done = subprocess.run(
+        ["nice", "-n", "10", *command],
+        env={**os.environ, "GOBIN": str(folder), "CGO_ENABLED": "0", "GOFLAGS": "-trimpath -buildvcs=false"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=_BUILD_SECONDS,
+    )
+    if done.returncode:
+        raise ServerMissingError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return done.stdout
 
 
 @contextlib.contextmanager
@@ -122,7 +142,7 @@ def s3_server(name: str, folder: Path) -> Iterator[S3Server]:
     log = folder / "server.log"
     for _ in range(_NUM_STARTS):
         address = f"127.0.0.1:{free_port()}"
-        command, environment = _command(name, program, address, data)
+        command, environment = command_of(name, program, address, data)
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command,
@@ -147,7 +167,8 @@ def s3_server(name: str, folder: Path) -> Iterator[S3Server]:
     raise RuntimeError(f"{name} did not start; its log ends:\n{log.read_text()[-2000:]}")
 
 
-def _command(name: str, program: Path, address: str, data: Path) -> tuple[list[str], dict[str, str]]:
+def command_of(name: str, program: Path, address: str, data: Path) -> tuple[list[str], dict[str, str]]:
+    """Arguments, and what to add to the environment."""
     if name == "minio":
         command = [str(program), "server", "--quiet", "--address", address, str(data)]
         return command, {

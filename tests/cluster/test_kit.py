@@ -1,0 +1,187 @@
+"""The kit's cluster is a real one: what the tests of `submit` lean on, shown with plain objects."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+DONE_SECONDS = 300  # of a few seconds' work, on a machine that others use, too
+
+ALL_REDUCE = """
+import os
+import torch
+import torch.distributed as dist
+from minio import Minio
+
+dist.init_process_group("gloo")
+rank = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(rank)
+assert rank.item() == 3, rank
+if dist.get_rank() == 0:
+    client = Minio(
+        os.environ["AWS_ENDPOINT_URL_S3"].removeprefix("http://"),
+        access_key=os.environ["AWS_ACCESS_KEY_ID"],
+        secret_key=os.environ["AWS_SECRET_ACCESS_KEY"],
+        secure=False,
+    )
+    client.fput_object("gang", "sum", __file__)
+dist.barrier()
+print("all reduced")
+"""
+
+ASK_API = """
+import os, ssl, urllib.request
+folder = "/var/run/secrets/kubernetes.io/serviceaccount"
+host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
+request = urllib.request.Request(
+    f"https://{host}:{port}/version", headers={"Authorization": "Bearer " + open(folder + "/token").read()}
+)
+trusted = ssl.create_default_context(cafile=folder + "/ca.crt")
+print(urllib.request.urlopen(request, context=trusted, timeout=30).read().decode())
+"""
+
+
+def test_a_node_is_ready_and_of_the_version_asked_for(running):
+    (node,) = running.get("/api/v1/nodes")["items"]
+    assert node["status"]["nodeInfo"]["kubeletVersion"] == "v1.36.3"
+
+
+def test_a_gang_reduces_over_torchrun_and_stores_an_object(running, namespace):
+    running.make_bucket("gang")
+    torchrun = ["torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=gang"]
+    pod = pod_template(running, [*torchrun, "--rdzv-endpoint=gang-0.gang:29500", "/script/work.py"])
+    spec = pod["spec"]
+    spec |= {"subdomain": "gang"}
+    spec["volumes"].append({"name": "script", "configMap": {"name": "gang"}})
+    container = spec["containers"][0]
+    container["volumeMounts"].append({"name": "script", "mountPath": "/script"})
+    container["env"] = [{"name": n, "value": v} for n, v in running.minio.environment().items()]
+    running.apply(
+        named("v1", "ConfigMap", "gang", namespace, data={"work.py": ALL_REDUCE}),
+        named(
+            "v1",
+            "Service",
+            "gang",
+            namespace,
+            spec={"clusterIP": "None", "selector": {"app": "t"}, "publishNotReadyAddresses": True},
+        ),
+        named("batch/v1", "Job", "gang", namespace, spec=indexed_job(pod)),
+    )
+    wait_for_job(running, namespace, "gang")
+    assert "all reduced" in running.kubectl("logs", "-n", namespace, "job/gang")
+    assert (running.minio.data / "gang" / "sum").exists()
+
+
+def test_a_jobset_restarts_as_a_gang(running, namespace):
+    # the second pod would run for an hour if it were not restarted with the first
+    script = 'echo "attempt $ATTEMPT"; [ "$ATTEMPT" -gt 0 ] || { [ "$INDEX" = 0 ] && exit 1; sleep 3600; }'
+    pod = pod_template(running, ["sh", "-c", script])
+    pod["spec"]["containers"][0]["env"] = [
+        from_pod("ATTEMPT", "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"),
+        from_pod("INDEX", "metadata.labels['batch.kubernetes.io/job-completion-index']"),
+    ]
+    jobs = [{"name": "workers", "replicas": 1, "template": {"spec": indexed_job(pod)}}]
+    spec = {"failurePolicy": {"maxRestarts": 2}, "replicatedJobs": jobs}
+    running.apply(named("jobset.x-k8s.io/v1alpha2", "JobSet", "gang", namespace, spec=spec))
+
+    def ended():
+        status = running.get(f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{namespace}/jobsets/gang").get(
+            "status", {}
+        )
+        return status if status.get("terminalState") else None
+
+    status = running.wait_until("the end of the JobSet", ended, DONE_SECONDS)
+    assert (status["terminalState"], status["restarts"]) == ("Completed", 1)
+
+
+def test_a_pod_reaches_the_api_server_as_its_service_account(running, namespace):
+    pod = pod_template(running, ["python", "-c", ASK_API], image=running.image.by_digest)
+    job = {"backoffLimit": 0, "template": pod}
+    running.apply(named("batch/v1", "Job", "ask", namespace, spec=job))
+    wait_for_job(running, namespace, "ask")
+    assert json.loads(running.kubectl("logs", "-n", namespace, "job/ask"))["gitVersion"] == "v1.36.3"
+
+
+def test_rights_are_those_of_the_account(running, namespace):
+    environment = {**running.environment(), "KUBECONFIG": str(running.kubeconfig_for("default", namespace))}
+    done = running.run(["kubectl", "get", "pods"], env=environment, timeout=60)
+    assert done.returncode
+    assert f"system:serviceaccount:{namespace}:default" in done.stderr
+
+
+def test_restricted_is_enforced(running, namespace):
+    pod = pod_template(running, ["true"])
+    pod["spec"]["volumes"].append({"name": "host", "hostPath": {"path": "/"}})
+    with pytest.raises(Exception, match='violates PodSecurity "restricted'):
+        running.apply(named("v1", "Pod", "bad", namespace, spec=pod["spec"]))
+
+
+def test_the_api_server_comes_back(running, namespace):
+    before = running.control.apiserver.pid
+    running.restart_apiserver()
+    assert running.control.apiserver.pid != before
+    assert running.get(f"/api/v1/namespaces/{namespace}")["status"]["phase"] == "Active"
+
+
+def test_minio_comes_back_with_its_data(running):
+    bucket = running.make_bucket("kept")
+    running.stop_minio()
+    running.start_minio()
+    assert (running.minio.data / bucket).exists()
+
+
+def pod_template(running, command, image=None):
+    """What `restricted` demands, and no more."""
+    container = {
+        "name": "main",
+        "image": image or running.image.name,
+        "imagePullPolicy": "IfNotPresent",
+        "command": command,
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+    spec = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 1,
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [container],
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+    }
+    return {"metadata": {"labels": {"app": "t"}}, "spec": spec}
+
+
+def indexed_job(pod):
+    return {
+        "completionMode": "Indexed",
+        "completions": 2,
+        "parallelism": 2,
+        "backoffLimit": 0,
+        "template": pod,
+    }
+
+
+def named(version, kind, name, namespace, **rest):
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "namespace": namespace}, **rest}
+
+
+def from_pod(name, path):
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def wait_for_job(running, namespace, name):
+    """Until it is complete; a failed one shows its logs."""
+
+    def ended():
+        status = running.get(f"/apis/batch/v1/namespaces/{namespace}/jobs/{name}")["status"]
+        return [one["type"] for one in status.get("conditions", []) if one["status"] == "True"]
+
+    conditions = running.wait_until(f"the end of the job {name}", ended, DONE_SECONDS)
+    assert "Failed" not in conditions, running.kubectl("logs", "-n", namespace, "-l", f"job-name={name}")
+    running.wait_until(f"the job {name}, complete", lambda: "Complete" in ended(), DONE_SECONDS)

@@ -1,0 +1,337 @@
+"""A real Kubernetes on one machine, without a registry: real pods, real torchrun, up in seconds.
+
+    PYTHONPATH=tests python -m kit.cluster build           # once: Go and Debian packages, minutes
+    PYTHONPATH=tests python -m kit.cluster up [COMMAND]    # a shell, or the command, in a fresh cluster
+
+It lives in namespaces of its own: the machine's network, mounts and processes stay as they are, addresses
+never clash, and nothing outlives the process that made it. It needs root and Linux. What it is not: there is
+no kube-proxy (Services must be headless), no network policy is enforced, and there is one image,
+`Cluster.image`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import urllib3
+from kit import cluster_addons, cluster_build, servers
+from kit.cluster_control import ADDRESS, ControlPlane, write_kubeconfig
+from kit.cluster_image import base_spec, pause_image, worker_image
+from kit.cluster_node import Node, sweep
+from kit.cluster_process import ClusterError, Process, wait_until
+from kit.servers import S3Server, ServerMissingError
+
+__all__ = ["Cluster", "ClusterError", "ServerMissingError", "cluster"]
+
+T = TypeVar("T")
+_READY_SECONDS = 60
+_KUBECTL_SECONDS = 120
+_PROGRAMS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "openssl": "openssl"}
+
+
+class Cluster:
+    """A running one, made by `cluster`.
+
+    kubeconfig: of an administrator. image: what workers run; `image.name` and `image.by_digest` both resolve.
+    minio: its S3 server (`endpoint` is good for pods and for `inside`), if it has one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.nodes = [Node(0, folder / "node-0")]
+        self._first = self.nodes[0].namespaces
+        self.control = ControlPlane(folder / "control", self._first)
+        self.kubeconfig = self.control.kubeconfig
+        self.image = worker_image(folder)
+        self._pause, self._spec = pause_image(folder), base_spec(folder / "base-spec.json")
+        self._addons: list[Process] = []
+        self._minio: Process | None = None
+        programs = folder / "bin"
+        programs.mkdir()
+        kubectl = programs / "kubectl"
+        kubectl.write_text(f'#!/bin/sh\nexec "{cluster_build.binary("kube")}" kubectl "$@"\n')
+        kubectl.chmod(0o755)
+
+    # What a test talks to it with.
+
+    def environment(self, namespace: str = "default") -> dict[str, str]:
+        """KUBECONFIG (administrator, that namespace), AWS_* of its MinIO, and a PATH with kubectl of its
+        version."""
+        path = self.folder / f"{namespace}.kubeconfig"
+        cert, key = map(str, self.control.admin)
+        user = {"client-certificate": cert, "client-key": key}
+        write_kubeconfig(path, self.control.certificates.ca, user, namespace)
+        found = {"KUBECONFIG": str(path), "PATH": f"{self.folder}/bin{os.pathsep}{os.environ['PATH']}"}
+        return {**found, **(self.minio.environment() if self._minio else {})}
+
+    def kubeconfig_for(self, service_account: str, namespace: str, seconds: int = 3600) -> Path:
+        """A file with a fresh token of that account; at least 600 s."""
+        token = self.kubectl(
+            "create", "token", service_account, "-n", namespace, f"--duration={seconds}s"
+        ).strip()
+        path = self.folder / f"{namespace}-{service_account}.kubeconfig"
+        return write_kubeconfig(path, self.control.certificates.ca, {"token": token}, namespace)
+
+    def run(
+        self,
+        argv: Sequence[object],
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout: float,
+        cwd: Path | None = None,
+        check: bool = False,
+        stdin: str | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """subprocess.run in its network, output captured as text. `env` is added to this process's."""
+        return subprocess.run(
+            self._first.network(argv),
+            env={**os.environ, **(env or {})},
+            timeout=timeout,
+            cwd=cwd,
+            check=check,
+            input=stdin or "",
+            capture_output=True,
+            text=True,
+        )
+
+    def popen(
+        self, argv: Sequence[object], *, env: Mapping[str, str] | None = None, **more: Any
+    ) -> subprocess.Popen[bytes]:
+        """subprocess.Popen in its network; `pid` is the program's own. It dies with the calling thread."""
+        return subprocess.Popen(
+            self._first.network(argv),
+            env={**os.environ, **(env or {})},
+            preexec_fn=servers.die_with_parent,
+            **more,
+        )
+
+    def inside(self) -> contextlib.AbstractContextManager[None]:
+        """The calling thread in its network, and threads started meanwhile: connections opened there stay
+        usable."""
+        return self._first.inside()
+
+    def kubectl(self, *arguments: object, stdin: str | None = None, timeout: float = _KUBECTL_SECONDS) -> str:
+        """Output of kubectl as the administrator. Raises ClusterError with what it said."""
+        command = [cluster_build.binary("kube"), "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
+        done = self.run(command, env={"HOME": str(self.folder)}, timeout=timeout, stdin=stdin)
+        if done.returncode:
+            raise ClusterError(f"kubectl {' '.join(map(str, arguments))}: {done.stderr.strip()}")
+        return done.stdout
+
+    def apply(self, *objects: Mapping[str, Any]) -> None:
+        """Creates the objects, or updates them."""
+        items = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
+        self.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(items))
+
+    def get(self, path: str) -> Any:
+        """A GET on the API, say "/api/v1/namespaces/x/pods/y", parsed; None where there is no such thing
+        (yet)."""
+        status, body = self.control.get(path)
+        if status not in (0, 200, 404):
+            raise ClusterError(f"GET {path}: {status} {body[:500]}")
+        return json.loads(body) if status == 200 else None
+
+    def wait_until(self, what: str, check: Callable[[], T | None], seconds: float) -> T:
+        """The first true answer. Raises ClusterError at the deadline, or when a process of the cluster
+        ended."""
+        return wait_until(what, check, seconds, self.processes)
+
+    def namespace(self, name: str, *, pod_security: str | None = "restricted") -> str:
+        """Creates it, enforcing that level of the Pod Security standards; returns its name."""
+        labels = {"pod-security.kubernetes.io/enforce": pod_security} if pod_security else {}
+        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+        account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
+        self.wait_until(f"the default service account of {name}", lambda: self.get(account), _READY_SECONDS)
+        return name
+
+    @property
+    def minio(self) -> S3Server:
+        if self._minio is None:
+            raise ClusterError("this cluster was started without MinIO")
+        return S3Server("minio", f"http://{ADDRESS}:9000", self._minio.pid, self.folder / "minio")
+
+    def make_bucket(self, bucket: str) -> str:
+        with self.inside():
+            self.minio.make_bucket(bucket)
+        return bucket
+
+    # What a test does to it.
+
+    def restart_apiserver(self) -> None:
+        """Kills it and waits until the new one is ready."""
+        self.control.restart_apiserver()
+
+    def stop_minio(self) -> None:
+        assert self._minio is not None
+        self._minio.stop(signal.SIGKILL)
+
+    def start_minio(self) -> None:
+        """Starts it, or starts it again with the data it had, and waits until it answers."""
+        if self._minio is None:
+            data = self.folder / "minio"
+            data.mkdir()
+            program = servers.binary("minio")
+            command, environment = servers.command_of("minio", program, f"{ADDRESS}:9000", data)
+            self._minio = Process(
+                "minio", self._first.network(command), self.folder / "minio.log", env=environment
+            )
+        process = self._minio.start()
+
+        def ready() -> bool:
+            with self.inside(), urllib3.PoolManager(retries=False, timeout=2.0) as pool:
+                try:
+                    return pool.request("GET", f"http://{ADDRESS}:9000/minio/health/ready").status == 200
+                except urllib3.exceptions.HTTPError:
+                    return False  # not listening yet
+
+        wait_until("MinIO", ready, _READY_SECONDS, [process])
+
+    def kill_node(self, index: int) -> None:
+        """Ends everything on it at once, as a power cut does. Its pods stay Terminating until
+        the node is tainted node.kubernetes.io/out-of-service."""
+        self._other(index).stop()
+
+    def cut_node(self, index: int) -> None:
+        """Takes its network away; what runs there goes on."""
+        self._link(index, "down")
+
+    def heal_node(self, index: int) -> None:
+        self._link(index, "up")
+
+    def add_node(self) -> Node:
+        """Starts one more, up to 250; Ready when it returns."""
+        index = len(self.nodes)
+        node = Node(index, self.folder / f"node-{index}")
+        self.nodes.append(node)
+        node.link(self.nodes[0])
+        node.start(self.control, [self._pause, self.image], self._spec)
+        self.wait_until_node(index, ready=True)
+        return node
+
+    def wait_until_node(self, index: int, *, ready: bool, seconds: float = _READY_SECONDS) -> None:
+        """Until the control plane calls it Ready, or not any more."""
+        path = f"/api/v1/nodes/node-{index}"
+
+        def seen() -> bool:
+            conditions = (self.get(path) or {"status": {}})["status"].get("conditions", [])
+            return ready == any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+        self.wait_until(f"node-{index} {'Ready' if ready else 'not Ready'}", seen, seconds)
+
+    # Start and stop.
+
+    @property
+    def processes(self) -> list[Process]:
+        """All that should be running, but for MinIO and for nodes that may be lost."""
+        return [*self.control.processes, *self.nodes[0].processes, *self._addons]
+
+    def start(self, *, nodes: int, jobset: bool, minio: bool) -> None:
+        self.control.start()
+        self.nodes[0].start(self.control, [self._pause, self.image], self._spec)
+        if minio:
+            self.start_minio()
+        if jobset:
+            self._addons.append(
+                cluster_addons.start_jobset(self.folder / "jobset", self.control, self._first, self._kubectl)
+            )
+        self.wait_until_node(0, ready=True)
+        for _ in range(1, nodes):
+            self.add_node()
+
+    def stop(self) -> None:
+        for node in reversed(self.nodes):
+            node.stop()  # the network of node 0 lives on with the processes below
+        for process in self._addons:
+            process.stop()
+        if self._minio is not None:
+            self._minio.stop()
+        self.control.stop()
+
+    def _kubectl(self, arguments: list[str], stdin: str | None) -> str:
+        return self.kubectl(*arguments, stdin=stdin)
+
+    def _other(self, index: int) -> Node:
+        if index == 0:
+            raise ValueError(
+                "node 0 carries the control plane: start the cluster with nodes=2 and lose node 1"
+            )
+        return self.nodes[index]
+
+    def _link(self, index: int, state: str) -> None:
+        self.run(["ip", "link", "set", self._other(index).name, state], timeout=10, check=True)
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, *, nodes: int = 1, jobset: bool = True, minio: bool = True) -> Iterator[Cluster]:
+    """Starts a cluster with all its files in `folder` and stops it in the end. Raises ServerMissingError,
+    which says what to install, when this machine cannot run one, ClusterError when something did not
+    start."""
+    if os.geteuid() or sys.platform != "linux":
+        raise ServerMissingError(
+            "the test cluster makes network and mount namespaces: run it as root on Linux"
+        )
+    for program, package in _PROGRAMS.items():
+        if shutil.which(program) is None:
+            raise ServerMissingError(f"{program} is missing: install {package}")
+    for name in ("kube", "coredns", "pause", *(["jobset"] if jobset else [])):
+        cluster_build.binary(name)
+    for name in cluster_build.TOOLS:
+        cluster_build.tool(name)
+    if minio:
+        servers.binary("minio")
+    sweep()
+    folder = folder.resolve()
+    running = Cluster(folder)
+    try:
+        running.start(nodes=nodes, jobset=jobset, minio=minio)
+        yield running
+    finally:
+        running.stop()
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] not in (["build"], ["up"]):
+        print(__doc__)
+        return 2
+    try:
+        print("building what is missing, the first time takes minutes ...", flush=True)
+        for path in [*cluster_build.build_all(), servers.build("minio")]:
+            print(f"  {path}")
+        return _up(arguments[1:]) if arguments[0] == "up" else 0
+    except ServerMissingError as error:
+        print(error, file=sys.stderr)
+        return 4
+
+
+def _up(command: list[str]) -> int:
+    started = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="mlpipe-cluster-") as folder, cluster(Path(folder)) as running:
+        namespace, bucket = running.namespace("mlpipe"), running.make_bucket("mlpipe")
+        environment = running.environment(namespace)
+        print(f"""\
+cluster up in {time.monotonic() - started:.0f} s, in namespaces of its own; all of it goes when you leave
+  namespace   {namespace} (enforces the Pod Security level restricted)
+  image       {running.image.name}
+  store       s3://{bucket} at {environment["AWS_ENDPOINT_URL_S3"]}
+  KUBECONFIG  {environment["KUBECONFIG"]}
+  logs        {folder}/control/*.log {folder}/node-0/*.log
+""")
+        # an interactive shell's Ctrl-C is its own matter; a handler, unlike SIG_IGN, is not inherited
+        signal.signal(signal.SIGINT, lambda *_: None)
+        return running.popen(command or [os.environ.get("SHELL", "/bin/sh")], env=environment).wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

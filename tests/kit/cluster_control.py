@@ -1,0 +1,227 @@
+"""The control plane of the test cluster: certificates, etcd, API server, controllers, scheduler, DNS.
+
+There is no kube-proxy. The API server listens on 443 of the node's address and on that of its own Service,
+which node 0 simply owns, so pods find it in the usual way; other Services must be headless.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import urllib3
+from kit.cluster_build import binary, tool
+from kit.cluster_process import ClusterError, Namespaces, Process, wait_until
+from kit.servers import ServerMissingError
+
+ADDRESS = "10.250.0.1"  # of node 0 and of all that runs beside it
+SERVICE_ADDRESS = "10.96.0.1"  # of the Service `kubernetes`
+SERVER = f"https://{ADDRESS}"
+_SERVICES = "10.96.0.0/16"
+_READY_SECONDS = 60
+_COREFILE = f"""\
+.:53 {{
+  bind {ADDRESS}
+  errors
+  kubernetes cluster.local in-addr.arpa {{
+    kubeconfig KUBECONFIG
+    ttl 1
+  }}
+  template ANY ANY . {{
+    rcode NXDOMAIN
+  }}
+}}
+"""
+
+
+class Certificates:
+    """An authority of the cluster's own, and what it signs: <name>.crt and <name>.key in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        (folder / "openssl.cnf").write_text("[req]\ndistinguished_name = name\n[name]\n")
+        usage = [
+            "basicConstraints=critical,CA:TRUE",
+            "keyUsage=critical,keyCertSign,cRLSign,digitalSignature",
+        ]
+        self._request("ca", "/CN=mlpipe-test-ca", usage)
+        self._openssl("genrsa", "-out", folder / "service-accounts.key", "2048")
+
+    @property
+    def ca(self) -> Path:
+        return self.folder / "ca.crt"
+
+    def issue(self, name: str, subject: str, addresses: Sequence[str] = ()) -> tuple[Path, Path]:
+        """Paths of a certificate for servers and clients, and of its key. `addresses`: IP:... and DNS:..."""
+        extensions = [
+            "basicConstraints=critical,CA:FALSE",
+            "keyUsage=critical,digitalSignature",
+            "extendedKeyUsage=serverAuth,clientAuth",
+        ]
+        if addresses:
+            extensions.append(f"subjectAltName={','.join(addresses)}")
+        return self._request(name, subject, extensions, "-CA", self.ca, "-CAkey", self.folder / "ca.key")
+
+    def kubeconfig(self, path: Path, certificate: tuple[Path, Path]) -> Path:
+        cert, key = certificate
+        return write_kubeconfig(path, self.ca, {"client-certificate": str(cert), "client-key": str(key)})
+
+    def _request(self, name: str, subject: str, extensions: list[str], *more: object) -> tuple[Path, Path]:
+        cert, key = self.folder / f"{name}.crt", self.folder / f"{name}.key"
+        added = [word for extension in extensions for word in ("-addext", extension)]
+        curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        where = ["-config", self.folder / "openssl.cnf", "-keyout", key, "-out", cert]
+        self._openssl("req", "-x509", *curve, "-days", "365", "-subj", subject, *added, *where, *more)
+        return cert, key
+
+    def _openssl(self, *arguments: object) -> None:
+        if shutil.which("openssl") is None:
+            raise ServerMissingError("openssl is missing: install openssl")
+        done = subprocess.run(["openssl", *map(str, arguments)], capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            raise ClusterError(f"openssl {arguments[0]}: {done.stderr}")
+
+
+def write_kubeconfig(path: Path, ca: Path, user: Mapping[str, str], namespace: str = "default") -> Path:
+    context = {"cluster": "test", "user": "test", "namespace": namespace}
+    content = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "test", "cluster": {"server": SERVER, "certificate-authority": str(ca)}}],
+        "users": [{"name": "test", "user": dict(user)}],
+        "contexts": [{"name": "test", "context": context}],
+        "current-context": "test",
+    }
+    path.write_text(json.dumps(content, indent=1))
+    path.chmod(0o600)
+    return path
+
+
+class ControlPlane:
+    """Starts on `start`. `kubeconfig`: of a member of system:masters."""
+
+    def __init__(self, folder: Path, namespaces: Namespaces) -> None:
+        self.folder, self._namespaces = folder, namespaces
+        folder.mkdir()
+        self.certificates = Certificates(folder / "certificates")
+        self.admin = self.certificates.issue("admin", "/O=system:masters/CN=admin")
+        self.kubeconfig = self.certificates.kubeconfig(folder / "admin.kubeconfig", self.admin)
+        self._pool = urllib3.PoolManager(
+            retries=False,
+            timeout=10.0,
+            ca_certs=str(self.certificates.ca),
+            cert_file=str(self.admin[0]),
+            key_file=str(self.admin[1]),
+        )
+        self.etcd = self._process("etcd", [tool("etcd"), *_flags({"data-dir": folder / "etcd"})])
+        self.apiserver = self._process(
+            "kube-apiserver", [binary("kube"), "kube-apiserver", *self._apiserver()]
+        )
+        controllers = {
+            "kubeconfig": self.kubeconfig,
+            "leader-elect": "false",
+            "node-monitor-grace-period": "16s",  # a lost node is noticed sooner; below, nodes flap
+            "root-ca-file": self.certificates.ca,
+            "service-account-private-key-file": self.certificates.folder / "service-accounts.key",
+            "use-service-account-credentials": "true",
+            "kube-api-qps": 400,
+            "kube-api-burst": 800,
+        }
+        scheduler = {
+            "kubeconfig": self.kubeconfig,
+            "leader-elect": "false",
+            "kube-api-qps": 400,
+            "kube-api-burst": 800,
+        }
+        corefile = folder / "Corefile"
+        corefile.write_text(_COREFILE.replace("KUBECONFIG", str(self.kubeconfig)))
+        self._others = [
+            self._process(
+                "kube-controller-manager", [binary("kube"), "kube-controller-manager", *_flags(controllers)]
+            ),
+            self._process("kube-scheduler", [binary("kube"), "kube-scheduler", *_flags(scheduler)]),
+            self._process("coredns", [binary("coredns"), "-conf", corefile]),
+        ]
+
+    @property
+    def processes(self) -> list[Process]:
+        return [self.etcd, self.apiserver, *self._others]
+
+    def start(self) -> None:
+        self.etcd.start()
+        self.apiserver.start()
+        self._wait_until_ready()
+        for process in self._others:
+            process.start()
+
+    def stop(self) -> None:
+        self._pool.clear()
+        for process in reversed(self._others):
+            process.stop()
+        self.apiserver.stop(signal.SIGKILL)  # it hangs for minutes once etcd is gone, and has nothing to save
+        self.etcd.stop(signal.SIGKILL)
+
+    def restart_apiserver(self) -> None:
+        self.apiserver.stop(signal.SIGKILL)
+        self.apiserver.start()
+        self._wait_until_ready()
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status (0: no answer) and body of a GET as the administrator."""
+        with self._namespaces.inside():
+            try:
+                answer = self._pool.request("GET", f"{SERVER}{path}")
+            except urllib3.exceptions.HTTPError:
+                return 0, ""
+        return answer.status, answer.data.decode()
+
+    def _wait_until_ready(self) -> None:
+        def ready() -> bool:
+            return self.get("/readyz")[0] == 200
+
+        wait_until("a ready API server", ready, _READY_SECONDS, [self.etcd, self.apiserver])
+
+    def _process(self, name: str, command: Sequence[object]) -> Process:
+        return Process(name, self._namespaces.network(command), self.folder / f"{name}.log")
+
+    def _apiserver(self) -> list[str]:
+        own = (
+            "kubernetes",
+            "kubernetes.default",
+            "kubernetes.default.svc",
+            "kubernetes.default.svc.cluster.local",
+        )
+        names = [f"IP:{ADDRESS}", f"IP:{SERVICE_ADDRESS}", *(f"DNS:{name}" for name in own)]
+        certificate, key = self.certificates.issue("apiserver", "/CN=kube-apiserver", names)
+        accounts = self.certificates.folder / "service-accounts.key"
+        return _flags(
+            {
+                "etcd-servers": "http://127.0.0.1:2379",
+                "bind-address": "0.0.0.0",
+                "secure-port": 443,
+                "advertise-address": ADDRESS,
+                "service-cluster-ip-range": _SERVICES,
+                "authorization-mode": "Node,RBAC",
+                "enable-admission-plugins": "NodeRestriction",
+                "allow-privileged": "true",
+                "client-ca-file": self.certificates.ca,
+                "tls-cert-file": certificate,
+                "tls-private-key-file": key,
+                "service-account-issuer": "https://kubernetes.default.svc.cluster.local",
+                "service-account-key-file": accounts,
+                "service-account-signing-key-file": accounts,
+                # else `kubectl logs` fails
+                "kubelet-client-certificate": self.admin[0],
+                "kubelet-client-key": self.admin[1],
+                "kubelet-preferred-address-types": "InternalIP",
+            }
+        )
+
+
+def _flags(values: Mapping[str, object]) -> list[str]:
+    return [f"--{name}={value}" for name, value in values.items()]
