@@ -40,6 +40,31 @@ def drive_here(
     return EXIT_CODES["interrupted"] if stop.kind == "interrupted" else outcome.exit_code(run, only)
 
 
+def drive_for_cluster(session: Session, store: Store, run_id: str, *, only: str | None = None) -> int:
+    """What the driver's Job does. A signal lets go of the run, which the next driver takes over; the exit
+    code says whether there must be one, not how the run ended."""
+    from mlpipe.store import runs
+    from mlpipe.submit.driver import drive
+    from mlpipe.submit.walk import Stop
+
+    stop = Stop()
+
+    def let_go(number: int, _: FrameType | None) -> None:
+        stop.request("detached", f"the driver got {signal.Signals(number).name}")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, let_go)
+    watcher = Watcher(session, store, runs.read_run(store, run_id))
+    try:
+        run = drive(store, run_id, stop=stop, only=only, watch=watcher.watch)
+    finally:
+        watcher.close()
+    if run.state not in runs.RUN_ENDED and (only is None or run.stages[only].state == "running"):
+        return EXIT_CODES["infrastructure"]
+    report_of(session, store, run)
+    return 0
+
+
 def report_of(session: Session, store: Store, run: RunState) -> str | None:
     """Where the report lies. That it cannot be written must not turn a trained model into a failure."""
     from mlpipe.observe.report import write_report

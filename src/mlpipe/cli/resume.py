@@ -11,14 +11,26 @@ from mlpipe.cli.session import Session, overrides, shared
 @click.argument("run_id", metavar="RUN")
 @overrides
 @click.option("--stage", metavar="NAME", help="Only this stage; what it needs must be done.")
+@click.option(
+    "--here",
+    is_flag=True,
+    help="Of a run on a cluster: drive it from this process, as the driver's Job does; 0 once it has ended.",
+)
 @shared
 @click.pass_obj
-def command(session: Session, run_id: str, overrides: tuple[str, ...], stage: str | None) -> int:
+def command(session: Session, run_id: str, overrides: tuple[str, ...], stage: str | None, here: bool) -> int:
     """Go on with a run that was stopped, failed, or lost its driver.
 
     Stages that are done stay done; training goes on from its last checkpoint, under another strategy or
-    number of workers if --set says so. Exit codes are those of `mlpipe run`.
+    number of workers if --set says so. Exit codes are those of `mlpipe run`. A run that was submitted to a
+    cluster goes on there; Ctrl-C leaves it running.
     """
-    from mlpipe.cli.foreground import drive_here
+    from mlpipe.cli import cluster, foreground
+    from mlpipe.store import runs
 
-    return drive_here(session, session.open_store(), run_id, only=stage, overrides=overrides)
+    store = session.open_store()
+    if runs.read_run(store, run_id).backend != "kubernetes":
+        return foreground.drive_here(session, store, run_id, only=stage, overrides=overrides)
+    if here:
+        return foreground.drive_for_cluster(session, store, run_id, only=stage)
+    return cluster.resume(session, store, run_id, only=stage, overrides=overrides)

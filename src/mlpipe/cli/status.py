@@ -29,6 +29,10 @@ def command(session: Session, run_id: str) -> None:
     run = runs.read_run(store, run_id)
     found = outcome.document(store, run)
     found["driver_alive"] = runs.lease_is_live(run.driver)
+    if run.backend == "kubernetes" and run.state not in runs.RUN_ENDED and not found["driver_alive"]:
+        from mlpipe.cli.cluster import why_waiting
+
+        found["waits_for"] = why_waiting(run)
     for name, stage in found["stages"].items():
         stage["progress"] = progress(store, run, name)
     session.result(found, _text(run, found, live_line))
@@ -48,6 +52,8 @@ def _text(run: RunState, found: dict[str, Any], live_line: Any) -> str:
     lines = [f"{run.run_id}  {outcome.colour(run.state)}  started {format_seconds(now - run.created)} ago"]
     if run.message:
         lines.append(f"  {run.message}")
+    if found.get("waits_for"):
+        lines.append(f"  its driver does not run: {found['waits_for']}")
     if run.driver is not None and run.state not in ("done", "failed", "cancelled"):
         alive = "" if found["driver_alive"] else "; it is gone, go on with mlpipe resume " + run.run_id
         lines.append(f"  driven by process {run.driver.pid} on {run.driver.host}{alive}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,27 +17,42 @@ from mlpipe.cli.session import Session, overrides, shared
 if TYPE_CHECKING:
     from mlpipe.spec.model import Pipeline
     from mlpipe.store.base import Store
+    from mlpipe.store.runs import RunState
 
 
 @click.command()
 @click.argument("spec", type=click.Path())
-@click.option("--to", type=click.Choice(["local"]), default="local", show_default=True, help="Where it runs.")
+@click.option(
+    "--to",
+    type=click.Choice(["local", "kubernetes"]),
+    default="local",
+    show_default=True,
+    help="Where it runs.",
+)
+@click.option("--context", metavar="NAME", help="Of the kubeconfig. Default: its current one.")
 @overrides
 @click.option("--stage", metavar="NAME", help="Only this stage; what it needs must be done.")
 @click.option("--run-id", metavar="ID", help="Name of the run; one that exists is adopted.")
 @click.option("--wait", is_flag=True, help="Follow the run and exit as it does. Ctrl-C only detaches.")
-@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+@click.option(
+    "--dry-run",
+    type=click.Choice(["client", "server"]),
+    is_flag=False,
+    flag_value="client",
+    help="Print what would be started, and start nothing; `server`: after the cluster has checked it.",
+)
 @shared
 @click.pass_obj
 def command(
     session: Session,
     spec: str,
     to: str,
+    context: str | None,
     overrides: tuple[str, ...],
     stage: str | None,
     run_id: str | None,
     wait: bool,
-    dry_run: bool,
+    dry_run: str | None,
 ) -> int:
     """Start a run in the background and print its id.
 
@@ -46,27 +62,42 @@ def command(
     from mlpipe.submit.detach import detach
 
     pipeline = load_pipeline(spec, overrides=overrides)
+    if to == "kubernetes":
+        from mlpipe.cli import cluster
+
+        asked = cluster.Asked(spec, pipeline, overrides, stage, run_id, context)
+        return cluster.preview(session, asked, dry_run) if dry_run else cluster.submit(session, asked, wait)
+    if context is not None or dry_run == "server":
+        raise click.UsageError("--context and --dry-run=server are for --to kubernetes")
     store = session.open_store(pipeline.store)
     if dry_run:
         document = would_start(store, pipeline, run_id or f"{pipeline.name[:40]}-RUN", stage)
         session.result(document, json.dumps(document, indent=2))
         return 0
-    run_id = _claim(store, pipeline, spec, overrides, run_id)
+    run_id = claim(store, pipeline, spec, overrides, run_id)
     try:
-        if _needs_driver(store, run_id, stage):
+        if needs_driver(store, run_id, stage):
             detach(store, run_id, stage)
         if wait:
             session.note(f"run {run_id} in {store.url}; Ctrl-C leaves it running")
-            return _wait(session, store, run_id, stage)
+            return follow(session, store, run_id, stage)
     except KeyboardInterrupt:
-        session.complain(
-            f"detached; run {run_id} goes on. See it with `mlpipe status {run_id}` or "
-            f"`mlpipe logs -f {run_id}`, stop it with `mlpipe cancel {run_id}`"
-        )
-        return EXIT_CODES["interrupted"]
+        return say_detached(session, run_id)
+    say_started(session, store, run_id)
+    return 0
+
+
+def say_started(session: Session, store: Store, run_id: str) -> None:
     session.result({"run_id": run_id, "store": store.url}, run_id)
     session.note(f"follow it with `mlpipe logs -f {run_id}`, stop it with `mlpipe cancel {run_id}`")
-    return 0
+
+
+def say_detached(session: Session, run_id: str) -> int:
+    session.complain(
+        f"detached; run {run_id} goes on. See it with `mlpipe status {run_id}` or "
+        f"`mlpipe logs -f {run_id}`, stop it with `mlpipe cancel {run_id}`"
+    )
+    return EXIT_CODES["interrupted"]
 
 
 def would_start(store: Store, pipeline: Pipeline, run_id: str, only: str | None) -> dict[str, Any]:
@@ -92,8 +123,13 @@ def would_start(store: Store, pipeline: Pipeline, run_id: str, only: str | None)
     }
 
 
-def _claim(
-    store: Store, pipeline: Pipeline, spec: str, overrides: tuple[str, ...], run_id: str | None
+def claim(
+    store: Store,
+    pipeline: Pipeline,
+    spec: str,
+    overrides: tuple[str, ...],
+    run_id: str | None,
+    cluster: dict[str, Any] | None = None,
 ) -> str:
     """A new run, or the one that has this id already, if it was asked for with the same pipeline."""
     from mlpipe.store import runs
@@ -107,10 +143,18 @@ def _claim(
                 kind="input",
             )
         return run_id
-    return planning.create(store, pipeline, spec=spec, overrides=overrides, folder=os.getcwd(), run_id=run_id)
+    return planning.create(
+        store,
+        pipeline,
+        spec=spec,
+        overrides=overrides,
+        folder=os.getcwd(),
+        run_id=run_id,
+        cluster=cluster,
+    )
 
 
-def _needs_driver(store: Store, run_id: str, only: str | None) -> bool:
+def needs_driver(store: Store, run_id: str, only: str | None) -> bool:
     from mlpipe.store import runs
 
     run = runs.read_run(store, run_id)
@@ -119,7 +163,15 @@ def _needs_driver(store: Store, run_id: str, only: str | None) -> bool:
     return run.state != "done" and not runs.lease_is_live(run.driver)
 
 
-def _wait(session: Session, store: Store, run_id: str, only: str | None) -> int:
+def follow(
+    session: Session,
+    store: Store,
+    run_id: str,
+    only: str | None,
+    is_driven: Callable[[RunState], bool] = lambda run: False,
+) -> int:
+    """Until the run has ended; its exit code. `is_driven`: whether a run that no live driver holds will have
+    one again."""
     from mlpipe.cli import outcome
     from mlpipe.cli.follow import Watcher
     from mlpipe.cli.foreground import report_of
@@ -128,14 +180,15 @@ def _wait(session: Session, store: Store, run_id: str, only: str | None) -> int:
     run = runs.read_run(store, run_id)
     watcher = Watcher(session, store, run)
     try:
-        while runs.lease_is_live(run.driver):  # it lets go when it has written how the run ended
+        # it lets go when it has written how the run ended
+        while runs.lease_is_live(run.driver) or (not _is_over(run, only) and is_driven(run)):
             watcher.watch(run)
             time.sleep(0.5)
             run = runs.read_run(store, run_id)
         watcher.watch(run)
     finally:
         watcher.close()
-    if run.state not in runs.RUN_ENDED and (only is None or run.stages[only].state != "done"):
+    if not _is_over(run, only):
         raise SubmitError(
             f"the driver of run {run_id} is gone and the run has not ended",
             hint=f"go on with mlpipe resume {run_id}",
@@ -143,3 +196,9 @@ def _wait(session: Session, store: Store, run_id: str, only: str | None) -> int:
     found = report_of(session, store, run)  # the driver writes the same one, a moment later
     session.result({**outcome.document(store, run), "report": found}, outcome.summary(store, run, found))
     return outcome.exit_code(run, only)
+
+
+def _is_over(run: RunState, only: str | None) -> bool:
+    from mlpipe.store import runs
+
+    return run.state in runs.RUN_ENDED or (only is not None and run.stages[only].state == "done")

@@ -1,7 +1,8 @@
-"""The driver of a local run: takes the lease, clears what a dead driver left, walks, lets go.
+"""The driver of a run: takes the lease, clears or adopts what the driver before it left, walks, lets go.
 
-A run has one driver at a time. It may be `mlpipe run` or `mlpipe resume` in a terminal, or the process that
-`mlpipe submit` detaches (which is `mlpipe resume` again): all of them come through `drive`.
+A run has one driver at a time. It may be `mlpipe run` or `mlpipe resume` in a terminal, the process that
+`mlpipe submit` detaches, or the driver's Job on a cluster (which are `mlpipe resume` again): all of them come
+through `drive`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from dataclasses import replace
 
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.plan.plan import Plan
+from mlpipe.spec.model import Pipeline
 from mlpipe.store import outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import Lease, RunState, StageState
 from mlpipe.submit import planning, process
 from mlpipe.submit.local import LocalBackend
-from mlpipe.submit.walk import Stop, Walk
+from mlpipe.submit.walk import Backend, Stop, Walk
 
 LEASE_SECONDS = 60.0
 _RENEW_SECONDS = 10.0
+_TAKEOVER_SECONDS = LEASE_SECONDS + 10.0  # for the lease of a driver whose pod is gone to expire
 _GRACE_SECONDS = 2.0  # for orphans of a stage whose plan cannot be read
 
 
@@ -51,11 +54,15 @@ def drive(
     pipeline = planning.load_stored(store, run_id, asked)
     if only is not None:
         _check_needs(planning.needs(pipeline), former, only)
-    with HeldLease(store, run_id) as lease:
-        _clear_orphans(store, former)
-        if former.state != "pending":
+    on_cluster = former.backend == "kubernetes"
+    with HeldLease(store, run_id, patience_seconds=_TAKEOVER_SECONDS if on_cluster else 0.0) as lease:
+        if on_cluster:
+            former = runs.read_run(store, run_id)  # as the driver that we waited for left it
+        else:
+            _clear_orphans(store, former)
+        if former.state in runs.RUN_ENDED or (former.state == "running" and not on_cluster):
             runs.reopen(store, run_id)
-        made = _committed_outputs(store, former)
+        made = {} if on_cluster else _committed_outputs(store, former)
         started = runs.update_run(
             store,
             run_id,
@@ -74,8 +81,8 @@ def drive(
                 store,
                 run_id,
                 planning.needs(pipeline),
-                planning.planner(store, run_id, pipeline),
-                LocalBackend(store, driver=lease.holder, folder=working_folder(started)),
+                planning.planner(store, run_id, pipeline, cluster=on_cluster),
+                _backend(store, started, lease.holder, pipeline),
                 holder=lease.holder,
                 scratch=scratch,
                 stop=stop,
@@ -84,6 +91,17 @@ def drive(
             ).run(only)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _backend(store: Store, run: RunState, holder: str, pipeline: Pipeline) -> Backend:
+    if run.backend == "kubernetes":
+        from mlpipe.submit.cluster_api import connect
+        from mlpipe.submit.kubernetes import KubernetesBackend
+
+        return KubernetesBackend(
+            store, connect(namespace=pipeline.kubernetes.namespace if pipeline.kubernetes else None)
+        )
+    return LocalBackend(store, driver=holder, folder=working_folder(run))
 
 
 def _committed_outputs(store: Store, former: RunState) -> dict[str, StageState]:
@@ -112,7 +130,9 @@ def working_folder(run: RunState) -> str:
 class HeldLease:
     """The right to drive a run, renewed by a thread so that a long upload does not lose it."""
 
-    def __init__(self, store: Store, run_id: str) -> None:
+    def __init__(self, store: Store, run_id: str, *, patience_seconds: float = 0.0) -> None:
+        """`patience_seconds`: how long to wait for another's lease to expire."""
+        self._patience_seconds = patience_seconds
         self.holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._store = store
         self._run_id = run_id
@@ -121,7 +141,15 @@ class HeldLease:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> HeldLease:
-        runs.take_lease(self._store, self._run_id, self.holder, LEASE_SECONDS)
+        deadline = time.monotonic() + self._patience_seconds
+        while True:
+            try:
+                runs.take_lease(self._store, self._run_id, self.holder, LEASE_SECONDS)
+                break
+            except StoreError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(1.0)
         self._thread.start()
         return self
 
@@ -161,7 +189,8 @@ class HeldLease:
 
 def cancel(store: Store, run_id: str, why: str, *, timeout_seconds: float) -> RunState:
     """Stop a run and wait until it has stopped. A live driver lets the stages save; a dead one is replaced
-    for as long as it takes to end what it left. Raises SubmitError when `timeout_seconds` are over."""
+    for as long as it takes to end what it left, on this machine or on the cluster. Raises SubmitError when
+    `timeout_seconds` are over."""
     run = runs.read_run(store, run_id)
     if run.state in runs.RUN_ENDED:
         return run
@@ -172,7 +201,7 @@ def cancel(store: Store, run_id: str, why: str, *, timeout_seconds: float) -> Ru
         if run.state in runs.RUN_ENDED:
             return run
         if not runs.lease_is_live(run.driver):
-            return _cancel_driverless(store, run, why)
+            return _cancel_driverless(store, run, why, timeout_seconds)
         if time.monotonic() > deadline:
             raise SubmitError(
                 f"run {run_id} was asked to stop and has not stopped within {timeout_seconds:.0f} s",
@@ -181,14 +210,19 @@ def cancel(store: Store, run_id: str, why: str, *, timeout_seconds: float) -> Ru
         time.sleep(0.2)
 
 
-def _cancel_driverless(store: Store, former: RunState, why: str) -> RunState:
+def _cancel_driverless(store: Store, former: RunState, why: str, timeout_seconds: float) -> RunState:
     def stopped(stage: StageState) -> StageState:
         if stage.state == "running":
             return replace(stage, state="cancelled", message="its driver was gone", ended=time.time())
         return replace(stage, state="skipped", message=why) if stage.state == "pending" else stage
 
     with HeldLease(store, former.run_id):
-        _clear_orphans(store, former)
+        if former.backend == "kubernetes":
+            from mlpipe.submit.kubernetes import clear, client_of
+
+            clear(client_of(former), former.run_id, timeout_seconds=timeout_seconds)
+        else:
+            _clear_orphans(store, former)
         return runs.update_run(
             store,
             former.run_id,

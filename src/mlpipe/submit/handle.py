@@ -27,6 +27,9 @@ class ThreadedHandle(ABC):
     def poll(self) -> Ended | None:
         return self._ended
 
+    def note(self) -> str:
+        return ""
+
     def terminate(self) -> None:
         self._stopping = True
 

@@ -37,6 +37,8 @@ class LocalBackend:
     """Starts stages in `folder`, the directory in which the run was asked for, under the driver's lease
     `driver`."""
 
+    outlives_driver = False
+
     def __init__(self, store: Store, *, driver: str, folder: str) -> None:
         self._store = store
         self._driver = driver

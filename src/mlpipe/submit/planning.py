@@ -14,6 +14,7 @@ from typing import Any
 from mlpipe._core.ids import new_run_id
 from mlpipe.plan.build import build_plan, stage_hardware, train_stage_of
 from mlpipe.plan.plan import Plan
+from mlpipe.render.kubernetes import stage_objects
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.placeholders import names, stage_of
@@ -34,8 +35,11 @@ def needs(pipeline: Pipeline) -> dict[str, tuple[str, ...]]:
     return {stage.name: stage.needs for stage in pipeline.stages}
 
 
-def plan_ahead(pipeline: Pipeline, stage_name: str, store_url: str, run_id: str) -> Plan:
-    """The plan as far as it is known before anything has run. Raises PlanError."""
+def plan_ahead(
+    pipeline: Pipeline, stage_name: str, store_url: str, run_id: str, *, cluster: bool = False
+) -> Plan:
+    """The plan as far as it is known before anything has run, for this machine or for a cluster's. Raises
+    PlanError."""
     return build_plan(
         pipeline,
         stage_name,
@@ -43,7 +47,7 @@ def plan_ahead(pipeline: Pipeline, stage_name: str, store_url: str, run_id: str)
         attempt=1,
         store_url=store_url,
         inputs={},
-        hardware=stage_hardware(pipeline, stage_name),
+        hardware=stage_hardware(pipeline, stage_name, cluster=cluster),
         resume=True,
     )
 
@@ -58,6 +62,14 @@ def preview(pipeline: Pipeline, store_url: str, run_id: str, folder: str) -> lis
     return plans
 
 
+def preview_cluster(pipeline: Pipeline, store_url: str, run_id: str) -> list[Plan]:
+    """All plans ahead, for pods. Raises PlanError, and RenderError for what no cluster can run."""
+    plans = [plan_ahead(pipeline, stage.name, store_url, run_id, cluster=True) for stage in pipeline.stages]
+    for plan in plans:
+        stage_objects(plan)
+    return plans
+
+
 def create(
     store: Store,
     pipeline: Pipeline,
@@ -66,11 +78,16 @@ def create(
     overrides: Sequence[str],
     folder: str,
     run_id: str | None,
+    cluster: Mapping[str, Any] | None = None,
 ) -> str:
-    """A pending run of `pipeline` (read from the file `spec`), to be driven in `folder`; its id. Raises what
-    `preview` raises, before anything is written, and StoreError (input) when the id is taken."""
+    """A pending run of `pipeline` (read from the file `spec`), to be driven in `folder`, or on the cluster
+    that `cluster` says how to reach; its id. Raises what `preview` or `preview_cluster` raises, before
+    anything is written, and StoreError (input) when the id is taken."""
     run_id = run_id or new_run_id(pipeline.name)
-    preview(pipeline, store.url, run_id, folder)
+    if cluster is None:
+        preview(pipeline, store.url, run_id, folder)
+    else:
+        preview_cluster(pipeline, store.url, run_id)
     store.probe()
     stages = [stage.name for stage in pipeline.stages]
     meta: dict[str, Any] = {
@@ -83,8 +100,11 @@ def create(
         "user": getpass.getuser(),
         "git_commit": git_commit(folder),
     }
+    if cluster is not None:
+        meta["kubernetes"] = dict(cluster)
     text = Path(spec).read_text(encoding="utf-8-sig")
-    runs.create_run(store, run_id, text, pipeline.digest, stages, "local", meta)
+    backend = "local" if cluster is None else "kubernetes"
+    runs.create_run(store, run_id, text, pipeline.digest, stages, backend, meta)
     return run_id
 
 
@@ -95,10 +115,10 @@ def load_stored(store: Store, run_id: str, overrides: Sequence[str]) -> Pipeline
 
 
 def planner(
-    store: Store, run_id: str, pipeline: Pipeline, *, fetch: bool = True
+    store: Store, run_id: str, pipeline: Pipeline, *, cluster: bool = False
 ) -> Callable[[str, int], Plan]:
-    """Plans a stage whose needs are done; fetches the outputs that it names to this machine, or, where
-    stages run elsewhere, only what planning itself reads of them."""
+    """Plans a stage whose needs are done; fetches the outputs that it names to this machine, or, for pods,
+    only what planning itself reads of them."""
 
     def plan(stage_name: str, attempt: int) -> Plan:
         return build_plan(
@@ -107,15 +127,17 @@ def planner(
             run_id=run_id,
             attempt=attempt,
             store_url=store.url,
-            inputs=_inputs(store, run_id, pipeline, stage_name, fetch),
-            hardware=stage_hardware(pipeline, stage_name),
+            inputs=_inputs(store, run_id, pipeline, stage_name, fetch=not cluster),
+            hardware=stage_hardware(pipeline, stage_name, cluster=cluster),
             resume=True,  # from the latest checkpoint of the stage, if it has one
         )
 
     return plan
 
 
-def _inputs(store: Store, run_id: str, pipeline: Pipeline, stage_name: str, fetch: bool) -> Mapping[str, str]:
+def _inputs(
+    store: Store, run_id: str, pipeline: Pipeline, stage_name: str, *, fetch: bool
+) -> Mapping[str, str]:
     stage = pipeline.stage(stage_name)
     text = stage.model_dump_json()
     if stage.evaluate is not None:  # reads the data of its training

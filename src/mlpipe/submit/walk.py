@@ -50,6 +50,9 @@ class Handle(Protocol):
     """A stage under way. None of these waits."""
 
     def poll(self) -> Ended | None: ...
+    def note(self) -> str:
+        """What it waits for, in words; "" when it does not."""
+
     def terminate(self) -> None:
         """Ask it to save and stop."""
 
@@ -58,7 +61,9 @@ class Handle(Protocol):
 
 
 class Backend(Protocol):
-    """Where stages run."""
+    """Where stages run. With `outlives_driver` they go on without their driver, and `start` adopts them."""
+
+    outlives_driver: bool
 
     def room(self) -> Room: ...
     def check(self, plan: Plan) -> None:
@@ -69,13 +74,14 @@ class Backend(Protocol):
 
 
 class Stop:
-    """Asks a walk to stop; safe to call from a signal handler. The first reason stays."""
+    """Asks a walk to stop; safe to call from a signal handler. The first reason stays. "detached": stages
+    that outlive their driver go on, for the next one."""
 
     def __init__(self) -> None:
-        self.kind: Literal["cancelled", "interrupted"] | None = None
+        self.kind: Literal["cancelled", "interrupted", "detached"] | None = None
         self.why = ""
 
-    def request(self, kind: Literal["cancelled", "interrupted"], why: str) -> None:
+    def request(self, kind: Literal["cancelled", "interrupted", "detached"], why: str) -> None:
         if self.kind is None:
             self.kind, self.why = kind, why
 
@@ -130,8 +136,11 @@ class Walk:
         final state; raises what `alive` or the store raises, after the stages under way were killed."""
         wanted = list(self._needs) if only is None else [only]
         try:
+            self._adopt()
             while True:
                 self._alive()
+                if self._stop.kind == "detached":
+                    return self.state
                 self._look_for_cancel()
                 self._collect()
                 if self._stop.kind is not None:
@@ -228,6 +237,18 @@ class Walk:
 
     # What is under way
 
+    def _adopt(self) -> None:
+        """Stages that the driver before us started and that go on without it."""
+        for name, stage in self.state.stages.items():
+            if stage.state != "running":
+                continue
+            key = f"runs/{self._run_id}/stages/{name}/attempt-{stage.attempt}/plan.json"
+            plan = Plan.from_json(self._store.get(key))
+            scratch = self._scratch / f"{name}-{stage.attempt}"
+            scratch.mkdir(parents=True, exist_ok=True)
+            started = time.monotonic() - max(0.0, time.time() - (stage.started or time.time()))
+            self._running[name] = _Running(self._backend.start(plan, scratch), plan, scratch, started)
+
     def _collect(self) -> None:
         now = time.monotonic()
         for name, running in list(self._running.items()):
@@ -235,6 +256,8 @@ class Walk:
             if ended is not None:
                 self._record(name, ended)
                 continue
+            if (note := running.handle.note()) != self.state.stages[name].message:
+                self._change(name, message=note)
             limit = running.plan.launch.timeout_seconds
             if limit is not None and now - running.started > limit and not running.timed_out:
                 running.timed_out = True
@@ -298,6 +321,9 @@ class Walk:
             self._terminate(running)
 
     def _kill_all(self) -> None:
+        if self._backend.outlives_driver and self._stop.kind is None:
+            self._running.clear()  # the next driver finds them
+            return
         for running in self._running.values():
             running.handle.kill()
         deadline = time.monotonic() + _AFTER_KILL_SECONDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import tempfile
 from pathlib import Path
@@ -38,6 +39,8 @@ def command_plan(name: str, attempt: int, timeout: float | None = None) -> Plan:
 class Scripted:
     """Each stage ends as told after as many looks as told; a terminated one ends as cancelled."""
 
+    outlives_driver = False
+
     def __init__(self, walk_state, needs, fails, looks, cpus: int) -> None:
         self.state, self.needs, self.fails, self.looks, self.cpus = walk_state, needs, fails, looks, cpus
         self.alive: set[str] = set()
@@ -70,6 +73,9 @@ class ScriptedHandle:
         if self.ended is None and self.looks <= 0:
             self._end("failed" if self.name in self.backend.fails else "done")
         return self.ended
+
+    def note(self) -> str:
+        return ""
 
     def _end(self, state) -> None:
         self.backend.alive.discard(self.name)
@@ -128,6 +134,66 @@ def walk(needs, fails, looks, cpus, *, stop=None, stop_after=None):
         assert state == runs.read_run(store, "run")
         assert not backend.alive
         return state, backend
+
+
+class Cluster(Scripted):
+    """Its stages go on without a driver; starting one that is there adopts it."""
+
+    outlives_driver = True
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.handles: dict[tuple[str, int], ScriptedHandle] = {}
+
+    def start(self, plan: Plan, scratch: Path):
+        key = (plan.stage, plan.attempt)
+        if key not in self.handles:
+            self.handles[key] = super().start(plan, scratch)
+        return self.handles[key]
+
+
+@settings(max_examples=15, deadline=None)
+@given(dags(), st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=5), st.data())
+def test_drivers_that_die_or_let_go_at_any_moment_repeat_nothing(needs, ends, data):
+    looks = {name: data.draw(st.integers(1, 4)) for name in needs}
+
+    class Died(Exception):
+        pass
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = open_store(folder)
+        runs.create_run(store, "run", "", "digest", list(needs), "kubernetes", {})
+        runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
+        backend = Cluster(lambda: runs.read_run(store, "run"), needs, set(), looks, 2)
+        for driver, (after, dies) in enumerate([*ends, (10**6, False)]):
+            runs.take_lease(store, "run", f"driver {driver}", 1000.0)
+            stop, ticks = Stop(), itertools.count()
+
+            def watch(state, stop=stop, ticks=ticks, after=after, dies=dies):
+                if next(ticks) == after:
+                    if dies:
+                        raise Died
+                    stop.request("detached", "evicted")
+
+            scratch = Path(folder) / "scratch"
+            walker = Walk(
+                store,
+                "run",
+                needs,
+                command_plan,
+                backend,
+                holder=f"driver {driver}",
+                scratch=scratch,
+                stop=stop,
+                watch=watch,
+            )
+            with contextlib.suppress(Died):
+                walker.run()
+            runs.release_lease(store, "run", f"driver {driver}")
+        state = runs.read_run(store, "run")
+        assert state.state == "done"
+        assert {stage.attempt for stage in state.stages.values()} == {1}
+        assert sorted(backend.started) == sorted(needs)
 
 
 @settings(max_examples=25, deadline=None)

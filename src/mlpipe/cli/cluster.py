@@ -1,0 +1,156 @@
+"""What `submit`, `resume` and `status` do for a run on a Kubernetes cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mlpipe._core.errors import MlpipeError, SubmitError
+from mlpipe.cli.session import Session
+from mlpipe.cli.submit import claim, follow, needs_driver, say_detached, say_started
+
+if TYPE_CHECKING:
+    from mlpipe.spec.model import Pipeline
+    from mlpipe.store.base import Store
+    from mlpipe.store.runs import RunState
+    from mlpipe.submit.cluster_api import ClusterApi
+
+_LOOK_SECONDS = 3.0  # between two looks at the cluster
+_DRIVER_SECONDS = 900.0  # for the driver's pod to be scheduled, pulled and started
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `mlpipe submit --to kubernetes`."""
+
+    spec: str
+    pipeline: Pipeline
+    overrides: tuple[str, ...]
+    stage: str | None
+    run_id: str | None
+    context: str | None
+
+
+def preview(session: Session, asked: Asked, where: str) -> int:
+    """The very objects that would be sent: the driver's, then each stage's as the driver will send them."""
+    from mlpipe.render.kubernetes import stage_objects
+    from mlpipe.render.yaml import to_yaml
+    from mlpipe.submit import planning
+    from mlpipe.submit.kubernetes import create_all, driver_of
+
+    pipeline = asked.pipeline
+    url = session.full_store_url(pipeline.store)
+    run_id = asked.run_id or f"{pipeline.name}-{pipeline.digest[:8]}"
+    plans = [
+        plan for plan in planning.preview_cluster(pipeline, url, run_id) if asked.stage in (None, plan.stage)
+    ]
+    objects = driver_of(run_id, url, plans[0], only=asked.stage, spec_digest=pipeline.digest)
+    for plan in plans:
+        objects += stage_objects(plan)
+    if where == "server":
+        create_all(_connect(pipeline, asked.context), objects, dry_run=True)
+    session.result(objects, to_yaml(objects).rstrip("\n"))
+    return 0
+
+
+def submit(session: Session, asked: Asked, wait: bool) -> int:
+    pipeline = asked.pipeline
+    store = session.open_store(pipeline.store)
+    api = _connect(pipeline, asked.context)
+    place: dict[str, Any] = {"context": asked.context, "namespace": api.namespace}
+    run_id = claim(store, pipeline, asked.spec, asked.overrides, asked.run_id, place)
+    try:
+        if needs_driver(store, run_id, asked.stage):
+            _start_driver(store, api, run_id, pipeline, asked.stage)
+        if wait:
+            session.note(f"run {run_id} in {store.url}; Ctrl-C leaves it running")
+            return _follow(session, store, api, run_id, asked.stage)
+    except KeyboardInterrupt:
+        return say_detached(session, run_id)
+    say_started(session, store, run_id)
+    return 0
+
+
+def resume(session: Session, store: Store, run_id: str, *, only: str | None, overrides: Sequence[str]) -> int:
+    from mlpipe.store import runs
+    from mlpipe.submit import planning
+    from mlpipe.submit.kubernetes import client_of
+
+    run = runs.read_run(store, run_id)
+    asked = [*run.meta.get("set", []), *overrides]
+    pipeline = planning.load_stored(store, run_id, asked)
+    planning.preview_cluster(pipeline, store.url, run_id)
+    api = client_of(run)
+    if overrides and runs.lease_is_live(run.driver):
+        raise SubmitError(
+            f"run {run_id} is under way, and what it was asked for does not change meanwhile",
+            hint=f"mlpipe cancel {run_id} (it saves), then resume it",
+            kind="input",
+        )
+    if needs_driver(store, run_id, only):
+        runs.update_run(store, run_id, lambda run: replace(run, meta={**run.meta, "set": asked}))
+        if run.state in runs.RUN_ENDED:
+            runs.reopen(store, run_id)
+        _start_driver(store, api, run_id, pipeline, only)
+    try:
+        return _follow(session, store, api, run_id, only)
+    except KeyboardInterrupt:
+        return say_detached(session, run_id)
+
+
+def why_waiting(run: RunState) -> str:
+    """Of the driver itself: what the stages wait for, their driver writes into run.json."""
+    from mlpipe.submit.kubernetes import client_of, driver_labels
+    from mlpipe.submit.pending import why_pending
+
+    try:
+        return why_pending(client_of(run), driver_labels(run.run_id))
+    except MlpipeError as error:
+        return error.message
+
+
+def _connect(pipeline: Pipeline, context: str | None) -> ClusterApi:
+    from mlpipe.submit.cluster_api import connect
+
+    return connect(context, pipeline.kubernetes.namespace if pipeline.kubernetes else None)
+
+
+def _start_driver(store: Store, api: ClusterApi, run_id: str, pipeline: Pipeline, only: str | None) -> None:
+    from mlpipe.store import runs
+    from mlpipe.submit import kubernetes, planning
+
+    plan = planning.plan_ahead(pipeline, pipeline.stages[0].name, store.url, run_id, cluster=True)
+    kubernetes.start_driver(api, store, runs.read_run(store, run_id), plan, only=only)
+
+
+def _follow(session: Session, store: Store, api: ClusterApi, run_id: str, only: str | None) -> int:
+    """While the run has no driver, says why its pod does not run."""
+    from mlpipe.submit.kubernetes import driver_is_alive, driver_labels
+    from mlpipe.submit.pending import why_pending
+
+    looked = driverless = 0.0
+    said = ""
+
+    def is_driven(_: RunState) -> bool:
+        nonlocal looked, driverless, said
+        now = time.monotonic()
+        if now - looked < _LOOK_SECONDS:
+            return True
+        driverless = now if now - looked > 3 * _LOOK_SECONDS else driverless
+        looked = now
+        if not driver_is_alive(api, run_id, only):
+            return False
+        reason = why_pending(api, driver_labels(run_id))
+        if reason and reason != said:
+            session.note(f"driver  {reason}")
+            said = reason
+        if now - driverless > _DRIVER_SECONDS:
+            raise SubmitError(
+                f"the driver of run {run_id} did not start within {_DRIVER_SECONDS:.0f} s: {reason}",
+                hint=f"it starts when it can; give it up with mlpipe cancel {run_id}",
+            )
+        return True
+
+    return follow(session, store, run_id, only, is_driven)

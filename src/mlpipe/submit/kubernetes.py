@@ -1,0 +1,302 @@
+"""The backend `kubernetes`: a stage is a JobSet or a Job with its ConfigMap; the driver is a small Job.
+
+What is created has names that follow from run, stage and attempt, so that whoever comes again (a restarted
+driver, a second submit) adopts what is there. What became of a stage is read from its objects' status and
+from the outcomes that its launchers left in the store, never from the end of a stream.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlpipe._core.errors import EXIT_CODES, Kind, StoreError, SubmitError
+from mlpipe.plan.plan import Plan
+from mlpipe.render import names
+from mlpipe.render.kubernetes import driver_objects, stage_objects
+from mlpipe.store.base import Store
+from mlpipe.store.runs import RunState
+from mlpipe.submit.cluster_api import ApiError, ClusterApi, Object, connect
+from mlpipe.submit.handle import ThreadedHandle, ended_by, read_outcome
+from mlpipe.submit.pending import why_pending
+from mlpipe.submit.walk import Ended, Room
+
+_POLL_SECONDS = 1.0
+_NOTE_SECONDS = 3.0
+_AWAY_SECONDS = 1800.0  # an API server may be away for this long; pods go on without it
+_GANGS = ("JobSet", "Job")
+_KINDS: dict[int, Kind] = {code: kind for kind, code in EXIT_CODES.items()}
+
+
+class KubernetesBackend:
+    """Starts stages in the namespace of `api`. They go on when the driver dies."""
+
+    outlives_driver = True
+
+    def __init__(self, store: Store, api: ClusterApi) -> None:
+        self._store = store
+        self._api = api
+
+    def room(self) -> Room:
+        """The cluster's scheduler knows better."""
+        return Room(cpus=2**31, gpus=2**31)
+
+    def check(self, plan: Plan) -> None:
+        """Raises RenderError for what can never run on a cluster."""
+        stage_objects(plan)
+
+    def start(self, plan: Plan, scratch: Path) -> Gang:
+        return Gang(self._store, self._api, plan)
+
+
+class Gang(ThreadedHandle):
+    """The pods of one attempt of one stage, created or adopted."""
+
+    def __init__(self, store: Store, api: ClusterApi, plan: Plan) -> None:
+        super().__init__(store, plan)
+        self._api = api
+        self._objects = stage_objects(plan)
+        gang = next(found for found in self._objects if found["kind"] in _GANGS)
+        self._kind, self._name = gang["kind"], gang["metadata"]["name"]
+        self._labels = selector(plan.run_id, plan.stage, plan.attempt)
+        self._killing = False
+        self._note = ""
+        self._thread.start()
+
+    def note(self) -> str:
+        return self._note
+
+    def kill(self) -> None:
+        super().kill()
+        self._killing = True
+
+    def _work(self) -> Ended:
+        create_all(self._api, self._objects)
+        asked = killed = False
+        answered = noted = time.monotonic()
+        while True:
+            try:
+                found = self._api.get(self._kind, self._name)
+                if found is None and not self._pods():
+                    return self._result_of_gone()
+                state = finished(found) if found else None
+                if state is not None:
+                    return self._result(state)
+                if self._stopping and not asked:
+                    self._api.delete(self._kind, self._name)
+                    asked = True
+                if self._killing and not killed:
+                    for pod in self._pods():
+                        self._api.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
+                    killed = True
+                if time.monotonic() - noted > _NOTE_SECONDS:
+                    self._note = "" if self._stopping else why_pending(self._api, self._labels)
+                    noted = time.monotonic()
+                answered = time.monotonic()
+            except ApiError as error:
+                if error.kind != "infrastructure" or time.monotonic() - answered > _AWAY_SECONDS:
+                    raise
+                self._note = error.message
+            time.sleep(_POLL_SECONDS)
+
+    def _pods(self) -> list[Object]:
+        return self._api.list("Pod", self._labels)
+
+    def _outcomes(self) -> list[dict[str, Any]]:
+        """Of all nodes' launchers, as far as they left any."""
+        key = self._plan.attempt_key
+        names = ["outcome.json"]
+        names += [f"outcome-node-{index}.json" for index in range(1, self._plan.launch.num_nodes)]
+        found = (read_outcome(self._store, f"{key}/{name}") for name in names)
+        return [outcome for outcome in found if outcome is not None]
+
+    def _result(self, state: str) -> Ended:
+        outcomes = self._outcomes()
+        if state == "Complete":
+            done = [outcome for outcome in outcomes if outcome["outcome"] == "done"]
+            if done:
+                return ended_by(done[0])
+            return Ended("failed", f"{self._kind} {self._name} is complete, but left no outcome", kind="bug")
+        pods = self._pods()
+        self._keep_postmortem(pods)
+        blamed = [found for found in outcomes if found["kind"] not in (None, "infrastructure", "cancelled")]
+        if blamed:
+            return ended_by(min(blamed, key=lambda outcome: outcome["time"]))
+        if (fate := _fate(pods)) is not None:
+            return fate
+        failed = [outcome for outcome in outcomes if outcome["outcome"] == "failed"]
+        if failed:
+            return ended_by(min(failed, key=lambda outcome: outcome["time"]))
+        if outcomes:
+            return ended_by(outcomes[0])
+        return Ended("failed", f"{self._kind} {self._name} failed and left no word", kind="infrastructure")
+
+    def _result_of_gone(self) -> Ended:
+        outcomes = self._outcomes()
+        ended = ended_by(outcomes[0]) if outcomes else None
+        if ended is not None and ended.state in ("done", "cancelled"):
+            return ended
+        if self._stopping:
+            return Ended("cancelled", "stopped before a checkpoint could be saved")
+        return Ended(
+            "failed", f"somebody deleted {self._kind} {self._name} while it ran", kind="infrastructure"
+        )
+
+    def _keep_postmortem(self, pods: list[Object]) -> None:
+        """What the cluster forgets: the status of the pods, and their events."""
+        names = {pod["metadata"]["name"] for pod in pods} | {self._name}
+        try:
+            events = [
+                event
+                for event in self._api.list("Event")
+                if event.get("involvedObject", {}).get("name") in names
+            ]
+            kept = {
+                "pods": [{"name": pod["metadata"]["name"], "status": pod["status"]} for pod in pods],
+                "events": [
+                    {key: event.get(key) for key in ("involvedObject", "reason", "message", "lastTimestamp")}
+                    for event in events
+                ],
+            }
+            key = f"{self._plan.attempt_key}/postmortem/cluster.json"
+            self._store.put(key, json.dumps(kept, indent=2).encode())
+        except (ApiError, StoreError):
+            return  # the failure itself matters more, and is told in any case
+
+
+def _fate(pods: list[Object]) -> Ended | None:
+    """What befell a pod that could not say so itself."""
+    for pod in pods:
+        name, status = pod["metadata"]["name"], pod.get("status", {})
+        if status.get("reason") in ("Evicted", "Preempting", "NodeLost", "Shutdown", "DeadlineExceeded"):
+            words = f"pod {name}: {status['reason']}: {status.get('message', '')}".rstrip(": ")
+            return Ended("failed", words, kind="infrastructure")
+        for container in status.get("containerStatuses", []):
+            ended = container.get("state", {}).get("terminated") or {}
+            if ended.get("reason") == "OOMKilled":
+                words = (
+                    f"pod {name} ran out of memory (OOMKilled)\n  hint: raise `resources.memory` of the "
+                    "stage, or let `strategy: auto` split the model further"
+                )
+                return Ended("failed", words, kind="infrastructure", exit_code=ended.get("exitCode"))
+        for condition in status.get("conditions", []):
+            if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
+                words = f"pod {name} was disrupted: {condition.get('message') or condition.get('reason')}"
+                return Ended("failed", words, kind="infrastructure")
+    return None
+
+
+def create_all(api: ClusterApi, objects: list[Object], *, dry_run: bool = False) -> None:
+    """All or nothing. What belongs to the Job or JobSet goes with it when that is deleted."""
+    made: list[tuple[str, str]] = []
+    owner: Object | None = None
+    try:
+        for body in objects:
+            if dry_run:
+                api.create(body, dry_run=True)
+                continue
+            found, new = api.create_or_adopt(body)
+            if new:
+                made.append((body["kind"], body["metadata"]["name"]))
+            if body["kind"] in _GANGS:
+                owner = found
+    except SubmitError:
+        for kind, name in reversed(made):
+            api.delete(kind, name)
+        raise
+    if owner is None:
+        return
+    reference = {
+        "apiVersion": owner["apiVersion"],
+        "kind": owner["kind"],
+        "name": owner["metadata"]["name"],
+        "uid": owner["metadata"]["uid"],
+    }
+    for body in objects:
+        if body["kind"] not in _GANGS:
+            patch = {"metadata": {"ownerReferences": [reference]}}
+            api.patch(body["kind"], body["metadata"]["name"], patch)
+
+
+def finished(found: Object) -> str | None:
+    """ "Complete" or "Failed", of a Job or a JobSet (which says "Completed"); None while it is under way."""
+    for condition in found.get("status", {}).get("conditions", []):
+        if condition["status"] == "True" and condition["type"] in ("Complete", "Completed", "Failed"):
+            return "Failed" if condition["type"] == "Failed" else "Complete"
+    return None
+
+
+def start_driver(api: ClusterApi, store: Store, run: RunState, plan: Plan, *, only: str | None) -> None:
+    """The driver's Job, or the one that is there already. One that has ended makes room for a new one."""
+    objects = driver_of(run.run_id, store.url, plan, only=only, spec_digest=run.spec_digest)
+    for body in objects:
+        found = api.get(body["kind"], body["metadata"]["name"])
+        if found is not None and finished(found) is not None:
+            api.delete(body["kind"], body["metadata"]["name"])
+    create_all(api, objects)
+
+
+def driver_of(run_id: str, store_url: str, plan: Plan, *, only: str | None, spec_digest: str) -> list[Object]:
+    """The objects that `start_driver` sends; `plan`: of any stage."""
+    if plan.cluster is None:
+        raise SubmitError("the pipeline names no image", hint="write `image:`", kind="input")
+    return driver_objects(run_id, store_url, plan.cluster, stage=only, spec_digest=spec_digest)
+
+
+def selector(run_id: str, stage: str | None = None, attempt: int | None = None) -> dict[str, str]:
+    """Of all objects and pods of a run, of a stage, of an attempt."""
+    found = {names.RUN: names.label_value(run_id)}
+    if stage is not None:
+        found[names.STAGE] = names.label_value(stage)
+    if attempt is not None:
+        found[names.ATTEMPT] = str(attempt)
+    return found
+
+
+def driver_labels(run_id: str) -> dict[str, str]:
+    return {**selector(run_id), "app.kubernetes.io/component": "driver"}
+
+
+def driver_is_alive(api: ClusterApi, run_id: str, only: str | None) -> bool:
+    """Whether the driver's Job is there and has not ended, though its pod may be between two starts."""
+    found = api.get("Job", names.driver_name(run_id, only))
+    return found is not None and finished(found) is None
+
+
+def client_of(run: RunState) -> ClusterApi:
+    """To the cluster that the run was submitted to, as it was reached then."""
+    place = run.meta.get("kubernetes") or {}
+    return connect(place.get("context"), place.get("namespace"))
+
+
+def clear(api: ClusterApi, run_id: str, *, timeout_seconds: float) -> None:
+    """Ends all that a run has in the cluster, its driver first, and waits until its pods are gone: they save
+    before. Raises SubmitError when `timeout_seconds` are over, after killing what is left."""
+    wanted = selector(run_id)
+    for found in api.list("Job", driver_labels(run_id)):
+        api.delete("Job", found["metadata"]["name"])
+    for kind in _GANGS:
+        for found in _list(api, kind, wanted):
+            api.delete(kind, found["metadata"]["name"])
+    deadline = time.monotonic() + timeout_seconds
+    while pods := api.list("Pod", wanted):
+        if time.monotonic() > deadline:
+            for pod in pods:
+                api.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
+            raise SubmitError(
+                f"{len(pods)} pods of run {run_id} were killed: no end within {timeout_seconds:.0f} s",
+                where=f"namespace {api.namespace}",
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _list(api: ClusterApi, kind: str, wanted: Mapping[str, str]) -> list[Object]:
+    try:
+        return api.list(kind, wanted)
+    except ApiError as error:
+        if error.status == 404:  # a cluster without JobSet
+            return []
+        raise
