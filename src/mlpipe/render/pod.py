@@ -4,6 +4,7 @@ to SCRATCH, CACHE and /tmp, and reads the variables of `docs/reference/environme
 from __future__ import annotations
 
 from pathlib import PurePosixPath
+from posixpath import normpath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -318,7 +319,7 @@ def _check_store(url: str, cluster: ClusterPlan) -> None:
     """A folder is seen by all pods only if it lies in a volume of theirs."""
     if url.startswith("s3://"):
         return
-    folder = PurePosixPath(unquote(urlsplit(url).path) if url.startswith("file://") else url)
+    folder = PurePosixPath(normpath(unquote(urlsplit(url).path) if url.startswith("file://") else url))
     for volume in cluster.volumes:
         if folder.is_relative_to(volume.path):
             if volume.read_only:

@@ -185,7 +185,11 @@ SubPath = _text(
     "a path inside a volume",
     "write like 'team/data', without '..'",
 )
-HttpUrl = _text(r"https?://[^\s/{}@]+(?:/[^\s{}@]*)?", "a URL", "write like 'http://minio.storage:9000'")
+HttpUrl = _text(
+    r"https?://[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?(?::[0-9]{1,5})?(?:/[!-z|~]*)?",
+    "a URL",
+    "write like 'http://minio.storage:9000'",
+)
 GateText = Annotated[Text, AfterValidator(_parses(parse_gate)), _schema(GATE_PATTERN, maxLength=MAX_QUANTITY)]
 
 # Bounds that no one meets, so that arithmetic on nonsense ends.

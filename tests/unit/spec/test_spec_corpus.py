@@ -37,6 +37,7 @@ BEYOND_THE_SCHEMA = {
     "gpu.yaml": "GPUs without a model",
     "seq_len.yaml": "a model of one's own, fed with tokens, without seq_len",
     "no-train.yaml": "an evaluation that needs no training",
+    "kubernetes-rules.yaml": "values that Kueue, a toleration or a pod's own volumes rule out",
     "anchor.yaml": "an anchor",
     "ambiguous.yaml": "an unquoted word that parsers read differently",
 }

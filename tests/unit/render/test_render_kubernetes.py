@@ -1,0 +1,409 @@
+"""What every object of every stage keeps to, whatever the pipeline says."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kit.rendered import PIPELINES, QUICKSTART, RUN_ID, pipeline_of, plan_of
+
+from mlpipe._core.errors import RenderError
+from mlpipe.plan.cluster import ClusterPlan
+from mlpipe.plan.plan import Plan
+from mlpipe.render.kubernetes import driver_objects, gang_name, object_digest, stage_objects
+from mlpipe.render.names import SPEC_DIGEST
+from mlpipe.spec.model import Pipeline
+
+pytestmark = pytest.mark.unit
+Json = dict[str, Any]
+SHIPPED = sorted(str(path.relative_to(PIPELINES))[: -len(".yaml")] for path in PIPELINES.rglob("*.yaml"))
+
+
+def shipped(name: str, form: str = "jobset") -> Pipeline:
+    """The pipeline as it is, with an image and an S3 store where it has none."""
+    overrides = [f"kubernetes.form={form}"]
+    pipeline = pipeline_of(name)
+    if pipeline.image is None:
+        overrides.append("image=registry.example.com/team/mlpipe:1.0")
+    if not pipeline.store.startswith("s3://"):
+        overrides.append("store=s3://ml-runs/x")
+    return pipeline_of(name, *overrides)
+
+
+def quickstart(stage: str = "train", *overrides: str) -> Plan:
+    return plan_of(pipeline_of("quickstart", *QUICKSTART, *overrides), stage)
+
+
+def cluster_of(plan: Plan) -> ClusterPlan:
+    assert plan.cluster is not None
+    return plan.cluster
+
+
+def job_of(found: Json) -> Json:
+    """The spec of the Job: its own, or that inside a JobSet."""
+    if found["kind"] == "JobSet":
+        found = found["spec"]["replicatedJobs"][0]["template"]
+    spec: Json = found["spec"]
+    return spec
+
+
+def pod_of(found: Json) -> Json:
+    spec: Json = job_of(found)["template"]["spec"]
+    return spec
+
+
+def variables(plan: Plan) -> dict[str, Any]:
+    env = pod_of(stage_objects(plan)[-1])["containers"][0]["env"]
+    names = [found["name"] for found in env]
+    assert len(names) == len(set(names))
+    return {found["name"]: found.get("value", found.get("valueFrom")) for found in env}
+
+
+def _every_object() -> Iterator[Any]:
+    for name in SHIPPED:
+        for form in ("jobset", "indexed-job"):
+            pipeline = shipped(name, form)
+            plans = [plan_of(pipeline, stage.name) for stage in pipeline.stages]
+            for plan in plans:
+                yield pytest.param(stage_objects(plan), id=f"{name}-{form}-{plan.stage}")
+            cluster = cluster_of(plans[0])
+            driver = driver_objects(
+                RUN_ID, plans[0].store_url, cluster, stage=None, spec_digest=pipeline.digest
+            )
+            yield pytest.param(driver, id=f"{name}-{form}-driver")
+
+
+EVERY_OBJECT = list(_every_object())
+
+
+@pytest.mark.parametrize("objects", EVERY_OBJECT)
+def test_pods_are_restricted(objects: list[Json]) -> None:
+    """Pod Security's level `restricted`, and a root file system that nobody writes."""
+    spec = pod_of(objects[-1])
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] > 10_000
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+    assert all(
+        volume.keys() <= {"name", "emptyDir", "configMap", "persistentVolumeClaim"}
+        for volume in spec["volumes"]
+    )
+    (container,) = spec["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounted >= {"/tmp", "/mlpipe/cache"}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in spec["volumes"]
+    }
+
+
+@pytest.mark.parametrize("objects", EVERY_OBJECT)
+def test_only_the_driver_has_a_token(objects: list[Json]) -> None:
+    spec = pod_of(objects[-1])
+    driver = spec["containers"][0]["name"] == "driver"
+    assert spec["automountServiceAccountToken"] is driver
+    assert spec["serviceAccountName"] == ("mlpipe-driver" if driver else "mlpipe-worker")
+    assert "Secret" not in {found["kind"] for found in objects}
+    for variable in spec["containers"][0]["env"]:
+        if variable["name"].startswith(("AWS_ACCESS", "AWS_SECRET")):
+            assert variable["valueFrom"]["secretKeyRef"] == {"name": "mlpipe-store", "key": variable["name"]}
+
+
+@pytest.mark.parametrize("objects", EVERY_OBJECT)
+def test_objects_are_found_again_by_labels_and_digest(objects: list[Json]) -> None:
+    for found in objects:
+        metadata = found["metadata"]
+        assert metadata["labels"]["mlpipe.dev/run"] == RUN_ID
+        assert metadata["labels"]["app.kubernetes.io/managed-by"] == "mlpipe"
+        assert metadata["annotations"][SPEC_DIGEST] == object_digest(found)
+        other = copy.deepcopy(found)
+        other["metadata"]["labels"]["a"] = "b"
+        assert object_digest(other) != object_digest(found)
+    template = job_of(objects[-1])["template"]["metadata"]
+    assert template["labels"].items() >= {"mlpipe.dev/run": RUN_ID}.items()
+    assert template["annotations"]["sidecar.istio.io/inject"] == "false"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_plan_travels_whole(name: str) -> None:
+    pipeline = shipped(name)
+    for stage in pipeline.stages:
+        plan = plan_of(pipeline, stage.name)
+        config, *_, last = stage_objects(plan)
+        assert config["immutable"] is True
+        assert Plan.from_json(config["data"]["plan.json"]) == plan
+        volumes = {volume["name"]: volume for volume in pod_of(last)["volumes"]}
+        assert volumes["plan"]["configMap"]["name"] == config["metadata"]["name"]
+        changed = dataclasses.replace(plan, spec_digest="f" * 64)
+        assert stage_objects(changed)[0]["metadata"]["name"] != config["metadata"]["name"]
+
+
+def test_a_gang_in_each_form() -> None:
+    plan = quickstart()
+    config, jobset = stage_objects(plan)
+    assert (config["kind"], jobset["kind"]) == ("ConfigMap", "JobSet")
+    assert jobset["spec"]["network"]["publishNotReadyAddresses"] is True
+    name = gang_name(plan)
+    assert variables(plan)["MLPIPE_RENDEZVOUS"] == f"{name}-worker-0-0.{name}:29500"
+    assert "MLPIPE_GANG_RESTART" in variables(plan)
+
+    plan = quickstart("train", "kubernetes.form=indexed-job")
+    config, service, job = stage_objects(plan)
+    assert (config["kind"], service["kind"], job["kind"]) == ("ConfigMap", "Service", "Job")
+    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert variables(plan)["MLPIPE_RENDEZVOUS"] == f"{name}-0.{name}:29500"
+    assert "MLPIPE_GANG_RESTART" not in variables(plan)
+    for found in (jobset, job):
+        spec = job_of(found)
+        assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+        assert (spec["podReplacementPolicy"], pod_of(found)["restartPolicy"]) == ("Failed", "Never")
+        assert not {"backoffLimitPerIndex", "successPolicy"} & spec.keys()
+
+
+@pytest.mark.parametrize(
+    ("stage", "module"), [("corpus", "mlpipe.submit.pod"), ("promote", "mlpipe.submit.pod")]
+)
+def test_other_stages_are_plain_jobs(stage: str, module: str) -> None:
+    config, job = stage_objects(quickstart(stage))
+    assert (config["kind"], job["kind"]) == ("ConfigMap", "Job")
+    assert "completionMode" not in job["spec"]
+    assert pod_of(job)["containers"][0]["args"][:2] == ["-m", module]
+    assert "MLPIPE_RENDEZVOUS" not in variables(quickstart(stage))
+
+
+def test_an_evaluation_on_one_node_is_a_plain_job_and_on_more_a_gang() -> None:
+    assert stage_objects(quickstart("evaluate"))[-1]["kind"] == "JobSet"
+    job = stage_objects(quickstart("evaluate", "evaluate.resources={nodes: 1}"))[-1]
+    assert job["kind"] == "Job"
+    assert pod_of(job)["containers"][0]["args"][:2] == ["-m", "mlpipe.train.launcher"]
+
+
+def test_a_bug_ends_a_jobset_before_a_disruption_restarts_it() -> None:
+    jobset = stage_objects(quickstart("train", "train.timeout=1 h", "kubernetes.max_gang_restarts=7"))[-1]
+    policy = jobset["spec"]["failurePolicy"]
+    assert [(rule["name"], rule["action"]) for rule in policy["rules"]] == [
+        ("overdue", "FailJobSet"),
+        ("bug", "FailJobSet"),
+        ("disruption", "RestartJobSetAndIgnoreMaxRestarts"),
+    ]
+    assert policy["maxRestarts"] == 7
+    assert policy["rules"][1]["onJobFailureMessagePatterns"] == ["exit code 2 ", "exit code 3 "]
+    job = job_of(jobset)
+    assert (job["backoffLimit"], job["activeDeadlineSeconds"]) == (0, 3600)
+    codes, condition = job["podFailurePolicy"]["rules"]
+    assert codes["onExitCodes"] == {"containerName": "worker", "operator": "In", "values": [2, 3, 5]}
+    assert (codes["action"], condition["action"]) == ("FailJob", "FailJob")
+
+
+def test_a_bug_ends_a_job_and_a_disruption_is_free() -> None:
+    job = stage_objects(quickstart("train", "kubernetes.form=indexed-job"))[-1]["spec"]
+    codes, condition = job["podFailurePolicy"]["rules"]
+    assert (codes["action"], codes["onExitCodes"]["values"]) == ("FailJob", [2, 3])
+    assert (condition["action"], condition["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    assert job["backoffLimit"] == 3 * 2
+    assert "activeDeadlineSeconds" not in job
+
+
+def test_cpu_pods_have_nothing_of_gpus() -> None:
+    plan = quickstart()
+    spec = pod_of(stage_objects(plan)[-1])
+    assert not {"tolerations", "affinity"} & spec.keys()
+    assert spec["containers"][0]["resources"]["limits"] == {"cpu": "1", "memory": "4Gi"}
+    assert not [name for name in variables(plan) if name.startswith("TORCH_")]
+    assert [one["whenUnsatisfiable"] for one in spec["topologySpreadConstraints"]] == ["ScheduleAnyway"]
+
+
+def test_gpu_pods_have_all_of_it() -> None:
+    plan = plan_of(pipeline_of("llm"), "train")
+    spec = pod_of(stage_objects(plan)[-1])
+    container = spec["containers"][0]
+    assert container["resources"]["limits"] == container["resources"]["requests"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    assert spec["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    (term,) = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+        "nodeSelectorTerms"
+    ]
+    assert term["matchExpressions"][0]["values"] == ["NVIDIA-H100-80GB-HBM3"]
+    assert variables(plan)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert [port["name"] for port in container["ports"]][:2] == ["metrics", "metrics-1"]
+    assert spec["terminationGracePeriodSeconds"] == plan.launch.shutdown_seconds + 30 > 900
+    own = plan_of(pipeline_of("llm", "kubernetes.gpu_product=X"), "train")
+    assert '"X"' in json.dumps(pod_of(stage_objects(own)[-1])["affinity"])
+    amd = stage_objects(plan_of(pipeline_of("llm", "kubernetes.gpu_resource=amd.com/gpu"), "train"))[-1]
+    assert "affinity" not in pod_of(amd)
+    assert pod_of(amd)["tolerations"][0]["key"] == "amd.com/gpu"
+
+
+def test_rdma_only_between_nodes() -> None:
+    limits = {}
+    for nodes in (1, 2):
+        overrides = (
+            "kubernetes.rdma={resource: rdma/hca}",
+            f"train.resources.nodes={nodes}",
+            "train.strategy=fsdp",
+        )
+        container = pod_of(stage_objects(plan_of(pipeline_of("llm", *overrides), "train"))[-1])["containers"][
+            0
+        ]
+        limits[nodes] = container["resources"]["limits"].get("rdma/hca")
+        assert container["securityContext"]["capabilities"].get("add", []) == (
+            ["IPC_LOCK"] if nodes == 2 else []
+        )
+    assert limits == {1: None, 2: "1"}
+
+
+def test_the_port_of_metrics_is_one_that_a_podmonitor_can_know() -> None:
+    for asked, port in (("0", "9400"), ("9000", "9000")):
+        assert variables(quickstart("train", f"train.metrics_port={asked}"))["MLPIPE_METRICS_PORT"] == port
+    plan = quickstart("train", "train.metrics_port=off")
+    assert not {"MLPIPE_METRICS_PORT", "MLPIPE_METRICS_ADDRESS"} & variables(plan).keys()
+    assert "ports" not in pod_of(stage_objects(plan)[-1])["containers"][0]
+
+
+def test_shared_memory_has_a_size() -> None:
+    for override, size in (("kubernetes.max_gang_restarts=3", "1Gi"), ("kubernetes.shm=1536 MiB", "1536Mi")):
+        volumes = {
+            volume["name"]: volume
+            for volume in pod_of(stage_objects(quickstart("train", override))[-1])["volumes"]
+        }
+        assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": size}
+
+
+def test_parts_of_cores() -> None:
+    spec = pod_of(stage_objects(quickstart("train", "train.resources.cpus=0.5"))[-1])
+    assert spec["containers"][0]["resources"]["limits"]["cpu"] == "500m"
+
+
+def test_kueue_admits_what_is_created_suspended() -> None:
+    queued = (
+        "kubernetes.queue=a",
+        "kubernetes.queue_priority=high",
+        "kubernetes.topology={required: x/rack}",
+    )
+    for stage in ("corpus", "train"):
+        found = stage_objects(quickstart(stage, *queued))[-1]
+        assert found["spec"]["suspend"] is True
+        assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "a"
+        assert found["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == "high"
+        annotations = job_of(found)["template"]["metadata"]["annotations"]
+        assert annotations["kueue.x-k8s.io/podset-required-topology"] == "x/rack"
+    plan = quickstart("train", *queued)
+    (driver,) = driver_objects(RUN_ID, plan.store_url, cluster_of(plan), stage=None, spec_digest="")
+    assert "suspend" not in driver["spec"]
+    assert "kueue.x-k8s.io/queue-name" not in driver["metadata"]["labels"]
+
+
+def test_volcano_places_a_group_of_its_own() -> None:
+    plan = quickstart("train", "kubernetes.volcano_queue=research")
+    _, group, jobset = stage_objects(plan)
+    assert (group["kind"], group["spec"]) == ("PodGroup", {"minMember": 2, "queue": "research"})
+    assert pod_of(jobset)["schedulerName"] == "volcano"
+    annotations = job_of(jobset)["template"]["metadata"]["annotations"]
+    assert annotations["scheduling.k8s.io/group-name"] == group["metadata"]["name"]
+
+
+def test_the_driver_of_one_stage() -> None:
+    plan = quickstart()
+    cluster = cluster_of(plan)
+    (whole,) = driver_objects(RUN_ID, plan.store_url, cluster, stage=None, spec_digest="d")
+    (alone,) = driver_objects(RUN_ID, plan.store_url, cluster, stage="train", spec_digest="d")
+    assert whole["metadata"]["name"] != alone["metadata"]["name"]
+    assert pod_of(alone)["containers"][0]["args"][-2:] == ["--stage", "train"]
+    assert alone["metadata"]["labels"]["mlpipe.dev/stage"] == "train"
+    assert pod_of(whole)["restartPolicy"] == "OnFailure"
+    assert whole["spec"]["backoffLimit"] > 50
+    assert "podFailurePolicy" not in whole["spec"]  # it would keep a lost node's driver from being replaced
+
+
+def test_pods_without_gpus_may_stand_where_the_node_selector_sends_them() -> None:
+    plan = plan_of(pipeline_of("llm", "kubernetes.node_selector={pool: gpu}"), "corpus")
+    assert pod_of(stage_objects(plan)[-1])["tolerations"][0]["key"] == "nvidia.com/gpu"
+
+
+def test_certificates_and_proxy_reach_all_pods() -> None:
+    plan = quickstart(
+        "train",
+        "kubernetes.ca_bundle={config_map: ca}",
+        "kubernetes.proxy={https: 'http://p:1', no_proxy: [a.example]}",
+    )
+    found = variables(plan)
+    assert found["AWS_CA_BUNDLE"] == found["SSL_CERT_FILE"] == "/mlpipe/ca/ca.crt"
+    assert found["HTTPS_PROXY"] == found["https_proxy"] == "http://p:1"
+    assert found["NO_PROXY"] == "localhost,127.0.0.1,.svc,.cluster.local,minio.storage,a.example"
+    assert "HTTP_PROXY" not in found
+    (driver,) = driver_objects(RUN_ID, plan.store_url, cluster_of(plan), stage=None, spec_digest="")
+    env = {one["name"]: one.get("value") for one in pod_of(driver)["containers"][0]["env"]}
+    assert env["no_proxy"] == found["no_proxy"] + ",$(KUBERNETES_SERVICE_HOST)"
+
+
+def test_what_the_user_sets_cannot_overrule_what_the_pod_relies_on() -> None:
+    found = variables(
+        quickstart("train", "train.env={HOME: /root, AWS_REGION: x, MY: '1'}", "kubernetes.store.region=y")
+    )
+    assert (found["HOME"], found["AWS_REGION"], found["MY"]) == ("/tmp", "y", "1")
+
+
+def test_no_image_is_refused() -> None:
+    plan = plan_of(pipeline_of("quickstart", "store=s3://ml-runs/x"), "train")
+    with pytest.raises(RenderError, match="says nothing of a cluster"):
+        stage_objects(plan)
+    plan = plan_of(pipeline_of("quickstart", "store=s3://ml-runs/x", "kubernetes.queue=a"), "train")
+    with pytest.raises(RenderError, match="names no container image"):
+        stage_objects(plan)
+
+
+@pytest.mark.parametrize(
+    ("store", "volume", "words"),
+    [
+        ("/data/runs", "{claim: c, path: /data}", None),
+        ("file:///data/my%20runs", "{claim: c, path: /data}", None),
+        ("/data", "{claim: c, path: /data}", None),
+        ("/database", "{claim: c, path: /data}", "a folder that the pods do not share"),
+        ("/data/runs", "{claim: c, path: /data, read_only: true}", "a volume that is read-only"),
+        ("/data/../home", "{claim: c, path: /data}", "a folder that the pods do not share"),
+    ],
+)
+def test_a_folder_store_needs_a_volume(store: str, volume: str, words: str | None) -> None:
+    plan = quickstart("train", f"store={store}", f"kubernetes.volumes=[{volume}]")
+    if words is not None:
+        with pytest.raises(RenderError, match=words):
+            stage_objects(plan)
+        with pytest.raises(RenderError, match=words):
+            driver_objects(RUN_ID, plan.store_url, cluster_of(plan), stage=None, spec_digest="")
+        return
+    assert "AWS_ACCESS_KEY_ID" not in variables(plan)
+    assert pod_of(stage_objects(plan)[-1])["containers"][0]["volumeMounts"]
+
+
+def test_one_claim_in_two_places_is_one_volume() -> None:
+    volumes = (
+        "[{claim: c, path: /a, sub_path: x}, {claim: c, path: /b, read_only: true}, {claim: d, path: /c}]"
+    )
+    spec = pod_of(stage_objects(quickstart("train", f"kubernetes.volumes={volumes}"))[-1])
+    claims = [one for one in spec["volumes"] if "persistentVolumeClaim" in one]
+    assert [one["persistentVolumeClaim"]["claimName"] for one in claims] == ["c", "d"]
+    mounts = [one for one in spec["containers"][0]["volumeMounts"] if one["name"].startswith("claim")]
+    assert mounts == [
+        {"name": "claim-0", "mountPath": "/a", "subPath": "x"},
+        {"name": "claim-0", "mountPath": "/b", "readOnly": True},
+        {"name": "claim-1", "mountPath": "/c"},
+    ]
+
+
+def test_a_plan_that_no_configmap_takes_is_refused() -> None:
+    plan = quickstart()
+    assert plan.train is not None
+    large = dataclasses.replace(plan, train=dataclasses.replace(plan.train, reason="x" * 2**20))
+    with pytest.raises(RenderError, match=r"plan\.json has \d+ bytes, a ConfigMap takes 1048576"):
+        stage_objects(large)

@@ -1,0 +1,106 @@
+"""What the lint says, in words, of plans that would go wrong on a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from kit.rendered import QUICKSTART, RUN_ID, pipeline_of, plan_of
+
+from mlpipe.plan.grace import CEILING_SECONDS, shutdown_seconds
+from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.render.kubernetes import driver_objects, stage_objects
+from mlpipe.render.lint import lint, lint_patches
+
+pytestmark = pytest.mark.unit
+
+
+def quickstart(*overrides: str) -> Plan:
+    return plan_of(pipeline_of("quickstart", *QUICKSTART, *overrides), "train")
+
+
+def llm(*overrides: str) -> Plan:
+    return plan_of(pipeline_of("llm", *overrides), "train")
+
+
+def train_of(plan: Plan) -> TrainPlan:
+    assert plan.train is not None
+    return plan.train
+
+
+def test_nothing_to_say() -> None:
+    assert lint(quickstart()) == []
+    assert lint(plan_of(pipeline_of("quickstart"), "train")) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (llm(), "warning: image registry.example.com/team/mlpipe:1.0 is a tag"),
+        (quickstart("kubernetes.shm=4 GiB"), "error: stage train: /dev/shm of 4.0 GiB counts as memory"),
+        (
+            quickstart("kubernetes.shm=3 GiB"),
+            "warning: stage train: /dev/shm of 3.0 GiB may take more than half",
+        ),
+        (llm("kubernetes.rdma={resource: rdma/hca}"), "pod-security.kubernetes.io/enforce=privileged"),
+        (
+            llm("kubernetes.rdma={resource: rdma/hca}", "train.resources.nodes=1"),
+            "warning: stage train: kubernetes.rdma is of no use on one node",
+        ),
+        (
+            quickstart("kubernetes.store.endpoint=http://127.0.0.1:9000"),
+            "error: kubernetes.store.endpoint http://127.0.0.1:9000 is the pod itself",
+        ),
+        (llm("train.resources.gpus_per_node=32"), "error: stage train: no node has 32 GPUs"),
+        (
+            dataclasses.replace(quickstart(), run_id="r" * 40),
+            "warning: stage train: " + "r" * 40 + "-train-a1 has 49 characters",
+        ),
+    ],
+)
+def test_findings(plan: Plan, words: str) -> None:
+    assert [line for line in lint(plan) if words in line]
+
+
+def test_what_the_planner_would_not_do_is_found_in_a_plan_from_elsewhere() -> None:
+    plan = llm()
+    launch = dataclasses.replace(plan.launch, nproc_per_node=4, env={"PET_NNODES": "1"})
+    train = dataclasses.replace(train_of(plan), micro_batch=3)
+    found = "\n".join(lint(dataclasses.replace(plan, launch=launch, train=train)))
+    assert "error: stage train: 4 workers on a node of 8 GPUs" in found
+    assert "error: stage train: PET_NNODES is read by torchrun" in found
+    assert "error: stage train: the batch of 128 is not 3 a pass x 16 data ranks x 8 passes" in found
+
+
+def test_the_grace_period_grows_with_the_checkpoint() -> None:
+    """8.03e9 parameters, 12 bytes each, at 100 MB/s: 964 s, after a step of up to 120 s."""
+    assert quickstart().launch.shutdown_seconds == 600
+    plan = llm()
+    assert plan.launch.shutdown_seconds == 1084
+    assert not [line for line in lint(plan) if "checkpoint" in line]
+    huge = llm(
+        "train.model={preset: llama-70b, seq_len: 8192}", "train.resources.nodes=16", "train.strategy=fsdp"
+    )
+    assert shutdown_seconds(train_of(huge), 8) == 650  # 847 GB over 16 nodes
+    alone = dataclasses.replace(train_of(huge), mesh=dataclasses.replace(train_of(huge).mesh, dp_shard=8))
+    assert shutdown_seconds(alone, 8) == CEILING_SECONDS
+    launch = dataclasses.replace(huge.launch, shutdown_seconds=CEILING_SECONDS)
+    found = lint(dataclasses.replace(huge, train=alone, launch=launch))
+    (line,) = [line for line in found if "checkpoint" in line]
+    assert "takes up to 2h21m (100 MB/s a node), but 1h00m after SIGTERM the pod is killed" in line
+
+
+def test_a_patch_that_changes_nothing_is_found() -> None:
+    patches = (
+        "kubernetes.patches=[{target: {kind: Pod}, strategic: {}}, {target: {kind: Service}, strategic: {}}, "
+        "{target: {kind: JobSet, stage: corpus}, strategic: {}}, {target: {kind: Job, component: driver}, json: []}]"
+    )
+    pipeline = pipeline_of("quickstart", *QUICKSTART, patches)
+    plans = [plan_of(pipeline, stage.name) for stage in pipeline.stages]
+    cluster = plans[0].cluster
+    assert cluster is not None
+    driver = driver_objects(RUN_ID, pipeline.store, cluster, stage=None, spec_digest="")
+    assert lint_patches(plans, [*map(stage_objects, plans), driver]) == [
+        "error: kubernetes.patches[1] fits no Service: there is none in what is rendered",
+        "error: kubernetes.patches[2] fits no JobSet of stage corpus: there is none in what is rendered",
+    ]

@@ -1,0 +1,84 @@
+"""Whatever a run is called, its objects have names that the API server takes and that no other run's have."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from kit.rendered import QUICKSTART, pipeline_of, plan_of
+
+from mlpipe._core.ids import NAME_PATTERN
+from mlpipe.render.names import config_name, driver_name, gang_name, label_value, labels
+
+pytestmark = pytest.mark.unit
+DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1035: a Service's name begins with a letter
+LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+PLAN = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
+# Few letters, so that different parts often join to the same text.
+NAMES = st.one_of(
+    st.from_regex(NAME_PATTERN, fullmatch=True),
+    st.lists(st.sampled_from(["a", "a1", "b", "-", ".", "_", "driver", "x", "0"]), min_size=1, max_size=6)
+    .map("".join)
+    .filter(lambda text: re.fullmatch(NAME_PATTERN, text)),
+)
+WHO = st.one_of(
+    st.tuples(st.just("gang"), NAMES, NAMES, st.integers(1, 12_345_678)),
+    st.tuples(st.just("driver"), NAMES, st.none() | NAMES, st.just(0)),
+)
+
+
+def name_of(who: tuple[str, str, Any, int]) -> str:
+    kind, run_id, stage, attempt = who
+    if kind == "driver":
+        return driver_name(run_id, stage)
+    return gang_name(dataclasses.replace(PLAN, run_id=run_id, stage=stage, attempt=attempt))
+
+
+@given(WHO)
+@example(("gang", "r" * 63, "s" * 63, 10**9))
+@example(("gang", "0" + "-" * 62, "-"[:0] + "0" + "_" * 62, 1))
+def test_names_are_dns_labels_with_room_for_the_pods(who: tuple[str, str, Any, int]) -> None:
+    name = name_of(who)
+    assert DNS_LABEL.fullmatch(name)
+    assert len(f"{name}-worker-0-99999-abcde") <= 63
+    assert len(config_name(name, "{}")) <= 253
+
+
+@settings(max_examples=500)
+@given(WHO, WHO)
+@example(("gang", "a-b", "c", 1), ("gang", "a", "b-c", 1))
+@example(("gang", "a", "b", 1), ("gang", "a-b-a1", "b", 1))
+@example(("driver", "a-b", None, 0), ("driver", "a", "b", 0))
+@example(("gang", "a.b", "c", 1), ("gang", "a_b", "c", 1))
+@example(("gang", "r" * 60, "s", 1), ("gang", "r" * 61, "s", 1))
+@example(("gang", "a", "x", 12345678), ("gang", "a", "x", 1234567))
+def test_two_never_share_a_name(one: tuple[str, str, Any, int], other: tuple[str, str, Any, int]) -> None:
+    assert (name_of(one) == name_of(other)) == (one == other)
+
+
+def test_usual_names_are_plain() -> None:
+    who = dataclasses.replace(PLAN, run_id="demo-20260101-000000-0000", stage="train", attempt=2)
+    assert gang_name(who) == "demo-20260101-000000-0000-train-a2"
+    assert driver_name("demo-20260101-000000-0000") == "demo-20260101-000000-0000-driver"
+    long = dataclasses.replace(who, run_id="a-team-with-a-long-name-20260101-000000-0000")
+    assert gang_name(long) == "a-team-with-a-long-name-train-a2-x" + gang_name(long)[-8:]
+
+
+@given(NAMES, NAMES)
+@example("a.", "a.x1c0d5f2e")
+def test_label_values_are_valid_and_tell_apart(one: str, other: str) -> None:
+    assert LABEL_VALUE.fullmatch(label_value(one))
+    assert (label_value(one) == label_value(other)) == (one == other)
+    assert label_value(label_value(one)) != label_value(one) or label_value(one) == one
+
+
+@given(NAMES, NAMES)
+def test_labels_of_a_driver_are_among_those_of_its_stage(run_id: str, stage: str) -> None:
+    own = labels(run_id, stage, 3, "worker")
+    assert own.items() >= {"mlpipe.dev/attempt": "3", "app.kubernetes.io/part-of": "mlpipe"}.items()
+    assert own["mlpipe.dev/run"] == labels(run_id, None, None, "driver")["mlpipe.dev/run"]
+    assert all(LABEL_VALUE.fullmatch(value) for value in own.values())

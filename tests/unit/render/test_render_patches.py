@@ -1,0 +1,206 @@
+"""The user's patches: Kubernetes' strategic merge and RFC 6902, and words for those that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlpipe._core.errors import RenderError
+from mlpipe.plan.cluster import Patch
+from mlpipe.render.patches import patched
+
+pytestmark = pytest.mark.unit
+
+
+def job() -> dict[str, Any]:
+    container = {
+        "name": "worker",
+        "args": ["a", "b"],
+        "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}],
+        "ports": [{"name": "metrics", "containerPort": 9400}],
+    }
+    template = {
+        "metadata": {"labels": {"a": "b"}},
+        "spec": {"containers": [container], "tolerations": [{"key": "a"}]},
+    }
+    metadata = {"name": "j", "labels": {"x/y": "1"}}
+    spec = {"suspend": True, "template": template}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+def jobset() -> dict[str, Any]:
+    inner = {
+        "template": {"spec": {"template": {"spec": {"containers": [{"name": "worker"}]}}}},
+        "name": "worker",
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "j"},
+        "spec": {"replicatedJobs": [inner]},
+    }  # fmt: skip
+
+
+def strategic(kind: Any, body: dict[str, Any], target: dict[str, Any] | None = None) -> dict[str, Any]:
+    return patched([target or job()], [Patch(kind, None, None, body, None)], "train", "worker")[0]
+
+
+def operate(*operations: dict[str, Any], kind: Any = "Job") -> dict[str, Any]:
+    return patched([job()], [Patch(kind, None, None, None, operations)], "train", "worker")[0]
+
+
+def container(found: dict[str, Any]) -> dict[str, Any]:
+    first: dict[str, Any] = found["spec"]["template"]["spec"]["containers"][0]
+    return first
+
+
+def test_strategic_merges_named_things_by_name_and_replaces_other_lists() -> None:
+    body = {
+        "spec": {
+            "containers": [
+                {
+                    "name": "worker",
+                    "args": ["c"],
+                    "env": [{"name": "B", "value": "3"}, {"name": "C", "value": "4"}],
+                },
+                {"name": "sidecar", "image": "x"},
+            ],
+            "tolerations": [{"key": "b"}],
+            "hostNetwork": True,
+        }
+    }
+    found = strategic("Pod", body)
+    assert container(found)["env"] == [
+        {"name": "A", "value": "1"}, {"name": "B", "value": "3"}, {"name": "C", "value": "4"},
+    ]  # fmt: skip
+    assert container(found)["args"] == ["c"]
+    assert container(found)["ports"] == [{"name": "metrics", "containerPort": 9400}]
+    spec = found["spec"]["template"]["spec"]
+    assert [one["name"] for one in spec["containers"]] == ["worker", "sidecar"]
+    assert spec["tolerations"] == [{"key": "b"}]
+    assert spec["hostNetwork"] is True
+    assert found["spec"]["suspend"] is True
+
+
+def test_strategic_removes_by_null_and_by_directive() -> None:
+    assert "suspend" not in strategic("Job", {"spec": {"suspend": None}})["spec"]
+    assert "absent" not in strategic("Job", {"spec": {"absent": None, "new": {"inner": None}}})["spec"]
+    gone = {"spec": {"containers": [{"name": "worker", "env": [{"name": "A", "$patch": "delete"}]}]}}
+    assert container(strategic("Pod", gone))["env"] == [{"name": "B", "value": "2"}]
+    fresh = {
+        "spec": {
+            "containers": [{"name": "worker", "env": [{"$patch": "replace"}, {"name": "Z", "value": "9"}]}]
+        }
+    }
+    assert container(strategic("Pod", fresh))["env"] == [{"name": "Z", "value": "9"}]
+    labels = strategic("Job", {"metadata": {"labels": {"$patch": "replace", "b": "c"}}})["metadata"]["labels"]
+    assert labels == {"b": "c"}
+
+
+def test_a_pod_is_found_inside_a_jobset_too() -> None:
+    found = strategic("Pod", {"spec": {"hostNetwork": True}}, jobset())
+    assert found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["hostNetwork"] is True
+    body = {"spec": {"replicatedJobs": [{"name": "worker", "template": {"spec": {"backoffLimit": 1}}}]}}
+    again = strategic("JobSet", body, jobset())["spec"]["replicatedJobs"]
+    assert len(again) == 1
+    assert again[0]["template"]["spec"].keys() == {"template", "backoffLimit"}
+
+
+def test_json_operations() -> None:
+    found = operate(
+        {"op": "test", "path": "/metadata/labels/x~1y", "value": "1"},
+        {"op": "add", "path": "/metadata/labels/a~0b", "value": "2"},
+        {"op": "add", "path": "/spec/template/spec/containers/0/args/-", "value": "c"},
+        {"op": "add", "path": "/spec/template/spec/containers/0/args/0", "value": "0"},
+        {"op": "remove", "path": "/spec/suspend"},
+        {"op": "replace", "path": "/spec/template/spec/containers/0/env/0/value", "value": "$(X)"},
+        {"op": "copy", "from": "/metadata/labels", "path": "/spec/template/metadata/labels"},
+        {"op": "move", "from": "/spec/template/spec/tolerations", "path": "/spec/template/spec/moved"},
+    )
+    assert found["metadata"]["labels"] == {"x/y": "1", "a~b": "2"}
+    assert container(found)["args"] == ["0", "a", "b", "c"]
+    assert container(found)["env"][0]["value"] == "$(X)"
+    assert found["spec"].keys() == {"template"}
+    assert found["spec"]["template"]["metadata"]["labels"] == {"x/y": "1", "a~b": "2"}
+    assert found["spec"]["template"]["spec"]["moved"] == [{"key": "a"}]
+    pod = operate({"op": "add", "path": "/spec/nodeName", "value": "n"}, kind="Pod")
+    assert pod["spec"]["template"]["spec"]["nodeName"] == "n"
+
+
+def test_only_what_a_patch_is_meant_for_changes() -> None:
+    body: dict[str, Any] = {"metadata": {"labels": {"hit": "1"}}}
+    for patch, hit in (
+        (Patch("Job", None, None, body, None), True),
+        (Patch("Job", "train", "worker", body, None), True),
+        (Patch("Job", "other", None, body, None), False),
+        (Patch("Job", None, "driver", body, None), False),
+        (Patch("JobSet", None, None, body, None), False),
+    ):
+        before = job()
+        assert ("hit" in patched([before], [patch], "train", "worker")[0]["metadata"]["labels"]) == hit
+        assert before == job()
+    driver = patched([job()], [Patch("Job", "train", None, body, None)], None, "driver")[0]
+    assert "hit" not in driver["metadata"]["labels"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            {"spec": {"containers": {"name": "worker"}}},
+            "/spec/containers: a mapping cannot be merged into a list",
+        ),
+        ({"spec": ["a"]}, "/spec: a list cannot be merged into a mapping"),
+        ({"spec": "a"}, "/spec: 'a' cannot stand for a mapping"),
+        (
+            {"spec": {"containers": [{"image": "x"}]}},
+            "/spec/containers/0: an item of this list is known by its name",
+        ),
+        (
+            {"spec": {"containers": [{"name": "no", "$patch": "delete"}]}},
+            "there is no item whose name is 'no'",
+        ),
+        ({"spec": {"$patch": "delete"}}, r"/spec: \$patch: 'delete' does not fit here"),
+    ],
+)
+def test_a_strategic_patch_that_does_not_fit_is_named(body: dict[str, Any], words: str) -> None:
+    with pytest.raises(RenderError, match=words) as caught:
+        strategic("Pod", body)
+    assert caught.value.where == "kubernetes.patches[0].strategic, Pod of stage train"
+    assert caught.value.kind == "input"
+
+
+@pytest.mark.parametrize(
+    ("operation", "words"),
+    [
+        ({}, "an operation needs a path"),
+        ({"op": "add", "path": "spec", "value": 1}, "an operation needs a path"),
+        ({"op": "set", "path": "/spec", "value": 1}, "/spec: op is 'set'"),
+        ({"op": "add", "path": "/spec/a"}, "/spec/a: op add needs a value"),
+        ({"op": "move", "path": "/spec/a"}, "/spec/a: op move needs a 'from'"),
+        ({"op": "move", "path": "/spec/a", "from": "/spec"}, "/spec/a: /spec cannot move into itself"),
+        (
+            {"op": "remove", "path": "/spec/nope"},
+            "/spec/nope: there is no 'nope'; there is suspend, template",
+        ),
+        ({"op": "add", "path": "/nope/a", "value": 1}, "/nope: there is no 'nope'"),
+        ({"op": "replace", "path": "/spec/template/spec/containers/1", "value": 1}, "the list has 1 items"),
+        (
+            {"op": "replace", "path": "/spec/template/spec/containers/-", "value": 1},
+            "'-' is no index of a list",
+        ),
+        (
+            {"op": "add", "path": "/spec/template/spec/containers/01", "value": 1},
+            "'01' is no index of a list",
+        ),
+        ({"op": "add", "path": "/spec/suspend/a", "value": 1}, "/spec/suspend/a: True has no 'a'"),
+        ({"op": "test", "path": "/spec/suspend", "value": 1}, "it is not what the test says"),
+        ({"op": "replace", "path": "", "value": []}, "nothing is left of the object"),
+        ({"op": "remove", "path": ""}, "nothing is left of the object"),
+        ({"op": "replace", "path": "/metadata/name", "value": "x"}, "found again by name"),
+        ({"op": "remove", "path": "/metadata"}, "/metadata: an object needs it"),
+    ],
+)
+def test_an_operation_that_does_not_fit_is_named(operation: dict[str, Any], words: str) -> None:
+    with pytest.raises(RenderError, match=words) as caught:
+        operate(operation)
+    assert caught.value.where == "kubernetes.patches[0].json, Job of stage train"
