@@ -93,7 +93,8 @@ def test_the_grace_period_grows_with_the_checkpoint() -> None:
 def test_a_patch_that_changes_nothing_is_found() -> None:
     patches = (
         "kubernetes.patches=[{target: {kind: Pod}, strategic: {}}, {target: {kind: Service}, strategic: {}}, "
-        "{target: {kind: JobSet, stage: corpus}, strategic: {}}, {target: {kind: Job, component: driver}, json: []}]"
+        "{target: {kind: JobSet, stage: corpus}, strategic: {}}, "
+        "{target: {kind: Job, component: driver}, json: []}]"
     )
     pipeline = pipeline_of("quickstart", *QUICKSTART, patches)
     plans = [plan_of(pipeline, stage.name) for stage in pipeline.stages]

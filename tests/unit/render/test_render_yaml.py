@@ -22,8 +22,8 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 NASTY = [
     "a\n---\nkind: Secret", "---", "...", "a\n  b\n", " a\nb", "a\n\n", "a\n \n", "\ta\nb", "a: b", "# a",
     "a # b", "{{x}}", "*a", "&a", "!!str a", "%YAML 1.1", "yes", "0x1f", "1e3", "1_000", "22:22",
-    "2026-01-01", ".inf", "~", "null", "=", "<<", "- a", "? a", "'", '"', "\\", "a\r\nb", "a\u2028b", "\ufeffa",
-    "\x85", "",
+    "2026-01-01", ".inf", "~", "null", "=", "<<", "- a", "? a", "'", '"', "\\", "a\r\nb", "a\u2028b",
+    "\ufeffa", "\x85", "",
     "a\n#b\n", "|\n", ">-\na", '{\n  "a": [1]\n}\n', "é\nb\n", "a\nb ", "x" * 200, "x y " * 60,
     "\x07", "\U0001f600",
 ]  # fmt: skip
