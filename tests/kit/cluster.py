@@ -143,9 +143,9 @@ class Cluster:
         return json.loads(body) if status == 200 else None
 
     def wait_until(self, what: str, check: Callable[[], T | None], seconds: float) -> T:
-        """The first true answer. Raises ClusterError at the deadline, or when a process of the cluster
-        ended."""
-        return wait_until(what, check, seconds, self.processes)
+        """The first true answer. Raises ClusterError when a process of the cluster ended, or at the deadline,
+        then with all pods and the events that warn."""
+        return wait_until(what, check, seconds, self.processes, self._explain)
 
     def namespace(self, name: str, *, pod_security: str | None = "restricted") -> str:
         """Creates it, enforcing that level of the Pod Security standards; returns its name."""
@@ -257,6 +257,13 @@ class Cluster:
         if self._minio is not None:
             self._minio.stop()
         self.control.stop()
+
+    def _explain(self) -> str:
+        try:
+            warnings = self.kubectl("get", "events", "-A", "--field-selector=type!=Normal", timeout=20)
+            return self.kubectl("get", "pods", "-A", "-o", "wide", timeout=20) + warnings
+        except (ClusterError, subprocess.TimeoutExpired) as error:
+            return f"{error}\n{self.control.apiserver.tail()}"
 
     def _kubectl(self, arguments: list[str], stdin: str | None) -> str:
         return self.kubectl(*arguments, stdin=stdin)

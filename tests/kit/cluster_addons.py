@@ -14,6 +14,7 @@ from kit.cluster_build import binary, manifests
 from kit.cluster_control import ControlPlane
 from kit.cluster_process import Namespaces, Process, wait_until
 
+Kubectl = Callable[[list[str], str | None], str]  # arguments, standard input -> output
 _READY_SECONDS = 60
 _JOBSET_PODS = {"matchExpressions": [{"key": "jobset.sigs.k8s.io/jobset-name", "operator": "Exists"}]}
 
@@ -22,7 +23,7 @@ def start_jobset(folder: Path, control: ControlPlane, namespaces: Namespaces, ku
     """The JobSet controller with its CRD and webhooks, ready."""
     folder.mkdir()
     source = manifests("jobset") / "config/components"
-    _create_crds(source / "crd/bases", kubectl)
+    _create_crds(source / "crd/bases", control, kubectl)
     serving = folder / "k8s-webhook-server" / "serving-certs"  # below TMPDIR: not to be configured
     serving.mkdir(parents=True)
     _serve(control, serving, "jobset")
@@ -51,9 +52,6 @@ def start_jobset(folder: Path, control: ControlPlane, namespaces: Namespaces, ku
     return process
 
 
-Kubectl = Callable[[list[str], str | None], str]
-
-
 def webhooks(path: Path, name: str, port: int, ca: Path) -> list[dict[str, Any]]:
     """The module's webhook configurations, called at 127.0.0.1:`port`. Theirs all have the same names."""
     configurations: list[dict[str, Any]] = list(yaml.safe_load_all(path.read_text()))
@@ -66,9 +64,19 @@ def webhooks(path: Path, name: str, port: int, ca: Path) -> list[dict[str, Any]]
     return configurations
 
 
-def _create_crds(folder: Path, kubectl: Kubectl) -> None:
+def _create_crds(folder: Path, control: ControlPlane, kubectl: Kubectl) -> None:
+    """Creates all of the folder and waits until the API serves them."""
     kubectl(["create", "-f", str(folder)], None)
-    kubectl(["wait", "--for=condition=Established", f"--timeout={_READY_SECONDS}s", "-f", str(folder)], None)
+    names = [yaml.safe_load(path.read_text())["metadata"]["name"] for path in folder.glob("*.yaml")]
+
+    def established() -> bool:
+        # not `kubectl wait`: it fails on a resource so new that it has no conditions
+        found = (
+            control.get(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{n}")[1] for n in names
+        )
+        return all('"type":"Established","status":"True"' in body for body in found)
+
+    wait_until(f"the resources {', '.join(names)}", established, _READY_SECONDS)
 
 
 def _serve(control: ControlPlane, folder: Path, name: str) -> None:

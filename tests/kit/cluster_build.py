@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kit.servers import ServerMissingError, built, cache, go
@@ -24,7 +25,7 @@ TOOLS = {
     "containerd": "containerd",
     "ctr": "containerd",
     "runc": "runc",
-    "bridge": "containernetworking-plugins",
+    "host-local": "containernetworking-plugins",  # not its `bridge`: iproute2 has one, too
 }
 _DEBIAN_FOLDERS = ("usr/bin", "usr/sbin", "usr/lib/cni")
 
@@ -86,7 +87,7 @@ def tool(name: str) -> Path:
     if own := shutil.which(name, path=f"{os.environ['PATH']}:/usr/lib/cni:/usr/sbin:/sbin"):
         return Path(own)
     for folder in _DEBIAN_FOLDERS:
-        if (path := cache() / "debian" / folder / name).exists():
+        if (path := cache() / f"debian-{TOOLS[name]}" / folder / name).exists():
             return path
     raise ServerMissingError(
         f"{name} is missing: install {TOOLS[name]}, or run `make cluster-build` on Debian"
@@ -103,14 +104,11 @@ def build(name: str) -> Path:
 
 def unpack_debian() -> None:
     """Unpacks the packages that the machine lacks. Raises ServerMissingError where that fails."""
-    lacking = set()
     for name, package in TOOLS.items():
         try:
             tool(name)
         except ServerMissingError:
-            lacking.add(package)
-    if lacking:
-        built(cache() / "debian", lambda folder: _unpack(sorted(lacking), folder))
+            built(cache() / f"debian-{package}", partial(_unpack, package))
 
 
 def build_all() -> list[Path]:
@@ -161,15 +159,16 @@ def _download(program: Program) -> dict[str, str]:
     return described
 
 
-def _unpack(packages: list[str], folder: Path) -> None:
-    needed = f"install {' '.join(packages)}"
+def _unpack(package: str, folder: Path) -> None:
     if shutil.which("apt-get") is None:
-        raise ServerMissingError(f"no apt-get to get them from: {needed}")
-    download = ["apt-get", "download", "-qq", *packages]
+        raise ServerMissingError(f"no apt-get to get it from: install {package}")
+    download = ["apt-get", "download", "-qq", package]
     if subprocess.run(download, cwd=folder, capture_output=True, timeout=300).returncode:
         subprocess.run(["apt-get", "update", "-qq"], capture_output=True, timeout=300)
         done = subprocess.run(download, cwd=folder, capture_output=True, text=True, timeout=300)
         if done.returncode:
-            raise ServerMissingError(f"{' '.join(download)} failed, {needed}:\n{done.stderr[-1000:]}")
-    for package in folder.glob("*.deb"):
-        subprocess.run(["dpkg-deb", "-x", str(package), str(folder / "debian")], check=True, timeout=300)
+            raise ServerMissingError(
+                f"install {package}; {' '.join(download)} failed:\n{done.stderr[-1000:]}"
+            )
+    (archive,) = folder.glob("*.deb")
+    subprocess.run(["dpkg-deb", "-x", archive, folder / f"debian-{package}"], check=True, timeout=300)

@@ -23,14 +23,18 @@ SERVICE_ADDRESS = "10.96.0.1"  # of the Service `kubernetes`
 SERVER = f"https://{ADDRESS}"
 _SERVICES = "10.96.0.0/16"
 _READY_SECONDS = 60
+# Two blocks: within one, `template` would come before `kubernetes`, whatever their order here.
 _COREFILE = f"""\
-.:53 {{
+cluster.local in-addr.arpa {{
   bind {ADDRESS}
   errors
   kubernetes cluster.local in-addr.arpa {{
     kubeconfig KUBECONFIG
     ttl 1
   }}
+}}
+. {{
+  bind {ADDRESS}
   template ANY ANY . {{
     rcode NXDOMAIN
   }}

@@ -167,7 +167,7 @@ base_runtime_spec = "{spec}"
 SystemdCgroup = false
 BinaryName = "{tool("runc")}"
 [plugins."io.containerd.grpc.v1.cri".cni]
-bin_dir = "{tool("bridge").parent}"
+bin_dir = "{tool("host-local").parent}"
 conf_dir = "{self.folder}/cni"
 """)
         return path

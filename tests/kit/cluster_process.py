@@ -86,7 +86,11 @@ class Process:
 
 
 def wait_until(
-    what: str, check: Callable[[], T | None], seconds: float, watched: Iterable[Process] = ()
+    what: str,
+    check: Callable[[], T | None],
+    seconds: float,
+    watched: Iterable[Process] = (),
+    explain: Callable[[], str] | None = None,
 ) -> T:
     """The first true answer of `check`. Raises ClusterError, which says `what` was waited for, at the
     deadline or as soon as one of the `watched` ended."""
@@ -98,8 +102,8 @@ def wait_until(
         if ended := [process for process in watched if not process.running]:
             raise ClusterError(f"while waiting for {what}: {ended[0].tail()}")
         if time.monotonic() > deadline:
-            tails = "\n".join(process.tail() for process in watched)
-            raise ClusterError(f"{what}: not within {seconds:.0f} s\n{tails}")
+            more = explain() if explain else "\n".join(process.tail() for process in watched)
+            raise ClusterError(f"{what}: not within {seconds:.0f} s\n{more}")
         time.sleep(_POLL_SECONDS)
 
 
