@@ -162,6 +162,15 @@ def test_the_releases_own_namespace_is_not_made_by_the_chart():
     assert "kubectl label namespace" in _refused("--set", "namespace.create=true")
 
 
+def test_uninstalling_the_chart_leaves_the_namespace_and_what_runs_in_it():
+    (one,) = manifests.load(
+        _template(
+            "--set", "namespace.create=true,namespace.name=x", "--show-only", "templates/namespace.yaml"
+        )
+    )
+    assert one["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
 def test_helm_refuses_a_misspelt_key():
     assert "prometheusNamspace" in _refused("--set", "networkPolicy.prometheusNamspace=x")
 
