@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import urllib3
-from kit import cluster_addons, cluster_build, servers
+from kit import cluster_build, servers
+from kit.cluster_addons import Addons
 from kit.cluster_control import ADDRESS, ControlPlane, write_kubeconfig
 from kit.cluster_image import base_spec, pause_image, worker_image
 from kit.cluster_node import Node, sweep
@@ -47,15 +48,15 @@ class Cluster:
     minio: its S3 server (`endpoint` is good for pods and for `inside`), if it has one.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, grace_seconds: int = 16) -> None:
         self.folder = folder
         self.nodes = [Node(0, folder / "node-0")]
         self._first = self.nodes[0].namespaces
-        self.control = ControlPlane(folder / "control", self._first)
+        self.control = ControlPlane(folder / "control", self._first, grace_seconds)
         self.kubeconfig = self.control.kubeconfig
         self.image = worker_image(folder)
         self._pause, self._spec = pause_image(folder), base_spec(folder / "base-spec.json")
-        self._addons: list[Process] = []
+        self.addons: list[Process] = []
         self._minio: Process | None = None
         programs = folder / "bin"
         programs.mkdir()
@@ -209,6 +210,18 @@ class Cluster:
     def heal_node(self, index: int) -> None:
         self._link(index, "up")
 
+    def set_gpus(self, index: int, total: int, healthy: int | None = None) -> None:
+        """Gives a node that many devices of nvidia.com/gpu, with nothing behind them, and waits until it
+        offers the healthy ones: a pod that asks for one runs, and sees NVIDIA_VISIBLE_DEVICES."""
+        healthy = total if healthy is None else healthy
+        self.nodes[index].set_gpus(total, healthy)
+
+        def offered() -> bool:
+            node = self.get(f"/api/v1/nodes/node-{index}")
+            return bool(node) and node["status"]["allocatable"].get("nvidia.com/gpu") == str(healthy)
+
+        self.wait_until(f"{healthy} GPUs on node-{index}", offered, _READY_SECONDS)
+
     def add_node(self) -> Node:
         """Starts one more, up to 250; Ready when it returns."""
         index = len(self.nodes)
@@ -234,17 +247,20 @@ class Cluster:
     @property
     def processes(self) -> list[Process]:
         """All that should be running, but for MinIO and for nodes that may be lost."""
-        return [*self.control.processes, *self.nodes[0].processes, *self._addons]
+        return [*self.control.processes, *self.nodes[0].processes, *self.addons]
 
-    def start(self, *, nodes: int, jobset: bool, minio: bool) -> None:
+    def start(self, *, nodes: int, jobset: bool, kueue: bool, minio: bool, fake_nodes: int) -> None:
         self.control.start()
         self.nodes[0].start(self.control, [self._pause, self.image], self._spec)
         if minio:
             self.start_minio()
-        if jobset:
-            self._addons.append(
-                cluster_addons.start_jobset(self.folder / "jobset", self.control, self._first, self._kubectl)
-            )
+        addons = Addons(self.folder, self.control, self._first, self._kubectl)
+        if jobset or kueue:
+            self.addons.append(addons.jobset())
+        if kueue:
+            self.addons.append(addons.kueue())
+        if fake_nodes:
+            self.addons.append(addons.kwok(fake_nodes))
         self.wait_until_node(0, ready=True)
         for _ in range(1, nodes):
             self.add_node()
@@ -252,7 +268,7 @@ class Cluster:
     def stop(self) -> None:
         for node in reversed(self.nodes):
             node.stop()  # the network of node 0 lives on with the processes below
-        for process in self._addons:
+        for process in self.addons:
             process.stop()
         if self._minio is not None:
             self._minio.stop()
@@ -280,10 +296,19 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, *, nodes: int = 1, jobset: bool = True, minio: bool = True) -> Iterator[Cluster]:
-    """Starts a cluster with all its files in `folder` and stops it in the end. Raises ServerMissingError,
-    which says what to install, when this machine cannot run one, ClusterError when something did not
-    start."""
+def cluster(
+    folder: Path,
+    *,
+    nodes: int = 1,
+    jobset: bool = True,
+    kueue: bool = False,
+    minio: bool = True,
+    fake_nodes: int = 0,
+) -> Iterator[Cluster]:
+    """Starts a cluster with all its files in `folder` and stops it in the end.
+
+    kueue: with it comes JobSet. fake_nodes: of kwok (see `Addons.kwok`). Raises ServerMissingError, which
+    says what to install, when this machine cannot run one, ClusterError when something did not start."""
     if os.geteuid() or sys.platform != "linux":
         raise ServerMissingError(
             "the test cluster makes network and mount namespaces: run it as root on Linux"
@@ -291,17 +316,18 @@ def cluster(folder: Path, *, nodes: int = 1, jobset: bool = True, minio: bool = 
     for program, package in _PROGRAMS.items():
         if shutil.which(program) is None:
             raise ServerMissingError(f"{program} is missing: install {package}")
-    for name in ("kube", "coredns", "pause", *(["jobset"] if jobset else [])):
+    wanted = {"jobset": jobset or kueue, "kueue": kueue, "kwok": fake_nodes}
+    for name in ("kube", "coredns", "pause", *(name for name, needed in wanted.items() if needed)):
         cluster_build.binary(name)
     for name in cluster_build.TOOLS:
         cluster_build.tool(name)
     if minio:
         servers.binary("minio")
     sweep()
-    folder = folder.resolve()
-    running = Cluster(folder)
+    # a lost node is noticed soon, yet nodes do not flap, which fake ones need more for
+    running = Cluster(folder.resolve(), 40 if fake_nodes else 16)
     try:
-        running.start(nodes=nodes, jobset=jobset, minio=minio)
+        running.start(nodes=nodes, jobset=jobset, kueue=kueue, minio=minio, fake_nodes=fake_nodes)
         yield running
     finally:
         running.stop()

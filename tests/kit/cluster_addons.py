@@ -1,10 +1,11 @@
-"""Controllers beside the test cluster's own: they run outside pods, so their webhooks are called by URL."""
+"""Controllers beside the test cluster's own: JobSet, Kueue, kwok. They run outside pods, so their webhooks
+are called by URL, on ports of their own, and they serve certificates that the kit signs."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,81 +18,179 @@ from kit.cluster_process import Namespaces, Process, wait_until
 Kubectl = Callable[[list[str], str | None], str]  # arguments, standard input -> output
 _READY_SECONDS = 60
 _JOBSET_PODS = {"matchExpressions": [{"key": "jobset.sigs.k8s.io/jobset-name", "operator": "Exists"}]}
+_KUEUE_FRAMEWORKS = ("batch/job", "jobset.x-k8s.io/jobset")
+_KUEUE_HOOKS = ("job", "jobset", "clusterqueue", "cohort", "resourceflavor", "workload")
+_STAGES = ("node/fast", "node/heartbeat-with-lease", "pod/fast")
 
 
-def start_jobset(folder: Path, control: ControlPlane, namespaces: Namespaces, kubectl: Kubectl) -> Process:
-    """The JobSet controller with its CRD and webhooks, ready."""
-    folder.mkdir()
-    source = manifests("jobset") / "config/components"
-    _create_crds(source / "crd/bases", control, kubectl)
-    serving = folder / "k8s-webhook-server" / "serving-certs"  # below TMPDIR: not to be configured
-    serving.mkdir(parents=True)
-    _serve(control, serving, "jobset")
-    config = {
-        "apiVersion": "config.jobset.x-k8s.io/v1alpha1",
-        "kind": "Configuration",
-        "leaderElection": {"leaderElect": False},
-        "internalCertManagement": {"enable": False},
-        "webhook": {"host": "127.0.0.1", "port": 9443},
-        "health": {"healthProbeBindAddress": "127.0.0.1:8081"},
-        "metrics": {"bindAddress": "127.0.0.1:8443"},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    process = Process(
-        "jobset",
-        namespaces.network([binary("jobset"), f"--config={folder / 'config.json'}"]),
-        folder / "jobset.log",
-        env={"KUBECONFIG": str(control.kubeconfig), "TMPDIR": str(folder)},
-    ).start()
-    _wait_until_answers("the JobSet controller", "http://127.0.0.1:8081/readyz", process, namespaces)
-    hooks = webhooks(source / "webhook/manifests.yaml", "jobset", 9443, control.certificates.ca)
-    for hook in (hook for one in hooks for hook in one["webhooks"]):
-        if hook["name"] in ("mpod.kb.io", "vpod.kb.io"):
-            hook["objectSelector"] = _JOBSET_PODS  # as the module's own patches say
-    kubectl(["create", "-f", "-"], json.dumps({"apiVersion": "v1", "kind": "List", "items": hooks}))
-    return process
+class Addons:
+    """Each method starts one, in a folder of its name below `folder`, and returns it ready."""
 
+    def __init__(self, folder: Path, control: ControlPlane, namespaces: Namespaces, kubectl: Kubectl) -> None:
+        self._folder, self._control, self._namespaces, self._kubectl = folder, control, namespaces, kubectl
 
-def webhooks(path: Path, name: str, port: int, ca: Path) -> list[dict[str, Any]]:
-    """The module's webhook configurations, called at 127.0.0.1:`port`. Theirs all have the same names."""
-    configurations: list[dict[str, Any]] = list(yaml.safe_load_all(path.read_text()))
-    bundle = base64.b64encode(ca.read_bytes()).decode()
-    for one in configurations:
-        one["metadata"]["name"] = f"{name}-{one['metadata']['name']}"
-        for hook in one["webhooks"]:
-            url = f"https://127.0.0.1:{port}{hook['clientConfig']['service']['path']}"
-            hook["clientConfig"] = {"url": url, "caBundle": bundle}
-    return configurations
+    def jobset(self) -> Process:
+        folder = self._new_folder("jobset")
+        source = manifests("jobset") / "config/components"
+        self._create_crds(source / "crd/bases")
+        config = {
+            "apiVersion": "config.jobset.x-k8s.io/v1alpha1",
+            "kind": "Configuration",
+            "leaderElection": {"leaderElect": False},
+            "internalCertManagement": {"enable": False},
+            "webhook": {"host": "127.0.0.1", "port": 9443},
+            "health": {"healthProbeBindAddress": "127.0.0.1:8081"},
+            "metrics": {"bindAddress": "127.0.0.1:8443"},
+        }
+        # where it looks for its certificate is not to be configured, but for TMPDIR
+        self._serve(folder / "k8s-webhook-server" / "serving-certs", "jobset")
+        process = self._start("jobset", [f"--config={_json(folder, config)}"], {"TMPDIR": str(folder)})
+        self._wait_until_answers(process, "http://127.0.0.1:8081/readyz")
+        hooks = self._webhooks(source, "jobset", 9443)
+        for hook in (hook for one in hooks for hook in one["webhooks"]):
+            if hook["name"] in ("mpod.kb.io", "vpod.kb.io"):
+                hook["objectSelector"] = _JOBSET_PODS  # as the module's own patches say
+        self._create(hooks)
+        return process
 
+    def kueue(self) -> Process:
+        """For Jobs and JobSets with the queue label; needs JobSet."""
+        folder = self._new_folder("kueue")
+        source = manifests("kueue") / "config/components"
+        self._create_crds(source / "crd/bases")
+        self._create([{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kueue-system"}}])
+        self._serve(folder / "certificates", "kueue")
+        config = {
+            "apiVersion": "config.kueue.x-k8s.io/v1beta1",
+            "kind": "Configuration",
+            "leaderElection": {"leaderElect": False},
+            "internalCertManagement": {"enable": False},
+            "webhook": {"host": "127.0.0.1", "port": 9444, "certDir": str(folder / "certificates")},
+            "health": {"healthProbeBindAddress": "127.0.0.1:8082"},
+            "metrics": {"bindAddress": "127.0.0.1:8444"},
+            "featureGates": {"VisibilityOnDemand": False, "MultiKueue": False},
+            "integrations": {"frameworks": list(_KUEUE_FRAMEWORKS)},
+        }
+        process = self._start("kueue", [f"--config={_json(folder, config)}"], {})
+        self._wait_until_answers(process, "http://127.0.0.1:8082/readyz")
+        hooks = self._webhooks(source, "kueue", 9444)
+        for one in hooks:
+            # the others are for kinds that this cluster lacks, or would stand before every pod
+            one["webhooks"] = [hook for hook in one["webhooks"] if hook["name"][1:-6] in _KUEUE_HOOKS]
+        self._create(hooks)
+        return process
 
-def _create_crds(folder: Path, control: ControlPlane, kubectl: Kubectl) -> None:
-    """Creates all of the folder and waits until the API serves them."""
-    kubectl(["create", "-f", str(folder)], None)
-    names = [yaml.safe_load(path.read_text())["metadata"]["name"] for path in folder.glob("*.yaml")]
-
-    def established() -> bool:
-        # not `kubectl wait`: it fails on a resource so new that it has no conditions
-        found = (
-            control.get(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{n}")[1] for n in names
+    def kwok(self, num_nodes: int) -> Process:
+        """Fake nodes fake-0, fake-1, ... tainted kwok.x-k8s.io/node=fake:NoSchedule, whose pods run and end
+        at once. Good for counting; its delays are far too late to measure anything with."""
+        folder = self._new_folder("kwok")
+        stages = manifests("kwok") / "kustomize/stage"
+        found = [path for name in _STAGES for path in sorted((stages / name).glob("*.yaml"))]
+        texts = [path.read_text() for path in found if path.name != "kustomization.yaml"]
+        (folder / "stages.yaml").write_text("\n---\n".join(texts))
+        process = self._start(
+            "kwok",
+            [
+                f"--kubeconfig={self._control.kubeconfig}",
+                f"--config={folder / 'stages.yaml'}",
+                "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake",
+                "--node-lease-duration-seconds=40",
+                "--cidr=10.128.0.0/16",
+            ],
+            {},
         )
-        return all('"type":"Established","status":"True"' in body for body in found)
+        self._create([_fake_node(index) for index in range(num_nodes)])
 
-    wait_until(f"the resources {', '.join(names)}", established, _READY_SECONDS)
+        def ready() -> bool:
+            nodes = json.loads(self._control.get("/api/v1/nodes?labelSelector=type=kwok")[1])["items"]
+            return num_nodes == sum(
+                any(
+                    c["type"] == "Ready" and c["status"] == "True"
+                    for c in node["status"].get("conditions", [])
+                )
+                for node in nodes
+            )
+
+        wait_until(f"{num_nodes} fake nodes Ready", ready, _READY_SECONDS + num_nodes, [process])
+        return process
+
+    def _new_folder(self, name: str) -> Path:
+        (folder := self._folder / name).mkdir()
+        return folder
+
+    def _start(self, name: str, arguments: Sequence[str], env: Mapping[str, str]) -> Process:
+        command = self._namespaces.network([binary(name), *arguments])
+        log = self._folder / name / f"{name}.log"
+        return Process(name, command, log, env={"KUBECONFIG": str(self._control.kubeconfig), **env}).start()
+
+    def _create(self, objects: Sequence[Mapping[str, Any]]) -> None:
+        self._kubectl(
+            ["create", "-f", "-"], json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
+        )
+
+    def _create_crds(self, folder: Path) -> None:
+        """Creates all of the folder and waits until the API serves them."""
+        self._kubectl(["create", "-f", str(folder)], None)
+        names = [yaml.safe_load(path.read_text())["metadata"]["name"] for path in folder.glob("*.yaml")]
+
+        def established() -> bool:
+            # not `kubectl wait`: it fails on a resource so new that it has no conditions
+            path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+            return all(
+                '"type":"Established","status":"True"' in self._control.get(f"{path}/{n}")[1] for n in names
+            )
+
+        wait_until(f"the resources {', '.join(names)}", established, _READY_SECONDS)
+
+    def _serve(self, folder: Path, name: str) -> None:
+        """Writes tls.crt and tls.key for a server on 127.0.0.1."""
+        folder.mkdir(parents=True)
+        certificate, key = self._control.certificates.issue(
+            f"{name}-webhook", f"/CN={name}", ["IP:127.0.0.1"]
+        )
+        (folder / "tls.crt").write_bytes(certificate.read_bytes())
+        (folder / "tls.key").write_bytes(key.read_bytes())
+
+    def _webhooks(self, source: Path, name: str, port: int) -> list[dict[str, Any]]:
+        """The module's configurations, called at 127.0.0.1:`port`; everyone's have the same names."""
+        text = (source / "webhook/manifests.yaml").read_text()
+        configurations: list[dict[str, Any]] = list(yaml.safe_load_all(text))
+        bundle = base64.b64encode(self._control.certificates.ca.read_bytes()).decode()
+        for one in configurations:
+            one["metadata"]["name"] = f"{name}-{one['metadata']['name']}"
+            for hook in one["webhooks"]:
+                url = f"https://127.0.0.1:{port}{hook['clientConfig']['service']['path']}"
+                hook["clientConfig"] = {"url": url, "caBundle": bundle}
+        return configurations
+
+    def _wait_until_answers(self, process: Process, url: str) -> None:
+        def answers() -> bool:
+            with self._namespaces.inside(), urllib3.PoolManager(retries=False, timeout=2.0) as pool:
+                try:
+                    return pool.request("GET", url).status == 200
+                except urllib3.exceptions.HTTPError:
+                    return False  # not listening yet
+
+        wait_until(f"{process.name}, ready", answers, _READY_SECONDS, [process])
 
 
-def _serve(control: ControlPlane, folder: Path, name: str) -> None:
-    """Writes tls.crt and tls.key for a server on 127.0.0.1."""
-    certificate, key = control.certificates.issue(f"{name}-webhook", f"/CN={name}", ["IP:127.0.0.1"])
-    (folder / "tls.crt").write_bytes(certificate.read_bytes())
-    (folder / "tls.key").write_bytes(key.read_bytes())
+def _json(folder: Path, config: Mapping[str, Any]) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
 
 
-def _wait_until_answers(what: str, url: str, process: Process, namespaces: Namespaces) -> None:
-    def answers() -> bool:
-        with namespaces.inside(), urllib3.PoolManager(retries=False, timeout=2.0) as pool:
-            try:
-                return pool.request("GET", url).status == 200
-            except urllib3.exceptions.HTTPError:
-                return False  # not listening yet
-
-    wait_until(what, answers, _READY_SECONDS, [process])
+def _fake_node(index: int) -> dict[str, Any]:
+    resources = {"cpu": "64", "memory": "512Gi", "pods": "256", "nvidia.com/gpu": "8"}
+    name = f"fake-{index}"
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {
+            "name": name,
+            "annotations": {"kwok.x-k8s.io/node": "fake"},
+            "labels": {"type": "kwok", "kubernetes.io/hostname": name},
+        },
+        "spec": {"taints": [{"key": "kwok.x-k8s.io/node", "value": "fake", "effect": "NoSchedule"}]},
+        "status": {"allocatable": resources, "capacity": resources},
+    }

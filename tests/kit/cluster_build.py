@@ -56,6 +56,14 @@ PROGRAMS = {
         "v0.10.1",
         manifests=("config/components/crd/bases", "config/components/webhook"),
     ),
+    "kueue": Program(
+        "sigs.k8s.io/kueue",
+        "v0.10.2",
+        package="cmd/kueue",
+        manifests=("config/components/crd/bases", "config/components/webhook"),
+    ),
+    "gpuplugin": Program("k8s.io/kubelet", KUBERNETES.replace("v1.", "v0.", 1)),
+    "kwok": Program("sigs.k8s.io/kwok", "v0.8.0", package="cmd/kwok", manifests=("kustomize/stage",)),
 }
 
 

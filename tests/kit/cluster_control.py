@@ -107,9 +107,10 @@ def write_kubeconfig(path: Path, ca: Path, user: Mapping[str, str], namespace: s
 
 
 class ControlPlane:
-    """Starts on `start`. `kubeconfig`: of a member of system:masters."""
+    """Starts on `start`. `kubeconfig`: of a member of system:masters. `grace_seconds`: without a sign of
+    life, a node is not Ready any more."""
 
-    def __init__(self, folder: Path, namespaces: Namespaces) -> None:
+    def __init__(self, folder: Path, namespaces: Namespaces, grace_seconds: int) -> None:
         self.folder, self._namespaces = folder, namespaces
         folder.mkdir()
         self.certificates = Certificates(folder / "certificates")
@@ -129,7 +130,7 @@ class ControlPlane:
         controllers = {
             "kubeconfig": self.kubeconfig,
             "leader-elect": "false",
-            "node-monitor-grace-period": "16s",  # a lost node is noticed sooner; below, nodes flap
+            "node-monitor-grace-period": f"{grace_seconds}s",
             "root-ca-file": self.certificates.ca,
             "service-account-private-key-file": self.certificates.folder / "service-accounts.key",
             "use-service-account-credentials": "true",

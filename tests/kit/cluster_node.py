@@ -55,6 +55,7 @@ class Node:
         self.cgroup = f"mlpipe-{os.getpid()}-{folder.stat().st_ino}"
         self.namespaces = Namespaces(self._script())
         self._processes: list[Process] = []
+        self.gpu_plugin: Process | None = None
 
     def link(self, first: Node) -> None:
         """Connects the network with that of node 0."""
@@ -85,9 +86,18 @@ class Node:
             ],
         )
 
+    def set_gpus(self, total: int, healthy: int) -> None:
+        """Devices that the fake plugin reports. The first call starts the plugin."""
+        said, fresh = self.folder / "gpus", self.folder / "gpus.new"
+        fresh.write_text(f"{total} {healthy}")
+        fresh.replace(said)
+        if self.gpu_plugin is None:
+            self.gpu_plugin = self._process("gpuplugin", [binary("gpuplugin"), said])
+
     @property
     def processes(self) -> list[Process]:
-        return list(self._processes)
+        """All that should be running, but for the plugin."""
+        return [process for process in self._processes if process is not self.gpu_plugin]
 
     def stop(self) -> None:
         """Kubelet first, so that nothing is started any more; then everything else at once, pods included."""
