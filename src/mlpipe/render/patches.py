@@ -68,27 +68,43 @@ def _apply(patch: Patch, target: Json) -> Json:
     if patch.kind == "Pod":
         holder = _template(target)
         if holder is not None:
-            holder["template"] = _changed(patch, holder["template"])
+            holder["template"] = _known(patch, holder["template"])
     elif patch.kind == target["kind"]:
-        before = _identity(target)
-        target = _changed(patch, target)
-        if _identity(target) != before:
-            raise _Misfit("/metadata/name", "apiVersion, kind, name and namespace are found again by name")
+        target = _known(patch, target)
+    return target
+
+
+def _known(patch: Patch, target: Json) -> Json:
+    """Changed, but still to be found by its name and labels."""
+    before = _identity(target)
+    target = _changed(patch, target)
+    if _identity(target) != before:
+        raise _Misfit(
+            "/metadata", "mlpipe finds its objects by kind, name, namespace and labels mlpipe.dev/..."
+        )
     return target
 
 
 def _template(found: Json) -> Json | None:
     """What holds the pod template, if there is one."""
-    if found["kind"] == "JobSet":
-        found = found["spec"]["replicatedJobs"][0]["template"]
-    return found["spec"] if "template" in found.get("spec", {}) else None
+    try:
+        if found["kind"] == "JobSet":
+            found = found["spec"]["replicatedJobs"][0]["template"]
+        holder = found["spec"]
+        return holder if isinstance(holder["template"], dict) else None
+    except (KeyError, IndexError, TypeError):
+        return None
 
 
-def _identity(found: Any) -> Any:
-    if not isinstance(found, dict) or not isinstance(found.get("metadata"), dict):
+def _identity(found: Json) -> Any:
+    metadata = found.get("metadata")
+    if not isinstance(metadata, dict):
         raise _Misfit("/metadata", "an object needs it")
-    metadata = found["metadata"]
-    return found.get("apiVersion"), found.get("kind"), metadata.get("name"), metadata.get("namespace")
+    for key in ("labels", "annotations"):
+        if not isinstance(metadata.get(key, {}), dict):
+            raise _Misfit(f"/metadata/{key}", f"a mapping stood there, not {_show(metadata[key])}")
+    own = {key: value for key, value in metadata.get("labels", {}).items() if key.startswith("mlpipe.dev/")}
+    return found.get("apiVersion"), found.get("kind"), metadata.get("name"), metadata.get("namespace"), own
 
 
 def _changed(patch: Patch, target: Json) -> Json:

@@ -169,6 +169,11 @@ ObjectName = _text(
     "a name in Kubernetes",
     "write a-z, 0-9, '-' and '.', starting and ending with one of the first two",
 )
+QueueName = _text(  # stands in a label, too
+    rf"(?=.{{1,63}}$){_LABEL}(?:\.{_LABEL})*",
+    "a queue",
+    "write 1 to 63 of a-z, 0-9, '-' and '.', like 'team-a'",
+)
 LabelKey = _text(_QUALIFIED, "a label key", "write like 'example.com/rack'")
 LabelValue = _text(_LABEL_VALUE, "a label value", "write up to 63 letters, digits, '-', '_' and '.'")
 DataKey = _text(

@@ -125,8 +125,8 @@ class Kubernetes(Model):
         "jobset", description="`indexed-job` needs no CRD, but a gang is not restarted as a whole."
     )
     namespace: f.DnsLabel | None = Field(None, description="Default: that of the client's context.")
-    queue: f.DnsLabel | None = Field(None, description="Kueue's LocalQueue.")
-    queue_priority: f.ObjectName | None = Field(None, description="Kueue's WorkloadPriorityClass.")
+    queue: f.QueueName | None = Field(None, description="Kueue's LocalQueue.")
+    queue_priority: f.QueueName | None = Field(None, description="Kueue's WorkloadPriorityClass.")
     topology: Topology | None = Field(None, description="Kueue's topology-aware scheduling.")
     volcano_queue: f.ObjectName | None = Field(None, description="Volcano schedules the gang, in this queue.")
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ from mlpipe.plan.cluster import Patch
 from mlpipe.plan.plan import Plan
 from mlpipe.render.kubernetes import driver_objects, stage_objects, to_yaml
 from mlpipe.render.pod import escaped
+from mlpipe.spec.load import load_pipeline_text
+from mlpipe.spec.problems import SpecErrors
 from mlpipe.spec.tree import parse
 
 pytestmark = pytest.mark.unit
@@ -39,6 +44,7 @@ HOSTILE = st.one_of(
         ]
     ),
 )
+LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 RELAXED = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 TRAIN = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
 
@@ -110,6 +116,71 @@ def hostile(text: str) -> Plan:
             patches=(patch,),
         ),
     )
+
+
+# Wherever the section has text, with a value that it takes.
+SECTION: dict[str, Any] = {
+    "namespace": "a",
+    "queue": "a",
+    "queue_priority": "a",
+    "topology": {"required": "a"},
+    "image_pull_secrets": ["a"],
+    "node_selector": {"a": "b"},
+    "tolerations": [{"key": "a", "operator": "Equal", "value": "b"}],
+    "priority_class": "a",
+    "runtime_class": "a",
+    "volumes": [{"claim": "a", "path": "/a", "sub_path": "b"}],
+    "env_from": [{"secret": "a"}, {"config_map": "a"}],
+    "secret_env": {"A": {"secret": "a", "key": "b"}},
+    "store": {"secret": "a", "endpoint": "http://a", "region": "b"},
+    "ca_bundle": {"config_map": "a", "key": "b"},
+    "proxy": {"http": "http://a", "no_proxy": ["a"]},
+    "service_account": "a",
+    "driver_service_account": "a",
+    "rdma": {"resource": "a/b"},
+    "gpu_resource": "a/b",
+    "gpu_product": "a",
+    "patches": [{"target": {"kind": "Pod"}, "strategic": {"metadata": {"annotations": {"a": "b"}}}}],
+}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of all text in it: keys that are data (a mapping's own choice) count as text too."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+    if isinstance(value, str) and path[-1] not in ("operator", "kind"):
+        yield path
+
+
+def with_text(path: tuple[Any, ...], text: str) -> list[dict[str, Any]]:
+    """The objects of a pipeline whose section says `text` there. Raises SpecErrors."""
+    section: Any = copy.deepcopy(SECTION)
+    holder = section
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = text
+    document = {
+        "version": 1, "name": "a", "image": "a", "store": "s3://bucket/a", "kubernetes": section,
+        "stages": [{"name": "a", "command": ["a"]}],
+    }  # fmt: skip
+    return rendered(plan_of(load_pipeline_text(json.dumps(document), "a.yaml"), "a"))
+
+
+PLACES = sorted(places(SECTION), key=str)
+
+
+@RELAXED
+@given(st.sampled_from(PLACES), HOSTILE | st.from_regex(r"[a-z0-9./:-]{1,70}", fullmatch=True))
+def test_hostile_text_in_the_section_is_refused_or_stays_text(path: tuple[Any, ...], text: str) -> None:
+    try:
+        objects = with_text(path, text)
+    except SpecErrors:
+        return
+    assert [skeleton(found) for found in objects] == [skeleton(found) for found in with_text(PLACES[0], "b")]
+    assert list(yaml.safe_load_all(to_yaml(objects))) == objects
+    for found in objects:
+        assert all(LABEL_VALUE.fullmatch(value) for value in found["metadata"]["labels"].values())
 
 
 def rendered(plan: Plan) -> list[dict[str, Any]]:

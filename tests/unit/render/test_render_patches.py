@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlpipe._core.errors import RenderError
 from mlpipe.plan.cluster import Patch
@@ -24,20 +26,16 @@ def job() -> dict[str, Any]:
         "metadata": {"labels": {"a": "b"}},
         "spec": {"containers": [container], "tolerations": [{"key": "a"}]},
     }
-    metadata = {"name": "j", "labels": {"x/y": "1"}}
+    metadata = {"name": "j", "labels": {"x/y": "1", "mlpipe.dev/run": "r"}}
     spec = {"suspend": True, "template": template}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 
 def jobset() -> dict[str, Any]:
-    inner = {
-        "template": {"spec": {"template": {"spec": {"containers": [{"name": "worker"}]}}}},
-        "name": "worker",
-    }
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "j"},
-        "spec": {"replicatedJobs": [inner]},
-    }  # fmt: skip
+    template = {"metadata": {}, "spec": {"containers": [{"name": "worker"}]}}
+    inner = {"name": "worker", "template": {"spec": {"template": template}}}
+    head = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "j"}}
+    return {**head, "spec": {"replicatedJobs": [inner]}}
 
 
 def strategic(kind: Any, body: dict[str, Any], target: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -92,7 +90,9 @@ def test_strategic_removes_by_null_and_by_directive() -> None:
         }
     }
     assert container(strategic("Pod", fresh))["env"] == [{"name": "Z", "value": "9"}]
-    labels = strategic("Job", {"metadata": {"labels": {"$patch": "replace", "b": "c"}}})["metadata"]["labels"]
+    labels = strategic("Job", {"metadata": {"annotations": {"$patch": "replace", "b": "c"}}})["metadata"][
+        "annotations"
+    ]
     assert labels == {"b": "c"}
 
 
@@ -116,11 +116,11 @@ def test_json_operations() -> None:
         {"op": "copy", "from": "/metadata/labels", "path": "/spec/template/metadata/labels"},
         {"op": "move", "from": "/spec/template/spec/tolerations", "path": "/spec/template/spec/moved"},
     )
-    assert found["metadata"]["labels"] == {"x/y": "1", "a~b": "2"}
+    assert found["metadata"]["labels"] == {"x/y": "1", "mlpipe.dev/run": "r", "a~b": "2"}
     assert container(found)["args"] == ["0", "a", "b", "c"]
     assert container(found)["env"][0]["value"] == "$(X)"
     assert found["spec"].keys() == {"template"}
-    assert found["spec"]["template"]["metadata"]["labels"] == {"x/y": "1", "a~b": "2"}
+    assert found["spec"]["template"]["metadata"]["labels"] == found["metadata"]["labels"]
     assert found["spec"]["template"]["spec"]["moved"] == [{"key": "a"}]
     pod = operate({"op": "add", "path": "/spec/nodeName", "value": "n"}, kind="Pod")
     assert pod["spec"]["template"]["spec"]["nodeName"] == "n"
@@ -196,7 +196,15 @@ def test_a_strategic_patch_that_does_not_fit_is_named(body: dict[str, Any], word
         ({"op": "test", "path": "/spec/suspend", "value": 1}, "it is not what the test says"),
         ({"op": "replace", "path": "", "value": []}, "nothing is left of the object"),
         ({"op": "remove", "path": ""}, "nothing is left of the object"),
-        ({"op": "replace", "path": "/metadata/name", "value": "x"}, "found again by name"),
+        ({"op": "replace", "path": "/metadata/name", "value": "x"}, "mlpipe finds its objects by kind, name"),
+        (
+            {"op": "remove", "path": "/metadata/labels/mlpipe.dev~1run"},
+            "mlpipe finds its objects by kind, name",
+        ),
+        (
+            {"op": "replace", "path": "/metadata/labels", "value": 1},
+            "/metadata/labels: a mapping stood there, not 1",
+        ),
         ({"op": "remove", "path": "/metadata"}, "/metadata: an object needs it"),
     ],
 )
@@ -204,3 +212,52 @@ def test_an_operation_that_does_not_fit_is_named(operation: dict[str, Any], word
     with pytest.raises(RenderError, match=words) as caught:
         operate(operation)
     assert caught.value.where == "kubernetes.patches[0].json, Job of stage train"
+
+
+KEYS = ["", "metadata", "labels", "spec", "template", "containers", "0", "-", "env", "a~0", "replicatedJobs"]
+PATHS = st.lists(st.sampled_from(KEYS), max_size=6).map(lambda keys: "".join(f"/{key}" for key in keys))
+LEAVES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(
+                ["metadata", "labels", "spec", "template", "containers", "name", "$patch", "env"]
+            ),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=8,
+)
+OPERATIONS = st.fixed_dictionaries(
+    {"op": st.sampled_from(["add", "remove", "replace", "move", "copy", "test", 3]), "path": PATHS},
+    optional={"value": LEAVES, "from": PATHS},
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["Pod", "Job", "JobSet"]),
+            st.lists(OPERATIONS, max_size=3) | st.dictionaries(st.sampled_from(["metadata", "spec"]), LEAVES),
+        ),
+        max_size=4,
+    )
+)
+def test_any_patch_fits_or_is_refused_in_words(bodies: list[tuple[Any, Any]]) -> None:
+    patches = [
+        Patch(kind, None, None, body, None)
+        if isinstance(body, dict)
+        else Patch(kind, None, None, None, tuple(body))
+        for kind, body in bodies
+    ]
+    try:
+        found = patched([job(), jobset()], patches, "train", "worker")
+    except RenderError as error:
+        refusal = error
+    else:
+        assert [one["metadata"]["name"] for one in found] == ["j", "j"]
+        return
+    assert (refusal.where or "").startswith("kubernetes.patches[")
