@@ -28,7 +28,7 @@ if dist.get_rank() == 0:
         secret_key=os.environ["AWS_SECRET_ACCESS_KEY"],
         secure=False,
     )
-    client.fput_object("gang", "sum", __file__)
+    client.fput_object(os.environ["BUCKET"], "sum", __file__)
 dist.barrier()
 print("all reduced")
 """
@@ -46,34 +46,38 @@ print(urllib.request.urlopen(request, context=trusted, timeout=30).read().decode
 
 
 def test_a_node_is_ready_and_of_the_version_asked_for(running):
-    (node,) = running.get("/api/v1/nodes")["items"]
+    node = running.get("/api/v1/nodes/node-0")
     assert node["status"]["nodeInfo"]["kubeletVersion"] == "v1.36.3"
 
 
 def test_a_gang_reduces_over_torchrun_and_stores_an_object(running, namespace):
-    running.make_bucket("gang")
-    torchrun = ["torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=gang"]
-    pod = pod_template(running, [*torchrun, "--rdzv-endpoint=gang-0.gang:29500", "/script/work.py"])
-    spec = pod["spec"]
-    spec |= {"subdomain": "gang"}
-    spec["volumes"].append({"name": "script", "configMap": {"name": "gang"}})
-    container = spec["containers"][0]
-    container["volumeMounts"].append({"name": "script", "mountPath": "/script"})
-    container["env"] = [{"name": n, "value": v} for n, v in running.minio.environment().items()]
-    running.apply(
-        named("v1", "ConfigMap", "gang", namespace, data={"work.py": ALL_REDUCE}),
-        named(
-            "v1",
-            "Service",
-            "gang",
-            namespace,
-            spec={"clusterIP": "None", "selector": {"app": "t"}, "publishNotReadyAddresses": True},
-        ),
-        named("batch/v1", "Job", "gang", namespace, spec=indexed_job(pod)),
-    )
-    wait_for_job(running, namespace, "gang")
-    assert "all reduced" in running.kubectl("logs", "-n", namespace, "job/gang")
-    assert (running.minio.data / "gang" / "sum").exists()
+    run_gang(running, namespace)
+
+
+def test_a_node_joins_is_cut_off_heals_and_is_lost(running, namespace):
+    running.add_node()
+    apart = {"labelSelector": {"matchLabels": {"app": "t"}}, "topologyKey": "kubernetes.io/hostname"}
+    affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
+    pods = run_gang(running, namespace, affinity=affinity)
+    assert {pod["spec"]["nodeName"] for pod in pods} == {"node-0", "node-1"}
+    running.cut_node(1)
+    running.wait_until_node(1, ready=False)
+    running.heal_node(1)
+    running.wait_until_node(1, ready=True)
+    running.kill_node(1)
+    running.wait_until_node(1, ready=False)
+    running.kubectl("delete", "node", "node-1")
+
+
+def test_fake_gpus_are_scheduled_and_fall_ill(running, namespace):
+    running.set_gpus(0, 8)
+    running.set_gpus(0, 8, healthy=2)
+    pod = pod_template(running, ["sh", "-c", "echo $NVIDIA_VISIBLE_DEVICES"])
+    pod["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": 2}}
+    running.apply(named("batch/v1", "Job", "gpus", namespace, spec={"backoffLimit": 0, "template": pod}))
+    wait_for_job(running, namespace, "gpus")
+    seen = running.kubectl("logs", "-n", namespace, "job/gpus").strip().split(",")
+    assert sorted(seen) == ["GPU-0", "GPU-1"]
 
 
 def test_a_jobset_restarts_as_a_gang(running, namespace):
@@ -132,6 +136,29 @@ def test_minio_comes_back_with_its_data(running):
     running.stop_minio()
     running.start_minio()
     assert (running.minio.data / bucket).exists()
+
+
+def run_gang(running, namespace, **spec):
+    """An all-reduce of two pods over a headless Service, and one object in MinIO; the pods."""
+    bucket = running.make_bucket(namespace)
+    torchrun = ["torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=gang"]
+    pod = pod_template(running, [*torchrun, "--rdzv-endpoint=gang-0.gang:29500", "/script/work.py"])
+    pod["spec"] |= {"subdomain": "gang", **spec}
+    pod["spec"]["volumes"].append({"name": "script", "configMap": {"name": "gang"}})
+    container = pod["spec"]["containers"][0]
+    container["volumeMounts"].append({"name": "script", "mountPath": "/script"})
+    environment = {**running.minio.environment(), "BUCKET": bucket}
+    container["env"] = [{"name": name, "value": value} for name, value in environment.items()]
+    service = {"clusterIP": "None", "selector": {"app": "t"}, "publishNotReadyAddresses": True}
+    running.apply(
+        named("v1", "ConfigMap", "gang", namespace, data={"work.py": ALL_REDUCE}),
+        named("v1", "Service", "gang", namespace, spec=service),
+        named("batch/v1", "Job", "gang", namespace, spec=indexed_job(pod)),
+    )
+    wait_for_job(running, namespace, "gang")
+    assert "all reduced" in running.kubectl("logs", "-n", namespace, "job/gang")
+    assert (running.minio.data / bucket / "sum").exists()
+    return running.get(f"/api/v1/namespaces/{namespace}/pods")["items"]
 
 
 def pod_template(running, command, image=None):
