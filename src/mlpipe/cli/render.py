@@ -15,7 +15,10 @@ from mlpipe.cli.session import Session, overrides, shared
 if TYPE_CHECKING:
     from mlpipe.spec.model import Pipeline
 
-_HEAD = "# Written by `mlpipe render`: change the pipeline file, not this one.\n"
+_HEAD = (
+    "# Written by `mlpipe render`, for review: change the pipeline file, not this one. `mlpipe submit` creates\n"
+    "# the driver, and the driver each stage when what it needs is done.\n"
+)
 
 
 @click.command()
@@ -90,26 +93,14 @@ def render(
 ) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
     """File name -> objects, and the findings of the lint. Raises PlanError and RenderError."""
     from mlpipe._core.errors import PlanError
-    from mlpipe.plan.build import build_plan, stage_hardware
     from mlpipe.render.kubernetes import driver_objects, stage_objects
     from mlpipe.render.lint import lint, lint_patches
+    from mlpipe.submit.planning import plan_ahead
 
     names = [found.name for found in pipeline.stages]
     if stage is not None and stage not in names:
         raise PlanError(f"the pipeline has no stage {stage!r}", hint=f"it has {', '.join(names)}")
-    plans = [
-        build_plan(
-            pipeline,
-            name,
-            run_id=run_id,
-            attempt=1,
-            store_url=store_url,
-            inputs={},
-            hardware=stage_hardware(pipeline, name, cluster=True),
-            resume=True,
-        )
-        for name in names
-    ]
+    plans = [plan_ahead(pipeline, name, store_url, run_id, cluster=True) for name in names]
     staged = [stage_objects(plan) for plan in plans]
     if plans[0].cluster is None:
         raise RenderError("the pipeline says nothing of a cluster")
