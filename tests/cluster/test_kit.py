@@ -6,10 +6,11 @@ import json
 
 import pytest
 from kit.cluster import ClusterError
+from kit.cluster_objects import job, named, pod_template
 
 pytestmark = pytest.mark.cluster
 
-DONE_SECONDS = 120  # of a few seconds' work, on a machine that others use, too
+DONE_SECONDS = 240  # of a few seconds' work, on a machine that others use, too
 
 ALL_REDUCE = """
 import os
@@ -56,7 +57,7 @@ def test_a_gang_reduces_over_torchrun_and_stores_an_object(running, namespace):
 
 def test_a_node_joins_is_cut_off_heals_and_is_lost(running, namespace):
     running.add_node()
-    apart = {"labelSelector": {"matchLabels": {"app": "t"}}, "topologyKey": "kubernetes.io/hostname"}
+    apart = {"labelSelector": {"matchLabels": {"app": "test"}}, "topologyKey": "kubernetes.io/hostname"}
     affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
     pods = run_gang(running, namespace, affinity=affinity)
     assert {pod["spec"]["nodeName"] for pod in pods} == {"node-0", "node-1"}
@@ -72,10 +73,10 @@ def test_a_node_joins_is_cut_off_heals_and_is_lost(running, namespace):
 def test_fake_gpus_are_scheduled_and_fall_ill(running, namespace):
     running.set_gpus(0, 8)
     running.set_gpus(0, 8, healthy=2)
-    pod = pod_template(running, ["sh", "-c", "echo $NVIDIA_VISIBLE_DEVICES"])
+    pod = pod_template(running.image.name, ["sh", "-c", "echo $NVIDIA_VISIBLE_DEVICES"])
     pod["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": 2}}
-    running.apply(named("batch/v1", "Job", "gpus", namespace, spec={"backoffLimit": 0, "template": pod}))
-    wait_for_job(running, namespace, "gpus")
+    running.apply(job("gpus", namespace, pod))
+    running.wait_for_job("gpus", namespace, DONE_SECONDS)
     seen = running.kubectl("logs", "-n", namespace, "job/gpus").strip().split(",")
     assert sorted(seen) == ["GPU-0", "GPU-1"]
 
@@ -83,12 +84,13 @@ def test_fake_gpus_are_scheduled_and_fall_ill(running, namespace):
 def test_a_jobset_restarts_as_a_gang(running, namespace):
     # the second pod would run for an hour if it were not restarted with the first
     script = 'echo "attempt $ATTEMPT"; [ "$ATTEMPT" -gt 0 ] || { [ "$INDEX" = 0 ] && exit 1; sleep 3600; }'
-    pod = pod_template(running, ["sh", "-c", script])
+    pod = pod_template(running.image.name, ["sh", "-c", script])
     pod["spec"]["containers"][0]["env"] = [
         from_pod("ATTEMPT", "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"),
         from_pod("INDEX", "metadata.labels['batch.kubernetes.io/job-completion-index']"),
     ]
-    jobs = [{"name": "workers", "replicas": 1, "template": {"spec": indexed_job(pod)}}]
+    workers = job("workers", namespace, pod, num_pods=2)["spec"]
+    jobs = [{"name": "workers", "replicas": 1, "template": {"spec": workers}}]
     spec = {"failurePolicy": {"maxRestarts": 2}, "replicatedJobs": jobs}
     running.apply(named("jobset.x-k8s.io/v1alpha2", "JobSet", "gang", namespace, spec=spec))
 
@@ -103,10 +105,9 @@ def test_a_jobset_restarts_as_a_gang(running, namespace):
 
 
 def test_a_pod_reaches_the_api_server_as_its_service_account(running, namespace):
-    pod = pod_template(running, ["python", "-c", ASK_API], image=running.image.by_digest)
-    job = {"backoffLimit": 0, "template": pod}
-    running.apply(named("batch/v1", "Job", "ask", namespace, spec=job))
-    wait_for_job(running, namespace, "ask")
+    pod = pod_template(running.image.by_digest, ["python", "-c", ASK_API])
+    running.apply(job("ask", namespace, pod))
+    running.wait_for_job("ask", namespace, DONE_SECONDS)
     assert json.loads(running.kubectl("logs", "-n", namespace, "job/ask"))["gitVersion"] == "v1.36.3"
 
 
@@ -118,7 +119,7 @@ def test_rights_are_those_of_the_account(running, namespace):
 
 
 def test_restricted_is_enforced(running, namespace):
-    pod = pod_template(running, ["true"])
+    pod = pod_template(running.image.name, ["true"])
     pod["spec"]["volumes"].append({"name": "host", "hostPath": {"path": "/"}})
     with pytest.raises(ClusterError, match="violates PodSecurity"):
         running.apply(named("v1", "Pod", "bad", namespace, spec=pod["spec"]))
@@ -142,74 +143,26 @@ def run_gang(running, namespace, **spec):
     """An all-reduce of two pods over a headless Service, and one object in MinIO; the pods."""
     bucket = running.make_bucket(namespace)
     torchrun = ["torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=gang"]
-    pod = pod_template(running, [*torchrun, "--rdzv-endpoint=gang-0.gang:29500", "/script/work.py"])
+    pod = pod_template(
+        running.image.name, [*torchrun, "--rdzv-endpoint=gang-0.gang:29500", "/script/work.py"]
+    )
     pod["spec"] |= {"subdomain": "gang", **spec}
     pod["spec"]["volumes"].append({"name": "script", "configMap": {"name": "gang"}})
     container = pod["spec"]["containers"][0]
     container["volumeMounts"].append({"name": "script", "mountPath": "/script"})
     environment = {**running.minio.environment(), "BUCKET": bucket}
     container["env"] = [{"name": name, "value": value} for name, value in environment.items()]
-    service = {"clusterIP": "None", "selector": {"app": "t"}, "publishNotReadyAddresses": True}
+    service = {"clusterIP": "None", "selector": {"app": "test"}, "publishNotReadyAddresses": True}
     running.apply(
         named("v1", "ConfigMap", "gang", namespace, data={"work.py": ALL_REDUCE}),
         named("v1", "Service", "gang", namespace, spec=service),
-        named("batch/v1", "Job", "gang", namespace, spec=indexed_job(pod)),
+        job("gang", namespace, pod, num_pods=2),
     )
-    wait_for_job(running, namespace, "gang")
+    running.wait_for_job("gang", namespace, DONE_SECONDS)
     assert "all reduced" in running.kubectl("logs", "-n", namespace, "job/gang")
     assert (running.minio.data / bucket / "sum").exists()
     return running.get(f"/api/v1/namespaces/{namespace}/pods")["items"]
 
 
-def pod_template(running, command, image=None):
-    """What `restricted` demands, and no more."""
-    container = {
-        "name": "main",
-        "image": image or running.image.name,
-        "imagePullPolicy": "IfNotPresent",
-        "command": command,
-        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
-    }
-    spec = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": 1,
-        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
-        "containers": [container],
-        "volumes": [{"name": "tmp", "emptyDir": {}}],
-    }
-    return {"metadata": {"labels": {"app": "t"}}, "spec": spec}
-
-
-def indexed_job(pod):
-    return {
-        "completionMode": "Indexed",
-        "completions": 2,
-        "parallelism": 2,
-        "backoffLimit": 0,
-        "template": pod,
-    }
-
-
-def named(version, kind, name, namespace, **rest):
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "namespace": namespace}, **rest}
-
-
 def from_pod(name, path):
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
-def wait_for_job(running, namespace, name):
-    """Until it is complete; a failed one shows its logs."""
-
-    def ended():
-        status = running.get(f"/apis/batch/v1/namespaces/{namespace}/jobs/{name}")["status"]
-        return [one["type"] for one in status.get("conditions", []) if one["status"] == "True"]
-
-    conditions = running.wait_until(f"the end of the job {name}", ended, DONE_SECONDS)
-    assert "Failed" not in conditions, running.kubectl("logs", "-n", namespace, "-l", f"job-name={name}")
-    running.wait_until(f"the job {name}, complete", lambda: "Complete" in ended(), DONE_SECONDS)

@@ -156,6 +156,24 @@ class Cluster:
         self.wait_until(f"the default service account of {name}", lambda: self.get(account), _READY_SECONDS)
         return name
 
+    def wait_for_job(self, name: str, namespace: str, seconds: float) -> None:
+        """Until it is complete. Raises ClusterError, with its pods' logs, when it failed."""
+        path = f"/apis/batch/v1/namespaces/{namespace}/jobs/{name}"
+
+        def complete() -> bool:
+            found = self.get(path) or {"status": {}}
+            conditions = [
+                one["type"] for one in found["status"].get("conditions", []) if one["status"] == "True"
+            ]
+            if {"Failed", "FailureTarget"} & set(conditions):
+                logs = self.kubectl(
+                    "logs", "-n", namespace, "-l", f"job-name={name}", "--prefix", "--tail=50"
+                )
+                raise ClusterError(f"the job {name} failed:\n{logs}")
+            return "Complete" in conditions
+
+        self.wait_until(f"the job {name}, complete", complete, seconds)
+
     @property
     def minio(self) -> S3Server:
         if self._minio is None:

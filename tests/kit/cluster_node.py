@@ -207,6 +207,7 @@ conf_dir = "{self.folder}/cni"
                 "imagefs.available": "1%",
             },
             "imageGCHighThresholdPercent": 100,
+            "nodeStatusUpdateFrequency": "2s",  # changed devices show sooner
         }
         path = self.folder / "kubelet.json"
         path.write_text(json.dumps(config, indent=1))
