@@ -77,8 +77,9 @@ bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of 
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.startup
 
-servers: $(VENV)/.dev  ## build the servers that the services ring talks to (once, into ~/.cache/mlpipe)
+servers: $(VENV)/.dev  ## build what the services and golden rings run (once, into ~/.cache/mlpipe)
 	@PYTHONPATH=tests $(BIN)/python -m kit.servers build || echo "the services ring will be skipped"
+	@PYTHONPATH=tests $(BIN)/python -m kit.helm build || echo "the tests of the chart will be skipped"
 
 cluster-build: $(VENV)/.dev  ## build what the cluster ring runs: once, 10 minutes and more, into ~/.cache/mlpipe
 	@PYTHONPATH=tests $(BIN)/python -m kit.cluster build || echo "the cluster ring will be skipped"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mlpipe._core.errors import EXIT_CODES, MlpipeError
 from mlpipe.plan.plan import Plan
-from mlpipe.train import outcome
+from mlpipe.train import outcome, without_dynamo
 from mlpipe.train.stop import TORCHRUN_PID, Stop, die_with_parent, leave
 from mlpipe.train.watchdog import Watchdog
 
@@ -67,6 +67,7 @@ def main() -> int:
     progress = [0]
     try:
         # torch is imported late: a signal during its 2 s finds its handlers in place
+        without_dynamo.install()
         from mlpipe.train.session import Session
 
         session = Session(plan, place, stop, watchdog, began)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mlpipe.train.parallel.parallel import Parallel, nothing, replicated
+from mlpipe.train.without_dynamo import no_dynamo_in_ddp
 
 # The switch for buffers has a new name since torch 2.15, and the old one warns on every rank.
 _SYNC_BUFFERS = (
@@ -40,7 +41,8 @@ def apply_ddp(module: nn.Module) -> Parallel:
     has_buffers = any(item.is_buffer for item in owned)
     # Parameters need no initial broadcast: a seed gives the same weights on every rank (train/init.py).
     switches: dict[str, Any] = {_SYNC_BUFFERS: has_buffers}
-    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, init_sync=False, **switches)
+    with no_dynamo_in_ddp():
+        wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, init_sync=False, **switches)
     return Parallel(
         module=wrapped,
         owned=owned,
