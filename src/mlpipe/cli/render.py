@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from mlpipe.spec.model import Pipeline
 
 _HEAD = (
-    "# Written by `mlpipe render`, for review: change the pipeline file, not this one. `mlpipe submit` creates\n"
-    "# the driver, and the driver each stage when what it needs is done.\n"
+    "# Written by `mlpipe render`, for review: change the pipeline file, not this one.\n"
+    "# `mlpipe submit` creates the driver, and the driver each stage when what it needs is done.\n"
 )
 
 
