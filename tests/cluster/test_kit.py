@@ -139,6 +139,22 @@ def test_minio_comes_back_with_its_data(running):
     assert (running.minio.data / bucket).exists()
 
 
+def test_a_missing_image_a_greedy_pod_and_a_good_one_are_told_apart(running, namespace):
+    """The reasons that a post-mortem reads; the good one has the program that is under test."""
+    greedy = pod_template(running.image.name, ["python", "-c", "print(len(bytearray(300 << 20)))"])
+    greedy["spec"]["containers"][0]["resources"] = {"limits": {"memory": "64Mi"}}
+    running.apply(
+        job("missing", namespace, pod_template("mlpipe.test/none:1", ["true"])),
+        job("greedy", namespace, greedy),
+        job("good", namespace, pod_template(running.image.name, ["mlpipe", "--version"])),
+    )
+    running.wait_for_job("good", namespace, DONE_SECONDS)
+    running.wait_until(
+        "ErrImagePull", lambda: "ImagePull" in state(running, namespace, "missing"), DONE_SECONDS
+    )
+    running.wait_until("OOMKilled", lambda: "OOMKilled" in state(running, namespace, "greedy"), DONE_SECONDS)
+
+
 def run_gang(running, namespace, **spec):
     """An all-reduce of two pods over a headless Service, and one object in MinIO; the pods."""
     bucket = running.make_bucket(namespace)
@@ -166,3 +182,10 @@ def run_gang(running, namespace, **spec):
 
 def from_pod(name, path):
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def state(running, namespace, name):
+    pods = running.get(f"/api/v1/namespaces/{namespace}/pods?labelSelector=job-name={name}")["items"]
+    return json.dumps(
+        [status["state"] for pod in pods for status in pod["status"].get("containerStatuses", [])]
+    )

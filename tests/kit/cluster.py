@@ -30,7 +30,7 @@ from kit.cluster_addons import Addons
 from kit.cluster_control import ADDRESS, ControlPlane, write_kubeconfig
 from kit.cluster_image import base_spec, pause_image, worker_image
 from kit.cluster_node import Node, sweep
-from kit.cluster_process import ClusterError, Process, wait_until
+from kit.cluster_process import NO_PROXY, ClusterError, Process, wait_until
 from kit.servers import S3Server, ServerMissingError
 
 __all__ = ["Cluster", "ClusterError", "ServerMissingError", "cluster"]
@@ -73,7 +73,8 @@ class Cluster:
         cert, key = map(str, self.control.admin)
         user = {"client-certificate": cert, "client-key": key}
         write_kubeconfig(path, self.control.certificates.ca, user, namespace)
-        found = {"KUBECONFIG": str(path), "PATH": f"{self.folder}/bin{os.pathsep}{os.environ['PATH']}"}
+        programs = os.pathsep.join([f"{self.folder}/bin", f"{sys.prefix}/bin", os.environ["PATH"]])
+        found = {"KUBECONFIG": str(path), "PATH": programs}
         return {**found, **(self.minio.environment() if self._minio else {})}
 
     def kubeconfig_for(self, service_account: str, namespace: str, seconds: int = 3600) -> Path:
@@ -97,7 +98,7 @@ class Cluster:
         """subprocess.run in its network, output captured as text. `env` is added to this process's."""
         return subprocess.run(
             self._first.network(argv),
-            env={**os.environ, **(env or {})},
+            env={**os.environ, **NO_PROXY, **(env or {})},
             timeout=timeout,
             cwd=cwd,
             check=check,
@@ -112,7 +113,7 @@ class Cluster:
         """subprocess.Popen in its network; `pid` is the program's own. It dies with the calling thread."""
         return subprocess.Popen(
             self._first.network(argv),
-            env={**os.environ, **(env or {})},
+            env={**os.environ, **NO_PROXY, **(env or {})},
             preexec_fn=servers.die_with_parent,
             **more,
         )

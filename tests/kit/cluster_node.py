@@ -52,6 +52,8 @@ class Node:
         self.index, self.folder, self.name = index, folder, f"node-{index}"
         for part in ("kubelet", "containerd", "sysctl", "cni", "pod-logs"):
             (folder / part).mkdir(parents=True)
+        self._resolver = folder / "resolv.conf"
+        self._resolver.write_text(f"nameserver {ADDRESS}\n")
         self.cgroup = f"mlpipe-{os.getpid()}-{folder.stat().st_ino}"
         self.namespaces = Namespaces(self._script())
         self._processes: list[Process] = []
@@ -111,6 +113,8 @@ class Node:
     def _script(self) -> str:
         lines = ["mount -t tmpfs tmpfs /run", "mount -t tmpfs tmpfs /var/log", "mkdir -p /var/lib/kubelet"]
         lines += [f"mount --bind '{self.folder}/kubelet' /var/lib/kubelet", "ip link set lo up"]
+        # so that pulling an image that is not there fails at once, not when the machine's resolver times out
+        lines.append(f"[ ! -e /etc/resolv.conf ] || mount --bind '{self._resolver}' /etc/resolv.conf")
         for name, value in _SYSCTLS.items():
             stand_in = self.folder / "sysctl" / name.replace("/", "-")
             stand_in.write_text(value)
@@ -183,8 +187,6 @@ conf_dir = "{self.folder}/cni"
         return path
 
     def _kubelet(self, control: ControlPlane) -> Path:
-        resolver = self.folder / "resolv.conf"
-        resolver.write_text(f"nameserver {ADDRESS}\n")
         config = {
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
@@ -192,7 +194,7 @@ conf_dir = "{self.folder}/cni"
             "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
             "clusterDomain": "cluster.local",
             "clusterDNS": [ADDRESS],
-            "resolvConf": str(resolver),
+            "resolvConf": str(self._resolver),
             "cgroupDriver": "cgroupfs",
             "cgroupRoot": f"/{self.cgroup}",
             "failCgroupV1": False,

@@ -26,6 +26,8 @@ _POLL_SECONDS = 0.1
 _STOP_SECONDS = 10
 _HOLDER_SECONDS = 20
 _CLONE_NEWNET = 0x40000000
+# for processes in the cluster's network, where no proxy of the machine is to be reached
+NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
 
 
 class ClusterError(Exception):
@@ -40,7 +42,7 @@ class Process:
     ) -> None:
         self.name, self.log = name, log
         self._command = [str(word) for word in command]
-        self._env = {**os.environ, **(env or {})}
+        self._env = {**os.environ, **NO_PROXY, **(env or {})}
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Process:
