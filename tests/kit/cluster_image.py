@@ -90,7 +90,7 @@ def _mounts() -> list[Path]:
         Path("/usr"),
         Path(sys.base_prefix),
         Path(sys.prefix),
-        *(_REPOSITORY / n for n in ("src", "pipelines")),
+        *(_REPOSITORY / n for n in ("src", "pipelines", "tests")),
     ]
     wanted += [Path(f"/{name}") for name in ("lib", "lib64", "bin") if name not in _links()]
     return [one for one in wanted if one.exists() and not any(other in one.parents for other in wanted)]

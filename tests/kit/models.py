@@ -167,3 +167,21 @@ def endless(split: str) -> Iterator[int]:
 
 def words(split: str) -> list[str]:
     return [split, "another"]
+
+
+class Numbers:
+    """A map-style data set that needs no files: `size` samples of 32 tokens, the same on every machine."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(20261121)
+        self.tokens = torch.randint(256, (size, 33), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"inputs": self.tokens[i, :-1], "targets": self.tokens[i, 1:]}
+
+
+def numbers(split: str, size: int = 512) -> Numbers:
+    return Numbers(size)

@@ -35,20 +35,15 @@ class Asked:
 
 def preview(session: Session, asked: Asked, where: str) -> int:
     """The very objects that would be sent: the driver's, then each stage's as the driver will send them."""
-    from mlpipe.render.kubernetes import stage_objects
     from mlpipe.render.yaml import to_yaml
-    from mlpipe.submit import planning
-    from mlpipe.submit.kubernetes import create_all, driver_of
+    from mlpipe.submit.kubernetes import create_all
 
     pipeline = asked.pipeline
-    url = session.full_store_url(pipeline.store)
-    run_id = asked.run_id or f"{pipeline.name}-{pipeline.digest[:8]}"
-    plans = [
-        plan for plan in planning.preview_cluster(pipeline, url, run_id) if asked.stage in (None, plan.stage)
-    ]
-    objects = driver_of(run_id, url, plans[0], only=asked.stage, spec_digest=pipeline.digest)
-    for plan in plans:
-        objects += stage_objects(plan)
+    run_id = asked.run_id or f"{pipeline.name[:40]}-{pipeline.digest[:8]}"
+    files = _rendered(
+        session, pipeline, session.full_store_url(pipeline.store), run_id, asked.stage, asked.spec
+    )
+    objects = [found for file in files.values() for found in file]
     if where == "server":
         create_all(_connect(pipeline, asked.context), objects, dry_run=True)
     session.result(objects, to_yaml(objects).rstrip("\n"))
@@ -58,6 +53,7 @@ def preview(session: Session, asked: Asked, where: str) -> int:
 def submit(session: Session, asked: Asked, wait: bool) -> int:
     pipeline = asked.pipeline
     store = session.open_store(pipeline.store)
+    _rendered(session, pipeline, store.url, asked.run_id or pipeline.name[:40], asked.stage, asked.spec)
     api = _connect(pipeline, asked.context)
     place: dict[str, Any] = {"context": asked.context, "namespace": api.namespace}
     run_id = claim(store, pipeline, asked.spec, asked.overrides, asked.run_id, place)
@@ -81,7 +77,7 @@ def resume(session: Session, store: Store, run_id: str, *, only: str | None, ove
     run = runs.read_run(store, run_id)
     asked = [*run.meta.get("set", []), *overrides]
     pipeline = planning.load_stored(store, run_id, asked)
-    planning.preview_cluster(pipeline, store.url, run_id)
+    _rendered(session, pipeline, store.url, run_id, only, f"runs/{run_id}/pipeline.yaml")
     api = client_of(run)
     if overrides and runs.lease_is_live(run.driver):
         raise SubmitError(
@@ -109,6 +105,17 @@ def why_waiting(run: RunState) -> str:
         return why_pending(client_of(run), driver_labels(run.run_id))
     except MlpipeError as error:
         return error.message
+
+
+def _rendered(
+    session: Session, pipeline: Pipeline, store_url: str, run_id: str, only: str | None, where: str
+) -> dict[str, list[dict[str, Any]]]:
+    """All that will be sent, before anything is: raises PlanError or RenderError for what cannot run."""
+    from mlpipe.cli.render import render, tell
+
+    files, findings = render(pipeline, store_url, run_id, only)
+    tell(session, findings, where)
+    return files
 
 
 def _connect(pipeline: Pipeline, context: str | None) -> ClusterApi:

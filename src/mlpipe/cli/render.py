@@ -4,6 +4,7 @@ and no store."""
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +55,7 @@ def command(
     pipeline = load_pipeline(spec, overrides=overrides)
     run_id = run_id or f"{pipeline.name[:40]}-{pipeline.digest[:8]}"
     objects, findings = render(pipeline, session.full_store_url(pipeline.store), run_id, stage)
-    for finding in findings:
-        session.note(finding)
-    if any(finding.startswith("error: ") for finding in findings):
-        wrong = [finding.removeprefix("error: ") for finding in findings if finding.startswith("error: ")]
-        raise RenderError("; ".join(wrong), where=spec)
+    tell(session, findings, spec)
 
     from mlpipe.render.yaml import to_yaml
 
@@ -113,6 +110,15 @@ def render(
         if stage in (None, plan.stage):
             files[f"{number:0{width}}-{plan.stage}.yaml"] = found
     return files, findings
+
+
+def tell(session: Session, findings: Sequence[str], spec: str) -> None:
+    """Raises RenderError if one of them is an error."""
+    wrong = [finding.removeprefix("error: ") for finding in findings if finding.startswith("error: ")]
+    for finding in findings:
+        session.note(finding)
+    if wrong:
+        raise RenderError("; ".join(wrong), where=spec)
 
 
 def _ours(out: Path) -> list[Path]:

@@ -14,7 +14,6 @@ from typing import Any
 from mlpipe._core.ids import new_run_id
 from mlpipe.plan.build import build_plan, stage_hardware, train_stage_of
 from mlpipe.plan.plan import Plan
-from mlpipe.render.kubernetes import stage_objects
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.placeholders import names, stage_of
@@ -62,14 +61,6 @@ def preview(pipeline: Pipeline, store_url: str, run_id: str, folder: str) -> lis
     return plans
 
 
-def preview_cluster(pipeline: Pipeline, store_url: str, run_id: str) -> list[Plan]:
-    """All plans ahead, for pods. Raises PlanError, and RenderError for what no cluster can run."""
-    plans = [plan_ahead(pipeline, stage.name, store_url, run_id, cluster=True) for stage in pipeline.stages]
-    for plan in plans:
-        stage_objects(plan)
-    return plans
-
-
 def create(
     store: Store,
     pipeline: Pipeline,
@@ -81,13 +72,11 @@ def create(
     cluster: Mapping[str, Any] | None = None,
 ) -> str:
     """A pending run of `pipeline` (read from the file `spec`), to be driven in `folder`, or on the cluster
-    that `cluster` says how to reach; its id. Raises what `preview` or `preview_cluster` raises, before
+    that `cluster` says how to reach (it was rendered before); its id. Raises what `preview` raises, before
     anything is written, and StoreError (input) when the id is taken."""
     run_id = run_id or new_run_id(pipeline.name)
     if cluster is None:
         preview(pipeline, store.url, run_id, folder)
-    else:
-        preview_cluster(pipeline, store.url, run_id)
     store.probe()
     stages = [stage.name for stage in pipeline.stages]
     meta: dict[str, Any] = {

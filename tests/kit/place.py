@@ -1,0 +1,139 @@
+"""A namespace set up as docs/how-to/cluster-setup.md says, and a person who may submit there, no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kit.cluster import Cluster
+from kit.servers import ACCESS_KEY, SECRET_KEY
+
+from mlpipe.store import runs
+from mlpipe.store.base import Store
+from mlpipe.store.open import open_store
+
+ROOT = Path(__file__).parents[2]
+BUCKET = "ml-runs"
+STEPS = 24
+RUN_SECONDS = 600  # of a run of seconds, on a machine that others use, too
+
+
+class Place:
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        self.namespace = f"ml-{secrets.token_hex(4)}"
+        overlay = folder / "overlay"
+        overlay.mkdir()
+        base = os.path.relpath(ROOT / "k8s" / "base", overlay)
+        (overlay / "kustomization.yaml").write_text(f"namespace: {self.namespace}\nresources: [{base}]\n")
+        cluster.kubectl("apply", "--server-side", "-k", overlay)
+        for arguments in (
+            f"create secret generic mlpipe-store --from-literal=AWS_ACCESS_KEY_ID={ACCESS_KEY} "
+            f"--from-literal=AWS_SECRET_ACCESS_KEY={SECRET_KEY}",
+            "create serviceaccount person",
+            f"create rolebinding person --role=mlpipe-submitter --serviceaccount={self.namespace}:person",
+        ):
+            cluster.kubectl("-n", self.namespace, *arguments.split())
+        self.environment = {
+            **cluster.minio.environment(),
+            "KUBECONFIG": str(cluster.kubeconfig_for("person", self.namespace)),
+            "MLPIPE_STORE": f"s3://{BUCKET}/{self.namespace}",
+            "MLPIPE_CACHE": str(folder / "cache"),
+        }
+
+    # What the person does.
+
+    def mlpipe(self, *arguments: object, code: int | None = 0) -> subprocess.CompletedProcess[str]:
+        """The command line, to its end; checks the exit code (None: any)."""
+        done = self.cluster.run(
+            [sys.executable, "-m", "mlpipe.cli", *arguments],
+            env=self.environment,
+            timeout=RUN_SECONDS,
+            cwd=self.folder,
+        )
+        if code is not None and done.returncode != code:
+            text = f"mlpipe {' '.join(map(str, arguments))} exited {done.returncode}"
+            raise AssertionError(f"{text}\n{done.stdout}\n{done.stderr}\n{self.pods()}")
+        return done
+
+    def json(self, *arguments: object, code: int | None = 0) -> Any:
+        return json.loads(self.mlpipe(*arguments, "--output", "json", code=code).stdout)
+
+    def submit(self, spec: Path, run_id: str, *arguments: object, code: int | None = 0) -> str:
+        """Standard error, where progress is told."""
+        argv = ["submit", spec, "--to", "kubernetes", "--run-id", run_id, *arguments]
+        return self.mlpipe(*argv, code=code).stderr
+
+    # What it works with.
+
+    def spec(self, name: str, *, model: dict[str, Any], nodes: int = 2, **changes: Any) -> Path:
+        """One training stage of a model of the kit, on data that need no files. `changes`: of the training,
+        but for `kubernetes`, `resources` and `env`."""
+        cluster = {"store": {"endpoint": self.cluster.minio.endpoint}, **changes.pop("kubernetes", {})}
+        resources = {"nodes": nodes, "cpus": 0.25, "memory": "2 GiB", **changes.pop("resources", {})}
+        environment = {"PYTHONPATH": str(ROOT / "tests"), **changes.pop("env", {})}
+        train = {
+            "model": {**model, "seq_len": 32},
+            "data": {"entry": "kit.models:numbers", "batch_size": 8},
+            "steps": STEPS,
+            "strategy": "ddp",
+            "deterministic": True,
+            "max_restarts": 0,
+            "checkpoint": {"every": "4 steps", "keep": 20},
+            **changes,
+        }
+        stage = {"name": "train", "train": train, "resources": resources, "env": environment}
+        document = {
+            "version": 1,
+            "name": name,
+            "image": self.cluster.image.by_digest,
+            "kubernetes": cluster,
+            "stages": [stage],
+        }
+        path = self.folder / f"{name}.yaml"
+        path.write_text(json.dumps(document, indent=1))  # JSON is YAML enough
+        return path
+
+    def store(self) -> Store:
+        """To be used within `cluster.inside()`."""
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+            os.environ[name] = self.environment[name]
+        return open_store(self.environment["MLPIPE_STORE"])
+
+    def run_state(self, run_id: str) -> runs.RunState:
+        with self.cluster.inside():
+            return runs.read_run(self.store(), run_id)
+
+    def last_step(self, run_id: str, stage: str = "train", attempt: int = 1) -> int:
+        from mlpipe.observe.records import read_records
+
+        with self.cluster.inside():
+            key = f"runs/{run_id}/stages/{stage}/attempt-{attempt}"
+            found = read_records(self.store(), key, 0)
+        return max((record["step"] for record in found if record["kind"] == "step"), default=0)
+
+    def until(self, what: str, check: Callable[[], Any], seconds: float = 300) -> Any:
+        return self.cluster.wait_until(what, check, seconds)
+
+    def until_step(self, run_id: str, step: int, attempt: int = 1) -> None:
+        self.until(f"step {step} of {run_id}", lambda: self.last_step(run_id, attempt=attempt) >= step)
+
+    def objects(self, kind: str, run_id: str, **labels: str) -> list[dict[str, Any]]:
+        wanted = {"mlpipe.dev/run": run_id, **labels}
+        selector = ",".join(f"{key}={value}" for key, value in wanted.items())
+        text = self.cluster.kubectl("-n", self.namespace, "get", kind, "-l", selector, "-o", "json")
+        found: list[dict[str, Any]] = json.loads(text)["items"]
+        return found
+
+    def worker_pods(self, run_id: str) -> list[dict[str, Any]]:
+        found = self.objects("pods", run_id, **{"mlpipe.dev/stage": "train"})
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def pods(self) -> str:
+        return self.cluster.kubectl("-n", self.namespace, "get", "pods", "-o", "wide")
