@@ -8,6 +8,7 @@ have. So the module is found as Python would find it, and its source is parsed. 
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -18,20 +19,22 @@ from mlpipe.plan.plan import Entry, Plan
 
 
 def check_entries(plans: Iterable[Plan], folder: str) -> None:
-    """Of all plans, as seen from the working folder `folder`. Raises SubmitError (input)."""
+    """Of all plans, as seen from the working folder `folder` and the stages' PYTHONPATH. Raises SubmitError
+    (input)."""
     for plan in plans:
         if plan.train is None:
             continue
+        path = [folder, *filter(None, plan.launch.env.get("PYTHONPATH", "").split(os.pathsep))]
         if plan.train.model.preset is None:
-            _check(plan.train.model.build, folder)
+            _check(plan.train.model.build, path)
         if plan.train.data.dataset is not None:
-            _check(plan.train.data.dataset, folder, passed=("split",))
+            _check(plan.train.data.dataset, path, passed=("split",))
 
 
-def _check(entry: Entry, folder: str, passed: Sequence[str] = ()) -> None:
+def _check(entry: Entry, search: Sequence[str], passed: Sequence[str] = ()) -> None:
     """`passed`: arguments that mlpipe adds to the user's."""
     module, _, name = entry.entry.partition(":")
-    spec = _find(module, folder)
+    spec = _find(module, search)
     if spec is None:
         raise _broken(
             entry,
@@ -57,10 +60,10 @@ def _check(entry: Entry, folder: str, passed: Sequence[str] = ()) -> None:
             _check_arguments(entry, node, path, {*entry.args, *passed})
 
 
-def _find(module: str, folder: str) -> ModuleSpec | None:
-    """As `python -m` in `folder` finds it, but parents are not executed."""
+def _find(module: str, search: Sequence[str]) -> ModuleSpec | None:
+    """As `python -m` with `search` at the head of sys.path finds it, but parents are not executed."""
     top, *rest = module.split(".")
-    spec = PathFinder.find_spec(top, [folder]) or find_spec(top)
+    spec = PathFinder.find_spec(top, search) or find_spec(top)
     for part in rest:
         if spec is None:
             return None

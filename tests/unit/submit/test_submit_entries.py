@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> str:
     ],
 )
 def test_what_may_work_passes(folder: str, entry: str, args: dict[str, object]):
-    _check(Entry(entry, args), folder)
+    _check(Entry(entry, args), [folder])
 
 
 @pytest.mark.parametrize(
@@ -67,15 +67,15 @@ def test_what_may_work_passes(folder: str, entry: str, args: dict[str, object]):
 )
 def test_what_cannot_work_is_told(folder: str, entry: str, args: dict[str, object], says: str):
     with pytest.raises(MlpipeError) as caught:
-        _check(Entry(entry, args), folder)
+        _check(Entry(entry, args), [folder])
     assert says in str(caught.value)
     assert caught.value.kind == "input"
 
 
 def test_a_data_set_is_called_with_its_split(folder: str):
-    _check(Entry("own.model:sized", {"length": 1}), folder, passed=("split",))
+    _check(Entry("own.model:sized", {"length": 1}), [folder], passed=("split",))
     with pytest.raises(MlpipeError, match="'split'"):
-        _check(Entry("own.model:unsplit", {"length": 1}), folder, passed=("split",))
+        _check(Entry("own.model:unsplit", {"length": 1}), [folder], passed=("split",))
 
 
 def test_run_refuses_before_it_makes_a_run(tmp_path: Path):
