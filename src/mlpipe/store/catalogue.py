@@ -1,10 +1,14 @@
 """The checkpoint catalogue: a checkpoint is committed or it does not exist.
 
     <stage_key>/checkpoints/step-<9 digits>/<attempt>-<uuid>/<blobs>, MANIFEST.json
+    <stage_key>/checkpoints/fence-<attempt>-<step>
 
 Every save has a prefix of its own, never written before (re-saving into one mixes old and new shards). Blobs
 come first; `commit` checks them against a LIST and then creates MANIFEST.json with one conditional PUT, whose
 presence is the commit. The latest is the highest committed step by LIST; no pointer can go stale.
+
+A fence says that an attempt was given up, its node being lost, and what it had committed by then: what it
+commits later, when the node is back, does not count.
 """
 
 from __future__ import annotations
@@ -21,12 +25,14 @@ from mlpipe.store.blobs import missing_objects, read_blob, write_blob
 from mlpipe.store.manifest import MANIFEST, MAX_BYTES, Blob, Manifest, check, seal, unseal
 
 __all__ = [
-    "Blob", "Checkpoint", "commit", "discard", "latest", "list_checkpoints", "load_manifest", "new_prefix",
+    "Blob", "Checkpoint", "commit", "discard", "fence",
+    "latest", "list_checkpoints", "load_manifest", "new_prefix",
     "prune", "read_blob", "verify", "write_blob",
 ]  # fmt: skip
 
 _STALE_SECONDS = 3600.0  # a temporary file that nobody has written to for so long
 _PREFIX = re.compile(r"(.*/checkpoints/step-([0-9]{9,})/([0-9]+)-([0-9a-f]+))/(.+)")
+_FENCE = re.compile(r".*/checkpoints/fence-([0-9]+)-([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,15 @@ def commit(store: Store, prefix: str, manifest: Mapping[str, Any]) -> bool:
     if store.put_if_absent(where, data):
         return True
     return store.get(where, length=MAX_BYTES + 1) == data  # the uuid in it makes it ours
+
+
+def fence(store: Store, stage_key: str, attempt: int) -> int:
+    """Gives up `attempt`: from now on nothing counts that it commits above the returned step, the highest
+    that is committed now (0: none)."""
+    last = latest(store, stage_key)
+    step = last.step if last else 0
+    store.put_if_absent(f"{stage_key}/checkpoints/fence-{attempt}-{step}", b"given up\n")
+    return step
 
 
 def list_checkpoints(store: Store, stage_key: str) -> list[Checkpoint]:
@@ -164,8 +179,16 @@ def _delete(store: Store, doomed: Mapping[str, Sequence[str]]) -> None:
 
 def _scan(store: Store, stage_key: str) -> dict[str, _Found]:
     found: dict[str, _Found] = {}
+    fences: dict[int, int] = {}
     for info in store.list(f"{stage_key}/checkpoints"):
-        _note(found, info)
+        if match := _FENCE.fullmatch(info.key):
+            attempt, step = int(match[1]), int(match[2])
+            fences[attempt] = min(step, fences.get(attempt, step))
+        else:
+            _note(found, info)
+    for seen in found.values():
+        if seen.step > fences.get(seen.attempt, seen.step):
+            seen.committed = None
     return found
 
 

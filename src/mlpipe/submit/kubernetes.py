@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from mlpipe.submit.walk import Ended, Room
 _POLL_SECONDS = 1.0
 _NOTE_SECONDS = 3.0
 _AWAY_SECONDS = 1800.0  # an API server may be away for this long; pods go on without it
+_LOST_SECONDS = 60.0  # after a lost node's pod was deleted, its gang is given up
 _GANGS = ("JobSet", "Job")
 _KINDS: dict[int, Kind] = {code: kind for kind, code in EXIT_CODES.items()}
 
@@ -93,6 +95,9 @@ class Gang(ThreadedHandle):
                         self._api.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
                     killed = True
                 if time.monotonic() - noted > _NOTE_SECONDS:
+                    if (words := lost_for_good(self._pods(), time.time())) is not None and not self._stopping:
+                        self._api.delete(self._kind, self._name)
+                        return Ended("failed", words, kind="infrastructure", lost=True)
                     self._note = "" if self._stopping else why_pending(self._api, self._labels)
                     noted = time.monotonic()
                 answered = time.monotonic()
@@ -187,6 +192,28 @@ def _fate(pods: list[Object]) -> Ended | None:
                 words = f"pod {name} was disrupted: {condition.get('message') or condition.get('reason')}"
                 return Ended("failed", words, kind="infrastructure")
     return None
+
+
+def lost_for_good(pods: list[Object], now: float) -> str | None:
+    """A pod of a lost node stays Terminating, so neither Job nor JobSet replaces it. Known by its conditions:
+    it was not ready any more when the taint of its node had it deleted, and that is long ago (`now`: Unix
+    seconds). A pod that a person's taint evicts is ready until it has saved."""
+    for pod in pods:
+        conditions = {found["type"]: found for found in pod.get("status", {}).get("conditions", [])}
+        ready, disruption = conditions.get("Ready"), conditions.get("DisruptionTarget")
+        if "deletionTimestamp" not in pod["metadata"] or ready is None or disruption is None:
+            continue
+        if disruption.get("reason") != "DeletionByTaintManager" or ready["status"] == "True":
+            continue
+        since = _unix(disruption["lastTransitionTime"])
+        if _unix(ready["lastTransitionTime"]) <= since and now - since > _LOST_SECONDS:
+            node = pod.get("spec", {}).get("nodeName", "its node")
+            return f"{node} was lost with pod {pod['metadata']['name']}"
+    return None
+
+
+def _unix(timestamp: str) -> float:
+    return datetime.fromisoformat(timestamp).timestamp()
 
 
 def create_all(api: ClusterApi, objects: list[Object], *, dry_run: bool = False) -> None:

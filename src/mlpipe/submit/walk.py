@@ -17,25 +17,28 @@ from typing import Any, Literal, Protocol
 
 from mlpipe._core.errors import Kind, MlpipeError, StoreError, SubmitError
 from mlpipe.plan.plan import Plan
-from mlpipe.store import runs
+from mlpipe.store import catalogue, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState, StageState
 
 _POLL_SECONDS = 0.1
 _CANCEL_SECONDS = 1.0  # between two looks for a request to cancel: a GET each
 COMMAND_SECONDS = 30.0  # between SIGTERM and SIGKILL of a command
+_MAX_ATTEMPTS = 20  # of a stage that loses one node after the other
 _AFTER_KILL_SECONDS = 10.0  # for a killed stage to be seen as ended
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a stage ended. `kind` says whose fault a failure is; `outcome` is kept in run.json."""
+    """How a stage ended. `kind` says whose fault a failure is; `outcome` is kept in run.json. `lost`: this
+    attempt was given up, perhaps it still runs where nobody reaches it; another one may do better."""
 
     state: Literal["done", "failed", "cancelled"]
     message: str = ""
     kind: Kind | None = None
     exit_code: int | None = None
     outcome: dict[str, Any] = field(default_factory=dict)
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,14 @@ class Walk:
             if stage.state != "running":
                 continue
             key = f"runs/{self._run_id}/stages/{name}/attempt-{stage.attempt}/plan.json"
-            plan = Plan.from_json(self._store.get(key))
+            try:
+                plan = Plan.from_json(self._store.get(key))
+            except ValueError as error:
+                raise SubmitError(
+                    f"stage {name!r} was started by another version of mlpipe: {error}",
+                    where=key,
+                    hint=f"cancel the run (mlpipe cancel {self._run_id}), then resume it",
+                ) from None
             scratch = self._scratch / f"{name}-{stage.attempt}"
             scratch.mkdir(parents=True, exist_ok=True)
             started = time.monotonic() - max(0.0, time.time() - (stage.started or time.time()))
@@ -288,6 +298,10 @@ class Walk:
                 kind="failed",
                 message=f"ran longer than its timeout of {limit:.0f} s; {ended.message}",
             )
+        if ended.lost and self._stop.kind is None and running.plan.attempt < _MAX_ATTEMPTS:
+            catalogue.fence(self._store, running.plan.stage_key, running.plan.attempt)
+            self._launch(self._make_plan(name, running.plan.attempt + 1))
+            return
         if ended.state == "cancelled":
             self._stop.request("cancelled", f"stage {name!r} was stopped: {ended.message}")
         self._change(

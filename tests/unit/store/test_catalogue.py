@@ -238,3 +238,19 @@ def test_sealed_text_that_is_no_json_is_refused(text):
 def test_seal_refuses_what_json_cannot_hold():
     with pytest.raises(ValueError):
         seal({"loss": float("nan")})
+
+
+def test_what_a_given_up_attempt_commits_later_does_not_count(store):
+    kept = save(store, 4, attempt=1)
+    save(store, 6, attempt=1, commit=False)
+    assert catalogue.fence(store, STAGE, 1) == 4
+    late = save(store, 8, attempt=1)
+    assert catalogue.latest(store, STAGE).key == kept
+    ours = save(store, 6, attempt=2)
+    assert [found.key for found in catalogue.list_checkpoints(store, STAGE)] == [kept, ours]
+    assert catalogue.fence(store, STAGE, 1) == 6  # by another driver, later: the first one stays
+    assert [found.key for found in catalogue.list_checkpoints(store, STAGE)] == [kept, ours]
+    catalogue.prune(store, STAGE, 1)
+    assert [found.key for found in catalogue.list_checkpoints(store, STAGE)] == [ours]
+    assert store.list(late)  # a save of a higher step, perhaps under way for all that prune knows
+    assert catalogue.fence(store, STAGE, 3) == 6

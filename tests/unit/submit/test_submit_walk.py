@@ -196,6 +196,30 @@ def test_drivers_that_die_or_let_go_at_any_moment_repeat_nothing(needs, ends, da
         assert sorted(backend.started) == sorted(needs)
 
 
+def test_a_lost_attempt_is_fenced_and_the_next_one_goes_on():
+    class Losing(Cluster):
+        def start(self, plan: Plan, scratch: Path):
+            handle = super().start(plan, scratch)
+            if plan.attempt < 3:
+                handle.ended = Ended("failed", "node-1 was lost", kind="infrastructure", lost=True)
+            return handle
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = open_store(folder)
+        runs.create_run(store, "run", "", "digest", ["a"], "kubernetes", {})
+        runs.take_lease(store, "run", "me", 1000.0)
+        runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
+        backend = Losing(lambda: runs.read_run(store, "run"), {"a": ()}, set(), {"a": 1}, 2)
+        scratch = Path(folder) / "scratch"
+        walker = Walk(
+            store, "run", {"a": ()}, command_plan, backend, holder="me", scratch=scratch, stop=Stop()
+        )
+        state = walker.run()
+        assert (state.state, state.stages["a"].attempt) == ("done", 3)
+        fences = [info.key.rpartition("/")[2] for info in store.list("runs/run/stages/a/checkpoints")]
+        assert fences == ["fence-1-0", "fence-2-0"]
+
+
 @settings(max_examples=25, deadline=None)
 @given(dags(), st.data())
 def test_every_stage_runs_when_its_needs_are_done_and_failures_skip_only_what_needs_them(needs, data):
