@@ -12,24 +12,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import urllib3
+import yaml
 
 from mlpipe._core.errors import Kind, SubmitError
+from mlpipe.render.names import SPEC_DIGEST
 
-SPEC_DIGEST = "mlpipe.dev/spec-digest"
-DEADLINE_SECONDS = 60.0
-_REQUEST_SECONDS = 20.0
-_GONE_SECONDS = 120.0
-_MAX_PAUSE_SECONDS = 5.0
+DEADLINE_SECONDS = 60.0  # of one request with all its repetitions
+_REQUEST_SECONDS = 20.0  # of one try: to connect, and between two pieces of the answer
+_GONE_SECONDS = 120.0  # for an object that is being deleted to be gone
+_FIRST_PAUSE_SECONDS = 0.1
+_MAX_PAUSE_SECONDS = 5.0  # but a longer Retry-After is obeyed
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-_TRANSIENT = (408, 429, 500, 502, 503, 504)
-# kind -> path prefix and plural; these are all that mlpipe ever touches
+_TRANSIENT = (0, 408, 429, 500, 502, 503, 504)
+_NO_TRUST = -1  # our own "status" of a certificate or an address that will not get better
+# kind -> group and version, and plural; these are all that a run touches
 _KINDS = {
     "ConfigMap": ("/api/v1", "configmaps"),
     "Service": ("/api/v1", "services"),
@@ -46,7 +51,7 @@ Object = dict[str, Any]
 
 
 class ApiError(SubmitError):
-    """The server's answer, when it was not what was wanted. `status`: HTTP; 0 when there was no answer."""
+    """The server's answer, when it was not what was wanted. `status`: HTTP; 0 or less: there was none."""
 
     def __init__(self, message: str, *, status: int, hint: str | None = None, kind: Kind) -> None:
         super().__init__(message, hint=hint, kind=kind)
@@ -54,19 +59,26 @@ class ApiError(SubmitError):
 
 
 class ClusterApi:
-    """One API server, and the namespace in which everything of a run lies."""
+    """One API server, and the namespace in which everything of a run lies. `context`: of the kubeconfig; None
+    by a pod's own token."""
 
-    def __init__(self, configuration: Any, namespace: str) -> None:
+    def __init__(self, configuration: Any, namespace: str, context: str | None = None) -> None:
         from kubernetes.client.rest import RESTClientObject
 
         self.namespace = namespace
+        self.context = context
         self.host: str = configuration.host
         self._configuration = configuration
         self._pool: urllib3.PoolManager = RESTClientObject(configuration).pool_manager
 
     def get(self, kind: str, name: str) -> Object | None:
         """None if there is no such object."""
-        return self._request("GET", kind, name, absent_is_none=True)
+        try:
+            return self.request("GET", self._path(kind, name), what=f"read {kind} {name}")
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
 
     def list(self, kind: str, labels: Mapping[str, str] | None = None, fields: str = "") -> list[Object]:
         query = {"limit": "500"}
@@ -76,8 +88,15 @@ class ClusterApi:
             query["fieldSelector"] = fields
         found: list[Object] = []
         while True:
-            page = self._request("GET", kind, query=query) or {}
-            found += page.get("items", [])
+            try:
+                page = self.request("GET", self._path(kind), what=f"list {kind}s", query=query)
+            except ApiError as error:
+                if error.status != 410 or "continue" not in query:
+                    raise
+                del query["continue"], query["limit"]  # the pages grew too old: all at once, from the start
+                found = []
+                continue
+            found += page.get("items") or []
             query["continue"] = page.get("metadata", {}).get("continue", "")
             if not query["continue"]:
                 return found
@@ -85,8 +104,14 @@ class ClusterApi:
     def create(self, body: Object, *, dry_run: bool = False) -> Object:
         """Raises ApiError, with status 409 if the name is taken (perhaps by ourselves, when an answer was
         lost)."""
-        query = {"dryRun": "All"} if dry_run else {}
-        return self._request("POST", body["kind"], body=body, query=query) or {}
+        kind = body["kind"]
+        return self.request(
+            "POST",
+            self._path(kind),
+            what=f"create {kind} {body['metadata']['name']}",
+            query={"dryRun": "All"} if dry_run else {},
+            body=body,
+        )
 
     def create_or_adopt(self, body: Object) -> tuple[Object, bool]:
         """The object as the server has it, and whether it is new. One of this name that is going away is
@@ -101,8 +126,7 @@ class ClusterApi:
                     raise
             found = self.get(kind, name)
             if found is not None and "deletionTimestamp" not in found["metadata"]:
-                ours = body["metadata"].get("annotations", {}).get(SPEC_DIGEST)
-                if found["metadata"].get("annotations", {}).get(SPEC_DIGEST) != ours:
+                if _digest(found) != _digest(body):
                     raise SubmitError(
                         f"{kind} {name} exists and was made from another spec",
                         where=f"namespace {self.namespace}",
@@ -115,57 +139,66 @@ class ClusterApi:
                 raise SubmitError(
                     f"{kind} {name} of before is still being deleted after {_GONE_SECONDS:.0f} s",
                     where=f"namespace {self.namespace}",
+                    hint=f"see what holds it: kubectl -n {self.namespace} get {kind.lower()} {name} -o yaml",
                 )
-            time.sleep(0.2)
+            time.sleep(_FIRST_PAUSE_SECONDS)
 
     def delete(self, kind: str, name: str, *, grace_seconds: int | None = None) -> None:
         """Asks for it, with all that it owns; no error if it is gone already."""
         body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
         if grace_seconds is not None:
             body["gracePeriodSeconds"] = grace_seconds
-        self._request("DELETE", kind, name, body=body, absent_is_none=True)
+        self._change("DELETE", kind, name, body, "delete")
 
     def patch(self, kind: str, name: str, body: Object) -> None:
         """A JSON merge patch; no error if the object is gone."""
-        self._request("PATCH", kind, name, body=body, absent_is_none=True)
+        self._change("PATCH", kind, name, body, "change")
 
-    def _request(
+    def _change(self, method: str, kind: str, name: str, body: Object, verb: str) -> None:
+        try:
+            self.request(method, self._path(kind, name), what=f"{verb} {kind} {name}", body=body)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+
+    def _path(self, kind: str, name: str = "") -> str:
+        prefix, plural = _KINDS[kind]
+        return f"{prefix}/namespaces/{self.namespace}/{plural}" + (f"/{name}" if name else "")
+
+    def request(
         self,
         method: str,
-        kind: str,
-        name: str = "",
+        path: str,
         *,
+        what: str,
         body: Object | None = None,
         query: Mapping[str, str] | None = None,
-        absent_is_none: bool = False,
-    ) -> Object | None:
-        prefix, plural = _KINDS[kind]
-        path = f"{prefix}/namespaces/{self.namespace}/{plural}" + (f"/{name}" if name else "")
+    ) -> Object:
+        """The answer to one request, repeated until DEADLINE_SECONDS while the server is away or busy.
+        `what`: for the message, such as "read Job a". Raises ApiError."""
         url = f"{self.host}{path}" + (f"?{urlencode(query)}" if query else "")
         deadline = time.monotonic() + DEADLINE_SECONDS
-        pause = 0.1
+        pause = _FIRST_PAUSE_SECONDS
         while True:
             status, answer, retry_after = self._send(method, url, body)
-            if 200 <= status < 300 and answer is not None:
+            succeeded = 200 <= status < 300
+            if succeeded and answer is not None:
                 return answer
-            if status == 404 and absent_is_none and name:
-                return None
-            transient = status == 0 or status in _TRANSIENT or (200 <= status < 300)
-            if not transient or time.monotonic() > deadline:
-                raise self._error(method, kind, name, status, answer)
-            time.sleep(min(max(pause, retry_after), _MAX_PAUSE_SECONDS))
-            pause *= 2
+            left = deadline - time.monotonic()
+            if not (succeeded or status in _TRANSIENT) or left <= 0:
+                raise self._error(what, status, answer)
+            time.sleep(min(max(pause, retry_after), left))
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     def _send(self, method: str, url: str, body: Object | None) -> tuple[int, Object | None, float]:
-        """Status (0: no answer), the JSON object of the answer (None: none that can be read), Retry-After."""
+        """Status (0 or less: no answer), the JSON object of the answer (None: none that can be read),
+        Retry-After in seconds."""
         headers = {"Accept": "application/json", "User-Agent": "mlpipe"}
-        patching = "application/merge-patch+json" if method == "PATCH" else "application/json"
         if body is not None:
-            headers["Content-Type"] = patching
-        for setting in self._configuration.auth_settings().values():  # renews a token that has expired
-            if setting["in"] == "header" and setting["value"]:
-                headers[setting["key"]] = setting["value"]
+            kind = "merge-patch+json" if method == "PATCH" else "json"
+            headers["Content-Type"] = f"application/{kind}"
         try:
+            headers.update(self._credentials())
             response = self._pool.request(
                 method,
                 url,
@@ -174,65 +207,78 @@ class ClusterApi:
                 timeout=_REQUEST_SECONDS,
                 retries=False,
             )
+        except (urllib3.exceptions.SSLError, urllib3.exceptions.LocationValueError, OSError) as error:
+            return _NO_TRUST, {"message": _words(error)}, 0.0  # OSError: of certificate files
         except urllib3.exceptions.HTTPError as error:
             return 0, {"message": _words(error)}, 0.0
         try:
             answer = json.loads(response.data)
-        except ValueError:  # a proxy's page, or half a body
+        except ValueError:  # a proxy's page, or a path that the server does not know
             answer = None
         wait = response.headers.get("Retry-After", "")
-        return (
-            response.status,
-            answer if isinstance(answer, dict) else None,
-            float(wait) if wait.isdigit() else 0.0,
-        )
+        found = answer if isinstance(answer, dict) else None
+        return response.status, found, float(wait) if wait.isdecimal() else 0.0
 
-    def _error(self, method: str, kind: str, name: str, status: int, answer: Object | None) -> ApiError:
-        verb = {"GET": "read", "POST": "create", "DELETE": "delete", "PATCH": "change"}[method]
-        what = f"{verb} {kind} {name}".strip()
-        said = (answer or {}).get("message") or "an answer that is no JSON"
+    def _credentials(self) -> dict[str, str]:
+        """Headers; renews a token that has expired, as far as the kubeconfig says how."""
+        with _configuration_errors():
+            settings = self._configuration.auth_settings().values()
+        return {
+            found["key"]: found["value"] for found in settings if found["in"] == "header" and found["value"]
+        }
+
+    def _error(self, what: str, status: int, answer: Object | None) -> ApiError:
+        """`answer` None: not JSON, and nothing that the API server itself would say."""
+        said = str((answer or {}).get("message") or "an answer that is no JSON")
         where = f"namespace {self.namespace}"
+        hint: str | None = None
+        kind: Kind = "input"
         if status == 0:
-            return ApiError(
-                f"the API server {self.host} cannot be reached: {said}",
-                status=status,
-                hint="is the cluster up, and KUBECONFIG the right one?",
-                kind="infrastructure",
-            )
-        if status == 401:
-            hint = "log in again: the token in your kubeconfig has expired"
-            return ApiError(f"{self.host} does not know you (401)", status=status, hint=hint, kind="input")
-        if status == 403:
-            hint = "ask for the Role in k8s/base (docs/how-to/cluster-setup.md)"
+            message = f"the API server {self.host} cannot be reached: {said}"
+            hint, kind = "is the cluster up, and KUBECONFIG the right one?", "infrastructure"
+        elif status == _NO_TRUST:
+            message = f"no safe connection to the API server {self.host}: {said}"
+            hint = "look at `server` and `certificate-authority-data` in the kubeconfig"
+        elif status == 401:
+            message = f"{self.host} does not know you (401)"
+            hint = "log in again: the token or certificate in your kubeconfig has expired or is another's"
+        elif status == 403 and " cannot " in said:
             message = f"you may not {what} in {where} (403): {said}"
-            return ApiError(message, status=status, hint=hint, kind="input")
-        if status == 404 and kind == "JobSet" and not name:
-            hint = "install JobSet, or write `kubernetes: {form: indexed-job}`"
-            return ApiError("this cluster has no JobSet", status=status, hint=hint, kind="input")
-        if status == 404:
-            hint = f"make it (kubectl create namespace {self.namespace}) or choose another"
+            hint = "ask for the Role in k8s/base (docs/how-to/cluster-setup.md)"
+        elif status == 403 and "exceeded quota" in said:
+            message = f"no room to {what} in {where} (403): {said}"
+            hint, kind = "wait for other runs, or have the namespace's quota raised", "infrastructure"
+        elif status == 404 and answer is None:
+            message = f"cannot {what}: this cluster does not know that kind of object (404)"
+            if "JobSet" in what:
+                message = f"cannot {what}: this cluster has no JobSet (404)"
+                hint = "install JobSet, or write `kubernetes: {form: indexed-job}`"
+        elif status == 404 and said.startswith("namespaces "):
             message = f"cannot {what}: {said}"
-            return ApiError(message, status=status, hint=hint, kind="input")
-        transient = status in _TRANSIENT or status < 300
-        return ApiError(
-            f"cannot {what} in {where} ({status}): {said}",
-            status=status,
-            kind="infrastructure" if transient else "input",
-        )
+            hint = f"make it (kubectl create namespace {self.namespace}) or choose another"
+        else:
+            message = f"cannot {what} in {where} ({status}): {said}"
+            if status in _TRANSIENT or status < 300:
+                kind = "infrastructure"
+        return ApiError(message, status=status, hint=hint, kind=kind)
+
+
+def _digest(found: Object) -> str | None:
+    return (found["metadata"].get("annotations") or {}).get(SPEC_DIGEST)
 
 
 def connect(context: str | None = None, namespace: str | None = None) -> ClusterApi:
     """By the pod's own token where this is a pod that has one and KUBECONFIG is not set, else by the
     kubeconfig. `namespace`: default the context's, else "default". Raises SubmitError (input)."""
     from kubernetes import client, config
-    from kubernetes.config.config_exception import ConfigException
 
     configuration = client.Configuration()
-    try:
+    with _configuration_errors():
         if context is None and not os.environ.get("KUBECONFIG") and _NAMESPACE_FILE.exists():
             config.load_incluster_config(client_configuration=configuration)
             return ClusterApi(configuration, namespace or _NAMESPACE_FILE.read_text().strip())
-        contexts, active = config.list_kube_config_contexts()
+        path = os.environ.get("KUBECONFIG")  # the package would read it once, when it is imported
+        contexts, active = config.list_kube_config_contexts(path)
         known = {found["name"]: found.get("context") or {} for found in contexts}
         chosen = context or (active or {}).get("name", "")
         if chosen not in known:
@@ -241,17 +287,31 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
                 hint=f"it has {', '.join(sorted(known)) or 'none'}",
                 kind="input",
             )
-        config.load_kube_config(context=chosen, client_configuration=configuration)
+        config.load_kube_config(path, chosen, configuration)
+    return ClusterApi(configuration, namespace or known[chosen].get("namespace") or "default", chosen)
+
+
+@contextmanager
+def _configuration_errors() -> Iterator[None]:
+    """What the kubernetes package raises of a kubeconfig, in words; never with a piece of the file, which
+    holds credentials."""
+    from kubernetes.config.config_exception import ConfigException
+
+    try:
+        yield
+    except yaml.YAMLError:
+        said = "the kubeconfig is not YAML"
     except (ConfigException, OSError) as error:
-        raise SubmitError(
-            f"no Kubernetes configuration: {error}",
-            hint="set KUBECONFIG to your cluster's file",
-            kind="input",
-        ) from None
-    return ClusterApi(configuration, namespace or known[chosen].get("namespace") or "default")
+        said = f"no Kubernetes configuration: {error}"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        said = f"the kubeconfig is not one ({type(error).__name__})"
+    else:
+        return
+    raise SubmitError(said, hint="set KUBECONFIG to your cluster's file", kind="input")
 
 
-def _words(error: urllib3.exceptions.HTTPError) -> str:
+def _words(error: Exception) -> str:
     """Without urllib3's names of its own objects."""
-    text = str(error.reason if isinstance(error, urllib3.exceptions.MaxRetryError) else error)
-    return text.rpartition(">: ")[2] or type(error).__name__
+    found = error.reason if isinstance(error, urllib3.exceptions.MaxRetryError) else error
+    text = str(found)
+    return re.sub(r"^(<[^>]*>|HTTPS?Connection(Pool)?\([^)]*\)): ", "", text) or type(found).__name__
