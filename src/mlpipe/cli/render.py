@@ -1,5 +1,5 @@
-"""`mlpipe render SPEC --for kubernetes`: the manifests of a pipeline, to review and commit. Needs no cluster
-and no store."""
+"""`mlpipe render SPEC`: the manifests of a pipeline, or its Jenkinsfile, to review and commit. Needs no
+cluster, no Jenkins and no store."""
 
 from __future__ import annotations
 
@@ -24,11 +24,18 @@ _HEAD = (
 
 @click.command()
 @click.argument("spec", type=click.Path())
-@click.option("--for", "target", type=click.Choice(["kubernetes"]), required=True, help="The backend.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write NN-<stage>.yaml there.")
-@click.option("--check", is_flag=True, help="Compare DIR instead; exit 2 with a diff if it is not the same.")
-@click.option("--stage", metavar="NAME", help="Only this stage.")
-@click.option("--run-id", metavar="ID", help="Default: the pipeline's name and its digest.")
+@click.option(
+    "--for", "target", type=click.Choice(["kubernetes", "jenkins"]), required=True, help="The backend."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="The folder to write NN-<stage>.yaml into; the Jenkinsfile to write.",
+)
+@click.option("--check", is_flag=True, help="Compare PATH instead; exit 2 with a diff if it is not the same.")
+@click.option("--stage", metavar="NAME", help="Only this stage; of manifests.")
+@click.option("--run-id", metavar="ID", help="Of manifests. Default: the pipeline's name and its digest.")
 @overrides
 @shared
 @click.pass_obj
@@ -44,15 +51,22 @@ def command(
 ) -> int:
     """Write the manifests of a pipeline: those of its driver, then those that the driver will send for each
     stage. The same input gives the same bytes. What other stages make is not known yet, so it stands there
-    as `{{stages.NAME.output}}`."""
+    as `{{stages.NAME.output}}`. For Jenkins: a Jenkinsfile with one stage for each of the pipeline's; run it
+    at the top of the repository."""
     from mlpipe._core.ids import is_name
     from mlpipe.spec.load import load_pipeline
 
     if check and out is None:
-        raise click.UsageError("--check compares with a folder: add --out DIR")
+        raise click.UsageError("--check compares with what was written: add --out DIR or FILE")
+    if target == "jenkins" and (stage is not None or run_id is not None):
+        raise click.UsageError(
+            "--stage and --run-id are of --for kubernetes: a build has all stages and its own run"
+        )
     if run_id is not None and not is_name(run_id):
         raise click.UsageError(f"{run_id!r} is no run id: write 1 to 63 of a-z, 0-9, '.', '_', '-'")
     pipeline = load_pipeline(spec, overrides=overrides)
+    if target == "jenkins":
+        return _jenkins(session, pipeline, spec, overrides, out, check)
     run_id = run_id or f"{pipeline.name[:40]}-{pipeline.digest[:8]}"
     objects, findings = render(pipeline, session.full_store_url(pipeline.store), run_id, stage)
     tell(session, findings, spec)
@@ -68,20 +82,39 @@ def command(
         return 0
     stale = [path for path in _ours(out) if path.name not in files] if stage is None else []
     if check:
-        return _check(session, out, files, stale)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (out / name).write_text(text, encoding="ascii")
-        for path in stale:
-            path.unlink()
-    except OSError as error:
-        raise RenderError(f"cannot be written: {error.strerror}", where=str(out)) from None
+        return _check(session, out, {out / name: text for name, text in files.items()}, stale)
+    _write({out / name: text for name, text in files.items()}, stale)
     written = [str(out / name) for name in files]
     session.result(
         {"run_id": run_id, "findings": findings, "files": written, "removed": [str(path) for path in stale]},
         "\n".join(written),
     )
+    return 0
+
+
+def _jenkins(
+    session: Session,
+    pipeline: Pipeline,
+    spec: str,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    check: bool,
+) -> int:
+    from mlpipe.render.jenkins import jenkinsfile
+
+    store = session.store_url or pipeline.store
+    text = jenkinsfile(pipeline, spec, overrides, store)
+    if not store.startswith("s3://"):
+        session.note(
+            f"warning: the store {store} is a folder of the agent, and is gone with an agent that is a pod"
+        )
+    if out is None:
+        session.result({"jenkinsfile": text}, text.rstrip("\n"))
+    elif check:
+        return _check(session, out, {out: text}, [])
+    else:
+        _write({out: text}, [])
+        session.result({"files": [str(out)]}, str(out))
     return 0
 
 
@@ -130,10 +163,21 @@ def _ours(out: Path) -> list[Path]:
     ]
 
 
-def _check(session: Session, out: Path, files: dict[str, str], stale: list[Path]) -> int:
+def _write(files: dict[Path, str], stale: list[Path]) -> None:
+    path = Path()
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="ascii")
+        for path in stale:
+            path.unlink()
+    except OSError as error:
+        raise RenderError(f"cannot be written: {error.strerror}", where=str(path)) from None
+
+
+def _check(session: Session, out: Path, files: dict[Path, str], stale: list[Path]) -> int:
     found: list[str] = []
-    for name, text in files.items():
-        path = out / name
+    for path, text in files.items():
         old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         lines = difflib.unified_diff(
             old.splitlines(), text.splitlines(), str(path), "what the pipeline says", lineterm=""
@@ -143,8 +187,12 @@ def _check(session: Session, out: Path, files: dict[str, str], stale: list[Path]
         lines = difflib.unified_diff(path.read_text().splitlines(), [], str(path), "nothing", lineterm="")
         found += lines
     session.result(
-        {"same": not found, "diff": found}, "\n".join(found) or f"{out}: {len(files)} files, the same"
+        {"same": not found, "diff": found}, "\n".join(found) or f"{out}: {_count(files)}, the same"
     )
     if found:
         session.note(f"{out} is not what the pipeline says; without --check it is written anew")
     return EXIT_CODES["input"] if found else 0
+
+
+def _count(files: dict[Path, str]) -> str:
+    return "1 file" if len(files) == 1 else f"{len(files)} files"
