@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -300,3 +301,42 @@ def test_the_whole_quickstart(place):
             "rank-1.log",
         }
     assert "stdlib-lm" in place.mlpipe("models", "list").stdout
+
+
+def test_a_store_that_is_away_for_20_seconds_is_waited_for(place, undisturbed):
+    place.submit(undisturbed[0], "away")
+    place.until_step("away", 5)
+    place.cluster.stop_minio()
+    time.sleep(20)  # the length of the fault, not a wait for anything
+    place.cluster.start_minio()
+    place.submit(undisturbed[0], "away", "--wait")
+    check_undisturbed(place, "away", undisturbed)
+
+
+def test_out_of_memory_is_named(place):
+    model = {"entry": "kit.models:greedy", "args": {"num_bytes": 4 * 2**30}}
+    spec = place.spec("greedy", model=model, nodes=1, kubernetes={"max_gang_restarts": 0})
+    place.submit(spec, "greedy", "--wait", code=4)
+    message = place.run_state("greedy").stages["train"].message
+    assert "out of memory" in message
+    assert "resources.memory" in message or "mlpipe plan" in message
+
+
+def test_a_node_that_is_lost_for_good_is_given_up(place, undisturbed):
+    """The last test here: the cluster has a dead node afterwards."""
+    index = len(place.cluster.nodes)
+    place.cluster.add_node()
+    short = {"operator": "Exists", "effect": "NoExecute", "toleration_seconds": 3}
+    tolerations = [{"key": f"node.kubernetes.io/{state}", **short} for state in ("unreachable", "not-ready")]
+    spec = place.spec("lost", model=SLOW, kubernetes={"tolerations": tolerations})
+    place.submit(spec, "lost")
+    place.until_step("lost", 6)
+    nodes = [pod["spec"]["nodeName"] for pod in place.worker_pods("lost")]
+    assert len(set(nodes)) == 2, nodes
+    place.cluster.kill_node(index)
+    said = place.submit(spec, "lost", "--wait")
+    assert "attempt 2" in said
+    check_undisturbed(place, "lost", undisturbed)
+    with place.cluster.inside():
+        keys = [info.key for info in place.store().list("runs/lost/stages/train/checkpoints")]
+    assert any("/fence-1-" in key for key in keys)

@@ -185,3 +185,19 @@ class Numbers:
 
 def numbers(split: str, size: int = 512) -> Numbers:
     return Numbers(size)
+
+
+class Greedy(Plain):
+    """Asks for `num_bytes` more at the first forward, and touches them."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(dropout=0.0)
+        self.num_bytes = num_bytes
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.kept = torch.ones(self.num_bytes, dtype=torch.uint8)
+        return super().forward(inputs)
+
+
+def greedy(num_bytes: int) -> Greedy:
+    return Greedy(num_bytes)

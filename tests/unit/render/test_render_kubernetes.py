@@ -219,7 +219,8 @@ def test_cpu_pods_have_nothing_of_gpus() -> None:
     plan = quickstart()
     spec = pod_of(stage_objects(plan)[-1])
     assert not {"tolerations", "affinity"} & spec.keys()
-    assert spec["containers"][0]["resources"]["limits"] == {"cpu": "1", "memory": "4Gi"}
+    resources = spec["containers"][0]["resources"]
+    assert resources == {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "4Gi"}}
     assert not [name for name in variables(plan) if name.startswith("TORCH_")]
     assert [one["whenUnsatisfiable"] for one in spec["topologySpreadConstraints"]] == ["ScheduleAnyway"]
 
@@ -282,7 +283,7 @@ def test_shared_memory_has_a_size() -> None:
 
 def test_parts_of_cores() -> None:
     spec = pod_of(stage_objects(quickstart("train", "train.resources.cpus=0.5"))[-1])
-    assert spec["containers"][0]["resources"]["limits"]["cpu"] == "500m"
+    assert spec["containers"][0]["resources"]["requests"]["cpu"] == "500m"
 
 
 def test_kueue_admits_what_is_created_suspended() -> None:
