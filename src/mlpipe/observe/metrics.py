@@ -51,9 +51,18 @@ METRICS: tuple[Metric, ...] = (
         "What runs here, as labels; always 1.", "start", INFO_LABELS,
     ),
     Metric(
+        "mlpipe_train_world_size", "gauge", "ranks", "every",
+        "Ranks of this training. Fewer series of mlpipe_run_info than this: some rank is not scraped.",
+        "start: world_size",
+    ),
+    Metric(
+        "mlpipe_train_start_timestamp_seconds", "gauge", "seconds since 1970", "every",
+        "When this process began to train; a restart moves it.", "start: time",
+    ),
+    Metric(
         "mlpipe_train_step_duration_seconds", "histogram", "seconds", "every",
-        "Wall time of an optimizer step. Equal on every rank of a synchronous strategy: look for stragglers"
-        " in the compute seconds.", "step: seconds", buckets=_STEP_BUCKETS,
+        "Wall time of an optimizer step. Equal on every rank of a synchronous strategy.",
+        "step: seconds", buckets=_STEP_BUCKETS,
     ),
     Metric(
         "mlpipe_train_data_wait_seconds_total", "counter", "seconds", "every",
@@ -61,11 +70,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "mlpipe_train_compute_seconds_total", "counter", "seconds", "every",
-        "Time spent in this rank's own forward, backward and optimizer.", "step: compute_seconds",
+        "Time spent in forward, backward and optimizer, with the collectives inside them: where ranks wait"
+        " for each other there, it is equal on all.", "step: compute_seconds",
     ),
     Metric(
         "mlpipe_train_collective_wait_seconds_total", "counter", "seconds", "every",
-        "Time spent in collectives, most of it waiting for the slowest rank.", "step: collective_seconds",
+        "Time spent in the all-reduce that ends a step's backward; collectives inside forward and backward"
+        " count as compute.", "step: collective_seconds",
     ),
     Metric(
         "mlpipe_train_steps_total", "counter", "steps", "0",
@@ -104,6 +115,10 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "mlpipe_train_grad_norm", "gauge", "1", "0",
         "Global L2 norm of the gradients before clipping; NaN when it was not finite.", "step: grad_norm",
+    ),
+    Metric(
+        "mlpipe_train_learning_rate", "gauge", "1", "0",
+        "Learning rate of the last step.", "step: lr",
     ),
     Metric(
         "mlpipe_train_gpu_memory_bytes", "gauge", "bytes", "every",
@@ -202,6 +217,8 @@ class RankMetrics:
         self._device = record.get("device") or ""
         self._set("mlpipe_train_peak_flops", record.get("peak_flops"))
         self._set("mlpipe_train_target_steps", record.get("steps"))
+        self._set("mlpipe_train_world_size", record.get("world_size"))
+        self._set("mlpipe_train_start_timestamp_seconds", record.get("time"))
         self._set("mlpipe_train_step", record.get("start_step"))
         known = {**record, **self._info}
         self._values["mlpipe_run_info"] = {tuple(str(known.get(name, "")) for name in INFO_LABELS): 1.0}
@@ -219,6 +236,7 @@ class RankMetrics:
         self._add("mlpipe_train_model_flops_total", tokens * self._flops_per_token)
         self._set("mlpipe_train_step", record.get("step"))
         self._set("mlpipe_train_mfu_ratio", record.get("mfu_ratio"))
+        self._set("mlpipe_train_learning_rate", record.get("lr"))
         self._set("mlpipe_train_peak_flops", record.get("peak_flops"))
         for field in ("loss", "grad_norm"):
             if field in record:

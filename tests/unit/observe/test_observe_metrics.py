@@ -26,7 +26,7 @@ START = {
     "num_flops_per_token": 600.0, "peak_flops": 1e9, "steps": 400, "start_step": 100,
 }  # fmt: skip
 STEP = {
-    "kind": "step", "time": 1234.5, "step": 101, "loss": 3.5, "grad_norm": 0.7, "tokens": 1000,
+    "kind": "step", "time": 1234.5, "step": 101, "loss": 3.5, "grad_norm": 0.7, "lr": 1e-3, "tokens": 1000,
     "seconds": 0.25, "data_seconds": 0.01, "compute_seconds": 0.2, "collective_seconds": 0.03,
     "mfu_ratio": 0.4, "memory_bytes": 2**30,
 }  # fmt: skip
