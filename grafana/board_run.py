@@ -1,0 +1,325 @@
+"""The board of one training."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders.dashboard import Dashboard
+from panels import (
+    LAST_SAVE,
+    LAST_STEP,
+    MFU_STEPS,
+    PROGRESS,
+    RUNS,
+    WAIT_STEPS,
+    about,
+    board,
+    curve,
+    dcgm,
+    fill,
+    heat,
+    low_is_good,
+    mfu,
+    number,
+    quantile,
+    rate,
+    share,
+)
+
+
+def run_board() -> Dashboard:
+    made = board(
+        "mlpipe-run",
+        "mlpipe / Run",
+        "One training: how far it is, how fast, what holds it up. Series vanish when its processes end;"
+        " `mlpipe report` shows a run that is over.",
+        one_run=True,
+    )
+    left = (
+        f"max by (stage) (mlpipe_train_target_steps{{{RUNS}}}) - max by (stage) (mlpipe_train_step{{{RUNS}}})"
+    )
+    state = [
+        number(
+            "Progress",
+            about(
+                "Last step over the number of steps.",
+                "it grows.",
+                "If it does not, see the time since the last step.",
+            ),
+            "percentunit",
+            {"{{stage}}": PROGRESS.format("stage", RUNS)},
+        ),
+        number(
+            "Time left",
+            about(
+                "Steps still to do over the present rate of steps.",
+                "close to what `mlpipe plan` said.",
+                "Much more: look at MFU and the time breakdown. Infinite: no step is being done.",
+            ),
+            "s",
+            {"{{stage}}": f"({left}) / {rate('mlpipe_train_steps_total', 'stage')}"},
+        ),
+        number(
+            "Since the last step",
+            about(
+                "Time since any rank ended a step.",
+                "not much more than the step time.",
+                "Past 10 minutes the training hangs.",
+                "MlpipeTrainingStalled",
+            ),
+            "s",
+            {"{{stage}}": LAST_STEP.format("stage", RUNS)},
+            low_is_good(120, 600),
+        ),
+        number(
+            "Since the last checkpoint",
+            about(
+                "What a kill would lose now. Before the first checkpoint: time since the start.",
+                "about the interval that the pipeline file asks for.",
+                "If it grows past that, saves fail or are too rare.",
+                "MlpipeCheckpointStale",
+            ),
+            "s",
+            {"{{stage}}": LAST_SAVE.format("stage", RUNS)},
+            low_is_good(1800, 3600),
+        ),
+        number(
+            "MFU",
+            about(
+                "Model FLOPs utilization: FLOPs that the model needs over what all devices could do.",
+                "0.35 and more on GPUs for a dense model past 1e9 parameters; small models stay below.",
+                "If it is low, see the time breakdown.",
+                "MlpipeMfuDropped",
+            ),
+            "percentunit",
+            {"{{stage}}": mfu("stage")},
+            MFU_STEPS,
+        ),
+        number(
+            "Ranks scraped",
+            about(
+                "Ranks whose series Prometheus has, over those of the training.",
+                "100 %.",
+                "Less: a rank died, or its port is not reached.",
+                "MlpipeRankNotScraped",
+            ),
+            "percentunit",
+            {
+                "{{stage}}": f"count by (stage) (mlpipe_train_world_size{{{RUNS}}})"
+                f" / max by (stage) (mlpipe_train_world_size{{{RUNS}}})"
+            },
+            ((None, "red"), (1, "green")),
+        ),
+    ]
+    learning = [
+        curve(
+            "Loss",
+            about(
+                "Training loss of the last step, in nats per token.",
+                "it falls, steeply first.",
+                "A jump: look at the gradient norm. A loss that is not finite ends the run.",
+            ),
+            "none",
+            {"{{stage}}": f"max by (stage) (mlpipe_train_loss{{{RUNS}}})"},
+        ),
+        curve(
+            "Gradient norm",
+            about(
+                "Global L2 norm before clipping.",
+                "it settles after the warm-up.",
+                "Spikes that come with jumps of the loss: lower the learning rate or lengthen the warm-up.",
+            ),
+            "none",
+            {"{{stage}}": f"max by (stage) (mlpipe_train_grad_norm{{{RUNS}}})"},
+        ),
+        curve(
+            "Learning rate",
+            about(
+                "That of the last step.",
+                "the schedule of the pipeline file.",
+                "If not, check which plan is running.",
+            ),
+            "sci",
+            {"{{stage}}": f"max by (stage) (mlpipe_train_learning_rate{{{RUNS}}})"},
+        ),
+    ]
+    speed = [
+        curve(
+            "Tokens per second",
+            about(
+                "Over all ranks.",
+                "flat.",
+                "Dips at checkpoints are their stall; a lasting drop shows in the time breakdown.",
+            ),
+            "short",
+            {"{{stage}}": rate("mlpipe_train_tokens_total", "stage")},
+        ),
+        curve(
+            "MFU over time",
+            about(
+                "The quotient of sums over all ranks.",
+                "flat.",
+                "A drop against the hour before raises an alert.",
+                "MlpipeMfuDropped",
+            ),
+            "percentunit",
+            {"{{stage}}": mfu("stage")},
+            MFU_STEPS,
+        ),
+        curve(
+            "Step time",
+            about(
+                "Median and 99th percentile of a step's wall time, read from buckets. Equal on all ranks.",
+                "p99 close to p50.",
+                "A high p99: checkpoints, the loader, or a neighbour on the node.",
+            ),
+            "s",
+            {
+                "p50": quantile(0.5, "mlpipe_train_step_duration_seconds"),
+                "p99": quantile(0.99, "mlpipe_train_step_duration_seconds"),
+            },
+        ),
+        curve(
+            "Where the time goes",
+            about(
+                "Parts of the step time, over all ranks. Forward and backward include their collectives.",
+                "forward, backward and update fill nearly all.",
+                "Data: see the ranks below. Stall: save less often, or in the background.",
+                "MlpipeDataStarved",
+            ),
+            "percentunit",
+            {
+                "forward, backward, update": share("mlpipe_train_compute_seconds_total"),
+                "all-reduce at the end": share("mlpipe_train_collective_wait_seconds_total"),
+                "data": share("mlpipe_train_data_wait_seconds_total"),
+                "checkpoint stall": share("mlpipe_checkpoint_stall_seconds_total"),
+            },
+            width=24,
+            stacked=True,
+        ),
+    ]
+    ranks = [
+        heat(
+            "Data wait of each rank",
+            about(
+                "Part of the step time that the rank waits for its next batch; one row a rank.",
+                "pale throughout.",
+                "All rows dark: the loader or the store is slow. One: its node is.",
+                "MlpipeDataStarved",
+            ),
+            "percentunit",
+            "{{stage}} {{rank}}",
+            share("mlpipe_train_data_wait_seconds_total", "stage, rank"),
+        ),
+        curve(
+            "Longest data waits",
+            about(
+                "The five ranks that wait longest for their next batch, as parts of the step time.",
+                "below 5 %.",
+                "Above 20 % an alert is raised when it is so over all ranks.",
+                "MlpipeDataStarved",
+            ),
+            "percentunit",
+            {"rank {{rank}}": f"topk(5, {share('mlpipe_train_data_wait_seconds_total', 'rank')})"},
+            WAIT_STEPS,
+            width=12,
+        ),
+    ]
+    save = "mlpipe_checkpoint_duration_seconds"
+    checkpoints = [
+        number(
+            "Time of a save",
+            about(
+                "Median and 99th percentile from start to commit, over the time range of the board.",
+                "well below the interval between two saves.",
+                "Longer: the store is slow. Nothing is shown before the first save.",
+            ),
+            "s",
+            {
+                "p50": quantile(0.5, save, "$__range", "increase"),
+                "p99": quantile(0.99, save, "$__range", "increase"),
+            },
+            width=6,
+        ),
+        number(
+            "Size of a checkpoint",
+            about(
+                "What all ranks wrote of the last one.",
+                "constant.",
+                "Times `keep` it is what the run holds in its store.",
+            ),
+            "bytes",
+            {"{{stage}}": f"sum by (stage) (mlpipe_checkpoint_bytes{{{RUNS}}})"},
+            width=6,
+        ),
+        number(
+            "Failed saves",
+            about(
+                "Saves in the time range of the board that were not committed.",
+                "none.",
+                "The last good checkpoint is kept; look at the store.",
+                "MlpipeCheckpointFailing",
+            ),
+            "short",
+            {"{{stage}}": f"sum by (stage) (increase(mlpipe_checkpoint_failures_total{{{RUNS}}}[$__range]))"},
+            ((None, "green"), (0.5, "red")),
+            width=6,
+            decimals=0,
+        ),
+        number(
+            "Stall by checkpoints",
+            about(
+                "Part of the step time that training stood still to hand over a checkpoint.",
+                "below 1 %.",
+                "More: save asynchronously, or less often.",
+            ),
+            "percentunit",
+            {"{{stage}}": share("mlpipe_checkpoint_stall_seconds_total", "stage")},
+            low_is_good(0.01, 0.05),
+            width=6,
+        ),
+    ]
+    gpu = [
+        curve(
+            "Peak GPU memory of each rank",
+            about(
+                "The most that this rank's process has allocated so far; the five highest. Absent on CPU.",
+                "near the plan's number, with room to the device's size.",
+                "Close to the size: a smaller micro-batch, activation checkpointing, another strategy.",
+            ),
+            "bytes",
+            {
+                "rank {{rank}}": "topk(5, max by (rank)"
+                f' (mlpipe_train_gpu_memory_bytes{{{RUNS}, kind="peak"}}))'
+            },
+        ),
+        curve(
+            "Tensor cores active",
+            about(
+                "Ratio of cycles in which the tensor pipe works. Needs DCGM's exporter with pod labels.",
+                "it follows MFU.",
+                "Low with a high GPU utilization: kernels that are not matrix products.",
+            ),
+            "percentunit",
+            {"{{pod}} GPU {{gpu}}": dcgm("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE")},
+        ),
+        curve(
+            "GPU power",
+            about(
+                "As DCGM's exporter reports it.",
+                "equal on all GPUs and steady.",
+                "One below the others: it waits, or it is throttled.",
+            ),
+            "watt",
+            {"{{pod}} GPU {{gpu}}": dcgm("DCGM_FI_DEV_POWER_USAGE")},
+        ),
+    ]
+    return fill(
+        made,
+        {
+            "State": state,
+            "Learning": learning,
+            "Speed": speed,
+            "Ranks": ranks,
+            "Checkpoints": checkpoints,
+            "GPU": gpu,
+        },
+    )
