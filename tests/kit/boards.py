@@ -72,7 +72,8 @@ def queries() -> list[Query]:
     ]
 
 
-def annotations() -> list[Query]:
+def events() -> list[Query]:
+    """The annotations of all boards."""
     return [
         Query(name, f"annotation {one['name']}", "", one["expr"])
         for name in BOARDS

@@ -131,7 +131,7 @@ def test_what_is_declared_gpu_only_is_there():
 
 
 def test_every_query_parses(tmp_path):
-    every = boards.queries() + boards.annotations()
+    every = boards.queries() + boards.events()
     group = [{"record": f"query:{i}", "expr": query.filled()} for i, query in enumerate(every)]
     file = tmp_path / "queries.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": group}]}))

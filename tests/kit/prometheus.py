@@ -1,0 +1,210 @@
+"""Real Prometheus and Alertmanager on this machine, from PATH or from Debian packages unpacked once.
+
+    PYTHONPATH=tests python -m kit.prometheus build
+
+unpacks what the machine lacks into ~/.cache/mlpipe/servers (installed, the packages would start daemons).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kit.cluster_build import _unpack
+from kit.servers import ServerMissingError, built, cache, die_with_parent, free_port
+
+# program -> the Debian package, and the program's name there
+TOOLS = {
+    "prometheus": ("prometheus", "prometheus"),
+    "promtool": ("prometheus", "promtool"),
+    "alertmanager": ("prometheus-alertmanager", "prometheus-alertmanager"),
+}
+SCRAPE_SECONDS = 1
+# Debian's Alertmanager reads its templates in /usr/share, where those of an unpacked package are not: it gets
+# a view of that folder of its own, in which they are.
+_WITH_SHARE = (
+    'mount -t overlay overlay -o "lowerdir=$1/usr/share:/usr/share" /usr/share && shift && exec "$@"'
+)
+_READY_SECONDS = 60
+_ANSWER_SECONDS = 20
+
+
+def tool(name: str) -> Path:
+    """Raises ServerMissingError when the machine has none and none was unpacked."""
+    package, renamed = TOOLS[name]
+    if found := shutil.which(name) or shutil.which(renamed):
+        return Path(found)
+    if (path := cache() / f"debian-{package}" / "usr/bin" / renamed).exists():
+        return path
+    raise ServerMissingError(
+        f"{name} is missing: install {package}, or run `PYTHONPATH=tests python -m kit.prometheus build`"
+        " on Debian"
+    )
+
+
+def build() -> list[Path]:
+    """Unpacks the packages of the tools that the machine lacks."""
+    for name, (package, _) in TOOLS.items():
+        try:
+            tool(name)
+        except ServerMissingError:
+            built(cache() / f"debian-{package}", partial(_unpack, package))
+    return [tool(name) for name in TOOLS]
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """A running one. `targets`: its file of targets, read anew when it changes."""
+
+    url: str
+    targets: Path
+
+    def scrape(self, ports: Sequence[int], **labels: str) -> None:
+        """Adds targets on 127.0.0.1, with further labels, as a PodMonitor adds `node` and `pod`."""
+        known = json.loads(self.targets.read_text())
+        known.append({"targets": [f"127.0.0.1:{port}" for port in ports], "labels": labels})
+        fresh = self.targets.with_suffix(".new")
+        fresh.write_text(json.dumps(known))
+        fresh.replace(self.targets)
+
+    def query(self, expr: str) -> list[dict[str, Any]]:
+        """The samples of an instant query, now. Raises RuntimeError with Prometheus' own words."""
+        path = f"/api/v1/query?{urllib.parse.urlencode({'query': expr})}"
+        try:
+            result: list[dict[str, Any]] = _json(self.url + path)["data"]["result"]
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{expr}: {error.read().decode()}") from None
+        return result
+
+    def firing(self) -> dict[str, dict[str, str]]:
+        """alertname -> labels of one of its firing alerts."""
+        alerts = _json(f"{self.url}/api/v1/alerts")["data"]["alerts"]
+        return {one["labels"]["alertname"]: one["labels"] for one in alerts if one["state"] == "firing"}
+
+
+@contextlib.contextmanager
+def prometheus(
+    folder: Path, *, rules: Path | None = None, alertmanager: str | None = None
+) -> Iterator[Prometheus]:
+    """Scrapes and evaluates `rules` once a second; sends alerts to the Alertmanager at that URL."""
+    folder.mkdir(parents=True)
+    targets = folder / "targets.json"
+    targets.write_text("[]")
+    config: dict[str, Any] = {
+        "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": "1s"},
+        "scrape_configs": [
+            {"job_name": "mlpipe", "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "1s"}]}
+        ],
+    }
+    if rules is not None:
+        config["rule_files"] = [str(rules)]
+    if alertmanager is not None:
+        address = alertmanager.removeprefix("http://")
+        config["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [address]}]}]}
+    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    address = f"127.0.0.1:{free_port()}"
+    command = [
+        str(tool("prometheus")), "--config.file=prometheus.yml", "--storage.tsdb.path=data",
+        f"--web.listen-address={address}",
+    ]  # fmt: skip
+    with _running(command, folder, f"http://{address}"):
+        yield Prometheus(f"http://{address}", targets)
+
+
+@contextlib.contextmanager
+def alertmanager(folder: Path) -> Iterator[str]:
+    """Its URL. It keeps what it is sent and tells nobody."""
+    folder.mkdir(parents=True)
+    (folder / "alertmanager.yml").write_text(
+        json.dumps({"route": {"receiver": "nobody"}, "receivers": [{"name": "nobody"}]})
+    )
+    address = f"127.0.0.1:{free_port()}"
+    program = tool("alertmanager")
+    command = [
+        str(program), "--config.file=alertmanager.yml", "--storage.path=data",
+        f"--web.listen-address={address}", "--cluster.listen-address=",
+    ]  # fmt: skip
+    if program.is_relative_to(cache()):
+        root = program.parents[2]
+        command = [
+            "unshare",
+            "--map-root-user",
+            "--mount",
+            "sh",
+            "-c",
+            _WITH_SHARE,
+            "sh",
+            str(root),
+            *command,
+        ]
+    with _running(command, folder, f"http://{address}"):
+        yield f"http://{address}"
+
+
+def alerts_at(url: str) -> dict[str, dict[str, Any]]:
+    """alertname -> one of its alerts, as the Alertmanager has them."""
+    return {one["labels"]["alertname"]: one for one in _json(f"{url}/api/v2/alerts")}
+
+
+def _json(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=_ANSWER_SECONDS) as answer:
+        return json.load(answer)
+
+
+@contextlib.contextmanager
+def _running(command: list[str], folder: Path, url: str) -> Iterator[None]:
+    log = folder / "server.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
+        )
+    try:
+        deadline = time.monotonic() + _READY_SECONDS
+        while not _ready(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command[0]} is not ready; its log ends:\n{log.read_text()[-2000:]}")
+            time.sleep(0.05)
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+
+
+def _ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/-/ready", timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def main(arguments: list[str]) -> int:
+    if arguments != ["build"]:
+        print(__doc__)
+        return 2
+    try:
+        print("\n".join(map(str, build())))
+    except ServerMissingError as error:
+        print(error)
+        return 4
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

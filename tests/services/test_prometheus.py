@@ -1,0 +1,283 @@
+"""A real Prometheus with the committed rules over a real 2-rank run: every query of every board has data.
+
+Real: Prometheus, Alertmanager, the run (torchrun on gloo, CPU) and its /metrics. Made up: the labels that a
+PodMonitor adds, and the series of DCGM's exporter, whose names and labels follow its documentation; they are
+there so that the GPU panels' queries run, not to say what a GPU does. The alerts are raised by records given
+to the exporter's own code, and with `for` cut to nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kit import boards
+from kit.boards import GPU_ONLY_ALERTS, RULES
+from kit.command_runs import Cli, until
+from kit.plans import write_tokens
+from kit.prometheus import Prometheus, alertmanager, alerts_at, build, prometheus
+from kit.servers import ServerMissingError
+from kit.synthetic_run import step_record
+
+from mlpipe.observe.metrics import RankMetrics, start_metrics
+
+pytestmark = pytest.mark.services
+RUN = "paced-20261121-100000-ab12"
+_START_SECONDS = 240  # of a run of seconds, on a machine that others use too
+_DATA_SECONDS = 60
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _needs_servers():
+    try:
+        build()  # unpacks two small packages where the machine has neither program
+    except ServerMissingError as error:
+        pytest.skip(str(error))
+
+
+@contextlib.contextmanager
+def real_run(folder: Path) -> Iterator[list[int]]:
+    """Two ranks that step ten times a second until they are told to stop; the ports of their /metrics."""
+    pytest.importorskip("torch", reason="torch is missing: make install")
+    cli = Cli(folder)
+    cli.env["PYTHONPATH"] = str(Path(__file__).parents[1])
+    write_tokens(folder / "tokens")
+    train: dict[str, Any] = {
+        "model": {"entry": "kit.paced:build_model", "args": {"seconds": 0.1}, "seq_len": 32},
+        "data": {"tokens": str(folder / "tokens"), "batch_size": 8},
+        "steps": 100_000,
+        "strategy": "ddp",
+        "checkpoint": {"every": "20 steps", "keep": 2},
+    }
+    stage = {"name": "train", "train": train, "resources": {"workers_per_node": 2}}
+    spec = {"version": 1, "name": "paced", "stages": [stage]}
+    (folder / "pipeline.yaml").write_text(json.dumps(spec))
+    log = (folder / "log").open("w")
+    running = cli.start("run", "pipeline.yaml", "--run-id", RUN, stdout=log, stderr=log)
+
+    def ports() -> list[int]:
+        assert running.poll() is None, (folder / "log").read_text()
+        files = sorted(cli.store.glob(f"runs/{RUN}/stages/train/attempt-1/records/rank-*.jsonl"))
+        lines = [path.read_text().partition("\n") for path in files]
+        started = [json.loads(first) for first, newline, _ in lines if newline]
+        return [one["metrics_port"] for one in started] if len(started) == 2 else []
+
+    try:
+        yield until(ports, "both ranks to start", _START_SECONDS)
+    finally:
+        running.send_signal(signal.SIGINT)
+        try:
+            running.wait(120)
+        finally:
+            running.kill()
+            log.close()
+
+
+@contextlib.contextmanager
+def made_up_dcgm() -> Iterator[int]:
+    """Two GPUs of the pods r-0 and r-1, one labelled as with honorLabels true, one as without."""
+    fields = {
+        "DCGM_FI_DEV_GPU_UTIL": 97, "DCGM_FI_DEV_FB_USED": 61_000, "DCGM_FI_DEV_POWER_USAGE": 640.5,
+        "DCGM_FI_DEV_GPU_TEMP": 61, "DCGM_FI_DEV_XID_ERRORS": 0, "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": 0.43,
+        "DCGM_FI_PROF_DRAM_ACTIVE": 0.37,
+    }  # fmt: skip
+    gpu = 'Hostname="n0",modelName="NVIDIA H100 80GB HBM3"'
+    pods = ('gpu="0",namespace="ml",pod="r-0"', 'gpu="1",exported_namespace="ml",exported_pod="r-1"')
+    rest = 'mlpipe_train_gpu_memory_bytes{run="%s",stage="train",rank="0",kind="peak"} 6.1e10\n' % RUN  # noqa: UP031
+    body = rest + "".join(
+        f"{name}{{{gpu},{pod}}} {value}\n" for name, value in fields.items() for pod in pods
+    )
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: Any) -> None:
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory) -> Iterator[Prometheus]:
+    folder = tmp_path_factory.mktemp("run")
+    with (
+        prometheus(tmp_path_factory.mktemp("prometheus") / "server", rules=RULES) as server,
+        made_up_dcgm() as gpus,
+        real_run(folder) as ports,
+    ):
+        server.scrape([gpus])
+        for i, port in enumerate(ports):
+            server.scrape([port], namespace="ml", pod=f"r-{i}", node=f"node-{i}")
+        saved = f'mlpipe_checkpoint_duration_seconds_count{{run="{RUN}"}} > 1'
+        until(lambda: server.query(saved), "two checkpoints", _DATA_SECONDS)
+        yield server
+
+
+def has_data(server: Prometheus, expr: str) -> bool:
+    return any(math.isfinite(float(sample["value"][1])) for sample in server.query(expr))
+
+
+def needs_data(server: Prometheus, expr: str) -> None:
+    until(lambda: has_data(server, expr), f"data from {expr}", _DATA_SECONDS)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [pytest.param(one, id=f"{one.board}: {one.panel}: {one.legend}") for one in boards.queries()],
+)
+def test_every_query_of_every_panel_has_data(live, query):
+    needs_data(live, query.filled(run=RUN))
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        pytest.param(one, id=f"{one.board}: {one.panel}")
+        for one in boards.events()
+        if "ALERTS" not in one.expr
+    ],
+)
+def test_every_annotation_has_data(live, query):
+    needs_data(live, query.filled(run=RUN))
+
+
+@pytest.mark.parametrize("rule", boards.rules(), ids=lambda rule: rule.get("alert") or rule.get("record"))
+def test_every_rule_has_data(live, rule):
+    if "record" in rule:
+        needs_data(live, rule["record"])
+    elif rule["alert"] not in GPU_ONLY_ALERTS:
+        needs_data(live, boards.without_threshold(rule["expr"]))
+
+
+@pytest.mark.parametrize("name", boards.BOARDS)
+def test_every_variable_of_a_board_has_values(live, name):
+    for variable in boards.load(name)["templating"]["list"][1:]:
+        series, _, label = variable["query"].removeprefix("label_values(").removesuffix(")").rpartition(", ")
+        expr = boards.Query(name, "", "", series).filled()
+        assert {sample["metric"].get(label) for sample in live.query(expr)} - {None, ""}, variable["query"]
+
+
+def test_no_alert_fires_on_a_run_that_is_well(live):
+    assert live.firing() == {}
+
+
+# The alerts, by records given to the exporter.
+
+
+class Ranks:
+    """Two ranks of a run whose steps are fed to the exporter ten times a second, changed by `fault`."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.fault: dict[str, Any] = {}
+        self.ranks: list[RankMetrics] = []
+        for rank in range(2):
+            metrics = start_metrics(run=run, stage="train", rank=rank, port=0)
+            assert metrics is not None
+            start = {"kind": "start", "world_size": 2, "steps": 1000, "start_step": 0, "device": "cpu"}
+            metrics.observe({**start, "num_flops_per_token": 1e7, "peak_flops": 1e11, "time": time.time()})
+            self.ranks.append(metrics)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._feed, daemon=True)
+        self._thread.start()
+
+    def _feed(self) -> None:
+        rng, step = random.Random(0), 0
+        while not self._over.wait(0.1):
+            step += 1
+            for rank, metrics in enumerate(self.ranks):
+                record = {"kind": "step", "time": time.time(), **step_record(step, rank, 2, rng)}
+                metrics.observe({**record, **self.fault})
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(10)
+        for metrics in self.ranks:
+            metrics.close()
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory) -> Iterator[tuple[Prometheus, str]]:
+    """Prometheus with the rules, `for` cut to nothing, and the Alertmanager that it tells."""
+    rules = yaml.safe_load(RULES.read_text())
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            rule.pop("for", None)
+    folder = tmp_path_factory.mktemp("watched")
+    (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
+    with (
+        alertmanager(folder / "alertmanager") as url,
+        prometheus(folder / "prometheus", rules=folder / "rules.yaml", alertmanager=url) as server,
+    ):
+        yield server, url
+
+
+def starved(ranks: Ranks) -> None:
+    ranks.fault = {"data_seconds": 0.2, "seconds": 0.4}
+
+
+def stalled(ranks: Ranks) -> None:
+    ranks.fault = {"time": time.time() - 3000}
+
+
+def failed_save(ranks: Ranks) -> None:
+    ranks.ranks[0].observe({"kind": "checkpoint", "stall_seconds": 0.1, "error": "the store does not answer"})
+
+
+def stale_save(ranks: Ranks) -> None:
+    saved = {"kind": "checkpoint", "bytes": 1, "stall_seconds": 0.1, "save_seconds": 1.0}
+    ranks.ranks[0].observe({**saved, "time": time.time() - 4000})
+
+
+def killed(ranks: Ranks) -> None:
+    ranks.ranks[1].close()
+
+
+FAULTS = {
+    "MlpipeDataStarved": starved,
+    "MlpipeTrainingStalled": stalled,
+    "MlpipeCheckpointFailing": failed_save,
+    "MlpipeCheckpointStale": stale_save,
+    "MlpipeRankNotScraped": killed,
+}
+
+
+@pytest.mark.parametrize("alert", FAULTS)
+def test_the_alert_of_a_fault_reaches_the_alertmanager_and_no_other(watched, alert):
+    server, url = watched
+    ranks = Ranks(f"fault-{alert.lower()}")
+
+    def of_this_run() -> dict[str, dict[str, Any]]:
+        return {name: one for name, one in alerts_at(url).items() if one["labels"].get("run") == ranks.run}
+
+    try:
+        server.scrape([metrics.port for metrics in ranks.ranks])
+        tokens = f'run:mlpipe_train_tokens:rate5m{{run="{ranks.run}"}}'
+        until(lambda: has_data(server, tokens), "the run to be seen", _DATA_SECONDS)
+        assert of_this_run() == {}
+        FAULTS[alert](ranks)
+        until(of_this_run, f"{alert} at the Alertmanager", _DATA_SECONDS)
+        assert set(of_this_run()) == {alert}
+        notes = of_this_run()[alert]["annotations"]
+        assert ranks.run in notes["summary"]
+        assert notes["runbook_url"] == f"docs/runbooks/{alert}.md"
+    finally:
+        ranks.close()
