@@ -1,4 +1,4 @@
-"""`mlpipe doctor`: what this machine and the store lack, each with its remedy."""
+"""`mlpipe doctor`: what this machine, the store and a cluster lack, each with its remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
@@ -18,9 +18,20 @@ from mlpipe._core.errors import EXIT_CODES, MlpipeError
 from mlpipe._core.units import format_bytes
 from mlpipe.cli.session import Session, shared
 
+if TYPE_CHECKING:
+    from mlpipe.submit.cluster_api import ApiError, ClusterApi
+
 T = TypeVar("T")
 _MEMORY_FLOOR_BYTES = 2 * 2**30
 _DISK_FLOOR_BYTES = 5 * 2**30
+# what `submit`, `status` and `cancel` do, group, resource and verbs: the Role mlpipe-submitter in k8s/base
+_RIGHTS = (
+    ("batch", "jobs", ("get", "list", "create", "delete")),
+    ("jobset.x-k8s.io", "jobsets", ("list", "delete")),
+    ("", "pods", ("list", "delete")),
+)
+_USEFUL = (("", "events", ("list",)), ("kueue.x-k8s.io", "workloads", ("list",)))
+_SETUP = "docs/how-to/cluster-setup.md"
 _MARKS = {"ok": ("ok", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
 
@@ -35,20 +46,28 @@ class Finding:
 
 
 @click.command()
+@click.option("--for", "target", type=click.Choice(["kubernetes"]), help="A cluster, not this machine.")
+@click.option("--context", metavar="NAME", help="Of the kubeconfig. Default: its current one.")
+@click.option("--namespace", metavar="NAME", help="Default: the context's.")
 @shared
 @click.pass_obj
-def command(session: Session) -> int:
-    """Say what this machine and the store lack, each with its remedy.
+def command(session: Session, target: str | None, context: str | None, namespace: str | None) -> int:
+    """Say what this machine and the store lack, or with --for a cluster and the store, each with its remedy.
 
-    Exits 0 when a pipeline can be trained here, else 4.
+    Exits 0 when a pipeline can be trained there, else 4.
     """
-    findings = list(examine(session))
+    if target is None and (context is not None or namespace is not None):
+        raise click.UsageError("--context and --namespace are for --for kubernetes")
+    findings = list(examine(session) if target is None else examine_cluster(session, context, namespace))
+    width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
         word, colour = _MARKS[finding.level]
-        lines.append(f"{click.style(word.ljust(4), fg=colour)}  {finding.name.ljust(9)}  {finding.detail}")
+        lines.append(
+            f"{click.style(word.ljust(4), fg=colour)}  {finding.name.ljust(width)}  {finding.detail}"
+        )
         if finding.remedy:
-            lines.append(f"{'':17}-> {finding.remedy}")
+            lines.append(f"{'':{width + 8}}-> {finding.remedy}")
     failed = any(finding.level == "fail" for finding in findings)
     session.result({"usable": not failed, "findings": [asdict(f) for f in findings]}, "\n".join(lines))
     return EXIT_CODES["infrastructure"] if failed else 0
@@ -147,3 +166,106 @@ def _attempt(name: str, action: Callable[[], T]) -> T | Finding:
         return action()
     except MlpipeError as error:
         return Finding(name, "fail", str(error), error.hint)
+
+
+def examine_cluster(session: Session, context: str | None, namespace: str | None) -> Iterator[Finding]:
+    """Up to the first thing without which nothing else can be told."""
+    from mlpipe.submit.cluster_api import connect
+
+    api = _attempt("config", lambda: connect(context, namespace))
+    if isinstance(api, Finding):
+        yield api
+        return
+    yield Finding("config", "ok", f"context {api.context or 'of this pod'}, namespace {api.namespace}")
+    found = _attempt("server", lambda: api.request("GET", "/version", what="read the version"))
+    if isinstance(found, Finding):
+        yield found
+        return
+    yield Finding("server", "ok", f"{found.get('gitVersion', '?')} at {api.host}")
+    yield _jobset(api)
+    yield _rights(api, "rights", _RIGHTS, "fail", f"have mlpipe-submitter bound to you ({_SETUP}, 3.)")
+    yield _rights(api, "reasons", _USEFUL, "warn", "`status` cannot say all of why a run waits")
+    yield _pod_security(api)
+    for account in ("mlpipe-driver", "mlpipe-worker"):
+        yield _account(api, account)
+    yield from _store(session)
+
+
+def _jobset(api: ClusterApi) -> Finding:
+    path = "/apis/jobset.x-k8s.io/v1alpha2"
+    found = _ask(api, "GET", path)
+    if isinstance(found, dict):
+        return Finding("jobset", "ok", "installed")
+    if found.status == 404:
+        remedy = "install JobSet, or write `kubernetes: {form: indexed-job}` in the pipeline file"
+        return Finding("jobset", "warn", "this cluster has no JobSet", remedy)
+    return Finding("jobset", "warn", f"cannot be told: {found.message}")
+
+
+def _rights(
+    api: ClusterApi,
+    name: str,
+    rights: tuple[tuple[str, str, tuple[str, ...]], ...],
+    level: Literal["warn", "fail"],
+    remedy: str,
+) -> Finding:
+    """What the API server says that we may, asked without doing it."""
+    missing = []
+    for group, resource, verbs in rights:
+        for verb in verbs:
+            asked = {"namespace": api.namespace, "group": group, "resource": resource, "verb": verb}
+            body = {
+                "apiVersion": "authorization.k8s.io/v1",
+                "kind": "SelfSubjectAccessReview",
+                "spec": {"resourceAttributes": asked},
+            }
+            found = _ask(api, "POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body)
+            if not isinstance(found, dict):
+                return Finding(name, level, f"cannot be told: {found.message}", found.hint)
+            if not found.get("status", {}).get("allowed"):
+                missing.append(f"{verb} {resource}")
+    if missing:
+        return Finding(name, level, f"you may not {', '.join(missing)} in {api.namespace}", remedy)
+    return Finding(name, "ok", ", ".join(resource for _, resource, _ in rights))
+
+
+def _pod_security(api: ClusterApi) -> Finding:
+    """By the namespace's label; what the API server enforces where there is none, it does not tell."""
+    found = _ask(api, "GET", f"/api/v1/namespaces/{api.namespace}")
+    if not isinstance(found, dict):
+        if found.status == 404:
+            remedy = f"make it with k8s/base ({_SETUP}), or give --namespace"
+            return Finding("namespace", "fail", f"there is no namespace {api.namespace}", remedy)
+        return Finding("namespace", "ok", "you may not read its labels: its Pod Security level is not known")
+    label = "pod-security.kubernetes.io/enforce"
+    level = found["metadata"].get("labels", {}).get(label)
+    if level is None:
+        remedy = f"kubectl label namespace {api.namespace} {label}=restricted"
+        return Finding("namespace", "warn", "enforces no Pod Security level of its own", remedy)
+    detail = f"enforces Pod Security {level}"
+    return Finding(
+        "namespace", "ok", detail + ("" if level == "privileged" else "; no room for kubernetes.rdma")
+    )
+
+
+def _account(api: ClusterApi, name: str) -> Finding:
+    found = _ask(api, "GET", f"/api/v1/namespaces/{api.namespace}/serviceaccounts/{name}")
+    if isinstance(found, dict):
+        return Finding(name, "ok", "the ServiceAccount is there")
+    if found.status == 404:
+        key = "kubernetes.driver_service_account" if name == "mlpipe-driver" else "kubernetes.service_account"
+        remedy = f"apply k8s/base ({_SETUP}), or name another as {key}"
+        return Finding(name, "fail", "there is no such ServiceAccount", remedy)
+    return Finding(name, "ok", "you may not look for the ServiceAccount; a run would say if it is missing")
+
+
+def _ask(
+    api: ClusterApi, method: str, path: str, body: dict[str, Any] | None = None
+) -> dict[str, Any] | ApiError:
+    """The answer, or what kept it away."""
+    from mlpipe.submit.cluster_api import ApiError
+
+    try:
+        return api.request(method, path, what=f"read {path.rpartition('/')[2]}", body=body)
+    except ApiError as error:
+        return error

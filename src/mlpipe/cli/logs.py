@@ -194,7 +194,7 @@ class Reader:
         elif None in ranks and self._after is None:
             chosen = [None]
         else:
-            chosen = sorted(rank for rank in ranks if rank is not None)
+            chosen = [*sorted(rank for rank in ranks if rank is not None)]
         for rank in chosen:
             if ranks[rank] not in self._files:
                 train = self._plan(key).get("command") is None
