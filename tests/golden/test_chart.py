@@ -29,7 +29,11 @@ pytestmark = pytest.mark.golden
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "mlpipe"
 EXAMPLES = sorted((CHART / "ci").glob("*-values.yaml"))
-CRDS = ("kueue.x-k8s.io/v1beta1/ClusterQueue", "monitoring.coreos.com/v1/PodMonitor")
+CRDS = (
+    "kueue.x-k8s.io/v1beta1/ClusterQueue",
+    "monitoring.coreos.com/v1/PodMonitor",
+    "monitoring.coreos.com/v1/PrometheusRule",
+)
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
@@ -136,8 +140,8 @@ def test_two_namespaces_share_no_cluster_wide_name():
 
 @pytest.mark.parametrize(
     ("flag", "crd"),
-    [("kueue.enabled", CRDS[0]), ("podMonitor.enabled", CRDS[1])],
-    ids=["kueue", "podMonitor"],
+    [("kueue.enabled", CRDS[0]), ("podMonitor.enabled", CRDS[1]), ("prometheusRule.enabled", CRDS[2])],
+    ids=["kueue", "podMonitor", "prometheusRule"],
 )
 def test_a_flag_without_its_crd_says_so(flag, crd):
     message = _refused("--set", f"{flag}=true", crds=tuple({*CRDS} - {crd}))
@@ -217,6 +221,8 @@ def test_the_schema_is_closed_and_names_what_values_names():
         ("kueue.flavors", []),
         ("commonLabels", {"app.kubernetes.io/name": "other"}),
         ("podMonitor.labels", {"helm.sh/chart": "other"}),
+        ("runbooks.baseUrl", "wiki/runbooks"),
+        ("runbooks.baseUrl", 'https://wiki.example.com/"'),
     ],
 )
 def test_the_schema_refuses(path, value):
@@ -235,6 +241,32 @@ def test_ranks_are_scraped_and_let_through_alike():
     scraped = [end["port"] for end in chart["PodMonitor", "mlpipe"]["spec"]["podMetricsEndpoints"]]
     _, prometheus = chart["NetworkPolicy", "mlpipe"]["spec"]["ingress"]
     assert scraped == [port["port"] for port in prometheus["ports"]] == ["metrics", "metrics-1", "metrics-2"]
+
+
+def test_boards_and_rules_are_those_of_the_repository_and_off_unless_asked_for():
+    kinds = _template_kinds()
+    assert "monitoring.coreos.com/v1/PrometheusRule" not in kinds
+    chart = _by_name(_template("--set", "prometheusRule.enabled=true,dashboards.enabled=true"))
+    rules = yaml.safe_load((ROOT / "grafana" / "rules" / "mlpipe.yaml").read_text())
+    assert chart["PrometheusRule", "mlpipe"]["spec"] == rules
+    for path in (ROOT / "grafana" / "dashboards").glob("*.json"):
+        board = chart["ConfigMap", f"mlpipe-dashboard-{path.stem}"]
+        (text,) = board["data"].values()
+        assert json.loads(text) == json.loads(path.read_text())
+        assert len(text) < 1_000_000, "a ConfigMap holds one MiB"
+
+
+def test_boards_go_where_the_sidecar_looks_and_runbooks_where_people_read_them():
+    objects = manifests.load(_template("--values", CHART / "ci" / "monitoring-values.yaml"))
+    found = [one for one in objects if one["kind"] in ("ConfigMap", "PrometheusRule")]
+    assert len(found) == 4
+    for one in found:
+        text = json.dumps(one)
+        assert "docs/runbooks/" not in text
+        assert "https://wiki.example.com/mlpipe/runbooks/Mlpipe" in text
+        if one["kind"] == "ConfigMap":
+            assert one["metadata"]["labels"]["grafana_dashboard"] == "1"
+            assert one["metadata"]["namespace"] == "observability"
 
 
 def test_what_mlpipe_renders_is_what_the_chart_selects():

@@ -30,3 +30,12 @@ metrics{{ if . }}-{{ . }}{{ end }}
 {{- fail (printf "%s is true, but this cluster has no %s: install %s first, or set %s=false (offline: helm template --api-versions %s)" .flag .api .from .flag .api) }}
 {{- end }}
 {{- end }}
+
+{{- /* The text with the address of the runbooks put before each of their paths: dict "root" $ "text" "..." */ -}}
+{{- define "mlpipe.runbooks" -}}
+{{- with .root.Values.runbooks.baseUrl -}}
+{{ replace "docs/runbooks/" (printf "%s/" (trimSuffix "/" .)) $.text }}
+{{- else -}}
+{{ .text }}
+{{- end }}
+{{- end }}
