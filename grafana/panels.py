@@ -178,10 +178,9 @@ def _annotation(
     name: str, colour: str, expr: str, text: str, *, at_value: bool = True
 ) -> builders.AnnotationQuery:
     """Where the series has a value; `at_value`: at the time that is its value, in milliseconds."""
-    query = (
-        builders.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour).expr(expr)
-    )
-    return query.title_format(name).text_format(text).use_value_for_time(at_value).step("60s")
+    target = prometheus.Dataquery().datasource(SOURCE).expr(expr).ref_id("Anno").interval("60s")
+    query = builders.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour)
+    return query.target(target).title_format(name).text_format(text).use_value_for_time(at_value)
 
 
 def board(

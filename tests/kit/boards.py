@@ -75,10 +75,9 @@ def queries() -> list[Query]:
 def events() -> list[Query]:
     """The annotations of all boards."""
     return [
-        Query(name, f"annotation {one['name']}", "", one["expr"])
+        Query(name, f"annotation {one['name']}", "", one["target"]["expr"])
         for name in BOARDS
         for one in load(name)["annotations"]["list"]
-        if "expr" in one
     ]
 
 

@@ -64,7 +64,7 @@ def test_a_board(name):
         assert variable["refresh"] == 2, "of the time range"
     events = board["annotations"]["list"]
     assert {"Alert", "Checkpoint", "Start or restart"} <= {one["name"] for one in events}
-    assert {one["datasource"]["uid"] for one in events if one.get("expr")} == {"$datasource"}
+    assert {one["datasource"]["uid"] for one in events} == {"$datasource"}
     found = list(boards.panels(board))
     rows = [panel["id"] for panel in board["panels"] if panel["type"] == "row"]
     assert len({*rows, *(panel["id"] for panel in found)}) == len(found) + len(rows), "ids are unique"
