@@ -260,7 +260,7 @@ def test_status_says_why_it_is_pending(place, case):
     place.submit(place.spec(run_id, model=SLOW, nodes=1, **changes), run_id)
     place.until(f"the reason why {case} waits", lambda: words in waits_for(place, run_id), 120)
     place.mlpipe("cancel", run_id)
-    assert place.objects("pods", run_id) == []
+    assert place.worker_pods(run_id) == []
 
 
 def test_an_image_that_is_not_there_is_told_of_the_driver(place):

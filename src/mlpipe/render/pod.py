@@ -245,7 +245,8 @@ def _metrics_port(plan: Plan) -> int | None:
 
 def _worker_env(plan: Plan, cluster: ClusterPlan, rendezvous: str) -> list[Json]:
     launch = plan.launch
-    variables = {**launch.env, **_own(plan.run_id, cluster), "MLPIPE_STAGE": plan.stage}
+    # in order: a plan that was read back must give the same objects, or its gang is not adopted
+    variables = {**dict(sorted(launch.env.items())), **_own(plan.run_id, cluster), "MLPIPE_STAGE": plan.stage}
     if launch.num_nodes > 1:
         variables["MLPIPE_RENDEZVOUS"] = f"{rendezvous}:{RENDEZVOUS_PORT}"
     port = _metrics_port(plan)

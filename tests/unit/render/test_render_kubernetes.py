@@ -408,3 +408,21 @@ def test_a_plan_that_no_configmap_takes_is_refused() -> None:
     large = dataclasses.replace(plan, train=dataclasses.replace(plan.train, reason="x" * 2**20))
     with pytest.raises(RenderError, match=r"plan\.json has \d+ bytes, a ConfigMap takes 1048576"):
         stage_objects(large)
+
+
+UNSORTED = (
+    'train.env={Z: "1", A: "2", M: "3"}',
+    "kubernetes.node_selector={z: a, a: z}",
+    "kubernetes.secret_env={Z9: {secret: s, key: k}, A9: {secret: s, key: k}}",
+    "kubernetes.patches=[{target: {kind: Pod}, strategic: {spec: {z: 1, a: 2}}}]",
+)
+
+
+@pytest.mark.parametrize("form", ["jobset", "indexed-job"])
+def test_a_plan_that_was_read_back_gives_the_same_objects(form: str) -> None:
+    """A driver that takes over reads plan.json, and adopts what the one before it made of the plan."""
+    pipeline = pipeline_of("quickstart", *QUICKSTART, f"kubernetes.form={form}", *UNSORTED)
+    for stage in pipeline.stages:
+        plan = plan_of(pipeline, stage.name)
+        again = stage_objects(Plan.from_json(plan.to_json()))
+        assert [found["metadata"] for found in again] == [found["metadata"] for found in stage_objects(plan)]
