@@ -14,6 +14,7 @@ SET ?=
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
+CHECKOV := .venv-checkov
 
 export UV_HTTP_TIMEOUT ?= 180
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -23,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
-.PHONY: help install run test test-unit test-torch test-services test-oldest test-install check format docs \
+.PHONY: help install run test test-unit test-torch test-services test-oldest test-install check checkov format docs \
   test-cluster bench servers cluster cluster-build lock clean
 .DEFAULT_GOAL := help
 
@@ -65,6 +66,11 @@ check: $(VENV)/.dev  ## lint, types, layers, documentation
 	for script in .ci/*; do bash -n "$$script" || exit 1; done
 	if command -v shellcheck >/dev/null; then shellcheck .ci/*; fi
 
+# Offline, from a folder without a configuration of the user: nothing is downloaded or reported.
+checkov: $(CHECKOV)/.checkov  ## a scanner's opinion of the manifests, the cluster's own part and the chart
+	HOME=$(CURDIR)/$(CHECKOV) $(CHECKOV)/bin/checkov --config-file .checkov.yaml --skip-download \
+	  --directory tests/golden/manifests --directory k8s --directory tests/golden/chart
+
 format: $(VENV)/.dev  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -93,9 +99,10 @@ lock: $(VENV)/.bootstrap  ## compile requirements/*.txt anew (UPGRADE=1: to the 
 	$(LOCK) -c requirements/dev.txt -o requirements/base.txt
 	$(LOCK) --extra train --group dev -c requirements/torch-oldest.in -o requirements/oldest.txt
 	$(LOCK:pyproject.toml=requirements/bootstrap.in) -c requirements/dev.txt -o requirements/bootstrap.txt
+	$(LOCK:pyproject.toml=requirements/checkov.in) $(if $(UPGRADE),--upgrade) -o requirements/checkov.txt
 
 clean:  ## remove the environments and caches; runs stay
-	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(CHECKOV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests docs benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # pip installs uv (by hash) into a new environment, uv the rest. A stamp says what an environment has.
@@ -120,4 +127,8 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.train
 $(OLDEST)/.dev: requirements/oldest.txt pyproject.toml $(OLDEST)/.bootstrap
 	$(OLDEST)/bin/uv pip install --python $(OLDEST)/bin/python --require-hashes -r $<
 	$(OLDEST)/bin/uv pip install --python $(OLDEST)/bin/python --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(CHECKOV)/.checkov: requirements/checkov.txt $(CHECKOV)/.bootstrap
+	$(CHECKOV)/bin/uv pip install --python $(CHECKOV)/bin/python --quiet --require-hashes -r $<
 	@touch $@
