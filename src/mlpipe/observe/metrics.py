@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 _STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
 _SAVE_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
+_SCRAPER_SECONDS = 10.0  # a scraper that is silent for so long is hung up on
 INFO_LABELS = ("strategy", "world_size", "device", "precision", "git_sha", "jenkins_build")
 
 
@@ -43,6 +44,11 @@ class Metric:
     source: str
     labels: tuple[str, ...] = ()  # besides run, stage, rank
     buckets: tuple[float, ...] = ()
+
+    @property
+    def num_series(self) -> int:
+        """Of one rank: a label beyond run, stage and rank has one value at a time."""
+        return len(self.buckets) + 3 if self.type == "histogram" else 1  # +Inf, sum and count
 
 
 METRICS: tuple[Metric, ...] = (
@@ -292,7 +298,9 @@ class RankMetrics:
 
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        self._server = _Server((address, port), MetricsHandler.factory(registry))
+        served = MetricsHandler.factory(registry)
+        handler = type("Handler", (served,), {"timeout": _SCRAPER_SECONDS})
+        self._server = _Server((address, port), handler)
         self.port = self._server.server_address[1]
         poll_seconds = 0.1  # close() waits so long at most
         self._thread = threading.Thread(

@@ -16,6 +16,11 @@ have the labels `run`, `stage` and `rank`; further labels are listed. "0" in the
 rank 0 alone serves the series, because it describes the whole run. The last column says which
 field of which record the value is taken from.
 
+Rank 0 has at most {first} series and every other rank {other}, however long the run: a run of N ranks has
+{first} + {other} (N - 1). 200 runs of 1,000 ranks are {many} million series in one Prometheus, about half
+of them buckets of step times: drop those of ranks other than 0 (`metric_relabel_configs`) where that is too
+many; no board or rule of mlpipe needs them.
+
 Ratios must not be averaged. MFU of a run, from its own counters:
 
 ```promql
@@ -36,7 +41,11 @@ def _row(metric: Metric) -> str:
 
 
 def reference_page() -> str:
-    return _HEAD + "".join(map(_row, METRICS))
+    first = sum(metric.num_series for metric in METRICS)
+    other = sum(metric.num_series for metric in METRICS if metric.ranks == "every")
+    many = f"{200 * (first + 999 * other) / 1e6:.1f}"
+    head = _HEAD.format(first=first, other=other, many=many)
+    return head + "".join(map(_row, METRICS))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
+import urllib.error
 import urllib.request
 import warnings
 from pathlib import Path
@@ -153,6 +154,39 @@ def test_run_level_series_are_served_by_rank_0_only(serve):
     assert found.keys().isdisjoint(metric.name for metric in METRICS if metric.ranks == "0")
     assert "mlpipe_checkpoint_duration_seconds_count" not in found
     assert found["mlpipe_train_tokens_total"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_number_of_series_is_the_one_that_is_stated(serve, rank):
+    metrics = serve(rank=rank)
+    for record in (START, STEP, SAVED, STEP, SAVED):
+        metrics.observe(record)
+    stated = sum(metric.num_series for metric in METRICS if rank == 0 or metric.ranks == "every")
+    assert sum(map(len, samples(scrape(metrics)).values())) == stated
+
+
+def test_it_can_only_be_read(serve):
+    metrics = serve()
+    request = urllib.request.Request(f"http://127.0.0.1:{metrics.port}/metrics", data=b"x 1", method="POST")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=10)
+    assert refused.value.code == 501
+
+
+def test_dead_scrapers_hold_up_nobody_and_are_hung_up_on(monkeypatch, serve):
+    monkeypatch.setattr("mlpipe.observe.metrics._SCRAPER_SECONDS", 0.5)
+    metrics = serve()
+    dead = [socket.create_connection(("127.0.0.1", metrics.port), timeout=30) for _ in range(5)]
+    try:
+        dead[0].sendall(b"GET /metrics HTTP/1.1\r\n")  # and nothing more
+        metrics.observe(START)
+        metrics.observe(STEP)
+        assert value(scrape(metrics), "mlpipe_train_steps_total") == 1
+        for one in dead:
+            assert one.recv(1) == b"", "closed by the server"
+    finally:
+        for one in dead:
+            one.close()
 
 
 def test_a_loss_that_is_not_finite_shows_as_nan_and_memory_of_a_cpu_is_not_called_gpu_memory(serve):
