@@ -1,9 +1,10 @@
-"""The Groovy that Jenkins pins, to compile Jenkinsfiles with: needs Java, and the jar from Maven Central.
+"""The Groovy that Jenkins pins and its CPS engine, to compile and to run Jenkinsfiles: needs Java, and three
+jars from Maven Central.
 
     PYTHONPATH=tests python -m kit.groovy build
 
-fetches it into ~/.cache/mlpipe/servers (or $MLPIPE_CACHE/servers), once; it needs Maven. That a file compiles
-does not make it a Jenkinsfile: no step, section or option is known here.
+fetches them into ~/.cache/mlpipe/servers (or $MLPIPE_CACHE/servers), once; it needs Maven. This is no
+Jenkins: what `groovy/execute.groovy` knows of Declarative pipelines is what mlpipe writes.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kit.servers import ServerMissingError, cache
 
-VERSION = "2.4.21"
+JARS = {  # those of the plugin workflow-cps
+    "groovy-all-2.4.21.jar": "org.codehaus.groovy:groovy-all:2.4.21",
+    "groovy-cps-1.31.jar": "com.cloudbees:groovy-cps:1.31",
+    "guava-11.0.1.jar": "com.google.guava:guava:11.0.1",
+}
 _FETCH_SECONDS = 300
-_COMPILE_SECONDS = 300
-_SCRIPT = Path(__file__).parent / "groovy" / "describe.groovy"
+_RUN_SECONDS = 300
+_SCRIPTS = Path(__file__).parent / "groovy"
 
 
 @dataclass(frozen=True)
@@ -34,46 +40,54 @@ class Compiled:
     error: str | None
 
 
-def jar_path() -> Path:
-    return cache() / f"groovy-all-{VERSION}.jar"
-
-
-def build() -> Path:
-    path = jar_path()
-    if path.exists():
-        return path
+def build() -> list[Path]:
     if shutil.which("mvn") is None:
         raise ServerMissingError("Groovy is fetched with Maven: install maven (and a Java to run it)")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    artifact = f"-Dartifact=org.codehaus.groovy:groovy-all:{VERSION}:jar"
-    for goal in (
-        ["dependency:get", artifact, "-Dtransitive=false"],
-        ["dependency:copy", artifact, f"-DoutputDirectory={path.parent}"],
-    ):
-        done = subprocess.run(
-            ["mvn", "-q", "-B", *goal], capture_output=True, text=True, timeout=_FETCH_SECONDS, check=False
-        )
-        if done.returncode:
-            raise ServerMissingError(f"Groovy could not be fetched: {done.stdout[-500:]}{done.stderr[-500:]}")
-    return path
+    cache().mkdir(parents=True, exist_ok=True)
+    for name, artifact in JARS.items():
+        if (cache() / name).exists():
+            continue
+        for goal in (
+            ["dependency:get", f"-Dartifact={artifact}:jar", "-Dtransitive=false"],
+            ["dependency:copy", f"-Dartifact={artifact}:jar", f"-DoutputDirectory={cache()}"],
+        ):
+            done = subprocess.run(
+                ["mvn", "-q", "-B", *goal],
+                capture_output=True,
+                text=True,
+                timeout=_FETCH_SECONDS,
+                check=False,
+            )
+            if done.returncode:
+                raise ServerMissingError(f"{artifact} could not be fetched: {done.stdout[-500:]}")
+    return [cache() / name for name in JARS]
 
 
-def compiled(files: Sequence[Path]) -> list[Compiled]:
-    """All in one JVM. Raises ServerMissingError."""
-    if not jar_path().exists() or shutil.which("java") is None:
+def _groovy(script: str, text: str) -> Any:
+    """The last line that the script prints. Raises ServerMissingError."""
+    jars = [cache() / name for name in JARS]
+    if not all(jar.exists() for jar in jars) or shutil.which("java") is None:
         raise ServerMissingError(
             "Groovy is not there: install Java and Maven, then run "
             "`PYTHONPATH=tests python -m kit.groovy build`"
         )
+    path = ":".join(map(str, jars))
     done = subprocess.run(
-        ["java", "-XX:TieredStopAtLevel=1", "-cp", jar_path(), "groovy.ui.GroovyMain", _SCRIPT],
-        input="".join(f"{path}\n" for path in files),
+        ["java", "-XX:TieredStopAtLevel=1", "-cp", path, "groovy.ui.GroovyMain", _SCRIPTS / script],
+        input=text,
         capture_output=True,
         text=True,
-        timeout=_COMPILE_SECONDS,
-        check=True,
+        timeout=_RUN_SECONDS,
+        check=False,
     )
-    found = json.loads(done.stdout)
+    if done.returncode:
+        raise AssertionError(f"{script} failed: {done.stdout}{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compiled(files: Sequence[Path]) -> list[Compiled]:
+    """All in one JVM. Raises ServerMissingError."""
+    found = _groovy("describe.groovy", "".join(f"{path}\n" for path in files))
     return [
         Compiled(
             tuple(one.get("tree", ())),
@@ -84,10 +98,43 @@ def compiled(files: Sequence[Path]) -> list[Compiled]:
     ]
 
 
+def checked(files: Sequence[Path]) -> list[str | None]:
+    """What is wrong with each file, as far as the interpreter knows Declarative pipelines."""
+    found = _groovy("execute.groovy", json.dumps({"check": [str(path) for path in files]}))
+    return [found[str(path)] for path in files]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """`result`: of the build, or REFUSED. `stages`: in the order in which they began, with their results."""
+
+    result: str
+    stages: list[tuple[str, str]]
+    error: str | None
+
+
+def executed(
+    file: Path,
+    workspace: Path,
+    environment: Mapping[str, str],
+    parameters: Mapping[str, str | bool] | None = None,
+) -> Ran:
+    """One build, in `workspace`; beside it, `log` and what was archived. A file `abort` there aborts it."""
+    asked = {
+        "file": str(file),
+        "workspace": str(workspace),
+        "environment": dict(environment),
+        "parameters": dict(parameters or {}),
+        "abort": str(workspace.parent / "abort"),
+    }
+    found = _groovy("execute.groovy", json.dumps(asked))
+    return Ran(found["result"], [(name, result) for name, result in found["stages"]], found["error"])
+
+
 if __name__ == "__main__":
     if sys.argv[1:] != ["build"]:
         sys.exit(__doc__)
     try:
-        print(build())
+        print(*build(), sep="\n")
     except ServerMissingError as error:
         sys.exit(f"{error}")

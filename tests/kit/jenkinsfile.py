@@ -66,6 +66,9 @@ class Workspace:
             path = self.folder / name
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
+        self.prepare()
+
+    def prepare(self) -> None:
         fake = self.folder / "bin" / "mlpipe"
         fake.parent.mkdir(exist_ok=True)
         fake.write_text(_FAKE)

@@ -1,0 +1,184 @@
+"""The Jenkinsfile that mlpipe writes, run stage by stage on Jenkins' CPS engine with the real mlpipe and the
+local backend. The interpreter around the engine is ours (`kit/groovy`): no Jenkins takes part."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import groovy
+from kit.command_runs import Cli, shell, until, write_spec
+from kit.jenkinsfile import Workspace
+from kit.servers import ServerMissingError
+
+from mlpipe.render.jenkins import MAX_STAGES
+
+pytestmark = pytest.mark.services
+DIAMOND = {"b": ["a"], "c": ["a"], "d": ["b", "c"]}
+
+
+class Controller:
+    """Builds of one pipeline in one workspace."""
+
+    def __init__(
+        self, folder: Path, stages: Mapping[str, Sequence[str]], needs: Mapping[str, Sequence[str]]
+    ) -> None:
+        self.folder = folder
+        self.workspace = folder / "workspace"
+        self.workspace.mkdir()
+        write_spec(self.workspace, stages, needs)
+        self.cli = Cli(self.workspace)
+        text = self.cli("render", "pipeline.yaml", "--for", "jenkins").stdout
+        (folder / "Jenkinsfile").write_text(text)
+        self.environment = {
+            **self.cli.env,
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "JENKINS_URL": "http://jenkins.example.com/",
+            "JOB_NAME": "team/train",
+            "BUILD_NUMBER": "1",
+        }
+
+    def build(self, **parameters: str | bool) -> groovy.Ran:
+        try:
+            return groovy.executed(self.folder / "Jenkinsfile", self.workspace, self.environment, parameters)
+        except ServerMissingError as error:
+            pytest.skip(str(error))
+
+    def log(self) -> str:
+        path = self.folder / "log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def run(self) -> Any:
+        (found,) = self.cli.json("list")["runs"]
+        return self.cli.json("status", found["run_id"])
+
+
+def writes(text: str) -> list[str]:
+    return shell(f"echo {text} > $1/file")
+
+
+def test_a_build_runs_each_stage_once(tmp_path: Path) -> None:
+    controller = Controller(tmp_path, {name: writes(name) for name in "dbca"}, DIAMOND)
+    ran = controller.build(BACKEND="local")
+    assert ran.result == "SUCCESS", controller.log()
+    names = [name for name, _ in ran.stages]
+    assert names[:4] == ["Validate", "Plan", "a", "Level 2"]
+    assert sorted(names[4:6]) == ["b", "c"]
+    assert names[6:] == ["d"]
+    assert {result for _, result in ran.stages} == {"SUCCESS"}
+    run = controller.run()
+    assert run["state"] == "done"
+    assert run["run_id"].startswith("test-1-")
+    assert {stage["attempt"] for stage in run["stages"].values()} == {1}
+    assert "<html" in (tmp_path / "archived-report.html").read_text()
+    assert '"stages"' in (tmp_path / "archived-plan.json").read_text()
+    # as after an agent that died: the same build again finds its run, and starts nothing
+    assert controller.build(BACKEND="local").result == "SUCCESS"
+    assert controller.run()["stages"] == run["stages"]
+
+
+def test_a_failure_ends_the_build_and_starts_nothing_more(tmp_path: Path) -> None:
+    stages = {"a": writes("a"), "b": ["sh", "-c", "exit 7"], "c": writes("c"), "d": writes("d")}
+    controller = Controller(tmp_path, stages, {"b": ["a"], "c": ["b"], "d": ["c"]})
+    ran = controller.build(BACKEND="local")
+    assert ran.result == "FAILURE"
+    assert dict(ran.stages) == {"Validate": "SUCCESS", "Plan": "SUCCESS", "a": "SUCCESS", "b": "FAILURE"}
+    assert "exit code 3" in str(ran.error)
+    run = controller.run()
+    assert run["state"] == "failed"
+    assert run["stages"]["c"]["attempt"] == 0
+    assert (tmp_path / "archived-report.html").exists()
+
+
+def test_an_abort_cancels_the_run_and_waits_for_it(tmp_path: Path) -> None:
+    stages = {"a": shell("touch $PWD/started; sleep 600"), "b": writes("b")}
+    controller = Controller(tmp_path, stages, {"b": ["a"]})
+    found: list[groovy.Ran] = []
+    thread = threading.Thread(target=lambda: found.append(controller.build(BACKEND="local")), daemon=True)
+    thread.start()
+    until(lambda: found or (controller.workspace / "started").exists() or not thread.is_alive(), "the stage")
+    if not thread.is_alive():
+        pytest.skip("Groovy is not there: PYTHONPATH=tests python -m kit.groovy build")
+    (tmp_path / "abort").touch()
+    thread.join(180)
+    (ran,) = found
+    assert ran.result == "ABORTED", controller.log()
+    assert dict(ran.stages) == {"Validate": "SUCCESS", "Plan": "SUCCESS", "a": "ABORTED"}
+    assert "mlpipe cancel" in controller.log()
+    assert controller.run()["state"] == "cancelled"
+
+
+def test_only_a_plan(tmp_path: Path) -> None:
+    controller = Controller(tmp_path, {"a": writes("a")}, {})
+    ran = controller.build(BACKEND="local", DRY_RUN=True)
+    assert ran.result == "SUCCESS"
+    assert ran.stages == [("Validate", "SUCCESS"), ("Plan", "SUCCESS"), ("a", "SKIPPED")]
+    assert controller.cli.json("list")["runs"] == []
+
+
+def test_many_stages_in_a_loop(tmp_path: Path) -> None:
+    """Against a stand-in for mlpipe, for its 30 runs would take a minute."""
+    names = [f"s{n}" for n in range(MAX_STAGES + 10)]
+    needs = {name: [f"s{n // 2}"] for n, name in enumerate(names) if n}
+    controller = Controller(tmp_path, {name: ["x"] for name in names}, needs)
+    fake = Workspace(controller.workspace, {})
+    fake.prepare()
+    controller.environment |= {
+        "PATH": f"{controller.workspace / 'bin'}:{os.defpath}",
+        "RECORD": str(controller.workspace / "record"),
+    }
+    ran = controller.build(OVERRIDES="name=it's\n")
+    assert ran.result == "SUCCESS", controller.log()
+    assert [name for name, _ in ran.stages[:4]] == ["Validate", "Plan", "Stages", "s0"]
+    assert sorted(name for name, _ in ran.stages[3:]) == sorted(names)
+    submits = [call for call in fake.calls() if call[0] == b"submit"]
+    assert sorted(call[6].decode() for call in submits) == sorted(names)
+    assert {tuple(call[7:]) for call in submits} == {
+        (b"--wait", b"--set", b"name=it's", b"--", b"pipeline.yaml")
+    }
+
+
+WRONG = {
+    "a section": ("    agent {", "    agnet {", "pipeline has agnet"),
+    "no agent": ("    agent { label 'mlpipe' }\n", "", "pipeline has no agent"),
+    "an agent": ("label 'mlpipe'", "lable 'mlpipe'", "agent has lable"),
+    "no such option": ("durabilityHint(", "durability(", "options has durability"),
+    "a parameter": ("booleanParam(", "boolParam(", "parameters has boolParam"),
+    "a step": ("sh 'rm", "shell 'rm", "steps has shell"),
+    "code in steps": ("sh 'rm -rf .mlpipe'", "if (true) { sh 'x' }", "steps has"),
+    "a post condition": ("        aborted {", "        abort {", "post has abort"),
+    "a condition": ("not { expression", "not { expresion", "when has [expresion]"),
+    "twice": ("    options {", "    agent { label 'x' }\n    options {", "a second agent"),
+    "two of a name": ("stage('Plan')", "stage('Validate')", "two stages are named 'Validate'"),
+    "a name that is computed": ("stage('Plan')", 'stage("P${1}")', "a stage's name is"),
+    "nothing to do": ("                sh 'x'\n", "", "steps has nothing"),
+    "outside": ("pipeline {", "def x = 1\npipeline {", "the file has"),
+}
+
+
+def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
+    """The interpreter knows what it claims to: else a test that passes in it would say little."""
+    controller = Controller(tmp_path, {"a": writes("a")}, {})
+    good = (tmp_path / "Jenkinsfile").read_text()
+    files = [tmp_path / "Jenkinsfile"]
+    for number, (old, new, _) in enumerate(WRONG.values()):
+        text = good.replace(
+            """                sh '. ./.mlpipe/arguments; submit_stage a "$@"'\n""",
+            "                sh 'x'\n",
+        )
+        assert old in text
+        files.append(tmp_path / f"wrong-{number}.groovy")
+        files[-1].write_text(text.replace(old, new, 1))
+    del controller
+    try:
+        found = groovy.checked(files)
+    except ServerMissingError as error:
+        pytest.skip(str(error))
+    assert found[0] is None
+    for said, (_, _, words) in zip(found[1:], WRONG.values(), strict=True):
+        assert words in str(said)
