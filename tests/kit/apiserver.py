@@ -78,10 +78,13 @@ class ApiServer:
         self.away()
 
     def away(self) -> None:
-        """Connections are refused from now on."""
+        """Open connections are cut, new ones refused."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
+            for connection in list(self._server.connections):
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
             self._server = None
 
     def back(self) -> None:
@@ -134,6 +137,13 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     stand_in: ApiServer
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.connections: set[socket.socket] = set()
+
+    def handle_error(self, *_: object) -> None:
+        """Connections that a test cut are no news."""
+
 
 class _Refused(Exception):
     def __init__(self, status: int, message: str) -> None:
@@ -142,6 +152,12 @@ class _Refused(Exception):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+
+    def handle(self) -> None:
+        connections = cast(_Server, self.server).connections
+        connections.add(self.connection)
+        super().handle()
+        connections.discard(self.connection)
 
     def _serve(self) -> None:
         server = cast(_Server, self.server).stand_in

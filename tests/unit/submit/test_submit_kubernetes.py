@@ -1,0 +1,266 @@
+"""`mlpipe submit --to kubernetes` against a stand-in API server: what is made, once, and what refuses how.
+
+The store is a folder that the pipeline file calls a volume; pods there are none, so no run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from kit.apiserver import TOKEN, ApiServer, Fault
+from kit.command_runs import Cli, until
+
+from mlpipe.cli.app import run_app
+from mlpipe.store import runs
+from mlpipe.store.folder import FolderStore
+from mlpipe.submit import cluster_api
+
+pytestmark = pytest.mark.unit
+IMAGE = "registry.example.com/team/mlpipe@sha256:" + "0" * 64
+
+
+class Person:
+    """Somebody with a pipeline file, a kubeconfig and a store, and the command line in this process."""
+
+    def __init__(self, folder: Path, server: ApiServer, capfd: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.server, self._capfd = folder, server, capfd
+        self.store = FolderStore(folder / "store")
+        self.said = ""
+        self.spec = self.write()
+
+    def write(self, **kubernetes: object) -> Path:
+        body = {
+            "version": 1,
+            "name": "test",
+            "image": IMAGE,
+            "kubernetes": {"volumes": [{"claim": "data", "path": str(self.folder / "store")}], **kubernetes},
+            "stages": [{"name": "a", "command": ["true"]}],
+        }
+        path = self.folder / "pipeline.yaml"
+        path.write_text(json.dumps(body))
+        return path
+
+    def mlpipe(self, *arguments: str) -> tuple[int, str]:
+        """Exit code, and all that it printed."""
+        with pytest.raises(SystemExit) as ended:
+            run_app([*arguments, "--store", str(self.folder / "store")])
+        text = "".join(self._capfd.readouterr())
+        self.said += text
+        return int(ended.value.code), text
+
+    def submit(self, *arguments: str) -> tuple[int, str]:
+        return self.mlpipe("submit", str(self.spec), "--to", "kubernetes", *arguments)
+
+    def made(self) -> list[tuple[str, str]]:
+        return sorted(key for key in self.server.objects if key[0] != "namespaces")
+
+    def posts(self, word: str = "") -> int:
+        return sum(request.startswith("POST") and word in request for request in self.server.requests)
+
+
+@pytest.fixture
+def server():
+    with ApiServer() as one:
+        yield one
+
+
+@pytest.fixture
+def folder():
+    """Outside of /tmp, which is the pod's own and so no place for a volume."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def person(server, folder, monkeypatch, capfd) -> Person:
+    monkeypatch.setattr(cluster_api, "DEADLINE_SECONDS", 0.3)
+    monkeypatch.setattr(cluster_api, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(cluster_api, "_GONE_SECONDS", 0.3)
+    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(folder)))
+    monkeypatch.setenv("MLPIPE_CACHE", str(folder / "cache"))
+    monkeypatch.chdir(folder)
+    return Person(folder, server, capfd)
+
+
+def refuse(method: str, status: int, message: str):
+    return lambda person: person.server.inject(method, "/jobs", Fault("status", status, message), times=1000)
+
+
+REFUSALS = {
+    "unknown context": (lambda person: None, ["--context", "prod"], 2, "no context 'prod'"),
+    "no rights": (lambda person: person.server.denied.add("create jobs"), [], 2, "you may not create Job"),
+    "expired token": (lambda person: setattr(person.server, "token", "new"), [], 2, "does not know you"),
+    "no namespace": (
+        lambda person: person.write(namespace="none"),
+        [],
+        2,
+        "kubectl create namespace none",
+    ),
+    "invalid": (refuse("POST", 422, "spec.template: Invalid value"), [], 2, "spec.template: Invalid value"),
+    "too many requests": (refuse("POST", 429, "slow down"), [], 4, "slow down"),
+    "internal error": (refuse("POST", 500, "etcd is sad"), [], 4, "etcd is sad"),
+    "away": (lambda person: person.server.away(), [], 4, "cannot be reached"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refusal_is_one_sentence_and_an_exit_code(person, case):
+    prepare, arguments, code, words = REFUSALS[case]
+    prepare(person)
+    got, text = person.submit("--run-id", "r", *arguments)
+    assert (got, words in text) == (code, True), text
+    errors = [line for line in text.splitlines() if "error:" in line]
+    assert len(errors) == 1
+    assert "Traceback" not in text
+    assert person.made() == []
+    assert not any("/pods" in request for request in person.server.requests)
+
+
+def test_once_the_cause_is_gone_the_same_command_works(person):
+    person.server.denied.add("create jobs")
+    assert person.submit("--run-id", "r")[0] == 2
+    person.server.denied.clear()
+    code, text = person.submit("--run-id", "r")
+    assert (code, text.splitlines()[0]) == (0, "r")
+    assert person.made() == [("jobs", "r-driver")]
+
+
+def test_the_real_command_line_says_the_same(person):
+    cli = Cli(person.folder)
+    done = cli("submit", "pipeline.yaml", "--to", "kubernetes", "--context", "prod", code=2)
+    assert "the kubeconfig has no context 'prod'" in done.stderr
+    assert not list((person.folder / "store").glob("runs/*"))
+    cli("submit", "pipeline.yaml", "--to", "kubernetes", "--run-id", "r")
+    assert person.made() == [("jobs", "r-driver")]
+
+
+@pytest.mark.parametrize("how", ["lose", "cut", "reset"])
+def test_a_lost_answer_makes_one_driver(person, how):
+    person.server.inject("POST", "/jobs", Fault(how))
+    assert person.submit("--run-id", "r")[0] == 0
+    assert person.made() == [("jobs", "r-driver")]
+
+
+def test_the_same_run_again_is_adopted_and_another_pipeline_is_refused(person):
+    assert person.submit("--run-id", "r")[0] == 0
+    uid = person.server.objects["jobs", "r-driver"]["metadata"]["uid"]
+    assert person.submit("--run-id", "r")[0] == 0
+    assert person.server.objects["jobs", "r-driver"]["metadata"]["uid"] == uid
+    code, text = person.submit("--run-id", "r", "--set", "stages.a.command=[false]")
+    assert (code, "was started with another pipeline" in text) == (2, True)
+    # the store knows no such run, but the cluster does: of another pipeline, from another store
+    person.server.objects["jobs", "s-driver"] = json.loads(
+        json.dumps(person.server.objects["jobs", "r-driver"]).replace("r-driver", "s-driver")
+    )
+    code, text = person.submit("--run-id", "s")
+    assert (code, "exists and was made from another spec" in text) == (2, True)
+
+
+def test_two_people_at_once_start_one_driver(person):
+    """Each in a process of its own."""
+    cli = Cli(person.folder)
+    arguments = ("submit", "pipeline.yaml", "--to", "kubernetes", "--run-id", "r")
+    both = [cli.start(*arguments) for _ in range(2)]
+    ended = [(process.communicate(timeout=120), process.returncode) for process in both]
+    assert person.made() == [("jobs", "r-driver")], ended
+    assert 0 in [code for _, code in ended]
+
+
+def test_a_driver_that_ended_makes_room_for_a_new_one(person):
+    person.submit("--run-id", "r")
+    job = person.server.objects["jobs", "r-driver"]
+    job["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+    assert person.submit("--run-id", "r")[0] == 0
+    assert person.server.objects["jobs", "r-driver"]["metadata"]["uid"] != job["metadata"]["uid"]
+
+
+@pytest.mark.parametrize("where", ["client", "server"])
+def test_a_dry_run_makes_nothing(person, where):
+    code, text = person.submit(f"--dry-run={where}")
+    assert (code, "kind: Job" in text) == (0, True)
+    assert person.made() == []
+    assert not list((person.folder / "store").glob("runs/*"))
+    assert all("dryRun=All" in request for request in person.server.requests)
+    assert bool(person.server.requests) == (where == "server")
+
+
+def test_waiting_says_why_and_ends_as_the_run_does(person, monkeypatch):
+    """The driver is played: it takes the lease, and the run ends."""
+    from mlpipe.cli import cluster
+
+    monkeypatch.setattr(cluster, "_LOOK_SECONDS", 0.1)
+    condition = {
+        "type": "PodScheduled",
+        "status": "False",
+        "message": "0/1 nodes are available: 1 Insufficient cpu.",
+    }
+
+    def play() -> None:
+        until(lambda: ("jobs", "r-driver") in person.server.objects, "the driver's Job", 20)
+        labels = person.server.objects["jobs", "r-driver"]["spec"]["template"]["metadata"]["labels"]
+        status = {"phase": "Pending", "conditions": [condition]}
+        person.server.put("pods", {"metadata": {"name": "p", "labels": labels}, "status": status})
+        until(lambda: sum("/pods" in one for one in person.server.requests) > 2, "looks at the pod", 20)
+        runs.take_lease(person.store, "r", "driver", 60.0)
+        for state in ("running", "cancelled"):
+            runs.update_run(person.store, "r", lambda run, state=state: _with(run, state))
+        runs.release_lease(person.store, "r", "driver")
+
+    driver = threading.Thread(target=play)
+    driver.start()
+    code, text = person.submit("--run-id", "r", "--wait")
+    driver.join(60)
+    assert "driver  pod p waits: 0/1 nodes are available: 1 Insufficient cpu" in text
+    assert text.count("Insufficient cpu") == 1
+    assert code == 5
+
+
+def _with(run: runs.RunState, state: str) -> runs.RunState:
+    from dataclasses import replace
+
+    return replace(run, state=state)
+
+
+def test_an_api_server_that_goes_away_while_waiting(person, monkeypatch):
+    """Told with exit code 4; the run goes on without its client."""
+    from mlpipe.cli import cluster
+
+    monkeypatch.setattr(cluster, "_LOOK_SECONDS", 0.1)
+
+    def leave() -> None:
+        until(lambda: person.posts() and person.server.requests[-1].startswith("GET"), "a look", 20)
+        person.server.away()
+
+    watcher = threading.Thread(target=leave)
+    watcher.start()
+    code, text = person.submit("--run-id", "r", "--wait")
+    watcher.join(60)
+    assert (code, "cannot be reached" in text) == (4, True)
+    assert person.made() == [("jobs", "r-driver")]
+
+
+def test_cancel_of_a_run_without_a_driver_leaves_nothing(person):
+    person.submit("--run-id", "r")
+    code, text = person.mlpipe("cancel", "r")
+    assert (code, "cancelled" in text) == (0, True)
+    assert person.made() == []
+    assert runs.read_run(person.store, "r").state == "cancelled"
+
+
+def test_nothing_that_is_printed_or_stored_holds_the_token(person):
+    person.submit("--run-id", "r", "--debug")
+    person.server.inject("GET", "/jobs", Fault("page", 403))
+    person.mlpipe("cancel", "r", "--debug")
+    person.server.token = "another"
+    person.submit("--run-id", "s", "--debug")
+    person.submit("--run-id", "t", "--context", "none", "--debug")
+    person.mlpipe("status", "s", "--output", "json")
+    assert TOKEN not in person.said
+    assert TOKEN not in json.dumps([*person.server.objects.values()])
+    for path in [*person.folder.glob("store/**/*"), *person.folder.glob("cache/**/*")]:
+        assert not path.is_file() or TOKEN.encode() not in path.read_bytes()
+    assert any(f"Bearer {TOKEN}" in headers.values() for headers in person.server.headers)
