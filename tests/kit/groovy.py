@@ -3,8 +3,8 @@ jars from Maven Central.
 
     PYTHONPATH=tests python -m kit.groovy build
 
-fetches them into ~/.cache/mlpipe/servers (or $MLPIPE_CACHE/servers), once; it needs Maven. This is no
-Jenkins: what `groovy/execute.groovy` knows of Declarative pipelines is what mlpipe writes.
+fetches them into ~/.cache/mlpipe/servers (or $MLPIPE_CACHE/servers), once, with Maven; the first test that
+needs them does so too. This is no Jenkins: `groovy/execute.groovy` knows what mlpipe writes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,37 +42,40 @@ class Compiled:
 
 
 def build() -> list[Path]:
-    if shutil.which("mvn") is None:
-        raise ServerMissingError("Groovy is fetched with Maven: install maven (and a Java to run it)")
+    """The jars, fetched unless they are there. Raises ServerMissingError."""
     cache().mkdir(parents=True, exist_ok=True)
     for name, artifact in JARS.items():
-        if (cache() / name).exists():
-            continue
-        for goal in (
-            ["dependency:get", f"-Dartifact={artifact}:jar", "-Dtransitive=false"],
-            ["dependency:copy", f"-Dartifact={artifact}:jar", f"-DoutputDirectory={cache()}"],
-        ):
-            done = subprocess.run(
-                ["mvn", "-q", "-B", *goal],
-                capture_output=True,
-                text=True,
-                timeout=_FETCH_SECONDS,
-                check=False,
-            )
-            if done.returncode:
-                raise ServerMissingError(f"{artifact} could not be fetched: {done.stdout[-500:]}")
+        if not (cache() / name).exists():
+            with tempfile.TemporaryDirectory(dir=cache()) as folder:  # whole, or not at all
+                _maven("dependency:get", f"-Dartifact={artifact}:jar", "-Dtransitive=false")
+                _maven("dependency:copy", f"-Dartifact={artifact}:jar", f"-DoutputDirectory={folder}")
+                (Path(folder) / name).rename(cache() / name)
     return [cache() / name for name in JARS]
+
+
+def _maven(*arguments: str) -> None:
+    if shutil.which("mvn") is None:
+        raise ServerMissingError("Groovy is fetched with Maven: install maven (and a Java to run it)")
+    try:
+        subprocess.run(
+            ["mvn", "-q", "-B", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_FETCH_SECONDS,
+            check=True,
+        )
+    except subprocess.SubprocessError as error:
+        said = getattr(error, "stdout", None) or ""
+        raise ServerMissingError(
+            f"Groovy could not be fetched from Maven Central: {error} {said}"[:1000]
+        ) from None
 
 
 def _groovy(script: str, text: str) -> Any:
     """The last line that the script prints. Raises ServerMissingError."""
-    jars = [cache() / name for name in JARS]
-    if not all(jar.exists() for jar in jars) or shutil.which("java") is None:
-        raise ServerMissingError(
-            "Groovy is not there: install Java and Maven, then run "
-            "`PYTHONPATH=tests python -m kit.groovy build`"
-        )
-    path = ":".join(map(str, jars))
+    if shutil.which("java") is None:
+        raise ServerMissingError("Groovy needs Java: install a JRE (17 is known to work), and maven")
+    path = ":".join(map(str, build()))
     done = subprocess.run(
         ["java", "-XX:TieredStopAtLevel=1", "-cp", path, "groovy.ui.GroovyMain", _SCRIPTS / script],
         input=text,

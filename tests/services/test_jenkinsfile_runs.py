@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_an_abort_cancels_the_run_and_waits_for_it(tmp_path: Path) -> None:
     thread.start()
     until(lambda: found or (controller.workspace / "started").exists() or not thread.is_alive(), "the stage")
     if not thread.is_alive():
-        pytest.skip("Groovy is not there: PYTHONPATH=tests python -m kit.groovy build")
+        pytest.skip("Groovy is not there, or did not start: the other tests of this file say why")
     (tmp_path / "abort").touch()
     thread.join(180)
     (ran,) = found
@@ -163,7 +164,7 @@ WRONG = {
 
 def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
     """The interpreter knows what it claims to: else a test that passes in it would say little."""
-    controller = Controller(tmp_path, {"a": writes("a")}, {})
+    Controller(tmp_path, {"a": writes("a")}, {})
     good = (tmp_path / "Jenkinsfile").read_text()
     files = [tmp_path / "Jenkinsfile"]
     for number, (old, new, _) in enumerate(WRONG.values()):
@@ -174,11 +175,25 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
         assert old in text
         files.append(tmp_path / f"wrong-{number}.groovy")
         files[-1].write_text(text.replace(old, new, 1))
-    del controller
-    try:
-        found = groovy.checked(files)
-    except ServerMissingError as error:
-        pytest.skip(str(error))
+    found = checked(files)
     assert found[0] is None
     for said, (_, _, words) in zip(found[1:], WRONG.values(), strict=True):
         assert words in str(said)
+
+
+def test_the_most_stages_before_the_loop_compile(tmp_path: Path) -> None:
+    """With the engine's own transformation, which makes methods longer: side by side, and in a row."""
+    names = [f"{'s' * 60}-{n}" for n in range(MAX_STAGES)]
+    files = []
+    for form, needs in (("wide", {}), ("long", {b: [a] for a, b in pairwise(names)})):
+        (tmp_path / form).mkdir()
+        Controller(tmp_path / form, {name: ["x"] for name in names}, needs)
+        files.append(tmp_path / form / "Jenkinsfile")
+    assert checked(files) == [None, None]
+
+
+def checked(files: Sequence[Path]) -> list[str | None]:
+    try:
+        return groovy.checked(files)
+    except ServerMissingError as error:
+        pytest.skip(str(error))
