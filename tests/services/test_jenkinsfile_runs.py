@@ -122,6 +122,16 @@ def test_only_a_plan(tmp_path: Path) -> None:
     assert controller.cli.json("list")["runs"] == []
 
 
+def test_another_pipeline_than_was_asked_for(tmp_path: Path) -> None:
+    controller = Controller(tmp_path, {"a": writes("a")}, {})
+    asked = controller.cli.json("plan", "pipeline.yaml", "--set", "name=other")
+    digest = asked["stages"][0]["plan"]["spec_digest"]
+    ran = controller.build(SPEC_DIGEST=digest, DRY_RUN=True)
+    assert ran.stages == [("Validate", "SUCCESS"), ("Plan", "FAILURE")]
+    assert "is not the one that was asked for" in controller.log()
+    assert controller.build(SPEC_DIGEST=digest, OVERRIDES="name=other", DRY_RUN=True).result == "SUCCESS"
+
+
 def test_many_stages_in_a_loop(tmp_path: Path) -> None:
     """Against a stand-in for mlpipe, for its 30 runs would take a minute."""
     names = [f"s{n}" for n in range(MAX_STAGES + 10)]

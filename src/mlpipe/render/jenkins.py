@@ -53,6 +53,14 @@ if [ -z "${RUN_ID:-}" ]; then
 fi
 export MLPIPE_STORE RUN_ID
 
+# Whoever triggered the build may say which pipeline was meant: what mlpipe calls its digest.
+check_digest() {
+  if [ -n "${SPEC_DIGEST:-}" ] && ! grep -qF '"spec_digest": "'"$SPEC_DIGEST"'"' .mlpipe/plan.json; then
+    echo "the pipeline in this checkout, with these parameters, is not the one that was asked for" >&2
+    exit 2
+  fi
+}
+
 # submit_stage NAME ARGUMENT...: branches of `parallel` take turns, since a run has one driver at a time, and
 # once a stage has failed none is started. The lock dies with its holder; mlpipe and what it starts have none.
 submit_stage() {
@@ -111,6 +119,8 @@ def jenkinsfile(pipeline: Pipeline, spec: str, overrides: Sequence[str], store: 
             "        booleanParam(name: 'DRY_RUN', defaultValue: false, description: 'Only plan')",
             "        string(name: 'RUN_ID', defaultValue: '', trim: true,",
             "            description: 'A run to go on with; empty: one of this build')",
+            "        string(name: 'SPEC_DIGEST', defaultValue: '', trim: true,",
+            "            description: 'Refuse any other pipeline; empty: take the one of the checkout')",
             "    }",
             "    environment {",
             '        BUILD_STARTED = "${currentBuild.startTimeInMillis}"',
@@ -125,7 +135,7 @@ def jenkinsfile(pipeline: Pipeline, spec: str, overrides: Sequence[str], store: 
             "        stage('Plan') {",
             "            steps {",
             *_sh('mlpipe plan --output json "$@" > .mlpipe/plan.json', 16),
-            *_sh('mlpipe plan "$@"', 16),
+            *_sh('mlpipe plan "$@"; check_digest', 16),
             "            }",
             "        }",
             *stages,
