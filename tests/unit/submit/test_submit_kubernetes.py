@@ -134,6 +134,10 @@ def test_the_real_command_line_says_the_same(person):
     done = cli("submit", "pipeline.yaml", "--to", "kubernetes", "--context", "prod", code=2)
     assert "the kubeconfig has no context 'prod'" in done.stderr
     assert not list((person.folder / "store").glob("runs/*"))
+    person.server.denied.add("create jobs")
+    done = cli("submit", "pipeline.yaml", "--to", "kubernetes", "--run-id", "r", code=2)
+    assert "you may not create Job r-driver in namespace ml (403)" in done.stderr
+    person.server.denied.clear()
     cli("submit", "pipeline.yaml", "--to", "kubernetes", "--run-id", "r")
     assert person.made() == [("jobs", "r-driver")]
 
