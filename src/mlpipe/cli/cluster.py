@@ -51,11 +51,15 @@ def preview(session: Session, asked: Asked, where: str) -> int:
 
 
 def submit(session: Session, asked: Asked, wait: bool) -> int:
+    from mlpipe.submit.kubernetes import would_take
+
     pipeline = asked.pipeline
     store = session.open_store(pipeline.store)
-    _rendered(session, pipeline, store.url, asked.run_id or pipeline.name[:40], asked.stage, asked.spec)
+    run_id = asked.run_id or pipeline.name[:40]
+    files = _rendered(session, pipeline, store.url, run_id, asked.stage, asked.spec)
     api = _connect(pipeline, asked.context)
-    place: dict[str, Any] = {"context": asked.context, "namespace": api.namespace}
+    would_take(api, next(iter(files.values())))  # the driver: a refusal leaves no run behind
+    place: dict[str, Any] = {"context": api.context, "namespace": api.namespace}
     run_id = claim(store, pipeline, asked.spec, asked.overrides, asked.run_id, place)
     try:
         if needs_driver(store, run_id, asked.stage):

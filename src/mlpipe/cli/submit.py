@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -177,6 +178,8 @@ def follow(
     from mlpipe.cli.foreground import report_of
     from mlpipe.store import runs
 
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # it detaches, as Ctrl-C does
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     run = runs.read_run(store, run_id)
     watcher = Watcher(session, store, run)
     try:

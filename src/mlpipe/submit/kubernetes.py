@@ -7,6 +7,7 @@ from the outcomes that its launchers left in the store, never from the end of a 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -98,7 +99,11 @@ class Gang(ThreadedHandle):
                     if (words := lost_for_good(self._pods(), time.time())) is not None and not self._stopping:
                         self._api.delete(self._kind, self._name)
                         return Ended("failed", words, kind="infrastructure", lost=True)
-                    self._note = "" if self._stopping else why_pending(self._api, self._labels)
+                    self._note = (
+                        ""
+                        if self._stopping
+                        else why_pending(self._api, self._labels, self._plan.launch.num_nodes)
+                    )
                     noted = time.monotonic()
                 answered = time.monotonic()
             except ApiError as error:
@@ -232,7 +237,8 @@ def create_all(api: ClusterApi, objects: list[Object], *, dry_run: bool = False)
                 owner = found
     except SubmitError:
         for kind, name in reversed(made):
-            api.delete(kind, name)
+            with contextlib.suppress(SubmitError):  # what went wrong first is what is told
+                api.delete(kind, name)
         raise
     if owner is None:
         return
@@ -246,6 +252,17 @@ def create_all(api: ClusterApi, objects: list[Object], *, dry_run: bool = False)
         if body["kind"] not in _GANGS:
             patch = {"metadata": {"ownerReferences": [reference]}}
             api.patch(body["kind"], body["metadata"]["name"], patch)
+
+
+def would_take(api: ClusterApi, objects: list[Object]) -> None:
+    """Raises ApiError for what the cluster refuses, before anything is written down anywhere. That a name is
+    taken is no refusal: see `create_or_adopt`."""
+    for body in objects:
+        try:
+            api.create(body, dry_run=True)
+        except ApiError as error:
+            if error.status != 409 and "does not support dry run" not in error.message:
+                raise
 
 
 def finished(found: Object) -> str | None:

@@ -124,7 +124,14 @@ class Launcher:
                 preexec_fn=partial(die_with_parent, os.getpid()),  # before any thread exists here
             )
         (self.scratch / TORCHRUN_PID).write_text(str(process.pid))
-        shipper = LogShipper(self.store, self.plan.attempt_key, log_dir, self.scratch, self.first_restart)
+        shipper = LogShipper(
+            self.store,
+            self.plan.attempt_key,
+            log_dir,
+            self.scratch,
+            first_restart=self.first_restart,
+            first_rank=self.node.index * self.plan.launch.nproc_per_node,
+        )
         while process.poll() is None:
             shipper.ship()
             self._end_if_overdue(process)

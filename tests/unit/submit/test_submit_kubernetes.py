@@ -6,6 +6,7 @@ The store is a folder that the pipeline file calls a volume; pods there are none
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
 import threading
 from pathlib import Path
@@ -118,6 +119,7 @@ def test_a_refusal_is_one_sentence_and_an_exit_code(person, case):
     assert "Traceback" not in text
     assert person.made() == []
     assert not any("/pods" in request for request in person.server.requests)
+    assert not list((person.folder / "store").glob("runs/*"))  # nor a run in the store
 
 
 def test_once_the_cause_is_gone_the_same_command_works(person):
@@ -245,6 +247,30 @@ def test_an_api_server_that_goes_away_while_waiting(person, monkeypatch):
     watcher.join(60)
     assert (code, "cannot be reached" in text) == (4, True)
     assert person.made() == [("jobs", "r-driver")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_a_client_that_waits_detaches(person, number):
+    cli = Cli(person.folder)
+    waiting = cli.start("submit", "pipeline.yaml", "--to", "kubernetes", "--run-id", "r", "--wait")
+    until(lambda: any("/pods" in one for one in person.server.requests), "the client to follow")
+    waiting.send_signal(number)
+    _, err = waiting.communicate(timeout=60)
+    assert waiting.returncode == 130
+    assert "detached; run r goes on" in err
+    assert person.made() == [("jobs", "r-driver")]
+
+
+def test_later_commands_go_to_the_cluster_of_the_submit(person):
+    """Though the kubeconfig has another current context by then."""
+    person.submit("--run-id", "r")
+    path = person.folder / "kubeconfig"
+    body = json.loads(path.read_text())
+    body["contexts"].append({"name": "other", "context": {"cluster": "none", "user": "u"}})
+    body["clusters"].append({"name": "none", "cluster": {"server": "http://127.0.0.1:9"}})
+    path.write_text(json.dumps({**body, "current-context": "other"}))
+    assert person.mlpipe("cancel", "r")[0] == 0
+    assert person.made() == []
 
 
 def test_cancel_of_a_run_without_a_driver_leaves_nothing(person):
