@@ -1,8 +1,7 @@
-"""A small model that takes its time, and more of it on one rank: for runs whose metrics are looked at."""
+"""A small model and a data set that take their time: for runs whose metrics are looked at."""
 
 from __future__ import annotations
 
-import os
 import time
 
 import torch
@@ -10,12 +9,12 @@ from torch import nn
 
 
 class Paced(nn.Module):
-    def __init__(self, seconds: float, slow_rank: int, slow_seconds: float) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, 16)
         self.blocks = nn.ModuleList([nn.Linear(16, 16)])
         self.head = nn.Linear(16, 256)
-        self.seconds = slow_seconds if int(os.environ["RANK"]) == slow_rank else seconds
+        self.seconds = seconds
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         time.sleep(self.seconds)
@@ -26,5 +25,24 @@ class Paced(nn.Module):
         return logits
 
 
-def build_model(seconds: float, slow_rank: int = -1, slow_seconds: float = 0.0) -> nn.Module:
-    return Paced(seconds, slow_rank, slow_seconds)
+def build_model(seconds: float) -> nn.Module:
+    return Paced(seconds)
+
+
+class Counting:
+    """Sequences that count up, each after `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(self.seconds)
+        numbers = (torch.arange(33) + index) % 256
+        return {"inputs": numbers[:-1], "targets": numbers[1:]}
+
+
+def build_dataset(split: str, seconds: float) -> Counting:
+    return Counting(seconds)

@@ -153,9 +153,10 @@ def alertmanager(folder: Path) -> Iterator[str]:
         yield f"http://{address}"
 
 
-def alerts_at(url: str) -> dict[str, dict[str, Any]]:
-    """alertname -> one of its alerts, as the Alertmanager has them."""
-    return {one["labels"]["alertname"]: one for one in _json(f"{url}/api/v2/alerts")}
+def alerts_at(url: str, run: str) -> dict[str, dict[str, Any]]:
+    """alertname -> that alert of a run, as the Alertmanager has it."""
+    alerts = _json(f"{url}/api/v2/alerts")
+    return {one["labels"]["alertname"]: one for one in alerts if one["labels"].get("run") == run}
 
 
 def _json(url: str) -> Any:

@@ -2,8 +2,8 @@
 
 Real: Prometheus, Alertmanager, the run (torchrun on gloo, CPU) and its /metrics. Made up: the labels that a
 PodMonitor adds, and the series of DCGM's exporter, whose names and labels follow its documentation; they are
-there so that the GPU panels' queries run, not to say what a GPU does. The alerts are raised by records given
-to the exporter's own code, and with `for` cut to nothing.
+there so that the GPU panels' queries run, not to say what a GPU does. The alerts are raised with `for` cut to
+5 s; of the faults a starved loader is real, the others are records given to the exporter's own code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import yaml
 from kit import boards
 from kit.boards import GPU_ONLY_ALERTS, RULES
 from kit.command_runs import Cli, until
-from kit.plans import write_tokens
 from kit.prometheus import Prometheus, alertmanager, alerts_at, build, prometheus
 from kit.servers import ServerMissingError
 from kit.synthetic_run import step_record
@@ -47,15 +46,15 @@ def _needs_servers():
 
 
 @contextlib.contextmanager
-def real_run(folder: Path) -> Iterator[list[int]]:
-    """Two ranks that step ten times a second until they are told to stop; the ports of their /metrics."""
+def real_run(folder: Path, run: str = RUN, sample_seconds: float = 0.0) -> Iterator[list[int]]:
+    """Two ranks that step until they are told to stop, ten times a second where data comes at once; the ports
+    of their /metrics."""
     pytest.importorskip("torch", reason="torch is missing: make install")
     cli = Cli(folder)
     cli.env["PYTHONPATH"] = str(Path(__file__).parents[1])
-    write_tokens(folder / "tokens")
     train: dict[str, Any] = {
         "model": {"entry": "kit.paced:build_model", "args": {"seconds": 0.1}, "seq_len": 32},
-        "data": {"tokens": str(folder / "tokens"), "batch_size": 8},
+        "data": {"entry": "kit.paced:build_dataset", "args": {"seconds": sample_seconds}, "batch_size": 8},
         "steps": 100_000,
         "strategy": "ddp",
         "checkpoint": {"every": "20 steps", "keep": 2},
@@ -64,11 +63,11 @@ def real_run(folder: Path) -> Iterator[list[int]]:
     spec = {"version": 1, "name": "paced", "stages": [stage]}
     (folder / "pipeline.yaml").write_text(json.dumps(spec))
     log = (folder / "log").open("w")
-    running = cli.start("run", "pipeline.yaml", "--run-id", RUN, stdout=log, stderr=log)
+    running = cli.start("run", "pipeline.yaml", "--run-id", run, stdout=log, stderr=log)
 
     def ports() -> list[int]:
         assert running.poll() is None, (folder / "log").read_text()
-        files = sorted(cli.store.glob(f"runs/{RUN}/stages/train/attempt-1/records/rank-*.jsonl"))
+        files = sorted(cli.store.glob(f"runs/{run}/stages/train/attempt-1/records/rank-*.jsonl"))
         lines = [path.read_text().partition("\n") for path in files]
         started = [json.loads(first) for first, newline, _ in lines if newline]
         return [one["metrics_port"] for one in started] if len(started) == 2 else []
@@ -216,11 +215,12 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory) -> Iterator[tuple[Prometheus, str]]:
-    """Prometheus with the rules, `for` cut to nothing, and the Alertmanager that it tells."""
+    """Prometheus with the rules, `for` cut to 5 s, and the Alertmanager that it tells."""
     rules = yaml.safe_load(RULES.read_text())
     for group in rules["groups"]:
         for rule in group["rules"]:
-            rule.pop("for", None)
+            if "for" in rule:
+                rule["for"] = "5s"  # not less: two ranks are not scraped at the same moment
     folder = tmp_path_factory.mktemp("watched")
     (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
     with (
@@ -264,20 +264,26 @@ FAULTS = {
 def test_the_alert_of_a_fault_reaches_the_alertmanager_and_no_other(watched, alert):
     server, url = watched
     ranks = Ranks(f"fault-{alert.lower()}")
-
-    def of_this_run() -> dict[str, dict[str, Any]]:
-        return {name: one for name, one in alerts_at(url).items() if one["labels"].get("run") == ranks.run}
-
     try:
         server.scrape([metrics.port for metrics in ranks.ranks])
         tokens = f'run:mlpipe_train_tokens:rate5m{{run="{ranks.run}"}}'
         until(lambda: has_data(server, tokens), "the run to be seen", _DATA_SECONDS)
-        assert of_this_run() == {}
+        assert alerts_at(url, ranks.run) == {}
         FAULTS[alert](ranks)
-        until(of_this_run, f"{alert} at the Alertmanager", _DATA_SECONDS)
-        assert set(of_this_run()) == {alert}
-        notes = of_this_run()[alert]["annotations"]
+        until(lambda: alerts_at(url, ranks.run), f"{alert} at the Alertmanager", _DATA_SECONDS)
+        assert set(alerts_at(url, ranks.run)) == {alert}
+        notes = alerts_at(url, ranks.run)[alert]["annotations"]
         assert ranks.run in notes["summary"]
         assert notes["runbook_url"] == f"docs/runbooks/{alert}.md"
     finally:
         ranks.close()
+
+
+def test_the_loader_of_a_real_run_is_starved(watched, tmp_path):
+    server, url = watched
+    run = "starved-20261121-100000-ab12"
+    with real_run(tmp_path, run, sample_seconds=0.1) as ports:  # 0.4 s a batch of each rank
+        server.scrape(ports)
+        until(lambda: alerts_at(url, run), "an alert about the run", _DATA_SECONDS)
+        found = set(alerts_at(url, run))
+    assert found == {"MlpipeDataStarved"}
