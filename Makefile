@@ -63,6 +63,7 @@ check: $(VENV)/.dev  ## lint, types, layers, documentation
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/python grafana/generate.py --check
 	for script in .ci/*; do bash -n "$$script" || exit 1; done
 	if command -v shellcheck >/dev/null; then shellcheck .ci/*; fi
 
@@ -75,8 +76,9 @@ format: $(VENV)/.dev  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.dev  ## write docs/reference/ anew from the code
+docs: $(VENV)/.dev  ## write docs/reference/ and grafana/dashboards/ anew from the code
 	$(BIN)/python docs/generate.py
+	$(BIN)/python grafana/generate.py
 
 bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of a checkpoint
 	$(BIN)/python -m benchmarks.overhead
@@ -86,6 +88,8 @@ bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of 
 servers: $(VENV)/.dev  ## build what the services and golden rings run (once, into ~/.cache/mlpipe)
 	@PYTHONPATH=tests $(BIN)/python -m kit.servers build || echo "the services ring will be skipped"
 	@PYTHONPATH=tests $(BIN)/python -m kit.helm build || echo "the tests of the chart will be skipped"
+	@PYTHONPATH=tests $(BIN)/python -m kit.prometheus build || echo "the tests of the boards will be skipped"
+	@PYTHONPATH=tests $(BIN)/python -m kit.groovy build || echo "the tests of the Jenkinsfiles will be skipped"
 
 cluster-build: $(VENV)/.dev  ## build what the cluster ring runs: once, 10 minutes and more, into ~/.cache/mlpipe
 	@PYTHONPATH=tests $(BIN)/python -m kit.cluster build || echo "the cluster ring will be skipped"

@@ -116,7 +116,7 @@ def unpack_debian() -> None:
         try:
             tool(name)
         except ServerMissingError:
-            built(cache() / f"debian-{package}", partial(_unpack, package))
+            built(cache() / f"debian-{package}", partial(unpack, package))
 
 
 def build_all() -> list[Path]:
@@ -167,7 +167,7 @@ def _download(program: Program) -> dict[str, str]:
     return described
 
 
-def _unpack(package: str, folder: Path) -> None:
+def unpack(package: str, folder: Path) -> None:
     if shutil.which("apt-get") is None:
         raise ServerMissingError(f"no apt-get to get it from: install {package}")
     download = ["apt-get", "download", "-qq", package]

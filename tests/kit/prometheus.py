@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kit.cluster_build import _unpack
+from kit.cluster_build import unpack
 from kit.servers import ServerMissingError, built, cache, die_with_parent, free_port
 
 # program -> the Debian package, and the program's name there
@@ -60,7 +60,7 @@ def build() -> list[Path]:
         try:
             tool(name)
         except ServerMissingError:
-            built(cache() / f"debian-{package}", partial(_unpack, package))
+            built(cache() / f"debian-{package}", partial(unpack, package))
     return [tool(name) for name in TOOLS]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlpipe._core.errors import MlpipeError, SubmitError
 from mlpipe.cli.session import Session
-from mlpipe.cli.submit import claim, follow, needs_driver, say_detached, say_started
+from mlpipe.cli.submit import claim, follow, needs_driver, say_detached, say_if_ended, say_started
 
 if TYPE_CHECKING:
     from mlpipe.spec.model import Pipeline
@@ -61,6 +61,7 @@ def submit(session: Session, asked: Asked, wait: bool) -> int:
     would_take(api, next(iter(files.values())))  # the driver: a refusal leaves no run behind
     place: dict[str, Any] = {"context": api.context, "namespace": api.namespace}
     run_id = claim(store, pipeline, asked.spec, asked.overrides, asked.run_id, place)
+    say_if_ended(session, store, run_id)
     try:
         if needs_driver(store, run_id, asked.stage):
             _start_driver(store, api, run_id, pipeline, asked.stage)

@@ -76,6 +76,7 @@ def command(
         session.result(document, json.dumps(document, indent=2))
         return 0
     run_id = claim(store, pipeline, spec, overrides, run_id)
+    say_if_ended(session, store, run_id)
     try:
         if needs_driver(store, run_id, stage):
             detach(store, run_id, stage)
@@ -91,6 +92,17 @@ def command(
 def say_started(session: Session, store: Store, run_id: str) -> None:
     session.result({"run_id": run_id, "store": store.url}, run_id)
     session.note(f"follow it with `mlpipe logs -f {run_id}`, stop it with `mlpipe cancel {run_id}`")
+
+
+def say_if_ended(session: Session, store: Store, run_id: str) -> None:
+    """An ended run is adopted, but never silently."""
+    from mlpipe.store import runs
+
+    run = runs.read_run(store, run_id)
+    if run.state == "done":
+        session.complain(f"run {run_id} is done already; nothing starts")
+    elif run.state in runs.RUN_ENDED:
+        session.complain(f"run {run_id} {run.state} before ({run.message}); it goes on where it stopped")
 
 
 def say_detached(session: Session, run_id: str) -> int:
