@@ -280,6 +280,7 @@ def test_the_whole_quickstart(place):
         "kubernetes.store.endpoint": place.cluster.minio.endpoint,
         "train.resources.nodes": 2,
         "train.resources.workers_per_node": 1,
+        "train.resources.cpus": 0.5,  # two of them and the driver on a machine of two cores
         "train.train.model.preset": "llama-1m",
         "train.train.steps": 30,
         "train.train.strategy": "fsdp",
