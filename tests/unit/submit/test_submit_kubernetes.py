@@ -238,7 +238,8 @@ def test_an_api_server_that_goes_away_while_waiting(person, monkeypatch):
     monkeypatch.setattr(cluster, "_LOOK_SECONDS", 0.1)
 
     def leave() -> None:
-        until(lambda: person.posts() and person.server.requests[-1].startswith("GET"), "a look", 20)
+        # not only its dry run: the driver is there, and the client looks at it
+        until(lambda: person.made() and person.server.requests[-1].startswith("GET"), "a look", 60)
         person.server.away()
 
     watcher = threading.Thread(target=leave)
