@@ -332,6 +332,9 @@ def cluster(
         raise ServerMissingError(
             "the test cluster makes network and mount namespaces: run it as root on Linux"
         )
+    for place in (Path(sys.prefix), Path(__file__)):
+        if Path("/tmp") in place.resolve().parents:
+            raise ServerMissingError(f"pods have a /tmp of their own, which hides {place}: work elsewhere")
     for program, package in _PROGRAMS.items():
         if shutil.which(program) is None:
             raise ServerMissingError(f"{program} is missing: install {package}")
