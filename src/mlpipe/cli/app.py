@@ -6,6 +6,7 @@ The help lines stand in `VERBS`, so that `mlpipe --help` imports click and nothi
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from importlib import import_module
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ import click
 
 import mlpipe
 from mlpipe._core.errors import EXIT_CODES, MlpipeError
-from mlpipe.cli.session import Session
+from mlpipe.cli.session import Session, interrupt
 
 VERBS = {
     "init": "Write a starter pipeline that runs.",
@@ -101,6 +102,8 @@ def _print_version(ctx: click.Context) -> None:
 def run_app(args: list[str] | None = None) -> NoReturn:
     """Run one command and exit with the code that the table in `_core/errors.py` gives its outcome."""
     session = Session()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, interrupt)
     try:
         outcome = app.main(args, prog_name="mlpipe", standalone_mode=False, obj=session)
         sys.stdout.flush()

@@ -21,7 +21,7 @@ import click
 from mlpipe._core.errors import EXIT_CODES
 from mlpipe._core.units import parse_seconds
 from mlpipe.cli.outcome import in_order
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import Session, interrupt, shared
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -125,7 +125,7 @@ def command(
         _write(found, many)
         return 0
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, interrupt)
     try:
         _write(found, many)
         _follow(session, reader, run, many)

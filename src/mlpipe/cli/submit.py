@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlpipe._core.errors import EXIT_CODES, SubmitError
-from mlpipe.cli.session import Session, overrides, shared
+from mlpipe.cli.session import Session, interrupt, overrides, shared
 
 if TYPE_CHECKING:
     from mlpipe.spec.model import Pipeline
@@ -191,7 +191,7 @@ def follow(
     from mlpipe.store import runs
 
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # it detaches, as Ctrl-C does
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, interrupt)
     run = runs.read_run(store, run_id)
     watcher = Watcher(session, store, run)
     try:
