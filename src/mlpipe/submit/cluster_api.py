@@ -24,7 +24,7 @@ import urllib3
 import yaml
 
 from mlpipe._core.errors import Kind, SubmitError
-from mlpipe.render.names import SPEC_DIGEST
+from mlpipe.render.names import PIPELINE_DIGEST, SPEC_DIGEST, VERSION
 
 DEADLINE_SECONDS = 60.0  # of one request with all its repetitions
 _REQUEST_SECONDS = 20.0  # of one try: to connect, and between two pieces of the answer
@@ -115,7 +115,8 @@ class ClusterApi:
 
     def create_or_adopt(self, body: Object) -> tuple[Object, bool]:
         """The object as the server has it, and whether it is new. One of this name that is going away is
-        waited for; one with another spec digest is refused, SubmitError (input)."""
+        waited for; one with another spec digest is refused, SubmitError (input), unless it was made from the
+        same pipeline by another version of mlpipe."""
         kind, name = body["kind"], body["metadata"]["name"]
         deadline = time.monotonic() + _GONE_SECONDS
         while True:
@@ -126,7 +127,7 @@ class ClusterApi:
                     raise
             found = self.get(kind, name)
             if found is not None and "deletionTimestamp" not in found["metadata"]:
-                if _digest(found) != _digest(body):
+                if not _is_same(found, body):
                     raise SubmitError(
                         f"{kind} {name} exists and was made from another spec",
                         where=f"namespace {self.namespace}",
@@ -263,8 +264,12 @@ class ClusterApi:
         return ApiError(message, status=status, hint=hint, kind=kind)
 
 
-def _digest(found: Object) -> str | None:
-    return (found["metadata"].get("annotations") or {}).get(SPEC_DIGEST)
+def _is_same(found: Object, body: Object) -> bool:
+    """The very same; or what another version, which may render it differently, made of the same pipeline."""
+    theirs, ours = (one["metadata"].get("annotations") or {} for one in (found, body))
+    versions = {(one["metadata"].get("labels") or {}).get(VERSION) for one in (found, body)}
+    same = PIPELINE_DIGEST if len(versions) == 2 else SPEC_DIGEST
+    return ours[same] == theirs.get(same)
 
 
 def connect(context: str | None = None, namespace: str | None = None) -> ClusterApi:

@@ -9,7 +9,7 @@ import pytest
 from kit.apiserver import NAMESPACE, TOKEN, ApiServer, Fault
 
 from mlpipe._core.errors import SubmitError
-from mlpipe.render.names import SPEC_DIGEST
+from mlpipe.render.names import PIPELINE_DIGEST, SPEC_DIGEST, VERSION
 from mlpipe.submit import cluster_api
 from mlpipe.submit.cluster_api import ApiError, ClusterApi, connect
 from mlpipe.submit.kubernetes import create_all
@@ -260,6 +260,20 @@ def test_one_that_is_there_is_adopted_if_it_is_the_same(api, server):
     server.objects["jobs", "a"]["metadata"]["annotations"] = None  # somebody else's
     with pytest.raises(SubmitError, match="another spec"):
         api.create_or_adopt(job())
+
+
+def test_what_another_version_made_of_the_same_pipeline_is_adopted(api, server):
+    """It may render the same pipeline differently."""
+
+    def made(version: str, pipeline: str, digest: str) -> dict:
+        annotations = {SPEC_DIGEST: digest, PIPELINE_DIGEST: pipeline}
+        return job() | {"metadata": {"name": "a", "annotations": annotations, "labels": {VERSION: version}}}
+
+    api.create_or_adopt(made("1.0", "p", "1"))
+    assert api.create_or_adopt(made("1.1", "p", "2"))[1] is False
+    for other in (made("1.1", "q", "2"), made("1.0", "p", "2")):
+        with pytest.raises(SubmitError, match="another spec"):
+            api.create_or_adopt(other)
 
 
 def test_one_that_is_being_deleted_is_waited_for(api, server, monkeypatch):
