@@ -269,7 +269,7 @@ def _is_same(found: Object, body: Object) -> bool:
     theirs, ours = (one["metadata"].get("annotations") or {} for one in (found, body))
     versions = {(one["metadata"].get("labels") or {}).get(VERSION) for one in (found, body)}
     same = PIPELINE_DIGEST if len(versions) == 2 else SPEC_DIGEST
-    return ours[same] == theirs.get(same)
+    return bool(ours[same] == theirs.get(same))
 
 
 def connect(context: str | None = None, namespace: str | None = None) -> ClusterApi:
