@@ -77,9 +77,12 @@ _PULLS = {
 }
 
 
-def why_pending(api: ClusterApi, selector: Mapping[str, str], wanted: int = 1) -> str:
-    """Of the `wanted` pods that `selector` names; "" when they run, or are just about to."""
-    pods = api.list("Pod", selector)
+def why_pending(
+    api: ClusterApi, selector: Mapping[str, str], wanted: int = 1, pods: list[Object] | None = None
+) -> str:
+    """Of the `wanted` pods that `selector` names (`pods`: where they are known already); "" when they run, or
+    are just about to."""
+    pods = api.list("Pod", selector) if pods is None else pods
     for pod in pods:
         if (reason := _lost(pod)) is not None:
             return reason

@@ -12,7 +12,7 @@ from mlpipe._core.errors import SubmitError
 from mlpipe.render.names import PIPELINE_DIGEST, SPEC_DIGEST, VERSION
 from mlpipe.submit import cluster_api
 from mlpipe.submit.cluster_api import ApiError, ClusterApi, connect
-from mlpipe.submit.kubernetes import create_all
+from mlpipe.submit.kubernetes import create_all, would_take
 
 pytestmark = pytest.mark.unit
 BUSY = Fault("status", 429, "too many requests", {"Retry-After": "0"})
@@ -322,7 +322,7 @@ def test_what_another_made_is_not_rolled_back(api, server):
 
 
 def test_a_dry_run_makes_nothing(api, server):
-    create_all(api, gang(), dry_run=True)
+    would_take(api, gang())
     assert [key for key in server.objects if key[0] != "namespaces"] == []
     assert all(request.endswith("dryRun=All") for request in server.requests)
 
