@@ -83,9 +83,6 @@ class ClusterApi:
                 return None
             raise
 
-    def list(self, kind: str, labels: Mapping[str, str] | None = None, fields: str = "") -> list[Object]:
-        return self.snapshot(kind, labels, fields)[0]
-
     def snapshot(
         self, kind: str, labels: Mapping[str, str] | None = None, fields: str = ""
     ) -> tuple[list[Object], str]:
@@ -139,6 +136,9 @@ class ClusterApi:
                             yield event["type"], event["object"]
         except (urllib3.exceptions.HTTPError, OSError, ValueError):
             return
+
+    def list(self, kind: str, labels: Mapping[str, str] | None = None, fields: str = "") -> list[Object]:
+        return self.snapshot(kind, labels, fields)[0]
 
     def create(self, body: Object, *, dry_run: bool = False) -> Object:
         """Raises ApiError, with status 409 if the name is taken (perhaps by ourselves, when an answer was
