@@ -1,4 +1,4 @@
-"""`mlpipe submit --to kubernetes` on a real cluster: as on a laptop; and a bug, too little memory, a cancel."""
+"""`mlpipe submit --to kubernetes` on a real cluster: as on a laptop; a bug, too little memory, a cancel."""
 
 from __future__ import annotations
 
