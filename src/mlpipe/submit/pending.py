@@ -55,7 +55,7 @@ _REMEDIES = {
     "kubernetes.store.secret and kubernetes.env_from",
     r"configmap .* not found|couldn't find key .* in ConfigMap|non-existent config": "make it, or correct "
     "kubernetes.env_from",
-    r"runAsNonRoot": "build the image to run as a user with a number above 0 (USER 1000)",
+    r"runAsNonRoot": "build the image to run as a user with a number above 0 (USER 10001)",
     r"executable file not found|no such file or directory": "the image lacks it: is it built from mlpipe's "
     "Containerfile?",
     # Kueue

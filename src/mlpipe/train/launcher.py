@@ -8,7 +8,6 @@ a restart would only repeat, ships the workers' output to the store, and writes 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from mlpipe._core.errors import EXIT_CODES, MlpipeError, StoreError
 from mlpipe.plan.plan import Plan
-from mlpipe.store import outputs
+from mlpipe.plan.process import fetch_inputs, main_of_stage
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.train import outcome
@@ -45,21 +44,13 @@ _SECOND_SIGNAL_SECONDS = 0.5
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="mlpipe.train.launcher", description=__doc__)
-    parser.add_argument("--plan", type=Path, required=True)
-    parser.add_argument("--scratch", type=Path, required=True)
-    arguments = parser.parse_args(argv)
-    try:
-        plan = Plan.from_json(arguments.plan.read_bytes())
-        if plan.train is None and plan.evaluate is None:
-            raise ValueError(f"a {plan.kind} stage has no workers")
-        return Launcher(plan, arguments.plan.absolute(), arguments.scratch.absolute()).run()
-    except (OSError, ValueError) as error:
-        print(f"error: {arguments.plan}: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        return EXIT_CODES["input"]
-    except MlpipeError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        return EXIT_CODES[error.kind]
+    return main_of_stage("mlpipe.train.launcher", __doc__, argv, _run)
+
+
+def _run(plan: Plan, path: Path, scratch: Path) -> int:
+    if plan.train is None and plan.evaluate is None:
+        raise ValueError(f"a {plan.kind} stage has no workers")
+    return Launcher(plan, path, scratch).run()
 
 
 @dataclass(frozen=True)
@@ -108,8 +99,7 @@ class Launcher:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         self.store.delete([self.outcome_key])  # of this node's pod before a restart of the gang
-        for key in self.plan.inputs:
-            outputs.fetch_output(self.store, key, outputs.cache_folder() / "outputs")
+        fetch_inputs(self.store, self.plan)
         torchrun_log = self.scratch / "torchrun.log"
         with torchrun_log.open("wb") as log:
             process = subprocess.Popen(
@@ -143,7 +133,7 @@ class Launcher:
         try:
             self._store_outcome(ended, restarts, exit_code)
             if ended.outcome == "failed":
-                self._keep_postmortem(torchrun_log)
+                self.keep_postmortem(torchrun_log)
             shipper.close()
         except StoreError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
@@ -244,7 +234,8 @@ class Launcher:
             )
         return _failure(torchrun_log, [found for found in ended if found.outcome == "failed"], restarts)
 
-    def _keep_postmortem(self, torchrun_log: Path) -> None:
+    def keep_postmortem(self, torchrun_log: Path) -> None:
+        """torchrun's own log, and what the ranks wrote: stacks, flight recordings of NCCL, outcomes."""
         kept_log = self.node.name("torchrun", ".log")
         self.store.put(f"{self.plan.attempt_key}/postmortem/{kept_log}", torchrun_log.read_bytes())
         paths: list[Path] = []
