@@ -14,7 +14,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,9 +104,12 @@ class ClusterApi:
             if not query["continue"]:
                 return found, about.get("resourceVersion", "")
 
-    def watch(self, kind: str, labels: Mapping[str, str], version: str) -> Iterator[tuple[str, Object]]:
+    def watch(
+        self, kind: str, labels: Mapping[str, str], version: str, opened: Callable[[Callable[[], None]], None]
+    ) -> Iterator[tuple[str, Object]]:
         """ADDED, MODIFIED or DELETED, and the object, for every change since `version`. Ends when the server
-        ends it, and when anything goes wrong: a new `snapshot` tells what."""
+        ends it, and when anything goes wrong: a new `snapshot` tells what. `opened` is told how another
+        thread ends it."""
         query = {
             "watch": "true",
             "resourceVersion": version,
@@ -127,6 +130,7 @@ class ClusterApi:
             ) as response:
                 if response.status != 200:
                     return
+                opened(response.shutdown)
                 for chunk in response.stream():
                     *lines, rest = (rest + chunk).split(b"\n")
                     for event in map(json.loads, filter(None, lines)):

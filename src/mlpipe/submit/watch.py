@@ -8,9 +8,10 @@ where no watch gets through at all, this is a poll.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mlpipe._core.errors import SubmitError
 from mlpipe.submit.cluster_api import ClusterApi, Object
@@ -29,6 +30,7 @@ class Watched:
         self._api, self._kind, self._labels, self._changed = api, kind, labels, changed
         self._objects: dict[str, Object] | None = None  # replaced, never changed: others read it
         self._closed = threading.Event()
+        self._end: Callable[[], None] | None = None
         threading.Thread(target=self._run, name=f"watch {kind}", daemon=True).start()
 
     def objects(self) -> list[Object] | None:
@@ -37,8 +39,9 @@ class Watched:
         return None if found is None else [found[name] for name in sorted(found)]
 
     def close(self) -> None:
-        """Its thread ends with the next word of the server."""
+        """Ends its thread and its connection."""
         self._closed.set()
+        self._shutdown()
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -56,12 +59,20 @@ class Watched:
         listed, version = self._api.snapshot(self._kind, self._labels)
         self._keep({found["metadata"]["name"]: found for found in listed})
         self.error = None
-        for what, found in self._api.watch(self._kind, self._labels, version):
-            if self._closed.is_set():
-                return
+        for what, found in self._api.watch(self._kind, self._labels, version, self._opened):
             name = found["metadata"]["name"]
             others = {key: value for key, value in (self._objects or {}).items() if key != name}
             self._keep(others if what == "DELETED" else {**others, name: found})
+
+    def _opened(self, end: Callable[[], None]) -> None:
+        self._end = end
+        if self._closed.is_set():  # meanwhile
+            self._shutdown()
+
+    def _shutdown(self) -> None:
+        if self._end is not None:
+            with contextlib.suppress(OSError, RuntimeError, ValueError):  # it has ended already
+                self._end()
 
     def _keep(self, objects: dict[str, Object]) -> None:
         self._objects = objects

@@ -66,6 +66,10 @@ def test_changes_come_without_asking_again(server, watched):
     server.drop("pods", "b")
     sees(watched, a="Running")
     assert len(server.requests) == 2  # a list and a watch
+    threads = threading.active_count()
+    watched.close()
+    until(lambda: threading.active_count() == threads - 1, "the end of its thread", 10)
+    until(lambda: server.put("pods", pod("a")) and server.watches == 0, "the server to notice", 10)
 
 
 def restart(server: ApiServer) -> None:
