@@ -207,5 +207,9 @@ class Plan:
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
-        """Raises ValueError naming the path of what does not fit."""
-        return from_json(Plan, text)
+        """Of this version, or of another if it means the same here (see `_core/serial.py`). Raises ValueError
+        naming the path of what does not fit."""
+        plan = from_json(Plan, text)
+        if plan.schema_version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {plan.schema_version}, this mlpipe reads {SCHEMA_VERSION}")
+        return plan

@@ -149,7 +149,7 @@ CONTAINERS = [
     (
         "CreateContainerConfigError",
         'container has runAsNonRoot and image will run as root (pod: "p_ml(1)", container: worker)',
-        "USER 1000",
+        "USER 10001",
     ),
     (
         "RunContainerError",
