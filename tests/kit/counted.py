@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mlpipe.train.outcome import Outcome
+from mlpipe.train.session import Session
 
 
-class Counts(TorchDispatchMode):
+class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes: of the tensors that a collective is given, input and output counted both."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,19 +36,20 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class CountedSession(many.Session):
-    def run(self, progress: list[int]) -> Outcome:
-        with Counts() as counts:
-            ended = super().run(progress)
-        if self.place.rank == 0:
-            Path(sys.argv[1]).with_name(f"counts-{self.plan.run_id}.json").write_text(
-                json.dumps(counts.found)
-            )
-        return ended
+_run = Session.run
+
+
+def _counted(session: Session, progress: list[int]) -> Outcome:
+    with Counts() as counts:
+        ended: Outcome = _run(session, progress)
+    if session.place.rank == 0:
+        path = Path(sys.argv[1]).with_name(f"counts-{session.plan.run_id}.json")
+        path.write_text(json.dumps(counts.found))
+    return ended
 
 
 if __name__ == "__main__":
-    many.Session = CountedSession
+    Session.run = _counted  # type: ignore[method-assign, assignment]
     code = many.main()
     sys.stdout.flush()
     sys.stderr.flush()
