@@ -9,6 +9,8 @@ import time
 import pytest
 from kit.undisturbed import ranks
 
+from mlpipe.observe.records import read_records
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 AWAY_SECONDS = 20.0  # the length of a fault, not a wait for anything
 CUT_SECONDS = 30.0
@@ -44,10 +46,12 @@ def test_what_a_pod_dies_of_restarts_the_gang_and_only_a_crash_counts(place, hol
     """A node is drained, a rank killed with -9, a pod deleted."""
 
     def restarted(times: int) -> None:
+        """It trains again."""
+
         def seen() -> bool:
-            status = place.objects("jobsets", "dies")[0].get("status", {})
-            alive = [env for _, _, env in ranks("dies") if env.get("MLPIPE_GANG_RESTART") == str(times)]
-            return status.get("restarts", 0) == times and len(alive) == 2
+            with place.cluster.inside():
+                records = read_records(place.store(), "runs/dies/stages/train/attempt-1", 0)
+            return any(record["kind"] == "step" and record["restart"] == times for record in records)
 
         place.until(f"the gang, restarted {times} times", seen)
 
