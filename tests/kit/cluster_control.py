@@ -199,7 +199,7 @@ class ControlPlane:
         return answer.status, answer.data.decode()
 
     def requests(self, account: str) -> list[str]:
-        """What mlpipe asked the API server for so far, as a ServiceAccount of that name: "verb path", in order;
+        """What mlpipe has asked the API server for, as a ServiceAccount of that name: "verb path", in order;
         a watch when it begins."""
         found = []
         for line in (self.folder / "audit.log").read_text().splitlines():
