@@ -43,7 +43,11 @@ def test_what_no_pod_dies_of_restarts_nothing(place, hold, undisturbed, second):
 
 
 def test_what_a_pod_dies_of_restarts_the_gang_and_only_a_crash_counts(place, hold, undisturbed, second):
-    """A node is drained, a rank killed with -9, a pod deleted."""
+    """A node is drained, a rank killed with -9 while it starts, a pod deleted."""
+
+    def of_restart(run_id: str, times: int) -> int | None:
+        wanted = str(times)
+        return next((pid for pid, _, env in ranks(run_id) if env["MLPIPE_GANG_RESTART"] == wanted), None)
 
     def restarted(times: int) -> None:
         """It trains again."""
@@ -61,9 +65,9 @@ def test_what_a_pod_dies_of_restarts_the_gang_and_only_a_crash_counts(place, hol
         node = f"node-{second}"
         assert node in {pod["spec"]["nodeName"] for pod in place.worker_pods("dies")}
         place.cluster.kubectl("drain", node, "--delete-emptydir-data", "--force", timeout=120)
-        restarted(1)
+        pid = place.until("a rank of the restarted gang", lambda: of_restart("dies", 1))
         place.cluster.kubectl("uncordon", node)
-        os.kill(ranks("dies")[0][0], signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         restarted(2)
         pod = place.worker_pods("dies")[0]["metadata"]["name"]
         place.cluster.kubectl("-n", place.namespace, "delete", "pod", pod, "--wait=false")
