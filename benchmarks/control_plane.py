@@ -112,14 +112,14 @@ class Scale:
         """Of the API: requests a run, by verb; of the process: its memory."""
         kubeconfig = self.running.kubeconfig_for(account, self.place.namespace, 4 * 3600)
         environment = {**self.place.environment, "KUBECONFIG": str(kubeconfig), "PYTHONPATH": str(ROOT)}
-        before = len(self.running.control.requests())
+        before = len(self.running.control.requests(account))
         command = [sys.executable, "-m", "benchmarks.control_plane", "--part", name, str(self.spec)]
         done = self.running.run(
             [*command, str(first), str(last)], env=environment, timeout=SECONDS, cwd=self.folder
         )
         if done.returncode:
             raise RuntimeError(done.stderr)
-        asked = Counter(one.partition(" ")[0] for one in self.running.control.requests()[before:])
+        asked = Counter(one.partition(" ")[0] for one in self.running.control.requests(account)[before:])
         each = {verb: count / (last - first) for verb, count in sorted(asked.items())}
         return {**json.loads(done.stdout), "requests_per_run": sum(each.values()), "by_verb": each}
 

@@ -1,4 +1,4 @@
-"""What comes on request: Kueue, fake nodes; and that nothing stays behind."""
+"""What comes on request: fake nodes; and that nothing stays behind."""
 
 from __future__ import annotations
 
@@ -10,52 +10,23 @@ from pathlib import Path
 
 import pytest
 from kit.cluster import ServerMissingError, cluster
-from kit.cluster_objects import job, named, pod_template
+from kit.cluster_objects import job, pod_template
 from kit.cluster_process import wait_until
 from kit.processes import children, command_of
 
 pytestmark = pytest.mark.cluster
 
-NUM_FAKE = 20
+NUM_FAKE = 5
 SECONDS = 240  # of a few seconds' work, on a machine that others use, too
 
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
     try:
-        with cluster(tmp_path_factory.mktemp("full"), kueue=True, minio=False, fake_nodes=NUM_FAKE) as one:
+        with cluster(tmp_path_factory.mktemp("full"), jobset=False, minio=False, fake_nodes=NUM_FAKE) as one:
             yield one
     except ServerMissingError as error:
         pytest.skip(str(error))
-
-
-def test_kueue_lets_one_wait_for_the_other(full):
-    namespace = full.namespace("queued")
-    group = {
-        "coveredResources": ["cpu"],
-        "flavors": [{"name": "any", "resources": [{"name": "cpu", "nominalQuota": 1}]}],
-    }
-    full.apply(
-        named("kueue.x-k8s.io/v1beta1", "ResourceFlavor", "any"),
-        named(
-            "kueue.x-k8s.io/v1beta1",
-            "ClusterQueue",
-            "all",
-            spec={"namespaceSelector": {}, "resourceGroups": [group]},
-        ),
-        named("kueue.x-k8s.io/v1beta1", "LocalQueue", "queue", namespace, spec={"clusterQueue": "all"}),
-    )
-    pod = pod_template(full.image.name, ["sleep", "3"])
-    pod["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "0.6"}}
-    for name in ("first", "second"):
-        queued = job(name, namespace, pod, suspend=True)
-        queued["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "queue"}
-        full.apply(queued)
-    path = f"/apis/batch/v1/namespaces/{namespace}/jobs"
-    for name in ("first", "second"):
-        full.wait_for_job(name, namespace, SECONDS)
-    first, second = (full.get(f"{path}/{name}")["status"] for name in ("first", "second"))
-    assert second["startTime"] >= first["completionTime"]
 
 
 def test_fake_nodes_take_pods_by_the_dozen(full):

@@ -20,10 +20,12 @@ PLACES = ("MLPIPE_PLAN", "MLPIPE_SCRATCH", "MLPIPE_CACHE")  # the same names, ot
 LOCAL_ONLY = ("MLPIPE_DRIVER", "MLPIPE_STORE")
 POD_ONLY = ("MLPIPE_POD_NAME", "MLPIPE_NODE_NAME", "MLPIPE_RENDEZVOUS", "MLPIPE_GANG_RESTART")
 POD_ONLY += ("MLPIPE_METRICS_ADDRESS", "MLPIPE_METRICS_PORT")
+MOST_REQUESTS = 40  # of a driver, of a run of one stage: it took 12, and 280 when it asked every second
 
 
 def test_one_spec_everywhere(place, hold, undisturbed):
     """Rank processes have the same argv and environment on both backends; so have the losses, to the bit."""
+    before = len(place.cluster.control.requests("mlpipe-driver"))
     with hold:
         place.submit(undisturbed.spec, "everywhere")
         there = workers_of("everywhere", 2)
@@ -45,6 +47,9 @@ def test_one_spec_everywhere(place, hold, undisturbed):
     assert "train  done" in done
     undisturbed.check(place, "everywhere")
     assert place.run_state("everywhere").stages["train"].attempt == 1
+    # a driver watches: what it asks for does not grow with the length of the run
+    asked = place.cluster.control.requests("mlpipe-driver")[before:]
+    assert len(asked) < MOST_REQUESTS, asked
     # a second submit of a run that is done starts nothing
     place.submit(undisturbed.spec, "everywhere", "--wait")
     assert len(place.objects("jobsets", "everywhere")) == 1

@@ -9,6 +9,8 @@ import time
 import pytest
 from kit.undisturbed import ranks
 
+from mlpipe.observe.records import read_records
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 AWAY_SECONDS = 20.0  # the length of a fault, not a wait for anything
 CUT_SECONDS = 30.0
@@ -41,13 +43,19 @@ def test_what_no_pod_dies_of_restarts_nothing(place, hold, undisturbed, second):
 
 
 def test_what_a_pod_dies_of_restarts_the_gang_and_only_a_crash_counts(place, hold, undisturbed, second):
-    """A node is drained, a rank killed with -9, a pod deleted."""
+    """A node is drained, a rank killed with -9 while it starts, a pod deleted."""
+
+    def of_restart(run_id: str, times: int) -> int | None:
+        wanted = str(times)
+        return next((pid for pid, _, env in ranks(run_id) if env["MLPIPE_GANG_RESTART"] == wanted), None)
 
     def restarted(times: int) -> None:
+        """It trains again."""
+
         def seen() -> bool:
-            status = place.objects("jobsets", "dies")[0].get("status", {})
-            alive = [env for _, _, env in ranks("dies") if env.get("MLPIPE_GANG_RESTART") == str(times)]
-            return status.get("restarts", 0) == times and len(alive) == 2
+            with place.cluster.inside():
+                records = read_records(place.store(), "runs/dies/stages/train/attempt-1", 0)
+            return any(record["kind"] == "step" and record["restart"] == times for record in records)
 
         place.until(f"the gang, restarted {times} times", seen)
 
@@ -57,9 +65,9 @@ def test_what_a_pod_dies_of_restarts_the_gang_and_only_a_crash_counts(place, hol
         node = f"node-{second}"
         assert node in {pod["spec"]["nodeName"] for pod in place.worker_pods("dies")}
         place.cluster.kubectl("drain", node, "--delete-emptydir-data", "--force", timeout=120)
-        restarted(1)
+        pid = place.until("a rank of the restarted gang", lambda: of_restart("dies", 1))
         place.cluster.kubectl("uncordon", node)
-        os.kill(ranks("dies")[0][0], signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         restarted(2)
         pod = place.worker_pods("dies")[0]["metadata"]["name"]
         place.cluster.kubectl("-n", place.namespace, "delete", "pod", pod, "--wait=false")

@@ -198,13 +198,15 @@ class ControlPlane:
                 return 0, ""
         return answer.status, answer.data.decode()
 
-    def requests(self) -> list[str]:
-        """Of all that mlpipe asked the API server for so far, "verb path"; a watch when it begins."""
+    def requests(self, account: str) -> list[str]:
+        """What mlpipe has asked the API server for, as a ServiceAccount of that name: "verb path", in order;
+        a watch when it begins."""
         found = []
         for line in (self.folder / "audit.log").read_text().splitlines():
             event = json.loads(line)
             begun = event["verb"] != "watch" or event["stage"] == "ResponseStarted"
-            if event["userAgent"] == "mlpipe" and begun:
+            own = event["user"]["username"].endswith(f":{account}")
+            if event["userAgent"] == "mlpipe" and own and begun:
                 found.append(f"{event['verb']} {event['requestURI']}")
         return found
 

@@ -147,15 +147,13 @@ def _without_pods(api: ClusterApi, selector: Mapping[str, str]) -> str:
 def _of_workload(api: ClusterApi, gang: Object) -> str:
     """Kueue's own words."""
     try:
-        workloads = api.list("Workload")
+        workloads = api.list("Workload", {"kueue.x-k8s.io/job-uid": gang["metadata"]["uid"]})
     except ApiError:
         workloads = []  # no Kueue, or no right to look
     for workload in workloads:
-        owners = workload["metadata"].get("ownerReferences", [])
-        if any(owner["uid"] == gang["metadata"]["uid"] for owner in owners):
-            for condition in workload.get("status", {}).get("conditions", []):
-                if condition["type"] in ("QuotaReserved", "Admitted") and condition["status"] == "False":
-                    return f"Kueue: {_told(condition.get('message', 'waits for quota'))}"
+        for condition in workload.get("status", {}).get("conditions", []):
+            if condition["type"] in ("QuotaReserved", "Admitted") and condition["status"] == "False":
+                return f"Kueue: {_told(condition.get('message', 'waits for quota'))}"
     return "its queue has not admitted it"
 
 

@@ -255,7 +255,7 @@ KUEUE = {
 
 def workload(server: ApiServer, message: str, uid: str, name: str = "w") -> None:
     condition = {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": message}
-    metadata = {"name": name, "ownerReferences": [{"uid": uid}]}
+    metadata = {"name": name, "labels": {"kueue.x-k8s.io/job-uid": uid}}
     server.put("workloads", {"metadata": metadata, "status": {"conditions": [condition]}})
 
 
