@@ -231,6 +231,10 @@ def test_nan_ends_the_run_and_keeps_the_last_good_checkpoint(stage):
     found = stage.outcome()
     assert "the loss is not finite at step 7 on rank 1" in found["message"]
     assert found["restarts"] == 0
+    assert found["cause"] == "not_finite"
+    for rank in (0, 1):
+        last = plans.records(stage.folder / "store", stage.plan, rank)[-1]
+        assert (last["kind"], last["step"], last["loss"]) == ("step", 7, None)
     assert processes.steps_of_sound(stage.store, stage.plan) == [4]
     assert stage.next(steps=5)
     assert stage.run() == 0, stage.log()

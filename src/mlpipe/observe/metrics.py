@@ -76,13 +76,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "mlpipe_train_compute_seconds_total", "counter", "seconds", "every",
-        "Time spent in forward, backward and optimizer, with the collectives inside them: where ranks wait"
-        " for each other there, it is equal on all.", "step: compute_seconds",
+        "Time of this rank's own work in forward, backward and update: the largest names the slowest rank.",
+        "step: compute_seconds",
     ),
     Metric(
         "mlpipe_train_collective_wait_seconds_total", "counter", "seconds", "every",
-        "Time spent in the all-reduce that ends a step's backward; collectives inside forward and backward"
-        " count as compute.", "step: collective_seconds",
+        "Time in which this rank's work stood still for other ranks, or for bytes on the way to or from them:"
+        " exposed communication. A slow rank waits least.", "step: collective_seconds",
     ),
     Metric(
         "mlpipe_train_steps_total", "counter", "steps", "0",

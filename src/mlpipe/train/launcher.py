@@ -29,6 +29,7 @@ from mlpipe.plan.plan import Plan
 from mlpipe.store import outputs
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
+from mlpipe.store.runs import append_event
 from mlpipe.train import outcome
 from mlpipe.train.logs import LogShipper
 from mlpipe.train.outcome import Outcome
@@ -112,6 +113,7 @@ class Launcher:
         self.store.delete([self.outcome_key])  # of this node's pod before a restart of the gang
         for key in self.plan.inputs:
             outputs.fetch_output(self.store, key, outputs.cache_folder() / "outputs")
+        self._event("launched")
         self._await_rendezvous()
         torchrun_log = self.scratch / "torchrun.log"
         with torchrun_log.open("wb") as log:
@@ -144,6 +146,7 @@ class Launcher:
             found = MlpipeError(ended.message, where=ended.where, hint=ended.hint)
             print(f"error: {found}", file=sys.stderr, flush=True)  # noqa: T201
         try:
+            self._event("ended", outcome=ended.outcome, message=ended.message)
             self._store_outcome(ended, restarts, exit_code)
             if ended.outcome == "failed":
                 self._keep_postmortem(torchrun_log)
@@ -154,6 +157,11 @@ class Launcher:
         if self.plan.launch.num_nodes > 1 and ended.kind == "infrastructure":
             _wait_until(lambda: self.num_signals > 0, _BLAMELESS_SECONDS)
         return exit_code
+
+    def _event(self, kind: str, **fields: str) -> None:
+        """Into events.jsonl, of the first node only: one writer at a time."""
+        if self.node.index == 0:
+            append_event(self.store, self.plan.attempt_key, kind, **fields)
 
     def _await_rendezvous(self) -> None:
         """Until node 0 listens: torchrun gives up on a name that does not resolve after a minute."""
@@ -172,6 +180,7 @@ class Launcher:
         body = {
             "outcome": ended.outcome,
             "kind": ended.kind,
+            "cause": ended.cause,
             "message": ended.message,
             "where": ended.where,
             "hint": ended.hint,
