@@ -134,11 +134,12 @@ def view_run(store: Store, run_id: str) -> RunView:
     place = {str(name): index for index, name in enumerate(asked)} if isinstance(asked, list) else {}
     never = float("inf")
     order = sorted(run.stages, key=lambda name: (place.get(name, never), run.stages[name].started or never))
-    stages = [_view_stage(store, run_id, name, run.stages[name], problems) for name in order]
+    stages = [view_stage(store, run_id, name, run.stages[name], problems) for name in order]
     return RunView(run, stages, problems)
 
 
-def _view_stage(store: Store, run_id: str, name: str, state: StageState, problems: list[str]) -> StageView:
+def view_stage(store: Store, run_id: str, name: str, state: StageState, problems: list[str]) -> StageView:
+    """Adds to `problems` what cannot be read."""
     stage = StageView(name, state)
     stage_key = f"runs/{run_id}/stages/{name}"
     records: dict[int, dict[int, list[Record]]] = {}  # by rank, by attempt
