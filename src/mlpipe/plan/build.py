@@ -105,6 +105,7 @@ def build_plan(
         promote=promote,
         inputs=tuple(f"runs/{run_id}/stages/{name}" for name in sorted(inputs)),
         cluster=cluster_plan(pipeline, stage, _resources(pipeline, stage)),
+        price_usd_per_device_hour=hardware.price_usd_per_device_hour,
     )
 
 
@@ -299,8 +300,7 @@ def _pick(spec: Train, strategy: str, hardware: Hardware, known: Mapping[str, st
 
 def _train(spec: Train, hardware: Hardware, known: Mapping[str, str], *, resume: bool) -> TrainPlan:
     chosen, reason = _pick(spec, spec.strategy, hardware, known)
-    batch = _global_batch(spec)
-    return _train_plan(spec, hardware, known, chosen, reason, batch, resume=resume)
+    return _train_plan(spec, hardware, known, chosen, reason, _global_batch(spec), resume=resume)
 
 
 def _evaluate(pipeline: Pipeline, stage: Stage, hardware: Hardware, known: Mapping[str, str]) -> EvaluatePlan:

@@ -24,6 +24,27 @@ Kind = Literal["command", "train", "evaluate", "promote"]
 KINDS: tuple[Kind, ...] = ("command", "train", "evaluate", "promote")
 
 
+class Device(Model):
+    """A GPU that the catalogue lacks, or other figures for one that it has. A new one needs `memory` and
+    `fp32_tflops`; what else is left out is taken for slow: PCIe within nodes, 10 Gb/s between."""
+
+    memory: f.Size | None = Field(None, description="What the driver shows as total, like `80 GiB`.")
+    fp32_tflops: f.Positive | None = Field(None, description="Dense peak outside the tensor cores.")
+    bf16_tflops: f.Positive | None = Field(
+        None, description="Dense peak, without sparsity. Default: it has no bf16."
+    )
+    achievable_ratio: f.PositiveRatio | None = Field(
+        None, description="Share of the peak that its best matmul reaches."
+    )
+    memory_gb_per_second: f.Positive | None = Field(None, description="Bandwidth of its memory.")
+    link_gb_per_second: f.Positive | None = Field(
+        None, description="To the other GPUs of the node, in one direction, such as 450 for NVLink 4."
+    )
+    network_gb_per_second: f.Positive | None = Field(
+        None, description="To other nodes, of one GPU, in one direction, such as 50 for 400 Gb/s."
+    )
+
+
 class Resources(Model):
     """What a stage gets, on each node and in all."""
 
@@ -44,7 +65,12 @@ class Resources(Model):
         description="Memory on each node. Default: what is there; in a pod 4 GiB for each worker "
         "(32 with a GPU), 2 GiB for other stages.",
     )
-    price_usd_per_gpu_hour: f.NotNegative | None = Field(None, description="For estimates of cost.")
+    device: Device | None = Field(
+        None, description="Figures of the GPU, where the catalogue's are not yours."
+    )
+    price_usd_per_gpu_hour: f.NotNegative | None = Field(
+        None, description="Of one GPU, or CPU worker, for estimates of cost. Default: of the catalogue."
+    )
 
 
 class PresetModel(Model):
