@@ -71,7 +71,7 @@ FLEET_METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "mlpipe_run_last_step_timestamp_seconds", "gauge", "seconds since 1970", "none",
-        "When rank 0 of a training under way last ended a step; before the first: when its stage started.",
+        "When rank 0 of a training under way last ended a step; before the first: when it began to train.",
         "step: time", (*_RUN, "stage"),
     ),
     Metric(

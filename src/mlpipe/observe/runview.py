@@ -194,7 +194,7 @@ def _ledger(stage: StageView, records: Mapping[int, Mapping[int, list[Record]]])
         launched = events.get("launched", began if own else None)
         ranks = view.plan.train.mesh.world_size
         attempts.append(Attempt(began, launched, ended, ranks, own, view.outcome.get("cause") == "hang"))
-    return account(attempts, getattr(plan, "price_usd_per_device_hour", None))
+    return account(attempts, plan.price_usd_per_device_hour)
 
 
 def _timed(records: Iterable[Record]) -> list[Record]:
