@@ -46,23 +46,24 @@ class Top:
         row: dict[str, Any] = {"run": run_id, "state": run.state, "seconds": time.time() - run.created}
         if run.state in RUN_ENDED:
             row["seconds"] = run.updated - run.created
-        name = _stage_of(run)
-        if name is not None:
-            row["stage"] = name
+        for name in _stages_of(run):
+            row.setdefault("stage", name)
             key = f"runs/{run_id}/stages/{name}/attempt-{run.stages[name].attempt}"
             tail, progress = self._progress.setdefault(key, (Follower(self._store, key), Progress()))
             for record in tail.poll():
                 progress.add(record)
-            row |= progress.summary()
+            found = progress.summary()
+            if found["last_step_time"] is not None:
+                return {**row, "stage": name, **found}
         return row
 
     def ranks(self, run_id: str) -> list[dict[str, Any]]:
         """Of the training under way, or of the last one; means over the last steps of each."""
         run = runs.read_run(self._store, run_id)
-        name = _stage_of(run)
-        if name is None:
-            return []
-        attempt_key = f"runs/{run_id}/stages/{name}/attempt-{run.stages[name].attempt}"
+        keys = (f"runs/{run_id}/stages/{name}/attempt-{run.stages[name].attempt}" for name in _stages_of(run))
+        return next((rows for key in keys if (rows := self._ranks_of(key))), [])
+
+    def _ranks_of(self, attempt_key: str) -> list[dict[str, Any]]:
         rows = []
         for rank in list_ranks(self._store, attempt_key)[:MOST_RANKS]:
             place = f"{attempt_key}/{rank}"
@@ -77,14 +78,12 @@ class Top:
         return [{**row, "straggler_score": score} for row, score in zip(rows, scores, strict=True)]
 
 
-def _stage_of(run: RunState) -> str | None:
-    """The stage under way, else the one that was started last."""
+def _stages_of(run: RunState) -> list[str]:
+    """Those under way first, then the ones that were started last."""
     started = [
-        (stage.state == "running", stage.started or 0.0, name)
-        for name, stage in run.stages.items()
-        if stage.started
+        (stage.state == "running", stage.started, name) for name, stage in run.stages.items() if stage.started
     ]
-    return max(started)[2] if started else None
+    return [name for _, _, name in sorted(started, reverse=True)]
 
 
 def _mean(steps: Iterable[Record], field: str) -> float:
