@@ -4,8 +4,10 @@ on its arguments alone; `detect_hardware` is the only code here that looks at th
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -23,13 +25,33 @@ CATALOGUE = Path(__file__).with_name("catalogue.json")
 class Speed:
     """What the time model knows of a device. Bandwidths in one direction: `link` to the others of its node,
     `network` to those of other nodes, which one device alone can use. `achievable_ratio`: of the peak, by
-    the best matmul."""
+    the best matmul. A calibration adds: `kernel_seconds` and `collective_seconds`, what an operator and a
+    collective cost beside their bytes, `matmul_points`, (FLOPs, share of the peak), and says so in
+    `calibrated`."""
 
     peak_flops: dict[str, float]
     achievable_ratio: float
     memory_bytes_per_second: float
     link_bytes_per_second: float
     network_bytes_per_second: float
+    kernel_seconds: float = 0.0
+    collective_seconds: float = 0.0
+    matmul_points: tuple[tuple[float, float], ...] = ()
+    calibrated: str | None = None
+
+    def matmul_ratio(self, flops: float) -> float:
+        """Share of the peak that a matmul of so many FLOPs reaches: between the measured points on a
+        logarithmic axis, else `achievable_ratio`."""
+        points = self.matmul_points
+        if not points:
+            return self.achievable_ratio
+        if flops <= points[0][0]:
+            return points[0][1]
+        for (low, below), (high, above) in pairwise(points):
+            if flops <= high:
+                part = (math.log(flops) - math.log(low)) / (math.log(high) - math.log(low))
+                return below + part * (above - below)
+        return points[-1][1]
 
 
 @dataclass(frozen=True)
@@ -93,13 +115,6 @@ class Hardware:
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.devices_per_node
-
-    @property
-    def usable_bytes(self) -> int:
-        """What tensors may have: less CUDA context and kernels (0.5-2 GiB) and NCCL (1-2 GiB), on CPU less
-        the interpreter with torch (about 0.4 GiB); and 10 % for the allocator and the estimate's error."""
-        own = 3 * GIB if self.device == "cuda" else 0.5 * GIB
-        return max(0, int((self.memory_bytes - own) * 0.9))
 
     def __str__(self) -> str:
         nodes = f"{self.num_nodes} nodes x " if self.num_nodes > 1 else ""
