@@ -16,12 +16,14 @@ from panels import (
     dcgm,
     fill,
     heat,
+    high_is_good,
     low_is_good,
     mfu,
     number,
     quantile,
     rate,
     share,
+    straggler,
 )
 
 
@@ -30,7 +32,8 @@ def run_board() -> Dashboard:
         "mlpipe-run",
         "mlpipe / Run",
         "One training: how far it is, how fast, what holds it up. Series vanish when its processes end;"
-        " `mlpipe report` shows a run that is over.",
+        " goodput and cost stay,"
+        " and `mlpipe report` shows a run that is over.",
         one_run=True,
     )
     left = (
@@ -180,15 +183,15 @@ def run_board() -> Dashboard:
         curve(
             "Where the time goes",
             about(
-                "Parts of the step time, over all ranks. Forward and backward include their collectives.",
+                "Parts of the step time, over all ranks: own work, and what it stood still for.",
                 "forward, backward and update fill nearly all.",
-                "Data: see the ranks below. Stall: save less often, or in the background.",
+                "Data, waits for others: see the ranks below. Stall: save less often, or in the background.",
                 "MlpipeDataStarved",
             ),
             "percentunit",
             {
                 "forward, backward, update": share("mlpipe_train_compute_seconds_total"),
-                "all-reduce at the end": share("mlpipe_train_collective_wait_seconds_total"),
+                "waits for other ranks": share("mlpipe_train_collective_wait_seconds_total"),
                 "data": share("mlpipe_train_data_wait_seconds_total"),
                 "checkpoint stall": share("mlpipe_checkpoint_stall_seconds_total"),
             },
@@ -197,6 +200,31 @@ def run_board() -> Dashboard:
         ),
     ]
     ranks = [
+        heat(
+            "Own work of each rank",
+            about(
+                "Part of the step time in the rank's own forward, backward and update; one row a rank.",
+                "all rows alike.",
+                "One darker row is a slow rank: the others wait for it.",
+                "MlpipeStraggler",
+            ),
+            "percentunit",
+            "{{stage}} {{rank}}",
+            share("mlpipe_train_compute_seconds_total", "stage, rank"),
+        ),
+        curve(
+            "Straggler score",
+            about(
+                "Own time of a rank (data and compute) over the median of all ranks; the five highest.",
+                "1 on every rank.",
+                "Above 1.2 the named rank holds up all others: look at its node and GPU.",
+                "MlpipeStraggler",
+            ),
+            "none",
+            {"{{stage}} rank {{rank}}": f"topk(5, {straggler()})"},
+            low_is_good(1.1, 1.2),
+            width=12,
+        ),
         heat(
             "Data wait of each rank",
             about(
@@ -221,6 +249,66 @@ def run_board() -> Dashboard:
             {"rank {{rank}}": f"topk(5, {share('mlpipe_train_data_wait_seconds_total', 'rank')})"},
             WAIT_STEPS,
             width=12,
+        ),
+    ]
+    spent = f"sum by (bucket) (mlpipe_run_rank_seconds{{{RUNS}}})"
+    worth = [
+        number(
+            "Goodput",
+            about(
+                "Share of the rank-seconds, from the first submission on, in steps that are kept. From the"
+                " exporter, which reads the store once a minute; it stays when the run is over.",
+                "0.9 and more for runs of hours.",
+                "The panel beside it says where the rest went.",
+            ),
+            "percentunit",
+            {"{{run}}": f"max by (run) (mlpipe_run_goodput_ratio{{{RUNS}}})"},
+            high_is_good(0.7, 0.9),
+        ),
+        number(
+            "Cost so far",
+            about(
+                "Rank-hours times the price of a device-hour in the plan. Nothing where no price is known.",
+                "what `mlpipe plan` said.",
+                "More: look at the badput.",
+            ),
+            "currencyUSD",
+            {"{{run}}": f"max by (run) (mlpipe_run_cost_usd{{{RUNS}}})"},
+            decimals=2,
+        ),
+        number(
+            "Cost of badput",
+            about(
+                "Of the cost, what was not paid for steps that are kept.",
+                "below a tenth of the cost.",
+                "The panel beside it says what to mend.",
+            ),
+            "currencyUSD",
+            {"{{run}}": f"max by (run) (mlpipe_run_badput_usd{{{RUNS}}})"},
+            decimals=2,
+        ),
+        number(
+            "Cost of a million tokens",
+            about(
+                "Cost over tokens of steps that are kept.",
+                "steady.",
+                "It rises with lost work and with low MFU.",
+            ),
+            "currencyUSD",
+            {"{{run}}": f"max by (run) (mlpipe_run_usd_per_million_tokens{{{RUNS}}})"},
+            decimals=3,
+        ),
+        curve(
+            "Rank-seconds by what they went into",
+            about(
+                "Each rank-second since the first submission is in one of these; the list stands in"
+                " docs/reference/metrics.md.",
+                "compute and communication fill nearly all.",
+                "lost, hang: see the log's restarts. queue: the cluster is full. startup, init: keep images"
+                " and data near.",
+            ),
+            "s",
+            {"{{bucket}}": spent},
         ),
     ]
     save = "mlpipe_checkpoint_duration_seconds"
@@ -319,6 +407,7 @@ def run_board() -> Dashboard:
             "Learning": learning,
             "Speed": speed,
             "Ranks": ranks,
+            "Goodput and cost": worth,
             "Checkpoints": checkpoints,
             "GPU": gpu,
         },

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlpipe.plan.build import build_plan
+from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.hardware import GIB, Hardware
 from mlpipe.spec.load import load_pipeline
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.golden
 HERE = Path(__file__).parent
 PIPELINES = HERE.parents[1] / "pipelines"
 LAPTOP = Hardware("cpu", 1, 2, 4 * GIB, "CPU worker", {}, 2)
-CLUSTER = Hardware("cuda", 2, 8, 80 * GIB, "H100-80GB", {"fp32": 67e12, "bf16": 989e12}, 96)
+CLUSTER = stage_hardware(load_pipeline(PIPELINES / "llm.yaml"), "train")  # 2 x 8 H100 of the catalogue
 CASES = [
     (name, hardware, stage.name)
     for name, hardware in (("quickstart", LAPTOP), ("llm", CLUSTER))

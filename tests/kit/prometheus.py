@@ -64,12 +64,13 @@ def build() -> list[Path]:
     return [tool(name) for name in TOOLS]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prometheus:
     """A running one. `targets`: its file of targets, read anew when it changes."""
 
     url: str
     targets: Path
+    folder: Path | None = None  # of the run that it scrapes
 
     def scrape(self, ports: Sequence[int], **labels: str) -> None:
         """Adds targets on 127.0.0.1, with further labels, as a PodMonitor adds `node` and `pod`."""
@@ -87,6 +88,9 @@ class Prometheus:
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{expr}: {error.read().decode()}") from None
         return result
+
+    def is_ready(self) -> bool:
+        return _ready(self.url)
 
     def firing(self) -> dict[str, dict[str, str]]:
         """alertname -> labels of one of its firing alerts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -22,6 +23,7 @@ def command(session: Session, run_id: str, out: Path | None) -> None:
     """Write one self-contained HTML page about a run (or, to a .md file, a summary in Markdown)."""
     from mlpipe.observe.markdown import build_markdown
     from mlpipe.observe.report import write_report
+    from mlpipe.observe.runview import view_run
 
     store = session.open_store()
     if out is not None and out.suffix == ".md":
@@ -30,4 +32,7 @@ def command(session: Session, run_id: str, out: Path | None) -> None:
         where = str(out)
     else:
         where = write_report(store, run_id, out)
-    session.result({"report": where}, where)
+    found: dict[str, Any] = {"report": where}
+    if session.json:
+        found["goodput"] = view_run(store, run_id).goodput()
+    session.result(found, where)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlpipe._core.errors import EXIT_CODES, SubmitError
-from mlpipe.cli.session import Session, overrides, shared
+from mlpipe.cli.session import Session, interrupt, overrides, shared
 
 if TYPE_CHECKING:
     from mlpipe.spec.model import Pipeline
@@ -25,12 +25,20 @@ if TYPE_CHECKING:
 @click.argument("spec", type=click.Path())
 @click.option(
     "--to",
-    type=click.Choice(["local", "kubernetes"]),
+    type=click.Choice(["local", "kubernetes", "jenkins"]),
     default="local",
     show_default=True,
     help="Where it runs.",
 )
 @click.option("--context", metavar="NAME", help="Of the kubeconfig. Default: its current one.")
+@click.option("--job", metavar="FOLDER/JOB", help="Of Jenkins: what is built.")
+@click.option(
+    "--parameter",
+    "parameters",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Of the Jenkins job, besides RUN_ID, STORE and SPEC_DIGEST. Repeatable.",
+)
 @overrides
 @click.option("--stage", metavar="NAME", help="Only this stage; what it needs must be done.")
 @click.option("--run-id", metavar="ID", help="Name of the run; one that exists is adopted.")
@@ -49,6 +57,8 @@ def command(
     spec: str,
     to: str,
     context: str | None,
+    job: str | None,
+    parameters: tuple[str, ...],
     overrides: tuple[str, ...],
     stage: str | None,
     run_id: str | None,
@@ -57,12 +67,24 @@ def command(
 ) -> int:
     """Start a run in the background and print its id.
 
-    With --wait, exits as `mlpipe run` does; without, 0 when the run has a driver.
+    With --wait, exits as `mlpipe run` does; without, 0 when the run has a driver. A run that goes to Jenkins
+    is made by the build; with --wait its log is shown and its result is the exit code: 0 SUCCESS, 5 ABORTED,
+    3 any other.
     """
     from mlpipe.spec.load import load_pipeline
     from mlpipe.submit.detach import detach
 
+    if (to == "jenkins") != (job is not None) or (parameters and to != "jenkins"):
+        raise click.UsageError("--to jenkins needs --job FOLDER/JOB; --job and --parameter are for it alone")
     pipeline = load_pipeline(spec, overrides=overrides)
+    if job is not None:
+        from mlpipe.cli import jenkins
+
+        if stage is not None or context is not None or dry_run == "server":
+            raise click.UsageError("--stage, --context and --dry-run=server are not for --to jenkins")
+        return jenkins.submit(
+            session, pipeline, job, _pairs(parameters), run_id, wait=wait, dry_run=dry_run is not None
+        )
     if to == "kubernetes":
         from mlpipe.cli import cluster
 
@@ -87,6 +109,13 @@ def command(
         return say_detached(session, run_id)
     say_started(session, store, run_id)
     return 0
+
+
+def _pairs(parameters: tuple[str, ...]) -> dict[str, str]:
+    for parameter in parameters:
+        if not parameter.partition("=")[1]:
+            raise click.UsageError(f"--parameter {parameter!r} is not NAME=VALUE")
+    return {name: value for name, _, value in (one.partition("=") for one in parameters)}
 
 
 def say_started(session: Session, store: Store, run_id: str) -> None:
@@ -191,7 +220,7 @@ def follow(
     from mlpipe.store import runs
 
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # it detaches, as Ctrl-C does
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, interrupt)
     run = runs.read_run(store, run_id)
     watcher = Watcher(session, store, run)
     try:

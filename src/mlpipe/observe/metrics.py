@@ -17,9 +17,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from http.server import ThreadingHTTPServer
-from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any, Literal
+
+from mlpipe.observe.serve import Serving
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -28,18 +28,18 @@ _log = logging.getLogger(__name__)
 
 _STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
 _SAVE_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
-_SCRAPER_SECONDS = 10.0  # a scraper that is silent for so long is hung up on
 INFO_LABELS = ("strategy", "world_size", "device", "precision", "git_sha", "jenkins_build")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table. `name` is as Prometheus shows it; `source` names the record and its field."""
+    """One row of the table. `name` is as Prometheus shows it; `source` names the record and its field.
+    `ranks`: which serve it; none of them: the exporter."""
 
     name: str
     type: Literal["counter", "gauge", "histogram"]
     unit: str
-    ranks: Literal["every", "0"]
+    ranks: Literal["every", "0", "none"]
     help: str
     source: str
     labels: tuple[str, ...] = ()  # besides run, stage, rank
@@ -76,13 +76,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "mlpipe_train_compute_seconds_total", "counter", "seconds", "every",
-        "Time spent in forward, backward and optimizer, with the collectives inside them: where ranks wait"
-        " for each other there, it is equal on all.", "step: compute_seconds",
+        "Time of this rank's own work in forward, backward and update: the largest names the slowest rank.",
+        "step: compute_seconds",
     ),
     Metric(
         "mlpipe_train_collective_wait_seconds_total", "counter", "seconds", "every",
-        "Time spent in the all-reduce that ends a step's backward; collectives inside forward and backward"
-        " count as compute.", "step: collective_seconds",
+        "Time in which this rank's work stood still for other ranks, or for bytes on the way to or from them:"
+        " exposed communication. A slow rank waits least.", "step: collective_seconds",
     ),
     Metric(
         "mlpipe_train_steps_total", "counter", "steps", "0",
@@ -194,8 +194,7 @@ class RankMetrics:
         self._histograms: dict[str, _Histogram] = {}
         self._flops_per_token = 0.0
         self._device = ""
-        self._server: _Server | None = None
-        self._thread: threading.Thread | None = None
+        self._serving: Serving | None = None
         now = time.time()
         self._served = tuple(m for m in METRICS if m.ranks == "every" or rank == 0)
         for metric in self._served:
@@ -294,33 +293,13 @@ class RankMetrics:
 
     def serve(self, address: str, port: int) -> None:
         """Raises OSError when the port cannot be had, ImportError without prometheus_client."""
-        from prometheus_client import CollectorRegistry, MetricsHandler
-
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        served = MetricsHandler.factory(registry)
-        handler = type("Handler", (served,), {"timeout": _SCRAPER_SECONDS})
-        self._server = _Server((address, port), handler)
-        self.port = self._server.server_address[1]
-        poll_seconds = 0.1  # close() waits so long at most
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(poll_seconds,), name="metrics", daemon=True
-        )
-        self._thread.start()
+        self._serving = Serving(self, address, port)
+        self.port = self._serving.port
 
     def close(self) -> None:
-        if self._server is not None and self._thread is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join(timeout=5)
-            self._server = None
-
-
-class _Server(ThreadingHTTPServer):
-    def server_bind(self) -> None:
-        # HTTPServer's own looks up the host's full name, which waits for a name server that may be away.
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        if self._serving is not None:
+            self._serving.close()
+            self._serving = None
 
 
 def start_metrics(

@@ -7,6 +7,7 @@ import shlex
 from mlpipe import __version__
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.observe.charts import PARTS, rank_rows, stage_charts
+from mlpipe.observe.goodput import Ledger
 from mlpipe.observe.html import Html, details, element, facts, join, table, utc
 from mlpipe.observe.progress import format_count, format_flops, format_loss
 from mlpipe.observe.runview import MOST_RANKS, StageView, throughput
@@ -24,7 +25,7 @@ def train_section(stage: StageView) -> Html:
         parts.append(
             element("p", f"{stage.lead.num_rolled_back} steps were lost to restarts and done again.", "faint")
         )
-    parts += [_mfu(stage), _ranks(stage), _starts(stage), _checkpoints(stage)]
+    parts += [_goodput(stage), _mfu(stage), _ranks(stage), _starts(stage), _checkpoints(stage)]
     return join(parts)
 
 
@@ -65,6 +66,53 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Html:
         ),
         "card",
     )
+
+
+# bucket -> colour and words; those of a kind of trouble are alike
+_BUCKETS = {
+    "compute": ("blue", "own forward, backward and update"),
+    "communication": ("amber", "waiting for other ranks, or for bytes on the way"),
+    "data": ("teal", "waiting for the next batch"),
+    "save": ("violet", "standing still for checkpoints"),
+    "queue": ("grey", "waiting for a place"),
+    "startup": ("brown", "starting processes"),
+    "init": ("brown", "imports, process group, model, data"),
+    "restore": ("violet", "loading a checkpoint"),
+    "lost": ("red", "work that was done again, or ended with its process"),
+    "hang": ("red", "standing still until the watchdog ended it"),
+    "idle": ("grey", "between steps, and after the last"),
+}
+
+
+def _goodput(stage: StageView) -> Html:
+    ledger = stage.ledger
+    if ledger is None or not ledger.total or ledger.goodput_ratio is None:
+        return Html("")
+    spent = [(name, *_BUCKETS[name], ledger.seconds[name]) for name in _BUCKETS]
+    rows = [
+        (name, words, format_seconds(seconds), f"{100 * seconds / ledger.total:.1f} %")
+        for name, _, words, seconds in spent
+        if seconds > 0
+    ]
+    bar = Html(share_bar([(colour, seconds) for _, colour, _, seconds in spent]))
+    known = {
+        "goodput": f"{100 * ledger.goodput_ratio:.1f} % of {format_seconds(ledger.total)} over all ranks",
+        **cost_facts(ledger),
+    }
+    content = join((facts(known), bar, table(("", "Rank-seconds", "Spent", "Share"), rows, {2, 3})))
+    return details("Where the time went", element("div", content, "card"), open_=True)
+
+
+def cost_facts(ledger: Ledger) -> dict[str, str]:
+    """Empty where nobody said what a device costs."""
+    cost, bad, per_token = ledger.cost_usd, ledger.badput_usd, ledger.usd_per_million_tokens
+    if cost is None or bad is None:
+        return {}
+    found = {"cost": f"{cost:.4g} USD at {ledger.price_usd_per_device_hour:.4g} a device-hour"}
+    found["lost to badput"] = f"{bad:.4g} USD"
+    if per_token is not None:
+        found["per million tokens"] = f"{per_token:.4g} USD"
+    return found
 
 
 def _mfu(stage: StageView) -> Html:

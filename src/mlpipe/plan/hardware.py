@@ -3,10 +3,13 @@ on its arguments alone; `detect_hardware` is the only code here that looks at th
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import parse_bytes
@@ -15,37 +18,89 @@ if TYPE_CHECKING:
     from mlpipe.spec.model import Resources
 
 GIB = 2**30
+CATALOGUE = Path(__file__).with_name("catalogue.json")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the time model knows of a device. Bandwidths in one direction: `link` to the others of its node,
+    `network` to those of other nodes, which one device alone can use. `achievable_ratio`: of the peak, by
+    the best matmul. A calibration adds: `kernel_seconds` and `collective_seconds`, what an operator and a
+    collective cost beside their bytes, `matmul_points`, (FLOPs, share of the peak), and says so in
+    `calibrated`."""
+
+    peak_flops: dict[str, float]
+    achievable_ratio: float
+    memory_bytes_per_second: float
+    link_bytes_per_second: float
+    network_bytes_per_second: float
+    kernel_seconds: float = 0.0
+    collective_seconds: float = 0.0
+    matmul_points: tuple[tuple[float, float], ...] = ()
+    calibrated: str | None = None
+
+    def matmul_ratio(self, flops: float) -> float:
+        """Share of the peak that a matmul of so many FLOPs reaches: between the measured points on a
+        logarithmic axis, else `achievable_ratio`."""
+        points = self.matmul_points
+        if not points:
+            return self.achievable_ratio
+        if flops <= points[0][0]:
+            return points[0][1]
+        for (low, below), (high, above) in pairwise(points):
+            if flops <= high:
+                part = (math.log(flops) - math.log(low)) / (math.log(high) - math.log(low))
+                return below + part * (above - below)
+        return points[-1][1]
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Dense peaks, without the datasheets' 2:4 sparsity, in FLOP/s. fp32: outside the tensor cores."""
+    """A line of the catalogue. Dense peaks, without the datasheets' 2:4 sparsity, in FLOP/s; fp32: outside
+    the tensor cores. `bf16` is None for cards before Ampere, the price where no source was found."""
 
     memory_bytes: int
     bf16: float | None
     fp32: float
+    achievable_ratio: float
+    memory_bytes_per_second: float
+    link_bytes_per_second: float
+    network_bytes_per_second: float
+    price_usd_per_hour: float | None
+
+    @property
+    def speed(self) -> Speed:
+        peaks = {"fp32": self.fp32} | ({"bf16": self.bf16} if self.bf16 else {})
+        return Speed(
+            peaks,
+            self.achievable_ratio,
+            self.memory_bytes_per_second,
+            self.link_bytes_per_second,
+            self.network_bytes_per_second,
+        )
 
 
-# Each line: NVIDIA's datasheet of that board. Where it prints "with sparsity", half of it stands here.
-# V100 and T4 have no bf16. Memory: what the driver shows as total is up to 2 % less; see `usable_bytes`.
-GPUS: dict[str, Gpu] = {
-    "B200": Gpu(180 * GIB, 2_250e12, 75e12),  # DGX B200 datasheet: 1,440 GB; 36 PFLOPS bf16 sparse, by 8
-    "H200": Gpu(141 * 10**9, 989e12, 67e12),  # H200 datasheet, SXM: 1,979 TFLOPS bf16 sparse
-    "H100-80GB": Gpu(80 * GIB, 989e12, 67e12),  # H100 datasheet, SXM: 1,979 TFLOPS bf16 sparse
-    "A100-80GB": Gpu(80 * GIB, 312e12, 19.5e12),  # A100 datasheet: 312 TFLOPS bf16
-    "A100-40GB": Gpu(40 * GIB, 312e12, 19.5e12),  # A100 datasheet
-    "L40S": Gpu(45 * GIB, 362e12, 91.6e12),  # L40S datasheet: 362.05 TFLOPS bf16; 48 GB with ECC on
-    "L4": Gpu(22 * GIB, 121e12, 30.3e12),  # L4 datasheet: 242 TFLOPS bf16 sparse; 24 GB with ECC on
-    "RTX-4090": Gpu(24 * GIB, 165.2e12, 82.6e12),  # Ada whitepaper v1.1, appendix A: bf16, fp32 accumulate
-    "V100": Gpu(32 * GIB, None, 15.7e12),  # V100 datasheet, SXM2 32 GB
-    "T4": Gpu(15 * GIB, None, 8.1e12),  # T4 datasheet: 16 GB with ECC on
-}
+def _read_catalogue() -> tuple[dict[str, Gpu], Speed]:
+    """The GPUs by name, and one core of a CPU. Sources of the figures: in the file itself."""
+    found = json.loads(CATALOGUE.read_bytes())
+
+    def figures(entry: dict[str, list[Any]]) -> dict[str, Any]:
+        values = {name.removesuffix("_flops"): value for name, (value, _) in entry.items()}
+        whole = {"memory_bytes"}
+        return {k: v if v is None or k in whole else float(v) for k, v in values.items()}
+
+    core = Gpu(memory_bytes=0, **figures(found["cpu_core"])).speed
+    return {name: Gpu(**figures(entry)) for name, entry in found["gpus"].items()}, core
+
+
+GPUS, CPU_CORE = _read_catalogue()
 
 
 @dataclass(frozen=True)
 class Hardware:
     """`memory_bytes`: of one device; on CPU a worker's share of its node. `peak_flops`: dense, per device,
-    by precision; a precision that is missing has no known peak (on CPU the worker measures it)."""
+    by precision; a precision that is missing has no known peak (on CPU the worker measures it).
+    `price_usd_per_device_hour`: None where nobody said."""
 
     device: Literal["cpu", "cuda"]
     num_nodes: int
@@ -54,17 +109,12 @@ class Hardware:
     name: str
     peak_flops: dict[str, float]
     cpus_per_node: int
+    speed: Speed = CPU_CORE
+    price_usd_per_device_hour: float | None = None
 
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.devices_per_node
-
-    @property
-    def usable_bytes(self) -> int:
-        """What tensors may have: less CUDA context and kernels (0.5-2 GiB) and NCCL (1-2 GiB), on CPU less
-        the interpreter with torch (about 0.4 GiB); and 10 % for the allocator and the estimate's error."""
-        own = 3 * GIB if self.device == "cuda" else 0.5 * GIB
-        return max(0, int((self.memory_bytes - own) * 0.9))
 
     def __str__(self) -> str:
         nodes = f"{self.num_nodes} nodes x " if self.num_nodes > 1 else ""
@@ -72,20 +122,75 @@ class Hardware:
 
 
 def detect_hardware(resources: Resources | None) -> Hardware:
-    """The hardware that `resources` ask for: GPUs by their name in GPUS, CPUs by this machine's cores and
-    memory (or its cgroup's) where the resources do not say. Raises PlanError for an unknown GPU."""
+    """The hardware that `resources` ask for: GPUs by their name in the catalogue, changed or described by
+    `resources.device`; CPUs by this machine's cores and memory (or its cgroup's) where the resources do not
+    say. Raises PlanError for an unknown GPU that is not described."""
     nodes = resources.nodes if resources else 1
     cpus = max(1, int(resources.cpus)) if resources and resources.cpus else _num_cpus()
+    asked = resources.price_usd_per_gpu_hour if resources else None
     if resources and resources.gpus_per_node:
-        name = resources.gpu or ""
-        gpu = GPUS.get(name)
-        if gpu is None:
-            raise PlanError(f"unknown GPU {name!r}", hint=f"write resources.gpu as one of {', '.join(GPUS)}")
-        peaks = {"fp32": gpu.fp32} | ({"bf16": gpu.bf16} if gpu.bf16 else {})
-        return Hardware("cuda", nodes, resources.gpus_per_node, gpu.memory_bytes, name, peaks, cpus)
+        gpu = _gpu(resources)
+        price = gpu.price_usd_per_hour if asked is None else asked
+        speed = gpu.speed
+        return Hardware(
+            "cuda",
+            nodes,
+            resources.gpus_per_node,
+            gpu.memory_bytes,
+            resources.gpu or "GPU",
+            speed.peak_flops,
+            cpus,
+            speed,
+            price,
+        )
     workers = (resources.workers_per_node if resources else None) or 1
     memory = parse_bytes(resources.memory) if resources and resources.memory else _memory_bytes()
-    return Hardware("cpu", nodes, workers, memory // workers, "CPU worker", {}, cpus)
+    speed = cpu_speed(cpus / workers)
+    return Hardware("cpu", nodes, workers, memory // workers, "CPU worker", {}, cpus, speed, asked)
+
+
+def cpu_speed(num_cores: float) -> Speed:
+    """Of a worker with a share of its node's cores, as the catalogue assumes it."""
+    return replace(
+        CPU_CORE,
+        peak_flops={name: peak * num_cores for name, peak in CPU_CORE.peak_flops.items()},
+        memory_bytes_per_second=CPU_CORE.memory_bytes_per_second * num_cores,
+    )
+
+
+def _gpu(resources: Resources) -> Gpu:
+    name, own = resources.gpu or "", resources.device
+    known = GPUS.get(name)
+    if own is None:
+        if known is None:
+            raise PlanError(
+                f"unknown GPU {name!r}",
+                hint=f"write resources.gpu as one of {', '.join(GPUS)}, or describe it in resources.device",
+            )
+        return known
+    described: dict[str, float | None] = {
+        "memory_bytes": parse_bytes(own.memory) if own.memory else None,
+        "fp32": own.fp32_tflops and own.fp32_tflops * 1e12,
+        "bf16": own.bf16_tflops and own.bf16_tflops * 1e12,
+        "achievable_ratio": own.achievable_ratio,
+        "memory_bytes_per_second": own.memory_gb_per_second and own.memory_gb_per_second * 1e9,
+        "link_bytes_per_second": own.link_gb_per_second and own.link_gb_per_second * 1e9,
+        "network_bytes_per_second": own.network_gb_per_second and own.network_gb_per_second * 1e9,
+    }
+    given = {field: value for field, value in described.items() if value is not None}
+    if known is not None:
+        return replace(known, **cast(dict[str, Any], given))
+    needed = {"memory_bytes": "memory", "fp32": "fp32_tflops"}
+    missing = [key for field, key in needed.items() if field not in given]
+    if missing:
+        raise PlanError(
+            f"GPU {name!r} is not in the catalogue, and its description lacks {' and '.join(missing)}",
+            where="resources.device",
+            hint=f"add {', '.join(missing)}, or write resources.gpu as one of {', '.join(GPUS)}",
+        )
+    # What a description leaves open is that of the slowest kind: a card on PCIe, nodes on shared Ethernet.
+    slowest = replace(GPUS["T4"], bf16=None, price_usd_per_hour=None)
+    return replace(slowest, **cast(dict[str, Any], given))
 
 
 def _num_cpus() -> int:

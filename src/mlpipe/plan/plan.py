@@ -185,6 +185,8 @@ class Plan:
     promote: PromotePlan | None = None
     inputs: tuple[str, ...] = ()
     cluster: ClusterPlan | None = None  # None: the pipeline says nothing about a cluster
+    # on demand, or the user's own; None: nobody said, or (on CPU) nothing is rented by the device
+    price_usd_per_device_hour: float | None = None
 
     @property
     def kind(self) -> Literal["train", "evaluate", "command", "promote"]:

@@ -15,7 +15,7 @@ MIB, GIB = 2**20, 2**30
 MAX_SHM_BYTES = 32 * GIB
 
 # What GPU feature discovery puts into the label nvidia.com/gpu.product: the board's name in NVML, with '-'
-# for spaces. Of boards that come in several forms, the one whose peak stands in `plan/hardware.py`.
+# for spaces. Of boards that come in several forms, the one whose peak stands in `plan/catalogue.json`.
 GPU_PRODUCTS = {
     "B200": "NVIDIA-B200",
     "H200": "NVIDIA-H200",
@@ -24,7 +24,9 @@ GPU_PRODUCTS = {
     "A100-40GB": "NVIDIA-A100-SXM4-40GB",
     "L40S": "NVIDIA-L40S",
     "L4": "NVIDIA-L4",
+    "RTX-5090": "NVIDIA-GeForce-RTX-5090",
     "RTX-4090": "NVIDIA-GeForce-RTX-4090",
+    "RTX-3090": "NVIDIA-GeForce-RTX-3090",
     "V100": "Tesla-V100-SXM2-32GB",
     "T4": "Tesla-T4",
 }

@@ -24,6 +24,27 @@ Kind = Literal["command", "train", "evaluate", "promote"]
 KINDS: tuple[Kind, ...] = ("command", "train", "evaluate", "promote")
 
 
+class Device(Model):
+    """A GPU that the catalogue lacks, or other figures for one that it has. A new one needs `memory` and
+    `fp32_tflops`; what else is left out is taken for slow: PCIe within nodes, 10 Gb/s between."""
+
+    memory: f.Size | None = Field(None, description="What the driver shows as total, like `80 GiB`.")
+    fp32_tflops: f.Positive | None = Field(None, description="Dense peak outside the tensor cores.")
+    bf16_tflops: f.Positive | None = Field(
+        None, description="Dense peak, without sparsity. Default: it has no bf16."
+    )
+    achievable_ratio: f.PositiveRatio | None = Field(
+        None, description="Share of the peak that its best matmul reaches."
+    )
+    memory_gb_per_second: f.Positive | None = Field(None, description="Bandwidth of its memory.")
+    link_gb_per_second: f.Positive | None = Field(
+        None, description="To the other GPUs of the node, in one direction, such as 450 for NVLink 4."
+    )
+    network_gb_per_second: f.Positive | None = Field(
+        None, description="To other nodes, of one GPU, in one direction, such as 50 for 400 Gb/s."
+    )
+
+
 class Resources(Model):
     """What a stage gets, on each node and in all."""
 
@@ -44,7 +65,12 @@ class Resources(Model):
         description="Memory on each node. Default: what is there; in a pod 4 GiB for each worker "
         "(32 with a GPU), 2 GiB for other stages.",
     )
-    price_usd_per_gpu_hour: f.NotNegative | None = Field(None, description="For estimates of cost.")
+    device: Device | None = Field(
+        None, description="Figures of the GPU, where the catalogue's are not yours."
+    )
+    price_usd_per_gpu_hour: f.NotNegative | None = Field(
+        None, description="Of one GPU, or CPU worker, for estimates of cost. Default: of the catalogue."
+    )
 
 
 class PresetModel(Model):
@@ -93,7 +119,7 @@ class TokenData(Model):
         None, description="Sequences in a step, over all workers; instead of `batch_tokens`."
     )
     micro_batch: f.CountOrAuto = Field(
-        "auto", description="Sequences in one forward pass of one worker; `auto`: as many as fit."
+        "auto", description="Sequences in one forward pass of one worker; `auto`: the fastest that fits."
     )
 
 
@@ -107,7 +133,7 @@ class OwnData(Model):
     args: dict[f.Text, f.Json] = Field({}, description="Keyword arguments of the function.")
     batch_size: f.Count = Field(description="Samples in a step, over all workers.")
     micro_batch: f.CountOrAuto = Field(
-        "auto", description="Samples in one forward pass of one worker; `auto`: as many as fit."
+        "auto", description="Samples in one forward pass of one worker; `auto`: the fastest that fits."
     )
 
 
@@ -172,13 +198,14 @@ class Train(Model):
     optimizer: Optimizer = Field(
         default_factory=lambda: Optimizer.model_validate({}), description="Optimizer and schedule."
     )
-    strategy: Strategy = Field("auto", description="How to split the work; `auto` chooses by memory.")
+    strategy: Strategy = Field("auto", description="How to split the work; `auto`: the fastest that fits.")
     mesh: MeshSizes | None = Field(None, description="For `hsdp` only.")
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="Of the matmuls; weights, gradients and loss stay fp32."
     )
-    activation_checkpointing: Literal["none", "selective", "full"] = Field(
-        "none", description="What to recompute in the backward pass, to save memory."
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
+        "none",
+        description="What to recompute in the backward pass, to save memory; `auto`: as little as fits.",
     )
     compile: Literal["off", "block"] = Field("off", description="torch.compile, block by block.")
     deterministic: bool = Field(False, description="Repeats are bit-equal; may be slower.")

@@ -177,6 +177,9 @@ def _resources(stage: Node) -> Iterator[Problem]:
             )
         if workers is not None and workers.value != num_gpus:
             yield _problem(workers, "a worker drives exactly one GPU", "remove workers_per_node")
+    device = get(resources, "device")
+    if device is not None and num_gpus == 0:
+        yield _problem(device, "device describes a GPU, and there is none", "remove it, or set gpus_per_node")
 
 
 def _env(stage: Node) -> Iterator[Problem]:

@@ -235,6 +235,7 @@ class Walk:
             exit_code=None,
             outcome={},
         )
+        runs.append_event(self._store, plan.attempt_key, "submitted")
         handle = self._backend.start(plan, scratch)
         self._running[plan.stage] = _Running(handle, plan, scratch, time.monotonic())
 

@@ -27,6 +27,7 @@ from mlpipe.plan.plan import Plan
 from mlpipe.plan.process import fetch_inputs, main_of_stage
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
+from mlpipe.store.runs import append_event
 from mlpipe.train import outcome
 from mlpipe.train.logs import LogShipper
 from mlpipe.train.outcome import Outcome
@@ -100,6 +101,7 @@ class Launcher:
         signal.signal(signal.SIGINT, self._on_signal)
         self.store.delete([self.outcome_key])  # of this node's pod before a restart of the gang
         fetch_inputs(self.store, self.plan)
+        self._event("launched")
         torchrun_log = self.scratch / "torchrun.log"
         with torchrun_log.open("wb") as log:
             process = subprocess.Popen(
@@ -131,6 +133,7 @@ class Launcher:
             found = MlpipeError(ended.message, where=ended.where, hint=ended.hint)
             print(f"error: {found}", file=sys.stderr, flush=True)  # noqa: T201
         try:
+            self._event("ended", outcome=ended.outcome, message=ended.message)
             self._store_outcome(ended, restarts, exit_code)
             if ended.outcome == "failed":
                 self.keep_postmortem(torchrun_log)
@@ -142,10 +145,16 @@ class Launcher:
             _wait_until(lambda: self.num_signals > 0, _BLAMELESS_SECONDS)
         return exit_code
 
+    def _event(self, kind: str, **fields: str) -> None:
+        """Into events.jsonl, of the first node only: one writer at a time."""
+        if self.node.index == 0:
+            append_event(self.store, self.plan.attempt_key, kind, **fields)
+
     def _store_outcome(self, ended: Outcome, restarts: int, exit_code: int) -> None:
         body = {
             "outcome": ended.outcome,
             "kind": ended.kind,
+            "cause": ended.cause,
             "message": ended.message,
             "where": ended.where,
             "hint": ended.hint,

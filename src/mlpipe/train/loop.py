@@ -80,8 +80,10 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
         on_saved=lambda saved: report_save(session, saved, failed_saves),
         while_waiting=lambda: session.watchdog.beat("waiting for a save", progress[0]),
     )
+    restoring = time.perf_counter()
     if plan.resume or session.place.restart:
         position = resume(session, checkpointer, parallel, optimizer, agreement)
+    restored = time.perf_counter()
     flops = plan.num_flops_per_token
     if flops is None:
         from mlpipe.train.flops import count_flops_per_token
@@ -96,6 +98,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
         peak_name=plan.peak_name,
         start_step=position.step,
         resumed_from=position.resumed_from,
+        restore_seconds=restored - restoring,
     )
     return Loop(
         session, plan, parallel, optimizer, stream, checkpointer, position, flops, progress, failed_saves
@@ -181,8 +184,12 @@ class Loop:
         scale = plan.mesh.data_ranks / max(total_count, 1.0)
         grad_norm = squared_norm**0.5 * scale
         loss = total_loss / max(total_count, 1.0)
+        spent = {"data_seconds": data_done - began, "collective_seconds": agreed - computed}
         if not torch.isfinite(totals).all():
             self.checkpointer.finish()  # of an earlier step, sound, and perhaps the last good one
+            self.record_step(
+                number, agreed - began, computed - data_done, spent, loss=loss, grad_norm=grad_norm
+            )
             raise self.not_finite(number, local[0])
         clip = plan.optimizer.grad_clip
         if clip and grad_norm > clip:
@@ -196,26 +203,32 @@ class Loop:
         position.step = number
         position.samples += plan.global_batch
         self.checkpointer.poll()
-        seconds = ended - began
-        tokens = len(batches) * plan.micro_batch * plan.model.seq_len
-        session.recorder.write(
-            "step",
-            step=number,
-            loss=loss,
-            lr=lr,
-            grad_norm=grad_norm,
-            tokens=tokens,
-            seconds=seconds,
-            data_seconds=data_done - began,
-            compute_seconds=computed - data_done + ended - updating,
-            collective_seconds=agreed - computed,
-            checkpoint_seconds=stalled,
-            memory_bytes=peak_memory_bytes(session.device),
-            **self.rates(tokens, seconds),
-        )
+        busy = computed - data_done + ended - updating
+        more = {"lr": lr, "checkpoint_seconds": stalled}
+        self.record_step(number, ended - began, busy, spent, loss=loss, grad_norm=grad_norm, **more)
         if stop:
             session.recorder.write("signal", step=number, signal="SIGTERM")
         return bool(stop), bool(save)
+
+    def record_step(
+        self, step: int, seconds: float, busy: float, spent: dict[str, float], **values: float
+    ) -> None:
+        """`busy`: seconds in forward, backward and update, of which this rank's own work is what it did not
+        wait in collectives there."""
+        waited = self.parallel.waits.take()
+        spent["compute_seconds"] = busy - waited
+        spent["collective_seconds"] += waited
+        tokens = self.plan.global_batch // self.plan.mesh.data_ranks * self.plan.model.seq_len
+        self.session.recorder.write(
+            "step",
+            step=step,
+            tokens=tokens,
+            seconds=seconds,
+            memory_bytes=peak_memory_bytes(self.session.device),
+            **spent,
+            **values,
+            **self.rates(tokens, seconds),
+        )
 
     def is_save_due(self, step: int) -> bool:
         every = self.plan.checkpoint
@@ -281,7 +294,7 @@ class Loop:
             hint="the last good checkpoint is kept; lower optimizer.lr, raise warmup_steps or look at the "
             "data of this step, then `mlpipe resume`",
         )
-        error.fatal = True  # type: ignore[attr-defined]
+        error.fatal, error.cause = True, "not_finite"  # type: ignore[attr-defined]
         return error
 
 
@@ -333,6 +346,7 @@ def rehearse(parallel: Parallel, batch: Batch) -> None:
         with parallel.communicate(True):
             parallel.module(batch)[0].backward()
         parallel.module.zero_grad(set_to_none=True)
+    parallel.waits.take()
     for buffer, before in buffers:
         buffer.copy_(before)
 

@@ -174,7 +174,7 @@ def test_it_can_only_be_read(serve):
 
 
 def test_dead_scrapers_hold_up_nobody_and_are_hung_up_on(monkeypatch, serve):
-    monkeypatch.setattr("mlpipe.observe.metrics._SCRAPER_SECONDS", 0.5)
+    monkeypatch.setattr("mlpipe.observe.serve._SCRAPER_SECONDS", 0.5)
     metrics = serve()
     dead = [socket.create_connection(("127.0.0.1", metrics.port), timeout=30) for _ in range(5)]
     try:
