@@ -168,8 +168,12 @@ def main() -> int:
             }
             figures.append(row)
             print(json.dumps(row), flush=True)
-    body = measure.document(figures, list_without_runs=empty, at_once=AT_ONCE, load_before=load_before)
-    print(f"written to {measure.write('control_plane', body, arguments.results)}")
+            # after each: the largest takes long
+            body = measure.document(
+                figures, list_without_runs=empty, at_once=AT_ONCE, load_before=load_before
+            )
+            path = measure.write("control_plane", body, arguments.results)
+    print(f"written to {path}")
     return 0
 
 
