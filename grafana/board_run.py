@@ -156,15 +156,23 @@ def run_board() -> Dashboard:
             {"{{stage}}": rate("mlpipe_train_tokens_total", "stage")},
         ),
         curve(
-            "MFU over time",
+            "MFU and HFU",
             about(
-                "The quotient of sums over all ranks.",
-                "flat.",
+                "MFU: FLOPs that the model needs, over the peak that the plan names; HFU: with those that"
+                " activation checkpointing does again; of achievable: needed FLOPs over the best matrix"
+                " product measured on the device.",
+                "flat; HFU above MFU only where activations are recomputed.",
                 "A drop against the hour before raises an alert.",
                 "MlpipeMfuDropped",
             ),
             "percentunit",
-            {"{{stage}}": mfu("stage")},
+            {
+                "{{stage}} MFU": mfu("stage"),
+                "{{stage}} HFU": f"{rate('mlpipe_train_hardware_flops_total', 'stage')}"
+                f" / sum by (stage) (mlpipe_train_peak_flops{{{RUNS}}})",
+                "{{stage}} of achievable": f"{rate('mlpipe_train_model_flops_total', 'stage')}"
+                f" / sum by (stage) (mlpipe_train_achievable_flops{{{RUNS}}})",
+            },
             MFU_STEPS,
         ),
         curve(
@@ -398,6 +406,34 @@ def run_board() -> Dashboard:
             ),
             "watt",
             {"{{pod}} GPU {{gpu}}": dcgm("DCGM_FI_DEV_POWER_USAGE")},
+        ),
+        curve(
+            "GPU power by rank",
+            about(
+                "As NVIDIA's library tells the rank itself: no DCGM is needed, but nvidia-ml-py.",
+                "equal on all ranks and steady.",
+                "One below the others: it waits, or it is throttled.",
+            ),
+            "watt",
+            {"rank {{rank}}": f"max by (rank) (mlpipe_gpu_power_watts{{{RUNS}}})"},
+        ),
+        curve(
+            "GPU temperature by rank",
+            about("By the same way.", "below 80 degrees.", "Above 85 the GPU slows down."),
+            "celsius",
+            {"rank {{rank}}": f"max by (rank) (mlpipe_gpu_temperature_celsius{{{RUNS}}})"},
+            low_is_good(80, 85),
+        ),
+        curve(
+            "GPU throttled",
+            about(
+                "1 while a rank's clocks are held down for that reason; by the same way.",
+                "power_cap at most.",
+                "thermal, hw_*: tell whoever runs the machines.",
+                "MlpipeStraggler",
+            ),
+            "short",
+            {"rank {{rank}} {{reason}}": f"max by (rank, reason) (mlpipe_gpu_throttled{{{RUNS}}})"},
         ),
     ]
     return fill(

@@ -118,6 +118,9 @@ def made_up_dcgm() -> Iterator[int]:
     gpu = 'Hostname="n0",modelName="NVIDIA H100 80GB HBM3"'
     pods = ('gpu="0",namespace="ml",pod="r-0"', 'gpu="1",exported_namespace="ml",exported_pod="r-1"')
     rest = 'mlpipe_train_gpu_memory_bytes{run="%s",stage="train",rank="0",kind="peak"} 6.1e10\n' % RUN  # noqa: UP031
+    nvml = 'run="%s",stage="train",rank="0"' % RUN  # noqa: UP031
+    rest += f"mlpipe_gpu_power_watts{{{nvml}}} 640.5\nmlpipe_gpu_temperature_celsius{{{nvml}}} 61\n"
+    rest += f'mlpipe_gpu_throttled{{{nvml},reason="thermal"}} 0\n'
     body = rest + "".join(
         f"{name}{{{gpu},{pod}}} {value}\n" for name, value in fields.items() for pod in pods
     )

@@ -171,6 +171,7 @@ def test_a_killed_rank_is_restarted_in_place(stage, expected):
     assert starts[1]["start_step"] in (4, 8)  # 8 may still have been on its way to the store
 
     # every rank-second of it is in one bucket
+    stage.store.put(f"{stage.plan.attempt_key}/plan.json", stage.plan.to_json().encode())
     view = view_stage(stage.store, "run", "train", StageState("done", 1), [])
     assert view.ledger is not None
     seconds = view.ledger.seconds

@@ -6,7 +6,7 @@ import sys
 
 from mlpipe.observe import goodput
 from mlpipe.observe.exporter import FLEET_METRICS, RECENT_RUNS
-from mlpipe.observe.metrics import METRICS, Metric
+from mlpipe.observe.metrics import GPU_METRICS, METRICS, Metric
 
 _HEAD = """\
 # Metrics
@@ -21,7 +21,8 @@ field of which record the value is taken from.
 Rank 0 has at most {first} series and every other rank {other}, however long the run: a run of N ranks has
 {first} + {other} (N - 1). 200 runs of 1,000 ranks are {many} million series in one Prometheus, about half
 of them buckets of step times: drop those of ranks other than 0 (`metric_relabel_configs`) where that is too
-many; no board or rule of mlpipe needs them.
+many; no board or rule of mlpipe needs them. The series from NVML, about a dozen for each rank, are there
+where a rank has a GPU and nvidia-ml-py is installed; else they are absent, not 0.
 
 Ratios must not be averaged. MFU of a run, from its own counters:
 
@@ -67,7 +68,7 @@ def reference_page() -> str:
         if metric.labels[:1] == ("run",)
     )
     fleet = _FLEET.format(recent=RECENT_RUNS, single=single) + "".join(map(_fleet_row, FLEET_METRICS))
-    return head + "".join(map(_row, METRICS)) + fleet + _GOODPUT.format(words=_buckets())
+    return head + "".join(map(_row, METRICS + GPU_METRICS)) + fleet + _GOODPUT.format(words=_buckets())
 
 
 def _fleet_row(metric: Metric) -> str:

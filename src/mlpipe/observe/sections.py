@@ -134,6 +134,13 @@ def _mfu(stage: StageView) -> Html:
         "parameters": None if not start.get("num_params") else f"{start['num_params']:,}",
         "peak": f"{format_flops(peak)}/s a worker: {start.get('peak_name')}",
     }
+    hardware = start.get("num_hardware_flops_per_token")
+    if hardware and hardware != needed:
+        known["HFU"] = f"{100 * mfu * hardware / needed:.1f} %, with what activation checkpointing does again"
+    best = stage.lead.steps[-1].get("achievable_flops")
+    if best and best != peak:
+        share = f"{100 * mfu * peak / best:.1f} % of {format_flops(best)}/s"
+        known["of achievable"] = f"{share} a worker, the best matrix product measured on it"
     return details("How MFU was computed", facts(known), open_=True)
 
 

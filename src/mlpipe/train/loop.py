@@ -89,10 +89,16 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
         from mlpipe.train.flops import count_flops_per_token
 
         flops = count_flops_per_token(plan.model, collated=stream.step(0)[0])
+    again: float | None = 0.0
+    if plan.activation_checkpointing != "none":
+        from mlpipe.train.flops import recomputed_flops_per_token
+
+        again = recomputed_flops_per_token(plan)
     session.record_start(
         plan,
         num_params=num_params,
         num_flops_per_token=flops,
+        num_hardware_flops_per_token=None if flops is None or again is None else flops + again,
         flops_convention=CONVENTION,
         peak_flops=plan.peak_flops,
         peak_name=plan.peak_name,
@@ -131,6 +137,7 @@ class Loop:
         self.flops_per_token = flops_per_token
         self.progress = progress
         self.peak_flops = plan.peak_flops
+        self.achievable_flops: float | None = None
         self.last_save = time.monotonic()
         self.failed_saves = failed_saves
 
@@ -262,21 +269,24 @@ class Loop:
 
     def rates(self, tokens: int, seconds: float) -> dict[str, float | None]:
         """The peak of this rank; speed and MFU of all ranks together, rank 0 only."""
-        if self.peak_flops is None:
+        on_gpu = self.session.device.type == "cuda"
+        if self.achievable_flops is None and (on_gpu or self.peak_flops is None):
             # After the first step, so that it does not come later: all ranks measure at the same time, as
-            # they compute at the same time.
+            # they compute at the same time. On a GPU beside the datasheet's peak, on a CPU in its place.
             from mlpipe.train.flops import measure_peak
 
             dtype = torch.bfloat16 if self.plan.precision == "bf16" else torch.float32
             peak = torch.tensor([measure_peak(self.session.device, dtype)], dtype=torch.float64)
             dist.all_reduce(peak)
-            self.peak_flops = float(peak) / self.session.world_size
+            self.achievable_flops = float(peak) / self.session.world_size
+            self.peak_flops = self.peak_flops or self.achievable_flops
+        known = {"peak_flops": self.peak_flops, "achievable_flops": self.achievable_flops}
         if self.session.rank:
-            return {"peak_flops": self.peak_flops}
+            return known
         tokens_per_second = tokens * self.plan.mesh.data_ranks / seconds
         peak_flops = self.peak_flops * self.session.world_size
         mfu = self.flops_per_token * tokens_per_second / peak_flops if self.flops_per_token else None
-        return {"tokens_per_second": tokens_per_second, "mfu_ratio": mfu, "peak_flops": self.peak_flops}
+        return {"tokens_per_second": tokens_per_second, "mfu_ratio": mfu, **known}
 
     def not_finite(self, step: int, local_loss: float) -> TrainError:
         """Names the ranks whose own loss is not finite; of a gradient all ranks have a part by now. A restart

@@ -64,6 +64,7 @@ class Session:
                 port=port + place.local_rank if port else 0,
                 address=os.environ.get("MLPIPE_METRICS_ADDRESS") or "127.0.0.1",
                 info=self._info(),
+                gpu_uuid=gpu_uuid(self.device),
             )
         self.metrics_port = metrics.port if metrics else None
         self.recorder = Recorder(
@@ -138,6 +139,11 @@ class Session:
             self.recorder.close()
         except StoreError as error:
             _log.warning("the last records are lost: %s", error)
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """By which NVML knows the device, whatever CUDA_VISIBLE_DEVICES says."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def seed_step(seed: int, step: int, data_rank: int) -> None:
