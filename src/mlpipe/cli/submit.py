@@ -16,6 +16,7 @@ from mlpipe._core.errors import EXIT_CODES, SubmitError
 from mlpipe.cli.session import Session, interrupt, overrides, shared
 
 if TYPE_CHECKING:
+    from mlpipe.plan.phases import Phase
     from mlpipe.spec.model import Pipeline
     from mlpipe.store.base import Store
     from mlpipe.store.runs import RunState
@@ -41,6 +42,11 @@ if TYPE_CHECKING:
 )
 @overrides
 @click.option("--stage", metavar="NAME", help="Only this stage; what it needs must be done.")
+@click.option(
+    "--phase",
+    type=click.Choice(["train", "evaluate", "promote"]),
+    help="Only the stages of this phase, in turn; with --run-id and --wait.",
+)
 @click.option("--run-id", metavar="ID", help="Name of the run; one that exists is adopted.")
 @click.option("--wait", is_flag=True, help="Follow the run and exit as it does. Ctrl-C only detaches.")
 @click.option(
@@ -61,6 +67,7 @@ def command(
     parameters: tuple[str, ...],
     overrides: tuple[str, ...],
     stage: str | None,
+    phase: Phase | None,
     run_id: str | None,
     wait: bool,
     dry_run: str | None,
@@ -72,7 +79,6 @@ def command(
     3 any other.
     """
     from mlpipe.spec.load import load_pipeline
-    from mlpipe.submit.detach import detach
 
     if (to == "jenkins") != (job is not None) or (parameters and to != "jenkins"):
         raise click.UsageError("--to jenkins needs --job FOLDER/JOB; --job and --parameter are for it alone")
@@ -80,11 +86,43 @@ def command(
     if job is not None:
         from mlpipe.cli import jenkins
 
-        if stage is not None or context is not None or dry_run == "server":
-            raise click.UsageError("--stage, --context and --dry-run=server are not for --to jenkins")
+        if stage is not None or phase is not None or context is not None or dry_run == "server":
+            raise click.UsageError(
+                "--stage, --phase, --context and --dry-run=server are not for --to jenkins"
+            )
         return jenkins.submit(
             session, pipeline, job, _pairs(parameters), run_id, wait=wait, dry_run=dry_run is not None
         )
+    if phase is None:
+        return _start(session, to, spec, pipeline, context, overrides, stage, run_id, wait, dry_run)
+    if run_id is None or not wait or stage is not None or dry_run is not None or session.json:
+        raise click.UsageError(
+            "--phase needs --run-id and --wait, and goes with none of --stage, --dry-run, --output json"
+        )
+    from mlpipe.plan.phases import stages_of
+
+    names = stages_of(pipeline, phase)
+    session.note(f"{phase}: {', '.join(names) or 'the pipeline has no such stage'}")
+    for name in names:
+        if code := _start(session, to, spec, pipeline, context, overrides, name, run_id, wait, dry_run):
+            return code
+    return 0
+
+
+def _start(
+    session: Session,
+    to: str,
+    spec: str,
+    pipeline: Pipeline,
+    context: str | None,
+    overrides: tuple[str, ...],
+    stage: str | None,
+    run_id: str | None,
+    wait: bool,
+    dry_run: str | None,
+) -> int:
+    from mlpipe.submit.detach import detach
+
     if to == "kubernetes":
         from mlpipe.cli import cluster
 
