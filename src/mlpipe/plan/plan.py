@@ -118,6 +118,9 @@ class TrainPlan:
     peak_flops: float | None  # per device at `precision`; None: measured by the worker
     peak_name: str  # what `peak_flops` is, in words
     resume: bool  # resume from the stage's latest committed checkpoint if there is one
+    # With accumulation, under zero2, fsdp and hsdp: `last` keeps whole gradients (4 bytes a parameter) until
+    # the last microbatch and reduces once; `every` reduces after each and keeps its own shard.
+    reduce_gradients: Literal["last", "every"] = "last"
 
 
 @dataclass(frozen=True)
