@@ -96,6 +96,17 @@ class CheckpointPlan:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What the planner expects of a step: bytes on the fullest rank at the peak, the process with all it
+    holds; seconds. The ratios are corrections of a calibration by earlier runs, contained in both."""
+
+    memory_bytes: int
+    step_seconds: float
+    memory_ratio: float
+    time_ratio: float
+
+
+@dataclass(frozen=True)
 class TrainPlan:
     model: ModelPlan
     data: DataPlan
@@ -118,6 +129,7 @@ class TrainPlan:
     peak_flops: float | None  # per device at `precision`; None: measured by the worker
     peak_name: str  # what `peak_flops` is, in words
     resume: bool  # resume from the stage's latest committed checkpoint if there is one
+    predicted: Prediction | None = None  # None: a user's own model
 
 
 @dataclass(frozen=True)
