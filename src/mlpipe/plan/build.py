@@ -30,6 +30,7 @@ from mlpipe.plan.plan import (
     ModelPlan,
     OptimizerPlan,
     Plan,
+    Prediction,
     PromotePlan,
     TrainPlan,
 )
@@ -267,6 +268,7 @@ def _evaluate(pipeline: Pipeline, stage: Stage, hardware: Hardware, known: Mappi
     chosen, reason = pick(spec, _config(spec, known), hardware, simplest=True)
     batch = (chosen.micro_batch or 1) * hardware.world_size
     train = _train_plan(spec, hardware, known, chosen, reason, batch, resume=True)
+    train = dataclasses.replace(train, predicted=None)  # of training's steps
     return EvaluatePlan(
         train_stage=train_stage,
         train=train,
@@ -320,7 +322,16 @@ def _train_plan(
         peak_flops=peak,
         peak_name=f"{hardware.name} datasheet, dense {spec.precision}" if peak else "measured matmul peak",
         resume=resume,
+        predicted=_predicted(chosen, hardware),
     )
+
+
+def _predicted(chosen: Candidate, hardware: Hardware) -> Prediction | None:
+    if chosen.memory is None or chosen.seconds is None:
+        return None
+    ratios = hardware.speed.memory_ratio, hardware.speed.time_ratio
+    # five digits: the rest is noise of the last bit, which would make plans differ from machine to machine
+    return Prediction(chosen.memory.total, float(f"{chosen.step_seconds:.5g}"), *ratios)
 
 
 def _model(spec: Train, config: LlamaConfig | None, known: Mapping[str, str]) -> ModelPlan:

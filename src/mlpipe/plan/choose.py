@@ -116,7 +116,8 @@ class Pricer:
             self.known[key] = (self.work(*key), passes(self.job(*key), self.hardware))
         work, found = self.known[key]
         hardware, run = self.hardware, self.run
-        memory = ORDER[strategy].memory(self.counts, work, mesh).on(hardware.device, mesh.world_size)
+        memory = ORDER[strategy].memory(self.counts, work, mesh)
+        memory = memory.on(hardware.device, mesh.world_size).scaled(hardware.speed.memory_ratio)
         fits = memory.total <= hardware.memory_bytes
         seconds = self._seconds(strategy, mesh, found, memory)
         rate = run.global_batch * run.seq_len / seconds.total
@@ -153,7 +154,8 @@ class Pricer:
             interval = whole_steps(run.save_seconds or 900.0, compute + exposed)
         # reading tokens is a copy out of a mapped file; the rest of a step's bookkeeping is a few kernels
         data = run.global_batch / mesh.data_ranks * run.seq_len * 16 / hardware.speed.memory_bytes_per_second
-        return StepSeconds(compute, exposed, data, stall / interval)
+        ratio = hardware.speed.time_ratio
+        return StepSeconds(ratio * compute, ratio * exposed, data, stall / interval)
 
 
 def _copies(strategy: Strategy, mesh: Mesh) -> int:

@@ -4,54 +4,20 @@ on its arguments alone; `detect_hardware` is the only code here that looks at th
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import parse_bytes
+from mlpipe.plan.speed import Speed
 
 if TYPE_CHECKING:
     from mlpipe.spec.model import Resources
 
 GIB = 2**30
 CATALOGUE = Path(__file__).with_name("catalogue.json")
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What the time model knows of a device. Bandwidths in one direction: `link` to the others of its node,
-    `network` to those of other nodes, which one device alone can use. `achievable_ratio`: of the peak, by
-    the best matmul. A calibration adds: `kernel_seconds` and `collective_seconds`, what an operator and a
-    collective cost beside their bytes, `matmul_points`, (FLOPs, share of the peak), and says so in
-    `calibrated`."""
-
-    peak_flops: dict[str, float]
-    achievable_ratio: float
-    memory_bytes_per_second: float
-    link_bytes_per_second: float
-    network_bytes_per_second: float
-    kernel_seconds: float = 0.0
-    collective_seconds: float = 0.0
-    matmul_points: tuple[tuple[float, float], ...] = ()
-    calibrated: str | None = None
-
-    def matmul_ratio(self, flops: float) -> float:
-        """Share of the peak that a matmul of so many FLOPs reaches: between the measured points on a
-        logarithmic axis, else `achievable_ratio`."""
-        points = self.matmul_points
-        if not points:
-            return self.achievable_ratio
-        if flops <= points[0][0]:
-            return points[0][1]
-        for (low, below), (high, above) in pairwise(points):
-            if flops <= high:
-                part = (math.log(flops) - math.log(low)) / (math.log(high) - math.log(low))
-                return below + part * (above - below)
-        return points[-1][1]
 
 
 @dataclass(frozen=True)
@@ -128,17 +94,31 @@ def detect_hardware(resources: Resources | None) -> Hardware:
     nodes = resources.nodes if resources else 1
     cpus = max(1, int(resources.cpus)) if resources and resources.cpus else _num_cpus()
     asked = resources.price_usd_per_gpu_hour if resources else None
+    measured = None
+    if resources and resources.hardware:
+        from mlpipe.plan.calibration import load
+
+        measured = load(resources.hardware)
+        wanted = "cuda" if resources.gpus_per_node else "cpu"
+        if measured.device != wanted:
+            raise PlanError(
+                f"measured on {measured.device}, and the stage runs on {wanted}",
+                where=resources.hardware,
+                hint="run mlpipe calibrate where the training will run",
+            )
     if resources and resources.gpus_per_node:
         gpu = _gpu(resources)
         price = gpu.price_usd_per_hour if asked is None else asked
         speed = gpu.speed
+        if measured is not None:
+            speed = measured.speed(resources.gpus_per_node, speed)
         return Hardware(
             "cuda",
             nodes,
             resources.gpus_per_node,
             gpu.memory_bytes,
             resources.gpu or "GPU",
-            speed.peak_flops,
+            gpu.speed.peak_flops,
             cpus,
             speed,
             price,
@@ -146,6 +126,8 @@ def detect_hardware(resources: Resources | None) -> Hardware:
     workers = (resources.workers_per_node if resources else None) or 1
     memory = parse_bytes(resources.memory) if resources and resources.memory else _memory_bytes()
     speed = cpu_speed(cpus / workers)
+    if measured is not None:
+        speed = measured.speed(workers, speed)
     return Hardware("cpu", nodes, workers, memory // workers, "CPU worker", {}, cpus, speed, asked)
 
 

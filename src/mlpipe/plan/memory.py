@@ -68,6 +68,10 @@ class MemoryEstimate:
             context, slack = 2 * GIB // 5, 0.05
         return replace(self, context=context, slack=int(slack * self.tensors))
 
+    def scaled(self, ratio: float) -> MemoryEstimate:
+        """By what finished runs needed; the difference counts as slack, which may so become negative."""
+        return replace(self, slack=self.slack + int((ratio - 1) * self.total)) if ratio != 1 else self
+
 
 @dataclass(frozen=True)
 class Work:

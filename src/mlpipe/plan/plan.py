@@ -96,6 +96,17 @@ class CheckpointPlan:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What the planner expects of a step: bytes on the fullest rank at the peak, the process with all it
+    holds; seconds. The ratios are corrections of a calibration by earlier runs, contained in both."""
+
+    memory_bytes: int
+    step_seconds: float
+    memory_ratio: float
+    time_ratio: float
+
+
+@dataclass(frozen=True)
 class TrainPlan:
     model: ModelPlan
     data: DataPlan
@@ -121,6 +132,7 @@ class TrainPlan:
     # With accumulation, under zero2, fsdp and hsdp: `last` keeps whole gradients (4 bytes a parameter) until
     # the last microbatch and reduces once; `every` reduces after each and keeps its own shard.
     reduce_gradients: Literal["last", "every"] = "last"
+    predicted: Prediction | None = None  # None: a user's own model
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.memory import COMPUTE_BYTES
 from mlpipe.plan.presets import LlamaConfig
+from mlpipe.plan.speed import ADAM_TRAFFIC, traffic_block
 
 # Share of the matmuls' rate that fused attention reaches. Dao, FlashAttention-2 (2023): up to 73 % of an
 # A100's peak, of which matmuls reach 87 %; Shah et al., FlashAttention-3 (2024): its predecessor, which
@@ -34,7 +35,6 @@ _FUSED = 1 / 3
 # What the trainer waits for a save, per GiB of a rank: benchmarks/results/checkpoint.json on CPU; on a GPU
 # copying to pinned memory over PCIe 4 at 20 GB/s.
 _STALL_CPU, _STALL_GPU = 0.1 / 2**30, 1 / 20e9
-_ADAM_TRAFFIC = 40  # bytes a parameter: norm 4, scale 8, the update reads 16 and writes 12
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def passes(job: Job, hardware: Hardware) -> Passes:
     shapes = [(dim, dim), (dim, kv_dim), (dim, kv_dim), (dim, dim), (dim, ffn), (dim, ffn), (ffn, dim)]
     matmuls = [kernel.matmul(tokens, inner, outer) for inner, outer in shapes]
     attention = kernel.attention()
-    between = kernel.stream(tokens * _traffic_block(dim, kv_dim, ffn))
+    between = kernel.stream(tokens * traffic_block(dim, kv_dim, ffn))
     forward = kernel.at_least(sum(matmuls) + attention + between, _KERNELS_FORWARD)
     backward = kernel.at_least(2 * sum(matmuls) + 2.5 * attention + 2 * between, 2 * _KERNELS_FORWARD)
     if job.checkpointing == "full":
@@ -142,7 +142,7 @@ def passes(job: Job, hardware: Hardware) -> Passes:
         backward += k + o + up + between
     head = kernel.matmul(tokens, dim, config.vocab_size)
     # the loss in chunks: reads logits, writes, reads and turns fp32 probabilities, writes the gradient
-    loss = kernel.stream(tokens * config.vocab_size * (2 * COMPUTE_BYTES[job.precision] + 12), fuse=False)
+    loss = kernel.loss(tokens * config.vocab_size * (2 * COMPUTE_BYTES[job.precision] + 12))
     embedding = kernel.stream(tokens * dim * 8 + 4 * config.num_embedding_params(), fuse=False)
     casts = 0.0
     if job.precision == "bf16":  # fp32 weights to bf16, once a forward
@@ -161,16 +161,11 @@ def passes(job: Job, hardware: Hardware) -> Passes:
     )
 
 
-def _traffic_block(dim: int, kv_dim: int, ffn: int) -> int:
-    """Bytes a token of what stands between the matmuls of a block in eager mode, read off
-    `train/models/llama.py` under bf16 (fp32 moves about as many): two norms of 14 a channel, the rotation of
-    q and k 38, two residual sums 10, silu 4 and product 6."""
-    return 28 * dim + 38 * (dim + kv_dim) + 20 * dim + 10 * ffn
-
-
 def update_seconds(num_params: float, hardware: Hardware) -> float:
     """Norm, clipping and AdamW over the parameters that a rank updates."""
-    return copy_seconds(num_params * _ADAM_TRAFFIC, hardware)
+    if hardware.speed.update_bytes_per_second is not None:
+        return num_params * ADAM_TRAFFIC / hardware.speed.update_bytes_per_second
+    return copy_seconds(num_params * ADAM_TRAFFIC, hardware)
 
 
 def copy_seconds(num_bytes: float, hardware: Hardware) -> float:
@@ -188,17 +183,22 @@ class _Kernels:
         self.job, self.hardware, self.speed = job, hardware, hardware.speed
         self.peak = self.speed.peak_flops[job.precision]
         self.width = COMPUTE_BYTES[job.precision]
+        self.measured = self.speed.kernels.get(job.precision)
 
     def matmul(self, rows: int, inner: int, outer: int) -> float:
         flops = 2.0 * rows * inner * outer
         num_bytes = self.width * (rows * inner + inner * outer + rows * outer)
-        rate = self.peak * self.speed.matmul_ratio(flops)
+        rate = self.peak * self.speed.matmul_ratio(self.job.precision, flops)
+        if self.measured is not None:  # its points have felt the memory already
+            return flops / rate
         return max(flops / rate, num_bytes / (self.speed.memory_bytes_per_second * _STREAM_RATIO))
 
     def attention(self) -> float:
         """Forward. Causal kernels skip the upper half."""
         config, job = self.job.config, self.job
         flops = 2.0 * job.micro_batch * config.num_heads * config.head_dim * job.seq_len**2
+        if self.measured is not None:
+            return flops / self.measured.attention_flops
         ratio = _ATTENTION_RATIO_HOPPER if self.peak >= _HOPPER_FLOPS else _ATTENTION_RATIO
         if self.hardware.device == "cpu":
             ratio = 1.0
@@ -207,7 +207,14 @@ class _Kernels:
     def stream(self, num_bytes: float, *, fuse: bool = True) -> float:
         if fuse and self.job.compiled:
             num_bytes *= _FUSED
+        if fuse and self.measured is not None:
+            return num_bytes / self.measured.stream_bytes_per_second
         return num_bytes / (self.speed.memory_bytes_per_second * _STREAM_RATIO)
+
+    def loss(self, num_bytes: float) -> float:
+        if self.measured is not None:
+            return num_bytes / self.measured.loss_bytes_per_second
+        return self.stream(num_bytes, fuse=False)
 
     def at_least(self, seconds: float, num_kernels: int) -> float:
         if self.hardware.device == "cpu":

@@ -65,6 +65,9 @@ class Resources(Model):
         description="Memory on each node. Default: what is there; in a pod 4 GiB for each worker "
         "(32 with a GPU), 2 GiB for other stages.",
     )
+    hardware: f.Text | None = Field(
+        None, description="File of `mlpipe calibrate`: measured speeds instead of the catalogue's."
+    )
     device: Device | None = Field(
         None, description="Figures of the GPU, where the catalogue's are not yours."
     )
