@@ -99,7 +99,7 @@ class Scale:
         self.place, self.running, self.folder = Place(running, folder), running, folder
         running.kubectl("-n", self.place.namespace, "delete", "quota", "--all")
         self.spec = folder / "scale.yaml"
-        stage = {"name": "work", "command": ["true"], "resources": {"cpus": 0.1, "memory": "16 MiB"}}
+        stage = {"name": "work", "command": ["true"], "resources": {"cpus": 0.1, "memory": "128 MiB"}}
         cluster = {
             "store": {"endpoint": running.minio.endpoint},
             "node_selector": {"type": "kwok"},

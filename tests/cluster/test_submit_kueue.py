@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from kit.cluster_objects import named
 
+from mlpipe.observe.records import read_records
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 QUOTA = {"cpu": "600m", "memory": "6Gi"}  # of one gang
 
@@ -91,5 +93,6 @@ def test_one_run_waits_for_another_and_one_of_higher_priority_preempts_it(
     undisturbed.check(place, "queued")
     assert place.run_state("queued").stages["train"].attempt == 1
     with place.cluster.inside():
-        keys = [info.key for info in place.store().list("runs/queued/stages/train/checkpoints")]
-    print(keys)
+        records = read_records(place.store(), "runs/queued/stages/train/attempt-1", 0)
+    first, second = (record["start_step"] for record in records if record["kind"] == "start")
+    assert (first, second >= 5) == (0, True)  # the checkpoint before the preemption was that of step 4

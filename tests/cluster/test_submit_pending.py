@@ -97,7 +97,7 @@ def test_status_says_why_each_stage_waits(place, hold):
         except Exception as error:
             raise AssertionError(json.dumps(found, indent=1)) from error
         place.mlpipe("cancel", "waits")
-        assert place.objects("pods", "waits") == []
+        assert place.objects("pods", "waits", **{"app.kubernetes.io/component": "worker"}) == []
     finally:
         cluster.kubectl("taint", "nodes", "--all", f"{TAINT}-")
         cluster.kubectl("delete", "quota", "things", "-n", place.namespace)
