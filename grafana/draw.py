@@ -21,7 +21,10 @@ from typing import Any
 
 BOARDS = Path(__file__).parent / "dashboards"
 COLUMN, ROW, GAP = 58, 34, 8  # pixels of a cell of the grid
-COLOURS = ("#3274d9", "#e0752d", "#299c46", "#8f3bb8", "#c4162a", "#37872d", "#b877d9", "#6e7077")
+COLOURS = (
+    "#3274d9", "#e0752d", "#299c46", "#8f3bb8", "#c4162a", "#806000",
+    "#e377c2", "#6e7077", "#17a2b8", "#1f3d7a", "#9acd32", "#5c2e00",
+)  # fmt: skip
 NAMED = {"green": "#299c46", "yellow": "#d9a300", "red": "#c4162a", "text": "#22252b", "blue": "#3274d9"}
 STYLE = """
 body { margin: 0; background: #f4f5f5; font: 12px "DejaVu Sans", sans-serif; color: #22252b; }
@@ -131,11 +134,11 @@ def lines(panel: dict[str, Any], source: Source, width: int, height: int) -> str
     height -= 62
     stacked = "stacking" in panel["fieldConfig"]["defaults"].get("custom", {})
     values = [value for _, points in found for _, value in points]
-    low, high = (
-        (0.0, 1.0)
-        if stacked
-        else (min(*values, 0.0) if min(values) < max(values) / 2 else min(values), max(values))
-    )
+    low, high = min(values), max(values)
+    if low < 0.7 * high:
+        low = min(low, 0.0)
+    if stacked:
+        low, high = 0.0, 1.0
     high = high if high > low else low + (abs(low) or 1.0)
     left, right = 62, width - 26
 
