@@ -24,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
-.PHONY: help install run test test-unit test-torch test-services test-oldest test-install check checkov format docs \
+.PHONY: help install run test test-unit test-torch test-services test-jenkins test-oldest test-install check checkov format docs \
   test-cluster bench servers cluster cluster-build lock clean
 .DEFAULT_GOAL := help
 
@@ -50,6 +50,10 @@ test-services: $(VENV)/.dev servers  ## real MinIO and versitygw
 
 test-cluster: $(VENV)/.dev cluster-build  ## a real Kubernetes with real pods: needs root
 	$(BIN)/python -m pytest -n 1 $(TESTS) -m cluster
+
+test-jenkins: $(VENV)/.dev  ## the client of Jenkins against your own: JENKINS_URL=..., and JENKINS_USER_ID, JENKINS_API_TOKEN
+	@test -n "$(JENKINS_URL)" || { echo "say which: make test-jenkins JENKINS_URL=https://jenkins.example.com"; exit 2; }
+	MLPIPE_TEST_JENKINS="$(JENKINS_URL)" $(BIN)/python -m pytest -p no:xdist tests/services/test_jenkins_server.py
 
 test-oldest: $(OLDEST)/.dev  ## the torch ring on the oldest torch that is supported
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile $(TESTS) -m torch

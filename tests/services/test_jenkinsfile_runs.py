@@ -154,43 +154,6 @@ def test_many_stages_in_a_loop(tmp_path: Path) -> None:
     }
 
 
-WRONG = {
-    "a section": ("    agent {", "    agnet {", "pipeline has agnet"),
-    "no agent": ("    agent { label 'mlpipe' }\n", "", "pipeline has no agent"),
-    "an agent": ("label 'mlpipe'", "lable 'mlpipe'", "agent has lable"),
-    "no such option": ("durabilityHint(", "durability(", "options has durability"),
-    "a parameter": ("booleanParam(", "boolParam(", "parameters has boolParam"),
-    "a step": ("sh 'rm", "shell 'rm", "steps has shell"),
-    "code in steps": ("sh 'rm -rf .mlpipe'", "if (true) { sh 'x' }", "steps has"),
-    "a post condition": ("        aborted {", "        abort {", "post has abort"),
-    "a condition": ("not { expression", "not { expresion", "when has [expresion]"),
-    "twice": ("    options {", "    agent { label 'x' }\n    options {", "a second agent"),
-    "two of a name": ("stage('Plan')", "stage('Validate')", "two stages are named 'Validate'"),
-    "a name that is computed": ("stage('Plan')", 'stage("P${1}")', "a stage's name is"),
-    "nothing to do": ("                sh 'x'\n", "", "steps has nothing"),
-    "outside": ("pipeline {", "def x = 1\npipeline {", "the file has"),
-}
-
-
-def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
-    """The interpreter knows what it claims to: else a test that passes in it would say little."""
-    Controller(tmp_path, {"a": writes("a")}, {})
-    good = (tmp_path / "Jenkinsfile").read_text()
-    files = [tmp_path / "Jenkinsfile"]
-    for number, (old, new, _) in enumerate(WRONG.values()):
-        text = good.replace(
-            """                sh '. ./.mlpipe/arguments; submit_stage a "$@"'\n""",
-            "                sh 'x'\n",
-        )
-        assert old in text
-        files.append(tmp_path / f"wrong-{number}.groovy")
-        files[-1].write_text(text.replace(old, new, 1))
-    found = checked(files)
-    assert found[0] is None
-    for said, (_, _, words) in zip(found[1:], WRONG.values(), strict=True):
-        assert words in str(said)
-
-
 def test_the_most_stages_before_the_loop_compile(tmp_path: Path) -> None:
     """With the engine's own transformation, which makes methods longer: side by side, and in a row."""
     names = [f"{'s' * 60}-{n}" for n in range(MAX_STAGES)]

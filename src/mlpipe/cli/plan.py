@@ -7,27 +7,45 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlpipe._core.units import format_bytes
 from mlpipe.cli.session import Session, overrides, shared
 
 if TYPE_CHECKING:
     from mlpipe.plan.choose import Candidate
+    from mlpipe.plan.hardware import Hardware
     from mlpipe.plan.plan import Plan, TrainPlan
+    from mlpipe.spec.model import Pipeline
 
 
 @click.command()
 @click.argument("spec", type=click.Path())
 @click.option("--stage", metavar="NAME", help="Only this stage.")
+@click.option("--explain", is_flag=True, help="Walk through the decision, with advice.")
+@click.option("--nodes", metavar="A..B", help="How time and cost scale from A to B nodes.")
+@click.option("--budget-usd", type=float, metavar="USD", help="The fastest that costs no more.")
+@click.option("--deadline", metavar="TIME", help="The cheapest that is done in, like, '36 h'.")
+@click.option("--hardware", metavar="FILE", help="What `mlpipe calibrate` measured.")
 @overrides
 @shared
 @click.pass_obj
-def command(session: Session, spec: str, stage: str | None, overrides: tuple[str, ...]) -> None:
-    """Show what will run and why: strategies compared, memory by cause, mesh and batch."""
+def command(
+    session: Session,
+    spec: str,
+    stage: str | None,
+    explain: bool,
+    nodes: str | None,
+    budget_usd: float | None,
+    deadline: str | None,
+    hardware: str | None,
+    overrides: tuple[str, ...],
+) -> None:
+    """Show what will run and why: strategies compared, memory and time by cause, cost."""
     from mlpipe._core.errors import PlanError
     from mlpipe.plan.build import compare, stage_hardware
     from mlpipe.spec.load import load_pipeline
     from mlpipe.submit.planning import plan_ahead
 
+    if hardware is not None:
+        overrides = (*overrides, *_name_hardware(spec, stage, hardware))
     pipeline = load_pipeline(spec, overrides=overrides)
     url = session.full_store_url(pipeline.store)
     names = [found.name for found in pipeline.stages]
@@ -35,25 +53,87 @@ def command(session: Session, spec: str, stage: str | None, overrides: tuple[str
         raise PlanError(f"the pipeline has no stage {stage!r}", where=spec, hint=f"it has {', '.join(names)}")
     documents, texts = [], []
     for name in names if stage is None else [stage]:
-        hardware = stage_hardware(pipeline, name)
+        where = stage_hardware(pipeline, name)
         plan = plan_ahead(pipeline, name, url, f"{pipeline.name[:40]}-RUN")
-        candidates = compare(pipeline, name, hardware) if plan.train is not None else []
-        documents.append(
-            {
-                "stage": name,
-                "kind": plan.kind,
-                "hardware": asdict(hardware),
-                "strategies": [asdict(found) for found in candidates],
-                "plan": asdict(plan),
-            }
-        )
-        texts.append("\n".join([f"{click.style(name, bold=True)} ({plan.kind})", *_lines(plan, candidates)]))
+        candidates = compare(pipeline, name, where) if plan.train is not None else []
+        document: dict[str, Any] = {
+            "stage": name,
+            "kind": plan.kind,
+            "hardware": asdict(where),
+            "strategies": [asdict(found) for found in candidates],
+            "plan": asdict(plan),
+        }
+        lines = _lines(plan, candidates, where)
+        if plan.train is not None and (explain or nodes or budget_usd is not None or deadline):
+            lines += _more(pipeline, plan, where, candidates, document, explain, nodes, budget_usd, deadline)
+        documents.append(document)
+        texts.append("\n".join([f"{click.style(name, bold=True)} ({plan.kind})", *lines]))
     session.result({"pipeline": pipeline.name, "stages": documents}, "\n\n".join(texts))
 
 
-def _lines(plan: Plan, candidates: list[Candidate]) -> list[str]:
+def _more(
+    pipeline: Pipeline,
+    plan: Plan,
+    hardware: Hardware,
+    candidates: list[Candidate],
+    document: dict[str, Any],
+    explain: bool,
+    nodes: str | None,
+    budget_usd: float | None,
+    deadline: str | None,
+) -> list[str]:
+    """Lines for the options, and their keys in `document`."""
+    from mlpipe._core.units import parse_seconds
+    from mlpipe.cli.plan_table import chosen_of, scaling
+    from mlpipe.plan.build import scale_stage
+    from mlpipe.plan.scaling import within
+
+    lines: list[str] = []
+    chosen = chosen_of(candidates, plan.train) if plan.train is not None else None
+    if explain and chosen is not None:
+        from mlpipe.plan.explain import explanation
+
+        told = explanation(plan, chosen, candidates, hardware)
+        document["explanation"] = told
+        lines += ["", *(f"  {line}" for line in told)]
+    if nodes or budget_usd is not None or deadline:
+        rows = scale_stage(pipeline, plan.stage, hardware, nodes or "1..64")
+        document["nodes"] = [asdict(row) for row in rows]
+        lines += ["", *scaling(rows)]
+        if budget_usd is not None or deadline:
+            try:
+                limit = parse_seconds(deadline) if deadline else None
+            except ValueError as error:
+                raise click.BadParameter(str(error), param_hint="--deadline") from None
+            row, why = within(rows, budget_usd, limit)
+            document["within"] = {"nodes": row.num_nodes, "reason": why}
+            lines += [f"  {why}"]
+    return lines
+
+
+def _name_hardware(spec: str, stage: str | None, path: str) -> tuple[str, ...]:
+    """`--hardware FILE` says of each training stage what `resources.hardware` would."""
+    from mlpipe.spec.load import load_pipeline
+
+    pipeline = load_pipeline(spec)
+    trains = [found.name for found in pipeline.stages if found.train is not None]
+    return tuple(f"stages.{name}.resources.hardware={path}" for name in trains if stage in (None, name))
+
+
+def _lines(plan: Plan, candidates: list[Candidate], hardware: Hardware) -> list[str]:
     if plan.train is not None:
-        return [*_table(candidates, plan.train), *_choice(plan, plan.train)]
+        from mlpipe.cli.plan_table import causes, chosen_of, table
+
+        chosen = chosen_of(candidates, plan.train)
+        if chosen is None:
+            return _choice(plan, plan.train)
+        source = hardware.speed.calibrated or "catalogue; not calibrated"
+        return [
+            *table(candidates, chosen),
+            *_choice(plan, plan.train),
+            *causes(chosen),
+            f"  figures of {hardware.name}: {source}",
+        ]
     if plan.evaluate is not None:
         gate = f", gate {plan.evaluate.gate}" if plan.evaluate.gate else ", no gate"
         return [f"  {plan.evaluate.train_stage}'s latest checkpoint on held-out text{gate}"]
@@ -66,26 +146,6 @@ def _lines(plan: Plan, candidates: list[Candidate]) -> list[str]:
         return []
     alias = f", alias {promote.alias}" if promote.alias else ""
     return [f"  {promote.train_stage}'s checkpoint as model {promote.model_name}{alias}"]
-
-
-def _table(candidates: list[Candidate], chosen: TrainPlan) -> list[str]:
-    rows: list[tuple[Any, ...]] = [
-        ("", "strategy", "per worker", "weights", "gradients", "optimizer", "activations", "why")
-    ]
-    for found in candidates:
-        memory = found.memory
-        cells: tuple[str, ...] = ("-",) * 5
-        if memory is not None:
-            parts = (memory.total, memory.parameters, memory.gradients, memory.optimizer, memory.activations)
-            cells = tuple(format_bytes(part) for part in parts)
-        mark = "->" if found.strategy == chosen.strategy else "" if found.fits else "x"
-        rows.append((mark, found.strategy, *cells, found.reason))
-    widths = [max(len(str(row[i])) for row in rows) for i in range(7)]
-    return [
-        "  "
-        + "  ".join(str(cell).ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _choice(plan: Plan, train: TrainPlan) -> list[str]:

@@ -9,6 +9,7 @@ from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.observe.charts import PARTS, rank_rows, stage_charts
 from mlpipe.observe.goodput import Ledger
 from mlpipe.observe.html import Html, details, element, facts, join, table, utc
+from mlpipe.observe.predicted import predicted_section
 from mlpipe.observe.progress import format_count, format_flops, format_loss
 from mlpipe.observe.runview import MOST_RANKS, StageView, throughput
 from mlpipe.observe.svg import share_bar
@@ -25,7 +26,8 @@ def train_section(stage: StageView) -> Html:
         parts.append(
             element("p", f"{stage.lead.num_rolled_back} steps were lost to restarts and done again.", "faint")
         )
-    parts += [_goodput(stage), _mfu(stage), _ranks(stage), _starts(stage), _checkpoints(stage)]
+    measured = [_mfu(stage), predicted_section(stage), _ranks(stage), _starts(stage), _checkpoints(stage)]
+    parts += [_goodput(stage), *measured]
     return join(parts)
 
 

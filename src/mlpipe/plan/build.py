@@ -7,18 +7,18 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
 import mlpipe
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import parse_cadence, parse_seconds
-from mlpipe.plan.choose import Candidate, candidate, choose, micro_batches
+from mlpipe.plan.candidates import enumerate_candidates, global_batch, pick
+from mlpipe.plan.choose import Candidate, rank
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.grace import shutdown_seconds
 from mlpipe.plan.hardware import Hardware, detect_hardware
-from mlpipe.plan.memory import Work, activations_bytes, counts, logits_bytes
 from mlpipe.plan.plan import (
     SCHEMA_VERSION,
     CheckpointPlan,
@@ -27,16 +27,16 @@ from mlpipe.plan.plan import (
     Entry,
     EvaluatePlan,
     Launch,
-    Mesh,
     ModelPlan,
     OptimizerPlan,
     Plan,
+    Prediction,
     PromotePlan,
     TrainPlan,
 )
 from mlpipe.plan.pods import cluster_plan, pod_resources
 from mlpipe.plan.presets import PRESETS, LlamaConfig
-from mlpipe.plan.strategies import ORDER
+from mlpipe.plan.scaling import Scale, parse_nodes, scale
 from mlpipe.spec.model import OwnData, OwnModel, Pipeline, PresetModel, Resources, Stage, Train
 from mlpipe.spec.placeholders import names, resolve
 
@@ -112,13 +112,21 @@ def build_plan(
 def compare(
     pipeline: Pipeline, stage_name: str, hardware: Hardware, inputs: Mapping[str, str] | None = None
 ) -> list[Candidate]:
-    """Every strategy on this hardware, the least sharded first. Raises PlanError for a stage that does not
-    train."""
+    """Every way to train the stage on this hardware, best first, also what its file does not ask for. Raises
+    PlanError for a stage that does not train."""
     stage = _stage(pipeline, stage_name)
     if stage.train is None:
         raise PlanError(f"stage {stage_name!r} does not train", where=stage_name)
     known = {f"stages.{name}.output": folder for name, folder in (inputs or {}).items()}
-    return _candidates(stage.train, hardware, known)
+    return rank(enumerate_candidates(stage.train, _config(stage.train, known), hardware))
+
+
+def scale_stage(pipeline: Pipeline, stage_name: str, hardware: Hardware, nodes: str) -> list[Scale]:
+    """The stage's training on other numbers of nodes, like `1..64`. Raises PlanError."""
+    stage = _stage(pipeline, stage_name)
+    if stage.train is None:
+        raise PlanError(f"stage {stage_name!r} does not train", where=stage_name)
+    return scale(stage.train, _config(stage.train, {}), hardware, parse_nodes(nodes))
 
 
 def train_stage_of(pipeline: Pipeline, stage: Stage) -> str:
@@ -238,69 +246,9 @@ def _vocab_size(folder: str) -> int | None:
     return size
 
 
-def _global_batch(spec: Train) -> int:
-    if isinstance(spec.data, OwnData) or spec.data.batch_size is not None:
-        return cast(int, spec.data.batch_size)
-    return cast(int, spec.data.batch_tokens) // spec.model.seq_len
-
-
-def _candidates(spec: Train, hardware: Hardware, known: Mapping[str, str]) -> list[Candidate]:
-    config = _config(spec, known)
-    mesh = Mesh(dp_replicate=spec.mesh.dp_replicate, dp_shard=spec.mesh.dp_shard) if spec.mesh else None
-    if mesh is not None and mesh.world_size != hardware.world_size:
-        raise PlanError(
-            f"mesh {mesh.dp_replicate} x {mesh.dp_shard} is for {mesh.world_size} workers, "
-            f"but there are {hardware.world_size}",
-            hint="make dp_replicate x dp_shard the number of workers",
-        )
-    if spec.precision == "bf16" and hardware.peak_flops and "bf16" not in hardware.peak_flops:
-        raise PlanError(f"{hardware.name} has no bf16", hint="write precision: fp32")
-    asked = None if spec.data.micro_batch == "auto" else spec.data.micro_batch
-    sizes = micro_batches(_global_batch(spec), hardware.world_size, asked)
-    share = _global_batch(spec) // hardware.world_size
-    work = partial(_work, spec, config, hardware.device, share)
-    return [
-        candidate(
-            strategy,
-            hardware,
-            micro_batches=sizes,
-            counts=counts(config) if config else None,
-            work=work,
-            mesh=mesh if strategy == "hsdp" else None,
-        )
-        for strategy in ORDER
-    ]
-
-
-def _work(spec: Train, config: LlamaConfig | None, device: str, share: int, micro_batch: int) -> Work:
-    if config is None:
-        return Work(spec.precision, 0, 0, share // micro_batch)
-    num_tokens = micro_batch * spec.model.seq_len
-    activations = activations_bytes(
-        config,
-        num_tokens=num_tokens,
-        precision=spec.precision,
-        device=device,
-        checkpointing=spec.activation_checkpointing,
-    )
-    logits = logits_bytes(config, num_tokens=num_tokens, precision=spec.precision, device=device)
-    return Work(spec.precision, activations, logits, share // micro_batch)
-
-
-def _pick(spec: Train, strategy: str, hardware: Hardware, known: Mapping[str, str]) -> tuple[Candidate, str]:
-    """The best, or the one asked for, which is not refused for memory alone: the estimate may err."""
-    candidates = _candidates(spec, hardware, known)
-    if strategy == "auto":
-        return choose(candidates)
-    asked = next(c for c in candidates if c.strategy == strategy)
-    if asked.mesh is None:
-        raise PlanError(asked.reason, hint="choose another strategy, or auto")
-    return asked, f"{strategy}: as asked; {asked.reason}"
-
-
 def _train(spec: Train, hardware: Hardware, known: Mapping[str, str], *, resume: bool) -> TrainPlan:
-    chosen, reason = _pick(spec, spec.strategy, hardware, known)
-    return _train_plan(spec, hardware, known, chosen, reason, _global_batch(spec), resume=resume)
+    chosen, reason = pick(spec, _config(spec, known), hardware)
+    return _train_plan(spec, hardware, known, chosen, reason, global_batch(spec), resume=resume)
 
 
 def _evaluate(pipeline: Pipeline, stage: Stage, hardware: Hardware, known: Mapping[str, str]) -> EvaluatePlan:
@@ -310,17 +258,17 @@ def _evaluate(pipeline: Pipeline, stage: Stage, hardware: Hardware, known: Mappi
     spec, evaluate = pipeline.stage(train_stage).train, stage.evaluate
     if spec is None or evaluate is None:
         raise PlanError(f"stage {train_stage!r} does not train")
-    share = -(-_global_batch(spec) // hardware.world_size)
+    share = -(-global_batch(spec) // hardware.world_size)
     update: dict[str, Any] = {"batch_size": share * hardware.world_size, "micro_batch": "auto"}
     if not isinstance(spec.data, OwnData):
         update["batch_tokens"] = None
-    strategy = spec.strategy
     if stage.resources is not None:
-        strategy, spec = "auto", spec.model_copy(update={"mesh": None})
+        spec = spec.model_copy(update={"mesh": None, "strategy": "auto"})
     spec = spec.model_copy(update={"data": spec.data.model_copy(update=update)})
-    chosen, reason = _pick(spec, strategy, hardware, known)
+    chosen, reason = pick(spec, _config(spec, known), hardware, simplest=True)
     batch = (chosen.micro_batch or 1) * hardware.world_size
     train = _train_plan(spec, hardware, known, chosen, reason, batch, resume=True)
+    train = dataclasses.replace(train, predicted=None)  # of training's steps
     return EvaluatePlan(
         train_stage=train_stage,
         train=train,
@@ -338,7 +286,7 @@ def _train_plan(
     known: Mapping[str, str],
     chosen: Candidate,
     reason: str,
-    global_batch: int,
+    batch: int,
     *,
     resume: bool,
 ) -> TrainPlan:
@@ -358,14 +306,14 @@ def _train_plan(
             asynchronous=spec.checkpoint.asynchronous,
         ),
         steps=spec.steps,
-        global_batch=global_batch,
+        global_batch=batch,
         micro_batch=chosen.micro_batch,
-        accumulation=global_batch // (chosen.micro_batch * chosen.mesh.data_ranks),
+        accumulation=batch // (chosen.micro_batch * chosen.mesh.data_ranks),
         strategy=chosen.strategy,
         mesh=chosen.mesh,
         reason=reason,
         precision=spec.precision,
-        activation_checkpointing=spec.activation_checkpointing,
+        activation_checkpointing=cast(Any, chosen.activation_checkpointing),
         compile=spec.compile,
         deterministic=spec.deterministic,
         seed=spec.seed,
@@ -374,7 +322,16 @@ def _train_plan(
         peak_flops=peak,
         peak_name=f"{hardware.name} datasheet, dense {spec.precision}" if peak else "measured matmul peak",
         resume=resume,
+        predicted=_predicted(chosen, hardware),
     )
+
+
+def _predicted(chosen: Candidate, hardware: Hardware) -> Prediction | None:
+    if chosen.memory is None or chosen.seconds is None:
+        return None
+    ratios = hardware.speed.memory_ratio, hardware.speed.time_ratio
+    # five digits: the rest is noise of the last bit, which would make plans differ from machine to machine
+    return Prediction(chosen.memory.total, float(f"{chosen.step_seconds:.5g}"), *ratios)
 
 
 def _model(spec: Train, config: LlamaConfig | None, known: Mapping[str, str]) -> ModelPlan:

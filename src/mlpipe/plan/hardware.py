@@ -11,25 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import parse_bytes
+from mlpipe.plan.speed import Speed
 
 if TYPE_CHECKING:
     from mlpipe.spec.model import Resources
 
 GIB = 2**30
 CATALOGUE = Path(__file__).with_name("catalogue.json")
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What the time model knows of a device. Bandwidths in one direction: `link` to the others of its node,
-    `network` to those of other nodes, which one device alone can use. `achievable_ratio`: of the peak, by
-    the best matmul."""
-
-    peak_flops: dict[str, float]
-    achievable_ratio: float
-    memory_bytes_per_second: float
-    link_bytes_per_second: float
-    network_bytes_per_second: float
 
 
 @dataclass(frozen=True)
@@ -94,13 +82,6 @@ class Hardware:
     def world_size(self) -> int:
         return self.num_nodes * self.devices_per_node
 
-    @property
-    def usable_bytes(self) -> int:
-        """What tensors may have: less CUDA context and kernels (0.5-2 GiB) and NCCL (1-2 GiB), on CPU less
-        the interpreter with torch (about 0.4 GiB); and 10 % for the allocator and the estimate's error."""
-        own = 3 * GIB if self.device == "cuda" else 0.5 * GIB
-        return max(0, int((self.memory_bytes - own) * 0.9))
-
     def __str__(self) -> str:
         nodes = f"{self.num_nodes} nodes x " if self.num_nodes > 1 else ""
         return f"{nodes}{self.devices_per_node} x {self.name}"
@@ -113,17 +94,31 @@ def detect_hardware(resources: Resources | None) -> Hardware:
     nodes = resources.nodes if resources else 1
     cpus = max(1, int(resources.cpus)) if resources and resources.cpus else _num_cpus()
     asked = resources.price_usd_per_gpu_hour if resources else None
+    measured = None
+    if resources and resources.hardware:
+        from mlpipe.plan.calibration import load
+
+        measured = load(resources.hardware)
+        wanted = "cuda" if resources.gpus_per_node else "cpu"
+        if measured.device != wanted:
+            raise PlanError(
+                f"measured on {measured.device}, and the stage runs on {wanted}",
+                where=resources.hardware,
+                hint="run mlpipe calibrate where the training will run",
+            )
     if resources and resources.gpus_per_node:
         gpu = _gpu(resources)
         price = gpu.price_usd_per_hour if asked is None else asked
         speed = gpu.speed
+        if measured is not None:
+            speed = measured.speed(resources.gpus_per_node, speed)
         return Hardware(
             "cuda",
             nodes,
             resources.gpus_per_node,
             gpu.memory_bytes,
             resources.gpu or "GPU",
-            speed.peak_flops,
+            gpu.speed.peak_flops,
             cpus,
             speed,
             price,
@@ -131,6 +126,8 @@ def detect_hardware(resources: Resources | None) -> Hardware:
     workers = (resources.workers_per_node if resources else None) or 1
     memory = parse_bytes(resources.memory) if resources and resources.memory else _memory_bytes()
     speed = cpu_speed(cpus / workers)
+    if measured is not None:
+        speed = measured.speed(workers, speed)
     return Hardware("cpu", nodes, workers, memory // workers, "CPU worker", {}, cpus, speed, asked)
 
 

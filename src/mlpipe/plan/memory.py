@@ -7,10 +7,11 @@ is in `plan/strategies/<name>.py`; activations and logits are the same for all o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlpipe.plan.presets import LlamaConfig
 
+GIB = 2**30
 WEIGHT_BYTES = 4
 GRADIENT_BYTES = 4
 ADAM_BYTES = 8
@@ -20,16 +21,24 @@ COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 @dataclass(frozen=True)
 class Counts:
     """A model in numbers of parameters: in all, of one of its equal blocks, and of all that is in no block
-    (embedding, last norm, head)."""
+    (embedding, last norm, head). `tensors`: rows, parameters a row, and how many such tensors there are."""
 
     total: int
     block: int
     outside: int
+    tensors: tuple[tuple[int, int, int], ...]
+
+    def share(self, num_ranks: int) -> int:
+        """Of the first rank, which has the most: each tensor is cut into equal whole rows, as torch.chunk
+        does, and FSDP2 and zero1 with it."""
+        return sum(-(-rows // num_ranks) * width * many for rows, width, many in self.tensors)
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank at the peak of a step. `buffers`: copies and communication."""
+    """Bytes on one rank at the peak of a step. `buffers`: copies and communication. `context`: what the
+    process holds before the first tensor. `slack`: what the allocator cannot use. `reused`: gradients that
+    come to life as activations die, so that the peak has the larger of both; subtracted."""
 
     parameters: int
     gradients: int
@@ -37,12 +46,31 @@ class MemoryEstimate:
     activations: int
     logits: int
     buffers: int
+    context: int = 0
+    slack: int = 0
+    reused: int = 0
+
+    @property
+    def tensors(self) -> int:
+        states = self.parameters + self.gradients + self.optimizer
+        return states + self.activations + self.logits + self.buffers - self.reused
 
     @property
     def total(self) -> int:
-        return (
-            self.parameters + self.gradients + self.optimizer + self.activations + self.logits + self.buffers
-        )
+        return self.tensors + self.context + self.slack
+
+    def on(self, device: str, world_size: int) -> MemoryEstimate:
+        """With what a process has besides. On CUDA kernels and cuBLAS workspaces 1 GiB, NCCL 1.5 GiB, and 8 %
+        that fragmentation keeps from use; on CPU the interpreter with torch 0.4 GiB and 5 % for malloc."""
+        if device == "cuda":
+            context, slack = GIB + (3 * GIB // 2 if world_size > 1 else 0), 0.08
+        else:
+            context, slack = 2 * GIB // 5, 0.05
+        return replace(self, context=context, slack=int(slack * self.tensors))
+
+    def scaled(self, ratio: float) -> MemoryEstimate:
+        """By what finished runs needed; the difference counts as slack, which may so become negative."""
+        return replace(self, slack=self.slack + int((ratio - 1) * self.total)) if ratio != 1 else self
 
 
 @dataclass(frozen=True)
@@ -58,7 +86,7 @@ class Work:
 
 def counts(config: LlamaConfig) -> Counts:
     total, block = config.num_params(), config.num_layer_params()
-    return Counts(total, block, total - config.num_layers * block)
+    return Counts(total, block, total - config.num_layers * block, tuple(config.tensors()))
 
 
 def activations_bytes(

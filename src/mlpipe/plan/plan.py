@@ -96,6 +96,17 @@ class CheckpointPlan:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What the planner expects of a step: bytes on the fullest rank at the peak, the process with all it
+    holds; seconds. The ratios are corrections of a calibration by earlier runs, contained in both."""
+
+    memory_bytes: int
+    step_seconds: float
+    memory_ratio: float
+    time_ratio: float
+
+
+@dataclass(frozen=True)
 class TrainPlan:
     model: ModelPlan
     data: DataPlan
@@ -118,6 +129,10 @@ class TrainPlan:
     peak_flops: float | None  # per device at `precision`; None: measured by the worker
     peak_name: str  # what `peak_flops` is, in words
     resume: bool  # resume from the stage's latest committed checkpoint if there is one
+    # With accumulation, under zero2, fsdp and hsdp: `last` keeps whole gradients (4 bytes a parameter) until
+    # the last microbatch and reduces once; `every` reduces after each and keeps its own shard.
+    reduce_gradients: Literal["last", "every"] = "last"
+    predicted: Prediction | None = None  # None: a user's own model
 
 
 @dataclass(frozen=True)
@@ -209,5 +224,9 @@ class Plan:
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
-        """Raises ValueError naming the path of what does not fit."""
-        return from_json(Plan, text)
+        """Of this version, or of another if it means the same here (see `_core/serial.py`). Raises ValueError
+        naming the path of what does not fit."""
+        plan = from_json(Plan, text)
+        if plan.schema_version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {plan.schema_version}, this mlpipe reads {SCHEMA_VERSION}")
+        return plan

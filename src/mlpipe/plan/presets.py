@@ -44,6 +44,18 @@ class LlamaConfig:
         embeddings = self.num_embedding_params() * (1 if self.tied else 2)
         return embeddings + self.num_layers * self.num_layer_params() + self.dim
 
+    def tensors(self) -> list[tuple[int, int, int]]:
+        """Rows, parameters a row, and how many such tensors there are."""
+        kv_dim, layers = self.num_kv_heads * self.head_dim, self.num_layers
+        return [
+            (self.vocab_size, self.dim, 1 if self.tied else 2),
+            (self.dim, self.dim, 2 * layers),
+            (kv_dim, self.dim, 2 * layers),
+            (self.ffn_dim, self.dim, 2 * layers),
+            (self.dim, self.ffn_dim, layers),
+            (self.dim, 1, 2 * layers + 1),
+        ]
+
     def problems(self) -> list[str]:
         """Why these numbers make no model; empty if they do."""
         found = []

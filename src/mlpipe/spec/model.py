@@ -65,6 +65,9 @@ class Resources(Model):
         description="Memory on each node. Default: what is there; in a pod 4 GiB for each worker "
         "(32 with a GPU), 2 GiB for other stages.",
     )
+    hardware: f.Text | None = Field(
+        None, description="File of `mlpipe calibrate`: measured speeds instead of the catalogue's."
+    )
     device: Device | None = Field(
         None, description="Figures of the GPU, where the catalogue's are not yours."
     )
@@ -119,7 +122,7 @@ class TokenData(Model):
         None, description="Sequences in a step, over all workers; instead of `batch_tokens`."
     )
     micro_batch: f.CountOrAuto = Field(
-        "auto", description="Sequences in one forward pass of one worker; `auto`: as many as fit."
+        "auto", description="Sequences in one forward pass of one worker; `auto`: the fastest that fits."
     )
 
 
@@ -133,7 +136,7 @@ class OwnData(Model):
     args: dict[f.Text, f.Json] = Field({}, description="Keyword arguments of the function.")
     batch_size: f.Count = Field(description="Samples in a step, over all workers.")
     micro_batch: f.CountOrAuto = Field(
-        "auto", description="Samples in one forward pass of one worker; `auto`: as many as fit."
+        "auto", description="Samples in one forward pass of one worker; `auto`: the fastest that fits."
     )
 
 
@@ -198,13 +201,14 @@ class Train(Model):
     optimizer: Optimizer = Field(
         default_factory=lambda: Optimizer.model_validate({}), description="Optimizer and schedule."
     )
-    strategy: Strategy = Field("auto", description="How to split the work; `auto` chooses by memory.")
+    strategy: Strategy = Field("auto", description="How to split the work; `auto`: the fastest that fits.")
     mesh: MeshSizes | None = Field(None, description="For `hsdp` only.")
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="Of the matmuls; weights, gradients and loss stay fp32."
     )
-    activation_checkpointing: Literal["none", "selective", "full"] = Field(
-        "none", description="What to recompute in the backward pass, to save memory."
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
+        "none",
+        description="What to recompute in the backward pass, to save memory; `auto`: as little as fits.",
     )
     compile: Literal["off", "block"] = Field("off", description="torch.compile, block by block.")
     deterministic: bool = Field(False, description="Repeats are bit-equal; may be slower.")

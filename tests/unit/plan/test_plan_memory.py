@@ -87,17 +87,23 @@ def test_buffers_by_hand() -> None:
     one = Mesh()
     assert ORDER["single"].memory(sizes, IDLE, one).buffers == 0
     assert ORDER["ddp"].memory(sizes, bf16, one).buffers == 2 * 300
-    assert ORDER["zero1"].memory(sizes, IDLE, Mesh(dp_replicate=3)).buffers == 4 * 300 + 4 * 100
+    assert ORDER["zero1"].memory(sizes, IDLE, Mesh(dp_replicate=3)).buffers == 4 * 4 * sizes.share(3)
     # two blocks gathered, what is outside gathered with its gradients, a block's gradients and their copy
     assert ORDER["fsdp"].memory(sizes, IDLE, one).buffers == 4 * 256 + 8 * 44 + 8 * 128
     assert ORDER["fsdp"].memory(sizes, bf16, one).buffers == 2 * 256 + 8 * 44 + 6 * 128
     assert ORDER["zero2"].memory(sizes, bf16, one).buffers == 2 * 256 + 8 * 44 + 6 * 128
 
 
+def test_shares_are_whole_rows() -> None:
+    """Of 4 ranks: 3 of 10 rows of the embedding, 1 of 4 (q, o), 1 of 2 (k, v), 2 of 6 (gate, up), 1 of 4 rows
+    of down; of a norm's 4 channels 1."""
+    assert counts(TINY).share(4) == 3 * 4 + 2 * 2 * 4 + 2 * 2 * 4 + 2 * 2 * 2 * 4 + 2 * 1 * 6 + 5 * 1 == 93
+
+
 def test_accumulation_keeps_whole_gradients_under_fsdp() -> None:
     sizes, mesh = counts(TINY), Mesh(dp_shard=4)
     several = Work("bf16", 0, 0, accumulation=2)
-    assert ORDER["fsdp"].memory(sizes, several, mesh).gradients == 4 * 75 + 4 * 300
+    assert ORDER["fsdp"].memory(sizes, several, mesh).gradients == 4 * 93 + 4 * 300
     assert ORDER["ddp"].memory(sizes, several, Mesh(dp_replicate=4)).gradients == 4 * 300
 
 

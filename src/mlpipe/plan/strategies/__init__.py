@@ -2,8 +2,10 @@
 
     mesh(num_nodes, devices_per_node) -> Mesh, or why there is none, in words
     memory(counts, work, mesh) -> MemoryEstimate
+    exposed(passes, wire, mesh) -> seconds of communication in a step that computing does not hide
+    updated(counts, mesh) -> parameters that a rank updates
 
-`ORDER` is from the least sharded to the most: `auto` takes the first that fits.
+`ORDER` is from the least sharded to the most: among equally fast ones `auto` takes the first.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Protocol
 from mlpipe.plan.memory import Counts, MemoryEstimate, Work
 from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.strategies import ddp, fsdp, hsdp, single, zero1, zero2
+from mlpipe.plan.time import Passes, Wire
 
 
 class StrategyFile(Protocol):
@@ -21,6 +24,10 @@ class StrategyFile(Protocol):
     def mesh(self, num_nodes: int, devices_per_node: int) -> Mesh | str: ...
 
     def memory(self, counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate: ...
+
+    def exposed(self, passes: Passes, wire: Wire, mesh: Mesh) -> float: ...
+
+    def updated(self, counts: Counts, mesh: Mesh) -> int: ...
 
 
 ORDER: dict[Strategy, StrategyFile] = {

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
-from mlpipe.plan.memory import Counts, MemoryEstimate, Work
+import dataclasses
+
+from mlpipe.plan.memory import GRADIENT_BYTES, Counts, MemoryEstimate, Work
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.strategies import single
+from mlpipe.plan.time import Passes, Wire
 
 SHARDS = "nothing"
+_BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
 
 
 def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
@@ -15,4 +19,20 @@ def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
 
 
 def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
-    return single.memory(counts, work, mesh)
+    """The buckets live from the first step on, so gradients take no other's place."""
+    return dataclasses.replace(single.memory(counts, work, mesh), reused=0)
+
+
+def exposed(passes: Passes, wire: Wire, mesh: Mesh) -> float:
+    """The gradients' buckets are reduced beside the last backward pass; the last bucket has nothing left to
+    hide behind (Li et al., PyTorch Distributed, 2020)."""
+    ranks = mesh.data_ranks
+    reduction = wire.all_reduce(GRADIENT_BYTES * passes.num_params, ranks)
+    if not passes.overlap:
+        return reduction
+    last = wire.all_reduce(min(_BUCKET_BYTES, GRADIENT_BYTES * passes.num_params), ranks)
+    return max(last, reduction - passes.backward)
+
+
+def updated(counts: Counts, mesh: Mesh) -> int:
+    return counts.total

@@ -12,6 +12,7 @@ from mlpipe.plan.memory import (
     Work,
 )
 from mlpipe.plan.plan import Mesh
+from mlpipe.plan.time import Passes, Wire
 
 SHARDS = "weights, gradients and optimizer states"
 
@@ -31,7 +32,7 @@ def sharded(counts: Counts, work: Work, mesh: Mesh, *, gathered_blocks: int) -> 
     block's gradients with their fp32 input, or the fp32 input of what is outside. Accumulation keeps the
     gradients of all microbatches whole, in fp32, until the last one sends them."""
     width = COMPUTE_BYTES[work.precision]
-    share = -(-counts.total // mesh.dp_shard)
+    share = counts.share(mesh.dp_shard)
     unsent = GRADIENT_BYTES * counts.total if work.accumulation > 1 else 0
     gathered = width * gathered_blocks + (WEIGHT_BYTES + GRADIENT_BYTES) * counts.outside
     reducing = max((width + GRADIENT_BYTES) * counts.block, GRADIENT_BYTES * counts.outside)
@@ -43,3 +44,38 @@ def sharded(counts: Counts, work: Work, mesh: Mesh, *, gathered_blocks: int) -> 
         logits=work.logits,
         buffers=gathered + reducing,
     )
+
+
+def exposed(passes: Passes, wire: Wire, mesh: Mesh) -> float:
+    return traffic(passes, wire, mesh, reshard=True)
+
+
+def traffic(passes: Passes, wire: Wire, mesh: Mesh, *, reshard: bool) -> float:
+    """Each block is gathered before its forward pass, under `reshard` again before its backward pass, and in
+    the last microbatch its gradients are scattered, and under hsdp reduced over the copies. One block's
+    transfers run beside the computing of its neighbour (Zhao et al., PyTorch FSDP, 2023); the first
+    gathering and the last reduction have no neighbour."""
+    shard, copies = mesh.dp_shard, mesh.dp_replicate
+    block, outside = passes.block_params, passes.outside_params
+    gather = wire.all_gather(passes.width * block, shard)
+    first = wire.all_gather(WEIGHT_BYTES * outside, shard)
+
+    def reduction(num_params: int) -> float:
+        scattered = wire.all_gather(GRADIENT_BYTES * num_params, shard)
+        return scattered + wire.all_reduce(GRADIENT_BYTES * num_params / shard, copies, stride=shard)
+
+    total = 0.0
+    for number in range(passes.accumulation):
+        reduced = reduction(block) if number == passes.accumulation - 1 else 0.0
+        backward = reduced + (gather if reshard else 0.0)
+        if passes.overlap:
+            total += first + gather + (passes.num_blocks - 1) * max(0.0, gather - passes.forward_block)
+            total += passes.num_blocks * max(0.0, backward - passes.backward_block)
+        else:
+            total += first + passes.num_blocks * (gather + backward)
+        total += first if reshard else 0.0
+    return total + reduction(outside)
+
+
+def updated(counts: Counts, mesh: Mesh) -> int:
+    return counts.share(mesh.dp_shard)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mlpipe.plan.memory import Counts, MemoryEstimate, Work
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.strategies import fsdp
+from mlpipe.plan.time import Passes, Wire
 
 SHARDS = "weights, gradients and optimizer states, within a node"
 
@@ -19,3 +20,11 @@ def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
 
 def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
     return fsdp.memory(counts, work, mesh)
+
+
+def exposed(passes: Passes, wire: Wire, mesh: Mesh) -> float:
+    return fsdp.traffic(passes, wire, mesh, reshard=True)
+
+
+def updated(counts: Counts, mesh: Mesh) -> int:
+    return fsdp.updated(counts, mesh)

@@ -12,6 +12,7 @@ from mlpipe.plan.memory import (
     Work,
 )
 from mlpipe.plan.plan import Mesh
+from mlpipe.plan.time import Passes, Wire
 
 SHARDS = "nothing"
 
@@ -23,13 +24,24 @@ def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
 
 
 def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
-    """Autocast keeps its bf16 copies of the weights until the forward pass ends."""
+    """Autocast keeps its bf16 copies of the weights until the forward pass ends. Without accumulation the
+    gradients come to life in the backward pass, as the activations die."""
     copies = COMPUTE_BYTES["bf16"] * counts.total if work.precision == "bf16" else 0
+    gradients = GRADIENT_BYTES * counts.total
     return MemoryEstimate(
         parameters=WEIGHT_BYTES * counts.total,
-        gradients=GRADIENT_BYTES * counts.total,
+        gradients=gradients,
         optimizer=ADAM_BYTES * counts.total,
         activations=work.activations,
         logits=work.logits,
         buffers=copies,
+        reused=min(gradients, work.activations + work.logits) if work.accumulation == 1 else 0,
     )
+
+
+def exposed(passes: Passes, wire: Wire, mesh: Mesh) -> float:
+    return 0.0
+
+
+def updated(counts: Counts, mesh: Mesh) -> int:
+    return counts.total

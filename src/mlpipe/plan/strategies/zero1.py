@@ -8,6 +8,7 @@ import dataclasses
 from mlpipe.plan.memory import ADAM_BYTES, WEIGHT_BYTES, Counts, MemoryEstimate, Work
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.strategies import ddp
+from mlpipe.plan.time import Passes, Wire, copy_seconds
 
 SHARDS = "the optimizer states"
 
@@ -18,9 +19,20 @@ def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
 
 def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
     whole = ddp.memory(counts, work, mesh)
-    share = -(-counts.total // mesh.world_size)
+    share = counts.share(mesh.world_size)
     return dataclasses.replace(
         whole,
         optimizer=ADAM_BYTES * share,
         buffers=whole.buffers + WEIGHT_BYTES * (share * mesh.world_size + share),
     )
+
+
+def exposed(passes: Passes, wire: Wire, mesh: Mesh) -> float:
+    """DDP's, and the gathering of the updated slices, which nothing hides: packed, sent and unpacked."""
+    num_bytes = WEIGHT_BYTES * passes.num_params
+    gathered = wire.all_gather(num_bytes, mesh.data_ranks) + copy_seconds(2 * num_bytes, wire.hardware)
+    return ddp.exposed(passes, wire, mesh) + gathered
+
+
+def updated(counts: Counts, mesh: Mesh) -> int:
+    return counts.share(mesh.world_size)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from mlpipe.plan.memory import Counts, MemoryEstimate, Work
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.strategies import fsdp
+from mlpipe.plan.time import Passes, Wire
 
 SHARDS = "gradients and optimizer states"
 
@@ -16,3 +17,11 @@ def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
 
 def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
     return fsdp.sharded(counts, work, mesh, gathered_blocks=counts.total - counts.outside)
+
+
+def exposed(passes: Passes, wire: Wire, mesh: Mesh) -> float:
+    return fsdp.traffic(passes, wire, mesh, reshard=False)
+
+
+def updated(counts: Counts, mesh: Mesh) -> int:
+    return fsdp.updated(counts, mesh)

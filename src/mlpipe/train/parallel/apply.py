@@ -37,7 +37,7 @@ def parallelize(built: BuiltModel, plan: TrainPlan, device: torch.device) -> Par
             module.to(device)
         fsdp.shard(module, blocks, mesh, plan)
         materialize(built, plan.seed, device)
-        return fsdp.finish(module, mesh, device)
+        return fsdp.finish(module, mesh, plan, device)
     materialize(built, plan.seed, device)
     if plan.strategy == "single":
         return apply_single(module)

@@ -1,6 +1,6 @@
 """zero2, fsdp and hsdp: PyTorch's `fully_shard` (FSDP2) over the blocks, then over the rest.
 
-fsdp reshards parameters after the forward (ZeRO-3), zero2 keeps them until the backward is done, hsdp
+fsdp reshards parameters after the forward (ZeRO-3), zero2 keeps them until the last backward of the step, hsdp
 shards inside `dp_shard` and replicates over `dp_replicate`.
 """
 
@@ -59,7 +59,7 @@ def shard(module: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, plan: Tr
     fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard_after_forward)
 
 
-def finish(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> Parallel:
+def finish(module: nn.Module, mesh: DeviceMesh, plan: TrainPlan, device: torch.device) -> Parallel:
     """After the weights are real: the local views for the optimizer and the checkpoint."""
     num_copies = mesh.size(0) if mesh.ndim == 2 else 1
     copy = mesh.get_local_rank(0) if mesh.ndim == 2 else 0
@@ -80,7 +80,11 @@ def finish(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> Paralle
 
     @contextmanager
     def communicate(last: bool) -> Iterator[None]:
-        root.set_requires_gradient_sync(last)
+        # under hsdp copies are reduced once in any case: until then the sums of each lie in its shards
+        root.set_requires_gradient_sync(last or plan.reduce_gradients == "every")
+        root.set_requires_all_reduce(last)
+        if plan.strategy == "zero2":  # weights stay gathered until the last microbatch, too
+            root.set_reshard_after_backward(last)
         yield
         waits.end()
 

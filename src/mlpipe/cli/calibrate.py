@@ -1,0 +1,143 @@
+"""`mlpipe calibrate`: what this machine can do, as a file for `plan --hardware` and `resources.hardware`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mlpipe.cli.session import Session, shared
+
+if TYPE_CHECKING:
+    from mlpipe.plan.calibration import Calibration
+    from mlpipe.plan.speed import Measured
+
+_DEADLINE_SECONDS = 180.0
+
+
+@click.command()
+@click.option("--out", type=click.Path(), default="hardware.json", show_default=True, help="File to write.")
+@click.option(
+    "--ranks", type=click.IntRange(1, 64), default=None, help="Up to so many. Default: the devices."
+)
+@click.option("--from-run", metavar="RUN", help="Measure nothing; compare this finished run with its plan.")
+@shared
+@click.pass_obj
+def command(session: Session, out: str, ranks: int | None, from_run: str | None) -> None:
+    """Measure matmuls, memory, collectives and the store here, or feed a run's figures back."""
+    from mlpipe.plan.calibration import Calibration, load, save
+
+    if from_run is not None:
+        found = _add_run(session, load(out), from_run)
+    else:
+        before = load(out).runs if Path(out).exists() else ()
+        device, most = _devices()
+        measured = {}
+        for number in _numbers(ranks or most):
+            session.note(f"measuring with {number} rank{'s' if number > 1 else ''}")
+            measured[str(number)] = _measure(session, number, max(1, _cores() // number))
+        found = Calibration(1, _name(device), device, measured, before)
+    save(out, found)
+    session.result({"file": out, **_document(found)}, _text(out, found))
+
+
+def _numbers(most: int) -> list[int]:
+    """1, 2, 4, ... and `most`."""
+    return sorted({1 << i for i in range(7) if 1 << i <= most} | {most})
+
+
+def _cores() -> int:
+    from mlpipe.plan.hardware import detect_hardware
+
+    return detect_hardware(None).cpus_per_node
+
+
+def _devices() -> tuple[str, int]:
+    from mlpipe.submit.local import gpu_ids
+
+    gpus = len(gpu_ids())
+    return ("cuda", gpus) if gpus else ("cpu", min(_cores(), 8))
+
+
+def _name(device: str) -> str:
+    import platform
+
+    if device == "cuda":
+        import subprocess
+
+        asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
+        return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else "GPU"
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or "CPU"
+
+
+def _measure(session: Session, ranks: int, threads: int) -> Measured:
+    import json
+    import os
+    import subprocess
+    import sys
+    import tempfile
+
+    from mlpipe._core.errors import TrainError
+    from mlpipe._core.serial import from_plain
+    from mlpipe.plan.speed import Measured
+
+    with tempfile.TemporaryDirectory(prefix="mlpipe-calibrate-") as folder:
+        written = Path(folder) / "measured.json"
+        store = session.store_url or f"{folder}/store"
+        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        argv += ["-m", "mlpipe.train.calibrate", str(written), store]
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        try:
+            done = subprocess.run(
+                argv, env=env, capture_output=True, text=True, timeout=_DEADLINE_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise TrainError(f"measuring with {ranks} ranks took over {_DEADLINE_SECONDS:.0f} s") from None
+        if done.returncode or not written.exists():
+            tail = "\n".join(done.stderr.strip().splitlines()[-5:])
+            raise TrainError(
+                f"measuring with {ranks} ranks failed: {tail}", hint="mlpipe doctor says what is missing"
+            )
+        return from_plain(Measured, json.loads(written.read_bytes()))
+
+
+def _add_run(session: Session, calibration: Calibration, run_id: str) -> Calibration:
+    from dataclasses import replace
+
+    from mlpipe._core.errors import PlanError
+    from mlpipe.observe.predicted import compared
+
+    more = compared(session.open_store(), run_id)
+    if not more:
+        raise PlanError(
+            f"nothing of {run_id} can be compared", hint="it needs a finished training with a prediction"
+        )
+    mine = {(item.run, item.stage) for item in more}
+    kept = tuple(item for item in calibration.runs if (item.run, item.stage) not in mine)
+    return replace(calibration, runs=(*kept, *more))
+
+
+def _document(found: Calibration) -> dict[str, object]:
+    from dataclasses import asdict
+
+    return asdict(found)
+
+
+def _text(out: str, found: Calibration) -> str:
+    lines = [f"{found.name}, {found.device}"]
+    for number, item in found.ranks.items():
+        peaks = ", ".join(f"{name} {k.peak_flops / 1e9:,.0f} GFLOP/s" for name, k in item.kernels.items())
+        link = f", link {item.link_bytes_per_second / 1e9:.2f} GB/s" if item.link_bytes_per_second else ""
+        memory = f"memory {item.memory_bytes_per_second / 1e9:.1f} GB/s"
+        store = f"store {item.store_bytes_per_second / 1e6:,.0f} MB/s"
+        lines.append(f"{number} rank{'s' if number != '1' else ' '}  {peaks}, {memory}{link}, {store}")
+    if found.runs:
+        lines.append(f"compared with {len(found.runs)} run{'s' if len(found.runs) > 1 else ''}")
+    return "\n".join([*lines, f"written to {out}; use it: mlpipe plan SPEC --hardware {out}"])

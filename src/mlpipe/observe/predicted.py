@@ -1,0 +1,85 @@
+"""What the planner expected of a training, beside what was measured."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from mlpipe._core.units import format_bytes, format_seconds
+from mlpipe.observe.html import Html, details, table
+from mlpipe.observe.runview import StageView, view_run
+from mlpipe.plan.calibration import Compared
+from mlpipe.store.base import Store
+
+_MOST_WARMUP = 10  # steps: compiling, caches, an allocator that grows
+
+
+def measured(stage: StageView) -> tuple[float, float] | None:
+    """Bytes at the peak of the fullest rank, and seconds of a step: the median after the warm-up, which is a
+    tenth of the steps and ten at most. None before there are three steps."""
+    steps = stage.lead.steps
+    kept = steps[min(_MOST_WARMUP, max(1, len(steps) // 10)) :]
+    seconds = [step["seconds"] for step in kept if step.get("seconds")]
+    peaks = [
+        step["memory_bytes"]
+        for timeline in stage.timelines.values()
+        for step in timeline.steps[-1:]
+        if step.get("memory_bytes")
+    ]
+    if len(seconds) < 2 or not peaks:
+        return None
+    return float(max(peaks)), median(seconds)
+
+
+def predicted_section(stage: StageView) -> Html:
+    """Empty without a prediction (a model of one's own) or steps."""
+    plan = stage.plan.train if stage.plan is not None else None
+    found = measured(stage)
+    if plan is None or plan.predicted is None or found is None:
+        return Html("")
+    memory, seconds = found
+    rows = [
+        (
+            "peak memory of a worker",
+            format_bytes(plan.predicted.memory_bytes),
+            format_bytes(memory),
+            _error(plan.predicted.memory_bytes, memory),
+        ),
+        (
+            "seconds a step",
+            _seconds(plan.predicted.step_seconds),
+            _seconds(seconds),
+            _error(plan.predicted.step_seconds, seconds),
+        ),
+    ]
+    shown = table(("", "Predicted", "Measured", "Predicted is"), rows, {1, 2, 3})
+    return details("Predicted beside measured", shown, open_=True)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else format_seconds(seconds)
+
+
+def _error(predicted: float, found: float) -> str:
+    return f"{100 * (predicted / found - 1):+.0f} %"
+
+
+def compared(store: Store, run_id: str) -> list[Compared]:
+    """The run's finished training stages that had a prediction. Raises StoreError."""
+    rows = []
+    for stage in view_run(store, run_id).stages:
+        plan = stage.plan.train if stage.plan is not None else None
+        found = measured(stage)
+        if plan is None or plan.predicted is None or found is None or stage.state.state != "done":
+            continue
+        told = plan.predicted
+        rows.append(
+            Compared(
+                run_id,
+                stage.name,
+                told.memory_bytes / told.memory_ratio,
+                found[0],
+                told.step_seconds / told.time_ratio,
+                found[1],
+            )
+        )
+    return rows

@@ -1,0 +1,91 @@
+"""What `mlpipe calibrate` wrote: a hardware entry measured where the training will run, and the runs that
+were compared with their predictions since. An explicit input of planning, never found by itself.
+
+    {"schema_version": 1, "name": ..., "device": "cpu" | "cuda",
+     "ranks": {"<ranks of a node>": Measured, ...}, "runs": [Compared, ...]}
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from mlpipe._core.errors import PlanError
+from mlpipe._core.serial import from_plain, to_json
+from mlpipe.plan.speed import Measured, Speed
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A finished training stage. The predictions are those without any correction."""
+
+    run: str
+    stage: str
+    predicted_memory_bytes: float
+    measured_memory_bytes: float
+    predicted_step_seconds: float
+    measured_step_seconds: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    schema_version: int
+    name: str
+    device: str
+    ranks: dict[str, Measured]
+    runs: tuple[Compared, ...]
+
+    def speed(self, ranks_per_node: int, base: Speed) -> Speed:
+        """`base` with what was measured for as many ranks, or the nearest number. The corrections are medians
+        over the runs."""
+        number = min(self.ranks, key=lambda key: (abs(int(key) - ranks_per_node), int(key)))
+        found = self.ranks[number]
+        several = [item for item in self.ranks.values() if item.link_bytes_per_second]
+        wire = found if found.link_bytes_per_second or not several else several[0]
+        words = f"calibrated with {number} rank{'' if number == '1' else 's'} ({self.name})"
+        if self.runs:
+            words += f" and by {len(self.runs)} run{'' if len(self.runs) == 1 else 's'}"
+        return replace(
+            base,
+            peak_flops={name: kernels.peak_flops for name, kernels in found.kernels.items()},
+            memory_bytes_per_second=found.memory_bytes_per_second,
+            link_bytes_per_second=wire.link_bytes_per_second or base.link_bytes_per_second,
+            kernels=found.kernels,
+            update_bytes_per_second=found.update_bytes_per_second,
+            kernel_seconds=found.kernel_seconds,
+            collective_seconds=wire.collective_seconds,
+            time_ratio=_ratio([(run.measured_step_seconds, run.predicted_step_seconds) for run in self.runs]),
+            memory_ratio=_ratio(
+                [(run.measured_memory_bytes, run.predicted_memory_bytes) for run in self.runs]
+            ),
+            calibrated=words,
+        )
+
+
+def _ratio(pairs: list[tuple[float, float]]) -> float:
+    return median(measured / predicted for measured, predicted in pairs) if pairs else 1.0
+
+
+def load(path: str | Path) -> Calibration:
+    """Raises PlanError."""
+    hint = "write it with `mlpipe calibrate --out FILE`"
+    try:
+        data = json.loads(Path(path).read_bytes())
+        found = from_plain(Calibration, data)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"not a calibration: {error}", where=str(path), hint=hint) from None
+    if found.schema_version != SCHEMA_VERSION or not found.ranks:
+        raise PlanError("a calibration of another version, or of nothing", where=str(path), hint=hint)
+    return found
+
+
+def save(path: str | Path, calibration: Calibration) -> None:
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(target.name + ".part")
+    scratch.write_text(to_json(calibration))
+    scratch.replace(target)

@@ -1,0 +1,103 @@
+"""The decision as one person would tell it to another, and advice on shapes and switches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mlpipe._core.units import format_bytes
+from mlpipe.plan.choose import Candidate
+from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.presets import LlamaConfig
+from mlpipe.plan.strategies import ORDER
+
+_TILES = "NVIDIA, Matrix Multiplication Background User's Guide: full tiles want multiples of 64 bf16 values"
+_HEADS = "Dao, FlashAttention-2 (2023): kernels for heads of 64 and 128 channels; others are padded"
+_FUSION = "torchtitan, benchmarks/llama3_h100_202412: 5,762 -> 6,667 tok/s of Llama-8B on 8 H100"
+
+
+def explanation(
+    plan: Plan, chosen: Candidate, candidates: Sequence[Candidate], hardware: Hardware
+) -> list[str]:
+    """One line a thought. `plan` trains, and `chosen` has its figures."""
+    train = plan.train
+    if train is None or chosen.memory is None or chosen.seconds is None:
+        return [train.reason if train is not None else "nothing is trained here"]
+    memory, seconds = chosen.memory, chosen.seconds
+    told = [
+        f"There are {hardware.world_size} workers ({hardware}), {format_bytes(hardware.memory_bytes)} each.",
+        f"Weights, gradients and Adam's moments take 16 bytes a parameter; {chosen.strategy} shards "
+        f"{ORDER[chosen.strategy].SHARDS}, which leaves "
+        f"{format_bytes(memory.parameters + memory.gradients + memory.optimizer)} of them on a worker.",
+        f"A pass of {train.micro_batch} x {train.model.seq_len} tokens keeps "
+        f"{format_bytes(memory.activations + memory.logits)} of activations and logits, with "
+        f"activation checkpointing {train.activation_checkpointing}.",
+        f"In all {chosen.reason} per worker, of which {format_bytes(memory.context)} are there before the "
+        f"first tensor and {format_bytes(memory.slack)} are left to the allocator.",
+    ]
+    bound = "computing" if seconds.compute >= seconds.communication else "communication"
+    told.append(
+        f"A step takes {seconds.total:.3g} s, {seconds.compute / seconds.total:.0%} of it computing and "
+        f"{seconds.communication / seconds.total:.0%} communication that nothing hides: {bound} decides."
+    )
+    asked = [found for found in candidates if found.asked]
+    told += _rejected(asked, chosen)
+    told.append(f"So {train.reason}.")
+    advice = list(lint(train, chosen, candidates))
+    return told + ([f"Advice: {line}" for line in advice] or ["No advice: the shapes suit the hardware."])
+
+
+def _rejected(asked: Sequence[Candidate], chosen: Candidate) -> Iterator[str]:
+    """Per strategy one sentence."""
+    for strategy in ORDER:
+        mine = [found for found in asked if found.strategy == strategy]
+        if strategy == chosen.strategy or not mine:
+            continue
+        fitting = [found for found in mine if found.fits]
+        if fitting:
+            best = min(fitting, key=lambda found: found.step_seconds)
+            ratio = best.step_seconds / chosen.step_seconds
+            yield f"{strategy} would fit, and take {ratio:.2f} times the time."
+        elif mine[0].mesh is None:
+            yield f"{mine[0].reason}."
+        else:
+            least = min(mine, key=lambda found: found.memory.total if found.memory else 0)
+            yield f"{strategy} does not fit: at best it {least.reason}."
+
+
+def lint(train: TrainPlan, chosen: Candidate, candidates: Sequence[Candidate]) -> Iterator[str]:
+    """Advice with the gain to expect and its source."""
+    if train.model.preset is not None:
+        config = LlamaConfig(**train.model.build.args)
+        yield from _shapes(config)
+    if train.precision == "fp32":
+        low = [c for c in candidates if c.precision == "bf16" and c.fits and c.strategy == chosen.strategy]
+        gain = chosen.step_seconds / min(c.step_seconds for c in low) if low else 1.0
+        if gain > 1.1:
+            yield f"precision: bf16 would be {gain:.1f} times as fast (by this model; peaks of the catalogue)"
+    if train.compile == "off" and train.precision == "bf16":
+        yield f"compile: block is worth about 16 % in long runs ({_FUSION})"
+    if train.activation_checkpointing != "none" and train.compile == "block":
+        free = [c for c in candidates if c.activation_checkpointing == "none" and c.fits]
+        if any(c.precision == train.precision for c in free):
+            yield "activation_checkpointing: none fits too, and saves a third (Chen et al. 2016)"
+    if train.accumulation > 8 and train.strategy in ("fsdp", "hsdp"):
+        yield (
+            f"{train.accumulation} passes a step gather the weights {train.accumulation} times; a larger "
+            "micro_batch with more recomputation may be faster (Zhao et al., PyTorch FSDP, 2023)"
+        )
+
+
+def _shapes(config: LlamaConfig) -> Iterator[str]:
+    for name, size in (
+        ("vocab_size", config.vocab_size),
+        ("dim", config.dim),
+        ("ffn_dim", config.ffn_dim),
+    ):
+        if size % 64:
+            better = -(-size // 64) * 64
+            waste = better / size - 1
+            yield f"{name} {size} is no multiple of 64: {better}, {waste:.1%} more, fills tiles ({_TILES})"
+    if config.head_dim not in (64, 128):
+        padded = 64 if config.head_dim < 64 else 128
+        yield f"heads have {config.head_dim} channels; {padded} make full use of attention kernels ({_HEADS})"

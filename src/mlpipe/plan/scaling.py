@@ -1,0 +1,131 @@
+"""The same training on other numbers of nodes, and the choice under a budget or a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mlpipe._core.errors import PlanError
+from mlpipe._core.units import format_seconds
+from mlpipe.plan.candidates import pick
+from mlpipe.plan.choose import Candidate
+from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.presets import LlamaConfig
+from mlpipe.spec.model import Train
+
+# Where adding nodes stops paying: below this share of the smallest's tokens per worker and second.
+_PAYS = 0.5
+_MOST_NODES = 1024
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The best plan on `num_nodes`, or in `note` why there is none. `efficiency`: tokens per second and
+    worker against those of the smallest number of nodes that can do it."""
+
+    num_nodes: int
+    num_workers: int
+    best: Candidate | None
+    efficiency: float | None
+    note: str
+
+
+def parse_nodes(text: str) -> list[int]:
+    """`1..64`: powers of two from the first to the last, and both; `8`: that one. Raises PlanError."""
+    first, dots, last = text.partition("..")
+    ends = [first, last] if dots else [first]
+    if not all(end.isdecimal() and 1 <= int(end) <= _MOST_NODES for end in ends) or int(ends[0]) > int(
+        ends[-1]
+    ):
+        raise PlanError(
+            f"{text!r} is no range of nodes", where="--nodes", hint=f"write like 1..64, up to {_MOST_NODES}"
+        )
+    low, high = int(ends[0]), int(ends[-1])
+    doubled = {low << i for i in range(11) if low << i <= high}
+    return sorted({low, *doubled, high})
+
+
+def scale(spec: Train, config: LlamaConfig | None, hardware: Hardware, nodes: Sequence[int]) -> list[Scale]:
+    """The batch stays what it is, so that the run learns the same; the mesh is chosen anew for each."""
+    spec = spec.model_copy(update={"mesh": None})
+    found: list[Scale] = []
+    first: float | None = None
+    stopped = False
+    for number in nodes:
+        there = replace(hardware, num_nodes=number)
+        try:
+            best, _ = pick(spec, config, there)
+        except PlanError as error:
+            found.append(Scale(number, there.world_size, None, None, error.message.partition(";")[0]))
+            continue
+        if not best.fits or best.tokens_per_second is None:
+            found.append(Scale(number, there.world_size, None, None, best.reason))
+            continue
+        rate = best.tokens_per_second / there.world_size
+        first = first or rate
+        efficiency = rate / first
+        note = ""
+        if efficiency < _PAYS and not stopped:
+            note, stopped = "stops paying here: half of the workers' time buys nothing", True
+        found.append(Scale(number, there.world_size, best, efficiency, note))
+    return found
+
+
+def within(
+    rows: Sequence[Scale], budget_usd: float | None, deadline_seconds: float | None
+) -> tuple[Scale, str]:
+    """The cheapest that meets the deadline, or without one the fastest within the budget, and why. Raises
+    PlanError that says what would meet them."""
+    able = [row for row in rows if row.best is not None and row.best.hours is not None]
+    if not able:
+        raise PlanError("no number of nodes can run this", hint="; ".join(row.note for row in rows[:3]))
+    if budget_usd is not None and any(_usd(row) is None for row in able):
+        raise PlanError(
+            "a budget needs a price", where="--budget-usd", hint="write resources.price_usd_per_gpu_hour"
+        )
+    cheap = [row for row in able if budget_usd is None or (_usd(row) or 0.0) <= budget_usd]
+    timely = [row for row in able if deadline_seconds is None or _seconds(row) <= deadline_seconds]
+    both = [row for row in cheap if row in timely]
+    if both and deadline_seconds is not None:
+        best = min(both, key=lambda row: (_usd(row) or 0.0, row.num_nodes))
+        return best, f"{_nodes(best)}: the cheapest that is done in time, after {_took(best)}{_for(best)}"
+    if both:
+        best = min(both, key=_seconds)
+        return best, f"{_nodes(best)}: the fastest within the budget, {_took(best)}{_for(best)}"
+    remedies = []
+    fastest, cheapest = min(able, key=_seconds), min(able, key=lambda row: _usd(row) or 0.0)
+    if deadline_seconds is not None and not timely:
+        ratio = deadline_seconds / _seconds(fastest)
+        remedies.append(f"the fastest, {_nodes(fastest)}, takes {_took(fastest)}: {ratio:.0%} of the steps")
+    if budget_usd is not None and not cheap:
+        ratio = budget_usd / (_usd(cheapest) or 1.0)
+        remedies.append(
+            f"the cheapest, {_nodes(cheapest)}, costs {_usd(cheapest):,.2f} USD: {ratio:.0%} of the steps"
+        )
+    if timely and cheap:
+        least = min(timely, key=lambda row: _usd(row) or 0.0)
+        remedies.append(f"in time costs {_usd(least):,.2f} USD at least, on {_nodes(least)}")
+        soonest = min(cheap, key=_seconds)
+        remedies.append(f"within the budget takes {_took(soonest)} at least, on {_nodes(soonest)}")
+    raise PlanError("no plan meets this", hint=f"what would: {'; '.join(remedies)}")
+
+
+def _usd(row: Scale) -> float | None:
+    return row.best.usd if row.best is not None else None
+
+
+def _seconds(row: Scale) -> float:
+    return 3600 * (row.best.hours or 0.0) if row.best is not None else 0.0
+
+
+def _took(row: Scale) -> str:
+    return format_seconds(_seconds(row))
+
+
+def _for(row: Scale) -> str:
+    usd = _usd(row)
+    return "" if usd is None else f", for {usd:,.2f} USD"
+
+
+def _nodes(row: Scale) -> str:
+    return f"{row.num_nodes} node{'s' if row.num_nodes > 1 else ''}"

@@ -1,0 +1,226 @@
+"""Seconds per optimizer step, by cause: a roofline for each kernel, and alpha-beta for each collective.
+
+A matmul takes the longer of its FLOPs at the achievable share of the peak and its bytes at the memory's
+bandwidth; what is between the matmuls takes its bytes; on a GPU an eager kernel takes at least its launch.
+Which collectives a strategy pays for, and what hides them, stands in `plan/strategies/<name>.py`.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.memory import COMPUTE_BYTES
+from mlpipe.plan.presets import LlamaConfig
+from mlpipe.plan.speed import ADAM_TRAFFIC, traffic_block
+
+# Share of the matmuls' rate that fused attention reaches. Dao, FlashAttention-2 (2023): up to 73 % of an
+# A100's peak, of which matmuls reach 87 %; Shah et al., FlashAttention-3 (2024): its predecessor, which
+# torch's SDPA runs, 35 % of an H100's, of which they reach 80 %. A CPU's runs as its matmuls do.
+_ATTENTION_RATIO, _ATTENTION_RATIO_HOPPER = 0.73 / 0.87, 0.35 / 0.80
+_HOPPER_FLOPS = 500e12  # bf16 peak, of Hopper and later
+# Share of their bandwidth that collectives and streams get: stas00/ml-engineering, network/README.md.
+_WIRE_RATIO, _STREAM_RATIO = 0.8, 0.8
+# Seconds of a ring's step. NCCL, src/graph/tuning.cc, hwLat and baseLat: Ring, Simple: NVLink 3.4 us, network
+# 14; 8.4 for the call. gloo over loopback: assumed; a calibration measures the call with it.
+_STEP_LINK, _STEP_NETWORK, _CALL = 3.4e-6, 14e-6, 8.4e-6
+_STEP_GLOO = 60e-6
+# Eager mode: about 5 us of CPU a kernel (PyTorch's CUDA graphs post, 2021), and the kernels of a block.
+_LAUNCH, _KERNELS_FORWARD = 5e-6, 45
+# torch.compile keeps about a third of the traffic between matmuls: one read and one write of what eager mode
+# reads and writes three times. torchtitan's Llama-8B on 8 H100 got 16 % faster.
+_FUSED = 1 / 3
+# What the trainer waits for a save, per GiB of a rank: benchmarks/results/checkpoint.json on CPU; on a GPU
+# copying to pinned memory over PCIe 4 at 20 GB/s.
+_STALL_CPU, _STALL_GPU = 0.1 / 2**30, 1 / 20e9
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Of one optimizer step. `communication`: what computing does not hide. `save`: the waits for
+    checkpoints, spread over the steps between two."""
+
+    compute: float
+    communication: float
+    data: float
+    save: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.communication + self.data + self.save
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank does in a step."""
+
+    config: LlamaConfig
+    seq_len: int
+    micro_batch: int
+    accumulation: int
+    precision: str
+    checkpointing: str
+    compiled: bool
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one microbatch, and what travels. `outside`: embedding, last norm, head and loss.
+    `overlap`: collectives run beside computing, which needs a GPU: on CPU both want the same cores."""
+
+    num_blocks: int
+    forward_block: float
+    backward_block: float  # with what is computed again
+    forward_outside: float
+    backward_outside: float
+    accumulation: int
+    block_params: int
+    outside_params: int
+    width: int  # bytes of a block's parameter as it travels
+    overlap: bool
+
+    @property
+    def backward(self) -> float:
+        return self.num_blocks * self.backward_block + self.backward_outside
+
+    @property
+    def compute(self) -> float:
+        forward = self.num_blocks * self.forward_block + self.forward_outside
+        return self.accumulation * (forward + self.backward)
+
+    @property
+    def num_params(self) -> int:
+        return self.num_blocks * self.block_params + self.outside_params
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Collectives of one rank with `num_ranks` - 1 others that are `stride` ranks apart."""
+
+    hardware: Hardware
+
+    def all_reduce(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+        """A reduce-scatter and an all-gather."""
+        return 2 * self.all_gather(num_bytes, num_ranks, stride)
+
+    def all_gather(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+        """Of `num_bytes` in all, by a ring (as is a reduce-scatter): `num_ranks` - 1 steps of a share.
+        A ring through several nodes has as many network ports as it has members on a node."""
+        if num_ranks == 1:
+            return 0.0
+        found, per_node = self.hardware, self.hardware.devices_per_node
+        speed = found.speed
+        steps, rate = num_ranks - 1, speed.link_bytes_per_second
+        network_steps = 0
+        if steps * stride >= per_node:
+            members = max(1, per_node // stride)
+            rate = min(rate, members * speed.network_bytes_per_second)
+            network_steps = steps if members == 1 else max(1, num_ranks // members - 1)
+        transfer = num_bytes * steps / num_ranks / rate
+        if found.device == "cpu":  # the link's rate was measured with an all-reduce, not read off a datasheet
+            return transfer + speed.collective_seconds + steps * _STEP_GLOO
+        latency = (steps - network_steps) * _STEP_LINK + network_steps * _STEP_NETWORK + _CALL
+        return transfer / _WIRE_RATIO + latency
+
+
+def passes(job: Job, hardware: Hardware) -> Passes:
+    config, tokens = job.config, job.micro_batch * job.seq_len
+    kernel = _Kernels(job, hardware)
+    dim, kv_dim, ffn = config.dim, config.num_kv_heads * config.head_dim, config.ffn_dim
+    shapes = [(dim, dim), (dim, kv_dim), (dim, kv_dim), (dim, dim), (dim, ffn), (dim, ffn), (ffn, dim)]
+    matmuls = [kernel.matmul(tokens, inner, outer) for inner, outer in shapes]
+    attention = kernel.attention()
+    between = kernel.stream(tokens * traffic_block(dim, kv_dim, ffn))
+    forward = kernel.at_least(sum(matmuls) + attention + between, _KERNELS_FORWARD)
+    backward = kernel.at_least(2 * sum(matmuls) + 2.5 * attention + 2 * between, 2 * _KERNELS_FORWARD)
+    if job.checkpointing == "full":
+        backward += forward
+    elif job.checkpointing == "selective":  # keeps attention and q, v, gate, down
+        k, o, up = matmuls[1], matmuls[3], matmuls[5]
+        backward += k + o + up + between
+    head = kernel.matmul(tokens, dim, config.vocab_size)
+    # the loss in chunks: reads logits, writes, reads and turns fp32 probabilities, writes the gradient
+    loss = kernel.loss(tokens * config.vocab_size * (2 * COMPUTE_BYTES[job.precision] + 12))
+    embedding = kernel.stream(tokens * dim * 8 + 4 * config.num_embedding_params(), fuse=False)
+    casts = 0.0
+    if job.precision == "bf16":  # fp32 weights to bf16, once a forward
+        casts = kernel.stream(6 * config.num_layer_params(), fuse=False)
+    return Passes(
+        num_blocks=config.num_layers,
+        forward_block=forward + casts,
+        backward_block=backward,
+        forward_outside=head + loss,
+        backward_outside=2 * head + embedding,
+        accumulation=job.accumulation,
+        block_params=config.num_layer_params(),
+        outside_params=config.num_params() - config.num_layers * config.num_layer_params(),
+        width=COMPUTE_BYTES[job.precision],
+        overlap=hardware.device == "cuda",
+    )
+
+
+def update_seconds(num_params: float, hardware: Hardware) -> float:
+    """Norm, clipping and AdamW over the parameters that a rank updates."""
+    if hardware.speed.update_bytes_per_second is not None:
+        return num_params * ADAM_TRAFFIC / hardware.speed.update_bytes_per_second
+    return copy_seconds(num_params * ADAM_TRAFFIC, hardware)
+
+
+def copy_seconds(num_bytes: float, hardware: Hardware) -> float:
+    """Reads and writes of so many bytes in all."""
+    return num_bytes / (hardware.speed.memory_bytes_per_second * _STREAM_RATIO)
+
+
+def save_seconds(num_bytes: float, hardware: Hardware) -> float:
+    """What the trainer waits for one asynchronous save of `num_bytes` of this rank."""
+    return num_bytes * (_STALL_GPU if hardware.device == "cuda" else _STALL_CPU)
+
+
+class _Kernels:
+    def __init__(self, job: Job, hardware: Hardware) -> None:
+        self.job, self.hardware, self.speed = job, hardware, hardware.speed
+        self.peak = self.speed.peak_flops[job.precision]
+        self.width = COMPUTE_BYTES[job.precision]
+        self.measured = self.speed.kernels.get(job.precision)
+
+    def matmul(self, rows: int, inner: int, outer: int) -> float:
+        flops = 2.0 * rows * inner * outer
+        num_bytes = self.width * (rows * inner + inner * outer + rows * outer)
+        rate = self.peak * self.speed.matmul_ratio(self.job.precision, flops)
+        if self.measured is not None:  # its points have felt the memory already
+            return flops / rate
+        return max(flops / rate, num_bytes / (self.speed.memory_bytes_per_second * _STREAM_RATIO))
+
+    def attention(self) -> float:
+        """Forward. Causal kernels skip the upper half."""
+        config, job = self.job.config, self.job
+        flops = 2.0 * job.micro_batch * config.num_heads * config.head_dim * job.seq_len**2
+        if self.measured is not None:
+            return flops / self.measured.attention_flops
+        ratio = _ATTENTION_RATIO_HOPPER if self.peak >= _HOPPER_FLOPS else _ATTENTION_RATIO
+        if self.hardware.device == "cpu":
+            ratio = 1.0
+        return flops / (self.peak * self.speed.achievable_ratio * ratio)
+
+    def stream(self, num_bytes: float, *, fuse: bool = True) -> float:
+        if fuse and self.job.compiled:
+            num_bytes *= _FUSED
+        if fuse and self.measured is not None:
+            return num_bytes / self.measured.stream_bytes_per_second
+        return num_bytes / (self.speed.memory_bytes_per_second * _STREAM_RATIO)
+
+    def loss(self, num_bytes: float) -> float:
+        if self.measured is not None:
+            return num_bytes / self.measured.loss_bytes_per_second
+        return self.stream(num_bytes, fuse=False)
+
+    def at_least(self, seconds: float, num_kernels: int) -> float:
+        if self.hardware.device == "cpu":
+            return seconds + num_kernels * self.speed.kernel_seconds
+        return seconds if self.job.compiled else max(seconds, num_kernels * _LAUNCH)
+
+
+def whole_steps(interval_seconds: float, step_seconds: float) -> int:
+    return max(1, math.ceil(interval_seconds / step_seconds))

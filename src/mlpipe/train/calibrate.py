@@ -1,0 +1,233 @@
+"""`torchrun -m mlpipe.train.calibrate OUT STORE`: what this machine's ranks can do, all at work at once.
+
+Each figure is that of the fastest fifth of its tries within a time box. Rank 0 writes its own
+to OUT. About 15 s on a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mlpipe._core.serial import to_json
+from mlpipe.plan.presets import LlamaConfig
+from mlpipe.plan.speed import ADAM_TRAFFIC, KernelRates, Measured, Speed, traffic_block
+from mlpipe.store.open import open_store
+from mlpipe.train.loss import cross_entropy_sum
+from mlpipe.train.models.llama import Block, rope_tables
+
+_BOX_SECONDS = 0.5  # for one figure
+# tokens x inner x outer: from a small model's k to a GPU-sized block's
+_SHAPES_CPU = ((256, 128, 64), (256, 128, 384), (512, 256, 704), (1024, 256, 2048), (1024, 512, 4096))
+_SHAPES = ((1024, 1024, 1024), (4096, 2048, 2048), (8192, 4096, 4096), (8192, 4096, 14336))
+_BLOCK_CPU = LlamaConfig(4096, 256, 1, 4, 2, 704, 1024, 1e4, 1e-5, True)
+_BLOCK = LlamaConfig(32_768, 2048, 1, 16, 8, 5632, 2048, 1e4, 1e-5, True)
+_COLLECTIVE_BYTES = 16 * 2**20
+_STORE_BYTES = 16 * 2**20
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self.device)
+        self.on_cpu = self.device.type == "cpu"
+        self.config = _BLOCK_CPU if self.on_cpu else _BLOCK
+        self.seq_len, self.batch = (256, 4) if self.on_cpu else (2048, 4)
+        self.tokens = self.seq_len * self.batch
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Of one call, the fastest fifth's slowest, while the other ranks do the same: what happens beside us
+        only ever adds."""
+        for _ in range(3):
+            work()
+        if dist.get_world_size() > 1:
+            dist.barrier()
+        taken: list[float] = []
+        deadline = time.perf_counter() + _BOX_SECONDS
+        while time.perf_counter() < deadline or len(taken) < 5:
+            self._wait()
+            start = time.perf_counter()
+            work()
+            self._wait()
+            taken.append(time.perf_counter() - start)
+        return sorted(taken)[len(taken) // 5]
+
+    def _wait(self) -> None:
+        if not self.on_cpu:
+            torch.accelerator.synchronize(self.device)
+
+    def kernels(self, dtype: torch.dtype) -> KernelRates:
+        points = []
+        for tokens, inner, outer in _SHAPES_CPU if self.on_cpu else _SHAPES:
+            left = torch.randn(tokens, inner, device=self.device, dtype=dtype)
+            right = torch.randn(outer, inner, device=self.device, dtype=dtype)
+            flops = 2.0 * tokens * inner * outer
+            points.append((flops, flops / self.seconds(partial(F.linear, left, right))))
+        peak = max(rate for _, rate in points)
+        attention = self._attention(dtype)
+        shares = tuple((flops, rate / peak) for flops, rate in points)
+        rates = KernelRates(peak, shares, attention, 1.0, 1.0)
+        return KernelRates(peak, shares, attention, self._stream(dtype, rates), self._loss(dtype))
+
+    def _attention(self, dtype: torch.dtype) -> float:
+        """FLOPs a second of the causal half, forward and backward (2.5 times the forward)."""
+        shape = (self.batch, self.config.num_heads, self.seq_len, self.config.head_dim)
+        q, k, v = (torch.randn(shape, device=self.device, dtype=dtype, requires_grad=True) for _ in range(3))
+
+        def work() -> None:
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+        flops = 2.0 * self.batch * self.config.num_heads * self.config.head_dim * self.seq_len**2
+        return 3.5 * flops / self.seconds(work)
+
+    def _stream(self, dtype: torch.dtype, rates: KernelRates) -> float:
+        """A block, forward and backward, less its matmuls and attention: the bytes between them."""
+        config = self.config
+        block = Block(config).to(self.device)
+        x = torch.randn(self.batch, self.seq_len, config.dim, device=self.device, requires_grad=True)
+        cos, sin = (table[: self.seq_len] for table in rope_tables(config, self.device))
+        low = dtype == torch.bfloat16
+
+        def work() -> None:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=low):
+                block(x, cos, sin).sum().backward()
+            block.zero_grad(set_to_none=True)
+
+        whole = self.seconds(work)
+        kv_dim = config.num_kv_heads * config.head_dim
+        known = 0.0
+        for inner, outer in (
+            *((config.dim, config.dim),) * 2,
+            *((config.dim, kv_dim),) * 2,
+            *((config.dim, config.ffn_dim),) * 2,
+            (config.ffn_dim, config.dim),
+        ):
+            flops = 2.0 * self.tokens * inner * outer
+            known += 3 * flops / (rates.peak_flops * _share(rates, flops))
+        attention = 2.0 * self.batch * config.num_heads * config.head_dim * self.seq_len**2
+        known += 3.5 * attention / rates.attention_flops
+        rest = max(0.1 * whole, whole - known)
+        return 3.0 * self.tokens * traffic_block(config.dim, kv_dim, config.ffn_dim) / rest
+
+    def _loss(self, dtype: torch.dtype) -> float:
+        vocab = self.config.vocab_size
+        logits = torch.randn(self.tokens, vocab, device=self.device, dtype=dtype, requires_grad=True)
+        targets = torch.randint(vocab, (self.tokens,), device=self.device)
+
+        def work() -> None:
+            cross_entropy_sum(logits[None], targets[None])[0].backward()
+            logits.grad = None
+
+        width = 2 if dtype == torch.bfloat16 else 4
+        return self.tokens * vocab * (2 * width + 12) / self.seconds(work)
+
+    def memory(self) -> float:
+        x, y = (torch.randn(2**24 if self.on_cpu else 2**26, device=self.device) for _ in range(2))
+        return 3.0 * x.nbytes / self.seconds(lambda: torch.mul(x, y, out=y))
+
+    def update(self) -> float:
+        """Norm, scale and fused AdamW over 4M parameters."""
+        tensors = [torch.randn(2**20, device=self.device) for _ in range(4)]
+        grads, means, squares = ([torch.zeros_like(tensor) for tensor in tensors] for _ in range(3))
+        count = torch.ones((), device=self.device)
+
+        def work() -> None:
+            torch._foreach_norm(grads)
+            torch._foreach_mul_(grads, 0.5)
+            torch._fused_adamw_(
+                tensors,
+                grads,
+                means,
+                squares,
+                [],
+                [count] * 4,
+                lr=1e-9,
+                beta1=0.9,
+                beta2=0.95,
+                weight_decay=0.0,
+                eps=1e-8,
+                amsgrad=False,
+                maximize=False,
+            )
+
+        return ADAM_TRAFFIC * 4 * 2.0**20 / self.seconds(work)
+
+    def kernel(self) -> float:
+        """Of one small operator, forward and backward (which is two): the CPU's part."""
+        x = torch.ones(64, device=self.device, requires_grad=True)
+
+        def work() -> None:
+            y = x
+            for _ in range(50):
+                y = y * 1.0001
+            y.sum().backward()
+
+        return self.seconds(work) / 150
+
+    def collective(self) -> tuple[float, float]:
+        """Bytes a second of a ring's links, and what a call costs."""
+        ranks = dist.get_world_size()
+        if ranks == 1:
+            return 0.0, 0.0
+        group: Any = None if self.on_cpu else dist.new_group(backend="nccl")
+        tiny = torch.ones(1, device=self.device)
+        big = torch.ones(_COLLECTIVE_BYTES // 4, device=self.device)
+        call = self.seconds(lambda: dist.all_reduce(tiny, group=group))
+        whole = self.seconds(lambda: dist.all_reduce(big, group=group))
+        moved = 2 * (ranks - 1) / ranks * _COLLECTIVE_BYTES
+        return moved / max(whole - call, 0.1 * whole), call / 2  # an all-reduce counts as two halves
+
+    def store(self, url: str) -> float:
+        found, key = open_store(url), f"calibration/{uuid4().hex}"
+        start = time.perf_counter()
+        found.put(key, bytes(_STORE_BYTES))
+        taken = time.perf_counter() - start
+        found.delete([key])
+        return _STORE_BYTES / taken
+
+
+def _share(rates: KernelRates, flops: float) -> float:
+    return Speed({}, 1.0, 1.0, 1.0, 1.0, kernels={"x": rates}).matmul_ratio("x", flops)
+
+
+def measure(store_url: str) -> Measured:
+    bench = Bench()
+    link, call = bench.collective()
+    return Measured(
+        kernels={
+            "fp32": bench.kernels(torch.float32),
+            "bf16": bench.kernels(torch.bfloat16),
+        },
+        memory_bytes_per_second=bench.memory(),
+        update_bytes_per_second=bench.update(),
+        kernel_seconds=bench.kernel(),
+        link_bytes_per_second=link,
+        collective_seconds=call,
+        store_bytes_per_second=bench.store(store_url) if dist.get_rank() == 0 else 0.0,
+    )
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    found = measure(sys.argv[2])
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(to_json(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

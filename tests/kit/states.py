@@ -1,0 +1,90 @@
+"""`torchrun -m kit.states OUT`: bytes of parameters, gradients and optimizer states on rank 0 of real groups
+of 4, 2 and 1 ranks, and of pretended ones (torch's fake process group) of 64 to 1,024, for every strategy."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from kit.plans import train_plan, write_tokens
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mlpipe.plan.plan import STRATEGIES, Entry, Plan
+from mlpipe.train.model import build_model
+from mlpipe.train.optim import Optimizer
+from mlpipe.train.parallel.apply import parallelize
+
+# Rows that nothing divides; ranks without a row where the ranks are many.
+SHAPE = {"vocab_size": 250, "dim": 72, "ffn_dim": 100}
+REAL, PRETENDED = (4, 2, 1), (64, 256, 1024)
+
+
+def plan_of(tokens: Path, strategy: Any, world_size: int) -> Plan:
+    if strategy == "single":
+        world_size = 1
+    plan = train_plan("unused", tokens, strategy=strategy, world_size=world_size)
+    train = cast(Any, plan.train)
+    args = {**train.model.build.args, **SHAPE}
+    object.__setattr__(train.model, "build", Entry(train.model.build.entry, args))
+    return plan
+
+
+def fits(strategy: str, world_size: int) -> bool:
+    return {"single": world_size == 1, "hsdp": world_size >= 4}.get(strategy, world_size > 1)
+
+
+def measure(plan: Plan, *, reduces: bool) -> dict[str, int]:
+    train = cast(Any, plan.train)
+    built = build_model(train.model, seed=1, device_type="cpu", bf16=False)
+    parallel = parallelize(built, train, torch.device("cpu"))
+    optimizer = Optimizer(train.optimizer, parallel)
+    inputs = torch.zeros((1, 8), dtype=torch.int64)
+    with parallel.communicate(reduces):
+        parallel.module({"inputs": inputs, "targets": inputs})[0].backward()
+
+    def local(tensor: Any) -> torch.Tensor:
+        return cast(torch.Tensor, tensor.to_local() if hasattr(tensor, "to_local") else tensor)
+
+    parameters = [local(parameter) for parameter in parallel.module.parameters()]
+    return {
+        "parameters": sum(tensor.nbytes for tensor in parameters),
+        "gradients": sum(tensor.nbytes for tensor in parallel.gradients()),
+        "optimizer": sum(item.local.nbytes for item in optimizer.state()),
+    }
+
+
+def main() -> None:
+    rank = int(os.environ["RANK"])
+    folder = Path(sys.argv[1])
+    tokens = folder / f"tokens-{rank}"
+    write_tokens(tokens, num_tokens=1000)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = dist.TCPStore(host, port, is_master=False, timeout=timedelta(minutes=2))  # type: ignore[attr-defined]
+    found: list[list[Any]] = []
+    for kind, sizes in (("real", REAL), ("fake", PRETENDED)):
+        for world_size in sizes:
+            if rank >= (world_size if kind == "real" else 1):
+                continue
+            if kind == "real":
+                store = dist.PrefixStore(f"w{world_size}", shared)  # type: ignore[attr-defined]
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            else:
+                dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+            for strategy in [name for name in STRATEGIES if fits(name, world_size)]:
+                plan = plan_of(tokens, strategy, world_size)
+                # DDP's reducer wants a result, which the fake group does not give; gradients are whole anyway
+                reduces = kind == "real" or strategy not in ("ddp", "zero1")
+                found.append([kind, strategy, world_size, measure(plan, reduces=reduces)])
+            dist.destroy_process_group()
+    if rank == 0:
+        (folder / "states.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

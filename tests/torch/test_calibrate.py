@@ -1,0 +1,35 @@
+"""What `mlpipe calibrate` measures: every figure there and plausible, in a short time box."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mlpipe.train import calibrate
+
+pytestmark = pytest.mark.torch
+
+
+def test_every_figure_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_BOX_SECONDS", 0.005)
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        found = calibrate.measure(str(tmp_path / "store"))
+    finally:
+        dist.destroy_process_group()
+    assert found.kernels.keys() == {"fp32", "bf16"}
+    for rates in found.kernels.values():
+        sizes = [flops for flops, _ in rates.matmul_points]
+        assert sizes == sorted(sizes)
+        assert max(share for _, share in rates.matmul_points) == 1.0
+        assert 1e8 < rates.attention_flops < 1e15
+        assert 1e8 < rates.peak_flops < 1e15
+    alone = {"link_bytes_per_second", "collective_seconds"}
+    for name, value in asdict(found).items():
+        assert name == "kernels" or (value == 0) == (name in alone), name
+    assert not list((tmp_path / "store").rglob("*.part*"))

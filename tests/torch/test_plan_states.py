@@ -1,0 +1,40 @@
+"""Bytes of parameters, gradients and optimizer states a rank: the planner's numbers are the trainer's, to the
+byte, on 1, 2 and 4 real ranks and on 64 to 1,024 pretended ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kit.plans import CONFIG, environment, mesh_of
+
+from mlpipe.plan.memory import Work, counts
+from mlpipe.plan.strategies import ORDER
+
+pytestmark = pytest.mark.torch
+
+
+def test_states_are_the_trainers_to_the_byte(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*argv, "-m", "kit.states", str(tmp_path)],
+        env={**environment(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    found = json.loads((tmp_path / "states.json").read_text())
+    config = dataclasses.replace(CONFIG, vocab_size=250, dim=72, ffn_dim=100)
+    for kind, strategy, world_size, measured in found:
+        mesh = mesh_of(strategy, world_size)
+        memory = ORDER[strategy].memory(counts(config), Work("fp32", 0, 0, 1), mesh)
+        predicted = {key: getattr(memory, key) for key in measured}
+        assert predicted == measured, (kind, strategy, world_size)
+    seen = {(kind, strategy, world_size) for kind, strategy, world_size, _ in found}
+    assert len(seen) == 1 + 4 + 5 + 3 * 5
+    assert {world_size for _, _, world_size in seen} == {1, 2, 4, 64, 256, 1024}

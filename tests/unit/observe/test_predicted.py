@@ -1,0 +1,121 @@
+"""The planner's prediction beside what a run measured, on the page and fed back into a calibration."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from kit.synthetic_run import Life, stage_state, write_run, write_train_stage
+
+from mlpipe._core.errors import PlanError
+from mlpipe.cli.calibrate import command as calibrate
+from mlpipe.cli.session import Session
+from mlpipe.observe.predicted import compared
+from mlpipe.observe.report import build_report
+from mlpipe.plan.build import build_plan, stage_hardware
+from mlpipe.plan.calibration import Calibration, Compared, load, save
+from mlpipe.plan.hardware import CPU_CORE
+from mlpipe.plan.plan import Prediction
+from mlpipe.plan.speed import KernelRates, Measured
+from mlpipe.spec.load import load_pipeline
+from mlpipe.store.base import Store
+from mlpipe.store.open import open_store
+
+pytestmark = pytest.mark.unit
+ROOT = Path(__file__).parents[3]
+RATES = KernelRates(2e11, ((1e6, 0.25), (1e8, 0.5), (1e9, 1.0)), 1e11, 5e9, 4e9)
+TWO = Measured({"fp32": RATES}, 1e10, 9e9, 5e-6, 1e9, 1e-4, 3e8)
+ONE = dataclasses.replace(TWO, link_bytes_per_second=0.0, collective_seconds=0.0)
+
+
+def calibration(*runs: Compared) -> Calibration:
+    return Calibration(1, "a CPU", "cpu", {"1": ONE, "2": TWO}, runs)
+
+
+def ran(predicted: Prediction | None, tmp_path: Path, run: str = "q-20260101-000000-0000") -> Store:
+    store = open_store(str(tmp_path / "store"))
+    outcome = {"outcome": "done", "step": 40, "exit_code": 0}
+    write_train_stage(store, run, [Life(1, 0, 0, 40)], steps=40, outcome=outcome, predicted=predicted)
+    write_run(store, run, {"train": stage_state()})
+    return store
+
+
+def test_the_report_has_the_row_and_a_run_without_a_prediction_has_none(tmp_path: Path) -> None:
+    page = build_report(ran(Prediction(610_000_000, 0.4, 1.0, 1.0), tmp_path), "q-20260101-000000-0000")
+    assert "Predicted beside measured" in page
+    assert "400 ms" in page
+    assert "581.7 MiB" in page  # predicted
+    assert "Predicted beside measured" not in build_report(
+        ran(None, tmp_path / "none"), "q-20260101-000000-0000"
+    )
+
+
+def test_a_run_is_fed_back_once_and_without_the_correction_it_was_planned_with(tmp_path: Path) -> None:
+    told = Prediction(600_000_000, 0.36, memory_ratio=1.2, time_ratio=0.9)
+    (row,) = compared(ran(told, tmp_path), "q-20260101-000000-0000")
+    assert row.predicted_memory_bytes == pytest.approx(5e8)
+    assert row.predicted_step_seconds == pytest.approx(0.4)
+    assert row.measured_step_seconds == pytest.approx(0.36, rel=0.1)
+    assert row.measured_memory_bytes == pytest.approx(6.2e8, rel=0.02)
+    file = tmp_path / "hardware.json"
+    save(file, calibration())
+    for _ in range(2):
+        argv = ["--out", str(file), "--from-run", "q-20260101-000000-0000"]
+        argv += ["--store", str(tmp_path / "store")]
+        done = CliRunner().invoke(calibrate, argv, obj=Session(), catch_exceptions=False)
+        assert "compared with 1 run" in done.output
+    assert load(file) == calibration(row)
+    assert load(file).speed(2, CPU_CORE).time_ratio == pytest.approx(row.measured_step_seconds / 0.4)
+
+
+def test_a_plan_says_what_it_was_calibrated_by_and_is_byte_stable(tmp_path: Path) -> None:
+    file = tmp_path / "hardware.json"
+    slow = Compared("r", "train", 1e9, 1.1e9, 1.0, 2.0)
+    odd = Compared("s", "train", 1e9, 9e9, 1.0, 50.0)
+    texts, steps = [], []
+    for runs in ((), (slow,), (slow, slow, odd)):
+        save(file, calibration(*runs))
+        pipeline = load_pipeline(
+            ROOT / "pipelines" / "quickstart.yaml", overrides=[f"train.resources.hardware={file}"]
+        )
+        hardware = stage_hardware(pipeline, "train")
+        texts.append(hardware.speed.calibrated)
+        made = [
+            build_plan(
+                pipeline, "train", run_id="r", attempt=1, store_url="x", inputs={}, hardware=hardware
+            ).to_json()
+            for _ in range(2)
+        ]
+        assert made[0] == made[1]
+        steps.append(json.loads(made[0])["train"]["predicted"]["step_seconds"])
+    assert texts == [
+        "calibrated with 2 ranks (a CPU)",
+        "calibrated with 2 ranks (a CPU) and by 1 run",
+        "calibrated with 2 ranks (a CPU) and by 3 runs",
+    ]
+    assert steps[1] == pytest.approx(2 * steps[0], rel=0.01)
+    assert steps[2] == steps[1]  # the median: one odd run moves nothing
+
+
+def test_points_between_the_measured_ones(tmp_path: Path) -> None:
+    speed = calibration().speed(2, CPU_CORE)
+    assert speed.matmul_ratio("fp32", 1) == 0.25
+    assert speed.matmul_ratio("fp32", 1e7) == pytest.approx(0.375)
+    assert speed.matmul_ratio("fp32", 1e12) == 1.0
+    assert calibration().speed(1, CPU_CORE).link_bytes_per_second == 1e9  # of the nearest with a link
+    for bad in ("{", "[]", '{"schema_version": 9, "name": "x", "device": "cpu", "ranks": {}, "runs": []}'):
+        (tmp_path / "bad.json").write_text(bad)
+        with pytest.raises(PlanError) as caught:
+            load(tmp_path / "bad.json")
+        assert "mlpipe calibrate" in str(caught.value.hint)
+    (tmp_path / "gpu.json").write_text("")
+    save(tmp_path / "gpu.json", dataclasses.replace(calibration(), device="cuda"))
+    pipeline = load_pipeline(
+        ROOT / "pipelines" / "quickstart.yaml",
+        overrides=[f"train.resources.hardware={tmp_path / 'gpu.json'}"],
+    )
+    with pytest.raises(PlanError, match="measured on cuda"):
+        stage_hardware(pipeline, "train")

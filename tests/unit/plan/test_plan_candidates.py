@@ -1,0 +1,240 @@
+"""Candidates: properties that hold whatever the hardware, the time model by hand, budgets and deadlines."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlpipe._core.errors import PlanError
+from mlpipe.plan.build import compare, scale_stage, stage_hardware
+from mlpipe.plan.choose import Candidate, choose, rank, verdict
+from mlpipe.plan.hardware import GIB, GPUS, Hardware
+from mlpipe.plan.memory import Work, counts
+from mlpipe.plan.plan import Mesh, Strategy
+from mlpipe.plan.presets import PRESETS
+from mlpipe.plan.scaling import parse_nodes, within
+from mlpipe.plan.strategies import ORDER
+from mlpipe.plan.time import Job, Passes, Wire, passes
+from mlpipe.spec.load import load_pipeline
+from mlpipe.spec.model import Pipeline
+
+pytestmark = pytest.mark.unit
+ROOT = Path(__file__).parents[3]
+
+
+def gpus(name: str = "H100-80GB", num_nodes: int = 1, per_node: int = 8) -> Hardware:
+    gpu = GPUS[name]
+    speed = gpu.speed
+    return Hardware(
+        "cuda",
+        num_nodes,
+        per_node,
+        gpu.memory_bytes,
+        name,
+        speed.peak_flops,
+        96,
+        speed,
+        gpu.price_usd_per_hour,
+    )
+
+
+def llm(*overrides: str) -> Pipeline:
+    return load_pipeline(ROOT / "pipelines" / "llm.yaml", overrides=overrides)
+
+
+def of(found: list[Candidate], strategy: Strategy) -> list[Candidate]:
+    return [c for c in found if c.strategy == strategy]
+
+
+def mesh_for(strategy: Strategy, ranks: int) -> Mesh:
+    if strategy == "hsdp":
+        return Mesh(dp_replicate=2, dp_shard=ranks // 2)
+    return Mesh(dp_replicate=ranks) if strategy in ("ddp", "zero1") else Mesh(dp_shard=ranks)
+
+
+@given(st.sampled_from(sorted(PRESETS)), st.integers(1, 200), st.integers(1, 200))
+@settings(max_examples=15, deadline=None)
+def test_more_memory_never_makes_a_fitting_plan_unfit(preset: str, gib: int, more: int) -> None:
+    pipeline = llm(f"train.model.preset={preset}", "train.model.seq_len=1024")
+    small = dataclasses.replace(gpus(num_nodes=2), memory_bytes=gib * GIB)
+    large = dataclasses.replace(small, memory_bytes=(gib + more) * GIB)
+    fits = [{c for c in compare(pipeline, "train", h) if c.fits} for h in (small, large)]
+    keys = [
+        {(c.strategy, c.mesh, c.micro_batch, c.activation_checkpointing, c.precision) for c in f}
+        for f in fits
+    ]
+    assert keys[0] <= keys[1]
+
+
+@given(
+    st.sampled_from(sorted(PRESETS)),
+    st.sampled_from(["ddp", "zero1", "zero2", "fsdp", "hsdp"]),
+    st.integers(1, 9),
+    st.sampled_from(["fp32", "bf16"]),
+    st.integers(1, 2),
+)
+def test_more_ranks_never_raise_the_bytes_of_a_rank(
+    preset: str, strategy: Strategy, doubled: int, precision: str, accumulation: int
+) -> None:
+    sizes, work = counts(PRESETS[preset]), Work(precision, 1000, 100, accumulation)
+    few, many = (
+        ORDER[strategy].memory(sizes, work, mesh_for(strategy, ranks))
+        for ranks in (2**doubled, 2 ** (doubled + 1))
+    )
+    slices = sizes.share(2 ** (doubled + 1)) * 2 ** (doubled + 1) - sizes.total
+    padding = 4 * slices if strategy == "zero1" else 0  # of its gathering buffers
+    assert many.tensors <= few.tensors + padding
+
+
+def test_flops_do_not_depend_on_the_strategy() -> None:
+    found = compare(llm(), "train", gpus(num_nodes=2))
+    tokens = {round(c.tokens_per_second * c.step_seconds) for c in found if c.tokens_per_second}
+    assert tokens == {1_048_576}
+    # what MFU, rate and peak say of the FLOPs of a token is the same for all
+    for precision in ("fp32", "bf16"):
+        peak = 16 * GPUS["H100-80GB"].speed.peak_flops[precision]
+        mine = [c for c in found if c.precision == precision and c.mfu_ratio and c.tokens_per_second]
+        flops = [
+            c.mfu_ratio * peak / c.tokens_per_second for c in mine if c.mfu_ratio and c.tokens_per_second
+        ]
+        assert max(flops) == pytest.approx(min(flops))
+        assert flops[0] == pytest.approx(57.9e9, rel=1e-3)
+
+
+def test_units_of_time_and_cost_agree() -> None:
+    best = compare(llm(), "train", gpus(num_nodes=2))[0]
+    assert best.seconds is not None
+    assert best.hours == pytest.approx(100_000 * best.step_seconds / 3600)
+    assert best.usd == pytest.approx(2.99 * 16 * (best.hours or 0))
+    assert best.usd_per_million_tokens == pytest.approx((best.usd or 0) / (100_000 * 1.048576))
+    memory = best.memory
+    assert memory is not None
+    parts = dataclasses.asdict(memory)
+    assert memory.total == sum(parts.values()) - 2 * parts["reused"]
+    unpriced = compare(llm(), "train", dataclasses.replace(gpus(num_nodes=2), price_usd_per_device_hour=None))
+    assert {c.usd for c in unpriced} == {None}
+
+
+def test_each_candidate_says_why_it_was_not_chosen() -> None:
+    found = compare(llm("train.activation_checkpointing=auto"), "train", gpus(num_nodes=2))
+    best, reason = choose(found)
+    assert best.fits
+    assert best.asked
+    assert reason.startswith(f"{best.strategy}: needs ")
+    words = {verdict(c, best) for c in found}
+    assert "chosen" in words
+    assert any(w.startswith("needs ") for w in words)
+    assert any(w.startswith("not asked for: precision: fp32") for w in words)
+    assert "single is one worker, and there are 16" in words
+    assert rank(found)[0].fits
+    assert {c.activation_checkpointing for c in found if c.asked} >= {"none", "selective", "full"}
+
+
+def test_meshes_of_hsdp_within_and_across_nodes() -> None:
+    shards = {c.mesh.dp_shard for c in of(compare(llm(), "train", gpus(num_nodes=4)), "hsdp") if c.mesh}
+    assert shards == {2, 4, 8, 16}
+    assert {c.mesh for c in of(compare(llm(), "train", gpus()), "hsdp")} == {None}
+
+
+def _passes(**changes: object) -> Passes:
+    plain = Passes(
+        num_blocks=4,
+        forward_block=1.0,
+        backward_block=2.0,
+        forward_outside=0.5,
+        backward_outside=1.0,
+        accumulation=1,
+        block_params=10**9,
+        outside_params=10**9,
+        width=2,
+        overlap=True,
+    )
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def test_collectives_by_hand() -> None:
+    """Ring: (n-1)/n of the bytes at 80 % of the slowest link, and a step's latency each."""
+    wire = Wire(gpus())
+    inside = wire.all_gather(8e9, 8)
+    assert inside == pytest.approx(7e9 / (0.8 * 450e9) + 7 * 3.4e-6 + 8.4e-6)
+    assert wire.all_reduce(8e9, 8) == pytest.approx(2 * inside)
+    assert wire.all_gather(8e9, 1) == 0
+    two = Wire(gpus(num_nodes=2))
+    assert two.all_gather(16e9, 16) == pytest.approx(15e9 / (0.8 * 400e9) + 14 * 3.4e-6 + 14e-6 + 8.4e-6)
+    # hsdp's copies: each of the 8 pairs has one port
+    assert two.all_reduce(2e9, 2, stride=8) == pytest.approx(2 * (1e9 / (0.8 * 50e9) + 14e-6 + 8.4e-6))
+
+
+def test_computing_hides_what_it_can() -> None:
+    wire, eight = Wire(gpus()), Mesh(dp_shard=8)
+    exposed = {name: rules.exposed(_passes(), wire, mesh_for(name, 8)) for name, rules in ORDER.items()}
+    assert exposed["single"] == 0
+    bucket = wire.all_reduce(25 * 2**20, 8)
+    assert exposed["ddp"] == pytest.approx(bucket)
+    assert exposed["zero1"] > exposed["ddp"]
+    first, block = wire.all_gather(4e9, 8), wire.all_gather(2e9, 8)
+    assert exposed["fsdp"] == pytest.approx(3 * first + block)
+    assert exposed["zero2"] == pytest.approx(2 * first + block)
+    # with nothing to hide behind all of it shows: 2 gathers a block and a reduction
+    bare = ORDER["fsdp"].exposed(_passes(overlap=False), wire, eight)
+    assert bare == pytest.approx(3 * first + 4 * (2 * block + wire.all_gather(4e9, 8)))
+    several = ORDER["fsdp"].exposed(_passes(accumulation=3), wire, eight)
+    assert several == pytest.approx(3 * (2 * first + block) + first)
+
+
+def test_the_roofline_by_hand() -> None:
+    """One matmul of llama-8b is compute bound at 16,384 tokens, memory bound at one."""
+    config = PRESETS["llama-8b"]
+    job = Job(config, 8192, 2, 1, "bf16", "none", compiled=True)
+    found = passes(job, gpus())
+    matmuls = 2 * 16_384 * (config.num_layer_params() - 2 * config.dim)
+    least = matmuls / (989e12 * 0.803)
+    assert least < found.forward_block < 2 * least
+    full = passes(dataclasses.replace(job, checkpointing="full"), gpus())
+    selective = passes(dataclasses.replace(job, checkpointing="selective"), gpus())
+    assert full.backward_block == pytest.approx(found.backward_block + found.forward_block, rel=0.02)
+    assert found.compute < selective.compute < full.compute
+    eager = passes(dataclasses.replace(job, compiled=False), gpus())
+    assert eager.compute > found.compute
+    tiny = passes(Job(config, 1, 1, 1, "bf16", "none", compiled=True), gpus())
+    weights = 2 * (config.num_layer_params() - 2 * config.dim)
+    assert tiny.forward_block > weights / 3.35e12
+
+
+def test_nodes() -> None:
+    assert parse_nodes("1..8") == [1, 2, 4, 8]
+    assert parse_nodes("3..10") == [3, 6, 10]
+    assert parse_nodes("4") == [4]
+    for bad in ("", "0", "4..1", "a..b", "1..", "1..4096"):
+        with pytest.raises(PlanError) as caught:
+            parse_nodes(bad)
+        assert caught.value.hint
+
+
+def test_budget_and_deadline() -> None:
+    pipeline = llm()
+    rows = scale_stage(pipeline, "train", stage_hardware(pipeline, "train"), "1..64")
+    assert [row.num_nodes for row in rows] == [1, 2, 4, 8, 16, 32, 64]
+    assert "cannot be split evenly over 256" in rows[5].note
+    able = [row for row in rows if row.best]
+    hours = [row.best.hours or math.inf for row in able if row.best]
+    assert hours == sorted(hours, reverse=True)
+    soon, why = within(rows, None, 3600 * hours[2] * 1.01)
+    assert soon.best is not None
+    assert (soon.best.hours or 0) <= hours[2] * 1.01
+    assert "the cheapest that is done in time" in why
+    usd = [row.best.usd or 0 for row in able if row.best]
+    cheap, why = within(rows, max(usd), None)
+    assert (cheap.num_nodes, "the fastest within the budget" in why) == (16, True)
+    with pytest.raises(PlanError) as caught:
+        within(rows, min(usd) / 2, None)
+    assert "the cheapest, " in str(caught.value.hint)
+    assert "50% of the steps" in str(caught.value.hint)
+    with pytest.raises(PlanError) as caught:
+        within(rows, None, 3600 * min(hours) / 4)
+    assert "25% of the steps" in str(caught.value.hint)
