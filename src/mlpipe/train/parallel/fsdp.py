@@ -1,7 +1,7 @@
 """zero2, fsdp and hsdp: PyTorch's `fully_shard` (FSDP2) over the blocks, then over the rest.
 
-fsdp reshards parameters after the forward (ZeRO-3), zero2 keeps them until the last backward of the step, hsdp
-shards inside `dp_shard` and replicates over `dp_replicate`.
+fsdp reshards parameters after the forward (ZeRO-3), zero2 keeps them until the last backward of the step,
+hsdp shards inside `dp_shard` and replicates over `dp_replicate`.
 """
 
 from __future__ import annotations
