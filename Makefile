@@ -84,9 +84,12 @@ docs: $(VENV)/.dev  ## write docs/reference/ and grafana/dashboards/ anew from t
 	$(BIN)/python docs/generate.py
 	$(BIN)/python grafana/generate.py
 
-bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of a checkpoint
+bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of a checkpoint; its own instrument
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.instrument
+	$(BIN)/python -m benchmarks.exporter
+	$(BIN)/python -m benchmarks.scrape
 	$(BIN)/python -m benchmarks.startup
 
 servers: $(VENV)/.dev  ## build what the services and golden rings run (once, into ~/.cache/mlpipe)

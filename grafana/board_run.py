@@ -272,6 +272,7 @@ def run_board() -> Dashboard:
             "percentunit",
             {"{{run}}": f"max by (run) (mlpipe_run_goodput_ratio{{{RUNS}}})"},
             high_is_good(0.7, 0.9),
+            width=6,
         ),
         number(
             "Cost so far",
@@ -282,6 +283,7 @@ def run_board() -> Dashboard:
             ),
             "currencyUSD",
             {"{{run}}": f"max by (run) (mlpipe_run_cost_usd{{{RUNS}}})"},
+            width=6,
             decimals=2,
         ),
         number(
@@ -293,6 +295,7 @@ def run_board() -> Dashboard:
             ),
             "currencyUSD",
             {"{{run}}": f"max by (run) (mlpipe_run_badput_usd{{{RUNS}}})"},
+            width=6,
             decimals=2,
         ),
         number(
@@ -304,6 +307,7 @@ def run_board() -> Dashboard:
             ),
             "currencyUSD",
             {"{{run}}": f"max by (run) (mlpipe_run_usd_per_million_tokens{{{RUNS}}})"},
+            width=6,
             decimals=3,
         ),
         curve(
@@ -317,6 +321,7 @@ def run_board() -> Dashboard:
             ),
             "s",
             {"{{bucket}}": spent},
+            width=24,
         ),
     ]
     save = "mlpipe_checkpoint_duration_seconds"

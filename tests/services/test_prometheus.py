@@ -1,9 +1,10 @@
 """A real Prometheus with the committed rules over a real 2-rank run: every query of every board has data.
 
-Real: Prometheus, Alertmanager, the run (torchrun on gloo, CPU) and its /metrics. Made up: the labels that a
-PodMonitor adds, and the series of DCGM's exporter, whose names and labels follow its documentation; they are
-there so that the GPU panels' queries run, not to say what a GPU does. The alerts are raised with `for` cut to
-5 s: by faults in real runs, and where that would take an hour by records given to the exporter's own code.
+Real: Prometheus (this machine's, and a 3.x where `kit.prometheus build-3` made one), Alertmanager, the run
+(torchrun on gloo, CPU), its /metrics and the exporter. Made up: the labels that a PodMonitor adds, and the
+series of DCGM's exporter and of NVML, whose names and labels follow their documentation; they are there so
+that the GPU panels' queries run, not to say what a GPU does. The alerts are raised with `for` cut to 5 s:
+by faults in real runs, and where that would take an hour by records given to the exporter's own code.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import yaml
 from kit import boards
 from kit.boards import GPU_ONLY_ALERTS, RULES
 from kit.command_runs import Cli, until
-from kit.prometheus import Prometheus, alertmanager, alerts_at, build, prometheus, tool
+from kit.prometheus import Prometheus, alertmanager, alerts_at, build, path_3, prometheus, tool
 from kit.servers import ServerMissingError, free_port
 from kit.synthetic_run import step_record
 
@@ -157,7 +158,12 @@ def live(tmp_path_factory) -> Iterator[Prometheus]:
         with exporter(folder) as port:
             server.scrape([port], namespace="ml")
             server.folder = folder
-            yield server
+            if not path_3().exists():
+                yield server
+                return
+            beside = tmp_path_factory.mktemp("prometheus") / "server-3"
+            with prometheus(beside, rules=RULES, program=path_3(), targets=server.targets) as server.other:
+                yield server
 
 
 def has_data(server: Prometheus, expr: str) -> bool:
@@ -166,6 +172,8 @@ def has_data(server: Prometheus, expr: str) -> bool:
 
 def needs_data(server: Prometheus, expr: str) -> None:
     until(lambda: has_data(server, expr), f"data from {expr}", _DATA_SECONDS)
+    if (other := server.other) is not None:
+        until(lambda: has_data(other, expr), f"data from {expr} in Prometheus 3", _DATA_SECONDS)
 
 
 @pytest.mark.parametrize(
