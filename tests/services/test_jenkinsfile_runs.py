@@ -3,6 +3,7 @@ local backend. The interpreter around the engine is ours (`kit/groovy`): no Jenk
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -27,12 +28,16 @@ class Controller:
     """Builds of one pipeline in one workspace."""
 
     def __init__(
-        self, folder: Path, stages: Mapping[str, Sequence[str]], needs: Mapping[str, Sequence[str]]
+        self,
+        folder: Path,
+        stages: Mapping[str, Sequence[str]],
+        needs: Mapping[str, Sequence[str]],
+        **more: Mapping[str, Any],
     ) -> None:
         self.folder = folder
         self.workspace = folder / "workspace"
         self.workspace.mkdir()
-        write_spec(self.workspace, stages, needs)
+        write_spec(self.workspace, stages, needs, **more)
         self.cli = Cli(self.workspace)
         text = self.cli("render", "pipeline.yaml", "--for", "jenkins").stdout
         (folder / "Jenkinsfile").write_text(text)
@@ -63,8 +68,19 @@ def writes(text: str) -> list[str]:
     return shell(f"echo {text} > $1/file")
 
 
-def test_a_build_runs_each_stage_once(tmp_path: Path) -> None:
-    controller = Controller(tmp_path, {name: writes(name) for name in "dbca"}, DIAMOND)
+HOSTILE = (
+    "it's \"$HOME\" `id` $(id) ${params.X}", "\\u0027 + 'x' \\\\u0027", "'''", "a\nEND_OF_OVERRIDES\r\n",
+    "\u202ecod\u2066", "--help", "", "x'" * 5000,
+)  # fmt: skip
+KEEPS = """
+import json, os, sys
+open(os.environ["MLPIPE_OUTPUT"] + "/given", "w").write(json.dumps([sys.argv[1:], os.environ["HOSTILE"]]))
+"""
+
+
+def test_a_build_runs_each_stage_once_and_hostile_text_reaches_its_command(tmp_path: Path) -> None:
+    stages = {name: writes(name) for name in "dbc"} | {"a": [sys.executable, "-c", KEEPS, *HOSTILE]}
+    controller = Controller(tmp_path, stages, DIAMOND, a={"env": {"HOSTILE": "".join(HOSTILE)}})
     ran = controller.build(BACKEND="local")
     assert ran.result == "SUCCESS", controller.log()
     names = [name for name, _ in ran.stages]
@@ -76,6 +92,8 @@ def test_a_build_runs_each_stage_once(tmp_path: Path) -> None:
     assert run["state"] == "done"
     assert run["run_id"].startswith("test-1-")
     assert {stage["attempt"] for stage in run["stages"].values()} == {1}
+    given = controller.cli.store / f"runs/{run['run_id']}/stages/a/outputs/files/given"
+    assert json.loads(given.read_text()) == [list(HOSTILE), "".join(HOSTILE)]
     assert "<html" in (tmp_path / "archived-report.html").read_text()
     assert '"stages"' in (tmp_path / "archived-plan.json").read_text()
     # as after an agent that died: the same build again finds its run, and starts nothing

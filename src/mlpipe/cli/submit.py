@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlpipe._core.errors import EXIT_CODES, SubmitError
-from mlpipe.cli.session import Session, interrupt, overrides, shared
+from mlpipe.cli.session import Interrupt, Session, overrides, shared
 
 if TYPE_CHECKING:
     from mlpipe.plan.phases import Phase
@@ -256,20 +256,32 @@ def follow(
     from mlpipe.cli.follow import Watcher
     from mlpipe.cli.foreground import report_of
     from mlpipe.store import runs
+    from mlpipe.submit.follower import Following
 
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # it detaches, as Ctrl-C does
-        signal.signal(signal.SIGTERM, interrupt)
+    terminated = False
+
+    def detach(*_: object) -> None:  # as Ctrl-C does, but whoever comes next may take our place
+        nonlocal terminated
+        terminated = True
+        raise Interrupt
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, detach)
     run = runs.read_run(store, run_id)
     watcher = Watcher(session, store, run)
+    following = Following(store, run_id)
     try:
         # it lets go when it has written how the run ended
         while runs.lease_is_live(run.driver) or (not _is_over(run, only) and is_driven(run)):
             watcher.watch(run)
+            following.renew()
             time.sleep(0.5)
             run = runs.read_run(store, run_id)
         watcher.watch(run)
     finally:
         watcher.close()
+        if not terminated:
+            following.leave()
     if not _is_over(run, only):
         raise SubmitError(
             f"the driver of run {run_id} is gone and the run has not ended",

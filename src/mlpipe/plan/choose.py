@@ -184,8 +184,8 @@ def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def choose(candidates: Sequence[Candidate], equal: float = _EQUAL) -> tuple[Candidate, str]:
     """Of what was asked for and fits the fastest; of several whose times differ by `equal` or less one that
-    leaves memory free, the least sharded with the fewest recomputations and the largest microbatch. With the reason in words. Raises
-    PlanError when nothing fits."""
+    leaves memory free, the least sharded with the fewest recomputations and the largest microbatch. With the
+    reason in words. Raises PlanError when nothing fits."""
     fitting = [c for c in candidates if c.asked and c.fits]
     if not fitting:
         raise PlanError(
