@@ -1,14 +1,14 @@
 # Everything is installed from requirements/*.txt (pinned, with hashes) into .venv. Variables:
 #   PYTHON=python3.12   which Python the virtual environment is made from (3.11 or newer)
 #   SET="a.b=c x.y=z"   overrides for `make run`, each becomes a --set
-#   JOBS=2              test processes at a time
+#   JOBS=4              test processes at a time; about half of them wait, for servers, processes and deadlines
 #   CMD="kubectl get pods"   what `make cluster` runs instead of a shell
 #   TESTS=tests/unit    what `make test` and its relatives look at
 # and, of the tests, MLPIPE_REQUIRE_RINGS=unit,golden,torch,services: rings that must run, not be skipped.
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
-JOBS ?= 2
+JOBS ?= 4
 TESTS ?= tests
 SET ?=
 VENV := .venv
@@ -20,7 +20,7 @@ export UV_HTTP_TIMEOUT ?= 180
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 UV := $(BIN)/uv pip
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
