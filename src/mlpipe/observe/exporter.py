@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
 RECENT_RUNS = 100
-_LEDGER_SECONDS = 60.0  # between two looks at where the time of a run under way goes
+# Between two looks at where the time of a run under way goes; and of the exporter's time, a look that takes
+# long (all records of many steps) may take a part.
+_LEDGER_SECONDS = 60.0
+_LEDGER_SHARE = 0.02
 _RUN = ("run", "pipeline")
 
 FLEET_METRICS: tuple[Metric, ...] = (
@@ -98,13 +101,13 @@ FLEET_METRICS: tuple[Metric, ...] = (
 
 @dataclass
 class _Known:
-    """A run as it was read last. `ledger_at`: monotonic time, of the last look at its records."""
+    """A run as it was read last. `next_ledger`: monotonic time, before which its records are left alone."""
 
     summary: RunSummary
     run: RunState
     device: str = ""
     ledger: Ledger | None = None
-    ledger_at: float = float("-inf")
+    next_ledger: float = float("-inf")
 
     @property
     def over(self) -> bool:
@@ -169,12 +172,14 @@ class Fleet:
             run = runs.read_run(self._store, summary.run_id)
             found = _Known(summary, run)
             if known is not None and not found.over:
-                found.ledger, found.ledger_at, found.device = known.ledger, known.ledger_at, known.device
-            if found.over or time.monotonic() - found.ledger_at > _LEDGER_SECONDS:
+                found.ledger, found.next_ledger, found.device = known.ledger, known.next_ledger, known.device
+            began = time.monotonic()
+            if found.over or began > found.next_ledger:
                 view = view_run(self._store, summary.run_id)
                 devices = [s.plan.launch.device for s in view.stages if s.plan is not None and s.plan.train]
                 found.device = devices[-1] if devices else ""
-                found.ledger, found.ledger_at = view.ledger, time.monotonic()
+                found.ledger, now = view.ledger, time.monotonic()
+                found.next_ledger = now + max(_LEDGER_SECONDS, (now - began) / _LEDGER_SHARE)
         except MlpipeError:
             return known
         return found
