@@ -130,6 +130,9 @@ class TrainPlan:
     peak_name: str  # what `peak_flops` is, in words
     resume: bool  # resume from the stage's latest committed checkpoint if there is one
     predicted: Prediction | None = None  # None: a user's own model
+    memory_bytes: int | None = None  # what a worker may use; None: nobody looks
+    # what the warm-up may step down to, largest first; empty where the file names the microbatch
+    smaller_micro_batches: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
