@@ -15,7 +15,7 @@ import mlpipe
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import parse_cadence, parse_seconds
 from mlpipe.plan.candidates import enumerate_candidates, global_batch, pick
-from mlpipe.plan.choose import Candidate, rank
+from mlpipe.plan.choose import Candidate, micro_batches, rank
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.grace import shutdown_seconds
 from mlpipe.plan.hardware import Hardware, detect_hardware
@@ -268,7 +268,7 @@ def _evaluate(pipeline: Pipeline, stage: Stage, hardware: Hardware, known: Mappi
     chosen, reason = pick(spec, _config(spec, known), hardware, simplest=True)
     batch = (chosen.micro_batch or 1) * hardware.world_size
     train = _train_plan(spec, hardware, known, chosen, reason, batch, resume=True)
-    train = dataclasses.replace(train, predicted=None)  # of training's steps
+    train = dataclasses.replace(train, predicted=None, memory_bytes=None)  # of training's steps
     return EvaluatePlan(
         train_stage=train_stage,
         train=train,
@@ -324,7 +324,16 @@ def _train_plan(
         resume=resume,
         reduce_gradients=chosen.reduce_gradients,
         predicted=_predicted(chosen, hardware),
+        memory_bytes=hardware.memory_bytes,
+        smaller_micro_batches=_smaller(spec, chosen, batch),
     )
+
+
+def _smaller(spec: Train, chosen: Candidate, batch: int) -> tuple[int, ...]:
+    if spec.data.micro_batch != "auto" or chosen.mesh is None or chosen.micro_batch is None:
+        return ()
+    sizes = micro_batches(batch, chosen.mesh.data_ranks, None)
+    return tuple(n for n in sizes if n < chosen.micro_batch and chosen.micro_batch % n == 0)
 
 
 def _predicted(chosen: Candidate, hardware: Hardware) -> Prediction | None:

@@ -133,6 +133,9 @@ class TrainPlan:
     # the last microbatch and reduces once; `every` reduces after each and keeps its own shard.
     reduce_gradients: Literal["last", "every"] = "last"
     predicted: Prediction | None = None  # None: a user's own model
+    memory_bytes: int | None = None  # what a worker may use; None: nobody looks
+    # what the warm-up may step down to, largest first; empty where the file names the microbatch
+    smaller_micro_batches: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

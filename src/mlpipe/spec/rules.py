@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mlpipe.spec import placeholders
+from mlpipe.spec import placeholders, wishes
 from mlpipe.spec.model import KINDS
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node
@@ -33,6 +33,7 @@ def check(root: Node) -> list[Problem]:
         found += _resources(stage)
         found += _env(stage)
         found += _train(stage)
+        found += wishes.problems(stage)
         found += _references(stage, graph)
         found += _placeholders(stage, graph)
     return found

@@ -25,6 +25,7 @@ from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.parallel.parallel import Owned, Parallel
 from mlpipe.train.reshard import load
 from mlpipe.train.session import Session, seed_step
+from mlpipe.train.warmup import is_due, rehearse, warm_up
 
 _log = logging.getLogger(__name__)
 _MAX_FAILED_SAVES = 3
@@ -53,16 +54,26 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
     num_params = sum(parameter.numel() for parameter in built.model.parameters())
     parallel = parallelize(built, plan, session.device)
     optimizer = Optimizer(plan.optimizer, parallel)
-    stream = Stream(
-        dataset,
-        seed=plan.seed,
-        global_batch=plan.global_batch,
-        micro_batch=plan.micro_batch,
-        rank=session.rank,
-        num_ranks=plan.mesh.data_ranks,
-    )
-    if plan.deterministic and session.world_size > 1:
-        rehearse(parallel, to_device(stream.step(0)[0], session.device))
+
+    def stream_of(micro_batch: int) -> Stream:
+        return Stream(
+            dataset,
+            seed=plan.seed,
+            global_batch=plan.global_batch,
+            micro_batch=micro_batch,
+            rank=session.rank,
+            num_ranks=plan.mesh.data_ranks,
+        )
+
+    def first_batch(micro_batch: int) -> Batch:
+        return to_device(stream_of(micro_batch).step(0)[0], session.device)
+
+    if is_due(plan, session.device):
+        session.watchdog.beat("warming up", 0)
+        plan = warm_up(plan, parallel, optimizer, first_batch, session.device)
+    elif plan.deterministic and session.world_size > 1:
+        rehearse(parallel, first_batch(plan.micro_batch))
+    stream = stream_of(plan.micro_batch)
     position = Position()
     agreement = session.agreement()
     failed_saves: list[MlpipeError] = []
@@ -345,20 +356,6 @@ def check_same_data(plan: TrainPlan | None, scalars: dict[str, Any], key: str) -
 def stored(parallel: Parallel, optimizer: Optimizer) -> list[Owned]:
     """All tensors of a checkpoint. LossModule's one child is `model`, hence the names `model.<fqn>`."""
     return [*parallel.owned, *optimizer.state()]
-
-
-def rehearse(parallel: Parallel, batch: Batch) -> None:
-    """DDP sorts its buckets anew after the first backward, which changes the order of additions: a resumed
-    run equals an uninterrupted one bit for bit only if both have done so before the first step that
-    counts. Two passes, then everything they left is undone."""
-    buffers = [(item.local, item.local.clone()) for item in parallel.owned if item.is_buffer]
-    for _ in range(2):
-        with parallel.communicate(True):
-            parallel.module(batch)[0].backward()
-        parallel.module.zero_grad(set_to_none=True)
-    parallel.waits.take()
-    for buffer, before in buffers:
-        buffer.copy_(before)
 
 
 def report_save(session: Session, saved: Saved, failed: list[MlpipeError]) -> None:

@@ -1,0 +1,92 @@
+"""The warm-up before a long run: it refuses or steps down by what was measured, and leaves no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit.plans import losses, run_together, train_plan, write_tokens
+
+from mlpipe._core.errors import TrainError
+from mlpipe.plan.plan import Entry, Plan, Prediction, Strategy, TrainPlan
+from mlpipe.train.model import build_model
+from mlpipe.train.optim import Optimizer
+from mlpipe.train.parallel.apply import parallelize
+from mlpipe.train.warmup import _peak_bytes, is_due, warm_up
+
+pytestmark = pytest.mark.torch
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def wide(tmp_path: Path, **changes: Any) -> TrainPlan:
+    """Logits of 32 x 64 x 8,192: 128 MiB with their gradient, a quarter of it for a quarter of the batch."""
+    write_tokens(tmp_path, num_tokens=100)
+    plan = train_plan("unused", tmp_path, strategy="single", world_size=1, micro_batch=32)
+    train = cast(TrainPlan, plan.train)
+    args = {**train.model.build.args, "vocab_size": 8192}
+    model = dataclasses.replace(train.model, build=Entry(train.model.build.entry, args))
+    return dataclasses.replace(train, model=model, accumulation=1, **changes)
+
+
+def test_it_steps_down_or_refuses(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two that wait for each other are slow on a busy machine
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        plan = wide(tmp_path, memory_bytes=2**50, smaller_micro_batches=(8, 2))
+        built = build_model(plan.model, seed=1, device_type="cpu", bf16=False)
+        parallel = parallelize(built, plan, CPU)
+        optimizer = Optimizer(plan.optimizer, parallel)
+        before = [item.local.clone() for item in parallel.owned]
+
+        def batch(size: int) -> dict[str, torch.Tensor]:
+            ids = torch.zeros((size, 64), dtype=torch.int64)
+            return {"inputs": ids, "targets": ids}
+
+        assert warm_up(plan, parallel, optimizer, batch, CPU) == plan
+        most = _peak_bytes(CPU)
+        small = dataclasses.replace(plan, memory_bytes=most - 40 * MIB)
+        stepped = warm_up(small, parallel, optimizer, batch, CPU)
+        assert (stepped.micro_batch, stepped.accumulation) == (8, 4)
+        assert stepped.smaller_micro_batches == (2,)
+        told = Prediction(50 * MIB, 1.0, 1.0, 1.0)
+        tiny = dataclasses.replace(plan, memory_bytes=60 * MIB, smaller_micro_batches=(), predicted=told)
+        with pytest.raises(
+            TrainError, match=r"micro_batch 32 needs .* MiB of 60.0 MiB, the plan said 50.0"
+        ) as caught:
+            warm_up(tiny, parallel, optimizer, batch, CPU)
+        assert caught.value.kind == "input"
+        assert all(torch.equal(was, item.local) for was, item in zip(before, parallel.owned, strict=True))
+        assert all(parameter.grad is None for parameter in parallel.module.parameters())
+        assert all(not item.local.any() for item in optimizer.state())
+    finally:
+        torch.set_num_threads(threads)
+        dist.destroy_process_group()
+
+
+def test_when_it_is_due(tmp_path: Path) -> None:
+    plan = wide(tmp_path)
+    assert not is_due(plan, CPU)
+    known = dataclasses.replace(plan, memory_bytes=100)
+    assert is_due(known, CPU)
+    assert is_due(dataclasses.replace(known, predicted=Prediction(51, 1.0, 1.0, 1.0)), CPU)
+    assert not is_due(dataclasses.replace(known, predicted=Prediction(50, 1.0, 1.0, 1.0)), CPU)
+
+
+def test_losses_are_the_same_bit_for_bit(tmp_path: Path) -> None:
+    tokens, store = write_tokens(tmp_path / "tokens"), tmp_path / "store"
+
+    def plan(strategy: Strategy, name: str, **changes: Any) -> Plan:
+        return train_plan(store, tokens, strategy=strategy, steps=4, run_id=f"{strategy}-{name}", **changes)
+
+    pairs = [(plan(s, "cold"), plan(s, "warm", memory_bytes=2**50)) for s in ("ddp", "fsdp")]
+    run_together([one for pair in pairs for one in pair], tmp_path / "scratch")
+    for cold, warm in pairs:
+        assert len(losses(store, cold)) == 4
+        assert losses(store, cold) == losses(store, warm)
