@@ -51,7 +51,8 @@ def preview(session: Session, asked: Asked, where: str) -> int:
 
 
 def submit(session: Session, asked: Asked, wait: bool) -> int:
-    from mlpipe.submit.kubernetes import would_take
+    from mlpipe.store import runs
+    from mlpipe.submit.kubernetes import await_end_of_driver, would_take
 
     pipeline = asked.pipeline
     store = session.open_store(pipeline.store)
@@ -63,6 +64,7 @@ def submit(session: Session, asked: Asked, wait: bool) -> int:
     run_id = claim(store, pipeline, asked.spec, asked.overrides, asked.run_id, place)
     say_if_ended(session, store, run_id)
     try:
+        await_end_of_driver(api, runs.read_run(store, run_id), asked.stage)
         if needs_driver(store, run_id, asked.stage):
             _start_driver(store, api, run_id, pipeline, asked.stage)
         if wait:
@@ -77,13 +79,15 @@ def submit(session: Session, asked: Asked, wait: bool) -> int:
 def resume(session: Session, store: Store, run_id: str, *, only: str | None, overrides: Sequence[str]) -> int:
     from mlpipe.store import runs
     from mlpipe.submit import planning
-    from mlpipe.submit.kubernetes import client_of
+    from mlpipe.submit.kubernetes import await_end_of_driver, client_of
 
     run = runs.read_run(store, run_id)
     asked = [*run.meta.get("set", []), *overrides]
     pipeline = planning.load_stored(store, run_id, asked)
     _rendered(session, pipeline, store.url, run_id, only, f"runs/{run_id}/pipeline.yaml")
     api = client_of(run)
+    await_end_of_driver(api, run, only)
+    run = runs.read_run(store, run_id)
     if overrides and runs.lease_is_live(run.driver):
         raise SubmitError(
             f"run {run_id} is under way, and what it was asked for does not change meanwhile",

@@ -21,7 +21,7 @@ from mlpipe.plan.plan import Plan
 from mlpipe.render import names
 from mlpipe.render.kubernetes import driver_objects, stage_objects
 from mlpipe.store.base import Store
-from mlpipe.store.runs import RunState
+from mlpipe.store.runs import RUN_ENDED, RunState
 from mlpipe.submit.cluster_api import ApiError, ClusterApi, Object, connect
 from mlpipe.submit.handle import ThreadedHandle, ended_by, read_outcome
 from mlpipe.submit.pending import why_pending
@@ -32,6 +32,7 @@ _POLL_SECONDS = 1.0
 _NOTE_SECONDS = 3.0  # between two looks for what a stage waits for, when there is news of its pods
 _NOTE_AGAIN_SECONDS = 20.0  # when there is none: quotas and queues change without
 _AWAY_SECONDS = 1800.0  # an API server may be away for this long; pods go on without it
+_DRIVER_ENDS_SECONDS = 60.0  # from the end of its run: a report to write, a pod to be seen as ended
 _LOST_SECONDS = 60.0  # after a lost node's pod was deleted, its gang is given up
 _GANGS = ("JobSet", "Job")
 _KINDS: dict[int, Kind] = {code: kind for kind, code in EXIT_CODES.items()}
@@ -328,6 +329,17 @@ def driver_is_alive(api: ClusterApi, run_id: str, only: str | None) -> bool:
     """Whether the driver's Job is there and has not ended, though its pod may be between two starts."""
     found = api.get("Job", names.driver_name(run_id, only))
     return found is not None and finished(found) is None
+
+
+def await_end_of_driver(api: ClusterApi, run: RunState, only: str | None) -> None:
+    """The driver of a run that has ended is about to end, too: its Job must not be taken for a new one's. It
+    is deleted where that takes long."""
+    deadline = time.monotonic() + _DRIVER_ENDS_SECONDS
+    while run.state in RUN_ENDED and driver_is_alive(api, run.run_id, only):
+        if time.monotonic() > deadline:
+            api.delete("Job", names.driver_name(run.run_id, only))
+            return
+        time.sleep(_POLL_SECONDS)
 
 
 def client_of(run: RunState) -> ClusterApi:

@@ -18,7 +18,7 @@ from kit.command_runs import Cli, until
 from mlpipe.cli.app import run_app
 from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
-from mlpipe.submit import cluster_api
+from mlpipe.submit import cluster_api, kubernetes
 
 pytestmark = pytest.mark.unit
 IMAGE = "registry.example.com/team/mlpipe@sha256:" + "0" * 64
@@ -181,6 +181,25 @@ def test_a_driver_that_ended_makes_room_for_a_new_one(person):
     job = person.server.objects["jobs", "r-driver"]
     job["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
     assert person.submit("--run-id", "r")[0] == 0
+    assert person.server.objects["jobs", "r-driver"]["metadata"]["uid"] != job["metadata"]["uid"]
+
+
+def test_a_driver_that_is_about_to_end_is_not_taken_for_a_new_one(person, monkeypatch):
+    """Its run was cancelled a moment ago, and its pod has yet to be seen as ended."""
+    monkeypatch.setattr(kubernetes, "_POLL_SECONDS", 0.02)
+    person.submit("--run-id", "r")
+    job = person.server.objects["jobs", "r-driver"]
+    runs.update_run(person.store, "r", lambda run: _with(run, "cancelled"))
+
+    def end() -> None:
+        asked = len(person.server.requests)
+        until(lambda: len(person.server.requests) > asked + 4, "looks at it", 20)
+        job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+
+    driver = threading.Thread(target=end)
+    driver.start()
+    assert person.submit("--run-id", "r")[0] == 0
+    driver.join(60)
     assert person.server.objects["jobs", "r-driver"]["metadata"]["uid"] != job["metadata"]["uid"]
 
 
