@@ -24,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
-.PHONY: help install run test test-unit test-torch test-services test-jenkins test-oldest test-install check checkov format docs \
+.PHONY: help install lint-jenkins run test test-unit test-torch test-services test-jenkins test-oldest test-install check checkov format docs \
   test-cluster bench servers cluster cluster-build lock clean
 .DEFAULT_GOAL := help
 
@@ -75,6 +75,15 @@ check: $(VENV)/.dev  ## lint, types, layers, documentation
 checkov: $(CHECKOV)/.checkov  ## a scanner's opinion of the manifests, the cluster's own part and the chart
 	HOME=$(CURDIR)/$(CHECKOV) $(CHECKOV)/bin/checkov --config-file .checkov.yaml --skip-download \
 	  --directory tests/golden/manifests --directory k8s --directory tests/golden/chart
+
+# Files get names that the linter looks for, away from .venv, which it would search as well.
+lint-jenkins:  ## npm-groovy-lint's opinion of the Jenkinsfiles: needs npm and Java; a minute
+	npm install --no-audit --no-fund --silent --prefix .cache/groovy-lint npm-groovy-lint@15.2.2
+	rm -rf .cache/groovy-lint/files && mkdir .cache/groovy-lint/files
+	for file in Jenkinsfile tests/golden/jenkins/*.Jenkinsfile; do \
+	  cp $$file .cache/groovy-lint/files/$$(basename $$file).groovy; done
+	node .cache/groovy-lint/node_modules/.bin/npm-groovy-lint --noserver --no-insight --path .cache/groovy-lint/files \
+	  --loglevel warning --failon error
 
 format: $(VENV)/.dev  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

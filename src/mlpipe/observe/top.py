@@ -36,7 +36,8 @@ class Top:
 
     def runs(self, most: int) -> list[dict[str, Any]]:
         """The runs under way and the newest others, `most` in all, the newest first."""
-        listed = runs.list_runs(self._store)[::-1]
+        # 0: a build of Jenkins was asked for, and has not made the run
+        listed = [run for run in runs.list_runs(self._store)[::-1] if run.seq > 0]
         live = [run for run in listed if run.state not in RUN_ENDED]
         over = [run for run in listed if run.state in RUN_ENDED]
         return [self._run(run.run_id) for run in (*live, *over[: max(most - len(live), 0)])][:most]

@@ -20,6 +20,8 @@ from kit.jenkins import TOKEN, USER, FakeJenkins, FakeJob, Fault, Item, fake_jen
 
 from mlpipe.cli import jenkins
 from mlpipe.cli.app import run_app
+from mlpipe.observe.top import Top
+from mlpipe.store.folder import FolderStore
 
 pytestmark = pytest.mark.unit
 JOB = "team/train"
@@ -148,6 +150,7 @@ def test_before_the_build_has_made_the_run(
     assert (status["state"], status["build"]) == ("queued", f"{server.url}/queue/item/100/")
     assert "no logs yet: r  queued: Waiting for next" in cli("logs", "r").stdout
     assert [run["state"] for run in cli.json("list")["runs"]] == ["queued"]
+    assert Top(FolderStore(cli.store)).runs(9) == []
     url = cli.env["JENKINS_URL"]
     cli.env["JENKINS_URL"] = "http://127.0.0.1:1"  # the token goes nowhere else
     assert f"its Jenkins is {url}" in cli("status", "r").stdout
