@@ -311,6 +311,28 @@ def run_board() -> Dashboard:
             decimals=3,
         ),
         curve(
+            "Step time, predicted beside measured",
+            about(
+                "Median of the steps after the warm-up, from the exporter, beside what `mlpipe plan` said.",
+                "within a quarter of each other.",
+                "Measured far above: see MFU and the straggler score; on new hardware calibrate the planner.",
+            ),
+            "s",
+            {"{{stage}} {{kind}}": f"max by (stage, kind) (mlpipe_run_step_seconds{{{RUNS}}})"},
+            width=12,
+        ),
+        curve(
+            "Memory, predicted beside measured",
+            about(
+                "Peak of the fullest rank (on CPU of its process), from the exporter, beside the plan's.",
+                "within a tenth of each other.",
+                "Measured far above: a model or data set of your own holds more than the plan knows.",
+            ),
+            "bytes",
+            {"{{stage}} {{kind}}": f"max by (stage, kind) (mlpipe_run_memory_bytes{{{RUNS}}})"},
+            width=12,
+        ),
+        curve(
             "Rank-seconds by what they went into",
             about(
                 "Each rank-second since the first submission is in one of these; the list stands in"

@@ -233,7 +233,10 @@ def test_monitor_up_scrapes_the_runs_of_this_machine_and_ends_on_ctrl_c(live, tm
         assert "choose another one with --port" in refused.stderr
     finally:
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        try:
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 0
     assert json.loads(out)["url"] == mine.url
     assert not mine.is_ready()

@@ -14,14 +14,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mlpipe._core.errors import MlpipeError
 from mlpipe.observe.goodput import BUCKETS, Ledger, add
 from mlpipe.observe.metrics import Metric
+from mlpipe.observe.predicted import measured
 from mlpipe.observe.records import Follower
-from mlpipe.observe.runview import view_run
+from mlpipe.observe.runview import RunView, view_run
 from mlpipe.store import runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RUN_ENDED, RunState, RunSummary
@@ -82,6 +83,16 @@ FLEET_METRICS: tuple[Metric, ...] = (
         "When a run failed.", "run.json", (*_RUN, "stage", "cause"),
     ),
     Metric(
+        "mlpipe_run_step_seconds", "gauge", "seconds", "none",
+        "Of a training's step: measured (the median after the warm-up) beside predicted, where the plan did.",
+        "step: seconds; plan: predicted", (*_RUN, "stage", "kind"),
+    ),
+    Metric(
+        "mlpipe_run_memory_bytes", "gauge", "bytes", "none",
+        "Of a training's fullest rank at its peak: measured beside predicted, where the plan did.",
+        "step: memory_bytes; plan: predicted", (*_RUN, "stage", "kind"),
+    ),
+    Metric(
         "mlpipe_run_rank_seconds", "gauge", "seconds", "none",
         "Where the rank-seconds of a run's trainings went.", "records, by observe/goodput.py",
         (*_RUN, "bucket"),
@@ -108,6 +119,8 @@ class _Known:
     device: str = ""
     ledger: Ledger | None = None
     next_ledger: float = float("-inf")
+    sizes: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    """By (stage, "measured" or "predicted"): bytes at the peak, seconds of a step."""
 
     @property
     def over(self) -> bool:
@@ -173,11 +186,13 @@ class Fleet:
             found = _Known(summary, run)
             if known is not None and not found.over:
                 found.ledger, found.next_ledger, found.device = known.ledger, known.next_ledger, known.device
+                found.sizes = known.sizes
             began = time.monotonic()
             if found.over or began > found.next_ledger:
                 view = view_run(self._store, summary.run_id)
                 devices = [s.plan.launch.device for s in view.stages if s.plan is not None and s.plan.train]
                 found.device = devices[-1] if devices else ""
+                found.sizes = _sizes(view)
                 found.ledger, now = view.ledger, time.monotonic()
                 found.next_ledger = now + max(_LEDGER_SECONDS, (now - began) / _LEDGER_SHARE)
         except MlpipeError:
@@ -226,15 +241,18 @@ class Fleet:
             if not one.over:
                 for stage, when in self._last_steps(run):
                     values["mlpipe_run_last_step_timestamp_seconds"][*name, stage] = when
+            for (stage, kind), (peak, seconds) in one.sizes.items():
+                values["mlpipe_run_memory_bytes"][*name, stage, kind] = peak
+                values["mlpipe_run_step_seconds"][*name, stage, kind] = seconds
             if ledger is None or ledger.goodput_ratio is None:
                 continue
             values["mlpipe_run_goodput_ratio"][name] = ledger.goodput_ratio
             for bucket in BUCKETS:
                 values["mlpipe_run_rank_seconds"][*name, bucket] = ledger.seconds[bucket]
             money = ledger.document()
-            for field in ("cost_usd", "badput_usd", "usd_per_million_tokens"):
-                if money[field] is not None:
-                    values[f"mlpipe_run_{field}"][name] = money[field]
+            for what in ("cost_usd", "badput_usd", "usd_per_million_tokens"):
+                if money[what] is not None:
+                    values[f"mlpipe_run_{what}"][name] = money[what]
         return values
 
     def _last_steps(self, run: RunState) -> Iterator[tuple[str, float]]:
@@ -267,3 +285,14 @@ class Fleet:
             for labels, value in values.get(metric.name, {}).items():
                 family.add_metric(labels, value)
             yield family
+
+
+def _sizes(view: RunView) -> dict[tuple[str, str], tuple[float, float]]:
+    found = {}
+    for stage in view.stages:
+        if stage.plan is None or stage.plan.train is None or (real := measured(stage)) is None:
+            continue
+        found[stage.name, "measured"] = real
+        if (told := stage.plan.train.predicted) is not None:
+            found[stage.name, "predicted"] = (float(told.memory_bytes), told.step_seconds)
+    return found

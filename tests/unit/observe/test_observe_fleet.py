@@ -52,7 +52,12 @@ def store(tmp_path_factory):
             "steps": 100,
         }
         step = {"kind": "step", "time": time.time(), "loss": 2.0, "seconds": 0.4, "data_seconds": 0.0}
-        step |= {"compute_seconds": compute, "collective_seconds": 0.4 - compute, "tokens": 64}
+        step |= {
+            "compute_seconds": compute,
+            "collective_seconds": 0.4 - compute,
+            "tokens": 64,
+            "memory_bytes": 1e8,
+        }
         write_records(store, key, rank, [start, *({**step, "step": 40 + n} for n in range(1, 25))])
     write_run(store, LIVE, {"train": stage_state("running")}, state="running")
     return store
@@ -85,6 +90,8 @@ def test_runs_of_every_state_are_served_and_pass_promtool(store):
     assert labels == (LIVE, "live", "train")
     assert when > time.time() - 600
     assert 0 < found["mlpipe_run_goodput_ratio"][DONE, "quickstart"] < 1
+    assert found["mlpipe_run_step_seconds"][LIVE, "live", "train", "measured"] == pytest.approx(0.4, rel=0.2)
+    assert found["mlpipe_run_memory_bytes"][DONE, "quickstart", "train", "measured"] > 0
     whole = sum(found["mlpipe_fleet_rank_seconds"].values())
     assert whole == pytest.approx(sum(found["mlpipe_run_rank_seconds"].values()))
     if shutil.which("promtool"):

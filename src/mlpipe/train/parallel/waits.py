@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 Result = TypeVar("Result")
+_MOST_PENDING = 8192
 
 
 class Waits:
@@ -32,7 +33,8 @@ class Waits:
         self._began = 0.0
         self._seconds = 0.0
         self._mark: torch.cuda.Event | None = None
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        # bounded: an evaluation records spans and never asks for them
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_MOST_PENDING)
         self._free: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
