@@ -292,13 +292,14 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=["cpu", "published"])
     parser.add_argument("--quick", action="store_true", help="two cases, few steps: figures mean nothing")
+    parser.add_argument("--steps", type=int, default=12, help="of each cpu configuration")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     body: dict[str, Any] = {}
     if arguments.only != "published":
         cases = CASES[:2] if arguments.quick else CASES
-        rows = cpu(cases, steps=4 if arguments.quick else 12, every=4)
+        rows = cpu(cases, steps=4 if arguments.quick else arguments.steps, every=4)
         body["cpu"] = rows
         body["cpu_summary"] = {
             "seconds": summary(rows, "seconds_error"),
