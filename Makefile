@@ -1,14 +1,14 @@
 # Everything is installed from requirements/*.txt (pinned, with hashes) into .venv. Variables:
 #   PYTHON=python3.12   which Python the virtual environment is made from (3.11 or newer)
 #   SET="a.b=c x.y=z"   overrides for `make run`, each becomes a --set
-#   JOBS=2              test processes at a time
+#   JOBS=4              test processes at a time; about half of them wait, for servers, processes and deadlines
 #   CMD="kubectl get pods"   what `make cluster` runs instead of a shell
 #   TESTS=tests/unit    what `make test` and its relatives look at
 # and, of the tests, MLPIPE_REQUIRE_RINGS=unit,golden,torch,services: rings that must run, not be skipped.
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
-JOBS ?= 2
+JOBS ?= 4
 TESTS ?= tests
 SET ?=
 VENV := .venv
@@ -20,11 +20,11 @@ export UV_HTTP_TIMEOUT ?= 180
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 UV := $(BIN)/uv pip
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
-.PHONY: help install run test test-unit test-torch test-services test-oldest test-install check checkov format docs \
+.PHONY: help install run test test-unit test-torch test-services test-jenkins test-oldest test-install check checkov format docs \
   test-cluster bench servers cluster cluster-build lock clean
 .DEFAULT_GOAL := help
 
@@ -50,6 +50,10 @@ test-services: $(VENV)/.dev servers  ## real MinIO and versitygw
 
 test-cluster: $(VENV)/.dev cluster-build  ## a real Kubernetes with real pods: needs root
 	$(BIN)/python -m pytest -n 1 $(TESTS) -m cluster
+
+test-jenkins: $(VENV)/.dev  ## the client of Jenkins against your own: JENKINS_URL=..., and JENKINS_USER_ID, JENKINS_API_TOKEN
+	@test -n "$(JENKINS_URL)" || { echo "say which: make test-jenkins JENKINS_URL=https://jenkins.example.com"; exit 2; }
+	MLPIPE_TEST_JENKINS="$(JENKINS_URL)" $(BIN)/python -m pytest -p no:xdist tests/services/test_jenkins_server.py
 
 test-oldest: $(OLDEST)/.dev  ## the torch ring on the oldest torch that is supported
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile $(TESTS) -m torch
@@ -80,9 +84,12 @@ docs: $(VENV)/.dev  ## write docs/reference/ and grafana/dashboards/ anew from t
 	$(BIN)/python docs/generate.py
 	$(BIN)/python grafana/generate.py
 
-bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of a checkpoint
+bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of a checkpoint; its own instrument
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.instrument
+	$(BIN)/python -m benchmarks.exporter
+	$(BIN)/python -m benchmarks.scrape
 	$(BIN)/python -m benchmarks.startup
 
 servers: $(VENV)/.dev  ## build what the services and golden rings run (once, into ~/.cache/mlpipe)

@@ -23,13 +23,15 @@ from panels import (
     share,
 )
 
+STORE = 'namespace=~"$namespace"'
+
 
 def fleet_board() -> Dashboard:
     made = board(
         "mlpipe-fleet",
         "mlpipe / Fleet",
-        "All trainings whose processes are running and scraped now. Runs that wait or are over have no series"
-        " and are not counted: `mlpipe list` shows them.",
+        "All trainings whose processes are scraped now; and, from `mlpipe exporter`, the runs of the store,"
+        " those that wait and are over too.",
     )
     ranks = f"count(mlpipe_run_info{{{RUNS}}})"
     head = [
@@ -81,9 +83,9 @@ def fleet_board() -> Dashboard:
         number(
             "Share of time computing",
             about(
-                "Seconds in forward, backward and update, collectives included, over seconds that ranks ran.",
+                "Seconds in the ranks' own forward, backward and update over seconds that ranks ran.",
                 "0.8 and more.",
-                "Less: start-up, waits for data, checkpoints. Work lost at restarts is not subtracted.",
+                "Less: start-up, waits for data and for other ranks, checkpoints.",
             ),
             "percentunit",
             {"compute": f"{rate('mlpipe_train_compute_seconds_total')} / {ranks}"},
@@ -182,4 +184,79 @@ def fleet_board() -> Dashboard:
             width=12,
         ),
     ]
-    return fill(made, {"Now": head, "Runs": listing, "Over time": curves})
+    every = f"mlpipe_fleet_rank_seconds{{{STORE}}}"
+    kept = f'mlpipe_fleet_rank_seconds{{{STORE}, bucket=~"compute|communication"}}'
+    past = [
+        number(
+            "Runs by state",
+            about(
+                "Of the store.", "none that waits for long.", "`mlpipe status RUN` says what one waits for."
+            ),
+            "short",
+            {"{{state}}": f"max by (state) (mlpipe_fleet_runs{{{STORE}}})"},
+            width=6,
+            decimals=0,
+        ),
+        number(
+            "Goodput of the store's runs",
+            about(
+                "Share of all rank-seconds in steps that are kept.",
+                "0.9 and more.",
+                "The panel below says where the rest went.",
+            ),
+            "percentunit",
+            {"goodput": f"sum({kept}) / sum({every})"},
+            high_is_good(0.7, 0.9),
+        ),
+        number(
+            "GPU-hours of trainings",
+            about(
+                "Rank-hours on CUDA devices; on machines without any, 0.",
+                "what you paid for.",
+                "Less: devices stood idle outside of runs.",
+            ),
+            "short",
+            {"hours": f'(sum(mlpipe_fleet_rank_seconds{{{STORE}, device="cuda"}}) or vector(0)) / 3600'},
+        ),
+        number(
+            "Cost of trainings",
+            about(
+                "Of all whose device has a price; and of that, badput.",
+                "badput below a tenth.",
+                "Sort the runs by mlpipe_run_badput_usd.",
+            ),
+            "currencyUSD",
+            {
+                "cost": f"sum(mlpipe_fleet_cost_usd{{{STORE}}})",
+                "badput": f"sum(mlpipe_fleet_badput_usd{{{STORE}}})",
+            },
+            width=6,
+            decimals=2,
+        ),
+        number(
+            "Failed runs by cause",
+            about(
+                "not_finite and hang, else whose fault it was: failed (the run's own code or gate),"
+                " infrastructure, input.",
+                "none.",
+                "Many of infrastructure: the cluster or the store is ill.",
+                "MlpipeJobFailed",
+            ),
+            "short",
+            {"{{cause}}": f"max by (cause) (mlpipe_fleet_failed_runs{{{STORE}}}) or vector(0)"},
+            ((None, "text"),),
+            decimals=0,
+        ),
+        curve(
+            "Where all rank-seconds went",
+            about(
+                "Of all trainings of the store that were read.",
+                "compute and communication fill nearly all.",
+                "The largest other one is what to mend first.",
+            ),
+            "s",
+            {"{{bucket}}": f"sum by (bucket) ({every})"},
+            width=24,
+        ),
+    ]
+    return fill(made, {"Runs of the store": past, "Now": head, "Runs": listing, "Over time": curves})

@@ -16,12 +16,14 @@ from panels import (
     dcgm,
     fill,
     heat,
+    high_is_good,
     low_is_good,
     mfu,
     number,
     quantile,
     rate,
     share,
+    straggler,
 )
 
 
@@ -30,7 +32,8 @@ def run_board() -> Dashboard:
         "mlpipe-run",
         "mlpipe / Run",
         "One training: how far it is, how fast, what holds it up. Series vanish when its processes end;"
-        " `mlpipe report` shows a run that is over.",
+        " goodput and cost stay,"
+        " and `mlpipe report` shows a run that is over.",
         one_run=True,
     )
     left = (
@@ -153,15 +156,23 @@ def run_board() -> Dashboard:
             {"{{stage}}": rate("mlpipe_train_tokens_total", "stage")},
         ),
         curve(
-            "MFU over time",
+            "MFU and HFU",
             about(
-                "The quotient of sums over all ranks.",
-                "flat.",
+                "MFU: FLOPs that the model needs, over the peak that the plan names; HFU: with those that"
+                " activation checkpointing does again; of achievable: needed FLOPs over the best matrix"
+                " product measured on the device.",
+                "flat; HFU above MFU only where activations are recomputed.",
                 "A drop against the hour before raises an alert.",
                 "MlpipeMfuDropped",
             ),
             "percentunit",
-            {"{{stage}}": mfu("stage")},
+            {
+                "{{stage}} MFU": mfu("stage"),
+                "{{stage}} HFU": f"{rate('mlpipe_train_hardware_flops_total', 'stage')}"
+                f" / sum by (stage) (mlpipe_train_peak_flops{{{RUNS}}})",
+                "{{stage}} of achievable": f"{rate('mlpipe_train_model_flops_total', 'stage')}"
+                f" / sum by (stage) (mlpipe_train_achievable_flops{{{RUNS}}})",
+            },
             MFU_STEPS,
         ),
         curve(
@@ -180,15 +191,15 @@ def run_board() -> Dashboard:
         curve(
             "Where the time goes",
             about(
-                "Parts of the step time, over all ranks. Forward and backward include their collectives.",
+                "Parts of the step time, over all ranks: own work, and what it stood still for.",
                 "forward, backward and update fill nearly all.",
-                "Data: see the ranks below. Stall: save less often, or in the background.",
+                "Data, waits for others: see the ranks below. Stall: save less often, or in the background.",
                 "MlpipeDataStarved",
             ),
             "percentunit",
             {
                 "forward, backward, update": share("mlpipe_train_compute_seconds_total"),
-                "all-reduce at the end": share("mlpipe_train_collective_wait_seconds_total"),
+                "waits for other ranks": share("mlpipe_train_collective_wait_seconds_total"),
                 "data": share("mlpipe_train_data_wait_seconds_total"),
                 "checkpoint stall": share("mlpipe_checkpoint_stall_seconds_total"),
             },
@@ -197,6 +208,31 @@ def run_board() -> Dashboard:
         ),
     ]
     ranks = [
+        heat(
+            "Own work of each rank",
+            about(
+                "Part of the step time in the rank's own forward, backward and update; one row a rank.",
+                "all rows alike.",
+                "One darker row is a slow rank: the others wait for it.",
+                "MlpipeStraggler",
+            ),
+            "percentunit",
+            "{{stage}} {{rank}}",
+            share("mlpipe_train_compute_seconds_total", "stage, rank"),
+        ),
+        curve(
+            "Straggler score",
+            about(
+                "Own time of a rank (data and compute) over the median of all ranks; the five highest.",
+                "1 on every rank.",
+                "Above 1.2 the named rank holds up all others: look at its node and GPU.",
+                "MlpipeStraggler",
+            ),
+            "none",
+            {"{{stage}} rank {{rank}}": f"topk(5, {straggler()})"},
+            low_is_good(1.1, 1.2),
+            width=12,
+        ),
         heat(
             "Data wait of each rank",
             about(
@@ -221,6 +257,71 @@ def run_board() -> Dashboard:
             {"rank {{rank}}": f"topk(5, {share('mlpipe_train_data_wait_seconds_total', 'rank')})"},
             WAIT_STEPS,
             width=12,
+        ),
+    ]
+    spent = f"sum by (bucket) (mlpipe_run_rank_seconds{{{RUNS}}})"
+    worth = [
+        number(
+            "Goodput",
+            about(
+                "Share of the rank-seconds, from the first submission on, in steps that are kept. From the"
+                " exporter, which reads the store once a minute; it stays when the run is over.",
+                "0.9 and more for runs of hours.",
+                "The panel beside it says where the rest went.",
+            ),
+            "percentunit",
+            {"{{run}}": f"max by (run) (mlpipe_run_goodput_ratio{{{RUNS}}})"},
+            high_is_good(0.7, 0.9),
+            width=6,
+        ),
+        number(
+            "Cost so far",
+            about(
+                "Rank-hours times the price of a device-hour in the plan. Nothing where no price is known.",
+                "what `mlpipe plan` said.",
+                "More: look at the badput.",
+            ),
+            "currencyUSD",
+            {"{{run}}": f"max by (run) (mlpipe_run_cost_usd{{{RUNS}}})"},
+            width=6,
+            decimals=2,
+        ),
+        number(
+            "Cost of badput",
+            about(
+                "Of the cost, what was not paid for steps that are kept.",
+                "below a tenth of the cost.",
+                "The panel beside it says what to mend.",
+            ),
+            "currencyUSD",
+            {"{{run}}": f"max by (run) (mlpipe_run_badput_usd{{{RUNS}}})"},
+            width=6,
+            decimals=2,
+        ),
+        number(
+            "Cost of a million tokens",
+            about(
+                "Cost over tokens of steps that are kept.",
+                "steady.",
+                "It rises with lost work and with low MFU.",
+            ),
+            "currencyUSD",
+            {"{{run}}": f"max by (run) (mlpipe_run_usd_per_million_tokens{{{RUNS}}})"},
+            width=6,
+            decimals=3,
+        ),
+        curve(
+            "Rank-seconds by what they went into",
+            about(
+                "Each rank-second since the first submission is in one of these; the list stands in"
+                " docs/reference/metrics.md.",
+                "compute and communication fill nearly all.",
+                "lost, hang: see the log's restarts. queue: the cluster is full. startup, init: keep images"
+                " and data near.",
+            ),
+            "s",
+            {"{{bucket}}": spent},
+            width=24,
         ),
     ]
     save = "mlpipe_checkpoint_duration_seconds"
@@ -311,6 +412,34 @@ def run_board() -> Dashboard:
             "watt",
             {"{{pod}} GPU {{gpu}}": dcgm("DCGM_FI_DEV_POWER_USAGE")},
         ),
+        curve(
+            "GPU power by rank",
+            about(
+                "As NVIDIA's library tells the rank itself: no DCGM is needed, but nvidia-ml-py.",
+                "equal on all ranks and steady.",
+                "One below the others: it waits, or it is throttled.",
+            ),
+            "watt",
+            {"rank {{rank}}": f"max by (rank) (mlpipe_gpu_power_watts{{{RUNS}}})"},
+        ),
+        curve(
+            "GPU temperature by rank",
+            about("By the same way.", "below 80 degrees.", "Above 85 the GPU slows down."),
+            "celsius",
+            {"rank {{rank}}": f"max by (rank) (mlpipe_gpu_temperature_celsius{{{RUNS}}})"},
+            low_is_good(80, 85),
+        ),
+        curve(
+            "GPU throttled",
+            about(
+                "1 while a rank's clocks are held down for that reason; by the same way.",
+                "power_cap at most.",
+                "thermal, hw_*: tell whoever runs the machines.",
+                "MlpipeStraggler",
+            ),
+            "short",
+            {"rank {{rank}} {{reason}}": f"max by (rank, reason) (mlpipe_gpu_throttled{{{RUNS}}})"},
+        ),
     ]
     return fill(
         made,
@@ -319,6 +448,7 @@ def run_board() -> Dashboard:
             "Learning": learning,
             "Speed": speed,
             "Ranks": ranks,
+            "Goodput and cost": worth,
             "Checkpoints": checkpoints,
             "GPU": gpu,
         },

@@ -53,6 +53,19 @@ def mfu(by: str = "", where: str = RUNS) -> str:
     return f"{flops} / sum{group} (mlpipe_train_peak_flops{{{where}}})"
 
 
+def local(by: str, where: str = RUNS) -> str:
+    """Seconds per second of the ranks' own time: data and compute, without waiting for each other."""
+    parts = ("mlpipe_train_compute_seconds_total", "mlpipe_train_data_wait_seconds_total")
+    return f"sum by ({by}) ({' + '.join(f'rate({part}{{{where}}}[$__rate_interval])' for part in parts)})"
+
+
+def straggler(where: str = RUNS) -> str:
+    """Of each rank: its own time over the median of its training's ranks."""
+    by = "namespace, run, stage"
+    ranks = local(f"{by}, rank", where)
+    return f"{ranks} / on ({by}) group_left () quantile by ({by}) (0.5, {ranks})"
+
+
 def dcgm(field: str, where: str = RUNS) -> str:
     """A series of DCGM's exporter for the pods of the runs, with their `run` and `node`. Where Prometheus
     scrapes that exporter with honorLabels false, the pod of the GPU arrives as `exported_pod`."""
@@ -68,7 +81,8 @@ def about(what: str, good: str, todo: str, alert: str = "") -> str:
 
 
 def quantile(q: float, metric: str, window: str = "$__rate_interval", function: str = "rate") -> str:
-    return f"histogram_quantile({q}, sum by (le) ({function}({metric}_bucket{{{RUNS}}}[{window}])))"
+    """Of rank 0, which speaks for all: steps are equally long on every rank, saves are its own."""
+    return f'histogram_quantile({q}, sum by (le) ({function}({metric}_bucket{{{RUNS}, rank="0"}}[{window}])))'
 
 
 def _query(

@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
+# The files that take longest begin first, so that no process is left alone with one at the end.
+_FIRST = ("torch", "services")
 RINGS = ("unit", "golden", "torch", "services", "cluster", "gpu")
 REQUIRED = frozenset(filter(None, os.environ.get("MLPIPE_REQUIRE_RINGS", "").split(",")))
 
@@ -25,6 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if len(_rings(item)) != 1:
             raise pytest.UsageError(f"{item.nodeid} needs the marker of one ring: {', '.join(RINGS)}")
+    items.sort(key=lambda item: not set(_rings(item)) & set(_FIRST))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,13 +6,15 @@ import secrets
 
 import pytest
 from kit.cluster import ServerMissingError, cluster
+from kit.place import BUCKET, Place
+from kit.undisturbed import Hold, Undisturbed
 
 
 @pytest.fixture(scope="session")
 def running(tmp_path_factory):
-    """The cluster. A test that takes parts of it down starts its own."""
+    """The cluster. A test that takes parts of it down brings them back."""
     try:
-        with cluster(tmp_path_factory.mktemp("cluster")) as one:
+        with cluster(tmp_path_factory.mktemp("cluster"), kueue=True) as one:
             yield one
     except ServerMissingError as error:
         pytest.skip(str(error))
@@ -22,3 +24,28 @@ def running(tmp_path_factory):
 def namespace(running):
     """A fresh one that enforces `restricted`."""
     return running.namespace(f"test-{secrets.token_hex(4)}")
+
+
+@pytest.fixture(scope="session")
+def place(running, tmp_path_factory):
+    running.make_bucket(BUCKET)
+    return Place(running, tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture(scope="session")
+def second(running):
+    """Index of a second node."""
+    running.add_node()
+    return len(running.nodes) - 1
+
+
+@pytest.fixture(scope="session")
+def hold():
+    one = Hold()
+    yield one
+    one.release()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(place, hold, tmp_path_factory):
+    return Undisturbed(tmp_path_factory.mktemp("local"), place.spec("everywhere", model=hold.model))

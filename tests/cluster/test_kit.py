@@ -1,4 +1,4 @@
-"""The kit's cluster is a real one: what the tests of `submit` lean on, shown with plain objects."""
+"""The kit's cluster is a real one, shown with plain objects; its faults, JobSet, Kueue by tests of runs."""
 
 from __future__ import annotations
 
@@ -52,22 +52,26 @@ def test_a_node_is_ready_and_of_the_version_asked_for(running):
 
 
 def test_a_gang_reduces_over_torchrun_and_stores_an_object(running, namespace):
-    run_gang(running, namespace)
-
-
-def test_a_node_joins_is_cut_off_heals_and_is_lost(running, namespace):
-    running.add_node()
-    apart = {"labelSelector": {"matchLabels": {"app": "test"}}, "topologyKey": "kubernetes.io/hostname"}
-    affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
-    pods = run_gang(running, namespace, affinity=affinity)
-    assert {pod["spec"]["nodeName"] for pod in pods} == {"node-0", "node-1"}
-    running.cut_node(1)
-    running.wait_until_node(1, ready=False)
-    running.heal_node(1)
-    running.wait_until_node(1, ready=True)
-    running.kill_node(1)
-    running.wait_until_node(1, ready=False)
-    running.kubectl("delete", "node", "node-1")
+    bucket = running.make_bucket(namespace)
+    torchrun = ["torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=gang"]
+    pod = pod_template(
+        running.image.name, [*torchrun, "--rdzv-endpoint=gang-0.gang:29500", "/script/work.py"]
+    )
+    pod["spec"]["subdomain"] = "gang"
+    pod["spec"]["volumes"].append({"name": "script", "configMap": {"name": "gang"}})
+    container = pod["spec"]["containers"][0]
+    container["volumeMounts"].append({"name": "script", "mountPath": "/script"})
+    environment = {**running.minio.environment(), "BUCKET": bucket}
+    container["env"] = [{"name": name, "value": value} for name, value in environment.items()]
+    service = {"clusterIP": "None", "selector": {"app": "test"}, "publishNotReadyAddresses": True}
+    running.apply(
+        named("v1", "ConfigMap", "gang", namespace, data={"work.py": ALL_REDUCE}),
+        named("v1", "Service", "gang", namespace, spec=service),
+        job("gang", namespace, pod, num_pods=2),
+    )
+    running.wait_for_job("gang", namespace, DONE_SECONDS)
+    assert "all reduced" in running.kubectl("logs", "-n", namespace, "job/gang")
+    assert (running.minio.data / bucket / "sum").exists()
 
 
 def test_fake_gpus_are_scheduled_and_fall_ill(running, namespace):
@@ -79,29 +83,6 @@ def test_fake_gpus_are_scheduled_and_fall_ill(running, namespace):
     running.wait_for_job("gpus", namespace, DONE_SECONDS)
     seen = running.kubectl("logs", "-n", namespace, "job/gpus").strip().split(",")
     assert sorted(seen) == ["GPU-0", "GPU-1"]
-
-
-def test_a_jobset_restarts_as_a_gang(running, namespace):
-    # the second pod would run for an hour if it were not restarted with the first
-    script = 'echo "attempt $ATTEMPT"; [ "$ATTEMPT" -gt 0 ] || { [ "$INDEX" = 0 ] && exit 1; sleep 3600; }'
-    pod = pod_template(running.image.name, ["sh", "-c", script])
-    pod["spec"]["containers"][0]["env"] = [
-        from_pod("ATTEMPT", "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"),
-        from_pod("INDEX", "metadata.labels['batch.kubernetes.io/job-completion-index']"),
-    ]
-    workers = job("workers", namespace, pod, num_pods=2)["spec"]
-    jobs = [{"name": "workers", "replicas": 1, "template": {"spec": workers}}]
-    spec = {"failurePolicy": {"maxRestarts": 2}, "replicatedJobs": jobs}
-    running.apply(named("jobset.x-k8s.io/v1alpha2", "JobSet", "gang", namespace, spec=spec))
-
-    def ended():
-        status = running.get(f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{namespace}/jobsets/gang").get(
-            "status", {}
-        )
-        return status if status.get("terminalState") else None
-
-    status = running.wait_until("the end of the JobSet", ended, DONE_SECONDS)
-    assert (status["terminalState"], status["restarts"]) == ("Completed", 1)
 
 
 def test_a_pod_reaches_the_api_server_as_its_service_account(running, namespace):
@@ -123,69 +104,3 @@ def test_restricted_is_enforced(running, namespace):
     pod["spec"]["volumes"].append({"name": "host", "hostPath": {"path": "/"}})
     with pytest.raises(ClusterError, match="violates PodSecurity"):
         running.apply(named("v1", "Pod", "bad", namespace, spec=pod["spec"]))
-
-
-def test_the_api_server_comes_back(running, namespace):
-    before = running.control.apiserver.pid
-    running.restart_apiserver()
-    assert running.control.apiserver.pid != before
-    assert running.get(f"/api/v1/namespaces/{namespace}")["status"]["phase"] == "Active"
-
-
-def test_minio_comes_back_with_its_data(running):
-    bucket = running.make_bucket("kept")
-    running.stop_minio()
-    running.start_minio()
-    assert (running.minio.data / bucket).exists()
-
-
-def test_a_missing_image_a_greedy_pod_and_a_good_one_are_told_apart(running, namespace):
-    """The reasons that a post-mortem reads; the good one has the program that is under test."""
-    greedy = pod_template(running.image.name, ["python", "-c", "print(len(bytearray(300 << 20)))"])
-    greedy["spec"]["containers"][0]["resources"] = {"limits": {"memory": "64Mi"}}
-    running.apply(
-        job("missing", namespace, pod_template("mlpipe.test/none:1", ["true"])),
-        job("greedy", namespace, greedy),
-        job("good", namespace, pod_template(running.image.name, ["mlpipe", "--version"])),
-    )
-    running.wait_for_job("good", namespace, DONE_SECONDS)
-    running.wait_until(
-        "ErrImagePull", lambda: "ImagePull" in state(running, namespace, "missing"), DONE_SECONDS
-    )
-    running.wait_until("OOMKilled", lambda: "OOMKilled" in state(running, namespace, "greedy"), DONE_SECONDS)
-
-
-def run_gang(running, namespace, **spec):
-    """An all-reduce of two pods over a headless Service, and one object in MinIO; the pods."""
-    bucket = running.make_bucket(namespace)
-    torchrun = ["torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=gang"]
-    pod = pod_template(
-        running.image.name, [*torchrun, "--rdzv-endpoint=gang-0.gang:29500", "/script/work.py"]
-    )
-    pod["spec"] |= {"subdomain": "gang", **spec}
-    pod["spec"]["volumes"].append({"name": "script", "configMap": {"name": "gang"}})
-    container = pod["spec"]["containers"][0]
-    container["volumeMounts"].append({"name": "script", "mountPath": "/script"})
-    environment = {**running.minio.environment(), "BUCKET": bucket}
-    container["env"] = [{"name": name, "value": value} for name, value in environment.items()]
-    service = {"clusterIP": "None", "selector": {"app": "test"}, "publishNotReadyAddresses": True}
-    running.apply(
-        named("v1", "ConfigMap", "gang", namespace, data={"work.py": ALL_REDUCE}),
-        named("v1", "Service", "gang", namespace, spec=service),
-        job("gang", namespace, pod, num_pods=2),
-    )
-    running.wait_for_job("gang", namespace, DONE_SECONDS)
-    assert "all reduced" in running.kubectl("logs", "-n", namespace, "job/gang")
-    assert (running.minio.data / bucket / "sum").exists()
-    return running.get(f"/api/v1/namespaces/{namespace}/pods")["items"]
-
-
-def from_pod(name, path):
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
-def state(running, namespace, name):
-    pods = running.get(f"/api/v1/namespaces/{namespace}/pods?labelSelector=job-name={name}")["items"]
-    return json.dumps(
-        [status["state"] for pod in pods for status in pod["status"].get("containerStatuses", [])]
-    )

@@ -1,73 +1,37 @@
-"""What comes on request: Kueue, fake nodes; and that nothing stays behind."""
+"""What comes on request: fake nodes; and that nothing stays behind."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from kit.cluster import ServerMissingError, cluster
-from kit.cluster_objects import job, named, pod_template
 from kit.cluster_process import wait_until
 from kit.processes import children, command_of
 
 pytestmark = pytest.mark.cluster
 
-NUM_FAKE = 20
-SECONDS = 240  # of a few seconds' work, on a machine that others use, too
+ROOT = Path(__file__).parents[2]
+SECONDS = 400  # of a few seconds' work, on a machine that others use, too
 
 
-@pytest.fixture(scope="module")
-def full(tmp_path_factory):
-    try:
-        with cluster(tmp_path_factory.mktemp("full"), kueue=True, minio=False, fake_nodes=NUM_FAKE) as one:
-            yield one
-    except ServerMissingError as error:
-        pytest.skip(str(error))
+@pytest.mark.usefixtures("running")  # skipped where there is none to be had
+def test_what_a_run_asks_of_the_api_server_does_not_grow_with_the_number_of_runs(tmp_path):
+    """By the benchmark, on fake nodes of a cluster of its own; a few runs instead of many."""
+    argv = [sys.executable, "-m", "benchmarks.control_plane", "--quick", "--results", str(tmp_path)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    few, more = json.loads((tmp_path / "control_plane.json").read_text())["figures"]
+    for part, most in (("submit", 8), ("follow", 15)):
+        assert 0 < more[part]["requests_per_run"] <= most
+        assert more[part]["requests_per_run"] <= few[part]["requests_per_run"] + 2
 
 
-def test_kueue_lets_one_wait_for_the_other(full):
-    namespace = full.namespace("queued")
-    group = {
-        "coveredResources": ["cpu"],
-        "flavors": [{"name": "any", "resources": [{"name": "cpu", "nominalQuota": 1}]}],
-    }
-    full.apply(
-        named("kueue.x-k8s.io/v1beta1", "ResourceFlavor", "any"),
-        named(
-            "kueue.x-k8s.io/v1beta1",
-            "ClusterQueue",
-            "all",
-            spec={"namespaceSelector": {}, "resourceGroups": [group]},
-        ),
-        named("kueue.x-k8s.io/v1beta1", "LocalQueue", "queue", namespace, spec={"clusterQueue": "all"}),
-    )
-    pod = pod_template(full.image.name, ["sleep", "3"])
-    pod["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "0.6"}}
-    for name in ("first", "second"):
-        queued = job(name, namespace, pod, suspend=True)
-        queued["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "queue"}
-        full.apply(queued)
-    path = f"/apis/batch/v1/namespaces/{namespace}/jobs"
-    for name in ("first", "second"):
-        full.wait_for_job(name, namespace, SECONDS)
-    first, second = (full.get(f"{path}/{name}")["status"] for name in ("first", "second"))
-    assert second["startTime"] >= first["completionTime"]
-
-
-def test_fake_nodes_take_pods_by_the_dozen(full):
-    namespace = full.namespace("fake")
-    pod = pod_template("nowhere.test/none:1", ["true"])
-    pod["spec"]["nodeSelector"] = {"type": "kwok"}
-    pod["spec"]["tolerations"] = [{"key": "kwok.x-k8s.io/node", "operator": "Exists"}]
-    full.apply(job("wide", namespace, pod, num_pods=50))
-    full.wait_for_job("wide", namespace, SECONDS)
-
-
-@pytest.mark.usefixtures("full")  # skipped where there is none to be had
+@pytest.mark.usefixtures("running")  # skipped where there is none to be had
 def test_nothing_outlives_a_killed_session(tmp_path):
     command = [sys.executable, "-m", "kit.cluster", "up", "sleep", "1000"]
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}

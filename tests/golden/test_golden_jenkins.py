@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 from kit import groovy
 from kit.jenkinsfile import read
 from kit.rendered import pipeline_of
@@ -74,6 +75,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, groo
         texts[f"hostile-{number}"] = jenkinsfile(pipeline_of("llm"), f"a{text}", [text], f"s3://{text}")
     texts["plain"] = jenkinsfile(pipeline_of("llm"), "a", ["b"], "s3://c")
     texts["unclosed"] = texts["plain"].removesuffix("}\n")
+    texts["jobs"] = yaml.safe_load((ROOT / "k8s/jenkins/jcasc.yaml").read_text())["jobs"][0]["script"]
     texts["open-literal"] = texts["plain"].replace("label 'mlpipe'", "label 'mlpipe")
     paths = []
     for name, text in texts.items():
@@ -97,6 +99,13 @@ def test_groovy_compiles_each_golden_file(found: dict[str, tuple[str, groovy.Com
     assert [line.strip() for line in tree].count("parallel") == 1
     for name in ("unclosed", "open-literal"):
         assert found[name][1].error is not None
+
+
+def test_groovy_compiles_the_job_dsl(found: dict[str, tuple[str, groovy.Compiled]]) -> None:
+    compiled = found["jobs"][1]
+    assert compiled.error is None
+    names = [line for line in compiled.tree if not line.startswith(" ")]
+    assert names == ["folder", "multibranchPipelineJob"] * 2
 
 
 def test_groovy_reads_hostile_text_as_text(found: dict[str, tuple[str, groovy.Compiled]]) -> None:

@@ -16,11 +16,14 @@ What a fault does to a request (`status`: answered so; nothing is applied, but f
     cut        applied, half of the answer, then closed
     page       a proxy's HTML page with `status`
     status     a Status object with `status`, `message` and `headers`
+
+Lists have a version, from which a watch goes on; see `put`, `drop`, `compact`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import secrets
 import socket
@@ -61,10 +64,17 @@ class ApiServer:
         self.denied: set[str] = set()
         self.held: set[str] = set()
         self.page = 500
+        self.closed = True
         self.token = TOKEN
         self.requests: list[str] = []
         self.headers: list[dict[str, str]] = []
         self.lock = threading.Lock()
+        self.news = threading.Condition(self.lock)
+        self.events: list[
+            tuple[str, str, Json]
+        ] = []  # what, plural, object; the version is the number of them
+        self.oldest = 0  # version that a watch may go on from
+        self.watches = 0  # open ones
         self._faults: list[tuple[str, str, Fault]] = []
         self._server: _Server | None = None
         self._port = 0
@@ -80,6 +90,9 @@ class ApiServer:
     def away(self) -> None:
         """Open connections are cut, new ones refused."""
         if self._server is not None:
+            with self.news:
+                self.closed = True
+                self.news.notify_all()
             self._server.shutdown()
             self._server.server_close()
             for connection in list(self._server.connections):
@@ -89,6 +102,7 @@ class ApiServer:
 
     def back(self) -> None:
         """On the port of before."""
+        self.closed = False
         self._server = _Server(("127.0.0.1", self._port), _Handler)
         self._server.stand_in = self
         self._port = self._server.server_address[1]
@@ -119,10 +133,32 @@ class ApiServer:
             self._faults += [(method, path, fault)] * times
 
     def put(self, plural: str, body: Json) -> Json:
-        """As its controllers would."""
+        """As its controllers would: makes it, or changes it."""
+        with self.news:
+            return self._put(plural, body)
+
+    def _put(self, plural: str, body: Json) -> Json:
         body["metadata"].setdefault("uid", secrets.token_hex(8))
-        self.objects[plural, body["metadata"]["name"]] = body
+        key = plural, body["metadata"]["name"]
+        self.note("MODIFIED" if key in self.objects else "ADDED", plural, body)
+        self.objects[key] = body
         return body
+
+    def drop(self, plural: str, name: str) -> None:
+        """It is gone."""
+        with self.news:
+            self.note("DELETED", plural, self.objects.pop((plural, name)))
+
+    def compact(self) -> None:
+        """No watch may go on from before; open ones are told so (410)."""
+        with self.news:
+            self.oldest = len(self.events) + 1
+            self.note("BOOKMARK", "", {"metadata": {}})
+
+    def note(self, what: str, plural: str, body: Json) -> None:
+        """Under the lock."""
+        self.events.append((what, plural, copy.deepcopy(body)))
+        self.news.notify_all()
 
     def take_fault(self, method: str, path: str) -> Fault | None:
         with self.lock:
@@ -173,6 +209,9 @@ class _Handler(BaseHTTPRequestHandler):
             status, answer = fault.status, _status(fault.status, fault.message)
         else:
             status, answer = fault.status, "<html>Bad gateway</html>"
+        if status == 200 and "watch=true" in self.path:
+            self._watch(server)
+            return
         text = answer if isinstance(answer, str) else json.dumps(answer)
         data = text.encode()
         if fault is not None and fault.how in ("reset", "lose"):
@@ -193,6 +232,41 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     do_GET = do_POST = do_DELETE = do_PATCH = _serve
+
+    def _watch(self, server: ApiServer) -> None:
+        """In chunks, each an event; until the server goes away or the version is too old."""
+        url = urlsplit(self.path)
+        query = {name: values[0] for name, values in parse_qs(url.query).items()}
+        plural, at = url.path.rpartition("/")[2], int(query["resourceVersion"])
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        with server.news:
+            server.watches += 1
+        try:
+            while True:
+                with server.news:
+                    while len(server.events) <= at and not server.closed:
+                        server.news.wait(60)
+                    if server.closed:
+                        return
+                    found, at = server.events[at:], len(server.events)
+                    too_old = at - len(found) < server.oldest
+                if too_old:
+                    found = [("ERROR", plural, _status(410, "too old resource version"))]
+                for what, kind, body in found:
+                    if kind == plural and (what == "ERROR" or _matches(body, query)):
+                        line = json.dumps({"type": what, "object": body}).encode() + b"\n"
+                        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+                if too_old:
+                    self.wfile.write(b"0\r\n\r\n")
+                    return
+        except OSError:
+            return
+        finally:
+            with server.news:
+                server.watches -= 1
 
     def _drop(self) -> None:
         self.close_connection = True
@@ -241,7 +315,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "POST":
             return self._create(server, namespace, plural, query, body)
         if not name:
-            return 200, _page(list(_listed(server, plural, query)), query, server.page)
+            return 200, _page(list(_listed(server, plural, query)), query, server.page, len(server.events))
         found = server.objects.get((plural, name)) if namespace == NAMESPACE else None
         if found is None:
             raise _Refused(404, f'{plural} "{name}" not found')
@@ -249,6 +323,7 @@ class _Handler(BaseHTTPRequestHandler):
             found["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
             if name not in server.held:
                 del server.objects[plural, name]
+            server.note("MODIFIED" if name in server.held else "DELETED", plural, found)
         if self.command == "PATCH":
             found["metadata"].update(body.get("metadata", {}))
         return 200, found
@@ -262,7 +337,7 @@ class _Handler(BaseHTTPRequestHandler):
         if (plural, name) in server.objects:
             raise _Refused(409, f'{plural} "{name}" already exists')
         if "dryRun" not in query:
-            server.put(plural, body)
+            server._put(plural, body)
         return 201, body
 
     def log_message(self, format: str, *args: object) -> None:
@@ -270,16 +345,18 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _listed(server: ApiServer, plural: str, query: Mapping[str, str]) -> Iterator[Json]:
+    for (kind, _), found in sorted(server.objects.items()):
+        if kind == plural and _matches(found, query):
+            yield found
+
+
+def _matches(found: Json, query: Mapping[str, str]) -> bool:
     labels = dict(pair.split("=") for pair in query.get("labelSelector", "").split(",") if pair)
     fields = dict(pair.split("=") for pair in query.get("fieldSelector", "").split(",") if pair)
-    for (kind, _), found in sorted(server.objects.items()):
-        own = found["metadata"].get("labels", {})
-        if (
-            kind == plural
-            and labels.items() <= own.items()
-            and all(_field(found, path) == value for path, value in fields.items())
-        ):
-            yield found
+    own = found["metadata"].get("labels", {})
+    return labels.items() <= own.items() and all(
+        _field(found, path) == value for path, value in fields.items()
+    )
 
 
 def _field(found: Json, path: str) -> Any:
@@ -288,13 +365,13 @@ def _field(found: Json, path: str) -> Any:
     return found
 
 
-def _page(found: list[Json], query: Mapping[str, str], size: int) -> Json:
+def _page(found: list[Json], query: Mapping[str, str], size: int, version: int) -> Json:
     """`continue` is the place where the next page begins; without `limit` there is one page."""
     start = int(query.get("continue", 0))
     end = start + size if "limit" in query else len(found)
     return {
         "kind": "List",
-        "metadata": {"continue": str(end)} if end < len(found) else {},
+        "metadata": {"resourceVersion": str(version), **({"continue": str(end)} if end < len(found) else {})},
         "items": found[start:end],
     }
 

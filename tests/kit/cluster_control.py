@@ -42,6 +42,19 @@ cluster.local in-addr.arpa {{
 """
 
 
+# What mlpipe itself asks for: its people and drivers are service accounts, as are the controllers.
+_AUDIT = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "rules": [
+        {"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]},
+        {"level": "Metadata", "userGroups": ["system:serviceaccounts"]},
+        {"level": "None"},
+    ],
+}
+
+
 class Certificates:
     """An authority of the cluster's own, and what it signs: <name>.crt and <name>.key in `folder`."""
 
@@ -185,6 +198,18 @@ class ControlPlane:
                 return 0, ""
         return answer.status, answer.data.decode()
 
+    def requests(self, account: str) -> list[str]:
+        """What mlpipe has asked the API server for, as a ServiceAccount of that name: "verb path", in order;
+        a watch when it begins."""
+        found = []
+        for line in (self.folder / "audit.log").read_text().splitlines():
+            event = json.loads(line)
+            begun = event["verb"] != "watch" or event["stage"] == "ResponseStarted"
+            own = event["user"]["username"].endswith(f":{account}")
+            if event["userAgent"] == "mlpipe" and own and begun:
+                found.append(f"{event['verb']} {event['requestURI']}")
+        return found
+
     def _wait_until_ready(self) -> None:
         def ready() -> bool:
             return self.get("/readyz")[0] == 200
@@ -204,6 +229,8 @@ class ControlPlane:
         names = [f"IP:{ADDRESS}", f"IP:{SERVICE_ADDRESS}", *(f"DNS:{name}" for name in own)]
         certificate, key = self.certificates.issue("apiserver", "/CN=kube-apiserver", names)
         accounts = self.certificates.folder / "service-accounts.key"
+        policy = self.folder / "audit.json"
+        policy.write_text(json.dumps(_AUDIT))
         return _flags(
             {
                 "etcd-servers": "http://127.0.0.1:2379",
@@ -214,6 +241,8 @@ class ControlPlane:
                 "authorization-mode": "Node,RBAC",
                 "enable-admission-plugins": "NodeRestriction",
                 "allow-privileged": "true",
+                "audit-policy-file": policy,
+                "audit-log-path": self.folder / "audit.log",
                 "client-ca-file": self.certificates.ca,
                 "tls-cert-file": certificate,
                 "tls-private-key-file": key,

@@ -25,7 +25,7 @@ from kit.cluster_build import binary, tool
 
 PAUSE = "mlpipe.test/pause:1"
 WORKER = "mlpipe.test/worker:1"
-USER_ID = 1000
+USER_ID = 10001
 _REPOSITORY = Path(__file__).parents[2]
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _CONFIG = "application/vnd.oci.image.config.v1+json"
@@ -51,7 +51,7 @@ def pause_image(folder: Path) -> Image:
 
 
 def worker_image(folder: Path) -> Image:
-    """Runs whatever command as uid 1000, with the virtual environment's programs on PATH."""
+    """Runs whatever command as uid 10001, with the virtual environment's programs on PATH."""
     files: dict[str, bytes | str] = {
         "etc/passwd": f"root:x:0:0::/:/bin/sh\nmlpipe:x:{USER_ID}:{USER_ID}::/tmp:/bin/sh\n".encode(),
         "etc/group": f"root:x:0:\nmlpipe:x:{USER_ID}:\n".encode(),

@@ -75,7 +75,7 @@ def _groovy(script: str, text: str) -> Any:
     """The last line that the script prints. Raises ServerMissingError."""
     if shutil.which("java") is None:
         raise ServerMissingError("Groovy needs Java: install a JRE (17 is known to work), and maven")
-    path = ":".join(map(str, build()))
+    path = ":".join(map(str, [*build(), _SCRIPTS]))
     done = subprocess.run(
         ["java", "-XX:TieredStopAtLevel=1", "-cp", path, "groovy.ui.GroovyMain", _SCRIPTS / script],
         input=text,
@@ -110,10 +110,12 @@ def checked(files: Sequence[Path]) -> list[str | None]:
 
 @dataclass(frozen=True)
 class Ran:
-    """`result`: of the build, or REFUSED. `stages`: in the order in which they began, with their results."""
+    """`result`: of the build, or REFUSED. `stages`: in the order in which they began, with their results.
+    `events`: of agents, locks, input and test reports."""
 
     result: str
     stages: list[tuple[str, str]]
+    events: list[str]
     error: str | None
 
 
@@ -122,17 +124,21 @@ def executed(
     workspace: Path,
     environment: Mapping[str, str],
     parameters: Mapping[str, str | bool] | None = None,
+    **more: Any,
 ) -> Ran:
-    """One build, in `workspace`; beside it, `log` and what was archived. A file `abort` there aborts it."""
+    """One build, in `workspace`; beside it, `log` and what was archived. A file `abort` there aborts it.
+    `more`: see `groovy/execute.groovy`."""
     asked = {
         "file": str(file),
         "workspace": str(workspace),
         "environment": dict(environment),
         "parameters": dict(parameters or {}),
         "abort": str(workspace.parent / "abort"),
+        **more,
     }
     found = _groovy("execute.groovy", json.dumps(asked))
-    return Ran(found["result"], [(name, result) for name, result in found["stages"]], found["error"])
+    stages = [(name, result) for name, result in found["stages"]]
+    return Ran(found["result"], stages, found["events"], found["error"])
 
 
 if __name__ == "__main__":

@@ -33,9 +33,10 @@ class FakeBuild:
 
 @dataclass
 class FakeJob:
-    """`defaults`: its parameters; None: it has none."""
+    """`defaults`: its parameters, a list being choices, and None where there is no default; None: it has no
+    parameters."""
 
-    defaults: dict[str, str] | None
+    defaults: dict[str, str | list[str] | None] | None
     disabled: bool = False
     builds: list[FakeBuild] = field(default_factory=list)
 
@@ -188,9 +189,13 @@ class _Handler(BaseHTTPRequestHandler):
         self, name: str, job: FakeJob, rest: str, query: dict[str, list[str]], body: str
     ) -> tuple[int, bytes, dict[str, str]]:
         if rest == "api/json":
-            definitions = [{"name": key, "type": "StringParameterDefinition"} for key in job.defaults or ()]
+            definitions = [_definition(*one) for one in (job.defaults or {}).items()]
             builds = [
-                {"number": build.number, "actions": [{}, _parameters(build.parameters)]}
+                {
+                    "number": build.number,
+                    "result": build.result,
+                    "actions": [{}, _parameters(build.parameters)],
+                }
                 for build in reversed(job.builds)
             ]
             return _json({"property": [{}, {"parameterDefinitions": definitions}], "builds": builds})
@@ -200,7 +205,10 @@ class _Handler(BaseHTTPRequestHandler):
             if rest == "buildWithParameters" and job.defaults is None:
                 return 500, b"<html>IllegalStateException: is not parameterized</html>", {}
             given = dict(parse_qsl(body, keep_blank_values=True))
-            parameters = {key: given.get(key, value) for key, value in (job.defaults or {}).items()}
+            parameters = {
+                key: given.get(key, str(value[0] if isinstance(value, list) else value or ""))
+                for key, value in (job.defaults or {}).items()
+            }
             for item in self.jenkins.items:  # the same twice in the queue is one
                 if item.job == name and item.parameters == parameters and item.build is None:
                     break
@@ -225,6 +233,13 @@ class _Handler(BaseHTTPRequestHandler):
             more = {} if build.complete else {"X-More-Data": "true"}
             return 200, build.log[start:end], {"X-Text-Size": str(end), **more}
         return 404, b"", {}
+
+
+def _definition(name: str, default: str | list[str] | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": name, "type": "StringParameterDefinition"}
+    if isinstance(default, list):
+        found |= {"type": "ChoiceParameterDefinition", "choices": default}
+    return {**found, "defaultParameterValue": None if default is None else {"name": name}}
 
 
 def _parameters(values: dict[str, str]) -> dict[str, Any]:

@@ -94,6 +94,22 @@ class Slow(Plain):
         return super().forward(inputs)
 
 
+class Lame(Plain):
+    """`rank` takes `seconds` more in every forward and in every backward, in the middle of the blocks."""
+
+    def __init__(self, seconds: float, rank: int) -> None:
+        super().__init__(dropout=0.0)
+        self.seconds = seconds if int(os.environ["RANK"]) == rank else 0.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embed(inputs))
+        time.sleep(self.seconds)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: time.sleep(self.seconds))
+        logits: torch.Tensor = self.head(self.blocks[1](x))
+        return logits
+
+
 class Misbehaving(Plain):
     """At forward number `at` of this process, on `rank`, does `what` ("nan", "hang", "raise", "kill"). With a
     `counter` file it does so only as long as the file counts fewer than `times`."""
@@ -134,6 +150,10 @@ def initialized(**args: float) -> Initialized:
 
 def with_loss(**args: float) -> WithLoss:
     return WithLoss(**args)  # type: ignore[arg-type]
+
+
+def lame(seconds: float, rank: int) -> Lame:
+    return Lame(seconds, rank)
 
 
 def odd() -> Odd:

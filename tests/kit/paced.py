@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 
 class Paced(nn.Module):
-    def __init__(self, seconds: float) -> None:
+    """`slow`: that rank takes twice as long. Once the file `poison` is there, the loss is not finite."""
+
+    def __init__(self, seconds: float, slow: int | None = None, poison: str = "") -> None:
         super().__init__()
         self.embed = nn.Embedding(256, 16)
         self.blocks = nn.ModuleList([nn.Linear(16, 16)])
         self.head = nn.Linear(16, 256)
-        self.seconds = seconds
+        self.seconds = seconds * (2 if int(os.environ["RANK"]) == slow else 1)
+        self.poison = Path(poison) if poison else None
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         time.sleep(self.seconds)
@@ -22,11 +28,11 @@ class Paced(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         logits: torch.Tensor = self.head(x)
-        return logits
+        return logits * float("nan") if self.poison is not None and self.poison.exists() else logits
 
 
-def build_model(seconds: float) -> nn.Module:
-    return Paced(seconds)
+def build_model(**args: Any) -> nn.Module:
+    return Paced(**args)
 
 
 class Counting:

@@ -62,6 +62,16 @@ class Place:
             raise AssertionError(f"{text}\n{done.stdout}\n{done.stderr}\n{self.pods()}")
         return done
 
+    def start(self, *arguments: object) -> subprocess.Popen[bytes]:
+        """The command line, left running; nobody reads what it says."""
+        return self.cluster.popen(
+            [sys.executable, "-m", "mlpipe.cli", *arguments],
+            env=self.environment,
+            cwd=self.folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
     def json(self, *arguments: object, code: int | None = 0) -> Any:
         return json.loads(self.mlpipe(*arguments, "--output", "json", code=code).stdout)
 

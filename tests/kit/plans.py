@@ -228,9 +228,15 @@ def outcome(store: Path | str, plan: Plan) -> dict[str, Any]:
 
 
 def run_together(
-    plans: list[Plan], folder: Path, *, timeout: float = 600.0, resave: bool = False, may_fail: bool = False
+    plans: list[Plan],
+    folder: Path,
+    *,
+    timeout: float = 600.0,
+    resave: bool = False,
+    may_fail: bool = False,
+    worker: str = "kit.many",
 ) -> None:
-    """Runs plans of one world size in one torchrun (`kit.many`), one after the other. Raises with the output
+    """Runs plans of one world size in one torchrun (of `worker`), one after the other. Raises with the output
     if one fails, unless it `may_fail`. With `resave` what was loaded is saved again before the first step."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
@@ -244,7 +250,7 @@ def run_together(
         "--nproc-per-node",
         str(plans[0].launch.nproc_per_node),
         "-m",
-        "kit.many",
+        worker,
         str(folder / "list.json"),
     ]
     # as many as the launcher gives them: results depend on it, bit for bit

@@ -1,8 +1,11 @@
 """Real Prometheus and Alertmanager on this machine, from PATH or from Debian packages unpacked once.
 
     PYTHONPATH=tests python -m kit.prometheus build
+    PYTHONPATH=tests python -m kit.prometheus build-3
 
-unpacks what the machine lacks into ~/.cache/mlpipe/servers (installed, the packages would start daemons).
+The first unpacks what the machine lacks into ~/.cache/mlpipe/servers (installed, the packages would start
+daemons). The second builds a Prometheus 3 there, from its Go module, in ten minutes or more: where there is
+one, the queries are asked of both.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.cluster_build import unpack
-from kit.servers import ServerMissingError, built, cache, die_with_parent, free_port
+from kit.servers import ServerMissingError, built, cache, die_with_parent, free_port, go
 
 # program -> the Debian package, and the program's name there
 TOOLS = {
@@ -31,6 +34,7 @@ TOOLS = {
     "promtool": ("prometheus", "promtool"),
     "alertmanager": ("prometheus-alertmanager", "prometheus-alertmanager"),
 }
+_MODULE_3 = ("github.com/prometheus/prometheus", "v0.315.0")
 SCRAPE_SECONDS = 1
 # Debian's Alertmanager reads its templates in /usr/share, where those of an unpacked package are not: it gets
 # a view of that folder of its own, in which they are.
@@ -64,12 +68,34 @@ def build() -> list[Path]:
     return [tool(name) for name in TOOLS]
 
 
-@dataclass(frozen=True)
+def path_3() -> Path:
+    """Of a Prometheus 3; there is one if `build_3` made it."""
+    return cache() / f"prometheus-{_MODULE_3[1]}"
+
+
+def build_3() -> Path:
+    """In a copy of the module's sources: `go install` refuses a module with replacements."""
+
+    def make(folder: Path) -> None:
+        told = go(["go", "mod", "download", "-json", "@".join(_MODULE_3)], folder)
+        sources = folder / "sources"
+        shutil.copytree(json.loads(told)["Dir"], sources)
+        for path in (sources, *sources.rglob("*")):
+            path.chmod(path.stat().st_mode | 0o200)
+        argv = ["go", "build", "-ldflags", "-s -w", "-o", str(folder / path_3().name), "./cmd/prometheus"]
+        go(["env", "GOWORK=off", "GOFLAGS=-trimpath -buildvcs=false -mod=mod", *argv], sources)
+
+    return built(path_3(), make)
+
+
+@dataclass
 class Prometheus:
     """A running one. `targets`: its file of targets, read anew when it changes."""
 
     url: str
     targets: Path
+    folder: Path | None = None  # of the run that it scrapes
+    other: Prometheus | None = None  # of another version, over the same targets
 
     def scrape(self, ports: Sequence[int], **labels: str) -> None:
         """Adds targets on 127.0.0.1, with further labels, as a PodMonitor adds `node` and `pod`."""
@@ -88,6 +114,9 @@ class Prometheus:
             raise RuntimeError(f"{expr}: {error.read().decode()}") from None
         return result
 
+    def is_ready(self) -> bool:
+        return _ready(self.url)
+
     def firing(self) -> dict[str, dict[str, str]]:
         """alertname -> labels of one of its firing alerts."""
         alerts = _json(f"{self.url}/api/v1/alerts")["data"]["alerts"]
@@ -96,12 +125,19 @@ class Prometheus:
 
 @contextlib.contextmanager
 def prometheus(
-    folder: Path, *, rules: Path | None = None, alertmanager: str | None = None
+    folder: Path,
+    *,
+    rules: Path | None = None,
+    alertmanager: str | None = None,
+    program: Path | None = None,
+    targets: Path | None = None,
 ) -> Iterator[Prometheus]:
-    """Scrapes and evaluates `rules` once a second; sends alerts to the Alertmanager at that URL."""
+    """Scrapes and evaluates `rules` once a second; sends alerts to the Alertmanager at that URL. `program`:
+    another than this machine's. `targets`: the file of another one, whose targets this one scrapes too."""
     folder.mkdir(parents=True)
-    targets = folder / "targets.json"
-    targets.write_text("[]")
+    if targets is None:
+        targets = folder / "targets.json"
+        targets.write_text("[]")
     config: dict[str, Any] = {
         "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": "1s"},
         "scrape_configs": [
@@ -116,7 +152,7 @@ def prometheus(
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
     address = f"127.0.0.1:{free_port()}"
     command = [
-        str(tool("prometheus")), "--config.file=prometheus.yml", "--storage.tsdb.path=data",
+        str(program or tool("prometheus")), "--config.file=prometheus.yml", "--storage.tsdb.path=data",
         f"--web.listen-address={address}",
     ]  # fmt: skip
     with _running(command, folder, f"http://{address}"):
@@ -196,11 +232,11 @@ def _ready(url: str) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    if arguments != ["build"]:
+    if arguments not in (["build"], ["build-3"]):
         print(__doc__)
         return 2
     try:
-        print("\n".join(map(str, build())))
+        print("\n".join(map(str, build() if arguments == ["build"] else [build_3()])))
     except ServerMissingError as error:
         print(error)
         return 4

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from kit import saver
+from kit import budget, saver
 from kit.faultproxy import Fault
 from kit.servers import die_with_parent
 
@@ -103,6 +103,7 @@ KILLS = ("kill-after", "kill-lose", "kill-cut")
 def test_a_client_killed_at_any_request_of_a_save_loses_nothing(server, proxy, url, store, capsys):
     total = num_requests(server, proxy, url, store)
     assert total >= 10
+    budget.within("a checkpoint of 3 blobs in 7 parts, and pruning", {"store requests": total})
     kills = losses = survived = 0
     saver.save(store, 1)
     saver.save(store, 2)

@@ -8,6 +8,7 @@ import threading
 import pytest
 from kit.faultproxy import Fault
 from kit.servers import SECRET_KEY
+from kit.store_race import race
 
 from mlpipe._core.errors import StoreError
 from mlpipe.store.blobs import read_blob, write_blob
@@ -80,26 +81,7 @@ def test_conditions_hold(store):
 
 
 def test_of_many_writers_exactly_one_creates_and_no_update_is_lost(store):
-    wins = []
-
-    def count(name):
-        if store.put_if_absent("claim", name.encode()):
-            wins.append(name)
-        store.put_if_absent("counter", b"0")
-        for _ in range(5):
-            while True:
-                value, etag = store.get_with_etag("counter")
-                if store.put_if_match("counter", str(int(value) + 1).encode(), etag):
-                    break
-
-    threads = [threading.Thread(target=count, args=(f"t{i}",)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert len(wins) == 1
-    assert store.get("claim") == wins[0].encode()
-    assert store.get("counter") == b"20"
+    race(store, updates=5)
 
 
 def test_the_server_refuses_bytes_that_changed_on_the_way(store):

@@ -12,9 +12,11 @@ import pytest
 from kit import plans, processes
 from kit.command_runs import until
 
+from mlpipe.observe.runview import view_stage
 from mlpipe.plan.plan import Entry, ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
+from mlpipe.store.runs import StageState
 
 # each of many starts takes seconds, and more on a busy machine
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(1500)]
@@ -168,6 +170,18 @@ def test_a_killed_rank_is_restarted_in_place(stage, expected):
     assert [record["restart"] for record in starts] == [0, 1]
     assert starts[1]["start_step"] in (4, 8)  # 8 may still have been on its way to the store
 
+    # every rank-second of it is in one bucket
+    stage.store.put(f"{stage.plan.attempt_key}/plan.json", stage.plan.to_json().encode())
+    view = view_stage(stage.store, "run", "train", StageState("done", 1), [])
+    assert view.ledger is not None
+    seconds = view.ledger.seconds
+    launched, ended = (event["time"] for event in view.attempts[0].events)
+    assert view.ledger.total == pytest.approx(2 * (ended - launched), rel=0.001)
+    for bucket in ("startup", "init", "restore", "compute", "communication", "lost"):
+        assert seconds[bucket] > 0, seconds
+    assert seconds["queue"] == seconds["hang"] == 0
+    assert view.ledger.tokens == STEPS * 16 * 32
+
 
 def test_twenty_restarts_in_place(stage):
     stage.hurry()
@@ -231,6 +245,10 @@ def test_nan_ends_the_run_and_keeps_the_last_good_checkpoint(stage):
     found = stage.outcome()
     assert "the loss is not finite at step 7 on rank 1" in found["message"]
     assert found["restarts"] == 0
+    assert found["cause"] == "not_finite"
+    for rank in (0, 1):
+        last = plans.records(stage.folder / "store", stage.plan, rank)[-1]
+        assert (last["kind"], last["step"], last["loss"]) == ("step", 7, None)
     assert processes.steps_of_sound(stage.store, stage.plan) == [4]
     assert stage.next(steps=5)
     assert stage.run() == 0, stage.log()

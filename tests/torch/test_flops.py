@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
+from kit import plans
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.plan import Entry, ModelPlan
 from mlpipe.plan.presets import PRESETS
-from mlpipe.train.flops import count_flops_per_token, measure_peak
+from mlpipe.train.flops import count_flops_per_token, measure_peak, recomputed_flops_per_token
+from mlpipe.train.model import build_model
+from mlpipe.train.parallel.activations import checkpoint_activations
 
 pytestmark = pytest.mark.torch
 
@@ -32,6 +38,29 @@ def test_the_formula_is_what_the_counter_counts(name, seq_len):
     norms = (2 * config.num_layers + 1) * config.dim  # the formula counts every parameter, also these
     assert counted + 6 * norms == formula
     assert counted == pytest.approx(formula, rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_what_is_computed_again_is_what_the_counter_counts_more(tmp_path, mode):
+    tokens_of = plans.write_tokens(tmp_path / "tokens")
+
+    part = plans.train_plan(tmp_path, tokens_of, activation_checkpointing=mode).train
+
+    def count(again: bool) -> float:
+        built = build_model(part.model, seed=1, device_type="cpu", bf16=False)
+        built.module.to_empty(device="cpu")
+        if again:
+            checkpoint_activations(built.blocks, mode)
+        # `selective` keeps attention as the fused kernel that it is; `full` does it again, and not every
+        # torch counts that kernel
+        with (
+            FlopCounterMode(display=False) as counter,
+            sdpa_kernel(SDPBackend.MATH) if mode == "full" else nullcontext(),
+        ):
+            built.module(tokens(32))[0].backward()
+        return counter.get_total_flops() / 64
+
+    assert count(True) - count(False) == recomputed_flops_per_token(part)
 
 
 class OwnLoss(torch.nn.Module):

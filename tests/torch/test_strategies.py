@@ -82,6 +82,26 @@ def variants(folder, tokens):
         "accumulated-fsdp": plan(
             store, tokens, run_id="gas-fsdp", micro_batch=2, accumulation=4, strategy="fsdp", **base
         ),
+        "every-zero2": plan(
+            store,
+            tokens,
+            run_id="every-zero2",
+            micro_batch=2,
+            accumulation=4,
+            strategy="zero2",
+            reduce_gradients="every",
+            **base,
+        ),
+        "every-fsdp": plan(
+            store,
+            tokens,
+            run_id="every-fsdp",
+            micro_batch=2,
+            accumulation=4,
+            strategy="fsdp",
+            reduce_gradients="every",
+            **base,
+        ),
         "full": plan(store, tokens, run_id="full", activation_checkpointing="full", **base),
         "selective-fsdp": plan(
             store, tokens, run_id="selective", activation_checkpointing="selective", strategy="fsdp", **base
@@ -121,7 +141,16 @@ def test_bf16_means_the_same_under_every_strategy(varied, strategy):
 
 
 @pytest.mark.parametrize(
-    "name", ["accumulated-ddp", "accumulated-fsdp", "full", "selective-fsdp", "compiled"]
+    "name",
+    [
+        "accumulated-ddp",
+        "accumulated-fsdp",
+        "every-zero2",
+        "every-fsdp",
+        "full",
+        "selective-fsdp",
+        "compiled",
+    ],
 )
 def test_what_only_saves_memory_or_time_changes_no_loss(varied, name):
     near(varied[name], varied["fp32"], 1e-5)

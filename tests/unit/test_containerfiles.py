@@ -68,7 +68,7 @@ def test_everything_is_installed_by_hash_or_without_an_index(path):
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_runs_as_a_numbered_user_without_a_shell(path):
-    assert _last(path, "USER") == "1000:1000"
+    assert _last(path, "USER") == "10001:10001"
     assert json.loads(_last(path, "ENTRYPOINT")) == ["mlpipe"]
     assert isinstance(json.loads(_last(path, "CMD")), list)
 

@@ -8,7 +8,7 @@
       SubmitError          a run cannot be started, found or followed      infrastructure
       TrainError           the run failed by its own code or its gate      failed
 
-`kind` decides the exit code, which only `cli/` and `train/launcher.py` know.
+`kind` decides the exit code, which only `cli/` and the processes of stages (`plan/process.py`) know.
 """
 
 from __future__ import annotations

@@ -5,20 +5,27 @@ renamed without raising SCHEMA_VERSION. Every line has `v`, `kind`, `time` (Unix
 (-1: the launcher) and `restart` (torchrun's restart count).
 
 kind        further fields
-start       world_size, strategy, mesh, device, num_params, num_flops_per_token, flops_convention,
+start       world_size, strategy, mesh, device, num_params, num_flops_per_token,
+            num_hardware_flops_per_token (with what is computed again; null if unknown), flops_convention,
             peak_flops, peak_name, start_step (0, or the step resumed from), resumed_from (key or null),
             steps, seq_len, global_batch, precision, torch, host, pid, metrics_port (or null),
-            seconds_since_spawn
+            seconds_since_spawn, restore_seconds (of that, loading the checkpoint)
 step        step (1-based, after the update), loss (mean over the global batch's target tokens, nats),
             lr, grad_norm, tokens (of this rank), seconds (of the whole step), data_seconds,
-            compute_seconds, collective_seconds, checkpoint_seconds (stall only), tokens_per_second and
-            mfu_ratio (of all ranks; rank 0 only), memory_bytes (peak so far), peak_flops (per device;
-            of `start` it is null where the worker measures it)
+            compute_seconds (this rank's own work), collective_seconds (this rank waiting for others or for
+            bytes on the way), checkpoint_seconds (stall only), tokens_per_second and
+            mfu_ratio (of all ranks; rank 0 only), memory_bytes (peak so far), achievable_flops (per device,
+            measured, or null), peak_flops (per device; of `start` it is null where the worker measures it).
+            A step whose loss or gradient is not finite has null there, updated nothing and is the last of
+            its attempt
 checkpoint  step, key, bytes (of this rank), stall_seconds, save_seconds (until committed; rank 0 only),
             error (why it was not committed, else null)
 evaluate    val_loss, val_perplexity, val_bits_per_byte, num_tokens, gate, passed, sample (rank 0 only)
 signal      step, signal (the step boundary at which the ranks agreed to stop)
 end         outcome ("done" | "saved" | "failed"), step, message
+submitted   (this and the next two: in the attempt's events.jsonl) by the driver, before it starts the attempt
+launched    by the first node's launcher, before it starts the workers; again if a gang is restarted
+ended       by the same launcher, when they are gone: outcome, message
 """
 
 from __future__ import annotations

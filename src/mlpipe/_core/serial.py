@@ -1,4 +1,6 @@
-"""Frozen dataclasses to JSON and back, strictly: an unknown or missing key is an error, not a default."""
+"""Frozen dataclasses to JSON and back. What another version wrote is read if it means the same here: a
+missing key must have a default, which says "as before"; an unknown key must say nothing (null, false or
+empty). All else is an error, since to ignore it would change what is done."""
 
 from __future__ import annotations
 
@@ -69,13 +71,26 @@ def _build(kind: Any, data: Any, path: str) -> Any:
         if not isinstance(data, dict):
             raise ValueError(f"{path}: expected an object")
         hints = get_type_hints(kind)
-        fields = {f.name for f in dataclasses.fields(kind)}
-        if data.keys() != fields:
-            odd = ", ".join(sorted(data.keys() ^ fields))
-            raise ValueError(f"{path}: keys do not fit {kind.__name__}: {odd}")
-        return kind(**{name: _build(hints[name], data[name], f"{path}.{name}") for name in data})
+        fields = {f.name: f for f in dataclasses.fields(kind)}
+        missing = [name for name, f in fields.items() if name not in data and _is_required(f)]
+        unknown = [key for key in data if key not in fields and not _says_nothing(data[key])]
+        if missing or unknown:
+            odd = [*(f"{name} is missing" for name in missing), *(f"{key} is unknown" for key in unknown)]
+            raise ValueError(f"{path}: keys do not fit {kind.__name__}: {', '.join(odd)}")
+        return kind(
+            **{name: _build(hints[name], data[name], f"{path}.{name}") for name in fields if name in data}
+        )
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
     if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
         raise ValueError(f"{path}: expected {kind.__name__}, got {data!r}")
     return data
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _says_nothing(value: Any) -> bool:
+    """Zero is a value: a port, say."""
+    return value is None or value is False or value in ([], {})

@@ -6,6 +6,7 @@ The help lines stand in `VERBS`, so that `mlpipe --help` imports click and nothi
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from importlib import import_module
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ import click
 
 import mlpipe
 from mlpipe._core.errors import EXIT_CODES, MlpipeError
-from mlpipe.cli.session import Session
+from mlpipe.cli.session import Session, interrupt
 
 VERBS = {
     "init": "Write a starter pipeline that runs.",
@@ -29,8 +30,12 @@ VERBS = {
     "status": "Show where a run stands.",
     "logs": "Print or follow the logs of a run.",
     "cancel": "Stop a run; what it learnt is saved first.",
+    "spec": "Print the pipeline of a run, as it was asked for.",
     "resume": "Go on with a run that was stopped or failed.",
     "report": "Write one HTML page about a run.",
+    "top": "Show the runs of a store, or the ranks of one, as they go.",
+    "monitor": "Start a Prometheus that scrapes the runs of this machine.",
+    "exporter": "Serve the runs of a store as metrics.",
     "checkpoints": "List, verify, prune or export checkpoints.",
     "models": "List, show or promote registered models.",
     "doctor": "Say what this machine and the store lack, with remedies.",
@@ -102,6 +107,8 @@ def _print_version(ctx: click.Context) -> None:
 def run_app(args: list[str] | None = None) -> NoReturn:
     """Run one command and exit with the code that the table in `_core/errors.py` gives its outcome."""
     session = Session()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, interrupt)
     try:
         outcome = app.main(args, prog_name="mlpipe", standalone_mode=False, obj=session)
         sys.stdout.flush()

@@ -8,7 +8,7 @@ import socket
 import click
 
 from mlpipe._core.units import parse_seconds
-from mlpipe.cli import outcome
+from mlpipe.cli import jenkins, outcome
 from mlpipe.cli.session import Session, shared
 
 
@@ -30,11 +30,20 @@ def command(session: Session, run_id: str, timeout: float) -> None:
     """Stop a run; what it learnt is saved first.
 
     Returns when the run has stopped, 4 if it has not within --timeout. A run whose driver died is marked as
-    cancelled, after what the driver left running was ended.
+    cancelled, after what the driver left running was ended. Of a run that is a Jenkins build, the build is
+    aborted first.
     """
+    from mlpipe.submit import builds
     from mlpipe.submit.driver import cancel
 
     store = session.open_store()
+    if (asked := builds.read(store, run_id)) is not None:
+        ended = jenkins.abort(session, store, asked, timeout)
+        if ended and jenkins.asked_for(store, run_id) is not None:
+            builds.give_up(store, run_id)
+            document = jenkins.stands(store, asked)
+            session.result(document, f"{run_id}  cancelled before its build made a run")
+            return
     who = f"cancelled by {getpass.getuser()} on {socket.gethostname()}"
     run = cancel(store, run_id, who, timeout_seconds=timeout)
     lines = [f"{run_id}  {outcome.colour(run.state)}"]

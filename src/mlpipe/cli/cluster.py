@@ -36,7 +36,7 @@ class Asked:
 def preview(session: Session, asked: Asked, where: str) -> int:
     """The very objects that would be sent: the driver's, then each stage's as the driver will send them."""
     from mlpipe.render.yaml import to_yaml
-    from mlpipe.submit.kubernetes import create_all
+    from mlpipe.submit.kubernetes import would_take
 
     pipeline = asked.pipeline
     run_id = asked.run_id or f"{pipeline.name[:40]}-{pipeline.digest[:8]}"
@@ -45,7 +45,7 @@ def preview(session: Session, asked: Asked, where: str) -> int:
     )
     objects = [found for file in files.values() for found in file]
     if where == "server":
-        create_all(_connect(pipeline, asked.context), objects, dry_run=True)
+        would_take(_connect(pipeline, asked.context), objects)
     session.result(objects, to_yaml(objects).rstrip("\n"))
     return 0
 

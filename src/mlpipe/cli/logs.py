@@ -20,8 +20,9 @@ import click
 
 from mlpipe._core.errors import EXIT_CODES
 from mlpipe._core.units import parse_seconds
+from mlpipe.cli import jenkins
 from mlpipe.cli.outcome import in_order
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import Session, interrupt, shared
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -109,6 +110,10 @@ def command(
     if session.json and follow:
         raise click.UsageError("--follow prints lines as they come; leave --output json away")
     store = session.open_store()
+    if (asked := jenkins.asked_for(store, run_id)) is not None:
+        document = jenkins.stands(store, asked)
+        session.result({**document, "logs": []}, f"no logs yet: {jenkins.text_of(document)}")
+        return 0
     run = runs.read_run(store, run_id)
     if stage is not None and stage not in run.stages:
         raise click.UsageError(f"run {run_id} has no stage {stage!r}; it has {', '.join(run.stages)}")
@@ -125,7 +130,7 @@ def command(
         _write(found, many)
         return 0
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, interrupt)
     try:
         _write(found, many)
         _follow(session, reader, run, many)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,20 +15,27 @@ from mlpipe.cli.session import Session, shared
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File to write, .html or .md. Default: report.html in the run's folder of the store.",
+    help="File to write: .html, .md or .xml (JUnit). Default: report.html in the run's folder of the store.",
 )
 @shared
 @click.pass_obj
 def command(session: Session, run_id: str, out: Path | None) -> None:
-    """Write one self-contained HTML page about a run (or, to a .md file, a summary in Markdown)."""
+    """Write one self-contained HTML page about a run (or, to a .md file, a summary in Markdown; to a
+    .xml file, its stages as a JUnit report)."""
+    from mlpipe.observe.junit import build_junit
     from mlpipe.observe.markdown import build_markdown
     from mlpipe.observe.report import write_report
+    from mlpipe.observe.runview import view_run
 
     store = session.open_store()
-    if out is not None and out.suffix == ".md":
+    short = {".md": build_markdown, ".xml": build_junit}
+    if out is not None and out.suffix in short:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(build_markdown(store, run_id), encoding="utf-8")
+        out.write_text(short[out.suffix](store, run_id), encoding="utf-8")
         where = str(out)
     else:
         where = write_report(store, run_id, out)
-    session.result({"report": where}, where)
+    found: dict[str, Any] = {"report": where}
+    if session.json:
+        found["goodput"] = view_run(store, run_id).goodput()
+    session.result(found, where)

@@ -6,7 +6,8 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 DEFAULT_STORE = "./runs"
+
+
+class Interrupt(KeyboardInterrupt):
+    """Ctrl-C. CPython remembers a plain KeyboardInterrupt that passes through `exec` of a string (as
+    dataclasses do while a module is imported): `python -m` then dies of SIGINT at its end, caught or not."""
+
+
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """A signal handler."""
+    raise Interrupt
 
 
 class Session:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlpipe._core.units import format_bytes, format_seconds
-from mlpipe.cli import outcome
+from mlpipe.cli import jenkins, outcome
 from mlpipe.cli.session import Session, shared
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ def command(session: Session, run_id: str) -> None:
     from mlpipe.store import runs
 
     store = session.open_store()
+    if (asked := jenkins.asked_for(store, run_id)) is not None:
+        document = jenkins.stands(store, asked)
+        session.result(document, jenkins.text_of(document))
+        return
     run = runs.read_run(store, run_id)
     found = outcome.document(store, run)
     found["driver_alive"] = runs.lease_is_live(run.driver)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlpipe._core.errors import EXIT_CODES, SubmitError
-from mlpipe.cli.session import Session, overrides, shared
+from mlpipe.cli.session import Interrupt, Session, overrides, shared
 
 if TYPE_CHECKING:
+    from mlpipe.plan.phases import Phase
     from mlpipe.spec.model import Pipeline
     from mlpipe.store.base import Store
     from mlpipe.store.runs import RunState
@@ -25,14 +26,27 @@ if TYPE_CHECKING:
 @click.argument("spec", type=click.Path())
 @click.option(
     "--to",
-    type=click.Choice(["local", "kubernetes"]),
+    type=click.Choice(["local", "kubernetes", "jenkins"]),
     default="local",
     show_default=True,
     help="Where it runs.",
 )
 @click.option("--context", metavar="NAME", help="Of the kubeconfig. Default: its current one.")
+@click.option("--job", metavar="FOLDER/JOB", help="Of Jenkins: what is built.")
+@click.option(
+    "--parameter",
+    "parameters",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Of the Jenkins job, besides RUN_ID, STORE and SPEC_DIGEST. Repeatable.",
+)
 @overrides
 @click.option("--stage", metavar="NAME", help="Only this stage; what it needs must be done.")
+@click.option(
+    "--phase",
+    type=click.Choice(["train", "evaluate", "promote"]),
+    help="Only the stages of this phase, in turn; with --run-id and --wait.",
+)
 @click.option("--run-id", metavar="ID", help="Name of the run; one that exists is adopted.")
 @click.option("--wait", is_flag=True, help="Follow the run and exit as it does. Ctrl-C only detaches.")
 @click.option(
@@ -49,20 +63,66 @@ def command(
     spec: str,
     to: str,
     context: str | None,
+    job: str | None,
+    parameters: tuple[str, ...],
     overrides: tuple[str, ...],
     stage: str | None,
+    phase: Phase | None,
     run_id: str | None,
     wait: bool,
     dry_run: str | None,
 ) -> int:
     """Start a run in the background and print its id.
 
-    With --wait, exits as `mlpipe run` does; without, 0 when the run has a driver.
+    With --wait, exits as `mlpipe run` does; without, 0 when the run has a driver. A run that goes to Jenkins
+    is made by the build; with --wait its log is shown and its result is the exit code: 0 SUCCESS, 5 ABORTED,
+    3 any other.
     """
     from mlpipe.spec.load import load_pipeline
+
+    if (to == "jenkins") != (job is not None) or (parameters and to != "jenkins"):
+        raise click.UsageError("--to jenkins needs --job FOLDER/JOB; --job and --parameter are for it alone")
+    pipeline = load_pipeline(spec, overrides=overrides)
+    if job is not None:
+        from mlpipe.cli import jenkins
+
+        if stage is not None or phase is not None or context is not None or dry_run == "server":
+            raise click.UsageError(
+                "--stage, --phase, --context and --dry-run=server are not for --to jenkins"
+            )
+        return jenkins.submit(
+            session, pipeline, job, _pairs(parameters), run_id, wait=wait, dry_run=dry_run is not None
+        )
+    if phase is None:
+        return _start(session, to, spec, pipeline, context, overrides, stage, run_id, wait, dry_run)
+    if run_id is None or not wait or stage is not None or dry_run is not None or session.json:
+        raise click.UsageError(
+            "--phase needs --run-id and --wait, and goes with none of --stage, --dry-run, --output json"
+        )
+    from mlpipe.plan.phases import stages_of
+
+    names = stages_of(pipeline, phase)
+    session.note(f"{phase}: {', '.join(names) or 'the pipeline has no such stage'}")
+    for name in names:
+        if code := _start(session, to, spec, pipeline, context, overrides, name, run_id, wait, dry_run):
+            return code
+    return 0
+
+
+def _start(
+    session: Session,
+    to: str,
+    spec: str,
+    pipeline: Pipeline,
+    context: str | None,
+    overrides: tuple[str, ...],
+    stage: str | None,
+    run_id: str | None,
+    wait: bool,
+    dry_run: str | None,
+) -> int:
     from mlpipe.submit.detach import detach
 
-    pipeline = load_pipeline(spec, overrides=overrides)
     if to == "kubernetes":
         from mlpipe.cli import cluster
 
@@ -87,6 +147,13 @@ def command(
         return say_detached(session, run_id)
     say_started(session, store, run_id)
     return 0
+
+
+def _pairs(parameters: tuple[str, ...]) -> dict[str, str]:
+    for parameter in parameters:
+        if not parameter.partition("=")[1]:
+            raise click.UsageError(f"--parameter {parameter!r} is not NAME=VALUE")
+    return {name: value for name, _, value in (one.partition("=") for one in parameters)}
 
 
 def say_started(session: Session, store: Store, run_id: str) -> None:
@@ -189,20 +256,32 @@ def follow(
     from mlpipe.cli.follow import Watcher
     from mlpipe.cli.foreground import report_of
     from mlpipe.store import runs
+    from mlpipe.submit.follower import Following
 
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # it detaches, as Ctrl-C does
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    terminated = False
+
+    def detach(*_: object) -> None:  # as Ctrl-C does, but whoever comes next may take our place
+        nonlocal terminated
+        terminated = True
+        raise Interrupt
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, detach)
     run = runs.read_run(store, run_id)
     watcher = Watcher(session, store, run)
+    following = Following(store, run_id)
     try:
         # it lets go when it has written how the run ended
         while runs.lease_is_live(run.driver) or (not _is_over(run, only) and is_driven(run)):
             watcher.watch(run)
+            following.renew()
             time.sleep(0.5)
             run = runs.read_run(store, run_id)
         watcher.watch(run)
     finally:
         watcher.close()
+        if not terminated:
+            following.leave()
     if not _is_over(run, only):
         raise SubmitError(
             f"the driver of run {run_id} is gone and the run has not ended",

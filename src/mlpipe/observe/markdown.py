@@ -7,6 +7,7 @@ import re
 from mlpipe._core.units import format_seconds
 from mlpipe.observe.progress import format_count, format_loss
 from mlpipe.observe.runview import RunView, StageView, throughput, view_run
+from mlpipe.observe.sections import cost_facts
 from mlpipe.store.base import Store
 
 
@@ -59,6 +60,9 @@ def _training(stage: StageView) -> list[str]:
         facts.append(f"MFU {100 * mfu:.1f} % (of {plain(start.get('peak_name') or 'the peak')})")
     if len(stage.lead.starts) > 1:
         facts.append(f"{len(stage.lead.starts) - 1} restarts, {stage.lead.num_rolled_back} steps done again")
+    if stage.ledger is not None and stage.ledger.goodput_ratio is not None:
+        facts.append(f"goodput {100 * stage.ledger.goodput_ratio:.1f} %")
+        facts += [f"{name} {value}" for name, value in cost_facts(stage.ledger).items()]
     return [f"- **{plain(stage.name)}**: {', '.join(facts)}"]
 
 

@@ -17,9 +17,10 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from http.server import ThreadingHTTPServer
-from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any, Literal
+
+from mlpipe.observe.gpu import Gpu, find_gpu
+from mlpipe.observe.serve import Serving
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -28,18 +29,18 @@ _log = logging.getLogger(__name__)
 
 _STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
 _SAVE_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
-_SCRAPER_SECONDS = 10.0  # a scraper that is silent for so long is hung up on
 INFO_LABELS = ("strategy", "world_size", "device", "precision", "git_sha", "jenkins_build")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table. `name` is as Prometheus shows it; `source` names the record and its field."""
+    """One row of the table. `name` is as Prometheus shows it; `source` names the record and its field.
+    `ranks`: which serve it; none of them: the exporter."""
 
     name: str
     type: Literal["counter", "gauge", "histogram"]
     unit: str
-    ranks: Literal["every", "0"]
+    ranks: Literal["every", "0", "none"]
     help: str
     source: str
     labels: tuple[str, ...] = ()  # besides run, stage, rank
@@ -76,13 +77,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "mlpipe_train_compute_seconds_total", "counter", "seconds", "every",
-        "Time spent in forward, backward and optimizer, with the collectives inside them: where ranks wait"
-        " for each other there, it is equal on all.", "step: compute_seconds",
+        "Time of this rank's own work in forward, backward and update: the largest names the slowest rank.",
+        "step: compute_seconds",
     ),
     Metric(
         "mlpipe_train_collective_wait_seconds_total", "counter", "seconds", "every",
-        "Time spent in the all-reduce that ends a step's backward; collectives inside forward and backward"
-        " count as compute.", "step: collective_seconds",
+        "Time in which this rank's work stood still for other ranks, or for bytes on the way to or from them:"
+        " exposed communication. A slow rank waits least.", "step: collective_seconds",
     ),
     Metric(
         "mlpipe_train_steps_total", "counter", "steps", "0",
@@ -132,6 +133,17 @@ METRICS: tuple[Metric, ...] = (
         "step: memory_bytes", ("kind",),
     ),
     Metric(
+        "mlpipe_train_hardware_flops_total", "counter", "flops", "every",
+        "Floating point operations done for this rank's tokens, with those that activation checkpointing does"
+        " again. Over the peak: HFU. Equal to the model's without recomputation.",
+        "step: tokens x start: num_hardware_flops_per_token",
+    ),
+    Metric(
+        "mlpipe_train_achievable_flops", "gauge", "flops per second", "every",
+        "The best large matrix product that was measured on this rank's device, which stays below the peak on"
+        " paper. On CPU the peak itself is measured so.", "step: achievable_flops",
+    ),
+    Metric(
         "mlpipe_train_last_step_timestamp_seconds", "gauge", "seconds since 1970", "every",
         "When the last step ended; before the first step: when the process started.", "step: time",
     ),
@@ -156,6 +168,35 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "mlpipe_checkpoint_failures_total", "counter", "checkpoints", "0",
         "Saves that were not committed.", "checkpoint: error",
+    ),
+)  # fmt: skip
+
+# Of the rank's GPU, where there is one and nvidia-ml-py is installed (observe/gpu.py); else absent.
+GPU_METRICS: tuple[Metric, ...] = (
+    Metric(
+        "mlpipe_gpu_utilization_ratio", "gauge", "ratio", "every",
+        "Part of the last moments with any kernel on this rank's GPU: occupancy, not work.", "NVML",
+    ),
+    Metric("mlpipe_gpu_memory_used_bytes", "gauge", "bytes", "every", "By all processes.", "NVML"),
+    Metric("mlpipe_gpu_power_watts", "gauge", "watts", "every", "Power draw.", "NVML"),
+    Metric(
+        "mlpipe_gpu_temperature_celsius", "gauge", "degrees Celsius", "every", "Of the chip.", "NVML",
+    ),
+    Metric(
+        "mlpipe_gpu_throttled", "gauge", "1", "every",
+        "1 while the clocks are held down for that reason.", "NVML", ("reason",),
+    ),
+    Metric(
+        "mlpipe_gpu_ecc_errors", "gauge", "errors", "every",
+        "Uncorrected memory errors since the driver was loaded.", "NVML",
+    ),
+    Metric(
+        "mlpipe_gpu_xid_errors_total", "counter", "errors", "every",
+        "Critical errors (XID) that the driver reported since this process began.", "NVML",
+    ),
+    Metric(
+        "mlpipe_gpu_last_xid", "gauge", "1", "every", "Code of the last of these; absent before.",
+        "NVML",
     ),
 )  # fmt: skip
 
@@ -184,23 +225,35 @@ class _Histogram:
 class RankMetrics:
     """The series of one rank and the server that shows them. Build it with `start_metrics`."""
 
-    def __init__(self, run: str, stage: str, rank: int, *, info: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        run: str,
+        stage: str,
+        rank: int,
+        *,
+        info: Mapping[str, str] | None = None,
+        gpu: Gpu | None = None,
+    ) -> None:
         """`info`: values for labels of mlpipe_run_info that records do not know (git_sha, jenkins_build)."""
         self.port = 0
+        self._gpu = gpu
         self._labels = (run, stage, str(rank))
         self._info = dict(info or {})
         self._lock = threading.Lock()  # a scrape sees whole steps
         self._values: dict[str, dict[tuple[str, ...], float]] = {}
         self._histograms: dict[str, _Histogram] = {}
         self._flops_per_token = 0.0
+        self._hardware_flops_per_token = 0.0
         self._device = ""
-        self._server: _Server | None = None
-        self._thread: threading.Thread | None = None
+        self._serving: Serving | None = None
         now = time.time()
-        self._served = tuple(m for m in METRICS if m.ranks == "every" or rank == 0)
+        own = tuple(m for m in METRICS if m.ranks == "every" or rank == 0)
+        self._served = own if gpu is None else own + GPU_METRICS
         for metric in self._served:
             if metric.type == "histogram":
                 self._histograms[metric.name] = _Histogram(metric.buckets)
+            elif metric.source == "NVML":
+                self._values[metric.name] = {}
             elif metric.type == "counter":
                 self._values[metric.name] = {(): 0.0}
             else:
@@ -220,6 +273,8 @@ class RankMetrics:
 
     def _observe_start(self, record: Mapping[str, Any]) -> None:
         self._flops_per_token = record.get("num_flops_per_token") or 0.0
+        hardware = record.get("num_hardware_flops_per_token")
+        self._hardware_flops_per_token = self._flops_per_token if hardware is None else hardware
         self._device = record.get("device") or ""
         self._set("mlpipe_train_peak_flops", record.get("peak_flops"))
         self._set("mlpipe_train_target_steps", record.get("steps"))
@@ -240,6 +295,8 @@ class RankMetrics:
         self._add("mlpipe_train_steps_total", 1)
         self._add("mlpipe_train_tokens_total", tokens)
         self._add("mlpipe_train_model_flops_total", tokens * self._flops_per_token)
+        self._add("mlpipe_train_hardware_flops_total", tokens * self._hardware_flops_per_token)
+        self._set("mlpipe_train_achievable_flops", record.get("achievable_flops"))
         self._set("mlpipe_train_step", record.get("step"))
         self._set("mlpipe_train_mfu_ratio", record.get("mfu_ratio"))
         self._set("mlpipe_train_learning_rate", record.get("lr"))
@@ -275,7 +332,10 @@ class RankMetrics:
         """What prometheus_client calls at a scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
+        sampled = self._gpu.read() if self._gpu is not None else ()
         with self._lock:
+            for name, labels, value in sampled:
+                self._set(name, value, labels)
             families: list[Family] = []
             for metric in self._served:
                 names = ("run", "stage", "rank", *metric.labels)
@@ -294,33 +354,13 @@ class RankMetrics:
 
     def serve(self, address: str, port: int) -> None:
         """Raises OSError when the port cannot be had, ImportError without prometheus_client."""
-        from prometheus_client import CollectorRegistry, MetricsHandler
-
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        served = MetricsHandler.factory(registry)
-        handler = type("Handler", (served,), {"timeout": _SCRAPER_SECONDS})
-        self._server = _Server((address, port), handler)
-        self.port = self._server.server_address[1]
-        poll_seconds = 0.1  # close() waits so long at most
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(poll_seconds,), name="metrics", daemon=True
-        )
-        self._thread.start()
+        self._serving = Serving(self, address, port)
+        self.port = self._serving.port
 
     def close(self) -> None:
-        if self._server is not None and self._thread is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join(timeout=5)
-            self._server = None
-
-
-class _Server(ThreadingHTTPServer):
-    def server_bind(self) -> None:
-        # HTTPServer's own looks up the host's full name, which waits for a name server that may be away.
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        if self._serving is not None:
+            self._serving.close()
+            self._serving = None
 
 
 def start_metrics(
@@ -331,13 +371,14 @@ def start_metrics(
     port: int,
     address: str = "127.0.0.1",
     info: Mapping[str, str] | None = None,
+    gpu_uuid: str | None = None,
 ) -> RankMetrics | None:
     """Serve `/metrics` on `address:port` (0: any free port; the real one is `.port`) from a daemon thread.
 
     Pods need the address 0.0.0.0. Metrics never stop a training: without prometheus_client, or when the
     port is taken, one line says that they are off and None comes back.
     """
-    metrics = RankMetrics(run, stage, rank, info=info)
+    metrics = RankMetrics(run, stage, rank, info=info, gpu=find_gpu(gpu_uuid))
     try:
         metrics.serve(address, port)
     except ImportError:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from mlpipe.observe.metrics import METRICS, Metric
+from mlpipe.observe import goodput
+from mlpipe.observe.exporter import FLEET_METRICS, RECENT_RUNS
+from mlpipe.observe.metrics import GPU_METRICS, METRICS, Metric
 
 _HEAD = """\
 # Metrics
@@ -19,7 +21,8 @@ field of which record the value is taken from.
 Rank 0 has at most {first} series and every other rank {other}, however long the run: a run of N ranks has
 {first} + {other} (N - 1). 200 runs of 1,000 ranks are {many} million series in one Prometheus, about half
 of them buckets of step times: drop those of ranks other than 0 (`metric_relabel_configs`) where that is too
-many; no board or rule of mlpipe needs them.
+many; no board or rule of mlpipe needs them. The series from NVML, about a dozen for each rank, are there
+where a rank has a GPU and nvidia-ml-py is installed; else they are absent, not 0.
 
 Ratios must not be averaged. MFU of a run, from its own counters:
 
@@ -30,6 +33,20 @@ sum by (run) (rate(mlpipe_train_model_flops_total[5m])) / sum by (run) (mlpipe_t
 | Metric | Type | Unit | Ranks | Labels | What it is | From |
 |---|---|---|---|---|---|---|
 """
+_FLEET = """
+## The exporter's
+
+`mlpipe exporter` and `mlpipe monitor up` serve these out of the store: also of runs that wait, are over, or
+whose processes are gone. All are gauges. Series with the label `run` are served for runs under way and for
+the {recent} newest others, about {single} for each of them, whatever the number of ranks.
+
+| Metric | Unit | Labels | What it is | From |
+|---|---|---|---|---|
+"""
+_GOODPUT = """
+## Where rank-seconds go
+
+{words}"""
 
 
 def _row(metric: Metric) -> str:
@@ -45,7 +62,30 @@ def reference_page() -> str:
     other = sum(metric.num_series for metric in METRICS if metric.ranks == "every")
     many = f"{200 * (first + 999 * other) / 1e6:.1f}"
     head = _HEAD.format(first=first, other=other, many=many)
-    return head + "".join(map(_row, METRICS))
+    single = sum(
+        len(goodput.BUCKETS) if metric.labels[-1] == "bucket" else 1
+        for metric in FLEET_METRICS
+        if metric.labels[:1] == ("run",)
+    )
+    fleet = _FLEET.format(recent=RECENT_RUNS, single=single) + "".join(map(_fleet_row, FLEET_METRICS))
+    return head + "".join(map(_row, METRICS + GPU_METRICS)) + fleet + _GOODPUT.format(words=_buckets())
+
+
+def _fleet_row(metric: Metric) -> str:
+    labels = ", ".join(f"`{name}`" for name in metric.labels)
+    return f"| `{metric.name}` | {metric.unit} | {labels} | {metric.help} | {metric.source} |\n"
+
+
+def _buckets() -> str:
+    """The docstring of goodput.py, its list of buckets as a table."""
+    text = (goodput.__doc__ or "").partition("\n\n")[2]
+    rows = []
+    for line in text.splitlines():
+        name, _, words = line.partition(" ")
+        if name == goodput.BUCKETS[0]:
+            rows += ["| Bucket | Time |", "|---|---|"]
+        rows.append(f"| `{name}` | {words.strip()} |" if name in goodput.BUCKETS else line)
+    return "\n".join(rows).strip() + "\n"
 
 
 if __name__ == "__main__":

@@ -79,6 +79,10 @@ def _highlights(view: RunView) -> Html:
         shown["training loss"] = "not finite" if last.get("loss") is None else format_loss(last["loss"])
         shown["tokens per second"] = None if rate is None else format_count(rate)
         shown["MFU"] = None if mfu is None else f"{100 * mfu:.1f} %"
+    ledger = view.ledger
+    if ledger is not None and ledger.goodput_ratio is not None:
+        shown["goodput"] = f"{100 * ledger.goodput_ratio:.1f} %"
+        shown["USD"] = None if ledger.cost_usd is None else f"{ledger.cost_usd:.4g}"
     for stage in view.stages:
         for name, label in (("val_loss", "validation loss"), ("val_bits_per_byte", "bits per byte")):
             value = stage.evaluation.get(name)

@@ -7,12 +7,13 @@ one that matters most, so it is written whatever else is broken.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mlpipe._core.errors import StoreError
 from mlpipe._core.records import decode_line
+from mlpipe.observe.goodput import Attempt, Ledger, account, add
 from mlpipe.observe.records import Record, Timeline, list_attempts, list_ranks, merge, read_records
 from mlpipe.plan.plan import Plan
 from mlpipe.store.base import Store
@@ -40,6 +41,7 @@ class StageView:
     num_ranks: int = 0  # that wrote records
     timelines: dict[int, Timeline] = field(default_factory=dict)  # by rank, the first MOST_RANKS
     checkpoints: list[Checkpoint] = field(default_factory=list)  # committed now
+    ledger: Ledger | None = None  # of a training that was started
 
     @property
     def plan(self) -> Plan | None:
@@ -112,6 +114,17 @@ class RunView:
         last = self.run.updated if self.run.state == "running" or not ended else max(ended)
         return max(last - min(started), 0.0)
 
+    @property
+    def ledger(self) -> Ledger | None:
+        """Of all trainings of the run; None without one."""
+        found = [stage.ledger for stage in self.stages if stage.ledger is not None]
+        return add(found) if found else None
+
+    def goodput(self) -> dict[str, Any]:
+        """Where the time went and what it cost, for `--output json`: of each training and of the run."""
+        stages = {stage.name: stage.ledger.document() for stage in self.stages if stage.ledger is not None}
+        return {"stages": stages, "run": self.ledger.document() if self.ledger is not None else None}
+
 
 def view_run(store: Store, run_id: str) -> RunView:
     """Raises StoreError when the run does not exist or the store cannot be reached."""
@@ -121,11 +134,12 @@ def view_run(store: Store, run_id: str) -> RunView:
     place = {str(name): index for index, name in enumerate(asked)} if isinstance(asked, list) else {}
     never = float("inf")
     order = sorted(run.stages, key=lambda name: (place.get(name, never), run.stages[name].started or never))
-    stages = [_view_stage(store, run_id, name, run.stages[name], problems) for name in order]
+    stages = [view_stage(store, run_id, name, run.stages[name], problems) for name in order]
     return RunView(run, stages, problems)
 
 
-def _view_stage(store: Store, run_id: str, name: str, state: StageState, problems: list[str]) -> StageView:
+def view_stage(store: Store, run_id: str, name: str, state: StageState, problems: list[str]) -> StageView:
+    """Adds to `problems` what cannot be read."""
     stage = StageView(name, state)
     stage_key = f"runs/{run_id}/stages/{name}"
     records: dict[int, dict[int, list[Record]]] = {}  # by rank, by attempt
@@ -147,11 +161,50 @@ def _view_stage(store: Store, run_id: str, name: str, state: StageState, problem
             records.setdefault(rank, {})[number] = read_records(store, key, rank, max_steps=most)
     stage.num_ranks = len(ranks)
     stage.timelines = {rank: merge(records[rank]) for rank in sorted(records)}
+    stage.ledger = _ledger(stage, records)
     try:
         stage.checkpoints = list_checkpoints(store, stage_key)
     except StoreError as error:
         problems.append(f"The checkpoints of stage {name} cannot be listed: {error.message}.")
     return stage
+
+
+def _ledger(stage: StageView, records: Mapping[int, Mapping[int, list[Record]]]) -> Ledger | None:
+    """Where an attempt left no event (it was killed, or is older than events), its records say when it began
+    and ended; of one that is under way, the time since its last record is not counted yet."""
+    plan = stage.plan
+    if plan is None or plan.train is None:
+        return None
+    attempts = []
+    for view in stage.attempts:
+        read = {rank: _timed(found.get(view.number, ())) for rank, found in records.items()}
+        own = {rank: lines for rank, lines in read.items() if lines}
+        times = [record["time"] for lines in own.values() for record in (lines[0], lines[-1])]
+        # the first of a kind
+        events = {event["kind"]: event["time"] for event in reversed(_timed(view.events))}
+        began = events.get("submitted", events.get("launched", min(times, default=None)))
+        is_last = view is stage.attempts[-1]
+        if began is None and is_last:
+            began = stage.state.started
+        if began is None or view.plan is None or view.plan.train is None:
+            continue
+        ended = max([began, *times, *(event["time"] for event in _timed(view.events))])
+        if is_last and stage.state.ended is not None:
+            ended = max(ended, stage.state.ended)
+        launched = events.get("launched", began if own else None)
+        ranks = view.plan.train.mesh.world_size
+        attempts.append(Attempt(began, launched, ended, ranks, own, view.outcome.get("cause") == "hang"))
+    return account(attempts, plan.price_usd_per_device_hour)
+
+
+def _timed(records: Iterable[Record]) -> list[Record]:
+    """Those that say when; a foreign line may not."""
+    return [
+        record
+        for record in records
+        if isinstance(record.get("time"), int | float)
+        and (record["kind"] != "step" or isinstance(record.get("step"), int))
+    ]
 
 
 def _readable(store: Store, key: str, parse: Callable[[bytes], T], problems: list[str]) -> T | None:

@@ -7,6 +7,7 @@ import shlex
 from mlpipe import __version__
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.observe.charts import PARTS, rank_rows, stage_charts
+from mlpipe.observe.goodput import Ledger
 from mlpipe.observe.html import Html, details, element, facts, join, table, utc
 from mlpipe.observe.predicted import predicted_section
 from mlpipe.observe.progress import format_count, format_flops, format_loss
@@ -25,7 +26,8 @@ def train_section(stage: StageView) -> Html:
         parts.append(
             element("p", f"{stage.lead.num_rolled_back} steps were lost to restarts and done again.", "faint")
         )
-    parts += [_mfu(stage), predicted_section(stage), _ranks(stage), _starts(stage), _checkpoints(stage)]
+    measured = [_mfu(stage), predicted_section(stage), _ranks(stage), _starts(stage), _checkpoints(stage)]
+    parts += [_goodput(stage), *measured]
     return join(parts)
 
 
@@ -68,6 +70,53 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Html:
     )
 
 
+# bucket -> colour and words; those of a kind of trouble are alike
+_BUCKETS = {
+    "compute": ("blue", "own forward, backward and update"),
+    "communication": ("amber", "waiting for other ranks, or for bytes on the way"),
+    "data": ("teal", "waiting for the next batch"),
+    "save": ("violet", "standing still for checkpoints"),
+    "queue": ("grey", "waiting for a place"),
+    "startup": ("brown", "starting processes"),
+    "init": ("brown", "imports, process group, model, data"),
+    "restore": ("violet", "loading a checkpoint"),
+    "lost": ("red", "work that was done again, or ended with its process"),
+    "hang": ("red", "standing still until the watchdog ended it"),
+    "idle": ("grey", "between steps, and after the last"),
+}
+
+
+def _goodput(stage: StageView) -> Html:
+    ledger = stage.ledger
+    if ledger is None or not ledger.total or ledger.goodput_ratio is None:
+        return Html("")
+    spent = [(name, *_BUCKETS[name], ledger.seconds[name]) for name in _BUCKETS]
+    rows = [
+        (name, words, format_seconds(seconds), f"{100 * seconds / ledger.total:.1f} %")
+        for name, _, words, seconds in spent
+        if seconds > 0
+    ]
+    bar = Html(share_bar([(colour, seconds) for _, colour, _, seconds in spent]))
+    known = {
+        "goodput": f"{100 * ledger.goodput_ratio:.1f} % of {format_seconds(ledger.total)} over all ranks",
+        **cost_facts(ledger),
+    }
+    content = join((facts(known), bar, table(("", "Rank-seconds", "Spent", "Share"), rows, {2, 3})))
+    return details("Where the time went", element("div", content, "card"), open_=True)
+
+
+def cost_facts(ledger: Ledger) -> dict[str, str]:
+    """Empty where nobody said what a device costs."""
+    cost, bad, per_token = ledger.cost_usd, ledger.badput_usd, ledger.usd_per_million_tokens
+    if cost is None or bad is None:
+        return {}
+    found = {"cost": f"{cost:.4g} USD at {ledger.price_usd_per_device_hour:.4g} a device-hour"}
+    found["lost to badput"] = f"{bad:.4g} USD"
+    if per_token is not None:
+        found["per million tokens"] = f"{per_token:.4g} USD"
+    return found
+
+
 def _mfu(stage: StageView) -> Html:
     start = stage.start
     needed, world = start.get("num_flops_per_token"), start.get("world_size")
@@ -87,6 +136,13 @@ def _mfu(stage: StageView) -> Html:
         "parameters": None if not start.get("num_params") else f"{start['num_params']:,}",
         "peak": f"{format_flops(peak)}/s a worker: {start.get('peak_name')}",
     }
+    hardware = start.get("num_hardware_flops_per_token")
+    if hardware and hardware != needed:
+        known["HFU"] = f"{100 * mfu * hardware / needed:.1f} %, with what activation checkpointing does again"
+    best = stage.lead.steps[-1].get("achievable_flops")
+    if best and best != peak:
+        share = f"{100 * mfu * peak / best:.1f} % of {format_flops(best)}/s"
+        known["of achievable"] = f"{share} a worker, the best matrix product measured on it"
     return details("How MFU was computed", facts(known), open_=True)
 
 

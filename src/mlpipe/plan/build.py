@@ -322,6 +322,7 @@ def _train_plan(
         peak_flops=peak,
         peak_name=f"{hardware.name} datasheet, dense {spec.precision}" if peak else "measured matmul peak",
         resume=resume,
+        reduce_gradients=chosen.reduce_gradients,
         predicted=_predicted(chosen, hardware),
         memory_bytes=hardware.memory_bytes,
         smaller_micro_batches=_smaller(spec, chosen, batch),

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import format_bytes
@@ -18,6 +19,8 @@ from mlpipe.plan.time import Job, Passes, StepSeconds, Wire, passes, save_second
 
 # Two candidates whose step times differ by less are equally fast: the model does not know better.
 _EQUAL = 0.02
+_TIGHT = 0.95  # of the memory: what uses more fits if the estimate is right
+_SCATTERING = ("zero2", "fsdp", "hsdp")  # each rank keeps its shard of the gradients
 _NO_RECOMPUTE = ("none", "selective", "full")
 
 
@@ -42,6 +45,8 @@ class Candidate:
     hours: float | None = None
     usd: float | None = None
     usd_per_million_tokens: float | None = None
+    reduce_gradients: Literal["last", "every"] = "last"
+    used_ratio: float = 0.0  # of the device's memory
 
     @property
     def step_seconds(self) -> float:
@@ -116,8 +121,11 @@ class Pricer:
             self.known[key] = (self.work(*key), passes(self.job(*key), self.hardware))
         work, found = self.known[key]
         hardware, run = self.hardware, self.run
-        memory = ORDER[strategy].memory(self.counts, work, mesh)
-        memory = memory.on(hardware.device, mesh.world_size).scaled(hardware.speed.memory_ratio)
+        memory = self._memory(strategy, mesh, work)
+        every = memory.total > hardware.memory_bytes and work.accumulation > 1 and strategy in _SCATTERING
+        if every:  # more to send, less to keep
+            memory = self._memory(strategy, mesh, replace(work, reduce_every=True))
+            found = replace(found, reduce_every=True)
         fits = memory.total <= hardware.memory_bytes
         seconds = self._seconds(strategy, mesh, found, memory)
         rate = run.global_batch * run.seq_len / seconds.total
@@ -141,7 +149,13 @@ class Pricer:
             hours,
             usd,
             None if usd is None else usd / (run.steps * run.global_batch * run.seq_len / 1e6),
+            "every" if every else "last",
+            memory.total / hardware.memory_bytes,
         )
+
+    def _memory(self, strategy: Strategy, mesh: Mesh, work: Work) -> MemoryEstimate:
+        memory = ORDER[strategy].memory(self.counts, work, mesh)
+        return memory.on(self.hardware.device, mesh.world_size).scaled(self.hardware.speed.memory_ratio)
 
     def _seconds(self, strategy: Strategy, mesh: Mesh, found: Passes, memory: MemoryEstimate) -> StepSeconds:
         rules, hardware, run = ORDER[strategy], self.hardware, self.run
@@ -169,9 +183,9 @@ def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def choose(candidates: Sequence[Candidate], equal: float = _EQUAL) -> tuple[Candidate, str]:
-    """Of what was asked for and fits the fastest; of several whose times differ by `equal` or less the least
-    sharded with the fewest recomputations and the largest microbatch. With the reason in words. Raises
-    PlanError when nothing fits."""
+    """Of what was asked for and fits the fastest; of several whose times differ by `equal` or less one that
+    leaves memory free, the least sharded with the fewest recomputations and the largest microbatch. With the
+    reason in words. Raises PlanError when nothing fits."""
     fitting = [c for c in candidates if c.asked and c.fits]
     if not fitting:
         raise PlanError(
@@ -198,10 +212,10 @@ def choose(candidates: Sequence[Candidate], equal: float = _EQUAL) -> tuple[Cand
     return best, f"{best.strategy}: {best.reason} per worker; {why}"
 
 
-def simplicity(found: Candidate) -> tuple[int, int, int, float]:
+def simplicity(found: Candidate) -> tuple[bool, int, int, int, float]:
     order = list(ORDER).index(found.strategy)
     recompute = _NO_RECOMPUTE.index(found.activation_checkpointing)
-    return order, recompute, -(found.micro_batch or 0), found.step_seconds
+    return found.used_ratio > _TIGHT, order, recompute, -(found.micro_batch or 0), found.step_seconds
 
 
 def _closest(candidates: Sequence[Candidate]) -> Iterator[str]:

@@ -78,12 +78,13 @@ class MemoryEstimate:
 @dataclass(frozen=True)
 class Work:
     """What one rank does in a step, whatever the strategy: bytes held for the backward pass of one
-    microbatch, and how many microbatches."""
+    microbatch, and how many microbatches. `reduce_every`: see `TrainPlan.reduce_gradients`."""
 
     precision: str
     activations: int
     logits: int
     accumulation: int
+    reduce_every: bool = False
 
 
 def counts(config: LlamaConfig) -> Counts:

@@ -129,6 +129,9 @@ class TrainPlan:
     peak_flops: float | None  # per device at `precision`; None: measured by the worker
     peak_name: str  # what `peak_flops` is, in words
     resume: bool  # resume from the stage's latest committed checkpoint if there is one
+    # With accumulation, under zero2, fsdp and hsdp: `last` keeps whole gradients (4 bytes a parameter) until
+    # the last microbatch and reduces once; `every` reduces after each and keeps its own shard.
+    reduce_gradients: Literal["last", "every"] = "last"
     predicted: Prediction | None = None  # None: a user's own model
     memory_bytes: int | None = None  # what a worker may use; None: nobody looks
     # what the warm-up may step down to, largest first; empty where the file names the microbatch
@@ -224,5 +227,9 @@ class Plan:
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
-        """Raises ValueError naming the path of what does not fit."""
-        return from_json(Plan, text)
+        """Of this version, or of another if it means the same here (see `_core/serial.py`). Raises ValueError
+        naming the path of what does not fit."""
+        plan = from_json(Plan, text)
+        if plan.schema_version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {plan.schema_version}, this mlpipe reads {SCHEMA_VERSION}")
+        return plan

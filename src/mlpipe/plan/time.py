@@ -68,7 +68,8 @@ class Job:
 @dataclass(frozen=True)
 class Passes:
     """Seconds of one microbatch, and what travels. `outside`: embedding, last norm, head and loss.
-    `overlap`: collectives run beside computing, which needs a GPU: on CPU both want the same cores."""
+    `overlap`: collectives run beside computing, which needs a GPU: on CPU both want the same cores.
+    `reduce_every`: see `TrainPlan.reduce_gradients`."""
 
     num_blocks: int
     forward_block: float
@@ -80,6 +81,7 @@ class Passes:
     outside_params: int
     width: int  # bytes of a block's parameter as it travels
     overlap: bool
+    reduce_every: bool = False
 
     @property
     def backward(self) -> float:

@@ -29,12 +29,16 @@ _QUEUE_HOURS = 24  # added to a stage's own timeout, which does not count the ti
 _DEFAULT_HOURS = 7 * 24
 _CANCEL_MINUTES = 12
 _PLAIN = re.compile(r"[ -\[\]-~]*")  # printable ASCII without a backslash
-_DATA_LINES = 6
+_DATA_LINES = 7
 _SOURCE = ". ./.mlpipe/arguments"
 
 # Constant, so that a review of one Jenkinsfile is a review of all. POSIX: the agent's sh may be dash.
 _ARGUMENTS = r"""# Sourced by each step: "$@" becomes what every verb is given, RUN_ID the run of this build.
 . ./.mlpipe/data
+if [ -n "${STORE:-}" ]; then
+  MLPIPE_STORE=$STORE spec=.mlpipe/asked.yaml
+  set --
+fi
 carriage_return=$(printf '\r')
 while IFS= read -r override; do
   override=${override%"$carriage_return"}
@@ -52,6 +56,13 @@ if [ -z "${RUN_ID:-}" ]; then
   RUN_ID=$pipeline-$BUILD_NUMBER-$(printf %.10s "$build")
 fi
 export MLPIPE_STORE RUN_ID
+
+# What `mlpipe submit --to jenkins` left in the store. A Jenkinsfile has its stages, and so must the pipeline.
+fetch_spec() {
+  if [ -n "${STORE:-}" ]; then
+    mlpipe spec --out "$spec" --digest "${SPEC_DIGEST:-none}" --stages "$stages" -- "$RUN_ID"
+  fi
+}
 
 # Whoever triggered the build may say which pipeline was meant: what mlpipe calls its digest.
 check_digest() {
@@ -119,6 +130,8 @@ def jenkinsfile(pipeline: Pipeline, spec: str, overrides: Sequence[str], store: 
             "        booleanParam(name: 'DRY_RUN', defaultValue: false, description: 'Only plan')",
             "        string(name: 'RUN_ID', defaultValue: '', trim: true,",
             "            description: 'A run to go on with; empty: one of this build')",
+            "        string(name: 'STORE', defaultValue: '', trim: true,",
+            "            description: 'Of `mlpipe submit --to jenkins`: where RUN_ID and its pipeline are')",
             "        string(name: 'SPEC_DIGEST', defaultValue: '', trim: true,",
             "            description: 'Refuse any other pipeline; empty: take the one of the checkout')",
             "    }",
@@ -129,7 +142,7 @@ def jenkinsfile(pipeline: Pipeline, spec: str, overrides: Sequence[str], store: 
             "        stage('Validate') {",
             "            steps {",
             *(f"                {line}" for line in files),
-            *_sh('mlpipe validate "$@"', 16),
+            *_sh('fetch_spec; mlpipe validate "$@"', 16),
             "            }",
             "        }",
             "        stage('Plan') {",
@@ -247,6 +260,7 @@ def _data(pipeline: Pipeline, spec: str, overrides: Sequence[str], store: str) -
         "store": store,
         "pipeline": pipeline.name[:30],
         "digest": pipeline.digest,
+        "stages": ",".join(stage.name for stage in pipeline.stages),
         "trains": " ".join(trains),
     }
     if "\0" in spec + store + "".join(values):

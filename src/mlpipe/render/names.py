@@ -19,6 +19,7 @@ MAX_NAME = 63 - len("-worker-0-99999-abcde")
 PREFIX = "mlpipe.dev"
 RUN, STAGE, ATTEMPT = f"{PREFIX}/run", f"{PREFIX}/stage", f"{PREFIX}/attempt"
 SPEC_DIGEST = f"{PREFIX}/spec-digest"  # annotation: of the object itself, see `render/kubernetes.py`
+VERSION = "app.kubernetes.io/version"  # label: of the mlpipe that made it
 PIPELINE_DIGEST = f"{PREFIX}/pipeline-digest"  # annotation: of the resolved pipeline
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
@@ -43,7 +44,7 @@ def labels(run_id: str, stage: str | None, attempt: int | None, component: str) 
     found = {
         "app.kubernetes.io/name": "mlpipe",
         "app.kubernetes.io/instance": label_value(run_id),
-        "app.kubernetes.io/version": label_value(mlpipe.__version__),
+        VERSION: label_value(mlpipe.__version__),
         "app.kubernetes.io/component": component,
         "app.kubernetes.io/part-of": "mlpipe",
         "app.kubernetes.io/managed-by": "mlpipe",

@@ -278,6 +278,9 @@ class Pipeline(Model):
     image: f.Image | None = Field(None, description="Container image; cluster backends only.")
     store: f.StoreUrl = Field("./runs", description="A folder, or `s3://bucket/prefix`.")
     kubernetes: Kubernetes | None = Field(None, description="How a run looks on a cluster.")
+    on_orphan: Literal["continue", "cancel"] | None = Field(
+        None, description="When whoever waited for the run with `--wait` is gone. Default: `continue`."
+    )
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)] = Field(
         description="The steps; `needs` orders them."
     )

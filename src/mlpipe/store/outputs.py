@@ -2,6 +2,10 @@
 
     <stage_key>/outputs/files/<path>      the files, as they were named
     <stage_key>/outputs/MANIFEST.json     written last; its presence is the commit
+    <stage_key>/outputs/fence-<attempt>   this attempt was given up: it commits no more
+
+An attempt is given up when its node is lost, perhaps while it writes. So the next one writes to a folder of
+its own, files-<attempt>.
 
 A reader gets a local folder: the one inside the store when that is a folder, else a copy made once per node.
 """
@@ -11,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -37,15 +42,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("MLPIPE_CACHE") or Path(base) / "mlpipe").absolute()
 
 
-def commit_output(store: Store, stage_key: str, folder: Path) -> str:
+def commit_output(store: Store, stage_key: str, folder: Path, attempt: int = 1) -> str:
     """Stores every file below `folder` and returns the digest of it all: SHA-256 over names, sizes and the
     SHA-256 of each content.
 
     Symbolic links and special files are refused, StoreError (input). Where an earlier attempt has committed
-    the same content, nothing changes; other content is refused.
+    the same content, nothing changes; other content is refused, and so is an attempt that was given up.
     """
     names = _files_below(folder)
     key = f"{stage_key}/outputs"
+    place = f"files-{attempt}" if _check_fence(store, key, attempt) else "files"
     files: list[dict[str, Any]] = []
     if store.exists(f"{key}/{MANIFEST}"):
         for name in names:
@@ -54,12 +60,13 @@ def commit_output(store: Store, stage_key: str, folder: Path) -> str:
             files.append({"path": name, "sha256": summed.hexdigest(), "blob": {"size_bytes": size_bytes}})
         written = False
     else:
-        store.delete([info.key for info in store.list(key)])  # of an attempt that died
+        store.delete([info.key for info in store.list(f"{key}/{place}")])  # of an attempt that died
         for name in names:
             summed = hashlib.sha256()
-            blob = write_blob(store, f"{key}/files/{name}", _read(folder / name, summed))
+            blob = write_blob(store, f"{key}/{place}/{name}", _read(folder / name, summed))
             files.append({"path": name, "sha256": summed.hexdigest(), "blob": blob})
-        manifest = {"format": FORMAT, "digest": _digest(files), "files": files}
+        manifest = {"format": FORMAT, "digest": _digest(files), "place": place, "files": files}
+        _check_fence(store, key, attempt)
         written = store.put_if_absent(f"{key}/{MANIFEST}", seal(manifest))
     if not written and load_output(store, stage_key)["digest"] != _digest(files):
         raise StoreError(
@@ -69,6 +76,25 @@ def commit_output(store: Store, stage_key: str, folder: Path) -> str:
             kind="input",
         )
     return _digest(files)
+
+
+def give_up(store: Store, stage_key: str, attempt: int) -> str | None:
+    """From now on `attempt` commits nothing; the digest of what was committed before."""
+    store.put_if_absent(f"{stage_key}/outputs/fence-{attempt}", b"given up\n")
+    if not store.exists(f"{stage_key}/outputs/{MANIFEST}"):
+        return None
+    return str(load_output(store, stage_key)["digest"])
+
+
+def _check_fence(store: Store, key: str, attempt: int) -> bool:
+    """Whether an attempt of the stage was given up; if it is this one, StoreError."""
+    found = {info.key for info in store.list(key, recursive=False)}
+    fences = {name for name in found if name.startswith(f"{key}/fence-")}
+    if f"{key}/fence-{attempt}" in fences:
+        raise StoreError(
+            "this attempt was given up, and its output does not count", where=f"{store.url}/{key}"
+        )
+    return bool(fences)
 
 
 def load_output(store: Store, stage_key: str) -> dict[str, Any]:
@@ -94,7 +120,7 @@ def fetch_output(store: Store, stage_key: str, cache_dir: Path) -> Path:
     digest: made once, under a file lock, every block verified, and visible only when complete.
     """
     manifest = load_output(store, stage_key)
-    key = f"{stage_key}/outputs/files"
+    key = f"{stage_key}/outputs/{_place(manifest)}"
     place = store.local_path(key)
     if place is not None and manifest["files"]:
         sizes = {info.key: info.size_bytes for info in store.list(key)}
@@ -121,7 +147,7 @@ def peek_output(store: Store, stage_key: str, cache_dir: Path, name: str) -> Pat
     """The folder that `fetch_output` gives on any node with this `cache_dir`; here it has only the files
     called `name`. For a driver that plans what other machines will read."""
     manifest = load_output(store, stage_key)
-    place = store.local_path(f"{stage_key}/outputs/files")
+    place = store.local_path(f"{stage_key}/outputs/{_place(manifest)}")
     target = place or cache_dir.absolute() / manifest["digest"]
     if not target.is_dir():
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -164,16 +190,24 @@ def _digest(files: list[dict[str, Any]]) -> str:
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
 
 
+def _place(manifest: dict[str, Any]) -> str:
+    return str(manifest.get("place", "files"))
+
+
 def _check(manifest: Any, prefix: str) -> None:
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, list) or manifest.get("format") != FORMAT:
         raise UnsoundError(f"its format is not {FORMAT}")
+    if not re.fullmatch("files(-[0-9]+)?", _place(manifest)):
+        raise UnsoundError(f"its files lie elsewhere, in {_place(manifest)!r}")
     for file in files:
         if not isinstance(file, dict) or not isinstance(file.get("path"), str):
             raise UnsoundError("a file has no path")
         path = check_key(file["path"])
         check_blob(file.get("blob"), prefix, f"file {path!r}")
-        if file["blob"]["key"] != f"{prefix}files/{path}" or not isinstance(file.get("sha256"), str):
+        if file["blob"]["key"] != f"{prefix}{_place(manifest)}/{path}" or not isinstance(
+            file.get("sha256"), str
+        ):
             raise UnsoundError(f"file {path!r} lies elsewhere")
     if manifest.get("digest") != _digest(files):
         raise UnsoundError("its digest does not fit")

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,19 @@ import urllib3
 import yaml
 
 from mlpipe._core.errors import Kind, SubmitError
-from mlpipe.render.names import SPEC_DIGEST
+from mlpipe.render.names import PIPELINE_DIGEST, SPEC_DIGEST, VERSION
 
 DEADLINE_SECONDS = 60.0  # of one request with all its repetitions
 _REQUEST_SECONDS = 20.0  # of one try: to connect, and between two pieces of the answer
+_WATCH_SECONDS = 300  # until the server ends a watch
+_SILENCE_SECONDS = 90.0  # in which a watch has no sign of life: it was cut off
 _GONE_SECONDS = 120.0  # for an object that is being deleted to be gone
 _FIRST_PAUSE_SECONDS = 0.1
 _MAX_PAUSE_SECONDS = 5.0  # but a longer Retry-After is obeyed
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _TRANSIENT = (0, 408, 429, 500, 502, 503, 504)
 _NO_TRUST = -1  # our own "status" of a certificate or an address that will not get better
+_HEADERS = {"Accept": "application/json", "User-Agent": "mlpipe"}
 # kind -> group and version, and plural; these are all that a run touches
 _KINDS = {
     "ConfigMap": ("/api/v1", "configmaps"),
@@ -80,12 +83,11 @@ class ClusterApi:
                 return None
             raise
 
-    def list(self, kind: str, labels: Mapping[str, str] | None = None, fields: str = "") -> list[Object]:
-        query = {"limit": "500"}
-        if labels:
-            query["labelSelector"] = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
-        if fields:
-            query["fieldSelector"] = fields
+    def snapshot(
+        self, kind: str, labels: Mapping[str, str] | None = None, fields: str = ""
+    ) -> tuple[list[Object], str]:
+        """All of them, and the version of the list, from which `watch` goes on."""
+        query = {"limit": "500", **_selectors(labels, fields)}
         found: list[Object] = []
         while True:
             try:
@@ -97,9 +99,50 @@ class ClusterApi:
                 found = []
                 continue
             found += page.get("items") or []
-            query["continue"] = page.get("metadata", {}).get("continue", "")
+            about = page.get("metadata", {})
+            query["continue"] = about.get("continue", "")
             if not query["continue"]:
-                return found
+                return found, about.get("resourceVersion", "")
+
+    def watch(
+        self, kind: str, labels: Mapping[str, str], version: str, opened: Callable[[Callable[[], None]], None]
+    ) -> Iterator[tuple[str, Object]]:
+        """ADDED, MODIFIED or DELETED, and the object, for every change since `version`. Ends when the server
+        ends it, and when anything goes wrong: a new `snapshot` tells what. `opened` is told how another
+        thread ends it."""
+        query = {
+            "watch": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(_WATCH_SECONDS),
+            "allowWatchBookmarks": "true",  # a sign of life every minute
+            **_selectors(labels),
+        }
+        timeout = urllib3.Timeout(connect=_REQUEST_SECONDS, read=_SILENCE_SECONDS)
+        rest = b""
+        try:
+            with self._pool.request(
+                "GET",
+                f"{self.host}{self._path(kind)}?{urlencode(query)}",
+                headers={**_HEADERS, **self._credentials()},
+                timeout=timeout,
+                retries=False,
+                preload_content=False,
+            ) as response:
+                if response.status != 200:
+                    return
+                opened(response.shutdown)
+                for chunk in response.stream():
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for event in map(json.loads, filter(None, lines)):
+                        if event["type"] == "ERROR":
+                            return
+                        if event["type"] != "BOOKMARK":
+                            yield event["type"], event["object"]
+        except (urllib3.exceptions.HTTPError, OSError, ValueError):
+            return
+
+    def list(self, kind: str, labels: Mapping[str, str] | None = None, fields: str = "") -> list[Object]:
+        return self.snapshot(kind, labels, fields)[0]
 
     def create(self, body: Object, *, dry_run: bool = False) -> Object:
         """Raises ApiError, with status 409 if the name is taken (perhaps by ourselves, when an answer was
@@ -115,7 +158,8 @@ class ClusterApi:
 
     def create_or_adopt(self, body: Object) -> tuple[Object, bool]:
         """The object as the server has it, and whether it is new. One of this name that is going away is
-        waited for; one with another spec digest is refused, SubmitError (input)."""
+        waited for; one with another spec digest is refused, SubmitError (input), unless it was made from the
+        same pipeline by another version of mlpipe."""
         kind, name = body["kind"], body["metadata"]["name"]
         deadline = time.monotonic() + _GONE_SECONDS
         while True:
@@ -126,7 +170,7 @@ class ClusterApi:
                     raise
             found = self.get(kind, name)
             if found is not None and "deletionTimestamp" not in found["metadata"]:
-                if _digest(found) != _digest(body):
+                if not _is_same(found, body):
                     raise SubmitError(
                         f"{kind} {name} exists and was made from another spec",
                         where=f"namespace {self.namespace}",
@@ -193,7 +237,7 @@ class ClusterApi:
     def _send(self, method: str, url: str, body: Object | None) -> tuple[int, Object | None, float]:
         """Status (0 or less: no answer), the JSON object of the answer (None: none that can be read),
         Retry-After in seconds."""
-        headers = {"Accept": "application/json", "User-Agent": "mlpipe"}
+        headers = dict(_HEADERS)
         if body is not None:
             kind = "merge-patch+json" if method == "PATCH" else "json"
             headers["Content-Type"] = f"application/{kind}"
@@ -263,8 +307,17 @@ class ClusterApi:
         return ApiError(message, status=status, hint=hint, kind=kind)
 
 
-def _digest(found: Object) -> str | None:
-    return (found["metadata"].get("annotations") or {}).get(SPEC_DIGEST)
+def _selectors(labels: Mapping[str, str] | None = None, fields: str = "") -> dict[str, str]:
+    found = {"labelSelector": ",".join(f"{key}={value}" for key, value in sorted((labels or {}).items()))}
+    return {name: value for name, value in {**found, "fieldSelector": fields}.items() if value}
+
+
+def _is_same(found: Object, body: Object) -> bool:
+    """The very same; or what another version, which may render it differently, made of the same pipeline."""
+    theirs, ours = (one["metadata"].get("annotations") or {} for one in (found, body))
+    versions = {(one["metadata"].get("labels") or {}).get(VERSION) for one in (found, body)}
+    same = PIPELINE_DIGEST if len(versions) == 2 else SPEC_DIGEST
+    return bool(ours[same] == theirs.get(same))
 
 
 def connect(context: str | None = None, namespace: str | None = None) -> ClusterApi:

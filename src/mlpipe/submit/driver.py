@@ -23,6 +23,7 @@ from mlpipe.store import outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import Lease, RunState, StageState
 from mlpipe.submit import planning, process
+from mlpipe.submit.follower import cancel_orphans
 from mlpipe.submit.local import LocalBackend
 from mlpipe.submit.walk import Backend, Stop, Walk
 
@@ -76,6 +77,13 @@ def drive(
             ),
         )
         scratch = planning.scratch_folder(store, run_id)
+        look = cancel_orphans(store, run_id, stop) if pipeline.on_orphan == "cancel" else None
+
+        def alive() -> None:
+            lease.check()
+            if look is not None:
+                look()
+
         try:
             return Walk(
                 store,
@@ -86,7 +94,7 @@ def drive(
                 holder=lease.holder,
                 scratch=scratch,
                 stop=stop,
-                alive=lease.check,
+                alive=alive,
                 watch=watch,
             ).run(only)
         finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -25,9 +26,11 @@ from mlpipe.submit.cluster_api import ApiError, ClusterApi, Object, connect
 from mlpipe.submit.handle import ThreadedHandle, ended_by, read_outcome
 from mlpipe.submit.pending import why_pending
 from mlpipe.submit.walk import Ended, Room
+from mlpipe.submit.watch import Watched
 
 _POLL_SECONDS = 1.0
-_NOTE_SECONDS = 3.0
+_NOTE_SECONDS = 3.0  # between two looks for what a stage waits for, when there is news of its pods
+_NOTE_AGAIN_SECONDS = 20.0  # when there is none: quotas and queues change without
 _AWAY_SECONDS = 1800.0  # an API server may be away for this long; pods go on without it
 _LOST_SECONDS = 60.0  # after a lost node's pod was deleted, its gang is given up
 _GANGS = ("JobSet", "Job")
@@ -78,42 +81,57 @@ class Gang(ThreadedHandle):
 
     def _work(self) -> Ended:
         create_all(self._api, self._objects)
+        changed = threading.Event()
+        gangs, pods = (Watched(self._api, kind, self._labels, changed) for kind in (self._kind, "Pod"))
+        try:
+            return self._follow_objects(gangs, pods, changed)
+        finally:
+            gangs.close()
+            pods.close()
+
+    def _follow_objects(self, gangs: Watched, watched_pods: Watched, changed: threading.Event) -> Ended:
         asked = killed = False
+        news = True
         answered = noted = time.monotonic()
         while True:
+            news = changed.wait(_POLL_SECONDS) or news
+            changed.clear()
+            now = time.monotonic()
+            found, pods = gangs.objects(), watched_pods.objects()
             try:
-                found = self._api.get(self._kind, self._name)
-                if found is None and not self._pods():
+                if error := gangs.error or watched_pods.error:
+                    raise error
+                if found is None or pods is None:
+                    continue
+                gang = next((one for one in found if one["metadata"]["name"] == self._name), None)
+                if gang is None and not pods:
                     return self._result_of_gone()
-                state = finished(found) if found else None
+                state = finished(gang) if gang else None
                 if state is not None:
                     return self._result(state)
                 if self._stopping and not asked:
                     self._api.delete(self._kind, self._name)
                     asked = True
                 if self._killing and not killed:
-                    for pod in self._pods():
+                    for pod in pods:
                         self._api.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
                     killed = True
-                if time.monotonic() - noted > _NOTE_SECONDS:
-                    if (words := lost_for_good(self._pods(), time.time())) is not None and not self._stopping:
-                        self._api.delete(self._kind, self._name)
-                        return Ended("failed", words, kind="infrastructure", lost=True)
-                    self._note = (
-                        ""
-                        if self._stopping
-                        else why_pending(self._api, self._labels, self._plan.launch.num_nodes)
-                    )
-                    noted = time.monotonic()
-                answered = time.monotonic()
-            except ApiError as error:
-                if error.kind != "infrastructure" or time.monotonic() - answered > _AWAY_SECONDS:
+                if (words := lost_for_good(pods, time.time())) is not None and not self._stopping:
+                    self._api.delete(self._kind, self._name)
+                    return Ended("failed", words, kind="infrastructure", lost=True)
+                if now - noted > (_NOTE_SECONDS if news else _NOTE_AGAIN_SECONDS):
+                    self._note = self._why_pending(pods)
+                    noted, news = now, False
+                answered = now
+            except SubmitError as error:
+                if not _may_pass(error) or now - answered > _AWAY_SECONDS:
                     raise
                 self._note = error.message
-            time.sleep(_POLL_SECONDS)
 
-    def _pods(self) -> list[Object]:
-        return self._api.list("Pod", self._labels)
+    def _why_pending(self, pods: list[Object]) -> str:
+        if self._stopping:
+            return ""
+        return why_pending(self._api, self._labels, self._plan.launch.num_nodes, pods)
 
     def _outcomes(self) -> list[dict[str, Any]]:
         """Of all nodes' launchers, as far as they left any."""
@@ -130,7 +148,7 @@ class Gang(ThreadedHandle):
             if done:
                 return ended_by(done[0])
             return Ended("failed", f"{self._kind} {self._name} is complete, but left no outcome", kind="bug")
-        pods = self._pods()
+        pods = self._api.list("Pod", self._labels)  # as of now: a watch may be a moment late
         self._keep_postmortem(pods)
         blamed = [found for found in outcomes if found["kind"] not in (None, "infrastructure", "cancelled")]
         if blamed:
@@ -217,19 +235,21 @@ def lost_for_good(pods: list[Object], now: float) -> str | None:
     return None
 
 
+def _may_pass(error: SubmitError) -> bool:
+    """Also a token that has expired (401): it is read again, and renewed for a pod."""
+    return error.kind == "infrastructure" or (isinstance(error, ApiError) and error.status == 401)
+
+
 def _unix(timestamp: str) -> float:
     return datetime.fromisoformat(timestamp).timestamp()
 
 
-def create_all(api: ClusterApi, objects: list[Object], *, dry_run: bool = False) -> None:
+def create_all(api: ClusterApi, objects: list[Object]) -> None:
     """All or nothing. What belongs to the Job or JobSet goes with it when that is deleted."""
     made: list[tuple[str, str]] = []
     owner: Object | None = None
     try:
         for body in objects:
-            if dry_run:
-                api.create(body, dry_run=True)
-                continue
             found, new = api.create_or_adopt(body)
             if new:
                 made.append((body["kind"], body["metadata"]["name"]))
@@ -255,8 +275,8 @@ def create_all(api: ClusterApi, objects: list[Object], *, dry_run: bool = False)
 
 
 def would_take(api: ClusterApi, objects: list[Object]) -> None:
-    """Raises ApiError for what the cluster refuses, before anything is written down anywhere. That a name is
-    taken is no refusal: see `create_or_adopt`."""
+    """A dry run on the server. Raises ApiError for what the cluster refuses, before anything is written down
+    anywhere. That a name is taken is none (see `create_or_adopt`), nor is a webhook that has no dry run."""
     for body in objects:
         try:
             api.create(body, dry_run=True)

@@ -200,7 +200,8 @@ class StageProcess(ThreadedHandle):
         if exit_code != 0:
             message = f"{_how(exit_code)}{self._last_lines()}"
             return Ended("failed", message, kind="failed", exit_code=exit_code)
-        digest = outputs.commit_output(self._store, self._plan.stage_key, self._scratch / "output")
+        plan = self._plan
+        digest = outputs.commit_output(self._store, plan.stage_key, self._scratch / "output", plan.attempt)
         return Ended("done", "", exit_code=0, outcome={"digest": digest})
 
     def _last_lines(self) -> str:

@@ -55,7 +55,7 @@ _REMEDIES = {
     "kubernetes.store.secret and kubernetes.env_from",
     r"configmap .* not found|couldn't find key .* in ConfigMap|non-existent config": "make it, or correct "
     "kubernetes.env_from",
-    r"runAsNonRoot": "build the image to run as a user with a number above 0 (USER 1000)",
+    r"runAsNonRoot": "build the image to run as a user with a number above 0 (USER 10001)",
     r"executable file not found|no such file or directory": "the image lacks it: is it built from mlpipe's "
     "Containerfile?",
     # Kueue
@@ -77,9 +77,12 @@ _PULLS = {
 }
 
 
-def why_pending(api: ClusterApi, selector: Mapping[str, str], wanted: int = 1) -> str:
-    """Of the `wanted` pods that `selector` names; "" when they run, or are just about to."""
-    pods = api.list("Pod", selector)
+def why_pending(
+    api: ClusterApi, selector: Mapping[str, str], wanted: int = 1, pods: list[Object] | None = None
+) -> str:
+    """Of the `wanted` pods that `selector` names (`pods`: where they are known already); "" when they run, or
+    are just about to."""
+    pods = api.list("Pod", selector) if pods is None else pods
     for pod in pods:
         if (reason := _lost(pod)) is not None:
             return reason
@@ -144,15 +147,13 @@ def _without_pods(api: ClusterApi, selector: Mapping[str, str]) -> str:
 def _of_workload(api: ClusterApi, gang: Object) -> str:
     """Kueue's own words."""
     try:
-        workloads = api.list("Workload")
+        workloads = api.list("Workload", {"kueue.x-k8s.io/job-uid": gang["metadata"]["uid"]})
     except ApiError:
         workloads = []  # no Kueue, or no right to look
     for workload in workloads:
-        owners = workload["metadata"].get("ownerReferences", [])
-        if any(owner["uid"] == gang["metadata"]["uid"] for owner in owners):
-            for condition in workload.get("status", {}).get("conditions", []):
-                if condition["type"] in ("QuotaReserved", "Admitted") and condition["status"] == "False":
-                    return f"Kueue: {_told(condition.get('message', 'waits for quota'))}"
+        for condition in workload.get("status", {}).get("conditions", []):
+            if condition["type"] in ("QuotaReserved", "Admitted") and condition["status"] == "False":
+                return f"Kueue: {_told(condition.get('message', 'waits for quota'))}"
     return "its queue has not admitted it"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import socket
 import subprocess
 import zlib
@@ -88,6 +89,7 @@ def create(
         "host": socket.gethostname(),
         "user": getpass.getuser(),
         "git_commit": git_commit(folder),
+        "jenkins_build": os.environ.get("BUILD_TAG"),
     }
     if cluster is not None:
         meta["kubernetes"] = dict(cluster)

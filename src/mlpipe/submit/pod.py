@@ -6,7 +6,6 @@ outcome.json in the store, the same lines on stdout, and one of our exit codes. 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -16,9 +15,9 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from mlpipe._core.errors import EXIT_CODES, MlpipeError
+from mlpipe._core.errors import EXIT_CODES
 from mlpipe.plan.plan import Plan
-from mlpipe.store import outputs
+from mlpipe.plan.process import fetch_inputs, main_of_stage
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.submit.handle import ThreadedHandle
@@ -29,27 +28,18 @@ _POLL_SECONDS = 0.1
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="mlpipe.submit.pod", description=__doc__)
-    parser.add_argument("--plan", type=Path, required=True)
-    parser.add_argument("--scratch", type=Path, required=True)
-    arguments = parser.parse_args(argv)
+    return main_of_stage("mlpipe.submit.pod", __doc__, argv, _run)
+
+
+def _run(plan: Plan, _: Path, scratch: Path) -> int:
     stop = _Stop()
     signal.signal(signal.SIGTERM, stop.on_signal)
-    try:
-        plan = Plan.from_json(arguments.plan.read_bytes())
-        store = open_store(plan.store_url)
-        for key in plan.inputs:
-            outputs.fetch_output(store, key, outputs.cache_folder() / "outputs")
-        backend = LocalBackend(store, driver=f"{socket.gethostname()}-{os.getpid()}", folder=os.getcwd())
-        ended = _follow(backend.start(plan, arguments.scratch), arguments.scratch / "output.log", stop)
-        code = _exit_code(ended)
-        _store_outcome(store, plan, ended, code)
-    except (OSError, ValueError) as error:
-        print(f"error: {arguments.plan}: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        return EXIT_CODES["input"]
-    except MlpipeError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        return EXIT_CODES[error.kind]
+    store = open_store(plan.store_url)
+    fetch_inputs(store, plan)
+    backend = LocalBackend(store, driver=f"{socket.gethostname()}-{os.getpid()}", folder=os.getcwd())
+    ended = _follow(backend.start(plan, scratch), scratch / "output.log", stop)
+    code = _exit_code(ended)
+    _store_outcome(store, plan, ended, code)
     if ended.message:
         print(f"{ended.state}: {ended.message}", file=sys.stderr, flush=True)  # noqa: T201
     return code

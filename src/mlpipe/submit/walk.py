@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from mlpipe._core.errors import Kind, MlpipeError, StoreError, SubmitError
 from mlpipe.plan.plan import Plan
-from mlpipe.store import catalogue, runs
+from mlpipe.store import catalogue, outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState, StageState
 
@@ -235,6 +235,7 @@ class Walk:
             exit_code=None,
             outcome={},
         )
+        runs.append_event(self._store, plan.attempt_key, "submitted")
         handle = self._backend.start(plan, scratch)
         self._running[plan.stage] = _Running(handle, plan, scratch, time.monotonic())
 
@@ -299,9 +300,13 @@ class Walk:
                 message=f"ran longer than its timeout of {limit:.0f} s; {ended.message}",
             )
         if ended.lost and self._stop.kind is None and running.plan.attempt < _MAX_ATTEMPTS:
-            catalogue.fence(self._store, running.plan.stage_key, running.plan.attempt)
-            self._launch(self._make_plan(name, running.plan.attempt + 1))
-            return
+            plan = running.plan
+            catalogue.fence(self._store, plan.stage_key, plan.attempt)
+            digest = outputs.give_up(self._store, plan.stage_key, plan.attempt) if plan.command else None
+            if digest is None:
+                self._launch(self._make_plan(name, plan.attempt + 1))
+                return
+            ended = Ended("done", exit_code=0, outcome={"digest": digest})  # lost after its commit
         if ended.state == "cancelled":
             self._stop.request("cancelled", f"stage {name!r} was stopped: {ended.message}")
         self._change(

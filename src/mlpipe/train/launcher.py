@@ -8,14 +8,12 @@ a restart would only repeat, ships the workers' output to the store, and writes 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,16 +24,16 @@ from pathlib import Path
 
 from mlpipe._core.errors import EXIT_CODES, MlpipeError, StoreError
 from mlpipe.plan.plan import Plan
-from mlpipe.store import outputs
+from mlpipe.plan.process import fetch_inputs, main_of_stage
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
+from mlpipe.store.runs import append_event
 from mlpipe.train import outcome
 from mlpipe.train.logs import LogShipper
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.stop import STOP_FILE, TORCHRUN_PID, any_alive, die_with_parent
 
 _POLL_SECONDS = 0.1
-_RENDEZVOUS_SECONDS = 900.0  # images are pulled at uneven speed
 # A node whose peers are gone ends after the node that is to blame: whoever watches sees the cause first.
 _BLAMELESS_SECONDS = 15.0
 # From a rank's word that the run is over to the end of torchrun by force: the others write their stacks.
@@ -47,21 +45,13 @@ _SECOND_SIGNAL_SECONDS = 0.5
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="mlpipe.train.launcher", description=__doc__)
-    parser.add_argument("--plan", type=Path, required=True)
-    parser.add_argument("--scratch", type=Path, required=True)
-    arguments = parser.parse_args(argv)
-    try:
-        plan = Plan.from_json(arguments.plan.read_bytes())
-        if plan.train is None and plan.evaluate is None:
-            raise ValueError(f"a {plan.kind} stage has no workers")
-        return Launcher(plan, arguments.plan.absolute(), arguments.scratch.absolute()).run()
-    except (OSError, ValueError) as error:
-        print(f"error: {arguments.plan}: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        return EXIT_CODES["input"]
-    except MlpipeError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        return EXIT_CODES[error.kind]
+    return main_of_stage("mlpipe.train.launcher", __doc__, argv, _run)
+
+
+def _run(plan: Plan, path: Path, scratch: Path) -> int:
+    if plan.train is None and plan.evaluate is None:
+        raise ValueError(f"a {plan.kind} stage has no workers")
+    return Launcher(plan, path, scratch).run()
 
 
 @dataclass(frozen=True)
@@ -102,7 +92,7 @@ class Launcher:
 
     def run(self) -> int:
         self.scratch.mkdir(parents=True, exist_ok=True)
-        for stale in ("outcome-*.json", "fatal-*.json", "pid-*", "stacks-*", STOP_FILE):
+        for stale in ("outcome-*.json", "fatal-*.json", "pid-*", "stacks-*", "flight-rank-*", STOP_FILE):
             for path in self.scratch.glob(stale):
                 path.unlink()
         log_dir = self.scratch / "logs"
@@ -110,13 +100,12 @@ class Launcher:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         self.store.delete([self.outcome_key])  # of this node's pod before a restart of the gang
-        for key in self.plan.inputs:
-            outputs.fetch_output(self.store, key, outputs.cache_folder() / "outputs")
-        self._await_rendezvous()
+        fetch_inputs(self.store, self.plan)
+        self._event("launched")
         torchrun_log = self.scratch / "torchrun.log"
         with torchrun_log.open("wb") as log:
             process = subprocess.Popen(
-                torchrun_argv(self.plan, log_dir, endpoint=self.node.rendezvous),
+                torchrun_argv(self.plan, log_dir, self.node),
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -144,9 +133,10 @@ class Launcher:
             found = MlpipeError(ended.message, where=ended.where, hint=ended.hint)
             print(f"error: {found}", file=sys.stderr, flush=True)  # noqa: T201
         try:
+            self._event("ended", outcome=ended.outcome, message=ended.message)
             self._store_outcome(ended, restarts, exit_code)
             if ended.outcome == "failed":
-                self._keep_postmortem(torchrun_log)
+                self.keep_postmortem(torchrun_log)
             shipper.close()
         except StoreError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
@@ -155,23 +145,16 @@ class Launcher:
             _wait_until(lambda: self.num_signals > 0, _BLAMELESS_SECONDS)
         return exit_code
 
-    def _await_rendezvous(self) -> None:
-        """Until node 0 listens: torchrun gives up on a name that does not resolve after a minute."""
+    def _event(self, kind: str, **fields: str) -> None:
+        """Into events.jsonl, of the first node only: one writer at a time."""
         if self.node.index == 0:
-            return
-        host, _, port = self.node.rendezvous.rpartition(":")
-        print(f"waiting for node 0 at {self.node.rendezvous}", flush=True)  # noqa: T201
-        if not _wait_until(lambda: self.num_signals > 0 or _listens(host, int(port)), _RENDEZVOUS_SECONDS):
-            raise MlpipeError(
-                f"node 0 did not listen at {self.node.rendezvous} within {_RENDEZVOUS_SECONDS:.0f} s",
-                hint="is its pod running? `mlpipe status` says why it is not",
-                kind="infrastructure",
-            )
+            append_event(self.store, self.plan.attempt_key, kind, **fields)
 
     def _store_outcome(self, ended: Outcome, restarts: int, exit_code: int) -> None:
         body = {
             "outcome": ended.outcome,
             "kind": ended.kind,
+            "cause": ended.cause,
             "message": ended.message,
             "where": ended.where,
             "hint": ended.hint,
@@ -260,22 +243,23 @@ class Launcher:
             )
         return _failure(torchrun_log, [found for found in ended if found.outcome == "failed"], restarts)
 
-    def _keep_postmortem(self, torchrun_log: Path) -> None:
+    def keep_postmortem(self, torchrun_log: Path) -> None:
+        """torchrun's own log, and what the ranks wrote: stacks, flight recordings of NCCL, outcomes."""
         kept_log = self.node.name("torchrun", ".log")
         self.store.put(f"{self.plan.attempt_key}/postmortem/{kept_log}", torchrun_log.read_bytes())
         paths: list[Path] = []
-        for kept in ("stacks-rank-*.txt", "outcome-*.json", "fatal-*.json"):
+        for kept in ("stacks-rank-*.txt", "flight-rank-*", "outcome-*.json", "fatal-*.json"):
             paths += self.scratch.glob(kept)
         for path in paths:
             self.store.put(f"{self.plan.attempt_key}/postmortem/{path.name}", path.read_bytes())
 
 
-def torchrun_argv(plan: Plan, log_dir: Path, *, endpoint: str = "localhost:0") -> list[str]:
-    """The command line of torchrun on this node."""
+def torchrun_argv(plan: Plan, log_dir: Path, node: Node) -> list[str]:
+    """The command line of torchrun on `node`."""
     launch = plan.launch
-    argv = [sys.executable, "-m", "torch.distributed.run"]
+    argv = [sys.executable, "-m", "torch.distributed.run" if node.index == 0 else "mlpipe.train.rendezvous"]
     argv += ["--nnodes", str(launch.num_nodes), "--nproc-per-node", str(launch.nproc_per_node)]
-    argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", plan.run_id]
+    argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", node.rendezvous, "--rdzv-id", plan.run_id]
     if launch.num_nodes == 1:
         argv += ["--local-addr", "localhost"]
     argv += ["--max-restarts", str(launch.max_restarts), "--monitor-interval", "0.1"]
@@ -303,14 +287,6 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)
-    return True
-
-
-def _listens(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=5.0).close()
-    except OSError:
-        return False
     return True
 
 

@@ -91,22 +91,31 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
         on_saved=lambda saved: report_save(session, saved, failed_saves),
         while_waiting=lambda: session.watchdog.beat("waiting for a save", progress[0]),
     )
+    restoring = time.perf_counter()
     if plan.resume or session.place.restart:
         position = resume(session, checkpointer, parallel, optimizer, agreement)
+    restored = time.perf_counter()
     flops = plan.num_flops_per_token
     if flops is None:
         from mlpipe.train.flops import count_flops_per_token
 
         flops = count_flops_per_token(plan.model, collated=stream.step(0)[0])
+    again: float | None = 0.0
+    if plan.activation_checkpointing != "none":
+        from mlpipe.train.flops import recomputed_flops_per_token
+
+        again = recomputed_flops_per_token(plan)
     session.record_start(
         plan,
         num_params=num_params,
         num_flops_per_token=flops,
+        num_hardware_flops_per_token=None if flops is None or again is None else flops + again,
         flops_convention=CONVENTION,
         peak_flops=plan.peak_flops,
         peak_name=plan.peak_name,
         start_step=position.step,
         resumed_from=position.resumed_from,
+        restore_seconds=restored - restoring,
     )
     return Loop(
         session, plan, parallel, optimizer, stream, checkpointer, position, flops, progress, failed_saves
@@ -139,6 +148,7 @@ class Loop:
         self.flops_per_token = flops_per_token
         self.progress = progress
         self.peak_flops = plan.peak_flops
+        self.achievable_flops: float | None = None
         self.last_save = time.monotonic()
         self.failed_saves = failed_saves
 
@@ -192,8 +202,12 @@ class Loop:
         scale = plan.mesh.data_ranks / max(total_count, 1.0)
         grad_norm = squared_norm**0.5 * scale
         loss = total_loss / max(total_count, 1.0)
+        spent = {"data_seconds": data_done - began, "collective_seconds": agreed - computed}
         if not torch.isfinite(totals).all():
             self.checkpointer.finish()  # of an earlier step, sound, and perhaps the last good one
+            self.record_step(
+                number, agreed - began, computed - data_done, spent, loss=loss, grad_norm=grad_norm
+            )
             raise self.not_finite(number, local[0])
         clip = plan.optimizer.grad_clip
         if clip and grad_norm > clip:
@@ -207,26 +221,32 @@ class Loop:
         position.step = number
         position.samples += plan.global_batch
         self.checkpointer.poll()
-        seconds = ended - began
-        tokens = len(batches) * plan.micro_batch * plan.model.seq_len
-        session.recorder.write(
-            "step",
-            step=number,
-            loss=loss,
-            lr=lr,
-            grad_norm=grad_norm,
-            tokens=tokens,
-            seconds=seconds,
-            data_seconds=data_done - began,
-            compute_seconds=computed - data_done + ended - updating,
-            collective_seconds=agreed - computed,
-            checkpoint_seconds=stalled,
-            memory_bytes=peak_memory_bytes(session.device),
-            **self.rates(tokens, seconds),
-        )
+        busy = computed - data_done + ended - updating
+        more = {"lr": lr, "checkpoint_seconds": stalled}
+        self.record_step(number, ended - began, busy, spent, loss=loss, grad_norm=grad_norm, **more)
         if stop:
             session.recorder.write("signal", step=number, signal="SIGTERM")
         return bool(stop), bool(save)
+
+    def record_step(
+        self, step: int, seconds: float, busy: float, spent: dict[str, float], **values: float
+    ) -> None:
+        """`busy`: seconds in forward, backward and update, of which this rank's own work is what it did not
+        wait in collectives there."""
+        waited = self.parallel.waits.take()
+        spent["compute_seconds"] = busy - waited
+        spent["collective_seconds"] += waited
+        tokens = self.plan.global_batch // self.plan.mesh.data_ranks * self.plan.model.seq_len
+        self.session.recorder.write(
+            "step",
+            step=step,
+            tokens=tokens,
+            seconds=seconds,
+            memory_bytes=peak_memory_bytes(self.session.device),
+            **spent,
+            **values,
+            **self.rates(tokens, seconds),
+        )
 
     def is_save_due(self, step: int) -> bool:
         every = self.plan.checkpoint
@@ -260,21 +280,24 @@ class Loop:
 
     def rates(self, tokens: int, seconds: float) -> dict[str, float | None]:
         """The peak of this rank; speed and MFU of all ranks together, rank 0 only."""
-        if self.peak_flops is None:
+        on_gpu = self.session.device.type == "cuda"
+        if self.achievable_flops is None and (on_gpu or self.peak_flops is None):
             # After the first step, so that it does not come later: all ranks measure at the same time, as
-            # they compute at the same time.
+            # they compute at the same time. On a GPU beside the datasheet's peak, on a CPU in its place.
             from mlpipe.train.flops import measure_peak
 
             dtype = torch.bfloat16 if self.plan.precision == "bf16" else torch.float32
             peak = torch.tensor([measure_peak(self.session.device, dtype)], dtype=torch.float64)
             dist.all_reduce(peak)
-            self.peak_flops = float(peak) / self.session.world_size
+            self.achievable_flops = float(peak) / self.session.world_size
+            self.peak_flops = self.peak_flops or self.achievable_flops
+        known = {"peak_flops": self.peak_flops, "achievable_flops": self.achievable_flops}
         if self.session.rank:
-            return {"peak_flops": self.peak_flops}
+            return known
         tokens_per_second = tokens * self.plan.mesh.data_ranks / seconds
         peak_flops = self.peak_flops * self.session.world_size
         mfu = self.flops_per_token * tokens_per_second / peak_flops if self.flops_per_token else None
-        return {"tokens_per_second": tokens_per_second, "mfu_ratio": mfu, "peak_flops": self.peak_flops}
+        return {"tokens_per_second": tokens_per_second, "mfu_ratio": mfu, **known}
 
     def not_finite(self, step: int, local_loss: float) -> TrainError:
         """Names the ranks whose own loss is not finite; of a gradient all ranks have a part by now. A restart
@@ -292,7 +315,7 @@ class Loop:
             hint="the last good checkpoint is kept; lower optimizer.lr, raise warmup_steps or look at the "
             "data of this step, then `mlpipe resume`",
         )
-        error.fatal = True  # type: ignore[attr-defined]
+        error.fatal, error.cause = True, "not_finite"  # type: ignore[attr-defined]
         return error
 
 

@@ -19,7 +19,8 @@ from mlpipe._core.errors import Kind, MlpipeError
 
 @dataclass
 class Outcome:
-    """`outcome`: "done", "saved" (on a signal, before the last step) or "failed"."""
+    """`outcome`: "done", "saved" (on a signal, before the last step) or "failed". `cause`, besides `kind`:
+    "not_finite" or "hang", which are told apart from other failures."""
 
     outcome: str
     step: int = 0
@@ -31,12 +32,21 @@ class Outcome:
     checkpoint: str | None = None
     time: float = 0.0
     details: dict[str, Any] = field(default_factory=dict)
+    cause: str | None = None
 
 
 def failed(error: BaseException, *, rank: int, step: int) -> Outcome:
     if isinstance(error, MlpipeError):
         return Outcome(
-            "failed", step, rank, error.kind, error.message, error.where, error.hint, time=time.time()
+            "failed",
+            step,
+            rank,
+            error.kind,
+            error.message,
+            error.where,
+            error.hint,
+            time=time.time(),
+            cause=getattr(error, "cause", None),
         )
     text = f"{type(error).__name__}: {error}".strip()
     return Outcome("failed", step, rank, "failed", text, f"rank {rank}, step {step}", time=time.time())

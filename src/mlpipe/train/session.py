@@ -18,6 +18,7 @@ from mlpipe._core.errors import StoreError, TrainError
 from mlpipe.observe.metrics import start_metrics
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.store.open import open_store
+from mlpipe.store.runs import read_run
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.recorder import Recorder
 from mlpipe.train.stop import Stop
@@ -62,6 +63,8 @@ class Session:
                 rank=self.rank,
                 port=port + place.local_rank if port else 0,
                 address=os.environ.get("MLPIPE_METRICS_ADDRESS") or "127.0.0.1",
+                info=self._info(),
+                gpu_uuid=gpu_uuid(self.device),
             )
         self.metrics_port = metrics.port if metrics else None
         self.recorder = Recorder(
@@ -80,6 +83,15 @@ class Session:
             )
         torch.cuda.set_device(self.place.local_rank)
         return torch.device("cuda", self.place.local_rank)
+
+    def _info(self) -> dict[str, str]:
+        """What run.json knows, for the labels of mlpipe_run_info; nothing where there is none to read."""
+        try:
+            meta = read_run(self.store, self.plan.run_id).meta
+        except StoreError:
+            return {}
+        known = {"git_sha": meta.get("git_commit"), "jenkins_build": meta.get("jenkins_build")}
+        return {label: str(value) for label, value in known.items() if value}
 
     def agreement(self) -> dist.Store:
         """A connection of its own to the group's TCPStore: a blocking call on the group's would keep the
@@ -127,6 +139,11 @@ class Session:
             self.recorder.close()
         except StoreError as error:
             _log.warning("the last records are lost: %s", error)
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """By which NVML knows the device, whatever CUDA_VISIBLE_DEVICES says."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def seed_step(seed: int, step: int, data_rank: int) -> None:

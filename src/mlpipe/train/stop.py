@@ -57,6 +57,17 @@ class Stop:
     def requested(self) -> bool:
         return self._terminated.is_set() or self._file.exists()
 
+    def leave_until(self, met: threading.Event) -> None:
+        """Until the ranks have met, a stop means "leave now": there is nothing to save, and a peer that is
+        gone would be waited for."""
+
+        def watch() -> None:
+            while not met.wait(_POLL_SECONDS):
+                if self.requested():
+                    os._exit(128 + signal.SIGTERM)
+
+        threading.Thread(target=watch, name="before the ranks met", daemon=True).start()
+
     def _listen(self, read_end: int) -> None:
         while data := os.read(read_end, 64):
             for signum in data:

@@ -49,7 +49,7 @@ def warm_up(
     limit = plan.memory_bytes or 0
     optimizer.state()  # the moments, as every later pass finds them
     while True:
-        needed = _needs(parallel, batch(plan.micro_batch), device)
+        needed = _needs(parallel, batch(plan.micro_batch), plan.accumulation > 1, device)
         worst = torch.tensor(needed, dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         most = float(worst)
@@ -78,27 +78,30 @@ def warm_up(
         parallel.module.zero_grad(set_to_none=True)
 
 
-def _needs(parallel: Parallel, batch: Batch, device: torch.device) -> float:
-    """Bytes of this process at the peak of two passes; infinite when the device has no more."""
+def _needs(parallel: Parallel, batch: Batch, accumulates: bool, device: torch.device) -> float:
+    """Bytes of this process at the peak of two steps; infinite when the device has no more."""
     _forget_peak(device)
     try:
-        rehearse(parallel, batch)
+        rehearse(parallel, batch, accumulates=accumulates)
     except torch.OutOfMemoryError:
         return float("inf")
     return float(_peak_bytes(device))
 
 
-def rehearse(parallel: Parallel, batch: Batch) -> None:
+def rehearse(parallel: Parallel, batch: Batch, *, accumulates: bool = False) -> None:
     """DDP sorts its buckets anew after the first backward, which changes the order of additions: a resumed
     run equals an uninterrupted one bit for bit only if both have done so before the first step that
-    counts. Two passes, then everything they left is undone."""
+    counts. Two passes, then everything they left is undone. `accumulates`: as in a step of several
+    microbatches, whose gradients wait for the last one."""
     buffers = [(item.local, item.local.clone()) for item in parallel.owned if item.is_buffer]
     try:
         for _ in range(2):
-            with parallel.communicate(True):
-                parallel.module(batch)[0].backward()
+            for last in (False, True) if accumulates else (True,):
+                with parallel.communicate(last):
+                    parallel.module(batch)[0].backward()
             parallel.module.zero_grad(set_to_none=True)
     finally:
+        parallel.waits.take()
         for buffer, before in buffers:
             buffer.copy_(before)
 

@@ -57,6 +57,7 @@ class Watchdog:
                     hint="the stacks of every rank lie in the attempt's postmortem/ folder; "
                     "raise `hang_timeout` if this step is just slow",
                     time=time.time(),
+                    cause="hang",
                 )
                 outcome.write(self._scratch, found, fatal=True)
                 time.sleep(_GRACE_SECONDS)

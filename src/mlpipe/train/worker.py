@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass, replace
@@ -65,12 +66,16 @@ def main() -> int:
     part = plan.train or plan.evaluate.train  # type: ignore[union-attr]  # the launcher has looked
     watchdog = Watchdog(scratch, rank=place.rank, timeout_seconds=part.hang_timeout_seconds)
     progress = [0]
+    met = threading.Event()
+    if plan.launch.num_nodes > 1:
+        stop.leave_until(met)
     try:
         # torch is imported late: a signal during its 2 s finds its handlers in place
         without_dynamo.install()
         from mlpipe.train.session import Session
 
         session = Session(plan, place, stop, watchdog, began)
+        met.set()
         try:
             ended = session.run(progress)
         finally:

@@ -119,6 +119,22 @@ def test_a_bug_exits_1_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_ctrl_c_while_a_module_is_imported_exits_130(tmp_path: Path):
+    """See `session.Interrupt`: what was caught must not come back as death by SIGINT."""
+    (tmp_path / "interrupted.py").write_text(
+        "from mlpipe.cli import app\n"
+        "def main(*_, **__):\n"
+        "    try:\n"
+        "        exec('import os, signal; os.kill(os.getpid(), signal.SIGINT)')\n"
+        "    except KeyboardInterrupt:\n"
+        "        return 130\n"
+        "app.app.main = main\n"
+        "app.run_app()\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, timeout=60)
+    assert done.returncode == EXIT_CODES["interrupted"]
+
+
 def test_a_reader_that_leaves_is_no_error(cli: Cli):
     process = cli.start("schema")
     assert process.stdout is not None

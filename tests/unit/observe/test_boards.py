@@ -15,15 +15,16 @@ import yaml
 from kit import boards
 from kit.boards import BOARDS, GPU_ONLY_ALERTS, GPU_ONLY_PANELS, ROOT, RULES
 
-from mlpipe.observe.metrics import METRICS
+from mlpipe.observe.exporter import FLEET_METRICS
+from mlpipe.observe.metrics import GPU_METRICS, METRICS
 
 pytestmark = pytest.mark.unit
 RUNBOOKS = ROOT / "docs" / "runbooks"
 # ids of Grafana's value formats (@grafana/data, valueFormats/categories), as far as they are used
-UNITS = {"bytes", "celsius", "none", "percentunit", "s", "sci", "short", "watt"}
+UNITS = {"bytes", "celsius", "currencyUSD", "none", "percentunit", "s", "sci", "short", "watt"}
 SERIES = {
     f"{metric.name}{suffix}"
-    for metric in METRICS
+    for metric in (*METRICS, *GPU_METRICS, *FLEET_METRICS)
     for suffix in (("_bucket", "_sum", "_count") if metric.type == "histogram" else ("",))
 }
 COUNTERS = {name for name in SERIES if name.endswith(("_total", "_bucket", "_sum", "_count"))}
@@ -121,8 +122,8 @@ def test_a_query(query):
         assert window == "$__rate_interval"
     if "ALERTS" not in query.expr:
         assert 'namespace=~"$namespace"' in query.expr
-        assert 'run=~"$run"' in query.expr
-    assert query.gpu_only == bool(re.search(r"DCGM_|mlpipe_train_gpu_", query.expr))
+        assert 'run=~"$run"' in query.expr or "mlpipe_fleet_" in query.expr
+    assert query.gpu_only == bool(re.search(r"DCGM_|mlpipe_train_gpu_|mlpipe_gpu_", query.expr))
 
 
 def test_what_is_declared_gpu_only_is_there():

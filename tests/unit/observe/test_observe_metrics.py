@@ -29,7 +29,7 @@ START = {
 STEP = {
     "kind": "step", "time": 1234.5, "step": 101, "loss": 3.5, "grad_norm": 0.7, "lr": 1e-3, "tokens": 1000,
     "seconds": 0.25, "data_seconds": 0.01, "compute_seconds": 0.2, "collective_seconds": 0.03,
-    "mfu_ratio": 0.4, "memory_bytes": 2**30,
+    "mfu_ratio": 0.4, "memory_bytes": 2**30, "achievable_flops": 8e8,
 }  # fmt: skip
 SAVED = {
     "kind": "checkpoint",
@@ -174,7 +174,7 @@ def test_it_can_only_be_read(serve):
 
 
 def test_dead_scrapers_hold_up_nobody_and_are_hung_up_on(monkeypatch, serve):
-    monkeypatch.setattr("mlpipe.observe.metrics._SCRAPER_SECONDS", 0.5)
+    monkeypatch.setattr("mlpipe.observe.serve._SCRAPER_SECONDS", 0.5)
     metrics = serve()
     dead = [socket.create_connection(("127.0.0.1", metrics.port), timeout=30) for _ in range(5)]
     try:
@@ -262,3 +262,19 @@ def test_names_follow_the_rules():
         assert (metric.type == "histogram") == bool(metric.buckets)
         assert list(metric.buckets) == sorted(metric.buckets)
         assert metric.help.endswith(".")
+
+
+def test_the_gpu_of_a_rank_is_absent_and_not_0_where_there_is_none(serve):
+    """Whether nvidia-ml-py is installed or not: this UUID is nobody's."""
+    text = scrape(serve(gpu_uuid="GPU-00000000-0000-0000-0000-000000000000"))
+    assert not [name for name in samples(text) if name.startswith("mlpipe_gpu_")]
+
+
+def test_hardware_flops_are_counted_beside_the_models(serve):
+    metrics = serve()
+    metrics.observe({**START, "num_hardware_flops_per_token": 800.0})
+    metrics.observe(STEP)
+    text = scrape(metrics)
+    assert value(text, "mlpipe_train_model_flops_total") == 600_000
+    assert value(text, "mlpipe_train_hardware_flops_total") == 800_000
+    assert value(text, "mlpipe_train_achievable_flops") == 8e8

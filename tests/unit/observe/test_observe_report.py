@@ -288,7 +288,7 @@ def test_markdown(store):
         "| evaluate | evaluate | done | 1 | 9.0s |",
         "",
         "- **train**: step 400 of 400, loss 2.543, ddp on 4 x cpu, 11.1k tok/s, MFU 31.0 %"
-        " (of measured matmul peak), 2 restarts, 103 steps done again",
+        " (of measured matmul peak), 2 restarts, 103 steps done again, goodput 55.5 %",
         "- **evaluate**: validation loss 2.513, perplexity 12.340, bits per byte 1.420,"
         r" gate val\_bits\_per\_byte &lt; 2.6 passed",
     ]  # fmt: skip

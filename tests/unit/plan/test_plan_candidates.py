@@ -188,6 +188,10 @@ def test_computing_hides_what_it_can() -> None:
     assert bare == pytest.approx(moved + 2 * out + into)
     several = ORDER["fsdp"].exposed(_passes(accumulation=3), wire, eight)
     assert several == pytest.approx(3 * (2 * first + block) + first + 6 * out + into)
+    every = ORDER["fsdp"].exposed(_passes(accumulation=3, reduce_every=True), wire, eight)
+    assert every == pytest.approx(3 * (3 * first + block) + 6 * out + 3 * into)
+    # gathered once a step, whatever the number of microbatches
+    assert ORDER["zero2"].exposed(_passes(accumulation=3), wire, eight) == pytest.approx(exposed["zero2"])
 
 
 def test_the_roofline_by_hand() -> None:
@@ -241,3 +245,16 @@ def test_budget_and_deadline() -> None:
     with pytest.raises(PlanError) as caught:
         within(rows, None, 3600 * min(hours) / 4)
     assert "25% of the steps" in str(caught.value.hint)
+
+
+def test_gradients_are_reduced_after_every_microbatch_only_where_whole_ones_do_not_fit() -> None:
+    found = compare(llm(), "train", gpus(num_nodes=2))
+    assert all(c.reduce_gradients == "last" for c in found if c.strategy in ("ddp", "zero1", "single"))
+    every = [c for c in found if c.reduce_gradients == "every"]
+    for c in every:
+        assert c.mesh is not None
+        assert c.memory is not None
+        assert c.mesh.data_ranks * (c.micro_batch or 0) < 128  # several microbatches
+        whole = 1.08 * 4 * PRESETS["llama-8b"].num_params()  # with its share of the slack
+        assert c.memory.total + whole > gpus().memory_bytes
+    assert choose(found)[0] in every

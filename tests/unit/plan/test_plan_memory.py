@@ -104,6 +104,8 @@ def test_accumulation_keeps_whole_gradients_under_fsdp() -> None:
     sizes, mesh = counts(TINY), Mesh(dp_shard=4)
     several = Work("bf16", 0, 0, accumulation=2)
     assert ORDER["fsdp"].memory(sizes, several, mesh).gradients == 4 * 93 + 4 * 300
+    at_once = Work("bf16", 0, 0, accumulation=2, reduce_every=True)
+    assert ORDER["fsdp"].memory(sizes, at_once, mesh).gradients == 4 * 93
     assert ORDER["ddp"].memory(sizes, several, Mesh(dp_replicate=4)).gradients == 4 * 300
 
 

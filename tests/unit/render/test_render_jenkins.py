@@ -136,6 +136,21 @@ def test_the_store_of_the_agent_comes_first(tmp_path: Path) -> None:
     assert build.commands[0] == "rm -rf .mlpipe"
 
 
+def test_a_build_that_was_asked_for_gets_its_pipeline_from_the_store(tmp_path: Path) -> None:
+    asked = {"STORE": "s3://it's/there", "RUN_ID": "r", "SPEC_DIGEST": "d" * 64}
+    build, workspace = built(tmp_path, jenkinsfile(LLM, "llm.yaml", ["a=b"], "runs"), **asked)
+    (command,) = [line for line in build.commands if "mlpipe validate" in line]
+    assert workspace.sh(f'{command}; mlpipe show "$MLPIPE_STORE"') == 0, workspace.said
+    spec = ".mlpipe/asked.yaml"
+    stages = "corpus,train,evaluate,promote"
+    found = [[part.decode() for part in call] for call in workspace.calls()]
+    assert found == [
+        ["spec", "--out", spec, "--digest", "d" * 64, "--stages", stages, "--", "r"],
+        ["validate", "--", spec],
+        ["show", "s3://it's/there"],
+    ]
+
+
 def test_once_a_stage_has_failed_none_is_started(tmp_path: Path) -> None:
     build, workspace = built(tmp_path, jenkinsfile(LLM, "llm.yaml", [], "runs"))
     first, second = [line for line in build.commands if "submit_stage" in line][:2]

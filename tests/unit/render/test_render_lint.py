@@ -75,7 +75,7 @@ def test_what_the_planner_would_not_do_is_found_in_a_plan_from_elsewhere() -> No
 def test_the_grace_period_grows_with_the_checkpoint() -> None:
     """8.03e9 parameters, 12 bytes each, at 100 MB/s: 964 s, after a step of up to 120 s."""
     assert quickstart().launch.shutdown_seconds == 600
-    plan = llm()
+    plan = llm("train.strategy=hsdp")  # a whole one on each node
     assert plan.launch.shutdown_seconds == 1084
     assert not [line for line in lint(plan) if "checkpoint" in line]
     huge = llm(

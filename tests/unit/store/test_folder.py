@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from kit.store_race import race
 
 from mlpipe._core.errors import StoreError
 from mlpipe.store.folder import FolderStore
@@ -110,27 +111,7 @@ def test_a_key_never_leads_out_of_the_folder(tmp_path, key):
 
 
 def test_of_many_writers_exactly_one_creates_and_no_update_is_lost(tmp_path):
-    store = FolderStore(tmp_path)
-    wins = []
-
-    def count(name):
-        if store.put_if_absent("claim", name.encode()):
-            wins.append(name)
-        store.put_if_absent("counter", b"0")
-        for _ in range(20):
-            while True:
-                value, etag = store.get_with_etag("counter")
-                if store.put_if_match("counter", str(int(value) + 1).encode(), etag):
-                    break
-
-    threads = [threading.Thread(target=count, args=(f"t{i}",)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(wins) == 1
-    assert store.get("claim") == wins[0].encode()
-    assert store.get("counter") == b"80"
+    race(FolderStore(tmp_path), updates=20)
 
 
 def test_a_reader_sees_the_old_or_the_new_object_never_a_mixture(tmp_path):

@@ -70,6 +70,28 @@ def test_what_a_dead_attempt_left_is_not_part_of_the_output(store, folder, tmp_p
     assert "stale" not in contents(outputs.fetch_output(store, STAGE, tmp_path / "cache"))
 
 
+def test_an_attempt_that_was_given_up_commits_nothing_and_harms_nothing(store, folder, tmp_path, monkeypatch):
+    """It comes back while it writes, or when it is about to commit, or much later."""
+    late = tmp_path / "late"
+    late.mkdir()
+    (late / "empty").write_bytes(b"late")
+
+    def cut_off(*blob):
+        monkeypatch.undo()
+        assert outputs.give_up(store, STAGE, 1) is None
+        outputs.commit_output(store, STAGE, folder, 2)
+        return write(*blob)
+
+    write = outputs.write_blob
+    monkeypatch.setattr(outputs, "write_blob", cut_off)
+    with pytest.raises(StoreError, match="was given up"):
+        outputs.commit_output(store, STAGE, late, 1)
+    with pytest.raises(StoreError, match="was given up"):
+        outputs.commit_output(store, STAGE, late, 1)
+    assert contents(outputs.fetch_output(store, STAGE, tmp_path / "cache")) == contents(folder)
+    assert outputs.give_up(store, STAGE, 2) == outputs.load_output(store, STAGE)["digest"]
+
+
 def test_links_and_special_files_are_refused(store, folder):
     (folder / "link").symlink_to("/etc/passwd")
     with pytest.raises(StoreError, match="symbolic link"):

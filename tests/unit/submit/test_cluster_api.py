@@ -9,10 +9,10 @@ import pytest
 from kit.apiserver import NAMESPACE, TOKEN, ApiServer, Fault
 
 from mlpipe._core.errors import SubmitError
-from mlpipe.render.names import SPEC_DIGEST
+from mlpipe.render.names import PIPELINE_DIGEST, SPEC_DIGEST, VERSION
 from mlpipe.submit import cluster_api
 from mlpipe.submit.cluster_api import ApiError, ClusterApi, connect
-from mlpipe.submit.kubernetes import create_all
+from mlpipe.submit.kubernetes import create_all, would_take
 
 pytestmark = pytest.mark.unit
 BUSY = Fault("status", 429, "too many requests", {"Retry-After": "0"})
@@ -262,6 +262,20 @@ def test_one_that_is_there_is_adopted_if_it_is_the_same(api, server):
         api.create_or_adopt(job())
 
 
+def test_what_another_version_made_of_the_same_pipeline_is_adopted(api, server):
+    """It may render the same pipeline differently."""
+
+    def made(version: str, pipeline: str, digest: str) -> dict:
+        annotations = {SPEC_DIGEST: digest, PIPELINE_DIGEST: pipeline}
+        return job() | {"metadata": {"name": "a", "annotations": annotations, "labels": {VERSION: version}}}
+
+    api.create_or_adopt(made("1.0", "p", "1"))
+    assert api.create_or_adopt(made("1.1", "p", "2"))[1] is False
+    for other in (made("1.1", "q", "2"), made("1.0", "p", "2")):
+        with pytest.raises(SubmitError, match="another spec"):
+            api.create_or_adopt(other)
+
+
 def test_one_that_is_being_deleted_is_waited_for(api, server, monkeypatch):
     server.held.add("a")
     api.create_or_adopt(job())
@@ -308,7 +322,7 @@ def test_what_another_made_is_not_rolled_back(api, server):
 
 
 def test_a_dry_run_makes_nothing(api, server):
-    create_all(api, gang(), dry_run=True)
+    would_take(api, gang())
     assert [key for key in server.objects if key[0] != "namespaces"] == []
     assert all(request.endswith("dryRun=All") for request in server.requests)
 

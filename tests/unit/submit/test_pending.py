@@ -149,7 +149,7 @@ CONTAINERS = [
     (
         "CreateContainerConfigError",
         'container has runAsNonRoot and image will run as root (pod: "p_ml(1)", container: worker)',
-        "USER 1000",
+        "USER 10001",
     ),
     (
         "RunContainerError",
@@ -255,7 +255,7 @@ KUEUE = {
 
 def workload(server: ApiServer, message: str, uid: str, name: str = "w") -> None:
     condition = {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": message}
-    metadata = {"name": name, "ownerReferences": [{"uid": uid}]}
+    metadata = {"name": name, "labels": {"kueue.x-k8s.io/job-uid": uid}}
     server.put("workloads", {"metadata": metadata, "status": {"conditions": [condition]}})
 
 

@@ -234,7 +234,7 @@ def test_submit_wait_exits_as_the_run_does_and_ctrl_c_only_detaches(cli: Cli):
     begun(cli)
     waiting.send_signal(signal.SIGINT)
     _, err = waiting.communicate(timeout=240)
-    assert waiting.returncode == 130
+    assert waiting.returncode == 130, err
     assert "detached; run r goes on" in err
     again = cli.start("submit", "pipeline.yaml", "--run-id", "r", "--wait", "--output", "json")
     (cli.folder / "go").touch()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlpipe.plan.plan import CommandPlan, Launch, Plan
-from mlpipe.store import runs
+from mlpipe.store import outputs, runs
 from mlpipe.store.open import open_store
 from mlpipe.submit.walk import Ended, Room, Stop, Walk
 
@@ -218,6 +218,37 @@ def test_a_lost_attempt_is_fenced_and_the_next_one_goes_on():
         assert (state.state, state.stages["a"].attempt) == ("done", 3)
         fences = [info.key.rpartition("/")[2] for info in store.list("runs/run/stages/a/checkpoints")]
         assert fences == ["fence-1-0", "fence-2-0"]
+        fences = [info.key.rpartition("/")[2] for info in store.list("runs/run/stages/a/outputs")]
+        assert fences == ["fence-1", "fence-2"]
+
+
+def test_an_attempt_that_is_lost_after_its_commit_is_done():
+    class Losing(Cluster):
+        def start(self, plan: Plan, scratch: Path):
+            handle = super().start(plan, scratch)
+            (scratch / "output").mkdir()
+            self.digest = outputs.commit_output(store, plan.stage_key, scratch / "output", plan.attempt)
+            handle.ended = Ended("failed", "node-1 was lost", kind="infrastructure", lost=True)
+            return handle
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = open_store(folder)
+        runs.create_run(store, "run", "", "digest", ["a"], "kubernetes", {})
+        runs.take_lease(store, "run", "me", 1000.0)
+        runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
+        backend = Losing(lambda: runs.read_run(store, "run"), {"a": ()}, set(), {"a": 1}, 2)
+        walker = Walk(
+            store,
+            "run",
+            {"a": ()},
+            command_plan,
+            backend,
+            holder="me",
+            scratch=Path(folder) / "x",
+            stop=Stop(),
+        )
+        stage = walker.run().stages["a"]
+        assert (stage.state, stage.attempt, stage.outcome["digest"]) == ("done", 1, backend.digest)
 
 
 @settings(max_examples=25, deadline=None)

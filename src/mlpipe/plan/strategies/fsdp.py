@@ -30,10 +30,10 @@ def sharded(counts: Counts, work: Work, mesh: Mesh, *, gathered_blocks: int) -> 
     """All states split over `dp_shard`; besides, whole: `gathered_blocks` parameters of blocks in the compute
     dtype, what is outside the blocks in fp32 with its gradients, and the larger of what reductions hold: a
     block's gradients with their fp32 input, or the fp32 input of what is outside. Accumulation keeps the
-    gradients of all microbatches whole, in fp32, until the last one sends them."""
+    gradients of all microbatches whole, in fp32, until the last one sends them, unless each does."""
     width = COMPUTE_BYTES[work.precision]
     share = counts.share(mesh.dp_shard)
-    unsent = GRADIENT_BYTES * counts.total if work.accumulation > 1 else 0
+    unsent = GRADIENT_BYTES * counts.total if work.accumulation > 1 and not work.reduce_every else 0
     gathered = width * gathered_blocks + (WEIGHT_BYTES + GRADIENT_BYTES) * counts.outside
     reducing = max((width + GRADIENT_BYTES) * counts.block, GRADIENT_BYTES * counts.outside)
     return MemoryEstimate(
@@ -51,36 +51,43 @@ def exposed(passes: Passes, wire: Wire, mesh: Mesh) -> float:
 
 
 def traffic(passes: Passes, wire: Wire, mesh: Mesh, *, reshard: bool) -> float:
-    """Each block is gathered before its forward pass, under `reshard` again before its backward pass, and in
-    the last microbatch its gradients are scattered, and under hsdp reduced over the copies. One block's
-    transfers run beside the computing of its neighbour (Zhao et al., PyTorch FSDP, 2023); the first
-    gathering and the last reduction have no neighbour. What was gathered is copied out of its buffer, and
-    what will be scattered into one, in the stream that computes (torch, _fsdp_collectives.py)."""
+    """Each block is gathered before its forward pass, under `reshard` again before its backward pass and in
+    every microbatch. In the last microbatch, or in every one, its gradients are scattered; in the last they
+    are reduced over the copies of hsdp. One block's transfers run beside the computing of its neighbour (Zhao
+    et al., PyTorch FSDP, 2023); the first gathering and the last reduction have no neighbour. What was
+    gathered is copied out of its buffer, and what will be scattered into one, in the stream that computes
+    (torch, _fsdp_collectives.py)."""
     shard, copies = mesh.dp_shard, mesh.dp_replicate
     block, outside = passes.block_params, passes.outside_params
-    gather = wire.all_gather(passes.width * block, shard)
-    first = wire.all_gather(WEIGHT_BYTES * outside, shard)
 
-    def reduction(num_params: int) -> float:
-        scattered = wire.all_gather(GRADIENT_BYTES * num_params, shard)
-        return scattered + wire.all_reduce(GRADIENT_BYTES * num_params / shard, copies, stride=shard)
+    def reduction(num_params: int, number: int) -> float:
+        last, scattered, summed = number == passes.accumulation - 1, 0.0, 0.0
+        if last or passes.reduce_every:
+            scattered = wire.all_gather(GRADIENT_BYTES * num_params, shard)
+        if last:
+            summed = wire.all_reduce(GRADIENT_BYTES * num_params / shard, copies, stride=shard)
+        return scattered + summed
 
     def copies_of(num_params: int, width: int) -> float:
         return copy_seconds(2 * width * num_params, wire.hardware) if shard > 1 else 0.0
 
-    gathers = passes.accumulation * (2 if reshard else 1)
+    gathers = 2 * passes.accumulation if reshard else 1
     total = gathers * (passes.num_blocks * copies_of(block, passes.width) + copies_of(outside, WEIGHT_BYTES))
-    total += copies_of(passes.num_params, GRADIENT_BYTES)
+    reductions = passes.accumulation if passes.reduce_every else 1
+    total += reductions * copies_of(passes.num_params, GRADIENT_BYTES)
     for number in range(passes.accumulation):
-        reduced = reduction(block) if number == passes.accumulation - 1 else 0.0
-        backward = reduced + (gather if reshard else 0.0)
+        gather, first = 0.0, 0.0
+        if reshard or number == 0:
+            gather = wire.all_gather(passes.width * block, shard)
+            first = wire.all_gather(WEIGHT_BYTES * outside, shard)
+        backward = reduction(block, number) + (gather if reshard else 0.0)
         if passes.overlap:
             total += first + gather + (passes.num_blocks - 1) * max(0.0, gather - passes.forward_block)
             total += passes.num_blocks * max(0.0, backward - passes.backward_block)
         else:
             total += first + passes.num_blocks * (gather + backward)
-        total += first if reshard else 0.0
-    return total + reduction(outside)
+        total += (first if reshard else 0.0) + reduction(outside, number)
+    return total
 
 
 def updated(counts: Counts, mesh: Mesh) -> int:

@@ -37,11 +37,12 @@ def parallelize(built: BuiltModel, plan: TrainPlan, device: torch.device) -> Par
             module.to(device)
         fsdp.shard(module, blocks, mesh, plan)
         materialize(built, plan.seed, device)
-        return fsdp.finish(module, mesh)
+        return fsdp.finish(module, mesh, plan, device)
     materialize(built, plan.seed, device)
     if plan.strategy == "single":
         return apply_single(module)
-    return apply_ddp(module) if plan.strategy == "ddp" else apply_zero1(module)
+    apply = apply_ddp if plan.strategy == "ddp" else apply_zero1
+    return apply(module, device)
 
 
 def materialize(built: BuiltModel, seed: int, device: torch.device) -> None:

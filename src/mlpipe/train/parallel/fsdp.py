@@ -1,7 +1,7 @@
 """zero2, fsdp and hsdp: PyTorch's `fully_shard` (FSDP2) over the blocks, then over the rest.
 
-fsdp reshards parameters after the forward (ZeRO-3), zero2 keeps them until the backward is done, hsdp
-shards inside `dp_shard` and replicates over `dp_replicate`.
+fsdp reshards parameters after the forward (ZeRO-3), zero2 keeps them until the last backward of the step,
+hsdp shards inside `dp_shard` and replicates over `dp_replicate`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.parallel.parallel import Owned, Parallel, nothing, persistent_buffers
+from mlpipe.train.parallel.waits import Waits
 
 
 def device_mesh(plan: TrainPlan, device: torch.device) -> DeviceMesh:
@@ -58,7 +59,7 @@ def shard(module: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, plan: Tr
     fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard_after_forward)
 
 
-def finish(module: nn.Module, mesh: DeviceMesh) -> Parallel:
+def finish(module: nn.Module, mesh: DeviceMesh, plan: TrainPlan, device: torch.device) -> Parallel:
     """After the weights are real: the local views for the optimizer and the checkpoint."""
     num_copies = mesh.size(0) if mesh.ndim == 2 else 1
     copy = mesh.get_local_rank(0) if mesh.ndim == 2 else 0
@@ -73,13 +74,34 @@ def finish(module: nn.Module, mesh: DeviceMesh) -> Parallel:
     world_size = mesh.size()
     owned += persistent_buffers(module, torch.distributed.get_rank(), world_size)
     root = cast(FSDPModule, module)
+    waits = Waits(device)
+    waits.time_end_of_backward(module)
+    time_collectives(module, waits)
 
     @contextmanager
     def communicate(last: bool) -> Iterator[None]:
-        root.set_requires_gradient_sync(last)
+        # under hsdp copies are reduced once in any case: until then the sums of each lie in its shards
+        root.set_requires_gradient_sync(last or plan.reduce_gradients == "every")
+        root.set_requires_all_reduce(last)
+        if plan.strategy == "zero2":  # weights stay gathered until the last microbatch, too
+            root.set_reshard_after_backward(last)
         yield
+        waits.end()
 
     def gradients() -> list[torch.Tensor]:
         return [cast(Any, p.grad).to_local() for p in module.parameters() if p.grad is not None]
 
-    return Parallel(module, owned, communicate, gradients, num_copies, nothing)
+    return Parallel(module, owned, communicate, gradients, num_copies, nothing, waits)
+
+
+def time_collectives(module: nn.Module, waits: Waits) -> None:
+    """Where FSDP2 waits, besides the end of the backward: for a block's parameters, and for the gradients of
+    the block before (with gloo, in the collectives themselves). These methods are private; all of torch 2.11
+    to 2.15 have them, and what a later one lacks is not counted."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state = part._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                for name in ("unshard", "wait_for_unshard", "post_backward"):
+                    if hasattr(group, name):
+                        setattr(group, name, waits.timed(getattr(group, name)))

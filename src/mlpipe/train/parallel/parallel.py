@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+
+from mlpipe.train.parallel.waits import Waits
 
 
 @dataclass
@@ -43,7 +45,8 @@ class Parallel:
     last microbatch the gradients are the mean over the data ranks. `communicate(last)` is entered around
     each microbatch: gradients travel only in the last one. `gradients()` are the local tensors of which
     the squared norms, summed over the world and divided by `norm_copies`, make the global squared norm.
-    `after_step()` brings the updated parameters to every rank that computes with them.
+    `after_step()` brings the updated parameters to every rank that computes with them. `waits` counts the
+    time that all of these spend waiting for other ranks.
     """
 
     module: nn.Module
@@ -52,6 +55,7 @@ class Parallel:
     gradients: Callable[[], list[torch.Tensor]]
     norm_copies: int
     after_step: Callable[[], None]
+    waits: Waits = field(default_factory=Waits)
 
 
 def replicated(module: nn.Module, rank: int, world_size: int) -> list[Owned]:

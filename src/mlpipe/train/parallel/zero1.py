@@ -20,12 +20,13 @@ from mlpipe.train.parallel.parallel import Owned, Parallel
 _BUCKET_BYTES = 64 * 2**20
 
 
-def apply_zero1(module: nn.Module) -> Parallel:
+def apply_zero1(module: nn.Module, device: torch.device) -> Parallel:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    parallel = apply_ddp(module)
+    parallel = apply_ddp(module, device)
     whole = [item for item in parallel.owned if not item.is_buffer]
     parallel.owned = [item if item.is_buffer else _slice(item, rank, world_size) for item in parallel.owned]
-    parallel.after_step = _gatherer([item.local for item in whole], rank, world_size)
+    gather = _gatherer([item.local for item in whole], rank, world_size)
+    parallel.after_step = parallel.waits.timed(gather)
     return parallel
 
 

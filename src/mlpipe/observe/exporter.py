@@ -1,0 +1,269 @@
+"""The runs of a store as series: those that wait, run and are over, also when no process of theirs answers.
+
+What is known lies in the store. A round lists the index (a LIST), reads what changed since the last one, and
+follows the records of runs under way from where it stopped. A run that is over is read once; the newest
+first, and only for so long a round, so that ten thousand old ones delay nothing. A scrape reads memory.
+
+Series of single runs are served for runs under way and for the `recent` newest that are over; the sums
+hold all runs that were read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mlpipe._core.errors import MlpipeError
+from mlpipe.observe.goodput import BUCKETS, Ledger, add
+from mlpipe.observe.metrics import Metric
+from mlpipe.observe.records import Follower
+from mlpipe.observe.runview import view_run
+from mlpipe.store import runs
+from mlpipe.store.base import Store
+from mlpipe.store.runs import RUN_ENDED, RunState, RunSummary
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+
+RECENT_RUNS = 100
+# Between two looks at where the time of a run under way goes; and of the exporter's time, a look that takes
+# long (all records of many steps) may take a part.
+_LEDGER_SECONDS = 60.0
+_LEDGER_SHARE = 0.02
+_RUN = ("run", "pipeline")
+
+FLEET_METRICS: tuple[Metric, ...] = (
+    Metric("mlpipe_fleet_runs", "gauge", "runs", "none", "Runs of the store.", "index", ("state",)),
+    Metric(
+        "mlpipe_fleet_failed_runs", "gauge", "runs", "none",
+        "Failed runs: not_finite (loss or gradient), hang, or the kind of the error.",
+        "run.json", ("cause",),
+    ),
+    Metric(
+        "mlpipe_fleet_unread_runs", "gauge", "runs", "none",
+        "Runs that are over and not read yet: they are missing in the sums below.", "index",
+    ),
+    Metric(
+        "mlpipe_fleet_rank_seconds", "gauge", "seconds", "none",
+        "Where the rank-seconds of all trainings went.", "records, by observe/goodput.py",
+        ("bucket", "device"),
+    ),
+    Metric(
+        "mlpipe_fleet_cost_usd", "gauge", "USD", "none",
+        "What all trainings with a price cost.", "rank-seconds x plan: price_usd_per_device_hour",
+    ),
+    Metric(
+        "mlpipe_fleet_badput_usd", "gauge", "USD", "none",
+        "Of that, what was paid for anything but steps that are kept.", "the same",
+    ),
+    Metric(
+        "mlpipe_fleet_last_round_timestamp_seconds", "gauge", "seconds since 1970", "none",
+        "When the exporter last ended a look at the store.", "clock",
+    ),
+    Metric(
+        "mlpipe_fleet_round_duration_seconds", "gauge", "seconds", "none",
+        "How long that look took.", "clock",
+    ),
+    Metric(
+        "mlpipe_run_state_info", "gauge", "1", "none", "Where a run stands; always 1.", "index, run.json",
+        (*_RUN, "state", "backend"),
+    ),
+    Metric(
+        "mlpipe_run_last_step_timestamp_seconds", "gauge", "seconds since 1970", "none",
+        "When rank 0 of a training under way last ended a step; before the first: when it began to train.",
+        "step: time", (*_RUN, "stage"),
+    ),
+    Metric(
+        "mlpipe_run_failed_timestamp_seconds", "gauge", "seconds since 1970", "none",
+        "When a run failed.", "run.json", (*_RUN, "stage", "cause"),
+    ),
+    Metric(
+        "mlpipe_run_rank_seconds", "gauge", "seconds", "none",
+        "Where the rank-seconds of a run's trainings went.", "records, by observe/goodput.py",
+        (*_RUN, "bucket"),
+    ),
+    Metric(
+        "mlpipe_run_goodput_ratio", "gauge", "ratio", "none",
+        "Share of rank-seconds in compute and communication of steps that are kept.", "the same", _RUN,
+    ),
+    Metric("mlpipe_run_cost_usd", "gauge", "USD", "none", "What its trainings cost.", "the same", _RUN),
+    Metric("mlpipe_run_badput_usd", "gauge", "USD", "none", "Of that, what badput cost.", "the same", _RUN),
+    Metric(
+        "mlpipe_run_usd_per_million_tokens", "gauge", "USD", "none",
+        "Cost over tokens of steps that are kept.", "the same", _RUN,
+    ),
+)  # fmt: skip
+
+
+@dataclass
+class _Known:
+    """A run as it was read last. `next_ledger`: monotonic time, before which its records are left alone."""
+
+    summary: RunSummary
+    run: RunState
+    device: str = ""
+    ledger: Ledger | None = None
+    next_ledger: float = float("-inf")
+
+    @property
+    def over(self) -> bool:
+        return self.run.state in RUN_ENDED
+
+    @property
+    def failure(self) -> tuple[str, str, float] | None:
+        """Stage, cause and time of the first stage that failed."""
+        failed = [
+            (stage.ended or self.run.updated, name, stage)
+            for name, stage in self.run.stages.items()
+            if stage.state == "failed"
+        ]
+        if self.run.state != "failed" or not failed:
+            return None
+        when, name, stage = min(failed, key=lambda one: one[0])
+        return name, str(stage.outcome.get("cause") or stage.outcome.get("kind") or "unknown"), when
+
+
+class Fleet:
+    """What a scrape is answered from. `round` reads the store; a scrape meanwhile sees the round before."""
+
+    def __init__(self, store: Store, *, recent: int = RECENT_RUNS) -> None:
+        self._store = store
+        self._recent = recent
+        self._known: dict[str, _Known] = {}
+        self._tails: dict[tuple[str, str, int], tuple[Follower, float]] = {}
+        self._values: dict[str, dict[tuple[str, ...], float]] = {}
+        self._lock = threading.Lock()
+
+    def round(self, seconds: float = 5.0) -> None:
+        """One look at the store; `seconds`: for reading runs that are over, about. Raises StoreError when the
+        index cannot be listed."""
+        began, now = time.time(), time.monotonic()
+        listed = runs.list_runs(self._store)
+        known = {run.run_id: self._known[run.run_id] for run in listed if run.run_id in self._known}
+        changed = [run for run in reversed(listed) if self._is_news(known.get(run.run_id), run)]
+        # those under way first, then the newest
+        changed.sort(key=lambda run: run.state in RUN_ENDED)
+        unread = 0
+        for run in changed:
+            if run.state in RUN_ENDED and time.monotonic() - now > seconds:
+                unread += 1
+                continue
+            if (found := self._read(run, known.get(run.run_id))) is not None:
+                known[run.run_id] = found
+        self._known = known
+        live = {run_id for run_id, one in known.items() if not one.over}
+        self._tails = {place: tail for place, tail in self._tails.items() if place[0] in live}
+        values = self._sums(listed, unread) | self._single(listed)
+        values["mlpipe_fleet_last_round_timestamp_seconds"] = {(): time.time()}
+        values["mlpipe_fleet_round_duration_seconds"] = {(): time.time() - began}
+        with self._lock:
+            self._values = values
+
+    def _is_news(self, known: _Known | None, run: RunSummary) -> bool:
+        return known is None or run.state not in RUN_ENDED or run.seq != known.summary.seq
+
+    def _read(self, summary: RunSummary, known: _Known | None) -> _Known | None:
+        """None where it cannot be read: it may be half written, or gone."""
+        try:
+            run = runs.read_run(self._store, summary.run_id)
+            found = _Known(summary, run)
+            if known is not None and not found.over:
+                found.ledger, found.next_ledger, found.device = known.ledger, known.next_ledger, known.device
+            began = time.monotonic()
+            if found.over or began > found.next_ledger:
+                view = view_run(self._store, summary.run_id)
+                devices = [s.plan.launch.device for s in view.stages if s.plan is not None and s.plan.train]
+                found.device = devices[-1] if devices else ""
+                found.ledger, now = view.ledger, time.monotonic()
+                found.next_ledger = now + max(_LEDGER_SECONDS, (now - began) / _LEDGER_SHARE)
+        except MlpipeError:
+            return known
+        return found
+
+    def _sums(self, listed: list[RunSummary], unread: int) -> dict[str, dict[tuple[str, ...], float]]:
+        states = Counter(run.state for run in listed)
+        causes = Counter(one.failure[1] for one in self._known.values() if one.failure)
+        spent: dict[tuple[str, ...], float] = {}
+        priced = []
+        for one in self._known.values():
+            if one.ledger is None:
+                continue
+            for bucket in BUCKETS:
+                labels = (bucket, one.device)
+                spent[labels] = spent.get(labels, 0.0) + one.ledger.seconds[bucket]
+            if one.ledger.cost_usd is not None:
+                priced.append(one.ledger)
+        whole = add(priced)
+        return {
+            "mlpipe_fleet_runs": {
+                (state,): float(states[state]) for state in ("pending", "running", *RUN_ENDED)
+            },
+            "mlpipe_fleet_failed_runs": {(cause,): float(count) for cause, count in causes.items()},
+            "mlpipe_fleet_unread_runs": {(): float(unread)},
+            "mlpipe_fleet_rank_seconds": spent,
+            "mlpipe_fleet_cost_usd": {(): sum(one.cost_usd or 0.0 for one in priced)},
+            "mlpipe_fleet_badput_usd": {(): whole.badput_usd or 0.0},
+        }
+
+    def _single(self, listed: list[RunSummary]) -> dict[str, dict[tuple[str, ...], float]]:
+        """Of runs under way, and of the newest that are over."""
+        values: dict[str, dict[tuple[str, ...], float]] = {
+            metric.name: {} for metric in FLEET_METRICS if metric.labels[:1] == ("run",)
+        }
+        there = [self._known[run.run_id] for run in listed if run.run_id in self._known]
+        over = sorted((one for one in there if one.over), key=lambda one: one.run.updated)
+        for one in [one for one in there if not one.over] + over[-self._recent :]:
+            run, ledger = one.run, one.ledger
+            name = (run.run_id, run.pipeline)
+            values["mlpipe_run_state_info"][*name, run.state, run.backend] = 1.0
+            if one.failure is not None:
+                stage, cause, when = one.failure
+                values["mlpipe_run_failed_timestamp_seconds"][*name, stage, cause] = when
+            if not one.over:
+                for stage, when in self._last_steps(run):
+                    values["mlpipe_run_last_step_timestamp_seconds"][*name, stage] = when
+            if ledger is None or ledger.goodput_ratio is None:
+                continue
+            values["mlpipe_run_goodput_ratio"][name] = ledger.goodput_ratio
+            for bucket in BUCKETS:
+                values["mlpipe_run_rank_seconds"][*name, bucket] = ledger.seconds[bucket]
+            money = ledger.document()
+            for field in ("cost_usd", "badput_usd", "usd_per_million_tokens"):
+                if money[field] is not None:
+                    values[f"mlpipe_run_{field}"][name] = money[field]
+        return values
+
+    def _last_steps(self, run: RunState) -> Iterator[tuple[str, float]]:
+        """(stage, time) of the stages under way that have records."""
+        for name, stage in run.stages.items():
+            if stage.state != "running" or stage.started is None:
+                continue
+            place = (run.run_id, name, stage.attempt)
+            key = f"runs/{run.run_id}/stages/{name}/attempt-{stage.attempt}"
+            tail, last = self._tails.pop(place, (Follower(self._store, key), 0.0))
+            try:
+                records = tail.poll()
+            except MlpipeError:
+                records = []
+            for record in records:
+                if record["kind"] in ("start", "step") and isinstance(record.get("time"), float):
+                    last = max(last, record["time"])
+            self._tails[place] = (tail, last)
+            if last:
+                yield name, last
+
+    def collect(self) -> Iterator[Family]:
+        """What prometheus_client calls at a scrape."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        with self._lock:
+            values = self._values
+        for metric in FLEET_METRICS:
+            family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+            for labels, value in values.get(metric.name, {}).items():
+                family.add_metric(labels, value)
+            yield family

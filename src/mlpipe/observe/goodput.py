@@ -1,0 +1,222 @@
+"""Goodput: where the rank-seconds of a training went, out of durable records alone. No I/O, no clock.
+
+A rank-second is a second of one rank, or of the device that is kept for it, while an attempt is open: from
+its submission to its end. Each belongs to exactly one bucket, so the buckets sum to ranks x wall time, over
+restarts and attempts (which may differ in their number of ranks). Between two attempts nobody waits and
+nothing is paid: that time is in none.
+
+queue          submitted, its launcher not started: no place on the cluster, an image to pull
+startup        from the launcher to the rank's process
+init           from the process to the first step: imports, process group, model, data
+restore        of that, loading a checkpoint
+data           waiting for the next batch
+compute        this rank's own forward, backward and update
+communication  exposed: waiting for other ranks, or for bytes on the way
+save           training stood still for a checkpoint
+lost           steps done and done again after a restart, and what was under way when a life ended
+hang           from the last step to the end of a life that hung
+idle           the rest: between steps, and after the last one
+
+Goodput is the share of compute and communication of steps that are kept, the rest is badput (after Google's
+ml-goodput-measurement, whose buckets these are, with queue and hang added).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlpipe.observe.records import Record
+
+BUCKETS = (
+    "queue", "startup", "init", "restore", "data", "compute", "communication", "save", "lost", "hang", "idle",
+)  # fmt: skip
+GOOD = ("compute", "communication")
+_PARTS = (
+    ("data", "data_seconds"), ("compute", "compute_seconds"), ("communication", "collective_seconds"),
+    ("save", "checkpoint_seconds"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of a stage; times in Unix seconds. `launched`: when its first launcher began, None if none
+    did. `records`: by rank, of some or all of `num_ranks` ranks; those read stand for the others."""
+
+    submitted: float
+    launched: float | None
+    ended: float
+    num_ranks: int
+    records: Mapping[int, Sequence[Record]]
+    hung: bool = False
+
+
+@dataclass
+class Ledger:
+    """Rank-seconds by bucket, tokens of kept steps, and what a device-hour costs (None: nobody said)."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0.0))
+    tokens: float = 0.0
+    price_usd_per_device_hour: float | None = None
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def goodput_ratio(self) -> float | None:
+        return sum(self.seconds[name] for name in GOOD) / self.total if self.total else None
+
+    @property
+    def cost_usd(self) -> float | None:
+        return self._usd(self.total)
+
+    @property
+    def badput_usd(self) -> float | None:
+        return self._usd(self.total - sum(self.seconds[name] for name in GOOD))
+
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        """Of tokens whose steps are kept."""
+        return None if self.cost_usd is None or not self.tokens else self.cost_usd / self.tokens * 1e6
+
+    def _usd(self, seconds: float) -> float | None:
+        price = self.price_usd_per_device_hour
+        return None if price is None else seconds / 3600 * price
+
+    def document(self) -> dict[str, Any]:
+        """For `--output json`."""
+        return {
+            "rank_seconds": self.seconds,
+            "total_rank_seconds": self.total,
+            "goodput_ratio": self.goodput_ratio,
+            "kept_tokens": self.tokens,
+            "price_usd_per_device_hour": self.price_usd_per_device_hour,
+            "cost_usd": self.cost_usd,
+            "badput_usd": self.badput_usd,
+            "usd_per_million_tokens": self.usd_per_million_tokens,
+        }
+
+
+def add(ledgers: Iterable[Ledger]) -> Ledger:
+    """Their sum. The price is their mean by time, so that costs add up; None where one of them has none."""
+    found = list(ledgers)
+    costs = [ledger.cost_usd for ledger in found]
+    whole = Ledger()
+    for ledger in found:
+        whole.tokens += ledger.tokens
+        for name in BUCKETS:
+            whole.seconds[name] += ledger.seconds[name]
+    if whole.total and None not in costs:
+        whole.price_usd_per_device_hour = sum(filter(None, costs)) / whole.total * 3600
+    return whole
+
+
+def account(attempts: Sequence[Attempt], price_usd_per_device_hour: float | None = None) -> Ledger:
+    """Of one stage. `attempts` in the order in which they were submitted."""
+    ledger = Ledger(price_usd_per_device_hour=price_usd_per_device_hour)
+    for number, attempt in enumerate(attempts):
+        read = {rank: list(records) for rank, records in attempt.records.items() if rank < attempt.num_ranks}
+        weight = attempt.num_ranks / max(len(read), 1)
+        for rank, records in (read or {0: []}).items():
+            later = [r for other in attempts[number + 1 :] for r in other.records.get(rank, ())]
+            seconds, tokens = _rank(attempt, records, floor=_floor(later))
+            ledger.tokens += weight * tokens
+            for name, spent in seconds.items():
+                ledger.seconds[name] += weight * spent
+    return ledger
+
+
+def _floor(records: Iterable[Record]) -> float:
+    """The first step that a later life went on from: what comes after it is lost."""
+    starts = [record.get("start_step") or 0 for record in records if record["kind"] == "start"]
+    return min(starts, default=float("inf"))
+
+
+class _Clock:
+    """Cuts a rank's time into adjoining pieces: whatever the records say, the pieces fill the attempt."""
+
+    def __init__(self, begin: float, end: float) -> None:
+        self.at = begin
+        self.end = max(begin, end)
+        self.seconds = dict.fromkeys(BUCKETS, 0.0)
+
+    def until(self, time: float) -> float:
+        """Moves on, never back and never past the end; the seconds between."""
+        before, self.at = self.at, min(max(self.at, time), self.end)
+        return self.at - before
+
+    def put(self, bucket: str, time: float) -> None:
+        self.seconds[bucket] += self.until(time)
+
+
+def _rank(attempt: Attempt, records: list[Record], floor: float) -> tuple[dict[str, float], float]:
+    clock = _Clock(attempt.submitted, attempt.ended)
+    clock.put("queue", attempt.launched if attempt.launched is not None else attempt.ended)
+    lives = _lives(records)
+    tokens = 0.0
+    for number, life in enumerate(lives):
+        start = life[0]
+        last = number == len(lives) - 1
+        spawned = start["time"] - (start.get("seconds_since_spawn") or 0.0)
+        clock.put("startup" if number == 0 else "lost", spawned)
+        starting = clock.until(start["time"])
+        restoring = min(start.get("restore_seconds") or 0.0, starting)
+        clock.seconds["restore"] += restoring
+        clock.seconds["init"] += starting - restoring
+        kept = min(floor, _floor(record for other in lives[number + 1 :] for record in other))
+        tokens += _steps(clock, life, kept)
+        if last and attempt.hung:
+            clock.put("hang", attempt.ended)
+        elif life[-1]["kind"] == "end":
+            clock.put("save", life[-1]["time"])  # the loop is over: it waits for its last save
+        elif last:  # died; where it is still under way, the records end at `ended`
+            clock.put("lost", attempt.ended)
+    clock.put("idle" if lives else "startup", attempt.ended)
+    return clock.seconds, tokens
+
+
+def _lives(records: list[Record]) -> list[list[Record]]:
+    """A life begins with its start record."""
+    lives: list[list[Record]] = []
+    for record in records:
+        if record["kind"] == "start":
+            lives.append([record])
+        elif lives:
+            lives[-1].append(record)
+    return lives
+
+
+def _steps(clock: _Clock, life: list[Record], kept: float) -> float:
+    """Up to the last step of a life. Returns the tokens of steps up to `kept`.
+
+    Where steps were left out (a long run is not read in full) a gap holds several, which are taken to be like
+    the one that ends it. What a gap has beyond its steps is time between steps: a save that stood still there
+    (its record says how long in all), else idle.
+    """
+    between = stalled = tokens = 0.0
+    before = life[0].get("start_step") or 0
+    for record in life:
+        if record["kind"] == "checkpoint" and (record.get("step") or 0) <= kept:
+            stalled += record.get("stall_seconds") or 0.0
+        if record["kind"] != "step":
+            continue
+        num = max(record["step"] - before, 1)
+        before = record["step"]
+        gap = clock.until(record["time"])
+        if record["step"] > kept or record.get("loss", 0.0) is None:  # not finite: it updated nothing
+            clock.seconds["lost"] += gap
+            continue
+        tokens += num * (record.get("tokens") or 0)
+        parts = {name: num * max(record.get(field) or 0.0, 0.0) for name, field in _PARTS}
+        known = sum(parts.values())
+        shrink = gap / known if known > gap else 1.0
+        for name, spent in parts.items():
+            clock.seconds[name] += shrink * spent
+        stalled -= shrink * parts["save"]
+        between += gap - shrink * known
+    saving = min(max(stalled, 0.0), between)
+    clock.seconds["save"] += saving
+    clock.seconds["idle"] += between - saving
+    return tokens

@@ -1,0 +1,101 @@
+"""The GPU of one rank, by NVIDIA's own library (NVML), for machines without DCGM's exporter.
+
+Read at a scrape, never in a step. Needs the package nvidia-ml-py and the driver; without either, and for what
+a card does not support, there are no series: an absent GPU is not a GPU at 0 %. Names and units after
+NVML's API reference; a utilisation says only that some kernel ran.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Sample = tuple[str, tuple[str, ...], float]  # metric, values of its own labels, value
+_AGE_SECONDS = 1.0  # several scrapers within it share one reading
+# nvmlClocksEventReason<name>: why the clocks are lower than they could be
+_REASONS = {
+    "SwPowerCap": "power_cap",
+    "SwThermalSlowdown": "thermal",
+    "HwThermalSlowdown": "hw_thermal",
+    "HwPowerBrakeSlowdown": "hw_power_brake",
+    "HwSlowdown": "hw_slowdown",
+}
+
+
+class Gpu:
+    """`uuid`: as torch and NVML say it, GPU-xxxxxxxx-... Raises what NVML raises when there is no such GPU,
+    ImportError without its package."""
+
+    def __init__(self, uuid: str) -> None:
+        import pynvml
+
+        self._nvml = pynvml
+        pynvml.nvmlInit()
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        self._lock = threading.Lock()
+        self._samples: list[Sample] = []
+        self._read_at = float("-inf")
+        self._num_xids = 0.0
+        self._events = self._watch_errors()
+
+    def read(self) -> list[Sample]:
+        with self._lock:
+            if time.monotonic() - self._read_at > _AGE_SECONDS:
+                self._samples = list(self._look())
+                self._read_at = time.monotonic()
+            return self._samples
+
+    def _look(self) -> Iterator[Sample]:
+        nvml, handle = self._nvml, self._handle
+        looks: dict[str, Callable[[], float]] = {
+            "mlpipe_gpu_utilization_ratio": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            "mlpipe_gpu_memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
+            "mlpipe_gpu_power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            "mlpipe_gpu_temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(
+                handle, nvml.NVML_TEMPERATURE_GPU
+            ),
+            "mlpipe_gpu_ecc_errors": lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            ),
+        }
+        for name, look in looks.items():
+            if (value := self._ask(look)) is not None:
+                yield name, (), float(value)
+        if (reasons := self._ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))) is not None:
+            for word, reason in _REASONS.items():
+                mask = getattr(nvml, f"nvmlClocksEventReason{word}")
+                yield "mlpipe_gpu_throttled", (reason,), float(bool(reasons & mask))
+        if self._events is not None:
+            while (event := self._ask(lambda: nvml.nvmlEventSetWait_v2(self._events, 0))) is not None:
+                self._num_xids += 1
+                yield "mlpipe_gpu_last_xid", (), float(event.eventData)
+            yield "mlpipe_gpu_xid_errors_total", (), self._num_xids
+
+    def _watch_errors(self) -> Any:
+        """The driver keeps XIDs for us from now on; None where it cannot."""
+        nvml = self._nvml
+        try:
+            events = nvml.nvmlEventSetCreate()
+            nvml.nvmlDeviceRegisterEvents(self._handle, nvml.nvmlEventTypeXidCriticalError, events)
+        except nvml.NVMLError:
+            return None
+        return events
+
+    def _ask(self, look: Callable[[], Any]) -> Any:
+        """None for what this card or driver does not tell."""
+        try:
+            return look()
+        except self._nvml.NVMLError:
+            return None
+
+
+def find_gpu(uuid: str | None) -> Gpu | None:
+    """None without a GPU, its driver or nvidia-ml-py: metrics never stop a training."""
+    if uuid is None:
+        return None
+    try:
+        return Gpu(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+    except Exception:  # the package is missing, or NVML says no in one of its many ways
+        return None

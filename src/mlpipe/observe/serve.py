@@ -1,0 +1,42 @@
+"""`/metrics` over HTTP from a daemon thread: read-only, and a slow or dead scraper holds nobody up."""
+
+from __future__ import annotations
+
+import threading
+from http.server import ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any
+
+_SCRAPER_SECONDS = 10.0  # a scraper that is silent for so long is hung up on
+
+
+class Serving:
+    """A running server of what `collector.collect()` yields. Raises OSError when the port cannot be had,
+    ImportError without prometheus_client. Port 0: any free one; the real one is `.port`."""
+
+    def __init__(self, collector: Any, address: str, port: int) -> None:
+        from prometheus_client import CollectorRegistry, MetricsHandler
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(collector)
+        served = MetricsHandler.factory(registry)
+        handler = type("Handler", (served,), {"timeout": _SCRAPER_SECONDS})
+        self._server = _Server((address, port), handler)
+        self.port = self._server.server_address[1]
+        poll_seconds = 0.1  # close() waits so long at most
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(poll_seconds,), name="metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)
+
+
+class _Server(ThreadingHTTPServer):
+    def server_bind(self) -> None:
+        # HTTPServer's own looks up the host's full name, which waits for a name server that may be away.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])

@@ -1,0 +1,96 @@
+"""How long this rank waits for the others inside collectives: what is left of a step is its own work.
+
+In synchronous training the wall time of a step is the same on every rank, so a slow rank shows only as the
+one that waits least. The waits measured here are those that stop this rank's computation: communication
+that runs beside it costs nothing and is not counted.
+
+On a CPU the clock is read around what blocks. On CUDA nothing blocks the host: events are recorded on the
+computing stream around the point where it waits for the communication's stream, and are read once they have
+passed, perhaps a step later. Nothing synchronises for the sake of a measurement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+Result = TypeVar("Result")
+
+
+class Waits:
+    """Spans of waiting; inner ones of a nest are part of the outermost. `device`: of the computation."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._cuda = device is not None and device.type == "cuda"
+        self._depth = 0
+        self._began = 0.0
+        self._seconds = 0.0
+        self._mark: torch.cuda.Event | None = None
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._free: list[torch.cuda.Event] = []
+
+    def begin(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            if self._cuda:
+                self._mark = self._record()
+            else:
+                self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """Nothing where no span is open."""
+        if self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            if self._mark is not None:
+                self._pending.append((self._mark, self._record()))
+                self._mark = None
+            else:
+                self._seconds += time.perf_counter() - self._began
+
+    def timed(self, function: Callable[..., Result]) -> Callable[..., Result]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Result:
+            self.begin()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.end()
+
+        return call
+
+    def time_end_of_backward(self, module: nn.Module) -> None:
+        """From the end of the backward's own work, when DDP and FSDP begin to wait for the gradients, until
+        `end` is called. `module` gives the loss first. The engine runs callbacks in the order in which they
+        were queued, and nobody queues one before the hook of the loss itself."""
+
+        def of_loss(gradient: torch.Tensor) -> None:
+            engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine.queue_callback(self.begin)
+
+        def after_forward(module: nn.Module, args: Any, output: Any) -> None:
+            if output[0].requires_grad:
+                output[0].register_hook(of_loss)
+
+        module.register_forward_hook(after_forward, prepend=True)
+
+    def take(self) -> float:
+        """Seconds since the last call; on CUDA of the spans that the device has passed by now."""
+        while self._pending and self._pending[0][1].query():
+            begin, end = self._pending.popleft()
+            self._seconds += begin.elapsed_time(end) / 1000
+            self._free += (begin, end)
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _record(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -1,0 +1,101 @@
+"""What befalls pods, nodes, drivers, clients and servers during a training changes nothing in its result."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from kit.undisturbed import ranks
+
+from mlpipe.observe.records import read_records
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+AWAY_SECONDS = 20.0  # the length of a fault, not a wait for anything
+CUT_SECONDS = 30.0
+
+
+def test_what_no_pod_dies_of_restarts_nothing(place, hold, undisturbed, second):
+    """Client killed, driver killed, API server restarted, store away, a node cut off: one after the other."""
+    with hold:
+        client = place.start("submit", undisturbed.spec, "--to", "kubernetes", "--run-id", "free", "--wait")
+        place.until_step("free", 2)
+        client.kill()
+        client.wait(10)
+        assert len({pod["spec"]["nodeName"] for pod in place.worker_pods("free")}) == 2
+        driver = place.objects("pods", "free", **{"app.kubernetes.io/component": "driver"})[0]
+        name = driver["metadata"]["name"]
+        place.cluster.kubectl("-n", place.namespace, "delete", "pod", name, "--grace-period=0", "--force")
+        place.cluster.restart_apiserver()
+        place.cluster.stop_minio()
+        time.sleep(AWAY_SECONDS)
+        place.cluster.start_minio()
+        place.cluster.cut_node(second)
+        time.sleep(CUT_SECONDS)
+        place.cluster.heal_node(second)
+        place.cluster.wait_until_node(second, ready=True)
+    place.submit(undisturbed.spec, "free", "--wait")
+    undisturbed.check(place, "free")
+    assert place.run_state("free").stages["train"].attempt == 1
+    jobset = place.objects("jobsets", "free")[0]
+    assert jobset["status"].get("restarts", 0) == 0
+
+
+def test_what_a_pod_dies_of_restarts_the_gang_and_only_a_crash_counts(place, hold, undisturbed, second):
+    """A node is drained, a rank killed with -9 while it starts, a pod deleted."""
+
+    def of_restart(run_id: str, times: int) -> int | None:
+        wanted = str(times)
+        return next((pid for pid, _, env in ranks(run_id) if env["MLPIPE_GANG_RESTART"] == wanted), None)
+
+    def restarted(times: int) -> None:
+        """It trains again."""
+
+        def seen() -> bool:
+            with place.cluster.inside():
+                records = read_records(place.store(), "runs/dies/stages/train/attempt-1", 0)
+            return any(record["kind"] == "step" and record["restart"] == times for record in records)
+
+        place.until(f"the gang, restarted {times} times", seen)
+
+    with hold:
+        place.submit(undisturbed.spec, "dies")
+        place.until_step("dies", 2)
+        node = f"node-{second}"
+        assert node in {pod["spec"]["nodeName"] for pod in place.worker_pods("dies")}
+        place.cluster.kubectl("drain", node, "--delete-emptydir-data", "--force", timeout=120)
+        pid = place.until("a rank of the restarted gang", lambda: of_restart("dies", 1))
+        place.cluster.kubectl("uncordon", node)
+        os.kill(pid, signal.SIGKILL)
+        restarted(2)
+        pod = place.worker_pods("dies")[0]["metadata"]["name"]
+        place.cluster.kubectl("-n", place.namespace, "delete", "pod", pod, "--wait=false")
+        restarted(3)
+    place.submit(undisturbed.spec, "dies", "--wait")
+    undisturbed.check(place, "dies")
+    assert place.run_state("dies").stages["train"].attempt == 1
+    status = place.objects("jobsets", "dies")[0]["status"]
+    # a disruption is free; and so is a pod that somebody deleted, if it could save
+    assert (status["restarts"], status["restartsCountTowardsMax"]) == (3, 1)
+
+
+def test_a_node_that_is_lost_for_good_is_given_up(place, hold, undisturbed, second):
+    """The last test here: the cluster has a dead node afterwards."""
+    short = {"operator": "Exists", "effect": "NoExecute", "toleration_seconds": 3}
+    tolerations = [{"key": f"node.kubernetes.io/{state}", **short} for state in ("unreachable", "not-ready")]
+    spec = place.spec("lost", model=hold.model, kubernetes={"tolerations": tolerations})
+    with hold:
+        place.submit(spec, "lost")
+        place.until_step("lost", 6)
+        nodes = [pod["spec"]["nodeName"] for pod in place.worker_pods("lost")]
+        assert len(set(nodes)) == 2, nodes
+        place.cluster.kill_node(second)
+    place.submit(spec, "lost", "--wait")
+    undisturbed.check(place, "lost", records_lost=True)
+    # Either JobSet could restart the gang, or its attempt was given up and fenced, and the next one went on.
+    with place.cluster.inside():
+        keys = [info.key for info in place.store().list("runs/lost/stages/train/checkpoints")]
+    attempt = place.run_state("lost").stages["train"].attempt
+    assert any("/fence-1-" in key for key in keys) == (attempt == 2)
+    place.cluster.kubectl("delete", "node", f"node-{second}")

@@ -1,0 +1,56 @@
+"""`torchrun -m kit.counted LIST`: as kit.many, and counts what the host is asked to do. Rank 0 writes it
+beside LIST, as `counts-<run id>.json`: calls of operators, and calls and bytes of each collective."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from kit import many
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mlpipe.train.outcome import Outcome
+from mlpipe.train.session import Session
+
+
+class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes: of the tensors that a collective is given, input and output counted both."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found["operators"] += 1
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.overloadpacket.__name__
+            self.found[name] += 1
+            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            self.found[f"{name} bytes"] += sum(one.numel() * one.element_size() for one in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+_run = Session.run
+
+
+def _counted(session: Session, progress: list[int]) -> Outcome:
+    with Counts() as counts:
+        ended: Outcome = _run(session, progress)
+    if session.place.rank == 0:
+        path = Path(sys.argv[1]).with_name(f"counts-{session.plan.run_id}.json")
+        path.write_text(json.dumps(counts.found))
+    return ended
+
+
+if __name__ == "__main__":
+    Session.run = _counted  # type: ignore[method-assign, assignment]
+    code = many.main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

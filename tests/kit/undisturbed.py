@@ -1,0 +1,108 @@
+"""A run that nothing befell, on this machine, and what must equal it: losses, weights, rank processes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from pathlib import Path
+
+from kit import processes
+from kit.command_runs import Cli, until
+from kit.place import STEPS, Place
+
+from mlpipe.observe.records import read_records
+from mlpipe.store import catalogue
+from mlpipe.store.base import Store
+from mlpipe.store.folder import FolderStore
+
+STAGE = "stages/train"
+WORKER = "mlpipe.train.worker"
+
+
+class Hold:
+    """A model that takes seconds a step until it is released: a fault during its training meets it there."""
+
+    def __init__(self) -> None:
+        # in a folder that pods see: the virtual environment is mounted into them
+        self._path = Path(sys.prefix) / f"hold-{secrets.token_hex(4)}"
+        args = {"seconds": 1.5, "while_file": str(self._path), "dropout": 0.0}
+        self.model = {"entry": "kit.models:slow", "args": args}
+
+    def __enter__(self) -> Hold:
+        self._path.touch()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+class Undisturbed:
+    """The run itself: of one machine with as many ranks as the pods of `spec` have."""
+
+    def __init__(self, folder: Path, spec: Path) -> None:
+        self.spec = spec
+        cli = Cli(folder)
+        cli.env["PATH"] = os.environ["PATH"]
+        same = [f"--set=stages.train.resources.{what}" for what in ("workers_per_node=2", "nodes=1")]
+        process = cli.start("run", str(spec), "--run-id", "r", *same)
+        self.workers = workers_of("r", 2)
+        out, err = process.communicate(timeout=600)
+        assert process.returncode == 0, err + out
+        store = FolderStore(cli.store)
+        self.losses, self.digest = losses(store, "r"), last_digest(store, "r")
+        assert sorted(self.losses) == list(range(1, STEPS + 1))
+
+    def check(self, place: Place, run_id: str, *, records_lost: bool = False) -> None:
+        """The run on the cluster has the same weights and losses; `records_lost`: with a node, those that had
+        not been shipped."""
+        with place.cluster.inside():
+            store = place.store()
+            found = losses(store, run_id)
+            assert found.items() <= self.losses.items() if records_lost else found == self.losses
+            assert last_digest(store, run_id) == self.digest
+
+
+def losses(store: Store, run_id: str) -> dict[int, float]:
+    """By step, over all attempts."""
+    found: dict[int, float] = {}
+    attempt = 1
+    while records := read_records(store, f"runs/{run_id}/{STAGE}/attempt-{attempt}", 0):
+        found |= {record["step"]: record["loss"] for record in records if record["kind"] == "step"}
+        attempt += 1
+    return found
+
+
+def last_digest(store: Store, run_id: str) -> str:
+    last = catalogue.latest(store, f"runs/{run_id}/{STAGE}")
+    assert last is not None
+    assert last.step == STEPS
+    return processes.digest_of(store, last.key)
+
+
+def workers_of(run_id: str, count: int) -> dict[int, tuple[list[str], dict[str, str]]]:
+    """argv and environment by rank, of the rank processes of a run on this machine, in a pod or not."""
+
+    def seen() -> dict[int, tuple[list[str], dict[str, str]]]:
+        found = {int(env["RANK"]): (argv, env) for _, argv, env in ranks(run_id)}
+        return found if len(found) == count else {}
+
+    return until(seen, f"{count} workers of {run_id}", 240)
+
+
+def ranks(run_id: str) -> list[tuple[int, list[str], dict[str, str]]]:
+    """pid, argv and environment of each that is alive."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            argv = (path / "cmdline").read_text().split("\0")[:-1]
+            lines = (path / "environ").read_text().split("\0")
+        except OSError:
+            continue
+        env = dict(line.split("=", 1) for line in lines if "=" in line)
+        if WORKER in argv and env.get("MLPIPE_RUN_ID") == run_id and "LOCAL_RANK" in env:
+            found.append((int(path.name), argv, env))
+    return found

@@ -1,0 +1,163 @@
+"""The exporter, `mlpipe top` and what `monitor up` writes, over a store with runs of every kind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+
+import pytest
+from kit.command_runs import Cli
+from kit.synthetic_run import (
+    BEGIN,
+    Life,
+    stage_state,
+    write_quickstart,
+    write_records,
+    write_run,
+    write_train_stage,
+)
+from prometheus_client.parser import text_string_to_metric_families
+
+from mlpipe.observe import scrape
+from mlpipe.observe.exporter import FLEET_METRICS, Fleet
+from mlpipe.observe.serve import Serving
+from mlpipe.observe.top import Top, ranks_table, runs_table, straggler_scores
+from mlpipe.store import runs
+from mlpipe.store.open import open_store
+from mlpipe.store.runs import StageState
+
+pytestmark = pytest.mark.unit
+LIVE, DONE, BAD = "live-1", "quickstart-1", "bad-1"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A run that is done, one that failed by a NaN, and one under way whose rank 1 is slow."""
+    store = open_store(str(tmp_path_factory.mktemp("fleet")))
+    write_quickstart(store, DONE)
+    failed = StageState("failed", 1, "", BEGIN, BEGIN + 60, 3, {"kind": "failed", "cause": "not_finite"})
+    write_run(store, BAD, {"train": failed}, state="failed", updated=BEGIN + 60)
+    write_train_stage(store, LIVE, [Life(1, 0, 0, 40, num_ranks=2)], steps=100)
+    key = f"runs/{LIVE}/stages/train/attempt-1"
+    for rank, compute in ((0, 0.1), (1, 0.3)):
+        start = {
+            "kind": "start",
+            "time": BEGIN,
+            "host": socket.gethostname(),
+            "metrics_port": 9400 + rank,
+            "steps": 100,
+        }
+        step = {"kind": "step", "time": time.time(), "loss": 2.0, "seconds": 0.4, "data_seconds": 0.0}
+        step |= {"compute_seconds": compute, "collective_seconds": 0.4 - compute, "tokens": 64}
+        write_records(store, key, rank, [start, *({**step, "step": 40 + n} for n in range(1, 25))])
+    write_run(store, LIVE, {"train": stage_state("running")}, state="running")
+    return store
+
+
+def samples(fleet: Fleet) -> dict[str, dict[tuple[str, ...], float]]:
+    return {
+        family.name: {tuple(sample.labels.values()): sample.value for sample in family.samples}
+        for family in fleet.collect()
+    }
+
+
+def test_runs_of_every_state_are_served_and_pass_promtool(store):
+    fleet = Fleet(store)
+    fleet.round()
+    serving = Serving(fleet, "127.0.0.1", 0)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{serving.port}/metrics", timeout=20) as answer:
+            text = answer.read().decode()
+    finally:
+        serving.close()
+    assert {family.name for family in text_string_to_metric_families(text)} == {m.name for m in FLEET_METRICS}
+    found = samples(fleet)
+    assert found["mlpipe_fleet_runs"][("failed",)] == 1
+    assert sum(found["mlpipe_fleet_runs"].values()) == 3
+    assert found["mlpipe_fleet_failed_runs"] == {("not_finite",): 1}
+    ((labels, when),) = found["mlpipe_run_failed_timestamp_seconds"].items()
+    assert (labels, when) == ((BAD, "bad", "train", "not_finite"), BEGIN + 60)
+    ((labels, when),) = found["mlpipe_run_last_step_timestamp_seconds"].items()
+    assert labels == (LIVE, "live", "train")
+    assert when > time.time() - 600
+    assert 0 < found["mlpipe_run_goodput_ratio"][DONE, "quickstart"] < 1
+    whole = sum(found["mlpipe_fleet_rank_seconds"].values())
+    assert whole == pytest.approx(sum(found["mlpipe_run_rank_seconds"].values()))
+    if shutil.which("promtool"):
+        done = subprocess.run(
+            ["promtool", "check", "metrics"],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_what_is_over_is_read_once_and_old_runs_wait_for_their_turn(store, monkeypatch):
+    fleet = Fleet(store, recent=0)
+    fleet.round(seconds=-1.0)
+    assert samples(fleet)["mlpipe_fleet_unread_runs"] == {(): 2}
+    assert [labels[0] for labels in samples(fleet)["mlpipe_run_state_info"]] == [LIVE]
+    fleet.round()
+    asked = []
+    read = runs.read_run
+    monkeypatch.setattr(runs, "read_run", lambda store, run_id: asked.append(run_id) or read(store, run_id))
+    fleet.round()
+    assert asked == [LIVE]
+    assert samples(fleet)["mlpipe_fleet_unread_runs"] == {(): 0}
+
+
+def test_top_shows_the_runs_under_way_first_and_marks_the_slow_rank(store):
+    top, now = Top(store), time.time()
+    rows = top.runs(2)
+    assert rows[0]["run"] == LIVE
+    assert len(rows) == 2
+    lines = runs_table(rows, now)
+    assert lines[0].split()[:3] == ["RUN", "STATE", "FOR"]
+    assert "64/100" in lines[1]
+    ranks = top.ranks(LIVE)
+    assert [round(row["straggler_score"], 2) for row in ranks] == [0.5, 1.5]
+    table = ranks_table(ranks, now)
+    assert [line.endswith("slow") for line in table[1:]] == [False, True]
+    assert top.ranks(BAD) == []
+    assert straggler_scores([]) == []
+    assert straggler_scores([0.0, 0.0]) == [1.0, 1.0]
+
+
+def test_targets_are_the_ranks_that_train_here(store, tmp_path):
+    targets = scrape.Targets(store)
+    assert targets.find() == targets.find() == [9400, 9401]
+    scrape.write_prometheus(tmp_path, interval_seconds=5)
+    scrape.write_targets(tmp_path, targets.find(), 9399)
+    (group,) = json.loads((tmp_path / "targets.json").read_text())
+    assert group["targets"] == ["127.0.0.1:9400", "127.0.0.1:9401", "127.0.0.1:9399"]
+    if shutil.which("promtool"):
+        check = ["promtool", "check", "config", str(tmp_path / "prometheus.yml")]
+        done = subprocess.run(check, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    provisioning = scrape.write_grafana(tmp_path, "http://127.0.0.1:9090")
+    provider = json.loads((provisioning / "dashboards" / "mlpipe.yaml").read_text())["providers"][0]
+    boards = sorted(path.name for path in scrape.BOARDS.glob("*.json"))
+    assert boards == ["fleet.json", "nodes.json", "run.json"]
+    for name in boards:
+        copied = tmp_path / "grafana" / "dashboards" / name
+        assert str(copied.parent) == provider["options"]["path"]
+        assert copied.read_bytes() == (scrape.BOARDS / name).read_bytes()
+
+
+def test_the_verbs_on_an_empty_store(tmp_path):
+    cli = Cli(tmp_path)
+    assert "no runs" in cli("top").stdout
+    assert cli.json("top") == []
+    assert "there is no run nothing" in cli("top", "nothing", code=2).stderr
+    cli.env["PATH"] = str(tmp_path)
+    refused = cli("monitor", "up", code=4)
+    assert "there is no prometheus in PATH" in refused.stderr
+    assert "hint: install it" in refused.stderr
+    assert not (tmp_path / "mlpipe-monitor").exists()

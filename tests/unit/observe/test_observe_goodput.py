@@ -1,0 +1,115 @@
+"""Every rank-second is in exactly one bucket, whatever the records of a run look like."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlpipe.observe.goodput import BUCKETS, Attempt, Ledger, account, add
+
+pytestmark = pytest.mark.unit
+
+
+def start(time: float, step: int = 0, spawn: float = 2.0, restore: float = 0.0) -> dict[str, Any]:
+    record = {"kind": "start", "time": time, "start_step": step}
+    return {**record, "seconds_since_spawn": spawn, "restore_seconds": restore}
+
+
+def step(time: float, number: int, **parts: float) -> dict[str, Any]:
+    return {"kind": "step", "time": time, "step": number, "loss": 1.0, "tokens": 10, **parts}
+
+
+def test_one_attempt_second_by_second():
+    records = [
+        start(110, spawn=5, restore=2),
+        step(120, 1, data_seconds=1, compute_seconds=6, collective_seconds=2),
+        step(130, 2, data_seconds=1, compute_seconds=6, collective_seconds=2),
+        {"kind": "checkpoint", "time": 130, "step": 1, "stall_seconds": 0.5},
+        step(140, 3, data_seconds=1, compute_seconds=5, collective_seconds=2, checkpoint_seconds=1),
+        {"kind": "end", "time": 143},
+    ]
+    ledger = account([Attempt(100, 103, 145, 2, {0: records, 1: records})], price_usd_per_device_hour=36.0)
+    one = {
+        "queue": 3, "startup": 2, "init": 3, "restore": 2, "data": 3, "compute": 17, "communication": 6,
+        "save": 1 + 3, "lost": 0, "hang": 0, "idle": 3 + 2,
+    }  # fmt: skip
+    assert ledger.seconds == pytest.approx({name: 2 * seconds for name, seconds in one.items()})
+    assert ledger.tokens == 60
+    assert ledger.goodput_ratio == pytest.approx(46 / 90)
+    assert ledger.cost_usd == pytest.approx(0.9)
+    assert ledger.badput_usd == pytest.approx(0.44)
+    assert ledger.usd_per_million_tokens == pytest.approx(0.9 / 60 * 1e6)
+
+
+def test_a_killed_rank_loses_what_is_done_again_and_a_hang_is_told_from_it():
+    life = [start(10), step(20, 1, compute_seconds=10), step(30, 2, compute_seconds=10)]
+    again = [start(45, step=1), step(55, 2, compute_seconds=10)]
+    ledger = account([Attempt(0, 0, 65, 1, {0: [*life, *again]})])
+    assert ledger.seconds["lost"] == pytest.approx(10 + 13 + 10)  # step 2, to the new process, step 3's start
+    assert ledger.seconds["compute"] == pytest.approx(20)
+    assert ledger.tokens == 20
+    hung = account([Attempt(0, 0, 65, 1, {0: [*life, *again]}, hung=True)])
+    assert hung.seconds["hang"] == pytest.approx(10)
+    resumed = account([Attempt(0, 0, 40, 1, {0: life}), Attempt(500, 510, 560, 2, {0: [start(520, step=1)]})])
+    assert resumed.total == pytest.approx(40 + 2 * 60), "nobody waits between two attempts"
+    assert resumed.seconds["queue"] == pytest.approx(20)
+    assert resumed.seconds["lost"] == pytest.approx(10 + 10 + 2 * 40)
+
+
+def test_a_step_that_is_not_finite_is_lost_and_a_long_run_read_in_part_counts_whole():
+    steps = [step(10 * n, n, compute_seconds=9) for n in range(1, 101)]
+    whole = account([Attempt(0, 0, 1000, 4, {rank: [start(0, spawn=0), *steps] for rank in range(4)})])
+    part = account([Attempt(0, 0, 1000, 4, {0: [start(0, spawn=0), *steps[9::10]]})])
+    assert part.seconds == pytest.approx(whole.seconds)
+    assert part.tokens == whole.tokens == 4000
+    bad = {**step(20, 2, compute_seconds=9), "loss": None}
+    assert account([Attempt(0, 0, 20, 1, {0: [start(0), steps[0], bad]})]).seconds["lost"] == 10
+
+
+@st.composite
+def attempts(draw):
+    """Attempts of any shape, their clocks running backwards now and then."""
+    moments = st.floats(0, 1e4, allow_nan=False)
+    parts = ("data_seconds", "compute_seconds", "collective_seconds", "checkpoint_seconds", "stall_seconds")
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        num_ranks = draw(st.integers(1, 4))
+        records = {}
+        for rank in range(draw(st.integers(0, num_ranks))):
+            lines = []
+            for _ in range(draw(st.integers(0, 12))):
+                kind = draw(st.sampled_from(["start", "step", "step", "step", "checkpoint", "end", "signal"]))
+                line: dict[str, Any] = {"kind": kind, "time": draw(moments), "step": draw(st.integers(0, 9))}
+                if kind == "start":
+                    line |= {"start_step": draw(st.integers(0, 9)), "seconds_since_spawn": draw(moments)}
+                    line["restore_seconds"] = draw(moments)
+                else:
+                    line |= {part: draw(st.one_of(st.none(), moments)) for part in parts}
+                lines.append(line)
+            records[rank] = lines
+        begin, end = sorted((draw(moments), draw(moments)))
+        launched = draw(st.one_of(st.none(), moments))
+        found.append(Attempt(begin, launched, end, num_ranks, records, draw(st.booleans())))
+    return found
+
+
+@given(attempts())
+def test_the_buckets_sum_to_ranks_times_wall_time(many):
+    ledger = account(many)
+    expected = sum(one.num_ranks * (one.ended - one.submitted) for one in many)
+    assert math.isclose(ledger.total, expected, rel_tol=1e-9, abs_tol=1e-6)
+    assert set(ledger.seconds) == set(BUCKETS)
+    assert min(ledger.seconds.values()) >= -1e-9
+    assert add([ledger, ledger]).total == pytest.approx(2 * ledger.total)
+
+
+def test_without_a_price_there_is_no_cost_and_without_time_no_ratio():
+    assert Ledger().document()["cost_usd"] is None
+    assert Ledger().goodput_ratio is None
+    hour = Attempt(0, 0, 3600, 1, {})
+    assert add([account([hour], 1.0), account([hour], 3.0)]).cost_usd == pytest.approx(4.0)
+    assert add([account([hour], 1.0), account([hour])]).cost_usd is None

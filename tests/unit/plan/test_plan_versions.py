@@ -1,0 +1,57 @@
+"""A plan.json of another version is read where it means the same, and refused in words where it may not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from kit.rendered import QUICKSTART, pipeline_of, plan_of
+
+from mlpipe.plan.plan import Plan
+
+pytestmark = pytest.mark.unit
+
+
+def read_with(path: str, value: Any) -> Plan:
+    """The plan, written with `value` at `path`; ...: without that key."""
+    document = json.loads(PLAN.to_json())
+    *parents, key = path.split(".")
+    inner = document
+    for name in parents:
+        inner = inner[name]
+    if value is ...:
+        del inner[key]
+    else:
+        inner[key] = value
+    return Plan.from_json(json.dumps(document))
+
+
+PLAN = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
+SAME = {
+    "older: no key of a later default": ("inputs", ...),
+    "older: deeper": ("train.mesh.pp", ...),
+    "newer: a feature that is off": ("train.model.lora", None),
+    "newer: a switch that is off": ("launch.elastic", False),
+    "newer: an empty list": ("cluster.sidecars", []),
+    "newer: an empty object": ("launch.files", {}),
+}
+OTHER = {
+    "newer: a feature that is on": ("train.model.lora", {"rank": 8}, r"train\.model: .*lora is unknown"),
+    "newer: a port": ("launch.debug_port", 0, "debug_port is unknown"),
+    "older: a key without a default": ("train.seed", ..., "seed is missing"),
+    "newer: another value of an old key": ("train.strategy", "cp", "is not one of"),
+    "newer: another meaning of all": ("schema_version", 2, "schema_version is 2, this mlpipe reads 1"),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_what_means_the_same_is_read(case: str) -> None:
+    assert read_with(*SAME[case]) == PLAN
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_what_may_not_is_refused(case: str) -> None:
+    path, value, words = OTHER[case]
+    with pytest.raises(ValueError, match=words):
+        read_with(path, value)
