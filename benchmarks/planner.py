@@ -297,10 +297,16 @@ def main() -> None:
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     body: dict[str, Any] = {}
+    before = arguments.results / "planner.json"
+    if arguments.only and before.exists():  # the other part stays, with its own time and load
+        other = "published" if arguments.only == "cpu" else "cpu"
+        kept = json.loads(before.read_text())
+        body = {key: kept[key] for key in (other, f"{other}_summary", f"{other}_run") if key in kept}
     if arguments.only != "published":
         cases = CASES[:2] if arguments.quick else CASES
         rows = cpu(cases, steps=4 if arguments.quick else arguments.steps, every=4)
         body["cpu"] = rows
+        body["cpu_run"] = {"load_before": load, "steps": arguments.steps, "quick": arguments.quick}
         body["cpu_summary"] = {
             "seconds": summary(rows, "seconds_error"),
             "memory": summary(rows, "memory_error"),
