@@ -292,14 +292,21 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=["cpu", "published"])
     parser.add_argument("--quick", action="store_true", help="two cases, few steps: figures mean nothing")
+    parser.add_argument("--steps", type=int, default=12, help="of each cpu configuration")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     body: dict[str, Any] = {}
+    before = arguments.results / "planner.json"
+    if arguments.only and before.exists():  # the other part stays, with its own time and load
+        other = "published" if arguments.only == "cpu" else "cpu"
+        kept = json.loads(before.read_text())
+        body = {key: kept[key] for key in (other, f"{other}_summary", f"{other}_run") if key in kept}
     if arguments.only != "published":
         cases = CASES[:2] if arguments.quick else CASES
-        rows = cpu(cases, steps=4 if arguments.quick else 12, every=4)
+        rows = cpu(cases, steps=4 if arguments.quick else arguments.steps, every=4)
         body["cpu"] = rows
+        body["cpu_run"] = {"load_before": load, "steps": arguments.steps, "quick": arguments.quick}
         body["cpu_summary"] = {
             "seconds": summary(rows, "seconds_error"),
             "memory": summary(rows, "memory_error"),

@@ -37,9 +37,10 @@ def predicted_section(stage: StageView) -> Html:
     if plan is None or plan.predicted is None or found is None:
         return Html("")
     memory, seconds = found
+    on_cpu = stage.plan is not None and stage.plan.launch.device == "cpu"
     rows = [
         (
-            "peak memory of a worker",
+            "peak memory of a worker" + (", with library pages" if on_cpu else ""),
             format_bytes(plan.predicted.memory_bytes),
             format_bytes(memory),
             _error(plan.predicted.memory_bytes, memory),

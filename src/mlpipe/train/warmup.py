@@ -122,7 +122,7 @@ def _peak_bytes(device: torch.device) -> int:
         free, total = torch.cuda.mem_get_info(device)
         besides = total - free - torch.cuda.memory_reserved(device)
         return torch.cuda.max_memory_reserved(device) + max(0, besides)
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    # less the libraries' pages, which the kernel takes back before it kills for memory
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak, files = (int(status.get(key, "0 kB").split()[0]) for key in ("VmHWM", "RssFile"))
+    return max(0, peak - files) * 1024

@@ -19,7 +19,7 @@ from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.presets import PRESETS
 from mlpipe.plan.scaling import parse_nodes, within
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.time import Job, Passes, Wire, passes
+from mlpipe.plan.time import Job, Passes, Wire, copy_seconds, passes
 from mlpipe.spec.load import load_pipeline
 from mlpipe.spec.model import Pipeline
 
@@ -178,15 +178,18 @@ def test_computing_hides_what_it_can() -> None:
     assert exposed["ddp"] == pytest.approx(bucket)
     assert exposed["zero1"] > exposed["ddp"]
     first, block = wire.all_gather(4e9, 8), wire.all_gather(2e9, 8)
-    assert exposed["fsdp"] == pytest.approx(3 * first + block)
-    assert exposed["zero2"] == pytest.approx(2 * first + block)
+    out = copy_seconds(2 * (2 * 4e9 + 4 * 1e9), gpus())  # 4 blocks in bf16 and the rest in fp32, once
+    into = copy_seconds(2 * 4 * 5e9, gpus())  # all gradients in fp32
+    assert exposed["fsdp"] == pytest.approx(3 * first + block + 2 * out + into)
+    assert exposed["zero2"] == pytest.approx(2 * first + block + out + into)
     # with nothing to hide behind all of it shows: 2 gathers a block and a reduction
     bare = ORDER["fsdp"].exposed(_passes(overlap=False), wire, eight)
-    assert bare == pytest.approx(3 * first + 4 * (2 * block + wire.all_gather(4e9, 8)))
+    moved = 3 * first + 4 * (2 * block + wire.all_gather(4e9, 8))
+    assert bare == pytest.approx(moved + 2 * out + into)
     several = ORDER["fsdp"].exposed(_passes(accumulation=3), wire, eight)
-    assert several == pytest.approx(3 * (2 * first + block) + first)
+    assert several == pytest.approx(3 * (2 * first + block) + first + 6 * out + into)
     every = ORDER["fsdp"].exposed(_passes(accumulation=3, reduce_every=True), wire, eight)
-    assert every == pytest.approx(3 * (3 * first + block))
+    assert every == pytest.approx(3 * (3 * first + block) + 6 * out + 3 * into)
     # gathered once a step, whatever the number of microbatches
     assert ORDER["zero2"].exposed(_passes(accumulation=3), wire, eight) == pytest.approx(exposed["zero2"])
 

@@ -12,7 +12,7 @@ from mlpipe.plan.memory import (
     Work,
 )
 from mlpipe.plan.plan import Mesh
-from mlpipe.plan.time import Passes, Wire
+from mlpipe.plan.time import Passes, Wire, copy_seconds
 
 SHARDS = "weights, gradients and optimizer states"
 
@@ -54,7 +54,9 @@ def traffic(passes: Passes, wire: Wire, mesh: Mesh, *, reshard: bool) -> float:
     """Each block is gathered before its forward pass, under `reshard` again before its backward pass and in
     every microbatch. In the last microbatch, or in every one, its gradients are scattered; in the last they
     are reduced over the copies of hsdp. One block's transfers run beside the computing of its neighbour (Zhao
-    et al., PyTorch FSDP, 2023); the first gathering and the last reduction have no neighbour."""
+    et al., PyTorch FSDP, 2023); the first gathering and the last reduction have no neighbour. What was
+    gathered is copied out of its buffer, and what will be scattered into one, in the stream that computes
+    (torch, _fsdp_collectives.py)."""
     shard, copies = mesh.dp_shard, mesh.dp_replicate
     block, outside = passes.block_params, passes.outside_params
 
@@ -66,7 +68,13 @@ def traffic(passes: Passes, wire: Wire, mesh: Mesh, *, reshard: bool) -> float:
             summed = wire.all_reduce(GRADIENT_BYTES * num_params / shard, copies, stride=shard)
         return scattered + summed
 
-    total = 0.0
+    def copies_of(num_params: int, width: int) -> float:
+        return copy_seconds(2 * width * num_params, wire.hardware) if shard > 1 else 0.0
+
+    gathers = 2 * passes.accumulation if reshard else 1
+    total = gathers * (passes.num_blocks * copies_of(block, passes.width) + copies_of(outside, WEIGHT_BYTES))
+    reductions = passes.accumulation if passes.reduce_every else 1
+    total += reductions * copies_of(passes.num_params, GRADIENT_BYTES)
     for number in range(passes.accumulation):
         gather, first = 0.0, 0.0
         if reshard or number == 0:
