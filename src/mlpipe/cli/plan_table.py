@@ -41,7 +41,7 @@ def table(candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
 
     shown = [chosen, *_best_of_each(candidates, chosen)]
     priced = any(found.usd is not None for found in shown)
-    head = [*_HEAD, "hours", *(["USD"] if priced else []), "why"]
+    head = [*_HEAD, "run", *(["USD"] if priced else []), "why"]
     rows: list[list[str]] = [head]
     for found in shown:
         mark = "->" if found is chosen else "" if found.fits else "x"
@@ -77,7 +77,7 @@ def _cells(found: Candidate, priced: bool) -> list[str]:
     if found.seconds is None or found.tokens_per_second is None or found.mfu_ratio is None:
         return [*cells, "-", "-", "-", "-", *(["-"] if priced else [])]
     cells += [seconds_text(found.seconds.total), f"{found.tokens_per_second:,.0f}"]
-    cells += [f"{100 * found.mfu_ratio:.0f} %", f"{found.hours:,.4g}" if found.hours is not None else "-"]
+    cells += [f"{100 * found.mfu_ratio:.0f} %", _hours(found.hours) if found.hours is not None else "-"]
     return [*cells, f"{found.usd:,.0f}" if found.usd is not None else "-"] if priced else cells
 
 
@@ -130,7 +130,7 @@ def _hours(hours: float) -> str:
 
 def scaling(rows: Sequence[Scale]) -> list[str]:
     """How cost and time scale over nodes."""
-    cells = [["nodes", "workers", "strategy", "step", "tok/s", "hours", "USD", "efficiency", ""]]
+    cells = [["nodes", "workers", "strategy", "step", "tok/s", "run", "USD", "efficiency", ""]]
     for row in rows:
         best = row.best
         if best is None or best.hours is None or best.tokens_per_second is None:
@@ -144,7 +144,7 @@ def scaling(rows: Sequence[Scale]) -> list[str]:
                 f"{best.strategy} {mesh_text(best)}",
                 seconds_text(best.step_seconds),
                 f"{best.tokens_per_second:,.0f}",
-                f"{best.hours:,.2f}",
+                _hours(best.hours),
                 f"{best.usd:,.0f}" if best.usd is not None else "-",
                 f"{100 * (row.efficiency or 0):.0f} %",
                 f"{bar} {row.note}".strip(),
