@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.services, pytest.mark.timeout(1200)]
 STEPS = 30
 SEED = 20261121
 NUM_KILLS = 5
+# Each costs minutes, and what differs between makes of servers is asked of both in the tests of the store.
+one_server = pytest.mark.parametrize("server", ["minio"], indirect=True)
 
 
 class Trainings:
@@ -106,6 +108,7 @@ def test_a_training_survives_a_store_that_is_away_and_leaves_its_records(trainin
     assert [r["kind"] for r in trainings.records()][-1] == "end"
 
 
+@one_server
 def test_a_store_that_stays_away_ends_a_training_with_one_clear_error(trainings, proxy):
     process = trainings.start(seconds=0.2, deadline_seconds=2)
     trainings.until_committed(4)
@@ -126,6 +129,7 @@ def test_a_store_that_stays_away_ends_a_training_with_one_clear_error(trainings,
     assert processes.steps_of_sound(trainings.store, trainings.plan)[-1] == STEPS
 
 
+@one_server
 def test_killed_at_random_requests_a_training_loses_nothing(trainings, proxy, server, capsys):
     draw = random.Random(SEED)
     committed = kills = losses = numbered = 0
