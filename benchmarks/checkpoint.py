@@ -38,6 +38,8 @@ def main() -> int:
     arguments = parser.parse_args()
     shape = QUICK if arguments.quick else FULL
     num_rounds = 1 if arguments.quick else arguments.rounds
+    if arguments.quick:
+        arguments.only = arguments.only or ["fsdp"]
     load_before = os.getloadavg()[0]
     figures = []
     gib = 0.0
