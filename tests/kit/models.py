@@ -94,6 +94,23 @@ class Slow(Plain):
         return super().forward(inputs)
 
 
+class Late(Plain):
+    """`rank` sets its weights when the file exists, or after `seconds`."""
+
+    def __init__(self, rank: int, until_file: str, seconds: float) -> None:
+        super().__init__()
+        self.rank, self.until_file, self.seconds = rank, Path(until_file), seconds
+
+    def init_weights(self) -> None:
+        end = time.monotonic() + self.seconds
+        while (
+            int(os.environ["RANK"]) == self.rank and not self.until_file.exists() and time.monotonic() < end
+        ):
+            time.sleep(0.05)
+        for tensor in (*self.parameters(), *self.buffers()):
+            nn.init.zeros_(tensor)
+
+
 class Lame(Plain):
     """`rank` takes `seconds` more in every forward and in every backward, in the middle of the blocks."""
 
@@ -146,6 +163,10 @@ def plain(**args: float) -> Plain:
 
 def initialized(**args: float) -> Initialized:
     return Initialized(**args)  # type: ignore[arg-type]
+
+
+def late(rank: int, until_file: str, seconds: float) -> Late:
+    return Late(rank, until_file, seconds)
 
 
 def with_loss(**args: float) -> WithLoss:

@@ -148,6 +148,25 @@ def test_another_batch_size_goes_on_at_the_same_sample(folder, tmp_path):
     assert (scalars["step"], scalars["samples"]) == (STEPS + 2, STEPS * 16 + 2 * 4)
 
 
+def test_ranks_that_have_nothing_to_do_wait_for_each_other(folder, tmp_path):
+    """Rank 0 has the store of the group, which the others still look for when it could have ended."""
+    shutil.copytree(folder / "parts" / "runs" / "fsdp-2", tmp_path / "store" / "runs" / "fsdp-2")
+    scratch = tmp_path / "run"
+    plan = plans.train_plan(
+        tmp_path / "store",
+        folder / "tokens",
+        strategy="fsdp",
+        steps=HALF,
+        run_id="fsdp-2",
+        attempt=3,
+        model=user("late", rank=1, until_file=str(scratch / "outcome-0.json"), seconds=10.0),
+        hang_timeout_seconds=60.0,
+        deterministic=False,
+    )
+    assert plans.launch(plan, scratch) == 0, plans.log_of(scratch)
+    assert plans.losses(tmp_path / "store", plan) == []
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_n_steps_equal_half_then_kill_9_then_the_rest(folder, tmp_path, world):
     """With the real launcher. The kill strikes while the second half is under way."""

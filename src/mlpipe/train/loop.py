@@ -155,6 +155,8 @@ class Loop:
     def run(self) -> Outcome:
         position, plan = self.position, self.plan
         stopping = False
+        if position.step >= plan.steps:  # nothing to do, but rank 0 has the store that others still look for
+            dist.all_reduce(torch.zeros(1))
         while position.step < plan.steps and not stopping:
             self.progress[0] = position.step
             stopping, save_now = self.step()
