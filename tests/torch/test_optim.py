@@ -81,7 +81,7 @@ from mlpipe.train.parallel.ddp import apply_ddp
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 module = torch.nn.Linear(4, 4)
-parallel = apply_ddp(module)
+parallel = apply_ddp(module, torch.device("cpu"))
 plan = OptimizerPlan("adamw", 1e-2, (0.9, 0.95), 1e-8, 0.1, 1.0, "constant", 0, 0, 0.0)
 optimizer = Optimizer(plan, parallel)
 for last in (False, True):
