@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mlpipe._core.errors import EXIT_CODES, MlpipeError
 from mlpipe.cli import outcome
 from mlpipe.cli.follow import Watcher
-from mlpipe.cli.session import Session
+from mlpipe.cli.session import Interrupt, Session
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -82,7 +82,7 @@ def report_of(session: Session, store: Store, run: RunState) -> str | None:
 def _signals(stop: Stop) -> Iterator[None]:
     def handle(number: int, _: FrameType | None) -> None:
         if stop.kind is not None:
-            raise KeyboardInterrupt
+            raise Interrupt
         name = signal.Signals(number).name
         stop.request("interrupted" if number == signal.SIGINT else "cancelled", f"stopped by {name}")
         again = "Ctrl-C again" if number == signal.SIGINT else f"{name} again"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlpipe._core.errors import EXIT_CODES, MlpipeError, SubmitError
-from mlpipe.cli.session import Session
+from mlpipe.cli.session import Session, interrupt
 
 if TYPE_CHECKING:
     from mlpipe.spec.model import Pipeline
@@ -61,7 +61,7 @@ def submit(
         store, builds.Asked(builds.SCHEMA_VERSION, run_id, access.url, job, pipeline.digest, text)
     )
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # it detaches, as Ctrl-C does
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, interrupt)
     try:
         try:
             found = jenkins.trigger(job, parameters)

@@ -9,12 +9,11 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from types import FrameType
 
 import click
 
 from mlpipe._core.errors import MlpipeError, StoreError
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import Session, interrupt, shared
 
 _READY_SECONDS = 30.0
 _STOP_SECONDS = 15.0
@@ -60,7 +59,7 @@ def up(session: Session, folder: Path, port: int, interval: float) -> None:
     scrape.write_prometheus(folder, interval_seconds=interval)
     scrape.write_targets(folder, targets.find(), exporter.port)
     provisioning = scrape.write_grafana(folder, url)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     log = folder / "prometheus.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -92,10 +91,6 @@ def up(session: Session, folder: Path, port: int, interval: float) -> None:
             process.kill()
             process.wait(_STOP_SECONDS)
         exporter.close()
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _await_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
