@@ -220,7 +220,7 @@ class Fleet:
             "mlpipe_fleet_failed_runs": {(cause,): float(count) for cause, count in causes.items()},
             "mlpipe_fleet_unread_runs": {(): float(unread)},
             "mlpipe_fleet_rank_seconds": spent,
-            "mlpipe_fleet_cost_usd": {(): sum(one.cost_usd or 0.0 for one in priced)},
+            "mlpipe_fleet_cost_usd": {(): whole.cost_usd or 0.0},
             "mlpipe_fleet_badput_usd": {(): whole.badput_usd or 0.0},
         }
 

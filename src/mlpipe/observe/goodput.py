@@ -54,11 +54,13 @@ class Attempt:
 
 @dataclass
 class Ledger:
-    """Rank-seconds by bucket, tokens of kept steps, and what a device-hour costs (None: nobody said)."""
+    """Rank-seconds by bucket, tokens of kept steps, and what a device-hour costs (None: nobody said).
+    `parts`: of a sum; their prices may differ."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0.0))
     tokens: float = 0.0
     price_usd_per_device_hour: float | None = None
+    parts: tuple[Ledger, ...] = ()
 
     @property
     def total(self) -> float:
@@ -74,6 +76,8 @@ class Ledger:
 
     @property
     def badput_usd(self) -> float | None:
+        if self.parts and self.price_usd_per_device_hour is not None:
+            return sum(part.badput_usd or 0.0 for part in self.parts)
         return self._usd(self.total - sum(self.seconds[name] for name in GOOD))
 
     @property
@@ -103,7 +107,7 @@ def add(ledgers: Iterable[Ledger]) -> Ledger:
     """Their sum. The price is their mean by time, so that costs add up; None where one of them has none."""
     found = list(ledgers)
     costs = [ledger.cost_usd for ledger in found]
-    whole = Ledger()
+    whole = Ledger(parts=tuple(found))
     for ledger in found:
         whole.tokens += ledger.tokens
         for name in BUCKETS:

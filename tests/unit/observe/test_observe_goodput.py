@@ -113,3 +113,10 @@ def test_without_a_price_there_is_no_cost_and_without_time_no_ratio():
     hour = Attempt(0, 0, 3600, 1, {})
     assert add([account([hour], 1.0), account([hour], 3.0)]).cost_usd == pytest.approx(4.0)
     assert add([account([hour], 1.0), account([hour])]).cost_usd is None
+
+
+def test_badput_of_several_prices_is_what_each_was_paid():
+    good = Attempt(0, 0, 3600, 1, {0: [start(0, spawn=0.0), step(3600, 1, compute_seconds=3600.0)]})
+    whole = add([account([good], 1.0), account([Attempt(0, 0, 3600, 1, {})], 3.0)])
+    assert whole.cost_usd == pytest.approx(4.0)
+    assert whole.badput_usd == pytest.approx(3.0)
