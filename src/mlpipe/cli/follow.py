@@ -68,7 +68,7 @@ class Watcher:
         for name, stage in state.stages.items():
             if stage.state != "running":
                 continue
-            key = f"runs/{self._run_id}/stages/{name}/attempt-{stage.attempt}"
+            key = state.attempt_key(name)
             tail, progress = self._tails.setdefault(key, (Follower(self._store, key), Progress()))
             for record in tail.poll():
                 progress.add(record)

@@ -47,7 +47,7 @@ def progress(store: Store, run: RunState, stage: str) -> dict[str, Any] | None:
     from mlpipe.observe.progress import summarize
     from mlpipe.observe.records import read_records
 
-    records = read_records(store, f"runs/{run.run_id}/stages/{stage}/attempt-{run.stages[stage].attempt}", 0)
+    records = read_records(store, run.attempt_key(stage), 0)
     return summarize(records) if records else None
 
 

@@ -261,8 +261,8 @@ class Fleet:
             if stage.state != "running" or stage.started is None:
                 continue
             place = (run.run_id, name, stage.attempt)
-            key = f"runs/{run.run_id}/stages/{name}/attempt-{stage.attempt}"
-            tail, last = self._tails.pop(place, (Follower(self._store, key), 0.0))
+            follower = Follower(self._store, run.attempt_key(name))
+            tail, last = self._tails.pop(place, (follower, 0.0))
             try:
                 records = tail.poll()
             except MlpipeError:

@@ -41,7 +41,7 @@ class Targets:
             for name, stage in run.stages.items():
                 if stage.state != "running":
                     continue
-                key = f"runs/{run.run_id}/stages/{name}/attempt-{stage.attempt}"
+                key = run.attempt_key(name)
                 for rank in list_ranks(self._store, key):
                     place = f"{key}/{rank}"
                     seen.add(place)

@@ -49,7 +49,7 @@ class Top:
             row["seconds"] = run.updated - run.created
         for name in _stages_of(run):
             row.setdefault("stage", name)
-            key = f"runs/{run_id}/stages/{name}/attempt-{run.stages[name].attempt}"
+            key = run.attempt_key(name)
             tail, progress = self._progress.setdefault(key, (Follower(self._store, key), Progress()))
             for record in tail.poll():
                 progress.add(record)
@@ -61,7 +61,7 @@ class Top:
     def ranks(self, run_id: str) -> list[dict[str, Any]]:
         """Of the training under way, or of the last one; means over the last steps of each."""
         run = runs.read_run(self._store, run_id)
-        keys = (f"runs/{run_id}/stages/{name}/attempt-{run.stages[name].attempt}" for name in _stages_of(run))
+        keys = map(run.attempt_key, _stages_of(run))
         return next((rows for key in keys if (rows := self._ranks_of(key))), [])
 
     def _ranks_of(self, attempt_key: str) -> list[dict[str, Any]]:

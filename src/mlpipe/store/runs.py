@@ -78,6 +78,10 @@ class RunState:
     message: str
     meta: dict[str, Any]
 
+    def attempt_key(self, stage: str) -> str:
+        """Under which the stage's latest attempt has its plan, records and logs."""
+        return f"runs/{self.run_id}/stages/{stage}/attempt-{self.stages[stage].attempt}"
+
 
 @dataclass(frozen=True)
 class RunSummary:

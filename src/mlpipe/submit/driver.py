@@ -250,7 +250,7 @@ def _clear_orphans(store: Store, former: RunState) -> None:
         return
     grace = _GRACE_SECONDS
     for name, stage in former.stages.items():
-        key = f"runs/{former.run_id}/stages/{name}/attempt-{stage.attempt}/plan.json"
+        key = f"{former.attempt_key(name)}/plan.json"
         if stage.state == "running" and store.exists(key):
             try:
                 plan = Plan.from_json(store.get(key))

@@ -246,7 +246,7 @@ class Walk:
         for name, stage in self.state.stages.items():
             if stage.state != "running":
                 continue
-            key = f"runs/{self._run_id}/stages/{name}/attempt-{stage.attempt}/plan.json"
+            key = f"{self.state.attempt_key(name)}/plan.json"
             try:
                 plan = Plan.from_json(self._store.get(key))
             except ValueError as error:
