@@ -84,10 +84,10 @@ class Gpu:
         return events
 
     def _ask(self, look: Callable[[], Any]) -> Any:
-        """None for what this card or driver does not tell."""
+        """None for what this card, its driver or this version of the package does not tell."""
         try:
             return look()
-        except self._nvml.NVMLError:
+        except (self._nvml.NVMLError, AttributeError):
             return None
 
 
