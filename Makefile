@@ -25,7 +25,7 @@ LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --n
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
 .PHONY: help install lint-jenkins run test test-unit test-torch test-services test-jenkins test-oldest test-install check checkov format docs \
-  test-cluster bench servers cluster cluster-build lock clean
+  test-cluster bench bench-gpu servers cluster cluster-build lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -100,6 +100,9 @@ bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of 
 	$(BIN)/python -m benchmarks.exporter
 	$(BIN)/python -m benchmarks.scrape
 	$(BIN)/python -m benchmarks.startup
+
+bench-gpu: $(VENV)/.dev  ## one GPU, under 8 minutes: speed, MFU and memory of GPT-2 and Llama against a raw PyTorch loop
+	$(BIN)/python -m benchmarks.gpu
 
 servers: $(VENV)/.dev  ## build what the services and golden rings run (once, into ~/.cache/mlpipe)
 	@PYTHONPATH=tests $(BIN)/python -m kit.servers build || echo "the services ring will be skipped"
