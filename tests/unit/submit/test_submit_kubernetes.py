@@ -104,6 +104,24 @@ REFUSALS = {
     "invalid": (refuse("POST", 422, "spec.template: Invalid value"), [], 2, "spec.template: Invalid value"),
     "too many requests": (refuse("POST", 429, "slow down"), [], 4, "slow down"),
     "internal error": (refuse("POST", 500, "etcd is sad"), [], 4, "etcd is sad"),
+    "no room": (
+        refuse("POST", 403, "exceeded quota: mlpipe, requested: count/jobs=1"),
+        [],
+        4,
+        "no room to create",
+    ),
+    "half a body": (
+        lambda person: person.server.inject("POST", "/jobs", Fault("cut"), times=1000),
+        [],
+        4,
+        "cannot be reached",
+    ),
+    "a proxy's page": (
+        lambda person: person.server.inject("POST", "/jobs", Fault("page", 503), times=1000),
+        [],
+        4,
+        "an answer that is no JSON",
+    ),
     "away": (lambda person: person.server.away(), [], 4, "cannot be reached"),
 }
 
