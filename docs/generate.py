@@ -148,11 +148,11 @@ Taken {body["time"][:10]} at commit {(body["commit"] or "unknown")[:12]} on {abo
 
 {_NOTE.format("benchmarks/results/")}
 
-What the [benchmarks](../../benchmarks/README.md) measured last; how and against whom is said there. A figure
-is a median with its first and third quartile; a ratio is ours over theirs with its 95 % interval, and a goal is
-met when the better end of the interval reaches it. A row `control` compares a peer with itself: how far it is
-from 1 is the noise of the machine. Where nobody else does the same work, the goal itself stands in the peer's
-column.
+What the [benchmarks](../../benchmarks/README.md) measured last; how and against whom is said there. A
+figure is a median with its first and third quartile, a ratio is ours over theirs with its 95 % interval,
+and a goal is met when the better end of the interval reaches it. A row `control` compares a peer with
+itself: how far it is from 1 is the noise of the machine. Where nobody else does the same work, the goal
+itself stands in the peer's column.
 
 {"".join(parts).rstrip()}
 """
