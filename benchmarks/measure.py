@@ -130,6 +130,12 @@ def _quartiles(values: list[float]) -> list[float]:
     return [first, third]
 
 
+def with_bytecode() -> dict[str, str]:
+    """The environment, in which Python keeps what it compiled, as it does unless told not to: else a command
+    would mostly measure how fast its own modules are compiled."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+
+
 def document(
     figures: list[dict[str, Any]], *, versions: Mapping[str, str] | None = None, **settings: Any
 ) -> dict[str, Any]:

@@ -73,13 +73,13 @@ def command(
 
     from mlpipe.render.yaml import to_yaml
 
-    files = {name: _HEAD + to_yaml(found) for name, found in objects.items()}
     if out is None:
         every = [one for found in objects.values() for one in found]
         session.result(
             {"run_id": run_id, "findings": findings, "objects": every}, to_yaml(every).rstrip("\n")
         )
         return 0
+    files = {name: _HEAD + to_yaml(found) for name, found in objects.items()}
     stale = [path for path in _ours(out) if path.name not in files] if stage is None else []
     if check:
         return _check(session, out, {out / name: text for name, text in files.items()}, stale)
