@@ -94,9 +94,14 @@ docs: $(VENV)/.dev  ## write docs/reference/ and grafana/dashboards/ anew from t
 	$(BIN)/python docs/generate.py
 	$(BIN)/python grafana/generate.py
 
-bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of a checkpoint; its own instrument
+bench: $(VENV)/.dev servers bench-tools  ## mlpipe beside its peers: loop, checkpoints, store, commands, data; its own instrument
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.reshard
+	$(BIN)/python -m benchmarks.transfer
+	$(BIN)/python -m benchmarks.commands
+	$(BIN)/python -m benchmarks.render_scale
+	$(BIN)/python -m benchmarks.data
 	$(BIN)/python -m benchmarks.instrument
 	$(BIN)/python -m benchmarks.exporter
 	$(BIN)/python -m benchmarks.scrape

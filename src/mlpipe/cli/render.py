@@ -123,9 +123,9 @@ def render(
 ) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
     """File name -> objects, and the findings of the lint. Raises PlanError and RenderError."""
     from mlpipe._core.errors import PlanError
+    from mlpipe.plan.ahead import plan_ahead
     from mlpipe.render.kubernetes import driver_objects, stage_objects
     from mlpipe.render.lint import lint, lint_patches
-    from mlpipe.submit.planning import plan_ahead
 
     names = [found.name for found in pipeline.stages]
     if stage is not None and stage not in names:
