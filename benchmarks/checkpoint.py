@@ -41,7 +41,6 @@ def main() -> int:
     if arguments.quick:
         arguments.only = arguments.only or ["fsdp"]
     load_before = os.getloadavg()[0]
-    figures = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         tokens = launch.corpus(folder, vocab_size=512)
@@ -63,11 +62,12 @@ def main() -> int:
             )
             rows = rows_of(f"{title} save", answer["rounds"])
             print(measure.table({"figures": rows}), flush=True)
-            figures += rows
-            body = measure.document(  # after each: the other takes minutes
-                figures, rounds=num_rounds, workers=2, model=shape, gib=answer["gib"], load_before=load_before
+            body = measure.document(
+                rows, rounds=num_rounds, workers=2, model=shape, gib=answer["gib"], load_before=load_before
             )
-            print(f"written to {measure.write('checkpoint', body, arguments.results)}", flush=True)
+            print(
+                f"written to {measure.write(f'checkpoint_{strategy}', body, arguments.results)}", flush=True
+            )
     return 0
 
 

@@ -138,8 +138,9 @@ def main() -> int:
             for turn in turns.values():  # byte code and the disk's cache
                 turn()
             found = measure.rounds(turns, num_rounds)
-            rows += rows_of(f"command line: {work}", found, tuple(commands)[1:])
-            print(measure.table({"figures": rows[-2 * len(turns) :]}), flush=True)
+            more = rows_of(f"command line: {work}", found, tuple(commands)[1:])
+            print(measure.table({"figures": more}), flush=True)
+            rows += more
     body = measure.document(
         rows, rounds=num_rounds, load_before=load_before,
         versions={
