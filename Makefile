@@ -15,6 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 CHECKOV := .venv-checkov
+TOOLS := torchx skypilot dstack kubeflow accelerate s3
 
 export UV_HTTP_TIMEOUT ?= 180
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -25,7 +26,7 @@ LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --n
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
 .PHONY: help install lint-jenkins run test test-unit test-torch test-services test-jenkins test-oldest test-install check checkov format docs \
-  test-cluster bench servers cluster cluster-build lock clean
+  test-cluster bench bench-tools servers cluster cluster-build lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -93,13 +94,20 @@ docs: $(VENV)/.dev  ## write docs/reference/ and grafana/dashboards/ anew from t
 	$(BIN)/python docs/generate.py
 	$(BIN)/python grafana/generate.py
 
-bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of a checkpoint; its own instrument
+bench: $(VENV)/.dev servers bench-tools  ## mlpipe beside its peers: loop, checkpoints, store, commands, data; its own instrument
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.reshard
+	$(BIN)/python -m benchmarks.transfer
+	$(BIN)/python -m benchmarks.commands
+	$(BIN)/python -m benchmarks.render_scale
+	$(BIN)/python -m benchmarks.data
 	$(BIN)/python -m benchmarks.instrument
 	$(BIN)/python -m benchmarks.exporter
 	$(BIN)/python -m benchmarks.scrape
 	$(BIN)/python -m benchmarks.startup
+
+bench-tools: $(TOOLS:%=.venv-bench-%/.done)  ## the tools that ours are compared with, each in an environment of its own
 
 servers: $(VENV)/.dev  ## build what the services and golden rings run (once, into ~/.cache/mlpipe)
 	@PYTHONPATH=tests $(BIN)/python -m kit.servers build || echo "the services ring will be skipped"
@@ -120,9 +128,11 @@ lock: $(VENV)/.bootstrap  ## compile requirements/*.txt anew (UPGRADE=1: to the 
 	$(LOCK) --extra train --group dev -c requirements/torch-oldest.in -o requirements/oldest.txt
 	$(LOCK:pyproject.toml=requirements/bootstrap.in) -c requirements/dev.txt -o requirements/bootstrap.txt
 	$(LOCK:pyproject.toml=requirements/checkov.in) $(if $(UPGRADE),--upgrade) -o requirements/checkov.txt
+	for tool in $(TOOLS); do $(LOCK:pyproject.toml=requirements/bench/$$tool.in) $(if $(UPGRADE),--upgrade) \
+	  -c requirements/torch.in -o requirements/bench/$$tool.txt || exit 1; done
 
 clean:  ## remove the environments and caches; runs stay
-	rm -rf $(VENV) $(OLDEST) $(CHECKOV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(CHECKOV) .venv-bench-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests docs benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # pip installs uv (by hash) into a new environment, uv the rest. A stamp says what an environment has.
@@ -151,4 +161,9 @@ $(OLDEST)/.dev: requirements/oldest.txt pyproject.toml $(OLDEST)/.bootstrap
 
 $(CHECKOV)/.checkov: requirements/checkov.txt $(CHECKOV)/.bootstrap
 	$(CHECKOV)/bin/uv pip install --python $(CHECKOV)/bin/python --quiet --require-hashes -r $<
+	@touch $@
+
+.venv-bench-%/.done: requirements/bench/%.txt $(VENV)/.bootstrap
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-bench-$*
+	$(UV) install --python .venv-bench-$*/bin/python --quiet --require-hashes -r $<
 	@touch $@
