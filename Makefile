@@ -25,8 +25,8 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
-.PHONY: help install lint-jenkins run test test-unit test-torch test-services test-jenkins test-oldest test-install check checkov format docs \
-  test-cluster bench bench-tools servers cluster cluster-build lock clean
+.PHONY: help install lint-jenkins grafana-types run test test-unit test-torch test-services test-jenkins test-oldest \
+  test-install check checkov format docs test-cluster bench bench-tools servers cluster cluster-build lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -85,6 +85,16 @@ lint-jenkins:  ## npm-groovy-lint's opinion of the Jenkinsfiles: needs npm and J
 	  cp $$file .cache/groovy-lint/files/$$(basename $$file).groovy; done
 	node .cache/groovy-lint/node_modules/.bin/npm-groovy-lint --noserver --no-insight --path .cache/groovy-lint/files \
 	  --loglevel warning --failon error
+
+# The boards' JSON, each behind the types that it must have.
+GRAFANA_TYPES := .cache/grafana-types
+grafana-types:  ## the boards against the types of @grafana/schema: needs npm; seconds
+	npm install --no-audit --no-fund --silent --prefix $(GRAFANA_TYPES) @grafana/schema@13.2.3 typescript@5.9.3
+	cp grafana/types.ts $(GRAFANA_TYPES)/types.ts
+	for board in grafana/dashboards/*.json; do \
+	  { echo 'import type { Board } from "./types";' && printf 'export const board: Board = ' && cat $$board; } \
+	    >$(GRAFANA_TYPES)/$$(basename $$board .json).ts || exit 1; done
+	cd $(GRAFANA_TYPES) && node_modules/.bin/tsc --strict --noEmit --module esnext --moduleResolution bundler --target es2022 *.ts
 
 format: $(VENV)/.dev  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

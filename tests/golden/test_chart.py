@@ -259,6 +259,21 @@ def test_ranks_are_scraped_and_let_through_alike():
     assert scraped == [port["port"] for port in prometheus["ports"]] == ["metrics", "metrics-1", "metrics-2"]
 
 
+def test_the_exporter_is_scraped_like_a_rank_and_needs_to_know_what_it_serves():
+    assert "exporter.image, exporter.store" in _refused("--set", "exporter.enabled=true")
+    known = (
+        "exporter.enabled=true,exporter.image=r.example.com/mlpipe@sha256:0,exporter.store=s3://ml-runs/llm"
+    )
+    chart = _by_name(_template("--set", f"{known},podMonitor.enabled=true"))
+    template = chart["Deployment", "mlpipe-exporter"]["spec"]["template"]
+    monitor = chart["PodMonitor", "mlpipe"]["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    (port,) = template["spec"]["containers"][0]["ports"]
+    assert port["name"] == monitor["podMetricsEndpoints"][0]["port"]
+    allowed = chart["NetworkPolicy", "mlpipe"]["spec"]["podSelector"]["matchLabels"]
+    assert allowed.items() <= template["metadata"]["labels"].items()
+
+
 def test_boards_and_rules_are_those_of_the_repository_and_off_unless_asked_for():
     kinds = _template_kinds()
     assert "monitoring.coreos.com/v1/PrometheusRule" not in kinds
