@@ -25,7 +25,7 @@ LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --n
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
 .PHONY: help install lint-jenkins run test test-unit test-torch test-services test-jenkins test-oldest test-install check checkov format docs \
-  test-cluster bench servers cluster cluster-build lock clean
+  test-cluster bench bench-peers bench-peers-install servers cluster cluster-build lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -101,6 +101,19 @@ bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of 
 	$(BIN)/python -m benchmarks.scrape
 	$(BIN)/python -m benchmarks.startup
 
+# The libraries of the peers, away from .venv: what they bring along is none of mlpipe's.
+PEERS ?= $(HOME)/.cache/mlpipe/peers
+
+bench-peers-install: $(PEERS)/libraries/.peers $(PEERS)/deepspeed/.peers  ## Accelerate, Fabric, Trainer and DeepSpeed, pinned, into ~/.cache/mlpipe/peers
+
+bench-peers: $(VENV)/.dev bench-peers-install  ## training beside these and raw torchrun: half an hour on two idle cores
+	for model in 7.4M 21M; do for precision in fp32 bf16; do \
+	  $(BIN)/python -m benchmarks.peers.rates same --model $$model --precision $$precision || exit 1; done; done
+	$(BIN)/python -m benchmarks.peers.rates newcomer
+	$(BIN)/python -m benchmarks.peers.rates compiled
+	$(BIN)/python -m benchmarks.peers.starts first
+	$(BIN)/python -m benchmarks.peers.starts restart
+
 servers: $(VENV)/.dev  ## build what the services and golden rings run (once, into ~/.cache/mlpipe)
 	@PYTHONPATH=tests $(BIN)/python -m kit.servers build || echo "the services ring will be skipped"
 	@PYTHONPATH=tests $(BIN)/python -m kit.helm build || echo "the tests of the chart will be skipped"
@@ -120,6 +133,13 @@ lock: $(VENV)/.bootstrap  ## compile requirements/*.txt anew (UPGRADE=1: to the 
 	$(LOCK) --extra train --group dev -c requirements/torch-oldest.in -o requirements/oldest.txt
 	$(LOCK:pyproject.toml=requirements/bootstrap.in) -c requirements/dev.txt -o requirements/bootstrap.txt
 	$(LOCK:pyproject.toml=requirements/checkov.in) $(if $(UPGRADE),--upgrade) -o requirements/checkov.txt
+	$(LOCK:pyproject.toml=benchmarks/peers/libraries.in) -c requirements/train.txt -o benchmarks/peers/libraries.txt
+	$(LOCK:pyproject.toml=benchmarks/peers/deepspeed.in) -c requirements/train.txt -o benchmarks/peers/deepspeed.txt
+
+$(PEERS)/%/.peers: benchmarks/peers/%.txt $(VENV)/.bootstrap
+	test -x $(PEERS)/$*/bin/python || $(BIN)/python -m venv --without-pip $(PEERS)/$*
+	$(UV) install --python $(PEERS)/$*/bin/python --require-hashes -r $<
+	@touch $@
 
 clean:  ## remove the environments and caches; runs stay
 	rm -rf $(VENV) $(OLDEST) $(CHECKOV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
