@@ -26,7 +26,8 @@ LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --n
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
 .PHONY: help install lint-jenkins grafana-types run test test-unit test-torch test-services test-jenkins test-oldest \
-  test-install check checkov format docs test-cluster bench bench-tools servers cluster cluster-build lock clean
+  test-install check checkov format docs test-cluster bench bench-tools bench-peers bench-peers-install servers \
+  cluster cluster-build lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -119,6 +120,19 @@ bench: $(VENV)/.dev servers bench-tools  ## mlpipe beside its peers: loop, check
 
 bench-tools: $(TOOLS:%=.venv-bench-%/.done)  ## the tools that ours are compared with, each in an environment of its own
 
+# The libraries of the peers, away from .venv: what they bring along is none of mlpipe's.
+PEERS ?= $(HOME)/.cache/mlpipe/peers
+
+bench-peers-install: $(PEERS)/libraries/.peers $(PEERS)/deepspeed/.peers  ## Accelerate, Fabric, Trainer and DeepSpeed, pinned, into ~/.cache/mlpipe/peers
+
+bench-peers: $(VENV)/.dev bench-peers-install  ## training beside these and raw torchrun: half an hour on two idle cores
+	for model in 7.4M 21M; do for precision in fp32 bf16; do \
+	  $(BIN)/python -m benchmarks.peers.rates same --model $$model --precision $$precision || exit 1; done; done
+	$(BIN)/python -m benchmarks.peers.rates newcomer
+	$(BIN)/python -m benchmarks.peers.rates compiled
+	$(BIN)/python -m benchmarks.peers.starts first
+	$(BIN)/python -m benchmarks.peers.starts restart
+
 servers: $(VENV)/.dev  ## build what the services and golden rings run (once, into ~/.cache/mlpipe)
 	@PYTHONPATH=tests $(BIN)/python -m kit.servers build || echo "the services ring will be skipped"
 	@PYTHONPATH=tests $(BIN)/python -m kit.helm build || echo "the tests of the chart will be skipped"
@@ -140,6 +154,13 @@ lock: $(VENV)/.bootstrap  ## compile requirements/*.txt anew (UPGRADE=1: to the 
 	$(LOCK:pyproject.toml=requirements/checkov.in) $(if $(UPGRADE),--upgrade) -o requirements/checkov.txt
 	for tool in $(TOOLS); do $(LOCK:pyproject.toml=requirements/bench/$$tool.in) $(if $(UPGRADE),--upgrade) \
 	  -c requirements/torch.in -o requirements/bench/$$tool.txt || exit 1; done
+	$(LOCK:pyproject.toml=benchmarks/peers/libraries.in) -c requirements/train.txt -o benchmarks/peers/libraries.txt
+	$(LOCK:pyproject.toml=benchmarks/peers/deepspeed.in) -c requirements/train.txt -o benchmarks/peers/deepspeed.txt
+
+$(PEERS)/%/.peers: benchmarks/peers/%.txt $(VENV)/.bootstrap
+	test -x $(PEERS)/$*/bin/python || $(BIN)/python -m venv --without-pip $(PEERS)/$*
+	$(UV) install --python $(PEERS)/$*/bin/python --require-hashes -r $<
+	@touch $@
 
 clean:  ## remove the environments and caches; runs stay
 	rm -rf $(VENV) $(OLDEST) $(CHECKOV) .venv-bench-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
