@@ -68,11 +68,14 @@ def rows_of(case: Case, model: Model, answer: dict[str, Any], predicted: int | N
                 "best_peer_spread": [min(raw), max(raw)],
             }
             mfu["ratio"] = mfu["ours"] / mfu["best_peer"]
-        if case.goal_mfu is not None:  # of ours, not of the ratio
-            mfu |= {"goal": case.goal_mfu, "goal_of": "ours", "met": max(share) >= case.goal_mfu}
         if answer.get("achievable_flops"):
             mfu["share_of_achievable"] = mfu["ours"] * peak / answer["achievable_flops"]
         rows.append(mfu)
+        if case.goal_mfu is not None:
+            goal = measure.alone(
+                case.name, "MFU, goal", "ratio", share, goal=case.goal_mfu, higher_is_better=True
+            )
+            rows.append(goal | more)
     rows += _published(case, speed)
     rows += _memory(case, answer, predicted)
     return rows
@@ -95,12 +98,14 @@ def _memory(case: Case, answer: dict[str, Any], predicted: int | None) -> list[d
         used = ours["process"]
         more: dict[str, Any] = {"peer": "plan", "best_peer": predicted, "detail": ours}
         if predicted:
-            ratio = used / predicted
-            more |= {"ratio": ratio, "goal": _PREDICTED_WITHIN, "goal_of": "distance of the ratio from 1"}
-            more["met"] = abs(ratio - 1) <= _PREDICTED_WITHIN
+            more["ratio"] = used / predicted
         else:
             more["reason"] = "a user's own model: the planner predicts the presets only"
         rows.append(_row(case, "peak memory of the process", "bytes", False, ours=used, more=more))
+        if predicted:
+            name = "peak memory, distance from the plan"
+            off = abs(used / predicted - 1)
+            rows.append(measure.alone(case.name, name, "ratio", [off], goal=_PREDICTED_WITHIN))
     if ours and raw:
         ratio = ours["allocated"] / raw["allocated"]
         more = {
