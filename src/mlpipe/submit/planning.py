@@ -15,6 +15,7 @@ from typing import Any
 from mlpipe._core.ids import new_run_id
 from mlpipe.plan.build import build_plan, stage_hardware, train_stage_of
 from mlpipe.plan.plan import Plan
+from mlpipe.plan.traced import Traced
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.placeholders import names, stage_of
@@ -36,7 +37,13 @@ def needs(pipeline: Pipeline) -> dict[str, tuple[str, ...]]:
 
 
 def plan_ahead(
-    pipeline: Pipeline, stage_name: str, store_url: str, run_id: str, *, cluster: bool = False
+    pipeline: Pipeline,
+    stage_name: str,
+    store_url: str,
+    run_id: str,
+    *,
+    cluster: bool = False,
+    traced: Traced | None = None,
 ) -> Plan:
     """The plan as far as it is known before anything has run, for this machine or for a cluster's. Raises
     PlanError."""
@@ -49,6 +56,7 @@ def plan_ahead(
         inputs={},
         hardware=stage_hardware(pipeline, stage_name, cluster=cluster),
         resume=True,
+        traced=traced,
     )
 
 

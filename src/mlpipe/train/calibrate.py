@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from mlpipe._core.serial import to_json
 from mlpipe.plan.presets import LlamaConfig
-from mlpipe.plan.speed import ADAM_TRAFFIC, KernelRates, Measured, Speed, traffic_block
+from mlpipe.plan.speed import ADAM_TRAFFIC, KernelRates, Measured, traffic_block
 from mlpipe.store.open import open_store
 from mlpipe.train.loss import cross_entropy_sum
 from mlpipe.train.models.llama import Block, rope_tables
@@ -108,14 +108,9 @@ class Bench:
         whole = self.seconds(work)
         kv_dim = config.num_kv_heads * config.head_dim
         known = 0.0
-        for inner, outer in (
-            *((config.dim, config.dim),) * 2,
-            *((config.dim, kv_dim),) * 2,
-            *((config.dim, config.ffn_dim),) * 2,
-            (config.ffn_dim, config.dim),
-        ):
+        for inner, outer in config.matmuls():
             flops = 2.0 * self.tokens * inner * outer
-            known += 3 * flops / (rates.peak_flops * _share(rates, flops))
+            known += 3 * flops / (rates.peak_flops * rates.matmul_ratio(flops))
         attention = 2.0 * self.batch * config.num_heads * config.head_dim * self.seq_len**2
         known += 3.5 * attention / rates.attention_flops
         rest = max(0.1 * whole, whole - known)
@@ -196,10 +191,6 @@ class Bench:
         taken = time.perf_counter() - start
         found.delete([key])
         return _STORE_BYTES / taken
-
-
-def _share(rates: KernelRates, flops: float) -> float:
-    return Speed({}, 1.0, 1.0, 1.0, 1.0, kernels={"x": rates}).matmul_ratio("x", flops)
 
 
 def measure(store_url: str) -> Measured:
