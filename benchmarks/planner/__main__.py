@@ -34,8 +34,9 @@ def summary(rows: list[dict[str, Any]], key: str) -> dict[str, Any]:
 
 def cpu_part(before: dict[str, Any], part: slice, steps: int, quick: bool) -> dict[str, Any]:
     """The rows of `before`, with those of `part` measured anew, all predicted anew."""
-    rows = {json.dumps(row["case"], sort_keys=True): row for row in before.get("cpu", ())}
     calibrations = dict(before.get("calibrations", {}))
+    kept = [row for row in before.get("cpu", ()) if row.get("calibration") in calibrations]
+    rows = {json.dumps(row["case"], sort_keys=True): row for row in kept}
     todo = CASES[part]
     for start in range(0, len(todo), _AT_ONCE):
         load, key = os.getloadavg()[0], f"calibration-{int(time.time())}"
