@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -106,16 +107,16 @@ def trace(model: ModelPlan, data: DataPlan) -> Traced:
     without values cannot, such as `.item()`."""
     chunk = losses._CHUNK_ELEMENTS_CPU
     try:
-        with FakeTensorMode() as fake:
+        with FakeTensorMode():
             plain = _build(model)
             counts, num_blocks = _counts(model, plain)
             if data.dataset is None and not hasattr(plain, "loss"):
-                logits = plain(_batch(model, data, fake, _MANY)["inputs"])
+                logits = plain(_batch(model, data, _MANY)["inputs"])
                 losses._CHUNK_ELEMENTS_CPU = max(chunk, logits.numel() // _MOST_CHUNKS)
             passes = {}
             for precision in ("fp32", "bf16"):
                 for mode in CHECKPOINTING:
-                    few, many = (_once(model, data, fake, precision, mode, n) for n in (_FEW, _MANY))
+                    few, many = (_once(model, data, precision, mode, n) for n in (_FEW, _MANY))
                     passes[f"{precision} {mode}"] = TracedPass(
                         sample_bytes=max(0, (many.most - few.most) // (_MANY - _FEW)),
                         forward=_ops(many.counted["forward"]),
@@ -163,9 +164,7 @@ def _counts(model: ModelPlan, plain: torch.nn.Module) -> tuple[Counts, int]:
     return Counts(total, max(sizes, default=0), total - sum(sizes), tensors), len(blocks)
 
 
-def _once(
-    model: ModelPlan, data: DataPlan, fake: FakeTensorMode, precision: str, mode: Any, size: int
-) -> _Meter:
+def _once(model: ModelPlan, data: DataPlan, precision: str, mode: Any, size: int) -> _Meter:
     """Forward and backward over `size` samples, with a new model: checkpointing changes its blocks."""
     plain = _build(model)
     if mode != "none":
@@ -174,7 +173,7 @@ def _once(
     for parameter in module.parameters():
         if parameter.requires_grad:  # a gradient is not counted here: it goes as it comes
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    batch = _batch(model, data, fake, size)
+    batch = _batch(model, data, size)
     meter = _Meter([*module.parameters(), *module.buffers(), *batch.values()])
     with meter:
         loss, _ = module(batch)
@@ -183,16 +182,12 @@ def _once(
     return meter
 
 
-def _batch(model: ModelPlan, data: DataPlan, fake: FakeTensorMode, size: int) -> Batch:
+def _batch(model: ModelPlan, data: DataPlan, size: int) -> Batch:
     if data.dataset is None:
         ids = torch.zeros((size, model.seq_len), dtype=torch.int64)
         return {"inputs": ids, "targets": torch.zeros_like(ids)}
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     with unset_fake_temporarily():
         dataset = open_dataset(data, split="train", seq_len=model.seq_len)
-        import numpy as np
-
         real = collate(dataset, np.zeros(size, dtype=np.int64))
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in real.items()}
 
