@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlpipe._core.errors import MlpipeError, SubmitError
 from mlpipe.cli.session import Session
-from mlpipe.cli.submit import ask, claim, follow, say_detached, say_if_ended, say_started
+from mlpipe.cli.submit import ask, await_heard, claim, follow, say_detached, say_if_ended, say_started
 
 if TYPE_CHECKING:
     from mlpipe.spec.model import Pipeline
@@ -52,7 +52,7 @@ def preview(session: Session, asked: Asked, where: str) -> int:
 
 def submit(session: Session, asked: Asked, wait: bool) -> int:
     from mlpipe.store import runs
-    from mlpipe.submit.kubernetes import await_end_of_driver, would_take
+    from mlpipe.submit.kubernetes import await_end_of_driver, driver_is_alive, would_take
 
     pipeline = asked.pipeline
     store = session.open_store(pipeline.store)
@@ -74,6 +74,9 @@ def submit(session: Session, asked: Asked, wait: bool) -> int:
         if wait:
             session.note(f"run {run_id} in {store.url}; Ctrl-C leaves it running")
             return _follow(session, store, api, run_id, asked.stage, start_driver)
+        await_heard(
+            store, run_id, asked.stage, start_driver, lambda: driver_is_alive(api, run_id, asked.stage)
+        )
     except KeyboardInterrupt:
         return say_detached(session, run_id)
     say_started(session, store, run_id)

@@ -151,6 +151,7 @@ def _start(
         if wait:
             session.note(f"run {run_id} in {store.url}; Ctrl-C leaves it running")
             return follow(session, store, run_id, stage, start_driver)
+        await_heard(store, run_id, stage, start_driver)
     except KeyboardInterrupt:
         return say_detached(session, run_id)
     say_started(session, store, run_id)
@@ -276,6 +277,24 @@ def ask(store: Store, pipeline: Pipeline, run_id: str, only: str | None) -> bool
     if state != "done" and not (state == "running" and driven):
         wanted.ask(store, run_id, only)
     return state != "done" and not driven
+
+
+def await_heard(
+    store: Store,
+    run_id: str,
+    only: str | None,
+    start_driver: Callable[[], None],
+    is_driven: Callable[[], bool] = lambda: False,
+) -> None:
+    """For one who leaves: the driver may have ended just before it could hear that `only` is wanted."""
+    from mlpipe.store import runs, wanted
+
+    deadline = time.monotonic() + _LET_GO_SECONDS
+    while only is not None and wanted.is_asked(store, run_id, only) and time.monotonic() < deadline:
+        if not runs.lease_is_live(runs.read_run(store, run_id).driver) and not is_driven():
+            start_driver()
+            return
+        time.sleep(0.2)
 
 
 def follow(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlpipe.cli.submit import await_heard
 from mlpipe.plan.plan import CommandPlan, Launch, Plan
 from mlpipe.store import outputs, runs, wanted
 from mlpipe.store.open import open_store
@@ -285,6 +286,23 @@ def test_what_is_asked_for_joins_the_walk_and_a_failed_stage_runs_again():
         }  # fmt: skip
         assert state.state == "failed"
         assert wanted.asked(store, "run") == []
+
+
+def test_who_asks_and_leaves_makes_sure_that_a_driver_hears(monkeypatch: pytest.MonkeyPatch):
+    started: list[bool] = []
+    with tempfile.TemporaryDirectory() as folder:
+        store = open_store(folder)
+        runs.create_run(store, "run", "", "digest", ["a"], "local", {})
+        runs.take_lease(store, "run", "me", 1000.0)
+        wanted.ask(store, "run", "a")
+        monkeypatch.setattr(  # the driver looked for the last time before that
+            "mlpipe.cli.submit.time.sleep", lambda _: runs.release_lease(store, "run", "me")
+        )
+        await_heard(store, "run", "a", lambda: started.append(True))
+        assert started == [True]
+        wanted.take(store, "run", ["a"])
+        await_heard(store, "run", "a", lambda: started.append(True))
+        assert started == [True]
 
 
 def test_a_cancelled_run_forgets_what_was_asked_for():
