@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ JARS = {  # those of the plugin workflow-cps
     "guava-11.0.1.jar": "com.google.guava:guava:11.0.1",
 }
 _FETCH_SECONDS = 300
-_RUN_SECONDS = 300
+_RUN_SECONDS = 600
 _SCRIPTS = Path(__file__).parent / "groovy"
 
 
@@ -71,22 +71,29 @@ def _maven(*arguments: str) -> None:
         ) from None
 
 
-def _groovy(script: str, text: str) -> Any:
+def _groovy(
+    script: str, text: str, started: Callable[[subprocess.Popen[str]], None] = lambda jvm: None
+) -> Any:
     """The last line that the script prints. Raises ServerMissingError."""
     if shutil.which("java") is None:
         raise ServerMissingError("Groovy needs Java: install a JRE (17 is known to work), and maven")
     path = ":".join(map(str, [*build(), _SCRIPTS]))
-    done = subprocess.run(
+    with subprocess.Popen(
         ["java", "-XX:TieredStopAtLevel=1", "-cp", path, "groovy.ui.GroovyMain", _SCRIPTS / script],
-        input=text,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=_RUN_SECONDS,
-        check=False,
-    )
-    if done.returncode:
-        raise AssertionError(f"{script} failed: {done.stdout}{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    ) as jvm:
+        started(jvm)
+        try:
+            out, err = jvm.communicate(text, timeout=_RUN_SECONDS)
+        except BaseException:
+            jvm.kill()
+            raise
+    if jvm.returncode:
+        raise AssertionError(f"{script} failed: {out}{err}")
+    return json.loads(out.splitlines()[-1])
 
 
 def compiled(files: Sequence[Path]) -> list[Compiled]:
@@ -124,10 +131,12 @@ def executed(
     workspace: Path,
     environment: Mapping[str, str],
     parameters: Mapping[str, str | bool] | None = None,
+    *,
+    started: Callable[[subprocess.Popen[str]], None] = lambda jvm: None,
     **more: Any,
 ) -> Ran:
     """One build, in `workspace`; beside it, `log` and what was archived. A file `abort` there aborts it.
-    `more`: see `groovy/execute.groovy`."""
+    `started` is called with the JVM. `more`: see `groovy/execute.groovy`."""
     asked = {
         "file": str(file),
         "workspace": str(workspace),
@@ -136,7 +145,7 @@ def executed(
         "abort": str(workspace.parent / "abort"),
         **more,
     }
-    found = _groovy("execute.groovy", json.dumps(asked))
+    found = _groovy("execute.groovy", json.dumps(asked), started)
     stages = [(name, result) for name, result in found["stages"]]
     return Ran(found["result"], stages, found["events"], found["error"])
 

@@ -263,4 +263,5 @@ def fake_jenkins() -> Iterator[FakeJenkins]:
             yield jenkins
         finally:
             server.shutdown()
-            thread.join()
+            thread.join(10)
+            assert not thread.is_alive(), "the stand-in did not stop within 10 s"

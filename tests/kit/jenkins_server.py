@@ -74,7 +74,8 @@ def stand_in() -> Iterator[Place]:
             yield Place(Access(jenkins.url, USER, TOKEN), job)
         finally:
             done.set()
-            thread.join()
+            thread.join(10)
+            assert not thread.is_alive(), "the builds did not stop within 10 s"
 
 
 @contextlib.contextmanager

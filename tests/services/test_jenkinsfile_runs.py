@@ -64,6 +64,14 @@ class Controller:
         return self.cli.json("status", found["run_id"])
 
 
+def meets(name: str, other: str) -> list[str]:
+    """Ends well only if the other runs at the same time."""
+    wait = (
+        f"tries=0; until [ -e {other}-is-here ]; do sleep 0.1; tries=$((tries + 1)); [ $tries -lt 900 ]; done"
+    )
+    return shell(f"set -e; touch {name}-is-here; {wait}; echo {name} > $1/file")
+
+
 def writes(text: str) -> list[str]:
     return shell(f"echo {text} > $1/file")
 
@@ -78,8 +86,11 @@ open(os.environ["MLPIPE_OUTPUT"] + "/given", "w").write(json.dumps([sys.argv[1:]
 """
 
 
-def test_a_build_runs_each_stage_once_and_hostile_text_reaches_its_command(tmp_path: Path) -> None:
-    stages = {name: writes(name) for name in "dbc"} | {"a": [sys.executable, "-c", KEEPS, *HOSTILE]}
+def test_a_build_runs_branches_at_once_each_stage_once_and_hostile_text_reaches_its_command(
+    tmp_path: Path,
+) -> None:
+    stages = {"d": writes("d"), "b": meets("b", "c"), "c": meets("c", "b")}
+    stages["a"] = [sys.executable, "-c", KEEPS, *HOSTILE]
     controller = Controller(tmp_path, stages, DIAMOND, a={"env": {"HOSTILE": "".join(HOSTILE)}})
     ran = controller.build(BACKEND="local")
     assert ran.result == "SUCCESS", controller.log()
@@ -101,16 +112,20 @@ def test_a_build_runs_each_stage_once_and_hostile_text_reaches_its_command(tmp_p
     assert controller.run()["stages"] == run["stages"]
 
 
-def test_a_failure_ends_the_build_and_starts_nothing_more(tmp_path: Path) -> None:
-    stages = {"a": writes("a"), "b": ["sh", "-c", "exit 7"], "c": writes("c"), "d": writes("d")}
-    controller = Controller(tmp_path, stages, {"b": ["a"], "c": ["b"], "d": ["c"]})
+def test_a_failure_ends_the_build_and_the_branch_beside_it_still_finishes(tmp_path: Path) -> None:
+    stages = {"a": writes("a"), "b": ["sh", "-c", "exit 7"], "c": shell("sleep 2"), "d": writes("d")}
+    controller = Controller(tmp_path, stages, DIAMOND)
     ran = controller.build(BACKEND="local")
     assert ran.result == "FAILURE"
-    assert dict(ran.stages) == {"Validate": "SUCCESS", "Plan": "SUCCESS", "a": "SUCCESS", "b": "FAILURE"}
+    assert dict(ran.stages) == {
+        "Validate": "SUCCESS", "Plan": "SUCCESS", "a": "SUCCESS", "Level 2": "FAILURE", "b": "FAILURE",
+        "c": "SUCCESS",
+    }  # fmt: skip
     assert "exit code 3" in str(ran.error)
     run = controller.run()
     assert run["state"] == "failed"
-    assert run["stages"]["c"]["attempt"] == 0
+    assert run["stages"]["c"]["state"] == "done"
+    assert run["stages"]["d"]["attempt"] == 0
     assert (tmp_path / "archived-report.html").exists()
 
 

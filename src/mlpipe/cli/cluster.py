@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlpipe._core.errors import MlpipeError, SubmitError
 from mlpipe.cli.session import Session
-from mlpipe.cli.submit import claim, follow, needs_driver, say_detached, say_if_ended, say_started
+from mlpipe.cli.submit import ask, await_heard, claim, follow, say_detached, say_if_ended, say_started
 
 if TYPE_CHECKING:
     from mlpipe.spec.model import Pipeline
@@ -52,7 +52,7 @@ def preview(session: Session, asked: Asked, where: str) -> int:
 
 def submit(session: Session, asked: Asked, wait: bool) -> int:
     from mlpipe.store import runs
-    from mlpipe.submit.kubernetes import await_end_of_driver, would_take
+    from mlpipe.submit.kubernetes import await_end_of_driver, driver_is_alive, would_take
 
     pipeline = asked.pipeline
     store = session.open_store(pipeline.store)
@@ -63,13 +63,20 @@ def submit(session: Session, asked: Asked, wait: bool) -> int:
     place: dict[str, Any] = {"context": api.context, "namespace": api.namespace}
     run_id = claim(store, pipeline, asked.spec, asked.overrides, asked.run_id, place)
     say_if_ended(session, store, run_id)
-    try:
+
+    def start_driver() -> None:
         await_end_of_driver(api, runs.read_run(store, run_id), asked.stage)
-        if needs_driver(store, run_id, asked.stage):
+        if ask(store, pipeline, run_id, asked.stage):
             _start_driver(store, api, run_id, pipeline, asked.stage)
+
+    try:
+        start_driver()
         if wait:
             session.note(f"run {run_id} in {store.url}; Ctrl-C leaves it running")
-            return _follow(session, store, api, run_id, asked.stage)
+            return _follow(session, store, api, run_id, asked.stage, start_driver)
+        await_heard(
+            store, run_id, asked.stage, start_driver, lambda: driver_is_alive(api, run_id, asked.stage)
+        )
     except KeyboardInterrupt:
         return say_detached(session, run_id)
     say_started(session, store, run_id)
@@ -86,6 +93,12 @@ def resume(session: Session, store: Store, run_id: str, *, only: str | None, ove
     pipeline = planning.load_stored(store, run_id, asked)
     _rendered(session, pipeline, store.url, run_id, only, f"runs/{run_id}/pipeline.yaml")
     api = client_of(run)
+
+    def start_driver() -> None:
+        await_end_of_driver(api, runs.read_run(store, run_id), only)
+        if ask(store, pipeline, run_id, only):
+            _start_driver(store, api, run_id, pipeline, only)
+
     await_end_of_driver(api, run, only)
     run = runs.read_run(store, run_id)
     if overrides and runs.lease_is_live(run.driver):
@@ -94,13 +107,13 @@ def resume(session: Session, store: Store, run_id: str, *, only: str | None, ove
             hint=f"mlpipe cancel {run_id} (it saves), then resume it",
             kind="input",
         )
-    if needs_driver(store, run_id, only):
+    if ask(store, pipeline, run_id, only):
         runs.update_run(store, run_id, lambda run: replace(run, meta={**run.meta, "set": asked}))
-        if run.state in runs.RUN_ENDED:
+        if only is None and run.state in runs.RUN_ENDED:
             runs.reopen(store, run_id)
         _start_driver(store, api, run_id, pipeline, only)
     try:
-        return _follow(session, store, api, run_id, only)
+        return _follow(session, store, api, run_id, only, start_driver)
     except KeyboardInterrupt:
         return say_detached(session, run_id)
 
@@ -142,7 +155,14 @@ def _start_driver(store: Store, api: ClusterApi, run_id: str, pipeline: Pipeline
     kubernetes.start_driver(api, store, runs.read_run(store, run_id), plan, only=only)
 
 
-def _follow(session: Session, store: Store, api: ClusterApi, run_id: str, only: str | None) -> int:
+def _follow(
+    session: Session,
+    store: Store,
+    api: ClusterApi,
+    run_id: str,
+    only: str | None,
+    start_driver: Callable[[], None],
+) -> int:
     """While the run has no driver, says why its pod does not run."""
     from mlpipe.submit.kubernetes import driver_is_alive, driver_labels
     from mlpipe.submit.pending import why_pending
@@ -170,4 +190,4 @@ def _follow(session: Session, store: Store, api: ClusterApi, run_id: str, only: 
             )
         return True
 
-    return follow(session, store, run_id, only, is_driven)
+    return follow(session, store, run_id, only, start_driver, is_driven)

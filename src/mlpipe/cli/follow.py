@@ -22,12 +22,14 @@ _PIPED_SECONDS = 10.0
 
 
 class Watcher:
-    """Call `watch(state)` as often as you like; it reads the store at most once or twice a second."""
+    """Call `watch(state)` as often as you like; it reads the store at most once or twice a second. `only`:
+    of that stage alone."""
 
-    def __init__(self, session: Session, store: Store, state: RunState) -> None:
+    def __init__(self, session: Session, store: Store, state: RunState, only: str | None = None) -> None:
         self._session = session
         self._store = store
         self._run_id = state.run_id
+        self._only = only
         self._seen = {name: (stage.state, "") for name, stage in state.stages.items()}
         self._width = max((len(name) for name in state.stages), default=0)
         self._read_seconds = 0.5 if store.local_path("runs") is not None else 2.0
@@ -40,6 +42,8 @@ class Watcher:
             return
         self._read(state)
         for name, stage in in_order(state).stages.items():
+            if self._only not in (None, name):
+                continue
             former, self._seen[name] = self._seen[name], (stage.state, stage.message)
             # one that runs tells what it waits for, and when that changes
             if stage.state != former[0] or (
@@ -69,7 +73,7 @@ class Watcher:
         self._read_at = now
         line = ""
         for name, stage in state.stages.items():
-            if stage.state != "running":
+            if stage.state != "running" or self._only not in (None, name):
                 continue
             key = state.attempt_key(name)
             tail, progress = self._tails.setdefault(key, (Follower(self._store, key), Progress()))

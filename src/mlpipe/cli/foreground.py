@@ -21,9 +21,16 @@ if TYPE_CHECKING:
 
 
 def drive_here(
-    session: Session, store: Store, run_id: str, *, only: str | None = None, overrides: Sequence[str] = ()
+    session: Session,
+    store: Store,
+    run_id: str,
+    *,
+    only: str | None = None,
+    for_followers: bool = False,
+    overrides: Sequence[str] = (),
 ) -> int:
-    """Drive `run_id` until it has ended; the exit code. A signal once: save and stop. Twice: stop at once."""
+    """Drive `run_id` until it has ended; the exit code (`for_followers`: 0, they know). A signal once: save
+    and stop. Twice: stop at once."""
     from mlpipe.store import runs
     from mlpipe.submit.driver import drive
     from mlpipe.submit.walk import Stop
@@ -32,11 +39,21 @@ def drive_here(
     watcher = Watcher(session, store, runs.read_run(store, run_id))
     with _signals(stop):
         try:
-            run = drive(store, run_id, stop=stop, only=only, overrides=overrides, watch=watcher.watch)
+            run = drive(
+                store,
+                run_id,
+                stop=stop,
+                only=only,
+                for_followers=for_followers,
+                overrides=overrides,
+                watch=watcher.watch,
+            )
         finally:
             watcher.close()
     report = report_of(session, store, run)
     session.result({**outcome.document(store, run), "report": report}, outcome.summary(store, run, report))
+    if for_followers:
+        return 0
     return EXIT_CODES["interrupted"] if stop.kind == "interrupted" else outcome.exit_code(run, only)
 
 
@@ -56,10 +73,10 @@ def drive_for_cluster(session: Session, store: Store, run_id: str, *, only: str 
         signal.signal(number, let_go)
     watcher = Watcher(session, store, runs.read_run(store, run_id))
     try:
-        run = drive(store, run_id, stop=stop, only=only, watch=watcher.watch)
+        run = drive(store, run_id, stop=stop, only=only, for_followers=only is not None, watch=watcher.watch)
     finally:
         watcher.close()
-    if run.state not in runs.RUN_ENDED and (only is None or run.stages[only].state == "running"):
+    if stop.kind == "detached" and run.state not in runs.RUN_ENDED:
         return EXIT_CODES["infrastructure"]
     report_of(session, store, run)
     return 0

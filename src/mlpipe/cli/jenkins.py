@@ -35,6 +35,7 @@ def submit(
     dry_run: bool,
 ) -> int:
     from mlpipe._core.ids import is_name, new_run_id
+    from mlpipe.cli.submit import is_there
     from mlpipe.submit import builds
     from mlpipe.submit.jenkins import RUN_ID, Build, Jenkins, Waiting, job_path
     from mlpipe.submit.jenkins_http import Access
@@ -55,7 +56,7 @@ def submit(
         return 0
     jenkins = Jenkins(access)
     jenkins.check(job, parameters)  # before anything is written
-    _check_run(store, run_id, pipeline)
+    is_there(store, run_id, pipeline)  # as another pipeline's?
     text = pipeline.resolved_yaml()
     new = builds.ask(
         store, builds.Asked(builds.SCHEMA_VERSION, run_id, access.url, job, pipeline.digest, text)
@@ -91,20 +92,6 @@ def submit(
         session.note(f"it waits in the queue: {why}")
     session.note(f"see it with `mlpipe status {run_id}`, stop it with `mlpipe cancel {run_id}`")
     return 0
-
-
-def _check_run(store: Store, run_id: str, pipeline: Pipeline) -> None:
-    from mlpipe.store import runs
-
-    if (
-        store.exists(f"runs/{run_id}/run.json")
-        and runs.read_run(store, run_id).spec_digest != pipeline.digest
-    ):
-        raise SubmitError(
-            f"run {run_id} exists and was started with another pipeline",
-            hint="choose another --run-id",
-            kind="input",
-        )
 
 
 def _where(url: str, found: Waiting | Build) -> str:

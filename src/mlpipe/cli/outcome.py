@@ -23,12 +23,13 @@ _COLOURS = {"done": "green", "failed": "red", "cancelled": "yellow", "skipped": 
 
 def exit_code(run: RunState, only: str | None = None) -> int:
     """Of the verb that waited for `run` (or for its stage `only`)."""
-    if only is not None and run.stages[only].state == "done":
-        return 0
     kinds: dict[str, Kind] = {"done": "bug", "cancelled": "cancelled", "failed": "failed"}
-    if run.state == "done":
+    if run.state == "done" or (only is not None and run.stages[only].state == "done"):
         return 0
-    for stage in run.stages.values():
+    if only is not None and run.stages[only].state == "cancelled":
+        return EXIT_CODES["cancelled"]
+    first = [run.stages[only]] if only is not None else []
+    for stage in [*first, *run.stages.values()]:
         if stage.state == "failed":
             return EXIT_CODES[(stage.outcome or {}).get("kind") or "failed"]
     return EXIT_CODES[kinds.get(run.state, "infrastructure")]

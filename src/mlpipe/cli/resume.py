@@ -14,7 +14,8 @@ from mlpipe.cli.session import Session, overrides, shared
 @click.option(
     "--here",
     is_flag=True,
-    help="Of a run on a cluster: drive it from this process, as the driver's Job does; 0 once it has ended.",
+    help="As the driver's Job does: drive a cluster's run from this process, 0 once it has ended. With "
+    "--stage: all stages that `submit --stage` asks for, on any backend.",
 )
 @shared
 @click.pass_obj
@@ -30,7 +31,9 @@ def command(session: Session, run_id: str, overrides: tuple[str, ...], stage: st
 
     store = session.open_store()
     if runs.read_run(store, run_id).backend != "kubernetes":
-        return foreground.drive_here(session, store, run_id, only=stage, overrides=overrides)
+        return foreground.drive_here(
+            session, store, run_id, only=stage, for_followers=here and stage is not None, overrides=overrides
+        )
     if here:
         return foreground.drive_for_cluster(session, store, run_id, only=stage)
     return cluster.resume(session, store, run_id, only=stage, overrides=overrides)

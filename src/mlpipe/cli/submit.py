@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlpipe._core.errors import EXIT_CODES, SubmitError
+from mlpipe._core.errors import EXIT_CODES, StoreError, SubmitError
 from mlpipe.cli.session import Interrupt, Session, overrides, shared
+
+_CLAIM_SECONDS = 30.0  # between the two objects that a new run begins with
+_LET_GO_SECONDS = 10.0
+_MAX_TAKEOVERS = 5  # by one who follows; a driver that ended just before it was asked counts as well
 
 if TYPE_CHECKING:
     from mlpipe.plan.phases import Phase
@@ -137,12 +141,17 @@ def _start(
         return 0
     run_id = claim(store, pipeline, spec, overrides, run_id)
     say_if_ended(session, store, run_id)
-    try:
-        if needs_driver(store, run_id, stage):
+
+    def start_driver() -> None:
+        if ask(store, pipeline, run_id, stage):
             detach(store, run_id, stage)
+
+    try:
+        start_driver()
         if wait:
             session.note(f"run {run_id} in {store.url}; Ctrl-C leaves it running")
-            return follow(session, store, run_id, stage)
+            return follow(session, store, run_id, stage, start_driver)
+        await_heard(store, run_id, stage, start_driver)
     except KeyboardInterrupt:
         return say_detached(session, run_id)
     say_started(session, store, run_id)
@@ -212,35 +221,80 @@ def claim(
     cluster: dict[str, Any] | None = None,
 ) -> str:
     """A new run, or the one that has this id already, if it was asked for with the same pipeline."""
-    from mlpipe.store import runs
     from mlpipe.submit import planning
 
-    if run_id is not None and store.exists(f"runs/{run_id}/run.json"):
-        if runs.read_run(store, run_id).spec_digest != pipeline.digest:
-            raise SubmitError(
-                f"run {run_id} exists and was started with another pipeline",
-                hint=f"choose another --run-id, or change it on the way: mlpipe resume {run_id} --set ...",
-                kind="input",
-            )
+    if run_id is not None and is_there(store, run_id, pipeline):
         return run_id
-    return planning.create(
-        store,
-        pipeline,
-        spec=spec,
-        overrides=overrides,
-        folder=os.getcwd(),
-        run_id=run_id,
-        cluster=cluster,
-    )
+    try:
+        return planning.create(
+            store,
+            pipeline,
+            spec=spec,
+            overrides=overrides,
+            folder=os.getcwd(),
+            run_id=run_id,
+            cluster=cluster,
+        )
+    except StoreError as error:
+        if run_id is None or error.kind != "input":
+            raise
+        deadline = time.monotonic() + _CLAIM_SECONDS
+        while not is_there(store, run_id, pipeline):  # another branch of the build was quicker
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        return run_id
 
 
-def needs_driver(store: Store, run_id: str, only: str | None) -> bool:
+def is_there(store: Store, run_id: str, pipeline: Pipeline) -> bool:
+    """Whether the run exists. Raises SubmitError (input) if the run is of another pipeline."""
     from mlpipe.store import runs
 
-    run = runs.read_run(store, run_id)
-    if only is not None and only in run.stages and run.stages[only].state == "done":
+    if not store.exists(f"runs/{run_id}/run.json"):
         return False
-    return run.state != "done" and not runs.lease_is_live(run.driver)
+    if runs.read_run(store, run_id).spec_digest != pipeline.digest:
+        raise SubmitError(
+            f"run {run_id} exists and was started with another pipeline",
+            hint=f"choose another --run-id, or change it on the way: mlpipe resume {run_id} --set ...",
+            kind="input",
+        )
+    return True
+
+
+def ask(store: Store, pipeline: Pipeline, run_id: str, only: str | None) -> bool:
+    """Leaves word that the stage `only` is wanted, unless it is done or runs. Whether a driver must be
+    started. Raises SubmitError (input) if the stage cannot start."""
+    from mlpipe.store import runs, wanted
+    from mlpipe.submit import planning
+    from mlpipe.submit.driver import check_needs
+
+    run = runs.read_run(store, run_id)
+    driven = runs.lease_is_live(run.driver)
+    if only is None:
+        return run.state != "done" and not driven
+    check_needs(planning.needs(pipeline), run, only)
+    state = run.stages[only].state
+    if state != "done" and not (state == "running" and driven):
+        wanted.ask(store, run_id, only)
+    return state != "done" and not driven
+
+
+def await_heard(
+    store: Store,
+    run_id: str,
+    only: str | None,
+    start_driver: Callable[[], None],
+    is_driven: Callable[[], bool] = lambda: False,
+) -> None:
+    """For one who leaves: the driver may have ended just before it could hear that `only` is wanted."""
+    from mlpipe.store import runs, wanted
+
+    deadline = time.monotonic() + _LET_GO_SECONDS
+    while only is not None and wanted.is_asked(store, run_id, only) and time.monotonic() < deadline:
+        if not runs.lease_is_live(runs.read_run(store, run_id).driver) and not is_driven():
+            start_driver()
+            return
+        time.sleep(0.2)
 
 
 def follow(
@@ -248,14 +302,15 @@ def follow(
     store: Store,
     run_id: str,
     only: str | None,
+    start_driver: Callable[[], None],
     is_driven: Callable[[RunState], bool] = lambda run: False,
 ) -> int:
-    """Until the run has ended; its exit code. `is_driven`: whether a run that no live driver holds will have
-    one again."""
+    """Until the run, or its stage `only`, has ended; its exit code. `is_driven`: whether a run that no live
+    driver holds will have one again. If not, a stage that is still to be run gets one by `start_driver`."""
     from mlpipe.cli import outcome
     from mlpipe.cli.follow import Watcher
     from mlpipe.cli.foreground import report_of
-    from mlpipe.store import runs
+    from mlpipe.store import runs, wanted
     from mlpipe.submit.follower import Following
 
     terminated = False
@@ -268,13 +323,31 @@ def follow(
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, detach)
     run = runs.read_run(store, run_id)
-    watcher = Watcher(session, store, run)
+    watcher = Watcher(session, store, run, only)
     following = Following(store, run_id)
+    before = run.state
+    over_at: float | None = None
+    num_takeovers = 0
     try:
-        # it lets go when it has written how the run ended
-        while runs.lease_is_live(run.driver) or (not _is_over(run, only) and is_driven(run)):
+        while True:
             watcher.watch(run)
             following.renew()
+            driven, over = runs.lease_is_live(run.driver), _is_over(store, run, only)
+            if over and only is not None:
+                # A driver lets go when it has written how the run stands, unless others keep it.
+                over_at = over_at or time.monotonic()
+                busy = any(stage.state == "running" for stage in run.stages.values())
+                driven = driven and not busy and time.monotonic() - over_at < _LET_GO_SECONDS
+            if not driven and (over or not is_driven(run)):
+                if only is not None and run.state == "cancelled" != before:  # just before we asked
+                    wanted.take(store, run_id, [only])
+                    over = True
+                if over or only is None or num_takeovers == _MAX_TAKEOVERS:
+                    break
+                if num_takeovers:
+                    session.note(f"run {run_id} has no driver: it gets one")
+                num_takeovers += 1
+                start_driver()
             time.sleep(0.5)
             run = runs.read_run(store, run_id)
         watcher.watch(run)
@@ -282,7 +355,7 @@ def follow(
         watcher.close()
         if not terminated:
             following.leave()
-    if not _is_over(run, only):
+    if not over:
         raise SubmitError(
             f"the driver of run {run_id} is gone and the run has not ended",
             hint=f"go on with mlpipe resume {run_id}",
@@ -292,7 +365,15 @@ def follow(
     return outcome.exit_code(run, only)
 
 
-def _is_over(run: RunState, only: str | None) -> bool:
-    from mlpipe.store import runs
+def _is_over(store: Store, run: RunState, only: str | None) -> bool:
+    from mlpipe.store import runs, wanted
 
-    return run.state in runs.RUN_ENDED or (only is not None and run.stages[only].state == "done")
+    ended = run.state in runs.RUN_ENDED
+    if only is None:
+        return ended
+    state = run.stages[only].state
+    if state == "done":
+        return True
+    return (ended or state in ("failed", "cancelled", "skipped")) and not wanted.is_asked(
+        store, run.run_id, only
+    )

@@ -72,23 +72,12 @@ check_digest() {
   fi
 }
 
-# submit_stage NAME ARGUMENT...: branches of `parallel` take turns, since a run has one driver at a time, and
-# once a stage has failed none is started. The lock dies with its holder; mlpipe and what it starts have none.
+# submit_stage NAME ARGUMENT...: branches of `parallel` do this at once. The run has one driver, which walks
+# what all of them ask for; the others follow, and one of them starts the next driver should it die.
 submit_stage() {
   stage=$1
   shift
-  (
-    flock 9
-    if [ -e .mlpipe/failed ]; then
-      echo "stage $stage is not started: another one failed" >&2
-      exit 3
-    fi
-    mlpipe submit --to "${BACKEND:-local}" --run-id "$RUN_ID" --stage "$stage" --wait "$@" 9>&- || {
-      code=$?
-      : > .mlpipe/failed
-      exit "$code"
-    }
-  ) 9> .mlpipe/turn
+  mlpipe submit --to "${BACKEND:-local}" --run-id "$RUN_ID" --stage "$stage" --wait "$@"
 }
 """
 
@@ -120,7 +109,6 @@ def jenkinsfile(pipeline: Pipeline, spec: str, overrides: Sequence[str], store: 
             "    options {",
             "        buildDiscarder(logRotator(numToKeepStr: '50'))",
             "        durabilityHint('MAX_SURVIVABILITY')",
-            "        parallelsAlwaysFailFast()",
             "    }",
             "    parameters {",
             "        text(name: 'OVERRIDES', defaultValue: '', description: 'KEY=VALUE, one on a line')",

@@ -16,7 +16,7 @@ import random
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -165,20 +165,25 @@ def update_run(store: Store, run_id: str, change: Callable[[RunState], RunState]
     return _update(store, run_id, change, _check_forward)
 
 
-def reopen(store: Store, run_id: str) -> RunState:
-    """For a resume: the run runs again, stages that are not done wait again (keeping their attempt's number),
-    and a request to cancel is forgotten. Raises StoreError (input) when the run is done."""
+def reopen(
+    store: Store, run_id: str, stages: Collection[str] | None = None, *, forget_cancel: bool = True
+) -> RunState:
+    """For a resume: the run runs again, its stages that are not done (or `stages` of them) wait again,
+    keeping their attempt's number, and a request to cancel is forgotten. Raises StoreError (input) when the
+    run is done."""
 
     def change(run: RunState) -> RunState:
         if run.state == "done":
             raise StoreError(f"run {run_id} is done", where=store.url, kind="input")
-        stages = {
-            name: stage if stage.state == "done" else StageState(attempt=stage.attempt)
+        waiting = {
+            name: StageState(attempt=stage.attempt)
             for name, stage in run.stages.items()
+            if stage.state != "done" and (stages is None or name in stages)
         }
-        return replace(run, state="running", stages=stages, message="")
+        return replace(run, state="running", stages={**run.stages, **waiting}, message="")
 
-    store.delete([_cancel_key(run_id)])
+    if forget_cancel:
+        store.delete([_cancel_key(run_id)])
     return _update(store, run_id, change, lambda old, new: None)
 
 

@@ -15,12 +15,13 @@ from mlpipe.submit.driver import working_folder
 
 _START_SECONDS = 60.0
 _OF_A_STAGE = ("MLPIPE_DRIVER", "MLPIPE_RUN_ID", "MLPIPE_STAGE", "MLPIPE_OUTPUT")
+_OF_A_STEP = ("JENKINS_SERVER_COOKIE",)  # Jenkins ends what carries it with the step, which only follows
 
 
 def driver_argv(store_url: str, run_id: str, only: str | None = None) -> list[str]:
     """What is started, and what `--dry-run` prints."""
     argv = [sys.executable, "-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--debug"]
-    return [*argv, "--stage", only] if only else argv
+    return [*argv, "--stage", only, "--here"] if only else argv
 
 
 def driver_log(store: Store, run_id: str) -> Path:
@@ -38,7 +39,7 @@ def detach(store: Store, run_id: str, only: str | None = None) -> None:
         process = subprocess.Popen(
             driver_argv(store.url, run_id, only),
             cwd=working_folder(run),
-            env={name: value for name, value in os.environ.items() if name not in _OF_A_STAGE},
+            env={name: value for name, value in os.environ.items() if name not in _OF_A_STAGE + _OF_A_STEP},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
@@ -51,7 +52,7 @@ def detach(store: Store, run_id: str, only: str | None = None) -> None:
             return
         if (code := process.poll()) is not None:
             if code == 0:
-                return  # nothing was left to do, or it was done within a blink
+                return  # nothing was left to do, it was done within a blink, or another driver does it
             words = log.read_text(errors="replace").rpartition("error: ")[2].strip()
             kind = next((kind for kind, known in EXIT_CODES.items() if known == code), None)
             raise SubmitError(f"the driver ended at once: {words}", where=str(log), kind=kind)

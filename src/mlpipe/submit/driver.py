@@ -7,6 +7,7 @@ through `drive`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -19,7 +20,7 @@ from dataclasses import replace
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.plan.plan import Plan
 from mlpipe.spec.model import Pipeline
-from mlpipe.store import outputs, runs
+from mlpipe.store import outputs, runs, wanted
 from mlpipe.store.base import Store
 from mlpipe.store.runs import Lease, RunState, StageState
 from mlpipe.submit import planning, process
@@ -39,11 +40,14 @@ def drive(
     *,
     stop: Stop,
     only: str | None = None,
+    for_followers: bool = False,
     overrides: Sequence[str] = (),
     watch: Callable[[RunState], None] = lambda state: None,
 ) -> RunState:
-    """Walk the run until it has ended (with `only`: that stage); its final state. A done run stays as it is.
-    `overrides` are added to those it was asked with, and kept.
+    """Walk the run until it has ended (with `only`: that stage, and others that are asked for meanwhile, see
+    `store/wanted.py`); its final state. A done run stays as it is. `overrides` are added to those it was
+    asked with, and kept. `for_followers`: they have asked; without any who still does, or where another
+    driver is alive, which hears them as well, nothing is done.
 
     Raises SpecError or PlanError before anything starts; SubmitError or StoreError (input) if another driver
     is alive; SubmitError if the lease was lost on the way.
@@ -53,16 +57,25 @@ def drive(
         return former
     asked = [*former.meta.get("set", []), *overrides]
     pipeline = planning.load_stored(store, run_id, asked)
-    if only is not None:
-        _check_needs(planning.needs(pipeline), former, only)
+    if only is not None and not for_followers:
+        check_needs(planning.needs(pipeline), former, only)
     on_cluster = former.backend == "kubernetes"
-    with HeldLease(store, run_id, patience_seconds=_TAKEOVER_SECONDS if on_cluster else 0.0) as lease:
-        if on_cluster:
-            former = runs.read_run(store, run_id)  # as the driver that we waited for left it
-        else:
+    patience_seconds = _TAKEOVER_SECONDS if on_cluster else 0.0
+    with contextlib.ExitStack() as held:
+        try:
+            lease = held.enter_context(HeldLease(store, run_id, patience_seconds=patience_seconds))
+        except StoreError as error:
+            if for_followers and error.kind == "input":
+                return runs.read_run(store, run_id)
+            raise
+        if not on_cluster:
             _clear_orphans(store, former)
-        if former.state in runs.RUN_ENDED or (former.state == "running" and not on_cluster):
-            runs.reopen(store, run_id)
+        former = runs.read_run(store, run_id)  # as the driver before us left it
+        if only is not None and not for_followers:
+            wanted.ask(store, run_id, only)
+        if only is not None and not _is_anything_left(store, former, on_cluster):
+            return former
+        _reopen(store, former, only is not None, on_cluster, forget_cancel=not for_followers)
         made = {} if on_cluster else _committed_outputs(store, former)
         started = runs.update_run(
             store,
@@ -96,9 +109,29 @@ def drive(
                 stop=stop,
                 alive=alive,
                 watch=watch,
-            ).run(only)
+            ).run(only_wanted=only is not None)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _is_anything_left(store: Store, former: RunState, on_cluster: bool) -> bool:
+    """On a cluster, stages that run without their driver are adopted."""
+    return bool(wanted.asked(store, former.run_id)) or (
+        on_cluster and any(stage.state == "running" for stage in former.stages.values())
+    )
+
+
+def _reopen(store: Store, former: RunState, partly: bool, on_cluster: bool, *, forget_cancel: bool) -> None:
+    """What the driver before us left under way waits again, but for a cluster, where it goes on; so does what
+    ended badly, `partly`: what of it is asked for. A request to cancel an ended run was heard."""
+    ended = former.state in runs.RUN_ENDED
+    if not ended and (former.state == "pending" or on_cluster):
+        return
+    names = None
+    if partly:
+        names = wanted.asked(store, former.run_id)
+        names += [name for name, stage in former.stages.items() if stage.state in ("running", "skipped")]
+    runs.reopen(store, former.run_id, names, forget_cancel=forget_cancel or ended)
 
 
 def _backend(store: Store, run: RunState, holder: str, pipeline: Pipeline) -> Backend:
@@ -202,14 +235,18 @@ def cancel(store: Store, run_id: str, why: str, *, timeout_seconds: float) -> Ru
     run = runs.read_run(store, run_id)
     if run.state in runs.RUN_ENDED:
         return run
-    runs.request_cancel(store, run_id, why)
     deadline = time.monotonic() + timeout_seconds
     while True:
+        runs.request_cancel(store, run_id, why)  # again: whoever resumes the run forgets it
         run = runs.read_run(store, run_id)
         if run.state in runs.RUN_ENDED:
             return run
         if not runs.lease_is_live(run.driver):
-            return _cancel_driverless(store, run, why, timeout_seconds)
+            try:
+                return _cancel_driverless(store, run, why, timeout_seconds)
+            except StoreError as error:
+                if error.kind != "input":  # another driver was quicker, and is asked to stop
+                    raise
         if time.monotonic() > deadline:
             raise SubmitError(
                 f"run {run_id} was asked to stop and has not stopped within {timeout_seconds:.0f} s",
@@ -260,7 +297,8 @@ def _clear_orphans(store: Store, former: RunState) -> None:
     process.clear(lease.holder, grace_seconds=grace)
 
 
-def _check_needs(needs: Mapping[str, Sequence[str]], run: RunState, only: str) -> None:
+def check_needs(needs: Mapping[str, Sequence[str]], run: RunState, only: str) -> None:
+    """Raises SubmitError (input) unless the stage `only` may start."""
     if only not in needs:
         raise SubmitError(
             f"the pipeline has no stage {only!r}", hint=f"it has {', '.join(needs)}", kind="input"

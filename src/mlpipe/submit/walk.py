@@ -20,6 +20,7 @@ from mlpipe.plan.plan import Plan
 from mlpipe.store import catalogue, outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState, StageState
+from mlpipe.submit.wanted import Wanted
 
 _POLL_SECONDS = 0.1
 _CANCEL_SECONDS = 1.0  # between two looks for a request to cancel: a GET each
@@ -131,13 +132,14 @@ class Walk:
         self._watch = watch
         self._running: dict[str, _Running] = {}
         self._planned: dict[str, Plan] = {}  # ready, but without room so far
+        self._wanted = Wanted(store, run_id)
         self._looked_for_cancel = 0.0
         self.state = runs.read_run(store, run_id)
 
-    def run(self, only: str | None = None) -> RunState:
-        """Walk until nothing is left to start (or, with `only`, until that stage has ended). Returns the
+    def run(self, *, only_wanted: bool = False) -> RunState:
+        """Walk until nothing is left to start (`only_wanted`: of what is asked for meanwhile). Returns the
         final state; raises what `alive` or the store raises, after the stages under way were killed."""
-        wanted = list(self._needs) if only is None else [only]
+        names = [] if only_wanted else list(self._needs)
         try:
             self._adopt()
             while True:
@@ -147,12 +149,14 @@ class Walk:
                 self._look_for_cancel()
                 self._collect()
                 if self._stop.kind is not None:
-                    self._terminate_all()
+                    for running in self._running.values():
+                        self._terminate(running)
                 else:
-                    self._skip(wanted)
-                    self._start(wanted)
+                    self.state = self._wanted.look(self.state, names)
+                    self._skip(names)
+                    self._start(names)
                 self._watch(self.state)
-                if not self._running and (self._stop.kind is not None or not self._startable(wanted)):
+                if not self._running and (self._stop.kind is not None or self._is_idle(names)):
                     return self._finish()
                 time.sleep(_POLL_SECONDS)
         except KeyboardInterrupt:  # the second signal: at once
@@ -164,20 +168,25 @@ class Walk:
 
     # What may start
 
-    def _startable(self, wanted: Sequence[str]) -> list[str]:
+    def _is_idle(self, names: list[str]) -> bool:
+        if not self._startable(names):
+            self.state = self._wanted.look(self.state, names, now=True)  # who asks later starts a driver
+        return not self._startable(names)
+
+    def _startable(self, names: Sequence[str]) -> list[str]:
         stages = self.state.stages
         return [
             name
-            for name in wanted
+            for name in names
             if stages[name].state == "pending"
             and all(stages[need].state == "done" for need in self._needs[name])
         ]
 
-    def _skip(self, wanted: Sequence[str]) -> None:
+    def _skip(self, names: Sequence[str]) -> None:
         """Mark what can never start in this walk, again and again: needs may stand later in the file."""
         while spoiled := [
             (name, need)
-            for name in wanted
+            for name in names
             if self.state.stages[name].state == "pending"
             for need in self._needs[name]
             if self.state.stages[need].state in ("failed", "cancelled", "skipped")
@@ -185,8 +194,8 @@ class Walk:
             name, need = spoiled[0]
             self._change(name, state="skipped", message=f"needs {need!r}, which did not finish")
 
-    def _start(self, wanted: Sequence[str]) -> None:
-        for name in self._startable(wanted):
+    def _start(self, names: Sequence[str]) -> None:
+        for name in self._startable(names):
             if self._stop.kind is not None:
                 return
             attempt = self.state.stages[name].attempt + 1
@@ -212,12 +221,9 @@ class Walk:
         """A stage that asks for more than there is runs alone (cores can be shared; `check` refused GPUs)."""
         if not self._running:
             return True
-        room, taken = self._backend.room(), [demand(other.plan) for other in self._running.values()]
-        wanted = demand(plan)
-        return (
-            sum(other.cpus for other in taken) + wanted.cpus <= room.cpus
-            and sum(other.gpus for other in taken) + wanted.gpus <= room.gpus
-        )
+        taken = [demand(plan), *(demand(other.plan) for other in self._running.values())]
+        room = self._backend.room()
+        return sum(one.cpus for one in taken) <= room.cpus and sum(one.gpus for one in taken) <= room.gpus
 
     def _launch(self, plan: Plan) -> None:
         scratch = self._scratch / f"{plan.stage}-{plan.attempt}"
@@ -335,10 +341,6 @@ class Walk:
             running.terminated = time.monotonic()
             running.handle.terminate()
 
-    def _terminate_all(self) -> None:
-        for running in self._running.values():
-            self._terminate(running)
-
     def _kill_all(self) -> None:
         if self._backend.outlives_driver and self._stop.kind is None:
             self._running.clear()  # the next driver finds them
@@ -366,6 +368,8 @@ class Walk:
         else:
             state, message = "running", "waits for its other stages to be asked for"
         self._update(lambda run: replace(run, state=state, message=message))
+        if state == "cancelled":
+            self._wanted.drop()
         self._watch(self.state)
         return self.state
 
@@ -375,6 +379,7 @@ class Walk:
             return replace(run, stages={**run.stages, name: stage})
 
         self._update(change)
+        self._wanted.note(name, self.state)
 
     def _update(self, change: Callable[[RunState], RunState]) -> None:
         """Only the holder of the lease writes: a driver that was paused past its lease finds out here."""

@@ -192,8 +192,8 @@ class Model extends CompilationCustomizer {
                 throw new Wrong("retry is ${single(it, 'retry').text}, not a number")
             }
         }
-        list(calls.findAll { it.methodAsString in ['timeout', 'lock'] }.collect {
-            def entries = named(it, it.methodAsString)
+        list(calls.findAll { it.methodAsString in ['timeout', 'lock', 'parallelsAlwaysFailFast'] }.collect {
+            def entries = it.methodAsString == 'parallelsAlwaysFailFast' ? [] : named(it, it.methodAsString)
             if (it.methodAsString == 'lock' && entries*.keyExpression*.value != ['resource']) {
                 throw new Refused("lock has ${entries*.keyExpression*.value}")
             }

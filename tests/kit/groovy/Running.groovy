@@ -5,6 +5,7 @@ import java.nio.file.FileSystems
 import java.util.concurrent.TimeUnit
 
 class Running {
+    static final long PARALLEL_SECONDS = 600
     static File root
     static File workspace
     static File repository
@@ -14,6 +15,7 @@ class Running {
     static Map timeouts
     static String answer
     static boolean inPost = false
+    static boolean failFast = false
     static boolean unstable = false
     static final List stages = Collections.synchronizedList([])
     static final List events = Collections.synchronizedList([])
@@ -138,11 +140,14 @@ class Running {
                     body()
                 } catch (Throwable error) {
                     errors << error
-                    group << name
+                    if (failFast) { group << name }
                 }
             }
         }
-        threads*.join()
+        threads.each { it.join(PARALLEL_SECONDS * 1000) }
+        if (threads.any { it.alive }) {
+            throw new RuntimeException("a branch of parallel did not end within $PARALLEL_SECONDS s")
+        }
         if (errors) {
             throw errors.find { !(it instanceof Aborted) } ?: errors[0]
         }

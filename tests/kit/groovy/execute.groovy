@@ -203,6 +203,7 @@ try {
     script.binding.setVariable('env', Running.environment)
     Running.environment += Running.parameters.collectEntries { key, value -> [key, "$value".toString()] }
     script.binding.setVariable('env', Running.environment)
+    Running.failFast = (model.options ?: []).any { it.option == 'parallelsAlwaysFailFast' }
     (model.environment ?: [:]).each { name, value -> Running.environment[name] = Running.run(value).toString() }
     Throwable thrown = null
     def whole = {

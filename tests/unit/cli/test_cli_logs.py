@@ -159,7 +159,8 @@ def test_following_a_writer_that_is_restarted(made):
 
     writer = threading.Thread(target=write)
     writer.start()
-    writer.join()
+    writer.join(60)
+    assert not writer.is_alive()
     made.change("train", state="done", ended=NOW)
     runs.update_run(made.store, "r", lambda run: replace(run, state="done"))
     out, err = following.communicate(timeout=60)

@@ -151,15 +151,11 @@ def test_a_build_that_was_asked_for_gets_its_pipeline_from_the_store(tmp_path: P
     ]
 
 
-def test_once_a_stage_has_failed_none_is_started(tmp_path: Path) -> None:
+def test_a_stage_ends_as_its_submit_does(tmp_path: Path) -> None:
     build, workspace = built(tmp_path, jenkinsfile(LLM, "llm.yaml", [], "runs"))
-    first, second = [line for line in build.commands if "submit_stage" in line][:2]
     workspace.ends_with("submit", 4)
-    assert workspace.sh(first) == 4
+    assert workspace.sh(next(line for line in build.commands if "submit_stage" in line)) == 4
     assert len(workspace.calls()) == 1
-    assert workspace.sh(second) == 3
-    assert workspace.calls() == []
-    assert "stage train is not started" in workspace.said
 
 
 def test_an_aborted_build_cancels_its_run(tmp_path: Path) -> None:

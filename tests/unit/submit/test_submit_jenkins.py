@@ -85,7 +85,8 @@ def building(server: FakeJenkins, result: str) -> Iterator[None]:
     try:
         yield
     finally:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive(), "no build was started within 60 s"
 
 
 def ends(server: FakeJenkins, result: str, log: bytes = b"the build's own log\n") -> None:

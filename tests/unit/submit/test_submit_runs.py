@@ -262,6 +262,26 @@ def test_stages_one_by_one(cli: Cli):
     assert stored(cli)["state"] == "done"
 
 
+def test_stages_that_are_asked_for_at_once_share_a_driver_and_outlive_it(cli: Cli):
+    """Each waits for the other's file. When the driver is killed, one of those who follow starts the next."""
+    waits = "touch $PWD/%s; until [ -e %s ]; do sleep 0.05; done; until [ -e go ]; do sleep 0.05; done"
+    write_spec(cli.folder, {"b": shell(waits % ("b", "c")), "c": shell(waits % ("c", "b"))})
+    one = ("submit", "pipeline.yaml", "--run-id", "r", "--wait", "--stage")
+    waiting = [cli.start(*one, name) for name in "bc"]  # the first also makes the run
+    until(lambda: (cli.folder / "b").exists() and (cli.folder / "c").exists(), "both stages")
+    driver = stored(cli)["driver"]
+    os.kill(driver["pid"], signal.SIGKILL)
+    until(lambda: (stored(cli)["driver"] or driver)["holder"] != driver["holder"], "another driver")
+    (cli.folder / "go").touch()
+    for one_waiting in waiting:
+        _, err = one_waiting.communicate(timeout=240)
+        assert one_waiting.returncode == 0, err
+    run = stored(cli)
+    assert run["state"] == "done"
+    assert [stage["attempt"] for stage in run["stages"].values()] == [2, 2]
+    assert list((cli.store / "runs/r/wanted").glob("*")) == []
+
+
 def test_what_dry_run_prints_is_what_runs(cli: Cli):
     show = (
         'echo "$0 $1" > "$1/seen"; env | grep -E "^(MLPIPE_|GREETING)" | grep -v DRIVER | sort >> "$1/seen"'

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlpipe.cli.submit import await_heard
 from mlpipe.plan.plan import CommandPlan, Launch, Plan
-from mlpipe.store import outputs, runs
+from mlpipe.store import outputs, runs, wanted
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import RunState
@@ -105,6 +106,7 @@ def dags(draw):
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mlpipe.submit.walk._POLL_SECONDS", 0.0)
+    monkeypatch.setattr("mlpipe.submit.wanted._LOOK_SECONDS", 0.0)
 
 
 def walk(needs, fails, looks, cpus, *, stop=None, stop_after=None):
@@ -196,6 +198,138 @@ def test_drivers_that_die_or_let_go_at_any_moment_repeat_nothing(needs, ends, da
         assert state.state == "done"
         assert {stage.attempt for stage in state.stages.values()} == {1}
         assert sorted(backend.started) == sorted(needs)
+
+
+@settings(max_examples=12, deadline=None)
+@given(dags(), st.data())
+def test_stages_that_are_asked_for_one_by_one_run_once_whichever_driver_hears_it(needs, data):
+    """Followers as `submit --stage` has them: each asks when its needs are done, some looks later, and starts
+    a driver where there is none. Drivers die, or end when they know of nothing more."""
+    looks = {name: data.draw(st.integers(1, 4)) for name in needs}
+    delays = {name: data.draw(st.integers(0, 5)) for name in needs}
+    deaths = data.draw(st.lists(st.integers(0, 6), max_size=3))
+    asked: list[str] = []
+
+    class Died(Exception):
+        pass
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = open_store(folder)
+        runs.create_run(store, "run", "", "digest", list(needs), "kubernetes", {})
+        runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
+        backend = Cluster(lambda: runs.read_run(store, "run"), needs, set(), looks, 8)
+
+        def follow(state):
+            for name in needs:
+                if name not in asked and all(state.stages[need].state == "done" for need in needs[name]):
+                    delays[name] -= 1
+                    if delays[name] < 0:
+                        asked.append(name)
+                        wanted.ask(store, "run", name)
+
+        for driver in itertools.count():
+            assert driver < 100
+            run = runs.read_run(store, "run")
+            if run.state == "done":
+                break
+            follow(run)
+            runs.take_lease(store, "run", f"driver {driver}", 1000.0)
+            ticks, dies_at = itertools.count(), deaths.pop() if deaths else -1
+
+            def watch(state, ticks=ticks, dies_at=dies_at):
+                follow(state)
+                if next(ticks) == dies_at:
+                    raise Died
+
+            with contextlib.suppress(Died):
+                Walk(
+                    store,
+                    "run",
+                    needs,
+                    command_plan,
+                    backend,
+                    holder=f"driver {driver}",
+                    scratch=Path(folder) / "scratch",
+                    stop=Stop(),
+                    watch=watch,
+                ).run(only_wanted=True)
+            runs.release_lease(store, "run", f"driver {driver}")
+        assert sorted(backend.started) == sorted(needs) == sorted(asked)
+        assert {stage.attempt for stage in run.stages.values()} == {1}
+        assert wanted.asked(store, "run") == []
+
+
+def test_what_is_asked_for_joins_the_walk_and_a_failed_stage_runs_again():
+    needs = {"a": (), "b": (), "c": ()}
+    told: dict[int, list[str]] = {1: ["b"], 3: ["a"], 20: ["a"]}
+    ticks = itertools.count()
+    with tempfile.TemporaryDirectory() as folder:
+        store = open_store(folder)
+        runs.create_run(store, "run", "", "digest", list(needs), "local", {})
+        runs.take_lease(store, "run", "me", 1000.0)
+        runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
+        looks = {"a": 10, "b": 40, "c": 1}
+        backend = Scripted(lambda: runs.read_run(store, "run"), needs, {"a"}, looks, 8)
+
+        def watch(state):
+            for name in told.get(next(ticks), ()):
+                wanted.ask(store, "run", name)
+
+        wanted.ask(store, "run", "a")
+        scratch = Path(folder) / "scratch"
+        walker = Walk(
+            store, "run", needs, command_plan, backend, holder="me", scratch=scratch, stop=Stop(), watch=watch
+        )
+        state = walker.run(only_wanted=True)
+        assert backend.started == ["a", "b", "a"]  # asked for while it ran: adopted; after it failed: again
+        assert backend.most == 2
+        assert {name: stage.state for name, stage in state.stages.items()} == {
+            "a": "failed", "b": "done", "c": "pending"
+        }  # fmt: skip
+        assert state.state == "failed"
+        assert wanted.asked(store, "run") == []
+
+
+def test_who_asks_and_leaves_makes_sure_that_a_driver_hears(monkeypatch: pytest.MonkeyPatch):
+    started: list[bool] = []
+    with tempfile.TemporaryDirectory() as folder:
+        store = open_store(folder)
+        runs.create_run(store, "run", "", "digest", ["a"], "local", {})
+        runs.take_lease(store, "run", "me", 1000.0)
+        wanted.ask(store, "run", "a")
+        monkeypatch.setattr(  # the driver looked for the last time before that
+            "mlpipe.cli.submit.time.sleep", lambda _: runs.release_lease(store, "run", "me")
+        )
+        await_heard(store, "run", "a", lambda: started.append(True))
+        assert started == [True]
+        wanted.take(store, "run", ["a"])
+        await_heard(store, "run", "a", lambda: started.append(True))
+        assert started == [True]
+
+
+def test_a_cancelled_run_forgets_what_was_asked_for():
+    needs = {"a": (), "b": ("a",)}
+    with tempfile.TemporaryDirectory() as folder:
+        store = open_store(folder)
+        runs.create_run(store, "run", "", "digest", list(needs), "local", {})
+        runs.take_lease(store, "run", "me", 1000.0)
+        runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
+        backend = Scripted(lambda: runs.read_run(store, "run"), needs, set(), {"a": 5, "b": 1}, 8)
+        stop = Stop()
+
+        def watch(state):
+            if stop.kind is None:
+                wanted.ask(store, "run", "b")
+                stop.request("cancelled", "asked to")
+
+        wanted.ask(store, "run", "a")
+        scratch = Path(folder) / "scratch"
+        walker = Walk(
+            store, "run", needs, command_plan, backend, holder="me", scratch=scratch, stop=stop, watch=watch
+        )
+        assert walker.run(only_wanted=True).state == "cancelled"
+        assert backend.started == ["a"]
+        assert wanted.asked(store, "run") == []
 
 
 def walk_losing(folder: Path, lose) -> tuple[Store, RunState]:
