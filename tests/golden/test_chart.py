@@ -123,6 +123,22 @@ def test_the_queue_is_that_of_the_overlay():
     assert chart == overlay
 
 
+def test_the_queue_fits_the_crds_of_kueue():
+    kinds = {
+        "ResourceFlavor": "resourceflavors",
+        "ClusterQueue": "clusterqueues",
+        "LocalQueue": "localqueues",
+        "WorkloadPriorityClass": "workloadpriorityclasses",
+    }
+    objects = list(manifests.load(_template("--values", CHART / "ci" / "full-values.yaml")))
+    found = [one for one in objects if one["apiVersion"] == "kueue.x-k8s.io/v1beta1"]
+    assert {one["kind"] for one in found} == set(kinds)
+    for one in found:
+        validator = manifests.crd_validator("kueue", kinds[one["kind"]], "v1beta1")
+        validator.validate(one)
+        assert not validator.is_valid({**one, "nonsense": 1})
+
+
 def test_node_events_are_those_of_the_overlay():
     chart = _by_name(_template("--set", "nodeEvents.enabled=true"))
     for one in _by_name(_kustomized("overlays/node-events")).values():

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mlpipe._core.ids import new_run_id
+from mlpipe.plan.ahead import plan_ahead
 from mlpipe.plan.build import build_plan, stage_hardware, train_stage_of
 from mlpipe.plan.plan import Plan
 from mlpipe.spec.load import load_pipeline_text
@@ -34,23 +35,6 @@ def scratch_folder(store: Store, run_id: str) -> Path:
 
 def needs(pipeline: Pipeline) -> dict[str, tuple[str, ...]]:
     return {stage.name: stage.needs for stage in pipeline.stages}
-
-
-def plan_ahead(
-    pipeline: Pipeline, stage_name: str, store_url: str, run_id: str, *, cluster: bool = False
-) -> Plan:
-    """The plan as far as it is known before anything has run, for this machine or for a cluster's. Raises
-    PlanError."""
-    return build_plan(
-        pipeline,
-        stage_name,
-        run_id=run_id,
-        attempt=1,
-        store_url=store_url,
-        inputs={},
-        hardware=stage_hardware(pipeline, stage_name, cluster=cluster),
-        resume=True,
-    )
 
 
 def preview(pipeline: Pipeline, store_url: str, run_id: str, folder: str) -> list[Plan]:
