@@ -15,6 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 CHECKOV := .venv-checkov
+TOOLS := torchx skypilot dstack kubeflow accelerate s3
 
 export UV_HTTP_TIMEOUT ?= 180
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -24,8 +25,9 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
-.PHONY: help install lint-jenkins run test test-unit test-torch test-services test-jenkins test-oldest test-install check checkov format docs \
-  test-cluster bench servers cluster cluster-build lock clean
+.PHONY: help install lint-jenkins grafana-types run test test-unit test-torch test-services test-jenkins test-oldest \
+  test-install check checkov format docs test-cluster bench bench-tools bench-peers bench-peers-install servers \
+  cluster cluster-build lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -85,6 +87,16 @@ lint-jenkins:  ## npm-groovy-lint's opinion of the Jenkinsfiles: needs npm and J
 	node .cache/groovy-lint/node_modules/.bin/npm-groovy-lint --noserver --no-insight --path .cache/groovy-lint/files \
 	  --loglevel warning --failon error
 
+# The boards' JSON, each behind the types that it must have.
+GRAFANA_TYPES := .cache/grafana-types
+grafana-types:  ## the boards against the types of @grafana/schema: needs npm; seconds
+	npm install --no-audit --no-fund --silent --prefix $(GRAFANA_TYPES) @grafana/schema@13.2.3 typescript@5.9.3
+	cp grafana/types.ts $(GRAFANA_TYPES)/types.ts
+	for board in grafana/dashboards/*.json; do \
+	  { echo 'import type { Board } from "./types";' && printf 'export const board: Board = ' && cat $$board; } \
+	    >$(GRAFANA_TYPES)/$$(basename $$board .json).ts || exit 1; done
+	cd $(GRAFANA_TYPES) && node_modules/.bin/tsc --strict --noEmit --module esnext --moduleResolution bundler --target es2022 *.ts
+
 format: $(VENV)/.dev  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -93,13 +105,33 @@ docs: $(VENV)/.dev  ## write docs/reference/ and grafana/dashboards/ anew from t
 	$(BIN)/python docs/generate.py
 	$(BIN)/python grafana/generate.py
 
-bench: $(VENV)/.dev  ## mlpipe beside its peers: overhead of the loop, stall of a checkpoint; its own instrument
+bench: $(VENV)/.dev servers bench-tools  ## mlpipe beside its peers: loop, checkpoints, store, commands, data; its own instrument
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.reshard
+	$(BIN)/python -m benchmarks.transfer
+	$(BIN)/python -m benchmarks.commands
+	$(BIN)/python -m benchmarks.render_scale
+	$(BIN)/python -m benchmarks.data
 	$(BIN)/python -m benchmarks.instrument
 	$(BIN)/python -m benchmarks.exporter
 	$(BIN)/python -m benchmarks.scrape
 	$(BIN)/python -m benchmarks.startup
+
+bench-tools: $(TOOLS:%=.venv-bench-%/.done)  ## the tools that ours are compared with, each in an environment of its own
+
+# The libraries of the peers, away from .venv: what they bring along is none of mlpipe's.
+PEERS ?= $(HOME)/.cache/mlpipe/peers
+
+bench-peers-install: $(PEERS)/libraries/.peers $(PEERS)/deepspeed/.peers  ## Accelerate, Fabric, Trainer and DeepSpeed, pinned, into ~/.cache/mlpipe/peers
+
+bench-peers: $(VENV)/.dev bench-peers-install  ## training beside these and raw torchrun: half an hour on two idle cores
+	for model in 7.4M 21M; do for precision in fp32 bf16; do \
+	  $(BIN)/python -m benchmarks.peers.rates same --model $$model --precision $$precision || exit 1; done; done
+	$(BIN)/python -m benchmarks.peers.rates newcomer
+	$(BIN)/python -m benchmarks.peers.rates compiled
+	$(BIN)/python -m benchmarks.peers.starts first
+	$(BIN)/python -m benchmarks.peers.starts restart
 
 servers: $(VENV)/.dev  ## build what the services and golden rings run (once, into ~/.cache/mlpipe)
 	@PYTHONPATH=tests $(BIN)/python -m kit.servers build || echo "the services ring will be skipped"
@@ -120,9 +152,18 @@ lock: $(VENV)/.bootstrap  ## compile requirements/*.txt anew (UPGRADE=1: to the 
 	$(LOCK) --extra train --group dev -c requirements/torch-oldest.in -o requirements/oldest.txt
 	$(LOCK:pyproject.toml=requirements/bootstrap.in) -c requirements/dev.txt -o requirements/bootstrap.txt
 	$(LOCK:pyproject.toml=requirements/checkov.in) $(if $(UPGRADE),--upgrade) -o requirements/checkov.txt
+	for tool in $(TOOLS); do $(LOCK:pyproject.toml=requirements/bench/$$tool.in) $(if $(UPGRADE),--upgrade) \
+	  -c requirements/torch.in -o requirements/bench/$$tool.txt || exit 1; done
+	$(LOCK:pyproject.toml=benchmarks/peers/libraries.in) -c requirements/train.txt -o benchmarks/peers/libraries.txt
+	$(LOCK:pyproject.toml=benchmarks/peers/deepspeed.in) -c requirements/train.txt -o benchmarks/peers/deepspeed.txt
+
+$(PEERS)/%/.peers: benchmarks/peers/%.txt $(VENV)/.bootstrap
+	test -x $(PEERS)/$*/bin/python || $(BIN)/python -m venv --without-pip $(PEERS)/$*
+	$(UV) install --python $(PEERS)/$*/bin/python --require-hashes -r $<
+	@touch $@
 
 clean:  ## remove the environments and caches; runs stay
-	rm -rf $(VENV) $(OLDEST) $(CHECKOV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(CHECKOV) .venv-bench-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests docs benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # pip installs uv (by hash) into a new environment, uv the rest. A stamp says what an environment has.
@@ -151,4 +192,9 @@ $(OLDEST)/.dev: requirements/oldest.txt pyproject.toml $(OLDEST)/.bootstrap
 
 $(CHECKOV)/.checkov: requirements/checkov.txt $(CHECKOV)/.bootstrap
 	$(CHECKOV)/bin/uv pip install --python $(CHECKOV)/bin/python --quiet --require-hashes -r $<
+	@touch $@
+
+.venv-bench-%/.done: requirements/bench/%.txt $(VENV)/.bootstrap
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-bench-$*
+	$(UV) install --python .venv-bench-$*/bin/python --quiet --require-hashes -r $<
 	@touch $@

@@ -41,8 +41,6 @@ def main() -> int:
     if arguments.quick:
         arguments.only = arguments.only or ["fsdp"]
     load_before = os.getloadavg()[0]
-    figures = []
-    gib = 0.0
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         tokens = launch.corpus(folder, vocab_size=512)
@@ -62,14 +60,14 @@ def main() -> int:
             answer = launch.measure(
                 plan, folder / strategy, "benchmarks.checkpoint_worker", rounds=num_rounds
             )
-            gib = answer["gib"]
             rows = rows_of(f"{title} save", answer["rounds"])
             print(measure.table({"figures": rows}), flush=True)
-            figures += rows
-    body = measure.document(
-        figures, rounds=num_rounds, workers=2, model=shape, gib=gib, load_before=load_before
-    )
-    print(f"written to {measure.write('checkpoint', body, arguments.results)}")
+            body = measure.document(
+                rows, rounds=num_rounds, workers=2, model=shape, gib=answer["gib"], load_before=load_before
+            )
+            print(
+                f"written to {measure.write(f'checkpoint_{strategy}', body, arguments.results)}", flush=True
+            )
     return 0
 
 

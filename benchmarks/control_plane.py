@@ -140,6 +140,19 @@ class Scale:
         return {"cpu_seconds": min(found)[0], "peak_mib": min(one[1] for one in found)}
 
 
+def rows_of(sizes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = []
+    for one in sizes:
+        work = f"control plane, {one['runs']:,} runs"
+        for part in ("submit", "follow"):
+            count = [one[part]["requests_per_run"]]
+            rows.append(measure.alone(work, f"{part}: API requests a run", "1", count))
+            rows.append(measure.alone(work, f"{part}: memory", "MiB", [one[part]["peak_mib"]]))
+        rows.append(measure.alone(work, "list: CPU time", "s", [one["list"]["cpu_seconds"]]))
+        rows.append(measure.alone(work, "list: memory", "MiB", [one["list"]["peak_mib"]]))
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few runs: does it run at all?")
@@ -153,7 +166,7 @@ def main() -> int:
     sys.path.insert(0, str(ROOT / "tests"))
     from kit.cluster import cluster
 
-    sizes, figures, load_before = QUICK_SIZES if arguments.quick else SIZES, [], os.getloadavg()[0]
+    sizes, found, load_before = QUICK_SIZES if arguments.quick else SIZES, [], os.getloadavg()[0]
     with (
         tempfile.TemporaryDirectory() as folder,
         cluster(Path(folder), jobset=False, fake_nodes=NUM_NODES) as running,
@@ -167,12 +180,13 @@ def main() -> int:
                 "follow": scale.part("follow", "mlpipe-driver", max(first, last - FOLLOWED), last),
                 "list": scale.listed(last),
             }
-            figures.append(row)
+            found.append(row)
             print(json.dumps(row), flush=True)
             # after each: the largest takes long
             body = measure.document(
-                figures, list_without_runs=empty, followed=FOLLOWED, at_once=AT_ONCE, load_before=load_before
-            )
+                rows_of(found), sizes=found, list_without_runs=empty, followed=FOLLOWED, at_once=AT_ONCE,
+                load_before=load_before,
+            )  # fmt: skip
             path = measure.write("control_plane", body, arguments.results)
     print(f"written to {path}")
     return 0

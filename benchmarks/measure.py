@@ -89,6 +89,40 @@ def figure(
     }
 
 
+def alone(
+    work: str,
+    name: str,
+    unit: str,
+    values: Sequence[float],
+    *,
+    side: str = "mlpipe",
+    goal: float | None = None,
+    higher_is_better: bool = False,
+) -> dict[str, Any]:
+    """One row of a figure that has no peer: its `goal`, in the figure's own unit, stands in the peer's place,
+    so that the ratio's goal is 1. Without a goal there is no ratio. Spread: as of `figure`."""
+    middle = statistics.median(values)
+    met = None if goal is None else (middle >= goal if higher_is_better else middle <= goal)
+    ratio = None if goal is None else middle / goal
+    return {
+        "work": work,
+        "figure": name,
+        "unit": unit,
+        "higher_is_better": higher_is_better,
+        "side": side,
+        "ours": middle,
+        "ours_spread": _quartiles(list(values)),
+        "peer": None if goal is None else "the goal",
+        "best_peer": goal,
+        "best_peer_spread": None if goal is None else [goal, goal],
+        "ratio": ratio,
+        "ratio_interval": None,
+        "goal": None if goal is None else 1.0,
+        "met": met,
+        "rounds": len(values),
+    }
+
+
 def _quartiles(values: list[float]) -> list[float]:
     if len(values) < 2:
         return [values[0], values[0]]
@@ -96,12 +130,22 @@ def _quartiles(values: list[float]) -> list[float]:
     return [first, third]
 
 
-def document(figures: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+def with_bytecode() -> dict[str, str]:
+    """The environment, in which Python keeps what it compiled, as it does unless told not to: else a command
+    would mostly measure how fast its own modules are compiled."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+
+
+def document(
+    figures: list[dict[str, Any]], *, versions: Mapping[str, str] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """What a results file holds. `versions`: of the peers."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _commit(),
         "versions": {name: version(name) for name in ("mlpipe", "torch", "numpy")}
-        | {"python": platform.python_version()},
+        | {"python": platform.python_version()}
+        | dict(versions or {}),
         "machine": {
             "processor": _processor(),
             "cores": len(os.sched_getaffinity(0)),
@@ -122,13 +166,14 @@ def write(name: str, body: dict[str, Any], folder: Path = RESULTS) -> Path:
 def table(body: dict[str, Any]) -> str:
     lines = []
     for row in body["figures"]:
-        low, high = row["ratio_interval"]
-        goal = "" if row["goal"] is None else f"  goal {row['goal']:.3g} {'met' if row['met'] else 'MISSED'}"
-        lines.append(
-            f"{row['work']:<20} {row['figure']:<22} {row['side']:>22} {row['ours']:>8.4g} | "
-            f"{row['peer']:<24} {row['best_peer']:>8.4g} {row['unit']:<6} "
-            f"ratio {row['ratio']:.3f} [{low:.3f}, {high:.3f}]{goal}"
-        )
+        line = f"{row['work']:<20} {row['figure']:<22} {row['side']:>22} {row['ours']:>8.4g} {row['unit']}"
+        if row["ratio"] is not None:
+            line += f" | {row['peer']:<24} {row['best_peer']:>8.4g} ratio {row['ratio']:.3f}"
+        if row["ratio_interval"]:
+            line += " [{:.3f}, {:.3f}]".format(*row["ratio_interval"])
+        if row["goal"] is not None:
+            line += f"  goal {row['goal']:.3g} {'met' if row['met'] else 'MISSED'}"
+        lines.append(line)
     return "\n".join(lines)
 
 

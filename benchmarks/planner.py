@@ -24,7 +24,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import RESULTS, document, write
+from benchmarks.measure import RESULTS, alone, document, write
 from mlpipe._core.records import decode
 from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.candidates import pick
@@ -286,6 +286,19 @@ def published_text(row: dict[str, Any]) -> str:
     )
 
 
+def rows_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    summaries = {"planner, this CPU": body.get("cpu_summary", {})}
+    for name, found in body.get("published_summary", {}).items():
+        summaries[f"planner, published runs ({name})"] = found
+    return [
+        alone(work, f"error of {figure}, {kind}", "ratio", [found[figure][kind]])
+        for work, found in summaries.items()
+        for figure in ("seconds", "memory")
+        if found.get(figure)
+        for kind in ("median", "worst")
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -326,7 +339,7 @@ def main() -> None:
             for name in ("seen", "test")
         }
         print(f"published: {json.dumps(body['published_summary'])}")
-    path = write("planner", {**document([], load_before=load), **body}, arguments.results)
+    path = write("planner", {**document(rows_of(body), load_before=load), **body}, arguments.results)
     print(f"written to {path}")
 
 

@@ -110,12 +110,23 @@ def main() -> int:
             for path in server.texts
         ]
         scrape.write(folder / "targets.json", json.dumps(groups))
-        figures = watch(folder, arguments.seconds)
-    figures |= {"runs": arguments.runs, "ranks": arguments.ranks, "interval_seconds": arguments.interval}
-    print(json.dumps({key: value for key, value in figures.items() if key != "queries"}, indent=1))
-    body = measure.document([], load_before=load_before, **figures)
+        found = watch(folder, arguments.seconds)
+    found |= {"runs": arguments.runs, "ranks": arguments.ranks, "interval_seconds": arguments.interval}
+    body = measure.document(rows_of(found), load_before=load_before, **found)
+    print(measure.table(body))
     print(f"written to {measure.write('scrape', body, arguments.results)}")
     return 0
+
+
+def rows_of(found: dict) -> list[dict]:
+    work = f"Prometheus over {found.get('targets_up', 0):,.0f} ranks"
+    return [
+        measure.alone(work, "series", "1", [found["num_series"]]),
+        measure.alone(work, "scrape of a rank, 99 %", "s", [found["scrape_seconds_p99"]]),
+        measure.alone(work, "memory of Prometheus", "MiB", [found["prometheus_memory_bytes"] / 2**20]),
+        measure.alone(work, "query of a panel, median", "s", [found["query_seconds"]["median"]]),
+        measure.alone(work, "query of a panel, slowest", "s", [found["query_seconds"]["max"]]),
+    ]
 
 
 def watch(folder: Path, seconds: float) -> dict:

@@ -17,7 +17,13 @@ HELP = "import sys; sys.argv = ['mlpipe', '--help']; from mlpipe.cli import main
 
 def cpu_seconds(code: str) -> dict[str, float]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=subprocess.DEVNULL,
+        check=True,
+        timeout=60,
+        env=measure.with_bytecode(),
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"cpu_seconds": spent}

@@ -122,6 +122,70 @@ prints every mistake at once, each with its line and what to write instead.
 """
 
 
+def benchmarks_page() -> str:
+    """Everything that the benchmarks have left in their `figures`, met or not."""
+    parts = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        body = json.loads(path.read_text())
+        if not body.get("figures"):
+            continue
+        machine = body["machine"]
+        about = f"{machine['cores']} cores of {machine['processor']}"
+        about = machine.get("accelerator") or about
+        load = machine.get("load_before")
+        about += "" if load is None else f" under a load of {load:.1f} before it began"
+        versions = ", ".join(f"{name} {number}" for name, number in body["versions"].items())
+        rows = "".join(_figure_row(row) for row in body["figures"])
+        parts.append(f"""## {path.stem}
+
+Taken {body["time"][:10]} at commit {(body["commit"] or "unknown")[:12]} on {about}; {versions}.
+
+| Work | Figure | mlpipe's | Theirs | Ratio | Goal | |
+|---|---|---|---|---|---|---|
+{rows}
+""")
+    return f"""# Benchmarks
+
+{_NOTE.format("benchmarks/results/")}
+
+What the [benchmarks](../../benchmarks/README.md) measured last; how and against whom is said there. A
+figure is a median with its first and third quartile, a ratio is ours over theirs with its 95 % interval,
+and a goal is met when the better end of the interval reaches it. A row `control` compares a peer with
+itself: how far it is from 1 is the noise of the machine. Where nobody else does the same work, the goal
+itself stands in the peer's column.
+
+{"".join(parts).rstrip()}
+"""
+
+
+def _figure_row(row: dict[str, Any]) -> str:
+    def number(value: float) -> str:
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+    def side(name: str | None, value: float | None, spread: list[float] | None) -> str:
+        if value is None:
+            return ""
+        wide = spread is not None and spread[0] != spread[1]
+        between = f" ({number(spread[0])} to {number(spread[1])})" if spread and wide else ""
+        unit = "" if row["unit"] in ("1", "ratio") else f" {row['unit']}"
+        named = f"{name}: " if name and name != "mlpipe" else ""
+        return f"{named}{number(value)}{between}{unit}"
+
+    ratio = ""
+    if row.get("ratio") is not None:
+        ratio = number(row["ratio"])
+        if row.get("ratio_interval"):
+            ratio += " [{}, {}]".format(*map(number, row["ratio_interval"]))
+    goal = ""
+    if row["goal"] is not None:
+        goal = f"{'at least' if row['higher_is_better'] else 'at most'} {number(row['goal'])}"
+    met = {None: "", True: "met", False: "**not met**"}[row["met"]]
+    ours = side(row.get("side"), row["ours"], row["ours_spread"])
+    theirs = side(row["peer"], row["best_peer"], row["best_peer_spread"])
+    cells = (row["work"], row["figure"], ours, theirs, ratio, goal, met)
+    return f"| {' | '.join(cells)} |\n"
+
+
 def _names(body: Any, definitions: dict[str, Any]) -> list[str]:
     """Of the definitions that `body` leads to, those with keys, in the order of reading."""
     found: dict[str, None] = {}
@@ -179,6 +243,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/metrics.md": metrics_page,
     "docs/reference/records.md": records_page,
     "docs/reference/exit-codes.md": exit_codes_page,
+    "docs/reference/benchmarks.md": benchmarks_page,
 }
 
 

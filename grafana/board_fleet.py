@@ -185,6 +185,7 @@ def fleet_board() -> Dashboard:
         ),
     ]
     every = f"mlpipe_fleet_rank_seconds{{{STORE}}}"
+    paid = 'device="cuda", bucket!="stopped"'
     kept = f'mlpipe_fleet_rank_seconds{{{STORE}, bucket=~"compute|communication"}}'
     past = [
         number(
@@ -216,7 +217,7 @@ def fleet_board() -> Dashboard:
                 "Less: devices stood idle outside of runs.",
             ),
             "short",
-            {"hours": f'(sum(mlpipe_fleet_rank_seconds{{{STORE}, device="cuda"}}) or vector(0)) / 3600'},
+            {"hours": f"(sum(mlpipe_fleet_rank_seconds{{{STORE}, {paid}}}) or vector(0)) / 3600"},
         ),
         number(
             "Cost of trainings",

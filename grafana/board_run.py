@@ -19,6 +19,7 @@ from panels import (
     high_is_good,
     low_is_good,
     mfu,
+    names,
     number,
     quantile,
     rate,
@@ -110,6 +111,33 @@ def run_board() -> Dashboard:
                 f" / max by (stage) (mlpipe_train_world_size{{{RUNS}}})"
             },
             ((None, "red"), (1, "green")),
+        ),
+        names(
+            "State",
+            about(
+                "Where the run stands, from the exporter; it stays when the run is over.",
+                "running or done.",
+                "failed: `mlpipe report` says by what.",
+                "MlpipeJobFailed",
+            ),
+            {"{{run}}: {{state}}": f"group by (run, state) (mlpipe_run_state_info{{{RUNS}}})"},
+            width=12,
+            links={},
+        ),
+        names(
+            "Jenkins build",
+            about(
+                "The build that made the run, from the exporter. Nothing where there was none.",
+                "a click opens it, or the page that `mlpipe report` left there.",
+                "A build that is over need not mean a run that is: see the state.",
+            ),
+            {"{{jenkins_build}}": f"group by (jenkins_build, jenkins_url) (mlpipe_run_build_info{{{RUNS}}})"},
+            width=12,
+            links={
+                "The build": "${__field.labels.jenkins_url}",
+                "The report (archived when the build ends)": "${__field.labels.jenkins_url}artifact/.mlpipe/"
+                "report.html",
+            },
         ),
     ]
     learning = [
@@ -319,7 +347,6 @@ def run_board() -> Dashboard:
             ),
             "s",
             {"{{stage}} {{kind}}": f"max by (stage, kind) (mlpipe_run_step_seconds{{{RUNS}}})"},
-            width=12,
         ),
         curve(
             "Memory, predicted beside measured",
@@ -330,7 +357,17 @@ def run_board() -> Dashboard:
             ),
             "bytes",
             {"{{stage}} {{kind}}": f"max by (stage, kind) (mlpipe_run_memory_bytes{{{RUNS}}})"},
-            width=12,
+        ),
+        curve(
+            "Cost, predicted beside measured",
+            about(
+                "Measured: all that was paid so far; predicted: the steps that are done, at the plan's step"
+                " time. Nothing where no price is known.",
+                "measured a little above: starts and saves cost too.",
+                "Far above: see the badput, then the step time.",
+            ),
+            "currencyUSD",
+            {"{{stage}} {{kind}}": f"max by (stage, kind) (mlpipe_run_training_cost_usd{{{RUNS}}})"},
         ),
         curve(
             "Rank-seconds by what they went into",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import math
 import re
 import sys
 import time
@@ -35,8 +36,8 @@ h1 { font-size: 18px; margin: 12px; }
   border: 1px solid #e0e0e0; border-radius: 3px; }
 .panel h3 { font-size: 12px; margin: 0 0 4px; white-space: nowrap; }
 .row { position: absolute; font-weight: bold; font-size: 14px; padding-top: 12px; }
-.stat { display: flex; flex-wrap: wrap; gap: 4px 18px; align-items: baseline; }
-.stat b { font-size: 22px; }
+.stat { display: flex; flex-wrap: wrap; gap: 4px 22px; align-content: center; height: 84px; color: #6e7077; }
+.stat b { font-size: 24px; }
 .empty { color: #8e8e8e; padding-top: 14px; }
 .legend { font-size: 10px; height: 26px; overflow: hidden; }
 .legend span { margin-right: 12px; white-space: nowrap; }
@@ -113,6 +114,9 @@ def stat(panel: dict[str, Any], source: Source) -> str:
             value = points[-1][1]
             name = html.escape(name_of(labels, target["legendFormat"]))
             text = html.escape(shown(value, defaults["unit"]))
+            if panel["options"].get("textMode") == "name":
+                parts.append(f'<span><br><b style="font-size:15px">{name}</b></span>')
+                continue
             parts.append(f'<span>{name}<br><b style="color:{colour_of(value, defaults)}">{text}</b></span>')
     return f'<div class="stat">{"".join(parts)}</div>' if parts else ""
 
@@ -125,6 +129,16 @@ def series_of(panel: dict[str, Any], source: Source) -> list[tuple[str, list[tup
             if sound:
                 found.append((name_of(labels, target["legendFormat"]), sound))
     return found
+
+
+def round_values(low: float, high: float, unit: str) -> list[float]:
+    """Up to six, from below the low to above the high one."""
+    base = 1024.0 if unit == "bytes" else 60.0 if unit == "s" and high - low > 60 else 10.0
+    whole = base ** math.floor(math.log((high - low) / 4, base))
+    sizes = [whole * times for times in (1, 2, 4, 5, 10, 20, 50, 100, 200, 256, 512, 1000)]
+    size = next((one for one in sizes if (high - low) / one <= 4), sizes[-1])
+    first = math.floor(low / size + 1e-9)
+    return [size * number for number in range(first, math.ceil(high / size - 1e-9) + 1)]
 
 
 def lines(panel: dict[str, Any], source: Source, width: int, height: int) -> str:
@@ -140,6 +154,8 @@ def lines(panel: dict[str, Any], source: Source, width: int, height: int) -> str
     if stacked:
         low, high = 0.0, 1.0
     high = high if high > low else low + (abs(low) or 1.0)
+    ticks = [0.0, 0.5, 1.0] if stacked else round_values(low, high, unit)
+    low, high = min(low, ticks[0]), max(high, ticks[-1])
     left, right = 62, width - 26
 
     def x(at: float) -> float:
@@ -149,8 +165,7 @@ def lines(panel: dict[str, Any], source: Source, width: int, height: int) -> str
         return 6 + (1 - (value - low) / (high - low)) * (height - 24)
 
     parts = []
-    for share in (0.0, 0.5, 1.0):
-        value = low + share * (high - low)
+    for value in ticks:
         parts.append(
             f'<line x1="{left}" x2="{right}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#e8e8e8"/>'
             f'<text x="{left - 5}" y="{y(value) + 4:.1f}" text-anchor="end">{shown(value, unit)}</text>'
@@ -211,7 +226,7 @@ def heat(panel: dict[str, Any], source: Source, width: int, height: int) -> str:
 
 def table(panel: dict[str, Any], source: Source) -> str:
     units = {
-        one["matcher"]["options"]: next(p["value"] for p in one["properties"] if p["id"] == "unit")
+        one["matcher"]["options"]: next((p["value"] for p in one["properties"] if p["id"] == "unit"), "short")
         for one in panel["fieldConfig"]["overrides"]
     }
     cells: dict[str, dict[str, str]] = {}

@@ -9,6 +9,7 @@ import difflib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).resolve().parent / "dashboards"
 
@@ -20,11 +21,31 @@ def texts() -> dict[str, str]:
     from board_run import run_board
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-    boards = {"run": run_board, "fleet": fleet_board, "nodes": nodes_board}
-    return {
-        f"{name}.json": json.dumps(board().build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
-        for name, board in boards.items()
-    }
+    found = {}
+    for name, board in {"run": run_board, "fleet": fleet_board, "nodes": nodes_board}.items():
+        document = json.loads(json.dumps(board().build(), cls=JSONEncoder))
+        found[f"{name}.json"] = json.dumps(_pruned(document), indent=2, sort_keys=True) + "\n"
+    return found
+
+
+def _pruned(board: dict[str, Any]) -> dict[str, Any]:
+    """Without what the SDK writes unasked: fields that Grafana's schema does not have there, and a place for
+    links and annotations (a closed menu) that is not Grafana's default."""
+    links = [link for panel in board["panels"] for link in _defaults(panel).get("links", ())]
+    for one in (*board["links"], *links, *board["annotations"]["list"]):
+        one.pop("placement", None)
+    for variable in board["templating"]["list"]:
+        for key in ("auto", "auto_count", "auto_min"):
+            variable.pop(key, None)
+    for panel in board["panels"]:
+        if panel["type"] == "table":
+            panel["options"].pop("footer", None)
+    return board
+
+
+def _defaults(panel: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = panel.get("fieldConfig", {}).get("defaults", {})
+    return found
 
 
 def main() -> int:

@@ -123,6 +123,16 @@ def number(
     return panel
 
 
+def names(title: str, about: str, queries: Queries, *, width: int, links: dict[str, str]) -> stat.Panel:
+    """The legends themselves, of series that say something by their labels; a click follows a link."""
+    panel = number(title, about, "short", queries, ((None, "text"),), width=width, decimals=0)
+    targets = [
+        builders.DashboardLink(name).type(models.DashboardLinkType.LINK).url(url).target_blank(True)
+        for name, url in links.items()
+    ]
+    return panel.text_mode(common.BigValueTextMode.NAME).data_links(targets)
+
+
 def curve(
     title: str,
     about: str,
@@ -163,6 +173,10 @@ def heat(title: str, about: str, unit: str, legend: str, expr: str, *, width: in
 def rows(title: str, about: str, key: str, columns: dict[str, tuple[str, str, Steps]]) -> table.Panel:
     """A line for each value of the label `key`; columns: heading -> (query by it, unit, thresholds)."""
     panel = _common(table.Panel(), title, about, "short", GREEN, 24, 8)
+    if key == "run":
+        board = "/d/mlpipe-run?var-datasource=${datasource}&var-run=${__value.raw}&${__url_time_range}"
+        link = models.DynamicConfigValue(id_val="links", value=[{"title": "Its board", "url": board}])
+        panel.override_by_name("Run", [link])
     names: dict[str, str] = {}
     for letter, (heading, (expr, unit, steps)) in zip("ABCDEFGH", columns.items(), strict=False):
         panel.with_target(_query(expr, heading, letter, instant=True, as_table=True))

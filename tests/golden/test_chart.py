@@ -123,6 +123,22 @@ def test_the_queue_is_that_of_the_overlay():
     assert chart == overlay
 
 
+def test_the_queue_fits_the_crds_of_kueue():
+    kinds = {
+        "ResourceFlavor": "resourceflavors",
+        "ClusterQueue": "clusterqueues",
+        "LocalQueue": "localqueues",
+        "WorkloadPriorityClass": "workloadpriorityclasses",
+    }
+    objects = list(manifests.load(_template("--values", CHART / "ci" / "full-values.yaml")))
+    found = [one for one in objects if one["apiVersion"] == "kueue.x-k8s.io/v1beta1"]
+    assert {one["kind"] for one in found} == set(kinds)
+    for one in found:
+        validator = manifests.crd_validator("kueue", kinds[one["kind"]], "v1beta1")
+        validator.validate(one)
+        assert not validator.is_valid({**one, "nonsense": 1})
+
+
 def test_node_events_are_those_of_the_overlay():
     chart = _by_name(_template("--set", "nodeEvents.enabled=true"))
     for one in _by_name(_kustomized("overlays/node-events")).values():
@@ -241,6 +257,21 @@ def test_ranks_are_scraped_and_let_through_alike():
     scraped = [end["port"] for end in chart["PodMonitor", "mlpipe"]["spec"]["podMetricsEndpoints"]]
     _, prometheus = chart["NetworkPolicy", "mlpipe"]["spec"]["ingress"]
     assert scraped == [port["port"] for port in prometheus["ports"]] == ["metrics", "metrics-1", "metrics-2"]
+
+
+def test_the_exporter_is_scraped_like_a_rank_and_needs_to_know_what_it_serves():
+    assert "exporter.image, exporter.store" in _refused("--set", "exporter.enabled=true")
+    known = (
+        "exporter.enabled=true,exporter.image=r.example.com/mlpipe@sha256:0,exporter.store=s3://ml-runs/llm"
+    )
+    chart = _by_name(_template("--set", f"{known},podMonitor.enabled=true"))
+    template = chart["Deployment", "mlpipe-exporter"]["spec"]["template"]
+    monitor = chart["PodMonitor", "mlpipe"]["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    (port,) = template["spec"]["containers"][0]["ports"]
+    assert port["name"] == monitor["podMetricsEndpoints"][0]["port"]
+    allowed = chart["NetworkPolicy", "mlpipe"]["spec"]["podSelector"]["matchLabels"]
+    assert allowed.items() <= template["metadata"]["labels"].items()
 
 
 def test_boards_and_rules_are_those_of_the_repository_and_off_unless_asked_for():

@@ -9,13 +9,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
-import yaml
-from kit import cluster_build
-from kit.manifests import check_schema, load
+from kit.manifests import check_schema, crd_validator, load
 from kit.rendered import QUICKSTART, RUN_ID, pipeline_of, plan_of
-from kit.servers import ServerMissingError
 
 import mlpipe
 from mlpipe.render.kubernetes import driver_objects, stage_objects, to_yaml
@@ -91,29 +87,7 @@ def test_manifests_fit_their_schemas(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def jobset_schema() -> Any:
-    """Of the CRD, closed: an API server would drop an unknown key without a word. metadata is its own."""
-    try:
-        folder = cluster_build.manifests("jobset")
-    except ServerMissingError as error:
-        pytest.skip(str(error))
-    (path,) = folder.glob("config/components/crd/bases/*jobsets.yaml")
-    versions = yaml.safe_load(path.read_text())["spec"]["versions"]
-    (schema,) = [one["schema"]["openAPIV3Schema"] for one in versions if one["name"] == "v1alpha2"]
-    schema["properties"]["metadata"] = {}
-    return jsonschema.Draft202012Validator(closed(schema))
-
-
-def closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: closed(value) for key, value in schema.items()}
-    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
-        found.setdefault("additionalProperties", False)
-    if schema.get("x-kubernetes-int-or-string"):
-        found.pop("type", None)
-    return found
+    return crd_validator("jobset", "jobsets", "v1alpha2")
 
 
 @pytest.mark.parametrize("name", ["jobset", "volcano", "gpu", "everything"])

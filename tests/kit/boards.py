@@ -34,6 +34,8 @@ GPU_ONLY_PANELS = frozenset(
     }
 )
 GPU_ONLY_ALERTS = frozenset({"MlpipeGpuXid"})
+# watch nothing where all is well
+ONLY_FAILED_ALERTS = frozenset({"MlpipeLossNotFinite", "MlpipeJobFailed", "MlpipeExporterMissing"})
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,18 @@ def events() -> list[Query]:
         Query(name, f"annotation {one['name']}", "", one["target"]["expr"])
         for name in BOARDS
         for one in load(name)["annotations"]["list"]
+    ]
+
+
+def variables() -> list[Query]:
+    """What the boards' variables take their values from."""
+    return [
+        Query(
+            name, f"variable {one['name']}", "", re.sub(r"label_values\((.*), (\w+)\)", r"\1", one["query"])
+        )
+        for name in BOARDS
+        for one in load(name)["templating"]["list"]
+        if one["type"] == "query"
     ]
 
 

@@ -1,5 +1,6 @@
 """`torchrun -m kit.counted LIST`: as kit.many, and counts what the host is asked to do. Rank 0 writes it
-beside LIST, as `counts-<run id>.json`: calls of operators, and calls and bytes of each collective."""
+beside LIST, as `counts-<run id>.json`: calls of operators, numbers read from
+tensors (on a GPU each makes the host wait for the device), and calls and bytes of each collective."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found["operators"] += 1
+        if func is torch.ops.aten._local_scalar_dense.default:  # `.item()`, `float()`, `bool()`
+            self.found["numbers read one by one"] += 1
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.overloadpacket.__name__
             self.found[name] += 1

@@ -6,11 +6,14 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
+from kit import cluster_build
+from kit.servers import ServerMissingError
 
 MINORS = ("1.35", "1.36", "1.37")
-# Kinds whose schema is in a CRD: an API server checks them, in the ring `cluster`.
+# Kinds whose schema is in a CRD: see `crd_validator`; none is here of Volcano and the Prometheus operator.
 OF_CRDS = ("jobset.x-k8s.io/", "kueue.x-k8s.io/", "monitoring.coreos.com/", "scheduling.volcano.sh/")
 
 
@@ -39,3 +42,30 @@ def check_schema(one: Mapping[str, Any]) -> None:
         pytest.skip("kubernetes-validate is not installed: run `make test`, which installs it")
     for minor in MINORS:
         kubernetes_validate.validate(one, minor, strict=True)
+
+
+def crd_validator(module: str, plural: str, version: str) -> Any:
+    """Of a CRD in that module's sources, closed: an API server would drop an unknown key without a word.
+    metadata is its own. Skips where the sources are missing."""
+    try:
+        folder = cluster_build.manifests(module)
+    except ServerMissingError as error:
+        pytest.skip(str(error))
+    (path,) = folder.glob(f"config/components/crd/bases/*_{plural}.yaml")
+    versions = yaml.safe_load(path.read_text())["spec"]["versions"]
+    (schema,) = [one["schema"]["openAPIV3Schema"] for one in versions if one["name"] == version]
+    schema["properties"]["metadata"] = {}
+    return jsonschema.Draft202012Validator(_closed(schema))
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _closed(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        found.setdefault("additionalProperties", False)
+    if schema.get("x-kubernetes-int-or-string"):
+        found.pop("type", None)
+    return found

@@ -62,11 +62,11 @@ class Place:
             raise AssertionError(f"{text}\n{done.stdout}\n{done.stderr}\n{self.pods()}")
         return done
 
-    def start(self, *arguments: object) -> subprocess.Popen[bytes]:
-        """The command line, left running; nobody reads what it says."""
+    def start(self, *arguments: object, **env: str) -> subprocess.Popen[bytes]:
+        """The command line, left running, with these variables; nobody reads what it says."""
         return self.cluster.popen(
             [sys.executable, "-m", "mlpipe.cli", *arguments],
-            env=self.environment,
+            env={**self.environment, **env},
             cwd=self.folder,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

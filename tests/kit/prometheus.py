@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from kit.cluster_build import unpack
 from kit.servers import ServerMissingError, built, cache, die_with_parent, free_port, go
 
@@ -128,10 +130,11 @@ class Prometheus:
     def is_ready(self) -> bool:
         return _ready(self.url)
 
-    def firing(self) -> dict[str, dict[str, str]]:
-        """alertname -> labels of one of its firing alerts."""
+    def firing(self, run: str | None = None) -> dict[str, dict[str, str]]:
+        """alertname -> labels of one of its firing alerts, of that run if one is named."""
         alerts = _json(f"{self.url}/api/v1/alerts")["data"]["alerts"]
-        return {one["labels"]["alertname"]: one["labels"] for one in alerts if one["state"] == "firing"}
+        found = [one["labels"] for one in alerts if one["state"] == "firing"]
+        return {one["alertname"]: one for one in found if run in (None, one.get("run"))}
 
 
 @contextlib.contextmanager
@@ -152,7 +155,7 @@ def prometheus(
     config: dict[str, Any] = {
         "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": "1s"},
         "scrape_configs": [
-            {"job_name": "mlpipe", "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "1s"}]}
+            {"job_name": "mlpipe", "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "1s"}]},
         ],
     }
     if rules is not None:
@@ -168,6 +171,36 @@ def prometheus(
     ]  # fmt: skip
     with _running(command, folder, f"http://{address}"):
         yield Prometheus(f"http://{address}", targets)
+
+
+def of_pod_monitor(monitor: dict[str, Any], pods: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The targets of a PodMonitor, for a file of targets: Debian's Prometheus is built without the discovery
+    of pods, and there is no Prometheus operator. Which pods, ports and labels are as that operator's; `pods`:
+    of the monitor's namespace, as the API server gives them."""
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    found = []
+    for pod in pods:
+        chosen = wanted <= pod["metadata"]["labels"].items()
+        if not chosen or pod["status"]["phase"] in ("Failed", "Succeeded") or "podIP" not in pod["status"]:
+            continue
+        meta = {"__meta_kubernetes_pod_node_name": pod["spec"]["nodeName"]}
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+            for container in pod["spec"]["containers"]:
+                for port in container.get("ports", ()):
+                    if port.get("name") != endpoint["port"]:
+                        continue
+                    labels = {
+                        "namespace": pod["metadata"]["namespace"],
+                        "pod": pod["metadata"]["name"],
+                        "container": container["name"],
+                        "endpoint": endpoint["port"],
+                        "__metrics_path__": endpoint["path"],
+                    }
+                    for own in endpoint.get("relabelings", ()):
+                        labels[own["targetLabel"]] = ";".join(meta[name] for name in own["sourceLabels"])
+                    address = f"{pod['status']['podIP']}:{port['containerPort']}"
+                    found.append({"targets": [address], "labels": labels})
+    return found
 
 
 @contextlib.contextmanager
@@ -198,6 +231,22 @@ def alertmanager(folder: Path) -> Iterator[str]:
         ]
     with _running(command, folder, f"http://{address}"):
         yield f"http://{address}"
+
+
+def hasty_rules(rules: Path, folder: Path) -> Path:
+    """A copy of them in which alerts wait 5 s at most; not less: ranks are not scraped all at once."""
+    known = yaml.safe_load(rules.read_text())
+    for group in known["groups"]:
+        for rule in group["rules"]:
+            if "for" in rule:
+                rule["for"] = "5s"
+    copy = folder / "rules.yaml"
+    copy.write_text(yaml.safe_dump(known))
+    return copy
+
+
+def has_data(server: Prometheus, expr: str) -> bool:
+    return any(math.isfinite(float(sample["value"][1])) for sample in server.query(expr))
 
 
 def alerts_at(url: str, run: str) -> dict[str, dict[str, Any]]:

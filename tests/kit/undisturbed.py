@@ -25,19 +25,19 @@ class Hold:
 
     def __init__(self) -> None:
         # in a folder that pods see: the virtual environment is mounted into them
-        self._path = Path(sys.prefix) / f"hold-{secrets.token_hex(4)}"
-        args = {"seconds": 1.5, "while_file": str(self._path), "dropout": 0.0}
+        self.path = Path(sys.prefix) / f"hold-{secrets.token_hex(4)}"
+        args = {"seconds": 1.5, "while_file": str(self.path), "dropout": 0.0}
         self.model = {"entry": "kit.models:slow", "args": args}
 
     def __enter__(self) -> Hold:
-        self._path.touch()
+        self.path.touch()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
     def release(self) -> None:
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
 
 class Undisturbed:

@@ -99,7 +99,8 @@ def test_a_training_survives_a_store_that_is_away_and_leaves_its_records(trainin
     timer = threading.Timer(20.0, proxy.back)
     timer.start()
     assert process.wait(120) == 0, trainings.log()
-    timer.join()
+    timer.join(60)
+    assert not timer.is_alive()
     assert processes.steps_of_sound(trainings.store, trainings.plan) == [STEPS - 4, STEPS - 2, STEPS]
     for rank in (0, 1):
         records = trainings.records(rank)

@@ -66,3 +66,19 @@ def test_a_second_backward_is_refused_not_wrong():
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_loss_is_the_chunked_one(monkeypatch, dtype):
+    """Traced and run operator by operator: what is compiled for a GPU must be right before it is fast."""
+    traced = tuple(torch.compile(f, backend="aot_eager") for f in (loss.fused_loss, loss.fused_gradient))
+    monkeypatch.setattr(loss, "_compiled", lambda: traced)
+    logits, targets = problem(dtype)
+    expected, _ = cross_entropy_sum(logits, targets)
+    (expected / 7).backward()
+    expected_grad, logits.grad = logits.grad, None
+    total, _ = cross_entropy_sum(logits, targets, fused=True)
+    (total / 7).backward()
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(logits.grad, expected_grad, rtol=2**-7, atol=1e-7)

@@ -147,10 +147,11 @@ def _connect(pipeline: Pipeline, context: str | None) -> ClusterApi:
 
 
 def _start_driver(store: Store, api: ClusterApi, run_id: str, pipeline: Pipeline, only: str | None) -> None:
+    from mlpipe.plan.ahead import plan_ahead
     from mlpipe.store import runs
-    from mlpipe.submit import kubernetes, planning
+    from mlpipe.submit import kubernetes
 
-    plan = planning.plan_ahead(pipeline, pipeline.stages[0].name, store.url, run_id, cluster=True)
+    plan = plan_ahead(pipeline, pipeline.stages[0].name, store.url, run_id, cluster=True)
     kubernetes.start_driver(api, store, runs.read_run(store, run_id), plan, only=only)
 
 

@@ -1,5 +1,5 @@
-"""Tells a person what a run does: a line a transition, and one live line (a line every ten seconds when
-standard error is no terminal). Reads run.json and the records in the store, nothing else."""
+"""Tells a person what a run does: a line a transition, what a stage waits for, and one live line (one every
+ten seconds when standard error is no terminal). Reads run.json and the records in the store, nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Watcher:
         self._session = session
         self._store = store
         self._only = only
-        self._seen = {name: stage.state for name, stage in state.stages.items()}
+        self._seen = {name: (stage.state, "") for name, stage in state.stages.items()}
         self._width = max((len(name) for name in state.stages), default=0)
         self._read_seconds = 0.5 if store.local_path("runs") is not None else 2.0
         self._tails: dict[str, tuple[Follower, Progress]] = {}
@@ -41,8 +41,13 @@ class Watcher:
             return
         self._read(state)
         for name, stage in in_order(state).stages.items():
-            if stage.state != self._seen[name] and self._only in (None, name):
-                self._seen[name] = stage.state
+            if self._only not in (None, name):
+                continue
+            former, self._seen[name] = self._seen[name], (stage.state, stage.message)
+            # one that runs tells what it waits for, and when that changes
+            if stage.state != former[0] or (
+                stage.state == "running" and stage.message not in ("", former[1])
+            ):
                 self._say(name, describe(stage))
 
     def close(self) -> None:

@@ -85,11 +85,12 @@ def drive_for_cluster(session: Session, store: Store, run_id: str, *, only: str 
 def report_of(session: Session, store: Store, run: RunState) -> str | None:
     """Where the report lies. That it cannot be written must not turn a trained model into a failure."""
     from mlpipe.observe.report import write_report
+    from mlpipe.observe.runview import view_run
 
     if all(stage.attempt == 0 for stage in run.stages.values()):
         return None
     try:
-        return write_report(store, run.run_id)
+        return write_report(store, view_run(store, run.run_id))
     except (MlpipeError, OSError) as error:
         session.note(f"no report: {error}")
         return None

@@ -57,7 +57,7 @@ def up(session: Session, folder: Path, port: int, interval: float) -> None:
     url = f"http://127.0.0.1:{port}"
     exporter = Serving(fleet, "127.0.0.1", 0)
     scrape.write_prometheus(folder, interval_seconds=interval)
-    scrape.write_targets(folder, targets.find(), exporter.port)
+    scrape.write_targets(folder, targets.find(fleet.under_way), exporter.port)
     provisioning = scrape.write_grafana(folder, url)
     signal.signal(signal.SIGTERM, interrupt)
     log = folder / "prometheus.log"
@@ -78,7 +78,7 @@ def up(session: Session, folder: Path, port: int, interval: float) -> None:
             _check(process, log)
             try:
                 fleet.round()
-                scrape.write_targets(folder, targets.find(), exporter.port)
+                scrape.write_targets(folder, targets.find(fleet.under_way), exporter.port)
             except StoreError as error:
                 session.note(f"{time.strftime('%H:%M:%S')} {error}")
     except KeyboardInterrupt:

@@ -40,9 +40,9 @@ def command(
 ) -> None:
     """Show what will run and why: strategies compared, memory and time by cause, cost."""
     from mlpipe._core.errors import PlanError
+    from mlpipe.plan.ahead import plan_ahead
     from mlpipe.plan.build import compare, stage_hardware
     from mlpipe.spec.load import load_pipeline
-    from mlpipe.submit.planning import plan_ahead
 
     if hardware is not None:
         overrides = (*overrides, *_name_hardware(spec, stage, hardware))

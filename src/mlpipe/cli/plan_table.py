@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from mlpipe._core.tables import aligned
 from mlpipe._core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def table(candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
     for found in shown:
         mark = "->" if found is chosen else "" if found.fits else "x"
         rows.append([mark, *_cells(found, priced), verdict(found, chosen)])
-    lines = aligned(rows)
+    lines = _table(rows)
     hidden = len(candidates) - len(shown)
     return [*lines, f"  and {hidden} more in --output json"] if hidden > 0 else lines
 
@@ -150,12 +151,8 @@ def scaling(rows: Sequence[Scale]) -> list[str]:
                 f"{bar} {row.note}".strip(),
             ]
         )
-    return aligned(cells)
+    return _table(cells)
 
 
-def aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip()
-        for row in rows
-    ]
+def _table(rows: list[list[str]]) -> list[str]:
+    return [f"  {line}" for line in aligned(rows, left=range(len(rows[0])))]

@@ -73,13 +73,13 @@ def command(
 
     from mlpipe.render.yaml import to_yaml
 
-    files = {name: _HEAD + to_yaml(found) for name, found in objects.items()}
     if out is None:
         every = [one for found in objects.values() for one in found]
         session.result(
             {"run_id": run_id, "findings": findings, "objects": every}, to_yaml(every).rstrip("\n")
         )
         return 0
+    files = {name: _HEAD + to_yaml(found) for name, found in objects.items()}
     stale = [path for path in _ours(out) if path.name not in files] if stage is None else []
     if check:
         return _check(session, out, {out / name: text for name, text in files.items()}, stale)
@@ -123,9 +123,9 @@ def render(
 ) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
     """File name -> objects, and the findings of the lint. Raises PlanError and RenderError."""
     from mlpipe._core.errors import PlanError
+    from mlpipe.plan.ahead import plan_ahead
     from mlpipe.render.kubernetes import driver_objects, stage_objects
     from mlpipe.render.lint import lint, lint_patches
-    from mlpipe.submit.planning import plan_ahead
 
     names = [found.name for found in pipeline.stages]
     if stage is not None and stage not in names:

@@ -33,9 +33,11 @@ def command(session: Session, run_id: str, out: Path | None) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(short[out.suffix](store, run_id), encoding="utf-8")
         where = str(out)
+        view = view_run(store, run_id) if session.json else None
     else:
-        where = write_report(store, run_id, out)
+        view = view_run(store, run_id)
+        where = write_report(store, view, out)
     found: dict[str, Any] = {"report": where}
-    if session.json:
-        found["goodput"] = view_run(store, run_id).goodput()
+    if session.json and view is not None:
+        found["goodput"] = view.goodput()
     session.result(found, where)

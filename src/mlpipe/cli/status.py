@@ -56,6 +56,8 @@ def _text(run: RunState, found: dict[str, Any], live_line: Any) -> str:
     lines = [f"{run.run_id}  {outcome.colour(run.state)}  started {format_seconds(now - run.created)} ago"]
     if run.message:
         lines.append(f"  {run.message}")
+    if run.meta.get("jenkins_url"):
+        lines.append(f"  made by {run.meta['jenkins_url']}")
     if found.get("waits_for"):
         lines.append(f"  its driver does not run: {found['waits_for']}")
     if run.driver is not None and run.state not in ("done", "failed", "cancelled"):

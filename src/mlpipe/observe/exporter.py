@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from mlpipe._core.errors import MlpipeError
 from mlpipe.observe.goodput import BUCKETS, Ledger, add
 from mlpipe.observe.metrics import Metric
-from mlpipe.observe.predicted import measured
+from mlpipe.observe.predicted import measured, predicted_usd
 from mlpipe.observe.records import Follower
 from mlpipe.observe.runview import RunView, view_run
 from mlpipe.store import runs
@@ -93,6 +93,17 @@ FLEET_METRICS: tuple[Metric, ...] = (
         "step: memory_bytes; plan: predicted", (*_RUN, "stage", "kind"),
     ),
     Metric(
+        "mlpipe_run_training_cost_usd", "gauge", "USD", "none",
+        "Of a training so far: measured (all that was paid) beside predicted (the steps that are done), where"
+        " the plan has a price.",
+        "rank-seconds; plan: predicted", (*_RUN, "stage", "kind"),
+    ),
+    Metric(
+        "mlpipe_run_build_info", "gauge", "1", "none",
+        "The build of Jenkins that made the run; always 1. Absent for other runs.",
+        "run.json: meta", (*_RUN, "jenkins_build", "jenkins_url"),
+    ),
+    Metric(
         "mlpipe_run_rank_seconds", "gauge", "seconds", "none",
         "Where the rank-seconds of a run's trainings went.", "records, by observe/goodput.py",
         (*_RUN, "bucket"),
@@ -119,8 +130,8 @@ class _Known:
     device: str = ""
     ledger: Ledger | None = None
     next_ledger: float = float("-inf")
-    sizes: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
-    """By (stage, "measured" or "predicted"): bytes at the peak, seconds of a step."""
+    sizes: dict[tuple[str, str], tuple[float, float, float | None]] = field(default_factory=dict)
+    """By (stage, "measured" or "predicted"): bytes at the peak, seconds of a step, USD so far."""
 
     @property
     def over(self) -> bool:
@@ -175,6 +186,11 @@ class Fleet:
         values["mlpipe_fleet_round_duration_seconds"] = {(): time.time() - began}
         with self._lock:
             self._values = values
+
+    @property
+    def under_way(self) -> list[RunState]:
+        """Runs that were not over at the last look."""
+        return [one.run for one in self._known.values() if not one.over]
 
     def _is_news(self, known: _Known | None, run: RunSummary) -> bool:
         return known is None or run.state not in RUN_ENDED or run.seq != known.summary.seq
@@ -241,7 +257,12 @@ class Fleet:
             if not one.over:
                 for stage, when in self._last_steps(run):
                     values["mlpipe_run_last_step_timestamp_seconds"][*name, stage] = when
-            for (stage, kind), (peak, seconds) in one.sizes.items():
+            if url := run.meta.get("jenkins_url"):
+                build = str(run.meta.get("jenkins_build") or "")
+                values["mlpipe_run_build_info"][*name, build, str(url)] = 1.0
+            for (stage, kind), (peak, seconds, usd) in one.sizes.items():
+                if usd is not None:
+                    values["mlpipe_run_training_cost_usd"][*name, stage, kind] = usd
                 values["mlpipe_run_memory_bytes"][*name, stage, kind] = peak
                 values["mlpipe_run_step_seconds"][*name, stage, kind] = seconds
             if ledger is None or ledger.goodput_ratio is None:
@@ -287,12 +308,13 @@ class Fleet:
             yield family
 
 
-def _sizes(view: RunView) -> dict[tuple[str, str], tuple[float, float]]:
+def _sizes(view: RunView) -> dict[tuple[str, str], tuple[float, float, float | None]]:
     found = {}
     for stage in view.stages:
         if stage.plan is None or stage.plan.train is None or (real := measured(stage)) is None:
             continue
-        found[stage.name, "measured"] = real
+        found[stage.name, "measured"] = (*real, stage.ledger.cost_usd if stage.ledger is not None else None)
         if (told := stage.plan.train.predicted) is not None:
-            found[stage.name, "predicted"] = (float(told.memory_bytes), told.step_seconds)
+            usd = predicted_usd(stage)
+            found[stage.name, "predicted"] = (float(told.memory_bytes), told.step_seconds, usd)
     return found

@@ -1,9 +1,9 @@
 """Goodput: where the rank-seconds of a training went, out of durable records alone. No I/O, no clock.
 
-A rank-second is a second of one rank, or of the device that is kept for it, while an attempt is open: from
-its submission to its end. Each belongs to exactly one bucket, so the buckets sum to ranks x wall time, over
-restarts and attempts (which may differ in their number of ranks). Between two attempts nobody waits and
-nothing is paid: that time is in none.
+A rank-second is a second of one rank, or of the device that is kept for it, from the submission of the first
+attempt to the end of the last. Each belongs to exactly one bucket, so the buckets sum to ranks x wall time,
+over restarts and attempts (which may differ in their number of ranks). Only while an attempt is open, from
+its submission to its end, a device is paid for.
 
 queue          submitted, its launcher not started: no place on the cluster, an image to pull
 startup        from the launcher to the rank's process
@@ -16,6 +16,7 @@ save           training stood still for a checkpoint
 lost           steps done and done again after a restart, and what was under way when a life ended
 hang           from the last step to the end of a life that hung
 idle           the rest: between steps, and after the last one
+stopped        between two attempts, of the ranks of the later one: in the wall time, but nothing is paid
 
 Goodput is the share of compute and communication of steps that are kept, the rest is badput (after Google's
 ml-goodput-measurement, whose buckets these are, with queue and hang added).
@@ -31,6 +32,7 @@ from mlpipe.observe.records import Record
 
 BUCKETS = (
     "queue", "startup", "init", "restore", "data", "compute", "communication", "save", "lost", "hang", "idle",
+    "stopped",
 )  # fmt: skip
 GOOD = ("compute", "communication")
 _PARTS = (
@@ -67,18 +69,23 @@ class Ledger:
         return sum(self.seconds.values())
 
     @property
+    def paid(self) -> float:
+        """Rank-seconds with a device."""
+        return self.total - self.seconds["stopped"]
+
+    @property
     def goodput_ratio(self) -> float | None:
         return sum(self.seconds[name] for name in GOOD) / self.total if self.total else None
 
     @property
     def cost_usd(self) -> float | None:
-        return self._usd(self.total)
+        return self._usd(self.paid)
 
     @property
     def badput_usd(self) -> float | None:
         if self.parts and self.price_usd_per_device_hour is not None:
             return sum(part.badput_usd or 0.0 for part in self.parts)
-        return self._usd(self.total - sum(self.seconds[name] for name in GOOD))
+        return self._usd(self.paid - sum(self.seconds[name] for name in GOOD))
 
     @property
     def usd_per_million_tokens(self) -> float | None:
@@ -94,6 +101,7 @@ class Ledger:
         return {
             "rank_seconds": self.seconds,
             "total_rank_seconds": self.total,
+            "paid_rank_seconds": self.paid,
             "goodput_ratio": self.goodput_ratio,
             "kept_tokens": self.tokens,
             "price_usd_per_device_hour": self.price_usd_per_device_hour,
@@ -104,7 +112,7 @@ class Ledger:
 
 
 def add(ledgers: Iterable[Ledger]) -> Ledger:
-    """Their sum. The price is their mean by time, so that costs add up; None where one of them has none."""
+    """Their sum. The price is their mean by paid time, so that costs add up; None where one has none."""
     found = list(ledgers)
     costs = [ledger.cost_usd for ledger in found]
     whole = Ledger(parts=tuple(found))
@@ -112,8 +120,8 @@ def add(ledgers: Iterable[Ledger]) -> Ledger:
         whole.tokens += ledger.tokens
         for name in BUCKETS:
             whole.seconds[name] += ledger.seconds[name]
-    if whole.total and None not in costs:
-        whole.price_usd_per_device_hour = sum(filter(None, costs)) / whole.total * 3600
+    if whole.paid and None not in costs:
+        whole.price_usd_per_device_hour = sum(filter(None, costs)) / whole.paid * 3600
     return whole
 
 
@@ -121,6 +129,9 @@ def account(attempts: Sequence[Attempt], price_usd_per_device_hour: float | None
     """Of one stage. `attempts` in the order in which they were submitted."""
     ledger = Ledger(price_usd_per_device_hour=price_usd_per_device_hour)
     for number, attempt in enumerate(attempts):
+        if number:
+            ended = max(before.ended for before in attempts[:number])
+            ledger.seconds["stopped"] += attempt.num_ranks * max(attempt.submitted - ended, 0.0)
         read = {rank: list(records) for rank, records in attempt.records.items() if rank < attempt.num_ranks}
         weight = attempt.num_ranks / max(len(read), 1)
         for rank, records in (read or {0: []}).items():

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Sample = tuple[str, tuple[str, ...], float]  # metric, values of its own labels, value
+_MOST_EVENTS = 100  # a scrape takes; the driver keeps the others for the next
 _AGE_SECONDS = 1.0  # several scrapers within it share one reading
-# nvmlClocksEventReason<name>: why the clocks are lower than they could be
+# nvmlClocksEventReason<name>, in older packages nvmlClocksThrottleReason<name>: why the clocks are held down
 _REASONS = {
     "SwPowerCap": "power_cap",
     "SwThermalSlowdown": "thermal",
@@ -53,9 +54,7 @@ class Gpu:
             "mlpipe_gpu_utilization_ratio": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
             "mlpipe_gpu_memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
             "mlpipe_gpu_power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-            "mlpipe_gpu_temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(
-                handle, nvml.NVML_TEMPERATURE_GPU
-            ),
+            "mlpipe_gpu_temperature_celsius": self._temperature,
             "mlpipe_gpu_ecc_errors": lambda: nvml.nvmlDeviceGetTotalEccErrors(
                 handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             ),
@@ -63,12 +62,16 @@ class Gpu:
         for name, look in looks.items():
             if (value := self._ask(look)) is not None:
                 yield name, (), float(value)
-        if (reasons := self._ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))) is not None:
+        kind = "Event" if hasattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons") else "Throttle"
+        ask = f"nvmlDeviceGetCurrentClocks{kind}Reasons"
+        if (reasons := self._ask(lambda: getattr(nvml, ask)(handle))) is not None:
             for word, reason in _REASONS.items():
-                mask = getattr(nvml, f"nvmlClocksEventReason{word}")
+                mask = getattr(nvml, f"nvmlClocks{kind}Reason{word}", 0)
                 yield "mlpipe_gpu_throttled", (reason,), float(bool(reasons & mask))
         if self._events is not None:
-            while (event := self._ask(lambda: nvml.nvmlEventSetWait_v2(self._events, 0))) is not None:
+            for _ in range(_MOST_EVENTS):
+                if (event := self._ask(lambda: nvml.nvmlEventSetWait_v2(self._events, 0))) is None:
+                    break
                 self._num_xids += 1
                 yield "mlpipe_gpu_last_xid", (), float(event.eventData)
             yield "mlpipe_gpu_xid_errors_total", (), self._num_xids
@@ -79,15 +82,24 @@ class Gpu:
         try:
             events = nvml.nvmlEventSetCreate()
             nvml.nvmlDeviceRegisterEvents(self._handle, nvml.nvmlEventTypeXidCriticalError, events)
-        except nvml.NVMLError:
+        except (nvml.NVMLError, AttributeError):
             return None
         return events
 
+    def _temperature(self) -> float:
+        nvml, handle = self._nvml, self._handle
+        if hasattr(nvml, "nvmlDeviceGetTemperatureV"):  # the other one goes with CUDA 14
+            try:
+                return float(nvml.nvmlDeviceGetTemperatureV(handle, nvml.NVML_TEMPERATURE_GPU))
+            except nvml.NVMLError:
+                pass  # the driver is older than the package
+        return float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+
     def _ask(self, look: Callable[[], Any]) -> Any:
-        """None for what this card or driver does not tell."""
+        """None for what this card, driver or version of the package does not tell."""
         try:
             return look()
-        except self._nvml.NVMLError:
+        except (self._nvml.NVMLError, AttributeError):
             return None
 
 

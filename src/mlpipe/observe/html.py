@@ -36,6 +36,13 @@ def badge(state: str) -> Html:
     return Html(f'<span class="badge {state if state in known else "other"}">{text(state)}</span>')
 
 
+def link(url: str) -> Html:
+    """To be clicked on; only what a browser fetches by HTTP is one, the rest stays text."""
+    if not url.startswith(("https://", "http://")):
+        return text(url)
+    return Html(f'<a href="{text(url)}" rel="noreferrer">{text(url)}</a>')
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> Html:
     """`numbers`: columns that hold numbers, aligned to the right."""
     right = set(numbers)
@@ -79,6 +86,11 @@ def utc(seconds: float | None) -> str | None:
     return None if seconds is None else time.strftime("%Y-%m-%d\u00a0%H:%M:%S", time.gmtime(seconds))
 
 
+def when(seconds: float | None) -> Html | None:
+    """The same for a table, on one line however narrow."""
+    return None if seconds is None else element("time", utc(seconds))
+
+
 def page(title: str, body: Html) -> str:
     """The whole document. Its policy forbids the browser to load or run anything."""
     return (
@@ -106,12 +118,13 @@ _LAYOUT = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--text);
  font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
-main{max-width:76rem;margin:0 auto;padding:1.5rem 1rem 3rem}
+main{overflow-wrap:anywhere;max-width:76rem;margin:0 auto;padding:1.5rem 1rem 3rem}
 h1{font-size:1.5rem;margin:0 .6rem 0 0;display:inline;overflow-wrap:anywhere}
 h2{font-size:1.15rem;margin:2.2rem 0 .7rem}
 h3{font-size:.95rem;margin:0 0 .1rem}
 h4{font-size:.95rem;margin:1.3rem 0 .4rem}
 p{margin:.4rem 0}
+a{color:var(--blue)}
 .faint,dt,.tile span,th,footer{color:var(--faint)}
 .badge{font-size:.8rem;font-weight:600;padding:.1rem .55rem;border-radius:1rem;
  border:1.5px solid var(--faint);color:var(--faint);white-space:nowrap}
@@ -151,8 +164,12 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:.4rem 0;
  font:13px/1.45 ui-monospace,Menlo,Consolas,monospace}
 tr:last-child td{border-bottom:0}
 details .scroll{margin-top:.4rem}
+time{white-space:nowrap}
 summary{cursor:pointer;font-weight:500}
 .bar{display:block;width:100%;height:.8rem;min-width:10rem;border-radius:.2rem;margin-top:.35rem}
 footer{font-size:.82rem;margin-top:2rem}
+@media(max-width:40rem){main{padding:1rem .6rem 2rem}.card{padding:.7rem .75rem}
+ table{font-size:.82rem}th,td{padding-right:.8rem}td:last-child:not(.n){min-width:9rem}
+ dl{column-gap:.8rem}.tile{flex-basis:7rem}}
 @media print{body{background:none}.card,.tile{break-inside:avoid}}
 """

@@ -334,6 +334,9 @@ class RankMetrics:
 
         sampled = self._gpu.read() if self._gpu is not None else ()
         with self._lock:
+            for metric in GPU_METRICS if self._gpu is not None else ():
+                if metric.name != "mlpipe_gpu_last_xid":  # told once; all else is told now, or absent
+                    self._values[metric.name] = {}
             for name, labels, value in sampled:
                 self._set(name, value, labels)
             families: list[Family] = []

@@ -30,6 +30,19 @@ def measured(stage: StageView) -> tuple[float, float] | None:
     return float(max(peaks)), median(seconds)
 
 
+def predicted_usd(stage: StageView) -> float | None:
+    """What the steps that are done should have cost, on the ranks and at the price of the last plan; None
+    without a prediction or a price."""
+    plan = stage.plan
+    if plan is None or plan.train is None or plan.train.predicted is None or not stage.lead.steps:
+        return None
+    if plan.price_usd_per_device_hour is None:
+        return None
+    num_steps: int = stage.lead.steps[-1]["step"]
+    rank_seconds = num_steps * plan.train.predicted.step_seconds * plan.train.mesh.world_size
+    return rank_seconds / 3600 * plan.price_usd_per_device_hour
+
+
 def predicted_section(stage: StageView) -> Html:
     """Empty without a prediction (a model of one's own) or steps."""
     plan = stage.plan.train if stage.plan is not None else None
@@ -52,12 +65,20 @@ def predicted_section(stage: StageView) -> Html:
             _error(plan.predicted.step_seconds, seconds),
         ),
     ]
+    told, spent = predicted_usd(stage), stage.ledger.cost_usd if stage.ledger is not None else None
+    if told is not None and spent:  # the plan knows steps; what was paid has starts, saves and lost work too
+        num = stage.lead.steps[-1]["step"]
+        rows.append((f"cost of {num} steps, all told", _usd(told), _usd(spent), _error(told, spent)))
     shown = table(("", "Predicted", "Measured", "Predicted is"), rows, {1, 2, 3})
     return details("Predicted beside measured", shown, open_=True)
 
 
 def _seconds(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else format_seconds(seconds)
+
+
+def _usd(amount: float) -> str:
+    return f"{amount:.4g} USD"
 
 
 def _error(predicted: float, found: float) -> str:

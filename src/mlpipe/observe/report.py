@@ -8,7 +8,20 @@ from typing import Any
 
 from mlpipe import __version__
 from mlpipe._core.units import format_seconds
-from mlpipe.observe.html import Html, badge, details, element, facts, join, page, table, tiles, utc
+from mlpipe.observe.html import (
+    Html,
+    badge,
+    details,
+    element,
+    facts,
+    join,
+    link,
+    page,
+    table,
+    tiles,
+    utc,
+    when,
+)
 from mlpipe.observe.progress import format_count, format_loss
 from mlpipe.observe.runview import RunView, throughput, view_run
 from mlpipe.observe.sections import MOST_ROWS, SECTIONS, cut_note
@@ -18,7 +31,10 @@ from mlpipe.store.base import Store
 def build_report(store: Store, run_id: str) -> str:
     """The page. Raises StoreError when the run does not exist or the store cannot be reached; what else is
     missing or broken is said on the page."""
-    view = view_run(store, run_id)
+    return page_of(view_run(store, run_id))
+
+
+def page_of(view: RunView) -> str:
     parts: list[object] = [_header(view), _trouble(view), _stages(view)]
     for stage in view.stages:
         if stage.kind in SECTIONS:
@@ -27,17 +43,17 @@ def build_report(store: Store, run_id: str) -> str:
             parts += [element("h2", title), SECTIONS[stage.kind](stage)]
     parts.append(_events(view))
     written = f"Written {utc(time.time())} UTC by mlpipe {__version__}. All times are UTC."
-    return page(f"{view.run.pipeline} · {run_id}", join([*parts, element("footer", written)]))
+    return page(f"{view.run.pipeline} · {view.run.run_id}", join([*parts, element("footer", written)]))
 
 
-def write_report(store: Store, run_id: str, out: Path | None = None) -> str:
+def write_report(store: Store, view: RunView, out: Path | None = None) -> str:
     """Writes the page to `out`, or into the run in the store; returns the file's path or the store's key."""
-    html = build_report(store, run_id)
+    html = page_of(view)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(html, encoding="utf-8")
         return str(out)
-    key = f"runs/{run_id}/report.html"
+    key = f"runs/{view.run.run_id}/report.html"
     store.put(key, html.encode())
     local = store.local_path(key)
     return str(local) if local is not None else f"{store.url}/{key}"
@@ -49,12 +65,14 @@ def _header(view: RunView) -> Html:
     seconds = view.seconds
     verb = "running for" if run.state == "running" else "took"
     took = f" · {verb} {format_seconds(seconds)}" if seconds is not None else ""
-    line = f"Pipeline {run.pipeline} on {run.backend} · created {utc(run.created)}{took}"
-    meta = {
+    line = join((f"Pipeline {run.pipeline} on {run.backend} · created ", when(run.created), took))
+    meta: dict[str, object] = {
         str(key): ", ".join(map(str, value)) if isinstance(value, list) else value
         for key, value in run.meta.items()
         if key not in ("pipeline", "stages")  # both stand on the page already
     }
+    if url := meta.get("jenkins_url"):
+        meta["jenkins_url"] = link(str(url))
     return join(
         (
             element(
@@ -130,7 +148,7 @@ def _stages(view: RunView) -> Html:
             stage.kind or None,
             badge(stage.state.state),
             stage.state.attempt,
-            utc(stage.state.started),
+            when(stage.state.started),
             None if stage.seconds is None else format_seconds(stage.seconds),
             stage.state.message or "",
         )
@@ -150,7 +168,7 @@ def _events(view: RunView) -> Html:
     found += [(stage.name, event["attempt"], event) for stage in view.stages for event in stage.lead.others]
     found.sort(key=lambda row: row[2].get("time") or 0.0)
     rows = [
-        (utc(event.get("time")), stage, attempt, event["kind"], _event_text(event))
+        (when(event.get("time")), stage, attempt, event["kind"], _event_text(event))
         for stage, attempt, event in found
     ]
     if not rows:

@@ -4,17 +4,16 @@ files with which a Grafana finds it and the boards. No process is started here."
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mlpipe._core.errors import MlpipeError
+from mlpipe._core.files import write_whole
 from mlpipe.observe.records import Follower, list_ranks
-from mlpipe.store import runs
 from mlpipe.store.base import Store
-from mlpipe.store.runs import RUN_ENDED
+from mlpipe.store.runs import RunState
 
 RULES = Path(__file__).with_name("rules") / "mlpipe.yaml"
 BOARDS = Path(__file__).with_name("dashboards")
@@ -27,17 +26,11 @@ class Targets:
         self._store = store
         self._ranks: dict[str, tuple[Follower, int | None]] = {}
 
-    def find(self) -> list[int]:
-        """Of runs under way, in no order. Raises StoreError when the store cannot be listed."""
+    def find(self, under_way: Iterable[RunState]) -> list[int]:
+        """Of these runs, ascending. Raises StoreError when the store cannot be listed."""
         ports = []
         seen: set[str] = set()
-        for summary in runs.list_runs(self._store):
-            if summary.state in RUN_ENDED:
-                continue
-            try:
-                run = runs.read_run(self._store, summary.run_id)
-            except MlpipeError:
-                continue  # half written
+        for run in under_way:
             for name, stage in run.stages.items():
                 if stage.state != "running":
                     continue
@@ -61,17 +54,9 @@ class Targets:
         return port
 
 
-def write(path: Path, text: str) -> None:
-    """Whole or not at all: Prometheus reads the file whenever it changes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(text)
-    fresh.replace(path)
-
-
 def write_targets(folder: Path, ports: list[int], exporter_port: int) -> None:
     groups = [{"targets": [f"127.0.0.1:{port}" for port in (*ports, exporter_port)]}]
-    write(folder / "targets.json", json.dumps(groups, indent=1))
+    write_whole(folder / "targets.json", json.dumps(groups, indent=1))
 
 
 def write_prometheus(folder: Path, *, interval_seconds: float) -> None:
@@ -87,8 +72,8 @@ def write_prometheus(folder: Path, *, interval_seconds: float) -> None:
             }
         ],
     }
-    write(folder / "prometheus.yml", json.dumps(config, indent=1))
-    write(folder / "rules.yaml", RULES.read_text())
+    write_whole(folder / "prometheus.yml", json.dumps(config, indent=1))
+    write_whole(folder / "rules.yaml", RULES.read_text())
 
 
 def write_grafana(folder: Path, url: str) -> Path:
@@ -107,5 +92,5 @@ def write_grafana(folder: Path, url: str) -> Path:
     provisioning = folder / "grafana" / "provisioning"
     for kind, body in (("datasources", source), ("providers", provider)):
         place = provisioning / ("dashboards" if kind == "providers" else kind) / "mlpipe.yaml"
-        write(place, json.dumps({"apiVersion": 1, kind: [body]}, indent=1))
+        write_whole(place, json.dumps({"apiVersion": 1, kind: [body]}, indent=1))
     return provisioning

@@ -8,7 +8,7 @@ from mlpipe import __version__
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.observe.charts import PARTS, rank_rows, stage_charts
 from mlpipe.observe.goodput import Ledger
-from mlpipe.observe.html import Html, details, element, facts, join, table, utc
+from mlpipe.observe.html import Html, details, element, facts, join, table, when
 from mlpipe.observe.predicted import predicted_section
 from mlpipe.observe.progress import format_count, format_flops, format_loss
 from mlpipe.observe.runview import MOST_RANKS, StageView, throughput
@@ -83,6 +83,7 @@ _BUCKETS = {
     "lost": ("red", "work that was done again, or ended with its process"),
     "hang": ("red", "standing still until the watchdog ended it"),
     "idle": ("grey", "between steps, and after the last"),
+    "stopped": ("grey", "between two attempts; not paid"),
 }
 
 
@@ -92,7 +93,7 @@ def _goodput(stage: StageView) -> Html:
         return Html("")
     spent = [(name, *_BUCKETS[name], ledger.seconds[name]) for name in _BUCKETS]
     rows = [
-        (name, words, format_seconds(seconds), f"{100 * seconds / ledger.total:.1f} %")
+        (name, format_seconds(seconds), f"{100 * seconds / ledger.total:.1f} %", words)
         for name, _, words, seconds in spent
         if seconds > 0
     ]
@@ -101,8 +102,8 @@ def _goodput(stage: StageView) -> Html:
         "goodput": f"{100 * ledger.goodput_ratio:.1f} % of {format_seconds(ledger.total)} over all ranks",
         **cost_facts(ledger),
     }
-    content = join((facts(known), bar, table(("", "Rank-seconds", "Spent", "Share"), rows, {2, 3})))
-    return details("Where the time went", element("div", content, "card"), open_=True)
+    content = join((facts(known), bar, table(("", "Rank-seconds", "Share", ""), rows, {1, 2})))
+    return details("Where the time went", content, open_=True)
 
 
 def cost_facts(ledger: Ledger) -> dict[str, str]:
@@ -168,7 +169,7 @@ def _ranks(stage: StageView) -> Html:
 def _starts(stage: StageView) -> Html:
     rows = [
         (
-            start["attempt"], start.get("restart"), utc(start.get("time")), start.get("start_step"),
+            start["attempt"], start.get("restart"), when(start.get("time")), start.get("start_step"),
             start.get("strategy"), start.get("world_size"), start.get("device"), start.get("host"),
             start.get("precision"), start.get("torch"),
         )
@@ -201,7 +202,7 @@ def _checkpoints(stage: StageView) -> Html:
         rows.append(
             (
                 checkpoint.step if checkpoint is not None else record.get("step"),
-                utc(checkpoint.time if checkpoint is not None else record.get("time")),
+                when(checkpoint.time if checkpoint is not None else record.get("time")),
                 None if size is None else format_bytes(size),
                 None if stall is None else f"{1000 * stall:.0f} ms",
                 None if save is None else format_seconds(save),

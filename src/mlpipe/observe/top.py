@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
+from mlpipe._core.tables import aligned
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.observe.progress import Progress, format_count, format_loss
 from mlpipe.observe.records import Follower, Record, list_ranks
@@ -115,7 +116,7 @@ def runs_table(rows: Sequence[dict[str, Any]], now: float) -> list[str]:
                 "" if last is None or not live else f"{format_seconds(max(now - last, 0.0))} ago",
             )
         )
-    return _aligned(cells, left=4)
+    return aligned(cells, left=range(4))
 
 
 def ranks_table(rows: Sequence[dict[str, Any]], now: float) -> list[str]:
@@ -138,17 +139,4 @@ def ranks_table(rows: Sequence[dict[str, Any]], now: float) -> list[str]:
                 "slow" if score == worst and score > 1.2 else "",
             )
         )
-    return _aligned(cells, left=0)
-
-
-def _aligned(cells: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Columns side by side, the first `left` of them flush left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        parts = [
-            cell.ljust(width) if index < left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(parts).rstrip())
-    return lines
+    return aligned(cells, left=())

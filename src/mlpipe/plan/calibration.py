@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from mlpipe._core.errors import PlanError
+from mlpipe._core.files import write_whole
 from mlpipe._core.serial import from_plain, to_json
 from mlpipe.plan.speed import Measured, Speed
 
@@ -84,8 +85,4 @@ def load(path: str | Path) -> Calibration:
 
 
 def save(path: str | Path, calibration: Calibration) -> None:
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(target.name + ".part")
-    scratch.write_text(to_json(calibration))
-    scratch.replace(target)
+    write_whole(Path(path), to_json(calibration))

@@ -32,8 +32,8 @@ _LAUNCH, _KERNELS_FORWARD = 5e-6, 45
 # torch.compile keeps about a third of the traffic between matmuls: one read and one write of what eager mode
 # reads and writes three times. torchtitan's Llama-8B on 8 H100 got 16 % faster.
 _FUSED = 1 / 3
-# What the trainer waits for a save, per GiB of a rank: benchmarks/results/checkpoint.json on CPU; on a GPU
-# copying to pinned memory over PCIe 4 at 20 GB/s.
+# What the trainer waits for a save, per GiB of a rank: benchmarks/results/checkpoint_fsdp.json on CPU; on a
+# GPU copying to pinned memory over PCIe 4 at 20 GB/s.
 _STALL_CPU, _STALL_GPU = 0.1 / 2**30, 1 / 20e9
 
 

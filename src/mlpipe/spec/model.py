@@ -6,6 +6,7 @@ Shapes and types live here; what concerns several fields or stages at once is in
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -296,7 +297,7 @@ class Pipeline(Model):
         """All overrides and defaults written out; loads back to an equal Pipeline in any YAML parser."""
         return to_yaml(self.model_dump(mode="json", by_alias=True, exclude_none=True))
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """sha256 of `resolved_yaml()`."""
+        """sha256 of `resolved_yaml()`. Every stage's plan names it."""
         return hashlib.sha256(self.resolved_yaml().encode()).hexdigest()

@@ -98,16 +98,22 @@ class _Graph:
             name: [node for node in _items(stage, "needs") if isinstance(node.value, str)]
             for name, stage in self.stages.items()
         }
+        self._before: dict[str, set[str]] = {}
 
     def before(self, name: str) -> set[str]:
-        """Everything that `name` needs, transitively."""
+        """Everything that `name` needs, transitively. What an earlier stage needs is not walked again."""
+        if name in self._before:
+            return self._before[name]
         seen: set[str] = set()
         todo = [name]
         while todo:
             for node in self.needs.get(todo.pop(), []):
-                if node.value not in seen:
+                if node.value in self._before:
+                    seen |= {node.value} | self._before[node.value]
+                elif node.value not in seen:
                     seen.add(node.value)
                     todo.append(node.value)
+        self._before[name] = seen
         return seen
 
     def of_kind(self, kind: str, names: set[str]) -> list[str]:
@@ -310,6 +316,8 @@ def _placeholder(name: str, kind: str | None, before: set[str], graph: _Graph) -
     if name in placeholders.FIXED:
         return None
     stage = placeholders.stage_of(name)
+    if stage in before and stage in graph.stages and kind_of(graph.stages[stage]) == "command":
+        return None
     commands = graph.of_kind("command", before)
     if stage is None:
         known = [*placeholders.FIXED, *(f"stages.{c}.output" for c in commands)]
@@ -318,9 +326,7 @@ def _placeholder(name: str, kind: str | None, before: set[str], graph: _Graph) -
         return f"placeholder to an unknown stage {stage!r}", closest(stage, commands)
     if stage not in before:
         return f"{{{{{name}}}}} of a stage that is not needed", f"add {stage!r} to needs"
-    if stage not in commands:
-        return f"{{{{{name}}}}}: only command stages have an output folder", closest(stage, commands)
-    return None
+    return f"{{{{{name}}}}}: only command stages have an output folder", closest(stage, commands)
 
 
 def values_at(root: Node, path: Sequence[Any]) -> tuple[Node, bool]:

@@ -7,7 +7,6 @@ from urllib.parse import unquote, urlsplit
 
 from mlpipe._core.errors import StoreError
 from mlpipe.store.base import Store
-from mlpipe.store.folder import FolderStore
 
 
 def full_url(url: str) -> str:
@@ -18,12 +17,14 @@ def full_url(url: str) -> str:
 def open_store(url: str) -> Store:
     """A folder (`./runs`, `/data/runs`, `file:///data/runs`) or `s3://bucket/prefix`.
 
-    Nothing is touched or contacted yet: `Store.probe` does that. The S3 client is imported only for S3.
+    Nothing is touched or contacted yet: `Store.probe` does that. Only the kind that is asked for is imported.
     """
     if url.startswith("s3://"):
         from mlpipe.store.s3 import S3Store
 
         return S3Store.from_environment(url)
+    from mlpipe.store.folder import FolderStore
+
     if url.startswith("file://"):
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 from xml.etree import ElementTree
@@ -24,6 +25,7 @@ from urllib3.exceptions import (
     HTTPError,
     NameResolutionError,
     NewConnectionError,
+    ProtocolError,
     SSLError,
 )
 
@@ -188,7 +190,7 @@ class S3Client:
                 data = _receive(response, deadline)
             sound = True
             return response.status, response.headers, data
-        except (HTTPError, OSError) as error:
+        except (HTTPError, HTTPException, OSError) as error:
             raise _AwayError(_short(error), applied=True) from error
         finally:
             if sound:
@@ -251,16 +253,24 @@ def _receive(response: urllib3.BaseHTTPResponse, deadline: float) -> bytes:
 
 
 def _receive_into(response: urllib3.BaseHTTPResponse, into: memoryview, deadline: float, where: str) -> None:
+    """From the socket straight into the caller's memory: urllib3's own `readinto` would copy every byte once
+    more. `_fp` is the http.client response under it, which counts the bytes of Content-Length."""
+    expected = int(response.headers.get("Content-Length", len(into)))
+    if expected > len(into):
+        raise StoreError("the server sent more than was asked for", where=where)
+    source = response._fp  # type: ignore[attr-defined]
     filled = 0
-    while piece := response.read(_PIECE_BYTES):
-        if filled + len(piece) > len(into):
-            raise StoreError("the server sent more than was asked for", where=where)
-        into[filled : filled + len(piece)] = piece
-        filled += len(piece)
+    while filled < expected:
+        count = source.readinto(into[filled : filled + _PIECE_BYTES])
+        if not count:
+            raise ProtocolError(f"the connection ended {expected - filled} bytes early")
+        filled += count
         if time.monotonic() > deadline:
             raise TimeoutError("receiving took too long")
     if filled != len(into):
         raise StoreError(f"ends {len(into) - filled} bytes early", where=where)
+    if source.read(1):  # without a Content-Length
+        raise StoreError("the server sent more than was asked for", where=where)
 
 
 def _error_code(data: bytes) -> tuple[str, str]:

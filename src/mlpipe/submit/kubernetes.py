@@ -8,7 +8,6 @@ from the outcomes that its launchers left in the store, never from the end of a 
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mlpipe._core.errors import EXIT_CODES, Kind, StoreError, SubmitError
+from mlpipe._core.errors import SubmitError
 from mlpipe.plan.plan import Plan
 from mlpipe.render import names
 from mlpipe.render.kubernetes import driver_objects, stage_objects
@@ -25,6 +24,7 @@ from mlpipe.store.runs import RUN_ENDED, RunState
 from mlpipe.submit.cluster_api import ApiError, ClusterApi, Object, connect
 from mlpipe.submit.handle import ThreadedHandle, ended_by, read_outcome
 from mlpipe.submit.pending import why_pending
+from mlpipe.submit.postmortem import Postmortem, fate, last_words
 from mlpipe.submit.walk import Ended, Room
 from mlpipe.submit.watch import Watched
 
@@ -35,7 +35,6 @@ _AWAY_SECONDS = 1800.0  # an API server may be away for this long; pods go on wi
 _DRIVER_ENDS_SECONDS = 60.0  # from the end of its run: a report to write, a pod to be seen as ended
 _LOST_SECONDS = 60.0  # after a lost node's pod was deleted, its gang is given up
 _GANGS = ("JobSet", "Job")
-_KINDS: dict[int, Kind] = {code: kind for kind, code in EXIT_CODES.items()}
 
 
 class KubernetesBackend:
@@ -71,6 +70,7 @@ class Gang(ThreadedHandle):
         self._labels = selector(plan.run_id, plan.stage, plan.attempt)
         self._killing = False
         self._note = ""
+        self._postmortem = Postmortem(store, api, plan.attempt_key, self._name)
         self._thread.start()
 
     def note(self) -> str:
@@ -118,10 +118,12 @@ class Gang(ThreadedHandle):
                         self._api.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
                     killed = True
                 if (words := lost_for_good(pods, time.time())) is not None and not self._stopping:
+                    self._postmortem.look(pods, at_the_end=True)
                     self._api.delete(self._kind, self._name)
                     return Ended("failed", words, kind="infrastructure", lost=True)
+                self._postmortem.look(pods)
                 if now - noted > (_NOTE_SECONDS if news else _NOTE_AGAIN_SECONDS):
-                    self._note = self._why_pending(pods)
+                    self._note = self._why_pending(pods) or self._restarted(gang)
                     noted, news = now, False
                 answered = now
             except SubmitError as error:
@@ -133,6 +135,14 @@ class Gang(ThreadedHandle):
         if self._stopping:
             return ""
         return why_pending(self._api, self._labels, self._plan.launch.num_nodes, pods)
+
+    def _restarted(self, gang: Object | None) -> str:
+        status = gang.get("status", {}) if gang else {}
+        times = status.get("restarts") or status.get("failed") or 0  # of a JobSet, pods of a Job
+        if not times or self._stopping:
+            return ""
+        words = "restarted once" if times == 1 else f"restarted {times} times"
+        return f"{words}; {self._postmortem.last}" if self._postmortem.last else words
 
     def _outcomes(self) -> list[dict[str, Any]]:
         """Of all nodes' launchers, as far as they left any."""
@@ -150,18 +160,19 @@ class Gang(ThreadedHandle):
                 return ended_by(done[0])
             return Ended("failed", f"{self._kind} {self._name} is complete, but left no outcome", kind="bug")
         pods = self._api.list("Pod", self._labels)  # as of now: a watch may be a moment late
-        self._keep_postmortem(pods)
+        self._postmortem.look(pods, at_the_end=True)
         blamed = [found for found in outcomes if found["kind"] not in (None, "infrastructure", "cancelled")]
         if blamed:
             return ended_by(min(blamed, key=lambda outcome: outcome["time"]))
-        if (fate := _fate(pods)) is not None:
-            return fate
+        if (befell := fate(pods)) is not None:
+            return befell
         failed = [outcome for outcome in outcomes if outcome["outcome"] == "failed"]
         if failed:
             return ended_by(min(failed, key=lambda outcome: outcome["time"]))
         if outcomes:
             return ended_by(outcomes[0])
-        return Ended("failed", f"{self._kind} {self._name} failed and left no word", kind="infrastructure")
+        words = last_words(pods) or self._postmortem.last or "left no word"
+        return Ended("failed", f"{self._kind} {self._name} failed: {words}", kind="infrastructure")
 
     def _result_of_gone(self) -> Ended:
         outcomes = self._outcomes()
@@ -173,49 +184,6 @@ class Gang(ThreadedHandle):
         return Ended(
             "failed", f"somebody deleted {self._kind} {self._name} while it ran", kind="infrastructure"
         )
-
-    def _keep_postmortem(self, pods: list[Object]) -> None:
-        """What the cluster forgets: the status of the pods, and their events."""
-        names = {pod["metadata"]["name"] for pod in pods} | {self._name}
-        try:
-            events = [
-                event
-                for event in self._api.list("Event")
-                if event.get("involvedObject", {}).get("name") in names
-            ]
-            kept = {
-                "pods": [{"name": pod["metadata"]["name"], "status": pod["status"]} for pod in pods],
-                "events": [
-                    {key: event.get(key) for key in ("involvedObject", "reason", "message", "lastTimestamp")}
-                    for event in events
-                ],
-            }
-            key = f"{self._plan.attempt_key}/postmortem/cluster.json"
-            self._store.put(key, json.dumps(kept, indent=2).encode())
-        except (ApiError, StoreError):
-            return  # the failure itself matters more, and is told in any case
-
-
-def _fate(pods: list[Object]) -> Ended | None:
-    """What befell a pod that could not say so itself."""
-    for pod in pods:
-        name, status = pod["metadata"]["name"], pod.get("status", {})
-        if status.get("reason") in ("Evicted", "Preempting", "NodeLost", "Shutdown", "DeadlineExceeded"):
-            words = f"pod {name}: {status['reason']}: {status.get('message', '')}".rstrip(": ")
-            return Ended("failed", words, kind="infrastructure")
-        for container in status.get("containerStatuses", []):
-            ended = container.get("state", {}).get("terminated") or {}
-            if ended.get("reason") == "OOMKilled":
-                words = (
-                    f"pod {name} ran out of memory (OOMKilled)\n  hint: raise `resources.memory` of the "
-                    "stage, or let `strategy: auto` split the model further"
-                )
-                return Ended("failed", words, kind="infrastructure", exit_code=ended.get("exitCode"))
-        for condition in status.get("conditions", []):
-            if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
-                words = f"pod {name} was disrupted: {condition.get('message') or condition.get('reason')}"
-                return Ended("failed", words, kind="infrastructure")
-    return None
 
 
 def lost_for_good(pods: list[Object], now: float) -> str | None:

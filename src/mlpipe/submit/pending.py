@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from datetime import datetime
 
 from mlpipe.submit.cluster_api import ApiError, ClusterApi, Object
+from mlpipe.submit.postmortem import last_line
 
 _LOST_SECONDS = 30.0  # a pod that outlives its grace period by this much has lost its node
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
 _STARTING = ("", "ContainerCreating", "PodInitializing")
+_CRASHED = "CrashLoopBackOff"
 _MOUNTS = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
 _LOST_TAINTS = r"node\.kubernetes\.io/(not-ready|unreachable|[a-z]+-pressure|network-unavailable)"
 # what the cluster says, and what to do about it; the first that fits
@@ -56,8 +58,8 @@ _REMEDIES = {
     r"configmap .* not found|couldn't find key .* in ConfigMap|non-existent config": "make it, or correct "
     "kubernetes.env_from",
     r"runAsNonRoot": "build the image to run as a user with a number above 0 (USER 10001)",
-    r"executable file not found|no such file or directory": "the image lacks it: is it built from mlpipe's "
-    "Containerfile?",
+    r"executable file not found|no such file or directory|No module named '?mlpipe": "the image lacks it: is "
+    "it built from mlpipe's Containerfile?",
     # Kueue
     r"> maximum capacity": "it can never fit: ask for less, or have the queue's quota raised",
     r"insufficient (unused )?quota": "wait for other runs, or have the queue's quota raised",
@@ -87,7 +89,8 @@ def why_pending(
         if (reason := _lost(pod)) is not None:
             return reason
     for pod in pods:
-        if pod.get("status", {}).get("phase") == "Pending" and (reason := _of_pod(api, pod)) is not None:
+        waits = pod.get("status", {}).get("phase") == "Pending" or _crash(pod) is not None
+        if waits and (reason := _of_pod(api, pod)) is not None:
             return f"pod {pod['metadata']['name']} waits: {reason}"
     return "" if len(pods) >= wanted else _without_pods(api, selector)
 
@@ -120,9 +123,21 @@ def _of_pod(api: ClusterApi, pod: Object) -> str | None:
                 _first(_PULLS, message) or "correct `image`, push it, or add kubernetes.image_pull_secrets"
             )
             return f"image {container.get('image')!r} cannot be pulled ({reason}); {remedy}"
+        if reason == _CRASHED and (words := _crash(pod)):
+            return _told(f"it fails again and again: {words}")
         if reason not in _STARTING:
             return _told(f"{reason}: {message}" if message else reason)
     return _of_events(api, pod["metadata"]["name"], "Pod", _MOUNTS)
+
+
+def _crash(pod: Object) -> str | None:
+    """The last words of a container that Kubernetes waits to start again ("": it had none), as it does with a
+    driver's; its pod counts as running."""
+    for container in pod.get("status", {}).get("containerStatuses", []):
+        if (container.get("state", {}).get("waiting") or {}).get("reason") == _CRASHED:
+            ended = container.get("lastState", {}).get("terminated") or {}
+            return last_line(ended.get("message", ""))
+    return None
 
 
 def _without_pods(api: ClusterApi, selector: Mapping[str, str]) -> str:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from mlpipe._core.ids import new_run_id
+from mlpipe.plan.ahead import plan_ahead
 from mlpipe.plan.build import build_plan, stage_hardware, train_stage_of
 from mlpipe.plan.plan import Plan
 from mlpipe.spec.load import load_pipeline_text
@@ -33,23 +35,6 @@ def scratch_folder(store: Store, run_id: str) -> Path:
 
 def needs(pipeline: Pipeline) -> dict[str, tuple[str, ...]]:
     return {stage.name: stage.needs for stage in pipeline.stages}
-
-
-def plan_ahead(
-    pipeline: Pipeline, stage_name: str, store_url: str, run_id: str, *, cluster: bool = False
-) -> Plan:
-    """The plan as far as it is known before anything has run, for this machine or for a cluster's. Raises
-    PlanError."""
-    return build_plan(
-        pipeline,
-        stage_name,
-        run_id=run_id,
-        attempt=1,
-        store_url=store_url,
-        inputs={},
-        hardware=stage_hardware(pipeline, stage_name, cluster=cluster),
-        resume=True,
-    )
 
 
 def preview(pipeline: Pipeline, store_url: str, run_id: str, folder: str) -> list[Plan]:
@@ -90,6 +75,7 @@ def create(
         "user": getpass.getuser(),
         "git_commit": git_commit(folder),
         "jenkins_build": os.environ.get("BUILD_TAG"),
+        "jenkins_url": build_address(os.environ.get("BUILD_URL", "")),
     }
     if cluster is not None:
         meta["kubernetes"] = dict(cluster)
@@ -97,6 +83,17 @@ def create(
     backend = "local" if cluster is None else "kubernetes"
     runs.create_run(store, run_id, text, pipeline.digest, stages, backend, meta)
     return run_id
+
+
+def build_address(url: str) -> str | None:
+    """Of a build, for links on boards and pages: without a user, a password or a query, whoever wrote them
+    there; None for what is no address."""
+    try:
+        parts = urlsplit(url)
+        host = f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
+    except ValueError:
+        return None
+    return f"{parts.scheme}://{host}{parts.path}" if parts.scheme in ("http", "https") and host else None
 
 
 def load_stored(store: Store, run_id: str, overrides: Sequence[str]) -> Pipeline:

@@ -111,7 +111,7 @@ class Checkpointer:
         save = _Save(step, json.loads(json.dumps(scalars)))
         tensors = [replace(item, local=item.local.clone()) if item.is_buffer else item for item in tensors]
         # The optimizer's kernels that made these values are queued on the main thread's stream.
-        ready = torch.cuda.Event() if torch.cuda.is_available() else None
+        ready = torch.cuda.Event() if any(item.local.is_cuda for item in tensors) else None
         if ready is not None:
             ready.record()
         save.thread = threading.Thread(
@@ -172,13 +172,15 @@ class Checkpointer:
         """Copies this rank's share into one reused host buffer per kind of tensor."""
         mine = share(tensors)
         staged = []
-        stream = torch.cuda.Stream() if ready is not None else None
+        # Of the tensors' device by name: a new thread's current device is the first, whatever the rank's is.
+        device = next((item.local.device for item in tensors if item.local.is_cuda), None)
+        stream = torch.cuda.Stream(device) if ready is not None else None
         for kind in ("model", "optim"):
             items = [item for item in mine if item.name.startswith(f"{kind}.")]
             if not items:
                 continue
             offsets, num_bytes = _layout(items)
-            buffer = self._buffer(kind, num_bytes)
+            buffer = self._buffer(kind, num_bytes, pinned=stream is not None)
             with torch.cuda.stream(stream) if stream is not None else nullcontext():
                 if stream is not None and ready is not None:
                     stream.wait_event(ready)
@@ -190,11 +192,11 @@ class Checkpointer:
             staged.append(_Staged(kind, items, offsets, buffer[:num_bytes]))
         return staged
 
-    def _buffer(self, kind: str, num_bytes: int) -> torch.Tensor:
+    def _buffer(self, kind: str, num_bytes: int, *, pinned: bool) -> torch.Tensor:
         buffer = self._buffers.get(kind)
         if buffer is None or buffer.numel() < num_bytes:
             # Reused by every later save: fresh memory would cost a page fault per 4 KiB each time.
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
             self._buffers[kind] = buffer
         return buffer
 

@@ -7,6 +7,7 @@ in the data is therefore one number, the samples consumed, and it lies in the ch
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import DataPlan, Entry
 from mlpipe.train.model import Batch, load_entry
 from mlpipe.train.order import order
+from mlpipe.train.session import seed_step
 from mlpipe.train.tokens import TokenDataset, open_folder
 
 
@@ -76,6 +78,42 @@ class Stream:
             collate(self.dataset, indices[i : i + self.micro_batch])
             for i in range(0, self.per_rank, self.micro_batch)
         ]
+
+
+class ReadAhead:
+    """The samples of a step, read while the device computes the one before. What a data set draws at random
+    is a function of the seed, the step and the rank, whenever it is read."""
+
+    def __init__(self, stream: Stream, seed: int, device: torch.device) -> None:
+        self.stream = stream
+        self.seed = seed
+        self.device = device
+        self._next: list[Batch] | None = None
+
+    def take(self, number: int, position: int) -> list[Batch]:
+        """Of step `number`, which starts at sample number `position`."""
+        if self._next is None:
+            self.read(number, position)
+        found, self._next = self._next, None
+        return found or []
+
+    def read(self, number: int, position: int) -> float:
+        """For the next `take`. Returns the seconds for which the device had nothing to do meanwhile: all of
+        them on a CPU, which computes in this thread; on a GPU none, or all (an upper bound) if it was through
+        before the samples were there."""
+        began = time.perf_counter()
+        seed_step(self.seed, number, self.stream.rank)
+        self._next = self.stream.step(position)
+        seconds = time.perf_counter() - began
+        hidden = self.device.type == "cuda" and not torch.cuda.current_stream(self.device).query()
+        return 0.0 if hidden else seconds
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """On CUDA out of pinned memory: a copy from pageable memory waits for all that the device has to do."""
+    if device.type == "cpu":
+        return batch
+    return {key: tensor.pin_memory().to(device, non_blocking=True) for key, tensor in batch.items()}
 
 
 def collate(dataset: Any, indices: NDArray[np.int64]) -> Batch:

@@ -13,9 +13,8 @@ from mlpipe._core.errors import TrainError
 from mlpipe.plan.gate import check, parse_gate
 from mlpipe.plan.plan import EvaluatePlan
 from mlpipe.store import catalogue
-from mlpipe.train.data import collate, open_dataset
+from mlpipe.train.data import collate, open_dataset, to_device
 from mlpipe.train.generate import generate
-from mlpipe.train.loop import to_device
 from mlpipe.train.loss import IGNORED
 from mlpipe.train.model import build_model
 from mlpipe.train.outcome import Outcome

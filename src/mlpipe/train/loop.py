@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import resource
@@ -17,7 +18,7 @@ from mlpipe.plan.flops import CONVENTION
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.train.checkpoint import Checkpointer, Saved
-from mlpipe.train.data import Stream, open_dataset
+from mlpipe.train.data import ReadAhead, Stream, open_dataset, to_device
 from mlpipe.train.model import Batch, build_model
 from mlpipe.train.optim import Optimizer, learning_rate
 from mlpipe.train.outcome import Outcome
@@ -142,7 +143,6 @@ class Loop:
         self.plan = plan
         self.parallel = parallel
         self.optimizer = optimizer
-        self.stream = stream
         self.checkpointer = checkpointer
         self.position = position
         self.flops_per_token = flops_per_token
@@ -151,15 +151,20 @@ class Loop:
         self.achievable_flops: float | None = None
         self.last_save = time.monotonic()
         self.failed_saves = failed_saves
+        self.ahead = ReadAhead(stream, plan.seed, session.device)
 
     def run(self) -> Outcome:
         position, plan = self.position, self.plan
         stopping = False
         if position.step >= plan.steps:  # nothing to do, but rank 0 has the store that others still look for
             dist.all_reduce(torch.zeros(1))
+        first = position.step + 1
         while position.step < plan.steps and not stopping:
             self.progress[0] = position.step
             stopping, save_now = self.step()
+            if position.step == first:  # what lives now stays: later collections need not walk through it all
+                gc.collect()
+                gc.freeze()
             if save_now or stopping or position.step == plan.steps:
                 self.save()
         self.session.watchdog.beat("committing the last checkpoint", position.step)
@@ -177,7 +182,7 @@ class Loop:
         number = position.step + 1
         session.watchdog.beat("reading data", number)
         began = time.perf_counter()
-        batches = self.stream.step(position.samples)
+        batches = self.ahead.take(number, position.samples)
         data_done = time.perf_counter()
 
         seed_step(plan.seed, number, session.rank)
@@ -190,7 +195,14 @@ class Loop:
                 loss.backward()
             loss_sum += loss.detach()
             count += num_targets
-        local = [float(loss_sum), float(count), self.optimizer.squared_norm()]
+        squared = self.optimizer.squared_norm()
+        reading = 0.0
+        if number < plan.steps:
+            session.watchdog.beat("reading data", number + 1)
+            reading = self.ahead.read(number + 1, position.samples + plan.global_batch)
+            session.watchdog.beat("computing", number)
+        # Three numbers in one transfer: each makes the host wait for all that the device has still to do.
+        local = torch.stack([loss_sum, count, squared]).tolist()
         computed = time.perf_counter()
 
         session.watchdog.beat("agreeing with the other ranks", number)
@@ -204,12 +216,11 @@ class Loop:
         scale = plan.mesh.data_ranks / max(total_count, 1.0)
         grad_norm = squared_norm**0.5 * scale
         loss = total_loss / max(total_count, 1.0)
-        spent = {"data_seconds": data_done - began, "collective_seconds": agreed - computed}
-        if not torch.isfinite(totals).all():
+        spent = {"data_seconds": data_done - began + reading, "collective_seconds": agreed - computed}
+        busy = computed - data_done - reading
+        if not all(map(math.isfinite, (total_loss, total_count, squared_norm))):
             self.checkpointer.finish()  # of an earlier step, sound, and perhaps the last good one
-            self.record_step(
-                number, agreed - began, computed - data_done, spent, loss=loss, grad_norm=grad_norm
-            )
+            self.record_step(number, agreed - began, busy, spent, loss=loss, grad_norm=grad_norm)
             raise self.not_finite(number, local[0])
         clip = plan.optimizer.grad_clip
         if clip and grad_norm > clip:
@@ -223,7 +234,7 @@ class Loop:
         position.step = number
         position.samples += plan.global_batch
         self.checkpointer.poll()
-        busy = computed - data_done + ended - updating
+        busy += ended - updating
         more = {"lr": lr, "checkpoint_seconds": stalled}
         self.record_step(number, ended - began, busy, spent, loss=loss, grad_norm=grad_norm, **more)
         if stop:
@@ -379,12 +390,6 @@ def report_save(session: Session, saved: Saved, failed: list[MlpipeError]) -> No
     _log.warning("the checkpoint of step %d failed: %s", saved.step, saved.error)
     if len(failed) >= _MAX_FAILED_SAVES:
         raise saved.error
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    if device.type == "cpu":
-        return batch
-    return {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -35,6 +35,7 @@ class LossModule(nn.Module):
         self.model = model
         self.device_type = device_type
         self.bf16 = bf16
+        self.fused_loss = False
 
     def forward(self, batch: Batch) -> Any:
         with torch.autocast(self.device_type, torch.bfloat16, enabled=self.bf16):
@@ -43,7 +44,7 @@ class LossModule(nn.Module):
             logits = self.model(batch["inputs"])
         if "targets" not in batch:
             return logits
-        return cross_entropy_sum(logits, batch["targets"])
+        return cross_entropy_sum(logits, batch["targets"], fused=self.fused_loss)
 
 
 @dataclass

@@ -44,10 +44,11 @@ class Optimizer:
         device = self.owned[0].local.device if self.owned else None
         self._num_updates = torch.zeros((), dtype=torch.float32, device=device)
 
-    def squared_norm(self) -> float:
-        """Of this rank's part of the gradient, such that the sum over the world is the global one."""
+    def squared_norm(self) -> torch.Tensor:
+        """Of this rank's part of the gradient, such that the sum over the world is the global one; an fp64
+        scalar on the device."""
         norms = torch._foreach_norm(self.parallel.gradients())
-        return float(torch.stack(norms).double().square().sum()) / self.parallel.norm_copies
+        return torch.stack(norms).double().square().sum() / self.parallel.norm_copies
 
     @torch.no_grad()
     def step(self, *, lr: float, scale: float) -> None:

@@ -1,4 +1,10 @@
-"""The committed boards and rules, by the rules of grafana/dashboard-linter and some of our own."""
+"""The committed boards and rules, by the rules of grafana/dashboard-linter and some of our own.
+
+Of the linter's fourteen rules those for templates (data source, label_values, reload with the time range),
+panels (data source, title and description, unit, targets) and targets (PromQL, rate interval, counters) are
+here, and that a board is not editable. Not kept are its four for `job` and `instance`: `job` belongs to
+Prometheus, and a run is known by `namespace` and `run`, which every query must match instead.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +65,7 @@ def test_a_board(name):
     assert "id" not in board or board["id"] is None
     source, *others = board["templating"]["list"]
     assert (source["type"], source["name"], source["query"]) == ("datasource", "datasource", "prometheus")
+    assert source["label"] == "Data source"
     assert {"namespace", "run"} <= {one["name"] for one in others}
     for variable in others:
         assert variable["datasource"]["uid"] == "$datasource"
@@ -94,6 +101,7 @@ def test_panels_lie_beside_each_other(name):
 )
 def test_a_panel(panel):
     assert panel["title"]
+    assert panel["description"]
     assert panel["datasource"]["uid"] == "$datasource"
     assert "Good: " in panel["description"], "a description says what good looks like"
     defaults = panel["fieldConfig"]["defaults"]
@@ -132,7 +140,7 @@ def test_what_is_declared_gpu_only_is_there():
 
 
 def test_every_query_parses(tmp_path):
-    every = boards.queries() + boards.events()
+    every = boards.queries() + boards.events() + boards.variables()
     group = [{"record": f"query:{i}", "expr": query.filled()} for i, query in enumerate(every)]
     file = tmp_path / "queries.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": group}]}))

@@ -10,6 +10,7 @@ import time
 import urllib.request
 
 import pytest
+from click.testing import CliRunner
 from kit.command_runs import Cli
 from kit.synthetic_run import (
     BEGIN,
@@ -22,6 +23,8 @@ from kit.synthetic_run import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from mlpipe.cli.session import Session
+from mlpipe.cli.status import command as status
 from mlpipe.observe import scrape
 from mlpipe.observe.exporter import FLEET_METRICS, Fleet
 from mlpipe.observe.serve import Serving
@@ -59,7 +62,12 @@ def store(tmp_path_factory):
             "memory_bytes": 1e8,
         }
         write_records(store, key, rank, [start, *({**step, "step": 40 + n} for n in range(1, 25))])
-    write_run(store, LIVE, {"train": stage_state("running")}, state="running")
+    built = {
+        "pipeline": "live",
+        "jenkins_build": "jenkins-train-17",
+        "jenkins_url": "https://ci/job/train/17/",
+    }
+    write_run(store, LIVE, {"train": stage_state("running")}, state="running", meta=built)
     return store
 
 
@@ -89,6 +97,8 @@ def test_runs_of_every_state_are_served_and_pass_promtool(store):
     ((labels, when),) = found["mlpipe_run_last_step_timestamp_seconds"].items()
     assert labels == (LIVE, "live", "train")
     assert when > time.time() - 600
+    built = (LIVE, "live", "jenkins-train-17", "https://ci/job/train/17/")
+    assert found["mlpipe_run_build_info"] == {built: 1}
     assert 0 < found["mlpipe_run_goodput_ratio"][DONE, "quickstart"] < 1
     assert found["mlpipe_run_step_seconds"][LIVE, "live", "train", "measured"] == pytest.approx(0.4, rel=0.2)
     assert found["mlpipe_run_memory_bytes"][DONE, "quickstart", "train", "measured"] > 0
@@ -104,6 +114,11 @@ def test_runs_of_every_state_are_served_and_pass_promtool(store):
             check=False,
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_status_names_the_build_that_made_the_run(store):
+    done = CliRunner().invoke(status, [LIVE, "--store", store.url], obj=Session(), catch_exceptions=False)
+    assert "made by https://ci/job/train/17/" in done.output
 
 
 def test_what_is_over_is_read_once_and_old_runs_wait_for_their_turn(store, monkeypatch):
@@ -138,10 +153,11 @@ def test_top_shows_the_runs_under_way_first_and_marks_the_slow_rank(store):
 
 
 def test_targets_are_the_ranks_that_train_here(store, tmp_path):
-    targets = scrape.Targets(store)
-    assert targets.find() == targets.find() == [9400, 9401]
+    targets, fleet = scrape.Targets(store), Fleet(store)
+    fleet.round()
+    assert targets.find(fleet.under_way) == targets.find(fleet.under_way) == [9400, 9401]
     scrape.write_prometheus(tmp_path, interval_seconds=5)
-    scrape.write_targets(tmp_path, targets.find(), 9399)
+    scrape.write_targets(tmp_path, targets.find(fleet.under_way), 9399)
     (group,) = json.loads((tmp_path / "targets.json").read_text())
     assert group["targets"] == ["127.0.0.1:9400", "127.0.0.1:9401", "127.0.0.1:9399"]
     if shutil.which("promtool"):

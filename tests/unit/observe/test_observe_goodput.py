@@ -36,6 +36,7 @@ def test_one_attempt_second_by_second():
     one = {
         "queue": 3, "startup": 2, "init": 3, "restore": 2, "data": 3, "compute": 17, "communication": 6,
         "save": 1 + 3, "lost": 0, "hang": 0, "idle": 3 + 2,
+        "stopped": 0,
     }  # fmt: skip
     assert ledger.seconds == pytest.approx({name: 2 * seconds for name, seconds in one.items()})
     assert ledger.tokens == 60
@@ -55,7 +56,8 @@ def test_a_killed_rank_loses_what_is_done_again_and_a_hang_is_told_from_it():
     hung = account([Attempt(0, 0, 65, 1, {0: [*life, *again]}, hung=True)])
     assert hung.seconds["hang"] == pytest.approx(10)
     resumed = account([Attempt(0, 0, 40, 1, {0: life}), Attempt(500, 510, 560, 2, {0: [start(520, step=1)]})])
-    assert resumed.total == pytest.approx(40 + 2 * 60), "nobody waits between two attempts"
+    assert resumed.seconds["stopped"] == 2 * (500 - 40)
+    assert resumed.total == pytest.approx(40 + 2 * 60 + 2 * (500 - 40))
     assert resumed.seconds["queue"] == pytest.approx(20)
     assert resumed.seconds["lost"] == pytest.approx(10 + 10 + 2 * 40)
 
@@ -97,11 +99,29 @@ def attempts(draw):
     return found
 
 
+def test_attempts_fill_the_wall_time_of_a_run_and_only_they_are_paid():
+    """Killed in its second step, gone on with five minutes later, cancelled, and ended the next day."""
+    lives = [
+        Attempt(
+            0, 5, 40, 4, {0: [start(10), step(20, 1, compute_seconds=9), step(30, 2, compute_seconds=9)]}
+        ),
+        Attempt(340, 350, 400, 4, {0: [start(360, step=1), step(375, 2, compute_seconds=14)]}),
+        Attempt(90_000, 90_010, 90_100, 4, {0: [start(90_020, step=2), step(90_050, 3, compute_seconds=29)]}),
+    ]
+    ledger = account(lives, price_usd_per_device_hour=3600.0)
+    assert ledger.total == pytest.approx(4 * 90_100, rel=0.001)
+    assert ledger.seconds["stopped"] == 4 * (300 + 89_600)
+    assert ledger.cost_usd == pytest.approx(4 * (40 + 60 + 100))
+    assert ledger.goodput_ratio == pytest.approx(4 * (9 + 14 + 29) / ledger.total)
+    assert ledger.badput_usd == pytest.approx(4 * (200 - 9 - 14 - 29))
+    assert add([ledger, ledger]).cost_usd == pytest.approx(2 * ledger.cost_usd)
+
+
 @given(attempts())
 def test_the_buckets_sum_to_ranks_times_wall_time(many):
     ledger = account(many)
     expected = sum(one.num_ranks * (one.ended - one.submitted) for one in many)
-    assert math.isclose(ledger.total, expected, rel_tol=1e-9, abs_tol=1e-6)
+    assert math.isclose(ledger.paid, expected, rel_tol=1e-9, abs_tol=1e-6)
     assert set(ledger.seconds) == set(BUCKETS)
     assert min(ledger.seconds.values()) >= -1e-9
     assert add([ledger, ledger]).total == pytest.approx(2 * ledger.total)

@@ -13,12 +13,14 @@ from kit.synthetic_run import Life, stage_state, write_run, write_train_stage
 from mlpipe._core.errors import PlanError
 from mlpipe.cli.calibrate import command as calibrate
 from mlpipe.cli.session import Session
+from mlpipe.observe.exporter import Fleet
 from mlpipe.observe.predicted import compared
 from mlpipe.observe.report import build_report
+from mlpipe.observe.runview import view_run
 from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.calibration import Calibration, Compared, load, save
 from mlpipe.plan.hardware import CPU_CORE
-from mlpipe.plan.plan import Prediction
+from mlpipe.plan.plan import Plan, Prediction
 from mlpipe.plan.speed import KernelRates, Measured
 from mlpipe.spec.load import load_pipeline
 from mlpipe.store.base import Store
@@ -48,9 +50,33 @@ def test_the_report_has_the_row_and_a_run_without_a_prediction_has_none(tmp_path
     assert "Predicted beside measured" in page
     assert "400 ms" in page
     assert "581.7 MiB" in page  # predicted
+    assert "steps, all told" not in page, "without a price"
     assert "Predicted beside measured" not in build_report(
         ran(None, tmp_path / "none"), "q-20260101-000000-0000"
     )
+
+
+def test_the_cost_of_the_steps_that_are_done_on_the_page_and_by_the_exporter(tmp_path: Path) -> None:
+    run = "q-20260101-000000-0000"
+    store = ran(Prediction(610_000_000, 0.45, 1.0, 1.0), tmp_path, run)
+    key = f"runs/{run}/stages/train/attempt-1/plan.json"
+    priced = dataclasses.replace(Plan.from_json(store.get(key)), price_usd_per_device_hour=10.0)
+    store.put(key, priced.to_json().encode())
+    page = build_report(store, run)
+    assert "cost of 40 steps, all told" in page
+    assert "0.1 USD" in page  # 40 steps of 0.45 s on 2 devices
+    fleet = Fleet(store)
+    fleet.round()
+    found = {
+        sample.labels["kind"]: sample.value
+        for family in fleet.collect()
+        if family.name == "mlpipe_run_training_cost_usd"
+        for sample in family.samples
+    }
+    assert found["predicted"] == pytest.approx(0.1)
+    (ledger,) = [stage.ledger for stage in view_run(store, run).stages]
+    assert ledger is not None
+    assert found["measured"] == ledger.cost_usd > 0
 
 
 def test_a_run_is_fed_back_once_and_without_the_correction_it_was_planned_with(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
 from kit.apiserver import NAMESPACE, TOKEN, ApiServer, Fault
@@ -11,7 +10,7 @@ from kit.apiserver import NAMESPACE, TOKEN, ApiServer, Fault
 from mlpipe._core.errors import SubmitError
 from mlpipe.render.names import PIPELINE_DIGEST, SPEC_DIGEST, VERSION
 from mlpipe.submit import cluster_api
-from mlpipe.submit.cluster_api import ApiError, ClusterApi, connect
+from mlpipe.submit.cluster_api import ApiError, connect
 from mlpipe.submit.kubernetes import create_all, would_take
 
 pytestmark = pytest.mark.unit
@@ -20,25 +19,10 @@ BUSY = Fault("status", 429, "too many requests", {"Retry-After": "0"})
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(cluster_api, "DEADLINE_SECONDS", 0.3)
     monkeypatch.setattr(cluster_api, "_REQUEST_SECONDS", 5.0)
     monkeypatch.setattr(cluster_api, "_GONE_SECONDS", 0.3)
-    monkeypatch.setattr(cluster_api, "_FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(cluster_api, "_NAMESPACE_FILE", Path("/nowhere"))
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def server():
-    with ApiServer() as one:
-        yield one
-
-
-@pytest.fixture
-def api(server, tmp_path, monkeypatch) -> ClusterApi:
-    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
-    return connect()
 
 
 def job(name: str = "a", digest: str = "1", kind: str = "Job") -> dict:

@@ -10,26 +10,13 @@ from datetime import UTC, datetime
 import pytest
 from kit.apiserver import ApiServer
 
-from mlpipe.submit import cluster_api, pending
-from mlpipe.submit.cluster_api import ApiError, ClusterApi, connect
+from mlpipe.submit import pending
+from mlpipe.submit.cluster_api import ApiError
 from mlpipe.submit.pending import why_pending
 
 pytestmark = pytest.mark.unit
 LABELS = {"mlpipe.dev/run": "r"}
 PREEMPTION = " no new claims to deallocate, preemption: 0/3 nodes are available: 3 Preemption is not helpful for scheduling."
-
-
-@pytest.fixture
-def server():
-    with ApiServer() as one:
-        yield one
-
-
-@pytest.fixture
-def api(server, tmp_path, monkeypatch) -> ClusterApi:
-    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
-    monkeypatch.setattr(cluster_api, "DEADLINE_SECONDS", 0.2)
-    return connect()
 
 
 def pod(server: ApiServer, name: str = "p", phase: str = "Pending", **status: object) -> dict:
@@ -297,6 +284,18 @@ def test_nothing_to_say(api, server):
     assert why_pending(api, LABELS) == ""
     pod(server, conditions=[{"type": "PodScheduled", "status": "False", "reason": "SchedulerError"}])
     assert why_pending(api, LABELS) == "pod p waits: SchedulerError"
+
+
+def test_a_container_that_fails_again_and_again_says_why(api, server):
+    """As a driver's, whose pod counts as running meanwhile."""
+    (crashed,) = waiting("CrashLoopBackOff", "back-off 20s restarting failed container=driver")
+    words = "Traceback ...\nModuleNotFoundError: No module named 'mlpipe'\n\n"
+    crashed["lastState"] = {"terminated": {"exitCode": 1, "message": words}}
+    pod(server, phase="Running", containerStatuses=[crashed])
+    assert why_pending(api, LABELS) == (
+        "pod p waits: it fails again and again: ModuleNotFoundError: No module named 'mlpipe'; the image lacks "
+        "it: is it built from mlpipe's Containerfile?"
+    )
 
 
 def test_what_nobody_foresaw_is_told_as_it_is(api, server):

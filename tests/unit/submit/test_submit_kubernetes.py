@@ -9,6 +9,7 @@ import json
 import signal
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from kit.command_runs import Cli, until
 from mlpipe.cli.app import run_app
 from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
+from mlpipe.store.runs import StageState
 from mlpipe.submit import cluster_api, kubernetes
+from mlpipe.submit.driver import drive
+from mlpipe.submit.walk import Stop
 
 pytestmark = pytest.mark.unit
 IMAGE = "registry.example.com/team/mlpipe@sha256:" + "0" * 64
@@ -49,9 +53,13 @@ class Person:
         """Exit code, and all that it printed."""
         with pytest.raises(SystemExit) as ended:
             run_app([*arguments, "--store", str(self.folder / "store")])
+        return int(ended.value.code), self.hear()
+
+    def hear(self) -> str:
+        """What was printed since the last time."""
         text = "".join(self._capfd.readouterr())
         self.said += text
-        return int(ended.value.code), text
+        return text
 
     def submit(self, *arguments: str) -> tuple[int, str]:
         return self.mlpipe("submit", str(self.spec), "--to", "kubernetes", *arguments)
@@ -104,6 +112,24 @@ REFUSALS = {
     "invalid": (refuse("POST", 422, "spec.template: Invalid value"), [], 2, "spec.template: Invalid value"),
     "too many requests": (refuse("POST", 429, "slow down"), [], 4, "slow down"),
     "internal error": (refuse("POST", 500, "etcd is sad"), [], 4, "etcd is sad"),
+    "no room": (
+        refuse("POST", 403, "exceeded quota: mlpipe, requested: count/jobs=1"),
+        [],
+        4,
+        "no room to create",
+    ),
+    "half a body": (
+        lambda person: person.server.inject("POST", "/jobs", Fault("cut"), times=1000),
+        [],
+        4,
+        "cannot be reached",
+    ),
+    "a proxy's page": (
+        lambda person: person.server.inject("POST", "/jobs", Fault("page", 503), times=1000),
+        [],
+        4,
+        "an answer that is no JSON",
+    ),
     "away": (lambda person: person.server.away(), [], 4, "cannot be reached"),
 }
 
@@ -189,7 +215,7 @@ def test_a_driver_that_is_about_to_end_is_not_taken_for_a_new_one(person, monkey
     monkeypatch.setattr(kubernetes, "_POLL_SECONDS", 0.02)
     person.submit("--run-id", "r")
     job = person.server.objects["jobs", "r-driver"]
-    runs.update_run(person.store, "r", lambda run: _with(run, "cancelled"))
+    runs.update_run(person.store, "r", lambda run: replace(run, state="cancelled"))
 
     def end() -> None:
         asked = len(person.server.requests)
@@ -213,6 +239,27 @@ def test_a_dry_run_makes_nothing(person, where):
     assert bool(person.server.requests) == (where == "server")
 
 
+def test_what_a_dry_run_prints_is_what_is_sent(person):
+    """By the client and then by the driver, which is a thread here; but for what the server adds."""
+    _, text = person.submit("--run-id", "r", "--dry-run", "--output", "json")
+    printed, _ = json.JSONDecoder().raw_decode(text[text.index("[") :])
+    person.submit("--run-id", "r")
+    stop = Stop()
+
+    def watch(_: runs.RunState) -> None:
+        if len(person.made()) == len(printed):
+            stop.request("detached", "all is sent")
+
+    drive(person.store, "r", stop=stop, watch=watch)
+    sent = [json.loads(json.dumps(person.server.objects[key])) for key in person.made()]
+    for one in sent:
+        del one["metadata"]["uid"]
+        one["metadata"].pop("ownerReferences", None)
+    by_name = {(one["kind"], one["metadata"]["name"]): one for one in printed}
+    assert {(one["kind"], one["metadata"]["name"]): one for one in sent} == by_name
+    assert sorted(kind for kind, _ in by_name) == ["ConfigMap", "Job", "Job"]
+
+
 def test_waiting_says_why_and_ends_as_the_run_does(person, monkeypatch):
     """The driver is played: it takes the lease, and the run ends."""
     from mlpipe.cli import cluster
@@ -231,23 +278,22 @@ def test_waiting_says_why_and_ends_as_the_run_does(person, monkeypatch):
         person.server.put("pods", {"metadata": {"name": "p", "labels": labels}, "status": status})
         until(lambda: sum("/pods" in one for one in person.server.requests) > 2, "looks at the pod", 20)
         runs.take_lease(person.store, "r", "driver", 60.0)
-        for state in ("running", "cancelled"):
-            runs.update_run(person.store, "r", lambda run, state=state: _with(run, state))
+        waits = StageState("running", attempt=1, message="pod a waits: exceeded quota")
+        runs.update_run(person.store, "r", lambda run: replace(run, state="running", stages={"a": waits}))
+        until(lambda: "exceeded quota" in person.hear(), "the word on the stage", 20)
+        runs.update_run(person.store, "r", lambda run: replace(run, state="cancelled"))
         runs.release_lease(person.store, "r", "driver")
 
     driver = threading.Thread(target=play)
     driver.start()
-    code, text = person.submit("--run-id", "r", "--wait")
+    code, _ = person.submit("--run-id", "r", "--wait")
     driver.join(60)
+    text = person.said
     assert "driver  pod p waits: 0/1 nodes are available: 1 Insufficient cpu" in text
+    assert "a  running: pod a waits: exceeded quota" in text
     assert text.count("Insufficient cpu") == 1
+    assert text.count("exceeded quota") == 1
     assert code == 5
-
-
-def _with(run: runs.RunState, state: str) -> runs.RunState:
-    from dataclasses import replace
-
-    return replace(run, state=state)
 
 
 def test_an_api_server_that_goes_away_while_waiting(person, monkeypatch):

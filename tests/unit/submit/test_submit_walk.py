@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from mlpipe.cli.submit import await_heard
 from mlpipe.plan.plan import CommandPlan, Launch, Plan
 from mlpipe.store import outputs, runs, wanted
+from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
+from mlpipe.store.runs import RunState
 from mlpipe.submit.walk import Ended, Room, Stop, Walk
 
 pytestmark = pytest.mark.unit
@@ -330,59 +332,45 @@ def test_a_cancelled_run_forgets_what_was_asked_for():
         assert wanted.asked(store, "run") == []
 
 
-def test_a_lost_attempt_is_fenced_and_the_next_one_goes_on():
+def walk_losing(folder: Path, lose) -> tuple[Store, RunState]:
+    """Of one stage on a cluster: `lose(store, plan, scratch)` says whether its node is lost with it."""
+
     class Losing(Cluster):
         def start(self, plan: Plan, scratch: Path):
             handle = super().start(plan, scratch)
-            if plan.attempt < 3:
+            if lose(store, plan, scratch):
                 handle.ended = Ended("failed", "node-1 was lost", kind="infrastructure", lost=True)
             return handle
 
-    with tempfile.TemporaryDirectory() as folder:
-        store = open_store(folder)
-        runs.create_run(store, "run", "", "digest", ["a"], "kubernetes", {})
-        runs.take_lease(store, "run", "me", 1000.0)
-        runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
-        backend = Losing(lambda: runs.read_run(store, "run"), {"a": ()}, set(), {"a": 1}, 2)
-        scratch = Path(folder) / "scratch"
-        walker = Walk(
-            store, "run", {"a": ()}, command_plan, backend, holder="me", scratch=scratch, stop=Stop()
-        )
-        state = walker.run()
-        assert (state.state, state.stages["a"].attempt) == ("done", 3)
-        fences = [info.key.rpartition("/")[2] for info in store.list("runs/run/stages/a/checkpoints")]
-        assert fences == ["fence-1-0", "fence-2-0"]
-        fences = [info.key.rpartition("/")[2] for info in store.list("runs/run/stages/a/outputs")]
-        assert fences == ["fence-1", "fence-2"]
+    store, needs, scratch = open_store(str(folder / "store")), {"a": ()}, folder / "scratch"
+    runs.create_run(store, "run", "", "digest", ["a"], "kubernetes", {})
+    runs.take_lease(store, "run", "me", 1000.0)
+    runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
+    backend = Losing(lambda: runs.read_run(store, "run"), needs, set(), {"a": 1}, 2)
+    walker = Walk(store, "run", needs, command_plan, backend, holder="me", scratch=scratch, stop=Stop())
+    return store, walker.run()
 
 
-def test_an_attempt_that_is_lost_after_its_commit_is_done():
-    class Losing(Cluster):
-        def start(self, plan: Plan, scratch: Path):
-            handle = super().start(plan, scratch)
-            (scratch / "output").mkdir()
-            self.digest = outputs.commit_output(store, plan.stage_key, scratch / "output", plan.attempt)
-            handle.ended = Ended("failed", "node-1 was lost", kind="infrastructure", lost=True)
-            return handle
+def test_a_lost_attempt_is_fenced_and_the_next_one_goes_on(tmp_path):
+    store, state = walk_losing(tmp_path, lambda store, plan, scratch: plan.attempt < 3)
+    assert (state.state, state.stages["a"].attempt) == ("done", 3)
+    fences = [info.key.rpartition("/")[2] for info in store.list("runs/run/stages/a/checkpoints")]
+    assert fences == ["fence-1-0", "fence-2-0"]
+    fences = [info.key.rpartition("/")[2] for info in store.list("runs/run/stages/a/outputs")]
+    assert fences == ["fence-1", "fence-2"]
 
-    with tempfile.TemporaryDirectory() as folder:
-        store = open_store(folder)
-        runs.create_run(store, "run", "", "digest", ["a"], "kubernetes", {})
-        runs.take_lease(store, "run", "me", 1000.0)
-        runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
-        backend = Losing(lambda: runs.read_run(store, "run"), {"a": ()}, set(), {"a": 1}, 2)
-        walker = Walk(
-            store,
-            "run",
-            {"a": ()},
-            command_plan,
-            backend,
-            holder="me",
-            scratch=Path(folder) / "x",
-            stop=Stop(),
-        )
-        stage = walker.run().stages["a"]
-        assert (stage.state, stage.attempt, stage.outcome["digest"]) == ("done", 1, backend.digest)
+
+def test_an_attempt_that_is_lost_after_its_commit_is_done(tmp_path):
+    digests = []
+
+    def lose(store, plan: Plan, scratch: Path) -> bool:
+        (scratch / "output").mkdir()
+        digests.append(outputs.commit_output(store, plan.stage_key, scratch / "output", plan.attempt))
+        return True
+
+    _, state = walk_losing(tmp_path, lose)
+    stage = state.stages["a"]
+    assert (stage.state, stage.attempt, [stage.outcome["digest"]]) == ("done", 1, digests)
 
 
 @settings(max_examples=25, deadline=None)

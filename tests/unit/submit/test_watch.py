@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from pathlib import Path
 
 import pytest
 from kit.apiserver import TOKEN, ApiServer, Fault
@@ -13,7 +12,6 @@ from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit import cluster_api, watch
-from mlpipe.submit.cluster_api import ClusterApi, connect
 from mlpipe.submit.kubernetes import Gang
 from mlpipe.submit.watch import Watched
 
@@ -21,20 +19,9 @@ pytestmark = pytest.mark.unit
 WATCH, LABELS = "watch=true", {"run": "r"}
 
 
-@pytest.fixture
-def server():
-    with ApiServer() as one:
-        yield one
-
-
-@pytest.fixture
-def api(server, tmp_path, monkeypatch) -> ClusterApi:
-    monkeypatch.setattr(cluster_api, "DEADLINE_SECONDS", 0.3)
-    monkeypatch.setattr(cluster_api, "_FIRST_PAUSE_SECONDS", 0.01)
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
     monkeypatch.setattr(watch, "_PAUSE_SECONDS", 0.05)
-    monkeypatch.setattr(cluster_api, "_NAMESPACE_FILE", Path("/nowhere"))
-    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
-    return connect()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ attention, the expensive ones (after torchtitan's per-op policy). Names of param
 
 from __future__ import annotations
 
-from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -27,12 +27,27 @@ _ATTENTION = {
 
 
 def checkpoint_activations(blocks: list[nn.Module], mode: Literal["selective", "full"]) -> None:
+    forward = _full if mode == "full" else _selective
     for block in blocks:
-        arguments: dict[str, Any] = {"use_reentrant": False}
-        if mode == "selective":
-            arguments["context_fn"] = _selective_contexts
-        # On the instance: the module's class, name and parameters stay as the user wrote them.
-        block.forward = partial(checkpoint, block.forward, **arguments)  # type: ignore[method-assign]
+        # On the instance: the module's class, name and parameters stay as the user wrote them. The same
+        # method for all blocks: dynamo compiles it once and serves them all, where it skips a partial of
+        # `checkpoint` without a word.
+        block.__dict__["_uncheckpointed"] = block.__dict__.get("forward")
+        block.forward = MethodType(forward, block)  # type: ignore[method-assign]
+
+
+def _full(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(_forward, self, *args, use_reentrant=False, **kwargs)
+
+
+def _selective(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(_forward, self, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
+
+
+def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The block's own: of its class, unless somebody gave this instance another."""
+    own = block.__dict__["_uncheckpointed"]
+    return type(block).forward(block, *args, **kwargs) if own is None else own(*args, **kwargs)
 
 
 def _selective_contexts() -> Any:

@@ -28,6 +28,8 @@ def parallelize(built: BuiltModel, plan: TrainPlan, device: torch.device) -> Par
     if plan.compile == "block":
         for block in blocks:
             block.compile()
+        # On a GPU, where memory's speed bounds the loss; a CPU has it in its cache, chunk by chunk.
+        module.fused_loss = device.type == "cuda"
     if plan.strategy in SHARDED:
         # imported here: DTensor alone costs 2 s, and a replicated model needs none of it
         from mlpipe.train.parallel import fsdp

@@ -1,0 +1,40 @@
+"""One rank of mlpipe's side: its own worker under its own launcher, whose loop waits for its turns."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from benchmarks.peers.work import Turns, read_work, validation_batch
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.train import loop, worker
+from mlpipe.train.outcome import Outcome
+from mlpipe.train.session import Session
+
+
+def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
+    """Instead of mlpipe.train.loop.train: the same steps, each when it is this side's turn."""
+    work = read_work()
+    running = loop.prepare(session, plan, progress)
+    inputs, targets = validation_batch(work, session.rank, session.world_size)
+
+    @torch.no_grad()
+    def validate() -> float:
+        loss, count = running.parallel.module({"inputs": inputs, "targets": targets})
+        return float(loss) / float(count)
+
+    waiting = Turns(work.socket, work.side, session.rank, validate)
+    while True:
+        session.watchdog.beat("waiting for its turn", progress[0])
+        waiting.before_step()
+        running.step()
+
+
+if __name__ == "__main__":
+    loop.train = train
+    code = worker.main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

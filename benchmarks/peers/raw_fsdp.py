@@ -1,0 +1,51 @@
+"""Raw torchrun and FSDP2.
+
+tuned: bf16 by its mixed-precision policy with fp32 reductions, each block compiled before it is sharded, as
+torchtitan does (torchtitan/models/llama3/parallelize.py). "same": bf16 as autocast means it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader, DistributedSampler
+
+from benchmarks.peers.work import read_work, turns, usual_loss
+
+
+def main() -> None:
+    work = read_work()
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = work.build()
+    mesh = init_device_mesh("cpu", (world_size,))
+    if work.compiled:
+        for layer in model.layers:
+            layer.compile()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if work.compiled else MixedPrecisionPolicy()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = work.adamw(model.parameters())
+    dataset = work.dataset()
+    batches = DataLoader(dataset, batch_size=work.batch, sampler=DistributedSampler(dataset, shuffle=False))
+    autocast = work.bf16 and not work.compiled
+
+    def forward(inputs):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(inputs)
+
+    waiting = turns(work, rank, world_size, forward)
+    for batch in batches:
+        waiting.before_step()
+        loss = usual_loss(forward(batch["inputs"]), batch["targets"])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), work.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    main()

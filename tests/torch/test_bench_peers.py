@@ -1,0 +1,27 @@
+"""mlpipe and a raw script take turns and learn the same thing. No figure of a quick run means anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.torch
+ROOT = Path(__file__).parents[2]
+
+
+def test_sides_take_turns_on_the_same_work(tmp_path: Path):
+    argv = [sys.executable, "-m", "benchmarks.peers.rates", "same", "--quick", "--peers", "raw_ddp"]
+    done = subprocess.run(
+        [*argv, "--results", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    rows = json.loads((tmp_path / "peers.json").read_text())["figures"]
+    (goal,) = [row for row in rows if row["goal"] is not None]
+    assert (goal["side"], goal["peer"]) == ("mlpipe", "raw DDP")
+    ours, raw = goal["validation_losses"]["mlpipe"], goal["validation_losses"]["raw DDP"]
+    assert ours == pytest.approx(raw, abs=0.005)
+    assert ours[1] < ours[0]

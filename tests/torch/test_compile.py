@@ -1,0 +1,50 @@
+"""What `compile: block` compiles: dynamo falls back to eager without a word, so it is counted."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from kit import plans
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from mlpipe.train.models.llama import build_model
+from mlpipe.train.parallel.activations import checkpoint_activations
+
+pytestmark = pytest.mark.torch
+BLOCKS = 10  # more than dynamo compiles of one function before it gives up (8)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_all_blocks_share_one_compiled_graph(mode):
+    torch._dynamo.reset()
+    config = replace(plans.CONFIG, num_layers=BLOCKS)
+    gradients = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = build_model(**asdict(config))
+        model.init_weights()
+        if mode != "none" and compiled:
+            checkpoint_activations(list(model.layers), mode)
+        counter = CompileCounterWithBackend("aot_eager")
+        if compiled:
+            for block in model.layers:
+                block.compile(backend=counter)
+        for _ in range(2):
+            ids = torch.arange(64).reshape(2, 32)
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = model(ids)
+            logits.float().square().mean().backward()
+        gradients.append(model.layers[0].mlp.up_proj.weight.grad)
+    assert counter.frame_count == 1
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-2, atol=1e-6)
+
+
+def test_a_block_keeps_a_forward_of_its_own_under_checkpointing():
+    block = torch.nn.Linear(4, 4)
+    block.forward = lambda x: x * 3  # as a library that patches instances does
+    checkpoint_activations([block], "full")
+    x = torch.ones(2, 4, requires_grad=True)
+    block(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 4), 3.0))

@@ -1,0 +1,48 @@
+"""Samples that are read while the step before still computes are those that would be read after it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mlpipe.train.data import ReadAhead, Stream
+
+pytestmark = pytest.mark.torch
+
+
+class Noisy:
+    """Augments: each look at a sample draws anew."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"inputs": index + torch.rand(3)}
+
+
+def reader(rank: int = 0) -> ReadAhead:
+    stream = Stream(Noisy(), seed=1, global_batch=4, micro_batch=1, rank=rank, num_ranks=2)
+    return ReadAhead(stream, 1, torch.device("cpu"))
+
+
+def together(batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    return torch.cat([batch["inputs"] for batch in batches])
+
+
+def test_a_resumed_run_draws_what_the_first_drew():
+    first = reader()
+    one = together(first.take(1, 0))
+    torch.rand(5)  # dropout
+    assert first.read(2, 4) > 0  # a CPU does nothing meanwhile
+    torch.rand(7)
+    two = together(first.take(2, 4))
+    assert torch.equal(two, together(reader().take(2, 4)))
+    assert not torch.equal(one % 1, two % 1)
+    assert not torch.equal(one, together(reader(rank=1).take(1, 0)))
+
+
+def test_samples_are_given_once():
+    ahead = reader()
+    ahead.read(1, 0)
+    first = together(ahead.take(1, 0))
+    assert not torch.equal(first, together(ahead.take(2, 4)))

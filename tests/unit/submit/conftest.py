@@ -1,0 +1,26 @@
+"""A stand-in API server, and a client of it that gives up soon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kit.apiserver import ApiServer
+
+from mlpipe.submit import cluster_api
+from mlpipe.submit.cluster_api import ClusterApi, connect
+
+
+@pytest.fixture
+def server():
+    with ApiServer() as one:
+        yield one
+
+
+@pytest.fixture
+def api(server, tmp_path, monkeypatch) -> ClusterApi:
+    monkeypatch.setattr(cluster_api, "DEADLINE_SECONDS", 0.3)
+    monkeypatch.setattr(cluster_api, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(cluster_api, "_NAMESPACE_FILE", Path("/nowhere"))
+    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
+    return connect()

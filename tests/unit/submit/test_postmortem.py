@@ -1,0 +1,114 @@
+"""What befell pods is kept before the cluster forgets it, said by the status, and told when all is over."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from kit.command_runs import until
+from kit.rendered import QUICKSTART, pipeline_of, plan_of
+
+from mlpipe.store.folder import FolderStore
+from mlpipe.submit import kubernetes
+from mlpipe.submit.kubernetes import Gang
+from mlpipe.submit.postmortem import Postmortem, last_line
+
+pytestmark = pytest.mark.unit
+PLAN = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
+KEY = f"{PLAN.attempt_key}/postmortem/cluster.json"
+
+
+def pod(name: str, phase: str, **status: object) -> dict:
+    metadata = {"name": name, "uid": name, "labels": {}}
+    return {"metadata": metadata, "spec": {"nodeName": "n1"}, "status": {"phase": phase, **status}}
+
+
+def ended(code: int, reason: str = "Error", message: str = "") -> list[dict]:
+    return [
+        {"name": "worker", "state": {"terminated": {"exitCode": code, "reason": reason, "message": message}}}
+    ]
+
+
+def event(server, kind: str, name: str, reason: str) -> None:
+    body = {"involvedObject": {"kind": kind, "name": name}, "reason": reason, "message": f"{reason}!"}
+    server.put("events", {"metadata": {"name": f"{name}.{reason}"}, **body})
+
+
+def kept(store) -> dict:
+    return json.loads(store.get(KEY))
+
+
+def test_a_gang_that_restarts_says_since_when_and_keeps_what_its_pods_take_along(
+    server, api, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(kubernetes, "_NOTE_SECONDS", 0.0)
+    store = FolderStore(tmp_path)
+    gang = Gang(store, api, PLAN)
+    jobset = until(
+        lambda: next((one for key, one in server.objects.items() if key[0] == "jobsets"), None), "", 9
+    )
+    labels = jobset["metadata"]["labels"]
+    event(server, "Pod", "w-0", "Killing")
+    event(server, "Pod", "other", "Killing")
+    event(server, "Node", "n1", "SystemOOM")
+    fallen = pod("w-0", "Failed", containerStatuses=ended(137, "OOMKilled"))
+    server.put("pods", {**fallen, "metadata": {**fallen["metadata"], "labels": labels}})
+    until(lambda: store.exists(KEY), "the post-mortem", 10)
+    server.drop("pods", "w-0")
+    again = pod("w-1", "Running")
+    for name in ("w-1", "w-2"):
+        server.put("pods", {**again, "metadata": {"name": name, "uid": name, "labels": labels}})
+    server.put("jobsets", {**jobset, "status": {"restarts": 1}})
+    until(lambda: gang.note() == "restarted once; pod w-0 ran out of memory (OOMKilled)", "the note", 10)
+    for name in ("w-1", "w-2"):
+        server.drop("pods", name)
+    conditions = [{"type": "Failed", "status": "True"}]
+    server.put("jobsets", {**jobset, "status": {"restarts": 1, "conditions": conditions}})
+    result = until(gang.poll, "its end", 10)
+    assert result.message.endswith("failed: pod w-0 ran out of memory (OOMKilled)")
+    found = kept(store)
+    assert [one["name"] for one in found["pods"]] == ["w-0"]
+    assert [one["involvedObject"]["name"] for one in found["events"]] == ["w-0"]
+    assert [one["reason"] for one in found["node_events"]] == ["SystemOOM"]
+    assert found["without_node_events"] is None
+
+
+def test_without_the_right_to_read_them_it_says_that_node_events_are_missing(server, api, tmp_path):
+    server.denied.add("list events")
+    store = FolderStore(tmp_path)
+    post = Postmortem(store, api, PLAN.attempt_key, "g")
+    monkey = api.list
+    api.list = lambda kind: [] if kind == "Event" else monkey(kind)  # its own namespace's it may read
+    post.look([pod("a", "Failed", containerStatuses=ended(1, message="x\nerror: no such thing\n"))])
+    assert "k8s/overlays/node-events" in kept(store)["without_node_events"]
+    assert post.last == "pod a ended with exit code 1: no such thing"
+
+
+def test_a_driver_that_takes_over_goes_on_with_what_is_there(server, api, tmp_path):
+    store = FolderStore(tmp_path)
+    Postmortem(store, api, PLAN.attempt_key, "g").look([pod("a", "Failed")])
+    disrupted = [{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}]
+    second = Postmortem(store, api, PLAN.attempt_key, "g")
+    second.look([pod("b", "Running", conditions=disrupted), pod("c", "Running")])
+    second.look([pod("b", "Failed", conditions=disrupted, containerStatuses=ended(5))])
+    found = {one["name"]: one["status"]["phase"] for one in kept(store)["pods"]}
+    assert found == {"a": "Failed", "b": "Failed"}
+    assert second.last == "pod b was disrupted: EvictionByEvictionAPI"
+    before = len(server.requests)
+    second.look([pod("b", "Failed", conditions=disrupted), pod("c", "Running")])
+    assert len(server.requests) == before
+
+
+def test_what_cannot_be_written_stops_nothing(server, api, tmp_path):
+    server.away()
+    store = FolderStore(tmp_path)
+    Postmortem(store, api, PLAN.attempt_key, "g").look([pod("a", "Failed")])
+    assert not store.exists(KEY)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("", ""), ("a\nb\n\n", "b"), ("error: one\nTraceback\nerror: two\nthree", "two")],
+)
+def test_last_line(text, line):
+    assert last_line(text) == line

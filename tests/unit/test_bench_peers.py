@@ -1,0 +1,71 @@
+"""The benchmark of training beside its peers: its scripts are there, its rows name the best peer, and what
+is committed can be read by whoever makes a page of it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import results
+
+pytestmark = pytest.mark.unit
+ROOT = Path(__file__).parents[2]
+PEERS = ROOT / "benchmarks" / "peers"
+
+
+def literals(path: Path) -> dict[str, object]:
+    """The constants of a module that is not imported, for it needs torch."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            try:
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+            except ValueError:
+                continue
+    return found
+
+
+def test_every_peer_has_a_script_a_name_and_an_environment():
+    known = literals(PEERS / "sides.py")
+    scripts = known["SCRIPTS"]
+    assert isinstance(scripts, dict)
+    assert isinstance(known["NAMES"], dict)
+    assert scripts.keys() == known["NAMES"].keys()
+    for script, environment in scripts.items():
+        tree = ast.parse((PEERS / f"{script}.py").read_text())
+        assert ast.get_docstring(tree)
+        assert environment is None or (PEERS / f"{environment}.txt").exists()
+
+
+@pytest.mark.parametrize("environment", ["libraries", "deepspeed"])
+def test_peers_run_on_the_same_torch_and_numpy(environment: str):
+    def pins(path: Path) -> set[str]:
+        return set(re.findall(r"^(?:torch|numpy)==[^\\]+", path.read_text(), flags=re.MULTILINE))
+
+    peers = (PEERS / f"{environment}.txt").read_text()
+    assert pins(PEERS / f"{environment}.txt") == pins(ROOT / "requirements" / "train.txt")
+    assert peers.count("==") <= peers.count("--hash=sha256:")
+
+
+def test_the_goal_holds_against_the_best_peer():
+    rates = {"mlpipe": 11.0, "raw DDP": 9.0, "Fabric": 10.0, "raw DDP again": 9.0}
+    found = [{side: {"rate": rate} for side, rate in rates.items()} for _ in range(4)]
+    rows = results.against_best("work", "speed", "tok/s", found, "rate", goal=1.0)
+    assert [(row["side"], row["peer"], row["goal"]) for row in rows] == [
+        ("mlpipe", "Fabric", 1.0), ("mlpipe", "raw DDP", None), ("raw DDP again", "raw DDP", None),
+    ]  # fmt: skip
+    slow = results.against_best("work", "speed", "s", found, "rate", goal=1.0, higher_is_better=False)
+    assert (slow[0]["peer"], slow[0]["met"]) == ("raw DDP", False)
+
+
+def test_a_part_replaces_its_own_rows(tmp_path: Path):
+    row = {"figure": "speed", "ours": 1}
+    results.merge([row | {"work": "a"}, row | {"work": "b"}], tmp_path, rounds=1)
+    path = results.merge([row | {"work": "a", "ours": 2}], tmp_path, rounds=3)
+    kept = {found["work"]: found for found in json.loads(path.read_text())["figures"]}
+    assert (kept["a"]["ours"], kept["b"]["ours"]) == (2, 1)
+    assert (kept["a"]["run"]["rounds"], kept["b"]["run"]["rounds"]) == (3, 1)
