@@ -26,8 +26,8 @@ LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --n
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
 .PHONY: help install lint-jenkins grafana-types run test test-unit test-torch test-services test-jenkins test-oldest \
-  test-install check checkov format docs test-cluster bench bench-tools bench-peers bench-peers-install servers \
-  cluster cluster-build lock clean
+  test-install check checkov format docs test-cluster bench bench-gpu bench-tools bench-peers bench-peers-install \
+  servers cluster cluster-build lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -126,12 +126,16 @@ PEERS ?= $(HOME)/.cache/mlpipe/peers
 bench-peers-install: $(PEERS)/libraries/.peers $(PEERS)/deepspeed/.peers  ## Accelerate, Fabric, Trainer and DeepSpeed, pinned, into ~/.cache/mlpipe/peers
 
 bench-peers: $(VENV)/.dev bench-peers-install  ## training beside these and raw torchrun: half an hour on two idle cores
-	for model in 7.4M 21M; do for precision in fp32 bf16; do \
-	  $(BIN)/python -m benchmarks.peers.rates same --model $$model --precision $$precision || exit 1; done; done
+	for precision in fp32 bf16; do \
+	  $(BIN)/python -m benchmarks.peers.rates same --precision $$precision || exit 1; \
+	  $(BIN)/python -m benchmarks.peers.rates same --model 21M --steps 1 --precision $$precision || exit 1; done
 	$(BIN)/python -m benchmarks.peers.rates newcomer
 	$(BIN)/python -m benchmarks.peers.rates compiled
 	$(BIN)/python -m benchmarks.peers.starts first
-	$(BIN)/python -m benchmarks.peers.starts restart
+	$(BIN)/python -m benchmarks.peers.starts restart --rounds 2
+
+bench-gpu: $(VENV)/.dev  ## one GPU, under 8 minutes: speed, MFU and memory of GPT-2 and Llama against a raw PyTorch loop
+	$(BIN)/python -m benchmarks.gpu
 
 servers: $(VENV)/.dev  ## build what the services and golden rings run (once, into ~/.cache/mlpipe)
 	@PYTHONPATH=tests $(BIN)/python -m kit.servers build || echo "the services ring will be skipped"

@@ -135,7 +135,8 @@ def round_values(low: float, high: float, unit: str) -> list[float]:
     """Up to six, from below the low to above the high one."""
     base = 1024.0 if unit == "bytes" else 60.0 if unit == "s" and high - low > 60 else 10.0
     whole = base ** math.floor(math.log((high - low) / 4, base))
-    sizes = [whole * times for times in (1, 2, 4, 5, 10, 20, 50, 100, 200, 256, 512, 1000)]
+    steps = (1, 2, 5, 10, 15, 30, 60) if base == 60 else (1, 2, 4, 5, 10, 20, 50, 100, 200, 256, 512, 1000)
+    sizes = [whole * times for times in steps]
     size = next((one for one in sizes if (high - low) / one <= 4), sizes[-1])
     first = math.floor(low / size + 1e-9)
     return [size * number for number in range(first, math.ceil(high / size - 1e-9) + 1)]

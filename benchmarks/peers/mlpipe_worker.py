@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from benchmarks.peers.work import Turns, read_work, validation_batch
+from benchmarks.peers.work import Turns, read_work, validation_batches
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train import loop, worker
 from mlpipe.train.outcome import Outcome
@@ -18,12 +18,12 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
     """Instead of mlpipe.train.loop.train: the same steps, each when it is this side's turn."""
     work = read_work()
     running = loop.prepare(session, plan, progress)
-    inputs, targets = validation_batch(work, session.rank, session.world_size)
+    batches = validation_batches(work, session.rank, session.world_size)
 
     @torch.no_grad()
     def validate() -> float:
-        loss, count = running.parallel.module({"inputs": inputs, "targets": targets})
-        return float(loss) / float(count)
+        found = [running.parallel.module({"inputs": x, "targets": y}) for x, y in batches]
+        return sum(float(loss) / float(count) for loss, count in found) / len(found)
 
     waiting = Turns(work.socket, work.side, session.rank, validate)
     while True:

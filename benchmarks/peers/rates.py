@@ -215,7 +215,7 @@ def main() -> int:
     parser.add_argument("--model", choices=("7.4M", "21M"), default="7.4M", help="of `same`")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of `same`")
     parser.add_argument("--peers", nargs="*", default=list(sides.SCRIPTS), choices=list(sides.SCRIPTS))
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2, help="steps in a block")
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4, help="samples of a rank and step")
@@ -225,6 +225,7 @@ def main() -> int:
     if arguments.quick:
         model = sides.GPT | {"dim": 64, "num_layers": 1, "vocab_size": 512}
         arguments.rounds, arguments.steps, arguments.warm_up = 2, 1, 1
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(1))  # and so ends what it started
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -99,11 +99,15 @@ def usual_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
 
-def validation_batch(work: Work, rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """This rank's share of the first samples of the validation split, which are the same on every side."""
+def validation_batches(work: Work, rank: int, num_ranks: int) -> list[tuple[Tensor, Tensor]]:
+    """This rank's share of the first samples of the validation split, which are the same on every side, in
+    the shape of training: another would be compiled anew."""
     samples = work.dataset("validation")
     mine = [samples[i] for i in range(rank, VALIDATION_SAMPLES, num_ranks)]
-    return torch.stack([s["inputs"] for s in mine]), torch.stack([s["targets"] for s in mine])
+    return [
+        (torch.stack([s["inputs"] for s in part]), torch.stack([s["targets"] for s in part]))
+        for part in (mine[i : i + work.batch] for i in range(0, len(mine), work.batch))
+    ]
 
 
 class Turns:
@@ -139,10 +143,11 @@ class Turns:
 
 def turns(work: Work, rank: int, num_ranks: int, forward: Callable[[Tensor], Tensor]) -> Turns:
     """Of a peer whose model gives logits by `forward`."""
-    inputs, targets = validation_batch(work, rank, num_ranks)
+    batches = validation_batches(work, rank, num_ranks)
 
     @torch.no_grad()
     def validate() -> float:
-        return float(usual_loss(forward(inputs), targets))
+        losses = [float(usual_loss(forward(inputs), targets)) for inputs, targets in batches]
+        return sum(losses) / len(losses)
 
     return Turns(work.socket, work.side, rank, validate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -124,3 +125,11 @@ def test_out_of_memory_is_named(place):
     message = place.run_state("greedy").stages["train"].message
     assert "out of memory" in message
     assert "resources.memory" in message or "mlpipe plan" in message
+    with place.cluster.inside():
+        kept = json.loads(place.store().get("runs/greedy/stages/train/attempt-1/postmortem/cluster.json"))
+    codes = [
+        one["state"]["terminated"]["exitCode"]
+        for pod in kept["pods"]
+        for one in pod["status"]["containerStatuses"]
+    ]
+    assert codes == [4] or codes == [137]

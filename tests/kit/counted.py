@@ -1,6 +1,6 @@
 """`torchrun -m kit.counted LIST`: as kit.many, and counts what the host is asked to do. Rank 0 writes it
-beside LIST, as `counts-<run id>.json`: calls of operators, numbers read from
-tensors (on a GPU each makes the host wait for the device), and calls and bytes of each collective."""
+beside LIST, as `counts-<run id>.json`: calls of operators, allocations, numbers read from tensors (on a GPU
+each makes the host wait for the device), and calls and bytes of each collective."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from mlpipe.train.session import Session
 
 
 class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes: of the tensors that a collective is given, input and output counted both."""
+    """Bytes: of the tensors that a collective is given, input and output counted both. An allocation is a
+    storage among an operator's results that none of its arguments has; what a kernel takes and gives back
+    within is not seen."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,7 +38,15 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.found[name] += 1
             tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
             self.found[f"{name} bytes"] += sum(one.numel() * one.element_size() for one in tensors)
-        return func(*args, **(kwargs or {}))
+        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        made = {_storage(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        self.found["allocations"] += len(made - given)
+        return result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 _run = Session.run

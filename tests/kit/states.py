@@ -1,5 +1,5 @@
 """`torchrun -m kit.states OUT`: bytes of parameters, gradients and optimizer states on rank 0 of real groups
-of 4, 2 and 1 ranks, and of pretended ones (torch's fake process group) of 64 to 1,024, for every strategy."""
+of 8 (if there are so many), 4, 2 and 1 ranks, and of torch's fake one of 64 to 1,024."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlpipe.train.parallel.apply import parallelize
 
 # Rows that nothing divides; ranks without a row where the ranks are many.
 SHAPE = {"vocab_size": 250, "dim": 72, "ffn_dim": 100}
-REAL, PRETENDED = (4, 2, 1), (64, 256, 1024)
+REAL, PRETENDED = (8, 4, 2, 1), (64, 256, 1024)
 
 
 def plan_of(tokens: Path, strategy: Any, world_size: int) -> Plan:
@@ -70,6 +70,8 @@ def main() -> None:
     for kind, sizes in (("real", REAL), ("fake", PRETENDED)):
         for world_size in sizes:
             if rank >= (world_size if kind == "real" else 1):
+                continue
+            if kind == "real" and world_size > int(os.environ["WORLD_SIZE"]):
                 continue
             if kind == "real":
                 store = dist.PrefixStore(f"w{world_size}", shared)  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from kit import plans
+from kit import budget, plans
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from mlpipe.train.models.llama import build_model
@@ -19,6 +19,7 @@ BLOCKS = 10  # more than dynamo compiles of one function before it gives up (8)
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_all_blocks_share_one_compiled_graph(mode):
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     config = replace(plans.CONFIG, num_layers=BLOCKS)
     gradients = []
     for compiled in (False, True):
@@ -37,7 +38,9 @@ def test_all_blocks_share_one_compiled_graph(mode):
                 logits = model(ids)
             logits.float().square().mean().backward()
         gradients.append(model.layers[0].mlp.up_proj.weight.grad)
-    assert counter.frame_count == 1
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    budget.within("a compiled step", {"graphs": counter.frame_count, "graph breaks": breaks})
+    assert counter.frame_count  # something was compiled
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-2, atol=1e-6)
 
 

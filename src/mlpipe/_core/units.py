@@ -66,6 +66,11 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
+def format_step_seconds(seconds: float) -> str:
+    """0.25 -> '250 ms'; from a second on as `format_seconds`."""
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else format_seconds(seconds)
+
+
 def format_seconds(seconds: float) -> str:
     """75 -> '1m15s'; 0.25 -> '0.2s'."""
     if seconds < 60:

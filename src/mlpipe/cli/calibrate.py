@@ -26,6 +26,8 @@ _DEADLINE_SECONDS = 180.0
 @click.pass_obj
 def command(session: Session, out: str, ranks: int | None, from_run: str | None) -> None:
     """Measure matmuls, memory, collectives and the store here, or feed a run's figures back."""
+    from dataclasses import asdict
+
     from mlpipe.plan.calibration import Calibration, load, save
 
     if from_run is not None:
@@ -39,7 +41,7 @@ def command(session: Session, out: str, ranks: int | None, from_run: str | None)
             measured[str(number)] = _measure(session, number, max(1, _cores() // number))
         found = Calibration(1, _name(device), device, measured, before)
     save(out, found)
-    session.result({"file": out, **_document(found)}, _text(out, found))
+    session.result({"file": out, **asdict(found)}, _text(out, found))
 
 
 def _numbers(most: int) -> list[int]:
@@ -122,12 +124,6 @@ def _add_run(session: Session, calibration: Calibration, run_id: str) -> Calibra
     mine = {(item.run, item.stage) for item in more}
     kept = tuple(item for item in calibration.runs if (item.run, item.stage) not in mine)
     return replace(calibration, runs=(*kept, *more))
-
-
-def _document(found: Calibration) -> dict[str, object]:
-    from dataclasses import asdict
-
-    return asdict(found)
 
 
 def _text(out: str, found: Calibration) -> str:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mlpipe.plan.choose import Candidate
     from mlpipe.plan.hardware import Hardware
     from mlpipe.plan.plan import Plan, TrainPlan
+    from mlpipe.plan.traced import Traced
     from mlpipe.spec.model import Pipeline
 
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 @click.option("--budget-usd", type=float, metavar="USD", help="The fastest that costs no more.")
 @click.option("--deadline", metavar="TIME", help="The cheapest that is done in, like, '36 h'.")
 @click.option("--hardware", metavar="FILE", help="What `mlpipe calibrate` measured.")
+@click.option("--trace", is_flag=True, help="Size a model of your own by tracing it; needs torch.")
 @overrides
 @shared
 @click.pass_obj
@@ -36,6 +38,7 @@ def command(
     budget_usd: float | None,
     deadline: str | None,
     hardware: str | None,
+    trace: bool,
     overrides: tuple[str, ...],
 ) -> None:
     """Show what will run and why: strategies compared, memory and time by cause, cost."""
@@ -48,24 +51,37 @@ def command(
         overrides = (*overrides, *_name_hardware(spec, stage, hardware))
     pipeline = load_pipeline(spec, overrides=overrides)
     url = session.full_store_url(pipeline.store)
-    names = [found.name for found in pipeline.stages]
+    names = [each.name for each in pipeline.stages]
     if stage is not None and stage not in names:
         raise PlanError(f"the pipeline has no stage {stage!r}", where=spec, hint=f"it has {', '.join(names)}")
     documents, texts = [], []
     for name in names if stage is None else [stage]:
         where = stage_hardware(pipeline, name)
-        plan = plan_ahead(pipeline, name, url, f"{pipeline.name[:40]}-RUN")
-        candidates = compare(pipeline, name, where) if plan.train is not None else []
+        run_id = f"{pipeline.name[:40]}-RUN"
+        plan = plan_ahead(pipeline, name, url, run_id)
+        found = None
+        if trace:
+            from mlpipe.cli.plan_trace import traced
+
+            found = traced(plan)
+            plan = plan_ahead(pipeline, name, url, run_id, traced=found)
+        candidates = compare(pipeline, name, where, traced=found) if plan.train is not None else []
         document: dict[str, Any] = {
             "stage": name,
             "kind": plan.kind,
             "hardware": asdict(where),
-            "strategies": [asdict(found) for found in candidates],
+            "strategies": [asdict(each) for each in candidates],
             "plan": asdict(plan),
         }
         lines = _lines(plan, candidates, where)
+        if found is not None:
+            document["model"] = found.words
+            lines.append(
+                f"  figures of {plan.train.model.build.entry if plan.train else name}: {found.words}"
+            )
         if plan.train is not None and (explain or nodes or budget_usd is not None or deadline):
-            lines += _more(pipeline, plan, where, candidates, document, explain, nodes, budget_usd, deadline)
+            options = (explain, nodes, budget_usd, deadline)
+            lines += _more(pipeline, plan, where, candidates, document, found, *options)
         documents.append(document)
         texts.append("\n".join([f"{click.style(name, bold=True)} ({plan.kind})", *lines]))
     session.result({"pipeline": pipeline.name, "stages": documents}, "\n\n".join(texts))
@@ -77,6 +93,7 @@ def _more(
     hardware: Hardware,
     candidates: list[Candidate],
     document: dict[str, Any],
+    traced: Traced | None,
     explain: bool,
     nodes: str | None,
     budget_usd: float | None,
@@ -97,7 +114,7 @@ def _more(
         document["explanation"] = told
         lines += ["", *(f"  {line}" for line in told)]
     if nodes or budget_usd is not None or deadline:
-        rows = scale_stage(pipeline, plan.stage, hardware, nodes or "1..64")
+        rows = scale_stage(pipeline, plan.stage, hardware, nodes or "1..64", traced)
         document["nodes"] = [asdict(row) for row in rows]
         lines += ["", *scaling(rows)]
         if budget_usd is not None or deadline:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mlpipe._core.tables import aligned
-from mlpipe._core.units import format_bytes, format_seconds
+from mlpipe._core.units import format_bytes, format_seconds, format_step_seconds
 
 if TYPE_CHECKING:
     from mlpipe.plan.choose import Candidate
@@ -77,7 +77,7 @@ def _cells(found: Candidate, priced: bool) -> list[str]:
     cells += [found.precision, format_bytes(found.memory.total) if found.memory else "-"]
     if found.seconds is None or found.tokens_per_second is None or found.mfu_ratio is None:
         return [*cells, "-", "-", "-", "-", *(["-"] if priced else [])]
-    cells += [seconds_text(found.seconds.total), f"{found.tokens_per_second:,.0f}"]
+    cells += [format_step_seconds(found.seconds.total), f"{found.tokens_per_second:,.0f}"]
     cells += [f"{100 * found.mfu_ratio:.0f} %", _hours(found.hours) if found.hours is not None else "-"]
     return [*cells, f"{found.usd:,.0f}" if found.usd is not None else "-"] if priced else cells
 
@@ -86,10 +86,6 @@ def mesh_text(found: Candidate) -> str:
     if found.mesh is None:
         return "-"
     return f"{found.mesh.dp_replicate} x {found.mesh.dp_shard}"
-
-
-def seconds_text(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if seconds < 1 else format_seconds(seconds)
 
 
 def causes(found: Candidate) -> Iterator[str]:
@@ -116,8 +112,8 @@ def causes(found: Candidate) -> Iterator[str]:
             ("data", seconds.data),
             ("save", seconds.save),
         ]
-        text = ", ".join(f"{name} {seconds_text(size)}" for name, size in times if size >= 5e-5)
-        yield f"  step    {seconds_text(seconds.total)}: {text}"
+        text = ", ".join(f"{name} {format_step_seconds(size)}" for name, size in times if size >= 5e-5)
+        yield f"  step    {format_step_seconds(seconds.total)}: {text}"
     if found.hours is not None:
         cost = ""
         if found.usd is not None and found.usd_per_million_tokens is not None:
@@ -143,7 +139,7 @@ def scaling(rows: Sequence[Scale]) -> list[str]:
                 str(row.num_nodes),
                 str(row.num_workers),
                 f"{best.strategy} {mesh_text(best)}",
-                seconds_text(best.step_seconds),
+                format_step_seconds(best.step_seconds),
                 f"{best.tokens_per_second:,.0f}",
                 _hours(best.hours),
                 f"{best.usd:,.0f}" if best.usd is not None else "-",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from mlpipe._core.units import format_bytes, format_seconds
+from mlpipe._core.units import format_bytes, format_step_seconds
 from mlpipe.observe.html import Html, details, table
 from mlpipe.observe.runview import StageView, view_run
 from mlpipe.plan.calibration import Compared
@@ -60,8 +60,8 @@ def predicted_section(stage: StageView) -> Html:
         ),
         (
             "seconds a step",
-            _seconds(plan.predicted.step_seconds),
-            _seconds(seconds),
+            format_step_seconds(plan.predicted.step_seconds),
+            format_step_seconds(seconds),
             _error(plan.predicted.step_seconds, seconds),
         ),
     ]
@@ -71,10 +71,6 @@ def predicted_section(stage: StageView) -> Html:
         rows.append((f"cost of {num} steps, all told", _usd(told), _usd(spent), _error(told, spent)))
     shown = table(("", "Predicted", "Measured", "Predicted is"), rows, {1, 2, 3})
     return details("Predicted beside measured", shown, open_=True)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if seconds < 1 else format_seconds(seconds)
 
 
 def _usd(amount: float) -> str:

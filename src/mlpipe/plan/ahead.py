@@ -5,11 +5,18 @@ from __future__ import annotations
 
 from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.plan import Plan
+from mlpipe.plan.traced import Traced
 from mlpipe.spec.model import Pipeline
 
 
 def plan_ahead(
-    pipeline: Pipeline, stage_name: str, store_url: str, run_id: str, *, cluster: bool = False
+    pipeline: Pipeline,
+    stage_name: str,
+    store_url: str,
+    run_id: str,
+    *,
+    cluster: bool = False,
+    traced: Traced | None = None,
 ) -> Plan:
     """The plan as far as it is known before anything has run, for this machine or for a cluster's. Raises
     PlanError."""
@@ -22,4 +29,5 @@ def plan_ahead(
         inputs={},
         hardware=stage_hardware(pipeline, stage_name, cluster=cluster),
         resume=True,
+        traced=traced,
     )

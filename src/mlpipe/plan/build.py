@@ -37,6 +37,7 @@ from mlpipe.plan.plan import (
 from mlpipe.plan.pods import cluster_plan, pod_resources
 from mlpipe.plan.presets import PRESETS, LlamaConfig
 from mlpipe.plan.scaling import Scale, parse_nodes, scale
+from mlpipe.plan.traced import Traced
 from mlpipe.spec.model import OwnData, OwnModel, Pipeline, PresetModel, Resources, Stage, Train
 from mlpipe.spec.placeholders import names, resolve
 
@@ -67,16 +68,17 @@ def build_plan(
     inputs: Mapping[str, str],
     hardware: Hardware,
     resume: bool = False,
+    traced: Traced | None = None,
 ) -> Plan:
     """`inputs`: stage name -> local folder of its output; `{{stages.NAME.output}}` of a stage that is not
     among them stays as it is, so that a pipeline can be planned before it has run. The same arguments (and
-    token manifests) give the same bytes. Raises PlanError."""
+    token manifests) give the same bytes. `traced`: the numbers of a user's own model. Raises PlanError."""
     stage = _stage(pipeline, stage_name)
     known = {"store": store_url, "run.id": run_id}
     known |= {f"stages.{name}.output": folder for name, folder in inputs.items()}
     train = evaluate = command = promote = None
     if stage.train is not None:
-        train = _train(stage.train, hardware, known, resume=resume)
+        train = _train(stage.train, hardware, known, resume=resume, traced=traced)
     elif stage.evaluate is not None:
         evaluate = _evaluate(pipeline, stage, hardware, known)
     elif stage.command is not None:
@@ -110,7 +112,11 @@ def build_plan(
 
 
 def compare(
-    pipeline: Pipeline, stage_name: str, hardware: Hardware, inputs: Mapping[str, str] | None = None
+    pipeline: Pipeline,
+    stage_name: str,
+    hardware: Hardware,
+    inputs: Mapping[str, str] | None = None,
+    traced: Traced | None = None,
 ) -> list[Candidate]:
     """Every way to train the stage on this hardware, best first, also what its file does not ask for. Raises
     PlanError for a stage that does not train."""
@@ -118,15 +124,17 @@ def compare(
     if stage.train is None:
         raise PlanError(f"stage {stage_name!r} does not train", where=stage_name)
     known = {f"stages.{name}.output": folder for name, folder in (inputs or {}).items()}
-    return rank(enumerate_candidates(stage.train, _config(stage.train, known), hardware))
+    return rank(enumerate_candidates(stage.train, _config(stage.train, known) or traced, hardware))
 
 
-def scale_stage(pipeline: Pipeline, stage_name: str, hardware: Hardware, nodes: str) -> list[Scale]:
+def scale_stage(
+    pipeline: Pipeline, stage_name: str, hardware: Hardware, nodes: str, traced: Traced | None = None
+) -> list[Scale]:
     """The stage's training on other numbers of nodes, like `1..64`. Raises PlanError."""
     stage = _stage(pipeline, stage_name)
     if stage.train is None:
         raise PlanError(f"stage {stage_name!r} does not train", where=stage_name)
-    return scale(stage.train, _config(stage.train, {}), hardware, parse_nodes(nodes))
+    return scale(stage.train, _config(stage.train, {}) or traced, hardware, parse_nodes(nodes))
 
 
 def train_stage_of(pipeline: Pipeline, stage: Stage) -> str:
@@ -246,8 +254,10 @@ def _vocab_size(folder: str) -> int | None:
     return size
 
 
-def _train(spec: Train, hardware: Hardware, known: Mapping[str, str], *, resume: bool) -> TrainPlan:
-    chosen, reason = pick(spec, _config(spec, known), hardware)
+def _train(
+    spec: Train, hardware: Hardware, known: Mapping[str, str], *, resume: bool, traced: Traced | None
+) -> TrainPlan:
+    chosen, reason = pick(spec, _config(spec, known) or traced, hardware)
     return _train_plan(spec, hardware, known, chosen, reason, global_batch(spec), resume=resume)
 
 

@@ -59,6 +59,7 @@ class Calibration:
             update_bytes_per_second=found.update_bytes_per_second,
             kernel_seconds=found.kernel_seconds,
             collective_seconds=wire.collective_seconds,
+            store_bytes_per_second=found.store_bytes_per_second or None,
             time_ratio=_ratio([(run.measured_step_seconds, run.predicted_step_seconds) for run in self.runs]),
             memory_ratio=_ratio(
                 [(run.measured_memory_bytes, run.predicted_memory_bytes) for run in self.runs]

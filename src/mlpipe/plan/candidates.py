@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import parse_cadence
-from mlpipe.plan.choose import Candidate, Pricer, Run, choose, meshes, micro_batches
+from mlpipe.plan.choose import Candidate, Pricer, Run, choose, meshes, micro_batches, smallest
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.memory import Work, activations_bytes, counts, logits_bytes
-from mlpipe.plan.plan import Mesh
+from mlpipe.plan.memory import Work, activations_bytes, counts, logits_bytes, rebuilt_bytes
+from mlpipe.plan.plan import CHECKPOINTING, Mesh
 from mlpipe.plan.presets import LlamaConfig
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.time import Job
+from mlpipe.plan.time import Job, Passes, passes, traced_passes
+from mlpipe.plan.traced import Traced
 from mlpipe.spec.model import OwnData, Train
 
-CHECKPOINTING = ("none", "selective", "full")
+# What a model's size is read off; None: nobody knows it.
+Shape = LlamaConfig | Traced | None
 
 
 def global_batch(spec: Train) -> int:
@@ -30,10 +31,10 @@ def global_batch(spec: Train) -> int:
 
 
 def enumerate_candidates(
-    spec: Train, config: LlamaConfig | None, hardware: Hardware, *, every: bool = True
+    spec: Train, config: Shape, hardware: Hardware, *, every: bool = True
 ) -> list[Candidate]:
-    """`config`: None for a user's own model. `every`: also what the file does not ask for. Raises PlanError
-    where the file asks for what no hardware can do."""
+    """`config`: None for a user's own model that nobody traced. `every`: also what the file does not ask for.
+    Raises PlanError where the file asks for what no hardware can do."""
     own = Mesh(dp_replicate=spec.mesh.dp_replicate, dp_shard=spec.mesh.dp_shard) if spec.mesh else None
     if own is not None and own.world_size != hardware.world_size:
         raise PlanError(
@@ -75,9 +76,7 @@ def enumerate_candidates(
     return found
 
 
-def pick(
-    spec: Train, config: LlamaConfig | None, hardware: Hardware, *, simplest: bool = False
-) -> tuple[Candidate, str]:
+def pick(spec: Train, config: Shape, hardware: Hardware, *, simplest: bool = False) -> tuple[Candidate, str]:
     """The best, or the best of the strategy asked for, which is not refused for memory alone: the estimate
     may err. With the reason. `simplest`: whatever fits and shards least, for work whose steps are not
     training's. Raises PlanError."""
@@ -91,24 +90,65 @@ def pick(
         best, _ = choose(mine)
         per_worker = " per worker" if best.memory else ""
         return best, f"{spec.strategy}: as asked; {best.reason}{per_worker}"
-    least = min(mine, key=lambda c: c.memory.total if c.memory else 0)
+    least = smallest(mine)
     return least, f"{spec.strategy}: as asked; {least.reason} per worker, too much"
 
 
-def _pricer(spec: Train, config: LlamaConfig, hardware: Hardware) -> Pricer:
+def _pricer(spec: Train, config: LlamaConfig | Traced, hardware: Hardware) -> Pricer:
     every = parse_cadence(spec.checkpoint.every)
     run = Run(
         global_batch=global_batch(spec),
         seq_len=spec.model.seq_len,
         steps=spec.steps,
-        num_flops_per_token=num_flops_per_token(config, spec.model.seq_len),
+        num_flops_per_token=flops_per_token(spec, config),
         save_steps=every.steps,
         save_seconds=every.seconds,
+        asynchronous=spec.checkpoint.asynchronous,
     )
     share = run.global_batch // hardware.world_size
+    if isinstance(config, Traced):
+        return Pricer(
+            hardware,
+            run,
+            config.counts,
+            partial(_traced_work, config, share, hardware.device),
+            partial(_traced_passes, spec, config, share, hardware),
+        )
     work = partial(_work, spec.model.seq_len, config, hardware.device, share)
-    job = partial(_job, spec, config, share)
-    return Pricer(hardware, run, counts(config), work, job)
+    return Pricer(hardware, run, counts(config), work, partial(_passes, spec, config, share, hardware))
+
+
+def flops_per_token(spec: Train, config: LlamaConfig | Traced) -> float:
+    if isinstance(config, Traced):
+        return config.num_flops_per_token
+    return num_flops_per_token(config, spec.model.seq_len)
+
+
+def _traced_work(
+    traced: Traced, share: int, device: str, micro_batch: int, checkpointing: str, precision: str
+) -> Work:
+    held = micro_batch * traced.one(precision, checkpointing).sample_bytes
+    return Work(precision, held, 0, share // micro_batch, gloo=device == "cpu")
+
+
+def _traced_passes(
+    spec: Train,
+    traced: Traced,
+    share: int,
+    hardware: Hardware,
+    micro_batch: int,
+    checkpointing: str,
+    precision: str,
+) -> Passes:
+    return traced_passes(
+        traced,
+        micro_batch=micro_batch,
+        accumulation=share // micro_batch,
+        precision=precision,
+        checkpointing=checkpointing,
+        compiled=spec.compile == "block",
+        hardware=hardware,
+    )
 
 
 def _work(
@@ -121,17 +161,27 @@ def _work(
     precision: str,
 ) -> Work:
     tokens = micro_batch * seq_len
-    activations = activations_bytes(
-        config, num_tokens=tokens, precision=precision, device=device, checkpointing=checkpointing
+    same: Any = {"num_tokens": tokens, "precision": precision, "device": device}
+    return Work(
+        precision,
+        activations_bytes(config, **same, checkpointing=checkpointing),
+        logits_bytes(config, **same),
+        share // micro_batch,
+        rebuilt=rebuilt_bytes(config, **same, checkpointing=checkpointing),
+        gloo=device == "cpu",
     )
-    logits = logits_bytes(config, num_tokens=tokens, precision=precision, device=device)
-    return Work(precision, activations, logits, share // micro_batch)
 
 
-def _job(
-    spec: Train, config: LlamaConfig, share: int, micro_batch: int, checkpointing: str, precision: str
-) -> Job:
-    return Job(
+def _passes(
+    spec: Train,
+    config: LlamaConfig,
+    share: int,
+    hardware: Hardware,
+    micro_batch: int,
+    checkpointing: str,
+    precision: str,
+) -> Passes:
+    job = Job(
         config,
         spec.model.seq_len,
         micro_batch,
@@ -140,7 +190,4 @@ def _job(
         checkpointing,
         spec.compile == "block",
     )
-
-
-def on_nodes(hardware: Hardware, num_nodes: int) -> Hardware:
-    return replace(hardware, num_nodes=num_nodes)
+    return passes(job, hardware)

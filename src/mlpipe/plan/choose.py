@@ -13,15 +13,13 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.units import format_bytes
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.memory import Counts, MemoryEstimate, Work
-from mlpipe.plan.plan import Mesh, Strategy
+from mlpipe.plan.plan import CHECKPOINTING, SHARDED, Mesh, Strategy
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.time import Job, Passes, StepSeconds, Wire, passes, save_seconds, update_seconds, whole_steps
+from mlpipe.plan.time import Passes, StepSeconds, Wire, save_seconds, update_seconds, whole_steps
 
 # Two candidates whose step times differ by less are equally fast: the model does not know better.
 _EQUAL = 0.02
 _TIGHT = 0.95  # of the memory: what uses more fits if the estimate is right
-_SCATTERING = ("zero2", "fsdp", "hsdp")  # each rank keeps its shard of the gradients
-_NO_RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Run:
-    """What all candidates of a stage have in common. `save_steps`, `save_seconds`: between checkpoints."""
+    """What all candidates of a stage have in common. `save_steps`, `save_seconds`: between checkpoints, which
+    are written beside the training if `asynchronous`."""
 
     global_batch: int
     seq_len: int
@@ -63,6 +62,7 @@ class Run:
     num_flops_per_token: float
     save_steps: int | None
     save_seconds: float | None
+    asynchronous: bool = True
 
 
 def micro_batches(global_batch: int, num_ranks: int, micro_batch: int | None) -> list[int]:
@@ -108,9 +108,9 @@ class Pricer:
         run: Run,
         counts: Counts,
         work: Callable[[int, str, str], Work],
-        job: Callable[[int, str, str], Job],
+        passes: Callable[[int, str, str], Passes],
     ) -> None:
-        self.hardware, self.run, self.counts, self.work, self.job = hardware, run, counts, work, job
+        self.hardware, self.run, self.counts, self.work, self.passes = hardware, run, counts, work, passes
         self.known: dict[tuple[int, str, str], tuple[Work, Passes]] = {}
 
     def candidate(
@@ -118,11 +118,11 @@ class Pricer:
     ) -> Candidate:
         key = (size, checkpointing, precision)
         if key not in self.known:
-            self.known[key] = (self.work(*key), passes(self.job(*key), self.hardware))
+            self.known[key] = (self.work(*key), self.passes(*key))
         work, found = self.known[key]
         hardware, run = self.hardware, self.run
         memory = self._memory(strategy, mesh, work)
-        every = memory.total > hardware.memory_bytes and work.accumulation > 1 and strategy in _SCATTERING
+        every = memory.total > hardware.memory_bytes and work.accumulation > 1 and strategy in SHARDED
         if every:  # more to send, less to keep
             memory = self._memory(strategy, mesh, replace(work, reduce_every=True))
             found = replace(found, reduce_every=True)
@@ -162,10 +162,12 @@ class Pricer:
         update = update_seconds(rules.updated(self.counts, mesh), hardware)
         exposed = rules.exposed(found, Wire(hardware), mesh)
         compute = found.compute + update
-        stall = save_seconds((memory.parameters + memory.optimizer) / _copies(strategy, mesh), hardware)
         interval = run.save_steps
         if interval is None:
             interval = whole_steps(run.save_seconds or 900.0, compute + exposed)
+        between = interval * (compute + exposed) if run.asynchronous else None
+        saved = (memory.parameters + memory.optimizer) / _copies(strategy, mesh)
+        stall = save_seconds(saved, hardware, between)
         # reading tokens is a copy out of a mapped file; the rest of a step's bookkeeping is a few kernels
         data = run.global_batch / mesh.data_ranks * run.seq_len * 16 / hardware.speed.memory_bytes_per_second
         ratio = hardware.speed.time_ratio
@@ -214,8 +216,13 @@ def choose(candidates: Sequence[Candidate], equal: float = _EQUAL) -> tuple[Cand
 
 def simplicity(found: Candidate) -> tuple[bool, int, int, int, float]:
     order = list(ORDER).index(found.strategy)
-    recompute = _NO_RECOMPUTE.index(found.activation_checkpointing)
+    recompute = list[str](CHECKPOINTING).index(found.activation_checkpointing)
     return found.used_ratio > _TIGHT, order, recompute, -(found.micro_batch or 0), found.step_seconds
+
+
+def smallest(candidates: Sequence[Candidate]) -> Candidate:
+    """What needs least memory."""
+    return min(candidates, key=lambda c: c.memory.total if c.memory else 0)
 
 
 def _closest(candidates: Sequence[Candidate]) -> Iterator[str]:
@@ -223,8 +230,7 @@ def _closest(candidates: Sequence[Candidate]) -> Iterator[str]:
     for strategy in ORDER:
         sizes = [c for c in candidates if c.strategy == strategy and c.asked and c.memory is not None]
         if sizes:
-            least = min(sizes, key=lambda c: c.memory.total if c.memory else 0)
-            yield f"{strategy}: {least.reason}"
+            yield f"{strategy}: {smallest(sizes).reason}"
 
 
 def verdict(found: Candidate, chosen: Candidate) -> str:

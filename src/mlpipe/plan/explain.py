@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mlpipe._core.units import format_bytes
-from mlpipe.plan.choose import Candidate
+from mlpipe.plan.choose import Candidate, smallest
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.plan.presets import LlamaConfig
@@ -61,8 +61,7 @@ def _rejected(asked: Sequence[Candidate], chosen: Candidate) -> Iterator[str]:
         elif mine[0].mesh is None:
             yield f"{mine[0].reason}."
         else:
-            least = min(mine, key=lambda found: found.memory.total if found.memory else 0)
-            yield f"{strategy} does not fit: at best it {least.reason}."
+            yield f"{strategy} does not fit: at best it {smallest(mine).reason}."
 
 
 def lint(train: TrainPlan, chosen: Candidate, candidates: Sequence[Candidate]) -> Iterator[str]:

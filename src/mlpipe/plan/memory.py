@@ -78,13 +78,28 @@ class MemoryEstimate:
 @dataclass(frozen=True)
 class Work:
     """What one rank does in a step, whatever the strategy: bytes held for the backward pass of one
-    microbatch, and how many microbatches. `reduce_every`: see `TrainPlan.reduce_gradients`."""
+    microbatch, and how many microbatches. `reduce_every`: see `TrainPlan.reduce_gradients`. `rebuilt`: what
+    recomputation brings back at a time, when the logits are gone: the peak has the larger of both. `gloo`:
+    the collectives are gloo's, see `gloo_bytes`."""
 
     precision: str
     activations: int
     logits: int
     accumulation: int
     reduce_every: bool = False
+    rebuilt: int = 0
+    gloo: bool = False
+
+    def gloo_bytes(self, num_bytes: int) -> int:
+        """Of its copies, for a largest exchange of `num_bytes`: an all-gather's result lands in one flat
+        tensor more, and a reduce-scatter's input is cloned (torch, ProcessGroupGloo.cpp). Each of its two
+        threads has a malloc arena, which keeps what it once had."""
+        return 2 * num_bytes if self.gloo else 0
+
+    @property
+    def held(self) -> int:
+        """Activations at the peak."""
+        return self.activations + max(0, self.rebuilt - self.logits)
 
 
 def counts(config: LlamaConfig) -> Counts:
@@ -99,22 +114,34 @@ def activations_bytes(
     T x T matrix. Of a norm: its input (fp32, the residual stream), its output, and on CPU, where it is not
     fused, the normalised input. Of a block: two norms; rotated q and k, v and the attention's output; gate,
     up, silu(gate) and their product. Checkpointing (see `train/parallel/activations.py`): `full` keeps each
-    block's input and rebuilds one block at a time; `selective` also keeps attention and every second matmul
-    (q, v, gate, down)."""
+    block's input; `selective` also attention and every second matmul (q, v, gate, down)."""
     width = COMPUTE_BYTES[precision]
-    dim, ffn_dim = config.dim, config.ffn_dim
-    kv_dim = config.num_kv_heads * config.head_dim
-    norm = (4 + width + (4 if device == "cpu" else 0)) * dim
-    block_input = 4 * dim
-    block = 2 * norm + width * (2 * dim + 2 * kv_dim) + width * 4 * ffn_dim
+    dim, kv_dim = config.dim, config.num_kv_heads * config.head_dim
+    norm, block = _saved(config, precision, device)
+    if checkpointing == "full":
+        block = 4 * dim
+    elif checkpointing == "selective":
+        block = 4 * dim + width * (2 * dim + kv_dim + config.ffn_dim) + width * dim
+    return num_tokens * (config.num_layers * block + norm)
+
+
+def rebuilt_bytes(
+    config: LlamaConfig, *, num_tokens: int, precision: str, device: str, checkpointing: str
+) -> int:
+    """One block as its backward pass finds it, and the most that this makes beside it: at the product of the
+    MLP, whose two factors' gradients are new while what came in has not been freed, and the residual
+    stream's."""
     if checkpointing == "none":
-        kept = config.num_layers * block
-    elif checkpointing == "full":
-        kept = config.num_layers * block_input + block
-    else:
-        matmuls = width * (2 * dim + kv_dim + ffn_dim)
-        kept = config.num_layers * (block_input + matmuls + width * dim) + block
-    return num_tokens * (kept + norm)
+        return 0
+    _, block = _saved(config, precision, device)
+    return num_tokens * (block + 2 * COMPUTE_BYTES[precision] * config.ffn_dim + 4 * config.dim)
+
+
+def _saved(config: LlamaConfig, precision: str, device: str) -> tuple[int, int]:
+    """Bytes a token of a norm, and of a block."""
+    width, dim, kv_dim = COMPUTE_BYTES[precision], config.dim, config.num_kv_heads * config.head_dim
+    norm = (4 + width + (4 if device == "cpu" else 0)) * dim
+    return norm, 2 * norm + width * (2 * dim + 2 * kv_dim) + width * 4 * config.ffn_dim
 
 
 def logits_bytes(config: LlamaConfig, *, num_tokens: int, precision: str, device: str) -> int:

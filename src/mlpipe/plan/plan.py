@@ -16,6 +16,9 @@ from mlpipe.plan.cluster import ClusterPlan
 SCHEMA_VERSION = 1
 Strategy = Literal["single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 STRATEGIES: tuple[Strategy, ...] = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp")
+SHARDED: tuple[Strategy, ...] = ("zero2", "fsdp", "hsdp")  # a rank keeps its shard of weights and gradients
+Checkpointing = Literal["none", "selective", "full"]
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")  # by what is computed again
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class TrainPlan:
     mesh: Mesh
     reason: str  # why this strategy, in a sentence
     precision: Literal["fp32", "bf16"]
-    activation_checkpointing: Literal["none", "selective", "full"]
+    activation_checkpointing: Checkpointing
     compile: Literal["off", "block"]
     deterministic: bool
     seed: int

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import format_seconds
-from mlpipe.plan.candidates import pick
+from mlpipe.plan.candidates import Shape, pick
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.presets import LlamaConfig
 from mlpipe.spec.model import Train
 
 # Where adding nodes stops paying: below this share of the smallest's tokens per worker and second.
@@ -45,7 +44,7 @@ def parse_nodes(text: str) -> list[int]:
     return sorted({low, *doubled, high})
 
 
-def scale(spec: Train, config: LlamaConfig | None, hardware: Hardware, nodes: Sequence[int]) -> list[Scale]:
+def scale(spec: Train, config: Shape, hardware: Hardware, nodes: Sequence[int]) -> list[Scale]:
     """The batch stays what it is, so that the run learns the same; the mesh is chosen anew for each."""
     spec = spec.model_copy(update={"mesh": None})
     found: list[Scale] = []

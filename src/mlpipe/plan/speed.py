@@ -21,14 +21,26 @@ class KernelRates:
     stream_bytes_per_second: float
     loss_bytes_per_second: float
 
+    def matmul_ratio(self, flops: float) -> float:
+        """Share of the peak that a matmul of so many FLOPs reaches: between the points on a logarithmic
+        axis, beyond them as at the last."""
+        points = self.matmul_points
+        if flops <= points[0][0]:
+            return points[0][1]
+        for (low, below), (high, above) in pairwise(points):
+            if flops <= high:
+                part = (math.log(flops) - math.log(low)) / (math.log(high) - math.log(low))
+                return below + part * (above - below)
+        return points[-1][1]
+
 
 @dataclass(frozen=True)
 class Speed:
     """What the time model knows of a device. Bandwidths in one direction: `link` to the others of its node,
     `network` to those of other nodes, which one device alone can use. `achievable_ratio`: of the peak, by
     the best matmul. A calibration adds `kernels` by precision, `kernel_seconds` and `collective_seconds`,
-    what an operator and a collective cost beside their bytes, and by how much finished runs differed from
-    their predictions; `calibrated` says so in words."""
+    what an operator and a collective cost beside their bytes, the store's bandwidth, and by how much finished
+    runs differed from their predictions; `calibrated` says so in words."""
 
     peak_flops: dict[str, float]
     achievable_ratio: float
@@ -39,23 +51,15 @@ class Speed:
     update_bytes_per_second: float | None = None
     kernel_seconds: float = 0.0
     collective_seconds: float = 0.0
+    store_bytes_per_second: float | None = None
     time_ratio: float = 1.0
     memory_ratio: float = 1.0
     calibrated: str | None = None
 
     def matmul_ratio(self, precision: str, flops: float) -> float:
-        """Share of the peak that a matmul of so many FLOPs reaches: between the measured points on a
-        logarithmic axis, else `achievable_ratio`."""
-        points = self.kernels[precision].matmul_points if precision in self.kernels else ()
-        if not points:
-            return self.achievable_ratio
-        if flops <= points[0][0]:
-            return points[0][1]
-        for (low, below), (high, above) in pairwise(points):
-            if flops <= high:
-                part = (math.log(flops) - math.log(low)) / (math.log(high) - math.log(low))
-                return below + part * (above - below)
-        return points[-1][1]
+        """Share of the peak that a matmul of so many FLOPs reaches: as measured, else `achievable_ratio`."""
+        found = self.kernels.get(precision)
+        return found.matmul_ratio(flops) if found is not None else self.achievable_ratio
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.memory import COMPUTE_BYTES
 from mlpipe.plan.presets import LlamaConfig
 from mlpipe.plan.speed import ADAM_TRAFFIC, traffic_block
+from mlpipe.plan.traced import Ops, Traced
 
 # Share of the matmuls' rate that fused attention reaches. Dao, FlashAttention-2 (2023): up to 73 % of an
 # A100's peak, of which matmuls reach 87 %; Shah et al., FlashAttention-3 (2024): its predecessor, which
@@ -129,11 +130,11 @@ class Wire:
 
 def passes(job: Job, hardware: Hardware) -> Passes:
     config, tokens = job.config, job.micro_batch * job.seq_len
-    kernel = _Kernels(job, hardware)
+    kernel = Kernels(job.precision, job.compiled, hardware)
     dim, kv_dim, ffn = config.dim, config.num_kv_heads * config.head_dim, config.ffn_dim
-    shapes = [(dim, dim), (dim, kv_dim), (dim, kv_dim), (dim, dim), (dim, ffn), (dim, ffn), (ffn, dim)]
-    matmuls = [kernel.matmul(tokens, inner, outer) for inner, outer in shapes]
-    attention = kernel.attention()
+    matmuls = [kernel.matmul(tokens, inner, outer) for inner, outer in config.matmuls()]
+    # forward; causal kernels skip the upper half
+    attention = kernel.attention(2.0 * job.micro_batch * config.num_heads * config.head_dim * job.seq_len**2)
     between = kernel.stream(tokens * traffic_block(dim, kv_dim, ffn))
     forward = kernel.at_least(sum(matmuls) + attention + between, _KERNELS_FORWARD)
     backward = kernel.at_least(2 * sum(matmuls) + 2.5 * attention + 2 * between, 2 * _KERNELS_FORWARD)
@@ -163,6 +164,42 @@ def passes(job: Job, hardware: Hardware) -> Passes:
     )
 
 
+def traced_passes(
+    traced: Traced,
+    *,
+    micro_batch: int,
+    accumulation: int,
+    precision: str,
+    checkpointing: str,
+    compiled: bool,
+    hardware: Hardware,
+) -> Passes:
+    """As `passes`, with the work spread evenly over the blocks."""
+    kernel = Kernels(precision, compiled, hardware)
+    found, number = traced.one(precision, checkpointing), max(1, traced.num_blocks)
+
+    def seconds(ops: Ops) -> float:
+        each = micro_batch * ops.matmul_flops / max(1, ops.num_matmuls)
+        matmuls = ops.num_matmuls * kernel.matmul_flops(each) if each else 0.0
+        others = kernel.stream(micro_batch * ops.other_bytes)
+        attention = kernel.attention(micro_batch * ops.attention_flops)
+        return kernel.at_least(matmuls + attention + others, ops.num_kernels) / number
+
+    counts = traced.counts
+    return Passes(
+        num_blocks=number,
+        forward_block=seconds(found.forward),
+        backward_block=seconds(found.backward),
+        forward_outside=0.0,
+        backward_outside=0.0,
+        accumulation=accumulation,
+        block_params=(counts.total - counts.outside) // number,
+        outside_params=counts.outside,
+        width=COMPUTE_BYTES[precision],
+        overlap=hardware.device == "cuda",
+    )
+
+
 def update_seconds(num_params: float, hardware: Hardware) -> float:
     """Norm, clipping and AdamW over the parameters that a rank updates."""
     if hardware.speed.update_bytes_per_second is not None:
@@ -175,30 +212,37 @@ def copy_seconds(num_bytes: float, hardware: Hardware) -> float:
     return num_bytes / (hardware.speed.memory_bytes_per_second * _STREAM_RATIO)
 
 
-def save_seconds(num_bytes: float, hardware: Hardware) -> float:
-    """What the trainer waits for one asynchronous save of `num_bytes` of this rank."""
-    return num_bytes * (_STALL_GPU if hardware.device == "cuda" else _STALL_CPU)
+def save_seconds(num_bytes: float, hardware: Hardware, interval_seconds: float | None) -> float:
+    """What the trainer waits for one save of `num_bytes` of this rank: to copy them, and for what the store
+    still writes when the next save comes, `interval_seconds` later (None: all of it, as a save that is not
+    asynchronous does). The store's rate, where measured, was that of one rank; a node's share it."""
+    rate = hardware.speed.store_bytes_per_second
+    copying = num_bytes * (_STALL_GPU if hardware.device == "cuda" else _STALL_CPU)
+    writing = num_bytes * hardware.devices_per_node / rate if rate else 0.0
+    return copying + max(0.0, writing - (interval_seconds or 0.0))
 
 
-class _Kernels:
-    def __init__(self, job: Job, hardware: Hardware) -> None:
-        self.job, self.hardware, self.speed = job, hardware, hardware.speed
-        self.peak = self.speed.peak_flops[job.precision]
-        self.width = COMPUTE_BYTES[job.precision]
-        self.measured = self.speed.kernels.get(job.precision)
+class Kernels:
+    """Seconds of single kernels on this hardware."""
+
+    def __init__(self, precision: str, compiled: bool, hardware: Hardware) -> None:
+        self.precision, self.compiled = precision, compiled
+        self.hardware, self.speed = hardware, hardware.speed
+        self.peak = self.speed.peak_flops[precision]
+        self.width = COMPUTE_BYTES[precision]
+        self.measured = self.speed.kernels.get(precision)
 
     def matmul(self, rows: int, inner: int, outer: int) -> float:
-        flops = 2.0 * rows * inner * outer
-        num_bytes = self.width * (rows * inner + inner * outer + rows * outer)
-        rate = self.peak * self.speed.matmul_ratio(self.job.precision, flops)
+        seconds = self.matmul_flops(2.0 * rows * inner * outer)
         if self.measured is not None:  # its points have felt the memory already
-            return flops / rate
-        return max(flops / rate, num_bytes / (self.speed.memory_bytes_per_second * _STREAM_RATIO))
+            return seconds
+        num_bytes = self.width * (rows * inner + inner * outer + rows * outer)
+        return max(seconds, num_bytes / (self.speed.memory_bytes_per_second * _STREAM_RATIO))
 
-    def attention(self) -> float:
-        """Forward. Causal kernels skip the upper half."""
-        config, job = self.job.config, self.job
-        flops = 2.0 * job.micro_batch * config.num_heads * config.head_dim * job.seq_len**2
+    def matmul_flops(self, flops: float) -> float:
+        return flops / (self.peak * self.speed.matmul_ratio(self.precision, flops))
+
+    def attention(self, flops: float) -> float:
         if self.measured is not None:
             return flops / self.measured.attention_flops
         ratio = _ATTENTION_RATIO_HOPPER if self.peak >= _HOPPER_FLOPS else _ATTENTION_RATIO
@@ -207,7 +251,7 @@ class _Kernels:
         return flops / (self.peak * self.speed.achievable_ratio * ratio)
 
     def stream(self, num_bytes: float, *, fuse: bool = True) -> float:
-        if fuse and self.job.compiled:
+        if fuse and self.compiled:
             num_bytes *= _FUSED
         if fuse and self.measured is not None:
             return num_bytes / self.measured.stream_bytes_per_second
@@ -221,7 +265,7 @@ class _Kernels:
     def at_least(self, seconds: float, num_kernels: int) -> float:
         if self.hardware.device == "cpu":
             return seconds + num_kernels * self.speed.kernel_seconds
-        return seconds if self.job.compiled else max(seconds, num_kernels * _LAUNCH)
+        return seconds if self.compiled else max(seconds, num_kernels * _LAUNCH)
 
 
 def whole_steps(interval_seconds: float, step_seconds: float) -> int:

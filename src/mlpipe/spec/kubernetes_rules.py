@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mlpipe.spec.problems import Problem
-from mlpipe.spec.rules import TAKEN, get, text_of
-from mlpipe.spec.tree import Node
+from mlpipe.spec.rules import TAKEN, text_of
+from mlpipe.spec.tree import Node, get
 
 OWN_PATHS = ("/mlpipe", "/tmp", "/dev")  # of every pod: plan, scratch, cache, /tmp, /dev/shm
 

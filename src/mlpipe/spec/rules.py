@@ -11,7 +11,7 @@ from typing import Any
 from mlpipe.spec import placeholders, wishes
 from mlpipe.spec.model import KINDS
 from mlpipe.spec.problems import Problem
-from mlpipe.spec.tree import Node
+from mlpipe.spec.tree import Node, get
 
 _SECRET = re.compile(
     r"SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_?KEY|ACCESS_KEY|(^|_)TOKEN$", re.IGNORECASE
@@ -45,14 +45,6 @@ def closest(word: str, known: Sequence[str]) -> str:
     if near:
         return f"did you mean {near[0]!r}?"
     return f"write one of {', '.join(known)}" if known else "there is none to name"
-
-
-def get(node: Node, *path: str) -> Node | None:
-    for key in path:
-        if not isinstance(node.value, dict) or key not in node.value:
-            return None
-        node = node.value[key]
-    return node
 
 
 def text_of(node: Node | None) -> str | None:

@@ -87,6 +87,15 @@ class Node:
                 yield (name, *path), node
 
 
+def get(node: Node, *path: str) -> Node | None:
+    """What stands there; None: nothing does."""
+    for key in path:
+        if not isinstance(node.value, dict) or key not in node.value:
+            return None
+        node = node.value[key]
+    return node
+
+
 def scalar(text: str) -> Any:
     """The value of an unquoted scalar."""
     if text in _NULLS:

@@ -37,7 +37,7 @@ _READ_BYTES = 64 * 2**20
 
 
 def cache_folder() -> Path:
-    """MLPIPE_CACHE, else the user's cache: outputs fetched from S3, and scratch folders of attempts."""
+    """MLPIPE_CACHE, else the user's cache: outputs fetched from S3, traces of models, scratch of attempts."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("MLPIPE_CACHE") or Path(base) / "mlpipe").absolute()
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from mlpipe._core.serial import to_json
 from mlpipe.plan.presets import LlamaConfig
-from mlpipe.plan.speed import ADAM_TRAFFIC, KernelRates, Measured, Speed, traffic_block
+from mlpipe.plan.speed import ADAM_TRAFFIC, KernelRates, Measured, traffic_block
 from mlpipe.store.open import open_store
 from mlpipe.train.loss import cross_entropy_sum
 from mlpipe.train.models.llama import Block, rope_tables
@@ -47,22 +47,30 @@ class Bench:
         self.seq_len, self.batch = (256, 4) if self.on_cpu else (2048, 4)
         self.tokens = self.seq_len * self.batch
 
-    def seconds(self, work: Callable[[], object]) -> float:
+    def seconds(self, work: Callable[[], object], *, collective: bool = False) -> float:
         """Of one call, the fastest fifth's slowest, while the other ranks do the same: what happens beside us
-        only ever adds."""
+        only ever adds. Of a `collective` rank 0 says how many there are: one more on one rank would meet
+        another's next."""
         for _ in range(3):
             work()
         if dist.get_world_size() > 1:
             dist.barrier()
         taken: list[float] = []
-        deadline = time.perf_counter() + _BOX_SECONDS
-        while time.perf_counter() < deadline or len(taken) < 5:
-            self._wait()
-            start = time.perf_counter()
-            work()
-            self._wait()
-            taken.append(time.perf_counter() - start)
+        deadline, number = time.perf_counter() + _BOX_SECONDS, 5
+        if collective:
+            asked = torch.tensor([_BOX_SECONDS / self._once(work)])
+            dist.broadcast(asked, 0)
+            deadline, number = 0.0, max(number, int(asked))
+        while time.perf_counter() < deadline or len(taken) < number:
+            taken.append(self._once(work))
         return sorted(taken)[len(taken) // 5]
+
+    def _once(self, work: Callable[[], object]) -> float:
+        self._wait()
+        start = time.perf_counter()
+        work()
+        self._wait()
+        return time.perf_counter() - start
 
     def _wait(self) -> None:
         if not self.on_cpu:
@@ -108,14 +116,9 @@ class Bench:
         whole = self.seconds(work)
         kv_dim = config.num_kv_heads * config.head_dim
         known = 0.0
-        for inner, outer in (
-            *((config.dim, config.dim),) * 2,
-            *((config.dim, kv_dim),) * 2,
-            *((config.dim, config.ffn_dim),) * 2,
-            (config.ffn_dim, config.dim),
-        ):
+        for inner, outer in config.matmuls():
             flops = 2.0 * self.tokens * inner * outer
-            known += 3 * flops / (rates.peak_flops * _share(rates, flops))
+            known += 3 * flops / (rates.peak_flops * rates.matmul_ratio(flops))
         attention = 2.0 * self.batch * config.num_heads * config.head_dim * self.seq_len**2
         known += 3.5 * attention / rates.attention_flops
         rest = max(0.1 * whole, whole - known)
@@ -184,8 +187,8 @@ class Bench:
         group: Any = None if self.on_cpu else dist.new_group(backend="nccl")
         tiny = torch.ones(1, device=self.device)
         big = torch.ones(_COLLECTIVE_BYTES // 4, device=self.device)
-        call = self.seconds(lambda: dist.all_reduce(tiny, group=group))
-        whole = self.seconds(lambda: dist.all_reduce(big, group=group))
+        call = self.seconds(lambda: dist.all_reduce(tiny, group=group), collective=True)
+        whole = self.seconds(lambda: dist.all_reduce(big, group=group), collective=True)
         moved = 2 * (ranks - 1) / ranks * _COLLECTIVE_BYTES
         return moved / max(whole - call, 0.1 * whole), call / 2  # an all-reduce counts as two halves
 
@@ -196,10 +199,6 @@ class Bench:
         taken = time.perf_counter() - start
         found.delete([key])
         return _STORE_BYTES / taken
-
-
-def _share(rates: KernelRates, flops: float) -> float:
-    return Speed({}, 1.0, 1.0, 1.0, 1.0, kernels={"x": rates}).matmul_ratio("x", flops)
 
 
 def measure(store_url: str) -> Measured:

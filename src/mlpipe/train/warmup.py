@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.units import format_bytes
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.plan import SHARDED, TrainPlan
 from mlpipe.train.model import Batch
 from mlpipe.train.optim import Optimizer
-from mlpipe.train.parallel.apply import SHARDED
 from mlpipe.train.parallel.parallel import Parallel
 
 _log = logging.getLogger(__name__)

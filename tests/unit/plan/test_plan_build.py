@@ -205,8 +205,8 @@ def test_a_mesh_of_ones_own() -> None:
             "micro_batch 3 does not divide the 8 sequences",
         ),
         (["train.model.seq_len=2048"], 2, "seq_len 2048 is more than the 1024 positions"),
-        (["train.model.num_heads=3"], 2, "num_heads=3 does not divide dim=256"),
-        (["train.model.num_kv_heads=3"], 2, "num_kv_heads=3 does not divide num_heads=4"),
+        (["train.model.num_heads=3"], 2, "num_heads 3 does not divide dim 256"),
+        (["train.model.num_kv_heads=3"], 2, "num_kv_heads 3 does not divide num_heads 4"),
     ],
 )
 def test_what_cannot_run_is_refused_with_a_hint(overrides: list[str], workers: int, message: str) -> None:

@@ -19,7 +19,7 @@ from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.presets import PRESETS
 from mlpipe.plan.scaling import parse_nodes, within
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.time import Job, Passes, Wire, copy_seconds, passes
+from mlpipe.plan.time import Job, Passes, Wire, copy_seconds, passes, save_seconds
 from mlpipe.spec.load import load_pipeline
 from mlpipe.spec.model import Pipeline
 
@@ -192,6 +192,17 @@ def test_computing_hides_what_it_can() -> None:
     assert every == pytest.approx(3 * (3 * first + block) + 6 * out + 3 * into)
     # gathered once a step, whatever the number of microbatches
     assert ORDER["zero2"].exposed(_passes(accumulation=3), wire, eight) == pytest.approx(exposed["zero2"])
+
+
+def test_a_slow_store_is_waited_for() -> None:
+    """8 ranks of 1 GB each through 1 GB/s take 8 s, of which the training hides what lies between saves."""
+    fast = gpus()
+    slow = dataclasses.replace(fast, speed=dataclasses.replace(fast.speed, store_bytes_per_second=1e9))
+    copying = save_seconds(1e9, fast, None)
+    assert copying == pytest.approx(0.05)
+    assert save_seconds(1e9, slow, 5.0) == pytest.approx(copying + 3.0)
+    assert save_seconds(1e9, slow, 8.0) == copying
+    assert save_seconds(1e9, slow, None) == pytest.approx(copying + 8.0)  # not asynchronous
 
 
 def test_the_roofline_by_hand() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlpipe.plan.flops import counted_params, num_flops_per_token
-from mlpipe.plan.memory import Work, activations_bytes, counts, logits_bytes
+from mlpipe.plan.memory import Work, activations_bytes, counts, logits_bytes, rebuilt_bytes
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.presets import PRESETS, LlamaConfig
 from mlpipe.plan.strategies import ORDER
@@ -92,6 +92,10 @@ def test_buffers_by_hand() -> None:
     assert ORDER["fsdp"].memory(sizes, IDLE, one).buffers == 4 * 256 + 8 * 44 + 8 * 128
     assert ORDER["fsdp"].memory(sizes, bf16, one).buffers == 2 * 256 + 8 * 44 + 6 * 128
     assert ORDER["zero2"].memory(sizes, bf16, one).buffers == 2 * 256 + 8 * 44 + 6 * 128
+    # gloo's two threads have each a copy of the largest exchange: a block's gradients, the whole model
+    gloo = Work("bf16", 0, 0, 1, gloo=True)
+    assert ORDER["fsdp"].memory(sizes, gloo, one).buffers == 2 * 256 + 8 * 44 + 6 * 128 + 2 * 4 * 128
+    assert ORDER["zero1"].memory(sizes, gloo, one).buffers == 2 * 300 + 4 * 2 * 300 + 2 * 4 * 300
 
 
 def test_shares_are_whole_rows() -> None:
@@ -120,10 +124,11 @@ def test_activations_by_hand() -> None:
     assert of("fp32") == 2 * block + norm
     assert of("fp32", num_tokens=7) == 7 * of("fp32")
     assert of("fp32", device="cpu") == of("fp32") + 5 * 4 * 4
-    assert of("fp32", checkpointing="full") == 2 * (4 * 4) + block + norm
+    assert of("fp32", checkpointing="full") == 2 * (4 * 4) + norm
+    rebuilt = rebuilt_bytes(TINY, num_tokens=1, precision="fp32", device="cuda", checkpointing="full")
+    assert rebuilt == block + 2 * 4 * 6 + 4 * 4
     norm = 4 * 4 + 2 * 4
     assert of("bf16") == 2 * (2 * norm + 2 * (4 + 4 + 2 + 2) + 2 * (4 * 6)) + norm
-    # selective pays for one rebuilt block, which only a deep model earns back
     deep = PRESETS["llama-8b"]
     sizes = [
         activations_bytes(deep, num_tokens=8192, precision="bf16", device="cuda", checkpointing=mode)

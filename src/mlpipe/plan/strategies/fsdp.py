@@ -36,13 +36,14 @@ def sharded(counts: Counts, work: Work, mesh: Mesh, *, gathered_blocks: int) -> 
     unsent = GRADIENT_BYTES * counts.total if work.accumulation > 1 and not work.reduce_every else 0
     gathered = width * gathered_blocks + (WEIGHT_BYTES + GRADIENT_BYTES) * counts.outside
     reducing = max((width + GRADIENT_BYTES) * counts.block, GRADIENT_BYTES * counts.outside)
+    exchanged = GRADIENT_BYTES * max(counts.block, counts.outside)
     return MemoryEstimate(
         parameters=WEIGHT_BYTES * share,
         gradients=GRADIENT_BYTES * share + unsent,
         optimizer=ADAM_BYTES * share,
-        activations=work.activations,
+        activations=work.held,
         logits=work.logits,
-        buffers=gathered + reducing,
+        buffers=gathered + reducing + work.gloo_bytes(exchanged),
     )
 
 

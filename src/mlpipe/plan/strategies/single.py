@@ -25,17 +25,17 @@ def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
 
 def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
     """Autocast keeps its bf16 copies of the weights until the forward pass ends. Without accumulation the
-    gradients come to life in the backward pass, as the activations die."""
+    gradients come to life in the backward pass, as the activations die, all but the last that is rebuilt."""
     copies = COMPUTE_BYTES["bf16"] * counts.total if work.precision == "bf16" else 0
-    gradients = GRADIENT_BYTES * counts.total
+    gradients, held = GRADIENT_BYTES * counts.total, work.held
     return MemoryEstimate(
         parameters=WEIGHT_BYTES * counts.total,
         gradients=gradients,
         optimizer=ADAM_BYTES * counts.total,
-        activations=work.activations,
+        activations=held,
         logits=work.logits,
         buffers=copies,
-        reused=min(gradients, work.activations + work.logits) if work.accumulation == 1 else 0,
+        reused=min(gradients, held + work.logits - work.rebuilt) if work.accumulation == 1 else 0,
     )
 
 

@@ -11,6 +11,7 @@ from mlpipe.plan.strategies import ddp
 from mlpipe.plan.time import Passes, Wire, copy_seconds
 
 SHARDS = "the optimizer states"
+_BUCKET_BYTES = 64 * 2**20  # of parallel/zero1.py
 
 
 def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
@@ -20,10 +21,12 @@ def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
 def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
     whole = ddp.memory(counts, work, mesh)
     share = counts.share(mesh.world_size)
+    gathered = WEIGHT_BYTES * share * mesh.world_size
+    copied = work.gloo_bytes(min(gathered, _BUCKET_BYTES))
     return dataclasses.replace(
         whole,
         optimizer=ADAM_BYTES * share,
-        buffers=whole.buffers + WEIGHT_BYTES * (share * mesh.world_size + share),
+        buffers=whole.buffers + gathered + WEIGHT_BYTES * share + copied,
     )
 
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.plan import SHARDED, TrainPlan
 from mlpipe.train.init import initialize
 from mlpipe.train.model import BuiltModel
 from mlpipe.train.parallel.activations import checkpoint_activations
 from mlpipe.train.parallel.ddp import apply_ddp, apply_single
 from mlpipe.train.parallel.parallel import Parallel
 from mlpipe.train.parallel.zero1 import apply_zero1
-
-SHARDED = ("zero2", "fsdp", "hsdp")
 
 
 def parallelize(built: BuiltModel, plan: TrainPlan, device: torch.device) -> Parallel:

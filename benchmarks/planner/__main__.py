@@ -1,0 +1,150 @@
+"""The planner against the world: predicted beside measured.
+
+    python -m benchmarks.planner                     # cpu and published; about ten minutes on two cores
+    python -m benchmarks.planner --only cpu --cases 0:4   # a part of the table; the rest of it stays
+    python -m benchmarks.planner --only published    # seconds, and no torch
+    python -m benchmarks.planner --only gpu          # where there is one: peak memory, and what fits
+
+cpu: `cpu.py`; published: `published.py`; gpu: `gpu.py`. All go to results/planner.json, in which what was not
+measured again stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import RESULTS, alone, document, write
+from benchmarks.planner import gpu
+from benchmarks.planner.cpu import CASES, cpu, predict, ranking, text_of
+from benchmarks.planner.published import published, published_text
+
+_AT_ONCE = 6  # cases after one calibration
+
+
+def summary(rows: list[dict[str, Any]], key: str) -> dict[str, Any]:
+    errors = sorted(abs(row[key]) for row in rows if row.get(key) is not None)
+    return {"rows": len(errors), "median": statistics.median(errors), "worst": errors[-1]} if errors else {}
+
+
+def cpu_part(before: dict[str, Any], part: slice, steps: int, quick: bool) -> dict[str, Any]:
+    """The rows of `before`, with those of `part` measured anew, all predicted anew."""
+    calibrations = dict(before.get("calibrations", {}))
+    kept = [row for row in before.get("cpu", ()) if row.get("calibration") in calibrations]
+    rows = {json.dumps(row["case"], sort_keys=True): row for row in kept}
+    todo = CASES[part]
+    for start in range(0, len(todo), _AT_ONCE):
+        load, key = os.getloadavg()[0], f"calibration-{int(time.time())}"
+        found, calibrations[key] = cpu(todo[start : start + _AT_ONCE], steps)
+        for row in found:
+            more = {"calibration": key, "load_before": load, "steps": steps, "quick": quick}
+            rows[json.dumps(row["case"], sort_keys=True)] = {**row, **more}
+    used = {row["calibration"] for row in rows.values()}
+    calibrations = {key: value for key, value in calibrations.items() if key in used}
+    predicted = predict(list(rows.values()), calibrations)
+    for row in predicted:
+        print(text_of(row))
+    return {
+        "cpu": predicted,
+        "calibrations": calibrations,
+        "cpu_summary": {
+            "seconds": summary(predicted, "seconds_error"),
+            "memory": summary(predicted, "memory_error"),
+            "ranking": ranking(predicted),
+        },
+    }
+
+
+def published_part() -> dict[str, Any]:
+    found = published()
+    for row in found:
+        print(published_text(row))
+    sets = {name: [row for row in found if row["set"] == name] for name in ("seen", "test")}
+    return {
+        "published": found,
+        "published_summary": {
+            name: {key: summary(rows, f"{key}_error") for key in ("seconds", "memory")}
+            for name, rows in sets.items()
+        },
+    }
+
+
+def gpu_part(device: str, quick: bool) -> dict[str, Any]:
+    rows, edges = gpu.memory(device, quick), gpu.edges(device, quick)
+    return {
+        "gpu": rows,
+        "gpu_edges": edges,
+        "gpu_summary": {
+            "memory": summary(rows, "memory_error"),
+            "out_of_memory": sum(edge["out_of_memory"] for edge in edges),
+            "most_unused": max(edge["unused_ratio"] for edge in edges),
+        },
+    }
+
+
+_GOALS = {  # largest errors wanted: median, worst
+    ("cpu", "seconds"): (0.10, 0.25),
+    ("cpu", "memory"): (0.05, 0.12),
+    ("published: test", "seconds"): (0.15, None),
+    ("published: test", "memory"): (0.15, None),
+    ("gpu", "memory"): (0.05, None),
+}
+
+
+def rows_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The summaries as rows of every benchmark's table."""
+    found = {"cpu": body.get("cpu_summary", {}), "gpu": body.get("gpu_summary", {})}
+    found |= {f"published: {name}": one for name, one in body.get("published_summary", {}).items()}
+    rows = []
+    for work, one in found.items():
+        for figure in ("seconds", "memory"):
+            goals = dict(zip(("median", "worst"), _GOALS.get((work, figure), (None, None)), strict=True))
+            for kind, goal in goals.items():
+                if one.get(figure):
+                    error = [one[figure][kind]]
+                    rows.append(
+                        alone(f"planner, {work}", f"{kind} error, {figure}", "ratio", error, goal=goal)
+                    )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=["cpu", "published", "gpu"])
+    parser.add_argument("--cases", default=":", help="of cpu, like 0:4; none (0:0) predicts anew")
+    parser.add_argument("--quick", action="store_true", help="two cases, few steps: figures mean nothing")
+    parser.add_argument("--steps", type=int, default=12, help="of each cpu configuration")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="of gpu; cpu: a rehearsal")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    path = arguments.results / "planner.json"
+    before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if arguments.quick:
+        before = {}
+    first, _, last = arguments.cases.partition(":")
+    part = slice(int(first or 0), int(last or len(CASES)))
+    body = {key: value for key, value in before.items() if key.startswith(("cpu", "cal", "publ", "gpu"))}
+    if arguments.only in (None, "cpu"):
+        steps = 4 if arguments.quick else arguments.steps
+        body |= cpu_part(before, slice(0, 2) if arguments.quick else part, steps, arguments.quick)
+    if arguments.only in (None, "published"):
+        body |= published_part()
+    if arguments.only == "gpu":
+        body |= gpu_part(arguments.device, arguments.quick)
+    for key in ("cpu_summary", "published_summary", "gpu_summary"):
+        if key in body:
+            print(f"{key}: {json.dumps(body[key])}")
+    written = write("planner", {**document(rows_of(body), load_before=load), **body}, arguments.results)
+    print(f"written to {written}")
+
+
+if __name__ == "__main__":
+    main()

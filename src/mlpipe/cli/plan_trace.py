@@ -1,0 +1,98 @@
+"""`mlpipe plan --trace`: a user's own model in numbers, by a child process that has torch. Kept in the cache
+under a digest of all that it depends on, so that a second look costs nothing and never shows an old model."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlpipe._core.errors import PlanError
+from mlpipe._core.serial import from_json, to_json
+from mlpipe.plan.build import code_digest
+from mlpipe.plan.traced import Traced
+from mlpipe.store.outputs import cache_folder
+
+if TYPE_CHECKING:
+    from mlpipe.plan.plan import Plan
+
+_DEADLINE_SECONDS = 300.0
+
+
+def traced(plan: Plan) -> Traced | None:
+    """Of a stage that trains a model of the user's own; None for any other. Raises PlanError."""
+    if plan.train is None or plan.train.model.preset is not None:
+        return None
+    asked = to_json({"model": plan.train.model, "data": plan.train.data})
+    kept = cache_folder() / "traces" / f"{_digest(plan, asked)}.json"
+    if kept.is_file():
+        try:
+            return from_json(Traced, kept.read_bytes())
+        except ValueError:  # half a file: traced anew
+            pass
+    found = _run(plan, asked)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    scratch = kept.with_suffix(f".{os.getpid()}")
+    scratch.write_text(to_json(found))
+    scratch.replace(kept)
+    return found
+
+
+def _digest(plan: Plan, asked: str) -> str:
+    """Of what is asked, mlpipe, torch, and the Python files of the packages that the entries lie in."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        raise PlanError("--trace needs torch", hint="pip install 'mlpipe[train]'") from None
+    digest = hashlib.sha256(f"{asked}{code_digest()}{torch}".encode())
+    train = plan.train
+    entries = [train.model.build, train.data.dataset] if train is not None else []
+    for top in sorted({entry.entry.partition(":")[0].partition(".")[0] for entry in entries if entry}):
+        for path in _sources(top, _search(plan)):
+            digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _search(plan: Plan) -> list[str]:
+    return [os.getcwd(), *filter(None, plan.launch.env.get("PYTHONPATH", "").split(os.pathsep))]
+
+
+def _sources(top: str, search: list[str]) -> list[Path]:
+    spec = PathFinder.find_spec(top, search) or find_spec(top)
+    if spec is None:
+        return []  # the child says so, and what to do
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if folders:
+        return sorted(path for folder in folders for path in folder.rglob("*.py"))
+    return [Path(spec.origin)] if spec.origin and spec.origin.endswith(".py") else []
+
+
+def _run(plan: Plan, asked: str) -> Traced:
+    import json
+
+    with tempfile.TemporaryDirectory(prefix="mlpipe-trace-") as name:
+        given, written = Path(name) / "model.json", Path(name) / "traced.json"
+        given.write_text(asked)
+        argv = [sys.executable, "-m", "mlpipe.train.trace", str(given), str(written)]
+        env = {**os.environ, **plan.launch.env}
+        try:
+            done = subprocess.run(
+                argv, env=env, capture_output=True, text=True, timeout=_DEADLINE_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise PlanError(
+                f"tracing took over {_DEADLINE_SECONDS:.0f} s", hint="plan without --trace"
+            ) from None
+        if done.returncode == 0:
+            return from_json(Traced, written.read_bytes())
+        if written.is_file():
+            said = json.loads(written.read_bytes())
+            raise PlanError(said["message"], where=said["where"], hint=said["hint"])
+        raise PlanError(f"tracing failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
