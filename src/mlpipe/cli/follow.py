@@ -28,7 +28,6 @@ class Watcher:
     def __init__(self, session: Session, store: Store, state: RunState, only: str | None = None) -> None:
         self._session = session
         self._store = store
-        self._run_id = state.run_id
         self._only = only
         self._seen = {name: (stage.state, "") for name, stage in state.stages.items()}
         self._width = max((len(name) for name in state.stages), default=0)
