@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,21 +127,57 @@ def test_an_indexed_job_gets_a_pod_back(place, hold, undisturbed):
 
 
 def test_a_node_that_is_lost_for_good_is_given_up(place, hold, undisturbed, second):
-    """The last test here: the cluster has a dead node afterwards."""
+    """With a gang's pod on it, and a command. The last test here: the cluster has a dead node afterwards."""
     short = {"operator": "Exists", "effect": "NoExecute", "toleration_seconds": 3}
     tolerations = [{"key": f"node.kubernetes.io/{state}", **short} for state in ("unreachable", "not-ready")]
     spec = place.spec("lost", model=hold.model, kubernetes={"tolerations": tolerations})
+    command = lost_command(place, hold, tolerations, f"node-{second}")
     with hold:
         place.submit(spec, "lost")
+        place.submit(command, "command")
         place.until_step("lost", 6)
         nodes = [pod["spec"]["nodeName"] for pod in place.worker_pods("lost")]
         assert len(set(nodes)) == 2, nodes
+        (pod,) = place.until("the command's pod", lambda: running(place.worker_pods("command")))
+        assert pod["spec"]["nodeName"] == f"node-{second}"
         place.cluster.kill_node(second)
     place.submit(spec, "lost", "--wait")
     undisturbed.check(place, "lost", records_lost=True)
+    place.submit(command, "command", "--wait")
+    assert place.run_state("command").stages["train"].attempt == 2
     # Either JobSet could restart the gang, or its attempt was given up and fenced, and the next one went on.
     with place.cluster.inside():
         keys = [info.key for info in place.store().list("runs/lost/stages/train/checkpoints")]
+        outputs = [info.key for info in place.store().list("runs/command/stages/train/outputs")]
     attempt = place.run_state("lost").stages["train"].attempt
     assert any("/fence-1-" in key for key in keys) == (attempt == 2)
+    assert "fence-1" in {key.rpartition("/")[2] for key in outputs}
     place.cluster.kubectl("delete", "node", f"node-{second}")
+
+
+def running(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [pod for pod in pods if pod["status"]["phase"] == "Running"]
+
+
+def lost_command(place: Any, hold: Any, tolerations: list[dict[str, Any]], node: str) -> Path:
+    """A pipeline whose one stage runs on `node`, if that is there, for as long as trainings are held."""
+    term = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
+    preferred = [{"weight": 100, "preference": {"matchExpressions": [term]}}]
+    affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+    patch = {
+        "target": {"kind": "Pod", "component": "worker"},
+        "strategic": {"spec": {"affinity": affinity}},
+    }
+    cluster = {"tolerations": tolerations, "patches": [patch]}
+    path: Path = place.spec("command", model=hold.model, kubernetes=cluster)
+    document = json.loads(path.read_text())
+    waits = 'while [ -e "$0" ]; do sleep 0.2; done; echo done > "$MLPIPE_OUTPUT/word"'
+    document["stages"] = [
+        {
+            "name": "train",
+            "command": ["sh", "-c", waits, str(hold.path)],
+            "resources": {"cpus": 0.1, "memory": "1 GiB"},
+        }
+    ]
+    path.write_text(json.dumps(document))
+    return path
