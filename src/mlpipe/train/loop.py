@@ -55,7 +55,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
     num_params = sum(parameter.numel() for parameter in built.model.parameters())
     parallel = parallelize(built, plan, session.device)
     optimizer = Optimizer(plan.optimizer, parallel)
-    # made after a first backward, the moments would lie scattered where its activations were
+    # before the first pass, so that they do not lie among what it leaves in the heap
     optimizer.state()
 
     def stream_of(micro_batch: int) -> Stream:
