@@ -75,18 +75,26 @@ from mlpipe.train import without_dynamo
 without_dynamo.install()
 import torch
 import torch.distributed as dist
-from mlpipe.plan.plan import OptimizerPlan
+from mlpipe.plan.plan import Entry, ModelPlan, OptimizerPlan
+from mlpipe.train.model import build_model
 from mlpipe.train.optim import Optimizer
+from mlpipe.train.parallel.apply import materialize
 from mlpipe.train.parallel.ddp import apply_ddp
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-module = torch.nn.Linear(4, 4)
-parallel = apply_ddp(module, torch.device("cpu"))
+cpu = torch.device("cpu")
+small = dict(vocab_size=16, dim=8, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=8, max_seq_len=4,
+             rope_theta=1e4, norm_eps=1e-5, tied=False)
+model = ModelPlan(Entry("mlpipe.train.models.llama:build_model", small), None, 4, ())
+built = build_model(model, seed=0, device_type="cpu", bf16=False)
+materialize(built, 0, cpu)
+parallel = apply_ddp(built.module, cpu)
 plan = OptimizerPlan("adamw", 1e-2, (0.9, 0.95), 1e-8, 0.1, 1.0, "constant", 0, 0, 0.0)
 optimizer = Optimizer(plan, parallel)
 for last in (False, True):
     with parallel.communicate(last):
-        parallel.module(torch.ones(2, 4)).sum().backward()
+        tokens = torch.ones(2, 4, dtype=torch.int64)
+        parallel.module({"inputs": tokens, "targets": tokens})[0].backward()
 optimizer.step(lr=0.1, scale=1.0)
 loaded = [name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules]
 assert not loaded, loaded

@@ -78,13 +78,19 @@ def finish(module: nn.Module, mesh: DeviceMesh, plan: TrainPlan, device: torch.d
     waits.time_end_of_backward(module)
     time_collectives(module, waits)
 
+    told = True  # what FSDP2 does unasked: reduce, and reshard behind the backward
+
     @contextmanager
     def communicate(last: bool) -> Iterator[None]:
-        # under hsdp copies are reduced once in any case: until then the sums of each lie in its shards
-        root.set_requires_gradient_sync(last or plan.reduce_gradients == "every")
-        root.set_requires_all_reduce(last)
-        if plan.strategy == "zero2":  # weights stay gathered until the last microbatch, too
-            root.set_reshard_after_backward(last)
+        nonlocal told
+        if last != told:  # each of these calls walks all modules
+            # under hsdp copies are reduced once in any case: until then the sums of each lie in its shards
+            root.set_requires_gradient_sync(last or plan.reduce_gradients == "every")
+            if mesh.ndim == 2:
+                root.set_requires_all_reduce(last)
+            if plan.strategy == "zero2":  # weights stay gathered until the last microbatch, too
+                root.set_reshard_after_backward(last)
+            told = last
         yield
         waits.end()
 
