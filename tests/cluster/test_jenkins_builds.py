@@ -124,7 +124,7 @@ def test_an_agent_that_is_killed_and_a_controller_that_restarts_adopt_the_run(pl
     assert place.run_state("adopted").state == "done"
 
 
-def test_a_build_that_is_aborted_leaves_a_checkpoint(place, jenkins, hold):
+def test_a_build_that_is_aborted_leaves_a_checkpoint_and_no_pod(place, jenkins, hold):
     spec = place.spec("aborted", model=slow(hold), checkpoint={"every": "1000 steps"})
     with hold:
         client = jenkins.submit(spec, "aborted")
@@ -141,4 +141,5 @@ def test_a_build_that_is_aborted_leaves_a_checkpoint(place, jenkins, hold):
         saved = catalogue.latest(store, "runs/aborted/stages/train")
     assert saved is not None
     assert saved.step >= 2
+    assert place.objects("pods", "aborted", **{"mlpipe.dev/stage": "train"}) == []
     check_one_gang(place, "aborted")

@@ -92,6 +92,7 @@ class Gang(ThreadedHandle):
 
     def _follow_objects(self, gangs: Watched, watched_pods: Watched, changed: threading.Event) -> Ended:
         asked = killed = False
+        ended: Ended | None = None
         news = True
         answered = noted = time.monotonic()
         while True:
@@ -106,10 +107,13 @@ class Gang(ThreadedHandle):
                     continue
                 gang = next((one for one in found if one["metadata"]["name"] == self._name), None)
                 if gang is None and not pods:
-                    return self._result_of_gone()
+                    return ended or self._result_of_gone()
                 state = finished(gang) if gang else None
-                if state is not None:
-                    return self._result(state)
+                if state is not None and ended is None:
+                    ended = self._result(state)
+                # of a gang that is deleted one pod's end is not yet the others'
+                if ended is not None and (not asked or not pods):
+                    return ended
                 if self._stopping and not asked:
                     self._api.delete(self._kind, self._name)
                     asked = True

@@ -128,3 +128,29 @@ def test_a_gang_costs_a_few_requests_however_long_it_runs(server, api, tmp_path)
     ended = until(gang.poll, "its end", 10)
     assert ended.state == "done"
     assert server.requests[before:] == []
+
+
+def test_a_gang_that_is_stopped_has_ended_when_its_last_pod_is_gone(server, api, tmp_path):
+    plan, store = plan_of(pipeline_of("quickstart", *QUICKSTART), "train"), FolderStore(tmp_path)
+    gang = Gang(store, api, plan)
+    jobset = until(
+        lambda: next((one for (kind, _), one in server.objects.items() if kind == "jobsets"), None), "it", 10
+    )
+    name, labels = jobset["metadata"]["name"], jobset["metadata"]["labels"]
+    for node in ("a", "b"):
+        server.put("pods", pod(node, "Running", labels))
+    until(lambda: server.watches == 2, "both watches", 10)
+    server.held.add(name)
+    gang.terminate()
+    until(lambda: any(one.startswith("DELETE") for one in server.requests), "its deletion", 10)
+    outcome = {"outcome": "saved", "kind": None, "message": "at step 5", "exit_code": 5, "time": 0.0}
+    store.put(f"{plan.attempt_key}/outcome.json", json.dumps(outcome).encode())
+    server.drop("pods", "a")
+    status = {"conditions": [{"type": "Failed", "status": "True"}]}
+    server.put("jobsets", server.objects["jobsets", name] | {"status": status})
+    # the second pod still saves
+    gang._thread.join(1.0)
+    assert gang.poll() is None
+    server.drop("pods", "b")
+    ended = until(gang.poll, "its end", 10)
+    assert (ended.state, ended.exit_code) == ("cancelled", 5)
