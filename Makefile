@@ -16,6 +16,7 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 CHECKOV := .venv-checkov
 TOOLS := torchx skypilot dstack kubeflow accelerate s3
+PEERS := training deepspeed
 
 export UV_HTTP_TIMEOUT ?= 180
 # Where PYTHONDONTWRITEBYTECODE is set, every `import torch` would compile its 2,000 files anew: twice the time.
@@ -28,7 +29,7 @@ LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --n
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
 .PHONY: help install lint-jenkins grafana-types run test test-unit test-torch test-services test-jenkins test-oldest \
-  test-install check checkov format docs test-cluster bench bench-gpu bench-tools bench-peers bench-peers-install \
+  test-install check checkov format docs test-cluster bench bench-tools bench-peers bench-gpu \
   servers cluster cluster-build lock clean
 .DEFAULT_GOAL := help
 
@@ -122,12 +123,7 @@ bench: $(VENV)/.dev servers bench-tools  ## mlpipe beside its peers: loop, check
 
 bench-tools: $(TOOLS:%=.venv-bench-%/.done)  ## the tools that ours are compared with, each in an environment of its own
 
-# The libraries of the peers, away from .venv: what they bring along is none of mlpipe's.
-PEERS ?= $(HOME)/.cache/mlpipe/peers
-
-bench-peers-install: $(PEERS)/libraries/.peers $(PEERS)/deepspeed/.peers  ## Accelerate, Fabric, Trainer and DeepSpeed, pinned, into ~/.cache/mlpipe/peers
-
-bench-peers: $(VENV)/.dev bench-peers-install  ## training beside these and raw torchrun: half an hour on two idle cores
+bench-peers: $(VENV)/.dev $(PEERS:%=.venv-bench-%/.done)  ## training beside these and raw torchrun: half an hour on two idle cores
 	for precision in fp32 bf16; do \
 	  $(BIN)/python -m benchmarks.peers.rates same --precision $$precision || exit 1; \
 	  $(BIN)/python -m benchmarks.peers.rates same --model 21M --steps 1 --precision $$precision || exit 1; done
@@ -160,13 +156,8 @@ lock: $(VENV)/.bootstrap  ## compile requirements/*.txt anew (UPGRADE=1: to the 
 	$(LOCK:pyproject.toml=requirements/checkov.in) $(if $(UPGRADE),--upgrade) -o requirements/checkov.txt
 	for tool in $(TOOLS); do $(LOCK:pyproject.toml=requirements/bench/$$tool.in) $(if $(UPGRADE),--upgrade) \
 	  -c requirements/torch.in -o requirements/bench/$$tool.txt || exit 1; done
-	$(LOCK:pyproject.toml=benchmarks/peers/libraries.in) -c requirements/train.txt -o benchmarks/peers/libraries.txt
-	$(LOCK:pyproject.toml=benchmarks/peers/deepspeed.in) -c requirements/train.txt -o benchmarks/peers/deepspeed.txt
-
-$(PEERS)/%/.peers: benchmarks/peers/%.txt $(VENV)/.bootstrap
-	test -x $(PEERS)/$*/bin/python || $(BIN)/python -m venv --without-pip $(PEERS)/$*
-	$(UV) install --python $(PEERS)/$*/bin/python --require-hashes -r $<
-	@touch $@
+	for peer in $(PEERS); do $(LOCK:pyproject.toml=requirements/bench/$$peer.in) \
+	  -c requirements/train.txt -o requirements/bench/$$peer.txt || exit 1; done
 
 clean:  ## remove the environments and caches; runs stay
 	rm -rf $(VENV) $(OLDEST) $(CHECKOV) .venv-bench-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

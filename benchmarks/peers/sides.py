@@ -14,15 +14,15 @@ from benchmarks import launch
 from benchmarks.peers.work import Work
 from mlpipe.plan.plan import Plan
 
-ENVIRONMENTS = Path.home() / ".cache" / "mlpipe" / "peers"
+ROOT = Path(__file__).parents[2]
 # script -> the environment that it needs; the raw ones need torch and numpy only, which are in mlpipe's own
 SCRIPTS = {
     "raw_ddp": None,
     "raw_fsdp": None,
-    "accelerate_ddp": "libraries",
-    "fabric_ddp": "libraries",
+    "accelerate_ddp": "training",
+    "fabric_ddp": "training",
     "deepspeed_zero1": "deepspeed",
-    "hf_trainer": "libraries",
+    "hf_trainer": "training",
 }
 NAMES = {
     "raw_ddp": "raw DDP",
@@ -41,9 +41,9 @@ def python_of(script: str) -> str:
     environment = SCRIPTS[script]
     if environment is None:
         return sys.executable
-    path = ENVIRONMENTS / environment / "bin" / "python"
+    path = ROOT / f".venv-bench-{environment}" / "bin" / "python"
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing; `make bench-peers-install` makes it")
+        raise FileNotFoundError(f"{path} is missing; `make .venv-bench-{environment}/.done` makes it")
     return str(path)
 
 

@@ -15,6 +15,7 @@ from benchmarks.peers import results
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
+REQUIREMENTS = ROOT / "requirements" / "bench"
 
 
 def literals(path: Path) -> dict[str, object]:
@@ -38,16 +39,16 @@ def test_every_peer_has_a_script_a_name_and_an_environment():
     for script, environment in scripts.items():
         tree = ast.parse((PEERS / f"{script}.py").read_text())
         assert ast.get_docstring(tree)
-        assert environment is None or (PEERS / f"{environment}.txt").exists()
+        assert environment is None or (REQUIREMENTS / f"{environment}.txt").exists()
 
 
-@pytest.mark.parametrize("environment", ["libraries", "deepspeed"])
+@pytest.mark.parametrize("environment", ["training", "deepspeed"])
 def test_peers_run_on_the_same_torch_and_numpy(environment: str):
     def pins(path: Path) -> set[str]:
         return set(re.findall(r"^(?:torch|numpy)==[^\\]+", path.read_text(), flags=re.MULTILINE))
 
-    peers = (PEERS / f"{environment}.txt").read_text()
-    assert pins(PEERS / f"{environment}.txt") == pins(ROOT / "requirements" / "train.txt")
+    peers = (REQUIREMENTS / f"{environment}.txt").read_text()
+    assert pins(REQUIREMENTS / f"{environment}.txt") == pins(ROOT / "requirements" / "train.txt")
     assert peers.count("==") <= peers.count("--hash=sha256:")
 
 
