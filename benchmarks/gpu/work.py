@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mlpipe._core.presets import PRESETS, LlamaConfig
 from mlpipe.plan import memory
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.hardware import GPUS, Gpu
@@ -27,7 +28,6 @@ from mlpipe.plan.plan import (
     Prediction,
     TrainPlan,
 )
-from mlpipe.plan.presets import PRESETS, LlamaConfig
 from mlpipe.plan.strategies import single
 
 NEVER = 10**9

@@ -19,12 +19,12 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.records import decode
 from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.candidates import pick
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.presets import LlamaConfig
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
 

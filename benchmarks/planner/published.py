@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mlpipe._core.presets import PRESETS, LlamaConfig
 from mlpipe.plan.candidates import pick
 from mlpipe.plan.hardware import detect_hardware
-from mlpipe.plan.presets import PRESETS, LlamaConfig
 from mlpipe.spec.model import Resources, Train
 
 PUBLISHED = Path(__file__).with_name("published.json")

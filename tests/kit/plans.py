@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.records import decode
 from mlpipe.plan.plan import (
     CheckpointPlan,
@@ -27,7 +28,6 @@ from mlpipe.plan.plan import (
     Strategy,
     TrainPlan,
 )
-from mlpipe.plan.presets import LlamaConfig
 
 CONFIG = LlamaConfig(
     vocab_size=256,

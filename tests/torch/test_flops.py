@@ -11,9 +11,9 @@ from kit import plans
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from mlpipe._core.presets import PRESETS
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.plan import Entry, ModelPlan
-from mlpipe.plan.presets import PRESETS
 from mlpipe.train.flops import count_flops_per_token, measure_peak, recomputed_flops_per_token
 from mlpipe.train.model import build_model
 from mlpipe.train.parallel.activations import checkpoint_activations

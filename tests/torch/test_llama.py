@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from mlpipe.plan.presets import PRESETS
+from mlpipe._core.presets import PRESETS
 from mlpipe.train.init import initialize
 from mlpipe.train.models.llama import RMSNorm, build_model
 

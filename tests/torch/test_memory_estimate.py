@@ -7,8 +7,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from mlpipe._core.presets import PRESETS
 from mlpipe.plan.memory import activations_bytes, counts
-from mlpipe.plan.presets import PRESETS
 from mlpipe.train.models.llama import build_model
 
 pytestmark = pytest.mark.torch

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any, cast
 
 from mlpipe._core.errors import PlanError
+from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.units import parse_cadence
 from mlpipe.plan.choose import Candidate, Pricer, Run, choose, meshes, micro_batches, smallest
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.memory import Work, activations_bytes, counts, logits_bytes, rebuilt_bytes
 from mlpipe.plan.plan import CHECKPOINTING, Mesh
-from mlpipe.plan.presets import LlamaConfig
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import Job, Passes, passes, traced_passes
 from mlpipe.plan.traced import Traced

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.units import format_bytes
 from mlpipe.plan.choose import Candidate, smallest
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import Plan, TrainPlan
-from mlpipe.plan.presets import LlamaConfig
 from mlpipe.plan.strategies import ORDER
 
 _TILES = "NVIDIA, Matrix Multiplication Background User's Guide: full tiles want multiples of 64 bf16 values"

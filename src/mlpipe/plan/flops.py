@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlpipe.plan.presets import LlamaConfig
+from mlpipe._core.presets import LlamaConfig
 
 CONVENTION = (
     "6 x (parameters - input embedding; a tied head counts) + 6 x layers x heads x (qk + v dims) x seq_len "

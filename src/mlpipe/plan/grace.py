@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.memory import ADAM_BYTES, WEIGHT_BYTES
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.plan.presets import LlamaConfig
 
 # The floor: a step and a save of any model that fits a few GPUs. The ceiling: for whoever waits.
 FLOOR_SECONDS, CEILING_SECONDS, STEP_SECONDS = 600.0, 3600.0, 120.0

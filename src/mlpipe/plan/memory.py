@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mlpipe.plan.presets import LlamaConfig
+from mlpipe._core.presets import LlamaConfig
 
 GIB = 2**30
 WEIGHT_BYTES = 4

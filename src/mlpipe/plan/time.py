@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.memory import COMPUTE_BYTES
-from mlpipe.plan.presets import LlamaConfig
 from mlpipe.plan.speed import ADAM_TRAFFIC, traffic_block
 from mlpipe.plan.traced import Ops, Traced
 

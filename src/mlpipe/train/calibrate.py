@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.serial import to_json
-from mlpipe.plan.presets import LlamaConfig
 from mlpipe.plan.speed import ADAM_TRAFFIC, KernelRates, Measured, traffic_block
 from mlpipe.store.open import open_store
 from mlpipe.train.loss import cross_entropy_sum

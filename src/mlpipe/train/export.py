@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.presets import LlamaConfig
+from mlpipe._core.presets import LlamaConfig
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import load_manifest, read_blob
 from mlpipe.store.manifest import DTYPE_BYTES, Blob, Manifest, Tensor

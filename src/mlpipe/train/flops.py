@@ -8,8 +8,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.plan import ModelPlan, TrainPlan
-from mlpipe.plan.presets import LlamaConfig
 from mlpipe.train.model import Batch, LossModule, load_entry
 
 _SIDE_CPU, _SIDE = 1024, 8192  # of the matrices: a few, and about 1.5, milliseconds each

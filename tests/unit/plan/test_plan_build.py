@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlpipe._core.errors import PlanError
+from mlpipe._core.presets import PRESETS
 from mlpipe.plan.build import build_plan, compare, stage_hardware
 from mlpipe.plan.choose import micro_batches
 from mlpipe.plan.hardware import CATALOGUE, GIB, GPUS, Hardware, detect_hardware
 from mlpipe.plan.plan import STRATEGIES, Mesh, Plan
-from mlpipe.plan.presets import PRESETS
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec.load import load_pipeline, load_pipeline_text
 from mlpipe.spec.model import Pipeline, Preset, Resources, Strategy
@@ -89,7 +89,7 @@ def test_same_bytes_in_another_process() -> None:
 
 def test_what_the_trainer_imports_needs_neither_spec_nor_pydantic() -> None:
     code = (
-        "import sys, mlpipe.plan.plan, mlpipe.plan.gate, mlpipe.plan.presets, mlpipe.plan.memory,"
+        "import sys, mlpipe.plan.plan, mlpipe.plan.gate, mlpipe._core.presets, mlpipe.plan.memory,"
         " mlpipe.plan.flops, mlpipe.plan.choose, mlpipe.plan.hardware, mlpipe.plan.strategies\n"
         "print(sorted({'pydantic', 'yaml', 'mlpipe.spec', 'torch'} & sys.modules.keys()))"
     )

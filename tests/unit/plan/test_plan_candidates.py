@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlpipe._core.errors import PlanError
+from mlpipe._core.presets import PRESETS
 from mlpipe.plan.build import compare, scale_stage, stage_hardware
 from mlpipe.plan.choose import Candidate, choose, rank, verdict
 from mlpipe.plan.hardware import GIB, GPUS, Hardware
 from mlpipe.plan.memory import Work, counts
 from mlpipe.plan.plan import Mesh, Strategy
-from mlpipe.plan.presets import PRESETS
 from mlpipe.plan.scaling import parse_nodes, within
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import Job, Passes, Wire, copy_seconds, passes, save_seconds

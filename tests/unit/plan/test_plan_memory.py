@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from mlpipe._core.presets import PRESETS, LlamaConfig
 from mlpipe.plan.flops import counted_params, num_flops_per_token
 from mlpipe.plan.memory import Work, activations_bytes, counts, logits_bytes, rebuilt_bytes
 from mlpipe.plan.plan import Mesh
-from mlpipe.plan.presets import PRESETS, LlamaConfig
 from mlpipe.plan.strategies import ORDER
 
 pytestmark = pytest.mark.unit

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlpipe.plan.presets import LlamaConfig
+from mlpipe._core.presets import LlamaConfig
 
 
 class RMSNorm(nn.Module):
