@@ -25,7 +25,7 @@ def test_what_a_run_asks_of_the_api_server_does_not_grow_with_the_number_of_runs
     argv = [sys.executable, "-m", "benchmarks.control_plane", "--quick", "--results", str(tmp_path)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stderr
-    few, more = json.loads((tmp_path / "control_plane.json").read_text())["figures"]
+    few, more = json.loads((tmp_path / "control_plane.json").read_text())["settings"]["sizes"]
     for part, most in (("submit", 8), ("follow", 15)):
         assert 0 < more[part]["requests_per_run"] <= most
         assert more[part]["requests_per_run"] <= few[part]["requests_per_run"] + 2
