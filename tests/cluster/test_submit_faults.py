@@ -84,6 +84,8 @@ def test_what_a_pod_dies_of_restarts_the_gang_and_only_a_crash_counts(place, hol
         place.until_step("dies", 2)
         node = f"node-{second}"
         assert node in {pod["spec"]["nodeName"] for pod in place.worker_pods("dies")}
+        (driver,) = place.objects("pods", "dies", **{"app.kubernetes.io/component": "driver"})
+        driver_node = driver["spec"]["nodeName"]
         place.cluster.kubectl("drain", node, "--delete-emptydir-data", "--force", timeout=120)
         pid = place.until("a rank of the restarted gang", lambda: of_restart("dies", 1))
         place.cluster.kubectl("uncordon", node)
@@ -103,8 +105,11 @@ def test_what_a_pod_dies_of_restarts_the_gang_and_only_a_crash_counts(place, hol
     with place.cluster.inside():
         key = "runs/dies/stages/train/attempt-1/postmortem/cluster.json"
         kept = json.loads(place.store().get(key))
-    conditions = [one for pod in kept["pods"] for one in pod["status"]["conditions"]]
-    assert "EvictionByEvictionAPI" in {one.get("reason") for one in conditions}
+    reasons = {one.get("reason") for pod in kept["pods"] for one in pod["status"]["conditions"]}
+    print(f"the driver was on {driver_node}; {node} was drained; seen: {reasons}")
+    assert "PodFailed" in reasons
+    # a driver on the drained node had to leave it as well, and saw nothing meanwhile
+    assert driver_node == node or "EvictionByEvictionAPI" in reasons
     assert "k8s/overlays/node-events" in kept["without_node_events"]
 
 
