@@ -139,6 +139,17 @@ def test_the_queue_fits_the_crds_of_kueue():
         assert not validator.is_valid({**one, "nonsense": 1})
 
 
+@pytest.mark.parametrize(
+    ("kind", "plural"), [("PodMonitor", "podmonitors"), ("PrometheusRule", "prometheusrules")]
+)
+def test_what_prometheus_is_told_fits_the_crds_of_its_operator(kind, plural):
+    objects = manifests.load(_template("--values", CHART / "ci" / "monitoring-values.yaml"))
+    (found,) = [one for one in objects if one["kind"] == kind]
+    validator = manifests.operator_validator(plural)
+    validator.validate(found)
+    assert not validator.is_valid({**found, "nonsense": 1})
+
+
 def test_node_events_are_those_of_the_overlay():
     chart = _by_name(_template("--set", "nodeEvents.enabled=true"))
     for one in _by_name(_kustomized("overlays/node-events")).values():
