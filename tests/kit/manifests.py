@@ -18,8 +18,8 @@ from kit.servers import ServerMissingError
 
 MINORS = ("1.35", "1.36", "1.37")
 OPERATOR = "github.com/prometheus-operator/prometheus-operator@v0.85.0"
-# Kinds whose schema is in a CRD: see `crd_validator` and `operator_validator`. Volcano's module cannot be had
-# of Go's module proxy: our PodGroup was compared by hand with the CRD of commit ed72c7c81 (2026-08-20); it fits.
+# Kinds whose schema is in a CRD: see `crd_validator`, `operator_validator`. Go's module proxy does not have
+# Volcano's module: our PodGroup was compared by hand with the CRD of commit ed72c7c81 (2026-08-20), and fits.
 OF_CRDS = ("jobset.x-k8s.io/", "kueue.x-k8s.io/", "monitoring.coreos.com/", "scheduling.volcano.sh/")
 
 
