@@ -286,11 +286,12 @@ def test_parts_of_cores() -> None:
     assert spec["containers"][0]["resources"]["requests"]["cpu"] == "500m"
 
 
-def test_kueue_admits_what_is_created_suspended() -> None:
+@pytest.mark.parametrize("how", ["required", "preferred"])
+def test_kueue_admits_what_is_created_suspended(how: str) -> None:
     queued = (
         "kubernetes.queue=a",
         "kubernetes.queue_priority=high",
-        "kubernetes.topology={required: x/rack}",
+        f"kubernetes.topology={{{how}: x/rack}}",
     )
     for stage in ("corpus", "train"):
         found = stage_objects(quickstart(stage, *queued))[-1]
@@ -298,7 +299,7 @@ def test_kueue_admits_what_is_created_suspended() -> None:
         assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "a"
         assert found["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == "high"
         annotations = job_of(found)["template"]["metadata"]["annotations"]
-        assert annotations["kueue.x-k8s.io/podset-required-topology"] == "x/rack"
+        assert annotations[f"kueue.x-k8s.io/podset-{how}-topology"] == "x/rack"
     plan = quickstart("train", *queued)
     (driver,) = driver_objects(RUN_ID, plan.store_url, cluster_of(plan), stage=None, spec_digest="")
     assert "suspend" not in driver["spec"]
