@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,9 +22,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor
 
+from benchmarks import as_worker
 from benchmarks.measure import Figures, rounds
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train import loop, worker
+from mlpipe.train import loop
 from mlpipe.train.checkpoint import Saved
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session
@@ -180,8 +180,4 @@ def everyone(true: bool) -> bool:
 
 
 if __name__ == "__main__":
-    loop.train = train
-    code = worker.main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    as_worker.run(train)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks import as_worker
 from benchmarks.measure import Figures, rounds
 from benchmarks.plain import PlainScript
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train import loop, worker
+from mlpipe.train import loop
 from mlpipe.train.loss import cross_entropy_sum
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session
@@ -96,8 +96,4 @@ def _stat(pid: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    loop.train = train
-    code = worker.main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    as_worker.run(train)

@@ -8,7 +8,6 @@ import gc
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +15,11 @@ from typing import Any
 
 import torch
 
+from benchmarks import as_worker
 from benchmarks.gpu.raw import RawLoop, usual_loss
 from benchmarks.measure import Figures, rounds
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train import loop, model, worker
+from mlpipe.train import loop, model
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session
 
@@ -182,8 +182,4 @@ def reason(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    loop.train = train
-    code = worker.main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    as_worker.run(train)

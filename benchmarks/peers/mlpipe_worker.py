@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import torch
 
+from benchmarks import as_worker
 from benchmarks.peers.work import Turns, read_work, validation_batches
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train import loop, worker
+from mlpipe.train import loop
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session
 
@@ -33,8 +31,4 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
 
 
 if __name__ == "__main__":
-    loop.train = train
-    code = worker.main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    as_worker.run(train)

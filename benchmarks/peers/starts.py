@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +94,21 @@ def first(folder: Path, work: Work, num_rounds: int) -> list[dict[str, Any]]:
         num_rounds,
     )
 
-    def row(name: str, ours: str, key: str, goal: float | None) -> dict[str, Any]:
-        return measure.figure(
-            "first optimizer step", name, "s", found, key, ours=ours, peer="raw DDP", goal=goal,
-            higher_is_better=False,
-        )  # fmt: skip
-
+    row = partial(_row, "first optimizer step", found)
     return [
         row("seconds from the shell", "mlpipe run", "seconds", 1.0),
         row("seconds from the launcher's start", "mlpipe, launcher alone", "seconds", 1.0),
         row("control: seconds", "raw DDP again", "seconds", None),
         row("CPU seconds from the shell", "mlpipe run", "cpu_seconds", None),
     ]
+
+
+def _row(
+    work: str, found: list[dict[str, measure.Figures]], name: str, ours: str, key: str, goal: float | None
+) -> dict[str, Any]:
+    return measure.figure(
+        work, name, "s", found, key, ours=ours, peer="raw DDP", goal=goal, higher_is_better=False
+    )
 
 
 def restart(folder: Path, work: Work, num_rounds: int) -> list[dict[str, Any]]:
@@ -127,16 +131,11 @@ def restart(folder: Path, work: Work, num_rounds: int) -> list[dict[str, Any]]:
 
     found = measure.rounds({"mlpipe": mlpipe, "raw DDP": raw, "raw DDP again": raw}, num_rounds)
 
-    def row(name: str, key: str, ours: str, goal: float | None) -> dict[str, Any]:
-        return measure.figure(
-            "restart after SIGKILL", name, "s", found, key, ours=ours, peer="raw DDP", goal=goal,
-            higher_is_better=False,
-        )  # fmt: skip
-
+    row = partial(_row, "restart after SIGKILL", found)
     return [
-        row("seconds to the next step", "seconds", "mlpipe", 1.0),
-        row("of these, loading the checkpoint", "load_seconds", "mlpipe", None),
-        row("control: seconds to the next step", "seconds", "raw DDP again", None),
+        row("seconds to the next step", "mlpipe", "seconds", 1.0),
+        row("of these, loading the checkpoint", "mlpipe", "load_seconds", None),
+        row("control: seconds to the next step", "raw DDP again", "seconds", None),
     ]
 
 

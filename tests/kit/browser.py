@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kit.servers import ServerMissingError, die_with_parent
+from kit.servers import ServerMissingError, die_with_parent, end
 
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 _ANSWER_SECONDS = 60.0
@@ -143,12 +143,7 @@ def browser() -> Iterator[Browser]:
                 os.close(one)
             yield Browser(send, receive)
         finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
+            end(process)
             os.close(send)
             os.close(receive)
 

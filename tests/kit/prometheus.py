@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 from kit.cluster_build import unpack
-from kit.servers import ServerMissingError, built, cache, die_with_parent, free_port, go
+from kit.servers import ServerMissingError, built, cache, die_with_parent, end, free_port, go
 
 # program -> the Debian package, and the program's name there
 TOOLS = {
@@ -275,12 +275,7 @@ def _running(command: list[str], folder: Path, url: str) -> Iterator[None]:
             time.sleep(0.05)
         yield
     finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
+        end(process)
 
 
 def _ready(url: str) -> bool:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import urllib3
 
@@ -158,13 +159,18 @@ def s3_server(name: str, folder: Path) -> Iterator[S3Server]:
                 yield S3Server(name, f"http://{address}", process.pid, data)
                 return
         finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
+            end(process)
     raise RuntimeError(f"{name} did not start; its log ends:\n{log.read_text()[-2000:]}")
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """SIGTERM, and SIGKILL when it has not ended 10 s later."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(10)
 
 
 def command_of(name: str, program: Path, address: str, data: Path) -> tuple[list[str], dict[str, str]]:

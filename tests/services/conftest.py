@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 
 import pytest
+from kit import prometheus
 from kit.faultproxy import FaultProxy
 from kit.servers import MODULES, ServerMissingError, s3_server
 
@@ -37,3 +38,11 @@ def store(server, url):
 def proxy(server):
     with FaultProxy(server.host_port) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def prometheus_programs():
+    try:
+        prometheus.build()  # unpacks two small packages where the machine has neither program
+    except ServerMissingError as error:
+        pytest.skip(str(error))

@@ -16,21 +16,12 @@ import pytest
 from kit.boards import RULES
 from kit.command_runs import until
 from kit.paced_run import DATA_SECONDS, exporter, real_run
-from kit.prometheus import Prometheus, alertmanager, alerts_at, build, has_data, hasty_rules, prometheus
-from kit.servers import ServerMissingError
+from kit.prometheus import Prometheus, alertmanager, alerts_at, has_data, hasty_rules, prometheus
 from kit.synthetic_run import step_record
 
 from mlpipe.observe.metrics import RankMetrics, start_metrics
 
-pytestmark = pytest.mark.services
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _needs_servers():
-    try:
-        build()  # unpacks two small packages where the machine has neither program
-    except ServerMissingError as error:
-        pytest.skip(str(error))
+pytestmark = [pytest.mark.services, pytest.mark.usefixtures("prometheus_programs")]
 
 
 class Ranks:

@@ -21,18 +21,10 @@ from kit import boards
 from kit.boards import GPU_ONLY_ALERTS, ONLY_FAILED_ALERTS, RULES
 from kit.command_runs import Cli, until
 from kit.paced_run import DATA_SECONDS, RUN, exporter, real_run
-from kit.prometheus import Prometheus, build, has_data, path_3, prometheus, tool
-from kit.servers import ServerMissingError, free_port
+from kit.prometheus import Prometheus, has_data, path_3, prometheus, tool
+from kit.servers import free_port
 
-pytestmark = pytest.mark.services
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _needs_servers():
-    try:
-        build()  # unpacks two small packages where the machine has neither program
-    except ServerMissingError as error:
-        pytest.skip(str(error))
+pytestmark = [pytest.mark.services, pytest.mark.usefixtures("prometheus_programs")]
 
 
 @contextlib.contextmanager
