@@ -19,7 +19,7 @@ from mlpipe.plan.candidates import enumerate_candidates, global_batch, pick
 from mlpipe.plan.choose import Candidate, micro_batches, rank
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.grace import shutdown_seconds
-from mlpipe.plan.hardware import Hardware, detect_hardware
+from mlpipe.plan.hardware import CPU_ALLOCATOR, Hardware, detect_hardware
 from mlpipe.plan.plan import (
     SCHEMA_VERSION,
     CheckpointPlan,
@@ -196,6 +196,8 @@ def _launch(stage: Stage, hardware: Hardware, known: Mapping[str, str], plan: Tr
         env = {key: _fill(value, known) for key, value in stage.env.items()}
         threads = max(1, hardware.cpus_per_node // hardware.devices_per_node)
         env.setdefault("OMP_NUM_THREADS", str(threads))
+        if hardware.device == "cpu":
+            env = {**CPU_ALLOCATOR, **env}
         if train is not None and train.deterministic and hardware.device == "cuda":
             env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
     return Launch(

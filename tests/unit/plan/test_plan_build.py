@@ -17,7 +17,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import PRESETS
 from mlpipe.plan.build import build_plan, compare, stage_hardware
 from mlpipe.plan.choose import micro_batches
-from mlpipe.plan.hardware import CATALOGUE, GIB, GPUS, Hardware, detect_hardware
+from mlpipe.plan.hardware import CATALOGUE, CPU_ALLOCATOR, GIB, GPUS, Hardware, detect_hardware
 from mlpipe.plan.plan import STRATEGIES, Mesh, Plan
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec.load import load_pipeline, load_pipeline_text
@@ -291,9 +291,12 @@ def test_launch() -> None:
     launch = plan_of(quickstart("train.timeout=2 h", "train.metrics_port=off"), "train", cpu()).launch
     assert (launch.num_nodes, launch.nproc_per_node, launch.device) == (1, 2, "cpu")
     assert (launch.timeout_seconds, launch.metrics_port, launch.max_restarts) == (7200.0, None, 3)
-    assert launch.env == {"OMP_NUM_THREADS": "2"}
-    own = plan_of(quickstart("train.env.OMP_NUM_THREADS=7"), "train", cpu()).launch
-    assert own.env == {"OMP_NUM_THREADS": "7"}
+    assert launch.env == {**CPU_ALLOCATOR, "OMP_NUM_THREADS": "2"}
+    own = plan_of(
+        quickstart("train.env.OMP_NUM_THREADS=7", "train.env.THP_MEM_ALLOC_ENABLE=0"), "train", cpu()
+    )
+    mine = {"OMP_NUM_THREADS": "7", "THP_MEM_ALLOC_ENABLE": "0"}
+    assert own.launch.env == {**CPU_ALLOCATOR, **mine}
 
 
 def test_wsd_decays_over_a_tenth_unless_told() -> None:

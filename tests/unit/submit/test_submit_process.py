@@ -72,7 +72,8 @@ def test_members_can_be_narrowed_to_a_stage(tmp_path: Path):
         ["sleep", "300"], env=env, folder=str(tmp_path), output=tmp_path / "log", death_signal=signal.SIGKILL
     )
     try:
-        assert process.members("lease-s", "train") == [child.pid]
+        # while the child becomes sleep, its environment is empty
+        until(lambda: process.members("lease-s", "train") == [child.pid], "the child")
         assert process.members("lease-s", "evaluate") == []
     finally:
         process.send([child.pid], signal.SIGKILL)
