@@ -153,7 +153,7 @@ def same(folder: Path, base: Work, work: str, arguments: argparse.Namespace) -> 
 
 def newcomer(folder: Path, base: Work, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The best of all, at equal losses after the same tokens."""
-    with running(folder, works_of(base, "default", arguments.peers)) as found:
+    with running(folder, works_of(base, "default", arguments.peers), precision="auto") as found:
         for side in found.values():
             side.steps(arguments.warm_up)
         blocks = in_turns(

@@ -73,7 +73,7 @@ def command(
             "strategies": [asdict(each) for each in candidates],
             "plan": asdict(plan),
         }
-        lines = _lines(plan, candidates, where)
+        lines = _lines(pipeline, plan, candidates, where)
         if found is not None:
             document["model"] = found.words
             lines.append(
@@ -110,7 +110,7 @@ def _more(
     if explain and chosen is not None:
         from mlpipe.plan.explain import explanation
 
-        told = explanation(plan, chosen, candidates, hardware)
+        told = explanation(pipeline, plan, chosen, candidates, hardware)
         document["explanation"] = told
         lines += ["", *(f"  {line}" for line in told)]
     if nodes or budget_usd is not None or deadline:
@@ -137,17 +137,20 @@ def _name_hardware(spec: str, stage: str | None, path: str) -> tuple[str, ...]:
     return tuple(f"stages.{name}.resources.hardware={path}" for name in trains if stage in (None, name))
 
 
-def _lines(plan: Plan, candidates: list[Candidate], hardware: Hardware) -> list[str]:
-    if plan.train is not None:
+def _lines(pipeline: Pipeline, plan: Plan, candidates: list[Candidate], hardware: Hardware) -> list[str]:
+    spec = pipeline.stage(plan.stage).train
+    if plan.train is not None and spec is not None:
         from mlpipe.cli.plan_table import causes, chosen_of, table
+        from mlpipe.plan.candidates import precision_on
 
-        chosen = chosen_of(candidates, plan.train)
+        chosen, choice = chosen_of(candidates, plan.train), _choice(plan, plan.train)
+        choice.append("  {}: {}".format(*precision_on(spec, hardware)))
         if chosen is None:
-            return _choice(plan, plan.train)
+            return choice
         source = hardware.speed.calibrated or "catalogue; not calibrated"
         return [
             *table(candidates, chosen),
-            *_choice(plan, plan.train),
+            *choice,
             *causes(chosen),
             f"  figures of {hardware.name}: {source}",
         ]
