@@ -66,13 +66,15 @@ def command(
             found = traced(plan)
             plan = plan_ahead(pipeline, name, url, run_id, traced=found)
         candidates = compare(pipeline, name, where, traced=found) if plan.train is not None else []
-        document: dict[str, Any] = {
-            "stage": name,
-            "kind": plan.kind,
-            "hardware": asdict(where),
-            "strategies": [asdict(each) for each in candidates],
-            "plan": asdict(plan),
-        }
+        document: dict[str, Any] = {}
+        if session.json:
+            document = {
+                "stage": name,
+                "kind": plan.kind,
+                "hardware": asdict(where),
+                "strategies": [asdict(each) for each in candidates],
+                "plan": asdict(plan),
+            }
         lines = _lines(pipeline, plan, candidates, where)
         if found is not None:
             document["model"] = found.words
