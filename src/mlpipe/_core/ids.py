@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 import time
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
@@ -18,9 +18,9 @@ def new_run_id(pipeline_name: str) -> str:
     """`<name>-<utc time>-<4 random hex>`: sorts by start, reads well, unique enough to be claimed by a
     conditional PUT. At most 63 characters."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    return f"{pipeline_name[:40]}-{stamp}-{secrets.token_hex(2)}"
+    return f"{pipeline_name[:40]}-{stamp}-{os.urandom(2).hex()}"
 
 
 def new_attempt_uuid() -> str:
     """8 random hex digits: tells two writers of one step apart."""
-    return secrets.token_hex(4)
+    return os.urandom(4).hex()

@@ -11,4 +11,7 @@ def main() -> None:
     gc.set_threshold(100_000, 50, 50)
     from mlpipe.cli.app import run_app
 
-    run_app()
+    try:
+        run_app()
+    finally:
+        gc.freeze()  # all goes with the process: to look for garbage among it once more took an eighth

@@ -37,7 +37,7 @@ def pod_resources(resources: Resources | None, *, workers: bool = True) -> Resou
     machine. `workers`: whether torch runs there."""
     from mlpipe.spec.model import Resources
 
-    resources = resources or Resources.model_validate({})
+    resources = resources or Resources.model_construct()
     count = resources.gpus_per_node or resources.workers_per_node or 1
     cpus, memory_bytes = (4, 32 * GIB) if resources.gpus_per_node else (1, 4 * GIB)
     return resources.model_copy(
@@ -54,7 +54,7 @@ def cluster_plan(pipeline: Pipeline, stage: Stage, resources: Resources | None) 
 
     if pipeline.image is None and pipeline.kubernetes is None:
         return None
-    spec = pipeline.kubernetes or Kubernetes.model_validate({})
+    spec = pipeline.kubernetes or Kubernetes.model_construct()
     workers = stage.train is not None or stage.evaluate is not None
     pod = pod_resources(resources, workers=workers)
     memory_bytes = parse_bytes(pod.memory or "")

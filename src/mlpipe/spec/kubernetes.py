@@ -147,7 +147,7 @@ class Kubernetes(Model):
         json_schema_extra={"additionalProperties": False},
     )
     store: ClusterStore = Field(
-        default_factory=lambda: ClusterStore.model_validate({}), description="How pods reach an S3 store."
+        default_factory=lambda: ClusterStore.model_construct(), description="How pods reach an S3 store."
     )
     ca_bundle: CaBundle | None = Field(None, description="Certificates to trust.")
     proxy: Proxy | None = Field(None, description="The way out of the cluster.")

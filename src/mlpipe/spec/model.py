@@ -200,7 +200,7 @@ class Train(Model):
     ] = Field(description="A folder of `tokens`, or your own `entry`.")
     steps: f.Count = Field(description="Optimizer steps in all.")
     optimizer: Optimizer = Field(
-        default_factory=lambda: Optimizer.model_validate({}), description="Optimizer and schedule."
+        default_factory=lambda: Optimizer.model_construct(), description="Optimizer and schedule."
     )
     strategy: Strategy = Field("auto", description="How to split the work; `auto`: the fastest that fits.")
     mesh: MeshSizes | None = Field(None, description="For `hsdp` only.")
@@ -217,7 +217,7 @@ class Train(Model):
     deterministic: bool = Field(False, description="Repeats are bit-equal; may be slower.")
     seed: f.CountOrZero = Field(0, description="Of the weights and the sample order.")
     checkpoint: Checkpoint = Field(
-        default_factory=lambda: Checkpoint.model_validate({}), description="When to save."
+        default_factory=lambda: Checkpoint.model_construct(), description="When to save."
     )
     max_restarts: f.FewOrZero = Field(3, description="Restarts of crashed workers within an attempt.")
     hang_timeout: f.Duration = Field("10 min", description="A step longer than this ends the run.")
