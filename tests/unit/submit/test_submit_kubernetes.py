@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kit import budget
 from kit.apiserver import TOKEN, ApiServer, Fault
 from kit.command_runs import Cli, until
 
@@ -258,6 +259,32 @@ def test_what_a_dry_run_prints_is_what_is_sent(person):
     by_name = {(one["kind"], one["metadata"]["name"]): one for one in printed}
     assert {(one["kind"], one["metadata"]["name"]): one for one in sent} == by_name
     assert sorted(kind for kind, _ in by_name) == ["ConfigMap", "Job", "Job"]
+
+
+def test_a_run_asks_the_api_server_for_little(person):
+    """The driver is this process, and the stage's pod is played: it has ended well once there is its Job."""
+    asked = {}
+
+    def count(who: str) -> None:
+        asked[who] = len(person.server.requests) - sum(asked.values())
+
+    def play(_: runs.RunState) -> None:
+        for (kind, name), job in list(person.server.objects.items()):
+            if kind == "jobs" and name != "r-driver" and "status" not in job:
+                outcome = {"outcome": "done", "kind": None, "message": "", "exit_code": 0, "time": 0.0}
+                key = "runs/r/stages/a/attempt-1/outcome.json"
+                person.store.put(key, json.dumps(outcome).encode())
+                complete = {"conditions": [{"type": "Complete", "status": "True"}]}
+                person.server.put("jobs", job | {"status": complete})
+
+    assert person.submit("--run-id", "r")[0] == 0
+    count("submit")
+    drive(person.store, "r", stop=Stop(), watch=play)
+    assert runs.read_run(person.store, "r").state == "done"
+    count("driver of a stage")
+    assert person.mlpipe("list")[0] == 0
+    count("list")
+    budget.within("API requests of a run", asked)
 
 
 def test_waiting_says_why_and_ends_as_the_run_does(person, monkeypatch):
