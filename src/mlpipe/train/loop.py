@@ -254,6 +254,7 @@ class Loop:
         tokens = self.plan.global_batch // self.plan.mesh.data_ranks * self.plan.model.seq_len
         self.session.recorder.write(
             "step",
+            time=time.time(),  # of its end, not of what `rates` measures after the first one
             step=step,
             tokens=tokens,
             seconds=seconds,
