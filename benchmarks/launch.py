@@ -29,6 +29,7 @@ def train_plan(folder: Path, tokens: Path, name: str, **overrides: Any) -> Plan:
     """Two workers, metrics on, no save by itself. `overrides`: of the train stage, dots as `__`."""
     settings = {
         "steps": 1_000_000,
+        "precision": "fp32",
         "checkpoint__every": "1000000 steps",
         "optimizer__schedule": "constant",
         **overrides,

@@ -168,13 +168,16 @@ def write(name: str, body: dict[str, Any], folder: Path = RESULTS) -> Path:
 def table(body: dict[str, Any]) -> str:
     lines = []
     for row in body["figures"]:
-        line = f"{row['work']:<20} {row['figure']:<22} {row['side']:>22} {row['ours']:>8.4g} {row['unit']}"
+        ours = "-" if row["ours"] is None else f"{row['ours']:.4g}"
+        line = f"{row['work']:<20} {row['figure']:<22} {row['side']:>22} {ours:>8} {row['unit']}"
         if row["ratio"] is not None:
             line += f" | {row['peer']:<24} {row['best_peer']:>8.4g} ratio {row['ratio']:.3f}"
         if row["ratio_interval"]:
             line += " [{:.3f}, {:.3f}]".format(*row["ratio_interval"])
         if row["goal"] is not None:
             line += f"  goal {row['goal']:.3g} {'met' if row['met'] else 'MISSED'}"
+        if row.get("reason"):
+            line += f"  {row['reason']}"
         lines.append(line)
     return "\n".join(lines)
 

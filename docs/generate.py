@@ -182,7 +182,8 @@ def _figure_row(row: dict[str, Any]) -> str:
     met = {None: "", True: "met", False: "**not met**"}[row["met"]]
     ours = side(row.get("side"), row["ours"], row["ours_spread"])
     theirs = side(row["peer"], row["best_peer"], row["best_peer_spread"])
-    cells = (row["work"], row["figure"], ours, theirs, ratio, goal, met)
+    why = "; ".join(filter(None, (met, row.get("reason"))))
+    cells = (row["work"], row["figure"], ours, theirs, ratio, goal, why)
     return f"| {' | '.join(cells)} |\n"
 
 

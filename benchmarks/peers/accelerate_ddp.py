@@ -1,7 +1,9 @@
 """Hugging Face Accelerate under torchrun, by its quick tour.
 
-tuned: bf16, gradients as views of DDP's buckets, and the regional compilation that its guide recommends
-(https://huggingface.co/docs/accelerate/usage_guides/compilation).
+tuned: bf16, which its guide to CPUs turns on (https://huggingface.co/docs/accelerate/usage_guides/intel_cpu),
+gradients as views of DDP's buckets, and regional compilation, with the guide's `mode` and `dynamic`
+(https://huggingface.co/docs/accelerate/usage_guides/compilation: about as fast as compiling the whole, and
+the practical choice for training).
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ def main() -> None:
         quick = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
         more["kwargs_handlers"] = [quick]
     if work.compiled:
-        more["dynamo_plugin"] = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+        more["dynamo_plugin"] = TorchDynamoPlugin(
+            backend="inductor", mode="default", dynamic=False, use_regional_compilation=True
+        )
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if work.bf16 else "no", **more)
     model = work.build()
     optimizer = work.adamw(model.parameters())

@@ -1,10 +1,14 @@
 """DeepSpeed ZeRO-1 on its CPU accelerator, under torchrun.
 
 "same" in bf16 is its torch_autocast, which computes what the others do. tuned is its own bf16 (weights in
-bf16, master copies in fp32) and `engine.compile` (https://www.deepspeed.ai/docs/config-json/).
+bf16; master copies stay in fp32 unless asked: deepspeed/runtime/precision_config.py), `engine.compile`, and a
+core of its own for each rank, which its guide to CPUs recommends as `--bind_cores_to_rank`
+(https://www.deepspeed.ai/tutorials/accelerator-setup-guide/); here without its launcher.
 """
 
 from __future__ import annotations
+
+import os
 
 import deepspeed
 import torch
@@ -27,6 +31,10 @@ def main() -> None:
     if work.bf16:
         low = {"enabled": True, "dtype": "bfloat16"}
         config |= {"bf16": {"enabled": True}} if work.compiled else {"torch_autocast": low}
+    cores = sorted(os.sched_getaffinity(0))
+    if work.compiled and len(cores) >= world_size:
+        share = len(cores) // world_size
+        os.sched_setaffinity(0, cores[share * rank : share * (rank + 1)])
     model = work.build()
     optimizer = work.adamw(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

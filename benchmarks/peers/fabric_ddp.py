@@ -1,7 +1,7 @@
 """Lightning Fabric under torchrun.
 
-tuned: bf16-mixed, gradients as views of DDP's buckets, torch.compile before `setup`
-(https://lightning.ai/docs/fabric/stable/advanced/compile.html).
+tuned: bf16-mixed, gradients as views of DDP's buckets, and torch.compile before `setup`, as its page says
+(https://lightning.ai/docs/fabric/stable/advanced/compile.html); `setup` then compiles what DDP has wrapped.
 """
 
 from __future__ import annotations

@@ -32,7 +32,42 @@ def against_best(
 
     rows = [row(name, OURS, ranked[0], goal)]
     rows += [row(f"{name}, against {peer}", OURS, peer, None) for peer in ranked[1:]]
-    return [*rows, row(f"control: {name}", CONTROL, PEER, None)]
+    controlled = found[0].keys() >= {CONTROL, PEER}
+    return [*rows, row(f"control: {name}", CONTROL, PEER, None)] if controlled else rows
+
+
+def to_loss(
+    work: str, found: list[measure.Round], needed: dict[str, float | None], target: float, steps: int
+) -> list[dict[str, Any]]:
+    """Seconds to a validation loss that was fixed beforehand: the steps that a side `needed` (None: it was
+    not there after `steps`) times its seconds for a step in each round. A side that was not there has a row
+    with the reason and no figure; without ours, or without any peer's, the goal is not met."""
+    name = f"seconds to a loss of {target}"
+    there = {side: number for side, number in needed.items() if number is not None}
+    timed = [
+        {side: {"to_loss": one[side]["seconds"] * number} for side, number in there.items()} for one in found
+    ]
+    late = [side for side in needed if side not in there and side != CONTROL]
+    comparable = OURS in there and there.keys() - {OURS, CONTROL}
+    rows = (
+        against_best(work, name, "s", timed, "to_loss", goal=1.0, higher_is_better=False)
+        if comparable
+        else []
+    )
+    if OURS in there and not comparable:
+        mine = measure.alone(work, name, "s", [one[OURS]["to_loss"] for one in timed])
+        rows.append({**mine, "goal": 1.0, "met": False, "reason": "no peer reached it"})
+    for side in late:
+        goal = 1.0 if side == OURS else None
+        rows.append(
+            {
+                "work": work, "figure": name, "unit": "s", "higher_is_better": False, "side": side,
+                "ours": None, "ours_spread": None, "peer": None, "best_peer": None, "best_peer_spread": None,
+                "ratio": None, "ratio_interval": None, "goal": goal, "met": None if goal is None else False,
+                "rounds": len(found), "reason": f"{side} did not reach it in {steps} steps",
+            }
+        )  # fmt: skip
+    return sorted(rows, key=lambda row: row["goal"] is None)
 
 
 def merge(rows: list[dict[str, Any]], folder: Path, **settings: Any) -> Path:

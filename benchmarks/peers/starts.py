@@ -150,6 +150,7 @@ stages:
       optimizer: {{lr: 1e-3, schedule: constant, warmup_steps: 0, weight_decay: 0}}
       steps: 1000000
       strategy: ddp
+      precision: fp32
       checkpoint: {{every: 1000000 steps}}
     resources: {{workers_per_node: 2}}
 """

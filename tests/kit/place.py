@@ -94,6 +94,7 @@ class Place:
             "steps": STEPS,
             "strategy": "ddp",
             "deterministic": True,
+            "precision": "fp32",
             "max_restarts": 0,
             "checkpoint": {"every": "4 steps", "keep": 20},
             **changes,

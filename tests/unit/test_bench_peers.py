@@ -70,3 +70,19 @@ def test_a_part_replaces_its_own_rows(tmp_path: Path):
     kept = {found["work"]: found for found in json.loads(path.read_text())["figures"]}
     assert (kept["a"]["ours"], kept["b"]["ours"]) == (2, 1)
     assert (kept["a"]["run"]["rounds"], kept["b"]["run"]["rounds"]) == (3, 1)
+
+
+def test_seconds_to_a_loss_that_was_fixed_beforehand():
+    found = [{side: {"seconds": 2.0} for side in ("mlpipe", "raw DDP", "Fabric", "raw DDP again")}] * 3
+    needed = {"mlpipe": 10.0, "raw DDP": 12.0, "Fabric": None, "raw DDP again": 12.0}
+    rows = results.to_loss("work", found, needed, 7.5, 38)
+    assert [(row["side"], row["ours"], row["best_peer"], row["ratio"], row["met"]) for row in rows] == [
+        ("mlpipe", 20, 24, pytest.approx(20 / 24), True), ("raw DDP again", 24, 24, 1, None),
+        ("Fabric", None, None, None, None),
+    ]  # fmt: skip
+    assert rows[-1]["reason"] == "Fabric did not reach it in 38 steps"
+    for missing in ({"mlpipe": None}, {"raw DDP": None, "raw DDP again": None}):
+        rows = results.to_loss("work", found, needed | missing, 7.5, 38)
+        (goal,) = [row for row in rows if row["goal"] is not None]
+        assert (goal["side"], goal["ratio"], goal["met"], rows[0]) == ("mlpipe", None, False, goal)
+        assert "reach" in goal["reason"]

@@ -66,14 +66,16 @@ def command(
             found = traced(plan)
             plan = plan_ahead(pipeline, name, url, run_id, traced=found)
         candidates = compare(pipeline, name, where, traced=found) if plan.train is not None else []
-        document: dict[str, Any] = {
-            "stage": name,
-            "kind": plan.kind,
-            "hardware": asdict(where),
-            "strategies": [asdict(each) for each in candidates],
-            "plan": asdict(plan),
-        }
-        lines = _lines(plan, candidates, where)
+        document: dict[str, Any] = {}
+        if session.json:
+            document = {
+                "stage": name,
+                "kind": plan.kind,
+                "hardware": asdict(where),
+                "strategies": [asdict(each) for each in candidates],
+                "plan": asdict(plan),
+            }
+        lines = _lines(pipeline, plan, candidates, where)
         if found is not None:
             document["model"] = found.words
             lines.append(
@@ -110,7 +112,7 @@ def _more(
     if explain and chosen is not None:
         from mlpipe.plan.explain import explanation
 
-        told = explanation(plan, chosen, candidates, hardware)
+        told = explanation(pipeline, plan, chosen, candidates, hardware)
         document["explanation"] = told
         lines += ["", *(f"  {line}" for line in told)]
     if nodes or budget_usd is not None or deadline:
@@ -137,17 +139,20 @@ def _name_hardware(spec: str, stage: str | None, path: str) -> tuple[str, ...]:
     return tuple(f"stages.{name}.resources.hardware={path}" for name in trains if stage in (None, name))
 
 
-def _lines(plan: Plan, candidates: list[Candidate], hardware: Hardware) -> list[str]:
-    if plan.train is not None:
+def _lines(pipeline: Pipeline, plan: Plan, candidates: list[Candidate], hardware: Hardware) -> list[str]:
+    spec = pipeline.stage(plan.stage).train
+    if plan.train is not None and spec is not None:
         from mlpipe.cli.plan_table import causes, chosen_of, table
+        from mlpipe.plan.candidates import precision_on
 
-        chosen = chosen_of(candidates, plan.train)
+        chosen, choice = chosen_of(candidates, plan.train), _choice(plan, plan.train)
+        choice.append("  {}: {}".format(*precision_on(spec, hardware)))
         if chosen is None:
-            return _choice(plan, plan.train)
+            return choice
         source = hardware.speed.calibrated or "catalogue; not calibrated"
         return [
             *table(candidates, chosen),
-            *_choice(plan, plan.train),
+            *choice,
             *causes(chosen),
             f"  figures of {hardware.name}: {source}",
         ]

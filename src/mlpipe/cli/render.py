@@ -3,7 +3,6 @@ cluster, no Jenkins and no store."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,6 +175,8 @@ def _write(files: dict[Path, str], stale: list[Path]) -> None:
 
 
 def _check(session: Session, out: Path, files: dict[Path, str], stale: list[Path]) -> int:
+    import difflib
+
     found: list[str] = []
     for path, text in files.items():
         old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

@@ -48,7 +48,7 @@ def stage_hardware(pipeline: Pipeline, stage_name: str, *, cluster: bool = False
     """What the stage runs on. What its resources leave open is on a `cluster` a pod's default, else what this
     machine has."""
     resources = _resources(pipeline, _stage(pipeline, stage_name))
-    return detect_hardware(pod_resources(resources) if cluster else resources)
+    return detect_hardware(pod_resources(resources) if cluster else resources, elsewhere=cluster)
 
 
 def _resources(pipeline: Pipeline, stage: Stage) -> Resources | None:
@@ -306,7 +306,7 @@ def _train_plan(
         raise PlanError(chosen.reason)
     config = _config(spec, known)
     every = parse_cadence(spec.checkpoint.every)
-    peak = hardware.peak_flops.get(spec.precision)
+    peak = hardware.peak_flops.get(chosen.precision)
     return TrainPlan(
         model=_model(spec, config, known),
         data=_data(spec, known),
@@ -324,7 +324,7 @@ def _train_plan(
         strategy=chosen.strategy,
         mesh=chosen.mesh,
         reason=reason,
-        precision=spec.precision,
+        precision=cast(Any, chosen.precision),
         activation_checkpointing=cast(Any, chosen.activation_checkpointing),
         compile=spec.compile,
         deterministic=spec.deterministic,
@@ -332,7 +332,7 @@ def _train_plan(
         hang_timeout_seconds=parse_seconds(spec.hang_timeout),
         num_flops_per_token=num_flops_per_token(config, spec.model.seq_len) if config else None,
         peak_flops=peak,
-        peak_name=f"{hardware.name} datasheet, dense {spec.precision}" if peak else "measured matmul peak",
+        peak_name=f"{hardware.name} datasheet, dense {chosen.precision}" if peak else "measured matmul peak",
         resume=resume,
         reduce_gradients=chosen.reduce_gradients,
         predicted=_predicted(chosen, hardware),

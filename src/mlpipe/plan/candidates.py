@@ -13,7 +13,7 @@ from mlpipe.plan.choose import Candidate, Pricer, Run, choose, meshes, micro_bat
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.memory import Work, activations_bytes, counts, logits_bytes, rebuilt_bytes
-from mlpipe.plan.plan import CHECKPOINTING, Mesh
+from mlpipe.plan.plan import CHECKPOINTING, Mesh, Precision
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import Job, Passes, passes, traced_passes
 from mlpipe.plan.traced import Traced
@@ -43,8 +43,9 @@ def enumerate_candidates(
             hint="make dp_replicate x dp_shard the number of workers",
         )
     peaks = hardware.speed.peak_flops
-    if spec.precision not in peaks:
-        raise PlanError(f"{hardware.name} has no {spec.precision}", hint="write precision: fp32")
+    precision, _ = precision_on(spec, hardware)
+    if precision not in peaks:
+        raise PlanError(f"{hardware.name} has no {precision}", hint="write precision: fp32")
     asked = None if spec.data.micro_batch == "auto" else spec.data.micro_batch
     sizes = micro_batches(global_batch(spec), hardware.world_size, asked)
     pricer = _pricer(spec, config, hardware) if config is not None else None
@@ -54,26 +55,42 @@ def enumerate_candidates(
         wanted = spec.strategy in ("auto", strategy)
         possible = [own] if own is not None and strategy == "hsdp" else meshes(strategy, hardware)
         if isinstance(possible, str):
-            found.append(
-                Candidate(strategy, None, None, modes[0], spec.precision, wanted, None, False, possible)
-            )
+            found.append(Candidate(strategy, None, None, modes[0], precision, wanted, None, False, possible))
             continue
         if pricer is None:
             reason = "the size of your own model is not known before it is built"
             found.append(
-                Candidate(
-                    strategy, possible[0], sizes[0], modes[0], spec.precision, wanted, None, True, reason
-                )
+                Candidate(strategy, possible[0], sizes[0], modes[0], precision, wanted, None, True, reason)
             )
             continue
         for mesh in possible:
-            for precision in peaks if every else (spec.precision,):
+            for each in peaks if every else (precision,):
                 for mode in CHECKPOINTING if every else modes:
-                    open_ = wanted and precision == spec.precision and mode in modes
+                    open_ = wanted and each == precision and mode in modes
                     found += [
-                        pricer.candidate(strategy, mesh, size, mode, precision, asked=open_) for size in sizes
+                        pricer.candidate(strategy, mesh, size, mode, each, asked=open_) for size in sizes
                     ]
     return found
+
+
+def precision_on(spec: Train, hardware: Hardware) -> tuple[Precision, str]:
+    """What `precision: auto` means there, or what the file says, and why: bf16 where the hardware computes it
+    natively. What must repeat to the bit follows from the file alone, not from the machine at hand."""
+    if spec.precision != "auto":
+        return spec.precision, "as asked"
+    peaks = hardware.speed.peak_flops
+    if "bf16" not in peaks:
+        return "fp32", f"{hardware.name} has no bf16"
+    if hardware.speed.kernels and "fp32" in peaks:
+        ratio = peaks["bf16"] / peaks["fp32"]
+        return "bf16" if ratio > 1 else "fp32", f"bf16 was measured at {ratio:.2g} times the speed of fp32"
+    if hardware.device == "cuda":
+        return "bf16", f"{hardware.name} computes it natively"
+    if hardware.native_bf16 is None:
+        return "fp32", "no bf16 instructions are known of this CPU"
+    if spec.deterministic:
+        return "fp32", "a deterministic run must not depend on what this CPU can do"
+    return "bf16", f"this CPU has {hardware.native_bf16}"
 
 
 def pick(spec: Train, config: Shape, hardware: Hardware, *, simplest: bool = False) -> tuple[Candidate, str]:

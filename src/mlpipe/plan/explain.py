@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.units import format_bytes
+from mlpipe.plan.candidates import precision_on
 from mlpipe.plan.choose import Candidate, smallest
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.plan.strategies import ORDER
+from mlpipe.spec.model import Pipeline
 
 _TILES = "NVIDIA, Matrix Multiplication Background User's Guide: full tiles want multiples of 64 bf16 values"
 _HEADS = "Dao, FlashAttention-2 (2023): kernels for heads of 64 and 128 channels; others are padded"
@@ -17,11 +19,11 @@ _FUSION = "torchtitan, benchmarks/llama3_h100_202412: 5,762 -> 6,667 tok/s of Ll
 
 
 def explanation(
-    plan: Plan, chosen: Candidate, candidates: Sequence[Candidate], hardware: Hardware
+    pipeline: Pipeline, plan: Plan, chosen: Candidate, candidates: Sequence[Candidate], hardware: Hardware
 ) -> list[str]:
     """One line a thought. `plan` trains, and `chosen` has its figures."""
-    train = plan.train
-    if train is None or chosen.memory is None or chosen.seconds is None:
+    train, spec = plan.train, pipeline.stage(plan.stage).train
+    if train is None or spec is None or chosen.memory is None or chosen.seconds is None:
         return [train.reason if train is not None else "nothing is trained here"]
     memory, seconds = chosen.memory, chosen.seconds
     told = [
@@ -35,6 +37,8 @@ def explanation(
         f"In all {chosen.reason} per worker, of which {format_bytes(memory.context)} are there before the "
         f"first tensor and {format_bytes(memory.slack)} are left to the allocator.",
     ]
+    precision, why = precision_on(spec, hardware)
+    told.append(f"Matmuls compute in {precision}: {why}. Weights, gradients, moments and the loss stay fp32.")
     bound = "computing" if seconds.compute >= seconds.communication else "communication"
     told.append(
         f"A step takes {seconds.total:.3g} s, {seconds.compute / seconds.total:.0%} of it computing and "

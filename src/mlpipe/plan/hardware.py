@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mlpipe.spec.model import Resources
 
 GIB = 2**30
+_CPUINFO = Path("/proc/cpuinfo")
 CATALOGUE = Path(__file__).with_name("catalogue.json")
 # For every rank that computes on a CPU. Tensors of 2 MiB and more lie in huge pages (which torch aligns and
 # advises) of their own, which go back when the tensor dies: a step of a 7M GPT takes a tenth less time than
@@ -74,7 +75,8 @@ GPUS, CPU_CORE = _read_catalogue()
 class Hardware:
     """`memory_bytes`: of one device; on CPU a worker's share of its node. `peak_flops`: dense, per device,
     by precision; a precision that is missing has no known peak (on CPU the worker measures it).
-    `price_usd_per_device_hour`: None where nobody said."""
+    `price_usd_per_device_hour`: None where nobody said. `native_bf16`: the instructions by which the CPU
+    multiplies bf16; None: it has none, or nobody knows the machine."""
 
     device: Literal["cpu", "cuda"]
     num_nodes: int
@@ -85,6 +87,7 @@ class Hardware:
     cpus_per_node: int
     speed: Speed = CPU_CORE
     price_usd_per_device_hour: float | None = None
+    native_bf16: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -95,10 +98,11 @@ class Hardware:
         return f"{nodes}{self.devices_per_node} x {self.name}"
 
 
-def detect_hardware(resources: Resources | None) -> Hardware:
+def detect_hardware(resources: Resources | None, *, elsewhere: bool = False) -> Hardware:
     """The hardware that `resources` ask for: GPUs by their name in the catalogue, changed or described by
     `resources.device`; CPUs by this machine's cores and memory (or its cgroup's) where the resources do not
-    say. Raises PlanError for an unknown GPU that is not described."""
+    say. `elsewhere`: it will run on another machine, so this one's processor says nothing. Raises PlanError
+    for an unknown GPU that is not described."""
     nodes = resources.nodes if resources else 1
     cpus = max(1, int(resources.cpus)) if resources and resources.cpus else _num_cpus()
     asked = resources.price_usd_per_gpu_hour if resources else None
@@ -136,7 +140,8 @@ def detect_hardware(resources: Resources | None) -> Hardware:
     speed = cpu_speed(cpus / workers)
     if measured is not None:
         speed = measured.speed(workers, speed)
-    return Hardware("cpu", nodes, workers, memory // workers, "CPU worker", {}, cpus, speed, asked)
+    bf16 = None if elsewhere else _native_bf16()
+    return Hardware("cpu", nodes, workers, memory // workers, "CPU worker", {}, cpus, speed, asked, bf16)
 
 
 def cpu_speed(num_cores: float) -> Speed:
@@ -181,6 +186,16 @@ def _gpu(resources: Resources) -> Gpu:
     # What a description leaves open is that of the slowest kind: a card on PCIe, nodes on shared Ethernet.
     slowest = replace(GPUS["T4"], bf16=None, price_usd_per_hour=None)
     return replace(slowest, **cast(dict[str, Any], given))
+
+
+def _native_bf16() -> str | None:
+    """Of Linux on x86, whose kernel lists what the processor can do; elsewhere nobody is asked."""
+    try:
+        with _CPUINFO.open() as lines:
+            flags = next((line for line in lines if line.startswith("flags")), "").split()
+    except OSError:
+        return None
+    return next((name for name in ("amx_bf16", "avx512_bf16") if name in flags), None)
 
 
 def _num_cpus() -> int:

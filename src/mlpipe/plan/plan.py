@@ -18,6 +18,7 @@ Strategy = Literal["single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 STRATEGIES: tuple[Strategy, ...] = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp")
 SHARDED: tuple[Strategy, ...] = ("zero2", "fsdp", "hsdp")  # a rank keeps its shard of weights and gradients
 Checkpointing = Literal["none", "selective", "full"]
+Precision = Literal["fp32", "bf16"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")  # by what is computed again
 
 
@@ -122,7 +123,7 @@ class TrainPlan:
     strategy: Strategy
     mesh: Mesh
     reason: str  # why this strategy, in a sentence
-    precision: Literal["fp32", "bf16"]
+    precision: Precision
     activation_checkpointing: Checkpointing
     compile: Literal["off", "block"]
     deterministic: bool

@@ -38,10 +38,8 @@ def _json(value: Any) -> Any:
 
 
 def _matches(pattern: str, what: str, hint: str) -> Callable[[str], str]:
-    compiled = re.compile(pattern)
-
     def check(text: str) -> str:
-        if compiled.fullmatch(text) is None:
+        if re.fullmatch(pattern, text) is None:  # compiled when it is needed first
             raise wrong(f"{text!r} is not {what}", hint)
         return text
 

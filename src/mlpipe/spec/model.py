@@ -204,8 +204,10 @@ class Train(Model):
     )
     strategy: Strategy = Field("auto", description="How to split the work; `auto`: the fastest that fits.")
     mesh: MeshSizes | None = Field(None, description="For `hsdp` only.")
-    precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Of the matmuls; weights, gradients and loss stay fp32."
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto",
+        description="Of the matmuls; weights, gradients and loss stay fp32. `auto`: bf16 where the hardware "
+        "computes it natively.",
     )
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
         "none",

@@ -3,7 +3,6 @@ beside those of types: whatever has the wrong shape here is somebody else's prob
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -41,6 +40,8 @@ def check(root: Node) -> list[Problem]:
 
 def closest(word: str, known: Sequence[str]) -> str:
     """`; did you mean ...` in words, or what is known."""
+    import difflib  # of mistakes only
+
     near = difflib.get_close_matches(word.lower()[:64], known, n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]!r}?"

@@ -122,6 +122,7 @@ def test_a_plan_says_what_it_was_calibrated_by_and_is_byte_stable(tmp_path: Path
         "calibrated with 2 ranks (a CPU) and by 1 run",
         "calibrated with 2 ranks (a CPU) and by 3 runs",
     ]
+    assert json.loads(made[0])["train"]["precision"] == "fp32"  # nobody measured bf16
     assert steps[1] == pytest.approx(2 * steps[0], rel=0.01)
     assert steps[2] == steps[1]  # the median: one odd run moves nothing
 

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import PRESETS
 from mlpipe.plan.build import build_plan, compare, stage_hardware
+from mlpipe.plan.candidates import precision_on
 from mlpipe.plan.choose import micro_batches
-from mlpipe.plan.hardware import CATALOGUE, CPU_ALLOCATOR, GIB, GPUS, Hardware, detect_hardware
+from mlpipe.plan.hardware import CATALOGUE, CPU_ALLOCATOR, CPU_CORE, GIB, GPUS, Hardware, detect_hardware
 from mlpipe.plan.plan import STRATEGIES, Mesh, Plan
+from mlpipe.plan.speed import KernelRates
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec.load import load_pipeline, load_pipeline_text
 from mlpipe.spec.model import Pipeline, Preset, Resources, Strategy
@@ -321,6 +323,54 @@ def test_hardware_from_resources() -> None:
     with pytest.raises(PlanError, match="unknown GPU 'H1OO'") as caught:
         detect_hardware(Resources(gpus_per_node=1, gpu="H1OO"))
     assert "H100-80GB" in str(caught.value.hint)
+
+
+RATES = KernelRates(1e11, ((1e6, 1.0),), 1e10, 1e10, 1e10)
+
+
+def _measured(bf16_flops: float) -> Hardware:
+    kernels = {"fp32": RATES, "bf16": dataclasses.replace(RATES, peak_flops=bf16_flops)}
+    peaks = {name: rates.peak_flops for name, rates in kernels.items()}
+    return dataclasses.replace(cpu(), speed=dataclasses.replace(CPU_CORE, kernels=kernels, peak_flops=peaks))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "precision", "reason"),
+    [
+        (cpu(), "fp32", "no bf16 instructions are known of this CPU"),
+        (dataclasses.replace(cpu(), native_bf16="amx_bf16"), "bf16", "this CPU has amx_bf16"),
+        (_measured(2e11), "bf16", "bf16 was measured at 2 times the speed of fp32"),
+        (_measured(5e10), "fp32", "bf16 was measured at 0.5 times the speed of fp32"),
+        (detect_hardware(Resources(gpus_per_node=8, gpu="H200")), "bf16", "H200 computes it natively"),
+        (detect_hardware(Resources(gpus_per_node=8, gpu="T4")), "fp32", "T4 has no bf16"),
+    ],
+)  # fmt: skip
+def test_precision_is_what_the_hardware_computes_natively(
+    hardware: Hardware, precision: str, reason: str
+) -> None:
+    spec = quickstart("train.data.batch_size=16").stage("train").train
+    assert spec is not None
+    assert precision_on(spec, hardware) == (precision, reason)
+    assert train_of(quickstart("train.data.batch_size=16"), hardware).precision == precision
+    for asked in ("fp32", "bf16") if "bf16" in hardware.speed.peak_flops else ("fp32",):
+        pipeline = quickstart("train.data.batch_size=16", f"train.precision={asked}")
+        assert train_of(pipeline, hardware).precision == asked
+
+
+def test_what_this_machine_can_do_decides_neither_elsewhere_nor_where_repeats_must_be_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text("processor : 0\nflags\t\t: fpu avx512f avx512_bf16\n\nprocessor : 1\n")
+    monkeypatch.setattr("mlpipe.plan.hardware._CPUINFO", tmp_path / "cpuinfo")
+    here, there = (stage_hardware(quickstart(), "train", cluster=cluster) for cluster in (False, True))
+    assert train_of(quickstart(), here).precision == "bf16"
+    assert train_of(quickstart(), there).precision == "fp32"
+    assert train_of(quickstart("train.deterministic=true"), here).precision == "fp32"
+    assert plan_of(quickstart(), "evaluate", here).evaluate.train.precision == "bf16"  # type: ignore[union-attr]
+    (tmp_path / "cpuinfo").write_text("flags : fpu avx512f\n")
+    assert train_of(quickstart(), stage_hardware(quickstart(), "train")).precision == "fp32"
+    (tmp_path / "cpuinfo").unlink()
+    assert detect_hardware(None).native_bf16 is None
 
 
 def test_no_bf16_where_the_card_has_none() -> None:
