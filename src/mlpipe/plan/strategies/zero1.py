@@ -22,11 +22,14 @@ def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
     whole = ddp.memory(counts, work, mesh)
     share = counts.share(mesh.world_size)
     gathered = WEIGHT_BYTES * share * mesh.world_size
-    copied = work.gloo_bytes(min(gathered, _BUCKET_BYTES))
+    # gloo gathers into one flat tensor more, when the activations are gone
+    copied = max(0, min(gathered, _BUCKET_BYTES) - work.held - work.logits) if work.gloo else 0
+    moments = ADAM_BYTES // WEIGHT_BYTES
     return dataclasses.replace(
         whole,
         optimizer=ADAM_BYTES * share,
         buffers=whole.buffers + gathered + WEIGHT_BYTES * share + copied,
+        small=whole.small - moments * (counts.small(1) - counts.small(mesh.world_size)),
     )
 
 
