@@ -83,30 +83,32 @@ def traffic(passes: Passes, wire: Wire, mesh: Mesh, *, reshard: bool) -> float:
     are reduced over the copies of hsdp. One block's transfers run beside the computing of its neighbour (Zhao
     et al., PyTorch FSDP, 2023); the first gathering and the last reduction have no neighbour. What was
     gathered is copied out of its buffer, and what will be scattered into one, in the stream that computes
-    (torch, _fsdp_collectives.py)."""
+    (torch, _fsdp_collectives.py); a calibration of a CPU has measured these copies with the transfers."""
+    speed = wire.hardware.speed
     shard, copies = mesh.dp_shard, mesh.dp_replicate
     block, outside = passes.block_params, passes.outside_params
 
     def reduction(num_params: int, number: int) -> float:
         last, scattered, summed = number == passes.accumulation - 1, 0.0, 0.0
         if last or passes.reduce_every:
-            scattered = wire.all_gather(GRADIENT_BYTES * num_params, shard)
+            scattered = wire.scatter(GRADIENT_BYTES * num_params, shard)
         if last:
             summed = wire.all_reduce(GRADIENT_BYTES * num_params / shard, copies, stride=shard)
         return scattered + summed
 
-    def copies_of(num_params: int, width: int) -> float:
-        return copy_seconds(2 * width * num_params, wire.hardware) if shard > 1 else 0.0
+    def copies_of(num_bytes: int, measured: float) -> float:
+        return copy_seconds(2 * num_bytes, wire.hardware) if shard > 1 and not measured else 0.0
 
     gathers = 2 * passes.accumulation if reshard else 1
-    total = gathers * (passes.num_blocks * copies_of(block, passes.width) + copies_of(outside, WEIGHT_BYTES))
+    gathered = passes.width * passes.num_blocks * block + WEIGHT_BYTES * outside
+    total = gathers * copies_of(gathered, speed.gather_bytes_per_second)
     reductions = passes.accumulation if passes.reduce_every else 1
-    total += reductions * copies_of(passes.num_params, GRADIENT_BYTES)
+    total += reductions * copies_of(GRADIENT_BYTES * passes.num_params, speed.scatter_bytes_per_second)
     for number in range(passes.accumulation):
         gather, first = 0.0, 0.0
         if reshard or number == 0:
-            gather = wire.all_gather(passes.width * block, shard)
-            first = wire.all_gather(WEIGHT_BYTES * outside, shard)
+            gather = wire.gather(passes.width * block, shard)
+            first = wire.gather(WEIGHT_BYTES * outside, shard)
         backward = reduction(block, number) + (gather if reshard else 0.0)
         if passes.overlap:
             total += first + gather + (passes.num_blocks - 1) * max(0.0, gather - passes.forward_block)

@@ -36,7 +36,9 @@ def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
 def exposed(passes: Passes, wire: Wire, mesh: Mesh) -> float:
     """DDP's, and the gathering of the updated slices, which nothing hides: packed, sent and unpacked."""
     num_bytes = WEIGHT_BYTES * passes.num_params
-    gathered = wire.all_gather(num_bytes, mesh.data_ranks) + copy_seconds(2 * num_bytes, wire.hardware)
+    gathered = wire.gather(num_bytes, mesh.data_ranks)
+    if not wire.hardware.speed.gather_bytes_per_second:
+        gathered += copy_seconds(2 * num_bytes, wire.hardware)
     return ddp.exposed(passes, wire, mesh) + gathered
 
 
