@@ -106,8 +106,8 @@ class Bench:
         grad = torch.randn_like(q)
 
         def work() -> None:
-            heads = (x.transpose(1, 2) for x in (q, k, v))
-            y = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+            qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))
+            y = F.scaled_dot_product_attention(qh, kh, vh, is_causal=True, enable_gqa=True)
             torch.autograd.grad(y.transpose(1, 2), (q, k, v), grad)
 
         flops = 2.0 * self.batch * config.num_heads * config.head_dim * self.seq_len**2
