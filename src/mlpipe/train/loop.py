@@ -237,7 +237,7 @@ class Loop:
         position.samples += plan.global_batch
         self.checkpointer.poll()
         busy += ended - updating
-        more = {"lr": lr, "checkpoint_seconds": stalled}
+        more = {"time": time.time(), "lr": lr, "checkpoint_seconds": stalled}  # before `rates` measures
         self.record_step(number, ended - began, busy, spent, loss=loss, grad_norm=grad_norm, **more)
         if stop:
             session.recorder.write("signal", step=number, signal="SIGTERM")
@@ -254,7 +254,6 @@ class Loop:
         tokens = self.plan.global_batch // self.plan.mesh.data_ranks * self.plan.model.seq_len
         self.session.recorder.write(
             "step",
-            time=time.time(),  # of its end, not of what `rates` measures after the first one
             step=step,
             tokens=tokens,
             seconds=seconds,
