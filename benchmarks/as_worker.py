@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -11,9 +10,6 @@ from mlpipe.train import loop, worker
 
 
 def run(train: Callable[..., Any]) -> NoReturn:
-    """As `python -m mlpipe.train.worker`; ends the process at once, whatever threads still run."""
+    """As `python -m mlpipe.train.worker`."""
     loop.train = train
-    code = worker.main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    sys.exit(worker.main())

@@ -245,7 +245,8 @@ def descendants(root: int) -> list[int]:
 def rank_1(root: int) -> int:
     for pid in descendants(root):
         with contextlib.suppress(OSError):
-            if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+            environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+            if b"\0RANK=1\0" in environment or Path(f"/proc/{pid}/comm").read_text() == "rank 1\n":
                 return pid
     raise RuntimeError("there is no rank 1")
 

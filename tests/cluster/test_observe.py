@@ -104,7 +104,7 @@ def test_every_query_has_data_and_a_killed_worker_raises_its_alert(place, tmp_pa
         assert {labels["namespace"] for labels in told.values()} == {place.namespace}
         assert server.firing(RUN) == {}
 
-        victim = next(pid for pid, _, env in ranks(RUN) if env["RANK"] == "1")
+        victim = next(pid for pid, rank, _, _ in ranks(RUN) if rank == 1)
         os.kill(victim, signal.SIGKILL)
         place.until("an alert about the run", lambda: server.firing(RUN))
         assert set(server.firing(RUN)) == {"MlpipeJobFailed"}

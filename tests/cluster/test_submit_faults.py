@@ -64,7 +64,7 @@ def test_what_a_pod_dies_of_restarts_the_gang_and_only_a_crash_counts(place, hol
 
     def of_restart(run_id: str, times: int) -> int | None:
         wanted = str(times)
-        return next((pid for pid, _, env in ranks(run_id) if env["MLPIPE_GANG_RESTART"] == wanted), None)
+        return next((pid for pid, _, _, env in ranks(run_id) if env["MLPIPE_GANG_RESTART"] == wanted), None)
 
     def restarted(times: int) -> None:
         """It trains again."""

@@ -38,7 +38,7 @@ def command_of(pid: int) -> str:
 
 
 def torchrun_of(process: subprocess.Popen[bytes]) -> int | None:
-    return next((pid for pid in children(process.pid) if "torch.distributed.run" in command_of(pid)), None)
+    return next((pid for pid in children(process.pid) if "mlpipe.train.torchrun" in command_of(pid)), None)
 
 
 def worker_of(scratch: Path, rank: int) -> int | None:

@@ -87,22 +87,23 @@ def workers_of(run_id: str, count: int) -> dict[int, tuple[list[str], dict[str, 
     """argv and environment by rank, of the rank processes of a run on this machine, in a pod or not."""
 
     def seen() -> dict[int, tuple[list[str], dict[str, str]]]:
-        found = {int(env["RANK"]): (argv, env) for _, argv, env in ranks(run_id)}
+        found = {rank: (argv, env) for _, rank, argv, env in ranks(run_id)}
         return found if len(found) == count else {}
 
     return until(seen, f"{count} workers of {run_id}", 240)
 
 
-def ranks(run_id: str) -> list[tuple[int, list[str], dict[str, str]]]:
-    """pid, argv and environment of each that is alive."""
+def ranks(run_id: str) -> list[tuple[int, int, list[str], dict[str, str]]]:
+    """pid, rank, argv and environment (less torchrun's own variables) of each that is alive."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             argv = (path / "cmdline").read_text().split("\0")[:-1]
             lines = (path / "environ").read_text().split("\0")
+            name = (path / "comm").read_text().strip()
         except OSError:
             continue
         env = dict(line.split("=", 1) for line in lines if "=" in line)
-        if WORKER in argv and env.get("MLPIPE_RUN_ID") == run_id and "LOCAL_RANK" in env:
-            found.append((int(path.name), argv, env))
+        if WORKER in argv and env.get("MLPIPE_RUN_ID") == run_id and name.startswith("rank "):
+            found.append((int(path.name), int(name.removeprefix("rank ")), argv, env))
     return found

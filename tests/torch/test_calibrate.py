@@ -29,7 +29,12 @@ def test_every_figure_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert max(share for _, share in rates.matmul_points) == 1.0
         assert 1e8 < rates.attention_flops < 1e15
         assert 1e8 < rates.peak_flops < 1e15
-    alone = {"link_bytes_per_second", "collective_seconds"}
+    alone = {
+        "link_bytes_per_second",
+        "collective_seconds",
+        "gather_bytes_per_second",
+        "scatter_bytes_per_second",
+    }
     for name, value in asdict(found).items():
         assert name == "kernels" or (value == 0) == (name in alone), name
     assert not list((tmp_path / "store").rglob("*.part*"))

@@ -12,7 +12,15 @@ from mlpipe._core.units import parse_cadence
 from mlpipe.plan.choose import Candidate, Pricer, Run, choose, meshes, micro_batches, smallest
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.memory import Work, activations_bytes, counts, logits_bytes, rebuilt_bytes
+from mlpipe.plan.memory import (
+    HEAP_BYTES,
+    Work,
+    activations_bytes,
+    counts,
+    logits_bytes,
+    rebuilt_bytes,
+    small_bytes,
+)
 from mlpipe.plan.plan import CHECKPOINTING, Mesh, Precision
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import Job, Passes, passes, traced_passes
@@ -144,8 +152,10 @@ def flops_per_token(spec: Train, config: LlamaConfig | Traced) -> float:
 def _traced_work(
     traced: Traced, share: int, device: str, micro_batch: int, checkpointing: str, precision: str
 ) -> Work:
-    held = micro_batch * traced.one(precision, checkpointing).sample_bytes
-    return Work(precision, held, 0, share // micro_batch, gloo=device == "cpu")
+    found = traced.one(precision, checkpointing)
+    held = micro_batch * found.sample_bytes
+    small = held if held < HEAP_BYTES * found.forward.num_kernels else 0  # by the average
+    return Work(precision, held, 0, share // micro_batch, gloo=device == "cpu", small=small)
 
 
 def _traced_passes(
@@ -186,6 +196,7 @@ def _work(
         share // micro_batch,
         rebuilt=rebuilt_bytes(config, **same, checkpointing=checkpointing),
         gloo=device == "cpu",
+        small=small_bytes(config, **same, checkpointing=checkpointing),
     )
 
 

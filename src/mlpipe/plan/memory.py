@@ -12,6 +12,10 @@ from dataclasses import dataclass, replace
 from mlpipe._core.presets import LlamaConfig
 
 GIB = 2**30
+# On a CPU what is smaller than the allocator's threshold (plan/hardware.py) lies in a heap, whose holes are
+# not given back, and which a tensor of the same size, aligned anew, seldom fits: as much again, of the small
+# ones, as 0.2 (one rank) to 0.5 (fsdp) in the configurations of benchmarks/planner.
+HEAP_BYTES, _HOLES = 2 * 2**20, 0.4
 WEIGHT_BYTES = 4
 GRADIENT_BYTES = 4
 ADAM_BYTES = 8
@@ -33,12 +37,18 @@ class Counts:
         does, and FSDP2 and zero1 with it."""
         return sum(-(-rows // num_ranks) * width * many for rows, width, many in self.tensors)
 
+    def small(self, num_ranks: int, width: int = WEIGHT_BYTES) -> int:
+        """Bytes of the share, in tensors of `width` bytes a parameter, that a CPU's heap holds."""
+        shares = [(width * -(-rows // num_ranks) * columns, many) for rows, columns, many in self.tensors]
+        return sum(size * many for size, many in shares if size < HEAP_BYTES)
+
 
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes on one rank at the peak of a step. `buffers`: copies and communication. `context`: what the
-    process holds before the first tensor. `slack`: what the allocator cannot use. `reused`: gradients that
-    come to life as activations die, so that the peak has the larger of both; subtracted."""
+    process holds before the first tensor. `slack`: what the allocator cannot use. `reused`: what is not alive
+    at the same time, as gradients that come to life when activations die; subtracted. `small`: of all these,
+    what a CPU's heap holds."""
 
     parameters: int
     gradients: int
@@ -49,6 +59,7 @@ class MemoryEstimate:
     context: int = 0
     slack: int = 0
     reused: int = 0
+    small: int = 0
 
     @property
     def tensors(self) -> int:
@@ -62,13 +73,12 @@ class MemoryEstimate:
     def on(self, device: str, world_size: int) -> MemoryEstimate:
         """With what a process has besides. On CUDA kernels and cuBLAS workspaces 1 GiB, NCCL 1.5 GiB, and
         8 % that fragmentation keeps from use. On CPU 0.4 GiB that the kernel cannot take back (the resident
-        set of torch 2.15 shows 0.3 GiB of library pages more) and 15 % for malloc, which gives little back
-        (the first rows of benchmarks/planner.py needed 12 to 24 %)."""
+        set of torch 2.15 shows 0.3 GiB of library pages more) and the holes of the heap."""
         if device == "cuda":
-            context, slack = GIB + (3 * GIB // 2 if world_size > 1 else 0), 0.08
+            context, slack = GIB + (3 * GIB // 2 if world_size > 1 else 0), 0.08 * self.tensors
         else:
-            context, slack = 2 * GIB // 5, 0.15
-        return replace(self, context=context, slack=int(slack * self.tensors))
+            context, slack = 2 * GIB // 5, _HOLES * self.small
+        return replace(self, context=context, slack=int(slack))
 
     def scaled(self, ratio: float) -> MemoryEstimate:
         """By what finished runs needed; the difference counts as slack, which may so become negative."""
@@ -80,7 +90,7 @@ class Work:
     """What one rank does in a step, whatever the strategy: bytes held for the backward pass of one
     microbatch, and how many microbatches. `reduce_every`: see `TrainPlan.reduce_gradients`. `rebuilt`: what
     recomputation brings back at a time, when the logits are gone: the peak has the larger of both. `gloo`:
-    the collectives are gloo's, see `gloo_bytes`."""
+    the collectives are gloo's, on CPU tensors. `small`: of the activations, what a CPU's heap holds."""
 
     precision: str
     activations: int
@@ -89,12 +99,7 @@ class Work:
     reduce_every: bool = False
     rebuilt: int = 0
     gloo: bool = False
-
-    def gloo_bytes(self, num_bytes: int) -> int:
-        """Of its copies, for a largest exchange of `num_bytes`: an all-gather's result lands in one flat
-        tensor more, and a reduce-scatter's input is cloned (torch, ProcessGroupGloo.cpp). Each of its two
-        threads has a malloc arena, which keeps what it once had."""
-        return 2 * num_bytes if self.gloo else 0
+    small: int = 0
 
     @property
     def held(self) -> int:
@@ -115,14 +120,18 @@ def activations_bytes(
     fused, the normalised input. Of a block: two norms; rotated q and k, v and the attention's output; gate,
     up, silu(gate) and their product. Checkpointing (see `train/parallel/activations.py`): `full` keeps each
     block's input; `selective` also attention and every second matmul (q, v, gate, down)."""
-    width = COMPUTE_BYTES[precision]
-    dim, kv_dim = config.dim, config.num_kv_heads * config.head_dim
-    norm, block = _saved(config, precision, device)
-    if checkpointing == "full":
-        block = 4 * dim
-    elif checkpointing == "selective":
-        block = 4 * dim + width * (2 * dim + kv_dim + config.ffn_dim) + width * dim
-    return num_tokens * (config.num_layers * block + norm)
+    norm, block = _saved(config, precision, device, checkpointing)
+    return num_tokens * (config.num_layers * sum(block) + sum(norm))
+
+
+def small_bytes(
+    config: LlamaConfig, *, num_tokens: int, precision: str, device: str, checkpointing: str
+) -> int:
+    """Of the activations, and of the block that is rebuilt, what lies in tensors that a CPU's heap holds."""
+    norm, block = _saved(config, precision, device, checkpointing)
+    again = _saved(config, precision, device, "none")[1] if checkpointing != "none" else []
+    each = [num_tokens * size for size in [*config.num_layers * block, *norm, *again]]
+    return sum(size for size in each if size < HEAP_BYTES)
 
 
 def rebuilt_bytes(
@@ -130,18 +139,25 @@ def rebuilt_bytes(
 ) -> int:
     """One block as its backward pass finds it, and the most that this makes beside it: at the product of the
     MLP, whose two factors' gradients are new while what came in has not been freed, and the residual
-    stream's."""
+    stream's. Without recomputation only these, and on a GPU, whose logits are larger, not even these."""
+    new = 2 * COMPUTE_BYTES[precision] * config.ffn_dim + 4 * config.dim
     if checkpointing == "none":
-        return 0
-    _, block = _saved(config, precision, device)
-    return num_tokens * (block + 2 * COMPUTE_BYTES[precision] * config.ffn_dim + 4 * config.dim)
+        return num_tokens * new if device == "cpu" else 0
+    return num_tokens * (sum(_saved(config, precision, device, "none")[1]) + new)
 
 
-def _saved(config: LlamaConfig, precision: str, device: str) -> tuple[int, int]:
-    """Bytes a token of a norm, and of a block."""
-    width, dim, kv_dim = COMPUTE_BYTES[precision], config.dim, config.num_kv_heads * config.head_dim
-    norm = (4 + width + (4 if device == "cpu" else 0)) * dim
-    return norm, 2 * norm + width * (2 * dim + 2 * kv_dim) + width * 4 * config.ffn_dim
+def _saved(
+    config: LlamaConfig, precision: str, device: str, checkpointing: str
+) -> tuple[list[int], list[int]]:
+    """Bytes a token of each tensor of a norm, and of a block."""
+    width, dim, ffn = COMPUTE_BYTES[precision], config.dim, config.ffn_dim
+    kv_dim = config.num_kv_heads * config.head_dim
+    norm = [4 * dim, width * dim] + ([4 * dim] if device == "cpu" else [])
+    if checkpointing == "full":
+        return norm, [4 * dim]
+    if checkpointing == "selective":
+        return norm, [4 * dim, *3 * [width * dim], width * kv_dim, width * ffn]
+    return norm, [*2 * norm, *2 * [width * dim], *2 * [width * kv_dim], *4 * [width * ffn]]
 
 
 def logits_bytes(config: LlamaConfig, *, num_tokens: int, precision: str, device: str) -> int:

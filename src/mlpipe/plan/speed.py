@@ -39,8 +39,9 @@ class Speed:
     """What the time model knows of a device. Bandwidths in one direction: `link` to the others of its node,
     `network` to those of other nodes, which one device alone can use. `achievable_ratio`: of the peak, by
     the best matmul. A calibration adds `kernels` by precision, `kernel_seconds` and `collective_seconds`,
-    what an operator and a collective cost beside their bytes, the store's bandwidth, and by how much finished
-    runs differed from their predictions; `calibrated` says so in words."""
+    what an operator and a collective cost beside their bytes, the store's bandwidth, those of FSDP2's
+    gathering and scattering (see `Measured`), and by how much finished runs differed from their predictions;
+    `calibrated` says so in words."""
 
     peak_flops: dict[str, float]
     achievable_ratio: float
@@ -52,6 +53,8 @@ class Speed:
     kernel_seconds: float = 0.0
     collective_seconds: float = 0.0
     store_bytes_per_second: float | None = None
+    gather_bytes_per_second: float = 0.0
+    scatter_bytes_per_second: float = 0.0
     time_ratio: float = 1.0
     memory_ratio: float = 1.0
     calibrated: str | None = None
@@ -73,6 +76,8 @@ class Measured:
     link_bytes_per_second: float  # 0 with one rank
     collective_seconds: float
     store_bytes_per_second: float
+    gather_bytes_per_second: float = 0.0  # of the whole, with FSDP2's copies; 0 with one rank and on a GPU
+    scatter_bytes_per_second: float = 0.0
 
 
 def traffic_block(dim: int, kv_dim: int, ffn: int) -> int:

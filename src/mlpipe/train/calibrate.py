@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -33,6 +32,7 @@ _SHAPES = ((1024, 1024, 1024), (4096, 2048, 2048), (8192, 4096, 4096), (8192, 40
 _BLOCK_CPU = LlamaConfig(4096, 256, 1, 4, 2, 704, 1024, 1e4, 1e-5, True)
 _BLOCK = LlamaConfig(32_768, 2048, 1, 16, 8, 5632, 2048, 1e4, 1e-5, True)
 _COLLECTIVE_BYTES = 16 * 2**20
+_SHARDED = (2**18, 2**17, 2**17, 2**18, 2**19, 2**19, 2**19)  # numbers of q, k, v, o, gate, up, down: 9 MiB
 _STORE_BYTES = 16 * 2**20
 
 
@@ -79,25 +79,38 @@ class Bench:
     def kernels(self, dtype: torch.dtype) -> KernelRates:
         points = []
         for tokens, inner, outer in _SHAPES_CPU if self.on_cpu else _SHAPES:
-            left = torch.randn(tokens, inner, device=self.device, dtype=dtype)
-            right = torch.randn(outer, inner, device=self.device, dtype=dtype)
             flops = 2.0 * tokens * inner * outer
-            points.append((flops, flops / self.seconds(partial(F.linear, left, right))))
+            points.append((flops, 3 * flops / self.seconds(self._linear(dtype, tokens, inner, outer))))
         peak = max(rate for _, rate in points)
         attention = self._attention(dtype)
         shares = tuple((flops, rate / peak) for flops, rate in points)
         rates = KernelRates(peak, shares, attention, 1.0, 1.0)
         return KernelRates(peak, shares, attention, self._stream(dtype, rates), self._loss(dtype))
 
+    def _linear(self, dtype: torch.dtype, tokens: int, inner: int, outer: int) -> Callable[[], object]:
+        """Forward and backward: a CPU's matmuls are slower where an operand lies across."""
+        left = torch.randn(tokens, inner, device=self.device, dtype=dtype, requires_grad=True)
+        right = torch.randn(outer, inner, device=self.device, dtype=dtype, requires_grad=True)
+        grad = torch.randn(tokens, outer, device=self.device, dtype=dtype)
+        return lambda: torch.autograd.grad(F.linear(left, right), (left, right), grad)
+
     def _attention(self, dtype: torch.dtype) -> float:
-        """FLOPs a second of the causal half, forward and backward (2.5 times the forward)."""
-        shape = (self.batch, self.config.num_heads, self.seq_len, self.config.head_dim)
-        q, k, v = (torch.randn(shape, device=self.device, dtype=dtype, requires_grad=True) for _ in range(3))
+        """FLOPs a second of the causal half, forward and backward (2.5 times the forward), as a block of ours
+        calls it."""
+        config = self.config
+        heads_of = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        shapes = [(self.batch, self.seq_len, heads, config.head_dim) for heads in heads_of]
+        q, k, v = (
+            torch.randn(shape, device=self.device, dtype=dtype, requires_grad=True) for shape in shapes
+        )
+        grad = torch.randn_like(q)
 
         def work() -> None:
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+            qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))
+            y = F.scaled_dot_product_attention(qh, kh, vh, is_causal=True, enable_gqa=True)
+            torch.autograd.grad(y.transpose(1, 2), (q, k, v), grad)
 
-        flops = 2.0 * self.batch * self.config.num_heads * self.config.head_dim * self.seq_len**2
+        flops = 2.0 * self.batch * config.num_heads * config.head_dim * self.seq_len**2
         return 3.5 * flops / self.seconds(work)
 
     def _stream(self, dtype: torch.dtype, rates: KernelRates) -> float:
@@ -192,6 +205,34 @@ class Bench:
         moved = 2 * (ranks - 1) / ranks * _COLLECTIVE_BYTES
         return moved / max(whole - call, 0.1 * whole), call / 2  # an all-reduce counts as two halves
 
+    def sharding(self) -> tuple[float, float]:
+        """Bytes a second of gathering a block's weights and of scattering its gradients as FSDP2 does on a
+        CPU, with all copies, into new memory: of a few MiB in tensors like a block's. On a GPU, where this
+        runs beside computing, 0."""
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        if ranks == 1 or not self.on_cpu:
+            return 0.0, 0.0
+        numbers = [size // ranks for size in _SHARDED]
+        shards = [torch.randn(number) for number in numbers]
+        grads = [torch.randn(ranks, number) for number in numbers]
+        share = sum(numbers)
+
+        def gather() -> None:
+            flat = torch.empty(ranks * share)
+            own = flat[rank * share :][:share]
+            torch._foreach_copy_(own.split(numbers), shards)
+            dist.all_gather_into_tensor(flat, own)
+            whole = [torch.empty(ranks, number) for number in numbers]
+            torch.split_with_sizes_copy(flat.view(ranks, -1), numbers, dim=1, out=whole)
+
+        def scatter() -> None:
+            flat = torch._chunk_cat(grads, 0, ranks).view(-1)
+            dist.reduce_scatter_tensor(torch.empty(share), flat, op=dist.ReduceOp.AVG)
+
+        num_bytes = 4 * ranks * share
+        each = [num_bytes / self.seconds(work, collective=True) for work in (gather, scatter)]
+        return each[0], each[1]
+
     def store(self, url: str) -> float:
         found, key = open_store(url), f"calibration/{uuid4().hex}"
         start = time.perf_counter()
@@ -204,6 +245,7 @@ class Bench:
 def measure(store_url: str) -> Measured:
     bench = Bench()
     link, call = bench.collective()
+    gathered, scattered = bench.sharding()
     return Measured(
         kernels={
             "fp32": bench.kernels(torch.float32),
@@ -215,6 +257,8 @@ def measure(store_url: str) -> Measured:
         link_bytes_per_second=link,
         collective_seconds=call,
         store_bytes_per_second=bench.store(store_url) if dist.get_rank() == 0 else 0.0,
+        gather_bytes_per_second=gathered,
+        scatter_bytes_per_second=scattered,
     )
 
 

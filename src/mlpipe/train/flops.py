@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.plan import ModelPlan, TrainPlan
-from mlpipe.train.model import Batch, LossModule, load_entry
+from mlpipe.train.model import Batch, LossModule, construct, load_entry
 
 _SIDE_CPU, _SIDE = 1024, 8192  # of the matrices: a few, and about 1.5, milliseconds each
 
@@ -23,8 +23,7 @@ def count_flops_per_token(plan: ModelPlan, collated: Batch) -> float | None:
     the fused CPU kernel is not counted (torch 2.11 to 2.14).
     """
     try:
-        with torch.device("meta"):
-            model = load_entry(plan.build)(**plan.build.args)
+        model = construct(load_entry(plan.build), plan.build, torch.device("meta"))
         module = LossModule(model.to("meta"), "cpu", bf16=False)
         batch = {name: tensor.to("meta") for name, tensor in collated.items()}
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

@@ -31,7 +31,7 @@ from mlpipe.store.runs import append_event
 from mlpipe.train import outcome
 from mlpipe.train.logs import LogShipper
 from mlpipe.train.outcome import Outcome
-from mlpipe.train.stop import STOP_FILE, TORCHRUN_PID, any_alive, die_with_parent
+from mlpipe.train.stop import STOP_FILE, any_alive, die_with_parent
 
 _POLL_SECONDS = 0.1
 # A node whose peers are gone ends after the node that is to blame: whoever watches sees the cause first.
@@ -112,7 +112,6 @@ class Launcher:
                 stderr=subprocess.STDOUT,
                 preexec_fn=partial(die_with_parent, os.getpid()),  # before any thread exists here
             )
-        (self.scratch / TORCHRUN_PID).write_text(str(process.pid))
         shipper = LogShipper(
             self.store,
             self.plan.attempt_key,
@@ -257,7 +256,7 @@ class Launcher:
 def torchrun_argv(plan: Plan, log_dir: Path, node: Node) -> list[str]:
     """The command line of torchrun on `node`."""
     launch = plan.launch
-    argv = [sys.executable, "-m", "torch.distributed.run" if node.index == 0 else "mlpipe.train.rendezvous"]
+    argv = [sys.executable, "-m", "mlpipe.train.torchrun"]
     argv += ["--nnodes", str(launch.num_nodes), "--nproc-per-node", str(launch.nproc_per_node)]
     argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", node.rendezvous, "--rdzv-id", plan.run_id]
     if launch.num_nodes == 1:

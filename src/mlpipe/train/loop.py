@@ -237,7 +237,7 @@ class Loop:
         position.samples += plan.global_batch
         self.checkpointer.poll()
         busy += ended - updating
-        more = {"lr": lr, "checkpoint_seconds": stalled}
+        more = {"time": time.time(), "lr": lr, "checkpoint_seconds": stalled}  # before `rates` measures
         self.record_step(number, ended - began, busy, spent, loss=loss, grad_norm=grad_norm, **more)
         if stop:
             session.recorder.write("signal", step=number, signal="SIGTERM")

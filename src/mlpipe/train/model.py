@@ -59,11 +59,11 @@ class BuiltModel:
 def build_model(plan: ModelPlan, *, seed: int, device_type: str, bf16: bool) -> BuiltModel:
     """Raises TrainError(kind="input") that names what of the contract the model does not keep."""
     build = load_entry(plan.build)
-    model = _construct(build, plan.build, torch.device("meta"))
+    model = construct(build, plan.build, torch.device("meta"))
     on_meta = hasattr(model, "init_weights")
     if not on_meta:
         torch.manual_seed(seed)
-        model = _construct(build, plan.build, torch.device("cpu"))
+        model = construct(build, plan.build, torch.device("cpu"))
     if not hasattr(model, "loss"):
         _check_forward(model, plan.build.entry)
     blocks = find_blocks(model, plan.blocks, plan.build.entry)
@@ -113,7 +113,8 @@ def load_entry(entry: Entry) -> Callable[..., Any]:
     return function
 
 
-def _construct(build: Callable[..., Any], entry: Entry, device: torch.device) -> nn.Module:
+def construct(build: Callable[..., Any], entry: Entry, device: torch.device) -> nn.Module:
+    """Raises TrainError(kind="input") that names what went wrong in the user's function."""
     with device, _NoFill():
         try:
             model = build(**entry.args)

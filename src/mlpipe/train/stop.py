@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 
 STOP_FILE = "stop"
-TORCHRUN_PID = "torchrun"  # the launcher writes it
 _POLL_SECONDS = 0.2
 _PR_SET_PDEATHSIG = 1
 

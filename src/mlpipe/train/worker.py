@@ -1,5 +1,6 @@
-"""`python -m mlpipe.train.worker`: one rank, started by torchrun. Sets the process up, runs the stage,
-and says how it ended. MLPIPE_PLAN names the plan.json, MLPIPE_SCRATCH a folder shared with the launcher.
+"""`python -m mlpipe.train.worker`: one rank, started by torchrun (see `torchrun.py`). Sets the process up,
+runs the stage, and says how it ended. MLPIPE_PLAN names the plan.json, MLPIPE_SCRATCH a folder shared with
+the launcher.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from pathlib import Path
 
 from mlpipe._core.errors import EXIT_CODES, MlpipeError
 from mlpipe.plan.plan import Plan
-from mlpipe.train import outcome, without_dynamo
-from mlpipe.train.stop import TORCHRUN_PID, Stop, die_with_parent, leave
+from mlpipe.train import outcome
+from mlpipe.train.stop import Stop, leave
 from mlpipe.train.watchdog import Watchdog
 
 # What a restart would only repeat.
@@ -49,7 +50,6 @@ class Place:
 def main() -> int:
     began = time.time()
     scratch = Path(os.environ["MLPIPE_SCRATCH"])
-    die_with_parent(int((scratch / TORCHRUN_PID).read_text()))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     plan = Plan.from_json(Path(os.environ["MLPIPE_PLAN"]).read_bytes())
     place = Place.from_environment()
@@ -70,8 +70,7 @@ def main() -> int:
     if plan.launch.num_nodes > 1:
         stop.leave_until(met)
     try:
-        # torch is imported late: a signal during its 2 s finds its handlers in place
-        without_dynamo.install()
+        # after the handlers of signals: where nothing was preloaded, importing torch takes 2 s
         from mlpipe.train.session import Session
 
         session = Session(plan, place, stop, watchdog, began)
@@ -107,8 +106,4 @@ def _lost_peer(error: Exception) -> bool:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: at interpreter shutdown torch waits for threads of process groups whose peers are gone.
-    os._exit(code)
+    sys.exit(main())

@@ -14,7 +14,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import PRESETS
 from mlpipe.plan.build import compare, scale_stage, stage_hardware
 from mlpipe.plan.choose import Candidate, choose, rank, verdict
-from mlpipe.plan.hardware import GIB, GPUS, Hardware
+from mlpipe.plan.hardware import CPU_CORE, GIB, GPUS, Hardware
 from mlpipe.plan.memory import Work, counts
 from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.scaling import parse_nodes, within
@@ -115,7 +115,7 @@ def test_units_of_time_and_cost_agree() -> None:
     memory = best.memory
     assert memory is not None
     parts = dataclasses.asdict(memory)
-    assert memory.total == sum(parts.values()) - 2 * parts["reused"]
+    assert memory.total == sum(parts.values()) - 2 * parts["reused"] - parts["small"]
     unpriced = compare(llm(), "train", dataclasses.replace(gpus(num_nodes=2), price_usd_per_device_hour=None))
     assert {c.usd for c in unpriced} == {None}
 
@@ -192,6 +192,22 @@ def test_computing_hides_what_it_can() -> None:
     assert every == pytest.approx(3 * (3 * first + block) + 6 * out + 3 * into)
     # gathered once a step, whatever the number of microbatches
     assert ORDER["zero2"].exposed(_passes(accumulation=3), wire, eight) == pytest.approx(exposed["zero2"])
+
+
+def test_a_calibrated_cpu_gathers_and_scatters_at_its_own_rates() -> None:
+    speed = dataclasses.replace(CPU_CORE, link_bytes_per_second=4e9, collective_seconds=1e-4)
+    cpu = Hardware("cpu", 1, 2, GIB, "CPU worker", {}, 2, speed)
+    assert Wire(cpu).scatter(8e9, 2) == Wire(cpu).all_reduce(8e9, 2)  # gloo's
+    rates = {"gather_bytes_per_second": 1e9, "scatter_bytes_per_second": 5e8}
+    wire = Wire(dataclasses.replace(cpu, speed=dataclasses.replace(speed, **rates)))
+    assert wire.gather(2e9, 2) == pytest.approx(2 + 1e-4)
+    assert wire.gather(2e9, 1) == 0
+    # two gatherings of 4 blocks in bf16 and of the rest, one scattering in fp32; copies are in the rates
+    moved = [*8 * [2.0], *2 * [4.0], *4 * [8.0], 8.0]
+    fsdp = ORDER["fsdp"].exposed(_passes(overlap=False), wire, Mesh(dp_shard=2))
+    assert fsdp == pytest.approx(sum(moved) + len(moved) * 1e-4)
+    zero1, ddp = (ORDER[name].exposed(_passes(), wire, Mesh(dp_replicate=2)) for name in ("zero1", "ddp"))
+    assert zero1 - ddp == pytest.approx(20 + 1e-4)
 
 
 def test_a_slow_store_is_waited_for() -> None:

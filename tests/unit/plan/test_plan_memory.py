@@ -6,7 +6,14 @@ import pytest
 
 from mlpipe._core.presets import PRESETS, LlamaConfig
 from mlpipe.plan.flops import counted_params, num_flops_per_token
-from mlpipe.plan.memory import Work, activations_bytes, counts, logits_bytes, rebuilt_bytes
+from mlpipe.plan.memory import (
+    Work,
+    activations_bytes,
+    counts,
+    logits_bytes,
+    rebuilt_bytes,
+    small_bytes,
+)
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.strategies import ORDER
 
@@ -92,10 +99,45 @@ def test_buffers_by_hand() -> None:
     assert ORDER["fsdp"].memory(sizes, IDLE, one).buffers == 4 * 256 + 8 * 44 + 8 * 128
     assert ORDER["fsdp"].memory(sizes, bf16, one).buffers == 2 * 256 + 8 * 44 + 6 * 128
     assert ORDER["zero2"].memory(sizes, bf16, one).buffers == 2 * 256 + 8 * 44 + 6 * 128
-    # gloo's two threads have each a copy of the largest exchange: a block's gradients, the whole model
-    gloo = Work("bf16", 0, 0, 1, gloo=True)
-    assert ORDER["fsdp"].memory(sizes, gloo, one).buffers == 2 * 256 + 8 * 44 + 6 * 128 + 2 * 4 * 128
-    assert ORDER["zero1"].memory(sizes, gloo, one).buffers == 2 * 300 + 4 * 2 * 300 + 2 * 4 * 300
+    # gloo gathers into one flat tensor more, after the activations' time
+    for activations, more in ((0, 4 * 300), (1000, 200), (5000, 0)):
+        gloo = Work("bf16", activations, 0, 1, gloo=True)
+        assert ORDER["zero1"].memory(sizes, gloo, one).buffers == 2 * 300 + 4 * 2 * 300 + more
+
+
+def test_the_peak_of_fsdp_on_a_cpu_is_that_of_one_moment() -> None:
+    sizes = counts(TINY)
+    states, two = 12 * sizes.share(2), Mesh(dp_shard=2)
+
+    def peak(strategy: str, activations: int, logits: int, rebuilt: int = 0) -> int:
+        work = Work("fp32", activations, logits, 1, gloo=True, rebuilt=rebuilt)
+        return ORDER[strategy].memory(sizes, work, two).tensors - states  # type: ignore[index]
+
+    # the loss: what is outside is gathered, the last block's buffer left; zero2 has all blocks
+    assert peak("fsdp", 9000, 9000) == 18_000 + 4 * 44 + 4 * 128
+    assert peak("zero2", 9000, 9000) == 18_000 + 4 * 44 + 4 * 128 + 4 * 256
+    # the last block's backward: two gathered, and the head's gradients
+    assert peak("fsdp", 9000, 0, rebuilt=9000) == 18_000 + 8 * 44 + 2 * 4 * 128
+    # the last reduction: all gradients, of what is outside also whole, as sent and as gloo clones it
+    wide = counts(LlamaConfig(1000, 4, 2, 2, 1, 6, 8, 1e4, 1e-5, True))
+    work = Work("fp32", 0, 0, 1, gloo=True)
+    found = ORDER["fsdp"].memory(wide, work, two)
+    assert found.tensors == 16 * wide.share(2) + 4 * 4 * wide.outside
+
+
+def test_what_a_heap_holds_costs_its_holes() -> None:
+    sizes = counts(PRESETS["llama-8m"])  # whose embedding is 6 MiB; 4 layers of seven matrices, nine norms
+    small = 4 * (4 * (2 * 384**2 + 2 * 128 * 384 + 3 * 1024 * 384) + 9 * 384)
+    assert sizes.small(1) == small
+    assert sizes.small(4) == sizes.share(4) * 4
+    whole = ORDER["single"].memory(sizes, Work("fp32", 0, 0, 1, small=1000), Mesh())
+    assert whole.small == 3 * small + 1000
+    assert whole.on("cpu", 1).slack == int(0.4 * whole.small)
+    config, same = PRESETS["llama-8m"], {"precision": "fp32", "device": "cpu", "checkpointing": "none"}
+    # of 1,024 tokens 384 channels are 1.5 MiB and 1,024 of them 4; of 2,048 only k and v are below 2
+    assert small_bytes(config, num_tokens=2048, **same) == 4 * 2 * 2**20
+    everything = activations_bytes(config, num_tokens=1024, **same)
+    assert small_bytes(config, num_tokens=1024, **same) == everything - 4 * 4 * 4 * 2**20
 
 
 def test_shares_are_whole_rows() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mlpipe.plan.memory import (
     ADAM_BYTES,
     COMPUTE_BYTES,
@@ -22,29 +24,53 @@ def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
 
 
 def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
-    """Two blocks are gathered at a time, the current and the prefetched one."""
-    return sharded(counts, work, mesh, gathered_blocks=2 * counts.block)
+    return sharded(counts, work, mesh, reshard=True)
 
 
-def sharded(counts: Counts, work: Work, mesh: Mesh, *, gathered_blocks: int) -> MemoryEstimate:
-    """All states split over `dp_shard`; besides, whole: `gathered_blocks` parameters of blocks in the compute
-    dtype, what is outside the blocks in fp32 with its gradients, and the larger of what reductions hold: a
-    block's gradients with their fp32 input, or the fp32 input of what is outside. Accumulation keeps the
-    gradients of all microbatches whole, in fp32, until the last one sends them, unless each does."""
+def sharded(counts: Counts, work: Work, mesh: Mesh, *, reshard: bool) -> MemoryEstimate:
+    """All states split over `dp_shard`; besides, whole: the parameters of all blocks in the compute dtype,
+    under `reshard` of the current and the prefetched one, what is outside the blocks in fp32 with its
+    gradients, and the larger of what reductions hold: a block's gradients with their fp32 input, or the fp32
+    input of what is outside. Accumulation keeps the gradients of all microbatches whole, in fp32, until the
+    last one sends them, unless each does."""
     width = COMPUTE_BYTES[work.precision]
     share = counts.share(mesh.dp_shard)
     unsent = GRADIENT_BYTES * counts.total if work.accumulation > 1 and not work.reduce_every else 0
-    gathered = width * gathered_blocks + (WEIGHT_BYTES + GRADIENT_BYTES) * counts.outside
+    gathered_blocks = width * (2 * counts.block if reshard else counts.total - counts.outside)
+    gathered = gathered_blocks + (WEIGHT_BYTES + GRADIENT_BYTES) * counts.outside
     reducing = max((width + GRADIENT_BYTES) * counts.block, GRADIENT_BYTES * counts.outside)
-    exchanged = GRADIENT_BYTES * max(counts.block, counts.outside)
-    return MemoryEstimate(
+    states = (WEIGHT_BYTES + ADAM_BYTES) // WEIGHT_BYTES * counts.small(mesh.dp_shard)
+    found = MemoryEstimate(
         parameters=WEIGHT_BYTES * share,
         gradients=GRADIENT_BYTES * share + unsent,
         optimizer=ADAM_BYTES * share,
         activations=work.held,
         logits=work.logits,
-        buffers=gathered + reducing + work.gloo_bytes(exchanged),
+        buffers=gathered + reducing,
+        # the holes of weights that were gathered stay, though these are not alive at once
+        small=states + counts.small(1, width) + (counts.small(1) if unsent else 0) + work.small,
     )
+    stays = 0 if reshard else gathered_blocks
+    return replace(found, **_with_gloo(counts, work, found, stays, unsent)) if work.gloo else found
+
+
+def _with_gloo(counts: Counts, work: Work, found: MemoryEstimate, stays: int, unsent: int) -> dict[str, int]:
+    """On a CPU nothing runs ahead and what is freed is gone, so the peak is that of one of four moments: the
+    loss, with the buffer of the last gathering; the backward pass of the last block; the reduction of its
+    gradients and that of what is outside. gloo clones what it reduces (torch, ProcessGroupGloo.cpp)."""
+    width, block, outside = COMPUTE_BYTES[work.precision], counts.block, counts.outside
+    states = found.parameters + found.optimizer + unsent
+    num_blocks = max(1, (counts.total - outside) // max(1, block))
+    current = stays or width * block
+    whole = (WEIGHT_BYTES + GRADIENT_BYTES) * outside
+    peak = states + max(
+        work.activations + work.logits + WEIGHT_BYTES * outside + stays + width * block,
+        work.activations + work.rebuilt + whole + current + (0 if stays else width * block),
+        work.activations * (num_blocks - 1) // num_blocks + whole + current + 3 * GRADIENT_BYTES * block,
+        found.gradients - unsent + whole + 2 * GRADIENT_BYTES * outside,
+    )
+    buffers = found.buffers + 2 * GRADIENT_BYTES * max(block, outside)
+    return {"buffers": buffers, "reused": found.tensors - found.buffers + buffers - peak}
 
 
 def exposed(passes: Passes, wire: Wire, mesh: Mesh) -> float:
@@ -57,30 +83,32 @@ def traffic(passes: Passes, wire: Wire, mesh: Mesh, *, reshard: bool) -> float:
     are reduced over the copies of hsdp. One block's transfers run beside the computing of its neighbour (Zhao
     et al., PyTorch FSDP, 2023); the first gathering and the last reduction have no neighbour. What was
     gathered is copied out of its buffer, and what will be scattered into one, in the stream that computes
-    (torch, _fsdp_collectives.py)."""
+    (torch, _fsdp_collectives.py); a calibration of a CPU has measured these copies with the transfers."""
+    speed = wire.hardware.speed
     shard, copies = mesh.dp_shard, mesh.dp_replicate
     block, outside = passes.block_params, passes.outside_params
 
     def reduction(num_params: int, number: int) -> float:
         last, scattered, summed = number == passes.accumulation - 1, 0.0, 0.0
         if last or passes.reduce_every:
-            scattered = wire.all_gather(GRADIENT_BYTES * num_params, shard)
+            scattered = wire.scatter(GRADIENT_BYTES * num_params, shard)
         if last:
             summed = wire.all_reduce(GRADIENT_BYTES * num_params / shard, copies, stride=shard)
         return scattered + summed
 
-    def copies_of(num_params: int, width: int) -> float:
-        return copy_seconds(2 * width * num_params, wire.hardware) if shard > 1 else 0.0
+    def copies_of(num_bytes: int, measured: float) -> float:
+        return copy_seconds(2 * num_bytes, wire.hardware) if shard > 1 and not measured else 0.0
 
     gathers = 2 * passes.accumulation if reshard else 1
-    total = gathers * (passes.num_blocks * copies_of(block, passes.width) + copies_of(outside, WEIGHT_BYTES))
+    gathered = passes.width * passes.num_blocks * block + WEIGHT_BYTES * outside
+    total = gathers * copies_of(gathered, speed.gather_bytes_per_second)
     reductions = passes.accumulation if passes.reduce_every else 1
-    total += reductions * copies_of(passes.num_params, GRADIENT_BYTES)
+    total += reductions * copies_of(GRADIENT_BYTES * passes.num_params, speed.scatter_bytes_per_second)
     for number in range(passes.accumulation):
         gather, first = 0.0, 0.0
         if reshard or number == 0:
-            gather = wire.all_gather(passes.width * block, shard)
-            first = wire.all_gather(WEIGHT_BYTES * outside, shard)
+            gather = wire.gather(passes.width * block, shard)
+            first = wire.gather(WEIGHT_BYTES * outside, shard)
         backward = reduction(block, number) + (gather if reshard else 0.0)
         if passes.overlap:
             total += first + gather + (passes.num_blocks - 1) * max(0.0, gather - passes.forward_block)

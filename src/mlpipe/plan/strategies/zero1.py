@@ -22,18 +22,23 @@ def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
     whole = ddp.memory(counts, work, mesh)
     share = counts.share(mesh.world_size)
     gathered = WEIGHT_BYTES * share * mesh.world_size
-    copied = work.gloo_bytes(min(gathered, _BUCKET_BYTES))
+    # gloo gathers into one flat tensor more, when the activations are gone
+    copied = max(0, min(gathered, _BUCKET_BYTES) - work.held - work.logits) if work.gloo else 0
+    moments = ADAM_BYTES // WEIGHT_BYTES
     return dataclasses.replace(
         whole,
         optimizer=ADAM_BYTES * share,
         buffers=whole.buffers + gathered + WEIGHT_BYTES * share + copied,
+        small=whole.small - moments * (counts.small(1) - counts.small(mesh.world_size)),
     )
 
 
 def exposed(passes: Passes, wire: Wire, mesh: Mesh) -> float:
     """DDP's, and the gathering of the updated slices, which nothing hides: packed, sent and unpacked."""
     num_bytes = WEIGHT_BYTES * passes.num_params
-    gathered = wire.all_gather(num_bytes, mesh.data_ranks) + copy_seconds(2 * num_bytes, wire.hardware)
+    gathered = wire.gather(num_bytes, mesh.data_ranks)
+    if not wire.hardware.speed.gather_bytes_per_second:
+        gathered += copy_seconds(2 * num_bytes, wire.hardware)
     return ddp.exposed(passes, wire, mesh) + gathered
 
 

@@ -16,7 +16,7 @@ def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
 
 
 def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
-    return fsdp.sharded(counts, work, mesh, gathered_blocks=counts.total - counts.outside)
+    return fsdp.sharded(counts, work, mesh, reshard=False)
 
 
 def exposed(passes: Passes, wire: Wire, mesh: Mesh) -> float:

@@ -1,0 +1,25 @@
+"""Imported once a node, by the process that ranks are forked from (`torchrun.py`): what every rank of the
+plan needs. Nothing here may start threads, touch a device or run a user's code: a fork keeps none of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from mlpipe.plan.plan import SHARDED, Plan
+from mlpipe.train import without_dynamo
+from mlpipe.train.stop import die_with_parent
+
+if sys.argv[0] == "-c":  # a fork server that multiprocessing started, since the first one is gone
+    die_with_parent(os.getppid())
+    without_dynamo.install()
+
+_plan = Plan.from_json(Path(os.environ["MLPIPE_PLAN"]).read_bytes())
+if _plan.train is not None:
+    import mlpipe.train.loop
+    import mlpipe.train.models.llama
+else:
+    import mlpipe.train.evaluate
+if _plan.train is not None and _plan.train.strategy in SHARDED:
+    import mlpipe.train.parallel.fsdp  # noqa: F401

@@ -1,0 +1,98 @@
+"""mlpipe.train.torchrun is torchrun, but its ranks are forks of a process that has imported torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kit.plans import environment, train_plan
+
+pytestmark = pytest.mark.torch
+
+# What a rank finds as it begins, and then an end of each kind.
+RANK = """
+import json, multiprocessing, os, sys
+from pathlib import Path
+
+fds = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+found = {
+    "modules": [name for name in ("torch", "mlpipe.train.loop") if name in sys.modules],
+    "threads": len(os.listdir("/proc/self/task")),
+    "sockets": sum(fd.startswith("socket:") for fd in fds),
+    "session": os.getsid(0) == os.getpid(),
+    "argv": sys.argv[1:],
+    "name": Path("/proc/self/comm").read_text().strip(),
+    "command": Path("/proc/self/cmdline").read_text().split("\\0")[1:5],
+    "own": os.environ["MARK"],
+    "start method": multiprocessing.get_start_method(allow_none=True),
+    "parent": os.getppid(),
+}
+Path(sys.argv[1], f"{restart}-{rank}.json").write_text(json.dumps(found))
+print("standard output of", rank)
+print("standard error of", rank, file=sys.stderr)
+if rank == 0 and restart < 3:  # the others would be ended by SIGTERM: too early, perhaps
+    import time
+
+    time.sleep(600)
+if restart == 0:
+    raise ValueError("raised")
+if restart == 1:
+    sys.exit(7)
+if restart == 2:
+    os.kill(os.getppid(), 9)  # the fork server, and so all ranks
+if rank == 0:
+    os._exit(0)
+"""
+
+
+def test_a_rank_is_a_fork_with_nothing_of_torchruns_but_its_modules(tmp_path: Path) -> None:
+    (tmp_path / "a_rank.py").write_text(RANK)
+    (tmp_path / "found").mkdir()
+    (tmp_path / "manifest.json").touch()  # of the tokens that nobody reads
+    plan = tmp_path / "plan.json"
+    plan.write_text(train_plan(tmp_path, tmp_path, world_size=2).to_json())
+    argv = [sys.executable, "-m", "mlpipe.train.torchrun", "--standalone", "--nproc-per-node", "2"]
+    argv += ["--max-restarts", "3", "--monitor-interval", "0.1", "--redirects", "3", "--log-dir", "logs"]
+    env = environment()
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*argv, "-m", "a_rank", str(tmp_path / "found"), "--flag", "a b"],
+        env={**env, "MLPIPE_PLAN": str(plan), "MARK": "mine", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "found").iterdir()}
+    assert set(found) >= {"0-1", "1-1", "2-1", "3-0", "3-1"}
+    parents: dict[bool, set[int]] = {False: set(), True: set()}  # by whether the first server was killed
+    for name, about in found.items():
+        arguments = [str(tmp_path / "found"), "--flag", "a b"]
+        parents[name[0] == "3"].add(about.pop("parent"))
+        assert about == {
+            "modules": ["torch", "mlpipe.train.loop"],
+            "threads": 1,
+            "sockets": 0,
+            "session": True,
+            "argv": arguments,
+            "name": f"rank {name[-1]}",
+            "command": ["-u", "-m", "a_rank", arguments[0]],
+            "own": "mine",
+            "start method": None,
+        }, name
+    assert [len(found) for found in parents.values()] == [1, 1]  # one import for all of them
+    errors = {
+        path.parent.parent.name: path.read_text() for path in (tmp_path / "logs").glob("*/*/1/stderr.log")
+    }
+    assert "ValueError: raised" in errors["attempt_0"]
+    assert errors["attempt_3"] == "standard error of 1\n"
+    output = next((tmp_path / "logs").glob("*/attempt_3/0/stdout.log"))
+    assert output.read_text() == "standard output of 0\n"
+    assert "exitcode: 1) local_rank: 1" in done.stderr.replace("failed (", "")
+    assert "exitcode: 7) local_rank: 1" in done.stderr.replace("failed (", "")
