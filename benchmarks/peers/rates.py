@@ -28,6 +28,7 @@ from benchmarks import launch, measure
 from benchmarks.peers import results, sides
 from benchmarks.peers.starts import cpu_seconds, descendants
 from benchmarks.peers.work import Work
+from mlpipe.plan.hardware import detect_hardware
 
 _START_SECONDS, _STEPS_SECONDS = 300, 400
 # Validation losses for `compiled`, fixed before any of its runs: it starts at 9.1, and after 36 steps in fp32
@@ -155,7 +156,8 @@ def same(folder: Path, base: Work, work: str, arguments: argparse.Namespace) -> 
 
 
 def newcomer(folder: Path, base: Work, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The best of all, at equal losses after the same tokens."""
+    """The best of all, at equal losses after the same tokens; 1.5 times it where mlpipe chooses bf16."""
+    low = detect_hardware(None).native_bf16 is not None
     with running(folder, works_of(base, "default", arguments.peers), precision="auto") as found:
         for side in found.values():
             side.steps(arguments.warm_up)
@@ -165,9 +167,10 @@ def newcomer(folder: Path, base: Work, arguments: argparse.Namespace) -> list[di
         losses = {name: round(side.loss(), 4) for name, side in found.items()}
     print(f"newcomer: validation loss after the same tokens: {losses}", flush=True)
     rows = results.against_best(
-        "newcomer, 7.4M", "tokens a second, no settings", "tok/s", blocks, "rate", goal=1.0
+        "newcomer, 7.4M", "tokens a second, no settings", "tok/s", blocks, "rate", goal=1.5 if low else 1.0
     )
-    return [{**rows[0], "validation_losses": losses}, *rows[1:]]
+    more = {"validation_losses": losses, "precision": "bf16" if low else "fp32"}
+    return [{**rows[0], **more}, *rows[1:]]
 
 
 def compiled(folder: Path, base: Work, arguments: argparse.Namespace) -> list[dict[str, Any]]:
