@@ -111,6 +111,13 @@ def variants(folder, tokens):
         "user-fsdp": replace_model(
             plan(store, tokens, run_id="user-fsdp", strategy="fsdp", **base), user("plain")
         ),
+        "user-bf16-ddp": replace_model(
+            plan(store, tokens, run_id="user-bf16-ddp", precision="bf16", **base), user("plain")
+        ),
+        "user-bf16-fsdp": replace_model(
+            plan(store, tokens, run_id="user-bf16-fsdp", precision="bf16", strategy="fsdp", **base),
+            user("plain"),
+        ),
         "user-loss": replace_model(plan(store, tokens, run_id="user-loss", **base), user("with_loss")),
         "meta-ddp": replace_model(plan(store, tokens, run_id="meta-ddp", **base), user("initialized")),
         "meta-zero1": replace_model(
@@ -159,6 +166,8 @@ def test_what_only_saves_memory_or_time_changes_no_loss(varied, name):
 def test_a_users_model_trains_the_same_under_every_strategy(varied):
     near(varied["user-fsdp"], varied["user-ddp"], 1e-5)
     near(varied["user-loss"], varied["user-ddp"], 1e-5)
+    near(varied["user-bf16-fsdp"], varied["user-bf16-ddp"], 1e-2)
+    near(varied["user-bf16-ddp"], varied["user-ddp"], 1e-2)
     near(varied["meta-fsdp"], varied["meta-ddp"], 1e-5)
     near(varied["meta-zero1"], varied["meta-ddp"], 1e-5)
     assert varied["user-ddp"][-1] < varied["user-ddp"][0]

@@ -35,7 +35,7 @@ def shard(module: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, plan: Tr
 
     Under bf16 only the blocks' parameters travel in bf16 and their gradients are reduced in fp32; the
     rest (embedding, last norm, head) stays fp32 and computes under autocast, so that the residual stream
-    has the same dtype as under ddp.
+    has the same dtype as under ddp. A user's blocks on a CPU are like the rest.
     """
     scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
     if scalars:
@@ -48,12 +48,14 @@ def shard(module: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, plan: Tr
     low = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    # On a CPU torch's norms refuse fp32 inputs with bf16 weights; mlpipe's own models see to that
+    expects = plan.model.preset is not None or mesh.device_type != "cpu"
     reshard_after_forward = plan.strategy != "zero2"
     for block in blocks:
         fully_shard(
             block,
             mesh=mesh,
-            mp_policy=low if plan.precision == "bf16" else exact,
+            mp_policy=low if plan.precision == "bf16" and expects else exact,
             reshard_after_forward=reshard_after_forward,
         )
     fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard_after_forward)
