@@ -1,7 +1,7 @@
 """`torchrun -m mlpipe.train.calibrate OUT STORE`: what this machine's ranks can do, all at work at once.
 
 Each figure is that of the fastest fifth of its tries within a time box. Rank 0 writes its own
-to OUT. About 15 s on a CPU.
+to OUT. About 20 s on a CPU.
 """
 
 from __future__ import annotations
