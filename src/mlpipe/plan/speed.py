@@ -13,13 +13,15 @@ ADAM_TRAFFIC = 40  # bytes a parameter: norm 4, scale 8, the update reads 16 and
 @dataclass(frozen=True)
 class KernelRates:
     """Measured in one precision: `matmul_points`, (FLOPs, share of the peak); bytes that the formulas of
-    `plan/time.py` count, a second, between the matmuls of a block (`stream`) and in the loss."""
+    `plan/time.py` count, a second, between the matmuls of a block (`stream`; `large`: of tensors that a CPU's
+    heap does not hold, whose memory is new each time; 0: no other) and in the loss."""
 
     peak_flops: float
     matmul_points: tuple[tuple[float, ...], ...]
     attention_flops: float
     stream_bytes_per_second: float
     loss_bytes_per_second: float
+    large_bytes_per_second: float = 0.0
 
     def matmul_ratio(self, flops: float) -> float:
         """Share of the peak that a matmul of so many FLOPs reaches: between the points on a logarithmic
@@ -84,4 +86,9 @@ def traffic_block(dim: int, kv_dim: int, ffn: int) -> int:
     """Bytes a token of what stands between the matmuls of a block in eager mode, read off
     `train/models/llama.py` under bf16 (fp32 moves about as many): two norms of 14 a channel, the rotation of
     q and k 38, two residual sums 10, silu 4 and product 6."""
-    return 28 * dim + 38 * (dim + kv_dim) + 20 * dim + 10 * ffn
+    return sum(num_bytes for _, num_bytes in traffic_by_width(dim, kv_dim, ffn))
+
+
+def traffic_by_width(dim: int, kv_dim: int, ffn: int) -> list[tuple[int, int]]:
+    """The same, by the channels of the tensors."""
+    return [(dim, 28 * dim + 38 * dim + 20 * dim), (kv_dim, 38 * kv_dim), (ffn, 10 * ffn)]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.memory import COMPUTE_BYTES
-from mlpipe.plan.speed import ADAM_TRAFFIC, traffic_block
+from mlpipe.plan.memory import COMPUTE_BYTES, HEAP_BYTES
+from mlpipe.plan.speed import ADAM_TRAFFIC, traffic_by_width
 from mlpipe.plan.traced import Ops, Traced
 
 # Share of the matmuls' rate that fused attention reaches. Dao, FlashAttention-2 (2023): up to 73 % of an
@@ -152,7 +152,7 @@ def passes(job: Job, hardware: Hardware) -> Passes:
     matmuls = [kernel.matmul(tokens, inner, outer) for inner, outer in config.matmuls()]
     # forward; causal kernels skip the upper half
     attention = kernel.attention(2.0 * job.micro_batch * config.num_heads * config.head_dim * job.seq_len**2)
-    between = kernel.stream(tokens * traffic_block(dim, kv_dim, ffn))
+    between = kernel.between(tokens, traffic_by_width(dim, kv_dim, ffn))
     forward = kernel.at_least(sum(matmuls) + attention + between, _KERNELS_FORWARD)
     backward = kernel.at_least(2 * sum(matmuls) + 2.5 * attention + 2 * between, 2 * _KERNELS_FORWARD)
     if job.checkpointing == "full":
@@ -199,7 +199,9 @@ def traced_passes(
     def seconds(ops: Ops) -> float:
         each = micro_batch * ops.matmul_flops / max(1, ops.num_matmuls)
         matmuls = ops.num_matmuls * kernel.matmul_flops(each) if each else 0.0
-        others = kernel.stream(micro_batch * ops.other_bytes)
+        others = kernel.stream(
+            micro_batch * ops.other_bytes, large=micro_batch * ops.other_bytes > HEAP_BYTES * ops.num_kernels
+        )
         attention = kernel.attention(micro_batch * ops.attention_flops)
         return kernel.at_least(matmuls + attention + others, ops.num_kernels) / number
 
@@ -268,11 +270,21 @@ class Kernels:
             ratio = 1.0
         return flops / (self.peak * self.speed.achievable_ratio * ratio)
 
-    def stream(self, num_bytes: float, *, fuse: bool = True) -> float:
+    def between(self, tokens: int, traffic: list[tuple[int, int]]) -> float:
+        """The matmuls of a block: bytes a token, by channels of the tensors."""
+        if self.measured is None:
+            return self.stream(tokens * sum(num_bytes for _, num_bytes in traffic))
+        return sum(
+            self.stream(tokens * num_bytes, large=tokens * channels * self.width >= HEAP_BYTES)
+            for channels, num_bytes in traffic
+        )
+
+    def stream(self, num_bytes: float, *, fuse: bool = True, large: bool = False) -> float:
         if fuse and self.compiled:
             num_bytes *= _FUSED
         if fuse and self.measured is not None:
-            return num_bytes / self.measured.stream_bytes_per_second
+            slow = self.measured.large_bytes_per_second if large else 0.0
+            return num_bytes / (slow or self.measured.stream_bytes_per_second)
         return num_bytes / (self.speed.memory_bytes_per_second * _STREAM_RATIO)
 
     def loss(self, num_bytes: float) -> float:

@@ -1,7 +1,7 @@
 """`torchrun -m mlpipe.train.calibrate OUT STORE`: what this machine's ranks can do, all at work at once.
 
 Each figure is that of the fastest fifth of its tries within a time box. Rank 0 writes its own
-to OUT. About 15 s on a CPU.
+to OUT. About 20 s on a CPU.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from mlpipe._core.serial import to_json
 from mlpipe.plan.speed import ADAM_TRAFFIC, KernelRates, Measured, traffic_block
 from mlpipe.store.open import open_store
 from mlpipe.train.loss import cross_entropy_sum
-from mlpipe.train.models.llama import Block, rope_tables
+from mlpipe.train.models.llama import RMSNorm, rope_tables, rotate
 
 _BOX_SECONDS = 0.5  # for one figure
 # tokens x inner x outer: from a small model's k to a GPU-sized block's
 _SHAPES_CPU = ((256, 128, 64), (256, 128, 384), (512, 256, 704), (1024, 256, 2048), (1024, 512, 4096))
 _SHAPES = ((1024, 1024, 1024), (4096, 2048, 2048), (8192, 4096, 4096), (8192, 4096, 14336))
 _BLOCK_CPU = LlamaConfig(4096, 256, 1, 4, 2, 704, 1024, 1e4, 1e-5, True)
+_FEW_CPU, _MANY_CPU = 2, 16  # sequences whose tensors the heap holds, or not
 _BLOCK = LlamaConfig(32_768, 2048, 1, 16, 8, 5632, 2048, 1e4, 1e-5, True)
 _COLLECTIVE_BYTES = 16 * 2**20
 _SHARDED = (2**18, 2**17, 2**17, 2**18, 2**19, 2**19, 2**19)  # numbers of q, k, v, o, gate, up, down: 9 MiB
@@ -84,8 +85,10 @@ class Bench:
         peak = max(rate for _, rate in points)
         attention = self._attention(dtype)
         shares = tuple((flops, rate / peak) for flops, rate in points)
-        rates = KernelRates(peak, shares, attention, 1.0, 1.0)
-        return KernelRates(peak, shares, attention, self._stream(dtype, rates), self._loss(dtype))
+        small, large = self._stream(dtype, _FEW_CPU if self.on_cpu else self.batch), 0.0
+        if self.on_cpu:
+            large = self._stream(dtype, _MANY_CPU)
+        return KernelRates(peak, shares, attention, small, self._loss(dtype), large)
 
     def _linear(self, dtype: torch.dtype, tokens: int, inner: int, outer: int) -> Callable[[], object]:
         """Forward and backward: a CPU's matmuls are slower where an operand lies across."""
@@ -113,29 +116,37 @@ class Bench:
         flops = 2.0 * self.batch * config.num_heads * config.head_dim * self.seq_len**2
         return 3.5 * flops / self.seconds(work)
 
-    def _stream(self, dtype: torch.dtype, rates: KernelRates) -> float:
-        """A block, forward and backward, less its matmuls and attention: the bytes between them."""
-        config = self.config
-        block = Block(config).to(self.device)
-        x = torch.randn(self.batch, self.seq_len, config.dim, device=self.device, requires_grad=True)
+    def _stream(self, dtype: torch.dtype, batch: int) -> float:
+        """What stands between the matmuls of a block of ours, forward and backward, by itself: less the
+        matmuls a whole block would be a small difference of large numbers."""
+        config, low = self.config, dtype == torch.bfloat16
+        norms = [RMSNorm(config.dim, config.norm_eps).to(self.device) for _ in range(2)]
         cos, sin = (table[: self.seq_len] for table in rope_tables(config, self.device))
-        low = dtype == torch.bfloat16
+
+        def randn(*channels: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            shape = (batch, self.seq_len, *channels)
+            return torch.randn(shape, device=self.device, dtype=dtype, requires_grad=True)
+
+        streams = [randn(config.dim, dtype=torch.float32) for _ in norms]
+        added = [randn(config.dim) for _ in norms]
+        turned = [randn(heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads)]
+        gate, up = randn(config.ffn_dim), randn(config.ffn_dim)
+        inputs = [*streams, *added, *turned, gate, up, *(norm.weight for norm in norms)]
+        grads: list[torch.Tensor] = []
 
         def work() -> None:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=low):
-                block(x, cos, sin).sum().backward()
-            block.zero_grad(set_to_none=True)
+                first, second = (norm(x) for norm, x in zip(norms, streams, strict=True))
+            sums = [x + y for x, y in zip(streams, added, strict=True)]
+            rotated = [rotate(x, cos, sin) for x in turned]
+            outputs = [*3 * [first], *2 * [second], *sums, *rotated, F.silu(gate) * up]  # q k v, gate up
+            if not grads:
+                grads.extend(torch.randn_like(x) for x in outputs)
+            torch.autograd.grad(outputs, inputs, grads)
 
-        whole = self.seconds(work)
         kv_dim = config.num_kv_heads * config.head_dim
-        known = 0.0
-        for inner, outer in config.matmuls():
-            flops = 2.0 * self.tokens * inner * outer
-            known += 3 * flops / (rates.peak_flops * rates.matmul_ratio(flops))
-        attention = 2.0 * self.batch * config.num_heads * config.head_dim * self.seq_len**2
-        known += 3.5 * attention / rates.attention_flops
-        rest = max(0.1 * whole, whole - known)
-        return 3.0 * self.tokens * traffic_block(config.dim, kv_dim, config.ffn_dim) / rest
+        num_bytes = 3.0 * batch * self.seq_len * traffic_block(config.dim, kv_dim, config.ffn_dim)
+        return num_bytes / self.seconds(work)
 
     def _loss(self, dtype: torch.dtype) -> float:
         vocab = self.config.vocab_size

@@ -18,8 +18,9 @@ from mlpipe.plan.hardware import CPU_CORE, GIB, GPUS, Hardware
 from mlpipe.plan.memory import Work, counts
 from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.scaling import parse_nodes, within
+from mlpipe.plan.speed import KernelRates, traffic_block, traffic_by_width
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.time import Job, Passes, Wire, copy_seconds, passes, save_seconds
+from mlpipe.plan.time import Job, Kernels, Passes, Wire, copy_seconds, passes, save_seconds
 from mlpipe.spec.load import load_pipeline
 from mlpipe.spec.model import Pipeline
 
@@ -208,6 +209,28 @@ def test_a_calibrated_cpu_gathers_and_scatters_at_its_own_rates() -> None:
     assert fsdp == pytest.approx(sum(moved) + len(moved) * 1e-4)
     zero1, ddp = (ORDER[name].exposed(_passes(), wire, Mesh(dp_replicate=2)) for name in ("zero1", "ddp"))
     assert zero1 - ddp == pytest.approx(20 + 1e-4)
+
+
+def test_a_calibrated_cpu_streams_large_tensors_at_their_own_rate() -> None:
+    """What a heap does not hold is new memory each time. Of 2,048 tokens 256 channels are 2 MiB, 128 one."""
+    rates = KernelRates(1e11, ((1e9, 1.0),), 1e11, 10e9, 10e9)
+    speed = dataclasses.replace(CPU_CORE, peak_flops={"fp32": 1e11}, kernels={"fp32": rates})
+    cpu = Hardware("cpu", 1, 1, GIB, "CPU worker", {}, 1, speed)
+    traffic = traffic_by_width(256, 128, 704)
+    assert sum(num_bytes for _, num_bytes in traffic) == traffic_block(256, 128, 704)
+    every = 2048 * traffic_block(256, 128, 704)
+    assert Kernels("fp32", False, cpu).between(2048, traffic) == pytest.approx(every / 10e9)
+    slow = dataclasses.replace(rates, large_bytes_per_second=5e9)
+    cpu = dataclasses.replace(cpu, speed=dataclasses.replace(speed, kernels={"fp32": slow}))
+    small = 2048 * 38 * 128
+    assert Kernels("fp32", False, cpu).between(2048, traffic) == pytest.approx(
+        small / 10e9 + (every - small) / 5e9
+    )
+    # recomputing a block ends before its last matmul
+    job = Job(PRESETS["llama-4m"], 256, 8, 1, "fp32", "none", compiled=False)
+    plain, full = (passes(dataclasses.replace(job, checkpointing=mode), cpu) for mode in ("none", "full"))
+    down = 2.0 * 2048 * 704 * 256 / 1e11
+    assert full.backward_block - plain.backward_block == pytest.approx(plain.forward_block - down)
 
 
 def test_a_slow_store_is_waited_for() -> None:

@@ -132,7 +132,7 @@ def test_what_a_heap_holds_costs_its_holes() -> None:
     assert sizes.small(4) == sizes.share(4) * 4
     whole = ORDER["single"].memory(sizes, Work("fp32", 0, 0, 1, small=1000), Mesh())
     assert whole.small == 3 * small + 1000
-    assert whole.on("cpu", 1).slack == int(0.4 * whole.small)
+    assert whole.on("cpu", 1).slack == int(0.6 * whole.small)
     config, same = PRESETS["llama-8m"], {"precision": "fp32", "device": "cpu", "checkpointing": "none"}
     # of 1,024 tokens 384 channels are 1.5 MiB and 1,024 of them 4; of 2,048 only k and v are below 2
     assert small_bytes(config, num_tokens=2048, **same) == 4 * 2 * 2**20
