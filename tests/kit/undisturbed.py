@@ -98,7 +98,7 @@ def ranks(run_id: str) -> list[tuple[int, int, list[str], dict[str, str]]]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            argv = (path / "cmdline").read_text().split("\0")[:-1]
+            argv = (path / "cmdline").read_text().rstrip("\0").split("\0")
             lines = (path / "environ").read_text().split("\0")
             name = (path / "comm").read_text().strip()
         except OSError:
