@@ -35,7 +35,7 @@ found = {
 Path(sys.argv[1], f"{restart}-{rank}.json").write_text(json.dumps(found))
 print("standard output of", rank)
 print("standard error of", rank, file=sys.stderr)
-if rank == 0 and restart < 3:  # the others would be ended by SIGTERM: too early, perhaps
+if rank == 0 and restart < 4:  # the others would be ended by SIGTERM: too early, perhaps
     import time
 
     time.sleep(600)
@@ -44,6 +44,8 @@ if restart == 0:
 if restart == 1:
     sys.exit(7)
 if restart == 2:
+    sys.exit("words")
+if restart == 3:
     os.kill(os.getppid(), 9)  # the fork server, and so all ranks
 if rank == 0:
     os._exit(0)
@@ -57,7 +59,7 @@ def test_a_rank_is_a_fork_with_nothing_of_torchruns_but_its_modules(tmp_path: Pa
     plan = tmp_path / "plan.json"
     plan.write_text(train_plan(tmp_path, tmp_path, world_size=2).to_json())
     argv = [sys.executable, "-m", "mlpipe.train.torchrun", "--standalone", "--nproc-per-node", "2"]
-    argv += ["--max-restarts", "3", "--monitor-interval", "0.1", "--redirects", "3", "--log-dir", "logs"]
+    argv += ["--max-restarts", "4", "--monitor-interval", "0.1", "--redirects", "3", "--log-dir", "logs"]
     env = environment()
     env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -70,11 +72,11 @@ def test_a_rank_is_a_fork_with_nothing_of_torchruns_but_its_modules(tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr[-5000:]
     found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "found").iterdir()}
-    assert set(found) >= {"0-1", "1-1", "2-1", "3-0", "3-1"}
+    assert set(found) >= {"0-1", "1-1", "2-1", "3-1", "4-0", "4-1"}
     parents: dict[bool, set[int]] = {False: set(), True: set()}  # by whether the first server was killed
     for name, about in found.items():
         arguments = [str(tmp_path / "found"), "--flag", "a b"]
-        parents[name[0] == "3"].add(about.pop("parent"))
+        parents[name[0] == "4"].add(about.pop("parent"))
         assert about == {
             "modules": ["torch", "mlpipe.train.loop"],
             "threads": 1,
@@ -91,8 +93,9 @@ def test_a_rank_is_a_fork_with_nothing_of_torchruns_but_its_modules(tmp_path: Pa
         path.parent.parent.name: path.read_text() for path in (tmp_path / "logs").glob("*/*/1/stderr.log")
     }
     assert "ValueError: raised" in errors["attempt_0"]
-    assert errors["attempt_3"] == "standard error of 1\n"
-    output = next((tmp_path / "logs").glob("*/attempt_3/0/stdout.log"))
+    assert errors["attempt_2"] == "standard error of 1\nwords\n"
+    assert errors["attempt_4"] == "standard error of 1\n"
+    output = next((tmp_path / "logs").glob("*/attempt_4/0/stdout.log"))
     assert output.read_text() == "standard output of 0\n"
     assert "exitcode: 1) local_rank: 1" in done.stderr.replace("failed (", "")
     assert "exitcode: 7) local_rank: 1" in done.stderr.replace("failed (", "")

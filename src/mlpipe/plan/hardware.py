@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import parse_bytes
+from mlpipe.plan.memory import HEAP_BYTES
 from mlpipe.plan.speed import Speed
 
 if TYPE_CHECKING:
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 GIB = 2**30
 _CPUINFO = Path("/proc/cpuinfo")
 CATALOGUE = Path(__file__).with_name("catalogue.json")
-# For every rank that computes on a CPU. Tensors of 2 MiB and more lie in huge pages (which torch aligns and
-# advises) of their own, which go back when the tensor dies: a step of a 7M GPT takes a tenth less time than
-# with glibc's moving threshold, which keeps what it once had, and its peak is what lives then.
+# For every rank that computes on a CPU. Tensors of HEAP_BYTES and more lie in huge pages (which torch aligns
+# and advises) of their own, which go back when the tensor dies: a step of a 7M GPT takes a tenth less time
+# than with glibc's moving threshold, which keeps what it once had, and its peak is what lives then.
 CPU_ALLOCATOR = {
     "THP_MEM_ALLOC_ENABLE": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(2 * 2**20),
+    "MALLOC_MMAP_THRESHOLD_": str(HEAP_BYTES),
     "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20),  # of what is smaller
 }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from mlpipe._core.presets import LlamaConfig
 
 GIB = 2**30
-# On a CPU what is smaller than the allocator's threshold (plan/hardware.py) lies in a heap, whose holes are
+# On a CPU what is smaller than HEAP_BYTES (so CPU_ALLOCATOR tells malloc) lies in a heap, whose holes are
 # not given back, and which a tensor of the same size, aligned anew, seldom fits. They grow over the first
 # steps: 0.2 to 0.6 of what is small after four, 0.5 to 1 after eight (configurations of benchmarks/planner).
 HEAP_BYTES, _HOLES = 2 * 2**20, 0.6

@@ -5,7 +5,7 @@ own import and again at every restart. Here a rank begins as a fork of multiproc
 itself a fork of this process, made as it has imported `mlpipe.train.preload` and before it has threads,
 connections or a device. All else is torchrun's: arguments, agent, rendezvous, environment, logs, restarts.
 
-On a node other than the first it begins when the first one listens at `--rdzv-endpoint`: torchrun gives up on
+On a node other than the first it begins when the first one listens at the rendezvous: torchrun gives up on
 a name that does not resolve after a minute, and images are pulled at uneven speed.
 """
 
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from mlpipe.train import without_dynamo
+from mlpipe.train.launcher import Node
 from mlpipe.train.stop import die_with_parent
 
 RENDEZVOUS_SECONDS = 900.0
@@ -46,12 +47,11 @@ def main(argv: list[str]) -> int:
     gc.freeze()  # so that collections in a rank do not write to, and so copy, what it shares
     _start_fork_server()
     subprocess_handler.Popen = Forked  # type: ignore[assignment,misc]
-    if os.environ.get("JOB_COMPLETION_INDEX", "0") != "0":
-        endpoint = argv[argv.index("--rdzv-endpoint") + 1]
-        if not _first_node_listens(endpoint):
-            words = f"node 0 did not listen at {endpoint} within {RENDEZVOUS_SECONDS:.0f} s"
-            print(f"{words}; is its pod running? `mlpipe status` says why it is not")  # noqa: T201
-            return 1
+    node = Node.from_environment()
+    if node.index and not _first_node_listens(node.rendezvous):
+        words = f"node 0 did not listen at {node.rendezvous} within {RENDEZVOUS_SECONDS:.0f} s"
+        print(f"{words}; is its pod running? `mlpipe status` says why it is not")  # noqa: T201
+        return 1
     run.main(argv)
     return 0
 
@@ -92,7 +92,9 @@ class Forked:
         self._process = context.Process(target=rank, args=(args, env, stdout.name, stderr.name, begins))
         self._process.start()
         begins.close()
-        begun.poll(_FORK_SECONDS)  # until it leads the session to which signals are sent
+        if not begun.poll(_FORK_SECONDS):  # until it leads the session to which signals are sent
+            self._process.kill()
+            raise TimeoutError(f"rank {env['RANK']} did not begin within {_FORK_SECONDS:.0f} s of its fork")
         begun.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -128,6 +130,8 @@ def rank(
         code = 0
     except SystemExit as ended:
         code = ended.code
+        if not isinstance(code, int | None):
+            print(code, file=sys.stderr)  # noqa: T201  # as the interpreter does
     except BaseException:
         traceback.print_exc()
     finally:
