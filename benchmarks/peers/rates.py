@@ -98,7 +98,7 @@ def running(folder: Path, works: dict[str, tuple[str, Work]], **overrides: Any) 
                 os.killpg(side.process.pid, signal.SIGKILL)
             side.process.wait(30)
         listener.close()
-        path.unlink()
+        path.unlink(missing_ok=True)  # a SIGTERM may come while it is done
 
 
 def _connect(listener: socket.socket, side: Side) -> None:
