@@ -1,6 +1,6 @@
 """The planner against the world: predicted beside measured.
 
-    python -m benchmarks.planner                     # cpu and published; about ten minutes on two cores
+    python -m benchmarks.planner                     # cpu and published; about twenty minutes on two cores
     python -m benchmarks.planner --only cpu --cases 0:4   # a part of the table; the rest of it stays
     python -m benchmarks.planner --only published    # seconds, and no torch
     python -m benchmarks.planner --only gpu          # where there is one: peak memory, and what fits
@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from benchmarks.measure import RESULTS, alone, document, write
 from benchmarks.planner import gpu
 from benchmarks.planner.cpu import CASES, cpu, predict, ranking, text_of
 from benchmarks.planner.published import published, published_text
-
-_AT_ONCE = 6  # cases after one calibration
 
 
 def summary(rows: list[dict[str, Any]], key: str) -> dict[str, Any]:
@@ -35,16 +32,16 @@ def summary(rows: list[dict[str, Any]], key: str) -> dict[str, Any]:
 def cpu_part(before: dict[str, Any], part: slice, steps: int, quick: bool) -> dict[str, Any]:
     """The rows of `before`, with those of `part` measured anew, all predicted anew."""
     calibrations = dict(before.get("calibrations", {}))
-    kept = [row for row in before.get("cpu", ()) if row.get("calibration") in calibrations]
+    kept = [row for row in before.get("cpu", ()) if "runs" in row]
     rows = {json.dumps(row["case"], sort_keys=True): row for row in kept}
-    todo = CASES[part]
-    for start in range(0, len(todo), _AT_ONCE):
-        load, key = os.getloadavg()[0], f"calibration-{int(time.time())}"
-        found, calibrations[key] = cpu(todo[start : start + _AT_ONCE], steps)
-        for row in found:
-            more = {"calibration": key, "load_before": load, "steps": steps, "quick": quick}
-            rows[json.dumps(row["case"], sort_keys=True)] = {**row, **more}
-    used = {row["calibration"] for row in rows.values()}
+    load = os.getloadavg()[0]
+    found, more = cpu(CASES[part], steps)
+    calibrations |= more
+    for row in found:
+        rows[json.dumps(row["case"], sort_keys=True)] = {
+            **row, "load_before": load, "steps": steps, "quick": quick,
+        }  # fmt: skip
+    used = {run["calibration"] for row in rows.values() for run in row["runs"]}
     calibrations = {key: value for key, value in calibrations.items() if key in used}
     predicted = predict(list(rows.values()), calibrations)
     for row in predicted:

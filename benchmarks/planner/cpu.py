@@ -1,8 +1,9 @@
 """This machine's CPU: each configuration trains in fresh processes under the real launcher.
 
-Its step time is compared with the prediction from a calibration made just before, its peak memory above that
-of a tiny model trained the same way with the predicted bytes. A row keeps what was measured, and the file the
-calibrations: predictions are arithmetic over them, made again whenever the results are written.
+Each is trained twice, the second time in the opposite order, every time shortly after a calibration. The mean
+of its step times is compared with that of the predictions, its peak memory above that of a tiny model trained
+the same way with the predicted bytes. A row keeps what was measured, and the file the calibrations:
+predictions are arithmetic over them, made again whenever the results are written.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,9 @@ stages:
       metrics_port: off
     resources: {{workers_per_node: {ranks}, cpus: {cpus}, memory: 64 GiB{hardware}}}
 """
+_AFTER_ONE = 2  # runs after one calibration
 _PLAIN = {"seq_len": 256, "precision": "fp32", "checkpointing": "none", "shape": "", "vocab_size": 4096}
+_KIND = ("strategy", "ranks", "precision", "checkpointing")  # of what the memory without a model depends on
 _TINY = {**_PLAIN, "preset": "llama-1m", "vocab_size": 256, "seq_len": 32, "batch": 2, "micro": 1}
 # preset, ranks, strategy, batch over all ranks, microbatch of one, and what differs from _PLAIN
 CASES: list[dict[str, Any]] = [
@@ -97,16 +101,11 @@ def pipeline_of(case: dict[str, Any], folder: Path, steps: int, calibration: Pat
 
 
 def train(case: dict[str, Any], folder: Path, name: str, steps: int, calibration: Path) -> dict[str, Any]:
-    """Plan and run: measured bytes and seconds."""
+    """Plan and run: what was measured."""
     pipeline = pipeline_of(case, folder, steps, calibration)
     plan = run_plan(pipeline, folder, name)
     seconds, memory = measured(folder / "store", plan)
-    return {
-        "case": {key: value for key, value in case.items() if value != _PLAIN.get(key)},
-        "measured_seconds": seconds,
-        "measured_peak_bytes": memory,
-        "load": os.getloadavg()[0],
-    }
+    return {"seconds": seconds, "peak_bytes": memory, "load": os.getloadavg()[0]}
 
 
 def run_plan(pipeline: Pipeline, folder: Path, name: str, *, may_fail: bool = False) -> Plan:
@@ -174,28 +173,47 @@ def calibrate(path: Path, ranks: int) -> None:
 
 
 def cpu(cases: list[dict[str, Any]], steps: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """One calibration, and rows of the cases after it."""
-    rows = []
+    """The rows, and all calibrations by their keys."""
+    runs: list[list[dict[str, Any]]] = [[] for _ in cases]
+    baselines: dict[tuple[Any, ...], float] = {}
+    calibrations = {}
     with tempfile.TemporaryDirectory(prefix="mlpipe-planner-") as name:
         folder = Path(name)
         write_tokens(folder / "tokens")
-        baselines: dict[tuple[Any, ...], float] = {}
-        calibration = folder / "hardware.json"
-        calibrate(calibration, max(case["ranks"] for case in cases))
-        for number, case in enumerate(cases):
-            same = {key: case[key] for key in ("strategy", "ranks", "precision", "checkpointing")}
-            kind = tuple(same.values())
+        order = [*range(len(cases)), *reversed(range(len(cases)))]
+        for turn, number in enumerate(order):
+            case = cases[number]
+            if turn % _AFTER_ONE == 0:
+                key = f"calibration-{int(time.time())}"
+                ranks = max(cases[other]["ranks"] for other in order[turn : turn + _AFTER_ONE])
+                calibrate(folder / key, ranks)
+                calibrations[key] = json.loads((folder / key).read_text())
+            kind = kind_of(case)
             if kind not in baselines:
-                tiny = {**_TINY, **same, "batch": 2}
-                empty = train(tiny, folder, f"tiny-{number}", 3, calibration)
-                baselines[kind] = empty["measured_peak_bytes"] - tensor_bytes(tiny, folder)
-            row = train(case, folder, f"case-{number}", steps, calibration)
-            row["baseline_bytes"] = baselines[kind]
-            row["measured_tensor_bytes"] = row["measured_peak_bytes"] - baselines[kind]
-            rows.append(row)
-            print(f"{row['case']}: {row['measured_seconds']:.3f} s, load {row['load']:.1f}", flush=True)
-        found = json.loads(calibration.read_text())
-    return rows, found
+                tiny = {**_TINY, **dict(zip(_KIND, kind, strict=True))}
+                empty = train(tiny, folder, f"tiny-{number}", 3, folder / key)
+                baselines[kind] = empty["peak_bytes"] - tensor_bytes(tiny, folder)
+            run = train(case, folder, f"case-{turn}", steps, folder / key)
+            runs[number].append({**run, "calibration": key})
+            print(f"{case}: {run['seconds']:.3f} s, load {run['load']:.1f}", flush=True)
+    rows = []
+    for case, mine in zip(cases, runs, strict=True):
+        peak, empty_bytes = statistics.mean(run["peak_bytes"] for run in mine), baselines[kind_of(case)]
+        rows.append(
+            {
+                "case": {key: value for key, value in case.items() if value != _PLAIN.get(key)},
+                "runs": mine,
+                "measured_seconds": statistics.mean(run["seconds"] for run in mine),
+                "measured_peak_bytes": peak,
+                "baseline_bytes": empty_bytes,
+                "measured_tensor_bytes": peak - empty_bytes,
+            }
+        )
+    return rows, calibrations
+
+
+def kind_of(case: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(case[key] for key in _KIND)
 
 
 def tensor_bytes(case: dict[str, Any], folder: Path) -> int:
@@ -205,7 +223,7 @@ def tensor_bytes(case: dict[str, Any], folder: Path) -> int:
 
 
 def predict(rows: list[dict[str, Any]], calibrations: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows with predictions from the calibration that was made before each."""
+    """The rows with predictions from the calibrations that were made before their runs."""
     found = []
     with tempfile.TemporaryDirectory(prefix="mlpipe-planner-") as name:
         folder = Path(name)
@@ -214,14 +232,18 @@ def predict(rows: list[dict[str, Any]], calibrations: dict[str, Any]) -> list[di
             (folder / f"{key}.json").write_text(json.dumps(data))
         for row in rows:
             case = {**_PLAIN, **row["case"]}
-            best = chosen(pipeline_of(case, folder, 12, folder / f"{row['calibration']}.json"))
-            assert best.memory is not None
-            tensors = best.memory.tensors + best.memory.slack
+            each = [
+                chosen(pipeline_of(case, folder, 12, folder / f"{run['calibration']}.json"))
+                for run in row["runs"]
+            ]
+            seconds, memory = statistics.mean(one.step_seconds for one in each), each[0].memory
+            assert memory is not None
+            tensors = memory.tensors + memory.slack
             found.append(
                 {
                     **row,
-                    "predicted_seconds": best.step_seconds,
-                    "seconds_error": best.step_seconds / row["measured_seconds"] - 1,
+                    "predicted_seconds": seconds,
+                    "seconds_error": seconds / row["measured_seconds"] - 1,
                     "predicted_tensor_bytes": tensors,
                     "memory_error": tensors / row["measured_tensor_bytes"] - 1,
                 }
@@ -234,7 +256,7 @@ def text_of(row: dict[str, Any]) -> str:
     return (
         f"{case:<44} step {1000 * row['measured_seconds']:7.0f} ms {row['seconds_error']:+6.1%}   "
         f"memory {row['measured_tensor_bytes'] / 2**20:6.0f} MiB {row['memory_error']:+6.1%}   "
-        f"load {row['load']:.1f}"
+        f"load {max(run['load'] for run in row['runs']):.1f}"
     )
 
 

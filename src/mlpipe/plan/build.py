@@ -19,7 +19,7 @@ from mlpipe.plan.candidates import enumerate_candidates, global_batch, pick
 from mlpipe.plan.choose import Candidate, micro_batches, rank
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.grace import shutdown_seconds
-from mlpipe.plan.hardware import CPU_ALLOCATOR, Hardware, detect_hardware
+from mlpipe.plan.hardware import Hardware, cpu_allocator, detect_hardware
 from mlpipe.plan.plan import (
     SCHEMA_VERSION,
     CheckpointPlan,
@@ -197,7 +197,9 @@ def _launch(stage: Stage, hardware: Hardware, known: Mapping[str, str], plan: Tr
         threads = max(1, hardware.cpus_per_node // hardware.devices_per_node)
         env.setdefault("OMP_NUM_THREADS", str(threads))
         if hardware.device == "cpu":
-            env = {**CPU_ALLOCATOR, **env}
+            recomputes = plan is not None and plan.activation_checkpointing != "none"
+            sparing = recomputes or (plan is not None and plan.mesh.dp_shard > 1)
+            env = {**cpu_allocator(sparing=sparing), **env}
         if train is not None and train.deterministic and hardware.device == "cuda":
             env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
     return Launch(

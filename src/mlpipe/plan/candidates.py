@@ -14,6 +14,7 @@ from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.memory import (
     HEAP_BYTES,
+    ROOMY_BYTES,
     Work,
     activations_bytes,
     counts,
@@ -154,8 +155,18 @@ def _traced_work(
 ) -> Work:
     found = traced.one(precision, checkpointing)
     held = micro_batch * found.sample_bytes
-    small = held if held < HEAP_BYTES * found.forward.num_kernels else 0  # by the average
-    return Work(precision, held, 0, share // micro_batch, gloo=device == "cpu", small=small)
+    small, roomy = (  # by the average
+        held if held < limit * found.forward.num_kernels else 0 for limit in (HEAP_BYTES, ROOMY_BYTES)
+    )
+    return Work(
+        precision,
+        held,
+        0,
+        share // micro_batch,
+        gloo=device == "cpu",
+        small=small,
+        roomy=roomy if checkpointing == "none" else None,
+    )
 
 
 def _traced_passes(
@@ -197,6 +208,9 @@ def _work(
         rebuilt=rebuilt_bytes(config, **same, checkpointing=checkpointing),
         gloo=device == "cpu",
         small=small_bytes(config, **same, checkpointing=checkpointing),
+        roomy=small_bytes(config, **same, checkpointing="none", below=ROOMY_BYTES)
+        if checkpointing == "none"
+        else None,
     )
 
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from mlpipe._core.presets import LlamaConfig
 
 GIB = 2**30
-# On a CPU what is smaller than HEAP_BYTES (so CPU_ALLOCATOR tells malloc) lies in a heap, whose holes are
-# not given back, and which a tensor of the same size, aligned anew, seldom fits. They grow over the first
-# steps: 0.2 to 0.6 of what is small after four, 0.5 to 1 after eight (configurations of benchmarks/planner).
+# On a CPU smaller tensors lie in a heap (`cpu_allocator` tells malloc so), whose holes are not given back.
+# ROOMY: they were 0.31 to 0.48 of the activations after eight steps of benchmarks/planner's configurations.
+# HEAP: of all that is in it, since a tensor of the same size, aligned anew, seldom fits a hole; they grow
+# over the first steps: 0.2 to 0.6 after four, 0.5 to 1 after eight.
+ROOMY_BYTES, _ROOMY_HOLES = 16 * 2**20, 0.42
 HEAP_BYTES, _HOLES = 2 * 2**20, 0.6
 WEIGHT_BYTES = 4
 GRADIENT_BYTES = 4
@@ -47,8 +49,8 @@ class Counts:
 class MemoryEstimate:
     """Bytes on one rank at the peak of a step. `buffers`: copies and communication. `context`: what the
     process holds before the first tensor. `slack`: what the allocator cannot use. `reused`: what is not alive
-    at the same time, as gradients that come to life when activations die; subtracted. `small`: of all these,
-    what a CPU's heap holds."""
+    at the same time, as gradients that come to life when activations die; subtracted. `holes`: of a CPU's
+    heap; they become slack."""
 
     parameters: int
     gradients: int
@@ -59,7 +61,7 @@ class MemoryEstimate:
     context: int = 0
     slack: int = 0
     reused: int = 0
-    small: int = 0
+    holes: int = 0
 
     @property
     def tensors(self) -> int:
@@ -77,7 +79,7 @@ class MemoryEstimate:
         if device == "cuda":
             context, slack = GIB + (3 * GIB // 2 if world_size > 1 else 0), 0.08 * self.tensors
         else:
-            context, slack = 2 * GIB // 5, _HOLES * self.small
+            context, slack = 2 * GIB // 5, self.holes
         return replace(self, context=context, slack=int(slack))
 
     def scaled(self, ratio: float) -> MemoryEstimate:
@@ -90,7 +92,8 @@ class Work:
     """What one rank does in a step, whatever the strategy: bytes held for the backward pass of one
     microbatch, and how many microbatches. `reduce_every`: see `TrainPlan.reduce_gradients`. `rebuilt`: what
     recomputation brings back at a time, when the logits are gone: the peak has the larger of both. `gloo`:
-    the collectives are gloo's, on CPU tensors. `small`: of the activations, what a CPU's heap holds."""
+    the collectives are gloo's, on CPU tensors. `small`: of the activations, what a sparing CPU's heap holds;
+    `roomy`: what a roomy one's does, None where activations are recomputed (see `cpu_allocator`)."""
 
     precision: str
     activations: int
@@ -100,11 +103,20 @@ class Work:
     rebuilt: int = 0
     gloo: bool = False
     small: int = 0
+    roomy: int | None = None
 
     @property
     def held(self) -> int:
         """Activations at the peak."""
         return self.activations + max(0, self.rebuilt - self.logits)
+
+    def holes(self, states: int) -> int:
+        """Of a rank that has everything whole; `states`: of the parameters' tensors, what the heap holds."""
+        return sparing_holes(states + self.small) if self.roomy is None else int(_ROOMY_HOLES * self.roomy)
+
+
+def sparing_holes(small: int) -> int:
+    return int(_HOLES * small)
 
 
 def counts(config: LlamaConfig) -> Counts:
@@ -125,13 +137,19 @@ def activations_bytes(
 
 
 def small_bytes(
-    config: LlamaConfig, *, num_tokens: int, precision: str, device: str, checkpointing: str
+    config: LlamaConfig,
+    *,
+    num_tokens: int,
+    precision: str,
+    device: str,
+    checkpointing: str,
+    below: int = HEAP_BYTES,
 ) -> int:
     """Of the activations, and of the block that is rebuilt, what lies in tensors that a CPU's heap holds."""
     norm, block = _saved(config, precision, device, checkpointing)
     again = _saved(config, precision, device, "none")[1] if checkpointing != "none" else []
     each = [num_tokens * size for size in [*config.num_layers * block, *norm, *again]]
-    return sum(size for size in each if size < HEAP_BYTES)
+    return sum(size for size in each if size < below)
 
 
 def rebuilt_bytes(

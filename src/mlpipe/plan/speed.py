@@ -7,6 +7,14 @@ import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from mlpipe._core.presets import LlamaConfig
+
+# The model of which a calibration times whole passes, and how many of its longest sequences at once.
+REFERENCE = {
+    "cpu": LlamaConfig(4_096, 384, 2, 6, 2, 1_024, 256, 1e4, 1e-5, True),
+    "cuda": LlamaConfig(32_768, 2_048, 2, 16, 8, 5_632, 2_048, 1e4, 1e-5, True),
+}
+REFERENCE_BATCH = 4
 ADAM_TRAFFIC = 40  # bytes a parameter: norm 4, scale 8, the update reads 16 and writes 12
 
 
@@ -14,7 +22,8 @@ ADAM_TRAFFIC = 40  # bytes a parameter: norm 4, scale 8, the update reads 16 and
 class KernelRates:
     """Measured in one precision: `matmul_points`, (FLOPs, share of the peak); bytes that the formulas of
     `plan/time.py` count, a second, between the matmuls of a block (`stream`; `large`: of tensors that a CPU's
-    heap does not hold, whose memory is new each time; 0: no other) and in the loss."""
+    caches do not hold; 0: no other) and in the loss; seconds of a forward and a
+    backward pass of REFERENCE, where caches, memory and Python are those of a training (0: not measured)."""
 
     peak_flops: float
     matmul_points: tuple[tuple[float, ...], ...]
@@ -22,6 +31,7 @@ class KernelRates:
     stream_bytes_per_second: float
     loss_bytes_per_second: float
     large_bytes_per_second: float = 0.0
+    passes_seconds: float = 0.0
 
     def matmul_ratio(self, flops: float) -> float:
         """Share of the peak that a matmul of so many FLOPs reaches: between the points on a logarithmic

@@ -9,12 +9,12 @@ Standard library only.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.memory import COMPUTE_BYTES, HEAP_BYTES
-from mlpipe.plan.speed import ADAM_TRAFFIC, traffic_by_width
+from mlpipe.plan.memory import COMPUTE_BYTES
+from mlpipe.plan.speed import ADAM_TRAFFIC, REFERENCE, REFERENCE_BATCH, traffic_by_width
 from mlpipe.plan.traced import Ops, Traced
 
 # Share of the matmuls' rate that fused attention reaches. Dao, FlashAttention-2 (2023): up to 73 % of an
@@ -33,6 +33,7 @@ _LAUNCH, _KERNELS_FORWARD = 5e-6, 45
 # torch.compile keeps about a third of the traffic between matmuls: one read and one write of what eager mode
 # reads and writes three times. torchtitan's Llama-8B on 8 H100 got 16 % faster.
 _FUSED = 1 / 3
+_CACHED_BYTES = 2 * 2**20  # of a tensor that a core's share of the caches holds
 # What the trainer waits for a save, per GiB of a rank: benchmarks/results/checkpoint_fsdp.json on CPU; on a
 # GPU copying to pinned memory over PCIe 4 at 20 GB/s.
 _STALL_CPU, _STALL_GPU = 0.1 / 2**30, 1 / 20e9
@@ -146,6 +147,26 @@ class Wire:
 
 
 def passes(job: Job, hardware: Hardware) -> Passes:
+    return _as_measured(_sum_of_kernels(job, hardware), job.precision, hardware)
+
+
+def _as_measured(found: Passes, precision: str, hardware: Hardware) -> Passes:
+    """A calibration's kernels say how shapes differ; how fast a whole pass is, its reference model's says."""
+    kernels, config = hardware.speed.kernels.get(precision), REFERENCE[hardware.device]
+    if kernels is None or not kernels.passes_seconds:
+        return found
+    reference = Job(config, config.max_seq_len, REFERENCE_BATCH, 1, precision, "none", compiled=False)
+    ratio = kernels.passes_seconds / _sum_of_kernels(reference, hardware).compute
+    return replace(
+        found,
+        forward_block=ratio * found.forward_block,
+        backward_block=ratio * found.backward_block,
+        forward_outside=ratio * found.forward_outside,
+        backward_outside=ratio * found.backward_outside,
+    )
+
+
+def _sum_of_kernels(job: Job, hardware: Hardware) -> Passes:
     config, tokens = job.config, job.micro_batch * job.seq_len
     kernel = Kernels(job.precision, job.compiled, hardware)
     dim, kv_dim, ffn = config.dim, config.num_kv_heads * config.head_dim, config.ffn_dim
@@ -200,13 +221,14 @@ def traced_passes(
         each = micro_batch * ops.matmul_flops / max(1, ops.num_matmuls)
         matmuls = ops.num_matmuls * kernel.matmul_flops(each) if each else 0.0
         others = kernel.stream(
-            micro_batch * ops.other_bytes, large=micro_batch * ops.other_bytes > HEAP_BYTES * ops.num_kernels
+            micro_batch * ops.other_bytes,
+            large=micro_batch * ops.other_bytes > _CACHED_BYTES * ops.num_kernels,
         )
         attention = kernel.attention(micro_batch * ops.attention_flops)
         return kernel.at_least(matmuls + attention + others, ops.num_kernels) / number
 
     counts = traced.counts
-    return Passes(
+    summed = Passes(
         num_blocks=number,
         forward_block=seconds(found.forward),
         backward_block=seconds(found.backward),
@@ -218,6 +240,7 @@ def traced_passes(
         width=COMPUTE_BYTES[precision],
         overlap=hardware.device == "cuda",
     )
+    return _as_measured(summed, precision, hardware)
 
 
 def update_seconds(num_params: float, hardware: Hardware) -> float:
@@ -275,7 +298,7 @@ class Kernels:
         if self.measured is None:
             return self.stream(tokens * sum(num_bytes for _, num_bytes in traffic))
         return sum(
-            self.stream(tokens * num_bytes, large=tokens * channels * self.width >= HEAP_BYTES)
+            self.stream(tokens * num_bytes, large=tokens * channels * self.width >= _CACHED_BYTES)
             for channels, num_bytes in traffic
         )
 

@@ -1,38 +1,53 @@
 """`torchrun -m mlpipe.train.calibrate OUT STORE`: what this machine's ranks can do, all at work at once.
 
-Each figure is that of the fastest fifth of its tries within a time box. Rank 0 writes its own
-to OUT. About 20 s on a CPU.
+A kernel's figure is that of the fastest fifth of its tries within a time box; that of whole passes and of
+collectives, which wait for the slowest, the median's. Rank 0 writes its own to OUT. About 15 s on a CPU.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
 
 from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.serial import to_json
-from mlpipe.plan.speed import ADAM_TRAFFIC, KernelRates, Measured, traffic_block
+from mlpipe.plan.memory import HEAP_BYTES
+from mlpipe.plan.speed import (
+    ADAM_TRAFFIC,
+    REFERENCE,
+    REFERENCE_BATCH,
+    KernelRates,
+    Measured,
+    traffic_block,
+)
 from mlpipe.store.open import open_store
 from mlpipe.train.loss import cross_entropy_sum
-from mlpipe.train.models.llama import RMSNorm, rope_tables, rotate
+from mlpipe.train.model import LossModule
+from mlpipe.train.models.llama import Llama, RMSNorm, rope_tables, rotate
 
-_BOX_SECONDS = 0.5  # for one figure
+_BOX_SECONDS, _PASSES_SECONDS = 0.25, 2.0  # for one figure
 # tokens x inner x outer: from a small model's k to a GPU-sized block's
 _SHAPES_CPU = ((256, 128, 64), (256, 128, 384), (512, 256, 704), (1024, 256, 2048), (1024, 512, 4096))
 _SHAPES = ((1024, 1024, 1024), (4096, 2048, 2048), (8192, 4096, 4096), (8192, 4096, 14336))
 _BLOCK_CPU = LlamaConfig(4096, 256, 1, 4, 2, 704, 1024, 1e4, 1e-5, True)
-_FEW_CPU, _MANY_CPU = 2, 16  # sequences whose tensors the heap holds, or not
+_FEW_CPU, _MANY_CPU = 2, 16  # sequences whose tensors a cache holds, or not
 _BLOCK = LlamaConfig(32_768, 2048, 1, 16, 8, 5632, 2048, 1e4, 1e-5, True)
 _COLLECTIVE_BYTES = 16 * 2**20
+_M_MMAP_THRESHOLD = -3  # malloc.h
 _SHARDED = (2**18, 2**17, 2**17, 2**18, 2**19, 2**19, 2**19)  # numbers of q, k, v, o, gate, up, down: 9 MiB
 _STORE_BYTES = 16 * 2**20
 
@@ -48,23 +63,27 @@ class Bench:
         self.seq_len, self.batch = (256, 4) if self.on_cpu else (2048, 4)
         self.tokens = self.seq_len * self.batch
 
-    def seconds(self, work: Callable[[], object], *, collective: bool = False) -> float:
+    def seconds(self, work: Callable[[], object]) -> float:
         """Of one call, the fastest fifth's slowest, while the other ranks do the same: what happens beside us
-        only ever adds. Of a `collective` rank 0 says how many there are: one more on one rank would meet
-        another's next."""
+        only ever adds."""
         for _ in range(3):
             work()
         if dist.get_world_size() > 1:
             dist.barrier()
         taken: list[float] = []
-        deadline, number = time.perf_counter() + _BOX_SECONDS, 5
-        if collective:
-            asked = torch.tensor([_BOX_SECONDS / self._once(work)])
-            dist.broadcast(asked, 0)
-            deadline, number = 0.0, max(number, int(asked))
-        while time.perf_counter() < deadline or len(taken) < number:
+        deadline = time.perf_counter() + _BOX_SECONDS
+        while time.perf_counter() < deadline or len(taken) < 5:
             taken.append(self._once(work))
         return sorted(taken)[len(taken) // 5]
+
+    def together(self, *works: Callable[[], object], box: float = _BOX_SECONDS) -> list[list[float]]:
+        """Seconds of each in turns, of all ranks as often: one call more on one would meet another's next."""
+        for work in 2 * works:
+            work()
+        asked = torch.tensor([box / sum(self._once(work) for work in works)])
+        dist.broadcast(asked, 0)
+        turns = [[self._once(work) for work in works] for _ in range(max(5, int(asked)))]
+        return [list(taken) for taken in zip(*turns, strict=True)]
 
     def _once(self, work: Callable[[], object]) -> float:
         self._wait()
@@ -88,7 +107,27 @@ class Bench:
         small, large = self._stream(dtype, _FEW_CPU if self.on_cpu else self.batch), 0.0
         if self.on_cpu:
             large = self._stream(dtype, _MANY_CPU)
-        return KernelRates(peak, shares, attention, small, self._loss(dtype), large)
+        (passes,) = self.together(self._passes(dtype), box=_PASSES_SECONDS)
+        return KernelRates(peak, shares, attention, small, self._loss(dtype), large, median(passes))
+
+    def _passes(self, dtype: torch.dtype, *, sharded: bool = False) -> Callable[[], object]:
+        """Forward and backward of the reference model in the trainer's own wrapping; `sharded`: by FSDP2."""
+        config = REFERENCE[self.device.type]
+        model = Llama(config).to(self.device)
+        model.init_weights()
+        module = LossModule(model, self.device.type, dtype == torch.bfloat16)
+        if sharded:
+            for block in model.layers:
+                fully_shard(block)
+            fully_shard(module, reshard_after_forward=True)
+        shape = (REFERENCE_BATCH, config.max_seq_len)
+        tokens = torch.randint(config.vocab_size, shape, device=self.device)
+
+        def work() -> None:
+            module({"inputs": tokens, "targets": tokens})[0].backward()
+            module.zero_grad()
+
+        return work
 
     def _linear(self, dtype: torch.dtype, tokens: int, inner: int, outer: int) -> Callable[[], object]:
         """Forward and backward: a CPU's matmuls are slower where an operand lies across."""
@@ -165,8 +204,8 @@ class Bench:
         return 3.0 * x.nbytes / self.seconds(lambda: torch.mul(x, y, out=y))
 
     def update(self) -> float:
-        """Norm, scale and fused AdamW over 4M parameters."""
-        tensors = [torch.randn(2**20, device=self.device) for _ in range(4)]
+        """Norm, scale and fused AdamW over 16M parameters, more than a cache holds."""
+        tensors = [torch.randn(2**22, device=self.device) for _ in range(4)]
         grads, means, squares = ([torch.zeros_like(tensor) for tensor in tensors] for _ in range(3))
         count = torch.ones((), device=self.device)
 
@@ -189,7 +228,7 @@ class Bench:
                 maximize=False,
             )
 
-        return ADAM_TRAFFIC * 4 * 2.0**20 / self.seconds(work)
+        return ADAM_TRAFFIC * 4 * 2.0**22 / self.seconds(work)
 
     def kernel(self) -> float:
         """Of one small operator, forward and backward (which is two): the CPU's part."""
@@ -211,8 +250,8 @@ class Bench:
         group: Any = None if self.on_cpu else dist.new_group(backend="nccl")
         tiny = torch.ones(1, device=self.device)
         big = torch.ones(_COLLECTIVE_BYTES // 4, device=self.device)
-        call = self.seconds(lambda: dist.all_reduce(tiny, group=group), collective=True)
-        whole = self.seconds(lambda: dist.all_reduce(big, group=group), collective=True)
+        works = [partial(dist.all_reduce, tensor, group=group) for tensor in (tiny, big)]
+        call, whole = map(median, self.together(*works))
         moved = 2 * (ranks - 1) / ranks * _COLLECTIVE_BYTES
         return moved / max(whole - call, 0.1 * whole), call / 2  # an all-reduce counts as two halves
 
@@ -241,8 +280,15 @@ class Bench:
             dist.reduce_scatter_tensor(torch.empty(share), flat, op=dist.ReduceOp.AVG)
 
         num_bytes = 4 * ranks * share
-        each = [num_bytes / self.seconds(work, collective=True) for work in (gather, scatter)]
-        return each[0], each[1]
+        gathered, scattered = map(median, self.together(gather, scatter))
+        # In a training each of them waits for the slowest rank's block, too, and large tensors are always new
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, HEAP_BYTES)
+        works = [self._passes(torch.float32, sharded=split) for split in (False, True)]
+        alone, split = self.together(*works, box=2 * _PASSES_SECONDS)
+        more = median(mine - other for mine, other in zip(split, alone, strict=True))
+        expected = 4 * REFERENCE["cpu"].num_params() / num_bytes * (2 * gathered + scattered)
+        slower = max(1.0, more / expected)
+        return num_bytes / (slower * gathered), num_bytes / (slower * scattered)
 
     def store(self, url: str) -> float:
         found, key = open_store(url), f"calibration/{uuid4().hex}"
@@ -256,8 +302,7 @@ class Bench:
 def measure(store_url: str) -> Measured:
     bench = Bench()
     link, call = bench.collective()
-    gathered, scattered = bench.sharding()
-    return Measured(
+    found = Measured(
         kernels={
             "fp32": bench.kernels(torch.float32),
             "bf16": bench.kernels(torch.bfloat16),
@@ -268,9 +313,9 @@ def measure(store_url: str) -> Measured:
         link_bytes_per_second=link,
         collective_seconds=call,
         store_bytes_per_second=bench.store(store_url) if dist.get_rank() == 0 else 0.0,
-        gather_bytes_per_second=gathered,
-        scatter_bytes_per_second=scattered,
     )
+    gathered, scattered = bench.sharding()  # the last: it tells malloc otherwise
+    return replace(found, gather_bytes_per_second=gathered, scatter_bytes_per_second=scattered)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from mlpipe._core.presets import PRESETS
 from mlpipe.plan.build import build_plan, compare, stage_hardware
 from mlpipe.plan.candidates import precision_on
 from mlpipe.plan.choose import micro_batches
-from mlpipe.plan.hardware import CATALOGUE, CPU_ALLOCATOR, CPU_CORE, GIB, GPUS, Hardware, detect_hardware
+from mlpipe.plan.hardware import CATALOGUE, CPU_CORE, GIB, GPUS, Hardware, cpu_allocator, detect_hardware
 from mlpipe.plan.plan import STRATEGIES, Mesh, Plan
 from mlpipe.plan.speed import KernelRates
 from mlpipe.plan.strategies import ORDER
@@ -293,12 +293,13 @@ def test_launch() -> None:
     launch = plan_of(quickstart("train.timeout=2 h", "train.metrics_port=off"), "train", cpu()).launch
     assert (launch.num_nodes, launch.nproc_per_node, launch.device) == (1, 2, "cpu")
     assert (launch.timeout_seconds, launch.metrics_port, launch.max_restarts) == (7200.0, None, 3)
-    assert launch.env == {**CPU_ALLOCATOR, "OMP_NUM_THREADS": "2"}
-    own = plan_of(
-        quickstart("train.env.OMP_NUM_THREADS=7", "train.env.THP_MEM_ALLOC_ENABLE=0"), "train", cpu()
-    )
-    mine = {"OMP_NUM_THREADS": "7", "THP_MEM_ALLOC_ENABLE": "0"}
-    assert own.launch.env == {**CPU_ALLOCATOR, **mine}
+    assert launch.env == {**cpu_allocator(sparing=False), "OMP_NUM_THREADS": "2"}
+    own = plan_of(quickstart("train.env.OMP_NUM_THREADS=7", "train.env.GLIBC_TUNABLES=mine"), "train", cpu())
+    mine = {"OMP_NUM_THREADS": "7", "GLIBC_TUNABLES": "mine"}
+    assert own.launch.env == {**cpu_allocator(sparing=False), **mine}
+    for saving in ("train.strategy=fsdp", "train.activation_checkpointing=full"):
+        env = plan_of(quickstart(saving), "train", cpu()).launch.env
+        assert env == {**cpu_allocator(sparing=True), "OMP_NUM_THREADS": "2"}
 
 
 def test_wsd_decays_over_a_tenth_unless_told() -> None:

@@ -116,7 +116,7 @@ def test_units_of_time_and_cost_agree() -> None:
     memory = best.memory
     assert memory is not None
     parts = dataclasses.asdict(memory)
-    assert memory.total == sum(parts.values()) - 2 * parts["reused"] - parts["small"]
+    assert memory.total == sum(parts.values()) - 2 * parts["reused"] - parts["holes"]
     unpriced = compare(llm(), "train", dataclasses.replace(gpus(num_nodes=2), price_usd_per_device_hour=None))
     assert {c.usd for c in unpriced} == {None}
 

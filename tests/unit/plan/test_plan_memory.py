@@ -7,6 +7,7 @@ import pytest
 from mlpipe._core.presets import PRESETS, LlamaConfig
 from mlpipe.plan.flops import counted_params, num_flops_per_token
 from mlpipe.plan.memory import (
+    ROOMY_BYTES,
     Work,
     activations_bytes,
     counts,
@@ -131,13 +132,19 @@ def test_what_a_heap_holds_costs_its_holes() -> None:
     assert sizes.small(1) == small
     assert sizes.small(4) == sizes.share(4) * 4
     whole = ORDER["single"].memory(sizes, Work("fp32", 0, 0, 1, small=1000), Mesh())
-    assert whole.small == 3 * small + 1000
-    assert whole.on("cpu", 1).slack == int(0.6 * whole.small)
+    assert whole.on("cpu", 1).slack == whole.holes == int(0.6 * (3 * small + 1000))
+    roomy = Work("fp32", 0, 0, 1, small=1000, roomy=5000)  # states come first and leave no holes
+    assert ORDER["single"].memory(sizes, roomy, Mesh()).holes == 2100
+    assert ORDER["zero1"].memory(sizes, roomy, Mesh(dp_replicate=2)).holes == 2100
+    sparing = Work("fp32", 0, 0, 1, small=1000)
+    found = [ORDER["fsdp"].memory(sizes, work, Mesh(dp_shard=2)).holes for work in (roomy, sparing)]
+    assert found[0] == found[1] > 2100
     config, same = PRESETS["llama-8m"], {"precision": "fp32", "device": "cpu", "checkpointing": "none"}
     # of 1,024 tokens 384 channels are 1.5 MiB and 1,024 of them 4; of 2,048 only k and v are below 2
     assert small_bytes(config, num_tokens=2048, **same) == 4 * 2 * 2**20
     everything = activations_bytes(config, num_tokens=1024, **same)
     assert small_bytes(config, num_tokens=1024, **same) == everything - 4 * 4 * 4 * 2**20
+    assert small_bytes(config, num_tokens=1024, below=ROOMY_BYTES, **same) == everything
 
 
 def test_shares_are_whole_rows() -> None:

@@ -12,6 +12,7 @@ from mlpipe.plan.memory import (
     Counts,
     MemoryEstimate,
     Work,
+    sparing_holes,
 )
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.time import Passes, Wire, copy_seconds
@@ -48,7 +49,9 @@ def sharded(counts: Counts, work: Work, mesh: Mesh, *, reshard: bool) -> MemoryE
         logits=work.logits,
         buffers=gathered + reducing,
         # the holes of weights that were gathered stay, though these are not alive at once
-        small=states + counts.small(1, width) + (counts.small(1) if unsent else 0) + work.small,
+        holes=sparing_holes(
+            states + counts.small(1, width) + (counts.small(1) if unsent else 0) + work.small
+        ),
     )
     stays = 0 if reshard else gathered_blocks
     return replace(found, **_with_gloo(counts, work, found, stays, unsent)) if work.gloo else found

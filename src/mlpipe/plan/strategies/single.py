@@ -36,9 +36,10 @@ def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
         logits=work.logits,
         buffers=copies,
         reused=min(gradients, held + work.logits - work.rebuilt) if work.accumulation == 1 else 0,
-        small=(WEIGHT_BYTES + ADAM_BYTES) // WEIGHT_BYTES * counts.small(1)
-        + (counts.small(1, COMPUTE_BYTES["bf16"]) if copies else 0)
-        + work.small,
+        holes=work.holes(
+            (WEIGHT_BYTES + ADAM_BYTES) // WEIGHT_BYTES * counts.small(1)
+            + (counts.small(1, COMPUTE_BYTES["bf16"]) if copies else 0)
+        ),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mlpipe.plan.memory import ADAM_BYTES, WEIGHT_BYTES, Counts, MemoryEstimate, Work
+from mlpipe.plan.memory import ADAM_BYTES, WEIGHT_BYTES, Counts, MemoryEstimate, Work, sparing_holes
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.strategies import ddp
 from mlpipe.plan.time import Passes, Wire, copy_seconds
@@ -24,12 +24,12 @@ def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
     gathered = WEIGHT_BYTES * share * mesh.world_size
     # gloo gathers into one flat tensor more, when the activations are gone
     copied = max(0, min(gathered, _BUCKET_BYTES) - work.held - work.logits) if work.gloo else 0
-    moments = ADAM_BYTES // WEIGHT_BYTES
+    sent_away = ADAM_BYTES // WEIGHT_BYTES * (counts.small(1) - counts.small(mesh.world_size))
     return dataclasses.replace(
         whole,
         optimizer=ADAM_BYTES * share,
         buffers=whole.buffers + gathered + WEIGHT_BYTES * share + copied,
-        small=whole.small - moments * (counts.small(1) - counts.small(mesh.world_size)),
+        holes=whole.holes if work.roomy is not None else whole.holes - sparing_holes(sent_away),
     )
 
 
