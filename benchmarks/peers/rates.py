@@ -178,7 +178,7 @@ def compiled(folder: Path, base: Work, arguments: argparse.Namespace) -> list[di
     blocks of each round; between two of these the steps are interpolated."""
     works = works_of(base, "tuned", arguments.peers)
     target = arguments.target_loss or TARGETS[arguments.model]
-    with running(folder, works, precision="bf16", compile="block") as found:
+    with running(folder, works, precision="bf16", compile="model") as found:
         curves, compile_seconds = {}, {}
         for name, side in found.items():
             began = time.perf_counter()  # to validate is compiled, too

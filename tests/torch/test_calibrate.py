@@ -16,6 +16,7 @@ pytestmark = pytest.mark.torch
 
 def test_every_figure_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_BOX_SECONDS", 0.005)
+    monkeypatch.setattr(calibrate, "_PASSES_SECONDS", 0.005)
     monkeypatch.setattr(calibrate, "_MANY_CPU", 4)
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

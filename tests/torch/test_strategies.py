@@ -107,6 +107,7 @@ def variants(folder, tokens):
             store, tokens, run_id="selective", activation_checkpointing="selective", strategy="fsdp", **base
         ),
         "compiled": plan(store, tokens, run_id="compiled", compile="block", **base),
+        "compiled-whole": plan(store, tokens, run_id="compiled-whole", compile="model", **base),
         "user-ddp": replace_model(plan(store, tokens, run_id="user-ddp", **base), user("plain")),
         "user-fsdp": replace_model(
             plan(store, tokens, run_id="user-fsdp", strategy="fsdp", **base), user("plain")
@@ -157,6 +158,7 @@ def test_bf16_means_the_same_under_every_strategy(varied, strategy):
         "full",
         "selective-fsdp",
         "compiled",
+        "compiled-whole",
     ],
 )
 def test_what_only_saves_memory_or_time_changes_no_loss(varied, name):

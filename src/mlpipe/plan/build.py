@@ -20,6 +20,7 @@ from mlpipe.plan.choose import Candidate, micro_batches, rank
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.grace import shutdown_seconds
 from mlpipe.plan.hardware import Hardware, cpu_allocator, detect_hardware
+from mlpipe.plan.memory import is_sparing
 from mlpipe.plan.plan import (
     SCHEMA_VERSION,
     CheckpointPlan,
@@ -197,8 +198,7 @@ def _launch(stage: Stage, hardware: Hardware, known: Mapping[str, str], plan: Tr
         threads = max(1, hardware.cpus_per_node // hardware.devices_per_node)
         env.setdefault("OMP_NUM_THREADS", str(threads))
         if hardware.device == "cpu":
-            recomputes = plan is not None and plan.activation_checkpointing != "none"
-            sparing = recomputes or (plan is not None and plan.mesh.dp_shard > 1)
+            sparing = plan is not None and is_sparing(plan.mesh, plan.activation_checkpointing)
             env = {**cpu_allocator(sparing=sparing), **env}
         if train is not None and train.deterministic and hardware.device == "cuda":
             env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it

@@ -61,6 +61,7 @@ class Calibration:
             collective_seconds=wire.collective_seconds,
             gather_bytes_per_second=wire.gather_bytes_per_second,
             scatter_bytes_per_second=wire.scatter_bytes_per_second,
+            new_tensor_seconds=found.new_tensor_seconds,
             store_bytes_per_second=found.store_bytes_per_second or None,
             time_ratio=_ratio([(run.measured_step_seconds, run.predicted_step_seconds) for run in self.runs]),
             memory_ratio=_ratio(

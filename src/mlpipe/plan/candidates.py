@@ -184,7 +184,7 @@ def _traced_passes(
         accumulation=share // micro_batch,
         precision=precision,
         checkpointing=checkpointing,
-        compiled=spec.compile == "block",
+        compiled=spec.compile != "off",
         hardware=hardware,
     )
 
@@ -230,6 +230,6 @@ def _passes(
         share // micro_batch,
         precision,
         checkpointing,
-        spec.compile == "block",
+        spec.compile != "off",
     )
     return passes(job, hardware)

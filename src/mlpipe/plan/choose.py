@@ -12,7 +12,7 @@ from typing import Literal
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import format_bytes
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.memory import Counts, MemoryEstimate, Work
+from mlpipe.plan.memory import Counts, MemoryEstimate, Work, is_sparing
 from mlpipe.plan.plan import CHECKPOINTING, SHARDED, Mesh, Strategy
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import Passes, StepSeconds, Wire, save_seconds, update_seconds, whole_steps
@@ -126,6 +126,8 @@ class Pricer:
         if every:  # more to send, less to keep
             memory = self._memory(strategy, mesh, replace(work, reduce_every=True))
             found = replace(found, reduce_every=True)
+        if not is_sparing(mesh, checkpointing):
+            found = replace(found, new_memory=0.0)
         fits = memory.total <= hardware.memory_bytes
         seconds = self._seconds(strategy, mesh, found, memory)
         rate = run.global_batch * run.seq_len / seconds.total
@@ -161,7 +163,7 @@ class Pricer:
         rules, hardware, run = ORDER[strategy], self.hardware, self.run
         update = update_seconds(rules.updated(self.counts, mesh), hardware)
         exposed = rules.exposed(found, Wire(hardware), mesh)
-        compute = found.compute + update
+        compute = found.compute + found.new_memory + update
         interval = run.save_steps
         if interval is None:
             interval = whole_steps(run.save_seconds or 900.0, compute + exposed)

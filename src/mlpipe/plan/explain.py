@@ -80,7 +80,7 @@ def lint(train: TrainPlan, chosen: Candidate, candidates: Sequence[Candidate]) -
             yield f"precision: bf16 would be {gain:.1f} times as fast (by this model; peaks of the catalogue)"
     if train.compile == "off" and train.precision == "bf16":
         yield f"compile: block is worth about 16 % in long runs ({_FUSION})"
-    if train.activation_checkpointing != "none" and train.compile == "block":
+    if train.activation_checkpointing != "none" and train.compile != "off":
         free = [c for c in candidates if c.activation_checkpointing == "none" and c.fits]
         if any(c.precision == train.precision for c in free):
             yield "activation_checkpointing: none fits too, and saves a third (Chen et al. 2016)"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mlpipe._core.presets import LlamaConfig
+from mlpipe.plan.plan import Mesh
 
 GIB = 2**30
 # On a CPU smaller tensors lie in a heap (`cpu_allocator` tells malloc so), whose holes are not given back.
@@ -115,6 +116,11 @@ class Work:
         return sparing_holes(states + self.small) if self.roomy is None else int(_ROOMY_HOLES * self.roomy)
 
 
+def is_sparing(mesh: Mesh, checkpointing: str) -> bool:
+    """Whether the plan itself trades time for memory, so that a CPU's malloc should (see `cpu_allocator`)."""
+    return mesh.dp_shard > 1 or checkpointing != "none"
+
+
 def sparing_holes(small: int) -> int:
     return int(_HOLES * small)
 
@@ -150,6 +156,11 @@ def small_bytes(
     again = _saved(config, precision, device, "none")[1] if checkpointing != "none" else []
     each = [num_tokens * size for size in [*config.num_layers * block, *norm, *again]]
     return sum(size for size in each if size < below)
+
+
+def num_large(config: LlamaConfig, *, num_tokens: int, precision: str) -> int:
+    """Tensors of a block's forward pass on a CPU that a sparing heap does not hold."""
+    return sum(num_tokens * size >= HEAP_BYTES for size in _saved(config, precision, "cpu", "none")[1])
 
 
 def rebuilt_bytes(

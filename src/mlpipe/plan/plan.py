@@ -125,7 +125,7 @@ class TrainPlan:
     reason: str  # why this strategy, in a sentence
     precision: Precision
     activation_checkpointing: Checkpointing
-    compile: Literal["off", "block"]
+    compile: Literal["off", "block", "model"]
     deterministic: bool
     seed: int
     hang_timeout_seconds: float

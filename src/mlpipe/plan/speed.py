@@ -52,8 +52,8 @@ class Speed:
     `network` to those of other nodes, which one device alone can use. `achievable_ratio`: of the peak, by
     the best matmul. A calibration adds `kernels` by precision, `kernel_seconds` and `collective_seconds`,
     what an operator and a collective cost beside their bytes, the store's bandwidth, those of FSDP2's
-    gathering and scattering (see `Measured`), and by how much finished runs differed from their predictions;
-    `calibrated` says so in words."""
+    gathering and scattering, what new memory costs (see `Measured`), and by how much finished runs differed
+    from their predictions; `calibrated` says so in words."""
 
     peak_flops: dict[str, float]
     achievable_ratio: float
@@ -67,6 +67,7 @@ class Speed:
     store_bytes_per_second: float | None = None
     gather_bytes_per_second: float = 0.0
     scatter_bytes_per_second: float = 0.0
+    new_tensor_seconds: float = 0.0
     time_ratio: float = 1.0
     memory_ratio: float = 1.0
     calibrated: str | None = None
@@ -90,6 +91,7 @@ class Measured:
     store_bytes_per_second: float
     gather_bytes_per_second: float = 0.0  # of the whole, with FSDP2's copies; 0 with one rank and on a GPU
     scatter_bytes_per_second: float = 0.0
+    new_tensor_seconds: float = 0.0  # on a CPU, what 4 MiB cost more in memory that was not used before
 
 
 def traffic_block(dim: int, kv_dim: int, ffn: int) -> int:

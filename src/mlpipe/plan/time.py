@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.memory import COMPUTE_BYTES
+from mlpipe.plan.memory import COMPUTE_BYTES, num_large
 from mlpipe.plan.speed import ADAM_TRAFFIC, REFERENCE, REFERENCE_BATCH, traffic_by_width
 from mlpipe.plan.traced import Ops, Traced
 
@@ -71,7 +71,7 @@ class Job:
 class Passes:
     """Seconds of one microbatch, and what travels. `outside`: embedding, last norm, head and loss.
     `overlap`: collectives run beside computing, which needs a GPU: on CPU both want the same cores.
-    `reduce_every`: see `TrainPlan.reduce_gradients`."""
+    `reduce_every`: see `TrainPlan.reduce_gradients`. `new_memory`: what a sparing heap costs, a step."""
 
     num_blocks: int
     forward_block: float
@@ -84,6 +84,7 @@ class Passes:
     width: int  # bytes of a block's parameter as it travels
     overlap: bool
     reduce_every: bool = False
+    new_memory: float = 0.0
 
     @property
     def backward(self) -> float:
@@ -200,7 +201,19 @@ def _sum_of_kernels(job: Job, hardware: Hardware) -> Passes:
         outside_params=config.num_params() - config.num_layers * config.num_layer_params(),
         width=COMPUTE_BYTES[job.precision],
         overlap=hardware.device == "cuda",
+        new_memory=_new_memory(job, hardware),
     )
+
+
+def _new_memory(job: Job, hardware: Hardware) -> float:
+    """Seconds of a step by which a CPU's sparing heap is slower: for each large tensor of a block, for the
+    gradient of each, and for each that is made again."""
+    if not hardware.speed.new_tensor_seconds:
+        return 0.0
+    number = num_large(job.config, num_tokens=job.micro_batch * job.seq_len, precision=job.precision)
+    times = 2 if job.checkpointing == "none" else 3
+    blocks = job.accumulation * job.config.num_layers
+    return blocks * times * number * hardware.speed.new_tensor_seconds
 
 
 def traced_passes(

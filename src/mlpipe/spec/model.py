@@ -213,7 +213,12 @@ class Train(Model):
         "none",
         description="What to recompute in the backward pass, to save memory; `auto`: as little as fits.",
     )
-    compile: Literal["off", "block"] = Field("off", description="torch.compile, block by block.")
+    compile: Literal["off", "block", "model"] = Field(
+        "off",
+        description="torch.compile: block by block, or the whole model with its loss, which takes longer to "
+        "compile and is a little faster. Where weights are sharded or activations recomputed `model` is "
+        "`block`.",
+    )
     deterministic: bool = Field(False, description="Repeats are bit-equal; may be slower.")
     seed: f.CountOrZero = Field(0, description="Of the weights and the sample order.")
     checkpoint: Checkpoint = Field(

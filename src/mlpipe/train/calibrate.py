@@ -257,10 +257,9 @@ class Bench:
 
     def sharding(self) -> tuple[float, float]:
         """Bytes a second of gathering a block's weights and of scattering its gradients as FSDP2 does on a
-        CPU, with all copies, into new memory: of a few MiB in tensors like a block's. On a GPU, where this
-        runs beside computing, 0."""
+        CPU, with all copies, into new memory: of a few MiB in tensors like a block's."""
         ranks, rank = dist.get_world_size(), dist.get_rank()
-        if ranks == 1 or not self.on_cpu:
+        if ranks == 1:
             return 0.0, 0.0
         numbers = [size // ranks for size in _SHARDED]
         shards = [torch.randn(number) for number in numbers]
@@ -281,14 +280,19 @@ class Bench:
 
         num_bytes = 4 * ranks * share
         gathered, scattered = map(median, self.together(gather, scatter))
-        # In a training each of them waits for the slowest rank's block, too, and large tensors are always new
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, HEAP_BYTES)
+        # In a training each of them waits for the slowest rank's block, too.
         works = [self._passes(torch.float32, sharded=split) for split in (False, True)]
         alone, split = self.together(*works, box=2 * _PASSES_SECONDS)
         more = median(mine - other for mine, other in zip(split, alone, strict=True))
         expected = 4 * REFERENCE["cpu"].num_params() / num_bytes * (2 * gathered + scattered)
         slower = max(1.0, more / expected)
         return num_bytes / (slower * gathered), num_bytes / (slower * scattered)
+
+    def new_tensor(self) -> float:
+        """Seconds that 4 MiB cost more in memory that was not used before."""
+        old = torch.ones(2**20)
+        again, new = map(median, self.together(lambda: old.fill_(1.0), lambda: torch.empty(2**20).fill_(1.0)))
+        return max(0.0, new - again)
 
     def store(self, url: str) -> float:
         found, key = open_store(url), f"calibration/{uuid4().hex}"
@@ -314,8 +318,16 @@ def measure(store_url: str) -> Measured:
         collective_seconds=call,
         store_bytes_per_second=bench.store(store_url) if dist.get_rank() == 0 else 0.0,
     )
-    gathered, scattered = bench.sharding()  # the last: it tells malloc otherwise
-    return replace(found, gather_bytes_per_second=gathered, scatter_bytes_per_second=scattered)
+    if not bench.on_cpu:
+        return found
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, HEAP_BYTES)  # from here on as a sparing plan has it
+    gathered, scattered = bench.sharding()
+    return replace(
+        found,
+        gather_bytes_per_second=gathered,
+        scatter_bytes_per_second=scattered,
+        new_tensor_seconds=bench.new_tensor(),
+    )
 
 
 def main() -> None:

@@ -27,6 +27,13 @@ def cross_entropy_sum(
     return total, (targets_BT != IGNORED).sum()
 
 
+def plain_cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in plain torch, for a compiler to fuse and to differentiate."""
+    logits_NV, targets_N = logits_BTV.flatten(0, -2).float(), targets_BT.flatten()
+    total = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
+    return total, (targets_BT != IGNORED).sum()
+
+
 def fused_loss(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     """And each row's logarithm of the sum of exponentials. In plain torch, to be compiled."""
     log_sums_N = logits_NV.float().logsumexp(dim=-1)

@@ -18,7 +18,7 @@ from mlpipe.plan.hardware import CPU_CORE, GIB, GPUS, Hardware
 from mlpipe.plan.memory import Work, counts
 from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.scaling import parse_nodes, within
-from mlpipe.plan.speed import KernelRates, traffic_block, traffic_by_width
+from mlpipe.plan.speed import REFERENCE, REFERENCE_BATCH, KernelRates, traffic_block, traffic_by_width
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import Job, Kernels, Passes, Wire, copy_seconds, passes, save_seconds
 from mlpipe.spec.load import load_pipeline
@@ -212,7 +212,7 @@ def test_a_calibrated_cpu_gathers_and_scatters_at_its_own_rates() -> None:
 
 
 def test_a_calibrated_cpu_streams_large_tensors_at_their_own_rate() -> None:
-    """What a heap does not hold is new memory each time. Of 2,048 tokens 256 channels are 2 MiB, 128 one."""
+    """What a core's caches do not hold. Of 2,048 tokens 256 channels are 2 MiB, 128 one."""
     rates = KernelRates(1e11, ((1e9, 1.0),), 1e11, 10e9, 10e9)
     speed = dataclasses.replace(CPU_CORE, peak_flops={"fp32": 1e11}, kernels={"fp32": rates})
     cpu = Hardware("cpu", 1, 1, GIB, "CPU worker", {}, 1, speed)
@@ -231,6 +231,43 @@ def test_a_calibrated_cpu_streams_large_tensors_at_their_own_rate() -> None:
     plain, full = (passes(dataclasses.replace(job, checkpointing=mode), cpu) for mode in ("none", "full"))
     down = 2.0 * 2048 * 704 * 256 / 1e11
     assert full.backward_block - plain.backward_block == pytest.approx(plain.forward_block - down)
+
+
+def test_whole_passes_of_the_reference_model_scale_the_kernels() -> None:
+    rates = KernelRates(1e11, ((1e9, 1.0),), 1e11, 10e9, 10e9)
+    speed = dataclasses.replace(CPU_CORE, peak_flops={"fp32": 1e11}, kernels={"fp32": rates})
+    cpu = Hardware("cpu", 1, 1, GIB, "CPU worker", {}, 1, speed)
+    config = REFERENCE["cpu"]
+    reference = Job(config, config.max_seq_len, REFERENCE_BATCH, 1, "fp32", "none", compiled=False)
+    twice = dataclasses.replace(rates, passes_seconds=2 * passes(reference, cpu).compute)
+    slower = dataclasses.replace(cpu, speed=dataclasses.replace(speed, kernels={"fp32": twice}))
+    for job in (reference, Job(PRESETS["llama-25m"], 512, 2, 3, "fp32", "full", compiled=True)):
+        assert passes(job, slower).compute == pytest.approx(2 * passes(job, cpu).compute)
+
+
+def test_what_spares_memory_pays_for_new_memory() -> None:
+    """Of a block of llama-4m and 2,048 tokens twelve tensors are large: six of its norms, the rotated query
+    and the attention's output (2 MiB), and four of the MLP. k and v are not."""
+    speed = dataclasses.replace(CPU_CORE, new_tensor_seconds=1.0)
+    cpu = Hardware("cpu", 1, 2, 8 * GIB, "CPU worker", {}, 2, speed)
+    job = Job(PRESETS["llama-4m"], 256, 8, 3, "fp32", "none", compiled=False)
+    assert passes(job, cpu).new_memory == 3 * 4 * 2 * 12
+    assert passes(dataclasses.replace(job, checkpointing="full"), cpu).new_memory == 3 * 4 * 3 * 12
+    quickstart = load_pipeline(ROOT / "pipelines" / "quickstart.yaml", overrides=["train.model.seq_len=1024"])
+    never = dataclasses.replace(cpu, speed=CPU_CORE)
+    found, before = (compare(quickstart, "train", hardware) for hardware in (cpu, never))
+    more = {
+        (c.strategy, c.micro_batch, c.activation_checkpointing): c.step_seconds - other.step_seconds
+        for c in found
+        for other in before
+        if (c.mesh, c.strategy, c.micro_batch, c.activation_checkpointing)
+        == (other.mesh, other.strategy, other.micro_batch, other.activation_checkpointing)
+    }
+    paying = {key[0] for key, seconds in more.items() if seconds > 1}
+    assert {"zero2", "fsdp"} <= paying
+    assert all(
+        seconds == 0 for key, seconds in more.items() if key[0] in ("ddp", "zero1") and key[2] == "none"
+    )
 
 
 def test_a_slow_store_is_waited_for() -> None:

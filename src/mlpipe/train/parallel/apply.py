@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from mlpipe.plan.memory import is_sparing
 from mlpipe.plan.plan import SHARDED, TrainPlan
 from mlpipe.train.init import initialize
 from mlpipe.train.model import BuiltModel
@@ -23,7 +24,9 @@ def parallelize(built: BuiltModel, plan: TrainPlan, device: torch.device) -> Par
     module, blocks = built.module, built.blocks
     if plan.activation_checkpointing != "none":
         checkpoint_activations(blocks, plan.activation_checkpointing)
-    if plan.compile == "block":
+    if plan.compile == "model" and not is_sparing(plan.mesh, plan.activation_checkpointing):
+        module.compile()
+    elif plan.compile != "off":
         for block in blocks:
             block.compile()
         # On a GPU, where memory's speed bounds the loss; a CPU has it in its cache, chunk by chunk.
