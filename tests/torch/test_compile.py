@@ -1,4 +1,4 @@
-"""What `compile: block` compiles: dynamo falls back to eager without a word, so it is counted."""
+"""What `compile` compiles: dynamo falls back to eager without a word, so it is counted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from kit import budget, plans
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from mlpipe.train.loss import IGNORED
+from mlpipe.train.model import LossModule
 from mlpipe.train.models.llama import build_model
 from mlpipe.train.parallel.activations import checkpoint_activations
 
@@ -42,6 +44,29 @@ def test_all_blocks_share_one_compiled_graph(mode):
     budget.within("a compiled step", {"graphs": counter.frame_count, "graph breaks": breaks})
     assert counter.frame_count  # something was compiled
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-2, atol=1e-6)
+
+
+def test_a_whole_model_and_its_loss_are_one_graph():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    ids = torch.arange(64).reshape(2, 32)
+    batch = {"inputs": ids, "targets": torch.where(ids % 5 == 0, IGNORED, ids)}
+    found = []
+    counter = CompileCounterWithBackend("aot_eager")
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = build_model(**asdict(plans.CONFIG))
+        model.init_weights()
+        module = LossModule(model, "cpu", bf16=True)
+        if compiled:
+            module.compile(backend=counter)
+        loss, count = module(batch)
+        loss.backward()
+        found.append((loss.detach(), count, model.layers[0].mlp.up_proj.weight.grad))
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    budget.within("a compiled step", {"graphs": counter.frame_count, "graph breaks": breaks})
+    assert counter.frame_count == 1
+    torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-5)
 
 
 def test_a_block_keeps_a_forward_of_its_own_under_checkpointing():

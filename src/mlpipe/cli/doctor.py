@@ -134,7 +134,7 @@ def _compiler() -> Finding:
     return Finding(
         "compiler",
         "warn",
-        "no C++ compiler: `compile: block` cannot be used on the CPU",
+        "no C++ compiler: `compile` cannot be used on the CPU",
         "apt-get install g++, or leave `compile: off`",
     )
 

@@ -91,7 +91,7 @@ class Measured:
     store_bytes_per_second: float
     gather_bytes_per_second: float = 0.0  # of the whole, with FSDP2's copies; 0 with one rank and on a GPU
     scatter_bytes_per_second: float = 0.0
-    new_tensor_seconds: float = 0.0  # on a CPU, what 4 MiB cost more in memory that was not used before
+    new_tensor_seconds: float = 0.0  # on a CPU, what one in newly mapped memory costs more
 
 
 def traffic_block(dim: int, kv_dim: int, ffn: int) -> int:

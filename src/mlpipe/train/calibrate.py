@@ -6,7 +6,7 @@ collectives, which wait for the slowest, the median's. Rank 0 writes its own to 
 
 from __future__ import annotations
 
-import ctypes
+import mmap
 import os
 import sys
 import time
@@ -25,7 +25,6 @@ from torch.distributed.fsdp import fully_shard
 
 from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.serial import to_json
-from mlpipe.plan.memory import HEAP_BYTES
 from mlpipe.plan.speed import (
     ADAM_TRAFFIC,
     REFERENCE,
@@ -47,7 +46,6 @@ _BLOCK_CPU = LlamaConfig(4096, 256, 1, 4, 2, 704, 1024, 1e4, 1e-5, True)
 _FEW_CPU, _MANY_CPU = 2, 16  # sequences whose tensors a cache holds, or not
 _BLOCK = LlamaConfig(32_768, 2048, 1, 16, 8, 5632, 2048, 1e4, 1e-5, True)
 _COLLECTIVE_BYTES = 16 * 2**20
-_M_MMAP_THRESHOLD = -3  # malloc.h
 _SHARDED = (2**18, 2**17, 2**17, 2**18, 2**19, 2**19, 2**19)  # numbers of q, k, v, o, gate, up, down: 9 MiB
 _STORE_BYTES = 16 * 2**20
 
@@ -289,9 +287,16 @@ class Bench:
         return num_bytes / (slower * gathered), num_bytes / (slower * scattered)
 
     def new_tensor(self) -> float:
-        """Seconds that 4 MiB cost more in memory that was not used before."""
-        old = torch.ones(2**20)
-        again, new = map(median, self.together(lambda: old.fill_(1.0), lambda: torch.empty(2**20).fill_(1.0)))
+        """Seconds that a tensor of some MiB costs more in memory that malloc has just mapped: its huge pages
+        are cheap, but what lies beside them, half a huge page on average, comes page by page."""
+        old = torch.ones(2**18)
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+        def fresh() -> None:
+            with mmap.mmap(-1, old.nbytes, flags=private) as memory:
+                torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)
+
+        again, new = map(median, self.together(lambda: old.fill_(1.0), fresh))
         return max(0.0, new - again)
 
     def store(self, url: str) -> float:
@@ -320,7 +325,6 @@ def measure(store_url: str) -> Measured:
     )
     if not bench.on_cpu:
         return found
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, HEAP_BYTES)  # from here on as a sparing plan has it
     gathered, scattered = bench.sharding()
     return replace(
         found,

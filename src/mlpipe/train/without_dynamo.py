@@ -1,5 +1,5 @@
 """Keeps torch from importing torch._dynamo (with sympy and inductor: 900 modules, 3 CPU seconds a process)
-where nothing is compiled. Nothing changes once somebody has imported it, as `compile: block` does.
+where nothing is compiled. Nothing changes once somebody has imported it, as `compile` does.
 
 In torch 2.11 to 2.15 two things import it for no use of ours: the wrapper that keeps dynamo out of a function
 (on its first call), and `DistributedDataParallel.__init__`, to ask for a setting. FSDP2 still does: a DTensor
