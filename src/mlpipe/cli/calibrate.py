@@ -88,7 +88,7 @@ def _measure(session: Session, ranks: int, threads: int) -> Measured:
 
     from mlpipe._core.errors import TrainError
     from mlpipe._core.serial import from_plain
-    from mlpipe.plan.hardware import cpu_allocator
+    from mlpipe.plan.memory import cpu_allocator
     from mlpipe.plan.speed import Measured
 
     with tempfile.TemporaryDirectory(prefix="mlpipe-calibrate-") as folder:

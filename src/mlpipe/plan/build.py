@@ -19,8 +19,8 @@ from mlpipe.plan.candidates import enumerate_candidates, global_batch, pick
 from mlpipe.plan.choose import Candidate, micro_batches, rank
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.grace import shutdown_seconds
-from mlpipe.plan.hardware import Hardware, cpu_allocator, detect_hardware
-from mlpipe.plan.memory import is_sparing
+from mlpipe.plan.hardware import Hardware, detect_hardware
+from mlpipe.plan.memory import cpu_allocator, is_sparing
 from mlpipe.plan.plan import (
     SCHEMA_VERSION,
     CheckpointPlan,

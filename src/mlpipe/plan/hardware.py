@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import parse_bytes
-from mlpipe.plan.memory import HEAP_BYTES, ROOMY_BYTES
 from mlpipe.plan.speed import Speed
 
 if TYPE_CHECKING:
@@ -135,23 +134,6 @@ def detect_hardware(resources: Resources | None, *, elsewhere: bool = False) -> 
         speed = measured.speed(workers, speed)
     bf16 = None if elsewhere else _native_bf16()
     return Hardware("cpu", nodes, workers, memory // workers, "CPU worker", {}, cpus, speed, asked, bf16)
-
-
-def cpu_allocator(*, sparing: bool) -> dict[str, str]:
-    """glibc's settings for a rank that computes on a CPU. All but the largest tensors lie in a heap of huge
-    pages that stays: a step of a 21M GPT has a hundredth of the default's page faults. `sparing`, for a plan
-    that itself trades time for memory (it shards weights or recomputes activations): tensors of HEAP_BYTES
-    and more go back when they die, which costs up to a tenth, since FSDP's short-lived buffers leave holes as
-    large as the model in a heap."""
-    if sparing:
-        kept = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch aligns and advises what is large
-        return kept | _thresholds(HEAP_BYTES, 64 * 2**20)
-    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | _thresholds(ROOMY_BYTES, 2**30)
-
-
-def _thresholds(mmap: int, trim: int) -> dict[str, str]:
-    """Given, they stay: glibc's own move, up to 32 MiB."""
-    return {"MALLOC_MMAP_THRESHOLD_": str(mmap), "MALLOC_TRIM_THRESHOLD_": str(trim)}
 
 
 def cpu_speed(num_cores: float) -> Speed:

@@ -206,14 +206,14 @@ def _sum_of_kernels(job: Job, hardware: Hardware) -> Passes:
 
 
 def _new_memory(job: Job, hardware: Hardware) -> float:
-    """Seconds of a step by which a CPU's sparing heap is slower: for each large tensor of a block, for the
-    gradient of each, and for each that is made again."""
+    """Seconds of a step by which a CPU's sparing heap is slower: of each large tensor of a block."""
     if not hardware.speed.new_tensor_seconds:
         return 0.0
-    number = num_large(job.config, num_tokens=job.micro_batch * job.seq_len, precision=job.precision)
-    times = 2 if job.checkpointing == "none" else 3
-    blocks = job.accumulation * job.config.num_layers
-    return blocks * times * number * hardware.speed.new_tensor_seconds
+    tokens = job.micro_batch * job.seq_len
+    number = num_large(
+        job.config, num_tokens=tokens, precision=job.precision, checkpointing=job.checkpointing
+    )
+    return job.accumulation * job.config.num_layers * number * hardware.speed.new_tensor_seconds
 
 
 def traced_passes(

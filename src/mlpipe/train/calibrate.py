@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.serial import to_json
-from mlpipe.plan.hardware import cpu_allocator
+from mlpipe.plan.memory import cpu_allocator
 from mlpipe.plan.speed import (
     ADAM_TRAFFIC,
     REFERENCE,

@@ -18,7 +18,8 @@ from mlpipe._core.presets import PRESETS
 from mlpipe.plan.build import build_plan, compare, stage_hardware
 from mlpipe.plan.candidates import precision_on
 from mlpipe.plan.choose import micro_batches
-from mlpipe.plan.hardware import CATALOGUE, CPU_CORE, GIB, GPUS, Hardware, cpu_allocator, detect_hardware
+from mlpipe.plan.hardware import CATALOGUE, CPU_CORE, GIB, GPUS, Hardware, detect_hardware
+from mlpipe.plan.memory import cpu_allocator
 from mlpipe.plan.plan import STRATEGIES, Mesh, Plan
 from mlpipe.plan.speed import KernelRates
 from mlpipe.plan.strategies import ORDER
