@@ -125,7 +125,8 @@ def live_line(summary: Mapping[str, Any], *, width: int = 80) -> str:
         line = "  ".join(parts.values()).replace("  (of ", " (of ")
         if len(line) <= width:
             break
-    return line.encode("ascii", "replace").decode()[:width]
+    plain = line.encode("ascii", "replace").decode()[:width]
+    return "".join(letter if letter.isprintable() else "?" for letter in plain)
 
 
 def start_line(start: Mapping[str, Any]) -> str:

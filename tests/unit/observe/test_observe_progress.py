@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlpipe.observe.progress import Progress, format_count, live_line, start_line, summarize
@@ -92,6 +92,7 @@ records = st.lists(
 )  # fmt: skip
 
 
+@example([START, {"kind": "signal", "signal": "\n"}], 21)
 @given(records, st.integers(20, 200))
 def test_any_records_give_one_ascii_line_that_fits_and_a_json_summary(many, width):
     summary = summarize(many)
