@@ -1,7 +1,7 @@
 """`torchrun -m mlpipe.train.calibrate OUT STORE`: what this machine's ranks can do, all at work at once.
 
 A kernel's figure is that of the fastest fifth of its tries within a time box; that of whole passes and of
-collectives, which wait for the slowest, the median's. Rank 0 writes its own to OUT. About 15 s on a CPU.
+collectives, which wait for the slowest, the median's. Rank 0 writes its own to OUT. About 25 s on a CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mlpipe.train.loss import cross_entropy_sum
 from mlpipe.train.model import LossModule
 from mlpipe.train.models.llama import Llama, RMSNorm, rope_tables, rotate
 
-_BOX_SECONDS, _PASSES_SECONDS = 0.25, 2.0  # for one figure
+_BOX_SECONDS, _PASSES_SECONDS = 0.15, 1.5  # for one figure
 # tokens x inner x outer: from a small model's k to a GPU-sized block's
 _SHAPES_CPU = ((256, 128, 64), (256, 128, 384), (512, 256, 704), (1024, 256, 2048), (1024, 512, 4096))
 _SHAPES = ((1024, 1024, 1024), (4096, 2048, 2048), (8192, 4096, 4096), (8192, 4096, 14336))
