@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -277,9 +276,10 @@ class Bench:
 
     def sharding(self) -> tuple[float, float]:
         """Bytes a second of gathering a block's weights and of scattering its gradients as FSDP2 does on a
-        CPU, with all copies, into new memory: of a few MiB in tensors like a block's."""
+        CPU, with all copies, into new memory: of a few MiB in tensors like a block's. On a GPU, where this
+        runs beside computing, 0."""
         ranks, rank = dist.get_world_size(), dist.get_rank()
-        if ranks == 1:
+        if ranks == 1 or not self.on_cpu:
             return 0.0, 0.0
         numbers = [size // ranks for size in _SHARDED]
         shards = [torch.randn(number) for number in numbers]
@@ -309,10 +309,13 @@ class Bench:
         return num_bytes / (slower * gathered), num_bytes / (slower * scattered)
 
     def new_tensor(self) -> float:
-        """Seconds that a tensor of a few MiB costs more where malloc maps it anew, all ranks at once. In a
-        process of its own: malloc's settings come with the environment."""
+        """Seconds that a tensor of a few MiB costs more where malloc maps it anew, all ranks at once; of a
+        GPU 0. In a process of its own: malloc's settings come with the environment."""
+        if not self.on_cpu:
+            return 0.0
         dist.barrier()
-        env = {**os.environ, **cpu_allocator(sparing=True)}
+        ours = cpu_allocator(sparing=False)  # this process's own: a heap of huge pages would serve both
+        env = {k: v for k, v in os.environ.items() if k not in ours} | cpu_allocator(sparing=True)
         argv = [sys.executable, "-I", "-c", _NEW_TENSOR]
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=True)
         return max(0.0, float(done.stdout))
@@ -329,7 +332,8 @@ class Bench:
 def measure(store_url: str) -> Measured:
     bench = Bench()
     link, call = bench.collective()
-    found = Measured(
+    gathered, scattered = bench.sharding()
+    return Measured(
         kernels={
             "fp32": bench.kernels(torch.float32),
             "bf16": bench.kernels(torch.bfloat16),
@@ -340,12 +344,6 @@ def measure(store_url: str) -> Measured:
         link_bytes_per_second=link,
         collective_seconds=call,
         store_bytes_per_second=bench.store(store_url) if dist.get_rank() == 0 else 0.0,
-    )
-    if not bench.on_cpu:
-        return found
-    gathered, scattered = bench.sharding()
-    return replace(
-        found,
         gather_bytes_per_second=gathered,
         scatter_bytes_per_second=scattered,
         new_tensor_seconds=bench.new_tensor(),
