@@ -32,8 +32,7 @@ def summary(rows: list[dict[str, Any]], key: str) -> dict[str, Any]:
 def cpu_part(before: dict[str, Any], part: slice, steps: int, quick: bool) -> dict[str, Any]:
     """The rows of `before`, with those of `part` measured anew, all predicted anew."""
     calibrations = dict(before.get("calibrations", {}))
-    kept = [row for row in before.get("cpu", ()) if "runs" in row]
-    rows = {json.dumps(row["case"], sort_keys=True): row for row in kept}
+    rows = {json.dumps(row["case"], sort_keys=True): row for row in before.get("cpu", ())}
     load = os.getloadavg()[0]
     found, more = cpu(CASES[part], steps)
     calibrations |= more

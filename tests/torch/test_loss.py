@@ -42,7 +42,7 @@ def test_nothing_to_predict_is_zero_and_has_no_gradient():
     logits, targets = problem(torch.float32)
     total, count = cross_entropy_sum(logits, torch.full_like(targets, IGNORED))
     total.backward()
-    assert (float(total), int(count)) == (0.0, 0)
+    assert (total.item(), count.item()) == (0.0, 0)
     assert not logits.grad.any()
 
 

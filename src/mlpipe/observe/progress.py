@@ -125,8 +125,7 @@ def live_line(summary: Mapping[str, Any], *, width: int = 80) -> str:
         line = "  ".join(parts.values()).replace("  (of ", " (of ")
         if len(line) <= width:
             break
-    plain = line.encode("ascii", "replace").decode()[:width]
-    return "".join(letter if letter.isprintable() else "?" for letter in plain)
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in line[:width])
 
 
 def start_line(start: Mapping[str, Any]) -> str:

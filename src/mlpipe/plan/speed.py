@@ -22,8 +22,8 @@ ADAM_TRAFFIC = 40  # bytes a parameter: norm 4, scale 8, the update reads 16 and
 class KernelRates:
     """Measured in one precision: `matmul_points`, (FLOPs, share of the peak); bytes that the formulas of
     `plan/time.py` count, a second, between the matmuls of a block (`stream`; `large`: of tensors that a CPU's
-    caches do not hold; 0: no other) and in the loss; seconds of a forward and a
-    backward pass of REFERENCE, where caches, memory and Python are those of a training (0: not measured)."""
+    caches do not hold; 0: no other) and in the loss; seconds of a forward and a backward pass of REFERENCE,
+    where caches, memory and Python are those of a training (0: not measured)."""
 
     peak_flops: float
     matmul_points: tuple[tuple[float, ...], ...]

@@ -23,14 +23,11 @@ def cross_entropy_sum(
     """The summed loss in nats (fp32 scalar) and the number of targets that count (int64 scalar). Targets
     of -100 are ignored. Computed in fp32 whatever the logits' dtype. `fused`: compiled, for a GPU, where the
     chunks are bound by memory's speed: 28 bytes an element, against about 8."""
-    total = _CrossEntropy.apply(logits_BTV.flatten(0, -2), targets_BT.flatten(), fused)
-    return total, (targets_BT != IGNORED).sum()
-
-
-def plain_cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in plain torch, for a compiler to fuse and to differentiate."""
-    logits_NV, targets_N = logits_BTV.flatten(0, -2).float(), targets_BT.flatten()
-    total = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
+    logits_NV, targets_N = logits_BTV.flatten(0, -2), targets_BT.flatten()
+    if torch.compiler.is_compiling():  # a whole model: the compiler fuses plain torch with what surrounds it
+        total = F.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORED, reduction="sum")
+    else:
+        total = _CrossEntropy.apply(logits_NV, targets_N, fused)
     return total, (targets_BT != IGNORED).sum()
 
 

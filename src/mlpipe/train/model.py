@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import Entry, ModelPlan
-from mlpipe.train.loss import cross_entropy_sum, plain_cross_entropy_sum
+from mlpipe.train.loss import cross_entropy_sum
 
 Batch = dict[str, torch.Tensor]
 
@@ -45,8 +45,6 @@ class LossModule(nn.Module):
             logits = self.model(batch["inputs"])
         if "targets" not in batch:
             return logits
-        if torch.compiler.is_compiling():  # the whole model: its loss becomes part of the same kernels
-            return plain_cross_entropy_sum(logits, batch["targets"])
         return cross_entropy_sum(logits, batch["targets"], fused=self.fused_loss)
 
 
