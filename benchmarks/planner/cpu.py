@@ -3,7 +3,8 @@
 Each is trained twice, the second time in the opposite order, every time shortly after a calibration. The mean
 of its step times is compared with that of the predictions, its peak memory above that of a tiny model trained
 the same way with the predicted bytes. A row keeps what was measured, and the file the calibrations:
-predictions are arithmetic over them, made again whenever the results are written.
+predictions are arithmetic over them, made again whenever the results are written. The strategies of one work
+are trained again for their ranking, in turns: minutes apart the machine's speed differs by more than they do.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ CASES: list[dict[str, Any]] = [
         ("llama-25m", 2, "fsdp", 4, 2, {}),
     )
 ]
-# Of the same work, for the ranking: the first of the table that has these.
+# Of the same work, for the ranking.
 RANKED = {"preset": "llama-8m", "ranks": 2, "batch": 8, "micro": 4, "precision": "fp32"}
 
 
@@ -100,7 +101,9 @@ def pipeline_of(case: dict[str, Any], folder: Path, steps: int, calibration: Pat
     return load_pipeline_text(text, "planner.yaml")
 
 
-def train(case: dict[str, Any], folder: Path, name: str, steps: int, calibration: Path) -> dict[str, Any]:
+def train(
+    case: dict[str, Any], folder: Path, name: str, steps: int, calibration: Path | None
+) -> dict[str, Any]:
     """Plan and run: what was measured."""
     pipeline = pipeline_of(case, folder, steps, calibration)
     plan = run_plan(pipeline, folder, name)
@@ -260,10 +263,28 @@ def text_of(row: dict[str, Any]) -> str:
     )
 
 
-def ranking(rows: list[dict[str, Any]]) -> float | None:
+def is_ranked(case: dict[str, Any]) -> bool:
+    return all({**_PLAIN, **case}[key] == value for key, value in RANKED.items())
+
+
+def in_turns(steps: int) -> dict[str, list[float]]:
+    """Seconds of a step of each strategy of the same work: A B C C B A, twice."""
+    cases = [case for case in CASES if is_ranked(case)]
+    found: dict[str, list[float]] = {case["strategy"]: [] for case in cases}
+    with tempfile.TemporaryDirectory(prefix="mlpipe-planner-") as name:
+        folder = Path(name)
+        write_tokens(folder / "tokens")
+        for turn, case in enumerate(2 * [*cases, *reversed(cases)]):
+            run = train(case, folder, f"turn-{turn}", steps, None)
+            found[case["strategy"]].append(run["seconds"])
+            print(f"ranking, {case['strategy']}: {run['seconds']:.3f} s, load {run['load']:.1f}", flush=True)
+    return found
+
+
+def ranking(rows: list[dict[str, Any]], measured: dict[str, list[float]]) -> float | None:
     """Speed of the strategy that is predicted to be the fastest, over that of the one that is."""
-    mine = [row for row in rows if all({**_PLAIN, **row["case"]}[key] == RANKED[key] for key in RANKED)]
-    if len(mine) < 2:
+    if not measured:
         return None
-    chosen = min(mine, key=lambda row: row["predicted_seconds"])
-    return min(row["measured_seconds"] for row in mine) / chosen["measured_seconds"]
+    predicted = {row["case"]["strategy"]: row["predicted_seconds"] for row in rows if is_ranked(row["case"])}
+    seconds = {strategy: statistics.median(taken) for strategy, taken in measured.items()}
+    return min(seconds.values()) / seconds[min(predicted, key=lambda strategy: predicted[strategy])]

@@ -1,7 +1,9 @@
 """`torchrun -m mlpipe.train.calibrate OUT STORE`: what this machine's ranks can do, all at work at once.
 
 A kernel's figure is that of the fastest fifth of its tries within a time box; that of whole passes and of
-collectives, which wait for the slowest, the median's. Rank 0 writes its own to OUT. About 25 s on a CPU.
+collectives, which wait for the slowest, the median's. The passes, which weigh most, are looked at three
+times, between the kernels: a machine that others use, too, is slow for seconds. Rank 0 writes its own to OUT.
+About 25 s on a CPU.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -38,7 +41,8 @@ from mlpipe.train.loss import cross_entropy_sum
 from mlpipe.train.model import LossModule
 from mlpipe.train.models.llama import Llama, RMSNorm, rope_tables, rotate
 
-_BOX_SECONDS, _PASSES_SECONDS = 0.15, 1.5  # for one figure
+_BOX_SECONDS, _PASSES_SECONDS = 0.15, 1.0  # for one figure; for one look at the whole passes
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # tokens x inner x outer: from a small model's k to a GPU-sized block's
 _SHAPES_CPU = ((256, 128, 64), (256, 128, 384), (512, 256, 704), (1024, 256, 2048), (1024, 512, 4096))
 _SHAPES = ((1024, 1024, 1024), (4096, 2048, 2048), (8192, 4096, 4096), (8192, 4096, 14336))
@@ -83,6 +87,11 @@ class Bench:
         self.config = _BLOCK_CPU if self.on_cpu else _BLOCK
         self.seq_len, self.batch = (256, 4) if self.on_cpu else (2048, 4)
         self.tokens = self.seq_len * self.batch
+        works = {precision: self._passes(dtype) for precision, dtype in _DTYPES.items()}
+        if self.on_cpu and dist.get_world_size() > 1:
+            works["sharded"] = self._passes(torch.float32, sharded=True)
+        self.works = works
+        self.passes: dict[str, list[float]] = {name: [] for name in works}
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Of one call, the fastest fifth's slowest, while the other ranks do the same: what happens beside us
@@ -97,14 +106,23 @@ class Bench:
             taken.append(self._once(work))
         return sorted(taken)[len(taken) // 5]
 
-    def together(self, *works: Callable[[], object], box: float = _BOX_SECONDS) -> list[list[float]]:
+    def together(
+        self, *works: Callable[[], object], box: float = _BOX_SECONDS, least: int = 5
+    ) -> list[list[float]]:
         """Seconds of each in turns, of all ranks as often: one call more on one would meet another's next."""
         for work in works:
             work()
-        asked = torch.tensor([box / sum(self._once(work) for work in works)])
+        turns = [[self._once(work) for work in works]]
+        asked = torch.tensor([box / sum(turns[0])])
         dist.broadcast(asked, 0)
-        turns = [[self._once(work) for work in works] for _ in range(max(5, int(asked)))]
+        turns += [[self._once(work) for work in works] for _ in range(max(least, int(asked)) - 1)]
         return [list(taken) for taken in zip(*turns, strict=True)]
+
+    def look(self) -> None:
+        """Whole passes in turns, a few each."""
+        found = self.together(*self.works.values(), box=_PASSES_SECONDS, least=2)
+        for taken, more in zip(self.passes.values(), found, strict=True):
+            taken += more
 
     def _once(self, work: Callable[[], object]) -> float:
         self._wait()
@@ -117,8 +135,9 @@ class Bench:
         if not self.on_cpu:
             torch.accelerator.synchronize(self.device)
 
-    def kernels(self, dtype: torch.dtype) -> KernelRates:
-        points = []
+    def kernels(self, precision: str) -> KernelRates:
+        """`passes_seconds` is to come, when all looks have been taken."""
+        dtype, points = _DTYPES[precision], []
         for tokens, inner, outer in _SHAPES_CPU if self.on_cpu else _SHAPES:
             flops = 2.0 * tokens * inner * outer
             points.append((flops, 3 * flops / self.seconds(self._linear(dtype, tokens, inner, outer))))
@@ -128,8 +147,7 @@ class Bench:
         small, large = self._stream(dtype, _FEW_CPU if self.on_cpu else self.batch), 0.0
         if self.on_cpu:
             large = self._stream(dtype, _MANY_CPU)
-        (passes,) = self.together(self._passes(dtype), box=_PASSES_SECONDS)
-        return KernelRates(peak, shares, attention, small, self._loss(dtype), large, median(passes))
+        return KernelRates(peak, shares, attention, small, self._loss(dtype), large)
 
     def _passes(self, dtype: torch.dtype, *, sharded: bool = False) -> Callable[[], object]:
         """Forward and backward of the reference model in the trainer's own wrapping; `sharded`: by FSDP2."""
@@ -303,9 +321,8 @@ class Bench:
         num_bytes = 4 * ranks * share
         gathered, scattered = map(median, self.together(gather, scatter))
         # In a training each of them waits for the slowest rank's block, too.
-        works = [self._passes(torch.float32, sharded=split) for split in (False, True)]
-        alone, split = self.together(*works, box=2 * _PASSES_SECONDS)
-        more = median(mine - other for mine, other in zip(split, alone, strict=True))
+        pairs = zip(self.passes["sharded"], self.passes["fp32"], strict=True)
+        more = median(sharded - whole for sharded, whole in pairs)
         expected = 4 * REFERENCE["cpu"].num_params() / num_bytes * (2 * gathered + scattered)
         slower = max(1.0, more / expected)
         return num_bytes / (slower * gathered), num_bytes / (slower * scattered)
@@ -334,12 +351,16 @@ class Bench:
 def measure(store_url: str) -> Measured:
     bench = Bench()
     link, call = bench.collective()
+    bench.look()
+    kernels = {}
+    for precision in _DTYPES:
+        kernels[precision] = bench.kernels(precision)
+        bench.look()
+    for precision, rates in kernels.items():
+        kernels[precision] = replace(rates, passes_seconds=median(bench.passes[precision]))
     gathered, scattered = bench.sharding()
     return Measured(
-        kernels={
-            "fp32": bench.kernels(torch.float32),
-            "bf16": bench.kernels(torch.bfloat16),
-        },
+        kernels=kernels,
         memory_bytes_per_second=bench.memory(),
         update_bytes_per_second=bench.update(),
         kernel_seconds=bench.kernel(),
