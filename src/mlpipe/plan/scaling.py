@@ -95,18 +95,22 @@ def within(
     fastest, cheapest = min(able, key=_seconds), min(able, key=lambda row: _usd(row) or 0.0)
     if deadline_seconds is not None and not timely:
         ratio = deadline_seconds / _seconds(fastest)
-        remedies.append(f"the fastest, {_nodes(fastest)}, takes {_took(fastest)}: {ratio:.0%} of the steps")
+        enough = f"{format_seconds(deadline_seconds)} is enough for {_share(ratio)} of the steps"
+        remedies.append(f"the fastest, {_nodes(fastest)}, takes {_took(fastest)}: {enough}")
     if budget_usd is not None and not cheap:
         ratio = budget_usd / (_usd(cheapest) or 1.0)
-        remedies.append(
-            f"the cheapest, {_nodes(cheapest)}, costs {_usd(cheapest):,.2f} USD: {ratio:.0%} of the steps"
-        )
+        enough = f"{budget_usd:,.2f} USD is enough for {_share(ratio)} of the steps"
+        remedies.append(f"the cheapest, {_nodes(cheapest)}, costs {_usd(cheapest):,.2f} USD: {enough}")
     if timely and cheap:
         least = min(timely, key=lambda row: _usd(row) or 0.0)
         remedies.append(f"in time costs {_usd(least):,.2f} USD at least, on {_nodes(least)}")
         soonest = min(cheap, key=_seconds)
         remedies.append(f"within the budget takes {_took(soonest)} at least, on {_nodes(soonest)}")
     raise PlanError("no plan meets this", hint=f"what would: {'; '.join(remedies)}")
+
+
+def _share(ratio: float) -> str:
+    return f"{ratio:.0%}" if ratio >= 0.01 else "less than 1%"
 
 
 def _usd(row: Scale) -> float | None:
