@@ -94,6 +94,7 @@ _GOALS = {  # largest errors wanted: median, worst
     ("published: test", "memory"): (0.15, None),
     ("gpu", "memory"): (0.05, None),
 }
+_RANKING = 0.95
 
 
 def rows_of(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -110,6 +111,10 @@ def rows_of(body: dict[str, Any]) -> list[dict[str, Any]]:
                     rows.append(
                         alone(f"planner, {work}", f"{kind} error, {figure}", "ratio", error, goal=goal)
                     )
+    if found["cpu"].get("ranking") is not None:
+        name = "speed of the chosen strategy over that of the fastest"
+        ranking = [found["cpu"]["ranking"]]
+        rows.append(alone("planner, cpu", name, "ratio", ranking, goal=_RANKING, higher_is_better=True))
     return rows
 
 

@@ -87,11 +87,10 @@ class Bench:
         self.config = _BLOCK_CPU if self.on_cpu else _BLOCK
         self.seq_len, self.batch = (256, 4) if self.on_cpu else (2048, 4)
         self.tokens = self.seq_len * self.batch
-        works = {precision: self._passes(dtype) for precision, dtype in _DTYPES.items()}
+        self.works = {precision: self._passes(dtype) for precision, dtype in _DTYPES.items()}
         if self.on_cpu and dist.get_world_size() > 1:
-            works["sharded"] = self._passes(torch.float32, sharded=True)
-        self.works = works
-        self.passes: dict[str, list[float]] = {name: [] for name in works}
+            self.works["sharded"] = self._passes(torch.float32, sharded=True)
+        self.passes: dict[str, list[float]] = {name: [] for name in self.works}
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Of one call, the fastest fifth's slowest, while the other ranks do the same: what happens beside us
