@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mlpipe.train import calibrate
@@ -18,12 +22,16 @@ def test_every_figure_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(calibrate, "_BOX_SECONDS", 0.005)
     monkeypatch.setattr(calibrate, "_PASSES_SECONDS", 0.005)
     monkeypatch.setattr(calibrate, "_MANY_CPU", 4)
+    monkeypatch.setattr(calibrate, "REFERENCE_BATCH", 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # OpenMP's spin while they wait: eight times as slow beside other tests
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         found = calibrate.measure(str(tmp_path / "store"))
     finally:
         dist.destroy_process_group()
+        torch.set_num_threads(threads)
     assert found.kernels.keys() == {"fp32", "bf16"}
     for rates in found.kernels.values():
         sizes = [flops for flops, _ in rates.matmul_points]
@@ -40,3 +48,23 @@ def test_every_figure_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name, value in asdict(found).items():
         assert name == "kernels" or (value == 0) == (name in alone), name
     assert not list((tmp_path / "store").rglob("*.part*"))
+
+
+_QUICK = """
+from mlpipe.train import calibrate
+calibrate._BOX_SECONDS = calibrate._PASSES_SECONDS = 0.005
+calibrate._MANY_CPU, calibrate.REFERENCE_BATCH = 4, 1
+calibrate.main()
+"""
+
+
+def test_two_ranks_measure_what_they_exchange(tmp_path: Path) -> None:
+    (tmp_path / "quick.py").write_text(_QUICK)
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    argv += ["quick.py", "measured.json", "store"]
+    subprocess.run(argv, cwd=tmp_path, check=True, timeout=300)
+    found = json.loads((tmp_path / "measured.json").read_text())
+    for name, value in found.items():
+        assert name == "kernels" or value > 0, name
+    for rates in found["kernels"].values():
+        assert rates["passes_seconds"] > 0
