@@ -194,10 +194,12 @@ def write_train_stage(
         store.put(f"{key}/outcome.json", json.dumps(outcome).encode())
 
 
-def write_run(store: Store, run_id: str, states: dict[str, StageState], **fields: Any) -> None:
+def write_run(
+    store: Store, run_id: str, states: dict[str, StageState], pipeline: str = "version: 1\n", **fields: Any
+) -> None:
     """run.json with the given stages; `fields` of RunState besides (state, message)."""
     meta = {"pipeline": run_id.partition("-")[0], "git commit": "4f1c2d9"}
-    create_run(store, run_id, "version: 1\n", "0" * 64, list(states), "local", meta)
+    create_run(store, run_id, pipeline, "0" * 64, list(states), "local", meta)
     changed = {"state": "done", "created": BEGIN, **fields, "stages": states}
     update_run(store, run_id, lambda run: replace(run, state="running"))
     update_run(store, run_id, lambda run: replace(run, **changed))

@@ -21,7 +21,7 @@ _DEADLINE_SECONDS = 180.0
 @click.option(
     "--ranks", type=click.IntRange(1, 64), default=None, help="Up to so many. Default: the devices."
 )
-@click.option("--from-run", metavar="RUN", help="Measure nothing; compare this finished run with its plan.")
+@click.option("--from-run", metavar="RUN", help="Measure nothing; compare this finished run with what the file predicts.")
 @shared
 @click.pass_obj
 def command(session: Session, out: str, ranks: int | None, from_run: str | None) -> None:
@@ -34,12 +34,15 @@ def command(session: Session, out: str, ranks: int | None, from_run: str | None)
         found = _add_run(session, load(out), from_run)
     else:
         before = load(out).runs if Path(out).exists() else ()
+        if before:
+            names = ", ".join(dict.fromkeys(item.run for item in before))
+            session.note(f"what runs taught was about the old figures; add them again: {names}")
         device, most = _devices()
         measured = {}
         for number in _numbers(ranks or most):
             session.note(f"measuring with {number} rank{'s' if number > 1 else ''}")
             measured[str(number)] = _measure(session, number, max(1, _cores() // number))
-        found = Calibration(1, _name(device), device, measured, before)
+        found = Calibration(1, _name(device), device, measured, ())
     save(out, found)
     session.result({"file": out, **asdict(found)}, _text(out, found))
 
@@ -113,11 +116,17 @@ def _measure(session: Session, ranks: int, threads: int) -> Measured:
 
 def _add_run(session: Session, calibration: Calibration, run_id: str) -> Calibration:
     from dataclasses import replace
+    from functools import partial
 
     from mlpipe._core.errors import PlanError
     from mlpipe.observe.predicted import compared
+    from mlpipe.plan.feedback import predict_again
+    from mlpipe.store.runs import read_run
+    from mlpipe.submit.planning import load_stored
 
-    more = compared(session.open_store(), run_id)
+    store = session.open_store()
+    pipeline = load_stored(store, run_id, read_run(store, run_id).meta.get("set", []))
+    more = compared(store, run_id, partial(predict_again, pipeline, calibration))
     if not more:
         raise PlanError(
             f"nothing of {run_id} can be compared", hint="it needs a finished training with a prediction"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 
 from mlpipe._core.units import format_bytes, format_step_seconds
 from mlpipe.observe.html import Html, details, table
 from mlpipe.observe.runview import StageView, view_run
 from mlpipe.plan.calibration import Compared
+from mlpipe.plan.choose import Candidate
+from mlpipe.plan.plan import Plan
 from mlpipe.store.base import Store
 
 _MOST_WARMUP = 10  # steps: compiling, caches, an allocator that grows
@@ -81,23 +84,17 @@ def _error(predicted: float, found: float) -> str:
     return f"{100 * (predicted / found - 1):+.0f} %"
 
 
-def compared(store: Store, run_id: str) -> list[Compared]:
-    """The run's finished training stages that had a prediction. Raises StoreError."""
+def compared(store: Store, run_id: str, predict: Callable[[Plan], Candidate]) -> list[Compared]:
+    """The run's finished training stages that had a prediction, beside what `predict` says of them now: they
+    may have been planned by other figures than those that are to be corrected. Raises StoreError."""
     rows = []
     for stage in view_run(store, run_id).stages:
-        plan = stage.plan.train if stage.plan is not None else None
-        found = measured(stage)
-        if plan is None or plan.predicted is None or found is None or stage.state.state != "done":
+        plan, found = stage.plan, measured(stage)
+        if plan is None or plan.train is None or plan.train.predicted is None:
             continue
-        told = plan.predicted
-        rows.append(
-            Compared(
-                run_id,
-                stage.name,
-                told.memory_bytes / told.memory_ratio,
-                found[0],
-                told.step_seconds / told.time_ratio,
-                found[1],
-            )
-        )
+        if found is None or stage.state.state != "done":
+            continue
+        told = predict(plan)
+        assert told.memory is not None
+        rows.append(Compared(run_id, stage.name, told.memory.total, found[0], told.step_seconds, found[1]))
     return rows

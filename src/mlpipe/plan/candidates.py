@@ -22,7 +22,7 @@ from mlpipe.plan.memory import (
     rebuilt_bytes,
     small_bytes,
 )
-from mlpipe.plan.plan import CHECKPOINTING, Mesh, Precision
+from mlpipe.plan.plan import CHECKPOINTING, Mesh, Precision, TrainPlan
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import Job, Passes, passes, traced_passes
 from mlpipe.plan.traced import Traced
@@ -141,7 +141,28 @@ def _pricer(spec: Train, config: LlamaConfig | Traced, hardware: Hardware) -> Pr
             partial(_traced_passes, spec, config, share, hardware),
         )
     work = partial(_work, spec.model.seq_len, config, hardware.device, share)
-    return Pricer(hardware, run, counts(config), work, partial(_passes, spec, config, share, hardware))
+    done = partial(_passes, spec.model.seq_len, spec.compile != "off", config, share, hardware)
+    return Pricer(hardware, run, counts(config), work, done)
+
+
+def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
+    """What was planned for a preset, perhaps by other figures, on `hardware`, which has as many workers."""
+    config, seq_len = LlamaConfig(**plan.model.build.args), plan.model.seq_len
+    run = Run(
+        global_batch=plan.global_batch,
+        seq_len=seq_len,
+        steps=plan.steps,
+        num_flops_per_token=num_flops_per_token(config, seq_len),
+        save_steps=plan.checkpoint.every_steps,
+        save_seconds=plan.checkpoint.every_seconds,
+        asynchronous=plan.checkpoint.asynchronous,
+    )
+    share = plan.global_batch // hardware.world_size
+    work = partial(_work, seq_len, config, hardware.device, share)
+    done = partial(_passes, seq_len, plan.compile != "off", config, share, hardware)
+    return Pricer(hardware, run, counts(config), work, done).candidate(
+        plan.strategy, plan.mesh, plan.micro_batch, plan.activation_checkpointing, plan.precision, asked=True
+    )
 
 
 def flops_per_token(spec: Train, config: LlamaConfig | Traced) -> float:
@@ -215,7 +236,8 @@ def _work(
 
 
 def _passes(
-    spec: Train,
+    seq_len: int,
+    compiled: bool,
     config: LlamaConfig,
     share: int,
     hardware: Hardware,
@@ -225,11 +247,11 @@ def _passes(
 ) -> Passes:
     job = Job(
         config,
-        spec.model.seq_len,
+        seq_len,
         micro_batch,
         share // micro_batch,
         precision,
         checkpointing,
-        spec.compile != "off",
+        compiled,
     )
     return passes(job, hardware)

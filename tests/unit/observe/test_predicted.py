@@ -5,24 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from kit.synthetic_run import Life, stage_state, write_run, write_train_stage
 
 from mlpipe._core.errors import PlanError
 from mlpipe.cli.calibrate import command as calibrate
 from mlpipe.cli.session import Session
 from mlpipe.observe.exporter import Fleet
-from mlpipe.observe.predicted import compared
 from mlpipe.observe.report import build_report
 from mlpipe.observe.runview import view_run
 from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.calibration import Calibration, Compared, load, save
 from mlpipe.plan.hardware import CPU_CORE
-from mlpipe.plan.plan import Plan, Prediction
+from mlpipe.plan.plan import Plan, Prediction, TrainPlan
 from mlpipe.plan.speed import KernelRates, Measured
-from mlpipe.spec.load import load_pipeline
+from mlpipe.spec.load import load_pipeline, load_pipeline_text
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 
@@ -37,12 +37,54 @@ def calibration(*runs: Compared) -> Calibration:
     return Calibration(1, "a CPU", "cpu", {"1": ONE, "2": TWO}, runs)
 
 
-def ran(predicted: Prediction | None, tmp_path: Path, run: str = "q-20260101-000000-0000") -> Store:
+RUN = "q-20260101-000000-0000"
+PIPELINE = """
+version: 1
+name: q
+store: ./runs
+stages:
+  - name: train
+    train:
+      model: {preset: llama-4m, seq_len: 256, vocab_size: 4096}
+      data: {tokens: /data/corpus, batch_size: 16, micro_batch: 4}
+      steps: 40
+      strategy: fsdp
+      precision: fp32
+      activation_checkpointing: none
+      checkpoint: {every: 100 steps}
+    resources: {workers_per_node: 2, cpus: 2, memory: 8 GiB}
+"""
+
+
+def planned(file: Path | None = None) -> TrainPlan:
+    overrides = [f"train.resources.hardware={file}"] if file else []
+    pipeline = load_pipeline_text(PIPELINE, "q.yaml", overrides=overrides)
+    plan = build_plan(
+        pipeline,
+        "train",
+        run_id=RUN,
+        attempt=1,
+        store_url="x",
+        inputs={},
+        hardware=stage_hardware(pipeline, "train"),
+    )
+    assert plan.train is not None
+    return plan.train
+
+
+def ran(predicted: Prediction | None, tmp_path: Path, run: str = RUN) -> Store:
     store = open_store(str(tmp_path / "store"))
     outcome = {"outcome": "done", "step": 40, "exit_code": 0}
-    write_train_stage(store, run, [Life(1, 0, 0, 40)], steps=40, outcome=outcome, predicted=predicted)
-    write_run(store, run, {"train": stage_state()})
+    lives = [Life(1, 0, 0, 40)]
+    told: dict[str, Any] = {"predicted": predicted, "model": planned().model, "precision": "fp32"}
+    write_train_stage(store, run, lives, steps=40, outcome=outcome, **told)
+    write_run(store, run, {"train": stage_state()}, PIPELINE)
     return store
+
+
+def feed_back(tmp_path: Path, run: str = RUN) -> Result:
+    argv = ["--out", str(tmp_path / "hardware.json"), "--from-run", run, "--store", str(tmp_path / "store")]
+    return CliRunner().invoke(calibrate, argv, obj=Session())
 
 
 def test_the_report_has_the_row_and_a_run_without_a_prediction_has_none(tmp_path: Path) -> None:
@@ -79,22 +121,58 @@ def test_the_cost_of_the_steps_that_are_done_on_the_page_and_by_the_exporter(tmp
     assert found["measured"] == ledger.cost_usd > 0
 
 
-def test_a_run_is_fed_back_once_and_without_the_correction_it_was_planned_with(tmp_path: Path) -> None:
-    told = Prediction(600_000_000, 0.36, memory_ratio=1.2, time_ratio=0.9)
-    (row,) = compared(ran(told, tmp_path), "q-20260101-000000-0000")
-    assert row.predicted_memory_bytes == pytest.approx(5e8)
-    assert row.predicted_step_seconds == pytest.approx(0.4)
-    assert row.measured_step_seconds == pytest.approx(0.36, rel=0.1)
-    assert row.measured_memory_bytes == pytest.approx(6.2e8, rel=0.02)
+def test_a_run_is_fed_back_once_and_beside_what_the_file_itself_predicts(tmp_path: Path) -> None:
+    """Not beside what it was planned by: the catalogue, or the file with the corrections of other runs."""
     file = tmp_path / "hardware.json"
+    ran(Prediction(6_000_000_000, 36.0, memory_ratio=1.2, time_ratio=0.9), tmp_path)
     save(file, calibration())
-    for _ in range(2):
-        argv = ["--out", str(file), "--from-run", "q-20260101-000000-0000"]
-        argv += ["--store", str(tmp_path / "store")]
-        done = CliRunner().invoke(calibrate, argv, obj=Session(), catch_exceptions=False)
-        assert "compared with 1 run" in done.output
-    assert load(file) == calibration(row)
-    assert load(file).speed(2, CPU_CORE).time_ratio == pytest.approx(row.measured_step_seconds / 0.4)
+    alone = planned(file).predicted
+    assert alone is not None
+    other = Compared("other", "train", 1e9, 3e9, 1.0, 5.0)
+    for before in ((), (other,)):
+        save(file, calibration(*before))
+        for _ in range(2):
+            done = feed_back(tmp_path)
+            assert f"compared with {len(before) + 1} run" in done.output, done.output
+        *kept, row = load(file).runs
+        assert tuple(kept) == before
+        assert row.predicted_memory_bytes == alone.memory_bytes
+        assert row.predicted_step_seconds == pytest.approx(alone.step_seconds, rel=1e-4)
+        assert row.measured_step_seconds == pytest.approx(0.36, rel=0.1)
+        assert row.measured_memory_bytes == pytest.approx(6.2e8, rel=0.02)
+        if not before:
+            now = planned(file).predicted
+            assert now is not None
+            assert now.step_seconds == pytest.approx(row.measured_step_seconds, rel=1e-3)
+            assert now.memory_bytes == pytest.approx(row.measured_memory_bytes, rel=1e-3)
+
+
+def test_a_run_that_the_file_says_nothing_of_is_refused_and_the_file_stays(tmp_path: Path) -> None:
+    file = tmp_path / "hardware.json"
+    ran(Prediction(600_000_000, 0.36, 1.0, 1.0), tmp_path)
+    low = {
+        name: dataclasses.replace(one, kernels={"bf16": RATES}) for name, one in calibration().ranks.items()
+    }
+    for bad, words in (
+        (dataclasses.replace(calibration(), device="cuda"), "measured on cuda, and stage 'train' ran on cpu"),
+        (dataclasses.replace(calibration(), ranks=low), "the file has no fp32"),
+    ):
+        save(file, bad)
+        done = feed_back(tmp_path)
+        assert words in str(done.exception)
+        assert load(file) == bad
+
+
+def test_a_new_calibration_forgets_what_runs_taught_about_the_old_one_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "hardware.json"
+    save(file, calibration(Compared("r-1", "train", 1e9, 3e9, 1.0, 5.0)))
+    monkeypatch.setattr("mlpipe.cli.calibrate._measure", lambda session, ranks, threads: TWO)
+    done = CliRunner().invoke(calibrate, ["--out", str(file), "--ranks", "1"], obj=Session())
+    assert "add them again: r-1" in done.output
+    assert load(file).runs == ()
+    assert load(file).ranks == {"1": TWO}
 
 
 def test_a_plan_says_what_it_was_calibrated_by_and_is_byte_stable(tmp_path: Path) -> None:
