@@ -21,7 +21,7 @@ _DEADLINE_SECONDS = 180.0
 @click.option(
     "--ranks", type=click.IntRange(1, 64), default=None, help="Up to so many. Default: the devices."
 )
-@click.option("--from-run", metavar="RUN", help="Measure nothing; compare this finished run with what the file predicts.")
+@click.option("--from-run", metavar="RUN", help="Measure nothing; hold this finished run against the file.")
 @shared
 @click.pass_obj
 def command(session: Session, out: str, ranks: int | None, from_run: str | None) -> None:
