@@ -131,8 +131,8 @@ def _pricer(spec: Train, config: LlamaConfig | Traced, hardware: Hardware) -> Pr
         save_seconds=every.seconds,
         asynchronous=spec.checkpoint.asynchronous,
     )
-    share = run.global_batch // hardware.world_size
     if isinstance(config, Traced):
+        share = run.global_batch // hardware.world_size
         return Pricer(
             hardware,
             run,
@@ -140,8 +140,13 @@ def _pricer(spec: Train, config: LlamaConfig | Traced, hardware: Hardware) -> Pr
             partial(_traced_work, config, share, hardware.device),
             partial(_traced_passes, spec, config, share, hardware),
         )
-    work = partial(_work, spec.model.seq_len, config, hardware.device, share)
-    done = partial(_passes, spec.model.seq_len, spec.compile != "off", config, share, hardware)
+    return _preset_pricer(run, config, spec.compile != "off", hardware)
+
+
+def _preset_pricer(run: Run, config: LlamaConfig, compiled: bool, hardware: Hardware) -> Pricer:
+    share = run.global_batch // hardware.world_size
+    work = partial(_work, run.seq_len, config, hardware.device, share)
+    done = partial(_passes, run.seq_len, compiled, config, share, hardware)
     return Pricer(hardware, run, counts(config), work, done)
 
 
@@ -157,10 +162,7 @@ def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
         save_seconds=plan.checkpoint.every_seconds,
         asynchronous=plan.checkpoint.asynchronous,
     )
-    share = plan.global_batch // hardware.world_size
-    work = partial(_work, seq_len, config, hardware.device, share)
-    done = partial(_passes, seq_len, plan.compile != "off", config, share, hardware)
-    return Pricer(hardware, run, counts(config), work, done).candidate(
+    return _preset_pricer(run, config, plan.compile != "off", hardware).candidate(
         plan.strategy, plan.mesh, plan.micro_batch, plan.activation_checkpointing, plan.precision, asked=True
     )
 
