@@ -218,7 +218,12 @@ def records(store: Path | str, plan: Plan, rank: int = 0) -> list[dict[str, Any]
 
 def losses(store: Path | str, plan: Plan) -> list[float]:
     """By step, of rank 0; the last record of a step counts."""
-    found = {record["step"]: record["loss"] for record in records(store, plan) if record["kind"] == "step"}
+    return by_step(store, plan, "loss")
+
+
+def by_step(store: Path | str, plan: Plan, field: str) -> list[float]:
+    """That field of rank 0's steps; the last record of a step counts."""
+    found = {record["step"]: record[field] for record in records(store, plan) if record["kind"] == "step"}
     return [found[step] for step in sorted(found)]
 
 

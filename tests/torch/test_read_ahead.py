@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
+import numpy as np
 import pytest
 import torch
 
 from mlpipe.train.data import ReadAhead, Stream
+from mlpipe.train.session import seed_step
 
 pytestmark = pytest.mark.torch
 
@@ -39,6 +44,16 @@ def test_a_resumed_run_draws_what_the_first_drew():
     assert torch.equal(two, together(reader().take(2, 4)))
     assert not torch.equal(one % 1, two % 1)
     assert not torch.equal(one, together(reader(rank=1).take(1, 0)))
+
+
+def test_each_seed_step_and_rank_draws_its_own():
+    drawn = set()
+    for seed, step, rank in itertools.product(range(2), range(3), range(2)):
+        for _ in range(2):  # a function of these three
+            seed_step(seed, step, rank)
+            drawn.add((torch.rand(1).item(), random.random(), np.random.rand()))
+    for column in zip(*drawn, strict=True):
+        assert len(set(column)) == 2 * 3 * 2
 
 
 def test_samples_are_given_once():

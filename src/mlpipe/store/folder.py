@@ -228,10 +228,21 @@ def _etag(data: bytes) -> str:
 def _open(path: Path, flags: int) -> int:
     """Opens with the folders above made; again when a deleter took an empty folder away in between."""
     for _ in range(100):
-        path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
+            _make_folders(path.parent)
             return os.open(path, flags | os.O_CLOEXEC, 0o666)
     return os.open(path, flags | os.O_CLOEXEC, 0o666)
+
+
+def _make_folders(folder: Path) -> None:
+    """Each as durable as what will be written into it."""
+    if folder.is_dir():
+        return
+    _make_folders(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder)
+    with contextlib.suppress(PermissionError):  # above the store's root: may be entered, but not read
+        _sync_folder(folder.parent)
 
 
 def _write(path: Path, pieces: Iterable[Buffer], publish: Callable[[Path], None]) -> int:

@@ -107,11 +107,12 @@ def test_prune_counts_committed_ones_and_spares_what_is_in_use(store):
     prefixes = {step: save(store, step) for step in (1, 2, 3, 4)}
     dead = save(store, 2, attempt=7, commit=False)
     in_flight = save(store, 3, attempt=8, commit=False)
+    beside = save(store, 4, attempt=9, commit=False)  # perhaps under way
     newer = save(store, 9, commit=False)
     deleted = catalogue.prune(store, STAGE, keep=2, in_use=[prefixes[1], in_flight])
     assert set(deleted) == {prefixes[2], dead}
     left = {info.key.rsplit("/model-0", 1)[0] for info in store.list(STAGE) if "/model-0" in info.key}
-    assert left == {prefixes[1], prefixes[3], prefixes[4], in_flight, newer}
+    assert left == {prefixes[1], prefixes[3], prefixes[4], in_flight, beside, newer}
     for prefix in (prefixes[1], prefixes[3], prefixes[4]):
         assert catalogue.verify(store, prefix) == []
     with pytest.raises(StoreError, match="at least one"):

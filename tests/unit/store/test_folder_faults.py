@@ -93,6 +93,47 @@ def test_a_process_killed_at_any_file_operation_of_a_save_loses_nothing(tmp_path
     assert losses == 0
 
 
+def test_what_is_written_outlives_a_power_cut(tmp_path, monkeypatch):
+    """A name counts as durable once the folder that it stands in is synced after it was made, and data once
+    its file is synced before it gets its name."""
+    unsynced: set[Path] = set()
+    synced: set[Path] = set()
+    real = {name: getattr(os, name) for name in ("mkdir", "replace", "link", "fsync")}
+
+    def mkdir(path, *more, **named):
+        real["mkdir"](path, *more, **named)
+        unsynced.add(Path(path))
+
+    def publish(name):
+        def wrapper(source, target):
+            assert Path(source) in synced, f"{target} was published before its data was durable"
+            real[name](source, target)
+            unsynced.add(Path(target))
+
+        return wrapper
+
+    def fsync(fd):
+        real["fsync"](fd)
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        synced.add(path)
+        unsynced.difference_update([name for name in unsynced if name.parent == path])
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    monkeypatch.setattr(os, "replace", publish("replace"))
+    monkeypatch.setattr(os, "link", publish("link"))
+    monkeypatch.setattr(os, "fsync", fsync)
+    store = FolderStore(tmp_path / "store")
+    store.put("a/b/replaced", b"1")
+    assert not unsynced
+    assert store.put_if_absent("a/c/linked", b"2")
+    assert not unsynced
+    etag = store.get_with_etag("a/c/linked")[1]
+    assert store.put_if_match("a/c/linked", b"3", etag)
+    assert not unsynced
+    saver.save(store, 1)
+    assert not unsynced
+
+
 def run_child(code, *arguments, prefix=(), preexec=None):
     """A Python process; StoreErrors it raises are printed as one line."""
     guarded = (
