@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+from ipaddress import ip_network
 from pathlib import Path
 
 import jsonschema
@@ -23,6 +24,7 @@ from kit.servers import ServerMissingError
 from mlpipe.plan.build import build_plan
 from mlpipe.plan.hardware import GIB, Hardware
 from mlpipe.render.kubernetes import labels, stage_objects
+from mlpipe.render.patches import SELECTED
 from mlpipe.spec.load import load_pipeline
 
 pytestmark = pytest.mark.golden
@@ -244,6 +246,7 @@ def test_the_schema_is_closed_and_names_what_values_names():
         ("podMonitor.interval", "soon"),
         ("networkPolicy.egress.cidrs", ["everywhere"]),
         ("networkPolicy.egress.ports", [70000]),
+        ("networkPolicy.apiServerPorts", [80]),
         ("submitter.subjects", [{"kind": "Robot", "name": "x"}]),
         ("kueue.flavors", []),
         ("commonLabels", {"app.kubernetes.io/name": "other"}),
@@ -268,6 +271,83 @@ def test_ranks_are_scraped_and_let_through_alike():
     scraped = [end["port"] for end in chart["PodMonitor", "mlpipe"]["spec"]["podMetricsEndpoints"]]
     _, prometheus = chart["NetworkPolicy", "mlpipe"]["spec"]["ingress"]
     assert scraped == [port["port"] for port in prometheus["ports"]] == ["metrics", "metrics-1", "metrics-2"]
+
+
+# where clouds hand out a node's identity, and all that only a node's own link should see
+FORBIDDEN = [
+    *map(ip_network, ("169.254.0.0/16", "100.100.100.200/32", "fe80::/10", "fd00:ec2::254", "fd20:ce::254"))
+]
+
+
+def _blocks(objects):
+    """(range, exceptions) of every ipBlock of every policy."""
+    policies = [one for one in objects if one["kind"] == "NetworkPolicy"]
+    rules = [rule for one in policies for rule in one["spec"].get("egress", ())]
+    for block in (peer["ipBlock"] for rule in rules for peer in rule.get("to", ()) if "ipBlock" in peer):
+        yield ip_network(block["cidr"]), [*map(ip_network, block.get("except", ()))]
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        ["0.0.0.0/1", "128.0.0.0/1", "0.0.0.0/0", "169.0.0.0/8", "169.254.0.0/15", "100.100.100.0/24"],
+        ["::/0", "::/1", "8000::/1", "fd00::/8", "fe00::/7", "fd00:ec2::/32", "fd20:ce::250/124"],
+        [
+            "10.0.0.0/8",
+            "169.255.0.0/16",
+            "169.253.0.0/16",
+            "100.100.100.201/32",
+            "2001:db8::/32",
+            "fec0::/10",
+        ],
+    ],
+    ids=["IPv4", "IPv6", "nothing in them"],
+)
+def test_every_range_leaves_out_link_local_addresses_and_metadata_services(ranges):
+    text = _template("--set", f"networkPolicy.egress.cidrs={{{','.join(ranges)}}}")
+    found = list(_blocks(manifests.load(text)))
+    assert [str(own) for own, _ in found] == ranges
+    for own, excepted in found:
+        # the API server wants each to be a part of the range
+        inside = [one for one in FORBIDDEN if one.version == own.version and one.overlaps(own)]
+        assert excepted == inside
+        assert all(one != own and one.subnet_of(own) for one in excepted)
+
+
+def test_no_shipped_range_holds_a_metadata_service():
+    folders = ("base", "overlays/development", "overlays/kueue", "jenkins")
+    found = [block for name in folders for block in _blocks(manifests.load(_kustomized(name)))]
+    assert len(found) > 6
+    for own, excepted in found:
+        assert {one for one in FORBIDDEN if one.version == own.version and one.overlaps(own)} <= {*excepted}
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("networkPolicy.egress.cidrs={169.254.169.254/32}", "169.254.169.254/32 lies in 169.254.0.0/16"),
+        ("networkPolicy.egress.cidrs={0.0.0.0/0,fe80::/64}", "fe80::/64 lies in fe80::/10"),
+        ("networkPolicy.egress.cidrs={1.2.3/8}", "1.2.3/8 is no range of addresses"),
+        ("networkPolicy.egress.cidrs={1.2.3.300/8}", "1.2.3.300/8 is no range of addresses"),
+        ("networkPolicy.egress.cidrs={1.2.3.4/33}", "1.2.3.4/33 is no range of addresses"),
+        ("driver.serviceAccount.name=mlpipe-worker", "are both mlpipe-worker"),
+    ],
+)
+def test_what_would_open_a_door_is_refused(option, words):
+    assert words in _refused("--set", option)
+
+
+@pytest.mark.parametrize("name", ["base", "overlays/kueue"])
+def test_a_pod_without_labels_has_no_network(name):
+    """Every policy that allows something selects by labels that no patch can take or give."""
+    policies = [one for one in manifests.load(_kustomized(name)) if one["kind"] == "NetworkPolicy"]
+    (default,) = [one["spec"] for one in policies if not one["spec"]["podSelector"]]
+    assert default == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    for one in policies:
+        rules = one["spec"].get("ingress", []) + one["spec"].get("egress", [])
+        chosen = one["spec"]["podSelector"].get("matchLabels", {})
+        assert bool(rules) == bool(chosen)
+        assert all(SELECTED.fullmatch(key) for key in chosen)
 
 
 def test_the_exporter_is_scraped_like_a_rank_and_needs_to_know_what_it_serves():
@@ -324,6 +404,7 @@ def test_what_mlpipe_renders_is_what_the_chart_selects():
     monitor = chart["PodMonitor", "mlpipe"]["spec"]
     assert [end["port"] for end in monitor["podMetricsEndpoints"]] == ports
     assert monitor["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert all(SELECTED.fullmatch(key) for key in monitor["selector"]["matchLabels"])
     for name, component in (("mlpipe", "worker"), ("mlpipe", "driver"), ("mlpipe-driver", "driver")):
         chosen = chart["NetworkPolicy", name]["spec"]["podSelector"]["matchLabels"]
         assert chosen.items() <= labels("r", None, None, component).items()

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mlpipe._core.errors import RenderError
@@ -27,6 +28,12 @@ _MERGE_KEYS = {
     "ports": ("containerPort", "port"),  # of a container, of a Service
     "ownerReferences": ("uid",),
 }
+# Labels that anything selects by: mlpipe itself, NetworkPolicies, PodMonitors, admission policies, Kueue.
+SELECTED = re.compile(
+    r"mlpipe\.dev/.*|app\.kubernetes\.io/(name|instance|version|component|part-of|managed-by)"
+    r"|kueue\.x-k8s\.io/(queue-name|priority-class)"
+)
+_ABSENT = object()
 Json = dict[str, Any]
 
 
@@ -75,13 +82,20 @@ def _apply(patch: Patch, target: Json) -> Json:
 
 
 def _known(patch: Patch, target: Json) -> Json:
-    """Changed, but still to be found by its name and labels."""
+    """Changed, but it and all that will be made from it still to be found by names and labels."""
     before = _identity(target)
     target = _changed(patch, target)
-    if _identity(target) != before:
-        raise _Misfit(
-            "/metadata", "mlpipe finds its objects by kind, name, namespace and labels mlpipe.dev/..."
-        )
+    after = _identity(target)
+    for path in sorted(before.keys() | after.keys()):
+        if path not in before and path.rpartition("/")[2].startswith("kueue."):
+            continue  # a queue for what has none is no way around anything
+        if before.get(path, _ABSENT) != after.get(path, _ABSENT):
+            raise _Misfit(
+                path,
+                "mlpipe finds its objects by kind, name, namespace and labels, and network policies, "
+                "monitors and queues select by these: "
+                + ("it is not set" if before.get(path) is None else f"it stays {before[path]!r}"),
+            )
     return target
 
 
@@ -96,15 +110,34 @@ def _template(found: Json) -> Json | None:
         return None
 
 
-def _identity(found: Json) -> Any:
-    metadata = found.get("metadata")
+def _identity(found: Json, at: str = "") -> dict[str, Any]:
+    """JSON pointer -> value, of the object at `at` and of every template in it."""
+    metadata = found.get("metadata", {} if at else None)
     if not isinstance(metadata, dict):
-        raise _Misfit("/metadata", "an object needs it")
+        raise _Misfit(f"{at}/metadata", "an object needs it")
     for key in ("labels", "annotations"):
         if not isinstance(metadata.get(key, {}), dict):
-            raise _Misfit(f"/metadata/{key}", f"a mapping stood there, not {_show(metadata[key])}")
-    own = {key: value for key, value in metadata.get("labels", {}).items() if key.startswith("mlpipe.dev/")}
-    return found.get("apiVersion"), found.get("kind"), metadata.get("name"), metadata.get("namespace"), own
+            raise _Misfit(f"{at}/metadata/{key}", f"a mapping stood there, not {_show(metadata[key])}")
+    own = {f"{at}/{key}": found.get(key) for key in ("apiVersion", "kind")}
+    own |= {f"{at}/metadata/{key}": metadata.get(key) for key in ("name", "namespace")}
+    for key, value in metadata.get("labels", {}).items():
+        if SELECTED.fullmatch(key):
+            own[f"{at}/metadata/labels/{_token(key)}"] = value
+    for path, template in _templates(found.get("spec")):
+        own |= _identity(template, f"{at}/spec/{path}")
+    return own
+
+
+def _templates(spec: Any) -> Iterator[tuple[str, Json]]:
+    """Of the jobs of a JobSet, of the pods of a Job."""
+    if not isinstance(spec, dict):
+        return
+    jobs = spec.get("replicatedJobs")
+    holders = [("", spec)]
+    holders += [(f"replicatedJobs/{i}/", job) for i, job in enumerate(jobs if isinstance(jobs, list) else ())]
+    for path, holder in holders:
+        if isinstance(holder, dict) and isinstance(holder.get("template"), dict):
+            yield f"{path}template", holder["template"]
 
 
 def _changed(patch: Patch, target: Json) -> Json:

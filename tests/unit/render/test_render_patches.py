@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.rendered import pipeline_of, plan_of
 
 from mlpipe._core.errors import RenderError
 from mlpipe.plan.cluster import Patch
+from mlpipe.render.kubernetes import stage_objects
 from mlpipe.render.patches import patched
 
 pytestmark = pytest.mark.unit
@@ -23,7 +25,7 @@ def job() -> dict[str, Any]:
         "ports": [{"name": "metrics", "containerPort": 9400}],
     }
     template = {
-        "metadata": {"labels": {"a": "b"}},
+        "metadata": {"labels": {"a": "b", "mlpipe.dev/run": "r"}},
         "spec": {"containers": [container], "tolerations": [{"key": "a"}]},
     }
     metadata = {"name": "j", "labels": {"x/y": "1", "mlpipe.dev/run": "r"}}
@@ -212,6 +214,76 @@ def test_an_operation_that_does_not_fit_is_named(operation: dict[str, Any], word
     with pytest.raises(RenderError, match=words) as caught:
         operate(operation)
     assert caught.value.where == "kubernetes.patches[0].json, Job of stage train"
+
+
+OWN = "app.kubernetes.io/managed-by"
+OWN_POINTER = f"/metadata/labels/{OWN.replace('/', '~1')}"
+
+
+def shipped(kind: str) -> list[dict[str, Any]]:
+    """A stage as it is rendered; its gang is a Job or a JobSet."""
+    form = "jobset" if kind == "JobSet" else "indexed-job"
+    return stage_objects(
+        plan_of(pipeline_of("llm", f"kubernetes.form={form}", "kubernetes.queue=q"), "train")
+    )
+
+
+@pytest.mark.parametrize("kind", ["Job", "JobSet"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"metadata": {"labels": {OWN: None}}},
+        {"metadata": {"labels": {OWN: "Helm"}}},
+        {"metadata": {"labels": None}},
+        {"metadata": {"labels": {"$patch": "replace", "mlpipe.dev/run": "r"}}},
+        {"metadata": {"$patch": "replace", "labels": {OWN: "mlpipe"}}},
+        {"metadata": {"labels": {"app.kubernetes.io/component": "driver"}}},
+        {"metadata": {"labels": {"mlpipe.dev/stage": "other"}}},
+        {"metadata": {"labels": {"mlpipe.dev/new": "x"}}},
+        [{"op": "remove", "path": OWN_POINTER}],
+        [{"op": "remove", "path": "/metadata/labels"}],
+        [{"op": "replace", "path": OWN_POINTER, "value": "Helm"}],
+        [{"op": "add", "path": "/metadata", "value": {"labels": {}}}],
+        [{"op": "move", "from": OWN_POINTER, "path": f"{OWN_POINTER}d"}],
+        [{"op": "copy", "from": "/metadata/labels/mlpipe.dev~1run", "path": OWN_POINTER}],
+    ],
+)
+def test_no_patch_takes_away_a_label_that_anything_selects_by(kind: Any, body: Any) -> None:
+    """Neither from the pods' template, nor through the object that holds it, nor from the object itself."""
+    holder = ("spec", "replicatedJobs", 0, "template", "spec", "template")
+    inner = "/spec/template" if kind == "Job" else "/".join(["", *map(str, holder)])
+    cases: list[tuple[Any, Any]] = [("Pod", body), (kind, body)]
+    if isinstance(body, dict):
+        jobs = {"replicatedJobs": [{"name": "worker", "template": {"spec": {"template": body}}}]}
+        cases.append((kind, {"spec": {"template": body} if kind == "Job" else jobs}))
+    else:
+        at = [{key: inner + v if key in ("path", "from") else v for key, v in one.items()} for one in body]
+        cases.append((kind, at))
+    for target, what in cases:
+        patch = (
+            Patch(target, None, None, what, None)
+            if isinstance(what, dict)
+            else Patch(target, None, None, None, tuple(what))
+        )
+        with pytest.raises(
+            RenderError, match=r"/metadata/\S+: mlpipe finds its objects by .*: it "
+        ) as caught:
+            patched(shipped(kind), [patch], "train", "worker")
+        assert caught.value.kind == "input"
+
+
+def test_a_gang_stays_in_its_queue_and_is_the_only_one() -> None:
+    queue = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": None}}}
+    second = {
+        "spec": {"replicatedJobs": [{"name": "more", "replicas": 1, "template": {"spec": {"template": {}}}}]}
+    }
+    for body, where in ((queue, "kueue.x-k8s.io~1queue-name"), (second, "/spec/replicatedJobs/1/template/")):
+        with pytest.raises(RenderError, match=where):
+            patched(shipped("JobSet"), [Patch("JobSet", None, None, body, None)], "train", "worker")
+    # what mlpipe did not ask for may be asked for: a queue for the driver, labels of others
+    labels = {"kueue.x-k8s.io/queue-name": "q", "app.kubernetes.io/created-by": "me", "team": "a"}
+    found = strategic("Job", {"metadata": {"labels": labels}})
+    assert labels.items() <= found["metadata"]["labels"].items()
 
 
 KEYS = ["", "metadata", "labels", "spec", "template", "containers", "0", "-", "env", "a~0", "replicatedJobs"]
