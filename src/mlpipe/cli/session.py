@@ -130,5 +130,5 @@ overrides = click.option(
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Change the spec, like stages.train.train.strategy=fsdp. Repeatable.",
+    help="Change the spec, like stages.train.train.strategy=fsdp; KEY=null removes KEY. Repeatable.",
 )

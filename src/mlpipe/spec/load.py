@@ -16,8 +16,6 @@ from mlpipe.spec.model import Pipeline
 from mlpipe.spec.problems import Place, Problem, SpecErrors
 from mlpipe.spec.tree import MAX_BYTES, Ambiguous, Node, parse
 
-_JSON_KEYS = {"args", "strategic", "json"}
-
 
 def load_pipeline(path: str | Path, *, overrides: Sequence[str] = ()) -> Pipeline:
     """Read, override (`KEY=VALUE`, see `spec/overrides.py`) and check. Raises SpecErrors."""
@@ -82,7 +80,7 @@ def _nulls(root: Node) -> list[Problem]:
     """A key without a value is a slip, except where any JSON may stand, whose null is a value."""
     found = []
     for path, node in root.walk():
-        if node.value is None and not node.broken and path and not _JSON_KEYS & set(path):
+        if node.value is None and not node.broken and path and not override_rules.JSON_KEYS & set(path):
             node.broken = True
             found.append(
                 Problem.at(

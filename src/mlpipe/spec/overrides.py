@@ -1,18 +1,29 @@
-"""`--set KEY=VALUE`: one value of the file, replaced.
+"""`--set KEY=VALUE`: one value of the file, replaced; `--set KEY=null` removes the key.
 
 KEY is the path of keys in the file, joined by dots, where an item of `stages` goes by its name:
 `stages.train.train.steps`, `store`. The leading `stages.` and the stage's kind may be left out:
 `train.steps`, `train.resources.nodes`. VALUE is YAML (`8`, `[0.9, 0.95]`, `{a: 1}`); text needs no quotes,
-since the schema says which fields are text.
+since the schema says which fields are text. Inside `args` and patches null is a value like any other.
+
+Another `train.strategy` drops what stood there for the former one alone (`mesh`), and a warning says so.
 """
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
 
 from mlpipe.spec.model import Evaluate, Pipeline, Promote, Stage, Train
 from mlpipe.spec.problems import Place, Problem
 from mlpipe.spec.rules import closest, kind_of, text_of
 from mlpipe.spec.tree import Ambiguous, Node, parse
 
+JSON_KEYS = {"args", "strategic", "json"}  # below them any JSON may stand
+_log = logging.getLogger(__name__)
 _KIND_FIELDS: dict[str, set[str]] = {
     "train": set(Train.model_fields),
     "evaluate": set(Evaluate.model_fields),
@@ -60,6 +71,10 @@ def _put(root: Node, key: str, value: Node, place: Place) -> list[Problem]:
         elif parts[0] not in _STAGE:
             choices = sorted(_STAGE | _KIND_FIELDS[kind or "command"])
             return [Problem.at(place, f"unknown key {parts[0]!r}", closest(parts[0], choices))]
+    if value.value is None and not JSON_KEYS & set(parts[:-1]):
+        return _remove(target, parts, Pipeline if target is root else Stage, place)
+    if parts == ["train", "strategy"] and value.value != "hsdp":
+        _drop_mesh(target, place)
     for part in parts[:-1]:
         child = target.value.get(part)
         if child is None or child.broken:
@@ -70,6 +85,40 @@ def _put(root: Node, key: str, value: Node, place: Place) -> list[Problem]:
         target = child
     target.value[parts[-1]] = value
     return []
+
+
+def _remove(target: Node, parts: Sequence[str], kind: type[BaseModel], place: Place) -> list[Problem]:
+    """No mistake where the key is not there, if it could be: whatever stood there before, it is gone."""
+    if not _knows(kind, parts):
+        return [Problem.at(place, f"unknown key {parts[-1]!r}", "see 'mlpipe schema'")]
+    for part in parts[:-1]:
+        child = target.value.get(part)
+        if child is None or not isinstance(child.value, dict):
+            return []
+        target = child
+    target.value.pop(parts[-1], None)
+    return []
+
+
+def _knows(kind: Any, parts: Sequence[str]) -> bool:
+    """Whether the schema has a key of this path. A mapping whose keys are the user's has any."""
+    if not parts or get_origin(kind) is dict:
+        return True
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        fields = {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
+        return parts[0] in fields and _knows(fields[parts[0]], parts[1:])
+    return any(_knows(part, parts) for part in get_args(kind))
+
+
+def _drop_mesh(stage: Node, place: Place) -> None:
+    train = stage.value.get("train")
+    if train is not None and isinstance(train.value, dict) and train.value.pop("mesh", None) is not None:
+        _warn(f"{place}: drops the stage's mesh, which is for hsdp only")
+
+
+@cache  # a command may load its pipeline twice
+def _warn(text: str) -> None:
+    _log.warning(text)
 
 
 def _stages(root: Node) -> list[Node]:

@@ -101,12 +101,47 @@ stages:
         ("train.mesh={dp_replicate: 1, dp_shard: 2}", "only strategy hsdp has a mesh to choose; remove it"),
         ("train.data={tokens: *a}", "alias *a: a pipeline has no aliases; write the value out again"),
         ("train.checkpoint.every=5", "5 has no unit; write like '100 steps' or '15 min'"),
+        ("train.mash=null", "unknown key 'mash'; did you mean 'mesh'?"),
+        ("train.optimizer.lr.x=null", "unknown key 'x'; see 'mlpipe schema'"),
+        ("corpus=null", "a stage cannot be replaced; set its keys, like NAME.steps=20"),
     ],
 )
 def test_mistakes_name_the_override(override: str, says: str) -> None:
     with pytest.raises(SpecErrors) as caught:
         load_pipeline(QUICKSTART, overrides=[override])
     assert str(caught.value).startswith(f"--set {override}: {says}")
+
+
+HSDP = ["train.strategy=hsdp", "train.mesh={dp_replicate: 1, dp_shard: 2}"]
+
+
+def test_null_removes_a_key() -> None:
+    pipeline = load_pipeline(
+        QUICKSTART, overrides=["train.optimizer=null", "evaluate.prompt=~", "image=null"]
+    )
+    assert at(pipeline, "train", "train.optimizer.lr") == 3e-4
+    assert at(pipeline, "evaluate", "evaluate.prompt") is None
+    again = load_pipeline(QUICKSTART, overrides=[*HSDP, "train.mesh=null"])
+    assert at(again, "train", "train.mesh") is None
+    with pytest.raises(SpecErrors, match=r"quickstart\.yaml:\d+:\d+: 'steps' is missing"):
+        load_pipeline(QUICKSTART, overrides=["train.steps=null"])
+
+
+def test_null_is_a_value_among_arguments() -> None:
+    own = ["train.model={entry: 'm:f', seq_len: 256}", "train.model.args.bias=null", "train.env.X=null"]
+    pipeline = load_pipeline(QUICKSTART, overrides=own)
+    assert at(pipeline, "train", "train.model.args") == {"bias": None}
+    assert at(pipeline, "train", "env") == {}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "auto"])
+def test_another_strategy_drops_the_mesh_and_says_so(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+    pipeline = load_pipeline(QUICKSTART, overrides=[*HSDP, f"train.strategy={strategy}"])
+    assert at(pipeline, "train", "train.mesh") is None
+    (said,) = caplog.messages
+    assert said == f"--set train.strategy={strategy}: drops the stage's mesh, which is for hsdp only"
+    with pytest.raises(SpecErrors, match="only strategy hsdp has a mesh"):  # asked for after it: a mistake
+        load_pipeline(QUICKSTART, overrides=[f"train.strategy={strategy}", HSDP[1]])
 
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
