@@ -150,9 +150,9 @@ Taken {body["time"][:10]} at commit {(body["commit"] or "unknown")[:12]} on {abo
 
 What the [benchmarks](../../benchmarks/README.md) measured last; how and against whom is said there. A
 figure is a median with its first and third quartile, a ratio is ours over theirs with its 95 % interval,
-and a goal is met when the better end of the interval reaches it. A row `control` compares a peer with
-itself: how far it is from 1 is the noise of the machine. Where nobody else does the same work, the goal
-itself stands in the peer's column.
+and a goal is met when the median reaches it and the worse end of the interval is within 3 % of it. A row
+`control` compares a peer with itself: how far it is from 1 is the noise of the machine. Where nobody else
+does the same work, the goal itself stands in the peer's column.
 
 {"".join(parts).rstrip()}
 """
@@ -180,6 +180,8 @@ def _figure_row(row: dict[str, Any]) -> str:
     if row["goal"] is not None:
         goal = f"{'at least' if row['higher_is_better'] else 'at most'} {number(row['goal'])}"
     met = {None: "", True: "met", False: "**not met**"}[row["met"]]
+    if row["met"] is False and row["ratio"] and (row["ratio"] < row["goal"]) != row["higher_is_better"]:
+        met += ": only by the median"
     ours = side(row.get("side"), row["ours"], row["ours_spread"])
     theirs = side(row["peer"], row["best_peer"], row["best_peer_spread"])
     why = "; ".join(filter(None, (met, row.get("reason"))))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from kit import plans
 
+from benchmarks import measure
 from benchmarks.gpu import models, rows, work
 from mlpipe.train.flops import count_flops_per_token
 
@@ -191,8 +192,8 @@ def test_rows_say_of_their_goal_what_their_ratio_says():
         if row["goal"] is None:
             assert row["met"] is None
             continue
-        low, high = row["ratio_interval"] or (row["ratio"], row["ratio"])
-        assert row["met"] == (high >= row["goal"] if row["higher_is_better"] else low <= row["goal"])
+        interval, higher = row["ratio_interval"], row["higher_is_better"]
+        assert row["met"] == measure.reaches(row["goal"], row["ratio"], interval, higher_is_better=higher)
 
 
 def test_what_failed_is_a_row_with_its_reason():

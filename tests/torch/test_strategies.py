@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from kit import plans
 
+from mlpipe.plan.memory import counts
 from mlpipe.plan.plan import Entry, ModelPlan
+from mlpipe.store import catalogue
+from mlpipe.store.folder import FolderStore
 
 pytestmark = pytest.mark.torch
 
@@ -28,9 +31,13 @@ def near(found: list[float], expected: list[float], relative: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("strategies")
+
+
+@pytest.fixture(scope="module")
+def curves(folder):
     """Losses and gradient norms of 50 steps by "strategy-world size", fp32, AdamW at 1e-3, clipped at 1.0."""
-    folder = tmp_path_factory.mktemp("strategies")
     tokens = plans.write_tokens(folder / "tokens")
     found = {}
     for world_size, strategies in WORLDS.items():
@@ -65,6 +72,20 @@ def test_the_golden_curve(curves):
     losses = curves["single-1"]["loss"]
     near(losses, json.loads(GOLDEN.read_text()), 1e-4)
     assert losses[-1] < 0.85 * losses[0]
+
+
+def test_a_rank_writes_what_the_plan_says_of_a_checkpoint(curves, folder):
+    """To the byte where all is sliced; whole tensors, of copies, are dealt out as evenly as they can be."""
+    store = FolderStore(folder / "store")
+    for world_size, strategies in WORLDS.items():
+        planned = counts(plans.CONFIG).saved_bytes(world_size)
+        for strategy in strategies:
+            (found,) = catalogue.list_checkpoints(store, f"runs/{strategy}-{world_size}/stages/train")
+            written = [0] * world_size
+            for blob in catalogue.load_manifest(store, found.key)["blobs"]:
+                written[int(blob["key"].rpartition("-")[2])] += blob["size_bytes"]
+            dealt = strategy in ("ddp", "hsdp") and world_size > 1
+            assert max(written) == pytest.approx(planned, rel=0.2 if dealt else 1e-9), (strategy, written)
 
 
 def variants(folder, tokens):

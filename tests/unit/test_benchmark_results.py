@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.measure import reaches
+
 pytestmark = pytest.mark.unit
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
@@ -29,5 +31,23 @@ def test_a_result_has_figures_and_says_where_they_come_from(path):
             assert row["met"] is False
             assert row["reason"]
             continue
-        low, high = row.get("ratio_interval") or (row["ratio"], row["ratio"])
-        assert row["met"] == (high >= row["goal"] if row["higher_is_better"] else low <= row["goal"]), row
+        interval, higher = row.get("ratio_interval"), row["higher_is_better"]
+        assert row["met"] == reaches(row["goal"], row["ratio"], interval, higher_is_better=higher), row
+
+
+@pytest.mark.parametrize(
+    ("middle", "interval", "higher_is_better", "met"),
+    [
+        (1.0, (0.971, 1.2), True, True),
+        (1.2, (0.969, 1.5), True, False),  # it may as well be slower
+        (0.99, (0.98, 1.1), True, False),  # the better end alone does not count
+        (1.0, None, True, True),
+        (1.0, (0.8, 1.029), False, True),
+        (0.9, (0.8, 1.031), False, False),
+        (1.01, (0.9, 1.02), False, False),
+    ],
+)
+def test_a_goal_is_met_by_the_median_and_nearly_by_the_worse_end(middle, interval, higher_is_better, met):
+    assert reaches(1.0, middle, interval, higher_is_better=higher_is_better) is met
+    assert reaches(0.5, middle / 2, interval and [end / 2 for end in interval],
+                   higher_is_better=higher_is_better) is met  # fmt: skip

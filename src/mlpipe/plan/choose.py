@@ -129,7 +129,7 @@ class Pricer:
         if not is_sparing(mesh, checkpointing):
             found = replace(found, new_memory=0.0)
         fits = memory.total <= hardware.memory_bytes
-        seconds = self._seconds(strategy, mesh, found, memory)
+        seconds = self._seconds(strategy, mesh, found)
         rate = run.global_batch * run.seq_len / seconds.total
         peak = hardware.speed.peak_flops[precision] * mesh.world_size
         hours = run.steps * seconds.total / 3600
@@ -159,7 +159,7 @@ class Pricer:
         memory = ORDER[strategy].memory(self.counts, work, mesh)
         return memory.on(self.hardware.device, mesh.world_size).scaled(self.hardware.speed.memory_ratio)
 
-    def _seconds(self, strategy: Strategy, mesh: Mesh, found: Passes, memory: MemoryEstimate) -> StepSeconds:
+    def _seconds(self, strategy: Strategy, mesh: Mesh, found: Passes) -> StepSeconds:
         rules, hardware, run = ORDER[strategy], self.hardware, self.run
         update = update_seconds(rules.updated(self.counts, mesh), hardware)
         exposed = rules.exposed(found, Wire(hardware), mesh)
@@ -168,17 +168,11 @@ class Pricer:
         if interval is None:
             interval = whole_steps(run.save_seconds or 900.0, compute + exposed)
         between = interval * (compute + exposed) if run.asynchronous else None
-        saved = (memory.parameters + memory.optimizer) / _copies(strategy, mesh)
-        stall = save_seconds(saved, hardware, between)
+        stall = save_seconds(self.counts.saved_bytes(mesh.world_size), hardware, between)
         # reading tokens is a copy out of a mapped file; the rest of a step's bookkeeping is a few kernels
         data = run.global_batch / mesh.data_ranks * run.seq_len * 16 / hardware.speed.memory_bytes_per_second
         ratio = hardware.speed.time_ratio
         return StepSeconds(ratio * compute, ratio * exposed, data, stall / interval)
-
-
-def _copies(strategy: Strategy, mesh: Mesh) -> int:
-    """Ranks that hold the same bytes and share the writing of a checkpoint."""
-    return mesh.world_size // mesh.dp_shard if strategy in ("ddp", "hsdp") else 1
 
 
 def rank(candidates: Sequence[Candidate]) -> list[Candidate]:

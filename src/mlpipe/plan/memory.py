@@ -40,6 +40,11 @@ class Counts:
         does, and FSDP2 and zero1 with it."""
         return sum(-(-rows // num_ranks) * width * many for rows, width, many in self.tensors)
 
+    def saved_bytes(self, num_ranks: int) -> int:
+        """Of a checkpoint, what each of all ranks writes under any strategy: weights and moments are written
+        once, and ranks that hold the same share the writing (`share` in `train/checkpoint.py`)."""
+        return (WEIGHT_BYTES + ADAM_BYTES) * self.share(num_ranks)
+
     def small(self, num_ranks: int, width: int = WEIGHT_BYTES) -> int:
         """Bytes of the share, in tensors of `width` bytes a parameter, that a CPU's heap holds."""
         shares = [(width * -(-rows // num_ranks) * columns, many) for rows, columns, many in self.tensors]

@@ -107,6 +107,24 @@ def test_flops_do_not_depend_on_the_strategy() -> None:
         assert flops[0] == pytest.approx(57.9e9, rel=1e-3)
 
 
+def test_every_strategy_shares_the_writing_of_a_checkpoint_among_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """llama-1b on 8 ranks: 12 bytes a parameter, an eighth of them a rank (torch/test_strategies.py weighs
+    real checkpoints)."""
+    saved: list[float] = []
+
+    def spy(num_bytes: float, hardware: object, interval: object) -> float:
+        saved.append(num_bytes)
+        return 0.0
+
+    monkeypatch.setattr("mlpipe.plan.choose.save_seconds", spy)
+    found = compare(llm("train.model.preset=llama-1b"), "train", gpus(num_nodes=1))
+    assert {c.strategy for c in found if c.seconds} == {"ddp", "zero1", "zero2", "fsdp"}
+    num_params = PRESETS["llama-1b"].num_params()
+    assert saved == [pytest.approx(12 * num_params / 8, rel=1e-3)] * len(saved)
+
+
 def test_units_of_time_and_cost_agree() -> None:
     best = compare(llm(), "train", gpus(num_nodes=2))[0]
     assert best.seconds is not None
