@@ -160,7 +160,8 @@ def test_node_events_are_those_of_the_overlay():
 
 def test_two_namespaces_share_no_cluster_wide_name():
     def cluster_wide(*options: str) -> set[tuple[str, str]]:
-        text = _template("--set", "nodeEvents.enabled=true", *options)
+        flags = "nodeEvents.enabled=true,guardrails.enabled=true,guardrails.images={r.example.com/team}"
+        text = _template("--set", flags, *options)
         return {name for name, one in _by_name(text).items() if "namespace" not in one["metadata"]}
 
     assert cluster_wide()
@@ -251,6 +252,8 @@ def test_the_schema_is_closed_and_names_what_values_names():
         ("kueue.flavors", []),
         ("commonLabels", {"app.kubernetes.io/name": "other"}),
         ("podMonitor.labels", {"helm.sh/chart": "other"}),
+        ("guardrails.images", ["registry.example.com/team/"]),
+        ("guardrails.actions", ["Refuse"]),
         ("runbooks.baseUrl", "wiki/runbooks"),
         ("runbooks.baseUrl", 'https://wiki.example.com/"'),
     ],
@@ -331,6 +334,7 @@ def test_no_shipped_range_holds_a_metadata_service():
         ("networkPolicy.egress.cidrs={1.2.3.300/8}", "1.2.3.300/8 is no range of addresses"),
         ("networkPolicy.egress.cidrs={1.2.3.4/33}", "1.2.3.4/33 is no range of addresses"),
         ("driver.serviceAccount.name=mlpipe-worker", "are both mlpipe-worker"),
+        ("guardrails.enabled=true", "say where images may come from"),
     ],
 )
 def test_what_would_open_a_door_is_refused(option, words):

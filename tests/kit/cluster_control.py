@@ -6,16 +6,19 @@ which node 0 simply owns, so pods find it in the usual way; other Services must 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import urllib3
 from kit.cluster_build import binary, tool
-from kit.cluster_process import ClusterError, Namespaces, Process, wait_until
+from kit.cluster_process import NO_PROXY, ClusterError, Namespaces, Process, wait_until
 from kit.servers import ServerMissingError
 
 ADDRESS = "10.250.0.1"  # of node 0 and of all that runs beside it
@@ -170,10 +173,13 @@ class ControlPlane:
     def processes(self) -> list[Process]:
         return [self.etcd, self.apiserver, *self._others]
 
-    def start(self) -> None:
+    def start_api(self) -> None:
         self.etcd.start()
         self.apiserver.start()
         self._wait_until_ready()
+
+    def start(self) -> None:
+        self.start_api()
         for process in self._others:
             process.start()
 
@@ -209,6 +215,23 @@ class ControlPlane:
             if event["userAgent"] == "mlpipe" and own and begun:
                 found.append(f"{event['verb']} {event['requestURI']}")
         return found
+
+    def inside(self) -> contextlib.AbstractContextManager[None]:
+        """The calling thread in its network."""
+        return self._namespaces.inside()
+
+    def kubectl(self, *arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """As the administrator."""
+        command = [binary("kube"), "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
+        return subprocess.run(
+            self._namespaces.network(command),
+            env={**os.environ, **NO_PROXY, "HOME": str(self.folder)},
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=_READY_SECONDS,
+            check=False,
+        )
 
     def _wait_until_ready(self) -> None:
         def ready() -> bool:
@@ -255,6 +278,23 @@ class ControlPlane:
                 "kubelet-preferred-address-types": "InternalIP",
             }
         )
+
+
+@contextlib.contextmanager
+def api_server(folder: Path) -> Iterator[ControlPlane]:
+    """etcd and the API server alone, in a network of their own: it says what it admits, and nothing runs.
+    Raises ServerMissingError."""
+    if os.geteuid() or sys.platform != "linux":
+        raise ServerMissingError("a network of its own needs root on Linux")
+    addresses = "\n".join(f"ip address add {one}/32 dev lo" for one in (ADDRESS, SERVICE_ADDRESS))
+    namespaces = Namespaces(f"ip link set lo up\n{addresses}")
+    control = ControlPlane(folder, namespaces, 16)
+    try:
+        control.start_api()
+        yield control
+    finally:
+        control.stop()
+        namespaces.close()
 
 
 def _flags(values: Mapping[str, object]) -> list[str]:

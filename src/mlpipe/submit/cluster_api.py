@@ -302,6 +302,8 @@ class ClusterApi:
             hint = f"make it (kubectl create namespace {self.namespace}) or choose another"
         else:
             message = f"cannot {what} in {where} ({status}): {said}"
+            if "ValidatingAdmissionPolicy" in said:
+                hint = "a rule of this cluster: keep to it, or ask who set it"
             if status in _TRANSIENT or status < 300:
                 kind = "infrastructure"
         return ApiError(message, status=status, hint=hint, kind=kind)

@@ -46,6 +46,7 @@ _REMEDIES = {
     "kubernetes.patches, or have the quota changed",
     r"(maximum|minimum) .* usage per (Container|Pod)": "the namespace's LimitRange forbids that: change "
     "resources of the stage, or have it changed",
+    r"ValidatingAdmissionPolicy": "a rule of this cluster: keep to it, or ask who set it",
     r"violates PodSecurity": "look at kubernetes.patches and kubernetes.rdma",
     r"serviceaccount .* not found": "apply k8s/base (docs/how-to/cluster-setup.md)",
     r"no PriorityClass": "make it, or correct kubernetes.priority_class",

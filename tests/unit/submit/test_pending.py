@@ -199,6 +199,8 @@ ADMISSION = {
     "maximum memory usage per Container is 1Gi, but limit is 2Gi": "LimitRange",
     'violates PodSecurity "restricted:latest": unrestricted capabilities (container "worker" must not include '
     '"IPC_LOCK" in securityContext.capabilities.add)': "kubernetes.rdma",
+    "ValidatingAdmissionPolicy 'mlpipe-guardrails' with binding 'mlpipe-guardrails' denied request: images come "
+    "from registry.example.com/team, not docker.io/x:1": "ask who set it",
     'error looking up service account ml/mlpipe-worker: serviceaccount "mlpipe-worker" not found': "k8s/base",
     "no PriorityClass with name high was found": "kubernetes.priority_class",
     'pod rejected: RuntimeClass "nvidia" not found': "kubernetes.runtime_class",
