@@ -319,6 +319,11 @@ class _Handler(BaseHTTPRequestHandler):
         found = server.objects.get((plural, name)) if namespace == NAMESPACE else None
         if found is None:
             raise _Refused(404, f'{plural} "{name}" not found')
+        wanted = body.get("preconditions", {}).get("uid") if self.command == "DELETE" else None
+        if wanted not in (None, found["metadata"]["uid"]):
+            raise _Refused(
+                409, f'Operation cannot be fulfilled on {plural} "{name}": the UID in the precondition'
+            )
         if self.command == "DELETE":
             found["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
             if name not in server.held:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mlpipe._core.errors import MlpipeError, SubmitError
+from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
 from mlpipe.cli.session import Session
 from mlpipe.cli.submit import ask, await_heard, claim, follow, say_detached, say_if_ended, say_started
 
@@ -52,7 +52,7 @@ def preview(session: Session, asked: Asked, where: str) -> int:
 
 def submit(session: Session, asked: Asked, wait: bool) -> int:
     from mlpipe.store import runs
-    from mlpipe.submit.kubernetes import await_end_of_driver, driver_is_alive, would_take
+    from mlpipe.submit.kubernetes import driver_is_alive, would_take
 
     pipeline = asked.pipeline
     store = session.open_store(pipeline.store)
@@ -65,9 +65,7 @@ def submit(session: Session, asked: Asked, wait: bool) -> int:
     say_if_ended(session, store, run_id)
 
     def start_driver() -> None:
-        await_end_of_driver(api, runs.read_run(store, run_id), asked.stage)
-        if ask(store, pipeline, run_id, asked.stage):
-            _start_driver(store, api, run_id, pipeline, asked.stage)
+        _go_on(session, store, api, pipeline, runs.read_run(store, run_id), asked.stage)
 
     try:
         start_driver()
@@ -86,7 +84,7 @@ def submit(session: Session, asked: Asked, wait: bool) -> int:
 def resume(session: Session, store: Store, run_id: str, *, only: str | None, overrides: Sequence[str]) -> int:
     from mlpipe.store import runs
     from mlpipe.submit import planning
-    from mlpipe.submit.kubernetes import await_end_of_driver, client_of
+    from mlpipe.submit.kubernetes import client_of
 
     run = runs.read_run(store, run_id)
     asked = [*run.meta.get("set", []), *overrides]
@@ -95,27 +93,53 @@ def resume(session: Session, store: Store, run_id: str, *, only: str | None, ove
     api = client_of(run)
 
     def start_driver() -> None:
-        await_end_of_driver(api, runs.read_run(store, run_id), only)
-        if ask(store, pipeline, run_id, only):
-            _start_driver(store, api, run_id, pipeline, only)
+        _go_on(session, store, api, pipeline, runs.read_run(store, run_id), only)
 
-    await_end_of_driver(api, run, only)
-    run = runs.read_run(store, run_id)
-    if overrides and runs.lease_is_live(run.driver):
+    _go_on(session, store, api, pipeline, run, only, overrides)
+    try:
+        return _follow(session, store, api, run_id, only, start_driver)
+    except KeyboardInterrupt:
+        return say_detached(session, run_id)
+
+
+def _go_on(
+    session: Session,
+    store: Store,
+    api: ClusterApi,
+    pipeline: Pipeline,
+    seen: RunState,
+    only: str | None,
+    overrides: Sequence[str] = (),
+) -> None:
+    """Gives the run a driver, unless it has one. A run that has ended, as it was `seen`, is opened again by
+    one of those who ask for it at once; the others adopt what that one started."""
+    from mlpipe.store import runs
+    from mlpipe.submit.kubernetes import await_end_of_driver
+
+    run_id = seen.run_id
+    run = await_end_of_driver(api, store, run_id, only)
+    overtaken = False
+    if only is None and seen.state in ("failed", "cancelled"):
+        try:
+            runs.reopen(store, run_id, seen=seen)
+        except StoreError:
+            run = runs.read_run(store, run_id)
+            overtaken = run.seq != seen.seq
+            if not overtaken:
+                raise
+            session.note(f"somebody else has resumed run {run_id} meanwhile: following that")
+    if overrides and (overtaken or runs.lease_is_live(run.driver)):
         raise SubmitError(
             f"run {run_id} is under way, and what it was asked for does not change meanwhile",
             hint=f"mlpipe cancel {run_id} (it saves), then resume it",
             kind="input",
         )
-    if ask(store, pipeline, run_id, only):
-        runs.update_run(store, run_id, lambda run: replace(run, meta={**run.meta, "set": asked}))
-        if only is None and run.state in runs.RUN_ENDED:
-            runs.reopen(store, run_id)
-        _start_driver(store, api, run_id, pipeline, only)
-    try:
-        return _follow(session, store, api, run_id, only, start_driver)
-    except KeyboardInterrupt:
-        return say_detached(session, run_id)
+    if (overtaken and run.state in runs.RUN_ENDED) or not ask(store, pipeline, run_id, only):
+        return
+    if overrides:
+        more = {"set": [*run.meta.get("set", []), *overrides]}
+        runs.update_run(store, run_id, lambda run: replace(run, meta={**run.meta, **more}))
+    _start_driver(store, api, run_id, pipeline, only)
 
 
 def why_waiting(run: RunState) -> str:

@@ -71,6 +71,8 @@ def driver_template(
     args = ["-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--here", "--debug"]
     container = _container(cluster, "driver", args + (["--stage", stage] if stage is not None else []))
     container["env"] = _env(_own(run_id, cluster)) + _by_reference(store_url, cluster)
+    for name, path in (("MLPIPE_POD_NAME", "metadata.name"), ("MLPIPE_POD_UID", "metadata.uid")):
+        container["env"].append({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}})
     if cluster.proxy is not None:  # never to the API server, whose address the cluster fills in
         for variable in container["env"]:
             if variable["name"].upper() == "NO_PROXY":
@@ -80,7 +82,7 @@ def driver_template(
         "limits": {"memory": "1Gi"},
     }
     spec = _pod_spec(store_url, cluster, container, cluster.driver_service_account, token=True)
-    spec["restartPolicy"] = "OnFailure"
+    spec["restartPolicy"] = "Never"  # one that failed stays, with its log; the Job makes another
     spec["terminationGracePeriodSeconds"] = GRACE_SECONDS
     spec["tolerations"] = [
         *_tolerations(cluster, gpus=0),

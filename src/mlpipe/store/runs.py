@@ -22,11 +22,13 @@ from typing import Any, Literal
 
 from mlpipe._core.errors import StoreError
 from mlpipe._core.ids import is_name
+from mlpipe._core.processes import ProcessId, is_alive, this_process
 from mlpipe._core.records import encode
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.store.base import Store
 
 SCHEMA_VERSION = 1
+POD_NAME, POD_UID = "MLPIPE_POD_NAME", "MLPIPE_POD_UID"  # variables of a driver's pod
 _NUM_TRIES = 40
 _INDEX_KEY = re.compile(r"index/([^/]+)/([0-9]{6,})-([a-z]+)")
 
@@ -39,12 +41,17 @@ _STAGE_ORDER = {**_RUN_ORDER, "skipped": 2}
 
 @dataclass(frozen=True)
 class Lease:
-    """Who drives the run. `expires`: Unix seconds; the holder renews it long before."""
+    """Who drives the run. `expires`: Unix seconds; the holder renews it long before. `namespace`, `started`:
+    see `ProcessId`. `pod`, `pod_uid`: of a driver in a pod, "" of others."""
 
     holder: str
     host: str
     pid: int
     expires: float
+    namespace: str = ""
+    started: int = 0
+    pod: str = ""
+    pod_uid: str = ""
 
 
 @dataclass(frozen=True)
@@ -166,13 +173,20 @@ def update_run(store: Store, run_id: str, change: Callable[[RunState], RunState]
 
 
 def reopen(
-    store: Store, run_id: str, stages: Collection[str] | None = None, *, forget_cancel: bool = True
+    store: Store,
+    run_id: str,
+    stages: Collection[str] | None = None,
+    *,
+    forget_cancel: bool = True,
+    seen: RunState | None = None,
 ) -> RunState:
     """For a resume: the run runs again, its stages that are not done (or `stages` of them) wait again,
     keeping their attempt's number, and a request to cancel is forgotten. Raises StoreError (input) when the
-    run is done."""
+    run is done, or is no more as it was `seen`: somebody else resumed it."""
 
     def change(run: RunState) -> RunState:
+        if seen is not None and run.seq != seen.seq:
+            raise StoreError(f"run {run_id} was resumed meanwhile", where=store.url, kind="input")
         if run.state == "done":
             raise StoreError(f"run {run_id} is done", where=store.url, kind="input")
         waiting = {
@@ -182,6 +196,8 @@ def reopen(
         }
         return replace(run, state="running", stages={**run.stages, **waiting}, message="")
 
+    if seen is not None:
+        change(read_run(store, run_id))  # a request to cancel what somebody else resumed stays
     if forget_cancel:
         store.delete([_cancel_key(run_id)])
     return _update(store, run_id, change, lambda old, new: None)
@@ -210,21 +226,35 @@ def cancel_requested(store: Store, run_id: str) -> str | None:
 # the driver's lease
 
 
-def take_lease(store: Store, run_id: str, holder: str, seconds: float) -> RunState:
-    """Makes `holder` the run's driver for `seconds`. One that has expired, or whose process is dead on this
-    host, is taken over. Raises StoreError (input) when another driver is alive."""
-    host, pid = socket.gethostname(), os.getpid()
+def take_lease(
+    store: Store, run_id: str, holder: str, seconds: float, *, dead: str | None = None
+) -> RunState:
+    """Makes `holder` the run's driver for `seconds`. One whose lease has expired, whose process or container
+    has ended, or that is known to be `dead`, is taken over. Raises StoreError (input) when another driver is
+    alive."""
+    own = this_process()
+    pod, pod_uid = (os.environ.get(name, "") for name in (POD_NAME, POD_UID))
 
     def change(run: RunState) -> RunState:
         lease = run.driver
-        if lease is not None and lease.holder != holder and not _is_free(lease, host):
+        if lease is not None and lease.holder not in (holder, dead) and lease_is_live(lease):
             raise StoreError(
                 f"run {run_id} is driven by process {lease.pid} on {lease.host}",
                 where=store.url,
                 hint=f"wait until {max(0.0, lease.expires - time.time()):.0f} s from now, or cancel it first",
                 kind="input",
             )
-        return replace(run, driver=Lease(holder, host, pid, time.time() + seconds))
+        new = Lease(
+            holder,
+            socket.gethostname(),
+            own.pid,
+            time.time() + seconds,
+            own.namespace,
+            own.started,
+            pod,
+            pod_uid,
+        )
+        return replace(run, driver=new)
 
     run = update_run(store, run_id, change)
     _index(store, run)
@@ -254,21 +284,13 @@ def release_lease(store: Store, run_id: str, holder: str) -> RunState:
 
 def lease_is_live(lease: Lease | None) -> bool:
     """Whether somebody drives the run, as far as can be told from here."""
-    return lease is not None and not _is_free(lease, socket.gethostname())
-
-
-def _is_free(lease: Lease, host: str) -> bool:
-    if lease.expires < time.time():
-        return True
-    if lease.host != host:
+    if lease is None or lease.expires < time.time():
         return False
-    try:
-        os.kill(lease.pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+    alive = is_alive(ProcessId(lease.pid, lease.namespace, lease.started))
+    if alive is not None:
+        return alive
+    # of this very pod, but not of this container: that one has ended, and was started anew as ours
+    return lease.pod_uid == "" or lease.pod_uid != os.environ.get(POD_UID)
 
 
 # how it is kept

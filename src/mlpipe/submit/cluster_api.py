@@ -187,12 +187,21 @@ class ClusterApi:
                 )
             time.sleep(_FIRST_PAUSE_SECONDS)
 
-    def delete(self, kind: str, name: str, *, grace_seconds: int | None = None) -> None:
-        """Asks for it, with all that it owns; no error if it is gone already."""
+    def delete(
+        self, kind: str, name: str, *, uid: str | None = None, grace_seconds: int | None = None
+    ) -> None:
+        """Asks for it, with all that it owns; no error if it is gone already, and none with `uid` if another
+        has its name by now."""
         body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
         if grace_seconds is not None:
             body["gracePeriodSeconds"] = grace_seconds
-        self._change("DELETE", kind, name, body, "delete")
+        try:
+            self._change("DELETE", kind, name, body, "delete")
+        except ApiError as error:
+            if uid is None or error.status != 409:
+                raise
 
     def patch(self, kind: str, name: str, body: Object) -> None:
         """A JSON merge patch; no error if the object is gone."""

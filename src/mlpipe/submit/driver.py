@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.plan.plan import Plan
@@ -27,6 +28,9 @@ from mlpipe.submit import planning, process
 from mlpipe.submit.follower import cancel_orphans
 from mlpipe.submit.local import LocalBackend
 from mlpipe.submit.walk import Backend, Stop, Walk
+
+if TYPE_CHECKING:
+    from mlpipe.submit.cluster_api import ClusterApi
 
 LEASE_SECONDS = 60.0
 _RENEW_SECONDS = 10.0
@@ -60,10 +64,10 @@ def drive(
     if only is not None and not for_followers:
         check_needs(planning.needs(pipeline), former, only)
     on_cluster = former.backend == "kubernetes"
-    patience_seconds = _TAKEOVER_SECONDS if on_cluster else 0.0
+    seen = former.seq
     with contextlib.ExitStack() as held:
         try:
-            lease = held.enter_context(HeldLease(store, run_id, patience_seconds=patience_seconds))
+            lease = held.enter_context(_lease(store, run_id, pipeline, on_cluster))
         except StoreError as error:
             if for_followers and error.kind == "input":
                 return runs.read_run(store, run_id)
@@ -71,6 +75,8 @@ def drive(
         if not on_cluster:
             _clear_orphans(store, former)
         former = runs.read_run(store, run_id)  # as the driver before us left it
+        if former.seq != seen and former.state in runs.RUN_ENDED:
+            return former  # another was asked for the same, was quicker, and has ended it
         if only is not None and not for_followers:
             wanted.ask(store, run_id, only)
         if only is not None and not _is_anything_left(store, former, on_cluster):
@@ -114,6 +120,22 @@ def drive(
             shutil.rmtree(scratch, ignore_errors=True)
 
 
+def _lease(store: Store, run_id: str, pipeline: Pipeline, on_cluster: bool) -> HeldLease:
+    """On a cluster, a driver whose pod has ended is not waited for, and one that is gone until its lease has
+    expired."""
+    if not on_cluster:
+        return HeldLease(store, run_id)
+    from mlpipe.submit.kubernetes import pod_has_ended
+
+    def has_ended(lease: Lease) -> bool:
+        try:
+            return bool(lease.pod) and pod_has_ended(_connect(pipeline), lease.pod, lease.pod_uid)
+        except SubmitError:
+            return False
+
+    return HeldLease(store, run_id, patience_seconds=_TAKEOVER_SECONDS, has_ended=has_ended)
+
+
 def _is_anything_left(store: Store, former: RunState, on_cluster: bool) -> bool:
     """On a cluster, stages that run without their driver are adopted."""
     return bool(wanted.asked(store, former.run_id)) or (
@@ -136,13 +158,16 @@ def _reopen(store: Store, former: RunState, partly: bool, on_cluster: bool, *, f
 
 def _backend(store: Store, run: RunState, holder: str, pipeline: Pipeline) -> Backend:
     if run.backend == "kubernetes":
-        from mlpipe.submit.cluster_api import connect
         from mlpipe.submit.kubernetes import KubernetesBackend
 
-        return KubernetesBackend(
-            store, connect(namespace=pipeline.kubernetes.namespace if pipeline.kubernetes else None)
-        )
+        return KubernetesBackend(store, _connect(pipeline))
     return LocalBackend(store, driver=holder, folder=working_folder(run))
+
+
+def _connect(pipeline: Pipeline) -> ClusterApi:
+    from mlpipe.submit.cluster_api import connect
+
+    return connect(namespace=pipeline.kubernetes.namespace if pipeline.kubernetes else None)
 
 
 def _committed_outputs(store: Store, former: RunState) -> dict[str, StageState]:
@@ -171,9 +196,18 @@ def working_folder(run: RunState) -> str:
 class HeldLease:
     """The right to drive a run, renewed by a thread so that a long upload does not lose it."""
 
-    def __init__(self, store: Store, run_id: str, *, patience_seconds: float = 0.0) -> None:
-        """`patience_seconds`: how long to wait for another's lease to expire."""
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        *,
+        patience_seconds: float = 0.0,
+        has_ended: Callable[[Lease], bool] = lambda lease: False,
+    ) -> None:
+        """`patience_seconds`: how long to wait for another's lease to expire. `has_ended`: whether others
+        know that its holder is dead."""
         self._patience_seconds = patience_seconds
+        self._has_ended = has_ended
         self.holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._store = store
         self._run_id = run_id
@@ -183,14 +217,18 @@ class HeldLease:
 
     def __enter__(self) -> HeldLease:
         deadline = time.monotonic() + self._patience_seconds
+        dead: str | None = None
         while True:
             try:
-                runs.take_lease(self._store, self._run_id, self.holder, LEASE_SECONDS)
+                runs.take_lease(self._store, self._run_id, self.holder, LEASE_SECONDS, dead=dead)
                 break
-            except StoreError:
+            except StoreError as error:
                 if time.monotonic() >= deadline:
                     raise
-                time.sleep(1.0)
+                former = runs.read_run(self._store, self._run_id).driver if error.kind == "input" else None
+                dead = former.holder if former is not None and self._has_ended(former) else None
+                if dead is None:
+                    time.sleep(1.0)
         self._thread.start()
         return self
 
@@ -281,9 +319,9 @@ def _cancel_driverless(store: Store, former: RunState, why: str, timeout_seconds
 
 
 def _clear_orphans(store: Store, former: RunState) -> None:
-    """Ends the processes of the driver before us, if it ran on this machine."""
+    """Ends the processes of the driver before us that are on this machine."""
     lease: Lease | None = former.driver
-    if lease is None or lease.host != socket.gethostname():
+    if lease is None:
         return
     grace = _GRACE_SECONDS
     for name, stage in former.stages.items():

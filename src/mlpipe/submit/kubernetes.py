@@ -20,7 +20,7 @@ from mlpipe.plan.plan import Plan
 from mlpipe.render import names
 from mlpipe.render.kubernetes import driver_objects, stage_objects
 from mlpipe.store.base import Store
-from mlpipe.store.runs import RUN_ENDED, RunState
+from mlpipe.store.runs import RUN_ENDED, RunState, read_run
 from mlpipe.submit.cluster_api import ApiError, ClusterApi, Object, connect
 from mlpipe.submit.handle import ThreadedHandle, ended_by, read_outcome
 from mlpipe.submit.pending import why_pending
@@ -272,7 +272,8 @@ def start_driver(api: ClusterApi, store: Store, run: RunState, plan: Plan, *, on
     for body in objects:
         found = api.get(body["kind"], body["metadata"]["name"])
         if found is not None and finished(found) is not None:
-            api.delete(body["kind"], body["metadata"]["name"])
+            # not the one that somebody else has started meanwhile
+            api.delete(body["kind"], body["metadata"]["name"], uid=found["metadata"]["uid"])
     create_all(api, objects)
 
 
@@ -303,15 +304,30 @@ def driver_is_alive(api: ClusterApi, run_id: str, only: str | None) -> bool:
     return found is not None and finished(found) is None
 
 
-def await_end_of_driver(api: ClusterApi, run: RunState, only: str | None) -> None:
+def pod_has_ended(api: ClusterApi, name: str, uid: str) -> bool:
+    """Whether its node says so. One that is gone may have been deleted by force, and still run on a node that
+    is cut off."""
+    pod = api.get("Pod", name)
+    if pod is None or pod["metadata"]["uid"] != uid:
+        return False
+    containers = pod.get("status", {}).get("containerStatuses", [])
+    return bool(containers) and all(one.get("state", {}).get("terminated") for one in containers)
+
+
+def await_end_of_driver(api: ClusterApi, store: Store, run_id: str, only: str | None) -> RunState:
     """The driver of a run that has ended is about to end, too: its Job must not be taken for a new one's. It
-    is deleted where that takes long."""
+    is deleted where that takes long. Returns the run as it is then: perhaps somebody else resumed it."""
     deadline = time.monotonic() + _DRIVER_ENDS_SECONDS
-    while run.state in RUN_ENDED and driver_is_alive(api, run.run_id, only):
+    name = names.driver_name(run_id, only)
+    while (run := read_run(store, run_id)).state in RUN_ENDED:
+        found = api.get("Job", name)
+        if found is None or finished(found) is not None:
+            break
         if time.monotonic() > deadline:
-            api.delete("Job", names.driver_name(run.run_id, only))
-            return
+            api.delete("Job", name, uid=found["metadata"]["uid"])
+            break
         time.sleep(_POLL_SECONDS)
+    return run
 
 
 def client_of(run: RunState) -> ClusterApi:

@@ -323,7 +323,7 @@ def test_the_driver_of_one_stage() -> None:
     assert whole["metadata"]["name"] != alone["metadata"]["name"]
     assert pod_of(alone)["containers"][0]["args"][-2:] == ["--stage", "train"]
     assert alone["metadata"]["labels"]["mlpipe.dev/stage"] == "train"
-    assert pod_of(whole)["restartPolicy"] == "OnFailure"
+    assert pod_of(whole)["restartPolicy"] == "Never"
     assert whole["spec"]["backoffLimit"] > 50
     assert "podFailurePolicy" not in whole["spec"]  # it would keep a lost node's driver from being replaced
 

@@ -146,6 +146,50 @@ def test_the_lease_of_a_dead_process_on_this_host_is_taken_over(store, tmp_path)
     assert runs.take_lease(store, "r-1", "alive", 60).driver.holder == "alive"
 
 
+def test_a_pid_that_was_given_to_another_process_is_no_driver(store):
+    create(store)
+    run = runs.take_lease(store, "r-1", "one", 60)
+    with pytest.raises(StoreError, match="is driven by process"):
+        runs.take_lease(store, "r-1", "two", 60)
+    earlier = replace(run.driver, started=run.driver.started - 1)
+    runs.update_run(store, "r-1", lambda run: replace(run, driver=earlier))
+    assert runs.take_lease(store, "r-1", "two", 60).driver.holder == "two"
+
+
+def test_a_live_driver_is_not_looked_for_in_another_pid_namespace(store, tmp_path):
+    """Where its pid is nobody's, under the same host name."""
+    namespace = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*namespace, "true"], capture_output=True).returncode != 0:
+        pytest.skip("no PID namespace of one's own here (unshare)")
+    create(store)
+    runs.take_lease(store, "r-1", "one", 60)
+    code = (
+        "import sys; from pathlib import Path; from mlpipe.store import runs, folder;"
+        "runs.take_lease(folder.FolderStore(Path(sys.argv[1])), 'r-1', 'two', 60)"
+    )
+    other = subprocess.run(
+        [*namespace, sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert "is driven by process" in other.stderr
+    assert runs.read_run(store, "r-1").driver.holder == "one"
+
+
+@pytest.mark.parametrize(("pod_uid", "is_live"), [("u-1", False), ("u-2", True), (None, True)])
+def test_a_container_that_was_started_anew_does_not_wait_for_the_one_before(
+    store, monkeypatch, pod_uid, is_live
+):
+    create(store)
+    monkeypatch.setenv(runs.POD_UID, "u-1")
+    run = runs.take_lease(store, "r-1", "one", 60)
+    assert run.driver.pod_uid == "u-1"
+    before = replace(run.driver, namespace="boot pid:[1]")  # of the container that is gone
+    if pod_uid is None:
+        monkeypatch.delenv(runs.POD_UID)
+    else:
+        monkeypatch.setenv(runs.POD_UID, pod_uid)
+    assert runs.lease_is_live(before) is is_live
+
+
 def test_a_transition_lost_from_the_index_is_written_by_the_next_driver(store):
     create(store)
     runs.update_run(store, "r-1", to("running"))

@@ -9,6 +9,7 @@ import json
 import signal
 import tempfile
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from kit import budget
 from kit.apiserver import TOKEN, ApiServer, Fault
 from kit.command_runs import Cli, until
 
+from mlpipe._core.errors import StoreError
 from mlpipe.cli.app import run_app
 from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import StageState
-from mlpipe.submit import cluster_api, kubernetes
+from mlpipe.submit import cluster_api, driver, kubernetes
+from mlpipe.submit.cluster_api import ClusterApi
 from mlpipe.submit.driver import drive
 from mlpipe.submit.walk import Stop
 
@@ -211,6 +214,67 @@ def test_a_driver_that_ended_makes_room_for_a_new_one(person):
     assert person.server.objects["jobs", "r-driver"]["metadata"]["uid"] != job["metadata"]["uid"]
 
 
+def test_of_two_who_resume_a_failed_run_the_second_adopts(person, monkeypatch):
+    """Both saw that its driver has ended; between two calls of the first, the second does all."""
+    person.submit("--run-id", "r")
+    job = person.server.objects["jobs", "r-driver"]
+    job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    runs.update_run(person.store, "r", lambda run: replace(run, state="failed"))
+    made = []
+
+    def start_driver(*arguments, **keywords):
+        if not made:
+            made.append(None)
+            second = ClusterApi.delete
+
+            def delete(api, kind, name, **options):
+                """The first has read which Job has ended, and is about to delete it."""
+                monkeypatch.setattr(ClusterApi, "delete", second)
+                start(*arguments, **keywords)
+                made[0] = person.server.objects["jobs", "r-driver"]["metadata"]["uid"]
+                second(api, kind, name, **options)
+
+            monkeypatch.setattr(ClusterApi, "delete", delete)
+        return start(*arguments, **keywords)
+
+    start = kubernetes.start_driver
+    monkeypatch.setattr(kubernetes, "start_driver", start_driver)
+    assert person.submit("--run-id", "r")[0] == 0
+    assert made[0] is not None
+    assert person.server.objects["jobs", "r-driver"]["metadata"]["uid"] == made[0]
+
+
+def test_a_resume_that_was_overtaken_opens_nothing_again(person):
+    """Its stage runs by then: to wait again would make another attempt of it."""
+    person.submit("--run-id", "r")
+    failed = runs.update_run(person.store, "r", lambda run: replace(run, state="failed"))
+    runs.reopen(person.store, "r", seen=failed)
+    runs.request_cancel(person.store, "r", "not this one")
+    runs.update_run(
+        person.store, "r", lambda run: replace(run, stages={"a": StageState("running", attempt=1)})
+    )
+    with pytest.raises(StoreError, match="was resumed meanwhile"):
+        runs.reopen(person.store, "r", seen=failed)
+    assert runs.read_run(person.store, "r").stages["a"].state == "running"
+    assert runs.cancel_requested(person.store, "r") == "not this one"
+
+
+def test_a_driver_that_finds_the_run_ended_by_another_adds_no_attempt(person, monkeypatch):
+    person.submit("--run-id", "r")
+    runs.update_run(person.store, "r", lambda run: replace(run, state="failed"))
+    take = runs.take_lease
+
+    def overtaken(*arguments, **keywords):
+        monkeypatch.setattr(runs, "take_lease", take)
+        runs.reopen(person.store, "r")
+        runs.update_run(person.store, "r", lambda run: replace(run, state="failed", message="again"))
+        return take(*arguments, **keywords)
+
+    monkeypatch.setattr(runs, "take_lease", overtaken)
+    assert drive(person.store, "r", stop=Stop()).message == "again"
+    assert runs.read_run(person.store, "r").stages["a"].attempt == 0
+
+
 def test_a_driver_that_is_about_to_end_is_not_taken_for_a_new_one(person, monkeypatch):
     """Its run was cancelled a moment ago, and its pod has yet to be seen as ended."""
     monkeypatch.setattr(kubernetes, "_POLL_SECONDS", 0.02)
@@ -223,10 +287,10 @@ def test_a_driver_that_is_about_to_end_is_not_taken_for_a_new_one(person, monkey
         until(lambda: len(person.server.requests) > asked + 4, "looks at it", 20)
         job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
 
-    driver = threading.Thread(target=end)
-    driver.start()
+    played = threading.Thread(target=end)
+    played.start()
     assert person.submit("--run-id", "r")[0] == 0
-    driver.join(60)
+    played.join(60)
     assert person.server.objects["jobs", "r-driver"]["metadata"]["uid"] != job["metadata"]["uid"]
 
 
@@ -259,6 +323,25 @@ def test_what_a_dry_run_prints_is_what_is_sent(person):
     by_name = {(one["kind"], one["metadata"]["name"]): one for one in printed}
     assert {(one["kind"], one["metadata"]["name"]): one for one in sent} == by_name
     assert sorted(kind for kind, _ in by_name) == ["ConfigMap", "Job", "Job"]
+
+
+def test_a_driver_whose_pod_has_ended_is_not_waited_for(person, monkeypatch):
+    """It was killed, and its lease would hold for a minute; without `has_ended` this waits until then."""
+    person.submit("--run-id", "r")
+    ended = [{"state": {"terminated": {"exitCode": 137}}}]
+    pod = {"metadata": {"name": "p"}, "status": {"containerStatuses": ended}}
+    uid = person.server.put("pods", pod)["metadata"]["uid"]
+    lost = runs.Lease("dead", "p", 1, time.time() + 1e9, "boot pid:[1]", 1, "p", uid)
+    runs.update_run(person.store, "r", lambda run: replace(run, driver=lost))
+    monkeypatch.setattr(driver, "_TAKEOVER_SECONDS", 5.0)
+    stop = Stop()
+    stop.request("detached", "it has the lease")
+    assert drive(person.store, "r", stop=stop).driver.holder != "dead"
+    elsewhere = replace(lost, pod_uid="another")
+    runs.update_run(person.store, "r", lambda run: replace(run, driver=elsewhere))
+    monkeypatch.setattr(driver, "_TAKEOVER_SECONDS", 0.0)
+    with pytest.raises(StoreError, match="is driven by process"):
+        drive(person.store, "r", stop=stop)
 
 
 def test_a_run_asks_the_api_server_for_little(person):
@@ -311,10 +394,10 @@ def test_waiting_says_why_and_ends_as_the_run_does(person, monkeypatch):
         runs.update_run(person.store, "r", lambda run: replace(run, state="cancelled"))
         runs.release_lease(person.store, "r", "driver")
 
-    driver = threading.Thread(target=play)
-    driver.start()
+    played = threading.Thread(target=play)
+    played.start()
     code, _ = person.submit("--run-id", "r", "--wait")
-    driver.join(60)
+    played.join(60)
     text = person.said
     assert "driver  pod p waits: 0/1 nodes are available: 1 Insufficient cpu" in text
     assert "a  running: pod a waits: exceeded quota" in text
