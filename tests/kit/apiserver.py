@@ -75,7 +75,7 @@ class ApiServer:
         ] = []  # what, plural, object; the version is the number of them
         self.oldest = 0  # version that a watch may go on from
         self.watches = 0  # open ones
-        self._faults: list[tuple[str, str, Fault]] = []
+        self.faults: list[tuple[str, str, Fault]] = []
         self._server: _Server | None = None
         self._port = 0
         self.put("namespaces", {"metadata": {"name": NAMESPACE, "labels": {}}})
@@ -130,7 +130,7 @@ class ApiServer:
     def inject(self, method: str, path: str, fault: Fault, times: int = 1) -> None:
         """For the next `times` requests of `method` whose path contains `path`."""
         with self.lock:
-            self._faults += [(method, path, fault)] * times
+            self.faults += [(method, path, fault)] * times
 
     def put(self, plural: str, body: Json) -> Json:
         """As its controllers would: makes it, or changes it."""
@@ -162,9 +162,9 @@ class ApiServer:
 
     def take_fault(self, method: str, path: str) -> Fault | None:
         with self.lock:
-            for found in self._faults:
+            for found in self.faults:
                 if found[0] == method and found[1] in path:
-                    self._faults.remove(found)
+                    self.faults.remove(found)
                     return found[2]
         return None
 

@@ -54,11 +54,19 @@ Object = dict[str, Any]
 
 
 class ApiError(SubmitError):
-    """The server's answer, when it was not what was wanted. `status`: HTTP; 0 or less: there was none."""
+    """The server's answer, when it was not what was wanted. `status`: HTTP; 0 or less: there was none.
+    `repeated`: it is not the first answer; the one to a try before may have been lost."""
 
     def __init__(self, message: str, *, status: int, hint: str | None = None, kind: Kind) -> None:
         super().__init__(message, hint=hint, kind=kind)
         self.status = status
+        self.repeated = False
+
+
+def is_away(error: SubmitError) -> bool:
+    """Whether the server did not say what it makes of the request: it was away or busy. Also where a token
+    has expired (401): it is read again, and renewed for a pod."""
+    return isinstance(error, ApiError) and (error.status in (401, *_TRANSIENT) or 200 <= error.status < 300)
 
 
 class ClusterApi:
@@ -157,20 +165,24 @@ class ClusterApi:
         )
 
     def create_or_adopt(self, body: Object) -> tuple[Object, bool]:
-        """The object as the server has it, and whether it is new. One of this name that is going away is
-        waited for; one with another spec digest is refused, SubmitError (input), unless it was made from the
-        same pipeline by another version of mlpipe."""
+        """The object as the server has it, and whether it is new, as far as can be told. A refusal is none if
+        it is there already: a quota or a policy may speak before its name is looked at. One of this name that
+        is going away is waited for; one with another spec digest is refused, SubmitError (input), unless it
+        was made from the same pipeline by another version of mlpipe."""
         kind, name = body["kind"], body["metadata"]["name"]
         deadline = time.monotonic() + _GONE_SECONDS
         while True:
             try:
                 return self.create(body), True
             except ApiError as error:
-                if error.status != 409:
+                if is_away(error):
                     raise
-            found = self.get(kind, name)
+                refusal = error
+            found = self._look(kind, name) if refusal.status != 409 else self.get(kind, name)
+            if refusal.status != 409 and (found is None or not is_same(found, body)):
+                raise refusal
             if found is not None and "deletionTimestamp" not in found["metadata"]:
-                if not _is_same(found, body):
+                if not is_same(found, body):
                     raise SubmitError(
                         f"{kind} {name} exists and was made from another spec",
                         where=f"namespace {self.namespace}",
@@ -178,7 +190,7 @@ class ClusterApi:
                         f"{kind.lower()} {name}",
                         kind="input",
                     )
-                return found, False
+                return found, refusal.repeated
             if time.monotonic() > deadline:
                 raise SubmitError(
                     f"{kind} {name} of before is still being deleted after {_GONE_SECONDS:.0f} s",
@@ -186,6 +198,13 @@ class ClusterApi:
                     hint=f"see what holds it: kubectl -n {self.namespace} get {kind.lower()} {name} -o yaml",
                 )
             time.sleep(_FIRST_PAUSE_SECONDS)
+
+    def _look(self, kind: str, name: str) -> Object | None:
+        """None also where one may not look."""
+        try:
+            return self.get(kind, name)
+        except ApiError:
+            return None
 
     def delete(
         self, kind: str, name: str, *, uid: str | None = None, grace_seconds: int | None = None
@@ -232,6 +251,7 @@ class ClusterApi:
         url = f"{self.host}{path}" + (f"?{urlencode(query)}" if query else "")
         deadline = time.monotonic() + DEADLINE_SECONDS
         pause = _FIRST_PAUSE_SECONDS
+        repeated = False
         while True:
             status, answer, retry_after = self._send(method, url, body)
             succeeded = 200 <= status < 300
@@ -239,7 +259,10 @@ class ClusterApi:
                 return answer
             left = deadline - time.monotonic()
             if not (succeeded or status in _TRANSIENT) or left <= 0:
-                raise self._error(what, status, answer)
+                error = self._error(what, status, answer)
+                error.repeated = repeated
+                raise error
+            repeated = True
             time.sleep(min(max(pause, retry_after), left))
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
@@ -323,7 +346,7 @@ def _selectors(labels: Mapping[str, str] | None = None, fields: str = "") -> dic
     return {name: value for name, value in {**found, "fieldSelector": fields}.items() if value}
 
 
-def _is_same(found: Object, body: Object) -> bool:
+def is_same(found: Object, body: Object) -> bool:
     """The very same; or what another version, which may render it differently, made of the same pipeline."""
     theirs, ours = (one["metadata"].get("annotations") or {} for one in (found, body))
     versions = {(one["metadata"].get("labels") or {}).get(VERSION) for one in (found, body)}

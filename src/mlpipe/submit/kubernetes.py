@@ -21,7 +21,7 @@ from mlpipe.render import names
 from mlpipe.render.kubernetes import driver_objects, stage_objects
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RUN_ENDED, RunState, read_run
-from mlpipe.submit.cluster_api import ApiError, ClusterApi, Object, connect
+from mlpipe.submit.cluster_api import ApiError, ClusterApi, Object, connect, is_away, is_same
 from mlpipe.submit.handle import ThreadedHandle, ended_by, read_outcome
 from mlpipe.submit.pending import why_pending
 from mlpipe.submit.postmortem import Postmortem, fate, last_words
@@ -81,7 +81,8 @@ class Gang(ThreadedHandle):
         self._killing = True
 
     def _work(self) -> Ended:
-        create_all(self._api, self._objects)
+        if not self._create():
+            return Ended("cancelled", "stopped before its pods were created")
         changed = threading.Event()
         gangs, pods = (Watched(self._api, kind, self._labels, changed) for kind in (self._kind, "Pod"))
         try:
@@ -89,6 +90,25 @@ class Gang(ThreadedHandle):
         finally:
             gangs.close()
             pods.close()
+
+    def _create(self) -> bool:
+        """Waits for an API server that is away. False: the stage was asked to stop meanwhile, and nothing of
+        it is left."""
+        began = time.monotonic()
+        made: list[Object] = []
+        while True:
+            try:
+                if made and self._stopping:
+                    remove_all(self._api, self._objects)
+                    return False
+                create_all(self._api, self._objects, made)
+                self._note = ""
+                return True
+            except SubmitError as error:
+                if not is_away(error) or time.monotonic() - began > _AWAY_SECONDS:
+                    raise
+                self._note = error.message
+                time.sleep(_POLL_SECONDS)
 
     def _follow_objects(self, gangs: Watched, watched_pods: Watched, changed: threading.Event) -> Ended:
         asked = killed = False
@@ -131,7 +151,7 @@ class Gang(ThreadedHandle):
                     noted, news = now, False
                 answered = now
             except SubmitError as error:
-                if not _may_pass(error) or now - answered > _AWAY_SECONDS:
+                if not is_away(error) or now - answered > _AWAY_SECONDS:
                     raise
                 self._note = error.message
 
@@ -208,43 +228,47 @@ def lost_for_good(pods: list[Object], now: float) -> str | None:
     return None
 
 
-def _may_pass(error: SubmitError) -> bool:
-    """Also a token that has expired (401): it is read again, and renewed for a pod."""
-    return error.kind == "infrastructure" or (isinstance(error, ApiError) and error.status == 401)
-
-
 def _unix(timestamp: str) -> float:
     return datetime.fromisoformat(timestamp).timestamp()
 
 
-def create_all(api: ClusterApi, objects: list[Object]) -> None:
-    """All or nothing. What belongs to the Job or JobSet goes with it when that is deleted."""
-    made: list[tuple[str, str]] = []
-    owner: Object | None = None
+def create_all(api: ClusterApi, objects: list[Object], made: list[Object] | None = None) -> None:
+    """All or nothing, unless the server is away meanwhile (`is_away`): then call it again, with the same
+    list `made`, empty at first. What belongs to the Job or JobSet goes with it when that is deleted."""
+    made = [] if made is None else made  # or perhaps made: its answer was lost
+    there = []
     try:
         for body in objects:
-            found, new = api.create_or_adopt(body)
-            if new:
-                made.append((body["kind"], body["metadata"]["name"]))
-            if body["kind"] in _GANGS:
-                owner = found
-    except SubmitError:
-        for kind, name in reversed(made):
+            try:
+                found, new = api.create_or_adopt(body)
+            except SubmitError as error:
+                made += [body] if is_away(error) else []
+                raise
+            made += [body] if new else []
+            there.append(found)
+        owner = next((found for found in there if found["kind"] in _GANGS), None)
+        if owner is None:
+            return
+        reference = {key: owner[key] for key in ("apiVersion", "kind")}
+        reference |= {key: owner["metadata"][key] for key in ("name", "uid")}
+        for found in there:
+            metadata = found["metadata"]
+            if found is not owner and reference not in metadata.get("ownerReferences", []):
+                api.patch(found["kind"], metadata["name"], {"metadata": {"ownerReferences": [reference]}})
+    except SubmitError as error:
+        if not is_away(error):
             with contextlib.suppress(SubmitError):  # what went wrong first is what is told
-                api.delete(kind, name)
+                remove_all(api, made)
         raise
-    if owner is None:
-        return
-    reference = {
-        "apiVersion": owner["apiVersion"],
-        "kind": owner["kind"],
-        "name": owner["metadata"]["name"],
-        "uid": owner["metadata"]["uid"],
-    }
-    for body in objects:
-        if body["kind"] not in _GANGS:
-            patch = {"metadata": {"ownerReferences": [reference]}}
-            api.patch(body["kind"], body["metadata"]["name"], patch)
+
+
+def remove_all(api: ClusterApi, objects: list[Object]) -> None:
+    """Those that are there and the very same."""
+    for body in reversed(objects):
+        kind, name = body["kind"], body["metadata"]["name"]
+        found = api.get(kind, name)
+        if found is not None and is_same(found, body):
+            api.delete(kind, name, uid=found["metadata"]["uid"])
 
 
 def would_take(api: ClusterApi, objects: list[Object]) -> None:

@@ -6,12 +6,15 @@ import threading
 
 import pytest
 from kit.apiserver import NAMESPACE, TOKEN, ApiServer, Fault
+from kit.command_runs import until
+from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
 from mlpipe._core.errors import SubmitError
 from mlpipe.render.names import PIPELINE_DIGEST, SPEC_DIGEST, VERSION
-from mlpipe.submit import cluster_api
-from mlpipe.submit.cluster_api import ApiError, connect
-from mlpipe.submit.kubernetes import create_all, would_take
+from mlpipe.store.folder import FolderStore
+from mlpipe.submit import cluster_api, kubernetes
+from mlpipe.submit.cluster_api import ApiError, connect, is_away
+from mlpipe.submit.kubernetes import Gang, create_all, would_take
 
 pytestmark = pytest.mark.unit
 BUSY = Fault("status", 429, "too many requests", {"Retry-After": "0"})
@@ -179,8 +182,7 @@ def test_a_fault_that_passes_makes_one_object(api, server, case):
     server.inject("POST", "/jobs", PASSES[case], times=2)
     found, new = api.create_or_adopt(job())
     assert found["metadata"]["uid"] == server.objects["jobs", "a"]["metadata"]["uid"]
-    applied = case in ("cut", "lost answer")
-    assert new is not applied  # the second POST met the first's object
+    assert new  # also where the second POST met the first's object
     server.inject("GET", "/jobs", PASSES[case], times=2)
     assert [one["metadata"]["name"] for one in api.list("Job")] == ["a"]
     server.inject("DELETE", "/jobs", PASSES[case], times=1)
@@ -289,12 +291,68 @@ def test_two_clients_at_once_make_one_gang(server, api):
 
 
 @pytest.mark.parametrize("broken", ["configmaps", "services", "jobsets"])
-@pytest.mark.parametrize("fault", [Fault("status", 422, "invalid"), Fault("reset")])
-def test_all_or_nothing(api, server, broken, fault):
-    server.inject("POST", f"/{broken}", fault, times=1000)
+@pytest.mark.parametrize("answers", ["lost", "heard"])
+def test_all_or_nothing(api, server, broken, answers):
+    made: list[dict] = []
+    if answers == "lost":  # of all that was sent before; the one that is not heard of is there
+        for plural in ("configmaps", "services", "jobsets"):
+            server.inject("POST", f"/{plural}", Fault("lose"), times=1)
+        server.inject("POST", f"/{broken}", Fault("status", 503), times=1000)
+        with pytest.raises(SubmitError) as away:
+            create_all(api, gang(), made)
+        assert is_away(away.value)
+        assert [key for key in server.objects if key[0] == broken]
+        server.faults.clear()
+        server.denied.add("patch services")
+    else:
+        server.inject("POST", f"/{broken}", Fault("status", 422, "invalid"), times=1000)
     with pytest.raises(SubmitError):
-        create_all(api, gang())
+        create_all(api, gang(), made)
     assert [key for key in server.objects if key[0] != "namespaces"] == []
+
+
+def test_what_a_quota_refuses_and_is_there_is_adopted(api, server):
+    """The server looks at quotas before it looks whether the name is taken."""
+    create_all(api, gang())
+    uid = server.objects["jobsets", "a"]["metadata"]["uid"]
+    server.inject("POST", "/jobsets", Fault("status", 403, "exceeded quota: count/jobsets=1"), times=1000)
+    create_all(api, gang())
+    assert server.objects["jobsets", "a"]["metadata"]["uid"] == uid
+
+
+def stage_of(api, tmp_path, monkeypatch) -> Gang:
+    monkeypatch.setattr(kubernetes, "_POLL_SECONDS", 0.02)
+    return Gang(FolderStore(tmp_path), api, plan_of(pipeline_of("quickstart", *QUICKSTART), "corpus"))
+
+
+def test_a_server_that_is_away_while_a_stage_is_created_is_waited_for(api, server, tmp_path, monkeypatch):
+    """Longer than the deadline of a request."""
+    server.away()
+    handle = stage_of(api, tmp_path, monkeypatch)
+    until(lambda: handle.note() or handle.poll(), "the word on it", 60)
+    assert (handle.poll(), "cannot be reached" in handle.note()) == (None, True)
+    server.back()
+    until(
+        lambda: {kind for kind, _ in server.objects} == {"namespaces", "configmaps", "jobs"},
+        "its objects",
+        60,
+    )
+    until(lambda: handle.note() == "", "no word on it", 60)
+    server.drop("jobs", handle._name)
+    until(handle.poll, "its end", 60)
+    assert "somebody deleted Job" in handle.poll().message
+
+
+def test_a_stage_that_is_stopped_while_the_server_is_away_leaves_nothing(api, server, tmp_path, monkeypatch):
+    server.inject("POST", "/configmaps", Fault("lose"), times=1)
+    server.inject("POST", "/configmaps", Fault("status", 503), times=1000)
+    handle = stage_of(api, tmp_path, monkeypatch)
+    until(lambda: handle.note() or handle.poll(), "the word on it", 60)
+    assert {kind for kind, _ in server.objects} == {"namespaces", "configmaps"}
+    handle.terminate()
+    until(handle.poll, "its end", 60)
+    assert handle.poll().state == "cancelled"
+    assert {kind for kind, _ in server.objects} == {"namespaces"}
 
 
 def test_what_another_made_is_not_rolled_back(api, server):
