@@ -6,6 +6,7 @@ import secrets
 
 import pytest
 from kit.cluster import ServerMissingError, cluster
+from kit.cluster_control import api_server
 from kit.place import BUCKET, Place
 from kit.undisturbed import Hold, Undisturbed
 
@@ -16,6 +17,16 @@ def running(tmp_path_factory):
     try:
         with cluster(tmp_path_factory.mktemp("cluster"), kueue=True) as one:
             yield one
+    except ServerMissingError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def api_alone(tmp_path_factory):
+    """An API server that nothing stands behind: what it admits is seen, and nothing runs."""
+    try:
+        with api_server(tmp_path_factory.mktemp("api") / "control") as control:
+            yield control
     except ServerMissingError as error:
         pytest.skip(str(error))
 

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "mlpipe"
 EXAMPLES = sorted((CHART / "ci").glob("*-values.yaml"))
 CRDS = (
-    "kueue.x-k8s.io/v1beta1/ClusterQueue",
+    "kueue.x-k8s.io/v1beta2/ClusterQueue",
     "monitoring.coreos.com/v1/PodMonitor",
     "monitoring.coreos.com/v1/PrometheusRule",
 )
@@ -116,27 +116,39 @@ def test_roles_are_those_of_the_base_whatever_the_values():
             assert chart["Role", name]["rules"] == base["Role", name]["rules"]
 
 
-def test_the_queue_is_that_of_the_overlay():
+OLDER = "kueue.x-k8s.io/v1beta1/ClusterQueue"  # of Kueue before 0.15
+
+
+@pytest.mark.parametrize(
+    ("served", "folder"),
+    [((CRDS[0],), "kueue"), ((OLDER, CRDS[0]), "kueue"), ((OLDER,), "kueue-v1beta1")],
+    ids=["newer", "both", "older"],
+)
+def test_the_queue_is_that_of_the_overlay(served, folder):
     options = ("--set", "kueue.enabled=true", "--set", r"quota.hard.requests\.nvidia\.com/gpu=null")
-    chart, overlay = _by_name(_template(*options)), _by_name(_kustomized("overlays/kueue"))
+    chart, overlay = _by_name(_template(*options, crds=served)), _by_name(_kustomized(f"overlays/{folder}"))
+    asked = ("--set", f"kueue.apiVersion={served[-1].split('/')[1]}")
+    assert _by_name(_template(*options, *asked, crds=())) == chart
     assert overlay.pop(("Namespace", "mlpipe"))
     for one in overlay.values():
         one.pop("description", None)
     assert chart == overlay
 
 
-def test_the_queue_fits_the_crds_of_kueue():
+@pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
+def test_the_queue_fits_the_crds_of_kueue(version):
     kinds = {
         "ResourceFlavor": "resourceflavors",
         "ClusterQueue": "clusterqueues",
         "LocalQueue": "localqueues",
         "WorkloadPriorityClass": "workloadpriorityclasses",
     }
-    objects = list(manifests.load(_template("--values", CHART / "ci" / "full-values.yaml")))
-    found = [one for one in objects if one["apiVersion"] == "kueue.x-k8s.io/v1beta1"]
+    options = ("--values", CHART / "ci" / "full-values.yaml", "--set", f"kueue.apiVersion={version}")
+    objects = list(manifests.load(_template(*options)))
+    found = [one for one in objects if one["apiVersion"] == f"kueue.x-k8s.io/{version}"]
     assert {one["kind"] for one in found} == set(kinds)
     for one in found:
-        validator = manifests.crd_validator("kueue", kinds[one["kind"]], "v1beta1")
+        validator = manifests.kueue_validator(kinds[one["kind"]], version)
         validator.validate(one)
         assert not validator.is_valid({**one, "nonsense": 1})
 

@@ -55,7 +55,7 @@ class ApiServer:
 
     objects: by plural and name, of the one namespace. missing: plurals whose CRD is not installed. denied:
     "verb resource" pairs that RBAC refuses. held: names that stay, being deleted, when they are deleted.
-    page: objects on a page of a list.
+    page: objects on a page of a list. versions: that are served, by group; of others every one.
     """
 
     def __init__(self) -> None:
@@ -63,6 +63,7 @@ class ApiServer:
         self.missing: set[str] = set()
         self.denied: set[str] = set()
         self.held: set[str] = set()
+        self.versions = {"kueue.x-k8s.io": ["v1beta1", "v1beta2"]}
         self.page = 500
         self.closed = True
         self.token = TOKEN
@@ -295,9 +296,13 @@ class _Handler(BaseHTTPRequestHandler):
             asked = body["spec"]["resourceAttributes"]
             allowed = f"{asked['verb']} {asked['resource']}" not in server.denied
             return 201, {**body, "status": {"allowed": allowed}}
-        if parts[0] == "apis" and len(parts) == 3:
-            missing = _GROUPS.get(parts[1], "") in server.missing
-            return (404, "404 page not found\n") if missing else (200, {"kind": "APIResourceList"})
+        if parts[0] == "apis" and len(parts) < 4:
+            if _GROUPS.get(parts[1], "") in server.missing:
+                return 404, "404 page not found\n"
+            versions = [{"version": one} for one in server.versions.get(parts[1], ("v1",))]
+            return 200, {"kind": "APIGroup", "versions": versions}
+        if parts[0] == "apis" and parts[2] not in server.versions.get(parts[1], (parts[2],)):
+            return 404, "404 page not found\n"
         at = parts.index("namespaces")
         namespace, rest = parts[at + 1], parts[at + 2 :] or ["namespaces", parts[at + 1]]
         plural, name = rest[0], rest[1] if len(rest) > 1 else ""

@@ -18,6 +18,9 @@ from kit.servers import ServerMissingError
 
 MINORS = ("1.35", "1.36", "1.37")
 OPERATOR = "github.com/prometheus-operator/prometheus-operator@v0.85.0"
+KUEUE = {
+    version: f"sigs.k8s.io/kueue@{at}" for version, at in (("v1beta1", "v0.10.2"), ("v1beta2", "v0.16.1"))
+}
 # Kinds whose schema is in a CRD: see `crd_validator`, `operator_validator`. Go's module proxy does not have
 # Volcano's module: our PodGroup was compared by hand with the CRD of commit ed72c7c81 (2026-08-20), and fits.
 OF_CRDS = ("jobset.x-k8s.io/", "kueue.x-k8s.io/", "monitoring.coreos.com/", "scheduling.volcano.sh/")
@@ -62,11 +65,26 @@ def crd_validator(module: str, plural: str, version: str) -> Any:
 
 
 def operator_validator(plural: str) -> Any:
-    """The same, of the Prometheus operator's module, which is downloaded (4 MB, once). Skips where Go or the
-    module is missing."""
+    """The same, of the Prometheus operator."""
+    folder = _module(OPERATOR) / "example" / "prometheus-operator-crd"
+    return _validator(folder / f"monitoring.coreos.com_{plural}.yaml", "v1")
+
+
+def kueue_validator(plural: str, version: str) -> Any:
+    """The same, of a Kueue that serves that version of its API."""
+    folder = kueue_crds(version)
+    return _validator(folder / f"kueue.x-k8s.io_{plural}.yaml", version)
+
+
+def kueue_crds(version: str) -> Path:
+    return _module(KUEUE[version]) / "config" / "components" / "crd" / "bases"
+
+
+def _module(name: str) -> Path:
+    """Its folder; downloaded, once. Skips where Go or the module is missing."""
     try:
         done = subprocess.run(
-            ["go", "mod", "download", "-json", OPERATOR],
+            ["go", "mod", "download", "-json", name],
             cwd=tempfile.gettempdir(),
             capture_output=True,
             text=True,
@@ -74,9 +92,8 @@ def operator_validator(plural: str) -> Any:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        pytest.skip(f"{OPERATOR} cannot be had: {error}")
-    folder = Path(json.loads(done.stdout)["Dir"]) / "example" / "prometheus-operator-crd"
-    return _validator(folder / f"monitoring.coreos.com_{plural}.yaml", "v1")
+        pytest.skip(f"{name} cannot be had: {error}")
+    return Path(json.loads(done.stdout)["Dir"])
 
 
 def _validator(path: Path, version: str) -> Any:

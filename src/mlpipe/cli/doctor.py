@@ -183,6 +183,7 @@ def examine_cluster(session: Session, context: str | None, namespace: str | None
         return
     yield Finding("server", "ok", f"{found.get('gitVersion', '?')} at {api.host}")
     yield _jobset(api)
+    yield _kueue(api)
     yield _rights(api, "rights", _RIGHTS, "fail", f"have mlpipe-submitter bound to you ({_SETUP}, 3.)")
     yield _rights(api, "reasons", _USEFUL, "warn", "`status` cannot say all of why a run waits")
     yield _pod_security(api)
@@ -200,6 +201,15 @@ def _jobset(api: ClusterApi) -> Finding:
         remedy = "install JobSet, or write `kubernetes: {form: indexed-job}` in the pipeline file"
         return Finding("jobset", "warn", "this cluster has no JobSet", remedy)
     return Finding("jobset", "warn", f"cannot be told: {found.message}")
+
+
+def _kueue(api: ClusterApi) -> Finding:
+    """Whoever names no queue needs none."""
+    version = _attempt("kueue", api.kueue_version)
+    if isinstance(version, Finding):
+        return Finding("kueue", "warn", f"cannot be told: {version.detail}")
+    detail = f"installed, {version}" if version else "none; a pipeline file that names a `queue` is refused"
+    return Finding("kueue", "ok", detail)
 
 
 def _rights(

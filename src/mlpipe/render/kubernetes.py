@@ -124,7 +124,7 @@ def _queued(head: Json, cluster: ClusterPlan) -> Json:
     """Kueue admits what is created suspended and has its label."""
     if cluster.queue is None:
         return {}
-    head["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = cluster.queue
+    head["metadata"]["labels"][names.QUEUE] = cluster.queue
     if cluster.queue_priority is not None:
         head["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] = cluster.queue_priority
     return {"suspend": True}

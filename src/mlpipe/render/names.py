@@ -21,6 +21,7 @@ RUN, STAGE, ATTEMPT = f"{PREFIX}/run", f"{PREFIX}/stage", f"{PREFIX}/attempt"
 SPEC_DIGEST = f"{PREFIX}/spec-digest"  # annotation: of the object itself, see `render/kubernetes.py`
 VERSION = "app.kubernetes.io/version"  # label: of the mlpipe that made it
 PIPELINE_DIGEST = f"{PREFIX}/pipeline-digest"  # annotation: of the resolved pipeline
+QUEUE = "kueue.x-k8s.io/queue-name"  # label: Kueue's LocalQueue
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 

@@ -48,8 +48,11 @@ _KINDS = {
     "Job": ("/apis/batch/v1", "jobs"),
     "JobSet": ("/apis/jobset.x-k8s.io/v1alpha2", "jobsets"),
     "PodGroup": ("/apis/scheduling.volcano.sh/v1beta1", "podgroups"),
-    "Workload": ("/apis/kueue.x-k8s.io/v1beta1", "workloads"),
+    "Workload": ("/apis/kueue.x-k8s.io/{kueue}", "workloads"),
 }
+# The newest first: Kueue 0.15 brought it, 0.20 serves only that. What mlpipe reads is the same in both.
+_KUEUE_VERSIONS = ("v1beta2", "v1beta1")
+NO_KUEUE = "this cluster has no Kueue", "install it (kueue.sigs.k8s.io), or take `kubernetes.queue` out"
 Object = dict[str, Any]
 
 
@@ -233,8 +236,21 @@ class ClusterApi:
             if error.status != 404:
                 raise
 
+    def kueue_version(self) -> str | None:
+        """Of Kueue's API, as this server serves it now; None if there is no Kueue. Raises ApiError."""
+        try:
+            group = self.request("GET", "/apis/kueue.x-k8s.io", what="look for Kueue")
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+        served = [found["version"] for found in group["versions"]]
+        return next((one for one in _KUEUE_VERSIONS if one in served), served[0])
+
     def _path(self, kind: str, name: str = "") -> str:
         prefix, plural = _KINDS[kind]
+        if "{kueue}" in prefix:
+            prefix = prefix.format(kueue=self.kueue_version() or _KUEUE_VERSIONS[0])
         return f"{prefix}/namespaces/{self.namespace}/{plural}" + (f"/{name}" if name else "")
 
     def request(

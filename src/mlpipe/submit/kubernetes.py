@@ -21,7 +21,15 @@ from mlpipe.render import names
 from mlpipe.render.kubernetes import driver_objects, stage_objects
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RUN_ENDED, RunState, read_run
-from mlpipe.submit.cluster_api import ApiError, ClusterApi, Object, connect, is_away, is_same
+from mlpipe.submit.cluster_api import (
+    NO_KUEUE,
+    ApiError,
+    ClusterApi,
+    Object,
+    connect,
+    is_away,
+    is_same,
+)
 from mlpipe.submit.handle import ThreadedHandle, ended_by, read_outcome
 from mlpipe.submit.pending import why_pending
 from mlpipe.submit.postmortem import Postmortem, fate, last_words
@@ -271,9 +279,22 @@ def remove_all(api: ClusterApi, objects: list[Object]) -> None:
             api.delete(kind, name, uid=found["metadata"]["uid"])
 
 
+def check_queue(api: ClusterApi, objects: list[Object]) -> None:
+    """Raises SubmitError (input) for a gang in a queue where there is no Kueue: it would wait for ever."""
+    queues = [
+        body["metadata"]["labels"][names.QUEUE]
+        for body in objects
+        if names.QUEUE in body["metadata"]["labels"]
+    ]
+    if queues and api.kueue_version() is None:
+        message, hint = NO_KUEUE
+        raise SubmitError(f"kubernetes.queue is {queues[0]}, and {message}", hint=hint, kind="input")
+
+
 def would_take(api: ClusterApi, objects: list[Object]) -> None:
     """A dry run on the server. Raises ApiError for what the cluster refuses, before anything is written down
     anywhere. That a name is taken is none (see `create_or_adopt`), nor is a webhook that has no dry run."""
+    check_queue(api, objects)
     for body in objects:
         try:
             api.create(body, dry_run=True)

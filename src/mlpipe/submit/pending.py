@@ -11,7 +11,8 @@ import time
 from collections.abc import Mapping
 from datetime import datetime
 
-from mlpipe.submit.cluster_api import ApiError, ClusterApi, Object
+from mlpipe.render.names import QUEUE
+from mlpipe.submit.cluster_api import NO_KUEUE, ApiError, ClusterApi, Object
 from mlpipe.submit.postmortem import last_line
 
 _LOST_SECONDS = 30.0  # a pod that outlives its grace period by this much has lost its node
@@ -163,6 +164,10 @@ def _without_pods(api: ClusterApi, selector: Mapping[str, str]) -> str:
 def _of_workload(api: ClusterApi, gang: Object) -> str:
     """Kueue's own words."""
     try:
+        if gang["metadata"].get("labels", {}).get(QUEUE) is not None and api.kueue_version() is None:
+            return (
+                f"it waits in the queue {gang['metadata']['labels'][QUEUE]}, and {NO_KUEUE[0]}; {NO_KUEUE[1]}"
+            )
         workloads = api.list("Workload", {"kueue.x-k8s.io/job-uid": gang["metadata"]["uid"]})
     except ApiError:
         workloads = []  # no Kueue, or no right to look

@@ -11,7 +11,17 @@ from mlpipe.cli.session import Session
 from mlpipe.submit import cluster_api
 
 pytestmark = pytest.mark.unit
-GOOD = ["config", "server", "jobset", "rights", "reasons", "namespace", "mlpipe-driver", "mlpipe-worker"]
+GOOD = [
+    "config",
+    "server",
+    "jobset",
+    "kueue",
+    "rights",
+    "reasons",
+    "namespace",
+    "mlpipe-driver",
+    "mlpipe-worker",
+]
 
 
 @pytest.fixture
@@ -79,6 +89,13 @@ def test_each_thing_that_it_lacks_has_its_remedy(server, tmp_path, case):
     found = findings(tmp_path)
     assert (found[name].level, remedy in found[name].remedy) == (level, True)
     assert {one.level for key, one in found.items() if key != name} == {"ok"}
+
+
+def test_a_cluster_without_kueue_is_fit_for_those_who_name_no_queue(server, tmp_path):
+    assert findings(tmp_path)["kueue"].detail == "installed, v1beta2"
+    server.missing.add("workloads")
+    found = findings(tmp_path)["kueue"]
+    assert (found.level, found.detail) == ("ok", "none; a pipeline file that names a `queue` is refused")
 
 
 def test_what_a_submitter_may_not_look_at_is_no_fault(server, tmp_path):

@@ -258,6 +258,23 @@ def test_of_kueue(api, server, message):
     assert KUEUE[message] in found
 
 
+@pytest.mark.parametrize("served", [["v1beta1"], ["v1beta1", "v1beta2"], ["v1beta2"], ["v1"]], ids=str)
+def test_of_every_version_of_kueue(api, server, served):
+    server.versions["kueue.x-k8s.io"] = served
+    workload(server, "waits", job(server, suspend=True)["metadata"]["uid"])
+    assert "Kueue: waits" in why_pending(api, LABELS)
+    assert f"GET /apis/kueue.x-k8s.io/{served[-1]}/namespaces" in "".join(server.requests)
+
+
+def test_a_queue_where_there_is_no_kueue(api, server):
+    job(server, suspend=True)["metadata"]["labels"] = {**LABELS, "kueue.x-k8s.io/queue-name": "team-a"}
+    server.missing.add("workloads")
+    assert why_pending(api, LABELS) == (
+        "Job g is suspended: it waits in the queue team-a, and this cluster has no Kueue; install it "
+        "(kueue.sigs.k8s.io), or take `kubernetes.queue` out"
+    )
+
+
 @pytest.mark.parametrize("how", ["missing", "denied"])
 def test_a_suspended_gang_without_a_word_of_kueue(api, server, how):
     job(server, suspend=True)

@@ -113,6 +113,12 @@ REFUSALS = {
         2,
         "kubectl create namespace none",
     ),
+    "a queue without Kueue": (
+        lambda person: (person.write(queue="team-a"), person.server.missing.add("workloads")),
+        [],
+        2,
+        "kubernetes.queue is team-a, and this cluster has no Kueue",
+    ),
     "invalid": (refuse("POST", 422, "spec.template: Invalid value"), [], 2, "spec.template: Invalid value"),
     "too many requests": (refuse("POST", 429, "slow down"), [], 4, "slow down"),
     "internal error": (refuse("POST", 500, "etcd is sad"), [], 4, "etcd is sad"),
