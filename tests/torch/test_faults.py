@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -265,13 +266,26 @@ def test_an_exception_in_the_users_model_is_told_in_its_words(stage):
     assert found["restarts"] == 1
 
 
+def test_the_rank_that_is_stopped_is_named_not_the_one_that_waits(stage):
+    stage.next(hang_timeout_seconds=8.0, launch={"max_restarts": 3})
+    stage.start()
+    stage.until_step(2)
+    os.kill(processes.worker_of(stage.scratch, 1), signal.SIGSTOP)
+    assert stage.process.wait(300) == 3, stage.log()
+    found = stage.outcome()
+    assert found["message"].startswith("rank 1 is stopped, by a signal (SIGSTOP)")
+    assert (found["where"], found["cause"], found["restarts"]) == ("rank 1", "hang", 0)
+    waited = json.loads((stage.scratch / "fatal-0.json").read_text())
+    assert "waits for other ranks" in waited["message"]
+
+
 def test_a_hang_is_ended_and_every_rank_shows_its_stacks(stage):
     stage.hurry()
     hang = user("misbehaving", what="hang", at=2 + 3, rank=1)
     stage.next(model=hang, hang_timeout_seconds=8.0, launch={"max_restarts": 3})
     assert stage.run() == 3
     found = stage.outcome()
-    assert "hangs" in found["message"]
+    assert found["message"].startswith("rank 1 hangs: nothing moved for ")
     assert found["restarts"] == 0
     folder = stage.folder / "store" / stage.plan.attempt_key / "postmortem"
     stacks = {path.name: path.read_text() for path in folder.glob("stacks-*")}

@@ -195,7 +195,8 @@ class Gang(ThreadedHandle):
         self._postmortem.look(pods, at_the_end=True)
         blamed = [found for found in outcomes if found["kind"] not in (None, "infrastructure", "cancelled")]
         if blamed:
-            return ended_by(min(blamed, key=lambda outcome: outcome["time"]))
+            # of ranks that hang, one that waited for the others knows least
+            return ended_by(min(blamed, key=lambda outcome: ("waiting" in outcome, outcome["time"])))
         if (befell := fate(pods)) is not None:
             return befell
         failed = [outcome for outcome in outcomes if outcome["outcome"] == "failed"]

@@ -28,7 +28,7 @@ from mlpipe.plan.process import fetch_inputs, main_of_stage
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import append_event
-from mlpipe.train import outcome
+from mlpipe.train import outcome, stop
 from mlpipe.train.logs import LogShipper
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.stop import STOP_FILE, any_alive, die_with_parent
@@ -86,6 +86,9 @@ class Launcher:
         self.scratch = scratch
         self.store: Store = open_store(plan.store_url)
         self.parent = os.getppid()
+        part = plan.train or plan.evaluate.train  # type: ignore[union-attr]  # `_run` has looked
+        self.hang_timeout_seconds = part.hang_timeout_seconds
+        self.stopped: dict[int, float] = {}  # rank: since when, of the monotonic clock
         self.num_signals = 0
         self.stop_deadline = float("inf")
         self.kill_deadline = float("inf")
@@ -122,6 +125,7 @@ class Launcher:
         )
         while process.poll() is None:
             shipper.ship()
+            self._name_stopped()
             self._end_if_overdue(process)
             time.sleep(_POLL_SECONDS)
         shipper.ship()
@@ -214,10 +218,30 @@ class Launcher:
             if age > _FATAL_GRACE_SECONDS or not any_alive(self.scratch):
                 _end(process, grace_seconds=_KILL_GRACE_SECONDS)
 
+    def _name_stopped(self) -> None:
+        """The watchdog of a stopped rank is stopped, too: the launcher has its word, as soon as another rank
+        ends the run because it waits, or when the rank has been stopped for as long."""
+        now = time.monotonic()
+        self.stopped = {rank: self.stopped.get(rank, now) for rank in stop.ranks(self.scratch, stopped=True)}
+        waited = self.stopped and outcome.any_hang(self.scratch)
+        for rank, since in self.stopped.items():
+            if waited or now - since > self.hang_timeout_seconds:
+                words = f"is stopped, by a signal (SIGSTOP) or a debugger, since {now - since:.0f} s"
+                if not (self.scratch / f"fatal-{rank}.json").exists():
+                    outcome.write(self.scratch, outcome.hang(rank, 0, words), fatal=True)
+
     def _outcome(self, returncode: int, torchrun_log: str, restarts: int) -> Outcome:
         fatal = [outcome.read(path) for path in outcome.fatal_files(self.scratch)]
+        if fatal and all("waiting" in found.details for found in fatal):
+            for rank in stop.ranks(self.scratch) - {found.rank for found in fatal}:
+                if not (self.scratch / f"outcome-{rank}.json").exists():
+                    fatal.append(
+                        outcome.hang(
+                            rank, 0, "hangs, and so does its watchdog: native code that holds Python's lock?"
+                        )
+                    )
         if fatal:
-            return min(fatal, key=lambda found: found.time)
+            return min(fatal, key=lambda found: ("waiting" in found.details, found.time))
         ended = [outcome.read(path) for path in self.scratch.glob("outcome-*.json")]
         for found in sorted(ended, key=lambda found: found.rank):
             if found.outcome in ("done", "saved") and (

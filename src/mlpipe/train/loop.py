@@ -79,6 +79,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
     stream = stream_of(plan.micro_batch)
     position = Position()
     agreement = session.agreement()
+    session.watchdog.in_collective = lambda: parallel.waits.open
     failed_saves: list[MlpipeError] = []
     checkpointer = Checkpointer(
         session.store,
@@ -197,17 +198,16 @@ class Loop:
                 loss.backward()
             loss_sum += loss.detach()
             count += num_targets
-        squared = self.optimizer.squared_norm()
-        reading = 0.0
+        squared, reading = self.optimizer.squared_norm(), 0.0
         if number < plan.steps:
             session.watchdog.beat("reading data", number + 1)
             reading = self.ahead.read(number + 1, position.samples + plan.global_batch)
-            session.watchdog.beat("computing", number)
+        session.watchdog.beat("waiting for the device", number, waiting=True)
         # Three numbers in one transfer: each makes the host wait for all that the device has still to do.
         local = torch.stack([loss_sum, count, squared]).tolist()
         computed = time.perf_counter()
 
-        session.watchdog.beat("agreeing with the other ranks", number)
+        session.watchdog.beat("agreeing with the other ranks", number, waiting=True)
         wants_stop = session.stop.requested()
         wants_save = session.rank == 0 and self.is_save_due(number)
         totals = torch.tensor([*local, float(wants_stop), float(wants_save)], dtype=torch.float64)

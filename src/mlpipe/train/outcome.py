@@ -52,6 +52,30 @@ def failed(error: BaseException, *, rank: int, step: int) -> Outcome:
     return Outcome("failed", step, rank, "failed", text, f"rank {rank}, step {step}", time=time.time())
 
 
+def hang(rank: int, step: int, words: str, *, waiting: bool = False) -> Outcome:
+    """`waiting`: for others, so that one of those is to blame."""
+    hint = (
+        "the stacks of every rank lie in the attempt's postmortem/ folder; "
+        "raise `hang_timeout` if this step is just slow"
+    )
+    return Outcome(
+        "failed",
+        step,
+        rank,
+        "failed",
+        f"rank {rank} {words}",
+        where=f"rank {rank}",
+        hint=hint,
+        time=time.time(),
+        details={"waiting": True} if waiting else {},
+        cause="hang",
+    )
+
+
+def any_hang(scratch: Path) -> bool:
+    return any(read(path).cause == "hang" for path in fatal_files(scratch))
+
+
 def write(scratch: Path, outcome: Outcome, *, fatal: bool = False) -> None:
     name = f"{'fatal' if fatal else 'outcome'}-{outcome.rank}.json"
     temporary = scratch / f".{name}.{os.getpid()}"

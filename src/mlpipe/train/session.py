@@ -43,7 +43,7 @@ class Session:
         if part.deterministic:
             torch.use_deterministic_algorithms(True)
         timeout = timedelta(seconds=max(part.hang_timeout_seconds, STARTING_SECONDS)) + _AFTER_WATCHDOG
-        watchdog.beat("meeting the other ranks", 0)
+        watchdog.beat("meeting the other ranks", 0, waiting=True)
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timeout)
         if dist.get_world_size() != part.mesh.world_size:

@@ -13,6 +13,7 @@ ever. So a thread reads the wakeup pipe and can end the process from there.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -88,18 +89,33 @@ class Stop:
 
 def _died(pid_file: Path) -> bool:
     """A peer that has not yet written its pid is starting, not dead; one that has ended well removed it."""
+    return _state(pid_file) in ("Z", "X")
+
+
+def _state(pid_file: Path) -> str:
+    """Of the process, as proc(5) names it: Z or X dead (X also: gone), T stopped; "" if it is not known."""
     try:
         stat = Path(f"/proc/{pid_file.read_text().split()[0]}/stat").read_text()
     except FileNotFoundError:
-        return pid_file.exists()
+        return "X" if pid_file.exists() else ""
     except (OSError, IndexError):
-        return False
-    return stat.rpartition(")")[2].split()[0] == "Z"
+        return ""
+    return stat.rpartition(")")[2].split()[0]
 
 
 def any_alive(scratch: Path) -> bool:
     """Whether a worker of this node that has come as far as its Stop still runs."""
     return not all(_died(path) for path in scratch.glob("pid-*"))
+
+
+def ranks(scratch: Path, *, stopped: bool = False) -> set[int]:
+    """Of this node, those that have come as far as their Stop; `stopped`: by a signal or a debugger."""
+    found = set()
+    for path in scratch.glob("pid-*"):
+        with contextlib.suppress(OSError, IndexError):  # it ends, or is about to write
+            if not stopped or _state(path) in ("T", "t"):
+                found.add(int(path.read_text().split()[1]))
+    return found
 
 
 def leave(scratch: Path, *, local_rank: int, restart: int) -> None:

@@ -6,6 +6,7 @@ import faulthandler
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from mlpipe.train import outcome
@@ -19,8 +20,10 @@ EXIT_CODE = 75
 
 
 class Watchdog:
-    """`beat` says that something moved, and where the loop is. A rank that sees another rank's hang
-    writes its own stacks, so that the one rank that never entered the collective shows."""
+    """`beat` says that something moved, and where the loop is; `waiting`: for other ranks or the device.
+    `in_collective` answers the same between beats. A rank that sees another rank's hang writes its own stacks
+    and what it does, so that the one rank that never entered the collective shows: of those with a word the
+    one that does not wait is to blame. A rank that has none is the launcher's to name."""
 
     def __init__(self, scratch: Path, *, rank: int, timeout_seconds: float) -> None:
         self._scratch = scratch
@@ -29,10 +32,13 @@ class Watchdog:
         self._last = time.monotonic()
         self._doing = "starting"
         self._step = 0
+        self._waiting = False
+        self.in_collective: Callable[[], bool] = lambda: False
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def beat(self, doing: str, step: int) -> None:
+    def beat(self, doing: str, step: int, *, waiting: bool = False) -> None:
         self._doing = doing
+        self._waiting = waiting
         self._step = step
         self._last = time.monotonic()
 
@@ -44,28 +50,19 @@ class Watchdog:
             patience = self._timeout_seconds
             if self._step == 0:
                 patience = max(patience, STARTING_SECONDS)
-            if silent > patience:
+            fatal = outcome.fatal_files(self._scratch)
+            if silent > patience or fatal:
                 _write_stacks(stacks)
-                found = outcome.Outcome(
-                    "failed",
-                    self._step,
-                    self._rank,
-                    "failed",
-                    f"rank {self._rank} hangs: nothing moved for {silent:.0f} s while {self._doing} "
-                    f"(step {self._step})",
-                    where=f"rank {self._rank}",
-                    hint="the stacks of every rank lie in the attempt's postmortem/ folder; "
-                    "raise `hang_timeout` if this step is just slow",
-                    time=time.time(),
-                    cause="hang",
-                )
-                outcome.write(self._scratch, found, fatal=True)
+                if not fatal or outcome.any_hang(self._scratch):
+                    outcome.write(self._scratch, self._hang(silent), fatal=True)
                 time.sleep(_GRACE_SECONDS)
                 os._exit(EXIT_CODE)
-            if outcome.fatal_files(self._scratch):
-                _write_stacks(stacks)
-                time.sleep(_GRACE_SECONDS)
-                os._exit(EXIT_CODE)
+
+    def _hang(self, silent: float) -> outcome.Outcome:
+        waiting = self._waiting or self.in_collective()
+        how = "waits for other ranks" if waiting else "hangs"
+        message = f"nothing moved for {silent:.0f} s while {self._doing}"
+        return outcome.hang(self._rank, self._step, f"{how}: {message} (step {self._step})", waiting=waiting)
 
 
 def _write_stacks(path: Path) -> None:

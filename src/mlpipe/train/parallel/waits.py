@@ -37,6 +37,11 @@ class Waits:
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_MOST_PENDING)
         self._free: list[torch.cuda.Event] = []
 
+    @property
+    def open(self) -> bool:
+        """Whether this rank waits now; on CUDA, where the host does not, False."""
+        return self._depth > 0 and not self._cuda
+
     def begin(self) -> None:
         self._depth += 1
         if self._depth == 1:
