@@ -188,6 +188,12 @@ def test_what_cannot_be_exported_says_why(tmp_path, store, tokens):
     key = save(store, {"optim.a": torch.zeros(3)}, {"entry": "my.module:build", "args": {}})
     with pytest.raises(TrainError, match="holds no model"):
         export_checkpoint(store, key, tmp_path / "out")
+    renamed = {"entry": LLAMA, "args": FIELDS}
+    tensors = {f"model.{name}": value.detach() for name, value in llama().named_parameters()}
+    tensors["model.embedding.weight"] = tensors.pop("model.embed_tokens.weight")
+    with pytest.raises(TrainError, match=r"lacks 1 tensors .* model\.embed_tokens\.weight") as caught:
+        export_checkpoint(store, save(store, tensors, renamed), tmp_path / "out")
+    assert caught.value.kind == "input"
     key = llama_checkpoint(store, llama())
     with pytest.raises(TrainError, match=r"no tokenizer\.json") as caught:
         export_checkpoint(store, key, tmp_path / "out", tokenizer=tokens / "manifest.json")

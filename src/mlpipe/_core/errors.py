@@ -5,6 +5,7 @@
       PlanError            the pipeline cannot run as asked                input
       RenderError          a manifest cannot be written                    input
       StoreError           the store is unreachable, full or corrupt       infrastructure
+        DamagedError       it gave back other bytes than were written      infrastructure
       SubmitError          a run cannot be started, found or followed      infrastructure
       TrainError           the run failed by its own code or its gate      failed
 
@@ -66,6 +67,10 @@ class RenderError(MlpipeError):
 
 class StoreError(MlpipeError):
     kind: Kind = "infrastructure"
+
+
+class DamagedError(StoreError):
+    """Reading again would give the same."""
 
 
 class SubmitError(MlpipeError):

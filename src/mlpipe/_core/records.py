@@ -72,8 +72,19 @@ def decode_line(line: bytes) -> dict[str, Any] | None:
     for start in (0, line.rfind(b'{"v":')):
         try:
             record = json.loads(line[start:])
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and "kind" in record:
-            return record
+        if is_record(record):
+            found: dict[str, Any] = record
+            return found
     return None
+
+
+def is_record(value: Any) -> bool:
+    """Whether it says what it is and when, of a step also which; a foreign line may not."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("kind"), str)
+        and isinstance(value.get("time"), int | float)
+        and (value["kind"] != "step" or isinstance(value.get("step"), int))
+    )

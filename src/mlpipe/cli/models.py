@@ -26,7 +26,7 @@ def list_(session: Session) -> None:
     from mlpipe.store import registry
 
     store = session.open_store()
-    found = registry.list_models(store)
+    found, damaged = registry.list_models(store)
     width = max([len(model.name) for model in found], default=5)
     lines = [f"{'MODEL'.ljust(width)}  {'VERSION':>7}  {'STEP':>8}  {'SIZE':>10}  {'ALIASES':12}  RUN"]
     lines += [
@@ -34,10 +34,12 @@ def list_(session: Session) -> None:
         f"{format_bytes(model.size_bytes):>10}  {','.join(model.aliases):12}  {model.lineage.get('run', '')}"
         for model in found
     ]
-    session.result(
-        {"store": store.url, "models": [asdict(model) for model in found]},
-        "\n".join(lines) if found else f"no models in {store.url}",
-    )
+    if not found:
+        lines = [f"no {'sound ' if damaged else ''}models in {store.url}"]
+    lines += [f"damaged: {problem.where}: {problem.message}" for problem in damaged]
+    problems = [{"where": problem.where, "message": problem.message} for problem in damaged]
+    models = [asdict(model) for model in found]
+    session.result({"store": store.url, "models": models, "damaged": problems}, "\n".join(lines))
 
 
 @command.command()
@@ -51,8 +53,8 @@ def show(session: Session, name: str, version: str | None) -> None:
 
     store = session.open_store()
     if version is None:
-        versions = [model.version for model in registry.list_models(store) if model.name == name]
-        version = str(max(versions, default=1))
+        models, _ = registry.list_models(store)
+        version = str(max([model.version for model in models if model.name == name], default=1))
     model = asdict(registry.show_model(store, name, version))
     session.result(model, json.dumps(model, indent=2))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlpipe._core.records import decode_line
+from mlpipe._core.records import decode_line, is_record
 from mlpipe.store.base import Store
 
 Record = dict[str, Any]
@@ -45,9 +45,9 @@ def read_records(store: Store, attempt_key: str, rank: int, *, max_steps: int | 
         lines = _thin(lines, max_steps)
     try:
         records = json.loads(b"[" + b",".join(filter(None, lines)) + b"]")  # all at once: twice as fast
-    except ValueError:
+    except (ValueError, RecursionError):
         return [record for line in lines if (record := decode_line(line)) is not None]
-    return [record for record in records if isinstance(record, dict) and "kind" in record]
+    return [record for record in records if is_record(record)]
 
 
 def _thin(lines: list[bytes], max_steps: int) -> list[bytes]:

@@ -177,34 +177,24 @@ def _ledger(stage: StageView, records: Mapping[int, Mapping[int, list[Record]]])
         return None
     attempts = []
     for view in stage.attempts:
-        read = {rank: _timed(found.get(view.number, ())) for rank, found in records.items()}
+        read = {rank: found.get(view.number, []) for rank, found in records.items()}
         own = {rank: lines for rank, lines in read.items() if lines}
         times = [record["time"] for lines in own.values() for record in (lines[0], lines[-1])]
         # the first of a kind
-        events = {event["kind"]: event["time"] for event in reversed(_timed(view.events))}
+        events = {event["kind"]: event["time"] for event in reversed(view.events)}
         began = events.get("submitted", events.get("launched", min(times, default=None)))
         is_last = view is stage.attempts[-1]
         if began is None and is_last:
             began = stage.state.started
         if began is None or view.plan is None or view.plan.train is None:
             continue
-        ended = max([began, *times, *(event["time"] for event in _timed(view.events))])
+        ended = max([began, *times, *(event["time"] for event in view.events)])
         if is_last and stage.state.ended is not None:
             ended = max(ended, stage.state.ended)
         launched = events.get("launched", began if own else None)
         ranks = view.plan.train.mesh.world_size
         attempts.append(Attempt(began, launched, ended, ranks, own, view.outcome.get("cause") == "hang"))
     return account(attempts, plan.price_usd_per_device_hour)
-
-
-def _timed(records: Iterable[Record]) -> list[Record]:
-    """Those that say when; a foreign line may not."""
-    return [
-        record
-        for record in records
-        if isinstance(record.get("time"), int | float)
-        and (record["kind"] != "step" or isinstance(record.get("step"), int))
-    ]
 
 
 def _readable(store: Store, key: str, parse: Callable[[bytes], T], problems: list[str]) -> T | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
+from mlpipe._core.errors import DamagedError
 from mlpipe._core.tables import aligned
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.observe.progress import Progress, format_count, format_loss
@@ -44,7 +45,10 @@ class Top:
         return [self._run(run.run_id) for run in (*live, *over[: max(most - len(live), 0)])][:most]
 
     def _run(self, run_id: str) -> dict[str, Any]:
-        run = runs.read_run(self._store, run_id)
+        try:
+            run = runs.read_run(self._store, run_id)
+        except DamagedError as error:
+            return {"run": run_id, "state": "damaged", "seconds": 0.0, "problem": str(error)}
         row: dict[str, Any] = {"run": run_id, "state": run.state, "seconds": time.time() - run.created}
         if run.state in RUN_ENDED:
             row["seconds"] = run.updated - run.created
@@ -116,7 +120,8 @@ def runs_table(rows: Sequence[dict[str, Any]], now: float) -> list[str]:
                 "" if last is None or not live else f"{format_seconds(max(now - last, 0.0))} ago",
             )
         )
-    return aligned(cells, left=range(4))
+    problems = [f"damaged: {row['problem']}" for row in rows if "problem" in row]
+    return [*aligned(cells, left=range(4)), *problems]
 
 
 def ranks_table(rows: Sequence[dict[str, Any]], now: float) -> list[str]:

@@ -225,7 +225,7 @@ class Train(Model):
         default_factory=lambda: Checkpoint.model_construct(), description="When to save."
     )
     max_restarts: f.FewOrZero = Field(3, description="Restarts of crashed workers within an attempt.")
-    hang_timeout: f.Duration = Field("10 min", description="A step longer than this ends the run.")
+    hang_timeout: f.Duration = Field("10 min", description="A longer step ends the run; 1 s or more.")
     metrics_port: f.Port | Literal["off"] = Field(
         0, description="Of /metrics, plus the local rank; 0 takes any free port."
     )

@@ -3,7 +3,8 @@
 KEY is the path of keys in the file, joined by dots, where an item of `stages` goes by its name:
 `stages.train.train.steps`, `store`. The leading `stages.` and the stage's kind may be left out:
 `train.steps`, `train.resources.nodes`. VALUE is YAML (`8`, `[0.9, 0.95]`, `{a: 1}`); text needs no quotes,
-since the schema says which fields are text. Inside `args` and patches null is a value like any other.
+since the schema says which fields are text, nor does a placeholder (`{{stages.corpus.output}}`). Inside
+`args` and patches null is a value like any other.
 
 Another `train.strategy` drops what stood there for the former one alone (`mesh`), and a warning says so.
 """
@@ -42,7 +43,8 @@ def apply(root: Node, override: str) -> list[Problem]:
         return [Problem.at(place, "not KEY=VALUE", "write like --set train.steps=20")]
     if not isinstance(root.value, dict):
         return []
-    value, problems = parse(text, place.file) if text.strip() else (Node("", place, text=""), [])
+    is_text = not text.strip() or text.lstrip().startswith("{{")  # no mapping of mappings: a placeholder
+    value, problems = (Node(text.strip(), place), []) if is_text else parse(text, place.file)
     if problems or value is None:
         return [Problem.at(place, problem.message, problem.hint) for problem in problems[:1]]
     for _, node in value.walk():

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mlpipe._core.units import parse_seconds
 from mlpipe.spec import placeholders, wishes
 from mlpipe.spec.model import KINDS
 from mlpipe.spec.problems import Problem
@@ -18,6 +19,8 @@ _SECRET = re.compile(
 TAKEN = re.compile(
     r"MLPIPE_.*|TORCHELASTIC_.*|PET_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME"
 )
+
+_SHORTEST_HANG_SECONDS = 1.0  # the watchdog looks twice a second
 
 
 def check(root: Node) -> list[Problem]:
@@ -238,6 +241,9 @@ def _train(stage: Node) -> Iterator[Problem]:
     strategy, mesh = get(train, "strategy"), get(train, "mesh")
     if mesh is not None and text_of(strategy) != "hsdp":
         yield _problem(mesh, "only strategy hsdp has a mesh to choose", "remove it, or write strategy: hsdp")
+    patience = get(train, "hang_timeout")
+    if patience is not None and 0 < _seconds(patience) < _SHORTEST_HANG_SECONDS:
+        yield _problem(patience, f"hang_timeout {patience.value!r} would end any run", "write 1 s or more")
     optimizer = get(train, "optimizer")
     decay = get(optimizer, "decay_steps") if optimizer is not None else None
     if optimizer is not None and decay is not None and text_of(get(optimizer, "schedule")) != "wsd":
@@ -249,6 +255,14 @@ def _train(stage: Node) -> Iterator[Problem]:
             continue
         if node.value > steps.value:
             yield _problem(node, f"{key} {node.value} is more than the {steps.value} steps", "write less")
+
+
+def _seconds(node: Node) -> float:
+    """0 for what is no duration."""
+    try:
+        return parse_seconds(text_of(node) or "")
+    except ValueError:
+        return 0.0
 
 
 def _positive(node: Node) -> bool:

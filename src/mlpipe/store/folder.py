@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mlpipe._core.errors import StoreError
+from mlpipe._core.files import check_name
 from mlpipe.store.base import RESERVED, Buffer, LogWriter, ObjectInfo, check_key, check_prefix
 
 _TEMPORARY = f"{RESERVED}tmp-"
@@ -59,7 +60,7 @@ class FolderStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
-        self.url = str(self.root)
+        self.url = check_name(str(self.root))
 
     def _path(self, key: str) -> Path:
         return self.root / check_key(key)

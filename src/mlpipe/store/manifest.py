@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NotRequired, TypedDict, TypeVar, cast
 
-from mlpipe._core.errors import StoreError
+from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe.store.base import check_key
 from mlpipe.store.checksum import crc32c
 
@@ -100,16 +100,16 @@ def seal(body: object) -> bytes:
 
 
 def unseal(data: bytes, where: str) -> Any:
-    """The body of `seal`. Raises StoreError when it is torn, altered, too large or not JSON."""
+    """The body of `seal`. Raises DamagedError when it is torn, altered, too large or not JSON."""
     if len(data) > MAX_BYTES:
-        raise StoreError(f"larger than {MAX_BYTES} bytes", where=where)
+        raise DamagedError(f"larger than {MAX_BYTES} bytes", where=where)
     text = data[_HEAD_BYTES:-2]
     if data[:_HEAD_BYTES] != _HEAD % crc32c(text) or data[-2:] != b"}\n":
-        raise StoreError("corrupt: its checksum does not fit", where=where)
+        raise DamagedError("corrupt: its checksum does not fit", where=where)
     try:
         return json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"not JSON: {error}", where=where) from error
+        raise DamagedError(f"not JSON: {error}", where=where) from error
 
 
 def _no_constant(name: str) -> None:
@@ -117,11 +117,11 @@ def _no_constant(name: str) -> None:
 
 
 def check(manifest: Any, prefix: str, where: str) -> Manifest:
-    """The manifest itself, typed. Raises StoreError naming the first thing in it that cannot be believed."""
+    """The manifest itself, typed. Raises DamagedError: the first thing in it that cannot be believed."""
     try:
         _check_manifest(manifest, prefix.rstrip("/") + "/")
     except UnsoundError as error:
-        raise StoreError(
+        raise DamagedError(
             f"not a sound manifest: {error}", where=where, hint="it was altered or written by another program"
         ) from None
     return cast(Manifest, manifest)

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from mlpipe._core.errors import StoreError
+from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe._core.ids import is_name, new_attempt_uuid
+from mlpipe._core.serial import from_plain
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import commit, load_manifest
 from mlpipe.store.manifest import MANIFEST, Blob, Manifest, Tensor, part_objects
@@ -117,18 +118,24 @@ def set_alias(store: Store, name: str, alias: str, version: int) -> None:
     raise StoreError(f"alias {alias} changed {_NUM_TRIES} times under us", where=f"{store.url}/{key}")
 
 
-def list_models(store: Store) -> list[Model]:
-    """All committed versions, by name, then version."""
+def list_models(store: Store) -> tuple[list[Model], list[DamagedError]]:
+    """All committed versions, by name, then version; and what of them or of their aliases is damaged."""
     names = [
         PurePosixPath(info.key).name
         for info in store.list("models", recursive=False)
         if info.key.endswith("/")
     ]
-    models = []
+    models: list[Model] = []
+    damaged: list[DamagedError] = []
     for name in names:
         aliases = _aliases(store, name)
-        models += [_model(store, name, version, aliases) for version in _versions(store, name)]
-    return models
+        damaged += [found for found in aliases.values() if isinstance(found, DamagedError)]
+        for version in _versions(store, name):
+            try:
+                models.append(_model(store, name, version, aliases))
+            except DamagedError as error:
+                damaged.append(error)
+    return models, damaged
 
 
 def show_model(store: Store, name: str, version: int | str) -> Model:
@@ -137,6 +144,8 @@ def show_model(store: Store, name: str, version: int | str) -> Model:
     aliases = _aliases(store, name)
     text = str(version)
     number = int(text) if text.isascii() and text.isdecimal() else aliases.get(text)
+    if isinstance(number, DamagedError):
+        raise number
     if number is None or number not in _versions(store, name):
         raise StoreError(
             f"there is no model {name}, version {version}",
@@ -147,7 +156,7 @@ def show_model(store: Store, name: str, version: int | str) -> Model:
     return _model(store, name, number, aliases)
 
 
-def _model(store: Store, name: str, version: int, aliases: dict[str, int]) -> Model:
+def _model(store: Store, name: str, version: int, aliases: dict[str, int | DamagedError]) -> Model:
     key = _version_key(name, version)
     manifest = load_manifest(store, key)
     return Model(
@@ -200,13 +209,14 @@ def _claim(store: Store, name: str) -> int:
     raise StoreError(f"no version of {name} could be claimed in {_NUM_TRIES} tries", where=store.url)
 
 
-def _aliases(store: Store, name: str) -> dict[str, int]:
-    aliases = {}
+def _aliases(store: Store, name: str) -> dict[str, int | DamagedError]:
+    """The version of each, or what is wrong with it."""
+    aliases: dict[str, int | DamagedError] = {}
     for info in store.list(f"models/{name}/aliases", recursive=False):
+        alias = PurePosixPath(info.key).name
         try:
             version = json.loads(store.get(info.key, length=_ALIAS_BYTES))["version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError("not an alias", where=f"{store.url}/{info.key}") from error
-        if isinstance(version, int):
-            aliases[PurePosixPath(info.key).name] = version
+            aliases[alias] = from_plain(int, version)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            aliases[alias] = DamagedError("not an alias", where=info.key, hint="set it again")
     return aliases

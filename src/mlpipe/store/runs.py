@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mlpipe._core.errors import StoreError
+from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe._core.ids import is_name
 from mlpipe._core.processes import ProcessId, is_alive, this_process
 from mlpipe._core.records import encode
@@ -325,9 +325,9 @@ def _read(store: Store, run_id: str) -> tuple[RunState, str]:
     try:
         run = from_json(RunState, data)
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"not a run's state: {error}", where=f"{store.url}/{key}") from error
+        raise DamagedError(f"not a run's state: {error}", where=f"{store.url}/{key}") from error
     if run.schema_version != SCHEMA_VERSION:
-        raise StoreError(
+        raise DamagedError(
             f"run {run_id} was written by another version of mlpipe (schema {run.schema_version})",
             where=f"{store.url}/{key}",
             kind="input",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from mlpipe._core.files import check_name
 from mlpipe._core.ids import new_run_id
 from mlpipe.plan.ahead import plan_ahead
 from mlpipe.plan.build import build_plan, stage_hardware, train_stage_of
@@ -61,6 +62,8 @@ def create(
     that `cluster` says how to reach (it was rendered before); its id. Raises what `preview` raises, before
     anything is written, and StoreError (input) when the id is taken."""
     run_id = run_id or new_run_id(pipeline.name)
+    for name in (folder, spec):
+        check_name(name)
     if cluster is None:
         preview(pipeline, store.url, run_id, folder)
     store.probe()

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -64,6 +64,8 @@ def export_checkpoint(
     if not weights:
         raise TrainError("this checkpoint holds no model", where=key, kind="input")
     config = _llama_config(manifest)
+    if config:
+        _check_names(weights, config, key)
     names = {_exported_name(name, config): tensor for name, tensor in weights.items()}
     with _new_folder(out) as folder:
         _write_weights(folder, names, manifest["blobs"], _cached_reader(store), shard_bytes)
@@ -84,6 +86,23 @@ def _llama_config(manifest: Manifest) -> LlamaConfig | None:
         return LlamaConfig(**model["args"])
     except (KeyError, TypeError) as error:
         raise TrainError(f"the checkpoint's model has other fields than this mlpipe's: {error}") from error
+
+
+def _check_names(weights: Iterable[str], config: LlamaConfig, where: str) -> None:
+    """`transformers` draws at random what it does not find."""
+    attention, mlp = ("q", "k", "v", "o"), ("gate", "up", "down")
+    block = [*(f"self_attn.{x}_proj" for x in attention), *(f"mlp.{x}_proj" for x in mlp)]
+    block += ["input_layernorm", "post_attention_layernorm"]
+    expected = {f"layers.{i}.{name}" for i in range(config.num_layers) for name in block}
+    expected |= {"embed_tokens", "norm"} | (set() if config.tied else {"lm_head"})
+    missing = sorted({f"{_PREFIX}{name}.weight" for name in expected} - set(weights))
+    if missing:
+        raise TrainError(
+            f"the checkpoint lacks {len(missing)} tensors of its model, like {missing[0]}",
+            where=where,
+            hint="it was written by another version or program",
+            kind="input",
+        )
 
 
 def _exported_name(name: str, config: LlamaConfig | None) -> str:

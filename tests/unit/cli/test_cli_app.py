@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -193,3 +194,29 @@ def test_plan_needs_no_credentials_and_no_network(cli: Cli):
     cli("init", ".")
     stages = cli.json("plan", "pipeline.yaml", "--store", "s3://bucket/prefix/")["stages"]
     assert {stage["plan"]["store_url"] for stage in stages} == {"s3://bucket/prefix"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "environment", "says"),
+    [
+        (b"bad\xff", {}, "its name is not UTF-8"),
+        ("größe".encode(), {"LC_ALL": "C", "PYTHONUTF8": "0"}, "reads names of files as ascii"),
+    ],
+    ids=["bytes", "locale"],
+)
+def test_a_folder_that_no_record_could_name_is_refused_before_anything_is_written(
+    tmp_path, folder, environment, says
+):
+    here = os.fsencode(tmp_path) + b"/" + folder
+    os.mkdir(here)
+    text = "version: 1\nname: small\nstages: [{name: hello, command: [echo, hi]}]\n"
+    (Path(os.fsdecode(here)) / "p.yaml").write_text(text)
+    for store in ([], ["--store", str(tmp_path / "store")]):
+        argv = [sys.executable, "-m", "mlpipe.cli", "run", "p.yaml", *store]
+        env = {**os.environ, "PYTHONCOERCECLOCALE": "0", **environment}
+        done = subprocess.run(argv, cwd=here, env=env, capture_output=True, timeout=120, check=False)
+        assert (done.returncode, done.stdout) == (2, b""), done.stderr
+        assert says in done.stderr.decode("ascii")
+        assert b"hint: " in done.stderr
+    assert os.listdir(here) == [b"p.yaml"]
+    assert [path.name for path in tmp_path.iterdir()] == [os.fsdecode(folder)]

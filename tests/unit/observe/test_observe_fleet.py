@@ -27,6 +27,7 @@ from mlpipe.cli.session import Session
 from mlpipe.cli.status import command as status
 from mlpipe.observe import scrape
 from mlpipe.observe.exporter import FLEET_METRICS, Fleet
+from mlpipe.observe.records import records_key
 from mlpipe.observe.serve import Serving
 from mlpipe.observe.top import Top, ranks_table, runs_table, straggler_scores
 from mlpipe.store import runs
@@ -150,6 +151,22 @@ def test_top_shows_the_runs_under_way_first_and_marks_the_slow_rank(store):
     assert top.ranks(BAD) == []
     assert straggler_scores([]) == []
     assert straggler_scores([0.0, 0.0]) == [1.0, 1.0]
+
+
+def test_top_shows_a_damaged_run_as_such_and_skips_records_without_a_time(store, tmp_path):
+    shutil.copytree(store.url, tmp_path / "store")
+    store = open_store(str(tmp_path / "store"))
+    store.put(f"runs/{BAD}/run.json", b"[]")
+    log = store.open_log(records_key(runs.read_run(store, LIVE).attempt_key("train"), 0))
+    log.write(b'{"v": 1, "kind": "step", "rank": 0, "restart": 0, "step": 65, "seconds": 1.0}\n')
+    log.close()
+    top = Top(store)
+    rows = {row["run"]: row for row in top.runs(9)}
+    assert (rows[BAD]["state"], rows[LIVE]["step"]) == ("damaged", 64)
+    assert "not a run's state" in runs_table([rows[BAD]], time.time())[-1]
+    assert [row["step"] for row in top.ranks(LIVE)] == [64, 64]
+    listed = {run.run_id: run.state for run in runs.list_runs(store)}
+    assert listed.keys() == rows.keys()
 
 
 def test_targets_are_the_ranks_that_train_here(store, tmp_path):

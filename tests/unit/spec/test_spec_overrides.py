@@ -101,6 +101,7 @@ stages:
         ("train.mesh={dp_replicate: 1, dp_shard: 2}", "only strategy hsdp has a mesh to choose; remove it"),
         ("train.data={tokens: *a}", "alias *a: a pipeline has no aliases; write the value out again"),
         ("train.checkpoint.every=5", "5 has no unit; write like '100 steps' or '15 min'"),
+        ("train.data.tokens={{...}}", "unknown placeholder {{...}}; write one of store, run.id, output, "),
         ("train.mash=null", "unknown key 'mash'; did you mean 'mesh'?"),
         ("train.optimizer.lr.x=null", "unknown key 'x'; see 'mlpipe schema'"),
         ("corpus=null", "a stage cannot be replaced; set its keys, like NAME.steps=20"),
@@ -113,6 +114,11 @@ def test_mistakes_name_the_override(override: str, says: str) -> None:
 
 
 HSDP = ["train.strategy=hsdp", "train.mesh={dp_replicate: 1, dp_shard: 2}"]
+
+
+def test_a_placeholder_needs_no_quotes() -> None:
+    pipeline = load_pipeline(QUICKSTART, overrides=["train.data.tokens={{stages.corpus.output}}"])
+    assert at(pipeline, "train", "train.data.tokens") == "{{stages.corpus.output}}"
 
 
 def test_null_removes_a_key() -> None:

@@ -71,7 +71,7 @@ def test_promoters_at_once_get_versions_of_their_own(store):
     for thread in threads:
         thread.join(60)
     assert sorted(versions) == [1, 2, 3, 4]
-    assert [model.version for model in registry.list_models(store)] == [1, 2, 3, 4]
+    assert [model.version for model in registry.list_models(store)[0]] == [1, 2, 3, 4]
     assert registry.show_model(store, "lm", "best").version in versions
 
 
@@ -80,7 +80,7 @@ def test_a_promoter_that_dies_leaves_no_version(store, monkeypatch):
     monkeypatch.setattr(store, "copy", None)
     with pytest.raises(TypeError):
         registry.promote(store, "lm", "best", prefix, {})
-    assert registry.list_models(store) == []
+    assert registry.list_models(store) == ([], [])
     monkeypatch.undo()
     assert registry.promote(store, "lm", "best", prefix, {}) == 2
 
@@ -104,3 +104,21 @@ def test_aliases_move_and_mistakes_are_bad_input(store):
         with pytest.raises(StoreError) as caught:
             call()
         assert caught.value.kind == "input"
+
+
+def test_what_is_damaged_is_listed_as_such_beside_all_others(store):
+    prefix = checkpoint(store)
+    for name in ("bad", "good"):
+        registry.promote(store, name, "first", prefix, {})
+        registry.promote(store, name, "last", prefix, {})
+    store.put("models/bad/1/MANIFEST.json", b"{}")
+    store.put("models/good/aliases/first", b"[]")
+    models, damaged = registry.list_models(store)
+    assert [(model.name, model.version, model.aliases) for model in models] == [
+        ("bad", 2, ("last",)), ("good", 1, ()), ("good", 2, ("last",)),
+    ]  # fmt: skip
+    assert [error.where for error in damaged] == ["models/bad/1/MANIFEST.json", "models/good/aliases/first"]
+    assert registry.show_model(store, "good", "last").version == 2
+    for name, version in (("good", "first"), ("bad", 1)):
+        with pytest.raises(StoreError):
+            registry.show_model(store, name, version)
