@@ -216,7 +216,7 @@ def test_a_folder_that_no_record_could_name_is_refused_before_anything_is_writte
         env = {**os.environ, "PYTHONCOERCECLOCALE": "0", **environment}
         done = subprocess.run(argv, cwd=here, env=env, capture_output=True, timeout=120, check=False)
         assert (done.returncode, done.stdout) == (2, b""), done.stderr
-        assert says in done.stderr.decode("ascii")
+        assert says in done.stderr.decode()
         assert b"hint: " in done.stderr
     assert os.listdir(here) == [b"p.yaml"]
     assert [path.name for path in tmp_path.iterdir()] == [os.fsdecode(folder)]
