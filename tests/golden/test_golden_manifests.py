@@ -34,7 +34,8 @@ EVERYTHING = (
     "kubernetes.secret_env={HF_TOKEN: {secret: hub, key: token}}",
     "kubernetes.ca_bundle={config_map: company-ca}",
     "kubernetes.proxy={https: 'http://proxy.example.com:3128', no_proxy: [example.com]}",
-    "kubernetes.store={secret: ml-runs, endpoint: 'https://s3.example.com', region: eu-central-1}",
+    "kubernetes.store={secret: ml-runs, driver_secret: ml-driver, endpoint: 'https://s3.example.com', "
+    "region: eu-central-1}",
     "train.timeout=3 d",
     "kubernetes.patches=[{target: {kind: Pod, stage: train}, strategic: {spec: {hostNetwork: true, "
     "containers: [{name: worker, env: [{name: NCCL_IB_HCA, value: mlx5}]}]}}}, "

@@ -50,6 +50,17 @@ class SecretKey:
 
 
 @dataclass(frozen=True)
+class WebIdentity:
+    """Roles: ARN; None: what the server knows by the token. `endpoint`: of the token service; None: by the
+    store's."""
+
+    role: str | None
+    driver_role: str | None
+    audience: str
+    endpoint: str | None
+
+
+@dataclass(frozen=True)
 class CaBundle:
     config_map: str
     key: str
@@ -81,8 +92,8 @@ class Patch:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """The last five are of one stage; all others are of the whole run. `image`: None is refused when it is
-    rendered."""
+    """Those from `cpus` to `gpu_product` are of one stage; all others are of the whole run. `image`: None is
+    refused when it is rendered."""
 
     form: Literal["jobset", "indexed-job"]
     image: str | None
@@ -100,7 +111,7 @@ class ClusterPlan:
     volumes: tuple[Volume, ...]
     env_from: tuple[EnvFrom, ...]
     secret_env: dict[str, SecretKey]
-    store_secret: str  # its keys: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY
+    store_secret: str  # its keys: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, perhaps AWS_SESSION_TOKEN
     store_endpoint: str | None  # as seen in the cluster; None: AWS
     store_region: str | None
     ca_bundle: CaBundle | None
@@ -117,3 +128,5 @@ class ClusterPlan:
     shm_bytes: int
     gpus_per_node: int
     gpu_product: str | None  # nodes' label nvidia.com/gpu.product; None: any
+    store_driver_secret: str | None = None  # of the whole run; None: `store_secret`
+    store_web_identity: WebIdentity | None = None  # of the whole run; then no Secret is read

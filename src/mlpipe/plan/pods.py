@@ -92,6 +92,8 @@ def cluster_plan(pipeline: Pipeline, stage: Stage, resources: Resources | None) 
         shm_bytes=_shm_bytes(spec.shm, memory_bytes),
         gpus_per_node=pod.gpus_per_node,
         gpu_product=_gpu_product(spec, pod),
+        store_driver_secret=spec.store.driver_secret,
+        store_web_identity=_web_identity(spec.store.web_identity),
     )
 
 
@@ -105,6 +107,10 @@ def _env_from(spec: k.EnvFrom) -> c.EnvFrom:
     if spec.secret is not None:
         return c.EnvFrom("secret", spec.secret)
     return c.EnvFrom("config_map", cast(str, spec.config_map))
+
+
+def _web_identity(spec: k.WebIdentity | None) -> c.WebIdentity | None:
+    return None if spec is None else c.WebIdentity(**spec.model_dump())
 
 
 def _patch(spec: k.Patch) -> c.Patch:

@@ -9,11 +9,12 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from mlpipe._core.errors import RenderError
-from mlpipe.plan.cluster import ClusterPlan
+from mlpipe.plan.cluster import ClusterPlan, Component
 from mlpipe.plan.plan import Plan
 
 PLAN_FOLDER, SCRATCH, CACHE = "/mlpipe/plan", "/mlpipe/scratch", "/mlpipe/cache"
-CA_FOLDER = "/mlpipe/ca"
+CA_FOLDER, IDENTITY_FOLDER = "/mlpipe/ca", "/mlpipe/identity"
+TOKEN_SECONDS = 3600  # of a token for the store; the kubelet renews it after four fifths of that
 CONTAINER = "worker"
 METRICS_PORT = 9400  # the base port where the pipeline leaves it open: a PodMonitor must know it
 RENDEZVOUS_PORT = 29500  # torchrun's own default
@@ -48,7 +49,10 @@ def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str,
     container["resources"] = _amounts(plan, cluster)
     if cluster.rdma is not None and plan.launch.num_nodes > 1:
         container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]  # pinned memory
-    spec = _pod_spec(plan.store_url, cluster, container, cluster.service_account, token=False)
+    account = cluster.service_account
+    if plan.promote is not None and cluster.store_web_identity is not None:
+        account = cluster.driver_service_account  # by it the store knows who may write models
+    spec = _pod_spec(plan.store_url, cluster, container, account, token=False)
     _mount(spec, "plan", PLAN_FOLDER, {"configMap": {"name": config}}, read_only=True)
     _mount(spec, "scratch", SCRATCH, {"emptyDir": {}})
     shm = {"medium": "Memory", "sizeLimit": quantity(cluster.shm_bytes)}
@@ -70,7 +74,7 @@ def driver_template(
     """The pod template of the driver: no GPU, and the only pod with a token."""
     args = ["-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--here", "--debug"]
     container = _container(cluster, "driver", args + (["--stage", stage] if stage is not None else []))
-    container["env"] = _env(_own(run_id, cluster)) + _by_reference(store_url, cluster)
+    container["env"] = _env(_own(run_id, cluster)) + _by_reference(store_url, cluster, "driver")
     for name, path in (("MLPIPE_POD_NAME", "metadata.name"), ("MLPIPE_POD_UID", "metadata.uid")):
         container["env"].append({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}})
     if cluster.proxy is not None:  # never to the API server, whose address the cluster fills in
@@ -186,6 +190,14 @@ def _pod_spec(store_url: str, cluster: ClusterPlan, container: Json, account: st
         items = [{"key": cluster.ca_bundle.key, "path": "ca.crt"}]
         source = {"configMap": {"name": cluster.ca_bundle.config_map, "items": items}}
         _mount(spec, "ca", CA_FOLDER, source, read_only=True)
+    if cluster.store_web_identity is not None and store_url.startswith("s3://"):
+        token_source = {
+            "audience": cluster.store_web_identity.audience,
+            "expirationSeconds": TOKEN_SECONDS,
+            "path": "token",
+        }
+        sources = [{"serviceAccountToken": token_source}]
+        _mount(spec, "identity", IDENTITY_FOLDER, {"projected": {"sources": sources}}, read_only=True)
     return spec
 
 
@@ -268,7 +280,8 @@ def _worker_env(plan: Plan, cluster: ClusterPlan, rendezvous: str) -> list[Json]
     if is_gang(plan) and cluster.form == "jobset":
         path = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
         env.append({"name": "MLPIPE_GANG_RESTART", "valueFrom": {"fieldRef": {"fieldPath": path}}})
-    env += _by_reference(plan.store_url, cluster)
+    # promoting is the driver's: it runs no code of a user, and writes where workers need not
+    env += _by_reference(plan.store_url, cluster, "worker" if plan.promote is None else "driver")
     env += [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": found.secret, "key": found.key}}}
         for name, found in sorted(cluster.secret_env.items())
@@ -307,15 +320,28 @@ def _proxy(cluster: ClusterPlan) -> dict[str, str]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _by_reference(store_url: str, cluster: ClusterPlan) -> list[Json]:
+def _by_reference(store_url: str, cluster: ClusterPlan, who: Component) -> list[Json]:
     """How the store is reached. Credentials as variables: the S3 client reads them from there."""
     if not store_url.startswith("s3://"):
         return []
-    env: list[Json] = [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": cluster.store_secret, "key": name}}}
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-    ]
+    env: list[Json] = []
     known = {"AWS_ENDPOINT_URL_S3": cluster.store_endpoint, "AWS_REGION": cluster.store_region}
+    identity = cluster.store_web_identity
+    if identity is None:
+        secret = (
+            cluster.store_secret if who == "worker" else cluster.store_driver_secret or cluster.store_secret
+        )
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+            key: Json = {"name": secret, "key": name}
+            if name == "AWS_SESSION_TOKEN":
+                key["optional"] = True
+            env.append({"name": name, "valueFrom": {"secretKeyRef": key}})
+    else:
+        known |= {
+            "AWS_WEB_IDENTITY_TOKEN_FILE": f"{IDENTITY_FOLDER}/token",
+            "AWS_ROLE_ARN": identity.role if who == "worker" else identity.driver_role or identity.role,
+            "AWS_ENDPOINT_URL_STS": identity.endpoint,
+        }
     return env + _env({name: value for name, value in known.items() if value is not None})
 
 

@@ -193,6 +193,8 @@ HttpUrl = _text(
     "a URL",
     "write like 'http://minio.storage:9000'",
 )
+Arn = _text(r"arn:[!-z|~]{1,2043}", "an ARN", "write like 'arn:aws:iam::123456789012:role/mlpipe-worker'")
+Audience = _text(r"[!-z|~]{1,253}", "an audience", "write like 'sts.amazonaws.com'")
 GateText = Annotated[Text, AfterValidator(_parses(parse_gate)), _schema(GATE_PATTERN, maxLength=MAX_QUANTITY)]
 
 # Bounds that no one meets, so that arithmetic on nonsense ends.

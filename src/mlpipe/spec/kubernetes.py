@@ -58,12 +58,33 @@ class SecretKey(Model):
     key: f.DataKey = Field(description="Key in it.")
 
 
+class WebIdentity(Model):
+    """Pods have no keys of the store: each shows the token of its ServiceAccount and is lent some (STS
+    AssumeRoleWithWebIdentity; IRSA on EKS)."""
+
+    role: f.Arn | None = Field(
+        None, description="Of the workers. Default: what the server knows by the token."
+    )
+    driver_role: f.Arn | None = Field(None, description="Of the driver. Default: `role`.")
+    audience: f.Audience = Field("sts.amazonaws.com", description="Whom the token is for.")
+    endpoint: f.HttpUrl | None = Field(
+        None, description="Token service, as seen in the cluster. Default: the store's server, or AWS's."
+    )
+
+
 class ClusterStore(Model):
     """How pods reach an S3 store; a folder needs a volume instead."""
 
     secret: f.ObjectName = Field(
-        "mlpipe-store", description="Secret with the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+        "mlpipe-store",
+        description="Secret with the keys AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, for keys that end, "
+        "AWS_SESSION_TOKEN.",
     )
+    driver_secret: f.ObjectName | None = Field(
+        None,
+        description="The driver's and that of `promote`, which write more than workers. Default: `secret`.",
+    )
+    web_identity: WebIdentity | None = Field(None, description="Instead of Secrets: keys lent for a token.")
     endpoint: f.HttpUrl | None = Field(
         None, description="As seen in the cluster, like `http://minio.storage:9000`. Default: AWS."
     )

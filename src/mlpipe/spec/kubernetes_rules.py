@@ -22,6 +22,7 @@ def check(root: Node) -> list[Problem]:
         *_tolerations(_items(section, "tolerations")),
         *_choices(section),
         *_secret_env(section),
+        *_store(section),
     ]
 
 
@@ -95,3 +96,16 @@ def _secret_env(section: Node) -> Iterator[Problem]:
     for name, node in names.value.items() if names is not None and isinstance(names.value, dict) else ():
         if TAKEN.fullmatch(name):
             yield _problem(node, f"{name} is set by torchrun and mlpipe", "remove it")
+
+
+def _store(section: Node) -> Iterator[Problem]:
+    store = get(section, "store")
+    identity = None if store is None else get(store, "web_identity")
+    if store is None or identity is None or identity.value is None:
+        return
+    for key in ("secret", "driver_secret"):
+        node = get(store, key)
+        if node is not None and node.value is not None:
+            yield _problem(
+                node, f"with 'web_identity' no Secret is read, {key!r} says one", "keep one of them"
+            )

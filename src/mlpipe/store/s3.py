@@ -19,6 +19,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from mlpipe._core.errors import StoreError
+from mlpipe.store import s3_identity
 from mlpipe.store.base import Buffer, LogWriter, ObjectInfo, check_key, check_prefix
 from mlpipe.store.checksum import crc32c as sum_of
 from mlpipe.store.s3_http import Endpoint, S3Client
@@ -47,11 +48,6 @@ class S3Store:
         parts = urlsplit(url)
         if not parts.netloc:
             raise StoreError(f"{url!r} names no bucket", hint="write s3://bucket/prefix", kind="input")
-        absent = [name for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY") if not environ.get(name)]
-        if absent:
-            raise StoreError(
-                f"no credentials: {' and '.join(absent)} not set", where=url, hint="export them", kind="input"
-            )
         region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1"
         address = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
         address = address or f"https://s3.{region}.amazonaws.com"
@@ -67,9 +63,7 @@ class S3Store:
             url=address,
             region=region,
             bucket=parts.netloc,
-            access_key=environ["AWS_ACCESS_KEY_ID"],
-            secret_key=environ["AWS_SECRET_ACCESS_KEY"],
-            session_token=environ.get("AWS_SESSION_TOKEN"),
+            credentials=s3_identity.from_environment(environ, region, address),
             ca_file=environ.get("AWS_CA_BUNDLE"),
         )
         return S3Store(endpoint, parts.path.strip("/"), seconds=deadline_seconds)

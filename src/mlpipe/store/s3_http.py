@@ -16,9 +16,11 @@ from http.client import HTTPException
 from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 from xml.etree import ElementTree
+from xml.sax.saxutils import escape
 
 import urllib3
 from minio.credentials.credentials import Credentials
+from minio.credentials.providers import Provider
 from minio.signer import sign_v4_s3
 from urllib3.exceptions import (
     ConnectTimeoutError,
@@ -31,11 +33,15 @@ from urllib3.exceptions import (
 
 from mlpipe._core.errors import StoreError
 from mlpipe.store.base import Buffer
+from mlpipe.store.s3_identity import LentKeys, TokenServiceAwayError
 
 CONNECT_SECONDS = 5.0
 READ_SECONDS = 20.0
 SLOWEST_BYTES_PER_SECOND = 2 * 2**20  # a transfer may take this much longer than the deadline
 _TRANSIENT = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
+_KEYS_OVER = frozenset(
+    ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "InvalidTokenId", "InvalidAccessKeyId")
+)
 _TRANSIENT_CODES = frozenset(("RequestTimeout", "BadDigest", "XAmzContentChecksumMismatch"))
 _PIECE_BYTES = 2**20
 _MAX_REPLY_BYTES = 2**30
@@ -46,6 +52,7 @@ _WORDS = {
     "SignatureDoesNotMatch": ("the credentials are wrong", "check AWS_SECRET_ACCESS_KEY and AWS_REGION"),
     "AuthorizationHeaderMalformed": ("the region or credentials are wrong", "check AWS_REGION"),
     "ExpiredToken": ("the session token has expired", "renew AWS_SESSION_TOKEN"),
+    "InvalidTokenId": ("the session token is wrong or has expired", "renew AWS_SESSION_TOKEN"),
     "InvalidToken": ("the session token is wrong", "renew AWS_SESSION_TOKEN"),
     "RequestTimeTooSkewed": ("this machine's clock is wrong", "set the clock (NTP)"),
     "AccessDenied": ("access denied", "the credentials need list, get, put and delete on this bucket"),
@@ -64,9 +71,7 @@ class Endpoint:
     url: str
     region: str
     bucket: str
-    access_key: str
-    secret_key: str
-    session_token: str | None = None
+    credentials: Provider
     ca_file: str | None = None
 
 
@@ -94,7 +99,6 @@ class S3Client:
     def __init__(self, endpoint: Endpoint, *, deadline_seconds: float, num_connections: int = 8) -> None:
         self.endpoint = endpoint
         self.deadline_seconds = deadline_seconds
-        self._credentials = Credentials(endpoint.access_key, endpoint.secret_key, endpoint.session_token)
         self._base = urlsplit(endpoint.url)
         self._pool = urllib3.PoolManager(
             maxsize=num_connections,
@@ -125,12 +129,20 @@ class S3Client:
         while True:
             tries += 1
             try:
+                keys = self._keys()
                 status, reply_headers, data = self._once(
-                    method, key, query or {}, headers or {}, body, into, accept, deadline
+                    method, key, query or {}, headers or {}, body, into, accept, deadline, keys
                 )
                 if status in accept:
                     return Reply(status, reply_headers, data, ambiguous)
                 code, detail = _error_code(data)
+                if code in _KEYS_OVER and tries == 1 and isinstance(self.endpoint.credentials, LentKeys):
+                    self.endpoint.credentials.refused(keys)
+                    raise _AwayError(code, applied=False)
+                if status == 403 and method in ("GET", "HEAD") and self._is_absent(key, code):
+                    status, code = 404, "NoSuchKey"
+                    if status in accept:
+                        return Reply(status, reply_headers, data, ambiguous)
                 if status not in _TRANSIENT and code not in _TRANSIENT_CODES:
                     raise _in_words(status, code, detail, where, self.endpoint.url)
                 raise _AwayError(f"{status} {code or detail}".strip(), applied=status >= 500)
@@ -156,6 +168,7 @@ class S3Client:
         into: memoryview | None,
         accept: Sequence[int],
         deadline: float,
+        keys: Credentials,
     ) -> tuple[int, Mapping[str, str], bytes]:
         url = self._url(key, query)
         left = max(deadline - time.monotonic(), 0.1)
@@ -165,7 +178,7 @@ class S3Client:
                 method,
                 url.geturl(),
                 body=_sent(body, deadline) if body else None,
-                headers=self._signed(method, url, headers, body),
+                headers=self._signed(method, url, headers, body, keys),
                 timeout=timeout,
                 preload_content=False,
                 redirect=False,
@@ -203,8 +216,30 @@ class S3Client:
         text = "&".join(f"{quote(k, safe='')}={quote(v, safe='')}" for k, v in sorted(query.items()))
         return SplitResult(self._base.scheme, self._base.netloc, path, text, "")
 
+    def _is_absent(self, key: str, code: str) -> bool:
+        """AWS answers 403 for an absent key to whoever may list below a prefix only: the list tells."""
+        if not key or code not in ("", "AccessDenied"):
+            return False
+        query = {"list-type": "2", "prefix": key, "max-keys": "1"}
+        try:
+            listed = self.call("GET", query=query).data
+        except StoreError:
+            return False
+        return f"<Key>{escape(key)}</Key>".encode() not in listed
+
+    def _keys(self) -> Credentials:
+        try:
+            return self.endpoint.credentials.retrieve()
+        except TokenServiceAwayError as error:
+            raise _AwayError(str(error), applied=False) from None
+
     def _signed(
-        self, method: str, url: SplitResult, headers: Mapping[str, str], body: Sequence[Buffer]
+        self,
+        method: str,
+        url: SplitResult,
+        headers: Mapping[str, str],
+        body: Sequence[Buffer],
+        keys: Credentials,
     ) -> dict[str, str]:
         now = datetime.now(UTC)
         signed: dict[str, Any] = {
@@ -215,14 +250,14 @@ class S3Client:
         }
         if body or method in ("PUT", "POST"):
             signed["Content-Length"] = str(sum(len(memoryview(piece).cast("B")) for piece in body))
-        if self.endpoint.session_token:
-            signed["x-amz-security-token"] = self.endpoint.session_token
+        if keys.session_token:
+            signed["x-amz-security-token"] = keys.session_token
         sign_v4_s3(
             method=method,
             url=url,
             region=self.endpoint.region,
             headers=signed,
-            credentials=self._credentials,
+            credentials=keys,
             content_sha256="UNSIGNED-PAYLOAD",
             date=now,
         )

@@ -113,8 +113,10 @@ def test_only_the_driver_has_a_token(objects: list[Json]) -> None:
     assert spec["serviceAccountName"] == ("mlpipe-driver" if driver else "mlpipe-worker")
     assert "Secret" not in {found["kind"] for found in objects}
     for variable in spec["containers"][0]["env"]:
-        if variable["name"].startswith(("AWS_ACCESS", "AWS_SECRET")):
-            assert variable["valueFrom"]["secretKeyRef"] == {"name": "mlpipe-store", "key": variable["name"]}
+        if variable["name"].startswith(("AWS_ACCESS", "AWS_SECRET", "AWS_SESSION")):
+            optional = {"optional": True} if variable["name"] == "AWS_SESSION_TOKEN" else {}
+            key = {"name": "mlpipe-store", "key": variable["name"], **optional}
+            assert variable["valueFrom"]["secretKeyRef"] == key
 
 
 @pytest.mark.parametrize("objects", EVERY_OBJECT)
@@ -347,6 +349,54 @@ def test_certificates_and_proxy_reach_all_pods() -> None:
     (driver,) = driver_objects(RUN_ID, plan.store_url, cluster_of(plan), stage=None, spec_digest="")
     env = {one["name"]: one.get("value") for one in pod_of(driver)["containers"][0]["env"]}
     assert env["no_proxy"] == found["no_proxy"] + ",$(KUBERNETES_SERVICE_HOST)"
+
+
+STORE_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+
+
+def store_pods(*overrides: str) -> dict[str, tuple[Json, dict[str, Any]]]:
+    """Spec and variables of the pods of the quickstart's driver, training and promotion."""
+    plans = {stage: quickstart(stage, *overrides) for stage in ("train", "promote")}
+    objects = {stage: stage_objects(plan)[-1] for stage, plan in plans.items()}
+    train = plans["train"]
+    (objects["driver"],) = driver_objects(
+        RUN_ID, train.store_url, cluster_of(train), stage=None, spec_digest=""
+    )
+    specs = {name: pod_of(found) for name, found in objects.items()}
+    return {
+        name: (
+            spec,
+            {one["name"]: one.get("value", one.get("valueFrom")) for one in spec["containers"][0]["env"]},
+        )
+        for name, spec in specs.items()
+    }
+
+
+def test_driver_and_promotion_may_have_keys_of_their_own() -> None:
+    for name, (spec, env) in store_pods("kubernetes.store.driver_secret=driver").items():
+        secret = "mlpipe-store" if name == "train" else "driver"
+        assert {env[key]["secretKeyRef"]["name"] for key in STORE_KEYS} == {secret}
+        assert spec["serviceAccountName"] == ("mlpipe-driver" if name == "driver" else "mlpipe-worker")
+
+
+def test_with_web_identity_no_pod_has_keys_and_each_shows_a_token_for_the_store_alone() -> None:
+    identity = "{role: 'arn:aws:iam::1:role/w', driver_role: 'arn:aws:iam::1:role/d', audience: a, endpoint: 'http://s'}"
+    for name, (spec, env) in store_pods(f"kubernetes.store.web_identity={identity}").items():
+        assert not env.keys() & set(STORE_KEYS)
+        assert env["AWS_ROLE_ARN"] == f"arn:aws:iam::1:role/{'w' if name == 'train' else 'd'}"
+        assert env["AWS_ENDPOINT_URL_STS"] == "http://s"
+        assert env["AWS_WEB_IDENTITY_TOKEN_FILE"] == "/mlpipe/identity/token"
+        (volume,) = [found for found in spec["volumes"] if found["name"] == "identity"]
+        token = {"audience": "a", "expirationSeconds": 3600, "path": "token"}
+        assert volume["projected"] == {"sources": [{"serviceAccountToken": token}]}
+        assert {"name": "identity", "mountPath": "/mlpipe/identity", "readOnly": True} in spec["containers"][
+            0
+        ]["volumeMounts"]
+        assert spec["automountServiceAccountToken"] is (name == "driver")
+        account = "mlpipe-worker" if name == "train" else "mlpipe-driver"
+        assert spec["serviceAccountName"] == account
+    for _, env in store_pods("kubernetes.store.web_identity={}").values():
+        assert not env.keys() & {"AWS_ROLE_ARN", "AWS_ENDPOINT_URL_STS", *STORE_KEYS}
 
 
 def test_what_the_user_sets_cannot_overrule_what_the_pod_relies_on() -> None:
