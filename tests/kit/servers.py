@@ -71,6 +71,28 @@ class S3Server:
         address = self.endpoint.removeprefix("http://")
         Minio(address, access_key=ACCESS_KEY, secret_key=SECRET_KEY, secure=False).make_bucket(bucket)
 
+    def add_policy(self, name: str, document: dict[str, Any]) -> None:
+        """MinIO only: a policy that users and tokens may be given by its name."""
+        self._admin().policy_add(name, policy=document)
+
+    def add_user(self, name: str, document: dict[str, Any]) -> dict[str, str]:
+        """MinIO only: a user of that policy alone; `environment` with its keys."""
+        secret_key = f"{name}-secret"
+        admin = self._admin()
+        admin.user_add(name, secret_key)
+        self.add_policy(name, document)
+        admin.attach_policy([name], user=name)
+        return {**self.environment(), "AWS_ACCESS_KEY_ID": name, "AWS_SECRET_ACCESS_KEY": secret_key}
+
+    def _admin(self) -> Any:
+        from minio.credentials.providers import StaticProvider
+        from minio.minioadmin import MinioAdmin
+
+        address = self.endpoint.removeprefix("http://")
+        return MinioAdmin(
+            endpoint=address, credentials=StaticProvider(ACCESS_KEY, SECRET_KEY), region=REGION, secure=False
+        )
+
 
 def cache() -> Path:
     return Path(os.environ.get("MLPIPE_CACHE") or Path.home() / ".cache" / "mlpipe") / "servers"
@@ -134,9 +156,10 @@ def go(command: list[str], folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def s3_server(name: str, folder: Path) -> Iterator[S3Server]:
-    """Starts `name` ("minio" or "versitygw") on a free port of 127.0.0.1 with its data in `folder`, waits
-    until it answers, stops it in the end. Raises ServerMissingError when it is not built."""
+def s3_server(name: str, folder: Path, **variables: str) -> Iterator[S3Server]:
+    """Starts `name` ("minio" or "versitygw") on a free port of 127.0.0.1 with its data in `folder` and these
+    environment variables, waits until it answers, stops it in the end. Raises ServerMissingError when it
+    is not built."""
     program = binary(name)
     data = folder / "data"
     data.mkdir(parents=True)
@@ -147,7 +170,7 @@ def s3_server(name: str, folder: Path) -> Iterator[S3Server]:
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command,
-                env={**os.environ, **environment},
+                env={**os.environ, **environment, **variables},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -46,18 +47,43 @@ class Finding:
 
 
 @click.command()
-@click.option("--for", "target", type=click.Choice(["kubernetes"]), help="A cluster, not this machine.")
+@click.option(
+    "--for",
+    "target",
+    type=click.Choice(["kubernetes", "s3-policy"]),
+    help="A cluster, not this machine; or print the policy that keys of the store need.",
+)
 @click.option("--context", metavar="NAME", help="Of the kubeconfig. Default: its current one.")
 @click.option("--namespace", metavar="NAME", help="Default: the context's.")
+@click.option(
+    "--of",
+    "who",
+    type=click.Choice(["worker", "driver"]),
+    help="Of the policy; a driver's is a submitter's, too.",
+)
+@click.option("--run", "run_id", metavar="RUN", help="Of a worker's policy. Default: every run of the store.")
 @shared
 @click.pass_obj
-def command(session: Session, target: str | None, context: str | None, namespace: str | None) -> int:
+def command(
+    session: Session,
+    target: str | None,
+    context: str | None,
+    namespace: str | None,
+    who: Literal["worker", "driver"] | None,
+    run_id: str | None,
+) -> int:
     """Say what this machine and the store lack, or with --for a cluster and the store, each with its remedy.
 
     Exits 0 when a pipeline can be trained there, else 4.
+
+    `--for s3-policy --of worker|driver` prints the IAM policy document for the keys of the store.
     """
-    if target is None and (context is not None or namespace is not None):
+    if target != "kubernetes" and (context is not None or namespace is not None):
         raise click.UsageError("--context and --namespace are for --for kubernetes")
+    if (target == "s3-policy") != (who is not None) or (who is None and run_id is not None):
+        raise click.UsageError("--of worker|driver and --run are for --for s3-policy, which needs --of")
+    if who is not None:
+        return _policy(session, who, run_id)
     findings = list(examine(session) if target is None else examine_cluster(session, context, namespace))
     width = max(len(finding.name) for finding in findings)
     lines = []
@@ -71,6 +97,14 @@ def command(session: Session, target: str | None, context: str | None, namespace
     failed = any(finding.level == "fail" for finding in findings)
     session.result({"usable": not failed, "findings": [asdict(f) for f in findings]}, "\n".join(lines))
     return EXIT_CODES["infrastructure"] if failed else 0
+
+
+def _policy(session: Session, who: Literal["worker", "driver"], run_id: str | None) -> int:
+    from mlpipe.store.s3_policy import policy
+
+    document = policy(session.full_store_url(), who, run_id)
+    session.result(document, json.dumps(document, indent=2))
+    return 0
 
 
 def examine(session: Session) -> Iterator[Finding]:

@@ -75,7 +75,7 @@ def cluster_plan(pipeline: Pipeline, stage: Stage, resources: Resources | None) 
         volumes=tuple(c.Volume(**found.model_dump()) for found in spec.volumes),
         env_from=tuple(_env_from(found) for found in spec.env_from),
         secret_env={name: c.SecretKey(found.secret, found.key) for name, found in spec.secret_env.items()},
-        store_secret=spec.store.secret,
+        store_secret=spec.store.secret or "mlpipe-store",
         store_endpoint=spec.store.endpoint,
         store_region=spec.store.region,
         ca_bundle=c.CaBundle(**spec.ca_bundle.model_dump()) if spec.ca_bundle else None,

@@ -75,10 +75,10 @@ class WebIdentity(Model):
 class ClusterStore(Model):
     """How pods reach an S3 store; a folder needs a volume instead."""
 
-    secret: f.ObjectName = Field(
-        "mlpipe-store",
+    secret: f.ObjectName | None = Field(
+        None,
         description="Secret with the keys AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, for keys that end, "
-        "AWS_SESSION_TOKEN.",
+        "AWS_SESSION_TOKEN. Default: `mlpipe-store`.",
     )
     driver_secret: f.ObjectName | None = Field(
         None,

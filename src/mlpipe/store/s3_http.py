@@ -16,7 +16,6 @@ from http.client import HTTPException
 from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 from xml.etree import ElementTree
-from xml.sax.saxutils import escape
 
 import urllib3
 from minio.credentials.credentials import Credentials
@@ -222,10 +221,10 @@ class S3Client:
             return False
         query = {"list-type": "2", "prefix": key, "max-keys": "1"}
         try:
-            listed = self.call("GET", query=query).data
-        except StoreError:
+            listed = ElementTree.fromstring(self.call("GET", query=query).data)
+        except (StoreError, ElementTree.ParseError):
             return False
-        return f"<Key>{escape(key)}</Key>".encode() not in listed
+        return all(found.text != key for found in listed.iterfind(".//{*}Key"))
 
     def _keys(self) -> Credentials:
         try:

@@ -38,11 +38,15 @@ kubernetes: {form: jobset, volcano_queue: q}
 stages: [{name: a, command: [x], resources: {hardware: measured.json}}]
 """
 REQUIRED = VOLCANO.replace("volcano_queue: q", "queue: q, topology: {required: example.com/rack}")
+IDENTITY = VOLCANO.replace(
+    "volcano_queue: q",
+    "store: {web_identity: {role: arn:aws:iam::1:role/w, driver_role: arn:aws:iam::1:role/d, endpoint: http://s}}",
+)
 
 
 def documents() -> list[Any]:
     texts = [(GOOD / f"{name}.yaml").read_text() for name in ("everything", "kubernetes", "own")]
-    found = [load_pipeline_text(text, "p.yaml") for text in (*texts, VOLCANO, REQUIRED)]
+    found = [load_pipeline_text(text, "p.yaml") for text in (*texts, VOLCANO, REQUIRED, IDENTITY)]
     return [yaml.safe_load(pipeline.resolved_yaml()) for pipeline in found]
 
 

@@ -1,0 +1,52 @@
+"""The documents' form; that they do what they say: tests/services/test_s3_keys.py, on a real MinIO."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mlpipe._core.errors import StoreError
+from mlpipe.store.s3_policy import policy
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("url", "run_id", "readable"),
+    [
+        ("s3://b/team/x", "r", "team/x/runs/r/*"),
+        ("s3://b/team/x/", None, "team/x/runs/*/*"),
+        ("s3://b", "r", "runs/r/*"),
+    ],
+)
+def test_a_workers_policy_names_its_run(url, run_id, readable):
+    listed, read, written = policy(url, "worker", run_id)["Statement"]
+    assert listed["Condition"] == {"StringLike": {"s3:prefix": [readable]}}
+    assert read["Resource"] == [f"arn:aws:s3:::b/{readable}"]
+    assert all(key.startswith(f"arn:aws:s3:::b/{readable[:-1]}stages/*/") for key in written["Resource"])
+
+
+def test_documents_fit_where_they_go():
+    """A managed policy of AWS has at most 6,144 characters without white space."""
+    for who in ("worker", "driver"):
+        text = json.dumps(policy(f"s3://{'b' * 63}/{'p' * 200}", who), separators=(",", ":"))
+        assert len(text) <= 6144
+
+
+@pytest.mark.parametrize(
+    ("url", "who", "run_id"),
+    [
+        ("./runs", "driver", None),
+        ("s3://", "driver", None),
+        ("s3://b/*", "driver", None),
+        ("s3://b/${jwt:sub}", "worker", None),
+        ("s3://b", "worker", "../x"),
+        ("s3://b", "worker", "*"),
+        ("s3://b", "driver", "r"),
+    ],
+)
+def test_what_would_open_more_than_asked_is_refused(url, who, run_id):
+    with pytest.raises(StoreError) as caught:
+        policy(url, who, run_id)
+    assert caught.value.kind == "input"
