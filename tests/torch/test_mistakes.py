@@ -23,7 +23,7 @@ MODELS = {
     "no module": ("kit.absent:build", {}, (), "cannot be imported: No module named 'kit.absent'"),
     "no function": ("kit.models:absent", {}, (), "module kit.models has no function 'absent'"),
     "wrong args": ("kit.models:misbehaving", {"width": 3}, (), "does not take these args"),
-    "fails": ("kit.models:plain", {"dim": "wide"}, (), "failed to build the model on the meta device"),
+    "fails": ("kit.models:plain", {"dim": "wide"}, (), "failed to build the model: TypeError"),
     "not a module": ("kit.models:not_a_module", {}, (), "returned str, not an nn.Module"),
     "two inputs": ("kit.models:two_inputs", {}, (), "forward needs inputs, mask"),
     "unknown block": ("kit.models:plain", {}, ("layers",), "no module 'layers' to use as a block"),

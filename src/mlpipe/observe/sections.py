@@ -223,12 +223,15 @@ def evaluate_section(stage: StageView) -> Html:
     passed = found.get("passed")
     gate = found.get("gate")
     verdict = {True: "passed", False: "not passed"}.get(passed) if isinstance(passed, bool) else None
+    in_nats = found.get("val_perplexity") is not None  # else a loss of the model's own
     numbers = {
         "checkpoint of": plan.train_stage if plan is not None else None,
-        "validation loss": _number(found.get("val_loss"), " nats per token"),
+        "validation loss": _number(found.get("val_loss"), " nats per token" if in_nats else ""),
         "perplexity": _number(found.get("val_perplexity")),
         "bits per byte": _number(found.get("val_bits_per_byte")),
-        "over": f"{found['num_tokens']:,.0f} tokens" if found.get("num_tokens") else None,
+        "over": f"{found['num_tokens']:,.0f} {'tokens' if in_nats else 'targets'}"
+        if found.get("num_tokens")
+        else None,
         "gate": f"{gate}: {verdict or 'not decided'}" if gate else None,
         "prompt": plan.prompt if plan is not None else None,
     }

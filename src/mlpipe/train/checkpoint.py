@@ -285,12 +285,13 @@ class _Staged:
 
 def share(tensors: Iterable[Owned]) -> list[Owned]:
     """What this rank writes: of a box that several ranks hold, exactly one of them writes it, chosen such
-    that their bytes balance (greedy, the same on every rank)."""
+    that their bytes balance (greedy, the same on every rank). A buffer is written by the first: between two
+    steps running statistics differ, and that one's are what all ranks go on with."""
     written: dict[int, list[int]] = {}
     mine = []
     for item in tensors:
         loads = written.setdefault(item.num_copies, [0] * item.num_copies)
-        writer = loads.index(min(loads))
+        writer = 0 if item.is_buffer else loads.index(min(loads))
         loads[writer] += item.local.nbytes
         if writer == item.copy and item.local.numel():
             mine.append(item)

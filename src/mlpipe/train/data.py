@@ -40,7 +40,7 @@ def open_dataset(plan: DataPlan, *, split: str, seq_len: int) -> Any:
         ) from error
     try:
         num_samples = len(dataset)
-        sample = dataset[0]
+        sample, last = dataset[0], dataset[num_samples - 1]
     except Exception as error:
         raise TrainError(
             f"its data set is not map-style: {type(error).__name__}: {error}",
@@ -55,6 +55,8 @@ def open_dataset(plan: DataPlan, *, split: str, seq_len: int) -> Any:
             hint='return {"inputs": tensor, "targets": tensor} for each index',
             kind="input",
         )
+    if _form(last) != _form(sample):
+        raise _unlike(0, sample, num_samples - 1, last, entry.entry)
     return dataset
 
 
@@ -122,4 +124,26 @@ def collate(dataset: Any, indices: NDArray[np.int64]) -> Batch:
         windows = torch.from_numpy(dataset.windows(indices))
         return {"inputs": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}
     samples = [dataset[int(index)] for index in indices]
-    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    try:
+        return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    except (RuntimeError, KeyError, TypeError) as error:
+        odd = next((i for i, sample in enumerate(samples) if _form(sample) != _form(samples[0])), None)
+        if odd is None:
+            raise
+        raise _unlike(indices[0], samples[0], indices[odd], samples[odd], type(dataset).__name__) from error
+
+
+def _unlike(i: int, sample: Any, j: int, other: Any, where: str) -> TrainError:
+    return TrainError(
+        f"samples {i} and {j} cannot lie in one batch: {_form(sample)} and {_form(other)}",
+        where=where,
+        hint="return the same keys and shapes for every index: cut or pad what differs in length",
+        kind="input",
+    )
+
+
+def _form(sample: Any) -> str:
+    """Keys and shapes."""
+    if not isinstance(sample, dict):
+        return type(sample).__name__
+    return ", ".join(f"{key} {tuple(getattr(value, 'shape', ()))}" for key, value in sample.items())

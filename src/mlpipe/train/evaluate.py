@@ -13,9 +13,9 @@ from mlpipe._core.errors import TrainError
 from mlpipe.plan.gate import check, parse_gate
 from mlpipe.plan.plan import EvaluatePlan
 from mlpipe.store import catalogue
+from mlpipe.train.contract import check_call
 from mlpipe.train.data import collate, open_dataset, to_device
 from mlpipe.train.generate import generate
-from mlpipe.train.loss import IGNORED
 from mlpipe.train.model import build_model
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.apply import parallelize
@@ -45,7 +45,7 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
         item.local.requires_grad_(False)
     built.module.eval()
     session.record_start(part, start_step=found.step, resumed_from=found.key, num_params=None)
-    metrics = _validation_loss(session, plan, parallel.module)
+    metrics = _validation_loss(session, plan, built.model, parallel.module)
     sample = _sample(session, plan, built.model, parallel.module)
     passed = _passes(plan, metrics)
     session.recorder.write("evaluate", **metrics, gate=plan.gate, passed=passed, sample=sample)
@@ -71,9 +71,10 @@ def _passes(plan: EvaluatePlan, metrics: dict[str, float | None]) -> bool:
     value = metrics[gate.metric]
     if value is None:
         raise TrainError(
-            f"the gate asks for {gate.metric}, which needs token files that know their bytes",
+            f"the gate asks for {gate.metric}, which this evaluation does not have",
             where="evaluate.gate",
-            hint="use val_loss or val_perplexity with a data set of your own",
+            hint="val_perplexity needs mlpipe's cross-entropy, val_bits_per_byte also token files; ask for "
+            "val_loss",
             kind="input",
         )
     return check(gate, {gate.metric: value})
@@ -86,39 +87,41 @@ def _failed_gate(plan: EvaluatePlan, metrics: dict[str, float | None]) -> str:
 
 @torch.no_grad()
 def _validation_loss(
-    session: Session, plan: EvaluatePlan, module: torch.nn.Module
+    session: Session, plan: EvaluatePlan, model: torch.nn.Module, module: torch.nn.Module
 ) -> dict[str, float | None]:
-    """The first `max_tokens` of the split in order, spread over the data ranks. All ranks run the same number
-    of forwards (a sharded model needs that); what a rank lacks is padded with ignored targets. Batches
-    without targets cannot be padded: there the samples that do not fill a round are left out."""
+    """Of the first `max_tokens` of the split, each sample once: the split is cut into microbatches in order,
+    which are dealt to the data ranks. All ranks run the same number of forwards, since a sharded model
+    gathers its parameters and DDP sends its buffers there; the result of a forward for the others' sake is
+    dropped."""
     part = plan.train
     dataset = open_dataset(plan.data, split="validation", seq_len=part.model.seq_len)
+    one = collate(dataset, np.zeros(1, dtype=np.int64))
+    check_call(model, one, part.model.build.entry)
+    # mlpipe's cross-entropy, in nats a token; what a loss of one's own is of, nobody knows
+    in_nats = not hasattr(model, "loss") and "inputs" in one
     num_samples = min(len(dataset), max(1, plan.max_tokens // part.model.seq_len))
+    num_batches = math.ceil(num_samples / part.micro_batch)
     num_ranks = part.mesh.data_ranks
-    per_round = num_ranks * part.micro_batch
-    rounds = math.ceil(num_samples / per_round)
-    if "targets" not in collate(dataset, np.zeros(1, dtype=np.int64)):
-        rounds = max(1, num_samples // per_round)
     totals = torch.zeros(2, dtype=torch.float64)
-    for number in range(rounds):
+    for number in range(math.ceil(num_batches / num_ranks)):
         session.watchdog.beat("evaluating", number)
         first = (number * num_ranks + session.rank) * part.micro_batch
-        indices = np.arange(first, first + part.micro_batch)
-        batch = collate(dataset, np.minimum(indices, num_samples - 1))
-        if "targets" in batch:
-            batch["targets"][indices >= num_samples] = IGNORED
-        loss, count = module(to_device(batch, session.device))
+        indices = np.arange(first, min(first + part.micro_batch, num_samples))
+        if not len(indices):
+            module(to_device(one, session.device))
+            continue
+        loss, count = module(to_device(collate(dataset, indices), session.device))
         totals += torch.tensor([float(loss), float(count)], dtype=torch.float64)
     dist.all_reduce(totals)
-    nats, num_tokens = totals.tolist()
-    loss = nats / max(1.0, num_tokens)
+    total, num_tokens = totals.tolist()
+    loss = total / max(1.0, num_tokens)
     bits_per_byte = None
-    if plan.data.tokens is not None:
+    if in_nats and plan.data.tokens is not None:
         split = open_folder(plan.data.tokens).splits["validation"]
         bits_per_byte = loss / math.log(2) * split.num_tokens / split.num_bytes
     return {
         "val_loss": loss,
-        "val_perplexity": math.exp(min(loss, 700.0)),
+        "val_perplexity": math.exp(min(loss, 700.0)) if in_nats else None,
         "val_bits_per_byte": bits_per_byte,
         "num_tokens": int(num_tokens),
     }

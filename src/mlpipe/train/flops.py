@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from mlpipe._core.errors import TrainError
 from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.plan import ModelPlan, TrainPlan
 from mlpipe.train.model import Batch, LossModule, construct, load_entry
@@ -17,18 +18,21 @@ _SIDE_CPU, _SIDE = 1024, 8192  # of the matrices: a few, and about 1.5, millisec
 
 def count_flops_per_token(plan: ModelPlan, collated: Batch) -> float | None:
     """Of matmuls, convolutions and attention in one forward and backward over the microbatch `collated`, on
-    the meta device, divided by its samples times `seq_len`. None: the model cannot run there.
+    the meta device, divided by its samples times `seq_len`. None: the model cannot run there. Raises
+    TrainError (input) when what it returns is no loss.
 
     The counter's convention is torchtitan's: no causal discount. Attention goes by its plain formula, since
     the fused CPU kernel is not counted (torch 2.11 to 2.14).
     """
     try:
         model = construct(load_entry(plan.build), plan.build, torch.device("meta"))
-        module = LossModule(model.to("meta"), "cpu", bf16=False)
+        module = LossModule(model.to("meta"), "cpu", bf16=False, entry=plan.build.entry)
         batch = {name: tensor.to("meta") for name, tensor in collated.items()}
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             loss, _ = module(batch)
             loss.backward()
+    except TrainError:
+        raise
     except Exception:  # a model may well do what meta tensors cannot, and only a number is lost
         return None
     num_samples = len(next(iter(collated.values())))

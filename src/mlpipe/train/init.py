@@ -28,6 +28,64 @@ _IN_PLACE = {
 }  # fmt: skip
 
 
+# What stands in memory before init_weights(): NaN in every floating dtype, and nothing likely in the others.
+_UNWRITTEN_FLOAT, _UNWRITTEN = 0xFF, 0xA5
+
+
+def mark_unwritten(tensor: Tensor) -> Tensor:
+    """In place."""
+    local: Any = tensor.to_local() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    local.untyped_storage().fill_(_UNWRITTEN_FLOAT if is_float else _UNWRITTEN)
+    return tensor
+
+
+@torch.no_grad()
+def unwritten(model: nn.Module) -> list[str]:
+    """Parameters and buffers of which this rank holds a part that nobody filled since `mark_unwritten`, or
+    that was computed from such a part."""
+    return [
+        name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if _is_marked(tensor)
+    ]
+
+
+def refuse_unwritten(model: nn.Module, entry: str) -> None:
+    """Of parameters: a buffer may well hold NaN. Raises TrainError (input) with their names."""
+    parameters = dict(model.named_parameters())
+    if missing := [name for name in unwritten(model) if name in parameters]:
+        raise TrainError(
+            f"neither its constructor nor init_weights() fills {some_of(missing)}",
+            where=entry,
+            hint="fill every parameter in one of them",
+            kind="input",
+        )
+
+
+def some_of(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    local: Any = tensor.to_local() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    if not local.numel():
+        return False
+    if local.is_floating_point() or local.is_complex():
+        return bool(local.isnan().any())
+    return bool((local.reshape(-1).view(torch.uint8) == _UNWRITTEN).all())
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Of `source`, whole, into `target`, which is the same model, perhaps split over the ranks."""
+    whole: dict[str, Tensor] = dict(source.named_buffers(remove_duplicate=False))
+    whole.update(source.named_parameters(remove_duplicate=False))
+    for name, tensor in [*target.named_parameters(), *target.named_buffers()]:
+        if _is_sharded(tensor):
+            _keep_own(tensor, whole[name])  # type: ignore[arg-type]
+        else:
+            tensor.copy_(whole[name])
+
+
 def initialize(model: nn.Module, seed: int) -> None:
     """Calls `model.init_weights()`. Every rank has to call it. Raises TrainError (input) when it draws random
     numbers, or writes to parts of parameters, in a way that would differ between strategies."""

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,7 +19,8 @@ from mlpipe.plan.flops import CONVENTION
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.train.checkpoint import Checkpointer, Saved
-from mlpipe.train.data import ReadAhead, Stream, open_dataset, to_device
+from mlpipe.train.contract import check_call
+from mlpipe.train.data import ReadAhead, Stream, collate, open_dataset, to_device
 from mlpipe.train.model import Batch, build_model
 from mlpipe.train.optim import Optimizer, learning_rate
 from mlpipe.train.outcome import Outcome
@@ -53,6 +55,13 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
     dataset = open_dataset(plan.data, split="train", seq_len=plan.model.seq_len)
     built = build_model(plan.model, seed=plan.seed, device_type=session.device.type, bf16=bf16)
     num_params = sum(parameter.numel() for parameter in built.model.parameters())
+    sample = collate(dataset, np.zeros(2, dtype=np.int64))
+    check_call(built.model, sample, plan.model.build.entry)
+    flops = plan.num_flops_per_token
+    if flops is None:  # before the ranks spend time: it also shows what the model returns
+        from mlpipe.train.flops import count_flops_per_token
+
+        flops = count_flops_per_token(plan.model, collated=sample)
     parallel = parallelize(built, plan, session.device)
     optimizer = Optimizer(plan.optimizer, parallel)
     # before the first pass, so that they do not lie among what it leaves in the heap
@@ -99,11 +108,6 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
     if plan.resume or session.place.restart:
         position = resume(session, checkpointer, parallel, optimizer, agreement)
     restored = time.perf_counter()
-    flops = plan.num_flops_per_token
-    if flops is None:
-        from mlpipe.train.flops import count_flops_per_token
-
-        flops = count_flops_per_token(plan.model, collated=stream.step(0)[0])
     again: float | None = 0.0
     if plan.activation_checkpointing != "none":
         from mlpipe.train.flops import recomputed_flops_per_token

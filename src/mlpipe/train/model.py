@@ -1,28 +1,35 @@
 """A model out of the plan: built by its entry, checked against the contract, given a loss.
 
 The contract: `build(**args)` returns an nn.Module; its forward(inputs) gives logits (..., vocabulary), or
-it has `loss(batch) -> (sum, count)`; the blocks to shard, checkpoint and compile are its ModuleLists, or
-named in the spec; with `init_weights()` it is built on the meta device, without it on CPU under the seed.
+it has `loss(batch) -> (sum, count)` (more in contract.py); the blocks to shard, checkpoint and compile are
+its ModuleLists, or named in the spec; with `init_weights()` it is built on the meta device, without it, or
+where it brings weights of its own (`from_pretrained`), on the CPU under the seed.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import Entry, ModelPlan
+from mlpipe.train.contract import broken, check_targets, logits_of, sum_and_count
+from mlpipe.train.init import refuse_unwritten
 from mlpipe.train.loss import cross_entropy_sum
 
+_log = logging.getLogger(__name__)
 Batch = dict[str, torch.Tensor]
 
 
@@ -31,8 +38,9 @@ class LossModule(nn.Module):
     without targets gives logits: generation has to come in by the same door as training, since that is
     where a sharded model gathers its parameters."""
 
-    def __init__(self, model: nn.Module, device_type: str, bf16: bool) -> None:
+    def __init__(self, model: nn.Module, device_type: str, bf16: bool, entry: str = "") -> None:
         super().__init__()
+        self.entry = entry
         self.model = model
         self.device_type = device_type
         self.bf16 = bf16
@@ -41,37 +49,87 @@ class LossModule(nn.Module):
     def forward(self, batch: Batch) -> Any:
         with torch.autocast(self.device_type, torch.bfloat16, enabled=self.bf16):
             if hasattr(self.model, "loss"):
-                return self.model.loss(batch)
-            logits = self.model(batch["inputs"])
+                return sum_and_count(self.model.loss(batch), batch, self.entry, "loss")
+            if "inputs" not in batch:
+                return sum_and_count(self.model(**batch), batch, self.entry, "forward")
+            logits = logits_of(self.model(batch["inputs"]), self.entry)
         if "targets" not in batch:
             return logits
-        return cross_entropy_sum(logits, batch["targets"], fused=self.fused_loss)
+        targets = batch["targets"]
+        check_targets(logits, targets, self.entry)
+        if targets.dtype != torch.int64:
+            targets = targets.long()
+        return cross_entropy_sum(logits, targets, fused=self.fused_loss)
 
 
 @dataclass
 class BuiltModel:
+    """`construct`: builds the model again, on the CPU under the seed."""
+
     module: LossModule
     model: nn.Module
     blocks: list[nn.Module]
     on_meta: bool
+    construct: Callable[[], nn.Module]
 
 
 def build_model(plan: ModelPlan, *, seed: int, device_type: str, bf16: bool) -> BuiltModel:
     """Raises TrainError(kind="input") that names what of the contract the model does not keep."""
-    build = load_entry(plan.build)
-    model = construct(build, plan.build, torch.device("meta"))
-    on_meta = hasattr(model, "init_weights")
-    if not on_meta:
-        torch.manual_seed(seed)
-        model = construct(build, plan.build, torch.device("cpu"))
-    if not hasattr(model, "loss"):
-        _check_forward(model, plan.build.entry)
-    blocks = find_blocks(model, plan.blocks, plan.build.entry)
-    return BuiltModel(LossModule(model, device_type, bf16), model, blocks, on_meta)
+    entry = plan.build.entry
+    real = partial(_real, plan.build, seed)
+    model, why_not = _without_memory(plan.build)
+    on_meta = model is not None
+    if model is None:
+        model = real()
+        if hasattr(model, "init_weights"):
+            _log.warning("%s is taken as it is built, init_weights() is not called: %s", entry, why_not)
+        refuse_unwritten(model, entry)
+    blocks = find_blocks(model, plan.blocks, entry)
+    return BuiltModel(LossModule(model, device_type, bf16, entry), model, blocks, on_meta, real)
+
+
+def _without_memory(entry: Entry) -> tuple[nn.Module | None, str]:
+    """On the meta device; None, and why, where the model has to be built for real: nothing fills it later, or
+    it comes with weights that would be lost."""
+    build = load_entry(entry)
+    no_fill = _NoFill()
+    try:
+        # torch warns of weights that a model without memory cannot keep, which is seen to below
+        with warnings.catch_warnings(action="ignore"), torch.device("meta"), no_fill:
+            model = build(**entry.args)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+    if not hasattr(model, "init_weights"):
+        return None, "it has none"
+    if no_fill.loaded or not all(parameter.is_meta for parameter in model.parameters()):
+        return None, "the function loads weights"
+    return model, ""
+
+
+def _real(entry: Entry, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    with _fill_empty():
+        return construct(load_entry(entry), entry, torch.device("cpu"))
+
+
+@contextmanager
+def _fill_empty() -> Iterator[None]:
+    """torch.empty() gives NaN instead of what was in memory before."""
+    before = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 class _NoFill(TorchFunctionMode):
-    """On the meta device there is nothing to fill, but to do so torch imports sympy, 0.6 CPU seconds."""
+    """On the meta device there is nothing to fill, but to do so torch imports sympy, 0.6 CPU seconds.
+    `loaded`: whether values were copied into a parameter there, as load_state_dict does: they are lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,6 +138,8 @@ class _NoFill(TorchFunctionMode):
             tensor = args[0] if args else kwargs["tensor"]
             if tensor.is_meta:
                 return tensor
+        if func is torch.Tensor.copy_ and isinstance(args[0], nn.Parameter) and args[0].is_meta:
+            self.loaded = self.loaded or not args[1].is_meta
         return func(*args, **kwargs)
 
 
@@ -92,14 +152,14 @@ def load_entry(entry: Entry) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise _broken(
+        raise broken(
             entry.entry,
             f"cannot be imported: {error}",
             f"start mlpipe where `python -c 'import {module_name}'` works, or install the package",
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise _broken(
+        raise broken(
             entry.entry,
             f"module {module_name} has no function {function_name!r}",
             f"define `def {function_name}(...)` in {getattr(module, '__file__', module_name)}",
@@ -107,7 +167,7 @@ def load_entry(entry: Entry) -> Callable[..., Any]:
     try:
         inspect.signature(function).bind_partial(**entry.args)
     except TypeError as error:
-        raise _broken(
+        raise broken(
             entry.entry, f"does not take these args: {error}", "make `args` fit the function's parameters"
         ) from error
     return function
@@ -119,33 +179,18 @@ def construct(build: Callable[..., Any], entry: Entry, device: torch.device) -> 
         try:
             model = build(**entry.args)
         except Exception as error:
-            raise _broken(
+            raise broken(
                 entry.entry,
-                f"failed to build the model on the {device.type} device: {type(error).__name__}: {error}",
-                "build the plain module only: no .to(device), no .item(), no data in the constructor",
+                f"failed to build the model: {type(error).__name__}: {error}",
+                "build the plain module only: no .to(device), no data in the constructor",
             ) from error
     if not isinstance(model, nn.Module):
-        raise _broken(
+        raise broken(
             entry.entry,
             f"returned {type(model).__name__}, not an nn.Module",
             "return the plain, unwrapped torch.nn.Module",
         )
     return model
-
-
-def _check_forward(model: nn.Module, entry: str) -> None:
-    required = [
-        name
-        for name, parameter in inspect.signature(model.forward).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(required) > 1:
-        raise _broken(
-            entry,
-            f"its model's forward needs {', '.join(required)}; the loop passes inputs only",
-            "take one tensor and return logits, or define `loss(self, batch) -> (sum, count)`",
-        )
 
 
 def find_blocks(model: nn.Module, names: tuple[str, ...], entry: str) -> list[nn.Module]:
@@ -160,7 +205,7 @@ def find_blocks(model: nn.Module, names: tuple[str, ...], entry: str) -> list[nn
             module = model.get_submodule(name)
         except AttributeError as error:
             lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-            raise _broken(
+            raise broken(
                 entry,
                 f"the model has no module {name!r} to use as a block",
                 f"name one of its own in `blocks`{': ' + ', '.join(lists) if lists else ''}",
@@ -175,7 +220,3 @@ def _outermost_lists(module: nn.Module, found: list[nn.Module]) -> None:
             found += list(child)
         else:
             _outermost_lists(child, found)
-
-
-def _broken(entry: str, message: str, hint: str) -> TrainError:
-    return TrainError(message, where=entry, hint=hint, kind="input")

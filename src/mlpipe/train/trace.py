@@ -169,7 +169,7 @@ def _once(model: ModelPlan, data: DataPlan, precision: str, mode: Any, size: int
     plain = _build(model)
     if mode != "none":
         checkpoint_activations(find_blocks(plain, model.blocks, model.build.entry), mode)
-    module = LossModule(plain, "cpu", bf16=precision == "bf16")
+    module = LossModule(plain, "cpu", bf16=precision == "bf16", entry=model.build.entry)
     for parameter in module.parameters():
         if parameter.requires_grad:  # a gradient is not counted here: it goes as it comes
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))

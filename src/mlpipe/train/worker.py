@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -22,6 +23,10 @@ from mlpipe.train.watchdog import Watchdog
 
 # What a restart would only repeat.
 _FATAL_KINDS = ("input", "bug")
+_MISTAKES = (
+    TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, NotImplementedError,
+)  # fmt: skip
+_OF_MACHINES = "gloo|nccl|cuda|cudnn|cublas|connect|timed out|out of memory|socket|address|process"
 
 
 @dataclass(frozen=True)
@@ -85,11 +90,17 @@ def main() -> int:
     except Exception as error:
         traceback.print_exc()
         ended = outcome.failed(error, rank=place.rank, step=progress[0])
-        if _lost_peer(error):
-            ended = replace(ended, kind="infrastructure", message=f"lost a peer: {ended.message}")
         fatal = isinstance(error, MlpipeError) and (
             error.kind in _FATAL_KINDS or getattr(error, "fatal", False)
         )
+        if _lost_peer(error):
+            ended = replace(ended, kind="infrastructure", message=f"lost a peer: {ended.message}")
+        elif progress[0] == 0 and _repeats(error):
+            fatal = True
+            hint = (
+                "it failed before the first step was done, so it is not tried again; the rank's log has more"
+            )
+            ended = replace(ended, where=_place_in(error, plan) or ended.where, hint=hint)
         outcome.write(scratch, ended, fatal=fatal)
         return EXIT_CODES[ended.kind or "failed"]
 
@@ -103,6 +114,28 @@ def _lost_peer(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(found in str(error) for found in words)
     )
+
+
+def _repeats(error: Exception) -> bool:
+    """A mistake in code, which would fail at every try: no lost file, device, peer or memory."""
+    if (
+        type(error) is RuntimeError
+    ):  # torch's word for most things; lost peers and devices have subclasses too
+        return not re.search(_OF_MACHINES, str(error), re.IGNORECASE)
+    return isinstance(error, _MISTAKES)
+
+
+def _place_in(error: Exception, plan: Plan) -> str | None:
+    """file:line of the user's own code where it failed, if it did there."""
+    part = plan.train or plan.evaluate.train  # type: ignore[union-attr]
+    entries = [part.model.build, *([part.data.dataset] if part.data.dataset else [])]
+    packages = {entry.entry.partition(":")[0].partition(".")[0] for entry in entries} - {"mlpipe"}
+    found = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] in packages
+    ]
+    return found[-1] if found else None
 
 
 if __name__ == "__main__":

@@ -5,17 +5,29 @@ activation checkpointing -> compile -> shard -> real weights -> replicate.
 
 from __future__ import annotations
 
+import logging
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from mlpipe.plan.memory import is_sparing
 from mlpipe.plan.plan import SHARDED, TrainPlan
-from mlpipe.train.init import initialize
+from mlpipe.train.init import (
+    copy_weights,
+    initialize,
+    mark_unwritten,
+    refuse_unwritten,
+    some_of,
+    unwritten,
+)
 from mlpipe.train.model import BuiltModel
 from mlpipe.train.parallel.activations import checkpoint_activations
 from mlpipe.train.parallel.ddp import apply_ddp, apply_single
 from mlpipe.train.parallel.parallel import Parallel
 from mlpipe.train.parallel.zero1 import apply_zero1
+
+_log = logging.getLogger(__name__)
 
 
 def parallelize(built: BuiltModel, plan: TrainPlan, device: torch.device) -> Parallel:
@@ -59,15 +71,41 @@ def materialize(built: BuiltModel, seed: int, device: torch.device) -> None:
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         if hasattr(tensor, "to_local"):
-            return torch.empty_like(tensor, device=device)
+            return mark_unwritten(torch.empty_like(tensor, device=device))
         # as `to_empty`, whose `empty_like` of a meta tensor imports sympy: 0.6 CPU seconds a rank
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return mark_unwritten(
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        )
 
     module._apply(empty)
     for (owner, name), *others in ties:
         for other, other_name in others:
             other._parameters[other_name] = owner._parameters[name]
     initialize(built.model, seed)
+    if _anywhere(missing := unwritten(built.model), built.model):
+        _fill_rest(built, seed, missing)
+
+
+def _anywhere(missing: list[str], model: nn.Module) -> bool:
+    """The same on every rank: of a split tensor some may hold nothing that is missing."""
+    if not any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+        return bool(missing)
+    found = torch.tensor(len(missing))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)
+
+
+def _fill_rest(built: BuiltModel, seed: int, missing: list[str]) -> None:
+    """As in plain PyTorch: what the constructor gives, and init_weights() over it."""
+    entry = built.module.entry
+    _log.warning(
+        "init_weights() of %s does not fill %s: every rank builds the model for real once, on the CPU",
+        entry,
+        some_of(missing),
+    )
+    copy_weights(built.construct(), built.model)
+    initialize(built.model, seed)
+    refuse_unwritten(built.model, entry)
 
 
 def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -74,17 +76,24 @@ def finish(module: nn.Module, mesh: DeviceMesh, plan: TrainPlan, device: torch.d
         offset = tuple(offset) if local.numel() else (0,) * tensor.dim()
         owned.append(Owned(name, local, tuple(tensor.shape), offset, num_copies, copy, parameter))
     world_size = mesh.size()
-    owned += persistent_buffers(module, torch.distributed.get_rank(), world_size)
+    owned += persistent_buffers(module, dist.get_rank(), world_size)
     root = cast(FSDPModule, module)
     waits = Waits(device)
     waits.time_end_of_backward(module)
     time_collectives(module, waits)
 
+    # As DDP's, which sends them at the same moment: rank 0's, before the first microbatch of a step
+    buffers = list(module.buffers()) if any(item.is_buffer for item in owned) else []
+    send_buffers = waits.timed(partial(_broadcast, buffers)) if buffers else nothing
     told = True  # what FSDP2 does unasked: reduce, and reshard behind the backward
+    first = True
 
     @contextmanager
     def communicate(last: bool) -> Iterator[None]:
-        nonlocal told
+        nonlocal told, first
+        if first:
+            send_buffers()
+        first = last
         if last != told:  # each of these calls walks all modules
             # under hsdp copies are reduced once in any case: until then the sums of each lie in its shards
             root.set_requires_gradient_sync(last or plan.reduce_gradients == "every")
@@ -100,6 +109,12 @@ def finish(module: nn.Module, mesh: DeviceMesh, plan: TrainPlan, device: torch.d
         return [cast(Any, p.grad).to_local() for p in module.parameters() if p.grad is not None]
 
     return Parallel(module, owned, communicate, gradients, num_copies, nothing, waits)
+
+
+def _broadcast(buffers: list[torch.Tensor]) -> None:
+    """Rank 0's to all, in place: the call and the bucket's bytes of DDP."""
+    group = dist.distributed_c10d._get_default_group()
+    dist._broadcast_coalesced(group, buffers, 250 * 2**20, 0)  # type: ignore[attr-defined]
 
 
 def time_collectives(module: nn.Module, waits: Waits) -> None:
