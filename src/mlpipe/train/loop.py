@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,8 +18,7 @@ from mlpipe.plan.flops import CONVENTION
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.train.checkpoint import Checkpointer, Saved
-from mlpipe.train.contract import check_call
-from mlpipe.train.data import ReadAhead, Stream, collate, open_dataset, to_device
+from mlpipe.train.data import ReadAhead, Stream, open_dataset, to_device
 from mlpipe.train.model import Batch, build_model
 from mlpipe.train.optim import Optimizer, learning_rate
 from mlpipe.train.outcome import Outcome
@@ -28,7 +26,7 @@ from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.parallel.parallel import Owned, Parallel
 from mlpipe.train.reshard import load
 from mlpipe.train.session import Session, seed_step
-from mlpipe.train.warmup import is_due, rehearse, warm_up
+from mlpipe.train.warmup import is_due, rehearse, try_out, warm_up
 
 _log = logging.getLogger(__name__)
 _MAX_FAILED_SAVES = 3
@@ -55,13 +53,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
     dataset = open_dataset(plan.data, split="train", seq_len=plan.model.seq_len)
     built = build_model(plan.model, seed=plan.seed, device_type=session.device.type, bf16=bf16)
     num_params = sum(parameter.numel() for parameter in built.model.parameters())
-    sample = collate(dataset, np.zeros(2, dtype=np.int64))
-    check_call(built.model, sample, plan.model.build.entry)
-    flops = plan.num_flops_per_token
-    if flops is None:  # before the ranks spend time: it also shows what the model returns
-        from mlpipe.train.flops import count_flops_per_token
-
-        flops = count_flops_per_token(plan.model, collated=sample)
+    flops = try_out(plan, built.model, dataset)
     parallel = parallelize(built, plan, session.device)
     optimizer = Optimizer(plan.optimizer, parallel)
     # before the first pass, so that they do not lie among what it leaves in the heap

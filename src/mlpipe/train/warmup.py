@@ -1,4 +1,5 @@
-"""Before hours are spent: two passes of the plan at full shape, and what they needed beside what there is.
+"""Before hours are spent: a pass of a model of one's own without memory, which shows what it returns; two
+passes of the plan at full shape, and what they needed beside what there is.
 
 Nothing that counts is touched: no update is made, gradients and buffers are put back, every step seeds its
 own randomness, and the position in the data is a number that only steps move.
@@ -12,18 +13,34 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.units import format_bytes
 from mlpipe.plan.plan import SHARDED, TrainPlan
+from mlpipe.train.contract import check_call
+from mlpipe.train.data import collate
 from mlpipe.train.model import Batch
 from mlpipe.train.optim import Optimizer
 from mlpipe.train.parallel.parallel import Parallel
 
 _log = logging.getLogger(__name__)
+
+
+def try_out(plan: TrainPlan, model: torch.nn.Module, dataset: Any) -> float | None:
+    """FLOPs a token, as the plan says or counted. Raises TrainError (input) if the model and its data break a
+    rule of the contract, as far as that shows on the meta device; the first pass looks again."""
+    sample = collate(dataset, np.zeros(2, dtype=np.int64))
+    check_call(model, sample, plan.model.build.entry)
+    if plan.num_flops_per_token is not None:
+        return plan.num_flops_per_token
+    from mlpipe.train.flops import count_flops_per_token
+
+    return count_flops_per_token(plan.model, collated=sample)
 
 
 def is_due(plan: TrainPlan, device: torch.device) -> bool:
