@@ -336,6 +336,8 @@ class _Handler(BaseHTTPRequestHandler):
             server.note("MODIFIED" if name in server.held else "DELETED", plural, found)
         if self.command == "PATCH":
             found["metadata"].update(body.get("metadata", {}))
+            if "spec" in body:
+                found["spec"].update(body["spec"])
         return 200, found
 
     def _create(

@@ -21,7 +21,7 @@ READS = {"get", "list", "watch"}
 RUNS = READS | {"create", "delete"}
 OWNED = {"get", "list", "create", "patch", "delete"}
 DRIVER = {
-    "batch/jobs": RUNS,
+    "batch/jobs": RUNS | {"patch"},
     "jobset.x-k8s.io/jobsets": RUNS,
     "scheduling.volcano.sh/podgroups": OWNED,
     "/services": OWNED,

@@ -31,8 +31,9 @@ def command(session: Session, run_id: str, timeout: float) -> None:
 
     Returns when the run has stopped, 4 if it has not within --timeout. A run whose driver died is marked as
     cancelled, after what the driver left running was ended. Of a run that is a Jenkins build, the build is
-    aborted first.
+    aborted first. A run that was claimed and never begun (its client died) is cleared away.
     """
+    from mlpipe.store import runs
     from mlpipe.submit import builds
     from mlpipe.submit.driver import cancel
 
@@ -44,6 +45,10 @@ def command(session: Session, run_id: str, timeout: float) -> None:
             document = jenkins.stands(store, asked)
             session.result(document, f"{run_id}  cancelled before its build made a run")
             return
+    if runs.clear_claim(store, run_id):
+        text = f"{run_id}  was claimed and never begun; its id is free again"
+        session.result({"run_id": run_id, "store": store.url, "state": "cleared"}, text)
+        return
     who = f"cancelled by {getpass.getuser()} on {socket.gethostname()}"
     run = cancel(store, run_id, who, timeout_seconds=timeout)
     lines = [f"{run_id}  {outcome.colour(run.state)}"]

@@ -143,15 +143,14 @@ def _go_on(
     _start_driver(store, api, run_id, pipeline, only)
 
 
-def why_waiting(run: RunState) -> str:
+def why_undriven(run: RunState) -> str:
     """Of the driver itself: what the stages wait for, their driver writes into run.json."""
-    from mlpipe.submit.kubernetes import client_of, driver_labels
-    from mlpipe.submit.pending import why_pending
+    from mlpipe.submit import kubernetes
 
     try:
-        return why_pending(client_of(run), driver_labels(run.run_id))
+        return kubernetes.why_undriven(kubernetes.client_of(run), run.run_id)
     except MlpipeError as error:
-        return error.message
+        return f"its driver cannot be looked for: {error.message}"
 
 
 def _rendered(
@@ -189,8 +188,7 @@ def _follow(
     start_driver: Callable[[], None],
 ) -> int:
     """While the run has no driver, says why its pod does not run."""
-    from mlpipe.submit.kubernetes import driver_is_alive, driver_labels
-    from mlpipe.submit.pending import why_pending
+    from mlpipe.submit.kubernetes import driver_is_alive, why_undriven
 
     looked = driverless = 0.0
     said = ""
@@ -204,9 +202,9 @@ def _follow(
         looked = now
         if not driver_is_alive(api, run_id, only):
             return False
-        reason = why_pending(api, driver_labels(run_id))
+        reason = why_undriven(api, run_id)
         if reason and reason != said:
-            session.note(f"driver  {reason}")
+            session.note(reason)
             said = reason
         if now - driverless > _DRIVER_SECONDS:
             raise SubmitError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from mlpipe._core.errors import MlpipeError
 from mlpipe.cli.session import Session, overrides, shared
 
 
@@ -29,11 +30,19 @@ def command(session: Session, run_id: str, overrides: tuple[str, ...], stage: st
     from mlpipe.cli import cluster, foreground
     from mlpipe.store import runs
 
-    store = session.open_store()
-    if runs.read_run(store, run_id).backend != "kubernetes":
-        return foreground.drive_here(
-            session, store, run_id, only=stage, for_followers=here and stage is not None, overrides=overrides
-        )
-    if here:
-        return foreground.drive_for_cluster(session, store, run_id, only=stage)
+    try:
+        store = session.open_store()
+        if runs.read_run(store, run_id).backend != "kubernetes":
+            follow = here and stage is not None
+            return foreground.drive_here(
+                session, store, run_id, only=stage, for_followers=follow, overrides=overrides
+            )
+        if here:
+            return foreground.drive_for_cluster(session, store, run_id, only=stage)
+    except MlpipeError as error:
+        if here and error.kind == "input":
+            from mlpipe.submit.kubernetes import give_up_driver
+
+            give_up_driver(run_id, stage)
+        raise
     return cluster.resume(session, store, run_id, only=stage, overrides=overrides)

@@ -33,13 +33,19 @@ def command(session: Session, run_id: str) -> None:
     run = runs.read_run(store, run_id)
     found = outcome.document(store, run)
     found["driver_alive"] = runs.lease_is_live(run.driver)
-    if run.backend == "kubernetes" and run.state not in runs.RUN_ENDED and not found["driver_alive"]:
-        from mlpipe.cli.cluster import why_waiting
-
-        found["waits_for"] = why_waiting(run)
+    if not found["driver_alive"] and run.state not in runs.RUN_ENDED and run.message != runs.WAITS_FOR_STAGES:
+        found["waits_for"] = _why_undriven(run)
     for name, stage in found["stages"].items():
         stage["progress"] = progress(store, run, name)
     session.result(found, _text(run, found, live_line))
+
+
+def _why_undriven(run: RunState) -> str:
+    if run.backend == "kubernetes":
+        from mlpipe.cli.cluster import why_undriven
+
+        return why_undriven(run)
+    return f"nobody drives it; go on with mlpipe resume {run.run_id}"
 
 
 def progress(store: Store, run: RunState, stage: str) -> dict[str, Any] | None:
@@ -59,10 +65,10 @@ def _text(run: RunState, found: dict[str, Any], live_line: Any) -> str:
     if run.meta.get("jenkins_url"):
         lines.append(f"  made by {run.meta['jenkins_url']}")
     if found.get("waits_for"):
-        lines.append(f"  its driver does not run: {found['waits_for']}")
+        lines.append(f"  {found['waits_for']}")
     if run.driver is not None and run.state not in ("done", "failed", "cancelled"):
-        alive = "" if found["driver_alive"] else "; it is gone, go on with mlpipe resume " + run.run_id
-        lines.append(f"  driven by process {run.driver.pid} on {run.driver.host}{alive}")
+        when = "" if found["driver_alive"] else ", which is gone"
+        lines.append(f"  driven by process {run.driver.pid} on {run.driver.host}{when}")
     for line, stage in zip(outcome.stage_lines(run), found["stages"].values(), strict=True):
         lines.append(f"  {line}")
         if stage["progress"] is not None and stage["progress"]["step"] is not None:

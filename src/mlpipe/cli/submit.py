@@ -15,7 +15,6 @@ import click
 from mlpipe._core.errors import EXIT_CODES, StoreError, SubmitError
 from mlpipe.cli.session import Interrupt, Session, overrides, shared
 
-_CLAIM_SECONDS = 30.0  # between the two objects that a new run begins with
 _LET_GO_SECONDS = 10.0
 _MAX_TAKEOVERS = 5  # by one who follows; a driver that ended just before it was asked counts as well
 
@@ -236,13 +235,9 @@ def claim(
             cluster=cluster,
         )
     except StoreError as error:
-        if run_id is None or error.kind != "input":
+        # another branch of the build was quicker
+        if run_id is None or error.kind != "input" or not is_there(store, run_id, pipeline):
             raise
-        deadline = time.monotonic() + _CLAIM_SECONDS
-        while not is_there(store, run_id, pipeline):  # another branch of the build was quicker
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
         return run_id
 
 

@@ -1,6 +1,7 @@
 """Where a run stands: run.json, changed by conditional PUT; and the index, so that listing needs LIST only.
 
-    runs/<run-id>/pipeline.yaml     claims the id (created once, never changed)
+    index/<run-id>/000000-claimed   somebody is about to
+    runs/<run-id>/pipeline.yaml     claims the id (never changed once there is run.json)
     runs/<run-id>/run.json          RunState
     runs/<run-id>/cancel            why, once somebody asked for it
     index/<run-id>/<seq>-<state>    one small key per transition of the run
@@ -29,6 +30,9 @@ from mlpipe.store.base import Store
 
 SCHEMA_VERSION = 1
 POD_NAME, POD_UID = "MLPIPE_POD_NAME", "MLPIPE_POD_UID"  # variables of a driver's pod
+WAITS_FOR_STAGES = "waits for its other stages to be asked for"  # the message of a run that needs no driver
+_CLAIM_SECONDS = 30.0  # between pipeline.yaml and run.json: who takes longer is gone
+_RESTART_SECONDS = 120.0  # for a cluster to start a driver in place of one that let go
 _NUM_TRIES = 40
 _INDEX_KEY = re.compile(r"index/([^/]+)/([0-9]{6,})-([a-z]+)")
 
@@ -111,16 +115,27 @@ def create_run(
     meta: dict[str, Any],
 ) -> None:
     """Claims `run_id` and writes the run as pending. `meta["pipeline"]`, if given, is the pipeline's name.
-    Raises StoreError (input) when the id is taken."""
+    What a client that died left half claimed is taken over. Raises StoreError (input) when the id is
+    taken."""
     if not is_name(run_id):
         raise StoreError(f"{run_id!r} is not a run id", hint="use a-z, 0-9, '.', '_' and '-'", kind="input")
-    if not store.put_if_absent(f"runs/{run_id}/pipeline.yaml", pipeline_yaml.encode()):
-        raise StoreError(
-            f"run {run_id} exists already",
-            where=store.url,
-            hint=f"resume it (mlpipe resume {run_id}) or choose another id",
-            kind="input",
-        )
+    text = pipeline_yaml.encode()
+    taken = StoreError(
+        f"run {run_id} exists already",
+        where=store.url,
+        hint=f"resume it (mlpipe resume {run_id}) or choose another id",
+        kind="input",
+    )
+    if store.exists(_run_key(run_id)):
+        raise taken
+    store.put_if_absent(_claim_key(run_id), b"")
+    if not store.put_if_absent(_pipeline_key(run_id), text) and store.get(_pipeline_key(run_id)) != text:
+        deadline = time.monotonic() + _CLAIM_SECONDS
+        while time.monotonic() < deadline:
+            if store.exists(_run_key(run_id)):
+                raise taken
+            time.sleep(0.1)
+        store.put(_pipeline_key(run_id), text)
     now = time.time()
     state = RunState(
         schema_version=SCHEMA_VERSION,
@@ -137,8 +152,23 @@ def create_run(
         message="",
         meta=meta,
     )
-    store.put_if_absent(_run_key(run_id), to_json(state).encode())
+    if not store.put_if_absent(_run_key(run_id), to_json(state).encode()):
+        raise taken
+    if not store.exists(_pipeline_key(run_id)) or store.get(_pipeline_key(run_id)) != text:
+        store.put(
+            _pipeline_key(run_id), text
+        )  # of one who took over in vain, or cleared the claim, meanwhile
     _index(store, state)
+
+
+def clear_claim(store: Store, run_id: str) -> bool:
+    """Frees an id that was claimed and has no run; False if there is no such claim."""
+    if not is_name(run_id) or store.exists(_run_key(run_id)):
+        return False
+    if not (store.exists(_pipeline_key(run_id)) or store.exists(_claim_key(run_id))):
+        return False
+    store.delete([_pipeline_key(run_id), _claim_key(run_id)])
+    return True
 
 
 def read_run(store: Store, run_id: str) -> RunState:
@@ -148,7 +178,7 @@ def read_run(store: Store, run_id: str) -> RunState:
 
 def read_pipeline(store: Store, run_id: str) -> str:
     """The pipeline's YAML as it was asked for."""
-    return store.get(f"runs/{run_id}/pipeline.yaml").decode()
+    return store.get(_pipeline_key(run_id)).decode()
 
 
 def list_runs(store: Store) -> list[RunSummary]:
@@ -293,11 +323,28 @@ def lease_is_live(lease: Lease | None) -> bool:
     return lease.pod_uid == "" or lease.pod_uid != os.environ.get(POD_UID)
 
 
+def undriven_since(run: RunState) -> float | None:
+    """Unix seconds since which nobody drives a run that is under way, as far as its store tells; None where
+    somebody does, or need not. On a cluster another driver may be about to start."""
+    if run.state in RUN_ENDED or run.message == WAITS_FOR_STAGES or lease_is_live(run.driver):
+        return None
+    since = run.updated if run.driver is None else min(run.driver.expires, time.time())
+    return since if run.backend != "kubernetes" or time.time() - since > _RESTART_SECONDS else None
+
+
 # how it is kept
 
 
 def _run_key(run_id: str) -> str:
     return f"runs/{run_id}/run.json"
+
+
+def _pipeline_key(run_id: str) -> str:
+    return f"runs/{run_id}/pipeline.yaml"
+
+
+def _claim_key(run_id: str) -> str:
+    return f"index/{run_id}/000000-claimed"
 
 
 def _cancel_key(run_id: str) -> str:
@@ -319,9 +366,11 @@ def _read(store: Store, run_id: str) -> tuple[RunState, str]:
     except StoreError as error:
         if error.kind != "input":
             raise
-        raise StoreError(
-            f"there is no run {run_id}", where=store.url, hint="mlpipe list shows the runs", kind="input"
-        ) from None
+        message, hint = f"there is no run {run_id}", "mlpipe list shows the runs"
+        if store.exists(_pipeline_key(run_id)):
+            message = f"run {run_id} was claimed and not begun: its client died, or is just about to"
+            hint = f"submit it again, or free its id: mlpipe cancel {run_id}"
+        raise StoreError(message, where=store.url, hint=hint, kind="input") from None
     try:
         run = from_json(RunState, data)
     except (ValueError, RecursionError) as error:

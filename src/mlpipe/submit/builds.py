@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe._core.ids import is_name
 from mlpipe._core.serial import from_json, to_json
+from mlpipe.store import runs
 from mlpipe.store.base import Store
 
 SCHEMA_VERSION = 1
@@ -68,6 +69,7 @@ def forget(store: Store, run_id: str) -> None:
 
 def give_up(store: Store, run_id: str) -> None:
     """It was cancelled before there was a run."""
+    runs.clear_claim(store, run_id)
     store.delete([f"index/{run_id}/000000-queued"])
     store.put_if_absent(f"index/{run_id}/000000-cancelled", b"")
 

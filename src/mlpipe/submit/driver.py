@@ -71,6 +71,8 @@ def drive(
         except StoreError as error:
             if for_followers and error.kind == "input":
                 return runs.read_run(store, run_id)
+            if on_cluster and error.kind == "input":  # exit code 2 would end the driver's Job for good
+                raise SubmitError(error.message, where=error.where, hint=error.hint) from None
             raise
         if not on_cluster:
             _clear_orphans(store, former)

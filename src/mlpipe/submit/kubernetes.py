@@ -8,6 +8,7 @@ from the outcomes that its launchers left in the store, never from the end of a 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from mlpipe.plan.plan import Plan
 from mlpipe.render import names
 from mlpipe.render.kubernetes import driver_objects, stage_objects
 from mlpipe.store.base import Store
-from mlpipe.store.runs import RUN_ENDED, RunState, read_run
+from mlpipe.store.runs import POD_UID, RUN_ENDED, RunState, read_run
 from mlpipe.submit.cluster_api import (
     NO_KUEUE,
     ApiError,
@@ -348,6 +349,34 @@ def driver_is_alive(api: ClusterApi, run_id: str, only: str | None) -> bool:
     """Whether the driver's Job is there and has not ended, though its pod may be between two starts."""
     found = api.get("Job", names.driver_name(run_id, only))
     return found is not None and finished(found) is None
+
+
+def why_undriven(api: ClusterApi, run_id: str) -> str:
+    """Of a run under way without a live driver: what has become of that, and the remedy; "" when it is just
+    about to start."""
+    labels = driver_labels(run_id)
+    pods = sorted(api.list("Pod", labels), key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
+    if all(finished(job) is not None for job in api.list("Job", labels)):
+        words = last_words(pods[::-1])
+        end = f"it ended for good: {words}" if words else "its Job is gone"
+        return f"nobody drives it: {end}; go on with mlpipe resume {run_id}"
+    current = [pod for pod in pods if pod.get("status", {}).get("phase") != "Failed"]
+    if reason := why_pending(api, labels, pods=current):
+        return f"its driver does not run: {reason}"
+    words = last_words(pods[::-1])
+    return f"its driver fails and is started again: {words}" if words else ""
+
+
+def give_up_driver(run_id: str, only: str | None) -> None:
+    """For a driver in its pod, which is about to fail of what no other driver can mend: its Job makes no
+    other. Not by a podFailurePolicy: with that, the driver of a lost node would not be replaced."""
+    if not os.environ.get(POD_UID):
+        return
+    name = names.driver_name(run_id, only)
+    with contextlib.suppress(SubmitError):  # then the Job tries again, and so do we
+        api = connect()
+        if (job := api.get("Job", name)) is not None:
+            api.patch("Job", name, {"spec": {"backoffLimit": job.get("status", {}).get("failed", 0)}})
 
 
 def pod_has_ended(api: ClusterApi, name: str, uid: str) -> bool:

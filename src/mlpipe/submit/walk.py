@@ -366,7 +366,7 @@ class Walk:
         elif self._stop.kind is not None:
             state, message = "cancelled", self._stop.why
         else:
-            state, message = "running", "waits for its other stages to be asked for"
+            state, message = "running", runs.WAITS_FOR_STAGES
         self._update(lambda run: replace(run, state=state, message=message))
         if state == "cancelled":
             self._wanted.drop()

@@ -53,6 +53,37 @@ def test_a_run_is_created_once_read_and_listed(store):
     ]
 
 
+def test_of_two_who_take_over_a_half_claimed_id_one_does(store, monkeypatch):
+    """And the pipeline beside the run is that of the one."""
+    monkeypatch.setattr(runs, "_CLAIM_SECONDS", 0.0)
+    store.put("runs/r-1/pipeline.yaml", b"of the dead")
+    index = runs._index
+
+    def overtaken(*arguments):
+        monkeypatch.setattr(runs, "_index", index)
+        with pytest.raises(StoreError, match="exists already"):
+            runs.create_run(store, "r-1", "of the second", "sha-2", ["a"], "local", {})
+        index(*arguments)
+
+    monkeypatch.setattr(runs, "_index", overtaken)
+    runs.create_run(store, "r-1", "of the first", "sha-1", ["a"], "local", {})
+    assert runs.read_run(store, "r-1").spec_digest == "sha-1"
+    assert runs.read_pipeline(store, "r-1") == "of the first"
+    put = store.put_if_absent
+
+    def slow(key, data):
+        """The first was thought dead: just before it has the run, another takes over."""
+        if key == "runs/r-2/run.json":
+            monkeypatch.setattr(store, "put_if_absent", put)
+            store.put("runs/r-2/pipeline.yaml", b"of the second")
+        return put(key, data)
+
+    monkeypatch.setattr(store, "put_if_absent", slow)
+    runs.create_run(store, "r-2", "of the first", "sha-1", ["a"], "local", {})
+    assert runs.read_pipeline(store, "r-2") == "of the first"
+    assert not runs.clear_claim(store, "r-2")
+
+
 def test_listing_reads_no_object(store, monkeypatch):
     create(store)
     monkeypatch.setattr(store, "get", None)

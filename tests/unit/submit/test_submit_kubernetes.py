@@ -18,7 +18,7 @@ from kit import budget
 from kit.apiserver import TOKEN, ApiServer, Fault
 from kit.command_runs import Cli, until
 
-from mlpipe._core.errors import StoreError
+from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.cli.app import run_app
 from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
@@ -346,7 +346,7 @@ def test_a_driver_whose_pod_has_ended_is_not_waited_for(person, monkeypatch):
     elsewhere = replace(lost, pod_uid="another")
     runs.update_run(person.store, "r", lambda run: replace(run, driver=elsewhere))
     monkeypatch.setattr(driver, "_TAKEOVER_SECONDS", 0.0)
-    with pytest.raises(StoreError, match="is driven by process"):
+    with pytest.raises(SubmitError, match="is driven by process"):
         drive(person.store, "r", stop=stop)
 
 
@@ -405,11 +405,58 @@ def test_waiting_says_why_and_ends_as_the_run_does(person, monkeypatch):
     code, _ = person.submit("--run-id", "r", "--wait")
     played.join(60)
     text = person.said
-    assert "driver  pod p waits: 0/1 nodes are available: 1 Insufficient cpu" in text
+    assert "its driver does not run: pod p waits: 0/1 nodes are available: 1 Insufficient cpu" in text
     assert "a  running: pod a waits: exceeded quota" in text
     assert text.count("Insufficient cpu") == 1
     assert text.count("exceeded quota") == 1
     assert code == 5
+
+
+def test_a_run_whose_driver_is_gone_says_so_with_the_remedy(person):
+    person.submit("--run-id", "r")
+    assert "nobody drives it" not in person.mlpipe("status", "r")[1]
+    gone = runs.Lease("dead", "p", 1, time.time() - 1000.0)
+    runs.update_run(person.store, "r", lambda run: replace(run, state="running", driver=gone))
+    job = person.server.objects["jobs", "r-driver"]
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    ended = {"exitCode": 2, "message": "starting\nerror: pipeline.yaml:3: no such key\n"}
+    status = {"phase": "Failed", "containerStatuses": [{"state": {"terminated": ended}}]}
+    person.server.put("pods", {"metadata": {"name": "p", "labels": labels}, "status": status})
+    words = "pod p ended with exit code 2: pipeline.yaml:3: no such key"
+    assert f"its driver fails and is started again: {words}" in person.mlpipe("status", "r")[1]
+    job["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+    said = f"nobody drives it: it ended for good: {words}; go on with mlpipe resume r"
+    assert said in person.mlpipe("status", "r")[1]
+    person.server.drop("pods", "p")
+    person.server.drop("jobs", "r-driver")
+    said = "nobody drives it: its Job is gone; go on with mlpipe resume r"
+    assert said in person.mlpipe("status", "r")[1]
+    assert "nobody drives it: mlpipe resume r" in person.mlpipe("list")[1]
+    waits = {"message": runs.WAITS_FOR_STAGES}
+    runs.update_run(person.store, "r", lambda run: replace(run, **waits))  # as between two builds' stages
+    assert "nobody drives it" not in person.mlpipe("status", "r")[1] + person.mlpipe("list")[1]
+
+
+def test_a_driver_that_no_other_could_better_ends_its_job(person, monkeypatch):
+    person.submit("--run-id", "r")
+    job = person.server.objects["jobs", "r-driver"]
+    job["status"] = {"failed": 3}
+    before = job["spec"]["backoffLimit"]
+    path = person.folder / "store/runs/r/pipeline.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("stages", "stagecoaches"))
+    assert person.mlpipe("resume", "r", "--here")[0] == 2
+    assert job["spec"]["backoffLimit"] == before  # of somebody else than the driver
+    monkeypatch.setenv(runs.POD_UID, "u")
+    path.write_text(text)
+    monkeypatch.setattr(driver, "_TAKEOVER_SECONDS", 0.0)
+    runs.take_lease(person.store, "r", "another", 60)
+    assert person.mlpipe("resume", "r", "--here")[0] == 4
+    assert job["spec"]["backoffLimit"] == before  # the other may die
+    runs.release_lease(person.store, "r", "another")
+    path.write_text(text.replace("stages", "stagecoaches"))
+    assert person.mlpipe("resume", "r", "--here")[0] == 2
+    assert job["spec"]["backoffLimit"] == 3
 
 
 def test_an_api_server_that_goes_away_while_waiting(person, monkeypatch):

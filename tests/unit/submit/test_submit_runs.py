@@ -188,12 +188,33 @@ def test_a_killed_driver_takes_its_stages_along_and_resume_goes_on(cli: Cli):
     holder = stored(cli)["driver"]["holder"]
     running.kill()
     running.communicate()
-    assert "is gone, go on with mlpipe resume r" in cli("status", "r").stdout
+    assert "nobody drives it; go on with mlpipe resume r" in cli("status", "r").stdout
+    assert "nobody drives it: mlpipe resume r" in cli("list").stdout
     (cli.folder / "go").touch()
     document = cli.json("resume", "r")
     assert document["state"] == "done"
     assert [stage["attempt"] for stage in document["stages"].values()] == [1, 2]
     assert process.members(holder) == []
+
+
+@pytest.mark.parametrize("half", ["of this pipeline", "of another"])
+def test_an_id_that_a_dead_client_claimed_is_shown_taken_over_or_cleared(cli: Cli, half: str, monkeypatch):
+    spec = write_spec(cli.folder, {"a": shell("true")})
+    for run in ("r", "s"):
+        claimed = cli.store / "runs" / run / "pipeline.yaml"
+        claimed.parent.mkdir(parents=True)
+        claimed.write_text(spec.read_text() + ("" if half == "of this pipeline" else "# before"))
+        (cli.store / "index" / run).mkdir(parents=True)
+        (cli.store / "index" / run / "000000-claimed").touch()
+    listed = cli("list").stdout
+    assert listed.count("claimed") == 2
+    assert "mlpipe cancel r" in listed
+    assert "was claimed and not begun" in cli("status", "r", code=2).stderr
+    cli("submit", "pipeline.yaml", "--run-id", "r", "--wait")
+    assert (cli.store / "runs/r/pipeline.yaml").read_text() == spec.read_text()
+    assert "its id is free again" in cli("cancel", "s").stdout
+    assert not (cli.store / "runs/s/pipeline.yaml").exists()
+    assert [found["state"] for found in cli.json("list")["runs"]] == ["done"]
 
 
 def test_cancel_replaces_a_dead_driver(cli: Cli):
