@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -204,3 +205,36 @@ def test_n_steps_equal_half_then_kill_9_then_the_rest(folder, tmp_path, world):
     found = processes.digests(store, plan)
     assert found[STEPS, 2] == whole[STEPS, 1]
     assert found[HALF, 1] == whole[HALF, 1]
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_by_all_ranks(folder, tmp_path):
+    """Only rank 1 reads what is damaged. The run goes on from the checkpoint before, and says so; with one
+    checkpoint to keep, the damaged one does not push out those that the run makes."""
+    shutil.copytree(folder / "parts" / "runs" / "fsdp-2", tmp_path / "store" / "runs" / "fsdp-2")
+    store = FolderStore(tmp_path / "store")
+    plan = plans.train_plan(
+        tmp_path / "store",
+        folder / "tokens",
+        strategy="fsdp",
+        steps=STEPS,
+        run_id="fsdp-2",
+        attempt=3,
+        model=user("plain"),
+    )
+    plan = replace(plan, train=replace(plan.train, checkpoint=replace(plan.train.checkpoint, keep=1)))
+    *_, before, newest = catalogue.list_checkpoints(store, plan.stage_key)
+    assert newest.step == STEPS
+    blob = tmp_path / "store" / newest.key / "model-00001"
+    blob.write_bytes(blob.read_bytes()[:-1] + b"!")
+    plans.run_together([plan], tmp_path / "run")
+
+    start = next(record for record in plans.records(tmp_path / "store", plan) if record["kind"] == "start")
+    assert (start["start_step"], start["resumed_from"]) == (before.step, before.key)
+    (note,) = start["notes"]
+    assert f"that of step {STEPS} is damaged ({newest.key}/model-00001: block 0 is corrupt" in note
+    assert f"{STEPS - before.step} steps are computed again" in note
+    event = json.loads(store.get(f"{plan.attempt_key}/events.jsonl"))
+    assert (event["kind"], event["step"], event["given_up"]) == ("fallback", before.step, [newest.key])
+    whole = processes.digests(FolderStore(folder / "whole"), plan)
+    assert processes.digests(store, plan)[STEPS, 3] == whole[STEPS, 1]
+    assert [item.attempt for item in catalogue.list_checkpoints(store, plan.stage_key)] == [2, 3]

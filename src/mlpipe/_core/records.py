@@ -9,7 +9,8 @@ start       world_size, strategy, mesh, device, num_params, num_flops_per_token,
             num_hardware_flops_per_token (with what is computed again; null if unknown), flops_convention,
             peak_flops, peak_name, start_step (0, or the step resumed from), resumed_from (key or null),
             steps, seq_len, global_batch, precision, torch, host, pid, metrics_port (or null),
-            seconds_since_spawn, restore_seconds (of that, loading the checkpoint)
+            seconds_since_spawn, restore_seconds (of that, loading the checkpoint), notes (a list: what a
+            person should know, such as damaged checkpoints that were passed over)
 step        step (1-based, after the update), loss (mean over the global batch's target tokens, nats),
             lr, grad_norm, tokens (of this rank), seconds (of the whole step), data_seconds,
             compute_seconds (this rank's own work), collective_seconds (this rank waiting for others or for
@@ -23,8 +24,9 @@ checkpoint  step, key, bytes (of this rank), stall_seconds, save_seconds (until 
 evaluate    val_loss, val_perplexity, val_bits_per_byte, num_tokens, gate, passed, sample (rank 0 only)
 signal      step, signal (the step boundary at which the ranks agreed to stop)
 end         outcome ("done" | "saved" | "failed"), step, message
-submitted   (this and the next two: in the attempt's events.jsonl) by the driver, before it starts the attempt
+submitted   (this and the next three: in the attempt's events.jsonl) by the driver, before the attempt starts
 launched    by the first node's launcher, before it starts the workers; again if a gang is restarted
+fallback    by rank 0, when it went back behind damaged checkpoints: step, given_up (keys), why (a list)
 ended       by the same launcher, when they are gone: outcome, message
 """
 

@@ -1,4 +1,4 @@
-"""`mlpipe checkpoints list|verify|prune|export RUN`: the catalogue of a run's checkpoints."""
+"""`mlpipe checkpoints list|verify|prune|discard|export RUN`: the catalogue of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ step_option = click.option("--step", type=click.IntRange(min=0), help="Default: 
 
 @click.group()
 def command() -> None:
-    """List, verify, prune or export the checkpoints of a run."""
+    """List, verify, prune, discard or export the checkpoints of a run."""
 
 
 @command.command("list")
@@ -78,21 +78,42 @@ def verify(session: Session, run_id: str, stage: str | None, step: int | None) -
 @click.pass_obj
 def prune(session: Session, run_id: str, stage: str | None, keep: int) -> None:
     """Delete all but the latest checkpoints of a run that nobody drives."""
-    from mlpipe.store import catalogue, runs
+    from mlpipe.store import catalogue
 
     store = session.open_store()
-    if runs.lease_is_live(runs.read_run(store, run_id).driver):
-        raise StoreError(
-            f"run {run_id} is being driven",
-            hint="it prunes by itself (checkpoint.keep); cancel it first, or wait",
-            kind="input",
-        )
+    _check_undriven(store, run_id)
     deleted = []
     for key in sorted({item.key.partition("/checkpoints/")[0] for item in _find(store, run_id, stage)}):
         deleted += catalogue.prune(store, key, keep)
     session.result(
         {"deleted": deleted}, "\n".join(f"deleted {key}" for key in deleted) or "nothing to delete"
     )
+
+
+@command.command()
+@click.argument("run_id", metavar="RUN")
+@click.argument("step", type=click.IntRange(min=0))
+@stage_option
+@shared
+@click.pass_obj
+def discard(session: Session, run_id: str, step: int, stage: str | None) -> None:
+    """Delete the checkpoint of one step of a run that nobody drives.
+
+    The next resume goes on from the one before it, or from the start. A training that was done with this
+    checkpoint is done again from there.
+    """
+    from mlpipe.store import catalogue
+
+    store = session.open_store()
+    _check_undriven(store, run_id)
+    chosen = _chosen(_find(store, run_id, stage), step, run_id)
+    if len({item.key.partition("/checkpoints/")[0] for item in chosen}) > 1:
+        raise click.UsageError(f"several stages have a checkpoint of step {step}: name one with --stage")
+    for item in chosen:
+        catalogue.discard(store, item.key)
+    session.result({"deleted": [item.key for item in chosen]}, "\n".join(f"deleted {c.key}" for c in chosen))
+    left = catalogue.latest(store, chosen[0].key.partition("/checkpoints/")[0])
+    session.note(f"the latest is now that of step {left.step}" if left else "there is no other checkpoint")
 
 
 @command.command()
@@ -150,6 +171,17 @@ def _find(store: Store, run_id: str, stage: str | None) -> list[Checkpoint]:
         if stage in (None, name)
         for item in catalogue.list_checkpoints(store, f"runs/{run_id}/stages/{name}")
     ]
+
+
+def _check_undriven(store: Store, run_id: str) -> None:
+    from mlpipe.store import runs
+
+    if runs.lease_is_live(runs.read_run(store, run_id).driver):
+        raise StoreError(
+            f"run {run_id} is being driven",
+            hint="it prunes by itself (checkpoint.keep); cancel it first, or wait",
+            kind="input",
+        )
 
 
 def _chosen(found: list[Checkpoint], step: int | None, run_id: str) -> list[Checkpoint]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mlpipe.spec.model import Pipeline
     from mlpipe.store.base import Store
     from mlpipe.store.runs import RunState
+    from mlpipe.submit.changes import Changes
     from mlpipe.submit.cluster_api import ClusterApi
 
 _LOOK_SECONDS = 3.0  # between two looks at the cluster
@@ -82,21 +83,20 @@ def submit(session: Session, asked: Asked, wait: bool) -> int:
     return 0
 
 
-def resume(session: Session, store: Store, run_id: str, *, only: str | None, overrides: Sequence[str]) -> int:
+def resume(session: Session, store: Store, run_id: str, *, only: str | None, changes: Changes) -> int:
     from mlpipe.store import runs
-    from mlpipe.submit import planning
+    from mlpipe.submit.changes import prepare
     from mlpipe.submit.kubernetes import client_of
 
     run = runs.read_run(store, run_id)
-    asked = [*run.meta.get("set", []), *overrides]
-    pipeline = planning.load_stored(store, run_id, asked)
+    pipeline = prepare(store, run, changes, only).pipeline
     _rendered(session, pipeline, store.url, run_id, only, f"runs/{run_id}/pipeline.yaml")
     api = client_of(run)
 
     def start_driver() -> None:
         _go_on(session, store, api, pipeline, runs.read_run(store, run_id), only)
 
-    _go_on(session, store, api, pipeline, run, only, overrides)
+    _go_on(session, store, api, pipeline, run, only, changes)
     try:
         return _follow(session, store, api, run_id, only, start_driver)
     except KeyboardInterrupt:
@@ -110,36 +110,37 @@ def _go_on(
     pipeline: Pipeline,
     seen: RunState,
     only: str | None,
-    overrides: Sequence[str] = (),
+    changes: Changes | None = None,
 ) -> None:
     """Gives the run a driver, unless it has one. A run that has ended, as it was `seen`, is opened again by
     one of those who ask for it at once; the others adopt what that one started."""
     from mlpipe.store import runs
+    from mlpipe.submit.changes import apply, prepare, under_way
     from mlpipe.submit.kubernetes import await_end_of_driver
 
     run_id = seen.run_id
     run = await_end_of_driver(api, store, run_id, only)
+    running = any(stage.state == "running" for stage in run.stages.values())
+    if changes and (running or runs.lease_is_live(run.driver)):
+        raise under_way(run_id)
+    prepared = prepare(store, run, changes, only) if changes else None
+    again = prepared.again if prepared else ()
     overtaken = False
-    if only is None and seen.state in ("failed", "cancelled"):
+    if again or (only is None and seen.state in ("failed", "cancelled")):
         try:
-            runs.reopen(store, run_id, seen=seen)
+            runs.reopen(store, run_id, None if only is None else (), again=again, seen=seen)
         except StoreError:
             run = runs.read_run(store, run_id)
             overtaken = run.seq != seen.seq
             if not overtaken:
                 raise
+            if changes:
+                raise under_way(run_id) from None
             session.note(f"somebody else has resumed run {run_id} meanwhile: following that")
-    if overrides and (overtaken or runs.lease_is_live(run.driver)):
-        raise SubmitError(
-            f"run {run_id} is under way, and what it was asked for does not change meanwhile",
-            hint=f"mlpipe cancel {run_id} (it saves), then resume it",
-            kind="input",
-        )
+    if prepared is not None:
+        apply(store, run_id, prepared)
     if (overtaken and run.state in runs.RUN_ENDED) or not ask(store, pipeline, run_id, only):
         return
-    if overrides:
-        more = {"set": [*run.meta.get("set", []), *overrides]}
-        runs.update_run(store, run_id, lambda run: replace(run, meta={**run.meta, **more}))
     _start_driver(store, api, run_id, pipeline, only)
 
 

@@ -79,7 +79,8 @@ class Watcher:
             for record in tail.poll():
                 progress.add(record)
                 if record["kind"] == "start":
-                    self._say(name, start_line(record))
+                    for text in (start_line(record), *(record.get("notes") or ())):
+                        self._say(name, text)
             if progress.summary()["last_step_time"] is not None:
                 line = self._line(name, progress)
         if line:

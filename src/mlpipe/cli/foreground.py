@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from mlpipe.cli.session import Interrupt, Session
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
     from mlpipe.store.runs import RunState
+    from mlpipe.submit.changes import Changes
     from mlpipe.submit.walk import Stop
 
 
@@ -27,11 +28,12 @@ def drive_here(
     *,
     only: str | None = None,
     for_followers: bool = False,
-    overrides: Sequence[str] = (),
+    changes: Changes | None = None,
 ) -> int:
     """Drive `run_id` until it has ended; the exit code (`for_followers`: 0, they know). A signal once: save
     and stop. Twice: stop at once."""
     from mlpipe.store import runs
+    from mlpipe.submit.changes import NONE
     from mlpipe.submit.driver import drive
     from mlpipe.submit.walk import Stop
 
@@ -45,7 +47,7 @@ def drive_here(
                 stop=stop,
                 only=only,
                 for_followers=for_followers,
-                overrides=overrides,
+                changes=changes or NONE,
                 watch=watcher.watch,
             )
         finally:

@@ -11,6 +11,19 @@ from mlpipe.cli.session import Session, overrides, shared
 @click.command()
 @click.argument("run_id", metavar="RUN")
 @overrides
+@click.option(
+    "--from-step",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Go on from this checkpoint of the training; later ones count no more. 0: begin anew.",
+)
+@click.option(
+    "--allow-change",
+    "allow",
+    multiple=True,
+    metavar="KEY",
+    help="Go on though this setting makes another training of it, like train.seed. Repeatable.",
+)
 @click.option("--stage", metavar="NAME", help="Only this stage; what it needs must be done.")
 @click.option(
     "--here",
@@ -20,23 +33,37 @@ from mlpipe.cli.session import Session, overrides, shared
 )
 @shared
 @click.pass_obj
-def command(session: Session, run_id: str, overrides: tuple[str, ...], stage: str | None, here: bool) -> int:
+def command(
+    session: Session,
+    run_id: str,
+    overrides: tuple[str, ...],
+    from_step: int | None,
+    allow: tuple[str, ...],
+    stage: str | None,
+    here: bool,
+) -> int:
     """Go on with a run that was stopped, failed, or lost its driver.
 
-    Stages that are done stay done; training goes on from its last checkpoint, under another strategy or
-    number of workers if --set says so. Exit codes are those of `mlpipe run`. A run that was submitted to a
+    Stages that are done stay done; training goes on from its last sound checkpoint, under another strategy or
+    number of workers if --set says so. A training that is done goes on with a higher train.steps, and what
+    needs it is done again. What would make another training of it (its model, data or seed) is refused
+    unless --allow-change names it. Exit codes are those of `mlpipe run`. A run that was submitted to a
     cluster goes on there; Ctrl-C leaves it running.
     """
     from mlpipe.cli import cluster, foreground
     from mlpipe.store import runs
+    from mlpipe.submit.changes import Changes
 
+    changes = Changes(overrides, allow, from_step)
     try:
         store = session.open_store()
         if runs.read_run(store, run_id).backend != "kubernetes":
             follow = here and stage is not None
             return foreground.drive_here(
-                session, store, run_id, only=stage, for_followers=follow, overrides=overrides
+                session, store, run_id, only=stage, for_followers=follow, changes=changes
             )
+        if here and changes:
+            raise click.UsageError("what a cluster's run was asked for changes without --here")
         if here:
             return foreground.drive_for_cluster(session, store, run_id, only=stage)
     except MlpipeError as error:
@@ -45,4 +72,4 @@ def command(session: Session, run_id: str, overrides: tuple[str, ...], stage: st
 
             give_up_driver(run_id, stage)
         raise
-    return cluster.resume(session, store, run_id, only=stage, overrides=overrides)
+    return cluster.resume(session, store, run_id, only=stage, changes=changes)

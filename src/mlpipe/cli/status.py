@@ -72,6 +72,7 @@ def _text(run: RunState, found: dict[str, Any], live_line: Any) -> str:
     for line, stage in zip(outcome.stage_lines(run), found["stages"].values(), strict=True):
         lines.append(f"  {line}")
         if stage["progress"] is not None and stage["progress"]["step"] is not None:
+            lines += [f"      {note}" for note in stage["progress"]["notes"]]
             lines.append(f"      {live_line(stage['progress'], width=100)}")
         if (last := stage["last_checkpoint"]) is not None:
             lines.append(

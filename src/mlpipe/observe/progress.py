@@ -16,6 +16,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._start: Mapping[str, Any] = {}
+        self._notes: list[str] = []
         self._step: Mapping[str, Any] = {}
         self._evaluation: Mapping[str, Any] = {}
         self._end: Mapping[str, Any] = {}
@@ -28,6 +29,7 @@ class Progress:
         if kind == "start":  # also after a restart: nothing of before but the checkpoints holds any more
             self._start, self._step, self._end, self._signal = record, {}, {}, None
             self._recent.clear()
+            self._notes += record.get("notes") or []
         elif kind == "step":
             self._step = record
             self._recent.append(record)
@@ -75,6 +77,7 @@ class Progress:
             "world_size": start.get("world_size"),
             "strategy": start.get("strategy"),
             "start_step": start.get("start_step"),
+            "notes": self._notes,
             "restart": start.get("restart"),
             "metrics_port": start.get("metrics_port"),
             "stopping_on": self._signal,

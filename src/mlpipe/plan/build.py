@@ -20,6 +20,7 @@ from mlpipe.plan.choose import Candidate, micro_batches, rank
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.grace import shutdown_seconds
 from mlpipe.plan.hardware import Hardware, detect_hardware
+from mlpipe.plan.meaning import meaning
 from mlpipe.plan.memory import cpu_allocator, is_sparing
 from mlpipe.plan.plan import (
     SCHEMA_VERSION,
@@ -136,6 +137,15 @@ def scale_stage(
     if stage.train is None:
         raise PlanError(f"stage {stage_name!r} does not train", where=stage_name)
     return scale(stage.train, _config(stage.train, {}) or traced, hardware, parse_nodes(nodes))
+
+
+def meaning_of(pipeline: Pipeline, stage_name: str, inputs: Mapping[str, str]) -> dict[str, Any]:
+    """`meaning` of a training stage, on any hardware; `inputs` as of `build_plan`. Raises PlanError."""
+    spec = _stage(pipeline, stage_name).train
+    if spec is None:
+        raise PlanError(f"stage {stage_name!r} does not train", where=stage_name)
+    known = {f"stages.{name}.output": folder for name, folder in inputs.items()}
+    return meaning(spec, _model(spec, _config(spec, known), known), _data(spec, known))
 
 
 def train_stage_of(pipeline: Pipeline, stage: Stage) -> str:
@@ -307,11 +317,12 @@ def _train_plan(
     if chosen.mesh is None or chosen.micro_batch is None:
         raise PlanError(chosen.reason)
     config = _config(spec, known)
+    model, data = _model(spec, config, known), _data(spec, known)
     every = parse_cadence(spec.checkpoint.every)
     peak = hardware.peak_flops.get(chosen.precision)
     return TrainPlan(
-        model=_model(spec, config, known),
-        data=_data(spec, known),
+        model=model,
+        data=data,
         optimizer=_optimizer(spec),
         checkpoint=CheckpointPlan(
             every_steps=every.steps,
@@ -340,6 +351,7 @@ def _train_plan(
         predicted=_predicted(chosen, hardware),
         memory_bytes=hardware.memory_bytes,
         smaller_micro_batches=_smaller(spec, chosen, batch),
+        meaning=meaning(spec, model, data),
     )
 
 

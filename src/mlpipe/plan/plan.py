@@ -7,7 +7,7 @@ Sequences are the unit of a batch: `global_batch = micro_batch * data_ranks * ac
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlpipe._core.serial import from_json, to_json
@@ -140,6 +140,7 @@ class TrainPlan:
     memory_bytes: int | None = None  # what a worker may use; None: nobody looks
     # what the warm-up may step down to, largest first; empty where the file names the microbatch
     smaller_micro_batches: tuple[int, ...] = ()
+    meaning: dict[str, Any] = field(default_factory=dict)  # see `plan/meaning.py`; kept with each checkpoint
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from mlpipe._core.errors import StoreError
+from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe.store.base import Buffer, Store
 from mlpipe.store.checksum import BLOCK_BYTES, BlockSums, combine, crc32c
 from mlpipe.store.manifest import Blob, part_objects
@@ -70,7 +70,7 @@ def _parts(chunks: Iterable[Buffer], part_bytes: int) -> Iterator[list[memoryvie
 
 def read_blob(store: Store, blob: Blob, start: int, buffer: Buffer) -> None:
     """Fills the writable `buffer` with the blob's bytes from `start` on. Every block that covers them is read
-    whole and verified; StoreError names the key and block that is corrupt or cut short."""
+    whole and verified; DamagedError names the key and block that is corrupt or missing."""
     view = memoryview(buffer).cast("B")
     end = start + len(view)
     if start < 0 or end > blob["size_bytes"]:
@@ -112,9 +112,9 @@ def _read_block(store: Store, blob: Blob, index: int, target: memoryview) -> Non
     except StoreError as error:
         if error.kind != "input":
             raise
-        raise StoreError("is missing", where=key) from error
+        raise DamagedError("is missing", where=key) from error
     if crc32c(target) != blob["crc32c"][index]:
-        raise StoreError(f"block {index} is corrupt: its checksum does not fit", where=key)
+        raise DamagedError(f"block {index} is corrupt: its checksum does not fit", where=key)
 
 
 def missing_objects(blob: Blob, sizes: dict[str, int]) -> list[str]:

@@ -1,6 +1,7 @@
 """The checkpoint catalogue: a checkpoint is committed or it does not exist.
 
     <stage_key>/checkpoints/step-<9 digits>/<attempt>-<uuid>/<blobs>, MANIFEST.json
+    <stage_key>/checkpoints/step-<9 digits>/<attempt>-<uuid>/GIVEN_UP
     <stage_key>/checkpoints/fence-<attempt>-<step>
 
 Every save has a prefix of its own, never written before (re-saving into one mixes old and new shards). Blobs
@@ -8,7 +9,8 @@ come first; `commit` checks them against a LIST and then creates MANIFEST.json w
 presence is the commit. The latest is the highest committed step by LIST; no pointer can go stale.
 
 A fence says that an attempt was given up, its node being lost, and what it had committed by then: what it
-commits later, when the node is back, does not count.
+commits later, when the node is back, does not count. GIVEN_UP says that one checkpoint counts no more: it is
+damaged, or a resume went back behind it. It is pruned like one that was never committed.
 """
 
 from __future__ import annotations
@@ -18,18 +20,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlpipe._core.errors import StoreError
+from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe._core.ids import new_attempt_uuid
 from mlpipe.store.base import ObjectInfo, Store
 from mlpipe.store.blobs import missing_objects, read_blob, write_blob
 from mlpipe.store.manifest import MANIFEST, MAX_BYTES, Blob, Manifest, check, seal, unseal
 
 __all__ = [
-    "Blob", "Checkpoint", "commit", "discard", "fence",
+    "Blob", "Checkpoint", "check_whole", "commit", "discard", "fence", "give_up",
     "latest", "list_checkpoints", "load_manifest", "new_prefix",
-    "prune", "read_blob", "verify", "write_blob",
+    "prune", "read_blob", "step_of", "verify", "write_blob",
 ]  # fmt: skip
 
+GIVEN_UP = "GIVEN_UP"
 _STALE_SECONDS = 3600.0  # a temporary file that nobody has written to for so long
 _PREFIX = re.compile(r"(.*/checkpoints/step-([0-9]{9,})/([0-9]+)-([0-9a-f]+))/(.+)")
 _FENCE = re.compile(r".*/checkpoints/fence-([0-9]+)-([0-9]+)")
@@ -55,11 +58,17 @@ class _Found:
     keys: list[str]
     size_bytes: int = 0
     committed: float | None = None
+    given_up: bool = False
 
 
 def new_prefix(stage_key: str, step: int, attempt: int) -> str:
     """A prefix that nothing was ever written to."""
     return f"{stage_key}/checkpoints/step-{step:09d}/{attempt}-{new_attempt_uuid()}"
+
+
+def step_of(prefix: str) -> int:
+    """Of a checkpoint's prefix."""
+    return int(prefix.rpartition("/step-")[2].partition("/")[0])
 
 
 def commit(store: Store, prefix: str, manifest: Mapping[str, Any]) -> bool:
@@ -91,8 +100,13 @@ def fence(store: Store, stage_key: str, attempt: int) -> int:
     return step
 
 
+def give_up(store: Store, prefix: str, why: str) -> None:
+    """From now on the checkpoint does not count."""
+    store.put_if_absent(f"{prefix}/{GIVEN_UP}", f"{why}\n".encode())
+
+
 def list_checkpoints(store: Store, stage_key: str) -> list[Checkpoint]:
-    """Committed ones only, ascending by step, then attempt, then time of the commit."""
+    """Committed ones that count, ascending by step, then attempt, then time of the commit."""
     return _committed(_scan(store, stage_key))
 
 
@@ -112,9 +126,17 @@ def _committed(found: dict[str, _Found]) -> list[Checkpoint]:
 
 
 def load_manifest(store: Store, prefix: str) -> Manifest:
-    """Verified and checked. StoreError: absent (kind input), corrupt, or not to be believed."""
+    """Verified and checked. StoreError: absent (kind input); DamagedError: corrupt, or not to be believed."""
     where = f"{prefix}/{MANIFEST}"
     return check(unseal(store.get(where, length=MAX_BYTES + 1), where), prefix, where)
+
+
+def check_whole(store: Store, prefix: str, manifest: Manifest) -> None:
+    """Raises DamagedError unless every object of the checkpoint is there in its full size, by one LIST."""
+    sizes = {info.key: info.size_bytes for info in store.list(prefix)}
+    problems = [problem for blob in manifest["blobs"] for problem in missing_objects(blob, sizes)]
+    if problems:
+        raise DamagedError("; ".join(problems[:5]))
 
 
 def verify(store: Store, prefix: str) -> list[str]:
@@ -187,7 +209,7 @@ def _scan(store: Store, stage_key: str) -> dict[str, _Found]:
         else:
             _note(found, info)
     for seen in found.values():
-        if seen.step > fences.get(seen.attempt, seen.step):
+        if seen.given_up or seen.step > fences.get(seen.attempt, seen.step):
             seen.committed = None
     return found
 
@@ -202,3 +224,4 @@ def _note(found: dict[str, _Found], info: ObjectInfo) -> None:
     seen.size_bytes += info.size_bytes
     if name == MANIFEST:
         seen.committed = info.modified
+    seen.given_up |= name == GIVEN_UP

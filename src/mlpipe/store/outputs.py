@@ -86,6 +86,13 @@ def give_up(store: Store, stage_key: str, attempt: int) -> str | None:
     return str(load_output(store, stage_key)["digest"])
 
 
+def discard(store: Store, stage_key: str) -> None:
+    """Deletes what the stage made, first the manifest: it is never half there."""
+    store.delete([f"{stage_key}/outputs/{MANIFEST}"])
+    found = [info.key for info in store.list(f"{stage_key}/outputs/")]
+    store.delete([key for key in found if not key.startswith(f"{stage_key}/outputs/fence-")])
+
+
 def _check_fence(store: Store, key: str, attempt: int) -> bool:
     """Whether an attempt of the stage was given up; if it is this one, StoreError."""
     found = {info.key for info in store.list(key, recursive=False)}

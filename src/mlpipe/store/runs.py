@@ -207,22 +207,24 @@ def reopen(
     run_id: str,
     stages: Collection[str] | None = None,
     *,
+    again: Collection[str] = (),
     forget_cancel: bool = True,
     seen: RunState | None = None,
 ) -> RunState:
     """For a resume: the run runs again, its stages that are not done (or `stages` of them) wait again,
-    keeping their attempt's number, and a request to cancel is forgotten. Raises StoreError (input) when the
-    run is done, or is no more as it was `seen`: somebody else resumed it."""
+    keeping their attempt's number, and a request to cancel is forgotten. So do those of `again`, which may be
+    done. Raises StoreError (input) when the run is done and nothing is to be done again, or is no more as it
+    was `seen`: somebody else resumed it."""
 
     def change(run: RunState) -> RunState:
         if seen is not None and run.seq != seen.seq:
             raise StoreError(f"run {run_id} was resumed meanwhile", where=store.url, kind="input")
-        if run.state == "done":
+        if run.state == "done" and not again:
             raise StoreError(f"run {run_id} is done", where=store.url, kind="input")
         waiting = {
             name: StageState(attempt=stage.attempt)
             for name, stage in run.stages.items()
-            if stage.state != "done" and (stages is None or name in stages)
+            if name in again or (stage.state != "done" and (stages is None or name in stages))
         }
         return replace(run, state="running", stages={**run.stages, **waiting}, message="")
 

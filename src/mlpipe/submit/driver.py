@@ -14,7 +14,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from mlpipe.store import outputs, runs, wanted
 from mlpipe.store.base import Store
 from mlpipe.store.runs import Lease, RunState, StageState
 from mlpipe.submit import planning, process
+from mlpipe.submit.changes import NONE, Changes, apply, prepare, under_way
 from mlpipe.submit.follower import cancel_orphans
 from mlpipe.submit.local import LocalBackend
 from mlpipe.submit.walk import Backend, Stop, Walk
@@ -45,29 +46,27 @@ def drive(
     stop: Stop,
     only: str | None = None,
     for_followers: bool = False,
-    overrides: Sequence[str] = (),
+    changes: Changes = NONE,
     watch: Callable[[RunState], None] = lambda state: None,
 ) -> RunState:
     """Walk the run until it has ended (with `only`: that stage, and others that are asked for meanwhile, see
-    `store/wanted.py`); its final state. A done run stays as it is. `overrides` are added to those it was
-    asked with, and kept. `for_followers`: they have asked; without any who still does, or where another
+    `store/wanted.py`); its final state. A done run stays as it is without `changes`, see
+    `submit/changes.py`. `for_followers`: they have asked; without any who still does, or where another
     driver is alive, which hears them as well, nothing is done.
 
-    Raises SpecError or PlanError before anything starts; SubmitError or StoreError (input) if another driver
-    is alive; SubmitError if the lease was lost on the way.
+    Raises SpecError, PlanError or SubmitError (input) before anything starts; SubmitError or StoreError
+    (input) if another driver is alive; SubmitError if the lease was lost on the way.
     """
     former = runs.read_run(store, run_id)
-    if former.state == "done":
+    if former.state == "done" and not changes:
         return former
-    asked = [*former.meta.get("set", []), *overrides]
-    pipeline = planning.load_stored(store, run_id, asked)
+    prepared = prepare(store, former, changes, only)
     if only is not None and not for_followers:
-        check_needs(planning.needs(pipeline), former, only)
+        check_needs(planning.needs(prepared.pipeline), former, only, prepared.again)
     on_cluster = former.backend == "kubernetes"
-    seen = former.seq
     with contextlib.ExitStack() as held:
         try:
-            lease = held.enter_context(_lease(store, run_id, pipeline, on_cluster))
+            lease = held.enter_context(_lease(store, run_id, prepared.pipeline, on_cluster))
         except StoreError as error:
             if for_followers and error.kind == "input":
                 return runs.read_run(store, run_id)
@@ -76,9 +75,15 @@ def drive(
             raise
         if not on_cluster:
             _clear_orphans(store, former)
-        former = runs.read_run(store, run_id)  # as the driver before us left it
-        if former.seq != seen and former.state in runs.RUN_ENDED:
-            return former  # another was asked for the same, was quicker, and has ended it
+        left = runs.read_run(store, run_id)  # as the driver before us left it
+        if left.seq != former.seq and left.state in runs.RUN_ENDED:
+            if not changes:
+                return left  # another was asked for the same, was quicker, and has ended it
+            raise under_way(run_id)
+        if left.stages != former.stages or left.meta != former.meta:
+            prepared = prepare(store, left, changes, only)
+        former, pipeline = left, prepared.pipeline
+        apply(store, run_id, prepared)
         if only is not None and not for_followers:
             wanted.ask(store, run_id, only)
         if only is not None and not _is_anything_left(store, former, on_cluster):
@@ -93,7 +98,6 @@ def drive(
                 state="running",
                 spec_digest=pipeline.digest,
                 message="",
-                meta={**run.meta, "set": asked},
                 stages={**run.stages, **made},
             ),
         )
@@ -337,13 +341,15 @@ def _clear_orphans(store: Store, former: RunState) -> None:
     process.clear(lease.holder, grace_seconds=grace)
 
 
-def check_needs(needs: Mapping[str, Sequence[str]], run: RunState, only: str) -> None:
-    """Raises SubmitError (input) unless the stage `only` may start."""
+def check_needs(
+    needs: Mapping[str, Sequence[str]], run: RunState, only: str, again: Collection[str] = ()
+) -> None:
+    """Raises SubmitError (input) unless the stage `only` may start, once those of `again` wait again."""
     if only not in needs:
         raise SubmitError(
             f"the pipeline has no stage {only!r}", hint=f"it has {', '.join(needs)}", kind="input"
         )
-    missing = [need for need in needs[only] if run.stages[need].state != "done"]
+    missing = [need for need in needs[only] if run.stages[need].state != "done" or need in again]
     if missing:
         raise SubmitError(
             f"stage {only!r} needs {', '.join(missing)}, which this run has not done",

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,14 +129,32 @@ def planner(
 def _inputs(
     store: Store, run_id: str, pipeline: Pipeline, stage_name: str, *, fetch: bool
 ) -> Mapping[str, str]:
+    wanted = _named(pipeline, stage_name)
+    cache = outputs.cache_folder() / "outputs"
+    get = outputs.fetch_output if fetch else _peek
+    return {name: str(get(store, f"runs/{run_id}/stages/{name}", cache)) for name in sorted(wanted)}
+
+
+def peek_inputs(
+    store: Store, run_id: str, pipeline: Pipeline, stage_name: str, made: Collection[str]
+) -> Mapping[str, str]:
+    """For a look at what a stage reads of those that are `made`; no stage may read it, since only the
+    manifests of tokens are there."""
+    cache = outputs.cache_folder() / "peeked"
+    wanted = sorted(_named(pipeline, stage_name) & set(made))
+    return {name: str(_peek(store, f"runs/{run_id}/stages/{name}", cache)) for name in wanted}
+
+
+_peek = partial(outputs.peek_output, name="manifest.json")
+
+
+def _named(pipeline: Pipeline, stage_name: str) -> set[str]:
+    """Stages whose outputs the stage names."""
     stage = pipeline.stage(stage_name)
     text = stage.model_dump_json()
     if stage.evaluate is not None:  # reads the data of its training
         text += pipeline.stage(train_stage_of(pipeline, stage)).model_dump_json()
-    wanted = {name for placeholder in names(text) if (name := stage_of(placeholder)) is not None}
-    cache = outputs.cache_folder() / "outputs"
-    get = outputs.fetch_output if fetch else partial(outputs.peek_output, name="manifest.json")
-    return {name: str(get(store, f"runs/{run_id}/stages/{name}", cache)) for name in sorted(wanted)}
+    return {name for placeholder in names(text) if (name := stage_of(placeholder)) is not None}
 
 
 def git_commit(folder: str) -> str | None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mlpipe._core.errors import TrainError
+from mlpipe._core.errors import DamagedError, TrainError
 from mlpipe.plan.gate import check, parse_gate
 from mlpipe.plan.plan import EvaluatePlan
 from mlpipe.store import catalogue
@@ -19,7 +19,7 @@ from mlpipe.train.generate import generate
 from mlpipe.train.model import build_model
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.apply import parallelize
-from mlpipe.train.reshard import load
+from mlpipe.train.resuming import load_or_damage
 from mlpipe.train.session import Session
 from mlpipe.train.tokenizer import load_tokenizer
 from mlpipe.train.tokens import open_folder
@@ -36,11 +36,18 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
             where=stage_key,
             kind="input",
         )
-    manifest = catalogue.load_manifest(session.store, found.key)
     bf16 = part.precision == "bf16"
     built = build_model(part.model, seed=part.seed, device_type=session.device.type, bf16=bf16)
     parallel = parallelize(built, part, session.device)
-    load(session.store, found.key, manifest, parallel.owned)
+    _, damage = load_or_damage(session.store, found.key, parallel.owned)
+    if damage:
+        run = session.plan.run_id
+        raise DamagedError(
+            f"the checkpoint of step {found.step} is damaged: {damage}",
+            where=found.key,
+            hint=f"train again from the one before: mlpipe checkpoints discard {run} {found.step}, "
+            f"then mlpipe resume {run}",
+        )
     for item in parallel.owned:
         item.local.requires_grad_(False)
     built.module.eval()

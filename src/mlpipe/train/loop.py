@@ -7,7 +7,6 @@ import logging
 import math
 import resource
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,22 +22,13 @@ from mlpipe.train.model import Batch, build_model
 from mlpipe.train.optim import Optimizer, learning_rate
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.apply import parallelize
-from mlpipe.train.parallel.parallel import Owned, Parallel
-from mlpipe.train.reshard import load
+from mlpipe.train.parallel.parallel import Parallel
+from mlpipe.train.resuming import Position, resume, stored
 from mlpipe.train.session import Session, seed_step
 from mlpipe.train.warmup import is_due, rehearse, try_out, warm_up
 
 _log = logging.getLogger(__name__)
 _MAX_FAILED_SAVES = 3
-
-
-@dataclass
-class Position:
-    """Where the run stands: updates done and samples consumed (which differ when the batch changed)."""
-
-    step: int = 0
-    samples: int = 0
-    resumed_from: str | None = None
 
 
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
@@ -116,6 +106,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
         start_step=position.step,
         resumed_from=position.resumed_from,
         restore_seconds=restored - restoring,
+        notes=position.notes,
     )
     return Loop(
         session, plan, parallel, optimizer, stream, checkpointer, position, flops, progress, failed_saves
@@ -271,12 +262,14 @@ class Loop:
         self.last_save = time.monotonic()
         scalars: dict[str, Any] = {
             "step": position.step,
+            "steps": self.plan.steps,
             "samples": position.samples,
             "seed": self.plan.seed,
             "strategy": self.plan.strategy,
             "world_size": self.session.world_size,
             "seq_len": self.plan.model.seq_len,
             "data_digest": self.plan.data.digest,
+            "meaning": self.plan.meaning,
             "model": {
                 "preset": self.plan.model.preset,
                 "entry": self.plan.model.build.entry,
@@ -328,45 +321,6 @@ class Loop:
         )
         error.fatal, error.cause = True, "not_finite"  # type: ignore[attr-defined]
         return error
-
-
-def resume(
-    session: Session, checkpointer: Checkpointer, parallel: Parallel, optimizer: Optimizer, agreement: Any
-) -> Position:
-    """From the stage's latest committed checkpoint, the same on every rank: rank 0 says which."""
-    name = f"resume/{session.plan.attempt}/{session.place.restart}"
-    if session.rank == 0:
-        found = catalogue.latest(session.store, session.plan.stage_key)
-        agreement.set(name, found.key if found else "")
-    key = agreement.get(name).decode()
-    if not key:
-        return Position()
-    session.watchdog.beat(f"loading {key}", 0)
-    manifest = catalogue.load_manifest(session.store, key)
-    load(session.store, key, manifest, stored(parallel, optimizer))
-    scalars = manifest["scalars"]
-    check_same_data(session.plan.train, scalars, key)
-    optimizer.set_num_updates(scalars["step"])
-    parallel.after_step()
-    checkpointer.in_use.add(key)
-    return Position(scalars["step"], scalars["samples"], key)
-
-
-def check_same_data(plan: TrainPlan | None, scalars: dict[str, Any], key: str) -> None:
-    """The position in the data means nothing in other data."""
-    before, now = scalars.get("data_digest"), plan.data.digest if plan else None
-    if before and now and before != now:
-        raise TrainError(
-            f"the data changed since this checkpoint was written: digest {before[:12]}, now {now[:12]}",
-            where=key,
-            hint="bring the old data back, or start a new run",
-            kind="input",
-        )
-
-
-def stored(parallel: Parallel, optimizer: Optimizer) -> list[Owned]:
-    """All tensors of a checkpoint. LossModule's one child is `model`, hence the names `model.<fqn>`."""
-    return [*parallel.owned, *optimizer.state()]
 
 
 def report_save(session: Session, saved: Saved, failed: list[MlpipeError]) -> None:

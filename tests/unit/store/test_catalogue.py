@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlpipe._core.errors import StoreError
+from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe.store import catalogue
 from mlpipe.store.blobs import read_blob, write_blob
 from mlpipe.store.checksum import crc32c
@@ -255,3 +255,26 @@ def test_what_a_given_up_attempt_commits_later_does_not_count(store):
     assert [found.key for found in catalogue.list_checkpoints(store, STAGE)] == [ours]
     assert store.list(late)  # a save of a higher step, perhaps under way for all that prune knows
     assert catalogue.fence(store, STAGE, 3) == 6
+
+
+def test_one_that_is_given_up_counts_no_more_and_is_pruned_below_a_later_one(store):
+    kept, damaged = save(store, 4), save(store, 6)
+    catalogue.give_up(store, damaged, "damaged")
+    assert catalogue.latest(store, STAGE).key == kept
+    assert catalogue.prune(store, STAGE, 1) == []
+    again = save(store, 8, attempt=2)
+    assert set(catalogue.prune(store, STAGE, 1)) == {kept, damaged}
+    assert [found.key for found in catalogue.list_checkpoints(store, STAGE)] == [again]
+
+
+def test_a_missing_and_a_short_object_are_damage_before_a_byte_is_read(store):
+    prefix = save(store, 1)
+    manifest = catalogue.load_manifest(store, prefix)
+    catalogue.check_whole(store, prefix, manifest)
+    key = next(info.key for info in store.list(prefix) if "/model-0" in info.key)
+    store.put(key, store.get(key)[:-1])
+    with pytest.raises(DamagedError, match=r"has .* bytes, .* were written"):
+        catalogue.check_whole(store, prefix, manifest)
+    store.delete([key])
+    with pytest.raises(DamagedError, match="is missing"):
+        catalogue.check_whole(store, prefix, manifest)

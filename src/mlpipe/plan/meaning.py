@@ -1,0 +1,32 @@
+"""What a training is about: the settings that decide which function it learns, from which samples. Whoever
+goes on with a checkpoint under others goes on with something else.
+
+Free are all that decide how it is computed (strategy, workers, precision, microbatch, ...) and how far and
+fast it learns (steps, batch, the optimizer's figures).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlpipe.plan.plan import DataPlan, ModelPlan
+from mlpipe.spec.model import OwnData, OwnModel, Train
+
+_FREE = {"max_seq_len"}  # of a preset: a bound on seq_len, which is compared itself
+
+
+def meaning(spec: Train, model: ModelPlan, data: DataPlan) -> dict[str, Any]:
+    """By key as in the file, below the stage. Arguments as they were written: where a placeholder leads is
+    another place on each machine. `data.tokens`: the digest; None before they exist."""
+    found: dict[str, Any] = {"seed": spec.seed, "model.seq_len": model.seq_len}
+    if isinstance(spec.model, OwnModel):
+        found["model.entry"] = spec.model.entry
+        found |= {f"model.args.{name}": value for name, value in spec.model.args.items()}
+    else:
+        found |= {f"model.{name}": value for name, value in model.build.args.items() if name not in _FREE}
+    if isinstance(spec.data, OwnData):
+        found["data.entry"] = spec.data.entry
+        found |= {f"data.args.{name}": value for name, value in spec.data.args.items()}
+    else:
+        found["data.tokens"] = data.digest
+    return found

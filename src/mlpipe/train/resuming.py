@@ -1,0 +1,137 @@
+"""Where a training goes on: at the newest of its checkpoints that is sound for every rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mlpipe._core.errors import DamagedError, TrainError
+from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.store import catalogue
+from mlpipe.store.base import Store
+from mlpipe.store.manifest import Manifest
+from mlpipe.store.runs import append_event
+from mlpipe.train.checkpoint import Checkpointer
+from mlpipe.train.optim import Optimizer, learning_rate
+from mlpipe.train.parallel.parallel import Owned, Parallel
+from mlpipe.train.reshard import load
+from mlpipe.train.session import Session
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Position:
+    """Where the run stands: updates done and samples consumed (which differ when the batch changed). `notes`:
+    what a person should know of the way there."""
+
+    step: int = 0
+    samples: int = 0
+    resumed_from: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def resume(
+    session: Session,
+    checkpointer: Checkpointer,
+    parallel: Parallel,
+    optimizer: Optimizer,
+    agreement: dist.Store,
+) -> Position:
+    """From the stage's newest sound checkpoint, the same on every rank: rank 0 lists them, and one that is
+    damaged for any rank is damaged for all. Those that were passed over count no more.
+
+    Raises TrainError if there are checkpoints and none is sound.
+    """
+    name = f"resume/{session.plan.attempt}/{session.place.restart}"
+    if session.rank == 0:
+        found = catalogue.list_checkpoints(session.store, session.plan.stage_key)
+        agreement.set(name, json.dumps([item.key for item in reversed(found)]))
+    keys: list[str] = json.loads(agreement.get(name))
+    damages: list[str] = []
+    for index, key in enumerate(keys):
+        session.watchdog.beat(f"loading {key}", 0)
+        manifest, damage = load_or_damage(session.store, key, stored(parallel, optimizer))
+        if damage:
+            agreement.set(f"{name}/damage-{index}", damage)
+        num_damaged = torch.tensor([float(bool(damage))])
+        dist.all_reduce(num_damaged)
+        if manifest is not None and not num_damaged.item():
+            break
+        damages.append(agreement.get(f"{name}/damage-{index}").decode())
+        _log.warning("the checkpoint %s is damaged: %s", key, damages[-1])
+    else:
+        if keys:
+            raise _none_is_sound(session.plan, damages)
+        return Position()
+    scalars = manifest["scalars"]
+    optimizer.set_num_updates(scalars["step"])
+    parallel.after_step()
+    checkpointer.in_use.add(key)
+    notes = _schedule_notes(session.plan.train, scalars)
+    if damages:
+        notes.insert(0, _fall_back(session, keys[: len(damages)], damages, scalars["step"]))
+    return Position(scalars["step"], scalars["samples"], key, notes)
+
+
+def load_or_damage(store: Store, key: str, tensors: list[Owned]) -> tuple[Manifest | None, str]:
+    """The manifest, with `tensors` filled; or what of the checkpoint is damaged, in words."""
+    try:
+        manifest = catalogue.load_manifest(store, key)
+        catalogue.check_whole(store, key, manifest)
+        load(store, key, manifest, tensors)
+    except DamagedError as error:
+        return None, str(error)
+    return manifest, ""
+
+
+def _fall_back(session: Session, keys: list[str], damages: list[str], step: int) -> str:
+    """What was lost, in words; rank 0 leaves them in the events, and sees to it that the damaged ones count
+    no more: else they would push the sound ones out when old checkpoints are deleted."""
+    newest = catalogue.step_of(keys[0])
+    text = (
+        f"went back to the checkpoint of step {step}: that of step {newest} is damaged ({damages[0]}); "
+        f"{newest - step} steps are computed again"
+    )
+    _log.warning(text)
+    if session.rank == 0:
+        for key, damage in zip(keys, damages, strict=True):
+            catalogue.give_up(session.store, key, f"damaged: {damage}")
+        append_event(
+            session.store, session.plan.attempt_key, "fallback", step=step, given_up=keys, why=damages
+        )
+    return text
+
+
+def _none_is_sound(plan: Plan, damages: list[str]) -> TrainError:
+    error = TrainError(
+        f"no checkpoint is sound, the newest of {len(damages)}: {damages[0]}",
+        where=plan.stage_key,
+        hint=f"see what is left: mlpipe checkpoints verify {plan.run_id}; "
+        f"begin anew: mlpipe resume {plan.run_id} --from-step 0",
+        kind="infrastructure",
+    )
+    error.fatal = True  # type: ignore[attr-defined]
+    return error
+
+
+def _schedule_notes(plan: TrainPlan | None, scalars: dict[str, Any]) -> list[str]:
+    """Of another number of steps, over which the learning rate's schedule stretches."""
+    step, before = scalars["step"], scalars.get("steps")
+    if plan is None or before in (None, plan.steps) or plan.optimizer.schedule == "constant":
+        return []
+    old, new = (learning_rate(plan.optimizer, step + 1, steps) for steps in (before, plan.steps))
+    return [
+        f"schedule {plan.optimizer.schedule} spans {plan.steps} steps now, {before} before: "
+        f"the learning rate of step {step + 1} is {new:.3g}, not {old:.3g}"
+    ]
+
+
+def stored(parallel: Parallel, optimizer: Optimizer) -> list[Owned]:
+    """All tensors of a checkpoint. LossModule's one child is `model`, hence the names `model.<fqn>`."""
+    return [*parallel.owned, *optimizer.state()]

@@ -1,0 +1,193 @@
+"""What a resume may change of a run, what it does again because of it, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlpipe._core.errors import SpecError, SubmitError
+from mlpipe.plan.build import meaning_of
+from mlpipe.spec.load import load_pipeline_text
+from mlpipe.store import catalogue, outputs, runs
+from mlpipe.store.base import Store
+from mlpipe.store.folder import FolderStore
+from mlpipe.submit.changes import Changes, Prepared, apply, prepare
+
+pytestmark = pytest.mark.unit
+
+STAGES = ["corpus", "train", "evaluate", "card", "promote"]
+TRAIN = "runs/r/stages/train"
+SPEC = json.dumps(
+    {
+        "version": 1,
+        "name": "r",
+        "stages": [
+            {"name": "corpus", "command": ["true"]},
+            {
+                "name": "train",
+                "needs": ["corpus"],
+                "train": {
+                    "model": {"preset": "llama-1m", "seq_len": 32, "num_heads": 4, "num_kv_heads": 2},
+                    "data": {"entry": "my.data:make", "args": {"num": 8, "at": "{{store}}"}, "batch_size": 8},
+                    "steps": 40,
+                },
+            },
+            {"name": "evaluate", "needs": ["train"], "evaluate": {"gate": "val_loss < 3"}},
+            {"name": "card", "needs": ["train"], "command": ["true"]},
+            {"name": "promote", "needs": ["evaluate"], "promote": {"as": "m"}},
+        ],
+    }
+)
+
+
+def save(store: Store, step: int, scalars: dict[str, Any]) -> None:
+    prefix = catalogue.new_prefix(TRAIN, step, 1)
+    blob = catalogue.write_blob(store, f"{prefix}/model-0", [b"four"])
+    chunk = {"offset": [0], "shape": [4], "blob": 0, "byte_offset": 0}
+    manifest = {"format": 1, "step": step, "attempt": 1, "uuid": prefix[-8:], "time": 1.0, "code": {}}
+    tensors = {"model.w": {"dtype": "uint8", "shape": [4], "chunks": [chunk]}}
+    assert catalogue.commit(
+        store, prefix, {**manifest, "scalars": scalars, "tensors": tensors, "blobs": [blob]}
+    )
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    """With the run `r`, which is done: checkpoints of steps 30 and 40, outputs of its commands."""
+    store = FolderStore(tmp_path)
+    pipeline = load_pipeline_text(SPEC, "spec")
+    runs.create_run(store, "r", SPEC, pipeline.digest, STAGES, "local", {"set": []})
+    for step in (30, 40):
+        save(store, step, {"meaning": meaning_of(pipeline, "train", {})})
+    (tmp_path / "made").mkdir()
+    for name in ("corpus", "card"):
+        outputs.commit_output(store, f"runs/r/stages/{name}", tmp_path / "made")
+    end(store, "done", dict.fromkeys(STAGES, "done"))
+    return store
+
+
+def end(store: Store, state: Any, stages: dict[str, Any]) -> None:
+    def change(run: runs.RunState) -> runs.RunState:
+        states = {name: replace(run.stages[name], state=stages[name], attempt=1) for name in STAGES}
+        return replace(run, state=state, stages=states)
+
+    runs.update_run(store, "r", change)
+
+
+def asked(store: Store, *overrides: str, only: str | None = None, **more: Any) -> Prepared:
+    return prepare(store, runs.read_run(store, "r"), Changes(overrides, **more), only)
+
+
+AFTER = {"train", "evaluate", "card", "promote"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "again"),
+    [
+        (["train.steps=60"], AFTER),
+        (["evaluate.gate=val_loss < 4"], {"evaluate", "promote"}),
+        (["promote.alias=best"], {"promote"}),
+    ],
+)
+def test_what_a_change_concerns_is_done_again(store, overrides, again):
+    assert asked(store, *overrides).again == again
+
+
+def test_the_rest_stays_and_what_is_done_again_waits(store):
+    run = apply(store, "r", asked(store, "train.steps=60"))
+    assert {name for name, stage in run.stages.items() if stage.state == "pending"} == AFTER
+    assert (run.state, run.meta["set"], run.stages["train"].attempt) == ("running", ["train.steps=60"], 1)
+    assert outputs.load_output(store, "runs/r/stages/corpus")
+    assert not store.exists("runs/r/stages/card/outputs/MANIFEST.json")  # else it would count as made
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.steps=40", "train.steps=20", "train.strategy=ddp", "train.optimizer.lr=1e-5", "name=other"],
+)
+def test_what_changes_nothing_of_a_done_run_is_refused(store, override):
+    with pytest.raises(SubmitError, match="is done, and what is asked for changes nothing") as caught:
+        asked(store, override)
+    assert caught.value.kind == "input"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("corpus.command=[false]", "stage 'corpus' is done, and others may have read what it made"),
+        ("promote.name=other", "the stages of a run keep their names"),
+        ("store=/elsewhere", "a run stays in its store"),
+    ],
+)
+def test_what_cannot_be_taken_up_is_refused(store, override, says):
+    with pytest.raises(SubmitError, match=says):
+        asked(store, override)
+
+
+def test_nonsense_is_refused_of_a_done_run_as_of_any(store):
+    with pytest.raises(SpecError, match="no stage 'nonsense'"):
+        asked(store, "nonsense.key=3")
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "change"),
+    [
+        ("train.seed=3", "train.seed", "0 there, 3 now"),
+        ("train.model.seq_len=16", "train.model.seq_len", "32 there, 16 now"),
+        ("train.model.rope_theta=1e6", "train.model.rope_theta", "10000.0 there, 1000000.0 now"),
+        ("train.data.args.num=9", "train.data.args.num", "8 there, 9 now"),
+        ("train.data.args={num: 8}", "train.data.args.at", '"{{store}}" there, not set now'),
+        ("stages.train.train.data.entry=my.data:other", "train.data.entry", '"my.data:make" there'),
+    ],
+)
+def test_another_training_is_refused_unless_it_is_allowed_by_name(store, override, key, change):
+    with pytest.raises(SubmitError) as caught:
+        asked(store, override, "train.steps=60")
+    assert caught.value.kind == "input"
+    assert f"step 40 is of another training:\n  {key}: {change}" in caught.value.message
+    assert f"(--set {override})" in caught.value.message
+    assert f"--allow-change {key}" in caught.value.hint
+    run = apply(store, "r", asked(store, override, "train.steps=60", allow=(f"stages.train.{key}",)))
+    assert prepare(store, run, Changes()).allowed == run.meta["allowed"]  # before the next checkpoint, too
+    assert run.meta["allowed"].keys() == {key}
+
+
+def test_several_are_named_together_and_an_unknown_one_is_refused(store):
+    with pytest.raises(SubmitError) as caught:
+        asked(store, "train.model.num_heads=2", "train.model.num_kv_heads=1", "train.steps=60")
+    assert "train.model.num_heads: 4 there, 2 now" in caught.value.message
+    assert "train.model.num_kv_heads: 2 there, 1 now" in caught.value.message
+    with pytest.raises(SubmitError, match=r"--allow-change train\.sede: no such setting"):
+        asked(store, "train.steps=60", allow=("train.sede",))
+
+
+def test_an_older_manifest_is_compared_as_far_as_it_goes(store):
+    model = {"preset": "llama-1m", "entry": "x:y", "args": {"num_heads": 4}}
+    save(store, 50, {"seed": 0, "seq_len": 32, "data_digest": None, "model": model})
+    assert asked(store, "train.steps=60", "train.model.rope_theta=1e6").again == AFTER
+    with pytest.raises(SubmitError, match=r"train\.model\.num_heads: 4 there, 8 now"):
+        asked(store, "train.steps=60", "train.model.num_heads=8")
+
+
+def test_from_step_gives_up_what_comes_after_it(store):
+    with pytest.raises(SubmitError, match="no checkpoint of step 35") as caught:
+        asked(store, from_step=35)
+    assert caught.value.hint == "it has 30, 40; 0 begins anew"
+    prepared = asked(store, from_step=30)
+    assert prepared.again == AFTER
+    apply(store, "r", prepared)
+    assert [found.step for found in catalogue.list_checkpoints(store, TRAIN)] == [30]
+    begun_anew = asked(store, "train.seed=3", from_step=0)  # nothing is left to compare with
+    apply(store, "r", begun_anew)
+    assert catalogue.latest(store, TRAIN) is None
+    with pytest.raises(SubmitError, match="--from-step is of one training stage"):
+        asked(store, from_step=30, only="evaluate")
+
+
+def test_a_training_whose_last_checkpoint_was_discarded_is_done_again_from_the_one_before(store):
+    catalogue.discard(store, catalogue.latest(store, TRAIN).key)
+    assert asked(store).again == AFTER
+    assert asked(store, only="evaluate").again == set()
