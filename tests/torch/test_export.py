@@ -1,24 +1,31 @@
-"""An exported checkpoint is what `transformers` loads: same logits, same tokens; all or nothing."""
+"""An exported checkpoint of mlpipe's model is what `transformers` loads: same logits, same tokens; all or
+nothing."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
 import transformers
+from kit import own
 
 from mlpipe._core.errors import MlpipeError, StoreError, TrainError
+from mlpipe._core.presets import LLAMA
+from mlpipe.cli.outcome import _next
 from mlpipe.store import catalogue
 from mlpipe.store.open import open_store
 from mlpipe.train import export
 from mlpipe.train.corpus import build_corpus
-from mlpipe.train.export import LLAMA, export_checkpoint
+from mlpipe.train.export import export_checkpoint
 from mlpipe.train.init import initialize
+from mlpipe.train.model import LossModule
 from mlpipe.train.models.llama import build_model
+from mlpipe.train.parallel.ddp import apply_single
 from mlpipe.train.tokenizer import END_OF_TEXT, load_tokenizer
 
 pytestmark = pytest.mark.torch
@@ -29,7 +36,7 @@ FIELDS = {
 }  # fmt: skip
 
 
-def save(store, tensors, model, *, cuts=(2, 1)):
+def save(store, tensors, model, *, cuts=(2, 1), tied=None):
     """Commits `tensors` as ranks would that hold a grid of `cuts` (along dim 0 and 1) of each."""
     key = catalogue.new_prefix("runs/r/stages/train", 7, 1)
     entries = {
@@ -52,7 +59,7 @@ def save(store, tensors, model, *, cuts=(2, 1)):
                 data += box.contiguous().flatten().view(torch.uint8).numpy().tobytes()
         blobs.append(catalogue.write_blob(store, f"{key}/model-{len(blobs):05d}", [bytes(data)]))
     manifest = {"format": 1, "step": 7, "attempt": 1, "uuid": key.rpartition("-")[2], "time": 0.0, "code": {}}
-    manifest |= {"scalars": {"model": model}, "tensors": entries, "blobs": blobs}
+    manifest |= {"scalars": {"model": model, "tied": tied or {}}, "tensors": entries, "blobs": blobs}
     assert catalogue.commit(store, key, manifest)
     return key
 
@@ -142,6 +149,41 @@ def test_bf16_and_other_dtypes_and_shapes_survive_the_format(tmp_path, store):
     assert {f"model.{name}" for name in loaded} == set(tensors)
     for name, tensor in loaded.items():
         assert torch.equal(tensor, tensors[f"model.{name}"]), name
+
+
+def test_a_tied_model_of_ones_own_loads_under_all_its_names(tmp_path, store):
+    """One of transformers: its load_state_dict is strict, and with its config.json it is loaded there."""
+    model = own.from_config().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    parallel = apply_single(LossModule(model, "cpu", bf16=False))
+    assert parallel.tied() == {"model.lm_head.weight": "model.model.embed_tokens.weight"}
+    tensors = {item.name: item.local for item in parallel.owned}
+    key = save(store, tensors, {"entry": "kit.own:from_config", "args": {}}, tied=parallel.tied())
+    done = export_checkpoint(store, key, tmp_path / "out")
+    assert (done.files, done.transformers) == (("model.safetensors",), False)
+    assert done.num_params == sum(parameter.numel() for parameter in model.parameters())
+    loaded = own.from_config().eval()
+    loaded.load_state_dict(safetensors.torch.load_file(tmp_path / "out/model.safetensors"))
+    model.config.save_pretrained(tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    inputs = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        expected = model(inputs).logits
+        assert expected.std() > 0.01
+        torch.testing.assert_close(loaded(inputs).logits, expected)
+        torch.testing.assert_close(theirs(inputs).logits, expected)
+
+
+def test_what_comes_next_names_transformers_only_where_it_loads(store):
+    for key, loads in (
+        (llama_checkpoint(store, llama()), True),
+        (save(store, {"model.a": torch.zeros(2)}, {"entry": "my.module:build", "args": {}}), False),
+    ):
+        stage = SimpleNamespace(outcome={"step": 7, "checkpoint": key})
+        run = SimpleNamespace(run_id="r", state="done", meta={}, stages={"train": stage})
+        assert ("what transformers loads" in "".join(_next(store, run))) is loads
 
 
 def test_small_tensors_share_the_blocks_that_were_read(tmp_path, store, monkeypatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LLAMA = "mlpipe.train.models.llama:build_model"  # the entry of mlpipe's own model
+
 
 @dataclass(frozen=True)
 class LlamaConfig:

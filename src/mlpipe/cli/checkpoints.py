@@ -126,7 +126,10 @@ def discard(session: Session, run_id: str, step: int, stage: str | None) -> None
 @shared
 @click.pass_obj
 def export(session: Session, run_id: str, stage: str | None, step: int | None, out: Path) -> None:
-    """Write config.json, model.safetensors and tokenizer.json, as transformers loads them."""
+    """Write model.safetensors and tokenizer.json.
+
+    Of mlpipe's own models also config.json: transformers loads the folder.
+    """
     store = session.open_store()
     item = _chosen(_find(store, run_id, stage), step, run_id)[-1]
     try:
@@ -137,7 +140,7 @@ def export(session: Session, run_id: str, stage: str | None, step: int | None, o
             hint="pip install 'mlpipe[train]'",
         ) from None
     made = export_checkpoint(store, item.key, out, tokenizer=_tokenizer(store, run_id, item))
-    note = "" if made.transformers else "; a model of your own, so there is no config.json"
+    note = "" if made.transformers else "; a model of your own: its load_state_dict takes them"
     session.result(
         {**asdict(made), "folder": str(made.folder)},
         f"step {made.step}, {made.num_params} parameters, in {made.folder}: {', '.join(made.files)}{note}",

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlpipe._core.errors import EXIT_CODES, Kind
+from mlpipe._core.errors import EXIT_CODES, Kind, MlpipeError
+from mlpipe._core.presets import LLAMA
 from mlpipe._core.units import format_seconds
 from mlpipe.cli.session import DEFAULT_STORE
 from mlpipe.store.open import full_url
@@ -117,9 +118,21 @@ def _next(store: Store, run: RunState) -> list[str]:
     if any((stage.outcome or {}).get("step") for stage in run.stages.values()):
         trained = next(name for name, stage in run.stages.items() if (stage.outcome or {}).get("step"))
         other = f"mlpipe run {run.meta.get('spec', 'SPEC')}{where} --set stages.{trained}.train.strategy=fsdp"
+        loads = "    # what transformers loads" if _is_llama(store, run.stages[trained].outcome) else ""
         return [
             f"{other}    # the same under another strategy",
-            f"mlpipe checkpoints export {run.run_id} --out model{where}    # what transformers loads",
+            f"mlpipe checkpoints export {run.run_id} --out model{where}{loads}",
             f"mlpipe models list{where}",
         ]
     return [f"mlpipe status {run.run_id}{where}", f"mlpipe logs {run.run_id}{where}"]
+
+
+def _is_llama(store: Store, outcome: dict[str, Any] | None) -> bool:
+    """Whether the checkpoint that a stage left is of mlpipe's own model."""
+    from mlpipe.store.catalogue import load_manifest
+
+    try:
+        model = load_manifest(store, (outcome or {})["checkpoint"])["scalars"]["model"]
+    except (MlpipeError, KeyError, TypeError):
+        return False
+    return isinstance(model, dict) and model.get("entry") == LLAMA

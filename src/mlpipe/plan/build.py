@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import mlpipe
 from mlpipe._core.errors import PlanError
-from mlpipe._core.presets import PRESETS, LlamaConfig
+from mlpipe._core.presets import LLAMA, PRESETS, LlamaConfig
 from mlpipe._core.units import parse_cadence, parse_seconds
 from mlpipe.plan.candidates import enumerate_candidates, global_batch, pick
 from mlpipe.plan.choose import Candidate, micro_batches, rank
@@ -42,8 +42,6 @@ from mlpipe.plan.scaling import Scale, parse_nodes, scale
 from mlpipe.plan.traced import Traced
 from mlpipe.spec.model import OwnData, OwnModel, Pipeline, PresetModel, Resources, Stage, Train
 from mlpipe.spec.placeholders import names, resolve
-
-LLAMA = "mlpipe.train.models.llama:build_model"
 
 
 def stage_hardware(pipeline: Pipeline, stage_name: str, *, cluster: bool = False) -> Hardware:

@@ -1,4 +1,5 @@
-"""A committed checkpoint -> a folder that `transformers` loads: config.json, safetensors, tokenizer.json.
+"""A committed checkpoint -> a folder with safetensors and tokenizer.json; of mlpipe's own Llama besides with
+config.json, so that `transformers` loads it.
 
 Needs no torch and no model: tensors are read from the store one at a time, verified, and streamed into the
 safetensors format (huggingface/safetensors, README "Format"), which has no streaming writer of its own.
@@ -20,13 +21,12 @@ from typing import Any
 import numpy as np
 
 from mlpipe._core.errors import TrainError
-from mlpipe._core.presets import LlamaConfig
+from mlpipe._core.presets import LLAMA, LlamaConfig
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import load_manifest, read_blob
 from mlpipe.store.manifest import DTYPE_BYTES, Blob, Manifest, Tensor
 from mlpipe.train.tokenizer import END_OF_TEXT
 
-LLAMA = "mlpipe.train.models.llama:build_model"
 _SHARD_BYTES = 5_000_000_000  # what the Hub's tools cut at
 _CACHED_BLOCKS = 32  # of 16 MiB: small tensors share a block, and sharded ones have one in each blob
 _DTYPES = {
@@ -56,7 +56,8 @@ def export_checkpoint(
     """Writes the weights of the checkpoint under the prefix `key` into the new folder `out`, all or nothing.
 
     `tokenizer`: a tokenizer.json to put beside them. A model that is not mlpipe's own Llama gets its weights
-    under their own names and no config.json. Raises TrainError (input) when `out` is there and not empty,
+    under their own names, tied ones under each of theirs as its `load_state_dict` expects, and no config.json
+    (transformers ties by its own). Raises TrainError (input) when `out` is there and not empty,
     StoreError when the checkpoint is absent or damaged.
     """
     manifest = load_manifest(store, key)
@@ -67,6 +68,9 @@ def export_checkpoint(
     if config:
         _check_names(weights, config, key)
     names = {_exported_name(name, config): tensor for name, tensor in weights.items()}
+    if config is None:
+        tied = manifest["scalars"].get("tied") or {}
+        names |= {name.removeprefix(_PREFIX): weights[stored] for name, stored in tied.items()}
     with _new_folder(out) as folder:
         _write_weights(folder, names, manifest["blobs"], _cached_reader(store), shard_bytes)
         end = _write_tokenizer(folder, tokenizer, config) if tokenizer else None
@@ -78,12 +82,17 @@ def export_checkpoint(
     return Exported(out, files, num_params, manifest["step"], config is not None)
 
 
-def _llama_config(manifest: Manifest) -> LlamaConfig | None:
+def is_for_transformers(manifest: Manifest) -> bool:
+    """Whether the export of this checkpoint is what `AutoModelForCausalLM.from_pretrained` loads."""
     model = manifest["scalars"].get("model")
-    if not isinstance(model, dict) or model.get("entry") != LLAMA:
+    return isinstance(model, dict) and model.get("entry") == LLAMA
+
+
+def _llama_config(manifest: Manifest) -> LlamaConfig | None:
+    if not is_for_transformers(manifest):
         return None
     try:
-        return LlamaConfig(**model["args"])
+        return LlamaConfig(**manifest["scalars"]["model"]["args"])
     except (KeyError, TypeError) as error:
         raise TrainError(f"the checkpoint's model has other fields than this mlpipe's: {error}") from error
 

@@ -275,6 +275,7 @@ class Loop:
                 "entry": self.plan.model.build.entry,
                 "args": self.plan.model.build.args,
             },
+            "tied": self.parallel.tied(),
         }
         self.checkpointer.save(position.step, stored(self.parallel, self.optimizer), scalars)
 

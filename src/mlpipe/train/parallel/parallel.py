@@ -57,6 +57,16 @@ class Parallel:
     after_step: Callable[[], None]
     waits: Waits = field(default_factory=Waits)
 
+    def tied(self) -> dict[str, str]:
+        """Further names of tied parameters, and the one under which each is stored."""
+        stored = {id(item.parameter): item.name for item in self.owned if item.parameter is not None}
+        found = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            name = name.removeprefix("module.")  # DDP's
+            if stored.get(id(parameter), name) != name:
+                found[name] = stored[id(parameter)]
+        return found
+
 
 def replicated(module: nn.Module, rank: int, world_size: int) -> list[Owned]:
     """Every rank holds every parameter and persistent buffer whole."""
