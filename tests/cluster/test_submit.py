@@ -90,12 +90,14 @@ def test_cancel_saves_and_resume_goes_on_under_another_strategy_and_size(place, 
 
 
 def test_the_whole_quickstart(place):
-    """Command, training on two pods, evaluation and promotion; the report; logs of every stage."""
+    """Command, training on two pods, evaluation and promotion; the report; logs of every stage. No pod has
+    keys of the store: each is lent some for the token of its ServiceAccount, which the API server signs."""
+    place.policies()
     argv = ["submit", ROOT / "pipelines" / "quickstart.yaml", "--to", "kubernetes", "--wait"]
     changes = {
         "image": place.cluster.image.name,
         "store": place.environment["MLPIPE_STORE"],
-        "kubernetes.store.endpoint": place.cluster.minio.endpoint,
+        "kubernetes.store": json.dumps({"endpoint": place.cluster.minio.endpoint, "web_identity": {}}),
         "train.resources.nodes": 2,
         "train.resources.workers_per_node": 1,
         "train.resources.cpus": 0.5,  # two of them and the driver on a machine of two cores
@@ -114,11 +116,22 @@ def test_the_whole_quickstart(place):
         assert store.exists("runs/quick/report.html")
         assert catalogue.latest(store, "runs/quick/stages/train").step == 30
     assert "stdlib-lm" in place.mlpipe("models", "list").stdout
+    variables = {
+        one["name"] for pod in place.objects("pods", "quick") for one in pod["spec"]["containers"][0]["env"]
+    }
+    assert "AWS_WEB_IDENTITY_TOKEN_FILE" in variables
+    assert not {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} & variables
 
 
 def test_out_of_memory_is_named(place):
     model = {"entry": "kit.models:greedy", "args": {"num_bytes": 4 * 2**30}}
-    spec = place.spec("greedy", model=model, nodes=1, kubernetes={"max_gang_restarts": 0})
+    # with keys of this run's workers, and the driver with its own
+    keys = {
+        "secret": place.secret("greedy-worker", "worker", "greedy"),
+        "driver_secret": place.secret("greedy-driver", "driver"),
+        "endpoint": place.cluster.minio.endpoint,
+    }
+    spec = place.spec("greedy", model=model, nodes=1, kubernetes={"max_gang_restarts": 0, "store": keys})
     place.submit(spec, "greedy", "--wait", code=4)
     message = place.run_state("greedy").stages["train"].message
     assert "out of memory" in message

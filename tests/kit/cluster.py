@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import urllib3
 from kit import cluster_build, servers
 from kit.cluster_addons import Addons
-from kit.cluster_control import ADDRESS, ControlPlane, write_kubeconfig
+from kit.cluster_control import ADDRESS, SERVER, ControlPlane, write_kubeconfig
 from kit.cluster_image import base_spec, pause_image, worker_image
 from kit.cluster_node import Node, sweep
 from kit.cluster_process import NO_PROXY, ClusterError, Process, wait_until
@@ -38,6 +38,11 @@ __all__ = ["Cluster", "ClusterError", "ServerMissingError", "cluster"]
 T = TypeVar("T")
 _READY_SECONDS = 60
 _KUBECTL_SECONDS = 120
+_IDENTITY = {
+    "MINIO_IDENTITY_OPENID_CONFIG_URL": f"{SERVER}/.well-known/openid-configuration",
+    "MINIO_IDENTITY_OPENID_CLIENT_ID": "sts.amazonaws.com",
+    "MINIO_IDENTITY_OPENID_CLAIM_NAME": "sub",
+}
 _PROGRAMS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "openssl": "openssl"}
 
 
@@ -197,12 +202,17 @@ class Cluster:
         self._minio.stop(signal.SIGKILL)
 
     def start_minio(self) -> None:
-        """Starts it, or starts it again with the data it had, and waits until it answers."""
+        """Starts it, or starts it again with the data it had, and waits until it answers. A pod's token for
+        the audience sts.amazonaws.com is lent keys of the policy with the name of its subject."""
         if self._minio is None:
-            data = self.folder / "minio"
+            data, trusted = self.folder / "minio", self.folder / "minio-certs"
             data.mkdir()
+            (trusted / "CAs").mkdir(parents=True)
+            shutil.copy(self.control.certificates.ca, trusted / "CAs")
             program = servers.binary("minio")
             command, environment = servers.command_of("minio", program, f"{ADDRESS}:9000", data)
+            command += ["--certs-dir", str(trusted)]
+            environment |= _IDENTITY
             self._minio = Process(
                 "minio", self._first.network(command), self.folder / "minio.log", env=environment
             )
@@ -272,6 +282,10 @@ class Cluster:
         self.control.start()
         self.nodes[0].start(self.control, [self._pause, self.image], self._spec)
         if minio:
+            discovery = (
+                "oidc --clusterrole=system:service-account-issuer-discovery --group=system:unauthenticated"
+            )
+            self.kubectl("create", "clusterrolebinding", *discovery.split())
             self.start_minio()
         addons = Addons(self.folder, self.control, self._first, self._kubectl)
         if jobset or kueue:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kit.cluster import Cluster
 from kit.servers import ACCESS_KEY, SECRET_KEY
@@ -17,6 +17,7 @@ from kit.servers import ACCESS_KEY, SECRET_KEY
 from mlpipe.store import runs
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
+from mlpipe.store.s3_policy import policy
 
 ROOT = Path(__file__).parents[2]
 BUCKET = "ml-runs"
@@ -46,6 +47,24 @@ class Place:
             "MLPIPE_STORE": f"s3://{BUCKET}/{self.namespace}",
             "MLPIPE_CACHE": str(folder / "cache"),
         }
+
+    def policies(self) -> None:
+        """The store's, of tokens of the namespace's workers and drivers."""
+        with self.cluster.inside():
+            for who in ("worker", "driver"):
+                document = policy(self.environment["MLPIPE_STORE"], who)
+                self.cluster.minio.add_policy(
+                    f"system:serviceaccount:{self.namespace}:mlpipe-{who}", document
+                )
+
+    def secret(self, name: str, who: Literal["worker", "driver"], run_id: str | None = None) -> str:
+        """A Secret with keys of a user of that policy; its name."""
+        with self.cluster.inside():
+            document = policy(self.environment["MLPIPE_STORE"], who, run_id)
+            found = self.cluster.minio.add_user(f"{self.namespace}-{name}", document)
+        keys = (f"--from-literal={key}={value}" for key, value in found.items() if "_KEY" in key)
+        self.cluster.kubectl("-n", self.namespace, "create", "secret", "generic", name, *keys)
+        return name
 
     # What the person does.
 

@@ -7,11 +7,17 @@ import re
 import time
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
+BUCKET_PATTERN = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"  # of S3, and of the servers that speak it
+BUCKET_RULE = "a bucket's name has 3 to 63 of a-z, 0-9, '.' and '-', a letter or digit first and last"
 _NAME = re.compile(NAME_PATTERN)
 
 
 def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
+
+
+def is_bucket(text: str) -> bool:
+    return re.fullmatch(BUCKET_PATTERN, text) is not None
 
 
 def new_run_id(pipeline_name: str) -> str:

@@ -147,7 +147,9 @@ def _follow(session: Session, reader: Reader, run: RunState, many: bool) -> None
     pause = _POLL_SECONDS if store.local_path("runs") is not None else 4 * _POLL_SECONDS
     while run.state not in runs.RUN_ENDED:
         time.sleep(pause)
-        run = runs.read_run(store, run.run_id)  # before the logs: what was written until it ended is shown
+        run = runs.read_run(
+            store, run.run_id, known=True
+        )  # before the logs: what was written until it ended is shown
         _write(reader.read(run), many)
         if runs.lease_is_live(run.driver):
             driven = time.monotonic()

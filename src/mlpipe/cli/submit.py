@@ -344,7 +344,7 @@ def follow(
                 num_takeovers += 1
                 start_driver()
             time.sleep(0.5)
-            run = runs.read_run(store, run_id)
+            run = runs.read_run(store, run_id, known=True)
         watcher.watch(run)
     finally:
         watcher.close()

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from mlpipe._core.gate import GATE_PATTERN, parse_gate
-from mlpipe._core.ids import NAME_PATTERN, is_name
+from mlpipe._core.ids import BUCKET_PATTERN, BUCKET_RULE, NAME_PATTERN, is_bucket, is_name
 from mlpipe._core.units import parse_bytes, parse_cadence, parse_seconds
 from mlpipe.spec.tree import Ambiguous
 
@@ -80,9 +80,7 @@ _NUMBER = r"\s*(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?\s*"
 ENV_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*"
 ENTRY_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 IMAGE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}"
-STORE_PATTERN = (
-    r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._=-]+)*/?|file:///[^{}]*|(?![a-z0-9]+://)[^{}]+"
-)
+STORE_PATTERN = rf"s3://{BUCKET_PATTERN}(/[A-Za-z0-9._=-]+)*/?|file:///[^{{}}]*|(?![a-z0-9]+://)[^{{}}]+"
 
 Text = Annotated[str, BeforeValidator(_unambiguous)]
 Json = Annotated[Any, BeforeValidator(_json)]
@@ -94,6 +92,13 @@ def _name(text: str) -> str:
             f"{text!r} is not a name",
             "write 1 to 63 of a-z, 0-9, '.', '_', '-', starting with a letter or digit",
         )
+    return text
+
+
+def _bucket(text: str) -> str:
+    bucket = text.removeprefix("s3://").partition("/")[0]
+    if text.startswith("s3://") and not is_bucket(bucket):
+        raise wrong(f"{text!r} names no bucket", f"write 's3://bucket/prefix'; {BUCKET_RULE}")
     return text
 
 
@@ -123,6 +128,7 @@ Image = Annotated[
 ]
 StoreUrl = Annotated[
     Text,
+    AfterValidator(_bucket),
     AfterValidator(
         _matches(STORE_PATTERN, "a store", "write a folder like './runs', or 's3://bucket/prefix'")
     ),

@@ -171,9 +171,10 @@ def clear_claim(store: Store, run_id: str) -> bool:
     return True
 
 
-def read_run(store: Store, run_id: str) -> RunState:
-    """Raises StoreError (input) when there is no such run."""
-    return _read(store, run_id)[0]
+def read_run(store: Store, run_id: str, *, known: bool = False) -> RunState:
+    """Raises StoreError (input) when there is no such run; with `known`, which says that there was one, it
+    is the store that lost it (infrastructure)."""
+    return _read(store, run_id, known=known)[0]
 
 
 def read_pipeline(store: Store, run_id: str) -> str:
@@ -359,7 +360,7 @@ def _index(store: Store, run: RunState) -> None:
     store.put_if_absent(f"index/{run.run_id}/{run.seq:06d}-{run.state}", content)
 
 
-def _read(store: Store, run_id: str) -> tuple[RunState, str]:
+def _read(store: Store, run_id: str, *, known: bool = False) -> tuple[RunState, str]:
     if not is_name(run_id):
         raise StoreError(f"{run_id!r} is not a run id", hint="mlpipe list shows them", kind="input")
     key = _run_key(run_id)
@@ -368,6 +369,12 @@ def _read(store: Store, run_id: str) -> tuple[RunState, str]:
     except StoreError as error:
         if error.kind != "input":
             raise
+        if known:
+            raise StoreError(
+                f"run {run_id} is gone: somebody deleted its run.json, or the store",
+                where=store.url,
+                hint="what had been saved of it is lost, unless the store keeps versions or backups",
+            ) from None
         message, hint = f"there is no run {run_id}", "mlpipe list shows the runs"
         if store.exists(_pipeline_key(run_id)):
             message = f"run {run_id} was claimed and not begun: its client died, or is just about to"
@@ -393,7 +400,7 @@ def _update(
     check: Callable[[RunState, RunState], None],
 ) -> RunState:
     for attempt in range(_NUM_TRIES):
-        old, etag = _read(store, run_id)
+        old, etag = _read(store, run_id, known=True)
         new = change(old)
         if new == old:
             return old

@@ -19,6 +19,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from mlpipe._core.errors import StoreError
+from mlpipe._core.ids import BUCKET_RULE, is_bucket
 from mlpipe.store import s3_identity
 from mlpipe.store.base import Buffer, LogWriter, ObjectInfo, check_key, check_prefix
 from mlpipe.store.checksum import crc32c as sum_of
@@ -46,8 +47,9 @@ class S3Store:
     def from_environment(url: str, environ: Mapping[str, str] = os.environ) -> S3Store:
         """The usual AWS names; MLPIPE_STORE_DEADLINE_SECONDS bounds each call (90)."""
         parts = urlsplit(url)
-        if not parts.netloc:
-            raise StoreError(f"{url!r} names no bucket", hint="write s3://bucket/prefix", kind="input")
+        if not is_bucket(parts.netloc):
+            hint = f"write s3://bucket/prefix; {BUCKET_RULE}"
+            raise StoreError(f"{url!r} names no bucket", hint=hint, kind="input")
         region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1"
         address = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
         address = address or f"https://s3.{region}.amazonaws.com"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from mlpipe._core.errors import StoreError
-from mlpipe._core.ids import is_name
+from mlpipe._core.ids import BUCKET_RULE, is_bucket, is_name
 
 Who = Literal["worker", "driver"]
 # below runs/<run>/stages/<stage>/; of an attempt not its plan.json
@@ -28,8 +28,9 @@ def policy(url: str, who: Who, run_id: str | None = None) -> dict[str, Any]:
     """The document for the store at `url`, s3://bucket/prefix. `run_id`: a worker of this run alone; None:
     of any run there. Raises StoreError (input)."""
     bucket, _, prefix = url.removeprefix("s3://").strip("/").partition("/")
-    if not url.startswith("s3://") or not bucket:
-        raise StoreError(f"{url!r} is no bucket", hint="give --store s3://bucket/prefix", kind="input")
+    if not url.startswith("s3://") or not is_bucket(bucket):
+        hint = f"give --store s3://bucket/prefix; {BUCKET_RULE}"
+        raise StoreError(f"{url!r} names no bucket", hint=hint, kind="input")
     if any(sign in url for sign in "*?$"):
         raise StoreError(f"{url!r} means more than one store in a policy", kind="input")
     if run_id is not None and not is_name(run_id):

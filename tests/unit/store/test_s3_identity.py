@@ -151,6 +151,14 @@ def test_what_is_missing_is_said(server, environment):
         assert caught.value.kind == "input"
 
 
+def test_a_buckets_name_is_checked_before_the_server_is_asked(environment):
+    for url in ("s3://a", "s3:///x", "s3://Upper/x", f"s3://{'b' * 64}"):
+        with pytest.raises(StoreError, match="names no bucket") as caught:
+            S3Store.from_environment(url, environment)
+        assert caught.value.kind == "input"
+        assert "3 to 63" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("more", "url"),
     [

@@ -15,16 +15,16 @@ pytestmark = pytest.mark.unit
 @pytest.mark.parametrize(
     ("url", "run_id", "readable"),
     [
-        ("s3://b/team/x", "r", "team/x/runs/r/*"),
-        ("s3://b/team/x/", None, "team/x/runs/*/*"),
-        ("s3://b", "r", "runs/r/*"),
+        ("s3://bkt/team/x", "r", "team/x/runs/r/*"),
+        ("s3://bkt/team/x/", None, "team/x/runs/*/*"),
+        ("s3://bkt", "r", "runs/r/*"),
     ],
 )
 def test_a_workers_policy_names_its_run(url, run_id, readable):
     listed, read, written = policy(url, "worker", run_id)["Statement"]
     assert listed["Condition"] == {"StringLike": {"s3:prefix": [readable]}}
-    assert read["Resource"] == [f"arn:aws:s3:::b/{readable}"]
-    assert all(key.startswith(f"arn:aws:s3:::b/{readable[:-1]}stages/*/") for key in written["Resource"])
+    assert read["Resource"] == [f"arn:aws:s3:::bkt/{readable}"]
+    assert all(key.startswith(f"arn:aws:s3:::bkt/{readable[:-1]}stages/*/") for key in written["Resource"])
 
 
 def test_documents_fit_where_they_go():
@@ -39,11 +39,12 @@ def test_documents_fit_where_they_go():
     [
         ("./runs", "driver", None),
         ("s3://", "driver", None),
-        ("s3://b/*", "driver", None),
-        ("s3://b/${jwt:sub}", "worker", None),
-        ("s3://b", "worker", "../x"),
-        ("s3://b", "worker", "*"),
-        ("s3://b", "driver", "r"),
+        ("s3://b", "driver", None),
+        ("s3://bkt/*", "driver", None),
+        ("s3://bkt/${jwt:sub}", "worker", None),
+        ("s3://bkt", "worker", "../x"),
+        ("s3://bkt", "worker", "*"),
+        ("s3://bkt", "driver", "r"),
     ],
 )
 def test_what_would_open_more_than_asked_is_refused(url, who, run_id):

@@ -99,6 +99,14 @@ def test_a_stage_that_outlives_its_timeout_exits_3(cli: Cli):
     assert "timeout of 1 s" in cli("run", "pipeline.yaml", code=3).stdout
 
 
+def test_a_store_that_is_deleted_under_a_run_exits_4(cli: Cli):
+    """Under its driver, and under one who follows."""
+    write_spec(cli.folder, {"a": shell(f"rm -r {cli.store}")})
+    for verb in (["run"], ["submit", "--to", "local", "--wait"]):
+        done = cli(*verb, "pipeline.yaml", "--run-id", "r", code=4)
+        assert "run r is gone: somebody deleted" in done.stderr
+
+
 def test_more_than_this_machine_has_is_refused_before_anything_runs(cli: Cli):
     cli("init", ".")
     more = "stages.train.resources"
