@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -95,7 +97,8 @@ def test_ctrl_c_saves_resume_switches_strategy_and_the_model_is_promoted_and_exp
     assert cli.json("models", "promote", "r", "--as", "by-hand")["version"] == 1
 
 
-def test_a_detached_training_is_cancelled_from_elsewhere_and_a_failed_gate_exits_3(cli: Cli):
+def test_a_detached_training_is_cancelled_and_its_failed_gate_names_commands_that_work(cli: Cli):
+    """Then the longer training's last checkpoint is damaged: discarded, it is trained again."""
     few = ("--set", "stages.train.train.steps=60", "--set", "stages.evaluate.evaluate.gate=val_loss < 0.001")
     cli("submit", "pipeline.yaml", "--run-id", "r", "--set", "stages.train.train.steps=100000", *few[2:])
     until(lambda: len(records(cli, 1, "step")) > 5, "the training to be on its way", 600)
@@ -107,6 +110,33 @@ def test_a_detached_training_is_cancelled_from_elsewhere_and_a_failed_gate_exits
     assert "val_loss" in document["stages"]["evaluate"]["message"]
     assert document["stages"]["promote"]["state"] == "skipped"
     assert cli.json("models", "list")["models"] == []
+
+    message = document["stages"]["evaluate"]["message"]
+    longer, less = re.findall(r"(?:train longer|or ask for less): mlpipe (.*)", message)
+    before, last = document["stages"]["evaluate"]["outcome"]["step"], int(longer.rpartition("steps=")[2])
+    assert last > before >= 60
+    cli(*shlex.split(longer), code=3)
+    (start,) = records(cli, 3, "start")
+    assert (start["start_step"], start["steps"]) == (before, last)
+    (*_, earlier, newest) = cli.json("checkpoints", "list", "r")["checkpoints"]
+    assert newest["step"] == last
+    blob = cli.store / newest["key"] / "model-00001"
+    blob.write_bytes(blob.read_bytes()[:-1] + b"!")
+    damaged = cli.json(*shlex.split(less), code=4)["stages"]["evaluate"]["message"]
+    assert f"the checkpoint of step {last} is damaged: {newest['key']}/model-00001: block 0 is" in damaged
+    (discard,) = re.findall(r"mlpipe (checkpoints discard .*),", damaged)
+    cli(*discard.split())
+    assert not blob.parent.exists()
+    document = cli.json("resume", "r")
+    assert (document["state"], document["stages"]["evaluate"]["outcome"]["step"]) == ("done", last)
+    (start,) = records(cli, 4, "start")
+    assert start["resumed_from"] == earlier["key"]
+
+    refused = cli("resume", "r", "--set", "train.seed=5", "--set", f"train.steps={last + 9}", code=2).stderr
+    assert "train.seed: 0 there, 5 now (--set train.seed=5)" in refused
+    assert "no stage 'nonsense'" in cli("resume", "r", "--set", "nonsense.key=3", code=2).stderr
+    assert "changes nothing" in cli("resume", "r", "--set", "train.strategy=ddp", code=2).stderr
+    assert cli.json("status", "r")["state"] == "done"
 
 
 def test_training_goes_on_after_its_driver_was_killed(cli: Cli):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from mlpipe._core.errors import DamagedError, TrainError
 from mlpipe.plan.gate import check, parse_gate
-from mlpipe.plan.plan import EvaluatePlan
+from mlpipe.plan.plan import EvaluatePlan, Plan
 from mlpipe.store import catalogue
 from mlpipe.train.contract import check_call
 from mlpipe.train.data import collate, open_dataset, to_device
@@ -64,7 +65,7 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
         session.rank,
         kind=None if passed else "failed",
         message=message,
-        hint=None if passed else "train longer, or ask for less in evaluate.gate",
+        hint=None if passed else _how_to_pass(session.plan, plan, found.step, metrics),
         checkpoint=found.key,
         time=time.time(),
         details={"metrics": metrics, "passed": passed, "sample": sample},
@@ -85,6 +86,19 @@ def _passes(plan: EvaluatePlan, metrics: dict[str, float | None]) -> bool:
             kind="input",
         )
     return check(gate, {gate.metric: value})
+
+
+def _how_to_pass(plan: Plan, part: EvaluatePlan, step: int, metrics: dict[str, float | None]) -> str:
+    """Commands, from any folder."""
+    resume = f"mlpipe resume {plan.run_id} --store {shlex.quote(plan.store_url)} --set"
+    hint = f"train longer: {resume} stages.{part.train_stage}.train.steps={2 * max(step, part.train.steps)}"
+    gate = parse_gate(part.gate or "")
+    value = metrics[gate.metric]
+    if value is None or not math.isfinite(value):
+        return hint
+    limit = float(f"{value * (1.01 if gate.op.startswith('<') else 0.99):.3g}")
+    change = f"stages.{plan.stage}.evaluate.gate={gate.metric} {gate.op} {limit}"
+    return f"{hint}\n  or ask for less: {resume} {shlex.quote(change)}"
 
 
 def _failed_gate(plan: EvaluatePlan, metrics: dict[str, float | None]) -> str:
