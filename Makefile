@@ -3,6 +3,7 @@
 #   SET="a.b=c x.y=z"   overrides for `make run`, each becomes a --set
 #   JOBS=4              test processes at a time; about half of them wait, for servers, processes and deadlines
 #   CMD="kubectl get pods"   what `make cluster` runs instead of a shell
+#   REGISTRY=registry.example.com/team BASE=python@sha256:... BUILDER=buildah BUILD="--pull"   of `make images`
 #   TESTS=tests/unit    what `make test` and its relatives look at
 # and, of the tests, MLPIPE_REQUIRE_RINGS=unit,golden,torch,services: rings that must run, not be skipped.
 
@@ -11,6 +12,9 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 JOBS ?= 4
 TESTS ?= tests
 SET ?=
+REGISTRY ?= localhost
+BUILDER ?= $(firstword $(foreach one,podman buildah docker,$(if $(shell command -v $(one)),$(one))) podman)
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/mlpipe/__init__.py)
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
@@ -30,7 +34,7 @@ LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --n
 
 .PHONY: help install lint-jenkins grafana-types run test test-unit test-torch test-services test-jenkins test-oldest \
   test-install check checkov format docs test-cluster bench bench-tools bench-peers bench-gpu \
-  servers cluster cluster-build lock clean
+  servers cluster cluster-build images lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -143,6 +147,12 @@ servers: $(VENV)/.dev  ## build what the services and golden rings run (once, in
 
 cluster-build: $(VENV)/.dev  ## build what the cluster ring runs: once, 10 minutes and more, into ~/.cache/mlpipe
 	@PYTHONPATH=tests $(BIN)/python -m kit.cluster build || echo "the cluster ring will be skipped"
+	@PYTHONPATH=tests $(BIN)/python -m kit.image build || echo "the test of the image will be skipped"
+
+images:  ## both container images, by podman, buildah or docker: REGISTRY/mlpipe and REGISTRY/mlpipe-cli
+	$(BUILDER) build $(if $(BASE),--build-arg BASE=$(BASE)) $(BUILD) --file Containerfile.cli \
+	  --tag $(REGISTRY)/mlpipe-cli:$(VERSION) .
+	$(BUILDER) build $(if $(BASE),--build-arg BASE=$(BASE)) $(BUILD) --file Containerfile --tag $(REGISTRY)/mlpipe:$(VERSION) .
 
 cluster: $(VENV)/.dev  ## a real Kubernetes in namespaces of its own, for hand use: a shell in it (or CMD), as root
 	@PYTHONPATH=tests $(BIN)/python -m kit.cluster up $(if $(CMD),sh -c "$$CMD")

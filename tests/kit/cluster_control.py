@@ -22,6 +22,7 @@ from kit.cluster_process import NO_PROXY, ClusterError, Namespaces, Process, wai
 from kit.servers import ServerMissingError
 
 ADDRESS = "10.250.0.1"  # of node 0 and of all that runs beside it
+REGISTRY = f"{ADDRESS}:5000"  # of container images, where a test starts one (kit/image.py)
 SERVICE_ADDRESS = "10.96.0.1"  # of the Service `kubernetes`
 SERVER = f"https://{ADDRESS}"
 _SERVICES = "10.96.0.0/16"

@@ -18,7 +18,7 @@ import subprocess
 from pathlib import Path
 
 from kit.cluster_build import binary, tool
-from kit.cluster_control import ADDRESS, SERVICE_ADDRESS, ControlPlane
+from kit.cluster_control import ADDRESS, REGISTRY, SERVICE_ADDRESS, ControlPlane
 from kit.cluster_image import PAUSE, Image
 from kit.cluster_process import ClusterError, Namespaces, Process, wait_until
 
@@ -165,6 +165,7 @@ class Node:
         }
         (self.folder / "cni" / "pods.conflist").write_text(json.dumps(network))
         path = self.folder / "containerd.toml"
+        # the handler `image` is for pods that see nothing but their image
         path.write_text(f"""\
 version = 2
 root = "{self.folder}/containerd"
@@ -180,6 +181,13 @@ base_runtime_spec = "{spec}"
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
 SystemdCgroup = false
 BinaryName = "{tool("runc")}"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.image]
+runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.image.options]
+SystemdCgroup = false
+BinaryName = "{tool("runc")}"
+[plugins."io.containerd.grpc.v1.cri".registry.mirrors."{REGISTRY}"]
+endpoint = ["http://{REGISTRY}"]
 [plugins."io.containerd.grpc.v1.cri".cni]
 bin_dir = "{tool("host-local").parent}"
 conf_dir = "{self.folder}/cni"

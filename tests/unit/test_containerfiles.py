@@ -1,4 +1,4 @@
-"""The Containerfiles: hadolint, and the rules that it does not know. Nothing is built here."""
+"""The Containerfiles: hadolint, and the rules that it does not know. They are built in the cluster ring."""
 
 from __future__ import annotations
 
@@ -49,11 +49,24 @@ def test_hadolint_would_find_something():
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_the_base_is_an_argument_without_default(path):
-    """A tag moves, and a digest in this file would be one that nobody here has seen."""
+def test_the_base_is_an_argument_whose_default_is_the_public_image(path):
+    """By tag: a digest here would soon be that of an image with known holes."""
     steps = _steps(path)
-    assert steps[0] == ("ARG", "BASE")
-    assert {rest.split()[0] for word, rest in steps if word == "FROM"} == {"${BASE}"}
+    assert steps[0] == ("ARG", "BASE=docker.io/library/python:3.13-slim-bookworm")
+    bases = [rest.split()[0] for word, rest in steps if word == "FROM"]
+    assert bases == ["${BASE}", "requirements", "${BASE}"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_a_change_of_the_code_changes_one_small_layer(path):
+    """Whatever is slow or large comes before the first copy of the code, in the build and in the image."""
+    words = [word if word != "COPY" else f"COPY {rest}" for word, rest in _steps(path)]
+    before, after = words[: words.index("COPY src src")], words[words.index("COPY src src") :]
+    assert len([word for word in before if word == "RUN"]) >= 2
+    assert after.index("COPY --from=requirements /opt/mlpipe /opt/mlpipe") == (
+        after.index("COPY --from=code /opt/code /opt/mlpipe") - 1
+    )
+    assert "RUN" not in after[after.index("COPY --from=code /opt/code /opt/mlpipe") :]
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
@@ -69,6 +82,7 @@ def test_everything_is_installed_by_hash_or_without_an_index(path):
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_runs_as_a_numbered_user_without_a_shell(path):
     assert _last(path, "USER") == "10001:10001"
+    assert "useradd --uid 10001 --gid 10001 " in _last(path, "RUN")  # the number has a name
     assert json.loads(_last(path, "ENTRYPOINT")) == ["mlpipe"]
     assert isinstance(json.loads(_last(path, "CMD")), list)
 
