@@ -17,6 +17,9 @@ step        step (1-based, after the update), loss (mean over the global batch's
             bytes on the way), checkpoint_seconds (stall only), tokens_per_second and
             mfu_ratio (of all ranks; rank 0 only), memory_bytes (peak so far), achievable_flops (per device,
             measured, or null), peak_flops (per device; of `start` it is null where the worker measures it).
+            Of the first rank of a node, every 5 s or more, what was since: cpu_others_ratio (of the CPUs that
+            it may use, by others), cpu_steal_ratio (by other guests of the hypervisor), cpu_pressure_ratio
+            (of the time, in which something waited for a CPU; or null).
             A step whose loss or gradient is not finite has null there, updated nothing and is the last of
             its attempt
 checkpoint  step, key, bytes (of this rank), stall_seconds, save_seconds (until committed; rank 0 only),

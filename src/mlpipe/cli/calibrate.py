@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from mlpipe.cli.session import Session, shared
 
 if TYPE_CHECKING:
+    from mlpipe._core.load import Load
     from mlpipe.plan.calibration import Calibration
     from mlpipe.plan.speed import Measured
 
-_DEADLINE_SECONDS = 180.0
+T = TypeVar("T")
+_DEADLINE_SECONDS = 120.0  # of a machine of its own: 10 to 25 s
+_LOOK_SECONDS = 1.0
 
 
 @click.command()
@@ -22,10 +29,15 @@ _DEADLINE_SECONDS = 180.0
     "--ranks", type=click.IntRange(1, 64), default=None, help="Up to so many. Default: the devices."
 )
 @click.option("--from-run", metavar="RUN", help="Measure nothing; hold this finished run against the file.")
+@click.option("--force", is_flag=True, help="Write figures although others used the machine meanwhile.")
 @shared
 @click.pass_obj
-def command(session: Session, out: str, ranks: int | None, from_run: str | None) -> None:
-    """Measure matmuls, memory, collectives and the store here, or feed a run's figures back."""
+def command(session: Session, out: str, ranks: int | None, from_run: str | None, force: bool) -> None:
+    """Measure matmuls, memory, collectives and the store here, or feed a run's figures back.
+
+    Exits 4 and writes nothing where others use more than a tenth of the CPUs, or a hypervisor takes a
+    twentieth.
+    """
     from dataclasses import asdict
 
     from mlpipe.plan.calibration import Calibration, load, save
@@ -37,14 +49,41 @@ def command(session: Session, out: str, ranks: int | None, from_run: str | None)
         if before:
             names = ", ".join(dict.fromkeys(item.run for item in before))
             session.note(f"what runs taught was about the old figures; add them again: {names}")
+        _refuse_foreign(_load_during(lambda: time.sleep(_LOOK_SECONDS))[1], force)
         device, most = _devices()
-        measured = {}
+        measured, loads = {}, []
         for number in _numbers(ranks or most):
             session.note(f"measuring with {number} rank{'s' if number > 1 else ''}")
-            measured[str(number)] = _measure(session, number, max(1, _cores() // number))
-        found = Calibration(1, _name(device), device, measured, ())
+            work = partial(_measure, session, number, max(1, _cores() // number))
+            measured[str(number)], seen = _load_during(work)
+            _refuse_foreign(seen, force)
+            loads += [seen] if seen is not None else []
+        worst = max(loads, key=lambda seen: seen.others_ratio + seen.steal_ratio, default=None)
+        found = Calibration(1, _name(device), device, measured, (), worst)
     save(out, found)
     session.result({"file": out, **asdict(found)}, _text(out, found))
+
+
+def _load_during(work: Callable[[], T]) -> tuple[T, Load | None]:
+    """What `work` gives, and what others did meanwhile; None where the machine does not say."""
+    from mlpipe._core.load import Clock
+
+    before, own = Clock.read(), sum(os.times()[:4])
+    result = work()
+    after = Clock.read()
+    used = sum(os.times()[:4]) - own  # with the processes that ended meanwhile
+    return result, before.until(after, used) if before is not None and after is not None else None
+
+
+def _refuse_foreign(load: Load | None, force: bool) -> None:
+    from mlpipe._core.errors import PlanError
+
+    if load is not None and load.is_foreign and not force:
+        raise PlanError(
+            f"{load}: no figures to plan with",
+            hint="calibrate on an idle machine; --force writes them all the same",
+            kind="infrastructure",
+        )
 
 
 def _numbers(most: int) -> list[int]:
@@ -105,7 +144,11 @@ def _measure(session: Session, ranks: int, threads: int) -> Measured:
                 argv, env=env, capture_output=True, text=True, timeout=_DEADLINE_SECONDS, check=False
             )
         except subprocess.TimeoutExpired:
-            raise TrainError(f"measuring with {ranks} ranks took over {_DEADLINE_SECONDS:.0f} s") from None
+            raise TrainError(
+                f"measuring with {ranks} ranks took over {_DEADLINE_SECONDS:.0f} s",
+                hint="is the machine busy?",
+                kind="infrastructure",
+            ) from None
         if done.returncode or not written.exists():
             tail = "\n".join(done.stderr.strip().splitlines()[-5:])
             raise TrainError(
@@ -144,6 +187,8 @@ def _text(out: str, found: Calibration) -> str:
         memory = f"memory {item.memory_bytes_per_second / 1e9:.1f} GB/s"
         store = f"store {item.store_bytes_per_second / 1e6:,.0f} MB/s"
         lines.append(f"{number} rank{'s' if number != '1' else ' '}  {peaks}, {memory}{link}, {store}")
+    if found.load is not None:
+        lines.append(f"meanwhile {found.load}")
     if found.runs:
         lines.append(f"compared with {len(found.runs)} run{'s' if len(found.runs) > 1 else ''}")
     return "\n".join([*lines, f"written to {out}; use it: mlpipe plan SPEC --hardware {out}"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from mlpipe._core.units import format_seconds
-from mlpipe.observe.progress import format_count, format_loss
-from mlpipe.observe.runview import RunView, StageView, throughput, view_run
+from mlpipe.observe.progress import format_count, format_loss, format_mfu
+from mlpipe.observe.runview import RunView, StageView, throughput, view_run, worst_load
 from mlpipe.observe.sections import cost_facts
 from mlpipe.store.base import Store
 
@@ -57,7 +57,10 @@ def _training(stage: StageView) -> list[str]:
     if rate is not None:
         facts.append(f"{format_count(rate)} tok/s")
     if mfu is not None:
-        facts.append(f"MFU {100 * mfu:.1f} % (of {plain(start.get('peak_name') or 'the peak')})")
+        facts.append(f"MFU {format_mfu(mfu)} (of {plain(start.get('peak_name') or 'the peak')})")
+    load = worst_load(stage)
+    if load is not None and load.slowed_us:
+        facts.append(f"not alone on the machine: {load}")
     if len(stage.lead.starts) > 1:
         facts.append(f"{len(stage.lead.starts) - 1} restarts, {stage.lead.num_rolled_back} steps done again")
     if stage.ledger is not None and stage.ledger.goodput_ratio is not None:

@@ -112,7 +112,7 @@ def live_line(summary: Mapping[str, Any], *, width: int = 80) -> str:
     if summary["tokens_per_second"] is not None:
         parts["rate"] = f"{format_count(summary['tokens_per_second'])} tok/s"
     if summary["mfu_ratio"] is not None:
-        parts["mfu"] = f"MFU {100 * summary['mfu_ratio']:.1f} %"
+        parts["mfu"] = f"MFU {format_mfu(summary['mfu_ratio'])}"
         if summary["peak_name"]:
             parts["peak"] = f"(of {summary['peak_name']})"
     if summary["outcome"] is not None:
@@ -152,6 +152,11 @@ def start_line(start: Mapping[str, Any]) -> str:
 def format_loss(loss: float) -> str:
     """Four significant digits without an exponent where that is readable: 3.214, 0.0123, 12345."""
     return f"{loss:.3f}" if 0.1 <= abs(loss) < 1000 else f"{loss:.4g}"
+
+
+def format_mfu(ratio: float) -> str:
+    """Over 100 % it is marked: then the peak is wrong, of another device or measured on a busy machine."""
+    return f"{100 * ratio:.1f} %" + (" (!)" if ratio > 1 else "")
 
 
 def format_count(number: float) -> str:

@@ -22,7 +22,7 @@ from mlpipe.observe.html import (
     utc,
     when,
 )
-from mlpipe.observe.progress import format_count, format_loss
+from mlpipe.observe.progress import format_count, format_loss, format_mfu
 from mlpipe.observe.runview import RunView, throughput, view_run
 from mlpipe.observe.sections import MOST_ROWS, SECTIONS, cut_note
 from mlpipe.store.base import Store
@@ -96,7 +96,7 @@ def _highlights(view: RunView) -> Html:
         shown["steps"] = f"{last['step']}" + (f" / {target}" if target else "")
         shown["training loss"] = "not finite" if last.get("loss") is None else format_loss(last["loss"])
         shown["tokens per second"] = None if rate is None else format_count(rate)
-        shown["MFU"] = None if mfu is None else f"{100 * mfu:.1f} %"
+        shown["MFU"] = None if mfu is None else format_mfu(mfu)
     ledger = view.ledger
     if ledger is not None and ledger.goodput_ratio is not None:
         shown["goodput"] = f"{100 * ledger.goodput_ratio:.1f} %"

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, TypeVar
 
 from mlpipe._core.errors import StoreError
+from mlpipe._core.load import Load
 from mlpipe._core.records import decode_line
 from mlpipe.observe.goodput import Attempt, Ledger, account, add
 from mlpipe.observe.records import Record, Timeline, list_attempts, list_ranks, merge, read_records
@@ -96,6 +98,20 @@ def throughput(steps: Iterable[Record]) -> tuple[float | None, float | None]:
         if took and ratio is not None:
             used_seconds, used = used_seconds + took, used + ratio * took
     return (tokens / seconds if seconds else None, used / used_seconds if used_seconds else None)
+
+
+def worst_load(stage: StageView) -> Load | None:
+    """Of the node whose CPUs others used most, over all its steps; None where no record says."""
+    loads = []
+    for timeline in stage.timelines.values():
+        said = [step for step in timeline.steps if isinstance(step.get("cpu_others_ratio"), int | float)]
+        if said:
+            others, steal, pressure = (
+                [step[field] for step in said if isinstance(step.get(field), int | float)]
+                for field in ("cpu_others_ratio", "cpu_steal_ratio", "cpu_pressure_ratio")
+            )
+            loads.append(Load(fmean(others), fmean(steal or [0.0]), fmean(pressure) if pressure else None))
+    return max(loads, key=lambda load: load.others_ratio + load.steal_ratio, default=None)
 
 
 @dataclass

@@ -10,8 +10,8 @@ from mlpipe.observe.charts import PARTS, rank_rows, stage_charts
 from mlpipe.observe.goodput import Ledger
 from mlpipe.observe.html import Html, details, element, facts, join, table, when
 from mlpipe.observe.predicted import predicted_section
-from mlpipe.observe.progress import format_count, format_flops, format_loss
-from mlpipe.observe.runview import MOST_RANKS, StageView, throughput
+from mlpipe.observe.progress import format_count, format_flops, format_loss, format_mfu
+from mlpipe.observe.runview import MOST_RANKS, StageView, throughput, worst_load
 from mlpipe.observe.svg import share_bar
 from mlpipe.plan.plan import TrainPlan
 
@@ -129,7 +129,7 @@ def _mfu(stage: StageView) -> Html:
         return Html("")
     line = (
         f"{format_count(rate)} tok/s x {format_flops(needed)}/token / ({world} x {format_flops(peak)}/s)"
-        f" = {100 * mfu:.1f} %"
+        f" = {format_mfu(mfu)}"
     )
     known = {
         (f"since step {first}" if first else "over all steps"): line,
@@ -137,6 +137,8 @@ def _mfu(stage: StageView) -> Html:
         "parameters": None if not start.get("num_params") else f"{start['num_params']:,}",
         "peak": f"{format_flops(peak)}/s a worker: {start.get('peak_name')}",
     }
+    if mfu > 1:
+        known["over 100 %"] = "the peak is too low: of another device, or measured while others used this one"
     hardware = start.get("num_hardware_flops_per_token")
     if hardware and hardware != needed:
         known["HFU"] = f"{100 * mfu * hardware / needed:.1f} %, with what activation checkpointing does again"
@@ -162,7 +164,10 @@ def _ranks(stage: StageView) -> Html:
     head = ("Rank", "step, ms", *(name for name, _, _ in PARTS), "other", "Shares", "Peak memory")
     more = stage.num_ranks - len(stage.timelines)
     note = f"The first {MOST_RANKS} of {stage.num_ranks} ranks." if more > 0 else ""
-    content = join((table(head, rows, {0, 1, 2, 3, 4, 5, 6, 8}), element("p", note, "faint")))
+    load = worst_load(stage)
+    busy = f"The machine was not this run's alone: {load}." if load is not None and load.slowed_us else ""
+    parts = (table(head, rows, {0, 1, 2, 3, 4, 5, 6, 8}), element("p", note, "faint"), element("p", busy))
+    content = join(parts)
     return details("Ranks: mean of a step, by cause", content, open_=len(rows) <= 8)
 
 

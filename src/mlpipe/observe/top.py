@@ -10,7 +10,7 @@ from typing import Any
 from mlpipe._core.errors import DamagedError
 from mlpipe._core.tables import aligned
 from mlpipe._core.units import format_bytes, format_seconds
-from mlpipe.observe.progress import Progress, format_count, format_loss
+from mlpipe.observe.progress import Progress, format_count, format_loss, format_mfu
 from mlpipe.observe.records import Follower, Record, list_ranks
 from mlpipe.store import runs
 from mlpipe.store.base import Store
@@ -115,7 +115,7 @@ def runs_table(rows: Sequence[dict[str, Any]], now: float) -> list[str]:
                 "" if step is None else f"{step}/{steps}" if steps else str(step),
                 "" if loss is None else format_loss(loss),
                 "" if row.get("tokens_per_second") is None else format_count(row["tokens_per_second"]),
-                "" if row.get("mfu_ratio") is None else f"{100 * row['mfu_ratio']:.1f} %",
+                "" if row.get("mfu_ratio") is None else format_mfu(row["mfu_ratio"]),
                 "" if eta is None else format_seconds(eta),
                 "" if last is None or not live else f"{format_seconds(max(now - last, 0.0))} ago",
             )

@@ -2,7 +2,7 @@
 were compared with their predictions since. An explicit input of planning, never found by itself.
 
     {"schema_version": 1, "name": ..., "device": "cpu" | "cuda",
-     "ranks": {"<ranks of a node>": Measured, ...}, "runs": [Compared, ...]}
+     "ranks": {"<ranks of a node>": Measured, ...}, "runs": [Compared, ...], "load": Load}
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from statistics import median
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.files import write_whole
+from mlpipe._core.load import Load
 from mlpipe._core.serial import from_plain, to_json
 from mlpipe.plan.speed import Measured, Speed
 
@@ -39,6 +40,7 @@ class Calibration:
     device: str
     ranks: dict[str, Measured]
     runs: tuple[Compared, ...]
+    load: Load | None = None  # of the machine meanwhile; the worst over the numbers of ranks
 
     def speed(self, ranks_per_node: int, base: Speed) -> Speed:
         """`base` with what was measured for as many ranks, or the nearest number. The corrections are medians

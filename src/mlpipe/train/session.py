@@ -68,7 +68,12 @@ class Session:
             )
         self.metrics_port = metrics.port if metrics else None
         self.recorder = Recorder(
-            self.store, plan.attempt_key, rank=self.rank, restart=place.restart, metrics=metrics
+            self.store,
+            plan.attempt_key,
+            rank=self.rank,
+            restart=place.restart,
+            metrics=metrics,
+            siblings=place.local_world_size if place.local_rank == 0 else 0,
         )
 
     def _device(self) -> torch.device:
