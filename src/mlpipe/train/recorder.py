@@ -16,8 +16,7 @@ LOAD_SECONDS = 5.0  # /proc/stat counts hundredths of a second
 
 
 class Recorder:
-    """`siblings`: number of ranks of this node, if this is the first of them, which looks at the machine; else
-    0."""
+    """`siblings`: ranks of this node, if this is the first of them, which looks at the machine; else 0."""
 
     def __init__(
         self,
