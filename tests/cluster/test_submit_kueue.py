@@ -13,7 +13,7 @@ from kit.cluster_objects import named
 from mlpipe.observe.records import read_records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-QUOTA = {"cpu": "600m", "memory": "6Gi"}  # of one gang
+QUOTA = {"cpu": "600m", "memory": "6Gi", "ephemeral-storage": "100Gi"}  # of one gang
 
 
 @pytest.fixture

@@ -148,7 +148,8 @@ def tell(session: Session, findings: Sequence[str], spec: str) -> None:
     """Raises RenderError if one of them is an error."""
     wrong = [finding.removeprefix("error: ") for finding in findings if finding.startswith("error: ")]
     for finding in findings:
-        session.note(finding)
+        if not finding.startswith("error: "):
+            session.note(finding)
     if wrong:
         raise RenderError("; ".join(wrong), where=spec)
 

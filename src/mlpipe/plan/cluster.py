@@ -92,7 +92,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """Those from `cpus` to `gpu_product` are of one stage; all others are of the whole run. `image`: None is
+    """Those from `cpus` to `disk_bytes` are of one stage; all others are of the whole run. `image`: None is
     refused when it is rendered."""
 
     form: Literal["jobset", "indexed-job"]
@@ -128,5 +128,6 @@ class ClusterPlan:
     shm_bytes: int
     gpus_per_node: int
     gpu_product: str | None  # nodes' label nvidia.com/gpu.product; None: any
+    disk_bytes: int | None = None  # of one pod: scratch, cache, /tmp, logs; None: render/pod.py's defaults
     store_driver_secret: str | None = None  # of the whole run; None: `store_secret`
     store_web_identity: WebIdentity | None = None  # of the whole run; then no Secret is read

@@ -92,6 +92,7 @@ def cluster_plan(pipeline: Pipeline, stage: Stage, resources: Resources | None) 
         shm_bytes=_shm_bytes(spec.shm, memory_bytes),
         gpus_per_node=pod.gpus_per_node,
         gpu_product=_gpu_product(spec, pod),
+        disk_bytes=parse_bytes(pod.disk) if pod.disk else None,
         store_driver_secret=spec.store.driver_secret,
         store_web_identity=_web_identity(spec.store.web_identity),
     )
@@ -121,7 +122,7 @@ def _patch(spec: k.Patch) -> c.Patch:
 def _shm_bytes(asked: str | None, memory_bytes: int) -> int:
     if asked is not None:
         return parse_bytes(asked)
-    return max(64 * MIB, min(memory_bytes // 4, MAX_SHM_BYTES) // MIB * MIB)
+    return max(MIB, min(memory_bytes // 4, MAX_SHM_BYTES) // MIB * MIB)
 
 
 def _gpu_product(spec: k.Kubernetes, resources: Resources) -> str | None:

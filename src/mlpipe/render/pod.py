@@ -20,8 +20,13 @@ METRICS_PORT = 9400  # the base port where the pipeline leaves it open: a PodMon
 RENDEZVOUS_PORT = 29500  # torchrun's own default
 USER = 10001  # above the ids of people on a node (CKV_K8S_40)
 GRACE_SECONDS = 30  # after torchrun's own deadline: the last log lines and the outcome
+# Of a pod whose stage does not say: every node has the first, and none is filled beyond the second.
+DISK_REQUEST_BYTES, DISK_LIMIT_BYTES = 2 * 2**30, 64 * 2**30
+# The driver keeps a report and pieces of the store.
+DRIVER_DISK_REQUEST_BYTES, DRIVER_DISK_LIMIT_BYTES = 256 * 2**20, 4 * 2**30
 NODE_LOST_SECONDS = 30  # a driver holds no state: it is quicker to start another than to wait for its node
 _NO_PROXY = ("localhost", "127.0.0.1", ".svc", ".cluster.local")
+_DISK = "ephemeral-storage"
 Json = dict[str, Any]
 
 
@@ -52,9 +57,10 @@ def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str,
     account = cluster.service_account
     if plan.promote is not None and cluster.store_web_identity is not None:
         account = cluster.driver_service_account  # by it the store knows who may write models
-    spec = _pod_spec(plan.store_url, cluster, container, account, token=False)
+    disk_bytes = cluster.disk_bytes or DISK_LIMIT_BYTES
+    spec = _pod_spec(plan.store_url, cluster, container, account, disk_bytes, token=False)
     _mount(spec, "plan", PLAN_FOLDER, {"configMap": {"name": config}}, read_only=True)
-    _mount(spec, "scratch", SCRATCH, {"emptyDir": {}})
+    _mount(spec, "scratch", SCRATCH, {"emptyDir": {"sizeLimit": quantity(disk_bytes)}})
     shm = {"medium": "Memory", "sizeLimit": quantity(cluster.shm_bytes)}
     _mount(spec, "shm", "/dev/shm", {"emptyDir": shm})
     spec["restartPolicy"] = "Never"
@@ -82,10 +88,11 @@ def driver_template(
             if variable["name"].upper() == "NO_PROXY":
                 variable["value"] += ",$(KUBERNETES_SERVICE_HOST)"
     container["resources"] = {
-        "requests": {"cpu": "100m", "memory": "256Mi"},
-        "limits": {"memory": "1Gi"},
+        "requests": {"cpu": "100m", "memory": "256Mi", _DISK: quantity(DRIVER_DISK_REQUEST_BYTES)},
+        "limits": {"memory": "1Gi", _DISK: quantity(DRIVER_DISK_LIMIT_BYTES)},
     }
-    spec = _pod_spec(store_url, cluster, container, cluster.driver_service_account, token=True)
+    account = cluster.driver_service_account
+    spec = _pod_spec(store_url, cluster, container, account, DRIVER_DISK_LIMIT_BYTES, token=True)
     spec["restartPolicy"] = "Never"  # one that failed stays, with its log; the Job makes another
     spec["terminationGracePeriodSeconds"] = GRACE_SECONDS
     spec["tolerations"] = [
@@ -119,13 +126,19 @@ def _cores(cpus: float) -> str:
 def _amounts(plan: Plan, cluster: ClusterPlan) -> Json:
     """Limits equal requests: memory and devices cannot be overcommitted, and the CPU manager gives cores near
     its GPUs only to a pod whose limits are its requests. Without GPUs no limit of CPU is set: it would
-    throttle a gang to the share that it needs at least (0.25 cores made a start six times as long)."""
-    amounts = {"cpu": _cores(cluster.cpus), "memory": quantity(cluster.memory_bytes)}
+    throttle a gang to the share that it needs at least (0.25 cores made a start six times as long). Disk is
+    reserved where the stage says how much; else a little is, and much is the limit."""
+    amounts = {
+        "cpu": _cores(cluster.cpus),
+        "memory": quantity(cluster.memory_bytes),
+        _DISK: quantity(cluster.disk_bytes or DISK_REQUEST_BYTES),
+    }
     if cluster.gpus_per_node:
         amounts[cluster.gpu_resource] = str(cluster.gpus_per_node)
     if cluster.rdma is not None and plan.launch.num_nodes > 1:
         amounts[cluster.rdma.resource] = str(cluster.rdma.count)
     limits = {name: amount for name, amount in amounts.items() if name != "cpu" or cluster.gpus_per_node}
+    limits[_DISK] = quantity(cluster.disk_bytes or DISK_LIMIT_BYTES)
     return {"requests": amounts, "limits": limits}
 
 
@@ -152,7 +165,10 @@ def _container(cluster: ClusterPlan, name: str, args: list[str]) -> Json:
     }
 
 
-def _pod_spec(store_url: str, cluster: ClusterPlan, container: Json, account: str, *, token: bool) -> Json:
+def _pod_spec(
+    store_url: str, cluster: ClusterPlan, container: Json, account: str, disk_bytes: int, *, token: bool
+) -> Json:
+    """`disk_bytes`: that each folder on the node's disk may take; all together what the container may."""
     _check_store(store_url, cluster)
     spec: Json = {
         "serviceAccountName": account,
@@ -179,8 +195,8 @@ def _pod_spec(store_url: str, cluster: ClusterPlan, container: Json, account: st
         spec["priorityClassName"] = cluster.priority_class
     if cluster.runtime_class is not None:
         spec["runtimeClassName"] = cluster.runtime_class
-    _mount(spec, "cache", CACHE, {"emptyDir": {}})
-    _mount(spec, "tmp", "/tmp", {"emptyDir": {}})
+    for name, path in (("cache", CACHE), ("tmp", "/tmp")):
+        _mount(spec, name, path, {"emptyDir": {"sizeLimit": quantity(disk_bytes)}})
     claims = sorted({volume.claim for volume in cluster.volumes})
     for volume in cluster.volumes:
         number = claims.index(volume.claim)

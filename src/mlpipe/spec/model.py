@@ -66,6 +66,11 @@ class Resources(Model):
         description="Memory on each node. Default: what is there; in a pod 4 GiB for each worker "
         "(32 with a GPU), 2 GiB for other stages.",
     )
+    disk: f.Size | None = Field(
+        None,
+        description="Disk of each pod besides its volumes: scratch, cache, /tmp, logs; a pod that takes more "
+        "is ended. Default: at least 2 GiB, at most 64 GiB.",
+    )
     hardware: f.Text | None = Field(
         None, description="File of `mlpipe calibrate`: measured speeds instead of the catalogue's."
     )

@@ -28,7 +28,7 @@ _REMEDIES = {
     r"Insufficient [a-z0-9.-]+/": "wait for free ones, or ask for fewer with resources.gpus_per_node",
     r"Insufficient cpu": "no node has that many free cores: wait, or lower resources.cpus",
     r"Insufficient memory": "no node has that much free memory: wait, or lower resources.memory",
-    r"Insufficient ephemeral-storage": "no node has that much free disk: wait, or free some",
+    r"Insufficient ephemeral-storage": "no node has that much free disk: wait, or lower resources.disk",
     r"Too many pods": "the nodes hold as many pods as they may: wait, or add nodes",
     r"node affinity/selector": "no such node: look at resources.gpu and kubernetes.node_selector",
     _LOST_TAINTS: "the node is not ready: see kubectl get nodes",

@@ -5,6 +5,7 @@ and, where the driver may read them, those of their nodes."""
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
@@ -15,6 +16,8 @@ from mlpipe.submit.walk import Ended
 
 _NODE_EVENTS = "/api/v1/namespaces/default/events"  # where events of nodes lie
 _SAVED = 5  # exit code of a launcher
+# kubelet's words for a pod that takes more of its node's disk than it may (pkg/kubelet/eviction)
+_OVERFULL = re.compile(r"Usage of EmptyDir volume .* exceeds|local (ephemeral )?storage (usage|limit)")
 _REASONS = ("Evicted", "Preempting", "NodeLost", "Shutdown", "DeadlineExceeded")  # of a pod
 
 
@@ -76,7 +79,9 @@ def fate(pods: list[Object]) -> Ended | None:
     for pod in pods:
         name, status = pod["metadata"]["name"], pod.get("status", {})
         if status.get("reason") in _REASONS:
-            words = f"pod {name}: {status['reason']}: {status.get('message', '')}".rstrip(": ")
+            words = f"pod {name}: {status['reason']}: {status.get('message', '')}".rstrip(": .")
+            if _OVERFULL.search(words):
+                words += "\n  hint: raise `resources.disk` of the stage, or write to a volume"
             return Ended("failed", words, kind="infrastructure")
         for ended in _ends(pod):
             if ended.get("reason") == "OOMKilled":

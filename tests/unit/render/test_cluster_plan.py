@@ -13,6 +13,7 @@ from mlpipe.plan.cluster import ClusterPlan, Topology
 from mlpipe.plan.hardware import GPUS
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.pods import GPU_PRODUCTS, MIB, pod_resources
+from mlpipe.render.lint import lint
 from mlpipe.spec.load import load_pipeline
 
 pytestmark = pytest.mark.unit
@@ -47,6 +48,12 @@ def test_what_a_pod_gets(overrides: tuple[str, ...], stage: str, cpus: float, me
     assert (cluster.cpus, cluster.memory_bytes) == (cpus, parse_bytes(memory))
     assert cluster.shm_bytes == parse_bytes(memory) // 4
     assert cluster.shm_bytes % MIB == 0
+
+
+def test_shared_memory_of_a_small_pod_is_a_part_of_its_memory() -> None:
+    plan = plan_of(pipeline_of("quickstart", *QUICKSTART, "corpus.resources={memory: 64 MiB}"), "corpus")
+    assert cluster_of(plan).shm_bytes == 16 * MIB
+    assert not [line for line in lint(plan) if "/dev/shm" in line]
 
 
 def test_what_a_pod_with_gpus_gets() -> None:

@@ -86,3 +86,10 @@ def test_bad_input(cli: Cli) -> None:
     assert "fits no PodGroup" in cli(*RENDER, "--set", idle, code=2).stderr
     (cli.folder / "file").write_text("")
     assert "cannot be written" in cli(*RENDER, "--out", "file", code=2).stderr
+
+
+def test_an_error_of_the_lint_is_told_once(cli: Cli) -> None:
+    done = cli(*RENDER, "--set", "kubernetes.shm=4 GiB", "--set", "image=r.example.com/x:1", code=2)
+    for stage in ("corpus", "train", "evaluate", "promote"):
+        assert done.stderr.count(f"stage {stage}: /dev/shm of 4.0 GiB counts as memory") == 1
+    assert done.stderr.count("warning: image r.example.com/x:1 is a tag") == 1

@@ -222,7 +222,10 @@ def test_cpu_pods_have_nothing_of_gpus() -> None:
     spec = pod_of(stage_objects(plan)[-1])
     assert not {"tolerations", "affinity"} & spec.keys()
     resources = spec["containers"][0]["resources"]
-    assert resources == {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "4Gi"}}
+    assert resources == {
+        "requests": {"cpu": "1", "memory": "4Gi", "ephemeral-storage": "2Gi"},
+        "limits": {"memory": "4Gi", "ephemeral-storage": "64Gi"},
+    }
     assert not [name for name in variables(plan) if name.startswith("TORCH_")]
     assert [one["whenUnsatisfiable"] for one in spec["topologySpreadConstraints"]] == ["ScheduleAnyway"]
 
@@ -231,7 +234,8 @@ def test_gpu_pods_have_all_of_it() -> None:
     plan = plan_of(pipeline_of("llm"), "train")
     spec = pod_of(stage_objects(plan)[-1])
     container = spec["containers"][0]
-    assert container["resources"]["limits"] == container["resources"]["requests"]
+    limits = dict(container["resources"]["limits"])
+    assert limits == container["resources"]["requests"] | {"ephemeral-storage": "64Gi"}
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert spec["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     (term,) = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
@@ -281,6 +285,25 @@ def test_shared_memory_has_a_size() -> None:
             for volume in pod_of(stage_objects(quickstart("train", override))[-1])["volumes"]
         }
         assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": size}
+
+
+@pytest.mark.parametrize(
+    ("asked", "request_", "limit"), [(None, "2Gi", "64Gi"), ("300 GiB", "300Gi", "300Gi")]
+)
+def test_the_disk_of_a_node_has_a_limit(asked: str | None, request_: str, limit: str) -> None:
+    overrides = [f"train.resources.disk={asked}"] if asked else []
+    spec = pod_of(stage_objects(quickstart("train", *overrides))[-1])
+    resources = spec["containers"][0]["resources"]
+    found = {kind: amounts["ephemeral-storage"] for kind, amounts in resources.items()}
+    assert found == {"requests": request_, "limits": limit}
+    sizes = {one["name"]: one["emptyDir"]["sizeLimit"] for one in spec["volumes"] if "emptyDir" in one}
+    assert sizes == {"cache": limit, "tmp": limit, "scratch": limit, "shm": "1Gi"}
+    plan = quickstart("train", *overrides)
+    assert plan.cluster is not None
+    (driver,) = driver_objects("r", plan.store_url, plan.cluster, stage=None, spec_digest="0")
+    spec = pod_of(driver)
+    assert spec["containers"][0]["resources"]["limits"]["ephemeral-storage"] == "4Gi"
+    assert {one["emptyDir"]["sizeLimit"] for one in spec["volumes"]} == {"4Gi"}
 
 
 def test_parts_of_cores() -> None:

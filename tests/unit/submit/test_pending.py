@@ -54,7 +54,7 @@ SCHEDULER = {
     "0/3 nodes are available: 3 Insufficient memory.": "lower resources.memory",
     "0/3 nodes are available: 1 node(s) had untolerated taint(s), 2 Insufficient nvidia.com/gpu.": "fewer with "
     "resources.gpus_per_node",
-    "0/3 nodes are available: 3 Insufficient ephemeral-storage.": "free disk",
+    "0/3 nodes are available: 3 Insufficient ephemeral-storage.": "lower resources.disk",
     "0/3 nodes are available: 3 Too many pods.": "add nodes",
     "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector.": "resources.gpu",
     "0/3 nodes are available: 3 node(s) had untolerated taint(s).": "kubernetes.tolerations",

@@ -11,7 +11,7 @@ from kit.rendered import QUICKSTART, pipeline_of, plan_of
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit import kubernetes
 from mlpipe.submit.kubernetes import Gang
-from mlpipe.submit.postmortem import Postmortem, last_line
+from mlpipe.submit.postmortem import Postmortem, fate, last_line
 
 pytestmark = pytest.mark.unit
 PLAN = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
@@ -112,3 +112,21 @@ def test_what_cannot_be_written_stops_nothing(server, api, tmp_path):
 )
 def test_last_line(text, line):
     assert last_line(text) == line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        'Usage of EmptyDir volume "scratch" exceeds the limit "1Gi". ',
+        "Pod ephemeral local storage usage exceeds the total limit of containers 64Gi. ",
+        'Container worker exceeded its local ephemeral storage limit "1Gi". ',
+    ],
+)
+def test_a_pod_that_took_too_much_disk_says_what_to_raise(words):
+    befell = fate([pod("w-0", "Failed", reason="Evicted", message=words)])
+    assert befell.message.startswith(f"pod w-0: Evicted: {words[:20]}")
+    assert befell.message.endswith("hint: raise `resources.disk` of the stage, or write to a volume")
+    assert (
+        "hint"
+        not in fate([pod("w-0", "Failed", reason="Evicted", message="The node was low on memory")]).message
+    )
