@@ -7,7 +7,7 @@ import os
 
 import pytest
 from kit import budget
-from kit.place import ROOT
+from kit.place import ROOT, RUN_SECONDS
 from kit.undisturbed import workers_of
 
 from mlpipe.observe.records import read_records
@@ -64,6 +64,10 @@ def test_a_bug_ends_the_run_at_once_with_its_own_words(place):
     assert place.objects("jobsets", "bug")[0]["status"].get("restarts", 0) == 0
     logs = place.mlpipe("logs", "bug", "--rank", "1").stdout
     assert "this model does not like this batch" in logs
+    # three who resume it at once make one more attempt
+    several = [place.start("resume", "bug") for _ in range(3)]
+    assert [one.wait(RUN_SECONDS) for one in several] == [3, 3, 3]
+    assert place.run_state("bug").stages["train"].attempt == 2
 
 
 def test_cancel_saves_and_resume_goes_on_under_another_strategy_and_size(place, hold):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from kit.place import ROOT
 from kit.undisturbed import ranks
 
 from mlpipe.observe.records import read_records
+from mlpipe.store import runs
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 AWAY_SECONDS = 20.0  # the length of a fault, not a wait for anything
 CUT_SECONDS = 30.0
+FROZEN_SECONDS = 70.0  # longer than a request is repeated
 
 
 def test_what_no_pod_dies_of_restarts_nothing(place, hold, undisturbed, second):
@@ -158,6 +162,56 @@ def test_a_node_that_is_lost_for_good_is_given_up(place, hold, undisturbed, seco
     assert any("/fence-1-" in key for key in keys) == (attempt == 2)
     assert "fence-1" in {key.rpartition("/")[2] for key in outputs}
     place.cluster.kubectl("delete", "node", f"node-{second}")
+
+
+def test_a_driver_that_is_cut_off_killed_or_hopeless(place, hold):
+    """The API server is frozen when the driver is about to create its stage; then the driver is killed, and
+    could not wait for its lease; another one can do nothing with what it reads."""
+    place.cluster.wait_until_node(0, ready=True)
+    spec = lost_command(place, hold, [], "node-0")
+    with hold:
+        place.submit(spec, "frozen")
+        place.until("its driver", lambda: drivers("frozen"))
+        os.kill(place.cluster.control.apiserver.pid, signal.SIGSTOP)
+        try:
+            time.sleep(FROZEN_SECONDS)
+        finally:
+            os.kill(place.cluster.control.apiserver.pid, signal.SIGCONT)
+        place.until("the command's pod", lambda: running(place.worker_pods("frozen")))
+        with place.cluster.inside():
+            old = runs.read_run(place.store(), "frozen").driver
+            os.kill(drivers("frozen")[0], signal.SIGKILL)
+            for_ever = replace(old, expires=old.expires + 1e9)
+            runs.update_run(place.store(), "frozen", lambda run: replace(run, driver=for_ever))
+        place.until("another driver", lambda: place.run_state("frozen").driver.holder != old.holder)
+    place.submit(spec, "frozen", "--wait")
+    assert place.run_state("frozen").stages["train"].attempt == 1
+    nodes = [node["metadata"]["name"] for node in place.cluster.get("/api/v1/nodes")["items"]]
+    place.cluster.kubectl("cordon", *nodes)
+    place.submit(spec, "hopeless")
+    with place.cluster.inside():
+        place.store().put("runs/hopeless/pipeline.yaml", b"version: none")
+    place.cluster.kubectl("uncordon", *nodes)
+
+    def told() -> bool:
+        return "it ended for good: pod hopeless-driver" in place.mlpipe("status", "hopeless").stdout
+
+    place.until("the end of the driver's Job", told)
+    (pod,) = place.objects("pods", "hopeless")
+    (container,) = pod["status"]["containerStatuses"]
+    assert container["state"]["terminated"]["exitCode"] == 2
+    place.mlpipe("cancel", "hopeless")
+
+
+def drivers(run_id: str) -> list[int]:
+    """Processes of drivers of a run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            argv = path.read_text().split("\0")
+            if argv[1:5] == ["-m", "mlpipe.cli", "resume", run_id] and "--here" in argv:
+                found.append(int(path.parent.name))
+    return found
 
 
 def running(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -80,6 +80,16 @@ def test_status_says_why_each_stage_waits(place, hold):
         "tolerations": [{"key": TAINT}],
     }
     path.write_text(json.dumps(document))
+    # what can never run is refused before anything runs
+    refused = place.mlpipe("submit", path, "--to", "kubernetes", "--run-id", "waits", code=2).stderr
+    assert "stage 'security'" in refused
+    assert "violates PodSecurity" in refused
+    assert "look at kubernetes.patches" in refused
+    assert place.objects("jobs,pods,configmaps", "waits") == []
+    del STAGES["security"]
+    document["stages"] = [one for one in document["stages"] if one["name"] != "security"]
+    document["kubernetes"]["patches"] = [patch for _, patch, _ in STAGES.values() if patch is not None]
+    path.write_text(json.dumps(document))
     cluster.kubectl("create", "quota", "things", "-n", place.namespace, f"--hard=requests.{THING}=0")
     cluster.kubectl("taint", "nodes", "--all", f"{TAINT}=yes:NoSchedule")
     try:
@@ -110,4 +120,6 @@ def test_an_image_that_is_not_there_is_told_of_the_driver(place, hold):
     place.until(
         "the reason", lambda: "cannot be pulled" in str(place.json("status", "no-image")["waits_for"]), 120
     )
+    place.cluster.kubectl("-n", place.namespace, "delete", "job", "no-image-driver")
+    assert "nobody drives it: its Job is gone" in place.mlpipe("status", "no-image").stdout
     place.mlpipe("cancel", "no-image")

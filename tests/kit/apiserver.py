@@ -16,6 +16,7 @@ What a fault does to a request (`status`: answered so; nothing is applied, but f
     cut        applied, half of the answer, then closed
     page       a proxy's HTML page with `status`
     status     a Status object with `status`, `message` and `headers`
+    pass       none, for one that is to come later
 
 Lists have a version, from which a watch goes on; see `put`, `drop`, `compact`.
 """
@@ -44,7 +45,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Fault:
-    how: Literal["reset", "lose", "cut", "page", "status"]
+    how: Literal["reset", "lose", "cut", "page", "status", "pass"]
     status: int = 500
     message: str = "injected"
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -204,7 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
             server.requests.append(f"{self.command} {self.path}")
             server.headers.append(dict(self.headers))
         fault = server.take_fault(self.command, self.path)
-        if fault is None or fault.how in ("lose", "cut"):
+        if fault is None or fault.how in ("lose", "cut", "pass"):
             status, answer = self._answer(server, body)
         elif fault.how == "status":
             status, answer = fault.status, _status(fault.status, fault.message)

@@ -53,15 +53,14 @@ def preview(session: Session, asked: Asked, where: str) -> int:
 
 def submit(session: Session, asked: Asked, wait: bool) -> int:
     from mlpipe.store import runs
-    from mlpipe.submit.kubernetes import check_queue, driver_is_alive, would_take
+    from mlpipe.submit.kubernetes import driver_is_alive, would_take
 
     pipeline = asked.pipeline
     store = session.open_store(pipeline.store)
     run_id = asked.run_id or pipeline.name[:40]
     files = _rendered(session, pipeline, store.url, run_id, asked.stage, asked.spec)
     api = _connect(pipeline, asked.context)
-    would_take(api, next(iter(files.values())))  # the driver: a refusal leaves no run behind
-    check_queue(api, [found for file in files.values() for found in file])
+    would_take(api, [found for file in files.values() for found in file])  # a refusal leaves no run behind
     place: dict[str, Any] = {"context": api.context, "namespace": api.namespace}
     run_id = claim(store, pipeline, asked.spec, asked.overrides, asked.run_id, place)
     say_if_ended(session, store, run_id)

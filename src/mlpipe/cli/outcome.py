@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,7 @@ def summary(store: Store, run: RunState, report: str | None) -> str:
 def _next(store: Store, run: RunState) -> list[str]:
     # as `mlpipe list` in this shell would need it
     default = os.environ.get("MLPIPE_STORE") or DEFAULT_STORE
-    where = "" if store.url == full_url(default) else f" --store {store.url}"
+    where = "" if store.url == full_url(default) else f" --store {shlex.quote(store.url)}"
     if run.state == "failed":
         return [
             f"mlpipe logs {run.run_id}{where}",
@@ -117,8 +118,10 @@ def _next(store: Store, run: RunState) -> list[str]:
         return [f"mlpipe resume {run.run_id}{where}"]
     if any((stage.outcome or {}).get("step") for stage in run.stages.values()):
         trained = next(name for name, stage in run.stages.items() if (stage.outcome or {}).get("step"))
-        other = f"mlpipe run {run.meta.get('spec', 'SPEC')}{where} --set stages.{trained}.train.strategy=fsdp"
         loads = "    # what transformers loads" if _is_llama(store, run.stages[trained].outcome) else ""
+        spec = shlex.quote(str(run.meta.get("spec", "SPEC")))
+        start = "run" if run.backend == "local" else f"submit --to {run.backend}"
+        other = f"mlpipe {start} {spec}{where} --set stages.{trained}.train.strategy=fsdp"
         return [
             f"{other}    # the same under another strategy",
             f"mlpipe checkpoints export {run.run_id} --out model{where}{loads}",

@@ -32,7 +32,7 @@ from mlpipe.submit.cluster_api import (
     is_same,
 )
 from mlpipe.submit.handle import ThreadedHandle, ended_by, read_outcome
-from mlpipe.submit.pending import why_pending
+from mlpipe.submit.pending import remedy, why_pending
 from mlpipe.submit.postmortem import Postmortem, fate, last_words
 from mlpipe.submit.walk import Ended, Room
 from mlpipe.submit.watch import Watched
@@ -294,15 +294,35 @@ def check_queue(api: ClusterApi, objects: list[Object]) -> None:
 
 
 def would_take(api: ClusterApi, objects: list[Object]) -> None:
-    """A dry run on the server. Raises ApiError for what the cluster refuses, before anything is written down
-    anywhere. That a name is taken is none (see `create_or_adopt`), nor is a webhook that has no dry run."""
+    """A dry run on the server, of the objects and of the pods that the cluster will make of them: admission
+    looks at those when it is too late to say so. Raises ApiError for what is refused, before anything is
+    written down anywhere. None is that a name is taken (see `create_or_adopt`), a webhook that has no dry
+    run, that who submits may not create pods, or that there is no room for a stage yet."""
     check_queue(api, objects)
+    may_create_pods = True
     for body in objects:
-        try:
-            api.create(body, dry_run=True)
-        except ApiError as error:
-            if error.status != 409 and "does not support dry run" not in error.message:
-                raise
+        stage = body["metadata"]["labels"].get(names.STAGE)
+        is_of_stage = body["metadata"]["labels"].get("app.kubernetes.io/component") == "worker"
+        for one in (body, *([_pod_of(body)] if body["kind"] in _GANGS and may_create_pods else [])):
+            try:
+                api.create(one, dry_run=True)
+            except ApiError as error:
+                if error.status == 409 or "does not support dry run" in error.message:
+                    continue
+                if one["kind"] == "Pod" and error.status == 403 and " cannot create " in error.message:
+                    may_create_pods = False
+                elif not (is_of_stage and "exceeded quota" in error.message):
+                    error.where = f"stage {stage!r}" if is_of_stage else error.where
+                    error.hint = remedy(error.message) or error.hint
+                    raise
+
+
+def _pod_of(gang: Object) -> Object:
+    """What the Job, or the JobSet's one, makes."""
+    spec = gang["spec"]
+    job = spec["replicatedJobs"][0]["template"]["spec"] if gang["kind"] == "JobSet" else spec
+    metadata = {**job["template"]["metadata"], "name": f"{gang['metadata']['name'][:50]}-0"}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": job["template"]["spec"]}
 
 
 def finished(found: Object) -> str | None:

@@ -190,8 +190,12 @@ def _told(message: str) -> str:
     """The first line of the cluster's words, without what preemption could not do either, and the remedy."""
     text = message.strip().partition("\n")[0]
     text = re.split(r"\.? (?:no new claims to deallocate|preemption: )", text)[0].rstrip(". ")
-    remedy = _first(_REMEDIES, message)
-    return "; ".join(part for part in (text or "no reason given", remedy) if part)
+    return "; ".join(part for part in (text or "no reason given", remedy(message)) if part)
+
+
+def remedy(message: str) -> str | None:
+    """What to do about what the cluster says; None where nobody foresaw it."""
+    return _first(_REMEDIES, message)
 
 
 def _first(remedies: Mapping[str, str], message: str) -> str | None:

@@ -163,7 +163,8 @@ class Launcher:
             "hint": ended.hint,
             "step": ended.step,
             "checkpoint": ended.checkpoint,
-            "restarts": self.first_restart + restarts,
+            "restarts": self.node.gang_restart
+            + restarts,  # how many; their numbers leave room for torchrun's
             "exit_code": exit_code,
             "time": ended.time,
             **ended.details,

@@ -10,6 +10,7 @@ from kit.command_runs import until
 from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
 from mlpipe._core.errors import SubmitError
+from mlpipe.render.kubernetes import stage_objects
 from mlpipe.render.names import PIPELINE_DIGEST, SPEC_DIGEST, VERSION
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit import cluster_api, kubernetes
@@ -364,7 +365,13 @@ def test_what_another_made_is_not_rolled_back(api, server):
 
 
 def test_a_dry_run_makes_nothing(api, server):
-    would_take(api, gang())
+    plan = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
+    would_take(api, stage_objects(plan))
+    assert [request.split("/")[-1].partition("?")[0] for request in server.requests] == [
+        "configmaps",
+        "jobsets",
+        "pods",
+    ]
     assert [key for key in server.objects if key[0] != "namespaces"] == []
     assert all(request.endswith("dryRun=All") for request in server.requests)
 

@@ -158,6 +158,21 @@ def test_a_refusal_is_one_sentence_and_an_exit_code(person, case):
     assert not list((person.folder / "store").glob("runs/*"))  # nor a run in the store
 
 
+def test_a_stage_whose_pods_are_refused_is_named_before_anything_runs(person):
+    """Whatever stage: here the only one; the driver's pod comes first."""
+    said = 'pods "r-a-1-0" is forbidden: violates PodSecurity "restricted:latest": privileged'
+    person.server.inject("POST", "/pods", Fault("pass"))
+    person.server.inject("POST", "/pods", Fault("status", 403, said))
+    code, text = person.submit("--run-id", "r")
+    assert (code, "stage 'a'" in text, "violates PodSecurity" in text) == (2, True, True)
+    assert "look at kubernetes.patches" in text
+    assert (person.made(), list((person.folder / "store").glob("runs/*"))) == ([], [])
+    # what there is no room for waits, and who may not make pods is told by the driver
+    person.server.inject("POST", "/configmaps", Fault("status", 403, "exceeded quota: count/configmaps=1"))
+    person.server.denied.add("create pods")
+    assert person.submit("--run-id", "r")[0] == 0
+
+
 def test_once_the_cause_is_gone_the_same_command_works(person):
     person.server.denied.add("create jobs")
     assert person.submit("--run-id", "r")[0] == 2
@@ -392,7 +407,8 @@ def test_waiting_says_why_and_ends_as_the_run_does(person, monkeypatch):
         labels = person.server.objects["jobs", "r-driver"]["spec"]["template"]["metadata"]["labels"]
         status = {"phase": "Pending", "conditions": [condition]}
         person.server.put("pods", {"metadata": {"name": "p", "labels": labels}, "status": status})
-        until(lambda: sum("/pods" in one for one in person.server.requests) > 2, "looks at the pod", 20)
+        looks = lambda: sum("GET" in one and "/pods" in one for one in person.server.requests)  # noqa: E731
+        until(lambda: looks() > 2, "looks at the pod", 20)
         runs.take_lease(person.store, "r", "driver", 60.0)
         waits = StageState("running", attempt=1, message="pod a waits: exceeded quota")
         runs.update_run(person.store, "r", lambda run: replace(run, state="running", stages={"a": waits}))
@@ -482,7 +498,7 @@ def test_an_api_server_that_goes_away_while_waiting(person, monkeypatch):
 def test_a_signal_to_a_client_that_waits_detaches(person, number):
     cli = Cli(person.folder)
     waiting = cli.start("submit", "pipeline.yaml", "--to", "kubernetes", "--run-id", "r", "--wait")
-    until(lambda: any("/pods" in one for one in person.server.requests), "the client to follow")
+    until(lambda: any("GET" in one and "/pods" in one for one in person.server.requests), "to follow")
     waiting.send_signal(number)
     _, err = waiting.communicate(timeout=60)
     assert waiting.returncode == 130

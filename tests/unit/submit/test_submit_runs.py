@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from kit.command_runs import Cli, shell, until, write_spec
 
+from mlpipe.cli.outcome import summary
+from mlpipe.store import runs
+from mlpipe.store.folder import FolderStore
+from mlpipe.store.runs import StageState
 from mlpipe.submit import process
 
 pytestmark = pytest.mark.unit
@@ -62,6 +68,20 @@ def test_independent_stages_run_side_by_side(cli: Cli):
     meet = "touch {0}; i=0; while [ ! -e {1} ]; do i=$((i+1)); [ $i -lt 600 ] || exit 9; sleep 0.05; done"
     write_spec(cli.folder, {"a": shell(meet.format("a", "b")), "b": shell(meet.format("b", "a"))})
     cli("run", "pipeline.yaml")
+
+
+def test_what_comes_next_can_be_pasted(cli: Cli, tmp_path: Path):
+    """Into a shell, whatever the folders are called; and it goes where the run went."""
+    store = FolderStore(tmp_path / "my runs; touch x")
+    done = {"train": StageState("done", outcome={"step": 3})}
+    meta = {"spec": "my specs/a.yaml", "stages": ["train"]}
+    for backend, start in (("local", ["run"]), ("kubernetes", ["submit", "--to", "kubernetes"])):
+        runs.create_run(store, backend, "", "sha", ["train"], backend, meta)
+        run = runs.update_run(store, backend, lambda run: replace(run, state="done", stages=done))
+        lines = [line.strip() for line in summary(store, run, None).partition("next:")[2].splitlines()]
+        commands = [shlex.split(line, comments=True) for line in lines if line]
+        assert commands[0][:-2] == ["mlpipe", *start, "my specs/a.yaml", "--store", store.url]
+        assert all(command[command.index("--store") + 1] == store.url for command in commands)
 
 
 def test_a_failed_stage_exits_3_with_its_last_lines_and_the_others_go_on(cli: Cli):

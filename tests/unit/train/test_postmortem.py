@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.launcher import Launcher
+from mlpipe.train.outcome import Outcome
 
 pytestmark = pytest.mark.unit
 
@@ -27,3 +29,13 @@ def test_stacks_and_flight_recordings_are_kept(tmp_path: Path) -> None:
     store, folder = FolderStore(tmp_path / "store"), f"{plan.attempt_key}/postmortem"
     found = {info.key.rpartition("/")[2]: store.get(info.key) for info in store.list(folder)}
     assert found == {**kept, "torchrun.log": b"words"}
+
+
+def test_one_restart_of_the_gang_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though torchrun may restart its workers three times in each, and those have numbers of their own."""
+    monkeypatch.setenv("MLPIPE_GANG_RESTART", "1")
+    plan = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
+    launcher = Launcher(replace(plan, store_url=str(tmp_path)), tmp_path / "plan.json", tmp_path / "scratch")
+    assert launcher.first_restart == plan.launch.max_restarts + 1 == 4
+    launcher._store_outcome(Outcome("done"), 0, 0)
+    assert json.loads(FolderStore(tmp_path).get(launcher.outcome_key))["restarts"] == 1
