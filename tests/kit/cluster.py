@@ -328,6 +328,13 @@ class Cluster:
         self.run(["ip", "link", "set", self._other(index).name, state], timeout=10, check=True)
 
 
+def check_place() -> None:
+    """Raises ServerMissingError where pods would not see the code; nothing need be built then."""
+    for place in (Path(sys.prefix), Path(__file__)):
+        if Path("/tmp") in place.resolve().parents:
+            raise ServerMissingError(f"pods have a /tmp of their own, which hides {place}: work elsewhere")
+
+
 @contextlib.contextmanager
 def cluster(
     folder: Path,
@@ -346,9 +353,7 @@ def cluster(
         raise ServerMissingError(
             "the test cluster makes network and mount namespaces: run it as root on Linux"
         )
-    for place in (Path(sys.prefix), Path(__file__)):
-        if Path("/tmp") in place.resolve().parents:
-            raise ServerMissingError(f"pods have a /tmp of their own, which hides {place}: work elsewhere")
+    check_place()
     for program, package in _PROGRAMS.items():
         if shutil.which(program) is None:
             raise ServerMissingError(f"{program} is missing: install {package}")
@@ -374,6 +379,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 2
     try:
+        check_place()
         print("building what is missing, the first time takes minutes ...", flush=True)
         for path in [*cluster_build.build_all(), servers.build("minio")]:
             print(f"  {path}")

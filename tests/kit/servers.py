@@ -33,7 +33,7 @@ MODULES = {
 ACCESS_KEY = "mlpipe-test"
 SECRET_KEY = "mlpipe-test-secret"
 REGION = "us-east-1"
-_BUILD_SECONDS = 1800
+_STUCK_SECONDS = 300.0  # without a tick of CPU time; how long a build takes is the machine's matter
 _READY_SECONDS = 60
 _NUM_STARTS = 3  # another process may take a free port before the server binds it
 
@@ -142,17 +142,47 @@ def go(command: list[str], folder: Path) -> str:
         raise ServerMissingError(
             "go is not on PATH: it builds the test servers. Install Go (Debian: golang-go)"
         )
-    done = subprocess.run(
+    process = subprocess.Popen(
         ["nice", "-n", "10", *command],
         env={**os.environ, "GOBIN": str(folder), "CGO_ENABLED": "0", "GOFLAGS": "-trimpath -buildvcs=false"},
         cwd=folder,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=_BUILD_SECONDS,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
     )
-    if done.returncode:
-        raise ServerMissingError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    return done.stdout
+    spent = -1.0
+    try:
+        while True:
+            try:
+                output, errors = process.communicate(timeout=_STUCK_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                before, spent = spent, _cpu_ticks(process.pid)
+                if spent <= before:
+                    words = (
+                        f"{' '.join(command)} did nothing for {_STUCK_SECONDS:.0f} s: is the network there?"
+                    )
+                    raise ServerMissingError(words) from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+    if process.returncode:
+        raise ServerMissingError(f"{' '.join(command)} failed:\n{errors[-2000:]}")
+    return output
+
+
+def _cpu_ticks(session: int) -> int:
+    """That the processes of a session have used, with those that ended (proc(5): utime to cstime)."""
+    total = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                total += sum(map(int, fields[11:15]))
+    return total
 
 
 @contextlib.contextmanager
