@@ -280,6 +280,36 @@ def test_a_resume_that_was_overtaken_opens_nothing_again(person):
     assert runs.cancel_requested(person.store, "r") == "not this one"
 
 
+def test_changes_of_a_done_run_are_taken_up_or_refused(person, monkeypatch):
+    """Nobody drives here, so whoever follows sees only that the run was opened again and got a driver."""
+    body = json.loads(person.spec.read_text())
+    data = {"entry": "my.data:make", "batch_size": 8}
+    train = {"model": {"preset": "llama-1m", "seq_len": 32}, "data": data, "steps": 9}
+    gate = {"name": "b", "needs": ["a"], "evaluate": {"gate": "val_loss < 3"}}
+    person.spec.write_text(json.dumps({**body, "stages": [{"name": "a", "train": train}, gate]}))
+    assert person.submit("--run-id", "r")[0] == 0
+    job = person.server.objects["jobs", "r-driver"]
+    job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    done = {"a": StageState("done", attempt=1), "b": StageState("done", attempt=1)}
+    runs.update_run(person.store, "r", lambda run: replace(run, state="done", stages=done))
+    for change, says in (("a.strategy=ddp", "changes nothing of it"), ("x.y=1", "no stage 'x'")):
+        code, said = person.mlpipe("resume", "r", "--set", change)
+        assert (code, runs.read_run(person.store, "r").state) == (2, "done")
+        assert says in said
+    monkeypatch.setattr("mlpipe.cli.cluster._follow", lambda *_: 0)
+    assert person.mlpipe("resume", "r", "--set", "b.gate=val_loss < 4")[0] == 0
+    run = runs.read_run(person.store, "r")
+    assert (run.state, run.meta["set"]) == ("running", ["b.gate=val_loss < 4"])
+    assert (run.stages["a"].state, run.stages["b"].state) == ("done", "pending")
+    assert person.server.objects["jobs", "r-driver"]["metadata"]["uid"] != job["metadata"]["uid"]
+    runs.update_run(
+        person.store, "r", lambda run: replace(run, stages={**done, "b": StageState("running", 2)})
+    )
+    code, said = person.mlpipe("resume", "r", "--set", "b.gate=val_loss < 5")
+    assert code == 2
+    assert "is under way, and what it was asked for does not change meanwhile" in said
+
+
 def test_a_driver_that_finds_the_run_ended_by_another_adds_no_attempt(person, monkeypatch):
     person.submit("--run-id", "r")
     runs.update_run(person.store, "r", lambda run: replace(run, state="failed"))
