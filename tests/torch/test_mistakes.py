@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from kit import plans
 
 from mlpipe.plan.plan import DataPlan, Entry, ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
+from mlpipe.train.worker import _repeats
 
 pytestmark = pytest.mark.torch
 
@@ -26,6 +30,7 @@ MODELS = {
     "fails": ("kit.models:plain", {"dim": "wide"}, (), "failed to build the model: TypeError"),
     "not a module": ("kit.models:not_a_module", {}, (), "returned str, not an nn.Module"),
     "two inputs": ("kit.models:two_inputs", {}, (), "forward needs inputs, mask"),
+    "a dict": ("kit.own:gives", {"what": "dict"}, (), "forward returns a dict with hidden, not logits"),
     "unknown block": ("kit.models:plain", {}, ("layers",), "no module 'layers' to use as a block"),
 }
 DATASETS = {
@@ -100,6 +105,39 @@ def test_a_broken_contract_ends_the_run_without_a_restart(folder):
     assert (found["kind"], found["restarts"]) == ("input", 0)
     log = plans.log_of(folder / "launched")
     assert "error: kit.models:absent: module kit.models has no function 'absent'\n  hint: define" in log
+
+
+def test_a_mistake_that_only_the_first_pass_shows_is_not_tried_again(folder):
+    plan = small(
+        folder,
+        "raises",
+        strategy="ddp",
+        world_size=2,
+        model=model("kit.own:raises", {}),
+        num_flops_per_token=None,
+        launch={"max_restarts": 3},
+    )
+    assert plans.launch(plan, folder / "raises") == 3
+    found = plans.outcome(folder / "store", plan)
+    assert (found["kind"], found["restarts"], found["step"]) == ("failed", 0, 0)
+    assert "mat1 and mat2 shapes cannot be multiplied" in found["message"]
+    assert re.search(r"kit/own\.py:\d+$", found["where"])
+
+
+@pytest.mark.parametrize(
+    ("error", "repeats"),
+    [
+        (KeyError("inputs"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), True),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), False),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (dist.DistNetworkError("the port is taken"), False),
+        (FileNotFoundError("a share that comes back"), False),
+    ],
+)
+def test_what_a_machine_did_is_tried_again(error, repeats):
+    assert _repeats(error) is repeats
 
 
 class Bomb:
