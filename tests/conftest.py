@@ -23,6 +23,13 @@ def pytest_configure() -> None:
         raise pytest.UsageError(f"MLPIPE_REQUIRE_RINGS names {', '.join(sorted(odd))}; there are {RINGS}")
 
 
+@pytest.fixture(autouse=True)
+def _remembers_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Of the stores and runs of other tests, or of whoever runs them."""
+    folder = tmp_path_factory.getbasetemp() / "state" / os.urandom(6).hex()
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if len(_rings(item)) != 1:

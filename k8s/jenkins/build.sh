@@ -31,9 +31,10 @@ if [ -z "${RUN_ID:-}" ]; then
 fi
 export RUN_ID
 
-# What `mlpipe submit --to jenkins` left in the store; the pipeline with that digest, or none.
-if [ -n "${STORE:-}" ] && [ ! -e "$spec" ]; then
-  mlpipe spec --out "$spec" --digest "${SPEC_DIGEST:-none}" -- "$RUN_ID"
+# What `mlpipe submit --to jenkins` left in the store; the pipeline with that digest, or none: then whatever reads
+# the file fails. `cancel` and `report` do not, so that nobody keeps a run going by changing what the store says.
+if [ -n "${STORE:-}" ]; then
+  mlpipe spec --out "$spec" --digest "${SPEC_DIGEST:-none}" -- "$RUN_ID" || rm -f -- "$spec"
 fi
 
 phase() {
@@ -42,12 +43,28 @@ phase() {
   mlpipe submit --to "${BACKEND:-kubernetes}" --run-id "$RUN_ID" --phase "$phase" --wait "$@"
 }
 
-# 2: there is no such run, since the build ended before it had started one
+# Where `phase` puts the run: into the store of the pipeline, overrides applied, unless a variable names another.
+# 2: the pipeline is not valid, so that this build has made no run.
+find_store() {
+  if [ -z "${STORE:-}" ]; then
+    MLPIPE_STORE=$(mlpipe validate --print-store "$@") || return
+    export MLPIPE_STORE
+  fi
+}
+
 report() {
-  mlpipe report --out .mlpipe/report.html -- "$RUN_ID" || test $? -eq 2
-  mlpipe report --out .mlpipe/junit.xml -- "$RUN_ID" || test $? -eq 2
+  if find_store "$@"; then
+    mlpipe report --ignore-not-found --out .mlpipe/report.html -- "$RUN_ID"
+    mlpipe report --ignore-not-found --out .mlpipe/junit.xml -- "$RUN_ID"
+  else
+    test $? -eq 2
+  fi
 }
 
 cancel() {
-  mlpipe cancel --timeout 12min -- "$RUN_ID" || test $? -eq 2
+  if find_store "$@"; then
+    mlpipe cancel --ignore-not-found --timeout 12min -- "$RUN_ID"
+  else
+    test $? -eq 2
+  fi
 }

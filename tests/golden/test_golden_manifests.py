@@ -61,7 +61,9 @@ def manifests(pipeline: str, stage: str | None, overrides: tuple[str, ...]) -> l
     if stage is not None:
         return stage_objects(plan)
     assert plan.cluster is not None
-    return driver_objects(RUN_ID, plan.store_url, plan.cluster, stage=None, spec_digest=spec.digest)
+    return driver_objects(
+        RUN_ID, plan.store_url, plan.cluster, stage=None, spec_digest=spec.digest, seal="TEXT:SET"
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -60,6 +60,7 @@ class Cli:
             **{name: value for name, value in os.environ.items() if not name.startswith("MLPIPE_")},
             "MLPIPE_STORE": str(self.store),
             "MLPIPE_CACHE": str(folder / "cache"),
+            "XDG_STATE_HOME": str(folder / "state"),
         }
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:

@@ -35,6 +35,7 @@ class Controller:
         self.cli = Cli(folder)
         self.environment = {
             **self.cli.env,
+            "XDG_STATE_HOME": "/dev/null/none",  # an agent remembers nothing of what others did
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
             "JENKINS_URL": "http://jenkins.example.com/",
             "JOB_NAME": "team/train",
@@ -64,7 +65,9 @@ class Controller:
 
 
 def test_a_denied_model_is_kept_and_a_later_build_promotes_it(tmp_path: Path) -> None:
+    """In the store that the pipeline file names, and nobody else."""
     controller = Controller(tmp_path)
+    del controller.environment["MLPIPE_STORE"]
     train = {
         "model": {"preset": "llama-1m", "seq_len": 32, "dim": 32, "num_layers": 1, "num_heads": 2,
                   "num_kv_heads": 2, "ffn_dim": 64},
@@ -80,7 +83,7 @@ def test_a_denied_model_is_kept_and_a_later_build_promotes_it(tmp_path: Path) ->
         {"name": "evaluate", "needs": ["train"], "evaluate": {"max_tokens": 256, "generate_tokens": 0}},
         {"name": "promote", "needs": ["evaluate"], "promote": {"as": "tiny"}},
     ]
-    text = json.dumps({"version": 1, "name": "tiny", "stages": stages})
+    text = json.dumps({"version": 1, "name": "tiny", "store": str(controller.cli.store), "stages": stages})
     (controller.repository / "pipeline.yaml").write_text(text)
     denied = controller.build({"OVERRIDES": "train.seed=7"}, input="deny")
     assert denied.result == "ABORTED", controller.log()
@@ -136,16 +139,18 @@ def test_a_build_that_was_asked_for_from_the_command_line_fails(tmp_path: Path) 
 
 
 def test_a_build_that_is_aborted_or_takes_too_long_cancels_its_run(tmp_path: Path) -> None:
+    """In the store that OVERRIDES names: another than that of the agent or of the file."""
     controller = Controller(tmp_path)
+    del controller.environment["MLPIPE_STORE"]
     for command, more in (
         ("sleep 600", {"timeouts": {"Model": 8}}),
         (f"touch {tmp_path}/abort; sleep 600", {}),
     ):
         write_spec(controller.repository, {"a": shell(command)})
-        ran = controller.build({}, **more)
+        ran = controller.build({"OVERRIDES": f"store={controller.cli.store}"}, **more)
         assert ran.result == "ABORTED", controller.log()
         assert ran.stages[-2:] == [("Model", "ABORTED"), ("Train", "ABORTED")]
-    assert controller.log().count("mlpipe cancel --timeout") == 2
+    assert controller.log().count("mlpipe cancel --ignore-not-found") == 2
     assert [run["state"] for run in controller.cli.json("list")["runs"]] == ["cancelled"] * 2
 
 

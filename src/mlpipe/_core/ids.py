@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import time
+from collections.abc import Sequence
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
 BUCKET_PATTERN = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"  # of S3, and of the servers that speak it
@@ -25,6 +28,13 @@ def new_run_id(pipeline_name: str) -> str:
     conditional PUT. At most 63 characters."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     return f"{pipeline_name[:40]}-{stamp}-{os.urandom(2).hex()}"
+
+
+def spec_seal(pipeline_yaml: str, overrides: Sequence[str]) -> str:
+    """sha256 of the text and of the overrides, joined by ':': all that the plans of a cluster's run follow
+    from."""
+    words = (pipeline_yaml, json.dumps(list(overrides)))
+    return ":".join(hashlib.sha256(word.encode()).hexdigest() for word in words)
 
 
 def new_attempt_uuid() -> str:

@@ -94,3 +94,25 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 def _says_nothing(value: Any) -> bool:
     """Zero is a value: a port, say."""
     return value is None or value is False or value in ([], {})
+
+
+def differing_keys(ours: Any, theirs: Any, at: str = "") -> list[str]:
+    """Paths at which two JSON documents differ, like `stages.train.train.steps`: an item of a list goes by
+    its `name` if it has one, else by its index."""
+    ours, theirs = _named(ours), _named(theirs)
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        keys = [*ours, *(key for key in theirs if key not in ours)]
+        found = [
+            differing_keys(ours.get(key), theirs.get(key), f"{at}.{key}" if at else str(key)) for key in keys
+        ]
+        return [path for paths in found for path in paths]
+    return [] if type(ours) is type(theirs) and ours == theirs else [at]
+
+
+def _named(value: Any) -> Any:
+    if not isinstance(value, list) or not any(isinstance(item, dict) for item in value):
+        return value
+    return {
+        str(item.get("name", index)) if isinstance(item, dict) else str(index): item
+        for index, item in enumerate(value)
+    }

@@ -167,7 +167,7 @@ def _add_run(session: Session, calibration: Calibration, run_id: str) -> Calibra
     from mlpipe.store.runs import read_run
     from mlpipe.submit.planning import load_stored
 
-    store = session.open_store()
+    store = session.store_of(run_id)
     pipeline = load_stored(store, run_id, read_run(store, run_id).meta.get("set", []))
     more = compared(store, run_id, partial(predict_again, pipeline, calibration))
     if not more:

@@ -9,7 +9,7 @@ import click
 
 from mlpipe._core.units import parse_seconds
 from mlpipe.cli import jenkins, outcome
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import Session, ignore_not_found, shared
 
 
 def _seconds(_: click.Context, __: click.Parameter, value: str) -> float:
@@ -24,9 +24,10 @@ def _seconds(_: click.Context, __: click.Parameter, value: str) -> float:
 @click.option(
     "--timeout", default="11 min", show_default=True, callback=_seconds, help="Longest time to wait for it."
 )
+@ignore_not_found
 @shared
 @click.pass_obj
-def command(session: Session, run_id: str, timeout: float) -> None:
+def command(session: Session, run_id: str, timeout: float, ignore_not_found: bool) -> None:
     """Stop a run; what it learnt is saved first.
 
     Returns when the run has stopped, 4 if it has not within --timeout. A run whose driver died is marked as
@@ -37,7 +38,9 @@ def command(session: Session, run_id: str, timeout: float) -> None:
     from mlpipe.submit import builds
     from mlpipe.submit.driver import cancel
 
-    store = session.open_store()
+    store = session.store_if_claimed(run_id, ignore_not_found=ignore_not_found)
+    if store is None:
+        return
     if (asked := builds.read(store, run_id)) is not None:
         ended = jenkins.abort(session, store, asked, timeout)
         if ended and jenkins.asked_for(store, run_id) is not None:

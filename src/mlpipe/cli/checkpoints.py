@@ -34,7 +34,7 @@ def list_(session: Session, run_id: str, stage: str | None) -> None:
     """List the committed checkpoints of a run, the latest last."""
     import time
 
-    store = session.open_store()
+    store = session.store_of(run_id)
     found = _find(store, run_id, stage)
     now = time.time()
     lines = [
@@ -59,7 +59,7 @@ def verify(session: Session, run_id: str, stage: str | None, step: int | None) -
     """Read every byte of a run's checkpoints. Exits 4 if one is not sound."""
     from mlpipe.store import catalogue
 
-    store = session.open_store()
+    store = session.store_of(run_id)
     documents, lines = [], []
     for item in _chosen(_find(store, run_id, stage), step, run_id):
         problems = catalogue.verify(store, item.key)
@@ -80,7 +80,7 @@ def prune(session: Session, run_id: str, stage: str | None, keep: int) -> None:
     """Delete all but the latest checkpoints of a run that nobody drives."""
     from mlpipe.store import catalogue
 
-    store = session.open_store()
+    store = session.store_of(run_id)
     _check_undriven(store, run_id)
     deleted = []
     for key in sorted({item.key.partition("/checkpoints/")[0] for item in _find(store, run_id, stage)}):
@@ -104,7 +104,7 @@ def discard(session: Session, run_id: str, step: int, stage: str | None) -> None
     """
     from mlpipe.store import catalogue
 
-    store = session.open_store()
+    store = session.store_of(run_id)
     _check_undriven(store, run_id)
     chosen = _chosen(_find(store, run_id, stage), step, run_id)
     if len({item.key.partition("/checkpoints/")[0] for item in chosen}) > 1:
@@ -130,7 +130,7 @@ def export(session: Session, run_id: str, stage: str | None, step: int | None, o
 
     Of mlpipe's own models also config.json: transformers loads the folder.
     """
-    store = session.open_store()
+    store = session.store_of(run_id)
     item = _chosen(_find(store, run_id, stage), step, run_id)[-1]
     try:
         from mlpipe.train.export import export_checkpoint

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mlpipe.store.runs import RunState
     from mlpipe.submit.changes import Changes
     from mlpipe.submit.cluster_api import ClusterApi
+    from mlpipe.submit.seal import Seal
 
 _LOOK_SECONDS = 3.0  # between two looks at the cluster
 _DRIVER_SECONDS = 900.0  # for the driver's pod to be scheduled, pulled and started
@@ -24,14 +25,14 @@ _DRIVER_SECONDS = 900.0  # for the driver's pod to be scheduled, pulled and star
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of `mlpipe submit --to kubernetes`."""
+    """The arguments of `mlpipe submit --to kubernetes`, or what a run was asked for."""
 
     spec: str
     pipeline: Pipeline
-    overrides: tuple[str, ...]
+    seal: Seal
     stage: str | None
     run_id: str | None
-    context: str | None
+    context: str | None = None
 
 
 def preview(session: Session, asked: Asked, where: str) -> int:
@@ -41,9 +42,7 @@ def preview(session: Session, asked: Asked, where: str) -> int:
 
     pipeline = asked.pipeline
     run_id = asked.run_id or f"{pipeline.name[:40]}-{pipeline.digest[:8]}"
-    files = _rendered(
-        session, pipeline, session.full_store_url(pipeline.store), run_id, asked.stage, asked.spec
-    )
+    files = _rendered(session, asked, session.full_store_url(pipeline.store), run_id)
     objects = [found for file in files.values() for found in file]
     if where == "server":
         would_take(_connect(pipeline, asked.context), objects)
@@ -58,11 +57,11 @@ def submit(session: Session, asked: Asked, wait: bool) -> int:
     pipeline = asked.pipeline
     store = session.open_store(pipeline.store)
     run_id = asked.run_id or pipeline.name[:40]
-    files = _rendered(session, pipeline, store.url, run_id, asked.stage, asked.spec)
+    files = _rendered(session, asked, store.url, run_id)
     api = _connect(pipeline, asked.context)
     would_take(api, [found for file in files.values() for found in file])  # a refusal leaves no run behind
     place: dict[str, Any] = {"context": api.context, "namespace": api.namespace}
-    run_id = claim(store, pipeline, asked.spec, asked.overrides, asked.run_id, place)
+    run_id = claim(store, pipeline, asked.spec, asked.seal.overrides, asked.run_id, place)
     say_if_ended(session, store, run_id)
 
     def start_driver() -> None:
@@ -82,20 +81,32 @@ def submit(session: Session, asked: Asked, wait: bool) -> int:
     return 0
 
 
-def resume(session: Session, store: Store, run_id: str, *, only: str | None, changes: Changes) -> int:
+def resume(
+    session: Session,
+    store: Store,
+    run_id: str,
+    *,
+    only: str | None,
+    changes: Changes,
+    trust_store: bool = False,
+) -> int:
     from mlpipe.store import runs
+    from mlpipe.submit import seal
     from mlpipe.submit.changes import prepare
     from mlpipe.submit.kubernetes import client_of
 
     run = runs.read_run(store, run_id)
-    pipeline = prepare(store, run, changes, only).pipeline
-    _rendered(session, pipeline, store.url, run_id, only, f"runs/{run_id}/pipeline.yaml")
+    before = seal.verified(store, run, digests=None, trust_store=trust_store)
+    pipeline = prepare(store, run, before, changes, only).pipeline
+    changed = seal.changed(before, changes.overrides)
+    asked = Asked(f"runs/{run_id}/pipeline.yaml", pipeline, changed, only, run_id)
+    _rendered(session, asked, store.url, run_id)
     api = client_of(run)
 
     def start_driver() -> None:
         _go_on(session, store, api, pipeline, runs.read_run(store, run_id), only)
 
-    _go_on(session, store, api, pipeline, run, only, changes)
+    _go_on(session, store, api, pipeline, run, only, changes, before)
     try:
         return _follow(session, store, api, run_id, only, start_driver)
     except KeyboardInterrupt:
@@ -110,19 +121,20 @@ def _go_on(
     seen: RunState,
     only: str | None,
     changes: Changes | None = None,
+    before: Seal | None = None,
 ) -> None:
     """Gives the run a driver, unless it has one. A run that has ended, as it was `seen`, is opened again by
     one of those who ask for it at once; the others adopt what that one started."""
     from mlpipe.store import runs
     from mlpipe.submit.changes import apply, prepare, under_way
-    from mlpipe.submit.kubernetes import await_end_of_driver
+    from mlpipe.submit.kubernetes import await_end_of_driver, driver_is_alive
 
     run_id = seen.run_id
     run = await_end_of_driver(api, store, run_id, only)
     running = any(stage.state == "running" for stage in run.stages.values())
-    if changes and (running or runs.lease_is_live(run.driver)):
+    if changes and (running or runs.lease_is_live(run.driver) or driver_is_alive(api, run_id, only)):
         raise under_way(run_id)
-    prepared = prepare(store, run, changes, only) if changes else None
+    prepared = prepare(store, run, before, changes, only) if changes and before else None
     again = prepared.again if prepared else ()
     overtaken = False
     if again or (only is None and seen.state in ("failed", "cancelled")):
@@ -153,14 +165,12 @@ def why_undriven(run: RunState) -> str:
         return f"its driver cannot be looked for: {error.message}"
 
 
-def _rendered(
-    session: Session, pipeline: Pipeline, store_url: str, run_id: str, only: str | None, where: str
-) -> dict[str, list[dict[str, Any]]]:
+def _rendered(session: Session, asked: Asked, store_url: str, run_id: str) -> dict[str, list[dict[str, Any]]]:
     """All that will be sent, before anything is: raises PlanError or RenderError for what cannot run."""
     from mlpipe.cli.render import render, tell
 
-    files, findings = render(pipeline, store_url, run_id, only)
-    tell(session, findings, where)
+    files, findings = render(asked.pipeline, store_url, run_id, asked.stage, asked.seal.digests())
+    tell(session, findings, asked.spec)
     return files
 
 
@@ -173,10 +183,12 @@ def _connect(pipeline: Pipeline, context: str | None) -> ClusterApi:
 def _start_driver(store: Store, api: ClusterApi, run_id: str, pipeline: Pipeline, only: str | None) -> None:
     from mlpipe.plan.ahead import plan_ahead
     from mlpipe.store import runs
-    from mlpipe.submit import kubernetes
+    from mlpipe.submit import kubernetes, seal
 
     plan = plan_ahead(pipeline, pipeline.stages[0].name, store.url, run_id, cluster=True)
-    kubernetes.start_driver(api, store, runs.read_run(store, run_id), plan, only=only)
+    run = runs.read_run(store, run_id)
+    digests = seal.vouched(store, run, pipeline).digests()
+    kubernetes.start_driver(api, store, run, plan, only=only, seal=digests)
 
 
 def _follow(

@@ -29,6 +29,7 @@ def drive_here(
     only: str | None = None,
     for_followers: bool = False,
     changes: Changes | None = None,
+    trust_store: bool = False,
 ) -> int:
     """Drive `run_id` until it has ended; the exit code (`for_followers`: 0, they know). A signal once: save
     and stop. Twice: stop at once."""
@@ -48,6 +49,7 @@ def drive_here(
                 only=only,
                 for_followers=for_followers,
                 changes=changes or NONE,
+                trust_store=trust_store,
                 watch=watcher.watch,
             )
         finally:
@@ -59,9 +61,11 @@ def drive_here(
     return EXIT_CODES["interrupted"] if stop.kind == "interrupted" else outcome.exit_code(run, only)
 
 
-def drive_for_cluster(session: Session, store: Store, run_id: str, *, only: str | None = None) -> int:
-    """What the driver's Job does. A signal lets go of the run, which the next driver takes over; the exit
-    code says whether there must be one, not how the run ended."""
+def drive_for_cluster(
+    session: Session, store: Store, run_id: str, *, only: str | None = None, digests: str | None = None
+) -> int:
+    """What the driver's Job does, with its seal `digests`. A signal lets go of the run, which the next driver
+    takes over; the exit code says whether there must be one, not how the run ended."""
     from mlpipe.store import runs
     from mlpipe.submit.driver import drive
     from mlpipe.submit.walk import Stop
@@ -75,7 +79,15 @@ def drive_for_cluster(session: Session, store: Store, run_id: str, *, only: str 
         signal.signal(number, let_go)
     watcher = Watcher(session, store, runs.read_run(store, run_id))
     try:
-        run = drive(store, run_id, stop=stop, only=only, for_followers=only is not None, watch=watcher.watch)
+        run = drive(
+            store,
+            run_id,
+            stop=stop,
+            only=only,
+            for_followers=only is not None,
+            digests=digests,
+            watch=watcher.watch,
+        )
     finally:
         watcher.close()
     if stop.kind == "detached" and run.state not in runs.RUN_ENDED:

@@ -109,7 +109,7 @@ def command(
 
     if session.json and follow:
         raise click.UsageError("--follow prints lines as they come; leave --output json away")
-    store = session.open_store()
+    store = session.store_of(run_id)
     if (asked := jenkins.asked_for(store, run_id)) is not None:
         document = jenkins.stands(store, asked)
         session.result({**document, "logs": []}, f"no logs yet: {jenkins.text_of(document)}")

@@ -73,7 +73,7 @@ def promote(session: Session, run_id: str, name: str, alias: str | None, stage: 
     from mlpipe.store import runs
     from mlpipe.submit.promote import promote as register
 
-    store = session.open_store()
+    store = session.store_of(run_id)
     run = runs.read_run(store, run_id)
     stages = [found for found in run.stages if stage in (None, found) and last_checkpoint(store, run, found)]
     if len(stages) != 1:

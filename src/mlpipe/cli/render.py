@@ -52,7 +52,7 @@ def command(
     stage. The same input gives the same bytes. What other stages make is not known yet, so it stands there
     as `{{stages.NAME.output}}`. For Jenkins: a Jenkinsfile with one stage for each of the pipeline's; run it
     at the top of the repository."""
-    from mlpipe._core.ids import is_name
+    from mlpipe._core.ids import is_name, spec_seal
     from mlpipe.spec.load import load_pipeline
 
     if check and out is None:
@@ -67,7 +67,8 @@ def command(
     if target == "jenkins":
         return _jenkins(session, pipeline, spec, overrides, out, check)
     run_id = run_id or f"{pipeline.name[:40]}-{pipeline.digest[:8]}"
-    objects, findings = render(pipeline, session.full_store_url(pipeline.store), run_id, stage)
+    digests = spec_seal(Path(spec).read_text(encoding="utf-8-sig"), overrides)
+    objects, findings = render(pipeline, session.full_store_url(pipeline.store), run_id, stage, digests)
     tell(session, findings, spec)
 
     from mlpipe.render.yaml import to_yaml
@@ -118,9 +119,10 @@ def _jenkins(
 
 
 def render(
-    pipeline: Pipeline, store_url: str, run_id: str, stage: str | None
+    pipeline: Pipeline, store_url: str, run_id: str, stage: str | None, seal: str
 ) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
-    """File name -> objects, and the findings of the lint. Raises PlanError and RenderError."""
+    """File name -> objects, and the findings of the lint. `seal`: `Seal.digests`, for the driver. Raises
+    PlanError and RenderError."""
     from mlpipe._core.errors import PlanError
     from mlpipe.plan.ahead import plan_ahead
     from mlpipe.render.kubernetes import driver_objects, stage_objects
@@ -133,7 +135,9 @@ def render(
     staged = [stage_objects(plan) for plan in plans]
     if plans[0].cluster is None:
         raise RenderError("the pipeline says nothing of a cluster")
-    driver = driver_objects(run_id, store_url, plans[0].cluster, stage=stage, spec_digest=pipeline.digest)
+    driver = driver_objects(
+        run_id, store_url, plans[0].cluster, stage=stage, spec_digest=pipeline.digest, seal=seal
+    )
     findings = [line for plan in plans if stage in (None, plan.stage) for line in lint(plan)]
     findings = list(dict.fromkeys([*findings, *lint_patches(plans, [*staged, driver])]))
     width = max(2, len(str(len(plans))))

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import Session, ignore_not_found, shared
 
 
 @click.command()
@@ -17,9 +17,10 @@ from mlpipe.cli.session import Session, shared
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to write: .html, .md or .xml (JUnit). Default: report.html in the run's folder of the store.",
 )
+@ignore_not_found
 @shared
 @click.pass_obj
-def command(session: Session, run_id: str, out: Path | None) -> None:
+def command(session: Session, run_id: str, out: Path | None, ignore_not_found: bool) -> None:
     """Write one self-contained HTML page about a run (or, to a .md file, a summary in Markdown; to a
     .xml file, its stages as a JUnit report)."""
     from mlpipe.observe.junit import build_junit
@@ -27,7 +28,9 @@ def command(session: Session, run_id: str, out: Path | None) -> None:
     from mlpipe.observe.report import write_report
     from mlpipe.observe.runview import view_run
 
-    store = session.open_store()
+    store = session.store_if_claimed(run_id, ignore_not_found=ignore_not_found)
+    if store is None:
+        return
     short = {".md": build_markdown, ".xml": build_junit}
     if out is not None and out.suffix in short:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -31,6 +31,16 @@ from mlpipe.cli.session import Session, overrides, shared
     help="As the driver's Job does: drive a cluster's run from this process, 0 once it has ended. With "
     "--stage: all stages that `submit --stage` asks for, on any backend.",
 )
+@click.option(
+    "--trust-store",
+    is_flag=True,
+    help="Take what the store says of the run, though it is not what this machine submitted.",
+)
+@click.option(
+    "--seal",
+    metavar="SHA256:SHA256",
+    help="As the driver's Job does: refuse a run whose pipeline.yaml or overrides have other digests.",
+)
 @shared
 @click.pass_obj
 def command(
@@ -41,6 +51,8 @@ def command(
     allow: tuple[str, ...],
     stage: str | None,
     here: bool,
+    trust_store: bool,
+    seal: str | None,
 ) -> int:
     """Go on with a run that was stopped, failed, or lost its driver.
 
@@ -48,19 +60,34 @@ def command(
     number of workers if --set says so. A training that is done goes on with a higher train.steps, and what
     needs it is done again. What would make another training of it (its model, data or seed) is refused
     unless --allow-change names it. Exit codes are those of `mlpipe run`. A run that was submitted to a
-    cluster goes on there; Ctrl-C leaves it running.
+    cluster goes on there; Ctrl-C leaves it running. What the store says of a run is compared with what this
+    machine submitted; 2 if somebody changed it, with the keys that differ.
     """
     from mlpipe.cli import cluster, foreground
     from mlpipe.store import runs
     from mlpipe.submit.changes import Changes
+    from mlpipe.submit.seal import kept
 
     changes = Changes(overrides, allow, from_step)
     try:
-        store = session.open_store()
-        if runs.read_run(store, run_id).backend != "kubernetes":
-            follow = here and stage is not None
+        store = session.store_of(run_id)
+        if seal is not None:
+            return foreground.drive_for_cluster(session, store, run_id, only=stage, digests=seal)
+        run = runs.read_run(store, run_id)
+        if not trust_store and (run.state != "done" or changes) and kept(store, run_id) is None:
+            session.note(
+                f"run {run_id} was not submitted from this machine: it goes on as the store says "
+                f"(mlpipe spec {run_id} shows it)"
+            )
+        if run.backend != "kubernetes":
             return foreground.drive_here(
-                session, store, run_id, only=stage, for_followers=follow, changes=changes
+                session,
+                store,
+                run_id,
+                only=stage,
+                for_followers=here and stage is not None,
+                changes=changes,
+                trust_store=trust_store,
             )
         if here and changes:
             raise click.UsageError("what a cluster's run was asked for changes without --here")
@@ -72,4 +99,4 @@ def command(
 
             give_up_driver(run_id, stage)
         raise
-    return cluster.resume(session, store, run_id, only=stage, changes=changes)
+    return cluster.resume(session, store, run_id, only=stage, changes=changes, trust_store=trust_store)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 DEFAULT_STORE = "./runs"
+_SEARCH_SECONDS = 15.0  # for all stores together that may have a run
 
 
 class Interrupt(KeyboardInterrupt):
@@ -37,6 +38,7 @@ class Session:
         self.quiet = False
         self.debug = False
         self.store_url: str | None = None
+        self.store_is_given = False  # by --store, not by a variable
 
     def result(self, document: Any, text: str) -> None:
         """The answer of the verb: `document` under `--output json`, else `text`."""
@@ -65,6 +67,56 @@ class Session:
 
         return open_store(self.store_url or otherwise or DEFAULT_STORE)
 
+    def store_if_claimed(self, run_id: str, *, ignore_not_found: bool) -> Store | None:
+        """As `store_of`; with `ignore_not_found` None where nobody has ever claimed the run, and says so."""
+        from mlpipe.store import known
+
+        try:
+            store = self.store_of(run_id)
+            if not ignore_not_found or known.is_claimed(store, run_id):
+                return store
+            words = f"{store.url}: no build has made run {run_id}"
+        except known.NoRunError as error:
+            if not ignore_not_found:
+                raise
+            words = f"{error.where}: {error.message}"
+        self.result({"run_id": run_id, "state": None}, words)
+        return None
+
+    def store_of(self, run_id: str) -> Store:
+        """The store that has the run: the one that `open_store` gives, or, unless --store named it, another
+        one that this machine has used. Raises NoRunError where none has it, saying where it looked, and
+        StoreError (input) where several have."""
+        from mlpipe._core.errors import StoreError
+        from mlpipe._core.ids import is_name
+        from mlpipe.store import known
+
+        store = self.open_store()
+        if not is_name(run_id):
+            raise StoreError(f"{run_id!r} is not a run id", hint="mlpipe list shows them", kind="input")
+        if known.is_known(store, run_id):
+            known.remember(store.url)
+            return store
+        others = [] if self.store_is_given else [url for url in known.stores() if url != store.url]
+        found, silent = known.find(run_id, others, timeout_seconds=_SEARCH_SECONDS)
+        if not found:
+            looked = "".join(f"; not in {url} either" for url in others if url not in silent)
+            looked += "".join(f"; {url} could not be asked" for url in silent)
+            raise known.NoRunError(
+                f"there is no run {run_id}{looked}",
+                where=store.url,
+                hint="mlpipe list shows the runs of a store; name another with --store",
+                kind="input",
+            )
+        if len(found) > 1:
+            raise StoreError(
+                f"several stores have a run {run_id}: {', '.join(one.url for one in found)}",
+                hint="say which with --store",
+                kind="input",
+            )
+        self.note(f"run {run_id} is in {found[0].url}")
+        return found[0]
+
     def full_store_url(self, otherwise: str | None = None) -> str:
         """Of the same store, which is not opened: a plan needs no credentials."""
         from mlpipe.store.open import full_url
@@ -77,8 +129,12 @@ class Session:
 
 
 def _remember(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Any:
-    def callback(ctx: click.Context, _: click.Parameter, value: Any) -> None:
-        setattr(ctx.ensure_object(Session), name, convert(value))
+    def callback(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
+        session = ctx.ensure_object(Session)
+        setattr(session, name, convert(value))
+        if name == "store_url":
+            source = ctx.get_parameter_source(parameter.name or "")
+            session.store_is_given = source is click.core.ParameterSource.COMMANDLINE
 
     return callback
 
@@ -125,6 +181,9 @@ def shared(command: Command) -> Command:
     return command
 
 
+ignore_not_found = click.option(
+    "--ignore-not-found", is_flag=True, help="A run that nobody has ever claimed is no error."
+)
 overrides = click.option(
     "--set",
     "overrides",

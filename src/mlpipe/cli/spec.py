@@ -27,7 +27,7 @@ def command(session: Session, run_id: str, out: Path | None, digest: str | None,
     from mlpipe.store import runs
     from mlpipe.submit.planning import load_stored
 
-    store = session.open_store()
+    store = session.store_of(run_id)
     if (asked := asked_for(store, run_id)) is not None:
         pipeline = load_pipeline_text(asked.pipeline, f"runs/{run_id}/jenkins.json")
     else:

@@ -25,7 +25,7 @@ def command(session: Session, run_id: str) -> None:
     from mlpipe.observe.progress import live_line
     from mlpipe.store import runs
 
-    store = session.open_store()
+    store = session.store_of(run_id)
     if (asked := jenkins.asked_for(store, run_id)) is not None:
         document = jenkins.stands(store, asked)
         session.result(document, jenkins.text_of(document))

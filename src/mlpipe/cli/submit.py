@@ -128,8 +128,9 @@ def _start(
 
     if to == "kubernetes":
         from mlpipe.cli import cluster
+        from mlpipe.submit import seal
 
-        asked = cluster.Asked(spec, pipeline, overrides, stage, run_id, context)
+        asked = cluster.Asked(spec, pipeline, seal.of_file(spec, overrides, to), stage, run_id, context)
         return cluster.preview(session, asked, dry_run) if dry_run else cluster.submit(session, asked, wait)
     if context is not None or dry_run == "server":
         raise click.UsageError("--context and --dry-run=server are for --to kubernetes")
@@ -244,15 +245,11 @@ def claim(
 def is_there(store: Store, run_id: str, pipeline: Pipeline) -> bool:
     """Whether the run exists. Raises SubmitError (input) if the run is of another pipeline."""
     from mlpipe.store import runs
+    from mlpipe.submit import seal
 
     if not store.exists(f"runs/{run_id}/run.json"):
         return False
-    if runs.read_run(store, run_id).spec_digest != pipeline.digest:
-        raise SubmitError(
-            f"run {run_id} exists and was started with another pipeline",
-            hint=f"choose another --run-id, or change it on the way: mlpipe resume {run_id} --set ...",
-            kind="input",
-        )
+    seal.vouched(store, runs.read_run(store, run_id), pipeline)
     return True
 
 

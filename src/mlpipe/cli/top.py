@@ -22,7 +22,7 @@ def command(session: Session, run_id: str | None, once: bool, interval: float) -
     beside the others. Ctrl-C ends it."""
     from mlpipe.observe.top import Top, ranks_table, runs_table
 
-    store = session.open_store()
+    store = session.open_store() if run_id is None else session.store_of(run_id)
     top = Top(store)
     live = not (once or session.json) and sys.stdout.isatty()
     try:

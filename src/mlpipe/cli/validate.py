@@ -14,13 +14,22 @@ from mlpipe.cli.session import Session, overrides, shared
 @click.command()
 @click.argument("specs", metavar="SPEC...", nargs=-1, required=True, type=click.Path())
 @overrides
+@click.option(
+    "--print-store", is_flag=True, help="Print the store of a run of this pipeline, for scripts, and no more."
+)
 @shared
 @click.pass_obj
-def command(session: Session, specs: tuple[str, ...], overrides: tuple[str, ...]) -> int:
+def command(session: Session, specs: tuple[str, ...], overrides: tuple[str, ...], print_store: bool) -> int:
     """Report every mistake in pipeline files, each as file:line:col. Exits 2 if there is one."""
     from mlpipe.spec.load import load_pipeline
     from mlpipe.spec.problems import SpecErrors
 
+    if print_store:
+        if len(specs) != 1:
+            raise click.UsageError("--print-store takes one pipeline file")
+        url = session.full_store_url(load_pipeline(specs[0], overrides=overrides).store)
+        session.result({"store": url}, url)
+        return 0
     files: list[dict[str, Any]] = []
     lines = []
     for spec in specs:

@@ -144,8 +144,8 @@ def jenkinsfile(pipeline: Pipeline, spec: str, overrides: Sequence[str], store: 
             "    post {",
             "        aborted {",
             f"            timeout(time: {_CANCEL_MINUTES + 1}, unit: 'MINUTES') {{",
-            # 2: there is no such run, since the build was aborted before it started one
-            *_late(f'mlpipe cancel --timeout {_CANCEL_MINUTES}min -- "$RUN_ID" || test $? -eq 2', 16),
+            # no such run: the build was aborted before it started one
+            *_late(f'mlpipe cancel --ignore-not-found --timeout {_CANCEL_MINUTES}min -- "$RUN_ID"', 16),
             "            }",
             "        }",
             "        cleanup {",

@@ -67,10 +67,10 @@ def stage_objects(plan: Plan) -> list[Json]:
 
 
 def driver_objects(
-    run_id: str, store_url: str, cluster: ClusterPlan, *, stage: str | None, spec_digest: str
+    run_id: str, store_url: str, cluster: ClusterPlan, *, stage: str | None, spec_digest: str, seal: str
 ) -> list[Json]:
     """The Job that drives the run, or one stage of it. Of `cluster` only what concerns the whole run is read.
-    `spec_digest`: of the resolved pipeline. Raises RenderError."""
+    `spec_digest`: of the resolved pipeline. `seal`: see `driver_template`. Raises RenderError."""
     own = labels(run_id, stage, None, "driver")
     pod_labels = own | {"sidecar.istio.io/inject": "false"}
     spec = {
@@ -78,7 +78,7 @@ def driver_objects(
         "completions": 1,
         "parallelism": 1,
         "ttlSecondsAfterFinished": cluster.ttl_seconds,
-        "template": driver_template(run_id, store_url, cluster, pod_labels, stage),
+        "template": driver_template(run_id, store_url, cluster, pod_labels, stage, seal),
     }
     head = _head("batch/v1", "Job", names.driver_name(run_id, stage), cluster, own)
     return _finish([{**head, "spec": spec}], stage, "driver", cluster, spec_digest)

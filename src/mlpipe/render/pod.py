@@ -75,10 +75,11 @@ def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str,
 
 
 def driver_template(
-    run_id: str, store_url: str, cluster: ClusterPlan, labels: Json, stage: str | None
+    run_id: str, store_url: str, cluster: ClusterPlan, labels: Json, stage: str | None, seal: str
 ) -> Json:
-    """The pod template of the driver: no GPU, and the only pod with a token."""
-    args = ["-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--here", "--debug"]
+    """The pod template of the driver: no GPU, and the only pod with a token. `seal`: what it is to drive, in
+    digests that stand where no worker can write."""
+    args = ["-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--here", "--debug", "--seal", seal]
     container = _container(cluster, "driver", args + (["--stage", stage] if stage is not None else []))
     container["env"] = _env(_own(run_id, cluster)) + _by_reference(store_url, cluster, "driver")
     for name, path in (("MLPIPE_POD_NAME", "metadata.name"), ("MLPIPE_POD_UID", "metadata.uid")):

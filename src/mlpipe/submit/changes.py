@@ -22,6 +22,7 @@ from mlpipe.store.base import Store
 from mlpipe.store.catalogue import Checkpoint
 from mlpipe.store.runs import RunState
 from mlpipe.submit import planning
+from mlpipe.submit.seal import Seal
 
 _log = logging.getLogger(__name__)
 
@@ -54,13 +55,13 @@ class Prepared:
     behind: tuple[Checkpoint, ...]
 
 
-def prepare(store: Store, run: RunState, changes: Changes, only: str | None = None) -> Prepared:
-    """Reads, and writes nothing. `only`: the stage that is asked for. Without changes only a whole run does
-    stages again, and only while none is under way. Raises SpecError for overrides that make no pipeline,
-    SubmitError (input) for changes that cannot be made."""
-    overrides = [*run.meta.get("set", []), *changes.overrides]
-    pipeline = planning.load_stored(store, run.run_id, overrides)
-    before = _before(store, run) if changes.overrides else pipeline
+def prepare(store: Store, run: RunState, asked: Seal, changes: Changes, only: str | None = None) -> Prepared:
+    """Reads, and writes nothing. `asked`: what the run is. `only`: the stage that is asked for. Without
+    changes only a whole run does stages again, and only while none is under way. Raises SpecError for
+    overrides that make no pipeline, SubmitError (input) for changes that cannot be made."""
+    overrides = [*asked.overrides, *changes.overrides]
+    pipeline = asked.load(run.run_id, changes.overrides)
+    before = _before(asked, run) if changes.overrides else pipeline
     if {stage.name for stage in pipeline.stages} != set(run.stages):
         raise _refused("the stages of a run keep their names", "start a new run")
     if before is not None and pipeline.store != before.store:
@@ -114,7 +115,10 @@ def apply(store: Store, run_id: str, prepared: Prepared) -> RunState:
     if prepared.again:
         runs.reopen(store, run_id, (), again=prepared.again, forget_cancel=False)
     kept = {"set": prepared.overrides, "allowed": prepared.allowed}
-    return runs.update_run(store, run_id, lambda run: replace(run, meta={**run.meta, **kept}))
+    digest = prepared.pipeline.digest
+    return runs.update_run(
+        store, run_id, lambda run: replace(run, spec_digest=digest, meta={**run.meta, **kept})
+    )
 
 
 def under_way(run_id: str) -> SubmitError:
@@ -132,10 +136,10 @@ def _is_under_way(run: RunState) -> bool:
     return any(stage.state == "running" for stage in run.stages.values())
 
 
-def _before(store: Store, run: RunState) -> Pipeline | None:
+def _before(asked: Seal, run: RunState) -> Pipeline | None:
     """None: what the run was asked with does not load any more, and the new overrides mend it."""
     try:
-        return planning.load_stored(store, run.run_id, run.meta.get("set", []))
+        return asked.load(run.run_id)
     except SpecError:
         return None
 

@@ -38,7 +38,7 @@ def detach(store: Store, run_id: str, only: str | None = None) -> None:
     with log.open("ab") as out:
         process = subprocess.Popen(
             driver_argv(store.url, run_id, only),
-            cwd=working_folder(run),
+            cwd=working_folder(str(run.meta.get("folder", "."))),
             env={name: value for name, value in os.environ.items() if name not in _OF_A_STAGE + _OF_A_STEP},
             stdin=subprocess.DEVNULL,
             stdout=out,

@@ -24,7 +24,7 @@ from mlpipe.spec.model import Pipeline
 from mlpipe.store import outputs, runs, wanted
 from mlpipe.store.base import Store
 from mlpipe.store.runs import Lease, RunState, StageState
-from mlpipe.submit import planning, process
+from mlpipe.submit import planning, process, seal
 from mlpipe.submit.changes import NONE, Changes, apply, prepare, under_way
 from mlpipe.submit.follower import cancel_orphans
 from mlpipe.submit.local import LocalBackend
@@ -47,12 +47,15 @@ def drive(
     only: str | None = None,
     for_followers: bool = False,
     changes: Changes = NONE,
+    digests: str | None = None,
+    trust_store: bool = False,
     watch: Callable[[RunState], None] = lambda state: None,
 ) -> RunState:
     """Walk the run until it has ended (with `only`: that stage, and others that are asked for meanwhile, see
     `store/wanted.py`); its final state. A done run stays as it is without `changes`, see
     `submit/changes.py`. `for_followers`: they have asked; without any who still does, or where another
-    driver is alive, which hears them as well, nothing is done.
+    driver is alive, which hears them as well, nothing is done. `digests`, `trust_store`: what the run is, see
+    `seal.verified`.
 
     Raises SpecError, PlanError or SubmitError (input) before anything starts; SubmitError or StoreError
     (input) if another driver is alive; SubmitError if the lease was lost on the way.
@@ -60,10 +63,11 @@ def drive(
     former = runs.read_run(store, run_id)
     if former.state == "done" and not changes:
         return former
-    prepared = prepare(store, former, changes, only)
+    asked = seal.verified(store, former, digests=digests, trust_store=trust_store)
+    prepared = prepare(store, former, asked, changes, only)
     if only is not None and not for_followers:
         check_needs(planning.needs(prepared.pipeline), former, only, prepared.again)
-    on_cluster = former.backend == "kubernetes"
+    on_cluster = asked.backend == "kubernetes"
     with contextlib.ExitStack() as held:
         try:
             lease = held.enter_context(_lease(store, run_id, prepared.pipeline, on_cluster))
@@ -81,22 +85,24 @@ def drive(
                 return left  # another was asked for the same, was quicker, and has ended it
             raise under_way(run_id)
         if left.stages != former.stages or left.meta != former.meta:
-            prepared = prepare(store, left, changes, only)
+            asked = seal.verified(store, left, digests=digests, trust_store=trust_store)
+            prepared = prepare(store, left, asked, changes, only)
         former, pipeline = left, prepared.pipeline
         apply(store, run_id, prepared)
+        if digests is None:
+            seal.keep(store, run_id, seal.changed(asked, changes.overrides))
         if only is not None and not for_followers:
             wanted.ask(store, run_id, only)
         if only is not None and not _is_anything_left(store, former, on_cluster):
             return former
         _reopen(store, former, only is not None, on_cluster, forget_cancel=not for_followers)
         made = {} if on_cluster else _committed_outputs(store, former)
-        started = runs.update_run(
+        runs.update_run(
             store,
             run_id,
             lambda run: replace(
                 run,
                 state="running",
-                spec_digest=pipeline.digest,
                 message="",
                 stages={**run.stages, **made},
             ),
@@ -115,7 +121,7 @@ def drive(
                 run_id,
                 planning.needs(pipeline),
                 planning.planner(store, run_id, pipeline, cluster=on_cluster),
-                _backend(store, started, lease.holder, pipeline),
+                _backend(store, asked, lease.holder, pipeline),
                 holder=lease.holder,
                 scratch=scratch,
                 stop=stop,
@@ -162,12 +168,12 @@ def _reopen(store: Store, former: RunState, partly: bool, on_cluster: bool, *, f
     runs.reopen(store, former.run_id, names, forget_cancel=forget_cancel or ended)
 
 
-def _backend(store: Store, run: RunState, holder: str, pipeline: Pipeline) -> Backend:
-    if run.backend == "kubernetes":
+def _backend(store: Store, asked: seal.Seal, holder: str, pipeline: Pipeline) -> Backend:
+    if asked.backend == "kubernetes":
         from mlpipe.submit.kubernetes import KubernetesBackend
 
         return KubernetesBackend(store, _connect(pipeline))
-    return LocalBackend(store, driver=holder, folder=working_folder(run))
+    return LocalBackend(store, driver=holder, folder=working_folder(asked.folder))
 
 
 def _connect(pipeline: Pipeline) -> ClusterApi:
@@ -187,12 +193,11 @@ def _committed_outputs(store: Store, former: RunState) -> dict[str, StageState]:
     return made
 
 
-def working_folder(run: RunState) -> str:
+def working_folder(folder: str) -> str:
     """Where the run was asked for, which is where its commands run, whoever drives it."""
-    folder = str(run.meta.get("folder", "."))
     if not os.path.isdir(folder):
         raise SubmitError(
-            f"run {run.run_id} was started in {folder}, which is not there (any more)",
+            f"the run was started in {folder}, which is not there (any more)",
             hint="make the folder again, or start a new run",
             kind="input",
         )
@@ -338,7 +343,7 @@ def _clear_orphans(store: Store, former: RunState) -> None:
             except ValueError:  # of another version of mlpipe
                 continue
             grace = max(grace, plan.launch.shutdown_seconds if plan.command is None else 0.0)
-    process.clear(lease.holder, grace_seconds=grace)
+    process.clear(lease.holder, run_id=former.run_id, grace_seconds=grace)
 
 
 def check_needs(

@@ -333,22 +333,22 @@ def finished(found: Object) -> str | None:
     return None
 
 
-def start_driver(api: ClusterApi, store: Store, run: RunState, plan: Plan, *, only: str | None) -> None:
-    """The driver's Job, or the one that is there already. One that has ended makes room for a new one."""
-    objects = driver_of(run.run_id, store.url, plan, only=only, spec_digest=run.spec_digest)
+def start_driver(
+    api: ClusterApi, store: Store, run: RunState, plan: Plan, *, only: str | None, seal: str
+) -> None:
+    """The driver's Job, or the one that is there already. One that has ended makes room for a new one.
+    `seal`: what it is to drive (`Seal.digests`)."""
+    if plan.cluster is None:
+        raise SubmitError("the pipeline names no image", hint="write `image:`", kind="input")
+    objects = driver_objects(
+        run.run_id, store.url, plan.cluster, stage=only, spec_digest=run.spec_digest, seal=seal
+    )
     for body in objects:
         found = api.get(body["kind"], body["metadata"]["name"])
         if found is not None and finished(found) is not None:
             # not the one that somebody else has started meanwhile
             api.delete(body["kind"], body["metadata"]["name"], uid=found["metadata"]["uid"])
     create_all(api, objects)
-
-
-def driver_of(run_id: str, store_url: str, plan: Plan, *, only: str | None, spec_digest: str) -> list[Object]:
-    """The objects that `start_driver` sends; `plan`: of any stage."""
-    if plan.cluster is None:
-        raise SubmitError("the pipeline names no image", hint="write `image:`", kind="input")
-    return driver_objects(run_id, store_url, plan.cluster, stage=only, spec_digest=spec_digest)
 
 
 def selector(run_id: str, stage: str | None = None, attempt: int | None = None) -> dict[str, str]:

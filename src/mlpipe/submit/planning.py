@@ -23,6 +23,7 @@ from mlpipe.spec.model import Pipeline
 from mlpipe.spec.placeholders import names, stage_of
 from mlpipe.store import outputs, runs
 from mlpipe.store.base import Store
+from mlpipe.submit import seal
 from mlpipe.submit.entries import check_entries
 from mlpipe.submit.local import check_fits, gpu_ids
 
@@ -82,9 +83,10 @@ def create(
     }
     if cluster is not None:
         meta["kubernetes"] = dict(cluster)
-    text = Path(spec).read_text(encoding="utf-8-sig")
     backend = "local" if cluster is None else "kubernetes"
-    runs.create_run(store, run_id, text, pipeline.digest, stages, backend, meta)
+    asked = seal.of_file(spec, overrides, backend, folder=folder, place=meta.get("kubernetes"))
+    runs.create_run(store, run_id, asked.pipeline, pipeline.digest, stages, backend, meta)
+    seal.keep(store, run_id, asked)
     return run_id
 
 

@@ -42,11 +42,10 @@ def spawn(
         )
 
 
-def members(driver: str, stage: str | None = None) -> list[int]:
-    """Living processes whose environment says that `driver` started them, for `stage`."""
-    marks = {f"{DRIVER_VARIABLE}={driver}".encode()}
-    if stage is not None:
-        marks.add(f"MLPIPE_STAGE={stage}".encode())
+def members(driver: str, stage: str | None = None, run_id: str | None = None) -> list[int]:
+    """Living processes whose environment says that `driver` started them, for `stage` of `run_id`."""
+    wanted = {DRIVER_VARIABLE: driver, "MLPIPE_STAGE": stage, "MLPIPE_RUN_ID": run_id}
+    marks = {f"{name}={value}".encode() for name, value in wanted.items() if value is not None}
     found = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -68,20 +67,21 @@ def send(pids: Sequence[int], signum: signal.Signals) -> None:
             continue
 
 
-def clear(driver: str, *, grace_seconds: float) -> int:
-    """Wait `grace_seconds` for what a dead driver left to save and leave, then SIGKILL it. Returns how many
-    were found. (Launchers had SIGTERM from the kernel as the driver died; another would mean "at once".)
+def clear(driver: str, *, run_id: str, grace_seconds: float) -> int:
+    """Wait `grace_seconds` for what a dead driver left of `run_id` to save and leave, then SIGKILL it.
+    Returns how many were found. (Launchers had SIGTERM from the kernel as the driver died; another would mean
+    "at once". The driver's name comes from the store, where it may be that of another run's by now.)
 
     Raises SubmitError if some are still there 10 s after SIGKILL (stuck in the kernel).
     """
-    found = members(driver)
+    found = members(driver, run_id=run_id)
     if not found:
         return 0
     deadline = time.monotonic() + grace_seconds
-    while members(driver) and time.monotonic() < deadline:
+    while members(driver, run_id=run_id) and time.monotonic() < deadline:
         time.sleep(0.1)
     deadline = time.monotonic() + 10
-    while left := members(driver):
+    while left := members(driver, run_id=run_id):
         send(left, signal.SIGKILL)
         if time.monotonic() > deadline:
             raise SubmitError(

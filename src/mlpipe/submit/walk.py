@@ -20,6 +20,7 @@ from mlpipe.plan.plan import Plan
 from mlpipe.store import catalogue, outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState, StageState
+from mlpipe.submit import seal
 from mlpipe.submit.wanted import Wanted
 
 _POLL_SECONDS = 0.1
@@ -252,15 +253,8 @@ class Walk:
         for name, stage in self.state.stages.items():
             if stage.state != "running":
                 continue
-            key = f"{self.state.attempt_key(name)}/plan.json"
-            try:
-                plan = Plan.from_json(self._store.get(key))
-            except ValueError as error:
-                raise SubmitError(
-                    f"stage {name!r} was started by another version of mlpipe: {error}",
-                    where=key,
-                    hint=f"cancel the run (mlpipe cancel {self._run_id}), then resume it",
-                ) from None
+            plan = self._make_plan(name, stage.attempt)
+            seal.check_plan(self._store, plan)
             scratch = self._scratch / f"{name}-{stage.attempt}"
             scratch.mkdir(parents=True, exist_ok=True)
             started = time.monotonic() - max(0.0, time.time() - (stage.started or time.time()))

@@ -185,7 +185,9 @@ def test_hostile_text_in_the_section_is_refused_or_stays_text(path: tuple[Any, .
 
 def rendered(plan: Plan) -> list[dict[str, Any]]:
     assert plan.cluster is not None
-    driver = driver_objects(RUN_ID, plan.store_url, plan.cluster, stage=None, spec_digest=plan.spec_digest)
+    driver = driver_objects(
+        RUN_ID, plan.store_url, plan.cluster, stage=None, spec_digest=plan.spec_digest, seal="TEXT:SET"
+    )
     return [*stage_objects(plan), *driver]
 
 

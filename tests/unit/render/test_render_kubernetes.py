@@ -72,7 +72,7 @@ def _every_object() -> Iterator[Any]:
                 yield pytest.param(stage_objects(plan), id=f"{name}-{form}-{plan.stage}")
             cluster = cluster_of(plans[0])
             driver = driver_objects(
-                RUN_ID, plans[0].store_url, cluster, stage=None, spec_digest=pipeline.digest
+                RUN_ID, plans[0].store_url, cluster, stage=None, spec_digest=pipeline.digest, seal="TEXT:SET"
             )
             yield pytest.param(driver, id=f"{name}-{form}-driver")
 
@@ -326,7 +326,9 @@ def test_kueue_admits_what_is_created_suspended(how: str) -> None:
         annotations = job_of(found)["template"]["metadata"]["annotations"]
         assert annotations[f"kueue.x-k8s.io/podset-{how}-topology"] == "x/rack"
     plan = quickstart("train", *queued)
-    (driver,) = driver_objects(RUN_ID, plan.store_url, cluster_of(plan), stage=None, spec_digest="")
+    (driver,) = driver_objects(
+        RUN_ID, plan.store_url, cluster_of(plan), stage=None, spec_digest="", seal="TEXT:SET"
+    )
     assert "suspend" not in driver["spec"]
     assert "kueue.x-k8s.io/queue-name" not in driver["metadata"]["labels"]
 
@@ -343,8 +345,10 @@ def test_volcano_places_a_group_of_its_own() -> None:
 def test_the_driver_of_one_stage() -> None:
     plan = quickstart()
     cluster = cluster_of(plan)
-    (whole,) = driver_objects(RUN_ID, plan.store_url, cluster, stage=None, spec_digest="d")
-    (alone,) = driver_objects(RUN_ID, plan.store_url, cluster, stage="train", spec_digest="d")
+    (whole,) = driver_objects(RUN_ID, plan.store_url, cluster, stage=None, spec_digest="d", seal="TEXT:SET")
+    (alone,) = driver_objects(
+        RUN_ID, plan.store_url, cluster, stage="train", spec_digest="d", seal="TEXT:SET"
+    )
     assert whole["metadata"]["name"] != alone["metadata"]["name"]
     assert pod_of(alone)["containers"][0]["args"][-2:] == ["--stage", "train"]
     assert alone["metadata"]["labels"]["mlpipe.dev/stage"] == "train"
@@ -369,7 +373,9 @@ def test_certificates_and_proxy_reach_all_pods() -> None:
     assert found["HTTPS_PROXY"] == found["https_proxy"] == "http://p:1"
     assert found["NO_PROXY"] == "localhost,127.0.0.1,.svc,.cluster.local,minio.storage,a.example"
     assert "HTTP_PROXY" not in found
-    (driver,) = driver_objects(RUN_ID, plan.store_url, cluster_of(plan), stage=None, spec_digest="")
+    (driver,) = driver_objects(
+        RUN_ID, plan.store_url, cluster_of(plan), stage=None, spec_digest="", seal="TEXT:SET"
+    )
     env = {one["name"]: one.get("value") for one in pod_of(driver)["containers"][0]["env"]}
     assert env["no_proxy"] == found["no_proxy"] + ",$(KUBERNETES_SERVICE_HOST)"
 
@@ -383,7 +389,7 @@ def store_pods(*overrides: str) -> dict[str, tuple[Json, dict[str, Any]]]:
     objects = {stage: stage_objects(plan)[-1] for stage, plan in plans.items()}
     train = plans["train"]
     (objects["driver"],) = driver_objects(
-        RUN_ID, train.store_url, cluster_of(train), stage=None, spec_digest=""
+        RUN_ID, train.store_url, cluster_of(train), stage=None, spec_digest="", seal="TEXT:SET"
     )
     specs = {name: pod_of(found) for name, found in objects.items()}
     return {
@@ -455,7 +461,9 @@ def test_a_folder_store_needs_a_volume(store: str, volume: str, words: str | Non
         with pytest.raises(RenderError, match=words):
             stage_objects(plan)
         with pytest.raises(RenderError, match=words):
-            driver_objects(RUN_ID, plan.store_url, cluster_of(plan), stage=None, spec_digest="")
+            driver_objects(
+                RUN_ID, plan.store_url, cluster_of(plan), stage=None, spec_digest="", seal="TEXT:SET"
+            )
         return
     assert "AWS_ACCESS_KEY_ID" not in variables(plan)
     assert pod_of(stage_objects(plan)[-1])["containers"][0]["volumeMounts"]

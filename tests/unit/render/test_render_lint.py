@@ -100,7 +100,7 @@ def test_a_patch_that_changes_nothing_is_found() -> None:
     plans = [plan_of(pipeline, stage.name) for stage in pipeline.stages]
     cluster = plans[0].cluster
     assert cluster is not None
-    driver = driver_objects(RUN_ID, pipeline.store, cluster, stage=None, spec_digest="")
+    driver = driver_objects(RUN_ID, pipeline.store, cluster, stage=None, spec_digest="", seal="TEXT:SET")
     assert lint_patches(plans, [*map(stage_objects, plans), driver]) == [
         "error: kubernetes.patches[1] fits no Service: there is none in what is rendered",
         "error: kubernetes.patches[2] fits no JobSet of stage corpus: there is none in what is rendered",

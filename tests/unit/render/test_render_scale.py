@@ -21,7 +21,7 @@ def num_calls(folder, num_stages):
     profile = cProfile.Profile()
     profile.enable()
     spec = load_pipeline(str(path), overrides=())
-    render(spec, spec.store, "run", None)
+    render(spec, spec.store, "run", None, "TEXT:SET")
     profile.disable()
     return pstats.Stats(profile).total_calls
 

@@ -14,6 +14,7 @@ from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store import catalogue, outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.folder import FolderStore
+from mlpipe.submit import seal
 from mlpipe.submit.changes import Changes, Prepared, apply, prepare
 
 pytestmark = pytest.mark.unit
@@ -78,7 +79,8 @@ def end(store: Store, state: Any, stages: dict[str, Any]) -> None:
 
 
 def asked(store: Store, *overrides: str, only: str | None = None, **more: Any) -> Prepared:
-    return prepare(store, runs.read_run(store, "r"), Changes(overrides, **more), only)
+    run = runs.read_run(store, "r")
+    return prepare(store, run, seal.read(store, run), Changes(overrides, **more), only)
 
 
 AFTER = {"train", "evaluate", "card", "promote"}
@@ -151,7 +153,9 @@ def test_another_training_is_refused_unless_it_is_allowed_by_name(store, overrid
     assert f"(--set {override})" in caught.value.message
     assert f"--allow-change {key}" in caught.value.hint
     run = apply(store, "r", asked(store, override, "train.steps=60", allow=(f"stages.train.{key}",)))
-    assert prepare(store, run, Changes()).allowed == run.meta["allowed"]  # before the next checkpoint, too
+    assert (
+        prepare(store, run, seal.read(store, run), Changes()).allowed == run.meta["allowed"]
+    )  # before the next checkpoint, too
     assert run.meta["allowed"].keys() == {key}
 
 

@@ -1,0 +1,181 @@
+"""The seal of a run: what whoever submitted it knows of it. Others may write into the store, so that what is
+read there commands nobody who has a seal and finds something else.
+
+The driver's Job has the digests as an argument (`Seal.digests`); the submitter's machine keeps the seal
+itself (`store/known.py`). Whoever has the right to start drivers may seal a run anew, and says so: `resume
+--set`, `submit` with the very pipeline, `resume --trust-store`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mlpipe._core.errors import SpecError, SubmitError
+from mlpipe._core.ids import spec_seal
+from mlpipe._core.serial import differing_keys, from_json, to_json
+from mlpipe.plan.plan import Plan
+from mlpipe.spec.load import load_pipeline_text
+from mlpipe.spec.model import Pipeline
+from mlpipe.store import known, runs
+from mlpipe.store.base import Store
+from mlpipe.store.runs import RunState
+
+
+@dataclass(frozen=True)
+class Seal:
+    """`pipeline`: the text of pipeline.yaml. `place`: how the cluster is reached; of no meaning to a driver
+    on it, as is `folder`, where a local run's commands run."""
+
+    pipeline: str
+    overrides: tuple[str, ...]
+    backend: str
+    folder: str = ""
+    place: dict[str, Any] | None = None
+
+    def digests(self) -> str:
+        """Of what a driver on a cluster drives."""
+        return spec_seal(self.pipeline, self.overrides)
+
+    def load(self, run_id: str, more: Sequence[str] = ()) -> Pipeline:
+        """Raises SpecErrors."""
+        name = f"runs/{run_id}/pipeline.yaml"
+        return load_pipeline_text(self.pipeline, name, overrides=[*self.overrides, *more])
+
+
+def of_file(spec: str, overrides: Sequence[str], backend: str, **more: Any) -> Seal:
+    """Of a run that is made from the pipeline file `spec`."""
+    return Seal(Path(spec).read_text(encoding="utf-8-sig"), tuple(overrides), backend, **more)
+
+
+def read(store: Store, run: RunState) -> Seal:
+    """What the store says."""
+    meta = run.meta
+    return Seal(
+        pipeline=runs.read_pipeline(store, run.run_id),
+        overrides=tuple(map(str, meta.get("set", []))),
+        backend=run.backend,
+        folder=str(meta.get("folder", ".")),
+        place=meta.get("kubernetes"),
+    )
+
+
+def keep(store: Store, run_id: str, seal: Seal) -> None:
+    """On this machine."""
+    known.keep_seal(store.url, run_id, to_json(seal))
+
+
+def kept(store: Store, run_id: str) -> Seal | None:
+    """None: this machine did not ask for the run."""
+    text = known.read_seal(store.url, run_id)
+    try:
+        return None if text is None else from_json(Seal, text)
+    except (ValueError, RecursionError):  # of another version of mlpipe
+        return None
+
+
+def verified(store: Store, run: RunState, *, digests: str | None, trust_store: bool = False) -> Seal:
+    """What the run is, out of the store: compared with `digests` (the argument of a driver's Job), else with
+    the seal that this machine keeps, else with run.json's own digest. Raises SubmitError (input) naming what
+    differs."""
+    found = read(store, run)
+    if trust_store:
+        return found
+    if digests is not None:
+        odd = _odd_digests(run, found, digests)
+    elif (sealed := kept(store, run.run_id)) is not None:
+        odd = _odd_keys(run, found, sealed)
+    else:
+        odd = _odd_digest(run, found)
+    if odd:
+        raise SubmitError(
+            f"run {run.run_id} is not what it was when it was submitted: {'; '.join(odd)}",
+            where=f"{store.url}/runs/{run.run_id}",
+            hint=f"somebody changed it in the store, and nothing of it was started; look at it with mlpipe "
+            f"spec {run.run_id}, and if it shall be so: mlpipe resume {run.run_id} --trust-store",
+            kind="input",
+        )
+    return found
+
+
+def vouched(store: Store, run: RunState, pipeline: Pipeline) -> Seal:
+    """What the store says, if that is `pipeline`, which the caller has from elsewhere; this machine keeps it.
+    Raises SubmitError (input) naming the keys that differ."""
+    found = read(store, run)
+    stored = found.load(run.run_id)
+    if stored.digest != pipeline.digest:
+        raise SubmitError(
+            f"run {run.run_id} exists and was started with another pipeline: {_differing(pipeline, stored)}",
+            where=store.url,
+            hint=f"choose another --run-id, or change it on the way: mlpipe resume {run.run_id} --set ...",
+            kind="input",
+        )
+    keep(store, run.run_id, found)
+    return found
+
+
+def check_plan(store: Store, plan: Plan) -> None:
+    """Of a stage that runs: a stored plan tells what was started and commands nothing. One of another version
+    of mlpipe may differ; whether its gang is ours is known on the cluster. Raises SubmitError (input)."""
+    key = f"{plan.attempt_key}/plan.json"
+    try:
+        stored = json.loads(store.get(key))
+    except (ValueError, RecursionError):
+        stored = None
+    odd = differing_keys(json.loads(plan.to_json()), stored)
+    if odd and "code_digest" not in odd:
+        raise SubmitError(
+            f"the plan of stage {plan.stage!r}, which runs, is not what the pipeline gives: "
+            f"{', '.join(odd) if isinstance(stored, dict) else 'it is none'}",
+            where=f"{store.url}/{key}",
+            hint=f"somebody changed it in the store; cancel the run (mlpipe cancel {plan.run_id}: it saves), "
+            "then resume it",
+            kind="input",
+        )
+
+
+def changed(seal: Seal, more: Sequence[str]) -> Seal:
+    return replace(seal, overrides=(*seal.overrides, *more))
+
+
+def _odd_digests(run: RunState, found: Seal, digests: str) -> list[str]:
+    keys = ("pipeline.yaml", "set in run.json")
+    pairs = zip(keys, found.digests().split(":"), digests.split(":"), strict=False)
+    odd = [key for key, ours, sealed in pairs if ours != sealed]
+    if found.backend != "kubernetes":  # its stages would run in the driver's pod, beside its token
+        odd.append("backend in run.json")
+    return odd if digests.count(":") == 1 else list(keys)
+
+
+def _odd_digest(run: RunState, found: Seal) -> list[str]:
+    try:
+        same = found.load(run.run_id).digest == run.spec_digest
+    except SpecError:
+        same = False
+    return [] if same else ["spec_digest in run.json"]
+
+
+def _odd_keys(run: RunState, found: Seal, sealed: Seal) -> list[str]:
+    odd = []
+    if found.pipeline != sealed.pipeline:
+        try:
+            old, new = sealed.load(run.run_id), replace(found, overrides=sealed.overrides).load(run.run_id)
+            odd.append(f"pipeline.yaml ({_differing(old, new)})")
+        except SpecError:  # it is no pipeline any more
+            odd.append("pipeline.yaml")
+    for key, name in (("overrides", "set"), ("backend", "backend"), ("folder", "folder")):
+        now, was = (json.dumps(getattr(one, key)) for one in (found, sealed))
+        if now != was:
+            odd.append(f"{name} in run.json ({now}, and was {was})")
+    if found.place != sealed.place:
+        odd.append("kubernetes in run.json")
+    return odd
+
+
+def _differing(old: Pipeline, new: Pipeline) -> str:
+    """Their keys, or that there are none."""
+    ours, theirs = (one.model_dump(mode="json", by_alias=True, exclude_none=True) for one in (old, new))
+    return ", ".join(differing_keys(ours, theirs)) or "comments or layout"
