@@ -30,7 +30,8 @@ MORE = ",".join(
     for setting in (
         "hostNetwork=true",
         "workerSecrets={ml-runs,hub,tracking}",
-        "driverSecrets={ml-runs}",
+        "driverSecrets={ml-driver}",
+        "tokenAudiences={sts.amazonaws.com}",
         "tolerations={nvidia.com/gpu,reserved}",
         "priorityClasses={training,high}",
         "queues={team-a}",
@@ -213,6 +214,17 @@ def test_a_driver_starts_no_driver(api):
     api.kubectl(*command, stdin=text)
     assert "a driver starts workers, not drivers" in api.fails(*command, f"--as={DRIVER}", stdin=text)
     api.kubectl(*command, f"--as={DRIVER}", stdin=json.dumps(golden("indexed-job")))
+
+
+def test_a_token_for_the_store_is_none_for_the_api_server(api):
+    """Of a promote stage, which the store knows by the driver's account."""
+    gang = golden("everything")
+    template_of(gang)["spec"]["serviceAccountName"] = "mlpipe-driver"
+    source = {"path": "token", "audience": "sts.amazonaws.com"}
+    _volume({"projected": {"sources": [{"serviceAccountToken": source}]}})(template_of(gang))
+    assert api.refused(gang, "ml") == ""
+    source["audience"] = "https://kubernetes.default.svc.cluster.local"
+    assert "only a driver has a token of the API server" in api.refused(gang, "ml")
 
 
 def test_every_stage_waits_in_a_queue_that_is_allowed(api):
