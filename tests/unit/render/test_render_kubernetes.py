@@ -300,7 +300,9 @@ def test_the_disk_of_a_node_has_a_limit(asked: str | None, request_: str, limit:
     assert sizes == {"cache": limit, "tmp": limit, "scratch": limit, "shm": "1Gi"}
     plan = quickstart("train", *overrides)
     assert plan.cluster is not None
-    (driver,) = driver_objects("r", plan.store_url, plan.cluster, stage=None, spec_digest="0")
+    (driver,) = driver_objects(
+        "r", plan.store_url, plan.cluster, stage=None, spec_digest="0", seal="TEXT:SET"
+    )
     spec = pod_of(driver)
     assert spec["containers"][0]["resources"]["limits"]["ephemeral-storage"] == "4Gi"
     assert {one["emptyDir"]["sizeLimit"] for one in spec["volumes"]} == {"4Gi"}
