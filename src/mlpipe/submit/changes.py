@@ -103,7 +103,8 @@ def prepare(store: Store, run: RunState, asked: Seal, changes: Changes, only: st
 
 
 def apply(store: Store, run_id: str, prepared: Prepared) -> RunState:
-    """To be called by whoever may drive the run, before anything of it starts."""
+    """To be called by whoever may drive the run, before anything of it starts. Overrides are kept last: if
+    this dies on the way, the same resume still finds what they change, and does the rest."""
     for checkpoint in prepared.behind:
         catalogue.give_up(store, checkpoint.key, "a resume went back behind it")
     if prepared.behind:
