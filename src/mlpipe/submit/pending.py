@@ -56,7 +56,7 @@ _REMEDIES = {
     r"Multi-Attach|already in-use|already used by": "another node holds the volume: use one that is "
     "ReadWriteMany, or wait",
     r"secret .* not found|couldn't find key .* in Secret|non-existent secret": "make it, or correct "
-    "kubernetes.store.secret and kubernetes.env_from",
+    "kubernetes.store.secret, driver_secret beside it and kubernetes.env_from",
     r"configmap .* not found|couldn't find key .* in ConfigMap|non-existent config": "make it, or correct "
     "kubernetes.env_from",
     r"runAsNonRoot": "build the image to run as a user with a number above 0 (USER 10001)",
