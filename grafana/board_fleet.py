@@ -248,6 +248,19 @@ def fleet_board() -> Dashboard:
             ((None, "text"),),
             decimals=0,
         ),
+        number(
+            "Runs that nobody drives",
+            about(
+                "Under way, and for how long their driver has been gone.",
+                "none.",
+                "`mlpipe status RUN` says why; `mlpipe resume RUN` goes on.",
+                "MlpipeRunUndriven",
+            ),
+            "s",
+            {"{{run}}": f"time() - max by (run) (mlpipe_run_undriven_timestamp_seconds{{{RUNS}}})"},
+            low_is_good(60, 300),
+            width=24,
+        ),
         curve(
             "Where all rank-seconds went",
             about(

@@ -79,6 +79,11 @@ FLEET_METRICS: tuple[Metric, ...] = (
         "step: time", (*_RUN, "stage"),
     ),
     Metric(
+        "mlpipe_run_undriven_timestamp_seconds", "gauge", "seconds since 1970", "none",
+        "Since when nobody drives a run that is under way. Absent for others.",
+        "run.json: driver", _RUN,
+    ),
+    Metric(
         "mlpipe_run_failed_timestamp_seconds", "gauge", "seconds since 1970", "none",
         "When a run failed.", "run.json", (*_RUN, "stage", "cause"),
     ),
@@ -255,6 +260,8 @@ class Fleet:
                 stage, cause, when = one.failure
                 values["mlpipe_run_failed_timestamp_seconds"][*name, stage, cause] = when
             if not one.over:
+                if (since := runs.undriven_since(run)) is not None:
+                    values["mlpipe_run_undriven_timestamp_seconds"][name] = since
                 for stage, when in self._last_steps(run):
                     values["mlpipe_run_last_step_timestamp_seconds"][*name, stage] = when
             if url := run.meta.get("jenkins_url"):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 import urllib.request
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -32,7 +33,7 @@ from mlpipe.observe.serve import Serving
 from mlpipe.observe.top import Top, ranks_table, runs_table, straggler_scores
 from mlpipe.store import runs
 from mlpipe.store.open import open_store
-from mlpipe.store.runs import StageState
+from mlpipe.store.runs import Lease, StageState, update_run
 
 pytestmark = pytest.mark.unit
 LIVE, DONE, BAD = "live-1", "quickstart-1", "bad-1"
@@ -100,6 +101,11 @@ def test_runs_of_every_state_are_served_and_pass_promtool(store):
     assert when > time.time() - 600
     built = (LIVE, "live", "jenkins-train-17", "https://ci/job/train/17/")
     assert found["mlpipe_run_build_info"] == {built: 1}
+    assert found["mlpipe_run_undriven_timestamp_seconds"] == {}
+    gone = Lease("dead", "elsewhere", 1, BEGIN)
+    update_run(store, LIVE, lambda run: replace(run, driver=gone))
+    fleet.round()
+    assert samples(fleet)["mlpipe_run_undriven_timestamp_seconds"] == {(LIVE, "live"): BEGIN}
     assert 0 < found["mlpipe_run_goodput_ratio"][DONE, "quickstart"] < 1
     assert found["mlpipe_run_step_seconds"][LIVE, "live", "train", "measured"] == pytest.approx(0.4, rel=0.2)
     assert found["mlpipe_run_memory_bytes"][DONE, "quickstart", "train", "measured"] > 0
