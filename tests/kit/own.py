@@ -159,23 +159,8 @@ class Uneven:
         return {"inputs": torch.zeros(length, dtype=torch.int64), "targets": torch.zeros(length).long()}
 
 
-class Labelled:
-    """As data sets for transformers come."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        ids = torch.arange(i, i + 16) % 256
-        return {"input_ids": ids, "labels": ids}
-
-
 def uneven(split: str) -> Uneven:
     return Uneven()
-
-
-def labelled(split: str) -> Labelled:
-    return Labelled()
 
 
 class Gives(nn.Module):

@@ -98,11 +98,12 @@ def _anywhere(missing: list[str], model: nn.Module) -> bool:
 def _fill_rest(built: BuiltModel, seed: int, missing: list[str]) -> None:
     """As in plain PyTorch: what the constructor gives, and init_weights() over it."""
     entry = built.module.entry
-    _log.warning(
-        "init_weights() of %s does not fill %s: every rank builds the model for real once, on the CPU",
-        entry,
-        some_of(missing),
-    )
+    if missing:  # else it is in another rank's part
+        _log.warning(
+            "init_weights() of %s does not fill %s: every rank builds the model for real once, on the CPU",
+            entry,
+            some_of(missing),
+        )
     copy_weights(built.construct(), built.model)
     initialize(built.model, seed)
     refuse_unwritten(built.model, entry)
