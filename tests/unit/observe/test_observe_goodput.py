@@ -44,6 +44,24 @@ def test_one_attempt_second_by_second():
     assert ledger.cost_usd == pytest.approx(0.9)
     assert ledger.badput_usd == pytest.approx(0.44)
     assert ledger.usd_per_million_tokens == pytest.approx(0.9 / 60 * 1e6)
+    told = {
+        "total_rank_seconds": ledger.total, "paid_rank_seconds": ledger.paid, "kept_tokens": 60,
+        "goodput_ratio": ledger.goodput_ratio, "price_usd_per_device_hour": 36.0, "cost_usd": ledger.cost_usd,
+        "badput_usd": ledger.badput_usd, "usd_per_million_tokens": ledger.usd_per_million_tokens,
+    }  # fmt: skip
+    assert ledger.document() == {"rank_seconds": ledger.seconds, **told}
+    assert add([ledger, ledger]).tokens == 120
+
+
+def test_a_save_between_steps_counts_if_its_step_was_kept():
+    def saved(time: float, number: int, seconds: float) -> dict[str, Any]:
+        return {"kind": "checkpoint", "time": time, "step": number, "stall_seconds": seconds}
+
+    life = [start(0, spawn=0), step(10, 1, compute_seconds=6), saved(10, 1, 1)]
+    life += [step(20, 2, compute_seconds=6), saved(20, 2, 2)]
+    again = [start(20, step=1, spawn=0), step(30, 2, compute_seconds=6)]
+    ledger = account([Attempt(0, 0, 30, 1, {0: [*life, *again]})])
+    assert (ledger.seconds["save"], ledger.seconds["idle"]) == (1, 3 + 4)
 
 
 def test_a_killed_rank_loses_what_is_done_again_and_a_hang_is_told_from_it():
