@@ -8,6 +8,7 @@ a restart would only repeat, ships the workers' output to the store, and writes 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -144,7 +145,7 @@ class Launcher:
         except StoreError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
             return exit_code or EXIT_CODES[error.kind]
-        if self.plan.launch.num_nodes > 1 and ended.kind == "infrastructure":
+        if self.plan.launch.num_nodes > 1 and (ended.kind == "infrastructure" or "waiting" in ended.details):
             _wait_until(lambda: self.num_signals > 0, _BLAMELESS_SECONDS)
         return exit_code
 
@@ -221,20 +222,28 @@ class Launcher:
 
     def _name_stopped(self) -> None:
         """The watchdog of a stopped rank is stopped, too: the launcher has its word, as soon as another rank
-        ends the run because it waits, or when the rank has been stopped for as long."""
+        ends the run because it waits, or when the rank has been stopped for as long. When all others here
+        have had theirs, it is killed: it would not hear a SIGTERM."""
         now = time.monotonic()
-        self.stopped = {rank: self.stopped.get(rank, now) for rank in stop.ranks(self.scratch, stopped=True)}
+        pids = stop.ranks(self.scratch, stopped=True)
+        self.stopped = {rank: self.stopped.get(rank, now) for rank in pids}
         waited = self.stopped and outcome.any_hang(self.scratch)
         for rank, since in self.stopped.items():
             if waited or now - since > self.hang_timeout_seconds:
                 words = f"is stopped, by a signal (SIGSTOP) or a debugger, since {now - since:.0f} s"
-                if not (self.scratch / f"fatal-{rank}.json").exists():
+                if not self._spoke(rank):
                     outcome.write(self.scratch, outcome.hang(rank, 0, words), fatal=True)
+                if all(map(self._spoke, stop.ranks(self.scratch))):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pids[rank], signal.SIGKILL)
+
+    def _spoke(self, rank: int) -> bool:
+        return (self.scratch / f"fatal-{rank}.json").exists()
 
     def _outcome(self, returncode: int, torchrun_log: str, restarts: int) -> Outcome:
         fatal = [outcome.read(path) for path in outcome.fatal_files(self.scratch)]
         if fatal and all("waiting" in found.details for found in fatal):
-            for rank in stop.ranks(self.scratch) - {found.rank for found in fatal}:
+            for rank in stop.ranks(self.scratch).keys() - {found.rank for found in fatal}:
                 if not (self.scratch / f"outcome-{rank}.json").exists():
                     fatal.append(
                         outcome.hang(

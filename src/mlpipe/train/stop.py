@@ -108,13 +108,15 @@ def any_alive(scratch: Path) -> bool:
     return not all(_died(path) for path in scratch.glob("pid-*"))
 
 
-def ranks(scratch: Path, *, stopped: bool = False) -> set[int]:
-    """Of this node, those that have come as far as their Stop; `stopped`: by a signal or a debugger."""
-    found = set()
+def ranks(scratch: Path, *, stopped: bool = False) -> dict[int, int]:
+    """Ranks of this node that have come as far as their Stop, and their pids; `stopped`: only those that a
+    signal or a debugger has stopped."""
+    found = {}
     for path in scratch.glob("pid-*"):
-        with contextlib.suppress(OSError, IndexError):  # it ends, or is about to write
+        with contextlib.suppress(OSError, ValueError):  # it ends, or is about to write
             if not stopped or _state(path) in ("T", "t"):
-                found.add(int(path.read_text().split()[1]))
+                pid, rank = map(int, path.read_text().split())
+                found[rank] = pid
     return found
 
 

@@ -54,6 +54,7 @@ def test_a_stopped_rank_is_blamed_not_the_one_that_waits(ranks, launcher, tmp_pa
     rank, message = blamed(launcher)
     assert rank == 1
     assert message.startswith("rank 1 is stopped, by a signal (SIGSTOP) or a debugger")
+    assert ranks[1].wait(60) == -signal.SIGKILL  # all here have spoken
 
 
 def test_a_stopped_rank_of_a_node_on_which_nobody_waits_is_named_in_time(ranks, launcher, tmp_path):
