@@ -67,8 +67,8 @@ def _text(run: RunState, found: dict[str, Any], live_line: Any) -> str:
     if found.get("waits_for"):
         lines.append(f"  {found['waits_for']}")
     if run.driver is not None and run.state not in ("done", "failed", "cancelled"):
-        when = "" if found["driver_alive"] else ", which is gone"
-        lines.append(f"  driven by process {run.driver.pid} on {run.driver.host}{when}")
+        was = "" if found["driver_alive"] else "was "
+        lines.append(f"  {was}driven by process {run.driver.pid} on {run.driver.host}")
     for line, stage in zip(outcome.stage_lines(run), found["stages"].values(), strict=True):
         lines.append(f"  {line}")
         if stage["progress"] is not None and stage["progress"]["step"] is not None:
