@@ -166,10 +166,11 @@ def test_an_aborted_build_cancels_its_run(tmp_path: Path) -> None:
     assert nothing.sh(command) == 0  # aborted before it had a workspace
     _, workspace = built(tmp_path, text, RUN_ID="mine")
     assert workspace.sh(command) == 0
-    assert workspace.calls() == [[b"cancel", b"--timeout", b"12min", b"--", b"mine"]]
-    for code, ended in ((2, 0), (4, 1)):
+    argv = [b"cancel", b"--ignore-not-found", b"--timeout", b"12min", b"--", b"mine"]
+    assert workspace.calls() == [argv]
+    for code in (2, 4):  # its pods may go on
         workspace.ends_with("cancel", code)
-        assert workspace.sh(command) == ended
+        assert workspace.sh(command) == code
 
 
 def test_stages_that_need_nothing_of_each_other_are_parallel() -> None:
