@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from kit import saver
 
-from mlpipe.store import outputs, registry, runs
+from mlpipe.store import leases, outputs, registry, runs
 
 pytestmark = pytest.mark.services
 
@@ -26,7 +26,7 @@ def test_a_run_changes_by_one_writer_at_a_time_and_is_listed(store):
     for thread in threads:
         thread.join(120)
     assert len(runs.read_run(store, "r").meta) == 15
-    runs.take_lease(store, "r", "me", 60)
+    leases.take_lease(store, "r", "me", 60)
     runs.update_run(store, "r", lambda run: replace(run, state="running"))
     runs.request_cancel(store, "r", "enough")
     assert runs.cancel_requested(store, "r") == "enough"

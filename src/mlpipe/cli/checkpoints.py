@@ -177,9 +177,9 @@ def _find(store: Store, run_id: str, stage: str | None) -> list[Checkpoint]:
 
 
 def _check_undriven(store: Store, run_id: str) -> None:
-    from mlpipe.store import runs
+    from mlpipe.store import leases, runs
 
-    if runs.lease_is_live(runs.read_run(store, run_id).driver):
+    if leases.lease_is_live(runs.read_run(store, run_id).driver):
         raise StoreError(
             f"run {run_id} is being driven",
             hint="it prunes by itself (checkpoint.keep); cancel it first, or wait",

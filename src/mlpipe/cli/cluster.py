@@ -52,7 +52,8 @@ def preview(session: Session, asked: Asked, where: str) -> int:
 
 def submit(session: Session, asked: Asked, wait: bool) -> int:
     from mlpipe.store import runs
-    from mlpipe.submit.kubernetes import driver_is_alive, would_take
+    from mlpipe.submit.driver_job import driver_is_alive
+    from mlpipe.submit.kubernetes import would_take
 
     pipeline = asked.pipeline
     store = session.open_store(pipeline.store)
@@ -125,14 +126,14 @@ def _go_on(
 ) -> None:
     """Gives the run a driver, unless it has one. A run that has ended, as it was `seen`, is opened again by
     one of those who ask for it at once; the others adopt what that one started."""
-    from mlpipe.store import runs
+    from mlpipe.store import leases, runs
     from mlpipe.submit.changes import apply, prepare, under_way
-    from mlpipe.submit.kubernetes import await_end_of_driver, driver_is_alive
+    from mlpipe.submit.driver_job import await_end_of_driver, driver_is_alive
 
     run_id = seen.run_id
     run = await_end_of_driver(api, store, run_id, only)
     running = any(stage.state == "running" for stage in run.stages.values())
-    if changes and (running or runs.lease_is_live(run.driver) or driver_is_alive(api, run_id, only)):
+    if changes and (running or leases.lease_is_live(run.driver) or driver_is_alive(api, run_id, only)):
         raise under_way(run_id)
     prepared = prepare(store, run, before, changes, only) if changes and before else None
     again = prepared.again if prepared else ()
@@ -157,10 +158,10 @@ def _go_on(
 
 def why_undriven(run: RunState) -> str:
     """Of the driver itself: what the stages wait for, their driver writes into run.json."""
-    from mlpipe.submit import kubernetes
+    from mlpipe.submit import driver_job, kubernetes
 
     try:
-        return kubernetes.why_undriven(kubernetes.client_of(run), run.run_id)
+        return driver_job.why_undriven(kubernetes.client_of(run), run.run_id)
     except MlpipeError as error:
         return f"its driver cannot be looked for: {error.message}"
 
@@ -183,12 +184,12 @@ def _connect(pipeline: Pipeline, context: str | None) -> ClusterApi:
 def _start_driver(store: Store, api: ClusterApi, run_id: str, pipeline: Pipeline, only: str | None) -> None:
     from mlpipe.plan.ahead import plan_ahead
     from mlpipe.store import runs
-    from mlpipe.submit import kubernetes, seal
+    from mlpipe.submit import driver_job, seal
 
     plan = plan_ahead(pipeline, pipeline.stages[0].name, store.url, run_id, cluster=True)
     run = runs.read_run(store, run_id)
     digests = seal.vouched(store, run, pipeline).digests()
-    kubernetes.start_driver(api, store, run, plan, only=only, seal=digests)
+    driver_job.start_driver(api, store, run, plan, only=only, seal=digests)
 
 
 def _follow(
@@ -200,7 +201,7 @@ def _follow(
     start_driver: Callable[[], None],
 ) -> int:
     """While the run has no driver, says why its pod does not run."""
-    from mlpipe.submit.kubernetes import driver_is_alive, why_undriven
+    from mlpipe.submit.driver_job import driver_is_alive, why_undriven
 
     looked = driverless = 0.0
     said = ""

@@ -44,7 +44,7 @@ def command(session: Session) -> None:
 
 def _note(store: Store, found: RunSummary) -> str:
     """What the index does not tell of a run that is not over: one read each."""
-    from mlpipe.store import runs
+    from mlpipe.store import leases, runs
 
     if found.state == "claimed":
         return f"its client died: submit it again, or mlpipe cancel {found.run_id}"
@@ -54,7 +54,7 @@ def _note(store: Store, found: RunSummary) -> str:
         run = runs.read_run(store, found.run_id)
     except StoreError:
         return ""
-    if runs.undriven_since(run) is None:
+    if leases.undriven_since(run) is None:
         return ""
     verb = "status" if run.state == "pending" and run.backend == "kubernetes" else "resume"
     return f"nobody drives it: mlpipe {verb} {found.run_id}"

@@ -141,7 +141,7 @@ def command(
 
 
 def _follow(session: Session, reader: Reader, run: RunState, many: bool) -> None:
-    from mlpipe.store import runs
+    from mlpipe.store import leases, runs
 
     store, driven = reader.store, time.monotonic()
     pause = _POLL_SECONDS if store.local_path("runs") is not None else 4 * _POLL_SECONDS
@@ -151,7 +151,7 @@ def _follow(session: Session, reader: Reader, run: RunState, many: bool) -> None
             store, run.run_id, known=True
         )  # before the logs: what was written until it ended is shown
         _write(reader.read(run), many)
-        if runs.lease_is_live(run.driver):
+        if leases.lease_is_live(run.driver):
             driven = time.monotonic()
         elif time.monotonic() - driven > _DRIVERLESS_SECONDS:
             session.complain(f"nobody drives run {run.run_id}; go on with mlpipe resume {run.run_id}")

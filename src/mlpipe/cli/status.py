@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def command(session: Session, run_id: str) -> None:
     """Show where a run stands: its stages, the progress of its training, its last checkpoint."""
     from mlpipe.observe.progress import live_line
-    from mlpipe.store import runs
+    from mlpipe.store import leases, runs
 
     store = session.store_of(run_id)
     if (asked := jenkins.asked_for(store, run_id)) is not None:
@@ -32,7 +32,7 @@ def command(session: Session, run_id: str) -> None:
         return
     run = runs.read_run(store, run_id)
     found = outcome.document(store, run)
-    found["driver_alive"] = runs.lease_is_live(run.driver)
+    found["driver_alive"] = leases.lease_is_live(run.driver)
     if not found["driver_alive"] and run.state not in runs.RUN_ENDED and run.message != runs.WAITS_FOR_STAGES:
         found["waits_for"] = _why_undriven(run)
     for name, stage in found["stages"].items():

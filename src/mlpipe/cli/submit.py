@@ -256,12 +256,12 @@ def is_there(store: Store, run_id: str, pipeline: Pipeline) -> bool:
 def ask(store: Store, pipeline: Pipeline, run_id: str, only: str | None) -> bool:
     """Leaves word that the stage `only` is wanted, unless it is done or runs. Whether a driver must be
     started. Raises SubmitError (input) if the stage cannot start."""
-    from mlpipe.store import runs, wanted
+    from mlpipe.store import leases, runs, wanted
     from mlpipe.submit import planning
     from mlpipe.submit.driver import check_needs
 
-    run = runs.read_run(store, run_id)
-    driven = runs.lease_is_live(run.driver)
+    run = runs.read_run(store, run_id, known=True)
+    driven = leases.lease_is_live(run.driver)
     if only is None:
         return run.state != "done" and not driven
     check_needs(planning.needs(pipeline), run, only)
@@ -279,11 +279,11 @@ def await_heard(
     is_driven: Callable[[], bool] = lambda: False,
 ) -> None:
     """For one who leaves: the driver may have ended just before it could hear that `only` is wanted."""
-    from mlpipe.store import runs, wanted
+    from mlpipe.store import leases, runs, wanted
 
     deadline = time.monotonic() + _LET_GO_SECONDS
     while only is not None and wanted.is_asked(store, run_id, only) and time.monotonic() < deadline:
-        if not runs.lease_is_live(runs.read_run(store, run_id).driver) and not is_driven():
+        if not leases.lease_is_live(runs.read_run(store, run_id, known=True).driver) and not is_driven():
             start_driver()
             return
         time.sleep(0.2)
@@ -302,7 +302,7 @@ def follow(
     from mlpipe.cli import outcome
     from mlpipe.cli.follow import Watcher
     from mlpipe.cli.foreground import report_of
-    from mlpipe.store import runs, wanted
+    from mlpipe.store import leases, runs, wanted
     from mlpipe.submit.follower import Following
 
     terminated = False
@@ -314,7 +314,7 @@ def follow(
 
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, detach)
-    run = runs.read_run(store, run_id)
+    run = runs.read_run(store, run_id, known=True)
     watcher = Watcher(session, store, run, only)
     following = Following(store, run_id)
     before = run.state
@@ -324,7 +324,7 @@ def follow(
         while True:
             watcher.watch(run)
             following.renew()
-            driven, over = runs.lease_is_live(run.driver), _is_over(store, run, only)
+            driven, over = leases.lease_is_live(run.driver), _is_over(store, run, only)
             if over and only is not None:
                 # A driver lets go when it has written how the run stands, unless others keep it.
                 over_at = over_at or time.monotonic()

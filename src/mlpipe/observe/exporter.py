@@ -23,7 +23,7 @@ from mlpipe.observe.metrics import Metric
 from mlpipe.observe.predicted import measured, predicted_usd
 from mlpipe.observe.records import Follower
 from mlpipe.observe.runview import RunView, view_run
-from mlpipe.store import runs
+from mlpipe.store import leases, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RUN_ENDED, RunState, RunSummary
 
@@ -260,7 +260,7 @@ class Fleet:
                 stage, cause, when = one.failure
                 values["mlpipe_run_failed_timestamp_seconds"][*name, stage, cause] = when
             if not one.over:
-                if (since := runs.undriven_since(run)) is not None:
+                if (since := leases.undriven_since(run)) is not None:
                     values["mlpipe_run_undriven_timestamp_seconds"][name] = since
                 for stage, when in self._last_steps(run):
                     values["mlpipe_run_last_step_timestamp_seconds"][*name, stage] = when

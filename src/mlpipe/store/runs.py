@@ -23,16 +23,13 @@ from typing import Any, Literal
 
 from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe._core.ids import is_name
-from mlpipe._core.processes import ProcessId, is_alive, this_process
 from mlpipe._core.records import encode
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.store.base import Store
 
 SCHEMA_VERSION = 1
-POD_NAME, POD_UID = "MLPIPE_POD_NAME", "MLPIPE_POD_UID"  # variables of a driver's pod
 WAITS_FOR_STAGES = "waits for its other stages to be asked for"  # the message of a run that needs no driver
 _CLAIM_SECONDS = 30.0  # between pipeline.yaml and run.json: who takes longer is gone
-_RESTART_SECONDS = 120.0  # for a cluster to start a driver in place of one that let go
 _NUM_TRIES = 40
 _INDEX_KEY = re.compile(r"index/([^/]+)/([0-9]{6,})-([a-z]+)")
 
@@ -158,7 +155,7 @@ def create_run(
         store.put(
             _pipeline_key(run_id), text
         )  # of one who took over in vain, or cleared the claim, meanwhile
-    _index(store, state)
+    write_index_key(store, state)
 
 
 def clear_claim(store: Store, run_id: str) -> bool:
@@ -256,85 +253,6 @@ def cancel_requested(store: Store, run_id: str) -> str | None:
     return store.get(_cancel_key(run_id)).decode(errors="replace")
 
 
-# the driver's lease
-
-
-def take_lease(
-    store: Store, run_id: str, holder: str, seconds: float, *, dead: str | None = None
-) -> RunState:
-    """Makes `holder` the run's driver for `seconds`. One whose lease has expired, whose process or container
-    has ended, or that is known to be `dead`, is taken over. Raises StoreError (input) when another driver is
-    alive."""
-    own = this_process()
-    pod, pod_uid = (os.environ.get(name, "") for name in (POD_NAME, POD_UID))
-
-    def change(run: RunState) -> RunState:
-        lease = run.driver
-        if lease is not None and lease.holder not in (holder, dead) and lease_is_live(lease):
-            raise StoreError(
-                f"run {run_id} is driven by process {lease.pid} on {lease.host}",
-                where=store.url,
-                hint=f"wait until {max(0.0, lease.expires - time.time()):.0f} s from now, or cancel it first",
-                kind="input",
-            )
-        new = Lease(
-            holder,
-            socket.gethostname(),
-            own.pid,
-            time.time() + seconds,
-            own.namespace,
-            own.started,
-            pod,
-            pod_uid,
-        )
-        return replace(run, driver=new)
-
-    run = update_run(store, run_id, change)
-    _index(store, run)
-    return run
-
-
-def renew_lease(store: Store, run_id: str, holder: str, seconds: float) -> RunState:
-    """Raises StoreError when the lease was lost to another driver: stop what you drive."""
-
-    def change(run: RunState) -> RunState:
-        if run.driver is None or run.driver.holder != holder:
-            raise StoreError(f"the lease on run {run_id} was lost", where=store.url)
-        return replace(run, driver=replace(run.driver, expires=time.time() + seconds))
-
-    return update_run(store, run_id, change)
-
-
-def release_lease(store: Store, run_id: str, holder: str) -> RunState:
-    """No error when it is somebody else's by now."""
-
-    def change(run: RunState) -> RunState:
-        ours = run.driver is not None and run.driver.holder == holder
-        return replace(run, driver=None) if ours else run
-
-    return update_run(store, run_id, change)
-
-
-def lease_is_live(lease: Lease | None) -> bool:
-    """Whether somebody drives the run, as far as can be told from here."""
-    if lease is None or lease.expires < time.time():
-        return False
-    alive = is_alive(ProcessId(lease.pid, lease.namespace, lease.started))
-    if alive is not None:
-        return alive
-    # of this very pod, but not of this container: that one has ended, and was started anew as ours
-    return lease.pod_uid == "" or lease.pod_uid != os.environ.get(POD_UID)
-
-
-def undriven_since(run: RunState) -> float | None:
-    """Unix seconds since which nobody drives a run that is under way, as far as its store tells; None where
-    somebody does, or need not. On a cluster another driver may be about to start."""
-    if run.state in RUN_ENDED or run.message == WAITS_FOR_STAGES or lease_is_live(run.driver):
-        return None
-    since = run.updated if run.driver is None else min(run.driver.expires, time.time())
-    return since if run.backend != "kubernetes" or time.time() - since > _RESTART_SECONDS else None
-
-
 # how it is kept
 
 
@@ -354,7 +272,7 @@ def _cancel_key(run_id: str) -> str:
     return f"runs/{run_id}/cancel"
 
 
-def _index(store: Store, run: RunState) -> None:
+def write_index_key(store: Store, run: RunState) -> None:
     """The content tells writers apart, so that a lost reply is not mistaken for another's key."""
     content = f"{time.time()} {socket.gethostname()} {os.getpid()}\n".encode()
     store.put_if_absent(f"index/{run.run_id}/{run.seq:06d}-{run.state}", content)
@@ -409,7 +327,7 @@ def _update(
         new = replace(new, updated=time.time(), seq=old.seq + 1 if moved else old.seq)
         if store.put_if_match(_run_key(run_id), to_json(new).encode(), etag):
             if moved:
-                _index(store, new)
+                write_index_key(store, new)
             return new
         time.sleep(random.uniform(0, 0.01 * min(attempt + 1, 20)))
     raise StoreError(f"run.json changed {_NUM_TRIES} times under us", where=f"{store.url}/{_run_key(run_id)}")

@@ -11,20 +11,17 @@ follows from what it is: the second POST meets the first's object as 409 (see `c
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import urllib3
-import yaml
 
 from mlpipe._core.errors import Kind, SubmitError
 from mlpipe.render.names import PIPELINE_DIGEST, SPEC_DIGEST, VERSION
+from mlpipe.submit.cluster_config import configuration_errors, find_cluster
 
 DEADLINE_SECONDS = 60.0  # of one request with all its repetitions
 _REQUEST_SECONDS = 20.0  # of one try: to connect, and between two pieces of the answer
@@ -33,7 +30,6 @@ _SILENCE_SECONDS = 90.0  # in which a watch has no sign of life: it was cut off
 _GONE_SECONDS = 120.0  # for an object that is being deleted to be gone
 _FIRST_PAUSE_SECONDS = 0.1
 _MAX_PAUSE_SECONDS = 5.0  # but a longer Retry-After is obeyed
-_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _TRANSIENT = (0, 408, 429, 500, 502, 503, 504)
 _NO_TRUST = -1  # our own "status" of a certificate or an address that will not get better
 _HEADERS = {"Accept": "application/json", "User-Agent": "mlpipe"}
@@ -313,7 +309,7 @@ class ClusterApi:
 
     def _credentials(self) -> dict[str, str]:
         """Headers; renews a token that has expired, as far as the kubeconfig says how."""
-        with _configuration_errors():
+        with configuration_errors():
             settings = self._configuration.auth_settings().values()
         return {
             found["key"]: found["value"] for found in settings if found["in"] == "header" and found["value"]
@@ -373,44 +369,7 @@ def is_same(found: Object, body: Object) -> bool:
 def connect(context: str | None = None, namespace: str | None = None) -> ClusterApi:
     """By the pod's own token where this is a pod that has one and KUBECONFIG is not set, else by the
     kubeconfig. `namespace`: default the context's, else "default". Raises SubmitError (input)."""
-    from kubernetes import client, config
-
-    configuration = client.Configuration()
-    with _configuration_errors():
-        if context is None and not os.environ.get("KUBECONFIG") and _NAMESPACE_FILE.exists():
-            config.load_incluster_config(client_configuration=configuration)
-            return ClusterApi(configuration, namespace or _NAMESPACE_FILE.read_text().strip())
-        path = os.environ.get("KUBECONFIG")  # the package would read it once, when it is imported
-        contexts, active = config.list_kube_config_contexts(path)
-        known = {found["name"]: found.get("context") or {} for found in contexts}
-        chosen = context or (active or {}).get("name", "")
-        if chosen not in known:
-            raise SubmitError(
-                f"the kubeconfig has no context {chosen!r}",
-                hint=f"it has {', '.join(sorted(known)) or 'none'}",
-                kind="input",
-            )
-        config.load_kube_config(path, chosen, configuration)
-    return ClusterApi(configuration, namespace or known[chosen].get("namespace") or "default", chosen)
-
-
-@contextmanager
-def _configuration_errors() -> Iterator[None]:
-    """What the kubernetes package raises of a kubeconfig, in words; never with a piece of the file, which
-    holds credentials."""
-    from kubernetes.config.config_exception import ConfigException
-
-    try:
-        yield
-    except yaml.YAMLError:
-        said = "the kubeconfig is not YAML"
-    except (ConfigException, OSError) as error:
-        said = f"no Kubernetes configuration: {error}"
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        said = f"the kubeconfig is not one ({type(error).__name__})"
-    else:
-        return
-    raise SubmitError(said, hint="set KUBECONFIG to your cluster's file", kind="input")
+    return ClusterApi(*find_cluster(context, namespace))
 
 
 def _words(error: Exception) -> str:

@@ -32,7 +32,7 @@ def driver_log(store: Store, run_id: str) -> Path:
 
 def detach(store: Store, run_id: str, only: str | None = None) -> None:
     """Returns when the driver has taken the run. Raises SubmitError with its last words if it has not."""
-    run = runs.read_run(store, run_id)
+    run = runs.read_run(store, run_id, known=True)
     log = driver_log(store, run_id)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
@@ -47,7 +47,7 @@ def detach(store: Store, run_id: str, only: str | None = None) -> None:
         )
     deadline = time.monotonic() + _START_SECONDS
     while True:
-        driver = runs.read_run(store, run_id).driver
+        driver = runs.read_run(store, run_id, known=True).driver
         if driver is not None and driver.pid == process.pid:
             return
         if (code := process.poll()) is not None:

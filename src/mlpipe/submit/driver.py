@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.plan.plan import Plan
 from mlpipe.spec.model import Pipeline
-from mlpipe.store import outputs, runs, wanted
+from mlpipe.store import leases, outputs, runs, wanted
 from mlpipe.store.base import Store
 from mlpipe.store.runs import Lease, RunState, StageState
 from mlpipe.submit import planning, process, seal
@@ -137,7 +137,7 @@ def _lease(store: Store, run_id: str, pipeline: Pipeline, on_cluster: bool) -> H
     expired."""
     if not on_cluster:
         return HeldLease(store, run_id)
-    from mlpipe.submit.kubernetes import pod_has_ended
+    from mlpipe.submit.driver_job import pod_has_ended
 
     def has_ended(lease: Lease) -> bool:
         try:
@@ -231,7 +231,7 @@ class HeldLease:
         dead: str | None = None
         while True:
             try:
-                runs.take_lease(self._store, self._run_id, self.holder, LEASE_SECONDS, dead=dead)
+                leases.take_lease(self._store, self._run_id, self.holder, LEASE_SECONDS, dead=dead)
                 break
             except StoreError as error:
                 if time.monotonic() >= deadline:
@@ -246,7 +246,7 @@ class HeldLease:
     def __exit__(self, *_: object) -> None:
         self._released.set()
         try:
-            runs.release_lease(self._store, self._run_id, self.holder)
+            leases.release_lease(self._store, self._run_id, self.holder)
         except StoreError:
             return  # it expires by itself, and an error on its way out must not be hidden by this one
 
@@ -262,7 +262,7 @@ class HeldLease:
         renewed = time.monotonic()
         while not self._released.wait(_RENEW_SECONDS):
             try:
-                runs.renew_lease(self._store, self._run_id, self.holder, LEASE_SECONDS)
+                leases.renew_lease(self._store, self._run_id, self.holder, LEASE_SECONDS)
                 renewed = time.monotonic()
             except StoreError as error:
                 if self._is_taken() or time.monotonic() - renewed > LEASE_SECONDS:
@@ -290,7 +290,7 @@ def cancel(store: Store, run_id: str, why: str, *, timeout_seconds: float) -> Ru
         run = runs.read_run(store, run_id)
         if run.state in runs.RUN_ENDED:
             return run
-        if not runs.lease_is_live(run.driver):
+        if not leases.lease_is_live(run.driver):
             try:
                 return _cancel_driverless(store, run, why, timeout_seconds)
             except StoreError as error:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from mlpipe._core.errors import StoreError
-from mlpipe.store import runs
+from mlpipe.store import leases, runs
 from mlpipe.store.folder import FolderStore
 
 pytestmark = pytest.mark.unit
@@ -57,15 +57,15 @@ def test_of_two_who_take_over_a_half_claimed_id_one_does(store, monkeypatch):
     """And the pipeline beside the run is that of the one."""
     monkeypatch.setattr(runs, "_CLAIM_SECONDS", 0.0)
     store.put("runs/r-1/pipeline.yaml", b"of the dead")
-    index = runs._index
+    index = runs.write_index_key
 
     def overtaken(*arguments):
-        monkeypatch.setattr(runs, "_index", index)
+        monkeypatch.setattr(runs, "write_index_key", index)
         with pytest.raises(StoreError, match="exists already"):
             runs.create_run(store, "r-1", "of the second", "sha-2", ["a"], "local", {})
         index(*arguments)
 
-    monkeypatch.setattr(runs, "_index", overtaken)
+    monkeypatch.setattr(runs, "write_index_key", overtaken)
     runs.create_run(store, "r-1", "of the first", "sha-1", ["a"], "local", {})
     assert runs.read_run(store, "r-1").spec_digest == "sha-1"
     assert runs.read_pipeline(store, "r-1") == "of the first"
@@ -152,39 +152,39 @@ def test_an_unknown_or_damaged_run_is_one_clear_error(store, tmp_path):
 
 def test_a_lease_is_kept_from_others_until_it_expires(store):
     create(store)
-    run = runs.take_lease(store, "r-1", "one", 60)
-    assert runs.lease_is_live(run.driver)
+    run = leases.take_lease(store, "r-1", "one", 60)
+    assert leases.lease_is_live(run.driver)
     with pytest.raises(StoreError, match="is driven by process"):
-        runs.take_lease(store, "r-1", "two", 60)
-    runs.take_lease(store, "r-1", "one", -1)  # renewed by its holder, into the past
-    runs.take_lease(store, "r-1", "two", 60)
+        leases.take_lease(store, "r-1", "two", 60)
+    leases.take_lease(store, "r-1", "one", -1)  # renewed by its holder, into the past
+    leases.take_lease(store, "r-1", "two", 60)
     with pytest.raises(StoreError, match="was lost"):
-        runs.renew_lease(store, "r-1", "one", 60)
-    assert runs.renew_lease(store, "r-1", "two", 90).driver.expires > time.time() + 80
-    runs.release_lease(store, "r-1", "one")
+        leases.renew_lease(store, "r-1", "one", 60)
+    assert leases.renew_lease(store, "r-1", "two", 90).driver.expires > time.time() + 80
+    leases.release_lease(store, "r-1", "one")
     assert runs.read_run(store, "r-1").driver.holder == "two"
-    runs.release_lease(store, "r-1", "two")
+    leases.release_lease(store, "r-1", "two")
     assert runs.read_run(store, "r-1").driver is None
 
 
 def test_the_lease_of_a_dead_process_on_this_host_is_taken_over(store, tmp_path):
     create(store)
     code = (
-        "import sys; from pathlib import Path; from mlpipe.store import runs, folder;"
-        "runs.take_lease(folder.FolderStore(Path(sys.argv[1])), 'r-1', 'dead', 3600)"
+        "import sys; from pathlib import Path; from mlpipe.store import leases, folder;"
+        "leases.take_lease(folder.FolderStore(Path(sys.argv[1])), 'r-1', 'dead', 3600)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
-    assert runs.take_lease(store, "r-1", "alive", 60).driver.holder == "alive"
+    assert leases.take_lease(store, "r-1", "alive", 60).driver.holder == "alive"
 
 
 def test_a_pid_that_was_given_to_another_process_is_no_driver(store):
     create(store)
-    run = runs.take_lease(store, "r-1", "one", 60)
+    run = leases.take_lease(store, "r-1", "one", 60)
     with pytest.raises(StoreError, match="is driven by process"):
-        runs.take_lease(store, "r-1", "two", 60)
+        leases.take_lease(store, "r-1", "two", 60)
     earlier = replace(run.driver, started=run.driver.started - 1)
     runs.update_run(store, "r-1", lambda run: replace(run, driver=earlier))
-    assert runs.take_lease(store, "r-1", "two", 60).driver.holder == "two"
+    assert leases.take_lease(store, "r-1", "two", 60).driver.holder == "two"
 
 
 def test_a_live_driver_is_not_looked_for_in_another_pid_namespace(store, tmp_path):
@@ -193,10 +193,10 @@ def test_a_live_driver_is_not_looked_for_in_another_pid_namespace(store, tmp_pat
     if subprocess.run([*namespace, "true"], capture_output=True).returncode != 0:
         pytest.skip("no PID namespace of one's own here (unshare)")
     create(store)
-    runs.take_lease(store, "r-1", "one", 60)
+    leases.take_lease(store, "r-1", "one", 60)
     code = (
-        "import sys; from pathlib import Path; from mlpipe.store import runs, folder;"
-        "runs.take_lease(folder.FolderStore(Path(sys.argv[1])), 'r-1', 'two', 60)"
+        "import sys; from pathlib import Path; from mlpipe.store import leases, folder;"
+        "leases.take_lease(folder.FolderStore(Path(sys.argv[1])), 'r-1', 'two', 60)"
     )
     other = subprocess.run(
         [*namespace, sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
@@ -210,15 +210,15 @@ def test_a_container_that_was_started_anew_does_not_wait_for_the_one_before(
     store, monkeypatch, pod_uid, is_live
 ):
     create(store)
-    monkeypatch.setenv(runs.POD_UID, "u-1")
-    run = runs.take_lease(store, "r-1", "one", 60)
+    monkeypatch.setenv(leases.POD_UID, "u-1")
+    run = leases.take_lease(store, "r-1", "one", 60)
     assert run.driver.pod_uid == "u-1"
     before = replace(run.driver, namespace="boot pid:[1]")  # of the container that is gone
     if pod_uid is None:
-        monkeypatch.delenv(runs.POD_UID)
+        monkeypatch.delenv(leases.POD_UID)
     else:
-        monkeypatch.setenv(runs.POD_UID, pod_uid)
-    assert runs.lease_is_live(before) is is_live
+        monkeypatch.setenv(leases.POD_UID, pod_uid)
+    assert leases.lease_is_live(before) is is_live
 
 
 def test_a_transition_lost_from_the_index_is_written_by_the_next_driver(store):
@@ -226,5 +226,5 @@ def test_a_transition_lost_from_the_index_is_written_by_the_next_driver(store):
     runs.update_run(store, "r-1", to("running"))
     store.delete(["index/r-1/000002-running"])
     assert runs.list_runs(store)[0].state == "pending"
-    runs.take_lease(store, "r-1", "one", 60)
+    leases.take_lease(store, "r-1", "one", 60)
     assert runs.list_runs(store)[0].state == "running"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kit.apiserver import ApiServer
 
-from mlpipe.submit import cluster_api
+from mlpipe.submit import cluster_api, cluster_config
 from mlpipe.submit.cluster_api import ClusterApi, connect
 
 
@@ -21,6 +21,6 @@ def server():
 def api(server, tmp_path, monkeypatch) -> ClusterApi:
     monkeypatch.setattr(cluster_api, "DEADLINE_SECONDS", 0.3)
     monkeypatch.setattr(cluster_api, "_FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(cluster_api, "_NAMESPACE_FILE", Path("/nowhere"))
+    monkeypatch.setattr(cluster_config, "_NAMESPACE_FILE", Path("/nowhere"))
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
     return connect()

@@ -13,7 +13,7 @@ from mlpipe._core.errors import SubmitError
 from mlpipe.render.kubernetes import stage_objects
 from mlpipe.render.names import PIPELINE_DIGEST, SPEC_DIGEST, VERSION
 from mlpipe.store.folder import FolderStore
-from mlpipe.submit import cluster_api, kubernetes
+from mlpipe.submit import cluster_api, cluster_config, kubernetes
 from mlpipe.submit.cluster_api import ApiError, connect, is_away
 from mlpipe.submit.kubernetes import Gang, create_all, would_take
 
@@ -90,7 +90,7 @@ def test_in_a_pod_its_own_token_is_used(tmp_path, monkeypatch, server):
     (tmp_path / "token").write_text(TOKEN)
     (tmp_path / "namespace").write_text(NAMESPACE + "\n")
     (tmp_path / "ca.crt").write_text("certificate")
-    monkeypatch.setattr(cluster_api, "_NAMESPACE_FILE", tmp_path / "namespace")
+    monkeypatch.setattr(cluster_config, "_NAMESPACE_FILE", tmp_path / "namespace")
     monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
     monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
     monkeypatch.delenv("KUBECONFIG", raising=False)

@@ -20,10 +20,10 @@ from kit.command_runs import Cli, until
 
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.cli.app import run_app
-from mlpipe.store import runs
+from mlpipe.store import leases, runs
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import StageState
-from mlpipe.submit import cluster_api, driver, kubernetes
+from mlpipe.submit import cluster_api, driver, driver_job, kubernetes
 from mlpipe.submit.cluster_api import ClusterApi
 from mlpipe.submit.driver import drive
 from mlpipe.submit.walk import Stop
@@ -258,8 +258,8 @@ def test_of_two_who_resume_a_failed_run_the_second_adopts(person, monkeypatch):
             monkeypatch.setattr(ClusterApi, "delete", delete)
         return start(*arguments, **keywords)
 
-    start = kubernetes.start_driver
-    monkeypatch.setattr(kubernetes, "start_driver", start_driver)
+    start = driver_job.start_driver
+    monkeypatch.setattr(driver_job, "start_driver", start_driver)
     assert person.submit("--run-id", "r")[0] == 0
     assert made[0] is not None
     assert person.server.objects["jobs", "r-driver"]["metadata"]["uid"] == made[0]
@@ -313,15 +313,15 @@ def test_changes_of_a_done_run_are_taken_up_or_refused(person, monkeypatch):
 def test_a_driver_that_finds_the_run_ended_by_another_adds_no_attempt(person, monkeypatch):
     person.submit("--run-id", "r")
     runs.update_run(person.store, "r", lambda run: replace(run, state="failed"))
-    take = runs.take_lease
+    take = leases.take_lease
 
     def overtaken(*arguments, **keywords):
-        monkeypatch.setattr(runs, "take_lease", take)
+        monkeypatch.setattr(leases, "take_lease", take)
         runs.reopen(person.store, "r")
         runs.update_run(person.store, "r", lambda run: replace(run, state="failed", message="again"))
         return take(*arguments, **keywords)
 
-    monkeypatch.setattr(runs, "take_lease", overtaken)
+    monkeypatch.setattr(leases, "take_lease", overtaken)
     assert drive(person.store, "r", stop=Stop()).message == "again"
     assert runs.read_run(person.store, "r").stages["a"].attempt == 0
 
@@ -439,12 +439,12 @@ def test_waiting_says_why_and_ends_as_the_run_does(person, monkeypatch):
         person.server.put("pods", {"metadata": {"name": "p", "labels": labels}, "status": status})
         looks = lambda: sum("GET" in one and "/pods" in one for one in person.server.requests)  # noqa: E731
         until(lambda: looks() > 2, "looks at the pod", 20)
-        runs.take_lease(person.store, "r", "driver", 60.0)
+        leases.take_lease(person.store, "r", "driver", 60.0)
         waits = StageState("running", attempt=1, message="pod a waits: exceeded quota")
         runs.update_run(person.store, "r", lambda run: replace(run, state="running", stages={"a": waits}))
         until(lambda: "exceeded quota" in person.hear(), "the word on the stage", 20)
         runs.update_run(person.store, "r", lambda run: replace(run, state="cancelled"))
-        runs.release_lease(person.store, "r", "driver")
+        leases.release_lease(person.store, "r", "driver")
 
     played = threading.Thread(target=play)
     played.start()
@@ -493,13 +493,13 @@ def test_a_driver_that_no_other_could_better_ends_its_job(person, monkeypatch):
     path.write_text(text.replace("stages", "stagecoaches"))
     assert person.mlpipe("resume", "r", "--here")[0] == 2
     assert job["spec"]["backoffLimit"] == before  # of somebody else than the driver
-    monkeypatch.setenv(runs.POD_UID, "u")
+    monkeypatch.setenv(leases.POD_UID, "u")
     path.write_text(text)
     monkeypatch.setattr(driver, "_TAKEOVER_SECONDS", 0.0)
-    runs.take_lease(person.store, "r", "another", 60)
+    leases.take_lease(person.store, "r", "another", 60)
     assert person.mlpipe("resume", "r", "--here")[0] == 4
     assert job["spec"]["backoffLimit"] == before  # the other may die
-    runs.release_lease(person.store, "r", "another")
+    leases.release_lease(person.store, "r", "another")
     path.write_text(text.replace("stages", "stagecoaches"))
     assert person.mlpipe("resume", "r", "--here")[0] == 2
     assert job["spec"]["backoffLimit"] == 3

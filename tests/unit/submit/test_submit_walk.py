@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlpipe.cli.submit import await_heard
 from mlpipe.plan.plan import CommandPlan, Launch, Plan
-from mlpipe.store import outputs, runs, wanted
+from mlpipe.store import leases, outputs, runs, wanted
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import RunState
@@ -113,7 +113,7 @@ def walk(needs, fails, looks, cpus, *, stop=None, stop_after=None):
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(folder)
         runs.create_run(store, "run", "", "digest", list(needs), "local", {})
-        runs.take_lease(store, "run", "me", 1000.0)
+        leases.take_lease(store, "run", "me", 1000.0)
         runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
         stop = stop or Stop()
         ticks = itertools.count()
@@ -170,7 +170,7 @@ def test_drivers_that_die_or_let_go_at_any_moment_repeat_nothing(needs, ends, da
         runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
         backend = Cluster(lambda: runs.read_run(store, "run"), needs, set(), looks, 2)
         for driver, (after, dies) in enumerate([*ends, (10**6, False)]):
-            runs.take_lease(store, "run", f"driver {driver}", 1000.0)
+            leases.take_lease(store, "run", f"driver {driver}", 1000.0)
             stop, ticks = Stop(), itertools.count()
 
             def watch(state, stop=stop, ticks=ticks, after=after, dies=dies):
@@ -193,7 +193,7 @@ def test_drivers_that_die_or_let_go_at_any_moment_repeat_nothing(needs, ends, da
             )
             with contextlib.suppress(Died):
                 walker.run()
-            runs.release_lease(store, "run", f"driver {driver}")
+            leases.release_lease(store, "run", f"driver {driver}")
         state = runs.read_run(store, "run")
         assert state.state == "done"
         assert {stage.attempt for stage in state.stages.values()} == {1}
@@ -233,7 +233,7 @@ def test_stages_that_are_asked_for_one_by_one_run_once_whichever_driver_hears_it
             if run.state == "done":
                 break
             follow(run)
-            runs.take_lease(store, "run", f"driver {driver}", 1000.0)
+            leases.take_lease(store, "run", f"driver {driver}", 1000.0)
             ticks, dies_at = itertools.count(), deaths.pop() if deaths else -1
 
             def watch(state, ticks=ticks, dies_at=dies_at):
@@ -253,7 +253,7 @@ def test_stages_that_are_asked_for_one_by_one_run_once_whichever_driver_hears_it
                     stop=Stop(),
                     watch=watch,
                 ).run(only_wanted=True)
-            runs.release_lease(store, "run", f"driver {driver}")
+            leases.release_lease(store, "run", f"driver {driver}")
         assert sorted(backend.started) == sorted(needs) == sorted(asked)
         assert {stage.attempt for stage in run.stages.values()} == {1}
         assert wanted.asked(store, "run") == []
@@ -266,7 +266,7 @@ def test_what_is_asked_for_joins_the_walk_and_a_failed_stage_runs_again():
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(folder)
         runs.create_run(store, "run", "", "digest", list(needs), "local", {})
-        runs.take_lease(store, "run", "me", 1000.0)
+        leases.take_lease(store, "run", "me", 1000.0)
         runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
         looks = {"a": 10, "b": 40, "c": 1}
         backend = Scripted(lambda: runs.read_run(store, "run"), needs, {"a"}, looks, 8)
@@ -295,10 +295,10 @@ def test_who_asks_and_leaves_makes_sure_that_a_driver_hears(monkeypatch: pytest.
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(folder)
         runs.create_run(store, "run", "", "digest", ["a"], "local", {})
-        runs.take_lease(store, "run", "me", 1000.0)
+        leases.take_lease(store, "run", "me", 1000.0)
         wanted.ask(store, "run", "a")
         monkeypatch.setattr(  # the driver looked for the last time before that
-            "mlpipe.cli.submit.time.sleep", lambda _: runs.release_lease(store, "run", "me")
+            "mlpipe.cli.submit.time.sleep", lambda _: leases.release_lease(store, "run", "me")
         )
         await_heard(store, "run", "a", lambda: started.append(True))
         assert started == [True]
@@ -312,7 +312,7 @@ def test_a_cancelled_run_forgets_what_was_asked_for():
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(folder)
         runs.create_run(store, "run", "", "digest", list(needs), "local", {})
-        runs.take_lease(store, "run", "me", 1000.0)
+        leases.take_lease(store, "run", "me", 1000.0)
         runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
         backend = Scripted(lambda: runs.read_run(store, "run"), needs, set(), {"a": 5, "b": 1}, 8)
         stop = Stop()
@@ -344,7 +344,7 @@ def walk_losing(folder: Path, lose) -> tuple[Store, RunState]:
 
     store, needs, scratch = open_store(str(folder / "store")), {"a": ()}, folder / "scratch"
     runs.create_run(store, "run", "", "digest", ["a"], "kubernetes", {})
-    runs.take_lease(store, "run", "me", 1000.0)
+    leases.take_lease(store, "run", "me", 1000.0)
     runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
     backend = Losing(lambda: runs.read_run(store, "run"), needs, set(), {"a": 1}, 2)
     walker = Walk(store, "run", needs, command_plan, backend, holder="me", scratch=scratch, stop=Stop())
