@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import contextmanager
 
 import pytest
 from kit import budget
@@ -71,10 +72,25 @@ def test_a_bug_ends_the_run_at_once_with_its_own_words(place):
 
 
 def test_cancel_saves_and_resume_goes_on_under_another_strategy_and_size(place, hold):
+    """Whatever somebody else with the store's keys has tried meanwhile."""
     spec = place.spec("cancelled", model=hold.model, checkpoint={"every": "1000 steps"})
     with hold:
         place.submit(spec, "cancelled")
         place.until_step("cancelled", 3)
+        (driver,) = drivers(place, "cancelled")
+        with rewritten(
+            place, "runs/cancelled/pipeline.yaml", '"deterministic"', '"metrics_port": 1, "deterministic"'
+        ):
+            place.cluster.kubectl("-n", place.namespace, "delete", "pod", driver["metadata"]["name"])
+            assert "it was submitted: pipeline.yaml" in refusal(place, "cancelled")
+            assert "train.metrics_port" in place.mlpipe("resume", "cancelled", code=2).stderr
+        plan = "runs/cancelled/stages/train/attempt-1/plan.json"
+        with rewritten(
+            place, plan, '"service_account": "mlpipe-worker"', '"service_account": "mlpipe-driver"'
+        ):
+            place.submit(spec, "cancelled")
+            assert "cluster.service_account" in refusal(place, "cancelled")
+        assert len(place.objects("jobsets", "cancelled")) == 1  # which trains on
         said = place.mlpipe("cancel", "cancelled").stdout
     assert "train is saved at step" in said
     assert place.objects("pods", "cancelled", **{"mlpipe.dev/stage": "train"}) == []
@@ -91,6 +107,42 @@ def test_cancel_saves_and_resume_goes_on_under_another_strategy_and_size(place, 
         )
     assert (start["strategy"], start["world_size"]) == ("fsdp", 4)
     assert start["start_step"] >= 3
+
+
+def drivers(place, run_id):
+    """Its pods."""
+    return place.objects("pods", run_id, **{"app.kubernetes.io/component": "driver"})
+
+
+@contextmanager
+def rewritten(place, key, old, new):
+    """As anybody with the keys to the bucket can."""
+    with place.cluster.inside():
+        text = place.store().get(key)
+        assert old.encode() in text
+        place.store().put(key, text.replace(old.encode(), new.encode()))
+    yield
+    with place.cluster.inside():
+        place.store().put(key, text)
+
+
+def refusal(place, run_id):
+    """What the last driver said; its Job has ended, and makes no other."""
+
+    def failed():
+        (job,) = place.objects("jobs", run_id, **{"app.kubernetes.io/component": "driver"})
+        found = {one["type"]: one["status"] for one in job.get("status", {}).get("conditions", [])}
+        return found.get("Failed") == "True"
+
+    place.until("the driver's Job to end", failed)
+    codes = {
+        pod["metadata"]["name"]: one["state"]["terminated"]["exitCode"]
+        for pod in drivers(place, run_id)
+        for one in pod["status"].get("containerStatuses", [])
+        if "terminated" in one["state"]
+    }
+    (name,) = [name for name, code in codes.items() if code == 2]
+    return place.cluster.kubectl("-n", place.namespace, "logs", name)
 
 
 def test_the_whole_quickstart(place):
