@@ -35,7 +35,10 @@ GPU_ONLY_PANELS = frozenset(
 )
 GPU_ONLY_ALERTS = frozenset({"MlpipeGpuXid"})
 # watch nothing where all is well
-ONLY_FAILED_ALERTS = frozenset({"MlpipeLossNotFinite", "MlpipeJobFailed", "MlpipeExporterMissing"})
+ONLY_FAILED_PANELS = frozenset({("fleet", "Runs that nobody drives")})
+ONLY_FAILED_ALERTS = frozenset(
+    {"MlpipeLossNotFinite", "MlpipeJobFailed", "MlpipeRunUndriven", "MlpipeExporterMissing"}
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,10 @@ class Query:
     @property
     def gpu_only(self) -> bool:
         return (self.board, self.panel) in GPU_ONLY_PANELS
+
+    @property
+    def only_failed(self) -> bool:
+        return (self.board, self.panel) in ONLY_FAILED_PANELS
 
     def filled(self, run: str = ".*") -> str:
         """With the variables of Grafana as it fills them in for a board that shows everything."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from kit import boards
 from kit.boards import RULES
 from kit.command_runs import until
 from kit.paced_run import DATA_SECONDS, exporter, real_run
@@ -20,6 +21,8 @@ from kit.prometheus import Prometheus, alertmanager, alerts_at, has_data, hasty_
 from kit.synthetic_run import step_record
 
 from mlpipe.observe.metrics import RankMetrics, start_metrics
+from mlpipe.store import runs
+from mlpipe.store.folder import FolderStore
 
 pytestmark = [pytest.mark.services, pytest.mark.usefixtures("prometheus_programs")]
 
@@ -146,8 +149,9 @@ def test_faults_of_a_real_run_a_slow_rank_then_a_store_that_takes_nothing_then_a
 
 
 def test_faults_of_a_real_run_a_starved_loader_then_a_killed_worker(watched, tmp_path):
+    """And of one beside it whose client died before it had a driver."""
     server, url = watched
-    run = "starved-20261121-100000-ab12"
+    run, abandoned = "starved-20261121-100000-ab12", "abandoned-20261121-100000-ab12"
     with (
         real_run(tmp_path, run, sample_seconds=0.1) as ports,  # 0.4 s a batch of each rank
         exporter(tmp_path) as port,
@@ -160,3 +164,9 @@ def test_faults_of_a_real_run_a_starved_loader_then_a_killed_worker(watched, tmp
         until(lambda: "MlpipeJobFailed" in names(url, run), "an alert about the run", DATA_SECONDS)
         assert alerts_at(url, run)["MlpipeJobFailed"]["labels"]["cause"] == "infrastructure"
         assert names(url, run) <= {"MlpipeDataStarved", "MlpipeJobFailed"}
+        runs.create_run(FolderStore(tmp_path / "store"), abandoned, "", "0" * 64, ["train"], "local", {})
+        until(lambda: names(url, abandoned), "an alert about the abandoned run", DATA_SECONDS)
+        assert names(url, abandoned) == {"MlpipeRunUndriven"}
+        for query in boards.queries():
+            if query.only_failed:
+                assert has_data(server, query.filled(run=abandoned)), query.panel

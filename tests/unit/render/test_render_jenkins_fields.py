@@ -35,7 +35,7 @@ name: v
 image: registry.example.com/team/mlpipe@sha256:0123abcd
 store: s3://ml-runs/v
 kubernetes: {form: jobset, volcano_queue: q}
-stages: [{name: a, command: [x], resources: {hardware: measured.json}}]
+stages: [{name: a, command: [x], resources: {hardware: measured.json, disk: 20 GiB}}]
 """
 REQUIRED = VOLCANO.replace("volcano_queue: q", "queue: q, topology: {required: example.com/rack}")
 IDENTITY = VOLCANO.replace(
