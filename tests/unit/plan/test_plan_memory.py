@@ -7,11 +7,17 @@ import pytest
 from mlpipe._core.presets import PRESETS, LlamaConfig
 from mlpipe.plan.flops import counted_params, num_flops_per_token
 from mlpipe.plan.memory import (
+    HEAP_BYTES,
     ROOMY_BYTES,
+    Counts,
+    MemoryEstimate,
     Work,
     activations_bytes,
     counts,
+    cpu_allocator,
+    is_sparing,
     logits_bytes,
+    num_large,
     rebuilt_bytes,
     small_bytes,
 )
@@ -147,6 +153,92 @@ def test_what_a_heap_holds_costs_its_holes() -> None:
     assert small_bytes(config, num_tokens=1024, below=ROOMY_BYTES, **same) == everything
 
 
+def test_a_tensor_of_the_threshold_lies_outside_the_heap() -> None:
+    def sizes(rows: int) -> Counts:
+        return Counts(0, 0, 0, ((rows, 2**10, 3),))
+
+    rows = HEAP_BYTES // (4 * 2**10)
+    assert sizes(rows).small(1) == 0
+    assert sizes(rows - 1).small(1) == 3 * 4 * 2**10 * (rows - 1)
+    assert sizes(rows).small(2) == 3 * HEAP_BYTES // 2
+    assert sizes(5).small(2) == 3 * 4 * 2**10 * 3  # whole rows
+    assert sizes(2 * rows).small(1, width=2) == 0
+    assert sizes(rows).small(1, width=2) == 3 * HEAP_BYTES // 2
+    same = {"precision": "fp32", "device": "cpu", "num_tokens": 1, "checkpointing": "full"}
+    norm, block = 3 * [16], [*6 * [16], *2 * [16], *2 * [8], *4 * [24]]
+    every = [*2 * [16], *norm, *block]  # two blocks' inputs, the last norm, and the block that is rebuilt
+    for below in (8, 9, 16, 17, 24, 25):
+        found = small_bytes(TINY, below=below, **same)  # type: ignore[arg-type]
+        assert found == sum(size for size in every if size < below)
+
+
+def test_what_a_process_has_besides() -> None:
+    one = MemoryEstimate(1000, 200, 30, 4000, 500, 60, reused=90, holes=7)
+    assert one.tensors == 1000 + 200 + 30 + 4000 + 500 + 60 - 90
+    gpu, gpus, cpu = one.on("cuda", 1), one.on("cuda", 2), one.on("cpu", 2)
+    assert (gpu.context, gpu.slack) == (2**30, int(0.08 * 5700))
+    assert (gpus.context, gpus.slack) == (2**30 + 3 * 2**29, gpu.slack)
+    assert (cpu.context, cpu.slack) == (2 * 2**30 // 5, 7)
+    assert gpu.total == 5700 + gpu.context + gpu.slack
+    assert one.on("cuda", 1).scaled(1.0) == gpu
+    for ratio in (0.5, 1.5, 2):
+        assert gpu.scaled(ratio).total == pytest.approx(ratio * gpu.total, abs=1)
+        assert gpu.scaled(ratio).tensors == gpu.tensors
+
+
+def test_what_malloc_is_told() -> None:
+    assert cpu_allocator(sparing=True) == {
+        "THP_MEM_ALLOC_ENABLE": "1",
+        "MALLOC_MMAP_THRESHOLD_": str(2 * 2**20),
+        "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20),
+    }
+    assert cpu_allocator(sparing=False) == {
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "MALLOC_MMAP_THRESHOLD_": str(16 * 2**20),
+        "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    }
+    assert not is_sparing(Mesh(dp_replicate=4), "none")
+    assert is_sparing(Mesh(dp_shard=2), "none")
+    assert is_sparing(Mesh(), "full")
+
+
+def test_large_tensors_of_a_block() -> None:
+    """By size a token: residual stream 16, half of it 8, its matmuls' 16 (bf16: 8), the MLP's 24 (12), keys'
+    and values' 8 (4)."""
+
+    def of(size: int, precision: str = "fp32", checkpointing: str = "none") -> int:
+        """Where a token of `size` bytes just reaches the threshold."""
+        num_tokens = -(-HEAP_BYTES // size)
+        return num_large(TINY, num_tokens=num_tokens, precision=precision, checkpointing=checkpointing)
+
+    assert [of(size) for size in (24, 16, 8)] == [8, 8 + 30 + 9, 8 + 30 + 9 + 27 + 6]
+    assert of(25) == 0
+    assert of(17) == 8
+    assert of(17, checkpointing="full") == 8 + 4
+    assert [of(size, "bf16") for size in (16, 12, 8, 4)] == [30, 38, 30 + 8 + 27 + 9, 30 + 8 + 27 + 9 + 6]
+    more = [4, 4 + 9 + 2, 4 + 9 + 2 + 15 + 3]
+    for again, first, size in zip(more, (8, 47, 80), (24, 16, 8), strict=True):
+        assert of(size, checkpointing="full") == again + first
+    assert of(12, "bf16", "selective") - of(12, "bf16") == 9 + 4
+    assert of(8, "bf16", "selective") - of(8, "bf16") == 9 + 4 + 15 + 2
+
+
+def test_what_recomputation_brings_back_by_hand() -> None:
+    def of(device: str, checkpointing: str, precision: str = "fp32", num_tokens: int = 1) -> int:
+        return rebuilt_bytes(
+            TINY, num_tokens=num_tokens, precision=precision, device=device, checkpointing=checkpointing
+        )
+
+    new, block = 2 * 4 * 6 + 16, 2 * 32 + 4 * (4 + 4 + 2 + 2) + 4 * 24
+    assert of("cpu", "none") == new
+    assert of("cpu", "none", num_tokens=5) == 5 * new
+    assert of("cuda", "none") == 0
+    assert of("cuda", "full") == block + new
+    assert of("cpu", "full") == block + 2 * 16 + new  # norms are not fused there
+    assert of("cpu", "full", num_tokens=3) == 3 * of("cpu", "full")
+    assert of("cuda", "selective", "bf16") == 2 * 24 + 2 * (4 + 4 + 2 + 2) + 2 * 24 + 2 * 2 * 6 + 16
+
+
 def test_shares_are_whole_rows() -> None:
     """Of 4 ranks: 3 of 10 rows of the embedding, 1 of 4 (q, o), 1 of 2 (k, v), 2 of 6 (gate, up), 1 of 4 rows
     of down; of a norm's 4 channels 1."""
@@ -174,6 +266,8 @@ def test_activations_by_hand() -> None:
     assert of("fp32", num_tokens=7) == 7 * of("fp32")
     assert of("fp32", device="cpu") == of("fp32") + 5 * 4 * 4
     assert of("fp32", checkpointing="full") == 2 * (4 * 4) + norm
+    assert of("fp32", checkpointing="selective") == 2 * (4 * 4 + 4 * (3 * 4 + 2 + 6)) + norm
+    assert of("bf16", checkpointing="selective") == 2 * (4 * 4 + 2 * (3 * 4 + 2 + 6)) + 24
     rebuilt = rebuilt_bytes(TINY, num_tokens=1, precision="fp32", device="cuda", checkpointing="full")
     assert rebuilt == block + 2 * 4 * 6 + 4 * 4
     norm = 4 * 4 + 2 * 4
@@ -189,6 +283,8 @@ def test_activations_by_hand() -> None:
 
 def test_logits_by_hand() -> None:
     assert logits_bytes(TINY, num_tokens=8, precision="fp32", device="cpu") == 2 * 4 * 80 + 8 * 80
+    at_once = logits_bytes(PRESETS["llama-8m"], num_tokens=8192, precision="bf16", device="cpu")
+    assert at_once == 2 * 2 * 8192 * PRESETS["llama-8m"].vocab_size + 8 * 2**18
     big = logits_bytes(PRESETS["llama-8b"], num_tokens=8192, precision="bf16", device="cuda")
     assert big == 2 * 2 * 8192 * 128_256 + 8 * 2**27
 
