@@ -90,6 +90,38 @@ def test_a_step_that_is_not_finite_is_lost_and_a_long_run_read_in_part_counts_wh
     assert account([Attempt(0, 0, 20, 1, {0: [start(0), steps[0], bad]})]).seconds["lost"] == 10
 
 
+def test_steps_that_updated_nothing_are_lost_wherever_they_lie():
+    bad = [{**step(time, number, compute_seconds=9), "loss": None} for time, number in ((20, 2), (30, 3))]
+    life = [start(0, spawn=0), step(10, 1, compute_seconds=9), *bad, step(40, 4, compute_seconds=9)]
+    ledger = account([Attempt(0, 0, 40, 1, {0: life})])
+    assert (ledger.seconds["lost"], ledger.seconds["compute"], ledger.tokens) == (20, 18, 20)
+
+
+def test_all_saves_between_steps_count():
+    saves = [{"kind": "checkpoint", "time": 9, "step": 1, "stall_seconds": seconds} for seconds in (1, 2)]
+    ledger = account([Attempt(0, 0, 10, 1, {0: [start(0, spawn=0), *saves, step(10, 1, compute_seconds=5)]})])
+    assert (ledger.seconds["save"], ledger.seconds["idle"]) == (3, 2)
+
+
+def test_what_records_leave_out_is_nothing():
+    """Of older versions, or cut: no time to load, to start or to stall, no tokens; a loss that is not there
+    is not one that is not finite."""
+    life = [
+        {"kind": "start", "time": 10},
+        {"kind": "checkpoint", "time": 12, "step": 1},
+        {"kind": "step", "time": 20, "step": 1, "compute_seconds": 4},
+    ]
+    ledger = account([Attempt(0, 10, 20, 1, {0: life, 1: [start(0), step(5, 1)]})])  # there is no rank 1
+    told = {name: seconds for name, seconds in ledger.seconds.items() if seconds}
+    assert told == {"queue": 10, "compute": 4, "idle": 6}
+    assert ledger.tokens == 0
+
+
+def test_an_attempt_without_a_record_has_only_begun():
+    ledger = account([Attempt(0, 4, 10, 2, {}), Attempt(10, 10, 11, 2, {})])
+    assert (ledger.seconds["queue"], ledger.seconds["startup"], ledger.total) == (8, 2 * (6 + 1), 22)
+
+
 @st.composite
 def attempts(draw):
     """Attempts of any shape, their clocks running backwards now and then."""
