@@ -181,7 +181,9 @@ def _json(folder: Path, config: Mapping[str, Any]) -> Path:
 
 
 def _fake_node(index: int) -> dict[str, Any]:
-    resources = {"cpu": "64", "memory": "512Gi", "pods": "256", "nvidia.com/gpu": "8"}
+    resources = {
+        "cpu": "64", "memory": "512Gi", "ephemeral-storage": "4Ti", "pods": "256", "nvidia.com/gpu": "8",
+    }  # fmt: skip
     name = f"fake-{index}"
     return {
         "apiVersion": "v1",
