@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mlpipe.spec import overrides as override_rules
 from mlpipe.spec.load import load_pipeline, load_pipeline_text
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.problems import SpecErrors
@@ -113,6 +114,38 @@ def test_mistakes_name_the_override(override: str, says: str) -> None:
     assert str(caught.value).startswith(f"--set {override}: {says}")
 
 
+@pytest.mark.parametrize(
+    ("good", "bad", "says"),
+    [
+        ("train.optimizer.warmup_steps=150", "train.optimizer.warmup_steps=151", "more than the 150 steps"),
+        (
+            "train.optimizer={schedule: wsd, decay_steps: 150}",
+            "train.optimizer={schedule: wsd, decay_steps: 151}",
+            "decay_steps 151 is more than the 150 steps",
+        ),
+        ("train.hang_timeout=1 s", "train.hang_timeout=999 ms", "'999 ms' would end any run"),
+        ("train.data.batch_size=2", "train.data.batch_size=1", "cannot be split evenly over 2 workers"),
+        (
+            "train.data={tokens: x, batch_tokens: 256}",
+            "train.data={tokens: x, batch_tokens: 100}",
+            "batch_tokens 100 is not a multiple of seq_len 256; write 256",
+        ),
+        ("evaluate.train=train", "evaluate.train=corpus", "'corpus' is no train stage that 'evaluate' needs"),
+        (
+            "train.model={entry: 'm:f', seq_len: 8, args: {folder: '{{stages.corpus.output}}'}}",
+            "train.model={entry: 'm:f', seq_len: 8, args: {folder: '{{stages.korpus.output}}'}}",
+            "korpus",
+        ),
+    ],
+)
+def test_bounds_and_references_to_the_step(good: str, bad: str, says: str) -> None:
+    """The last value that is accepted, and the first that is not."""
+    load_pipeline(QUICKSTART, overrides=[good])
+    with pytest.raises(SpecErrors) as caught:
+        load_pipeline(QUICKSTART, overrides=[bad])
+    assert says in str(caught.value)
+
+
 HSDP = ["train.strategy=hsdp", "train.mesh={dp_replicate: 1, dp_shard: 2}"]
 
 
@@ -142,6 +175,7 @@ def test_null_is_a_value_among_arguments() -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "auto"])
 def test_another_strategy_drops_the_mesh_and_says_so(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+    override_rules._warn.cache_clear()
     pipeline = load_pipeline(QUICKSTART, overrides=[*HSDP, f"train.strategy={strategy}"])
     assert at(pipeline, "train", "train.mesh") is None
     (said,) = caplog.messages
