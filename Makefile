@@ -33,7 +33,7 @@ LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --n
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
 .PHONY: help install lint-jenkins grafana-types run test test-unit test-torch test-services test-jenkins test-oldest \
-  test-install check checkov format docs test-cluster bench bench-tools bench-peers bench-gpu \
+  mutants test-install check checkov format docs test-cluster bench bench-tools bench-peers bench-gpu \
   servers cluster cluster-build images lock clean
 .DEFAULT_GOAL := help
 
@@ -66,6 +66,14 @@ test-jenkins: $(VENV)/.dev  ## the client of Jenkins against your own: JENKINS_U
 
 test-oldest: $(OLDEST)/.dev  ## the torch ring on the oldest torch that is supported
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile $(TESTS) -m torch
+
+# mutmut beside the environment, not in it: its terminal interface needs a dozen packages.
+.cache/mutmut/.done: requirements/mutmut.txt $(VENV)/.dev
+	$(UV) install --quiet --python $(BIN)/python --target .cache/mutmut --require-hashes -r $<
+	@touch $@
+
+mutants: .cache/mutmut/.done  ## changes of FILE=src/... that TESTS=tests/unit/... do not see
+	.ci/mutants $(FILE) $(TESTS)
 
 test-install: $(VENV)/.dev  ## `pip install .` into a new environment: a working command line without torch
 	.ci/test-install $(BIN)/python
@@ -163,6 +171,7 @@ lock: $(VENV)/.bootstrap  ## compile requirements/*.txt anew (UPGRADE=1: to the 
 	$(LOCK) -c requirements/dev.txt -o requirements/base.txt
 	$(LOCK) --extra train --group dev -c requirements/torch-oldest.in -o requirements/oldest.txt
 	$(LOCK:pyproject.toml=requirements/bootstrap.in) -c requirements/dev.txt -o requirements/bootstrap.txt
+	$(LOCK:pyproject.toml=requirements/mutmut.in) $(if $(UPGRADE),--upgrade) -c requirements/dev.txt -o requirements/mutmut.txt
 	$(LOCK:pyproject.toml=requirements/checkov.in) $(if $(UPGRADE),--upgrade) -o requirements/checkov.txt
 	for tool in $(TOOLS); do $(LOCK:pyproject.toml=requirements/bench/$$tool.in) $(if $(UPGRADE),--upgrade) \
 	  -c requirements/torch.in -o requirements/bench/$$tool.txt || exit 1; done
