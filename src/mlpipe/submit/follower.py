@@ -38,7 +38,12 @@ class Following:
         if self._renewed is None or now - self._renewed > _RENEW_SECONDS:
             self._renewed = now
             lease = {"holder": self._holder, "expires": time.time() + LEASE_SECONDS}
-            self._store.put(self._key, json.dumps(lease).encode())
+            try:
+                self._store.put(self._key, json.dumps(lease).encode())
+            except StoreError as error:
+                if error.kind != "input":
+                    raise
+                return  # the run was deleted meanwhile, which the next look at it says
 
     def leave(self) -> None:
         try:
