@@ -1,47 +1,38 @@
 """A Pipeline's stage on given hardware to a Plan: pure arithmetic, no torch, no network, no clock. Only two
-things are read: the manifest of the tokens, once they exist, and mlpipe's own source (its digest)."""
+things are read: the manifest of the tokens, once they exist (`plan/training.py`), and mlpipe's own source
+(its digest)."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlpipe
 from mlpipe._core.errors import PlanError
-from mlpipe._core.presets import LLAMA, PRESETS, LlamaConfig
-from mlpipe._core.units import parse_cadence, parse_seconds
-from mlpipe.plan.candidates import enumerate_candidates, global_batch, pick
-from mlpipe.plan.choose import Candidate, micro_batches, rank
-from mlpipe.plan.flops import num_flops_per_token
+from mlpipe._core.units import parse_seconds
+from mlpipe.plan import training
+from mlpipe.plan.candidates import enumerate_candidates
+from mlpipe.plan.choose import Candidate, rank
 from mlpipe.plan.grace import shutdown_seconds
 from mlpipe.plan.hardware import Hardware, detect_hardware
-from mlpipe.plan.meaning import meaning
 from mlpipe.plan.memory import cpu_allocator, is_sparing
 from mlpipe.plan.plan import (
     SCHEMA_VERSION,
-    CheckpointPlan,
     CommandPlan,
-    DataPlan,
-    Entry,
     EvaluatePlan,
     Launch,
-    ModelPlan,
-    OptimizerPlan,
     Plan,
-    Prediction,
     PromotePlan,
     TrainPlan,
 )
 from mlpipe.plan.pods import cluster_plan, pod_resources
 from mlpipe.plan.scaling import Scale, parse_nodes, scale
 from mlpipe.plan.traced import Traced
-from mlpipe.spec.model import OwnData, OwnModel, Pipeline, PresetModel, Resources, Stage, Train
-from mlpipe.spec.placeholders import names, resolve
+from mlpipe.spec.model import Pipeline, Resources, Stage
+from mlpipe.spec.placeholders import fill, resolve
 
 
 def stage_hardware(pipeline: Pipeline, stage_name: str, *, cluster: bool = False) -> Hardware:
@@ -78,7 +69,7 @@ def build_plan(
     known |= {f"stages.{name}.output": folder for name, folder in inputs.items()}
     train = evaluate = command = promote = None
     if stage.train is not None:
-        train = _train(stage.train, hardware, known, resume=resume, traced=traced)
+        train = training.train_plan(stage.train, hardware, known, resume=resume, traced=traced)
     elif stage.evaluate is not None:
         evaluate = _evaluate(pipeline, stage, hardware, known)
     elif stage.command is not None:
@@ -124,7 +115,7 @@ def compare(
     if stage.train is None:
         raise PlanError(f"stage {stage_name!r} does not train", where=stage_name)
     known = {f"stages.{name}.output": folder for name, folder in (inputs or {}).items()}
-    return rank(enumerate_candidates(stage.train, _config(stage.train, known) or traced, hardware))
+    return rank(enumerate_candidates(stage.train, training.shape_of(stage.train, known, traced), hardware))
 
 
 def scale_stage(
@@ -134,7 +125,7 @@ def scale_stage(
     stage = _stage(pipeline, stage_name)
     if stage.train is None:
         raise PlanError(f"stage {stage_name!r} does not train", where=stage_name)
-    return scale(stage.train, _config(stage.train, {}) or traced, hardware, parse_nodes(nodes))
+    return scale(stage.train, training.shape_of(stage.train, {}, traced), hardware, parse_nodes(nodes))
 
 
 def meaning_of(pipeline: Pipeline, stage_name: str, inputs: Mapping[str, str]) -> dict[str, Any]:
@@ -143,7 +134,7 @@ def meaning_of(pipeline: Pipeline, stage_name: str, inputs: Mapping[str, str]) -
     if spec is None:
         raise PlanError(f"stage {stage_name!r} does not train", where=stage_name)
     known = {f"stages.{name}.output": folder for name, folder in inputs.items()}
-    return meaning(spec, _model(spec, _config(spec, known), known), _data(spec, known))
+    return training.meaning(spec, known)
 
 
 def train_stage_of(pipeline: Pipeline, stage: Stage) -> str:
@@ -186,23 +177,12 @@ def _only(pipeline: Pipeline, stage: Stage, kind: str) -> str | None:
     return next((s.name for s in pipeline.stages if s.name in seen and s.kind == kind), None)
 
 
-def _fill(value: Any, known: Mapping[str, str]) -> Any:
-    """Placeholders in text, also inside lists and mappings; text with one that is not known yet stays."""
-    if isinstance(value, dict):
-        return {key: _fill(item, known) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_fill(item, known) for item in value]
-    if isinstance(value, str):
-        return resolve(value, known, partial=not set(names(value)) <= known.keys())
-    return value
-
-
 def _launch(stage: Stage, hardware: Hardware, known: Mapping[str, str], plan: TrainPlan | None) -> Launch:
     env = {key: resolve(value, known, partial=True) for key, value in stage.env.items()}
     train = stage.train
     distributed = train is not None or stage.evaluate is not None
     if distributed:
-        env = {key: _fill(value, known) for key, value in stage.env.items()}
+        env = {key: fill(value, known) for key, value in stage.env.items()}
         threads = max(1, hardware.cpus_per_node // hardware.devices_per_node)
         env.setdefault("OMP_NUM_THREADS", str(threads))
         if hardware.device == "cpu":
@@ -223,74 +203,13 @@ def _launch(stage: Stage, hardware: Hardware, known: Mapping[str, str], plan: Tr
     )
 
 
-def _config(spec: Train, known: Mapping[str, str]) -> LlamaConfig | None:
-    """The preset's shape with the user's changes and the tokens' vocabulary; None for a model of theirs."""
-    if not isinstance(spec.model, PresetModel):
-        return None
-    changes = spec.model.model_dump(exclude_none=True, exclude={"preset", "seq_len"})
-    found = None if isinstance(spec.data, OwnData) else _vocab_size(_fill(spec.data.tokens, known))
-    if found is not None and found > changes.get("vocab_size", found):
-        raise PlanError(
-            f"model.vocab_size is {changes['vocab_size']}, but there are {found} tokens in the data",
-            where=spec.model.preset,
-            hint="leave vocab_size away: it is taken from the data",
-        )
-    if found is not None:  # rounded to what matmuls like; the rest is never a target
-        changes.setdefault("vocab_size", -(-found // 64) * 64)
-    config = dataclasses.replace(PRESETS[spec.model.preset], **changes)
-    problems = config.problems()
-    if problems:
-        raise PlanError(f"no model has this shape: {'; '.join(problems)}", where=spec.model.preset)
-    if spec.model.seq_len > config.max_seq_len:
-        raise PlanError(
-            f"seq_len {spec.model.seq_len} is more than the {config.max_seq_len} positions of the model",
-            where=spec.model.preset,
-            hint=f"write seq_len: {config.max_seq_len}, or raise model.max_seq_len",
-        )
-    return config
-
-
-def _vocab_size(folder: str) -> int | None:
-    """Of the tokens in `folder`; None before they exist."""
-    path = Path(folder) / "manifest.json"
-    if not path.is_file():
-        return None
-    try:
-        size = json.loads(path.read_bytes())["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PlanError(
-            f"not a manifest of token files: {error}", where=str(path), hint="write it with mlpipe-corpus"
-        ) from None
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise PlanError(f"vocab_size {size!r} is no size of a vocabulary", where=str(path))
-    return size
-
-
-def _train(
-    spec: Train, hardware: Hardware, known: Mapping[str, str], *, resume: bool, traced: Traced | None
-) -> TrainPlan:
-    chosen, reason = pick(spec, _config(spec, known) or traced, hardware)
-    return _train_plan(spec, hardware, known, chosen, reason, global_batch(spec), resume=resume)
-
-
 def _evaluate(pipeline: Pipeline, stage: Stage, hardware: Hardware, known: Mapping[str, str]) -> EvaluatePlan:
-    """On its own resources the strategy is chosen anew, since they may be of another number. The batch need
-    not be the training's: as many whole sequences as one pass takes."""
     train_stage = train_stage_of(pipeline, stage)
     spec, evaluate = pipeline.stage(train_stage).train, stage.evaluate
     if spec is None or evaluate is None:
         raise PlanError(f"stage {train_stage!r} does not train")
-    share = -(-global_batch(spec) // hardware.world_size)
-    update: dict[str, Any] = {"batch_size": share * hardware.world_size, "micro_batch": "auto"}
-    if not isinstance(spec.data, OwnData):
-        update["batch_tokens"] = None
-    if stage.resources is not None:
-        spec = spec.model_copy(update={"mesh": None, "strategy": "auto"})
-    spec = spec.model_copy(update={"data": spec.data.model_copy(update=update)})
-    chosen, reason = pick(spec, _config(spec, known), hardware, simplest=True)
-    batch = (chosen.micro_batch or 1) * hardware.world_size
-    train = _train_plan(spec, hardware, known, chosen, reason, batch, resume=True)
-    train = dataclasses.replace(train, predicted=None, memory_bytes=None)  # of training's steps
+    own_resources = stage.resources is not None
+    train = training.evaluation_plan(spec, hardware, known, own_resources=own_resources)
     return EvaluatePlan(
         train_stage=train_stage,
         train=train,
@@ -299,93 +218,4 @@ def _evaluate(pipeline: Pipeline, stage: Stage, hardware: Hardware, known: Mappi
         gate=evaluate.gate,
         prompt=evaluate.prompt,
         generate_tokens=evaluate.generate_tokens,
-    )
-
-
-def _train_plan(
-    spec: Train,
-    hardware: Hardware,
-    known: Mapping[str, str],
-    chosen: Candidate,
-    reason: str,
-    batch: int,
-    *,
-    resume: bool,
-) -> TrainPlan:
-    if chosen.mesh is None or chosen.micro_batch is None:
-        raise PlanError(chosen.reason)
-    config = _config(spec, known)
-    model, data = _model(spec, config, known), _data(spec, known)
-    every = parse_cadence(spec.checkpoint.every)
-    peak = hardware.peak_flops.get(chosen.precision)
-    return TrainPlan(
-        model=model,
-        data=data,
-        optimizer=_optimizer(spec),
-        checkpoint=CheckpointPlan(
-            every_steps=every.steps,
-            every_seconds=every.seconds,
-            keep=spec.checkpoint.keep,
-            asynchronous=spec.checkpoint.asynchronous,
-        ),
-        steps=spec.steps,
-        global_batch=batch,
-        micro_batch=chosen.micro_batch,
-        accumulation=batch // (chosen.micro_batch * chosen.mesh.data_ranks),
-        strategy=chosen.strategy,
-        mesh=chosen.mesh,
-        reason=reason,
-        precision=cast(Any, chosen.precision),
-        activation_checkpointing=cast(Any, chosen.activation_checkpointing),
-        compile=spec.compile,
-        deterministic=spec.deterministic,
-        seed=spec.seed,
-        hang_timeout_seconds=parse_seconds(spec.hang_timeout),
-        num_flops_per_token=num_flops_per_token(config, spec.model.seq_len) if config else None,
-        peak_flops=peak,
-        peak_name=f"{hardware.name} datasheet, dense {chosen.precision}" if peak else "measured matmul peak",
-        resume=resume,
-        reduce_gradients=chosen.reduce_gradients,
-        predicted=_predicted(chosen, hardware),
-        memory_bytes=hardware.memory_bytes,
-        smaller_micro_batches=_smaller(spec, chosen, batch),
-        meaning=meaning(spec, model, data),
-    )
-
-
-def _smaller(spec: Train, chosen: Candidate, batch: int) -> tuple[int, ...]:
-    if spec.data.micro_batch != "auto" or chosen.mesh is None or chosen.micro_batch is None:
-        return ()
-    sizes = micro_batches(batch, chosen.mesh.data_ranks, None)
-    return tuple(n for n in sizes if n < chosen.micro_batch and chosen.micro_batch % n == 0)
-
-
-def _predicted(chosen: Candidate, hardware: Hardware) -> Prediction | None:
-    if chosen.memory is None or chosen.seconds is None:
-        return None
-    ratios = hardware.speed.memory_ratio, hardware.speed.time_ratio
-    # five digits: the rest is noise of the last bit, which would make plans differ from machine to machine
-    return Prediction(chosen.memory.total, float(f"{chosen.step_seconds:.5g}"), *ratios)
-
-
-def _model(spec: Train, config: LlamaConfig | None, known: Mapping[str, str]) -> ModelPlan:
-    model = spec.model
-    if isinstance(model, PresetModel) and config is not None:
-        return ModelPlan(Entry(LLAMA, dataclasses.asdict(config)), model.preset, model.seq_len, ())
-    own = cast(OwnModel, model)
-    return ModelPlan(Entry(own.entry, _fill(own.args, known)), None, own.seq_len, own.blocks)
-
-
-def _data(spec: Train, known: Mapping[str, str]) -> DataPlan:
-    if isinstance(spec.data, OwnData):
-        return DataPlan(None, Entry(spec.data.entry, _fill(spec.data.args, known)), None)
-    folder = _fill(spec.data.tokens, known)
-    path = Path(folder) / "manifest.json"
-    return DataPlan(folder, None, hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None)
-
-
-def _optimizer(spec: Train) -> OptimizerPlan:
-    decay = spec.optimizer.decay_steps or max(1, spec.steps // 10)
-    return OptimizerPlan(
-        **spec.optimizer.model_dump() | {"decay_steps": decay if spec.optimizer.schedule == "wsd" else 0}
     )

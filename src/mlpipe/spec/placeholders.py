@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from mlpipe._core.errors import SpecError
 
@@ -46,3 +47,15 @@ def resolve(text: str, mapping: Mapping[str, str], *, partial: bool = False) -> 
         )
 
     return _TOKEN.sub(replace, text)
+
+
+def fill(value: Any, known: Mapping[str, str]) -> Any:
+    """`value` with its placeholders resolved, also inside lists and mappings; text with one that is not among
+    `known` yet stays as it is."""
+    if isinstance(value, dict):
+        return {key: fill(item, known) for key, item in value.items()}
+    if isinstance(value, list):
+        return [fill(item, known) for item in value]
+    if isinstance(value, str):
+        return resolve(value, known, partial=not set(names(value)) <= known.keys())
+    return value

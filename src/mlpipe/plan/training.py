@@ -1,0 +1,201 @@
+"""A training's part of the pipeline file, on given hardware, to a TrainPlan: the shape of its model, the best
+candidate, and all that the trainer is told. Only the manifest of the tokens is read, once it exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from mlpipe._core.errors import PlanError
+from mlpipe._core.presets import LLAMA, PRESETS, LlamaConfig
+from mlpipe._core.units import parse_cadence, parse_seconds
+from mlpipe.plan import meaning as meanings
+from mlpipe.plan.candidates import Shape, global_batch, pick
+from mlpipe.plan.choose import Candidate, micro_batches
+from mlpipe.plan.flops import num_flops_per_token
+from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.plan import (
+    CheckpointPlan,
+    DataPlan,
+    Entry,
+    ModelPlan,
+    OptimizerPlan,
+    Prediction,
+    TrainPlan,
+)
+from mlpipe.plan.traced import Traced
+from mlpipe.spec.model import OwnData, OwnModel, PresetModel, Train
+from mlpipe.spec.placeholders import fill
+
+Known = Mapping[str, str]  # what placeholders stand for
+
+
+def train_plan(
+    spec: Train, hardware: Hardware, known: Known, *, resume: bool, traced: Traced | None = None
+) -> TrainPlan:
+    """The best way to train it. `traced`: the numbers of a user's own model. Raises PlanError."""
+    chosen, reason = pick(spec, shape_of(spec, known, traced), hardware)
+    return _train_plan(spec, hardware, known, chosen, reason, global_batch(spec), resume=resume)
+
+
+def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resources: bool) -> TrainPlan:
+    """For an evaluation of what `spec` trains. On its own resources the strategy is chosen anew, since they
+    may be of another number. The batch need not be the training's: as many whole sequences as one pass takes.
+    Raises PlanError."""
+    share = -(-global_batch(spec) // hardware.world_size)
+    update: dict[str, Any] = {"batch_size": share * hardware.world_size, "micro_batch": "auto"}
+    if not isinstance(spec.data, OwnData):
+        update["batch_tokens"] = None
+    if own_resources:
+        spec = spec.model_copy(update={"mesh": None, "strategy": "auto"})
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update=update)})
+    chosen, reason = pick(spec, shape_of(spec, known), hardware, simplest=True)
+    batch = (chosen.micro_batch or 1) * hardware.world_size
+    train = _train_plan(spec, hardware, known, chosen, reason, batch, resume=True)
+    return dataclasses.replace(train, predicted=None, memory_bytes=None)  # these are of training's steps
+
+
+def shape_of(spec: Train, known: Known, traced: Traced | None = None) -> Shape:
+    """What the model's size is read off; None: a user's own that nobody has traced. Raises PlanError."""
+    return _config(spec, known) or traced
+
+
+def meaning(spec: Train, known: Known) -> dict[str, Any]:
+    """What the training is about, on any hardware (see `plan/meaning.py`). Raises PlanError."""
+    return meanings.meaning(spec, _model(spec, _config(spec, known), known), _data(spec, known))
+
+
+def _config(spec: Train, known: Known) -> LlamaConfig | None:
+    """The preset's shape with the user's changes and the tokens' vocabulary; None for a model of theirs."""
+    if not isinstance(spec.model, PresetModel):
+        return None
+    changes = spec.model.model_dump(exclude_none=True, exclude={"preset", "seq_len"})
+    found = None if isinstance(spec.data, OwnData) else _vocab_size(fill(spec.data.tokens, known))
+    if found is not None and found > changes.get("vocab_size", found):
+        raise PlanError(
+            f"model.vocab_size is {changes['vocab_size']}, but there are {found} tokens in the data",
+            where=spec.model.preset,
+            hint="leave vocab_size away: it is taken from the data",
+        )
+    if found is not None:  # rounded to what matmuls like; the rest is never a target
+        changes.setdefault("vocab_size", -(-found // 64) * 64)
+    config = dataclasses.replace(PRESETS[spec.model.preset], **changes)
+    problems = config.problems()
+    if problems:
+        raise PlanError(f"no model has this shape: {'; '.join(problems)}", where=spec.model.preset)
+    if spec.model.seq_len > config.max_seq_len:
+        raise PlanError(
+            f"seq_len {spec.model.seq_len} is more than the {config.max_seq_len} positions of the model",
+            where=spec.model.preset,
+            hint=f"write seq_len: {config.max_seq_len}, or raise model.max_seq_len",
+        )
+    return config
+
+
+def _vocab_size(folder: str) -> int | None:
+    """Of the tokens in `folder`; None before they exist."""
+    path = Path(folder) / "manifest.json"
+    if not path.is_file():
+        return None
+    try:
+        size = json.loads(path.read_bytes())["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(
+            f"not a manifest of token files: {error}", where=str(path), hint="write it with mlpipe-corpus"
+        ) from None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise PlanError(f"vocab_size {size!r} is no size of a vocabulary", where=str(path))
+    return size
+
+
+def _train_plan(
+    spec: Train,
+    hardware: Hardware,
+    known: Known,
+    chosen: Candidate,
+    reason: str,
+    batch: int,
+    *,
+    resume: bool,
+) -> TrainPlan:
+    if chosen.mesh is None or chosen.micro_batch is None:
+        raise PlanError(chosen.reason)
+    config = _config(spec, known)
+    model, data = _model(spec, config, known), _data(spec, known)
+    every = parse_cadence(spec.checkpoint.every)
+    peak = hardware.peak_flops.get(chosen.precision)
+    return TrainPlan(
+        model=model,
+        data=data,
+        optimizer=_optimizer(spec),
+        checkpoint=CheckpointPlan(
+            every_steps=every.steps,
+            every_seconds=every.seconds,
+            keep=spec.checkpoint.keep,
+            asynchronous=spec.checkpoint.asynchronous,
+        ),
+        steps=spec.steps,
+        global_batch=batch,
+        micro_batch=chosen.micro_batch,
+        accumulation=batch // (chosen.micro_batch * chosen.mesh.data_ranks),
+        strategy=chosen.strategy,
+        mesh=chosen.mesh,
+        reason=reason,
+        precision=cast(Any, chosen.precision),
+        activation_checkpointing=cast(Any, chosen.activation_checkpointing),
+        compile=spec.compile,
+        deterministic=spec.deterministic,
+        seed=spec.seed,
+        hang_timeout_seconds=parse_seconds(spec.hang_timeout),
+        num_flops_per_token=num_flops_per_token(config, spec.model.seq_len) if config else None,
+        peak_flops=peak,
+        peak_name=f"{hardware.name} datasheet, dense {chosen.precision}" if peak else "measured matmul peak",
+        resume=resume,
+        reduce_gradients=chosen.reduce_gradients,
+        predicted=_predicted(chosen, hardware),
+        memory_bytes=hardware.memory_bytes,
+        smaller_micro_batches=_smaller(spec, chosen, batch),
+        meaning=meanings.meaning(spec, model, data),
+    )
+
+
+def _smaller(spec: Train, chosen: Candidate, batch: int) -> tuple[int, ...]:
+    if spec.data.micro_batch != "auto" or chosen.mesh is None or chosen.micro_batch is None:
+        return ()
+    sizes = micro_batches(batch, chosen.mesh.data_ranks, None)
+    return tuple(n for n in sizes if n < chosen.micro_batch and chosen.micro_batch % n == 0)
+
+
+def _predicted(chosen: Candidate, hardware: Hardware) -> Prediction | None:
+    if chosen.memory is None or chosen.seconds is None:
+        return None
+    ratios = hardware.speed.memory_ratio, hardware.speed.time_ratio
+    # five digits: the rest is noise of the last bit, which would make plans differ from machine to machine
+    return Prediction(chosen.memory.total, float(f"{chosen.step_seconds:.5g}"), *ratios)
+
+
+def _model(spec: Train, config: LlamaConfig | None, known: Known) -> ModelPlan:
+    model = spec.model
+    if isinstance(model, PresetModel) and config is not None:
+        return ModelPlan(Entry(LLAMA, dataclasses.asdict(config)), model.preset, model.seq_len, ())
+    own = cast(OwnModel, model)
+    return ModelPlan(Entry(own.entry, fill(own.args, known)), None, own.seq_len, own.blocks)
+
+
+def _data(spec: Train, known: Known) -> DataPlan:
+    if isinstance(spec.data, OwnData):
+        return DataPlan(None, Entry(spec.data.entry, fill(spec.data.args, known)), None)
+    folder = fill(spec.data.tokens, known)
+    path = Path(folder) / "manifest.json"
+    return DataPlan(folder, None, hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None)
+
+
+def _optimizer(spec: Train) -> OptimizerPlan:
+    decay = spec.optimizer.decay_steps or max(1, spec.steps // 10)
+    return OptimizerPlan(
+        **spec.optimizer.model_dump() | {"decay_steps": decay if spec.optimizer.schedule == "wsd" else 0}
+    )
