@@ -59,8 +59,8 @@ def follow(spec: str, first: int, last: int) -> dict[str, float]:
     from mlpipe.spec.load import load_pipeline
     from mlpipe.store.open import open_store
     from mlpipe.submit import planning
-    from mlpipe.submit.cluster_api import connect
-    from mlpipe.submit.kubernetes import Gang
+    from mlpipe.submit.kubernetes.api import connect
+    from mlpipe.submit.kubernetes.gang import Gang
 
     pipeline, store, api = load_pipeline(spec), open_store(STORE), connect()
     outcome = {"outcome": "done", "kind": None, "message": "", "exit_code": 0, "time": time.time()}

@@ -18,7 +18,7 @@ from kit.cluster_objects import named
 from kit.cluster_process import wait_until
 from kit.helm import helm
 
-from mlpipe.submit.cluster_api import ApiError, connect
+from mlpipe.submit.kubernetes.api import ApiError, connect
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,9 +11,9 @@ from kit.cluster_objects import job, named, pod_template
 from kit.cluster_process import wait_until
 from kit.manifests import kueue_crds, load
 
-from mlpipe.submit.cluster_api import connect
-from mlpipe.submit.kubernetes import selector
-from mlpipe.submit.pending import why_pending
+from mlpipe.submit.kubernetes.api import connect
+from mlpipe.submit.kubernetes.objects import selector
+from mlpipe.submit.kubernetes.pending import why_pending
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 OVERLAYS = Path(__file__).resolve().parents[2] / "k8s" / "overlays"

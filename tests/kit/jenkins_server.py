@@ -14,8 +14,8 @@ from html import escape
 import urllib3
 from kit.jenkins import TOKEN, USER, FakeJob, fake_jenkins
 
-from mlpipe.submit.jenkins import job_path
-from mlpipe.submit.jenkins_http import Access
+from mlpipe.submit.jenkins.client import job_path
+from mlpipe.submit.jenkins.http import Access
 
 PARAMETERS: dict[str, str | list[str] | None] = {
     "RUN_ID": "", "SECONDS": "0", "RESULT": ["SUCCESS", "UNSTABLE", "FAILURE", "NOT_BUILT"]

@@ -12,8 +12,8 @@ from kit.command_runs import until
 from kit.jenkins_server import Place, real, stand_in
 
 from mlpipe._core.errors import SubmitError
-from mlpipe.submit.jenkins import Build, Jenkins, Waiting, failure_of
-from mlpipe.submit.jenkins_http import Access
+from mlpipe.submit.jenkins.client import Build, Jenkins, Waiting, failure_of
+from mlpipe.submit.jenkins.http import Access
 
 pytestmark = pytest.mark.services
 QUEUE_SECONDS = 300

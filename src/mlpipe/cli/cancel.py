@@ -35,16 +35,16 @@ def command(session: Session, run_id: str, timeout: float, ignore_not_found: boo
     aborted first. A run that was claimed and never begun (its client died) is cleared away.
     """
     from mlpipe.store import runs
-    from mlpipe.submit import builds
     from mlpipe.submit.driver import cancel
+    from mlpipe.submit.jenkins import build_request
 
     store = session.store_if_claimed(run_id, ignore_not_found=ignore_not_found)
     if store is None:
         return
-    if (asked := builds.read(store, run_id)) is not None:
+    if (asked := build_request.read(store, run_id)) is not None:
         ended = jenkins.abort(session, store, asked, timeout)
         if ended and jenkins.asked_for(store, run_id) is not None:
-            builds.give_up(store, run_id)
+            build_request.give_up(store, run_id)
             document = jenkins.stands(store, asked)
             session.result(document, f"{run_id}  cancelled before its build made a run")
             return

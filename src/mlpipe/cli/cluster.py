@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mlpipe.store.base import Store
     from mlpipe.store.runs import RunState
     from mlpipe.submit.changes import Changes
-    from mlpipe.submit.cluster_api import ClusterApi
+    from mlpipe.submit.kubernetes.api import ClusterApi
     from mlpipe.submit.seal import Seal
 
 _LOOK_SECONDS = 3.0  # between two looks at the cluster
@@ -38,29 +38,31 @@ class Asked:
 def preview(session: Session, asked: Asked, where: str) -> int:
     """The very objects that would be sent: the driver's, then each stage's as the driver will send them."""
     from mlpipe.render.yaml import to_yaml
-    from mlpipe.submit.kubernetes import would_take
+    from mlpipe.submit.kubernetes.objects import server_dry_run
 
     pipeline = asked.pipeline
     run_id = asked.run_id or f"{pipeline.name[:40]}-{pipeline.digest[:8]}"
     files = _rendered(session, asked, session.full_store_url(pipeline.store), run_id)
     objects = [found for file in files.values() for found in file]
     if where == "server":
-        would_take(_connect(pipeline, asked.context), objects)
+        server_dry_run(_connect(pipeline, asked.context), objects)
     session.result(objects, to_yaml(objects).rstrip("\n"))
     return 0
 
 
 def submit(session: Session, asked: Asked, wait: bool) -> int:
     from mlpipe.store import runs
-    from mlpipe.submit.driver_job import driver_is_alive
-    from mlpipe.submit.kubernetes import would_take
+    from mlpipe.submit.kubernetes.driver_job import driver_is_alive
+    from mlpipe.submit.kubernetes.objects import server_dry_run
 
     pipeline = asked.pipeline
     store = session.open_store(pipeline.store)
     run_id = asked.run_id or pipeline.name[:40]
     files = _rendered(session, asked, store.url, run_id)
     api = _connect(pipeline, asked.context)
-    would_take(api, [found for file in files.values() for found in file])  # a refusal leaves no run behind
+    server_dry_run(
+        api, [found for file in files.values() for found in file]
+    )  # a refusal leaves no run behind
     place: dict[str, Any] = {"context": api.context, "namespace": api.namespace}
     run_id = claim(store, pipeline, asked.spec, asked.seal.overrides, asked.run_id, place)
     say_if_ended(session, store, run_id)
@@ -94,7 +96,7 @@ def resume(
     from mlpipe.store import runs
     from mlpipe.submit import seal
     from mlpipe.submit.changes import prepare
-    from mlpipe.submit.kubernetes import client_of
+    from mlpipe.submit.kubernetes.objects import client_of
 
     run = runs.read_run(store, run_id)
     before = seal.verified(store, run, digests=None, trust_store=trust_store)
@@ -128,7 +130,7 @@ def _go_on(
     one of those who ask for it at once; the others adopt what that one started."""
     from mlpipe.store import leases, runs
     from mlpipe.submit.changes import apply, prepare, under_way
-    from mlpipe.submit.driver_job import await_end_of_driver, driver_is_alive
+    from mlpipe.submit.kubernetes.driver_job import await_end_of_driver, driver_is_alive
 
     run_id = seen.run_id
     run = await_end_of_driver(api, store, run_id, only)
@@ -158,10 +160,10 @@ def _go_on(
 
 def why_undriven(run: RunState) -> str:
     """Of the driver itself: what the stages wait for, their driver writes into run.json."""
-    from mlpipe.submit import driver_job, kubernetes
+    from mlpipe.submit.kubernetes import driver_job, objects
 
     try:
-        return driver_job.why_undriven(kubernetes.client_of(run), run.run_id)
+        return driver_job.why_undriven(objects.client_of(run), run.run_id)
     except MlpipeError as error:
         return f"its driver cannot be looked for: {error.message}"
 
@@ -176,7 +178,7 @@ def _rendered(session: Session, asked: Asked, store_url: str, run_id: str) -> di
 
 
 def _connect(pipeline: Pipeline, context: str | None) -> ClusterApi:
-    from mlpipe.submit.cluster_api import connect
+    from mlpipe.submit.kubernetes.api import connect
 
     return connect(context, pipeline.kubernetes.namespace if pipeline.kubernetes else None)
 
@@ -184,7 +186,8 @@ def _connect(pipeline: Pipeline, context: str | None) -> ClusterApi:
 def _start_driver(store: Store, api: ClusterApi, run_id: str, pipeline: Pipeline, only: str | None) -> None:
     from mlpipe.plan.ahead import plan_ahead
     from mlpipe.store import runs
-    from mlpipe.submit import driver_job, seal
+    from mlpipe.submit import seal
+    from mlpipe.submit.kubernetes import driver_job
 
     plan = plan_ahead(pipeline, pipeline.stages[0].name, store.url, run_id, cluster=True)
     run = runs.read_run(store, run_id)
@@ -201,7 +204,7 @@ def _follow(
     start_driver: Callable[[], None],
 ) -> int:
     """While the run has no driver, says why its pod does not run."""
-    from mlpipe.submit.driver_job import driver_is_alive, why_undriven
+    from mlpipe.submit.kubernetes.driver_job import driver_is_alive, why_undriven
 
     looked = driverless = 0.0
     said = ""

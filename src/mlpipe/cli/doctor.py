@@ -20,7 +20,7 @@ from mlpipe._core.units import format_bytes
 from mlpipe.cli.session import Session, shared
 
 if TYPE_CHECKING:
-    from mlpipe.submit.cluster_api import ApiError, ClusterApi
+    from mlpipe.submit.kubernetes.api import ApiError, ClusterApi
 
 T = TypeVar("T")
 _MEMORY_FLOOR_BYTES = 2 * 2**30
@@ -204,7 +204,7 @@ def _attempt(name: str, action: Callable[[], T]) -> T | Finding:
 
 def examine_cluster(session: Session, context: str | None, namespace: str | None) -> Iterator[Finding]:
     """Up to the first thing without which nothing else can be told."""
-    from mlpipe.submit.cluster_api import connect
+    from mlpipe.submit.kubernetes.api import connect
 
     api = _attempt("config", lambda: connect(context, namespace))
     if isinstance(api, Finding):
@@ -307,7 +307,7 @@ def _ask(
     api: ClusterApi, method: str, path: str, body: dict[str, Any] | None = None
 ) -> dict[str, Any] | ApiError:
     """The answer, or what kept it away."""
-    from mlpipe.submit.cluster_api import ApiError
+    from mlpipe.submit.kubernetes.api import ApiError
 
     try:
         return api.request(method, path, what=f"read {path.rpartition('/')[2]}", body=body)

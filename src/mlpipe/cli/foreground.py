@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mlpipe.store.base import Store
     from mlpipe.store.runs import RunState
     from mlpipe.submit.changes import Changes
-    from mlpipe.submit.walk import Stop
+    from mlpipe.submit.executor import StopRequest
 
 
 def drive_here(
@@ -36,9 +36,9 @@ def drive_here(
     from mlpipe.store import runs
     from mlpipe.submit.changes import NONE
     from mlpipe.submit.driver import drive
-    from mlpipe.submit.walk import Stop
+    from mlpipe.submit.executor import StopRequest
 
-    stop = Stop()
+    stop = StopRequest()
     watcher = Watcher(session, store, runs.read_run(store, run_id))
     with _signals(stop):
         try:
@@ -68,9 +68,9 @@ def drive_for_cluster(
     takes over; the exit code says whether there must be one, not how the run ended."""
     from mlpipe.store import runs
     from mlpipe.submit.driver import drive
-    from mlpipe.submit.walk import Stop
+    from mlpipe.submit.executor import StopRequest
 
-    stop = Stop()
+    stop = StopRequest()
 
     def let_go(number: int, _: FrameType | None) -> None:
         stop.request("detached", f"the driver got {signal.Signals(number).name}")
@@ -111,7 +111,7 @@ def report_of(session: Session, store: Store, run: RunState) -> str | None:
 
 
 @contextmanager
-def _signals(stop: Stop) -> Iterator[None]:
+def _signals(stop: StopRequest) -> Iterator[None]:
     def handle(number: int, _: FrameType | None) -> None:
         if stop.kind is not None:
             raise Interrupt

@@ -16,8 +16,8 @@ from mlpipe.cli.session import Session, interrupt
 if TYPE_CHECKING:
     from mlpipe.spec.model import Pipeline
     from mlpipe.store.base import Store
-    from mlpipe.submit.builds import Asked
-    from mlpipe.submit.jenkins import Build, Jenkins, Waiting
+    from mlpipe.submit.jenkins.build_request import BuildRequest
+    from mlpipe.submit.jenkins.client import Build, Jenkins, Waiting
 
 _LOOK_SECONDS = 10.0  # for a build to leave the queue, whose URL is then known (a quiet period has 5)
 _QUEUE_SECONDS = 7 * 24 * 3600.0
@@ -36,9 +36,9 @@ def submit(
 ) -> int:
     from mlpipe._core.ids import is_name, new_run_id
     from mlpipe.cli.submit import is_there
-    from mlpipe.submit import builds
-    from mlpipe.submit.jenkins import RUN_ID, Build, Jenkins, Waiting, job_path
-    from mlpipe.submit.jenkins_http import Access
+    from mlpipe.submit.jenkins import build_request
+    from mlpipe.submit.jenkins.client import RUN_ID, Build, Jenkins, Waiting, job_path
+    from mlpipe.submit.jenkins.http import Access
 
     run_id = run_id or new_run_id(pipeline.name)
     if not is_name(run_id):
@@ -58,8 +58,11 @@ def submit(
     jenkins.check(job, parameters)  # before anything is written
     is_there(store, run_id, pipeline)  # as another pipeline's?
     text = pipeline.resolved_yaml()
-    new = builds.ask(
-        store, builds.Asked(builds.SCHEMA_VERSION, run_id, access.url, job, pipeline.digest, text)
+    new = build_request.ask(
+        store,
+        build_request.BuildRequest(
+            build_request.SCHEMA_VERSION, run_id, access.url, job, pipeline.digest, text
+        ),
     )
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # it detaches, as Ctrl-C does
         signal.signal(signal.SIGTERM, interrupt)
@@ -68,7 +71,7 @@ def submit(
             found = jenkins.trigger(job, parameters)
         except SubmitError as error:
             if new and error.kind == "input":
-                builds.forget(store, run_id)
+                build_request.forget(store, run_id)
             raise
         if wait:
             return _follow(session, jenkins, store, found, run_id)
@@ -95,14 +98,14 @@ def submit(
 
 
 def _where(url: str, found: Waiting | Build) -> str:
-    from mlpipe.submit.jenkins import Build
+    from mlpipe.submit.jenkins.client import Build
 
     return found.url if isinstance(found, Build) else f"{url}/queue/item/{found.item}/"
 
 
 def _follow(session: Session, jenkins: Jenkins, store: Store, found: Waiting | Build, run_id: str) -> int:
     """Until the build has ended; its result as an exit code."""
-    from mlpipe.submit.jenkins import Build, failure_of
+    from mlpipe.submit.jenkins.client import Build, failure_of
 
     session.note(f"run {run_id} in {store.url}; Ctrl-C leaves it running")
     if isinstance(found, Build):
@@ -126,16 +129,16 @@ def _follow(session: Session, jenkins: Jenkins, store: Store, found: Waiting | B
     return 0 if kind is None else EXIT_CODES[kind]
 
 
-def asked_for(store: Store, run_id: str) -> Asked | None:
+def asked_for(store: Store, run_id: str) -> BuildRequest | None:
     """What a build was asked for that has not made the run yet."""
-    from mlpipe.submit import builds
+    from mlpipe.submit.jenkins import build_request
 
-    return None if store.exists(f"runs/{run_id}/run.json") else builds.read(store, run_id)
+    return None if store.exists(f"runs/{run_id}/run.json") else build_request.read(store, run_id)
 
 
-def stands(store: Store, asked: Asked) -> dict[str, Any]:
+def stands(store: Store, asked: BuildRequest) -> dict[str, Any]:
     """Of a run that is not there yet: `state` is queued, building, or how the build ended."""
-    from mlpipe.submit.jenkins import Build
+    from mlpipe.submit.jenkins.client import Build
 
     document = {
         "run_id": asked.run_id,
@@ -165,10 +168,10 @@ def text_of(document: Mapping[str, Any]) -> str:
     return f"{document['run_id']}  {document['state']}: {document['message'] or 'no reason given'}\n  {where}"
 
 
-def abort(session: Session, store: Store, asked: Asked, timeout_seconds: float) -> bool:
+def abort(session: Session, store: Store, asked: BuildRequest, timeout_seconds: float) -> bool:
     """Ends the build, or takes it out of the queue; True once it has ended. While its run exists, `cancel`
     goes on with that, and a Jenkins that cannot be asked is only complained about."""
-    from mlpipe.submit.jenkins import Build
+    from mlpipe.submit.jenkins.client import Build
 
     is_run = store.exists(f"runs/{asked.run_id}/run.json")
     try:
@@ -198,10 +201,10 @@ def abort(session: Session, store: Store, asked: Asked, timeout_seconds: float) 
         time.sleep(_POLL_SECONDS)
 
 
-def _connect(asked: Asked) -> Jenkins:
+def _connect(asked: BuildRequest) -> Jenkins:
     """Credentials go where the environment says, not where an object of the store does."""
-    from mlpipe.submit.jenkins import Jenkins
-    from mlpipe.submit.jenkins_http import Access
+    from mlpipe.submit.jenkins.client import Jenkins
+    from mlpipe.submit.jenkins.http import Access
 
     where = f"its Jenkins is {asked.jenkins}"
     if "JENKINS_URL" not in os.environ:

@@ -95,7 +95,7 @@ def command(
             return foreground.drive_for_cluster(session, store, run_id, only=stage)
     except MlpipeError as error:
         if here and error.kind == "input":
-            from mlpipe.submit.driver_job import give_up_driver
+            from mlpipe.submit.kubernetes.driver_job import give_up_driver
 
             give_up_driver(run_id, stage)
         raise

@@ -26,12 +26,13 @@ from mlpipe.store.base import Store
 from mlpipe.store.runs import Lease, RunState, StageState
 from mlpipe.submit import planning, process, seal
 from mlpipe.submit.changes import NONE, Changes, apply, prepare, under_way
+from mlpipe.submit.dag_runner import DagRunner
+from mlpipe.submit.executor import Executor, StopRequest
 from mlpipe.submit.follower import cancel_orphans
 from mlpipe.submit.local import LocalBackend
-from mlpipe.submit.walk import Backend, Stop, Walk
 
 if TYPE_CHECKING:
-    from mlpipe.submit.cluster_api import ClusterApi
+    from mlpipe.submit.kubernetes.api import ClusterApi
 
 LEASE_SECONDS = 60.0
 _RENEW_SECONDS = 10.0
@@ -43,7 +44,7 @@ def drive(
     store: Store,
     run_id: str,
     *,
-    stop: Stop,
+    stop: StopRequest,
     only: str | None = None,
     for_followers: bool = False,
     changes: Changes = NONE,
@@ -116,7 +117,7 @@ def drive(
                 look()
 
         try:
-            return Walk(
+            return DagRunner(
                 store,
                 run_id,
                 planning.needs(pipeline),
@@ -137,7 +138,7 @@ def _lease(store: Store, run_id: str, pipeline: Pipeline, on_cluster: bool) -> H
     expired."""
     if not on_cluster:
         return HeldLease(store, run_id)
-    from mlpipe.submit.driver_job import pod_has_ended
+    from mlpipe.submit.kubernetes.driver_job import pod_has_ended
 
     def has_ended(lease: Lease) -> bool:
         try:
@@ -168,16 +169,16 @@ def _reopen(store: Store, former: RunState, partly: bool, on_cluster: bool, *, f
     runs.reopen(store, former.run_id, names, forget_cancel=forget_cancel or ended)
 
 
-def _backend(store: Store, asked: seal.Seal, holder: str, pipeline: Pipeline) -> Backend:
+def _backend(store: Store, asked: seal.Seal, holder: str, pipeline: Pipeline) -> Executor:
     if asked.backend == "kubernetes":
-        from mlpipe.submit.kubernetes import KubernetesBackend
+        from mlpipe.submit.kubernetes.gang import KubernetesBackend
 
         return KubernetesBackend(store, _connect(pipeline))
     return LocalBackend(store, driver=holder, folder=working_folder(asked.folder))
 
 
 def _connect(pipeline: Pipeline) -> ClusterApi:
-    from mlpipe.submit.cluster_api import connect
+    from mlpipe.submit.kubernetes.api import connect
 
     return connect(namespace=pipeline.kubernetes.namespace if pipeline.kubernetes else None)
 
@@ -312,7 +313,7 @@ def _cancel_driverless(store: Store, former: RunState, why: str, timeout_seconds
 
     with HeldLease(store, former.run_id):
         if former.backend == "kubernetes":
-            from mlpipe.submit.kubernetes import clear, client_of
+            from mlpipe.submit.kubernetes.objects import clear, client_of
 
             clear(client_of(former), former.run_id, timeout_seconds=timeout_seconds)
         else:

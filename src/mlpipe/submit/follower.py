@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from mlpipe._core.errors import StoreError
 from mlpipe.store.base import Store
-from mlpipe.submit.walk import Stop
+from mlpipe.submit.executor import StopRequest
 
 LEASE_SECONDS = 600.0  # enough for a new agent to be scheduled, pulled and started
 _RENEW_SECONDS = 30.0
@@ -54,7 +54,7 @@ class Following:
             return  # it expires, and an error on its way out must not be hidden by this one
 
 
-def cancel_orphans(store: Store, run_id: str, stop: Stop) -> Callable[[], None]:
+def cancel_orphans(store: Store, run_id: str, stop: StopRequest) -> Callable[[], None]:
     """For a driver to call as often as it likes: stops the walk once the follower's lease has expired."""
     looked = time.monotonic()
 

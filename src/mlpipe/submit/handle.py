@@ -10,7 +10,7 @@ from typing import Any
 from mlpipe._core.errors import Kind, MlpipeError
 from mlpipe.plan.plan import Plan
 from mlpipe.store.base import Store
-from mlpipe.submit.walk import Ended
+from mlpipe.submit.executor import Ended
 
 
 class ThreadedHandle(ABC):

@@ -16,9 +16,9 @@ from mlpipe.spec import placeholders
 from mlpipe.store import outputs
 from mlpipe.store.base import Store
 from mlpipe.submit import process
+from mlpipe.submit.executor import Ended, Slots
 from mlpipe.submit.handle import ThreadedHandle, ended_by, read_outcome
 from mlpipe.submit.promote import promote
-from mlpipe.submit.walk import Ended, Room
 
 _LAST_LINES = 15  # of a failed command's log, shown with the failure
 _KINDS: dict[int, Kind] = {code: kind for kind, code in EXIT_CODES.items()}
@@ -46,8 +46,8 @@ class LocalBackend:
         self._gpus = gpu_ids()
         self._taken: list[tuple[ThreadedHandle, list[str]]] = []
 
-    def room(self) -> Room:
-        return Room(cpus=len(os.sched_getaffinity(0)), gpus=len(self._gpus))
+    def capacity(self) -> Slots:
+        return Slots(cpus=len(os.sched_getaffinity(0)), gpus=len(self._gpus))
 
     def check(self, plan: Plan) -> None:
         check_fits(plan, len(self._gpus))

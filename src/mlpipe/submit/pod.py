@@ -20,9 +20,9 @@ from mlpipe.plan.plan import Plan
 from mlpipe.plan.process import fetch_inputs, main_of_stage
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
+from mlpipe.submit.executor import COMMAND_SECONDS, Ended
 from mlpipe.submit.handle import ThreadedHandle
 from mlpipe.submit.local import LocalBackend
-from mlpipe.submit.walk import COMMAND_SECONDS, Ended
 
 _POLL_SECONDS = 0.1
 

@@ -8,7 +8,7 @@ from kit.command_runs import Cli
 
 from mlpipe.cli import doctor
 from mlpipe.cli.session import Session
-from mlpipe.submit import cluster_api
+from mlpipe.submit.kubernetes import api as cluster_api
 
 pytestmark = pytest.mark.unit
 GOOD = [

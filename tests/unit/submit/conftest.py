@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from kit.apiserver import ApiServer
 
-from mlpipe.submit import cluster_api, cluster_config
-from mlpipe.submit.cluster_api import ClusterApi, connect
+from mlpipe.submit.kubernetes import api as cluster_api
+from mlpipe.submit.kubernetes import config as cluster_config
+from mlpipe.submit.kubernetes.api import ClusterApi, connect
 
 
 @pytest.fixture

@@ -12,15 +12,15 @@ from kit.command_runs import Cli, shell, until, write_spec
 
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit import follower
+from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.follower import Following, cancel_orphans
-from mlpipe.submit.walk import Stop
 
 pytestmark = pytest.mark.unit
 
 
 def test_the_driver_stops_for_an_expired_lease_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "_LOOK_SECONDS", 0.0)
-    store, stop = FolderStore(tmp_path), Stop()
+    store, stop = FolderStore(tmp_path), StopRequest()
     look = cancel_orphans(store, "r", stop)
     look()  # nobody waited
     following, other = Following(store, "r"), Following(store, "r")

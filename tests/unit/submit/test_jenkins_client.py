@@ -13,8 +13,8 @@ import pytest
 from kit.jenkins import PASSWORD, TOKEN, USER, FakeJenkins, FakeJob, Fault, fake_jenkins
 
 from mlpipe._core.errors import SubmitError
-from mlpipe.submit.jenkins import Build, Jenkins, Waiting, failure_of, job_path
-from mlpipe.submit.jenkins_http import Access
+from mlpipe.submit.jenkins.client import Build, Jenkins, Waiting, failure_of, job_path
+from mlpipe.submit.jenkins.http import Access
 
 pytestmark = pytest.mark.unit
 JOB = "team/train"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlpipe.submit.kubernetes import lost_for_good
+from mlpipe.submit.kubernetes.gang import lost_for_good
 
 pytestmark = pytest.mark.unit
 

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 import pytest
 from kit.apiserver import ApiServer
 
-from mlpipe.submit import pending
-from mlpipe.submit.cluster_api import ApiError
-from mlpipe.submit.pending import why_pending
+from mlpipe.submit.kubernetes import pending
+from mlpipe.submit.kubernetes.api import ApiError
+from mlpipe.submit.kubernetes.pending import why_pending
 
 pytestmark = pytest.mark.unit
 LABELS = {"mlpipe.dev/run": "r"}

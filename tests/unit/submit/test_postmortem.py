@@ -9,9 +9,8 @@ from kit.command_runs import until
 from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
 from mlpipe.store.folder import FolderStore
-from mlpipe.submit import kubernetes
-from mlpipe.submit.kubernetes import Gang
-from mlpipe.submit.postmortem import Postmortem, fate, last_line
+from mlpipe.submit.kubernetes.gang import Gang
+from mlpipe.submit.kubernetes.postmortem import Postmortem, last_line, termination_reason
 
 pytestmark = pytest.mark.unit
 PLAN = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
@@ -41,7 +40,7 @@ def kept(store) -> dict:
 def test_a_gang_that_restarts_says_since_when_and_keeps_what_its_pods_take_along(
     server, api, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(kubernetes, "_NOTE_SECONDS", 0.0)
+    monkeypatch.setattr("mlpipe.submit.kubernetes.gang._NOTE_SECONDS", 0.0)
     store = FolderStore(tmp_path)
     gang = Gang(store, api, PLAN)
     jobset = until(
@@ -123,10 +122,8 @@ def test_last_line(text, line):
     ],
 )
 def test_a_pod_that_took_too_much_disk_says_what_to_raise(words):
-    befell = fate([pod("w-0", "Failed", reason="Evicted", message=words)])
-    assert befell.message.startswith(f"pod w-0: Evicted: {words[:20]}")
-    assert befell.message.endswith("hint: raise `resources.disk` of the stage, or write to a volume")
-    assert (
-        "hint"
-        not in fate([pod("w-0", "Failed", reason="Evicted", message="The node was low on memory")]).message
-    )
+    reason = termination_reason([pod("w-0", "Failed", reason="Evicted", message=words)])
+    assert reason.message.startswith(f"pod w-0: Evicted: {words[:20]}")
+    assert reason.message.endswith("hint: raise `resources.disk` of the stage, or write to a volume")
+    low = pod("w-0", "Failed", reason="Evicted", message="The node was low on memory")
+    assert "hint" not in termination_reason([low]).message

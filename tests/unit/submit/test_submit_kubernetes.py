@@ -23,10 +23,12 @@ from mlpipe.cli.app import run_app
 from mlpipe.store import leases, runs
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import StageState
-from mlpipe.submit import cluster_api, driver, driver_job, kubernetes
-from mlpipe.submit.cluster_api import ClusterApi
+from mlpipe.submit import driver
 from mlpipe.submit.driver import drive
-from mlpipe.submit.walk import Stop
+from mlpipe.submit.executor import StopRequest
+from mlpipe.submit.kubernetes import api as cluster_api
+from mlpipe.submit.kubernetes import driver_job
+from mlpipe.submit.kubernetes.api import ClusterApi
 
 pytestmark = pytest.mark.unit
 IMAGE = "registry.example.com/team/mlpipe@sha256:" + "0" * 64
@@ -322,13 +324,13 @@ def test_a_driver_that_finds_the_run_ended_by_another_adds_no_attempt(person, mo
         return take(*arguments, **keywords)
 
     monkeypatch.setattr(leases, "take_lease", overtaken)
-    assert drive(person.store, "r", stop=Stop()).message == "again"
+    assert drive(person.store, "r", stop=StopRequest()).message == "again"
     assert runs.read_run(person.store, "r").stages["a"].attempt == 0
 
 
 def test_a_driver_that_is_about_to_end_is_not_taken_for_a_new_one(person, monkeypatch):
     """Its run was cancelled a moment ago, and its pod has yet to be seen as ended."""
-    monkeypatch.setattr(kubernetes, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr("mlpipe.submit.kubernetes.objects._POLL_SECONDS", 0.02)
     person.submit("--run-id", "r")
     job = person.server.objects["jobs", "r-driver"]
     runs.update_run(person.store, "r", lambda run: replace(run, state="cancelled"))
@@ -360,7 +362,7 @@ def test_what_a_dry_run_prints_is_what_is_sent(person):
     _, text = person.submit("--run-id", "r", "--dry-run", "--output", "json")
     printed, _ = json.JSONDecoder().raw_decode(text[text.index("[") :])
     person.submit("--run-id", "r")
-    stop = Stop()
+    stop = StopRequest()
 
     def watch(_: runs.RunState) -> None:
         if len(person.made()) == len(printed):
@@ -385,7 +387,7 @@ def test_a_driver_whose_pod_has_ended_is_not_waited_for(person, monkeypatch):
     lost = runs.Lease("dead", "p", 1, time.time() + 1e9, "boot pid:[1]", 1, "p", uid)
     runs.update_run(person.store, "r", lambda run: replace(run, driver=lost))
     monkeypatch.setattr(driver, "_TAKEOVER_SECONDS", 5.0)
-    stop = Stop()
+    stop = StopRequest()
     stop.request("detached", "it has the lease")
     assert drive(person.store, "r", stop=stop).driver.holder != "dead"
     elsewhere = replace(lost, pod_uid="another")
@@ -413,7 +415,7 @@ def test_a_run_asks_the_api_server_for_little(person):
 
     assert person.submit("--run-id", "r")[0] == 0
     count("submit")
-    drive(person.store, "r", stop=Stop(), watch=play)
+    drive(person.store, "r", stop=StopRequest(), watch=play)
     assert runs.read_run(person.store, "r").state == "done"
     count("driver of a stage")
     assert person.mlpipe("list")[0] == 0

@@ -11,9 +11,10 @@ from kit.command_runs import until
 from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
 from mlpipe.store.folder import FolderStore
-from mlpipe.submit import cluster_api, watch
-from mlpipe.submit.kubernetes import Gang
-from mlpipe.submit.watch import Watched
+from mlpipe.submit.kubernetes import api as cluster_api
+from mlpipe.submit.kubernetes import watch
+from mlpipe.submit.kubernetes.gang import Gang
+from mlpipe.submit.kubernetes.watch import Watched
 
 pytestmark = pytest.mark.unit
 WATCH, LABELS = "watch=true", {"run": "r"}

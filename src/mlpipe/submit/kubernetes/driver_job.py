@@ -13,10 +13,10 @@ from mlpipe.render.kubernetes import driver_objects
 from mlpipe.store.base import Store
 from mlpipe.store.leases import POD_UID
 from mlpipe.store.runs import RUN_ENDED, RunState, read_run
-from mlpipe.submit.cluster_api import ClusterApi, connect
-from mlpipe.submit.kubernetes import create_all, driver_labels, finished
-from mlpipe.submit.pending import why_pending
-from mlpipe.submit.postmortem import last_words
+from mlpipe.submit.kubernetes.api import ClusterApi, connect
+from mlpipe.submit.kubernetes.objects import create_all, driver_labels, finished
+from mlpipe.submit.kubernetes.pending import why_pending
+from mlpipe.submit.kubernetes.postmortem import last_words
 
 _POLL_SECONDS = 1.0
 _ENDS_SECONDS = 60.0  # from the end of its run: a report to write, a pod to be seen as ended

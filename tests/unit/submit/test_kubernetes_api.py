@@ -13,9 +13,11 @@ from mlpipe._core.errors import SubmitError
 from mlpipe.render.kubernetes import stage_objects
 from mlpipe.render.names import PIPELINE_DIGEST, SPEC_DIGEST, VERSION
 from mlpipe.store.folder import FolderStore
-from mlpipe.submit import cluster_api, cluster_config, kubernetes
-from mlpipe.submit.cluster_api import ApiError, connect, is_away
-from mlpipe.submit.kubernetes import Gang, create_all, would_take
+from mlpipe.submit.kubernetes import api as cluster_api
+from mlpipe.submit.kubernetes import config as cluster_config
+from mlpipe.submit.kubernetes.api import ApiError, connect, is_away
+from mlpipe.submit.kubernetes.gang import Gang
+from mlpipe.submit.kubernetes.objects import create_all, server_dry_run
 
 pytestmark = pytest.mark.unit
 BUSY = Fault("status", 429, "too many requests", {"Retry-After": "0"})
@@ -322,7 +324,7 @@ def test_what_a_quota_refuses_and_is_there_is_adopted(api, server):
 
 
 def stage_of(api, tmp_path, monkeypatch) -> Gang:
-    monkeypatch.setattr(kubernetes, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr("mlpipe.submit.kubernetes.gang._POLL_SECONDS", 0.02)
     return Gang(FolderStore(tmp_path), api, plan_of(pipeline_of("quickstart", *QUICKSTART), "corpus"))
 
 
@@ -366,7 +368,7 @@ def test_what_another_made_is_not_rolled_back(api, server):
 
 def test_a_dry_run_makes_nothing(api, server):
     plan = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
-    would_take(api, stage_objects(plan))
+    server_dry_run(api, stage_objects(plan))
     assert [request.split("/")[-1].partition("?")[0] for request in server.requests] == [
         "configmaps",
         "jobsets",

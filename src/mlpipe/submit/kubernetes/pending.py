@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from datetime import datetime
 
 from mlpipe.render.names import QUEUE
-from mlpipe.submit.cluster_api import NO_KUEUE, ApiError, ClusterApi, Object
-from mlpipe.submit.postmortem import last_line
+from mlpipe.submit.kubernetes.api import NO_KUEUE, ApiError, ClusterApi, Object
+from mlpipe.submit.kubernetes.postmortem import last_line
 
 _LOST_SECONDS = 30.0  # a pod that outlives its grace period by this much has lost its node
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from mlpipe._core.errors import SubmitError
-from mlpipe.submit.cluster_api import ClusterApi, Object
+from mlpipe.submit.kubernetes.api import ClusterApi, Object
 
 _PAUSE_SECONDS = 5.0  # between the beginnings of two lists: where no watch gets through
 

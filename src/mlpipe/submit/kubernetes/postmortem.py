@@ -11,8 +11,8 @@ from typing import Any
 
 from mlpipe._core.errors import StoreError
 from mlpipe.store.base import Store
-from mlpipe.submit.cluster_api import ApiError, ClusterApi, Object
-from mlpipe.submit.walk import Ended
+from mlpipe.submit.executor import Ended
+from mlpipe.submit.kubernetes.api import ApiError, ClusterApi, Object
 
 _NODE_EVENTS = "/api/v1/namespaces/default/events"  # where events of nodes lie
 _SAVED = 5  # exit code of a launcher
@@ -38,8 +38,8 @@ class Postmortem:
         if not fallen and not at_the_end:
             return
         self._seen |= {_mark(pod) for pod in fallen}
-        befell = fate(fallen)
-        self.last = befell.message.partition("\n")[0] if befell else last_words(fallen) or self.last
+        reason = termination_reason(fallen)
+        self.last = reason.message.partition("\n")[0] if reason else last_words(fallen) or self.last
         try:
             self._write(pods if at_the_end else fallen)
         except (ApiError, StoreError):
@@ -74,7 +74,7 @@ class Postmortem:
         return [one for one in answer.get("items") or [] if _about(one).get("name") in nodes], None
 
 
-def fate(pods: list[Object]) -> Ended | None:
+def termination_reason(pods: list[Object]) -> Ended | None:
     """What befell a pod that could not say so itself."""
     for pod in pods:
         name, status = pod["metadata"]["name"], pod.get("status", {})

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from mlpipe._core.errors import Kind, SubmitError
-from mlpipe.submit.jenkins_http import (
+from mlpipe.submit.jenkins.http import (
     PATIENCE_SECONDS,
     Access,
     JenkinsError,

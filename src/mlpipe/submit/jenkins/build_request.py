@@ -1,6 +1,6 @@
 """A run that a build of Jenkins was asked to make: what is known of it before the build has made it.
 
-runs/<run-id>/jenkins.json      Asked: where, and the pipeline itself (created once, never changed)
+runs/<run-id>/jenkins.json      BuildRequest: where, and the pipeline itself (created once, never changed)
 index/<run-id>/000000-queued    so that `mlpipe list` shows it; the run's own keys come after it
 """
 
@@ -18,7 +18,7 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Asked:
+class BuildRequest:
     """`pipeline`: its resolved YAML, whose sha256 is `spec_digest`. `jenkins`: the controller's URL."""
 
     schema_version: int
@@ -29,7 +29,7 @@ class Asked:
     pipeline: str
 
 
-def ask(store: Store, asked: Asked) -> bool:
+def ask(store: Store, asked: BuildRequest) -> bool:
     """Writes it down; False if it was there already. Raises SubmitError (input) where the id belongs to
     another pipeline."""
     new = store.put_if_absent(_key(asked.run_id), to_json(asked).encode())
@@ -45,12 +45,12 @@ def ask(store: Store, asked: Asked) -> bool:
     return new
 
 
-def read(store: Store, run_id: str) -> Asked | None:
+def read(store: Store, run_id: str) -> BuildRequest | None:
     """None where no build was asked for."""
     if not is_name(run_id) or not store.exists(_key(run_id)):
         return None
     try:
-        found = from_json(Asked, store.get(_key(run_id)))
+        found = from_json(BuildRequest, store.get(_key(run_id)))
     except (ValueError, RecursionError) as error:
         raise StoreError(f"not what a build was asked for: {error}", where=_key(run_id)) from error
     if found.schema_version != SCHEMA_VERSION:

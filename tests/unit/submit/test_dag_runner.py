@@ -17,7 +17,8 @@ from mlpipe.store import leases, outputs, runs, wanted
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import RunState
-from mlpipe.submit.walk import Ended, Room, Stop, Walk
+from mlpipe.submit.dag_runner import DagRunner
+from mlpipe.submit.executor import Ended, Slots, StopRequest
 
 pytestmark = pytest.mark.unit
 
@@ -50,8 +51,8 @@ class Scripted:
         self.started: list[str] = []
         self.most = 0
 
-    def room(self) -> Room:
-        return Room(cpus=self.cpus, gpus=0)
+    def capacity(self) -> Slots:
+        return Slots(cpus=self.cpus, gpus=0)
 
     def check(self, plan: Plan) -> None:
         pass
@@ -105,7 +106,7 @@ def dags(draw):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mlpipe.submit.walk._POLL_SECONDS", 0.0)
+    monkeypatch.setattr("mlpipe.submit.dag_runner._POLL_SECONDS", 0.0)
     monkeypatch.setattr("mlpipe.submit.wanted._LOOK_SECONDS", 0.0)
 
 
@@ -115,7 +116,7 @@ def walk(needs, fails, looks, cpus, *, stop=None, stop_after=None):
         runs.create_run(store, "run", "", "digest", list(needs), "local", {})
         leases.take_lease(store, "run", "me", 1000.0)
         runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
-        stop = stop or Stop()
+        stop = stop or StopRequest()
         ticks = itertools.count()
 
         def watch(state):
@@ -123,7 +124,7 @@ def walk(needs, fails, looks, cpus, *, stop=None, stop_after=None):
                 stop.request("cancelled", "asked to")
 
         backend = Scripted(lambda: walker.state, needs, fails, looks, cpus)
-        walker = Walk(
+        walker = DagRunner(
             store,
             "run",
             needs,
@@ -171,7 +172,7 @@ def test_drivers_that_die_or_let_go_at_any_moment_repeat_nothing(needs, ends, da
         backend = Cluster(lambda: runs.read_run(store, "run"), needs, set(), looks, 2)
         for driver, (after, dies) in enumerate([*ends, (10**6, False)]):
             leases.take_lease(store, "run", f"driver {driver}", 1000.0)
-            stop, ticks = Stop(), itertools.count()
+            stop, ticks = StopRequest(), itertools.count()
 
             def watch(state, stop=stop, ticks=ticks, after=after, dies=dies):
                 if next(ticks) == after:
@@ -180,7 +181,7 @@ def test_drivers_that_die_or_let_go_at_any_moment_repeat_nothing(needs, ends, da
                     stop.request("detached", "evicted")
 
             scratch = Path(folder) / "scratch"
-            walker = Walk(
+            walker = DagRunner(
                 store,
                 "run",
                 needs,
@@ -242,7 +243,7 @@ def test_stages_that_are_asked_for_one_by_one_run_once_whichever_driver_hears_it
                     raise Died
 
             with contextlib.suppress(Died):
-                Walk(
+                DagRunner(
                     store,
                     "run",
                     needs,
@@ -250,7 +251,7 @@ def test_stages_that_are_asked_for_one_by_one_run_once_whichever_driver_hears_it
                     backend,
                     holder=f"driver {driver}",
                     scratch=Path(folder) / "scratch",
-                    stop=Stop(),
+                    stop=StopRequest(),
                     watch=watch,
                 ).run(only_wanted=True)
             leases.release_lease(store, "run", f"driver {driver}")
@@ -277,8 +278,16 @@ def test_what_is_asked_for_joins_the_walk_and_a_failed_stage_runs_again():
 
         wanted.ask(store, "run", "a")
         scratch = Path(folder) / "scratch"
-        walker = Walk(
-            store, "run", needs, command_plan, backend, holder="me", scratch=scratch, stop=Stop(), watch=watch
+        walker = DagRunner(
+            store,
+            "run",
+            needs,
+            command_plan,
+            backend,
+            holder="me",
+            scratch=scratch,
+            stop=StopRequest(),
+            watch=watch,
         )
         state = walker.run(only_wanted=True)
         assert backend.started == ["a", "b", "a"]  # asked for while it ran: adopted; after it failed: again
@@ -315,7 +324,7 @@ def test_a_cancelled_run_forgets_what_was_asked_for():
         leases.take_lease(store, "run", "me", 1000.0)
         runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
         backend = Scripted(lambda: runs.read_run(store, "run"), needs, set(), {"a": 5, "b": 1}, 8)
-        stop = Stop()
+        stop = StopRequest()
 
         def watch(state):
             if stop.kind is None:
@@ -324,7 +333,7 @@ def test_a_cancelled_run_forgets_what_was_asked_for():
 
         wanted.ask(store, "run", "a")
         scratch = Path(folder) / "scratch"
-        walker = Walk(
+        walker = DagRunner(
             store, "run", needs, command_plan, backend, holder="me", scratch=scratch, stop=stop, watch=watch
         )
         assert walker.run(only_wanted=True).state == "cancelled"
@@ -347,7 +356,9 @@ def walk_losing(folder: Path, lose) -> tuple[Store, RunState]:
     leases.take_lease(store, "run", "me", 1000.0)
     runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
     backend = Losing(lambda: runs.read_run(store, "run"), needs, set(), {"a": 1}, 2)
-    walker = Walk(store, "run", needs, command_plan, backend, holder="me", scratch=scratch, stop=Stop())
+    walker = DagRunner(
+        store, "run", needs, command_plan, backend, holder="me", scratch=scratch, stop=StopRequest()
+    )
     return store, walker.run()
 
 

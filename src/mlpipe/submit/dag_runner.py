@@ -11,84 +11,23 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from mlpipe._core.errors import Kind, MlpipeError, StoreError, SubmitError
+from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
 from mlpipe.plan.plan import Plan
 from mlpipe.store import catalogue, outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState, StageState
 from mlpipe.submit import seal
+from mlpipe.submit.executor import COMMAND_SECONDS, Ended, Executor, Handle, StopRequest, requests
 from mlpipe.submit.wanted import Wanted
 
 _POLL_SECONDS = 0.1
 _CANCEL_SECONDS = 1.0  # between two looks for a request to cancel: a GET each
-COMMAND_SECONDS = 30.0  # between SIGTERM and SIGKILL of a command
 _MAX_ATTEMPTS = 20  # of a stage that loses one node after the other
 _AFTER_KILL_SECONDS = 10.0  # for a killed stage to be seen as ended
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a stage ended. `kind` says whose fault a failure is; `outcome` is kept in run.json. `lost`: this
-    attempt was given up, perhaps it still runs where nobody reaches it; another one may do better."""
-
-    state: Literal["done", "failed", "cancelled"]
-    message: str = ""
-    kind: Kind | None = None
-    exit_code: int | None = None
-    outcome: dict[str, Any] = field(default_factory=dict)
-    lost: bool = False
-
-
-@dataclass(frozen=True)
-class Room:
-    """What a stage takes, or what a backend has: CPU slots, and GPUs by name (a stage: how many)."""
-
-    cpus: int
-    gpus: int
-
-
-class Handle(Protocol):
-    """A stage under way. None of these waits."""
-
-    def poll(self) -> Ended | None: ...
-    def note(self) -> str:
-        """What it waits for, in words; "" when it does not."""
-
-    def terminate(self) -> None:
-        """Ask it to save and stop."""
-
-    def kill(self) -> None:
-        """Stop it at once."""
-
-
-class Backend(Protocol):
-    """Where stages run. With `outlives_driver` they go on without their driver, and `start` adopts them."""
-
-    outlives_driver: bool
-
-    def room(self) -> Room: ...
-    def check(self, plan: Plan) -> None:
-        """Raises SubmitError if `plan` can never run here."""
-
-    def start(self, plan: Plan, scratch: Path) -> Handle:
-        """plan.json lies in the store already; `scratch` is an empty folder of this attempt."""
-
-
-class Stop:
-    """Asks a walk to stop; safe to call from a signal handler. The first reason stays. "detached": stages
-    that outlive their driver go on, for the next one."""
-
-    def __init__(self) -> None:
-        self.kind: Literal["cancelled", "interrupted", "detached"] | None = None
-        self.why = ""
-
-    def request(self, kind: Literal["cancelled", "interrupted", "detached"], why: str) -> None:
-        if self.kind is None:
-            self.kind, self.why = kind, why
 
 
 @dataclass
@@ -102,7 +41,7 @@ class _Running:
     timed_out: bool = False
 
 
-class Walk:
+class DagRunner:
     """One driver's walk over a run, under the lease `holder`. `needs` names each stage's needs, in the order
     of the pipeline; `make_plan(stage, attempt)` plans it when its needs are done. `alive()` raises when the
     lease could not be renewed. `watch(state)` is called about ten times a second."""
@@ -113,11 +52,11 @@ class Walk:
         run_id: str,
         needs: Mapping[str, Sequence[str]],
         make_plan: Callable[[str, int], Plan],
-        backend: Backend,
+        executor: Executor,
         *,
         holder: str,
         scratch: Path,
-        stop: Stop,
+        stop: StopRequest,
         alive: Callable[[], None] = lambda: None,
         watch: Callable[[RunState], None] = lambda state: None,
     ) -> None:
@@ -125,7 +64,7 @@ class Walk:
         self._run_id = run_id
         self._needs = needs
         self._make_plan = make_plan
-        self._backend = backend
+        self._executor = executor
         self._holder = holder
         self._scratch = scratch
         self._stop = stop
@@ -202,7 +141,7 @@ class Walk:
             attempt = self.state.stages[name].attempt + 1
             try:
                 plan = self._planned.get(name) or self._make_plan(name, attempt)
-                self._backend.check(plan)
+                self._executor.check(plan)
                 self._planned[name] = plan
                 if self._fits(plan):
                     self._launch(self._planned.pop(name))
@@ -222,8 +161,8 @@ class Walk:
         """A stage that asks for more than there is runs alone (cores can be shared; `check` refused GPUs)."""
         if not self._running:
             return True
-        taken = [demand(plan), *(demand(other.plan) for other in self._running.values())]
-        room = self._backend.room()
+        taken = [requests(plan), *(requests(other.plan) for other in self._running.values())]
+        room = self._executor.capacity()
         return sum(one.cpus for one in taken) <= room.cpus and sum(one.gpus for one in taken) <= room.gpus
 
     def _launch(self, plan: Plan) -> None:
@@ -243,7 +182,7 @@ class Walk:
             outcome={},
         )
         runs.append_event(self._store, plan.attempt_key, "submitted")
-        handle = self._backend.start(plan, scratch)
+        handle = self._executor.start(plan, scratch)
         self._running[plan.stage] = _Running(handle, plan, scratch, time.monotonic())
 
     # What is under way
@@ -258,7 +197,7 @@ class Walk:
             scratch = self._scratch / f"{name}-{stage.attempt}"
             scratch.mkdir(parents=True, exist_ok=True)
             started = time.monotonic() - max(0.0, time.time() - (stage.started or time.time()))
-            self._running[name] = _Running(self._backend.start(plan, scratch), plan, scratch, started)
+            self._running[name] = _Running(self._executor.start(plan, scratch), plan, scratch, started)
 
     def _collect(self) -> None:
         now = time.monotonic()
@@ -336,7 +275,7 @@ class Walk:
             running.handle.terminate()
 
     def _kill_all(self) -> None:
-        if self._backend.outlives_driver and self._stop.kind is None:
+        if self._executor.outlives_driver and self._stop.kind is None:
             self._running.clear()  # the next driver finds them
             return
         for running in self._running.values():
@@ -384,11 +323,3 @@ class Walk:
             return change(run)
 
         self.state = runs.update_run(self._store, self._run_id, fenced)
-
-
-def demand(plan: Plan) -> Room:
-    """A worker takes a core or a GPU; a command one core; a promotion nothing to speak of."""
-    if plan.promote is not None:
-        return Room(cpus=0, gpus=0)
-    workers = plan.launch.nproc_per_node
-    return Room(cpus=0, gpus=workers) if plan.launch.device == "cuda" else Room(cpus=workers, gpus=0)

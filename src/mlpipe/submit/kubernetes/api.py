@@ -21,7 +21,7 @@ import urllib3
 
 from mlpipe._core.errors import Kind, SubmitError
 from mlpipe.render.names import PIPELINE_DIGEST, SPEC_DIGEST, VERSION
-from mlpipe.submit.cluster_config import configuration_errors, find_cluster
+from mlpipe.submit.kubernetes.config import configuration_errors, find_cluster
 
 DEADLINE_SECONDS = 60.0  # of one request with all its repetitions
 _REQUEST_SECONDS = 20.0  # of one try: to connect, and between two pieces of the answer

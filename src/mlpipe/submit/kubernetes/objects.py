@@ -1,0 +1,165 @@
+"""A run's objects in a cluster: created all or none, found again by their labels, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+
+from mlpipe._core.errors import SubmitError
+from mlpipe.render import names
+from mlpipe.store.runs import RunState
+from mlpipe.submit.kubernetes.api import (
+    NO_KUEUE,
+    ApiError,
+    ClusterApi,
+    Object,
+    connect,
+    is_away,
+    is_same,
+)
+from mlpipe.submit.kubernetes.pending import remedy
+
+GANGS = ("JobSet", "Job")
+_POLL_SECONDS = 1.0
+
+
+def create_all(api: ClusterApi, objects: list[Object], made: list[Object] | None = None) -> None:
+    """All or nothing, unless the server is away meanwhile (`is_away`): then call it again, with the same
+    list `made`, empty at first. What belongs to the Job or JobSet goes with it when that is deleted."""
+    made = [] if made is None else made  # or perhaps made: its answer was lost
+    there = []
+    try:
+        for body in objects:
+            try:
+                found, new = api.create_or_adopt(body)
+            except SubmitError as error:
+                made += [body] if is_away(error) else []
+                raise
+            made += [body] if new else []
+            there.append(found)
+        owner = next((found for found in there if found["kind"] in GANGS), None)
+        if owner is None:
+            return
+        reference = {key: owner[key] for key in ("apiVersion", "kind")}
+        reference |= {key: owner["metadata"][key] for key in ("name", "uid")}
+        for found in there:
+            metadata = found["metadata"]
+            if found is not owner and reference not in metadata.get("ownerReferences", []):
+                api.patch(found["kind"], metadata["name"], {"metadata": {"ownerReferences": [reference]}})
+    except SubmitError as error:
+        if not is_away(error):
+            with contextlib.suppress(SubmitError):  # what went wrong first is what is told
+                remove_all(api, made)
+        raise
+
+
+def remove_all(api: ClusterApi, objects: list[Object]) -> None:
+    """Those that are there and the very same."""
+    for body in reversed(objects):
+        kind, name = body["kind"], body["metadata"]["name"]
+        found = api.get(kind, name)
+        if found is not None and is_same(found, body):
+            api.delete(kind, name, uid=found["metadata"]["uid"])
+
+
+def check_queue(api: ClusterApi, objects: list[Object]) -> None:
+    """Raises SubmitError (input) for a gang in a queue where there is no Kueue: it would wait for ever."""
+    queues = [
+        body["metadata"]["labels"][names.QUEUE]
+        for body in objects
+        if names.QUEUE in body["metadata"]["labels"]
+    ]
+    if queues and api.kueue_version() is None:
+        message, hint = NO_KUEUE
+        raise SubmitError(f"kubernetes.queue is {queues[0]}, and {message}", hint=hint, kind="input")
+
+
+def server_dry_run(api: ClusterApi, objects: list[Object]) -> None:
+    """A dry run on the server, of the objects and of the pods that the cluster will make of them: admission
+    looks at those when it is too late to say so. Raises ApiError for what is refused, before anything is
+    written down anywhere. None is that a name is taken (see `create_or_adopt`), a webhook that has no dry
+    run, that who submits may not create pods, or that there is no room for a stage yet."""
+    check_queue(api, objects)
+    may_create_pods = True
+    for body in objects:
+        stage = body["metadata"]["labels"].get(names.STAGE)
+        is_of_stage = body["metadata"]["labels"].get("app.kubernetes.io/component") == "worker"
+        for one in (body, *([_pod_of(body)] if body["kind"] in GANGS and may_create_pods else [])):
+            try:
+                api.create(one, dry_run=True)
+            except ApiError as error:
+                if error.status == 409 or "does not support dry run" in error.message:
+                    continue
+                if one["kind"] == "Pod" and error.status == 403 and " cannot create " in error.message:
+                    may_create_pods = False
+                elif not (is_of_stage and "exceeded quota" in error.message):
+                    error.where = f"stage {stage!r}" if is_of_stage else error.where
+                    error.hint = remedy(error.message) or error.hint
+                    raise
+
+
+def _pod_of(gang: Object) -> Object:
+    """What the Job, or the JobSet's one, makes."""
+    spec = gang["spec"]
+    job = spec["replicatedJobs"][0]["template"]["spec"] if gang["kind"] == "JobSet" else spec
+    metadata = {**job["template"]["metadata"], "name": f"{gang['metadata']['name'][:50]}-0"}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": job["template"]["spec"]}
+
+
+def finished(found: Object) -> str | None:
+    """ "Complete" or "Failed", of a Job or a JobSet (which says "Completed"); None while it is under way."""
+    for condition in found.get("status", {}).get("conditions", []):
+        if condition["status"] == "True" and condition["type"] in ("Complete", "Completed", "Failed"):
+            return "Failed" if condition["type"] == "Failed" else "Complete"
+    return None
+
+
+def selector(run_id: str, stage: str | None = None, attempt: int | None = None) -> dict[str, str]:
+    """Of all objects and pods of a run, of a stage, of an attempt."""
+    found = {names.RUN: names.label_value(run_id)}
+    if stage is not None:
+        found[names.STAGE] = names.label_value(stage)
+    if attempt is not None:
+        found[names.ATTEMPT] = str(attempt)
+    return found
+
+
+def driver_labels(run_id: str) -> dict[str, str]:
+    return {**selector(run_id), "app.kubernetes.io/component": "driver"}
+
+
+def client_of(run: RunState) -> ClusterApi:
+    """To the cluster that the run was submitted to, as it was reached then."""
+    place = run.meta.get("kubernetes") or {}
+    return connect(place.get("context"), place.get("namespace"))
+
+
+def clear(api: ClusterApi, run_id: str, *, timeout_seconds: float) -> None:
+    """Ends all that a run has in the cluster, its driver first, and waits until its pods are gone: they save
+    before. Raises SubmitError when `timeout_seconds` are over, after killing what is left."""
+    wanted = selector(run_id)
+    for found in api.list("Job", driver_labels(run_id)):
+        api.delete("Job", found["metadata"]["name"])
+    for kind in GANGS:
+        for found in _list(api, kind, wanted):
+            api.delete(kind, found["metadata"]["name"])
+    deadline = time.monotonic() + timeout_seconds
+    while pods := api.list("Pod", wanted):
+        if time.monotonic() > deadline:
+            for pod in pods:
+                api.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
+            raise SubmitError(
+                f"{len(pods)} pods of run {run_id} were killed: no end within {timeout_seconds:.0f} s",
+                where=f"namespace {api.namespace}",
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _list(api: ClusterApi, kind: str, wanted: Mapping[str, str]) -> list[Object]:
+    try:
+        return api.list(kind, wanted)
+    except ApiError as error:
+        if error.status == 404:  # a cluster without JobSet
+            return []
+        raise
