@@ -14,7 +14,8 @@ from kit.manifests import check_schema, crd_validator, load
 from kit.rendered import QUICKSTART, RUN_ID, pipeline_of, plan_of
 
 import mlpipe
-from mlpipe.render.kubernetes import driver_objects, stage_objects, to_yaml
+from mlpipe._core.yaml import documents
+from mlpipe.render.kubernetes import driver_objects, stage_objects
 
 pytestmark = pytest.mark.golden
 HERE = Path(__file__).parent
@@ -69,7 +70,7 @@ def manifests(pipeline: str, stage: str | None, overrides: tuple[str, ...]) -> l
 @pytest.mark.parametrize("name", CASES)
 def test_manifests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlpipe, "__version__", "0.0.0")
-    text = to_yaml(manifests(*CASES[name]))
+    text = documents(manifests(*CASES[name]))
     expected = HERE / "manifests" / f"{name}.yaml"
     if os.environ.get("MLPIPE_UPDATE_GOLDEN"):
         expected.write_text(text)

@@ -37,7 +37,7 @@ class Asked:
 
 def preview(session: Session, asked: Asked, where: str) -> int:
     """The very objects that would be sent: the driver's, then each stage's as the driver will send them."""
-    from mlpipe.render.yaml import to_yaml
+    from mlpipe._core.yaml import documents
     from mlpipe.submit.kubernetes.objects import server_dry_run
 
     pipeline = asked.pipeline
@@ -46,7 +46,7 @@ def preview(session: Session, asked: Asked, where: str) -> int:
     objects = [found for file in files.values() for found in file]
     if where == "server":
         server_dry_run(_connect(pipeline, asked.context), objects)
-    session.result(objects, to_yaml(objects).rstrip("\n"))
+    session.result(objects, documents(objects).rstrip("\n"))
     return 0
 
 

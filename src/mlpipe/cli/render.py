@@ -71,15 +71,15 @@ def command(
     objects, findings = render(pipeline, session.full_store_url(pipeline.store), run_id, stage, digests)
     tell(session, findings, spec)
 
-    from mlpipe.render.yaml import to_yaml
+    from mlpipe._core.yaml import documents
 
     if out is None:
         every = [one for found in objects.values() for one in found]
         session.result(
-            {"run_id": run_id, "findings": findings, "objects": every}, to_yaml(every).rstrip("\n")
+            {"run_id": run_id, "findings": findings, "objects": every}, documents(every).rstrip("\n")
         )
         return 0
-    files = {name: _HEAD + to_yaml(found) for name, found in objects.items()}
+    files = {name: _HEAD + documents(found) for name, found in objects.items()}
     stale = [path for path in _ours(out) if path.name not in files] if stage is None else []
     if check:
         return _check(session, out, {out / name: text for name, text in files.items()}, stale)

@@ -19,9 +19,8 @@ from mlpipe.render import names
 from mlpipe.render.names import gang_name, labels
 from mlpipe.render.patches import patched
 from mlpipe.render.pod import CONTAINER, driver_template, is_gang, worker_template
-from mlpipe.render.yaml import to_yaml
 
-__all__ = ["driver_objects", "gang_name", "labels", "stage_objects", "to_yaml"]
+__all__ = ["driver_objects", "gang_name", "labels", "stage_objects"]
 MAX_CONFIG_BYTES = 2**20  # of a ConfigMap's data
 DRIVER_RETRIES = 100  # a driver that starts anew takes over where the last one was
 _BUG_CODES, _SAVED_CODE = (2, 3), 5

@@ -34,6 +34,8 @@ SELECTED = re.compile(
     r"|kueue\.x-k8s\.io/(queue-name|priority-class)"
 )
 _ABSENT = object()
+_POINTER = re.compile(r"(/([^/~]|~[01])*)*")  # RFC 6901
+_MAX_OBJECT_BYTES, _MAX_DEPTH = 3 * 2**20, 100  # of a request that an API server reads; of any sane object
 Json = dict[str, Any]
 
 
@@ -146,7 +148,7 @@ def _changed(patch: Patch, target: Json) -> Json:
         return merged
     result: Any = target
     for operation in patch.json or ():
-        result = _operate(result, json.loads(json.dumps(operation)))
+        result = _operate(result, operation)
     if not isinstance(result, dict):
         raise _Misfit("", "nothing is left of the object")
     return result
@@ -199,9 +201,31 @@ def _merge_list(old: list[Any], new: list[Any], path: str, keys: tuple[str, ...]
 
 
 def _operate(document: Any, operation: Json) -> Any:
-    """One operation of RFC 6902."""
+    """`document` after one operation of RFC 6902. jsonpatch does it; why it does not fit is said here, since
+    jsonpatch's own words hold the whole document."""
+    from jsonpatch import JsonPatch, JsonPatchException, JsonPointerException
+
+    _check_form(operation)
+    try:
+        result = JsonPatch([operation]).apply(document)
+        fits = len(json.dumps(result)) <= _MAX_OBJECT_BYTES and _depth(result) <= _MAX_DEPTH
+    except (JsonPatchException, JsonPointerException, ValueError):
+        raise _misfit(document, operation) from None
+    except RecursionError:
+        fits = False
+    if not fits:  # copies of copies double it each time
+        raise _Misfit(operation["path"], "the object becomes too large or too deep for an API server")
+    return result
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0)
+
+
+def _check_form(operation: Json) -> None:
     name, path = operation.get("op"), operation.get("path")
-    if not isinstance(path, str) or (path and not path.startswith("/")):
+    if not isinstance(path, str) or not _POINTER.fullmatch(path):
         raise _Misfit("", f"an operation needs a path like /spec/containers/0, not {path!r}")
     if name not in ("add", "remove", "replace", "move", "copy", "test"):
         raise _Misfit(path, f"op is {name!r}; write add, remove, replace, move, copy or test")
@@ -209,76 +233,41 @@ def _operate(document: Any, operation: Json) -> Any:
         raise _Misfit(path, f"op {name} needs a value")
     if name in ("move", "copy"):
         source = operation.get("from")
-        if not isinstance(source, str):
-            raise _Misfit(path, f"op {name} needs a 'from'")
-        value = json.loads(json.dumps(_look(document, source)))
-        if name == "move":
-            if path.startswith(source + "/"):
-                raise _Misfit(path, f"{source} cannot move into itself")
-            document = _put(document, source, "remove", None)
-        return _put(document, path, "add", value)
-    if name == "test":
-        if _canonical(_look(document, path)) != _canonical(operation["value"]):
-            raise _Misfit(path, "it is not what the test says")
-        return document
-    return _put(document, path, name, operation.get("value"))
+        if not isinstance(source, str) or not _POINTER.fullmatch(source):
+            raise _Misfit(path, f"op {name} needs a 'from' like /spec/containers/0")
+        if name == "move" and path.startswith(f"{source}/"):
+            raise _Misfit(path, f"{source} cannot move into itself")
 
 
-def _look(document: Any, path: str) -> Any:
-    for parent, token, here in _walk(document, path):
-        document = parent[_index(parent, token, here, adding=False)]
-    return document
+def _misfit(document: Any, operation: Json) -> _Misfit:
+    """Why a well-formed operation was refused: the first token of its pointers that leads nowhere."""
+    from jsonpointer import EndOfList, JsonPointer, JsonPointerException
+
+    name, path = operation["op"], operation["path"]
+    for pointer in [operation["from"], path] if name in ("move", "copy") else [path]:
+        value, here = document, ""
+        for token in JsonPointer(pointer).parts:
+            holder, here = value, f"{here}/{_token(token)}"
+            try:
+                value = JsonPointer("").walk(holder, token)
+            except (JsonPointerException, ValueError):
+                value = EndOfList(holder)
+            if isinstance(value, EndOfList):
+                return _Misfit(here, _lack(holder, token))
+    words = {"test": "it is not what the test says", "remove": "nothing is left of the object"}
+    return _Misfit(path, words.get(name, f"op {name} does not fit here"))
 
 
-def _put(document: Any, path: str, name: str, value: Any) -> Any:
-    if not path:
-        return None if name == "remove" else value
-    parent, _, _ = path.rpartition("/")
-    holder, token = _look(document, parent), _tokens(path)[-1]
-    key = _index(holder, token, path, adding=name == "add")
-    if name == "remove":
-        del holder[key]
-    elif name == "add" and isinstance(holder, list):
-        holder.insert(key, value)
-    else:
-        holder[key] = value
-    return document
-
-
-def _walk(document: Any, path: str) -> Any:
-    here = ""
-    for token in _tokens(path):
-        here = f"{here}/{_token(token)}"
-        yield document, token, here
-        document = document[_index(document, token, here, adding=False)]
-
-
-def _index(holder: Any, token: str, path: str, *, adding: bool) -> Any:
+def _lack(holder: Any, token: str) -> str:
     if isinstance(holder, dict):
-        if not adding and token not in holder:
-            raise _Misfit(path, f"there is no {token!r}; there is {', '.join(holder) or 'nothing'}")
-        return token
-    if not isinstance(holder, list):
-        raise _Misfit(path, f"{_show(holder)} has no {token!r}")
-    if token == "-" and adding:
-        return len(holder)
-    if not token.isdecimal() or (len(token) > 1 and token[0] == "0"):
-        raise _Misfit(path, f"{token!r} is no index of a list")
-    if int(token) >= len(holder) + adding:
-        raise _Misfit(path, f"the list has {len(holder)} items")
-    return int(token)
-
-
-def _tokens(path: str) -> list[str]:
-    return [token.replace("~1", "/").replace("~0", "~") for token in path.split("/")[1:]]
+        return f"there is no {token!r}; there is {', '.join(holder) or 'nothing'}"
+    if isinstance(holder, list):
+        return f"{token!r} is no index of a list; the list has {len(holder)} items"
+    return f"{_show(holder)} has no {token!r}"
 
 
 def _token(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
 
 
 def _show(value: Any) -> str:

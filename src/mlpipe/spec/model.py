@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from mlpipe._core.yaml import to_yaml
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import Model, one_of
-from mlpipe.spec.emit import to_yaml
 from mlpipe.spec.kubernetes import Kubernetes
 
 Preset = Literal[

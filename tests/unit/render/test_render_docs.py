@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from kit.rendered import plan_of
 
-from mlpipe.render.kubernetes import stage_objects, to_yaml
+from mlpipe._core.yaml import documents
+from mlpipe.render.kubernetes import stage_objects
 from mlpipe.spec.load import load_pipeline_text
 
 pytestmark = pytest.mark.unit
@@ -27,7 +28,7 @@ def test_examples_render(number: int) -> None:
     objects = stage_objects(plan_of(load_pipeline_text(text + STAGES, PAGE.name), "train"))
     assert "JobSet" in {found["kind"] for found in objects}
     if "patches" in text:
-        assert "NCCL_IB_HCA" in to_yaml(objects)
+        assert "NCCL_IB_HCA" in documents(objects)
         assert objects[-1]["metadata"]["labels"]["cost-centre"] == "42"
 
 

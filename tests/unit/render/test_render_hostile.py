@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kit.rendered import QUICKSTART, RUN_ID, pipeline_of, plan_of
 
+from mlpipe._core.yaml import documents
 from mlpipe.plan.cluster import Patch
 from mlpipe.plan.plan import Plan
-from mlpipe.render.kubernetes import driver_objects, stage_objects, to_yaml
+from mlpipe.render.kubernetes import driver_objects, stage_objects
 from mlpipe.render.pod import escaped
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.problems import SpecErrors
@@ -178,7 +179,7 @@ def test_hostile_text_in_the_section_is_refused_or_stays_text(path: tuple[Any, .
     except SpecErrors:
         return
     assert [skeleton(found) for found in objects] == [skeleton(found) for found in with_text(PLACES[0], "b")]
-    assert list(yaml.safe_load_all(to_yaml(objects))) == objects
+    assert list(yaml.safe_load_all(documents(objects))) == objects
     for found in objects:
         assert all(LABEL_VALUE.fullmatch(value) for value in found["metadata"]["labels"].values())
 
@@ -200,10 +201,10 @@ PLAIN = rendered(hostile("plain"))
 def test_hostile_text_stays_text(text: str) -> None:
     objects = rendered(hostile(text))
     assert [skeleton(found) for found in objects] == [skeleton(found) for found in PLAIN]
-    written = to_yaml(objects)
+    written = documents(objects)
     assert list(yaml.safe_load_all(written)) == objects
     for found in objects:
-        root, problems = parse(to_yaml([found]).removeprefix("---\n"), "x")
+        root, problems = parse(documents([found]).removeprefix("---\n"), "x")
         assert root is not None
         assert not problems
         assert root.plain() == found

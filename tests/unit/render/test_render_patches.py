@@ -208,12 +208,45 @@ def test_a_strategic_patch_that_does_not_fit_is_named(body: dict[str, Any], word
             "/metadata/labels: a mapping stood there, not 1",
         ),
         ({"op": "remove", "path": "/metadata"}, "/metadata: an object needs it"),
+        ({"op": "add", "path": "/spec/a~2", "value": 1}, "an operation needs a path"),
+        ({"op": "copy", "path": "/spec/a", "from": "spec"}, "/spec/a: op copy needs a 'from'"),
+        ({"op": "copy", "path": "/spec/a", "from": "/spec/b/c"}, "/spec/b: there is no 'b'"),
+        ({"op": "add", "path": "/spec/template/spec/containers/2", "value": 1}, "the list has 1 items"),
+        (
+            {"op": "move", "from": "/spec/template/spec/containers/0/args/0", "path": "/spec/b/c"},
+            "/spec/b: there is no 'b'",
+        ),
+        ({"op": "test", "path": "/spec/nope", "value": None}, "/spec/nope: there is no 'nope'"),
     ],
 )
 def test_an_operation_that_does_not_fit_is_named(operation: dict[str, Any], words: str) -> None:
     with pytest.raises(RenderError, match=words) as caught:
         operate(operation)
     assert caught.value.where == "kubernetes.patches[0].json, Job of stage train"
+
+
+def test_copies_of_copies_end_before_they_fill_the_memory() -> None:
+    """Each doubles the object, or its depth."""
+    wide = [{"op": "copy", "from": "/spec", "path": f"/spec/copy-{number}"} for number in range(60)]
+    deep = [{"op": "copy", "from": "/spec", "path": "/spec" + "/x" * (2**number)} for number in range(12)]
+    for operations in (wide, deep):
+        with pytest.raises(RenderError, match="the object becomes too large or too deep"):
+            operate(*operations)
+
+
+def test_a_refusal_does_not_repeat_the_object() -> None:
+    """Values may be secrets of another tool; they stand in no message."""
+    secret = {"op": "add", "path": "/spec/secret", "value": "hunter2"}
+    for operation in (
+        {"op": "remove", "path": "/spec/secret/a"},
+        {"op": "test", "path": "/spec/template", "value": 1},
+        {"op": "replace", "path": "/spec/nope/x", "value": "hunter2"},
+    ):
+        with pytest.raises(RenderError) as caught:
+            operate(
+                secret if operation["op"] != "remove" else {**secret, "value": {"b": "hunter2"}}, operation
+            )
+        assert "hunter2" not in str(caught.value)
 
 
 OWN = "app.kubernetes.io/managed-by"

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from mlpipe.spec.emit import to_yaml
+from mlpipe._core.yaml import to_yaml
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.problems import SpecErrors
 from mlpipe.spec.schema import json_schema

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mlpipe._core.errors import RenderError
-from mlpipe.render.yaml import to_yaml
+from mlpipe._core.yaml import documents, to_yaml
 from mlpipe.spec.tree import parse
 
 pytestmark = pytest.mark.unit
@@ -44,12 +44,12 @@ RELAXED = settings(deadline=None, max_examples=200, suppress_health_check=[Healt
 @given(st.lists(st.dictionaries(TEXT | st.sampled_from(NASTY), VALUES, min_size=1, max_size=4), max_size=3))
 @example([{"a": value} for value in NASTY] + [{value: [value, [value], {"b": value}]} for value in NASTY])
 def test_parsers_read_back_what_was_written(objects: list[dict[str, Any]]) -> None:
-    text = to_yaml(objects)
-    assert text == to_yaml(objects)
+    text = documents(objects)
+    assert text == documents(objects)
     assert text.isascii()
     assert list(yaml.safe_load_all(text)) == objects
     for found in objects:
-        root, problems = parse(to_yaml([found]).removeprefix("---\n"), "x")
+        root, problems = parse(documents([found]).removeprefix("---\n"), "x")
         assert not problems
         assert root is not None
         assert root.plain() == found
@@ -62,7 +62,7 @@ def test_kubectl_reads_back_what_was_written(tmp_path: Path) -> None:
         pytest.skip("kubectl is not installed")
     data = {f"key-{number}": value for number, value in enumerate(NASTY)}
     found = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}, "data": data}
-    (tmp_path / "a.yaml").write_text(to_yaml([found]))
+    (tmp_path / "a.yaml").write_text(documents([found]))
     argv = [kubectl, "label", "--local", "-f", str(tmp_path / "a.yaml"), "b=c", "-o", "json"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -70,10 +70,63 @@ def test_kubectl_reads_back_what_was_written(tmp_path: Path) -> None:
 
 
 def test_long_text_stands_as_a_block_that_people_read() -> None:
-    text = to_yaml([{"data": {"plan.json": '{\n  "a": 1,\n\n  "b": "x"\n}\n'}}])
+    text = documents([{"data": {"plan.json": '{\n  "a": 1,\n\n  "b": "x"\n}\n'}}])
     assert text == '---\ndata:\n  plan.json: |\n    {\n      "a": 1,\n\n      "b": "x"\n    }\n'
 
 
 def test_a_key_that_yaml_cannot_say_is_refused() -> None:
     with pytest.raises(RenderError, match="a key of 2000 characters"):
-        to_yaml([{"a": {"k" * 2000: 1}}])
+        documents([{"a": {"k" * 2000: 1}}])
+
+
+def test_the_bytes_that_digests_are_of() -> None:
+    """A run's digest is the sha256 of this form, and stands in stores since the first version."""
+    data: dict[str, Any] = {
+        "a": "word/of-two.parts", "b": "two words", "on": "Off", "x y": None, "f": [1e-05, 1e17, 0.5, True],
+        "empty": {}, "none": [], "lists": [[1, "a b"], [[]]], "é\n\"\\\x7f": "\t\u2028\U0001f600",
+        "things": [{"name": "one", "args": [{}, {"deep": [{"k": "v"}]}]}, "word", [1, {"in": "list"}]],
+        "k" * 200: "x " * 90,
+    }  # fmt: skip
+    assert to_yaml(data).splitlines() == [
+        "a: word/of-two.parts",
+        'b: "two words"',
+        '"on": "Off"',
+        '"x y": null',
+        "f: [1.0e-05, 1.0e+17, 0.5, true]",
+        "empty: {}",
+        "none: []",
+        'lists: [[1, "a b"], [[]]]',
+        r'"\xe9\x0a\"\\\x7f": "\x09\u2028\U0001f600"',
+        "things:",
+        "  - name: one",
+        "    args:",
+        "      - {}",
+        "      - deep:",
+        "          - k: v",
+        "  - word",
+        "  -",
+        "    - 1",
+        "    - in: list",
+        f'{"k" * 200}: "{"x " * 90}"',
+    ]
+
+
+def test_a_list_stands_on_one_line_if_it_fits() -> None:
+    head = "a:\n  b: "
+    fits, too_long = ["x" * 40, "y" * 48], ["x" * 40, "y" * 49]
+    assert documents([{"a": {"b": fits}}]) == f"---\n{head}[{', '.join(fits)}]\n"
+    assert len(f"  b: [{', '.join(fits)}]") + 3 == 100  # the last that fits has 100
+    assert documents([{"a": {"b": too_long}}]).count("\n") == 2 + 1
+    longer = ["x" * 40, "y" * 52]
+    assert (
+        documents([{"a": {"b": longer}}]) == f"---\n{head.rstrip()}\n    - {longer[0]}\n    - {longer[1]}\n"
+    )
+    assert (
+        documents([{"a": [[1], [{"b": "c\nd"}]]}])
+        == "---\na:\n  -\n    - 1\n  -\n    - b: |-\n        c\n        d\n"
+    )
+
+
+def test_a_thing_that_stands_twice_is_written_twice() -> None:
+    shared = {"b": ["c"]}
+    assert to_yaml({"p": shared, "q": shared}) == "p:\n  b: [c]\nq:\n  b: [c]\n"
