@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import measure
-from mlpipe._core.records import encode
+from mlpipe._core.records import encode, parse
 from mlpipe._core.serial import to_json
 from mlpipe.observe.exporter import Fleet
 from mlpipe.observe.serve import Serving
@@ -42,9 +42,8 @@ def write_run(root: Path, number: int, plan: str) -> str:
     (attempt / "records").mkdir(parents=True)
     (root / "runs" / run_id / "run.json").write_text(to_json(run))
     (attempt / "plan.json").write_text(plan.replace("RUN", run_id))
-    start = encode(
-        "start", rank=0, restart=0, world_size=1, steps=1000, start_step=0, seconds_since_spawn=2.0
-    )
+    known = {"world_size": 1, "steps": 1000, "start_step": 0, "seconds_since_spawn": 2.0}
+    start = line("start", **known)
     (attempt / "records" / "rank-0.jsonl").write_bytes(start + steps(0, now))
     index = root / "index" / run_id
     index.mkdir(parents=True)
@@ -58,9 +57,14 @@ def write_run(root: Path, number: int, plan: str) -> str:
 def steps(first: int, now: float) -> bytes:
     parts = {"seconds": 0.5, "data_seconds": 0.01, "compute_seconds": 0.4, "collective_seconds": 0.08}
     return b"".join(
-        encode("step", rank=0, restart=0, step=first + n, loss=2.0, tokens=512, **parts)
-        for n in range(1, NUM_STEPS + 1)
+        line("step", step=first + n, loss=2.0, tokens=512, **parts) for n in range(1, NUM_STEPS + 1)
     )
+
+
+def line(kind: str, **fields: float) -> bytes:
+    record = parse({"kind": kind, "time": time.time(), "rank": 0, **fields})
+    assert record is not None
+    return encode(record)
 
 
 def main() -> int:

@@ -22,6 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from benchmarks import measure
+from mlpipe._core.records import parse
 from mlpipe.observe import scrape
 from mlpipe.observe.metrics import RankMetrics
 
@@ -34,13 +35,26 @@ def template(run: str, rank: int) -> str:
     from prometheus_client import CollectorRegistry, generate_latest
 
     metrics = RankMetrics(run, "train", rank)
-    start = {"kind": "start", "strategy": "fsdp", "world_size": 1000, "device": "cuda", "precision": "bf16"}
-    start |= {"num_flops_per_token": 5e10, "peak_flops": 9.89e14, "steps": 100_000, "start_step": 0}
+    start = {
+        "kind": "start",
+        "strategy": "fsdp",
+        "world_size": 1000,
+        "precision": "bf16",
+    }
+    start |= {
+        "device_type": "cuda",
+        "num_flops_per_token": 5e10,
+        "peak_flops": 9.89e14,
+        "steps": 100_000,
+        "start_step": 0,
+    }
     step = {"kind": "step", "step": 100, "loss": 2.5, "grad_norm": 0.5, "lr": 1e-4, "tokens": 8192}
     step |= {"seconds": 1.0, "data_seconds": 0.01, "compute_seconds": 0.9, "collective_seconds": 0.05}
-    step |= {"mfu_ratio": 0.4, "memory_bytes": 6e10, "time": time.time()}
+    step |= {"mfu_ratio": 0.4, "memory_bytes": 60_000_000_000, "time": time.time()}
     saved = {"kind": "checkpoint", "bytes": 10**9, "stall_seconds": 0.1, "save_seconds": 20.0}
-    for record in (start, step, saved):
+    for line in (start, step, saved):
+        record = parse({"time": time.time(), **line})
+        assert record is not None
         metrics.observe(record)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(metrics)

@@ -5,7 +5,9 @@ differs, looks for broken links in all Markdown files, and exits 1 if there is a
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
+import inspect
 import json
 import os
 import re
@@ -48,30 +50,64 @@ to do about it and the name from this table.
 
 
 def records_page() -> str:
-    """The table stands in the docstring of `_core/records.py`: a kind, then its fields, indented below."""
+    """One table a kind, from the classes of `_core/records.py` and the words below each field there."""
     from mlpipe._core import records
 
-    before, table = (records.__doc__ or "").split("kind        further fields\n")
-    kinds: dict[str, str] = {}
-    for line in filter(str.strip, table.splitlines()):
-        if line.startswith(" "):
-            kinds[next(reversed(kinds))] += " " + line.strip()
-        else:
-            kind, fields = re.split(r"\s{2,}", line, maxsplit=1)
-            kinds[kind] = fields
-    rows = "".join(f"| `{kind}` | {fields.replace('|', chr(92) + '|')} |\n" for kind, fields in kinds.items())
+    classes = {
+        node.name: node for node in ast.parse(inspect.getsource(records)).body if hasattr(node, "bases")
+    }
+
+    def table(kind: type[records.Record]) -> str:
+        node = classes[kind.__name__]
+        who = " ".join((ast.get_docstring(node) or "").split())
+        rows = [
+            (ast.unparse(field.target), ast.unparse(field.annotation), words)
+            for field, words in _fields(node)
+            if ast.unparse(field.annotation) != "ClassVar[str]"
+        ]
+        head = f"### {kind.kind}\n\n{who}\n" if kind.kind else ""
+        if not rows:
+            return head
+        lines = "".join(
+            f"| `{name}` | {_TYPES_OF_JSON[declared.removesuffix(' | None')]} | {words} |\n"
+            for name, declared, words in rows
+        )
+        return f"{head}\n| Field | Type | What it is |\n|---|---|---|\n{lines}"
+
+    before = (records.__doc__ or "").strip()
+    of_ranks, events = ("\n".join(map(table, kinds)) for kinds in (records.OF_A_RANK, records.EVENTS))
     return f"""# Records
 
 {_NOTE.format("mlpipe._core.records")}
 
-{before.strip()}
+{before}
 
 They lie in the store at `runs/<run>/stages/<stage>/attempt-<n>/records/`, one file a rank (see
 [what a run leaves in its store](store-layout.md)). The schema's version is {records.SCHEMA_VERSION}.
 
-| Kind | Further fields |
-|---|---|
-{rows}"""
+Of every kind:
+{table(records.Record)}
+## Of a rank
+
+{of_ranks}
+## In an attempt's events.jsonl
+
+{events}"""
+
+
+_TYPES_OF_JSON = {
+    "int": "integer", "float": "number", "MaybeNan": "number, null if not finite", "str": "text",
+    "bool": "true or false", "list[str]": "list of texts", "dict[str, int]": "integers by name",
+}  # fmt: skip
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[ast.AnnAssign, str]]:
+    """Each field and the string that stands below it."""
+    for index, field in enumerate(node.body):
+        if isinstance(field, ast.AnnAssign):
+            below = node.body[index + 1] if index + 1 < len(node.body) else None
+            words = below.value if isinstance(below, ast.Expr) else None
+            yield field, " ".join(str(words.value).split()) if isinstance(words, ast.Constant) else ""
 
 
 def metrics_page() -> str:

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from mlpipe._core.presets import LlamaConfig
-from mlpipe._core.records import decode
+from mlpipe._core.records import Step
+from mlpipe.observe.records import decode_lines
 from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.candidates import pick
 from mlpipe.plan.choose import Candidate
@@ -163,10 +164,10 @@ def measured(store: Path, plan: Plan) -> tuple[float, float]:
     """Median seconds of a step after the first two, and the fullest rank's peak."""
     peak, seconds = 0.0, []
     for path in sorted((store / plan.attempt_key / "records").glob("rank-*.jsonl")):
-        steps = [record for record in decode([path.read_bytes()]) if record["kind"] == "step"]
-        peak = max(peak, steps[-1]["memory_bytes"])
+        steps = [one for one in decode_lines(path.read_bytes().split(b"\n")) if isinstance(one, Step)]
+        peak = max(peak, steps[-1].memory_bytes)
         if path.name == "rank-0.jsonl":
-            seconds = [record["seconds"] for record in steps[2:]]
+            seconds = [step.seconds for step in steps[2:]]
     return statistics.median(seconds), peak
 
 

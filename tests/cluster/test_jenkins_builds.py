@@ -17,6 +17,7 @@ from kit.place import STEPS
 from kit.servers import ServerMissingError
 
 from benchmarks import measure
+from mlpipe._core.records import Step
 from mlpipe.observe.records import read_records
 from mlpipe.store import catalogue, runs
 
@@ -49,7 +50,7 @@ def events(place, run_id: str) -> dict[str, float]:
 def steps(place, run_id: str) -> list[tuple[int, float]]:
     with place.cluster.inside():
         found = read_records(place.store(), f"runs/{run_id}/{TRAIN}", 0)
-    return [(record["step"], record["time"]) for record in found if record["kind"] == "step"]
+    return [(record.step, record.time) for record in found if isinstance(record, Step)]
 
 
 def slow(hold):

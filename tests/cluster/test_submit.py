@@ -11,6 +11,7 @@ from kit import budget
 from kit.place import ROOT, RUN_SECONDS
 from kit.undisturbed import workers_of
 
+from mlpipe._core.records import Start
 from mlpipe.observe.records import read_records
 from mlpipe.store import catalogue
 
@@ -103,10 +104,10 @@ def test_cancel_saves_and_resume_goes_on_under_another_strategy_and_size(place, 
         start = next(
             record
             for record in read_records(place.store(), "runs/cancelled/stages/train/attempt-2", 0)
-            if record["kind"] == "start"
+            if isinstance(record, Start)
         )
-    assert (start["strategy"], start["world_size"]) == ("fsdp", 4)
-    assert start["start_step"] >= 3
+    assert (start.strategy, start.world_size) == ("fsdp", 4)
+    assert start.start_step >= 3
 
 
 def drivers(place, run_id):

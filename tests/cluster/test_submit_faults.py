@@ -16,6 +16,7 @@ from kit import older
 from kit.place import ROOT
 from kit.undisturbed import ranks
 
+from mlpipe._core.records import Step
 from mlpipe.observe.records import read_records
 from mlpipe.store import runs
 
@@ -76,7 +77,7 @@ def test_what_a_pod_dies_of_restarts_the_gang_and_only_a_crash_counts(place, hol
         def seen() -> bool:
             with place.cluster.inside():
                 records = read_records(place.store(), "runs/dies/stages/train/attempt-1", 0)
-            return any(record["kind"] == "step" and record["restart"] == times for record in records)
+            return any(isinstance(record, Step) and record.restart == times for record in records)
 
         place.until(f"the gang, restarted {times} times", seen)
 

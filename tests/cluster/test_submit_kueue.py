@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from kit.cluster_objects import named
 
+from mlpipe._core.records import Start
 from mlpipe.observe.records import read_records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -94,5 +95,5 @@ def test_one_run_waits_for_another_and_one_of_higher_priority_preempts_it(
     assert place.run_state("queued").stages["train"].attempt == 1
     with place.cluster.inside():
         records = read_records(place.store(), "runs/queued/stages/train/attempt-1", 0)
-    first, second = (record["start_step"] for record in records if record["kind"] == "start")
+    first, second = (record.start_step for record in records if isinstance(record, Start))
     assert (first, second >= 5) == (0, True)  # the checkpoint before the preemption was that of step 4

@@ -141,12 +141,13 @@ class Place:
             return runs.read_run(self.store(), run_id)
 
     def last_step(self, run_id: str, stage: str = "train", attempt: int = 1) -> int:
+        from mlpipe._core.records import Step
         from mlpipe.observe.records import read_records
 
         with self.cluster.inside():
             key = f"runs/{run_id}/stages/{stage}/attempt-{attempt}"
             found = read_records(self.store(), key, 0)
-        return max((record["step"] for record in found if record["kind"] == "step"), default=0)
+        return max((record.step for record in found if isinstance(record, Step)), default=0)
 
     def until(self, what: str, check: Callable[[], Any], seconds: float = 300) -> Any:
         return self.cluster.wait_until(what, check, seconds)

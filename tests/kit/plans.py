@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from mlpipe._core.presets import LlamaConfig
-from mlpipe._core.records import decode
 from mlpipe.plan.plan import (
     CheckpointPlan,
     DataPlan,
@@ -213,7 +213,16 @@ def log_of(scratch: Path) -> str:
 
 def records(store: Path | str, plan: Plan, rank: int = 0) -> list[dict[str, Any]]:
     path = Path(store) / plan.attempt_key / "records" / f"rank-{rank}.jsonl"
-    return list(decode([path.read_bytes()])) if path.exists() else []
+    return lines(path.read_bytes()) if path.exists() else []
+
+
+def lines(data: bytes) -> list[dict[str, Any]]:
+    """Records as they stand in a file, but for torn lines."""
+    found = []
+    for line in data.split(b"\n"):
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line[max(0, line.rfind(b'{"v":')) :]))
+    return found
 
 
 def losses(store: Path | str, plan: Plan) -> list[float]:

@@ -11,6 +11,7 @@ from kit import processes
 from kit.command_runs import Cli, until
 from kit.place import STEPS, Place
 
+from mlpipe._core.records import Step
 from mlpipe.observe.records import read_records
 from mlpipe.store import catalogue
 from mlpipe.store.base import Store
@@ -71,7 +72,7 @@ def losses(store: Store, run_id: str) -> dict[int, float]:
     found: dict[int, float] = {}
     attempt = 1
     while records := read_records(store, f"runs/{run_id}/{STAGE}/attempt-{attempt}", 0):
-        found |= {record["step"]: record["loss"] for record in records if record["kind"] == "step"}
+        found |= {r.step: r.loss for r in records if isinstance(r, Step) and r.loss is not None}
         attempt += 1
     return found
 

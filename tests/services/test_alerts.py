@@ -20,6 +20,7 @@ from kit.paced_run import DATA_SECONDS, exporter, real_run
 from kit.prometheus import Prometheus, alertmanager, alerts_at, has_data, hasty_rules, prometheus
 from kit.synthetic_run import step_record
 
+from mlpipe._core.records import parse
 from mlpipe.observe.metrics import RankMetrics, start_metrics
 from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
@@ -38,7 +39,9 @@ class Ranks:
             metrics = start_metrics(run=run, stage="train", rank=rank, port=0)
             assert metrics is not None
             start = {"kind": "start", "world_size": 2, "steps": 1000, "start_step": 0, "device": "cpu"}
-            metrics.observe({**start, "num_flops_per_token": 1e7, "peak_flops": 1e11, "time": time.time()})
+            metrics.observe(
+                parse({**start, "num_flops_per_token": 1e7, "peak_flops": 1e11, "time": time.time()})
+            )
             self.ranks.append(metrics)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._feed, daemon=True)
@@ -50,7 +53,7 @@ class Ranks:
             step += 1
             for rank, metrics in enumerate(self.ranks):
                 record = {"kind": "step", "time": time.time(), **step_record(step, rank, 2, rng)}
-                metrics.observe({**record, **self.fault})
+                metrics.observe(parse({**record, **self.fault}))
 
     def close(self) -> None:
         self._over.set()

@@ -12,7 +12,6 @@ from kit import plans, processes
 from kit.command_runs import until
 from kit.faultproxy import Fault
 
-from mlpipe._core.records import decode
 from mlpipe.plan.plan import Entry, ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.s3 import S3Store
@@ -77,7 +76,7 @@ class Trainings:
 
     def records(self, rank: int = 0):
         data, _ = self.store.read_log(f"{self.plan.attempt_key}/records/rank-{rank}.jsonl")
-        return list(decode([data]))
+        return plans.lines(data)
 
     def log(self) -> str:
         return plans.log_of(self.scratch)

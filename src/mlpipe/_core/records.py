@@ -1,95 +1,355 @@
 """The lines that workers and launchers write: the only source of metrics and reports.
 
-One JSON object a line. A reader skips a torn last line and kinds it does not know; a field is never
-renamed without raising SCHEMA_VERSION. Every line has `v`, `kind`, `time` (Unix seconds, UTC), `rank`
-(-1: the launcher) and `restart` (torchrun's restart count).
-
-kind        further fields
-start       world_size, strategy, mesh, device, num_params, num_flops_per_token,
-            num_hardware_flops_per_token (with what is computed again; null if unknown), flops_convention,
-            peak_flops, peak_name, start_step (0, or the step resumed from), resumed_from (key or null),
-            steps, seq_len, global_batch, precision, torch, host, pid, metrics_port (or null),
-            seconds_since_spawn, restore_seconds (of that, loading the checkpoint), notes (a list: what a
-            person should know, such as damaged checkpoints that were passed over)
-step        step (1-based, after the update), loss (mean over the global batch's target tokens, nats),
-            lr, grad_norm, tokens (of this rank), seconds (of the whole step), data_seconds,
-            compute_seconds (this rank's own work), collective_seconds (this rank waiting for others or for
-            bytes on the way), checkpoint_seconds (stall only), tokens_per_second and
-            mfu_ratio (of all ranks; rank 0 only), memory_bytes (peak so far), achievable_flops (per device,
-            measured, or null), peak_flops (per device; of `start` it is null where the worker measures it).
-            Of the first rank of a node, every 5 s or more, what was since: cpu_others_ratio (of the CPUs that
-            it may use, by others), cpu_steal_ratio (by other guests of the hypervisor), cpu_pressure_ratio
-            (of the time, in which something waited for a CPU; or null).
-            A step whose loss or gradient is not finite has null there, updated nothing and is the last of
-            its attempt
-checkpoint  step, key, bytes (of this rank), stall_seconds, save_seconds (until committed; rank 0 only),
-            error (why it was not committed, else null)
-evaluate    val_loss, val_perplexity, val_bits_per_byte, num_tokens, gate, passed, sample (rank 0 only)
-signal      step, signal (the step boundary at which the ranks agreed to stop)
-end         outcome ("done" | "saved" | "failed"), step, message
-submitted   (this and the next three: in the attempt's events.jsonl) by the driver, before the attempt starts
-launched    by the first node's launcher, before it starts the workers; again if a gang is restarted
-fallback    by rank 0, when it went back behind damaged checkpoints: step, given_up (keys), why (a list)
-ended       by the same launcher, when they are gone: outcome, message
+One JSON object a line, with `v`, the version of this schema, and `kind` before the fields of its kind. A
+reader takes of a line the fields that it knows and that have the type that stands here: what an older version
+did not write yet, and what has another type, reads as absent (None). A torn line, and one without a time or a
+kind, is no record. A field is never renamed without raising SCHEMA_VERSION.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
 
 SCHEMA_VERSION = 1
 
+# A float that may be NaN. JSON has no NaN, hence a line says null.
+MaybeNan = float
 
-def encode(kind: str, *, rank: int, restart: int, **fields: Any) -> bytes:
-    """One line with its newline. Non-finite floats become null: JSON has none."""
-    line = {"v": SCHEMA_VERSION, "kind": kind, "time": time.time(), "rank": rank, "restart": restart}
-    line.update(fields)
+
+@dataclass(kw_only=True)
+class Record:
+    """Of every kind."""
+
+    kind: ClassVar[str] = ""
+
+    time: float = field(default_factory=time.time)
+    """When it was made: Unix seconds, UTC."""
+    rank: int = -1
+    """Of the writer; -1: the driver or a launcher."""
+    restart: int = 0
+    """torchrun's count of restarts within the attempt."""
+
+
+@dataclass(kw_only=True)
+class Start(Record):
+    """Every rank, when it is ready for its first step; again after each restart."""
+
+    kind = "start"
+
+    world_size: int | None
+    """Ranks of the training."""
+    strategy: str | None
+    """Name of the strategy that the plan chose."""
+    mesh: dict[str, int] | None
+    """Size of each axis of the device mesh."""
+    device: str | None
+    """`cpu`, or the GPU's name."""
+    device_type: str | None
+    """`cpu` or `cuda`. Of lines without it only `device` says whether it is a CPU."""
+    steps: int | None
+    """The step at which the training ends."""
+    seq_len: int | None
+    """Tokens of a sample."""
+    global_batch: int | None
+    """Samples of a step, over all ranks."""
+    precision: str | None
+    """`fp32` or `bf16`."""
+    torch: str | None
+    """Version of PyTorch."""
+    host: str | None
+    """Name of the machine, or of the pod."""
+    pid: int | None
+    """Of the process, as it sees itself."""
+    metrics_port: int | None
+    """Where the rank serves /metrics; null: nowhere."""
+    seconds_since_spawn: float | None
+    """From the start of the process to this line."""
+    start_step: int | None
+    """Steps that are done: 0, or those of the checkpoint that is gone on from."""
+    resumed_from: str | None
+    """Key of that checkpoint, or null."""
+    num_params: int | None
+    """Parameters of the whole model."""
+    num_flops_per_token: float | None = None
+    """FLOPs of the model, forward and backward, a token computed; null if unknown."""
+    num_hardware_flops_per_token: float | None = None
+    """The same with what activation checkpointing computes again; null if unknown."""
+    flops_convention: str | None = None
+    """How these are counted."""
+    peak_flops: float | None = None
+    """FLOP/s of a device, of which MFU is a share; null where the worker measures it after its first step."""
+    peak_name: str | None = None
+    """What that peak is."""
+    restore_seconds: float | None = None
+    """Of `seconds_since_spawn`, loading the checkpoint."""
+    notes: list[str] = field(default_factory=list)
+    """What a person should know, such as damaged checkpoints that were passed over."""
+
+
+@dataclass(kw_only=True)
+class Step(Record):
+    """Every rank, after each update. A step whose loss or gradient is not finite updated nothing and is the
+    last one of its attempt."""
+
+    kind = "step"
+
+    step: int
+    """Its number: 1 is the first."""
+    loss: MaybeNan | None
+    """Mean over the target tokens of the global batch, in nats; null: not finite."""
+    grad_norm: MaybeNan | None
+    """Global L2 norm of the gradients before clipping; null: not finite."""
+    lr: float | None = None
+    """Learning rate of the update; absent where there was none."""
+    tokens: int | None
+    """Tokens that this rank computed, as measured. MFU counts these."""
+    target_tokens: int | None
+    """Of these, the ones that the loss is a mean over, as measured."""
+    seconds: float | None
+    """Of the whole step."""
+    data_seconds: float | None
+    """Of that, waiting for the batch."""
+    compute_seconds: float | None
+    """This rank's own forward, backward and update."""
+    collective_seconds: float | None
+    """This rank waiting for others, or for bytes on the way."""
+    checkpoint_seconds: float | None = None
+    """Standing still for a checkpoint before the update."""
+    memory_bytes: int | None
+    """The peak so far, of the process on a CPU, of what PyTorch reserved on a GPU."""
+    tokens_per_second: float | None = None
+    """Tokens computed, over all ranks; of rank 0 only."""
+    mfu_ratio: float | None = None
+    """Model FLOPs utilization, over all ranks; of rank 0 only."""
+    peak_flops: float | None = None
+    """FLOP/s of a device, of which MFU is a share: the plan's, or as measured after the first step."""
+    achievable_flops: float | None = None
+    """FLOP/s of the best large matrix product, measured on a device."""
+    cpu_others_ratio: float | None = None
+    """Share of the CPUs that the node's ranks may use which went to other processes, since the last line that
+    says so; of the first rank of a node, every 5 s or more."""
+    cpu_steal_ratio: float | None = None
+    """The same of other guests of the hypervisor."""
+    cpu_pressure_ratio: float | None = None
+    """Share of the same time in which something waited for a CPU."""
+
+
+@dataclass(kw_only=True)
+class Save(Record):
+    """Every rank, when a checkpoint is committed, or has failed to be."""
+
+    kind = "checkpoint"
+
+    step: int | None
+    """Steps that are done in it."""
+    key: str | None
+    """Its key in the store."""
+    bytes: int | None
+    """What this rank wrote of it."""
+    stall_seconds: float | None
+    """For which this rank's training stood still."""
+    save_seconds: float | None
+    """Until it was committed; of rank 0 only."""
+    error: str | None
+    """Why it was not committed, else null."""
+
+
+@dataclass(kw_only=True)
+class Evaluation(Record):
+    """Rank 0 of an evaluate stage, when it is done."""
+
+    kind = "evaluate"
+
+    val_loss: float | None
+    """Mean over the targets, in nats where they are tokens."""
+    val_perplexity: float | None
+    """Its exponential; null for a model whose loss is no cross entropy of tokens."""
+    val_bits_per_byte: float | None
+    """Of the text behind the tokens; null without a tokenizer."""
+    num_tokens: float | None
+    """Targets that were evaluated."""
+    gate: str | None
+    """The condition, or null."""
+    passed: bool | None
+    """Whether it holds; true without one."""
+    sample: str | None
+    """Text that the model generated, or null."""
+
+
+@dataclass(kw_only=True)
+class StopSignal(Record):
+    """Every rank, at the step boundary at which the ranks agreed to stop."""
+
+    kind = "signal"
+
+    step: int | None
+    """Steps that are done."""
+    signal: str | None
+    """Its name."""
+
+
+@dataclass(kw_only=True)
+class End(Record):
+    """Every rank, when its work is done."""
+
+    kind = "end"
+
+    outcome: str | None
+    """`done`, `saved` or `failed`."""
+    step: int | None
+    """Steps that are done."""
+    message: str | None
+    """Why it failed, else empty."""
+
+
+@dataclass(kw_only=True)
+class Submitted(Record):
+    """The driver, before the attempt starts."""
+
+    kind = "submitted"
+
+
+@dataclass(kw_only=True)
+class Launched(Record):
+    """The first node's launcher, before it starts the workers; again if a gang is restarted."""
+
+    kind = "launched"
+
+
+@dataclass(kw_only=True)
+class Fallback(Record):
+    """Rank 0, when it went back to an earlier checkpoint because newer ones are damaged."""
+
+    kind = "fallback"
+
+    step: int | None
+    """Steps that are done in the checkpoint that is gone on from."""
+    given_up: list[str] = field(default_factory=list)
+    """Keys of the damaged ones, the newest first."""
+    why: list[str] = field(default_factory=list)
+    """What is damaged of each."""
+
+
+@dataclass(kw_only=True)
+class Ended(Record):
+    """The first node's launcher, when the workers are gone."""
+
+    kind = "ended"
+
+    outcome: str | None
+    """`done`, `saved` or `failed`."""
+    message: str | None
+    """Why it failed, else empty."""
+
+
+@dataclass(kw_only=True)
+class Unknown(Record):
+    """A line of a kind that this version does not know, as it stands."""
+
+    kind_name: str
+    line: Mapping[str, Any]
+
+
+OF_A_RANK: tuple[type[Record], ...] = (Start, Step, Save, Evaluation, StopSignal, End)
+EVENTS: tuple[type[Record], ...] = (Submitted, Launched, Fallback, Ended)
+
+_R = TypeVar("_R", bound=Record)
+# JSON writes 1.0 as 1, and some writers do.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (float, int), "MaybeNan": (float, int), "str": (str,), "bool": (bool,),
+    "list[str]": (list,), "dict[str, int]": (dict,),
+}  # fmt: skip
+
+
+class _Schema:
+    """How a line of one kind is read, made once out of its class."""
+
+    def __init__(self, kind: type[Record]) -> None:
+        declared = {item.name: str(item.type).removesuffix(" | None") for item in fields(kind)}
+        self.types = {name: _TYPES[text] for name, text in declared.items()}
+        self.nan = [name for name, text in declared.items() if text == "MaybeNan"]
+        self.items = [name for name, text in declared.items() if text.endswith("]")]
+        bare = [one for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
+        self.absent = {one.name: None for one in bare if str(one.type).endswith(" | None")}
+        self.required = ["time", *(one.name for one in bare if one.name not in self.absent)]
+
+
+_KINDS = {kind.kind: kind for kind in OF_A_RANK + EVENTS}
+_SCHEMAS: dict[type[Record], _Schema] = {kind: _Schema(kind) for kind in OF_A_RANK + EVENTS}
+_SCHEMAS[Record] = _Schema(Record)
+
+
+def encode(record: Record) -> bytes:
+    """One line with its newline. Floats that are not finite become null: JSON has none. What is None by
+    default is left out."""
+    absent = _SCHEMAS[type(record)].absent
+    known = {name: value for name, value in vars(record).items() if value is not None or name in absent}
+    line = {"v": SCHEMA_VERSION, "kind": record.kind, **known}
     try:
         text = json.dumps(line, allow_nan=False)
     except ValueError:
-        text = json.dumps({key: _finite(value) for key, value in line.items()})
+        text = json.dumps({name: _finite(value) for name, value in line.items()})
     return text.encode() + b"\n"
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def decode(chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Lines out of byte chunks cut anywhere. Torn and foreign lines are skipped."""
-    rest = b""
-    for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            record = decode_line(line)
-            if record is not None:
-                yield record
-
-
-def decode_line(line: bytes) -> dict[str, Any] | None:
-    """None for a torn or foreign line. A whole record behind a torn one (of a writer that was killed,
-    whose successor went on in the same file) is found."""
+def decode_line(line: bytes) -> Record | None:
+    """None for a torn or foreign line. A whole record behind a torn one (of a writer that was killed, whose
+    successor went on in the same file) is found."""
     for start in (0, line.rfind(b'{"v":')):
         try:
-            record = json.loads(line[start:])
+            value = json.loads(line[start:])
         except (ValueError, RecursionError):
             continue
-        if is_record(record):
-            found: dict[str, Any] = record
-            return found
+        if (record := parse(value)) is not None:
+            return record
     return None
 
 
-def is_record(value: Any) -> bool:
-    """Whether it says what it is and when, of a step also which; a foreign line may not."""
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("kind"), str)
-        and isinstance(value.get("time"), int | float)
-        and (value["kind"] != "step" or isinstance(value.get("step"), int))
-    )
+def parse(value: Any) -> Record | None:
+    """A parsed line as the record of its kind; None for a foreign one, or one without what it must have."""
+    if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
+        return None
+    kind = _KINDS.get(value["kind"])
+    try:
+        if kind is not None:
+            return read_fields(kind, value)
+        known = read_fields(Record, value)
+        return Unknown(**vars(known), kind_name=value["kind"], line=value)
+    except KeyError:
+        return None
+
+
+def read_fields(kind: type[_R], line: Mapping[str, Any]) -> _R:
+    """A record out of those fields of `line` that have their types. Raises KeyError when one is missing
+    without which it says nothing: the time; of a step, its number."""
+    schema = _SCHEMAS[kind]
+    types = schema.types
+    known = {name: value for name, value in line.items() if name in types and type(value) in types[name]}
+    for name in schema.required:
+        known[name]
+    for name in schema.nan:
+        if name in line and line[name] is None:
+            known[name] = math.nan
+    for name in schema.items:
+        if name in known and not _is_plain(known[name]):
+            del known[name]
+    return kind(**{**schema.absent, **known})
+
+
+def _is_plain(value: list[Any] | dict[str, Any]) -> bool:
+    if isinstance(value, list):
+        return all(type(item) is str for item in value)
+    return all(type(item) is int for item in value.values())
+
+
+# In place of a start record that is not there.
+NOT_STARTED = read_fields(Start, {"time": 0.0})

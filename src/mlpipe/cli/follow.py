@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mlpipe._core.records import Start
 from mlpipe.cli.outcome import describe, in_order
 from mlpipe.cli.session import Session
 from mlpipe.observe.progress import Progress, live_line, start_line
@@ -78,8 +79,8 @@ class Watcher:
             tail, progress = self._tails.setdefault(key, (Follower(self._store, key), Progress()))
             for record in tail.poll():
                 progress.add(record)
-                if record["kind"] == "start":
-                    for text in (start_line(record), *(record.get("notes") or ())):
+                if isinstance(record, Start):
+                    for text in (start_line(record), *record.notes):
                         self._say(name, text)
             if progress.summary()["last_step_time"] is not None:
                 line = self._line(name, progress)

@@ -12,6 +12,7 @@ from mlpipe.cli import jenkins, outcome
 from mlpipe.cli.session import Session, shared
 
 if TYPE_CHECKING:
+    from mlpipe.observe.progress import Summary
     from mlpipe.store.base import Store
     from mlpipe.store.runs import RunState
 
@@ -48,7 +49,7 @@ def _why_undriven(run: RunState) -> str:
     return f"nobody drives it; go on with mlpipe resume {run.run_id}"
 
 
-def progress(store: Store, run: RunState, stage: str) -> dict[str, Any] | None:
+def progress(store: Store, run: RunState, stage: str) -> Summary | None:
     """Out of rank 0's records of the latest attempt; None if it has none."""
     from mlpipe.observe.progress import summarize
     from mlpipe.observe.records import read_records

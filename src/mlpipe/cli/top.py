@@ -29,13 +29,17 @@ def command(session: Session, run_id: str | None, once: bool, interval: float) -
         while True:
             columns, height = shutil.get_terminal_size()
             if run_id is None:
-                rows = top.runs(height - 2 if live else 50)
-                lines = runs_table(rows, time.time()) if rows else [f"no runs in {store.url}"]
+                listed = top.runs(height - 2 if live else 50)
+                lines = runs_table(listed, time.time()) if listed else [f"no runs in {store.url}"]
+                document = [row.document() for row in listed]
             else:
-                rows = top.ranks(run_id)
-                lines = ranks_table(rows, time.time()) if rows else [f"no step of {run_id} was recorded yet"]
+                ranks = top.ranks(run_id)
+                lines = (
+                    ranks_table(ranks, time.time()) if ranks else [f"no step of {run_id} was recorded yet"]
+                )
+                document = [row.document() for row in ranks]
             if not live:
-                session.result(rows, "\n".join(lines))
+                session.result(document, "\n".join(lines))
                 return
             shown = "".join(f"{line[:columns]}\x1b[K\n" for line in lines[: height - 1])
             click.echo(f"\x1b[H{shown}\x1b[J", nl=False)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from mlpipe._core.records import Step
+from mlpipe.observe.buckets import BUCKETS
 from mlpipe.observe.html import Html, element, join, text, utc
-from mlpipe.observe.records import Record
 from mlpipe.observe.runview import StageView
 from mlpipe.observe.svg import HUGE, Mark, Point, Series, finite, line_chart, stacked_chart, swatch
 
-# What a step's time is made of: name, field of the record, colour. "other" is the rest of `seconds`.
-PARTS = (
-    ("compute", "compute_seconds", "blue"),
-    ("collectives", "collective_seconds", "amber"),
-    ("data", "data_seconds", "teal"),
-    ("checkpoint", "checkpoint_seconds", "violet"),
+Field = Callable[[Step], float | None]
+
+# What a step's time is made of: name, colour, seconds of a step. "other" is the rest of `seconds`.
+PARTS: tuple[tuple[str, str, Field], ...] = tuple(
+    (bucket.name, bucket.colour, bucket.of_step) for bucket in BUCKETS if bucket.of_step is not None
 )
 _RANK_COLOURS = ("blue", "amber", "teal", "violet", "pink", "brown", "green", "red")
 
@@ -23,46 +23,48 @@ _RANK_COLOURS = ("blue", "amber", "teal", "violet", "pink", "brown", "green", "r
 def stage_charts(stage: StageView) -> Html:
     """Six charts side by side, each over steps; those without a value are left out."""
     steps, marks = stage.lead.steps, stage_marks(stage)
-    rate, rate_unit = _unit(_known(steps, "tokens_per_second"), _COUNTS)
-    seconds, seconds_unit = _unit(_known(steps, "seconds"), _SECONDS)
+    rate, rate_unit = _unit(_known(steps, lambda step: step.tokens_per_second), _COUNTS)
+    seconds, seconds_unit = _unit(_known(steps, lambda step: step.seconds), _SECONDS)
     memory = {rank: line.steps for rank, line in stage.timelines.items()}
-    byte, byte_unit = _unit((v for one in memory.values() for v in _known(one, "memory_bytes")), _BYTES)
-    lines = [Series("", "blue", points(steps, "loss"))]
+    byte, byte_unit = _unit(
+        (v for one in memory.values() for v in _known(one, lambda step: step.memory_bytes)), _BYTES
+    )
+    lines = [Series("", "blue", points(steps, lambda step: step.loss))]
     cards = [
         _card("Loss", "nats per token", line_chart(lines, marks, unit="nats")) if steps else "",
-        _single(steps, marks, "Throughput", "tokens_per_second", rate, f"{rate_unit}tok/s", "teal"),
-        _single(steps, marks, "MFU", "mfu_ratio", 0.01, "%", "violet"),
+        _single(
+            steps, marks, "Throughput", lambda step: step.tokens_per_second, rate, f"{rate_unit}tok/s", "teal"
+        ),
+        _single(steps, marks, "MFU", lambda step: step.mfu_ratio, 0.01, "%", "violet"),
         _breakdown(steps, marks, seconds, seconds_unit),
         _memory(memory, marks, byte, byte_unit),
-        _single(steps, marks, "Gradient norm, before clipping", "grad_norm", 1.0, "", "amber"),
+        _single(
+            steps, marks, "Gradient norm, before clipping", lambda step: step.grad_norm, 1.0, "", "amber"
+        ),
     ]
     return Html(f'<div class="charts">{join(cards)}</div>{_marks_legend(marks)}')
 
 
 def stage_marks(stage: StageView) -> list[Mark]:
     lead = stage.lead
-    found = [
-        Mark(
-            record["step"],
-            "checkpoint",
-            f"checkpoint of step {record['step']}, {utc(record.get('time'))} UTC",
-        )
-        for record in lead.checkpoints
-        if isinstance(record.get("step"), int)
+    marks = [
+        Mark(save.step, "checkpoint", f"checkpoint of step {save.step}, {utc(save.time)} UTC")
+        for save in lead.saves
+        if save.step is not None
     ]
-    for start in lead.starts[1:]:
-        at = start.get("start_step") or 0
+    for attempt, start in lead.starts[1:]:
+        at = start.start_step or 0
         words = (
-            f"attempt {start['attempt']}, restart {start.get('restart')}: from step {at},"
-            f" {start.get('strategy')} on {start.get('world_size')}, {utc(start.get('time'))} UTC"
+            f"attempt {attempt}, restart {start.restart}: from step {at},"
+            f" {start.strategy} on {start.world_size}, {utc(start.time)} UTC"
         )
-        found.append(Mark(max(at, 1), "restart", words))
-    found += [
-        Mark(step["step"], "bad", f"step {step['step']}: the loss is not finite")
+        marks.append(Mark(max(at, 1), "restart", words))
+    marks += [
+        Mark(step.step, "bad", f"step {step.step}: the loss is not finite")
         for step in lead.steps
-        if not finite(step.get("loss"))
+        if not finite(step.loss)
     ]
-    return found
+    return marks
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class RankRow:
     @property
     def shares(self) -> list[tuple[str, float]]:
         """(colour, seconds) of the parts and the rest."""
-        colours = [colour for _, _, colour in PARTS]
+        colours = [colour for _, colour, _ in PARTS]
         return [*zip(colours, self.parts, strict=True), ("grey", self.other)]
 
 
@@ -87,41 +89,41 @@ def rank_rows(stage: StageView) -> list[RankRow]:
     rows = []
     for rank, timeline in stage.timelines.items():
         if timeline.steps:
-            parts = tuple(_mean(_known(timeline.steps, field)) for _, field, _ in PARTS)
-            seconds = _mean(_known(timeline.steps, "seconds"))
-            peak = max(_known(timeline.steps, "memory_bytes"), default=None)
+            parts = tuple(_mean(_known(timeline.steps, field)) for _, _, field in PARTS)
+            seconds = _mean(_known(timeline.steps, lambda step: step.seconds))
+            peak = max(_known(timeline.steps, lambda step: step.memory_bytes), default=None)
             rows.append(RankRow(rank, seconds, parts, max(seconds - sum(parts), 0.0), peak))
     return rows
 
 
-def points(steps: Iterable[Record], field: str, unit: float = 1.0) -> list[Point]:
+def points(steps: Iterable[Step], field: Field, unit: float = 1.0) -> list[Point]:
     """(step, value in `unit`), with None where the record has none."""
-    return [(step["step"], None if (value := step.get(field)) is None else value / unit) for step in steps]
+    return [(step.step, None if (value := field(step)) is None else value / unit) for step in steps]
 
 
 def _single(
-    steps: Sequence[Record],
+    steps: Sequence[Step],
     marks: Sequence[Mark],
     title: str,
-    field: str,
+    field: Field,
     unit: float,
     name: str,
     colour: str,
 ) -> Html:
-    if not any(finite(step.get(field)) for step in steps):
+    if not any(finite(field(step)) for step in steps):
         return Html("")
     series = [Series("", colour, points(steps, field, unit))]
     return _card(title, name, line_chart(series, marks, unit=name, zero=True))
 
 
-def _breakdown(steps: Sequence[Record], marks: Sequence[Mark], unit: float, name: str) -> Html:
-    if not any(finite(step.get("seconds")) for step in steps):
+def _breakdown(steps: Sequence[Step], marks: Sequence[Mark], unit: float, name: str) -> Html:
+    if not any(finite(step.seconds) for step in steps):
         return Html("")
-    series = [Series(part, colour, points(steps, field, unit)) for part, field, colour in PARTS]
+    series = [Series(part, colour, points(steps, field, unit)) for part, colour, field in PARTS]
     other: list[Point] = []
     for step in steps:
-        rest = (step.get("seconds") or 0.0) - sum(step.get(field) or 0.0 for _, field, _ in PARTS)
-        other.append((step["step"], max(rest, 0.0) / unit))
+        rest = (step.seconds or 0.0) - sum(field(step) or 0.0 for _, _, field in PARTS)
+        other.append((step.step, max(rest, 0.0) / unit))
     series.append(Series("other", "grey", other))
     totals = {one.name: sum(y or 0.0 for _, y in one.points) for one in series}
     whole = sum(totals.values()) or 1.0
@@ -129,11 +131,15 @@ def _breakdown(steps: Sequence[Record], marks: Sequence[Mark], unit: float, name
     return _card("Time of a step, rank 0", name, stacked_chart(series, marks, unit=name), names)
 
 
-def _memory(steps: dict[int, list[Record]], marks: Sequence[Mark], unit: float, name: str) -> Html:
+def _memory(steps: dict[int, list[Step]], marks: Sequence[Mark], unit: float, name: str) -> Html:
     series = [
-        Series(f"rank {rank}", _RANK_COLOURS[rank % len(_RANK_COLOURS)], points(one, "memory_bytes", unit))
+        Series(
+            f"rank {rank}",
+            _RANK_COLOURS[rank % len(_RANK_COLOURS)],
+            points(one, lambda step: step.memory_bytes, unit),
+        )
         for rank, one in steps.items()
-        if any(finite(step.get("memory_bytes")) for step in one)
+        if any(finite(step.memory_bytes) for step in one)
     ]
     if not series:
         return Html("")
@@ -174,8 +180,8 @@ def _percent(share: float) -> str:
     return "<1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"
 
 
-def _known(steps: Iterable[Record], field: str) -> list[float]:
-    return [value for step in steps if (value := step.get(field)) is not None and -HUGE < value < HUGE]
+def _known(steps: Iterable[Step], field: Field) -> list[float]:
+    return [value for step in steps if (value := field(step)) is not None and -HUGE < value < HUGE]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mlpipe._core.errors import MlpipeError
-from mlpipe.observe.goodput import BUCKETS, Ledger, add
+from mlpipe._core.records import Start, Step
+from mlpipe.observe.buckets import NAMES
+from mlpipe.observe.goodput import Ledger, add
 from mlpipe.observe.metrics import Metric
 from mlpipe.observe.predicted import measured, predicted_usd
 from mlpipe.observe.records import Follower
@@ -228,7 +230,7 @@ class Fleet:
         for one in self._known.values():
             if one.ledger is None:
                 continue
-            for bucket in BUCKETS:
+            for bucket in NAMES:
                 labels = (bucket, one.device)
                 spent[labels] = spent.get(labels, 0.0) + one.ledger.seconds[bucket]
             if one.ledger.cost_usd is not None:
@@ -275,7 +277,7 @@ class Fleet:
             if ledger is None or ledger.goodput_ratio is None:
                 continue
             values["mlpipe_run_goodput_ratio"][name] = ledger.goodput_ratio
-            for bucket in BUCKETS:
+            for bucket in NAMES:
                 values["mlpipe_run_rank_seconds"][*name, bucket] = ledger.seconds[bucket]
             money = ledger.document()
             for what in ("cost_usd", "badput_usd", "usd_per_million_tokens"):
@@ -296,8 +298,8 @@ class Fleet:
             except MlpipeError:
                 records = []
             for record in records:
-                if record["kind"] in ("start", "step") and isinstance(record.get("time"), float):
-                    last = max(last, record["time"])
+                if isinstance(record, Start | Step):
+                    last = max(last, record.time)
             self._tails[place] = (tail, last)
             if last:
                 yield name, last

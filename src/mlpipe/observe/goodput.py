@@ -5,40 +5,22 @@ attempt to the end of the last. Each belongs to exactly one bucket, so the bucke
 over restarts and attempts (which may differ in their number of ranks). Only while an attempt is open, from
 its submission to its end, a device is paid for.
 
-queue          submitted, its launcher not started: no place on the cluster, an image to pull
-startup        from the launcher to the rank's process
-init           from the process to the first step: imports, process group, model, data
-restore        of that, loading a checkpoint
-data           waiting for the next batch
-compute        this rank's own forward, backward and update
-communication  exposed: waiting for other ranks, or for bytes on the way
-save           training stood still for a checkpoint
-lost           steps done and done again after a restart, and what was under way when a life ended
-hang           from the last step to the end of a life that hung
-idle           the rest: between steps, and after the last one
-stopped        between two attempts, of the ranks of the later one: in the wall time, but nothing is paid
-
-Goodput is the share of compute and communication of steps that are kept, the rest is badput (after Google's
-ml-goodput-measurement, whose buckets these are, with queue and hang added).
+The buckets stand in `buckets.py`. Goodput is the share of compute and communication of steps that are kept,
+the rest is badput (after Google's ml-goodput-measurement, whose buckets these are, with queue and hang
+added).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlpipe.observe.records import Record
+from mlpipe._core.records import End, Record, Save, Start, Step
+from mlpipe.observe.buckets import BUCKETS, GOOD, NAMES, STOPPED
 
-BUCKETS = (
-    "queue", "startup", "init", "restore", "data", "compute", "communication", "save", "lost", "hang", "idle",
-    "stopped",
-)  # fmt: skip
-GOOD = ("compute", "communication")
-_PARTS = (
-    ("data", "data_seconds"), ("compute", "compute_seconds"), ("communication", "collective_seconds"),
-    ("save", "checkpoint_seconds"),
-)  # fmt: skip
+_OF_STEPS = {bucket.name: bucket.of_step for bucket in BUCKETS if bucket.of_step is not None}
 
 
 @dataclass(frozen=True)
@@ -59,7 +41,7 @@ class Ledger:
     """Rank-seconds by bucket, tokens of kept steps, and what a device-hour costs (None: nobody said).
     `parts`: of a sum; their prices may differ."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0.0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(NAMES, 0.0))
     tokens: float = 0.0
     price_usd_per_device_hour: float | None = None
     parts: tuple[Ledger, ...] = ()
@@ -71,7 +53,7 @@ class Ledger:
     @property
     def paid(self) -> float:
         """Rank-seconds with a device."""
-        return self.total - self.seconds["stopped"]
+        return self.total - self.seconds[STOPPED]
 
     @property
     def goodput_ratio(self) -> float | None:
@@ -113,12 +95,12 @@ class Ledger:
 
 def add(ledgers: Iterable[Ledger]) -> Ledger:
     """Their sum. The price is their mean by paid time, so that costs add up; None where one has none."""
-    found = list(ledgers)
-    costs = [ledger.cost_usd for ledger in found]
-    whole = Ledger(parts=tuple(found))
-    for ledger in found:
+    parts = tuple(ledgers)
+    costs = [part.cost_usd for part in parts]
+    whole = Ledger(parts=parts)
+    for ledger in parts:
         whole.tokens += ledger.tokens
-        for name in BUCKETS:
+        for name in NAMES:
             whole.seconds[name] += ledger.seconds[name]
     if whole.paid and None not in costs:
         whole.price_usd_per_device_hour = sum(filter(None, costs)) / whole.paid * 3600
@@ -131,7 +113,7 @@ def account(attempts: Sequence[Attempt], price_usd_per_device_hour: float | None
     for number, attempt in enumerate(attempts):
         if number:
             ended = max(before.ended for before in attempts[:number])
-            ledger.seconds["stopped"] += attempt.num_ranks * max(attempt.submitted - ended, 0.0)
+            ledger.seconds[STOPPED] += attempt.num_ranks * max(attempt.submitted - ended, 0.0)
         read = {rank: list(records) for rank, records in attempt.records.items() if rank < attempt.num_ranks}
         weight = attempt.num_ranks / max(len(read), 1)
         for rank, records in (read or {0: []}).items():
@@ -145,7 +127,7 @@ def account(attempts: Sequence[Attempt], price_usd_per_device_hour: float | None
 
 def _floor(records: Iterable[Record]) -> float:
     """The first step that a later life went on from: what comes after it is lost."""
-    starts = [record.get("start_step") or 0 for record in records if record["kind"] == "start"]
+    starts = [record.start_step or 0 for record in records if isinstance(record, Start)]
     return min(starts, default=float("inf"))
 
 
@@ -155,7 +137,7 @@ class _Clock:
     def __init__(self, begin: float, end: float) -> None:
         self.at = begin
         self.end = max(begin, end)
-        self.seconds = dict.fromkeys(BUCKETS, 0.0)
+        self.seconds = dict.fromkeys(NAMES, 0.0)
 
     def until(self, time: float) -> float:
         """Moves on, never back and never past the end; the seconds between."""
@@ -167,43 +149,43 @@ class _Clock:
 
 
 def _rank(attempt: Attempt, records: list[Record], floor: float) -> tuple[dict[str, float], float]:
+    """Seconds of one rank by bucket, and the tokens of its kept steps."""
     clock = _Clock(attempt.submitted, attempt.ended)
     clock.put("queue", attempt.launched if attempt.launched is not None else attempt.ended)
     lives = _lives(records)
     tokens = 0.0
-    for number, life in enumerate(lives):
-        start = life[0]
+    for number, (start, life) in enumerate(lives):
         last = number == len(lives) - 1
-        spawned = start["time"] - (start.get("seconds_since_spawn") or 0.0)
+        spawned = start.time - (start.seconds_since_spawn or 0.0)
         clock.put("startup" if number == 0 else "lost", spawned)
-        starting = clock.until(start["time"])
-        restoring = min(start.get("restore_seconds") or 0.0, starting)
+        starting = clock.until(start.time)
+        restoring = min(start.restore_seconds or 0.0, starting)
         clock.seconds["restore"] += restoring
         clock.seconds["init"] += starting - restoring
-        kept = min(floor, _floor(record for other in lives[number + 1 :] for record in other))
-        tokens += _steps(clock, life, kept)
+        kept = min([floor, *(later.start_step or 0 for later, _ in lives[number + 1 :])])
+        tokens += _steps(clock, start, life, kept)
         if last and attempt.hung:
             clock.put("hang", attempt.ended)
-        elif life[-1]["kind"] == "end":
-            clock.put("save", life[-1]["time"])  # the loop is over: it waits for its last save
+        elif life and isinstance(life[-1], End):
+            clock.put("save", life[-1].time)  # the loop is over: it waits for its last save
         elif last:  # died; where it is still under way, the records end at `ended`
             clock.put("lost", attempt.ended)
     clock.put("idle" if lives else "startup", attempt.ended)
     return clock.seconds, tokens
 
 
-def _lives(records: list[Record]) -> list[list[Record]]:
-    """A life begins with its start record."""
-    lives: list[list[Record]] = []
+def _lives(records: list[Record]) -> list[tuple[Start, list[Record]]]:
+    """Each start record and what follows it, up to the next one."""
+    lives: list[tuple[Start, list[Record]]] = []
     for record in records:
-        if record["kind"] == "start":
-            lives.append([record])
+        if isinstance(record, Start):
+            lives.append((record, []))
         elif lives:
-            lives[-1].append(record)
+            lives[-1][1].append(record)
     return lives
 
 
-def _steps(clock: _Clock, life: list[Record], kept: float) -> float:
+def _steps(clock: _Clock, start: Start, life: list[Record], kept: float) -> float:
     """Up to the last step of a life. Returns the tokens of steps up to `kept`.
 
     Where steps were left out (a long run is not read in full) a gap holds several, which are taken to be like
@@ -211,20 +193,22 @@ def _steps(clock: _Clock, life: list[Record], kept: float) -> float:
     (its record says how long in all), else idle.
     """
     between = stalled = tokens = 0.0
-    before = life[0].get("start_step") or 0
+    before = start.start_step or 0
     for record in life:
-        if record["kind"] == "checkpoint" and (record.get("step") or 0) <= kept:
-            stalled += record.get("stall_seconds") or 0.0
-        if record["kind"] != "step":
+        if isinstance(record, Save) and (record.step or 0) <= kept:
+            stalled += record.stall_seconds or 0.0
+        if not isinstance(record, Step):
             continue
-        num = max(record["step"] - before, 1)
-        before = record["step"]
-        gap = clock.until(record["time"])
-        if record["step"] > kept or record.get("loss", 0.0) is None:  # not finite: it updated nothing
+        num = max(record.step - before, 1)
+        before = record.step
+        gap = clock.until(record.time)
+        if record.step > kept or (
+            record.loss is not None and math.isnan(record.loss)
+        ):  # that updated nothing
             clock.seconds["lost"] += gap
             continue
-        tokens += num * (record.get("tokens") or 0)
-        parts = {name: num * max(record.get(field) or 0.0, 0.0) for name, field in _PARTS}
+        tokens += num * (record.tokens or 0)
+        parts = {name: num * max(of_step(record) or 0.0, 0.0) for name, of_step in _OF_STEPS.items()}
         known = sum(parts.values())
         shrink = gap / known if known > gap else 1.0
         for name, spent in parts.items():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
+from mlpipe._core.mfu import throughput
 from mlpipe._core.units import format_seconds
 from mlpipe.observe.progress import format_count, format_loss, format_mfu
-from mlpipe.observe.runview import RunView, StageView, throughput, view_run, worst_load
+from mlpipe.observe.runview import RunView, StageView, view_run, worst_load
 from mlpipe.observe.sections import cost_facts
 from mlpipe.store.base import Store
 
@@ -48,16 +49,14 @@ def _training(stage: StageView) -> list[str]:
         return []
     start, last = stage.start, stage.lead.steps[-1]
     rate, mfu = throughput(stage.lead.steps)
-    loss = "not finite" if last.get("loss") is None else format_loss(last["loss"])
-    facts = [f"step {last['step']}" + (f" of {start['steps']}" if start.get("steps") else ""), f"loss {loss}"]
-    if start.get("strategy"):
-        facts.append(
-            f"{plain(start['strategy'])} on {start.get('world_size')} x {plain(start.get('device'))}"
-        )
+    facts = [f"step {last.step}" + (f" of {start.steps}" if start.steps else "")]
+    facts.append(f"loss {format_loss(last.loss)}")
+    if start.strategy:
+        facts.append(f"{plain(start.strategy)} on {start.world_size} x {plain(start.device)}")
     if rate is not None:
         facts.append(f"{format_count(rate)} tok/s")
     if mfu is not None:
-        facts.append(f"MFU {format_mfu(mfu)} (of {plain(start.get('peak_name') or 'the peak')})")
+        facts.append(f"MFU {format_mfu(mfu)} (of {plain(start.peak_name or 'the peak')})")
     load = worst_load(stage)
     if load is not None and load.slowed_us:
         facts.append(f"not alone on the machine: {load}")
@@ -70,17 +69,17 @@ def _training(stage: StageView) -> list[str]:
 
 
 def _evaluation(stage: StageView) -> list[str]:
-    found = stage.evaluation
-    if not found:
+    result = stage.evaluation
+    if result is None:
         return []
-    names = {
-        "val_loss": "validation loss",
-        "val_perplexity": "perplexity",
-        "val_bits_per_byte": "bits per byte",
+    named = {
+        "validation loss": result.val_loss,
+        "perplexity": result.val_perplexity,
+        "bits per byte": result.val_bits_per_byte,
     }
-    facts = [f"{name} {format_loss(found[key])}" for key, name in names.items() if found.get(key) is not None]
-    if found.get("gate"):
-        facts.append(f"gate {plain(found['gate'])} {'passed' if found.get('passed') else 'not passed'}")
+    facts = [f"{name} {format_loss(value)}" for name, value in named.items() if value is not None]
+    if result.gate:
+        facts.append(f"gate {plain(result.gate)} {'passed' if result.passed else 'not passed'}")
     return [f"- **{plain(stage.name)}**: {', '.join(facts)}"]
 
 

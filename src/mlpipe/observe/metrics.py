@@ -17,8 +17,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from mlpipe._core.records import Record, Save, Start, Step
 from mlpipe.observe.gpu import Gpu, find_gpu
 from mlpipe.observe.serve import Serving
 
@@ -244,7 +245,7 @@ class RankMetrics:
         self._histograms: dict[str, _Histogram] = {}
         self._flops_per_token = 0.0
         self._hardware_flops_per_token = 0.0
-        self._device = ""
+        self._on_gpu = False
         self._serving: Serving | None = None
         now = time.time()
         own = tuple(m for m in METRICS if m.ranks == "every" or rank == 0)
@@ -260,65 +261,68 @@ class RankMetrics:
                 stamped = metric.name.endswith("_timestamp_seconds")
                 self._values[metric.name] = {(): now} if stamped else {}
 
-    def observe(self, record: Mapping[str, Any]) -> None:
-        """Takes a record as `_core.records` describes it; a kind without metrics is ignored."""
-        kind = record["kind"]
+    def observe(self, record: Record) -> None:
+        """Takes a record as it was written; a kind without metrics is ignored."""
         with self._lock:
-            if kind == "start":
-                self._observe_start(record)
-            elif kind == "step":
-                self._observe_step(record)
-            elif kind == "checkpoint":
-                self._observe_checkpoint(record)
+            match record:
+                case Start():
+                    self._observe_start(record)
+                case Step():
+                    self._observe_step(record)
+                case Save():
+                    self._observe_save(record)
 
-    def _observe_start(self, record: Mapping[str, Any]) -> None:
-        self._flops_per_token = record.get("num_flops_per_token") or 0.0
-        hardware = record.get("num_hardware_flops_per_token")
+    def _observe_start(self, record: Start) -> None:
+        self._flops_per_token = record.num_flops_per_token or 0.0
+        hardware = record.num_hardware_flops_per_token
         self._hardware_flops_per_token = self._flops_per_token if hardware is None else hardware
-        self._device = record.get("device") or ""
-        self._set("mlpipe_train_peak_flops", record.get("peak_flops"))
-        self._set("mlpipe_train_target_steps", record.get("steps"))
-        self._set("mlpipe_train_world_size", record.get("world_size"))
-        self._set("mlpipe_train_start_timestamp_seconds", record.get("time"))
-        self._set("mlpipe_train_step", record.get("start_step"))
-        known = {**record, **self._info}
-        self._values["mlpipe_run_info"] = {tuple(str(known.get(name, "")) for name in INFO_LABELS): 1.0}
+        self._on_gpu = record.device_type == "cuda"
+        self._set("mlpipe_train_peak_flops", record.peak_flops)
+        self._set("mlpipe_train_target_steps", record.steps)
+        self._set("mlpipe_train_world_size", record.world_size)
+        self._set("mlpipe_train_start_timestamp_seconds", record.time)
+        self._set("mlpipe_train_step", record.start_step)
+        known = {
+            "strategy": record.strategy,
+            "world_size": record.world_size,
+            "device": record.device,
+            "precision": record.precision,
+            **self._info,
+        }
+        labels = tuple("" if known.get(name) is None else str(known[name]) for name in INFO_LABELS)
+        self._values["mlpipe_run_info"] = {labels: 1.0}
 
-    def _observe_step(self, record: Mapping[str, Any]) -> None:
-        tokens = record.get("tokens") or 0
-        seconds = record.get("seconds")
-        if seconds is not None:
-            self._histograms["mlpipe_train_step_duration_seconds"].observe(seconds)
-        self._add("mlpipe_train_data_wait_seconds_total", record.get("data_seconds"))
-        self._add("mlpipe_train_compute_seconds_total", record.get("compute_seconds"))
-        self._add("mlpipe_train_collective_wait_seconds_total", record.get("collective_seconds"))
+    def _observe_step(self, record: Step) -> None:
+        tokens = record.tokens or 0
+        if record.seconds is not None:
+            self._histograms["mlpipe_train_step_duration_seconds"].observe(record.seconds)
+        self._add("mlpipe_train_data_wait_seconds_total", record.data_seconds)
+        self._add("mlpipe_train_compute_seconds_total", record.compute_seconds)
+        self._add("mlpipe_train_collective_wait_seconds_total", record.collective_seconds)
         self._add("mlpipe_train_steps_total", 1)
         self._add("mlpipe_train_tokens_total", tokens)
         self._add("mlpipe_train_model_flops_total", tokens * self._flops_per_token)
         self._add("mlpipe_train_hardware_flops_total", tokens * self._hardware_flops_per_token)
-        self._set("mlpipe_train_achievable_flops", record.get("achievable_flops"))
-        self._set("mlpipe_train_step", record.get("step"))
-        self._set("mlpipe_train_mfu_ratio", record.get("mfu_ratio"))
-        self._set("mlpipe_train_learning_rate", record.get("lr"))
-        self._set("mlpipe_train_peak_flops", record.get("peak_flops"))
-        for field in ("loss", "grad_norm"):
-            if field in record:
-                value = record[field]  # JSON has no NaN: records say null
-                self._set(f"mlpipe_train_{field}", float("nan") if value is None else value)
-        if self._device.startswith("cuda"):
-            self._set("mlpipe_train_gpu_memory_bytes", record.get("memory_bytes"), ("peak",))
-        self._set("mlpipe_train_last_step_timestamp_seconds", record.get("time", time.time()))
+        self._set("mlpipe_train_achievable_flops", record.achievable_flops)
+        self._set("mlpipe_train_step", record.step)
+        self._set("mlpipe_train_mfu_ratio", record.mfu_ratio)
+        self._set("mlpipe_train_learning_rate", record.lr)
+        self._set("mlpipe_train_peak_flops", record.peak_flops)
+        self._set("mlpipe_train_loss", record.loss)
+        self._set("mlpipe_train_grad_norm", record.grad_norm)
+        if self._on_gpu:
+            self._set("mlpipe_train_gpu_memory_bytes", record.memory_bytes, ("peak",))
+        self._set("mlpipe_train_last_step_timestamp_seconds", record.time)
 
-    def _observe_checkpoint(self, record: Mapping[str, Any]) -> None:
-        self._add("mlpipe_checkpoint_stall_seconds_total", record.get("stall_seconds"))
-        if record.get("error") is not None:
+    def _observe_save(self, record: Save) -> None:
+        self._add("mlpipe_checkpoint_stall_seconds_total", record.stall_seconds)
+        if record.error is not None:
             self._add("mlpipe_checkpoint_failures_total", 1)
             return
-        self._set("mlpipe_checkpoint_bytes", record.get("bytes"))
-        saved = record.get("save_seconds")
-        if saved is not None and "mlpipe_checkpoint_duration_seconds" in self._histograms:
-            self._histograms["mlpipe_checkpoint_duration_seconds"].observe(saved)
-            self._set("mlpipe_checkpoint_last_success_timestamp_seconds", record.get("time", time.time()))
+        self._set("mlpipe_checkpoint_bytes", record.bytes)
+        if record.save_seconds is not None and "mlpipe_checkpoint_duration_seconds" in self._histograms:
+            self._histograms["mlpipe_checkpoint_duration_seconds"].observe(record.save_seconds)
+            self._set("mlpipe_checkpoint_last_success_timestamp_seconds", record.time)
 
     def _add(self, name: str, amount: float | None) -> None:
         if amount is not None and name in self._values:

@@ -21,13 +21,9 @@ def measured(stage: StageView) -> tuple[float, float] | None:
     tenth of the steps and ten at most. None before there are three steps."""
     steps = stage.lead.steps
     kept = steps[min(_MOST_WARMUP, max(1, len(steps) // 10)) :]
-    seconds = [step["seconds"] for step in kept if step.get("seconds")]
-    peaks = [
-        step["memory_bytes"]
-        for timeline in stage.timelines.values()
-        for step in timeline.steps[-1:]
-        if step.get("memory_bytes")
-    ]
+    seconds = [step.seconds for step in kept if step.seconds]
+    last = [step for timeline in stage.timelines.values() for step in timeline.steps[-1:]]
+    peaks = [step.memory_bytes for step in last if step.memory_bytes]
     if len(seconds) < 2 or not peaks:
         return None
     return float(max(peaks)), median(seconds)
@@ -41,7 +37,7 @@ def predicted_usd(stage: StageView) -> float | None:
         return None
     if plan.price_usd_per_device_hour is None:
         return None
-    num_steps: int = stage.lead.steps[-1]["step"]
+    num_steps = stage.lead.steps[-1].step
     rank_seconds = num_steps * plan.train.predicted.step_seconds * plan.train.mesh.world_size
     return rank_seconds / 3600 * plan.price_usd_per_device_hour
 
@@ -70,7 +66,7 @@ def predicted_section(stage: StageView) -> Html:
     ]
     told, spent = predicted_usd(stage), stage.ledger.cost_usd if stage.ledger is not None else None
     if told is not None and spent:  # the plan knows steps; what was paid has starts, saves and lost work too
-        num = stage.lead.steps[-1]["step"]
+        num = stage.lead.steps[-1].step
         rows.append((f"cost of {num} steps, all told", _usd(told), _usd(spent), _error(told, spent)))
     shown = table(("", "Predicted", "Measured", "Predicted is"), rows, {1, 2, 3})
     return details("Predicted beside measured", shown, open_=True)

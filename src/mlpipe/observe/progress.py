@@ -2,104 +2,155 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import TypedDict
 
+from mlpipe._core.mfu import throughput
+from mlpipe._core.records import (
+    NOT_STARTED,
+    End,
+    Evaluation,
+    Record,
+    Save,
+    Start,
+    Step,
+    StopSignal,
+)
 from mlpipe._core.units import format_seconds
 
 _RECENT_STEPS = 20  # enough to smooth, few enough to follow a change of pace
+
+
+class Evaluated(TypedDict):
+    """What an evaluation found, for JSON."""
+
+    val_loss: float | None
+    val_perplexity: float | None
+    val_bits_per_byte: float | None
+    num_tokens: float | None
+    gate: str | None
+    passed: bool | None
+    sample: str | None
+
+
+class Summary(TypedDict):
+    """Plain JSON; what is not known is null. Seconds, tokens per second over all ranks, ratio 0 to 1."""
+
+    step: int | None
+    steps: int | None
+    loss: float | None
+    learning_rate: float | None
+    grad_norm: float | None
+    tokens_per_second: float | None
+    mfu_ratio: float | None
+    peak_name: str | None
+    seconds_per_step: float | None
+    eta_seconds: float | None
+    checkpoint_step: int | None
+    memory_bytes: int | None
+    last_step_time: float | None
+    world_size: int | None
+    strategy: str | None
+    start_step: int | None
+    notes: list[str]
+    restart: int | None
+    metrics_port: int | None
+    stopping_on: str | None
+    outcome: str | None
+    evaluation: Evaluated | None
 
 
 class Progress:
     """Add rank 0's records of one attempt as they come; `summary()` at any time."""
 
     def __init__(self) -> None:
-        self._start: Mapping[str, Any] = {}
+        self._start = NOT_STARTED
         self._notes: list[str] = []
-        self._step: Mapping[str, Any] = {}
-        self._evaluation: Mapping[str, Any] = {}
-        self._end: Mapping[str, Any] = {}
+        self._step: Step | None = None
+        self._evaluation: Evaluation | None = None
+        self._outcome: str | None = None
         self._checkpoint_step: int | None = None
-        self._recent: deque[Mapping[str, Any]] = deque(maxlen=_RECENT_STEPS)
+        self._recent: deque[Step] = deque(maxlen=_RECENT_STEPS)
         self._signal: str | None = None
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        kind = record["kind"]
-        if kind == "start":  # also after a restart: nothing of before but the checkpoints holds any more
-            self._start, self._step, self._end, self._signal = record, {}, {}, None
-            self._recent.clear()
-            self._notes += record.get("notes") or []
-        elif kind == "step":
-            self._step = record
-            self._recent.append(record)
-        elif kind == "checkpoint" and record.get("error") is None:
-            self._checkpoint_step = record.get("step")
-        elif kind == "signal":
-            self._signal = record.get("signal")
-        elif kind == "evaluate":
-            self._evaluation = record
-        elif kind == "end":
-            self._end = record
+    def add(self, record: Record) -> None:
+        match record:
+            case Start():  # also after a restart: nothing of before but the checkpoints holds any more
+                self._start, self._step, self._outcome, self._signal = record, None, None, None
+                self._recent.clear()
+                self._notes += record.notes
+            case Step():
+                self._step = record
+                self._recent.append(record)
+            case Save(error=None):
+                self._checkpoint_step = record.step
+            case StopSignal():
+                self._signal = record.signal
+            case Evaluation():
+                self._evaluation = record
+            case End():
+                self._outcome = record.outcome
 
-    def summary(self) -> dict[str, Any]:
-        """Plain JSON; what is not known is null. Seconds, tokens per second over all ranks, ratio 0 to 1."""
-        start, step = self._start, self._step
-        at = step.get("step", start.get("start_step"))
-        target = start.get("steps")
-        seconds = [record["seconds"] for record in self._recent if record.get("seconds") is not None]
+    def summary(self) -> Summary:
+        start, step, evaluated = self._start, self._step, self._evaluation
+        at = step.step if step is not None else start.start_step
+        seconds = [record.seconds for record in self._recent if record.seconds is not None]
         per_step = sum(seconds) / len(seconds) if seconds else None
-        known = at is not None and target is not None and per_step is not None
-        checkpoint = self._checkpoint_step if self._checkpoint_step is not None else start.get("start_step")
-        evaluated = (
-            "val_loss",
-            "val_perplexity",
-            "val_bits_per_byte",
-            "num_tokens",
-            "gate",
-            "passed",
-            "sample",
-        )
+        left = max(start.steps - at, 0) if start.steps is not None and at is not None else None
+        saved = self._checkpoint_step if self._checkpoint_step is not None else start.start_step
+        tokens_per_second, ratio = throughput(self._recent)
         return {
             "step": at,
-            "steps": target,
-            "loss": step.get("loss"),
-            "learning_rate": step.get("lr"),
-            "grad_norm": step.get("grad_norm"),
-            "tokens_per_second": _mean(self._recent, "tokens_per_second"),
-            "mfu_ratio": _mean(self._recent, "mfu_ratio"),
-            "peak_name": start.get("peak_name"),
+            "steps": start.steps,
+            "loss": _finite(step.loss) if step is not None else None,
+            "learning_rate": step.lr if step is not None else None,
+            "grad_norm": _finite(step.grad_norm) if step is not None else None,
+            "tokens_per_second": tokens_per_second,
+            "mfu_ratio": ratio,
+            "peak_name": start.peak_name,
             "seconds_per_step": per_step,
-            "eta_seconds": max(target - at, 0) * per_step if known else None,
-            "checkpoint_step": checkpoint or None,  # 0: nothing to go back to
-            "memory_bytes": step.get("memory_bytes"),
-            "last_step_time": step.get("time"),
-            "world_size": start.get("world_size"),
-            "strategy": start.get("strategy"),
-            "start_step": start.get("start_step"),
+            "eta_seconds": left * per_step if left is not None and per_step is not None else None,
+            "checkpoint_step": saved or None,  # 0: nothing to go back to
+            "memory_bytes": step.memory_bytes if step is not None else None,
+            "last_step_time": step.time if step is not None else None,
+            "world_size": start.world_size,
+            "strategy": start.strategy,
+            "start_step": start.start_step,
             "notes": self._notes,
-            "restart": start.get("restart"),
-            "metrics_port": start.get("metrics_port"),
+            "restart": start.restart if start is not NOT_STARTED else None,
+            "metrics_port": start.metrics_port,
             "stopping_on": self._signal,
-            "outcome": self._end.get("outcome"),
-            "evaluation": {key: self._evaluation.get(key) for key in evaluated} if self._evaluation else None,
+            "outcome": self._outcome,
+            "evaluation": None
+            if evaluated is None
+            else {
+                "val_loss": evaluated.val_loss,
+                "val_perplexity": evaluated.val_perplexity,
+                "val_bits_per_byte": evaluated.val_bits_per_byte,
+                "num_tokens": evaluated.num_tokens,
+                "gate": evaluated.gate,
+                "passed": evaluated.passed,
+                "sample": evaluated.sample,
+            },
         }
 
 
-def _mean(records: Iterable[Mapping[str, Any]], field: str) -> float | None:
-    """Of equally long steps; over few steps a mean of rates is near enough for a person."""
-    values = [record[field] for record in records if record.get(field) is not None]
-    return sum(values) / len(values) if values else None
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN."""
+    return value if value is not None and math.isfinite(value) else None
 
 
-def summarize(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize(records: Iterable[Record]) -> Summary:
+    """Of rank 0's records of one attempt."""
     progress = Progress()
     for record in records:
         progress.add(record)
     return progress.summary()
 
 
-def live_line(summary: Mapping[str, Any], *, width: int = 80) -> str:
+def live_line(summary: Summary, *, width: int = 80) -> str:
     """`step 120/400  loss 3.210  12.3k tok/s  MFU 31.2 %  ETA 1m40s  ckpt 100`, plain ASCII, at most
     `width` columns: what matters least is left out first (what the peak is, then the checkpoint, ...)."""
     step, steps = summary["step"], summary["steps"]
@@ -107,8 +158,7 @@ def live_line(summary: Mapping[str, Any], *, width: int = 80) -> str:
         return "starting"[:width]
     parts: dict[str, str] = {"step": f"step {step}/{steps}" if steps else f"step {step}"}
     if summary["last_step_time"] is not None:
-        loss = summary["loss"]
-        parts["loss"] = "loss not finite" if loss is None else f"loss {format_loss(loss)}"
+        parts["loss"] = f"loss {format_loss(summary['loss'])}"
     if summary["tokens_per_second"] is not None:
         parts["rate"] = f"{format_count(summary['tokens_per_second'])} tok/s"
     if summary["mfu_ratio"] is not None:
@@ -131,26 +181,26 @@ def live_line(summary: Mapping[str, Any], *, width: int = 80) -> str:
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in line[:width])
 
 
-def start_line(start: Mapping[str, Any]) -> str:
+def start_line(start: Start) -> str:
     """What runs, and what MFU is measured against: the line to print once before the live lines."""
-    parts = [f"{start.get('strategy')} on {start.get('world_size')} x {start.get('device')}"]
-    if start.get("num_params"):
-        parts.append(f"{format_count(start['num_params'])} parameters")
-    if start.get("precision"):
-        parts.append(str(start["precision"]))
-    if start.get("start_step"):
-        parts.append(f"resumed from step {start['start_step']}")
-    if start.get("num_flops_per_token"):
-        needed, peak = format_flops(start["num_flops_per_token"]), "peak"
-        if start.get("peak_flops"):
-            peak = f"{format_flops(start['peak_flops'])}/s"
-        world, name = start.get("world_size"), start.get("peak_name")
-        parts.append(f"MFU = {needed}/token x tok/s / ({world} x {peak}, {name})")
+    parts = [f"{start.strategy} on {start.world_size} x {start.device}"]
+    if start.num_params:
+        parts.append(f"{format_count(start.num_params)} parameters")
+    if start.precision:
+        parts.append(start.precision)
+    if start.start_step:
+        parts.append(f"resumed from step {start.start_step}")
+    if start.num_flops_per_token:
+        peak = f"{format_flops(start.peak_flops)}/s" if start.peak_flops else "peak"
+        needed = format_flops(start.num_flops_per_token)
+        parts.append(f"MFU = {needed}/token x tok/s / ({start.world_size} x {peak}, {start.peak_name})")
     return ", ".join(parts)
 
 
-def format_loss(loss: float) -> str:
+def format_loss(loss: float | None) -> str:
     """Four significant digits without an exponent where that is readable: 3.214, 0.0123, 12345."""
+    if loss is None or not math.isfinite(loss):
+        return "not finite"
     return f"{loss:.3f}" if 0.1 <= abs(loss) < 1000 else f"{loss:.4g}"
 
 

@@ -6,12 +6,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from mlpipe._core.records import decode_line, is_record
+from mlpipe._core.records import Evaluation, Record, Save, Start, Step, decode_line, parse
 from mlpipe.store.base import Store
 
-Record = dict[str, Any]
 _RANK = re.compile(r"rank-(\d+)\.jsonl")
 _ATTEMPT = re.compile(r"attempt-(\d+)/?")
 _STEP = b'"kind": "step"'
@@ -44,10 +42,15 @@ def read_records(store: Store, attempt_key: str, rank: int, *, max_steps: int | 
     if max_steps is not None:
         lines = _thin(lines, max_steps)
     try:
-        records = json.loads(b"[" + b",".join(filter(None, lines)) + b"]")  # all at once: twice as fast
+        values = json.loads(b"[" + b",".join(filter(None, lines)) + b"]")  # all at once: twice as fast
     except (ValueError, RecursionError):
-        return [record for line in lines if (record := decode_line(line)) is not None]
-    return [record for record in records if is_record(record)]
+        return decode_lines(lines)
+    return [record for value in values if (record := parse(value)) is not None]
+
+
+def decode_lines(lines: Iterable[bytes]) -> list[Record]:
+    """The records among them; torn and foreign lines are skipped."""
+    return [record for line in lines if (record := decode_line(line)) is not None]
 
 
 def _thin(lines: list[bytes], max_steps: int) -> list[bytes]:
@@ -71,24 +74,24 @@ class Follower:
     def poll(self) -> list[Record]:
         data, self._offset = self._store.read_log(self._key, offset=self._offset)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [record for line in lines if (record := decode_line(line)) is not None]
+        return decode_lines(lines)
 
 
 @dataclass
 class Timeline:
     """What one rank did that still holds, over all attempts and restarts.
 
-    `starts`: one a restart, with `attempt` added. `steps`: ascending and without gaps of our making, each
-    as it was done last. `num_rolled_back`: steps done and lost again, because a later start went on from
+    `starts`, `others`: with the number of their attempt. `steps`: ascending and without gaps of our making,
+    each as it was done last. `num_rolled_back`: steps done and lost again, because a later start went on from
     before them.
     """
 
-    starts: list[Record] = field(default_factory=list)
-    steps: list[Record] = field(default_factory=list)
+    starts: list[tuple[int, Start]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     num_rolled_back: int = 0
-    checkpoints: list[Record] = field(default_factory=list)
-    evaluation: Record | None = None
-    others: list[Record] = field(default_factory=list)  # signal, end, saves that failed
+    saves: list[Save] = field(default_factory=list)
+    evaluation: Evaluation | None = None
+    others: list[tuple[int, Record]] = field(default_factory=list)  # signal, end, saves that failed
 
 
 def merge(attempts: Mapping[int, Iterable[Record]]) -> Timeline:
@@ -96,24 +99,23 @@ def merge(attempts: Mapping[int, Iterable[Record]]) -> Timeline:
     timeline = Timeline()
     for attempt in sorted(attempts):
         for record in attempts[attempt]:
-            kind = record["kind"]
-            if kind == "start":
-                timeline.starts.append({**record, "attempt": attempt})
-                _roll_back(timeline, record.get("start_step") or 0)
-            elif kind == "step":
-                if isinstance(record.get("step"), int):
-                    _roll_back(timeline, record["step"] - 1)
+            match record:
+                case Start():
+                    timeline.starts.append((attempt, record))
+                    _roll_back(timeline, record.start_step or 0)
+                case Step():
+                    _roll_back(timeline, record.step - 1)
                     timeline.steps.append(record)
-            elif kind == "checkpoint" and record.get("error") is None:
-                timeline.checkpoints.append(record)
-            elif kind == "evaluate":
-                timeline.evaluation = record
-            else:
-                timeline.others.append({**record, "attempt": attempt})
+                case Save(error=None):
+                    timeline.saves.append(record)
+                case Evaluation():
+                    timeline.evaluation = record
+                case _:
+                    timeline.others.append((attempt, record))
     return timeline
 
 
 def _roll_back(timeline: Timeline, last_kept: int) -> None:
-    while timeline.steps and timeline.steps[-1]["step"] > last_kept:
+    while timeline.steps and timeline.steps[-1].step > last_kept:
         timeline.steps.pop()
         timeline.num_rolled_back += 1

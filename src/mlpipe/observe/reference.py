@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from mlpipe.observe import goodput
+from mlpipe.observe.buckets import BUCKETS
 from mlpipe.observe.exporter import FLEET_METRICS, RECENT_RUNS
 from mlpipe.observe.metrics import GPU_METRICS, METRICS, Metric
 
@@ -63,7 +64,7 @@ def reference_page() -> str:
     many = f"{200 * (first + 999 * other) / 1e6:.1f}"
     head = _HEAD.format(first=first, other=other, many=many)
     single = sum(
-        len(goodput.BUCKETS) if metric.labels[-1] == "bucket" else 1
+        len(BUCKETS) if metric.labels[-1] == "bucket" else 1
         for metric in FLEET_METRICS
         if metric.labels[:1] == ("run",)
     )
@@ -77,15 +78,12 @@ def _fleet_row(metric: Metric) -> str:
 
 
 def _buckets() -> str:
-    """The docstring of goodput.py, its list of buckets as a table."""
-    text = (goodput.__doc__ or "").partition("\n\n")[2]
-    rows = []
-    for line in text.splitlines():
-        name, _, words = line.partition(" ")
-        if name == goodput.BUCKETS[0]:
-            rows += ["| Bucket | Time |", "|---|---|"]
-        rows.append(f"| `{name}` | {words.strip()} |" if name in goodput.BUCKETS else line)
-    return "\n".join(rows).strip() + "\n"
+    """The docstring of goodput.py around the table of buckets."""
+    paragraphs = (goodput.__doc__ or "").strip().split("\n\n")[1:]
+    rows = "".join(f"| `{bucket.name}` | {bucket.words} |\n" for bucket in BUCKETS)
+    return (
+        "\n\n".join([paragraphs[0], f"| Bucket | Time |\n|---|---|\n{rows}", *paragraphs[1:]]).strip() + "\n"
+    )
 
 
 if __name__ == "__main__":

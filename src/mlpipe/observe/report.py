@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from mlpipe import __version__
+from mlpipe._core.mfu import throughput
+from mlpipe._core.records import Record, Unknown
 from mlpipe._core.units import format_seconds
 from mlpipe.observe.html import (
     Html,
@@ -23,7 +24,7 @@ from mlpipe.observe.html import (
     when,
 )
 from mlpipe.observe.progress import format_count, format_loss, format_mfu
-from mlpipe.observe.runview import RunView, throughput, view_run
+from mlpipe.observe.runview import RunView, view_run
 from mlpipe.observe.sections import MOST_ROWS, SECTIONS, cut_note
 from mlpipe.store.base import Store
 
@@ -92,9 +93,8 @@ def _highlights(view: RunView) -> Html:
         stage = trained[-1]
         last = stage.lead.steps[-1]
         rate, mfu = throughput(stage.lead.steps)
-        target = stage.start.get("steps")
-        shown["steps"] = f"{last['step']}" + (f" / {target}" if target else "")
-        shown["training loss"] = "not finite" if last.get("loss") is None else format_loss(last["loss"])
+        shown["steps"] = f"{last.step}" + (f" / {stage.start.steps}" if stage.start.steps else "")
+        shown["training loss"] = format_loss(last.loss)
         shown["tokens per second"] = None if rate is None else format_count(rate)
         shown["MFU"] = None if mfu is None else format_mfu(mfu)
     ledger = view.ledger
@@ -102,10 +102,13 @@ def _highlights(view: RunView) -> Html:
         shown["goodput"] = f"{100 * ledger.goodput_ratio:.1f} %"
         shown["USD"] = None if ledger.cost_usd is None else f"{ledger.cost_usd:.4g}"
     for stage in view.stages:
-        for name, label in (("val_loss", "validation loss"), ("val_bits_per_byte", "bits per byte")):
-            value = stage.evaluation.get(name)
-            if value is not None:
-                shown[label] = format_loss(value)
+        if (result := stage.evaluation) is not None:
+            for name, value in (
+                ("validation loss", result.val_loss),
+                ("bits per byte", result.val_bits_per_byte),
+            ):
+                if value is not None:
+                    shown[name] = format_loss(value)
     return tiles(shown)
 
 
@@ -127,7 +130,7 @@ def _trouble(view: RunView) -> Html:
                             "where": outcome.get("where"),
                             "hint": outcome.get("hint"),
                             "exit code": stage.state.exit_code,
-                            "last step": stage.lead.steps[-1]["step"] if stage.lead.steps else None,
+                            "last step": stage.lead.steps[-1].step if stage.lead.steps else None,
                             "last checkpoint": last and f"step {last}",
                             "to go on": element("code", f"mlpipe resume {view.run.run_id}"),
                         }
@@ -159,30 +162,30 @@ def _stages(view: RunView) -> Html:
 
 
 def _events(view: RunView) -> Html:
-    found = [
-        (stage.name, attempt.number, event)
+    events = [
+        (event, stage.name, attempt.number)
         for stage in view.stages
         for attempt in stage.attempts
         for event in attempt.events
     ]
-    found += [(stage.name, event["attempt"], event) for stage in view.stages for event in stage.lead.others]
-    found.sort(key=lambda row: row[2].get("time") or 0.0)
-    rows = [
-        (when(event.get("time")), stage, attempt, event["kind"], _event_text(event))
-        for stage, attempt, event in found
-    ]
+    events += [(event, stage.name, attempt) for stage in view.stages for attempt, event in stage.lead.others]
+    events.sort(key=lambda row: row[0].time)
+    rows = [(when(event.time), stage, attempt, *describe_event(event)) for event, stage, attempt in events]
     if not rows:
         return Html("")
     shown = table(("Time", "Stage", "Attempt", "Event", ""), rows[-MOST_ROWS:], {2})
     return details(f"Events ({len(rows)})", join((shown, cut_note(len(rows)))), open_=len(rows) <= 12)
 
 
-def _event_text(event: dict[str, Any]) -> str:
-    hidden = ("v", "kind", "time", "attempt", "message")
-    known = {key: value for key, value in event.items() if key not in hidden and value is not None}
-    if known.get("rank") == -1:  # the launcher itself
-        del known["rank"]
-    rest = ", ".join(f"{key} {value}" for key, value in known.items())
-    if not event.get("message"):
-        return rest
-    return f"{event['message']} ({rest})" if rest else str(event["message"])
+def describe_event(event: Record) -> tuple[str, str]:
+    """Its kind, and in words what it says."""
+    kind, known = (event.kind_name, event.line) if isinstance(event, Unknown) else (event.kind, vars(event))
+    hidden = ("v", "kind", "time", "message")
+    told = {name: value for name, value in known.items() if name not in hidden and value is not None}
+    if told.get("rank") == -1:  # the launcher itself
+        del told["rank"]
+    rest = ", ".join(f"{name} {value}" for name, value in told.items())
+    message = known.get("message")
+    if not message:
+        return kind, rest
+    return kind, f"{message} ({rest})" if rest else str(message)

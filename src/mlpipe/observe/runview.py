@@ -14,9 +14,17 @@ from typing import Any, TypeVar
 
 from mlpipe._core.errors import StoreError
 from mlpipe._core.load import Load
-from mlpipe._core.records import decode_line
+from mlpipe._core.records import (
+    NOT_STARTED,
+    Evaluation,
+    Launched,
+    Record,
+    Start,
+    Submitted,
+    read_fields,
+)
 from mlpipe.observe.goodput import Attempt, Ledger, account, add
-from mlpipe.observe.records import Record, Timeline, list_attempts, list_ranks, merge, read_records
+from mlpipe.observe.records import Timeline, decode_lines, list_attempts, list_ranks, merge, read_records
 from mlpipe.plan.plan import Plan
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import Checkpoint, list_checkpoints
@@ -66,9 +74,9 @@ class StageView:
         return self.timelines.get(0) or Timeline()
 
     @property
-    def start(self) -> Record:
-        """The last start record of rank 0, or {}."""
-        return self.lead.starts[-1] if self.lead.starts else {}
+    def start(self) -> Start:
+        """The last start record of rank 0, or NOT_STARTED."""
+        return self.lead.starts[-1][1] if self.lead.starts else NOT_STARTED
 
     @property
     def seconds(self) -> float | None:
@@ -78,40 +86,35 @@ class StageView:
         return self.state.ended - self.state.started
 
     @property
-    def evaluation(self) -> dict[str, Any]:
-        """Metrics, gate, passed and sample of an evaluate stage, from its record and outcome; {} if none."""
+    def evaluation(self) -> Evaluation | None:
+        """Of an evaluate stage, from its record and its outcome, which holds where both say something."""
         metrics = self.outcome.get("metrics")
-        own = {key: self.outcome[key] for key in ("passed", "sample") if self.outcome.get(key) is not None}
-        found = {**(self.lead.evaluation or {}), **(metrics if isinstance(metrics, dict) else {}), **own}
-        if found and self.plan is not None and self.plan.evaluate is not None:
-            found.setdefault("gate", self.plan.evaluate.gate)
-        return found
-
-
-def throughput(steps: Iterable[Record]) -> tuple[float | None, float | None]:
-    """Tokens per second and MFU over the steps: sums divided, not a mean of ratios."""
-    seconds = tokens = used_seconds = used = 0.0
-    for step in steps:
-        took, rate, ratio = step.get("seconds"), step.get("tokens_per_second"), step.get("mfu_ratio")
-        if took and rate is not None:
-            seconds, tokens = seconds + took, tokens + rate * took
-        if took and ratio is not None:
-            used_seconds, used = used_seconds + took, used + ratio * took
-    return (tokens / seconds if seconds else None, used / used_seconds if used_seconds else None)
+        told = {
+            name: self.outcome[name] for name in ("passed", "sample") if self.outcome.get(name) is not None
+        }
+        told |= metrics if isinstance(metrics, dict) else {}
+        if self.lead.evaluation is None and not told:
+            return None
+        gate = self.plan.evaluate.gate if self.plan is not None and self.plan.evaluate is not None else None
+        recorded = vars(self.lead.evaluation) if self.lead.evaluation is not None else {"time": 0.0}
+        known = {name: value for name, value in recorded.items() if value is not None}
+        return read_fields(Evaluation, {"gate": gate, **known, **told})
 
 
 def worst_load(stage: StageView) -> Load | None:
     """Of the node whose CPUs others used most, over all its steps; None where no record says."""
     loads = []
     for timeline in stage.timelines.values():
-        said = [step for step in timeline.steps if isinstance(step.get("cpu_others_ratio"), int | float)]
-        if said:
-            others, steal, pressure = (
-                [step[field] for step in said if isinstance(step.get(field), int | float)]
-                for field in ("cpu_others_ratio", "cpu_steal_ratio", "cpu_pressure_ratio")
-            )
+        others = _known(step.cpu_others_ratio for step in timeline.steps)
+        steal = _known(step.cpu_steal_ratio for step in timeline.steps)
+        pressure = _known(step.cpu_pressure_ratio for step in timeline.steps)
+        if others:
             loads.append(Load(fmean(others), fmean(steal or [0.0]), fmean(pressure) if pressure else None))
     return max(loads, key=lambda load: load.others_ratio + load.steal_ratio, default=None)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 @dataclass
@@ -133,8 +136,8 @@ class RunView:
     @property
     def ledger(self) -> Ledger | None:
         """Of all trainings of the run; None without one."""
-        found = [stage.ledger for stage in self.stages if stage.ledger is not None]
-        return add(found) if found else None
+        ledgers = [stage.ledger for stage in self.stages if stage.ledger is not None]
+        return add(ledgers) if ledgers else None
 
     def goodput(self) -> dict[str, Any]:
         """Where the time went and what it cost, for `--output json`: of each training and of the run."""
@@ -146,8 +149,8 @@ def view_run(store: Store, run_id: str) -> RunView:
     """Raises StoreError when the run does not exist or the store cannot be reached."""
     run = read_run(store, run_id)
     problems: list[str] = []
-    asked = run.meta.get("stages")
-    place = {str(name): index for index, name in enumerate(asked)} if isinstance(asked, list) else {}
+    names = run.meta.get("stages")
+    place = {str(name): index for index, name in enumerate(names)} if isinstance(names, list) else {}
     never = float("inf")
     order = sorted(run.stages, key=lambda name: (place.get(name, never), run.stages[name].started or never))
     stages = [view_stage(store, run_id, name, run.stages[name], problems) for name in order]
@@ -170,9 +173,9 @@ def view_stage(store: Store, run_id: str, name: str, state: StageState, problems
                 events=_events(store, f"{key}/events.jsonl"),
             )
         )
-        found = list_ranks(store, key)
-        ranks.update(found)
-        for rank in found[:MOST_RANKS]:
+        written = list_ranks(store, key)
+        ranks.update(written)
+        for rank in written[:MOST_RANKS]:
             most = None if rank == 0 else _MOST_STEPS_OF_A_PEER
             records.setdefault(rank, {})[number] = read_records(store, key, rank, max_steps=most)
     stage.num_ranks = len(ranks)
@@ -193,21 +196,24 @@ def _ledger(stage: StageView, records: Mapping[int, Mapping[int, list[Record]]])
         return None
     attempts = []
     for view in stage.attempts:
-        read = {rank: found.get(view.number, []) for rank, found in records.items()}
+        read = {rank: by_attempt.get(view.number, []) for rank, by_attempt in records.items()}
         own = {rank: lines for rank, lines in read.items() if lines}
-        times = [record["time"] for lines in own.values() for record in (lines[0], lines[-1])]
-        # the first of a kind
-        events = {event["kind"]: event["time"] for event in reversed(view.events)}
-        began = events.get("submitted", events.get("launched", min(times, default=None)))
+        times = [record.time for lines in own.values() for record in (lines[0], lines[-1])]
+        submitted = next((event.time for event in view.events if isinstance(event, Submitted)), None)
+        launched = next((event.time for event in view.events if isinstance(event, Launched)), None)
+        began = next(
+            (time for time in (submitted, launched, min(times, default=None)) if time is not None), None
+        )
         is_last = view is stage.attempts[-1]
         if began is None and is_last:
             began = stage.state.started
         if began is None or view.plan is None or view.plan.train is None:
             continue
-        ended = max([began, *times, *(event["time"] for event in view.events)])
+        ended = max([began, *times, *(event.time for event in view.events)])
         if is_last and stage.state.ended is not None:
             ended = max(ended, stage.state.ended)
-        launched = events.get("launched", began if own else None)
+        if launched is None and own:
+            launched = began
         ranks = view.plan.train.mesh.world_size
         attempts.append(Attempt(began, launched, ended, ranks, own, view.outcome.get("cause") == "hang"))
     return account(attempts, plan.price_usd_per_device_hour)
@@ -232,4 +238,4 @@ def _json_object(data: bytes) -> dict[str, Any]:
 
 def _events(store: Store, key: str) -> list[Record]:
     data, _ = store.read_log(key)
-    return [event for line in data.split(b"\n") if line and (event := decode_line(line)) is not None]
+    return decode_lines(data.split(b"\n"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlpipe._core.files import write_whole
+from mlpipe._core.records import Start
 from mlpipe.observe.records import Follower, list_ranks
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState
@@ -47,9 +48,8 @@ class Targets:
     def _port(self, place: str, key: str, rank: int) -> int | None:
         tail, port = self._ranks.get(place) or (Follower(self._store, key, rank), None)
         for record in tail.poll():
-            if record["kind"] == "start":
-                here = record.get("host") == socket.gethostname()
-                port = record.get("metrics_port") if here else None
+            if isinstance(record, Start):
+                port = record.metrics_port if record.host == socket.gethostname() else None
         self._ranks[place] = (tail, port)
         return port
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import shlex
 
 from mlpipe import __version__
+from mlpipe._core.mfu import throughput
 from mlpipe._core.units import format_bytes, format_seconds
+from mlpipe.observe.buckets import BUCKETS
 from mlpipe.observe.charts import PARTS, rank_rows, stage_charts
 from mlpipe.observe.goodput import Ledger
 from mlpipe.observe.html import Html, details, element, facts, join, table, when
 from mlpipe.observe.predicted import predicted_section
 from mlpipe.observe.progress import format_count, format_flops, format_loss, format_mfu
-from mlpipe.observe.runview import MOST_RANKS, StageView, throughput, worst_load
+from mlpipe.observe.runview import MOST_RANKS, StageView, worst_load
 from mlpipe.observe.svg import share_bar
 from mlpipe.plan.plan import TrainPlan
 
@@ -45,8 +47,8 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Html:
         else format_seconds(plan.checkpoint.every_seconds or 0.0)
     )
     optimizer = plan.optimizer
-    workers = start.get("world_size") or mesh.world_size
-    hardware = [f"{workers} x {start.get('device') or 'worker'}", start.get("host")]
+    workers = start.world_size or mesh.world_size
+    hardware = [f"{workers} x {start.device or 'worker'}", start.host]
     return element(
         "div",
         facts(
@@ -54,7 +56,7 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Html:
                 "strategy": join((element("b", plan.strategy), f" ({sizes})")),
                 "why": plan.reason,
                 "model": f"{plan.model.preset or plan.model.build.entry}"
-                + (f", {format_count(start['num_params'])} parameters" if start.get("num_params") else ""),
+                + (f", {format_count(start.num_params)} parameters" if start.num_params else ""),
                 "batch": batch,
                 "precision": f"{plan.precision}, activation checkpointing {plan.activation_checkpointing},"
                 f" compile {plan.compile}",
@@ -63,35 +65,18 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Html:
                 "checkpoints": f"every {every}, {plan.checkpoint.keep} kept",
                 "seed": f"{plan.seed}{', deterministic' if plan.deterministic else ''}",
                 "hardware": ", ".join(str(part) for part in hardware if part),
-                "versions": f"mlpipe {__version__}, torch {start['torch']}" if start.get("torch") else None,
+                "versions": f"mlpipe {__version__}, torch {start.torch}" if start.torch else None,
             }
         ),
         "card",
     )
 
 
-# bucket -> colour and words; those of a kind of trouble are alike
-_BUCKETS = {
-    "compute": ("blue", "own forward, backward and update"),
-    "communication": ("amber", "waiting for other ranks, or for bytes on the way"),
-    "data": ("teal", "waiting for the next batch"),
-    "save": ("violet", "standing still for checkpoints"),
-    "queue": ("grey", "waiting for a place"),
-    "startup": ("brown", "starting processes"),
-    "init": ("brown", "imports, process group, model, data"),
-    "restore": ("violet", "loading a checkpoint"),
-    "lost": ("red", "work that was done again, or ended with its process"),
-    "hang": ("red", "standing still until the watchdog ended it"),
-    "idle": ("grey", "between steps, and after the last"),
-    "stopped": ("grey", "between two attempts; not paid"),
-}
-
-
 def _goodput(stage: StageView) -> Html:
     ledger = stage.ledger
     if ledger is None or not ledger.total or ledger.goodput_ratio is None:
         return Html("")
-    spent = [(name, *_BUCKETS[name], ledger.seconds[name]) for name in _BUCKETS]
+    spent = [(one.name, one.colour, one.words, ledger.seconds[one.name]) for one in BUCKETS]
     rows = [
         (name, format_seconds(seconds), f"{100 * seconds / ledger.total:.1f} %", words)
         for name, _, words, seconds in spent
@@ -111,20 +96,20 @@ def cost_facts(ledger: Ledger) -> dict[str, str]:
     cost, bad, per_token = ledger.cost_usd, ledger.badput_usd, ledger.usd_per_million_tokens
     if cost is None or bad is None:
         return {}
-    found = {"cost": f"{cost:.4g} USD at {ledger.price_usd_per_device_hour:.4g} a device-hour"}
-    found["lost to badput"] = f"{bad:.4g} USD"
+    facts = {"cost": f"{cost:.4g} USD at {ledger.price_usd_per_device_hour:.4g} a device-hour"}
+    facts["lost to badput"] = f"{bad:.4g} USD"
     if per_token is not None:
-        found["per million tokens"] = f"{per_token:.4g} USD"
-    return found
+        facts["per million tokens"] = f"{per_token:.4g} USD"
+    return facts
 
 
 def _mfu(stage: StageView) -> Html:
     start = stage.start
-    needed, world = start.get("num_flops_per_token"), start.get("world_size")
-    measured = stage.lead.steps[-1].get("peak_flops") if stage.lead.steps else None
-    peak = start.get("peak_flops") or measured
-    first = start.get("start_step") or 0  # earlier steps may have run on other hardware
-    rate, mfu = throughput(step for step in stage.lead.steps if step["step"] > first)
+    needed, world = start.num_flops_per_token, start.world_size
+    measured = stage.lead.steps[-1].peak_flops if stage.lead.steps else None
+    peak = start.peak_flops or measured
+    first = start.start_step or 0  # earlier steps may have run on other hardware
+    rate, mfu = throughput(step for step in stage.lead.steps if step.step > first)
     if not needed or not peak or not world or rate is None or mfu is None:
         return Html("")
     line = (
@@ -133,16 +118,16 @@ def _mfu(stage: StageView) -> Html:
     )
     known = {
         (f"since step {first}" if first else "over all steps"): line,
-        "FLOPs per token": f"{needed:,.0f}, by the convention: {start.get('flops_convention')}",
-        "parameters": None if not start.get("num_params") else f"{start['num_params']:,}",
-        "peak": f"{format_flops(peak)}/s a worker: {start.get('peak_name')}",
+        "FLOPs per token": f"{needed:,.0f}, by the convention: {start.flops_convention}",
+        "parameters": None if not start.num_params else f"{start.num_params:,}",
+        "peak": f"{format_flops(peak)}/s a worker: {start.peak_name}",
     }
     if mfu > 1:
         known["over 100 %"] = "the peak is too low: of another device, or measured while others used this one"
-    hardware = start.get("num_hardware_flops_per_token")
+    hardware = start.num_hardware_flops_per_token
     if hardware and hardware != needed:
         known["HFU"] = f"{100 * mfu * hardware / needed:.1f} %, with what activation checkpointing does again"
-    best = stage.lead.steps[-1].get("achievable_flops")
+    best = stage.lead.steps[-1].achievable_flops
     if best and best != peak:
         share = f"{100 * mfu * peak / best:.1f} % of {format_flops(best)}/s"
         known["of achievable"] = f"{share} a worker, the best matrix product measured on it"
@@ -174,11 +159,11 @@ def _ranks(stage: StageView) -> Html:
 def _starts(stage: StageView) -> Html:
     rows = [
         (
-            start["attempt"], start.get("restart"), when(start.get("time")), start.get("start_step"),
-            start.get("strategy"), start.get("world_size"), start.get("device"), start.get("host"),
-            start.get("precision"), start.get("torch"),
+            attempt, start.restart, when(start.time), start.start_step,
+            start.strategy, start.world_size, start.device, start.host,
+            start.precision, start.torch,
         )
-        for start in stage.lead.starts
+        for attempt, start in stage.lead.starts
     ]  # fmt: skip
     head = (
         "Attempt",
@@ -198,19 +183,20 @@ def _starts(stage: StageView) -> Html:
 def _checkpoints(stage: StageView) -> Html:
     """Of the records, which know how long a save took, and of the catalogue, which knows what is there."""
     there = {checkpoint.key: checkpoint for checkpoint in stage.checkpoints}
-    saved = {record["key"]: record for record in stage.lead.checkpoints if record.get("key")}
+    saved = {save.key: save for save in stage.lead.saves if save.key}
     rows = []
     for key in [*saved, *(key for key in there if key not in saved)]:
-        record, checkpoint = saved.get(key, {}), there.get(key)
-        stall, save = record.get("stall_seconds"), record.get("save_seconds")
+        save, checkpoint = saved.get(key), there.get(key)
+        stall = save.stall_seconds if save is not None else None
+        took = save.save_seconds if save is not None else None
         size = checkpoint.size_bytes if checkpoint is not None else None
         rows.append(
             (
-                checkpoint.step if checkpoint is not None else record.get("step"),
-                when(checkpoint.time if checkpoint is not None else record.get("time")),
+                checkpoint.step if checkpoint is not None else save.step if save is not None else None,
+                when(checkpoint.time if checkpoint is not None else save.time if save is not None else None),
                 None if size is None else format_bytes(size),
                 None if stall is None else f"{1000 * stall:.0f} ms",
-                None if save is None else format_seconds(save),
+                None if took is None else format_seconds(took),
                 "kept" if checkpoint is not None else "pruned",
                 key.rpartition("/checkpoints/")[2],
             )
@@ -223,28 +209,27 @@ def _checkpoints(stage: StageView) -> Html:
 
 
 def evaluate_section(stage: StageView) -> Html:
-    found = stage.evaluation
+    result = stage.evaluation
+    if result is None:
+        waiting = stage.state.state in ("pending", "running")
+        return element("div", element("p", "No result yet." if waiting else "No result was left."), "card")
     plan = stage.plan.evaluate if stage.plan is not None else None
-    passed = found.get("passed")
-    gate = found.get("gate")
-    verdict = {True: "passed", False: "not passed"}.get(passed) if isinstance(passed, bool) else None
-    in_nats = found.get("val_perplexity") is not None  # else a loss of the model's own
+    verdict = {True: "passed", False: "not passed", None: "not decided"}[result.passed]
+    in_nats = result.val_perplexity is not None  # else a loss of the model's own
     numbers = {
         "checkpoint of": plan.train_stage if plan is not None else None,
-        "validation loss": _number(found.get("val_loss"), " nats per token" if in_nats else ""),
-        "perplexity": _number(found.get("val_perplexity")),
-        "bits per byte": _number(found.get("val_bits_per_byte")),
-        "over": f"{found['num_tokens']:,.0f} {'tokens' if in_nats else 'targets'}"
-        if found.get("num_tokens")
+        "validation loss": _number(result.val_loss, " nats per token" if in_nats else ""),
+        "perplexity": _number(result.val_perplexity),
+        "bits per byte": _number(result.val_bits_per_byte),
+        "over": f"{result.num_tokens:,.0f} {'tokens' if in_nats else 'targets'}"
+        if result.num_tokens
         else None,
-        "gate": f"{gate}: {verdict or 'not decided'}" if gate else None,
+        "gate": f"{result.gate}: {verdict}" if result.gate else None,
         "prompt": plan.prompt if plan is not None else None,
     }
-    waiting = stage.state.state in ("pending", "running")
-    empty = element("p", "No result yet." if waiting else "No result was left.")
-    parts: list[object] = [facts(numbers) if found else empty]
-    if found.get("sample"):
-        parts += [element("h4", "Generated text"), element("pre", found["sample"])]
+    parts: list[object] = [facts(numbers)]
+    if result.sample:
+        parts += [element("h4", "Generated text"), element("pre", result.sample)]
     return element("div", join(parts), "card")
 
 

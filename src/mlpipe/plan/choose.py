@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mlpipe._core.errors import PlanError
+from mlpipe._core.mfu import mfu_ratio
 from mlpipe._core.units import format_bytes
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.memory import Counts, MemoryEstimate, Work, is_sparing
@@ -147,7 +148,7 @@ class Pricer:
             f"needs {format_bytes(memory.total)} of {format_bytes(hardware.memory_bytes)}",
             seconds,
             rate,
-            run.num_flops_per_token * rate / peak,
+            mfu_ratio(run.num_flops_per_token, rate, peak),
             hours,
             usd,
             None if usd is None else usd / (run.steps * run.global_batch * run.seq_len / 1e6),

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe._core.ids import is_name
-from mlpipe._core.records import encode
+from mlpipe._core.records import Record, encode
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.store.base import Store
 
@@ -233,10 +233,10 @@ def reopen(
     return _update(store, run_id, change, lambda old, new: None)
 
 
-def append_event(store: Store, attempt_key: str, kind: str, **fields: Any) -> None:
+def append_event(store: Store, attempt_key: str, event: Record) -> None:
     """A line in an attempt's events.jsonl (`_core.records`); its writers take turns."""
     log = store.open_log(f"{attempt_key}/events.jsonl")
-    log.write(encode(kind, rank=-1, restart=0, **fields))
+    log.write(encode(event))
     log.close()
 
 

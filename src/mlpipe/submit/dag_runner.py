@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
+from mlpipe._core.records import Submitted
 from mlpipe.plan.plan import Plan
 from mlpipe.store import catalogue, outputs, runs
 from mlpipe.store.base import Store
@@ -181,7 +182,7 @@ class DagRunner:
             exit_code=None,
             outcome={},
         )
-        runs.append_event(self._store, plan.attempt_key, "submitted")
+        runs.append_event(self._store, plan.attempt_key, Submitted())
         handle = self._executor.start(plan, scratch)
         self._running[plan.stage] = _Running(handle, plan, scratch, time.monotonic())
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mlpipe._core.errors import DamagedError, TrainError
+from mlpipe._core.records import End, Evaluation
 from mlpipe.plan.gate import check, parse_gate
 from mlpipe.plan.plan import EvaluatePlan, Plan
 from mlpipe.store import catalogue
@@ -56,9 +57,19 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
     metrics = _validation_loss(session, plan, built.model, parallel.module)
     sample = _sample(session, plan, built.model, parallel.module)
     passed = _passes(plan, metrics)
-    session.recorder.write("evaluate", **metrics, gate=plan.gate, passed=passed, sample=sample)
+    session.recorder.write(
+        Evaluation(
+            val_loss=metrics["val_loss"],
+            val_perplexity=metrics["val_perplexity"],
+            val_bits_per_byte=metrics["val_bits_per_byte"],
+            num_tokens=metrics["num_tokens"],
+            gate=plan.gate,
+            passed=passed,
+            sample=sample,
+        )
+    )
     message = "" if passed else _failed_gate(plan, metrics)
-    session.recorder.write("end", outcome="done" if passed else "failed", step=found.step, message=message)
+    session.recorder.write(End(outcome="done" if passed else "failed", step=found.step, message=message))
     return Outcome(
         "done" if passed else "failed",
         found.step,

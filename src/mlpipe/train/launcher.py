@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from mlpipe._core.errors import EXIT_CODES, MlpipeError, StoreError
+from mlpipe._core.records import Ended, Launched, Record
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.process import fetch_inputs, main_of_stage
 from mlpipe.store.base import Store
@@ -105,7 +106,7 @@ class Launcher:
         signal.signal(signal.SIGINT, self._on_signal)
         self.store.delete([self.outcome_key])  # of this node's pod before a restart of the gang
         fetch_inputs(self.store, self.plan)
-        self._event("launched")
+        self._event(Launched())
         torchrun_log = self.scratch / "torchrun.log"
         with torchrun_log.open("wb") as log:
             process = subprocess.Popen(
@@ -137,7 +138,7 @@ class Launcher:
             found = MlpipeError(ended.message, where=ended.where, hint=ended.hint)
             print(f"error: {found}", file=sys.stderr, flush=True)  # noqa: T201
         try:
-            self._event("ended", outcome=ended.outcome, message=ended.message)
+            self._event(Ended(outcome=ended.outcome, message=ended.message))
             self._store_outcome(ended, restarts, exit_code)
             if ended.outcome == "failed":
                 self.keep_postmortem(torchrun_log)
@@ -149,10 +150,10 @@ class Launcher:
             _wait_until(lambda: self.num_signals > 0, _BLAMELESS_SECONDS)
         return exit_code
 
-    def _event(self, kind: str, **fields: str) -> None:
+    def _event(self, event: Record) -> None:
         """Into events.jsonl, of the first node only: one writer at a time."""
         if self.node.index == 0:
-            append_event(self.store, self.plan.attempt_key, kind, **fields)
+            append_event(self.store, self.plan.attempt_key, event)
 
     def _store_outcome(self, ended: Outcome, restarts: int, exit_code: int) -> None:
         body = {

@@ -7,12 +7,15 @@ import logging
 import math
 import resource
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mlpipe._core.errors import MlpipeError, TrainError
+from mlpipe._core.mfu import mfu_ratio
+from mlpipe._core.records import End, Save, Step, StopSignal
 from mlpipe.plan.flops import CONVENTION
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.store import catalogue
@@ -163,7 +166,7 @@ class Loop:
             raise self.failed_saves[-1]
         key = self.last_key()
         outcome = "done" if position.step >= plan.steps else "saved"
-        self.session.recorder.write("end", outcome=outcome, step=position.step, message="")
+        self.session.recorder.write(End(outcome=outcome, step=position.step, message=""))
         return Outcome(outcome, position.step, self.session.rank, checkpoint=key, time=time.time())
 
     def step(self) -> tuple[bool, bool]:
@@ -205,11 +208,21 @@ class Loop:
         scale = plan.mesh.data_ranks / max(total_count, 1.0)
         grad_norm = squared_norm**0.5 * scale
         loss = total_loss / max(total_count, 1.0)
-        spent = {"data_seconds": data_done - began + reading, "collective_seconds": agreed - computed}
-        busy = computed - data_done - reading
+        record = Step(
+            step=number,
+            loss=loss,
+            grad_norm=grad_norm,
+            tokens=plan.global_batch // plan.mesh.data_ranks * plan.model.seq_len,
+            target_tokens=int(local[1]) if math.isfinite(local[1]) else None,
+            seconds=agreed - began,
+            data_seconds=data_done - began + reading,
+            compute_seconds=computed - data_done - reading,
+            collective_seconds=agreed - computed,
+            memory_bytes=None,
+        )
         if not all(map(math.isfinite, (total_loss, total_count, squared_norm))):
             self.checkpointer.finish()  # of an earlier step, sound, and perhaps the last good one
-            self.record_step(number, agreed - began, busy, spent, loss=loss, grad_norm=grad_norm)
+            self.record_step(record)
             raise self.not_finite(number, local[0])
         clip = plan.optimizer.grad_clip
         if clip and grad_norm > clip:
@@ -223,32 +236,29 @@ class Loop:
         position.step = number
         position.samples += plan.global_batch
         self.checkpointer.poll()
-        busy += ended - updating
-        more = {"time": time.time(), "lr": lr, "checkpoint_seconds": stalled}  # before `rates` measures
-        self.record_step(number, ended - began, busy, spent, loss=loss, grad_norm=grad_norm, **more)
+        self.record_step(
+            replace(
+                record,
+                time=time.time(),
+                lr=lr,
+                seconds=ended - began,
+                compute_seconds=computed - data_done - reading + ended - updating,
+                checkpoint_seconds=stalled,
+            )
+        )
         if stop:
-            session.recorder.write("signal", step=number, signal="SIGTERM")
+            session.recorder.write(StopSignal(step=number, signal="SIGTERM"))
         return bool(stop), bool(save)
 
-    def record_step(
-        self, step: int, seconds: float, busy: float, spent: dict[str, float], **values: float
-    ) -> None:
-        """`busy`: seconds in forward, backward and update, of which this rank's own work is what it did not
-        wait in collectives there."""
+    def record_step(self, record: Step) -> None:
+        """`record`: as the loop's clock tells it. Of the seconds in forward, backward and update this rank's
+        own work is what it did not wait in collectives there."""
         waited = self.parallel.waits.take()
-        spent["compute_seconds"] = busy - waited
-        spent["collective_seconds"] += waited
-        tokens = self.plan.global_batch // self.plan.mesh.data_ranks * self.plan.model.seq_len
-        self.session.recorder.write(
-            "step",
-            step=step,
-            tokens=tokens,
-            seconds=seconds,
-            memory_bytes=peak_memory_bytes(self.session.device),
-            **spent,
-            **values,
-            **self.rates(tokens, seconds),
-        )
+        own = (record.compute_seconds or 0.0) - waited
+        others = (record.collective_seconds or 0.0) + waited
+        memory = peak_memory_bytes(self.session.device)
+        record = replace(record, compute_seconds=own, collective_seconds=others, memory_bytes=memory)
+        self.session.recorder.write(self.with_rates(record))
 
     def is_save_due(self, step: int) -> bool:
         every = self.plan.checkpoint
@@ -283,7 +293,7 @@ class Loop:
         found = catalogue.latest(self.session.store, self.session.plan.stage_key)
         return found.key if found else None
 
-    def rates(self, tokens: int, seconds: float) -> dict[str, float | None]:
+    def with_rates(self, record: Step) -> Step:
         """The peak of this rank; speed and MFU of all ranks together, rank 0 only."""
         on_gpu = self.session.device.type == "cuda"
         if self.achievable_flops is None and (on_gpu or self.peak_flops is None):
@@ -296,13 +306,13 @@ class Loop:
             dist.all_reduce(peak)
             self.achievable_flops = float(peak) / self.session.world_size
             self.peak_flops = self.peak_flops or self.achievable_flops
-        known = {"peak_flops": self.peak_flops, "achievable_flops": self.achievable_flops}
-        if self.session.rank:
-            return known
-        tokens_per_second = tokens * self.plan.mesh.data_ranks / seconds
+        record = replace(record, peak_flops=self.peak_flops, achievable_flops=self.achievable_flops)
+        if self.session.rank or not record.tokens or not record.seconds:
+            return record
+        rate = record.tokens * self.plan.mesh.data_ranks / record.seconds
         peak_flops = self.peak_flops * self.session.world_size
-        mfu = self.flops_per_token * tokens_per_second / peak_flops if self.flops_per_token else None
-        return {"tokens_per_second": tokens_per_second, "mfu_ratio": mfu, **known}
+        mfu = mfu_ratio(self.flops_per_token, rate, peak_flops) if self.flops_per_token else None
+        return replace(record, tokens_per_second=rate, mfu_ratio=mfu)
 
     def not_finite(self, step: int, local_loss: float) -> TrainError:
         """Names the ranks whose own loss is not finite; of a gradient all ranks have a part by now. A restart
@@ -328,13 +338,14 @@ def report_save(session: Session, saved: Saved, failed: list[MlpipeError]) -> No
     """`failed` counts the saves that failed in a row. The run goes on without one, since the store may come
     back and what was computed since is dear; it ends at the third, and at the last step."""
     session.recorder.write(
-        "checkpoint",
-        step=saved.step,
-        key=saved.key,
-        bytes=saved.num_bytes,
-        stall_seconds=saved.stall_seconds,
-        save_seconds=saved.save_seconds,
-        error=str(saved.error) if saved.error else None,
+        Save(
+            step=saved.step,
+            key=saved.key,
+            bytes=saved.num_bytes,
+            stall_seconds=saved.stall_seconds,
+            save_seconds=saved.save_seconds,
+            error=str(saved.error) if saved.error else None,
+        )
     )
     if saved.error is None:
         failed.clear()

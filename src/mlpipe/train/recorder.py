@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict
-from typing import Any
+from dataclasses import replace
 
-from mlpipe._core import records
 from mlpipe._core.load import Clock
+from mlpipe._core.records import Record, Step, decode_line, encode
 from mlpipe.observe.metrics import RankMetrics
 from mlpipe.store.base import Store
 
@@ -35,22 +33,30 @@ class Recorder:
         self._siblings = siblings
         self._clock, self._own = Clock.read() if siblings else None, time.process_time()
 
-    def write(self, kind: str, **fields: Any) -> None:
-        if kind == "step" and self._clock is not None and time.monotonic() - self._clock.time >= LOAD_SECONDS:
-            fields |= self._load()
-        line = records.encode(kind, rank=self._rank, restart=self._restart, **fields)
+    def write(self, record: Record) -> None:
+        """Says in it whose it is, and of a step now and then how busy the machine is."""
+        if isinstance(record, Step):
+            record = self._with_load(record)
+        line = encode(replace(record, rank=self._rank, restart=self._restart))
         self._log.write(line)
-        if self._metrics is not None:
-            self._metrics.observe(json.loads(line))
+        if self._metrics is not None and (read := decode_line(line)) is not None:
+            self._metrics.observe(read)
 
-    def _load(self) -> dict[str, float | None]:
+    def _with_load(self, step: Step) -> Step:
         """Since the last one. All ranks of a node work alike, so what this one used they used, too."""
         before, own = self._clock, self._own
+        if before is None or time.monotonic() - before.time < LOAD_SECONDS:
+            return step
         self._clock, self._own = Clock.read(), time.process_time()
-        if before is None or self._clock is None:
-            return {}
-        load = before.until(self._clock, self._siblings * (self._own - own))
-        return {f"cpu_{name}": value for name, value in asdict(load).items()} if load is not None else {}
+        load = before.until(self._clock, self._siblings * (self._own - own)) if self._clock else None
+        if load is None:
+            return step
+        return replace(
+            step,
+            cpu_others_ratio=load.others_ratio,
+            cpu_steal_ratio=load.steal_ratio,
+            cpu_pressure_ratio=load.pressure_ratio,
+        )
 
     def close(self) -> None:
         self._log.close()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mlpipe._core.errors import DamagedError, TrainError
+from mlpipe._core.records import Fallback
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.store.base import Store
@@ -102,9 +103,7 @@ def _fall_back(session: Session, keys: list[str], damages: list[str], step: int)
     if session.rank == 0:
         for key, damage in zip(keys, damages, strict=True):
             catalogue.give_up(session.store, key, f"damaged: {damage}")
-        append_event(
-            session.store, session.plan.attempt_key, "fallback", step=step, given_up=keys, why=damages
-        )
+        append_event(session.store, session.plan.attempt_key, Fallback(step=step, given_up=keys, why=damages))
     return text
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mlpipe._core.errors import StoreError, TrainError
+from mlpipe._core.records import Start
 from mlpipe.observe.metrics import start_metrics
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.store.open import open_store
@@ -110,12 +111,13 @@ class Session:
         )
 
     def record_start(self, part: TrainPlan, **fields: Any) -> None:
-        self.recorder.write(
-            "start",
+        """The start record: what the session knows, and `fields` of `Start`."""
+        start = Start(
             world_size=self.world_size,
             strategy=part.strategy,
             mesh={"dp_replicate": part.mesh.dp_replicate, "dp_shard": part.mesh.dp_shard},
-            device=str(self.device) if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
+            device="cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
+            device_type=self.device.type,
             seq_len=part.model.seq_len,
             global_batch=part.global_batch,
             precision=part.precision,
@@ -127,6 +129,7 @@ class Session:
             seconds_since_spawn=time.time() - self.began,
             **fields,
         )
+        self.recorder.write(start)
 
     def run(self, progress: list[int]) -> Outcome:
         """`progress[0]` follows the last finished step, for the message if this fails."""

@@ -61,7 +61,7 @@ def store(tmp_path_factory):
             "compute_seconds": compute,
             "collective_seconds": 0.4 - compute,
             "tokens": 64,
-            "memory_bytes": 1e8,
+            "memory_bytes": 10**8,
         }
         write_records(store, key, rank, [start, *({**step, "step": 40 + n} for n in range(1, 25))])
     built = {
@@ -145,13 +145,13 @@ def test_what_is_over_is_read_once_and_old_runs_wait_for_their_turn(store, monke
 def test_top_shows_the_runs_under_way_first_and_marks_the_slow_rank(store):
     top, now = Top(store), time.time()
     rows = top.runs(2)
-    assert rows[0]["run"] == LIVE
+    assert rows[0].run == LIVE
     assert len(rows) == 2
     lines = runs_table(rows, now)
     assert lines[0].split()[:3] == ["RUN", "STATE", "FOR"]
     assert "64/100" in lines[1]
     ranks = top.ranks(LIVE)
-    assert [round(row["straggler_score"], 2) for row in ranks] == [0.5, 1.5]
+    assert [round(row.straggler_score, 2) for row in ranks] == [0.5, 1.5]
     table = ranks_table(ranks, now)
     assert [line.endswith("slow") for line in table[1:]] == [False, True]
     assert top.ranks(BAD) == []
@@ -167,10 +167,10 @@ def test_top_shows_a_damaged_run_as_such_and_skips_records_without_a_time(store,
     log.write(b'{"v": 1, "kind": "step", "rank": 0, "restart": 0, "step": 65, "seconds": 1.0}\n')
     log.close()
     top = Top(store)
-    rows = {row["run"]: row for row in top.runs(9)}
-    assert (rows[BAD]["state"], rows[LIVE]["step"]) == ("damaged", 64)
+    rows = {row.run: row for row in top.runs(9)}
+    assert (rows[BAD].state, rows[LIVE].progress["step"]) == ("damaged", 64)
     assert "not a run's state" in runs_table([rows[BAD]], time.time())[-1]
-    assert [row["step"] for row in top.ranks(LIVE)] == [64, 64]
+    assert [row.step for row in top.ranks(LIVE)] == [64, 64]
     listed = {run.run_id: run.state for run in runs.list_runs(store)}
     assert listed.keys() == rows.keys()
 

@@ -9,18 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlpipe.observe.goodput import BUCKETS, Attempt, Ledger, account, add
+from mlpipe._core.records import Record, parse
+from mlpipe.observe.buckets import NAMES
+from mlpipe.observe.goodput import Attempt, Ledger, account, add
 
 pytestmark = pytest.mark.unit
 
 
-def start(time: float, step: int = 0, spawn: float = 2.0, restore: float = 0.0) -> dict[str, Any]:
-    record = {"kind": "start", "time": time, "start_step": step}
-    return {**record, "seconds_since_spawn": spawn, "restore_seconds": restore}
+def line(kind: str, time: float, **fields: float | None) -> Record:
+    record = parse({"kind": kind, "time": time, **fields})
+    assert record is not None
+    return record
 
 
-def step(time: float, number: int, **parts: float) -> dict[str, Any]:
-    return {"kind": "step", "time": time, "step": number, "loss": 1.0, "tokens": 10, **parts}
+def start(time: float, step: int = 0, spawn: float = 2.0, restore: float = 0.0) -> Record:
+    return line("start", time, start_step=step, seconds_since_spawn=spawn, restore_seconds=restore)
+
+
+def step(time: float, number: int, **parts: float | None) -> Record:
+    return line("step", time, step=number, **{"loss": 1.0, "tokens": 10, **parts})
 
 
 def test_one_attempt_second_by_second():
@@ -28,9 +35,9 @@ def test_one_attempt_second_by_second():
         start(110, spawn=5, restore=2),
         step(120, 1, data_seconds=1, compute_seconds=6, collective_seconds=2),
         step(130, 2, data_seconds=1, compute_seconds=6, collective_seconds=2),
-        {"kind": "checkpoint", "time": 130, "step": 1, "stall_seconds": 0.5},
+        line("checkpoint", 130, step=1, stall_seconds=0.5),
         step(140, 3, data_seconds=1, compute_seconds=5, collective_seconds=2, checkpoint_seconds=1),
-        {"kind": "end", "time": 143},
+        line("end", 143),
     ]
     ledger = account([Attempt(100, 103, 145, 2, {0: records, 1: records})], price_usd_per_device_hour=36.0)
     one = {
@@ -54,8 +61,8 @@ def test_one_attempt_second_by_second():
 
 
 def test_a_save_between_steps_counts_if_its_step_was_kept():
-    def saved(time: float, number: int, seconds: float) -> dict[str, Any]:
-        return {"kind": "checkpoint", "time": time, "step": number, "stall_seconds": seconds}
+    def saved(time: float, number: int, seconds: float) -> Record:
+        return line("checkpoint", time, step=number, stall_seconds=seconds)
 
     life = [start(0, spawn=0), step(10, 1, compute_seconds=6), saved(10, 1, 1)]
     life += [step(20, 2, compute_seconds=6), saved(20, 2, 2)]
@@ -86,19 +93,19 @@ def test_a_step_that_is_not_finite_is_lost_and_a_long_run_read_in_part_counts_wh
     part = account([Attempt(0, 0, 1000, 4, {0: [start(0, spawn=0), *steps[9::10]]})])
     assert part.seconds == pytest.approx(whole.seconds)
     assert part.tokens == whole.tokens == 4000
-    bad = {**step(20, 2, compute_seconds=9), "loss": None}
+    bad = step(20, 2, compute_seconds=9, loss=None)
     assert account([Attempt(0, 0, 20, 1, {0: [start(0), steps[0], bad]})]).seconds["lost"] == 10
 
 
 def test_steps_that_updated_nothing_are_lost_wherever_they_lie():
-    bad = [{**step(time, number, compute_seconds=9), "loss": None} for time, number in ((20, 2), (30, 3))]
+    bad = [step(time, number, compute_seconds=9, loss=None) for time, number in ((20, 2), (30, 3))]
     life = [start(0, spawn=0), step(10, 1, compute_seconds=9), *bad, step(40, 4, compute_seconds=9)]
     ledger = account([Attempt(0, 0, 40, 1, {0: life})])
     assert (ledger.seconds["lost"], ledger.seconds["compute"], ledger.tokens) == (20, 18, 20)
 
 
 def test_all_saves_between_steps_count():
-    saves = [{"kind": "checkpoint", "time": 9, "step": 1, "stall_seconds": seconds} for seconds in (1, 2)]
+    saves = [line("checkpoint", 9, step=1, stall_seconds=seconds) for seconds in (1, 2)]
     ledger = account([Attempt(0, 0, 10, 1, {0: [start(0, spawn=0), *saves, step(10, 1, compute_seconds=5)]})])
     assert (ledger.seconds["save"], ledger.seconds["idle"]) == (3, 2)
 
@@ -107,9 +114,9 @@ def test_what_records_leave_out_is_nothing():
     """Of older versions, or cut: no time to load, to start or to stall, no tokens; a loss that is not there
     is not one that is not finite."""
     life = [
-        {"kind": "start", "time": 10},
-        {"kind": "checkpoint", "time": 12, "step": 1},
-        {"kind": "step", "time": 20, "step": 1, "compute_seconds": 4},
+        line("start", 10),
+        line("checkpoint", 12, step=1),
+        line("step", 20, step=1, compute_seconds=4),
     ]
     ledger = account([Attempt(0, 10, 20, 1, {0: life, 1: [start(0), step(5, 1)]})])  # there is no rank 1
     told = {name: seconds for name, seconds in ledger.seconds.items() if seconds}
@@ -132,16 +139,16 @@ def attempts(draw):
         num_ranks = draw(st.integers(1, 4))
         records = {}
         for rank in range(draw(st.integers(0, num_ranks))):
-            lines = []
+            lines: list[Record] = []
             for _ in range(draw(st.integers(0, 12))):
                 kind = draw(st.sampled_from(["start", "step", "step", "step", "checkpoint", "end", "signal"]))
-                line: dict[str, Any] = {"kind": kind, "time": draw(moments), "step": draw(st.integers(0, 9))}
+                told: dict[str, Any] = {"time": draw(moments), "step": draw(st.integers(0, 9))}
                 if kind == "start":
-                    line |= {"start_step": draw(st.integers(0, 9)), "seconds_since_spawn": draw(moments)}
-                    line["restore_seconds"] = draw(moments)
+                    told |= {"start_step": draw(st.integers(0, 9)), "seconds_since_spawn": draw(moments)}
+                    told["restore_seconds"] = draw(moments)
                 else:
-                    line |= {part: draw(st.one_of(st.none(), moments)) for part in parts}
-                lines.append(line)
+                    told |= {part: draw(st.one_of(st.none(), moments)) for part in parts}
+                lines.append(line(kind, **told))
             records[rank] = lines
         begin, end = sorted((draw(moments), draw(moments)))
         launched = draw(st.one_of(st.none(), moments))
@@ -172,7 +179,7 @@ def test_the_buckets_sum_to_ranks_times_wall_time(many):
     ledger = account(many)
     expected = sum(one.num_ranks * (one.ended - one.submitted) for one in many)
     assert math.isclose(ledger.paid, expected, rel_tol=1e-9, abs_tol=1e-6)
-    assert set(ledger.seconds) == set(BUCKETS)
+    assert set(ledger.seconds) == set(NAMES)
     assert min(ledger.seconds.values()) >= -1e-9
     assert add([ledger, ledger]).total == pytest.approx(2 * ledger.total)
 

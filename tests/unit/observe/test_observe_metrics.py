@@ -17,13 +17,15 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mlpipe._core.records import parse
 from mlpipe.observe.metrics import INFO_LABELS, METRICS, RankMetrics, start_metrics
 from mlpipe.observe.reference import reference_page
 
 pytestmark = pytest.mark.unit
 
 START = {
-    "kind": "start", "strategy": "fsdp", "world_size": 2, "device": "cuda", "precision": "bf16",
+    "kind": "start", "time": 1200.0, "strategy": "fsdp", "world_size": 2, "device": "a GPU",
+    "device_type": "cuda", "precision": "bf16",
     "num_flops_per_token": 600.0, "peak_flops": 1e9, "steps": 400, "start_step": 100,
 }  # fmt: skip
 STEP = {
@@ -55,6 +57,12 @@ def serve():
     yield start
     for metrics in started:
         metrics.close()
+
+
+def observe(metrics: RankMetrics, line: dict) -> None:
+    record = parse(line)
+    assert record is not None
+    metrics.observe(record)
 
 
 def scrape(metrics: RankMetrics) -> str:
@@ -96,9 +104,9 @@ def test_every_metric_of_the_table_is_served_after_one_record_of_each_kind_and_n
         STEP,
         SAVED,
         FAILED,
-        {"kind": "of a later version"},
+        {"kind": "of a later version", "time": 1.0},
     ):
-        metrics.observe(record)
+        observe(metrics, record)
     found = samples(scrape(metrics))
     bases = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in found}
     assert bases == {metric.name for metric in METRICS}
@@ -111,7 +119,7 @@ def test_every_metric_of_the_table_is_served_after_one_record_of_each_kind_and_n
 def test_values(serve):
     metrics = serve(info={"git_sha": "abc"})
     for record in (START, STEP, STEP, SAVED, {**FAILED, "time": 9999.0}):
-        metrics.observe(record)
+        observe(metrics, record)
     text = scrape(metrics)
     assert value(text, "mlpipe_checkpoint_failures_total") == 1
     assert value(text, "mlpipe_checkpoint_duration_seconds_count") == 1
@@ -133,23 +141,23 @@ def test_values(serve):
     ((info, one),) = samples(text)["mlpipe_run_info"].items()
     assert one == 1
     assert {name: dict(info).get(name) for name in INFO_LABELS} == {
-        "strategy": "fsdp", "world_size": "2", "device": "cuda", "precision": "bf16", "git_sha": "abc",
+        "strategy": "fsdp", "world_size": "2", "device": "a GPU", "precision": "bf16", "git_sha": "abc",
         "jenkins_build": "",
     }  # fmt: skip
 
 
 def test_a_peak_that_is_measured_later_is_served_on_every_rank(serve):
     metrics = serve(rank=1)
-    metrics.observe({**START, "peak_flops": None})
+    observe(metrics, {**START, "peak_flops": None})
     assert "mlpipe_train_peak_flops" not in samples(scrape(metrics))
-    metrics.observe({**STEP, "peak_flops": 7e10})
+    observe(metrics, {**STEP, "peak_flops": 7e10})
     assert value(scrape(metrics), "mlpipe_train_peak_flops") == 7e10
 
 
 def test_run_level_series_are_served_by_rank_0_only(serve):
     metrics = serve(rank=3)
     for record in (START, STEP, SAVED):
-        metrics.observe(record)
+        observe(metrics, record)
     found = samples(scrape(metrics))
     assert found.keys().isdisjoint(metric.name for metric in METRICS if metric.ranks == "0")
     assert "mlpipe_checkpoint_duration_seconds_count" not in found
@@ -160,7 +168,7 @@ def test_run_level_series_are_served_by_rank_0_only(serve):
 def test_the_number_of_series_is_the_one_that_is_stated(serve, rank):
     metrics = serve(rank=rank)
     for record in (START, STEP, SAVED, STEP, SAVED):
-        metrics.observe(record)
+        observe(metrics, record)
     stated = sum(metric.num_series for metric in METRICS if rank == 0 or metric.ranks == "every")
     assert sum(map(len, samples(scrape(metrics)).values())) == stated
 
@@ -179,8 +187,8 @@ def test_dead_scrapers_hold_up_nobody_and_are_hung_up_on(monkeypatch, serve):
     dead = [socket.create_connection(("127.0.0.1", metrics.port), timeout=30) for _ in range(5)]
     try:
         dead[0].sendall(b"GET /metrics HTTP/1.1\r\n")  # and nothing more
-        metrics.observe(START)
-        metrics.observe(STEP)
+        observe(metrics, START)
+        observe(metrics, STEP)
         assert value(scrape(metrics), "mlpipe_train_steps_total") == 1
         for one in dead:
             assert one.recv(1) == b"", "closed by the server"
@@ -191,8 +199,8 @@ def test_dead_scrapers_hold_up_nobody_and_are_hung_up_on(monkeypatch, serve):
 
 def test_a_loss_that_is_not_finite_shows_as_nan_and_memory_of_a_cpu_is_not_called_gpu_memory(serve):
     metrics = serve()
-    metrics.observe({**START, "device": "cpu"})
-    metrics.observe({**STEP, "loss": None})
+    observe(metrics, {**START, "device": "cpu", "device_type": "cpu"})
+    observe(metrics, {**STEP, "loss": None})
     text = scrape(metrics)
     assert math.isnan(value(text, "mlpipe_train_loss"))
     assert "mlpipe_train_gpu_memory_bytes" not in samples(text)
@@ -201,7 +209,7 @@ def test_a_loss_that_is_not_finite_shows_as_nan_and_memory_of_a_cpu_is_not_calle
 def test_a_real_scrape_is_well_formed(serve):
     metrics = serve()
     for record in (START, STEP, SAVED):
-        metrics.observe(record)
+        observe(metrics, record)
     text = scrape(metrics)
     assert samples(text)
     promtool = shutil.which("promtool")
@@ -272,8 +280,8 @@ def test_the_gpu_of_a_rank_is_absent_and_not_0_where_there_is_none(serve):
 
 def test_hardware_flops_are_counted_beside_the_models(serve):
     metrics = serve()
-    metrics.observe({**START, "num_hardware_flops_per_token": 800.0})
-    metrics.observe(STEP)
+    observe(metrics, {**START, "num_hardware_flops_per_token": 800.0})
+    observe(metrics, STEP)
     text = scrape(metrics)
     assert value(text, "mlpipe_train_model_flops_total") == 600_000
     assert value(text, "mlpipe_train_hardware_flops_total") == 800_000

@@ -210,11 +210,20 @@ def test_hostile_text_stays_text(store):
         reason=HOSTILE, peak_name=HOSTILE,
     )  # fmt: skip
     log = store.open_log("runs/evil-1/stages/train/attempt-1/events.jsonl")
-    log.write(json.dumps({"kind": HOSTILE, "message": HOSTILE, HOSTILE: HOSTILE}).encode() + b"\n")
+    event = {"kind": HOSTILE, "time": BEGIN, "message": HOSTILE, HOSTILE: HOSTILE}
+    log.write(json.dumps(event).encode() + b"\n")
     log.close()
     log = store.open_log("runs/evil-1/stages/train/attempt-1/records/rank-0.jsonl")
-    start = {"kind": "start", "strategy": HOSTILE, "device": HOSTILE, "host": HOSTILE, "peak_name": HOSTILE}
-    sample = {"kind": "evaluate", "sample": HOSTILE, "gate": HOSTILE}
+    at = {"time": BEGIN + 9000, "notes": [HOSTILE]}
+    start = {
+        "kind": "start",
+        **at,
+        "strategy": HOSTILE,
+        "device": HOSTILE,
+        "host": HOSTILE,
+        "peak_name": HOSTILE,
+    }
+    sample = {"kind": "evaluate", "time": BEGIN, "sample": HOSTILE, "gate": HOSTILE}
     log.write(
         json.dumps({**start, "start_step": 40, "peak_flops": 1e9, "num_flops_per_token": 1.0}).encode()
         + b"\n"
