@@ -28,6 +28,7 @@ from mlpipe.plan.plan import (
     Strategy,
     TrainPlan,
 )
+from mlpipe.plan.strategies import ORDER
 
 CONFIG = LlamaConfig(
     vocab_size=256,
@@ -117,9 +118,10 @@ def train_plan(
         checkpoint=CheckpointPlan(every_steps=every, every_seconds=None, keep=3, asynchronous=True),
         steps=steps,
         global_batch=16,
-        micro_batch=16 // mesh.data_ranks,
+        micro_batch=16 // mesh.num_data_ranks,
         accumulation=1,
         strategy=strategy,
+        **ORDER[strategy].FLAGS,
         mesh=mesh,
         reason="asked for",
         precision="fp32",

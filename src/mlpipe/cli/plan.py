@@ -182,6 +182,6 @@ def _choice(plan: Plan, train: TrainPlan) -> list[str]:
     return [
         f"  {train.reason}",
         f"  {launch.num_nodes} x {launch.nproc_per_node} workers on {launch.device}; mesh: {mesh}",
-        f"  batch {train.global_batch} = {train.micro_batch} a pass x {train.mesh.data_ranks} data ranks x "
-        f"{train.accumulation} passes; {train.steps} steps, {train.precision}; checkpoint {saves}",
+        f"  batch {train.global_batch} = {train.micro_batch} a pass x {train.mesh.num_data_ranks} data ranks "
+        f"x {train.accumulation} passes; {train.steps} steps, {train.precision}; checkpoint {saves}",
     ]

@@ -39,7 +39,7 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Html:
     sizes = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one worker"
     batch = (
         f"{plan.global_batch} sequences of {plan.model.seq_len} tokens = {plan.micro_batch} x"
-        f" {mesh.data_ranks} data ranks x {plan.accumulation} accumulated"
+        f" {mesh.num_data_ranks} data ranks x {plan.accumulation} accumulated"
     )
     every = (
         f"{plan.checkpoint.every_steps} steps"

@@ -14,7 +14,7 @@ from mlpipe._core.mfu import mfu_ratio
 from mlpipe._core.units import format_bytes
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.memory import Counts, MemoryEstimate, Work, is_sparing
-from mlpipe.plan.plan import CHECKPOINTING, SHARDED, Mesh, Strategy
+from mlpipe.plan.plan import CHECKPOINTING, Mesh, Strategy
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import Passes, StepSeconds, Wire, save_seconds, update_seconds, whole_steps
 
@@ -123,7 +123,7 @@ class Pricer:
         work, found = self.known[key]
         hardware, run = self.hardware, self.run
         memory = self._memory(strategy, mesh, work)
-        every = memory.total > hardware.memory_bytes and work.accumulation > 1 and strategy in SHARDED
+        every = memory.total > hardware.memory_bytes and work.accumulation > 1 and mesh.dp_shard > 1
         if every:  # more to send, less to keep
             memory = self._memory(strategy, mesh, replace(work, reduce_every=True))
             found = replace(found, reduce_every=True)
@@ -171,7 +171,8 @@ class Pricer:
         between = interval * (compute + exposed) if run.asynchronous else None
         stall = save_seconds(self.counts.saved_bytes(mesh.world_size), hardware, between)
         # reading tokens is a copy out of a mapped file; the rest of a step's bookkeeping is a few kernels
-        data = run.global_batch / mesh.data_ranks * run.seq_len * 16 / hardware.speed.memory_bytes_per_second
+        num_tokens = run.global_batch / mesh.num_data_ranks * run.seq_len
+        data = num_tokens * 16 / hardware.speed.memory_bytes_per_second
         ratio = hardware.speed.time_ratio
         return StepSeconds(ratio * compute, ratio * exposed, data, stall / interval)
 

@@ -84,7 +84,7 @@ def lint(train: TrainPlan, chosen: Candidate, candidates: Sequence[Candidate]) -
         free = [c for c in candidates if c.activation_checkpointing == "none" and c.fits]
         if any(c.precision == train.precision for c in free):
             yield "activation_checkpointing: none fits too, and saves a third (Chen et al. 2016)"
-    if train.accumulation > 8 and train.strategy in ("fsdp", "hsdp"):
+    if train.accumulation > 8 and train.mesh.dp_shard > 1 and train.reshard_after_forward:
         yield (
             f"{train.accumulation} passes a step gather the weights {train.accumulation} times; a larger "
             "micro_batch with more recomputation may be faster (Zhao et al., PyTorch FSDP, 2023)"

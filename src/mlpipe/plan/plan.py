@@ -1,45 +1,87 @@
 """What will run, with numbers: the frozen dataclasses of `plan.json`, which is all that a worker reads.
 
 Importable with the standard library alone. Written by `plan/build.py`, read by `train/` and `submit/`.
-Sequences are the unit of a batch: `global_batch = micro_batch * data_ranks * accumulation`.
+Sequences are the unit of a batch: `global_batch = micro_batch * num_data_ranks * accumulation`.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from mlpipe._core.serial import from_json, to_json
+from mlpipe._core.serial import from_plain, to_json
 from mlpipe.plan.cluster import ClusterPlan
+from mlpipe.plan.older import of_this_version
 
 SCHEMA_VERSION = 1
 Strategy = Literal["single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 STRATEGIES: tuple[Strategy, ...] = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp")
-SHARDED: tuple[Strategy, ...] = ("zero2", "fsdp", "hsdp")  # a rank keeps its shard of weights and gradients
 Checkpointing = Literal["none", "selective", "full"]
+Compile = Literal["off", "block", "model"]
 Precision = Literal["fp32", "bf16"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")  # by what is computed again
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the named axes of the device mesh, outermost first."""
+    """Sizes of the named axes of the device mesh, outermost first: ranks that are neighbours along `tp` have
+    neighbouring numbers. An axis of size 1 does nothing.
+
+    The ranks of one `pp`, `cp` or `tp` group work on the same samples; those of `dp_replicate` and `dp_shard`
+    read different ones. `ep` is no further factor of the world: as in torchtitan, it groups neighbours along
+    `dp_shard`, which hold different experts.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = {field.name: getattr(self, field.name) for field in fields(self)}
+        if min(sizes.values()) < 1:
+            raise ValueError(f"an axis of a mesh has at least one rank: {sizes}")
+        if self.dp_shard % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide dp_shard {self.dp_shard}")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the axes that multiply to the world, outermost first."""
+        return {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "cp": self.cp,
+            "tp": self.tp,
+        }
 
     @property
     def world_size(self) -> int:
-        return math.prod((self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp))
+        """Number of ranks."""
+        return math.prod(self.axes.values())
 
     @property
-    def data_ranks(self) -> int:
-        """Ranks that read different samples."""
+    def num_data_ranks(self) -> int:
+        """Number of groups of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on each axis."""
+        found, rest = {}, rank
+        for axis, size in reversed(self.axes.items()):
+            rest, found[axis] = divmod(rest, size)
+        if rest or rank < 0:
+            raise ValueError(f"rank {rank} is not one of {self.world_size}")
+        return {axis: found[axis] for axis in self.axes} | {"ep": found["dp_shard"] % self.ep}
+
+    def data_rank(self, rank: int) -> int:
+        """Which of the `num_data_ranks` parts of the samples `rank` reads."""
+        at = self.coordinates(rank)
+        return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
 
 @dataclass(frozen=True)
@@ -120,12 +162,12 @@ class TrainPlan:
     global_batch: int  # sequences per optimizer step, over all ranks
     micro_batch: int  # sequences per forward on one rank
     accumulation: int  # microbatches per optimizer step on one rank
-    strategy: Strategy
+    strategy: Strategy  # a name for people and records; what is applied follows from the mesh and the flags
     mesh: Mesh
     reason: str  # why this strategy, in a sentence
     precision: Precision
     activation_checkpointing: Checkpointing
-    compile: Literal["off", "block", "model"]
+    compile: Compile  # what is compiled, see `compiled`
     deterministic: bool
     seed: int
     hang_timeout_seconds: float
@@ -133,7 +175,12 @@ class TrainPlan:
     peak_flops: float | None  # per device at `precision`; None: measured by the worker
     peak_name: str  # what `peak_flops` is, in words
     resume: bool  # resume from the stage's latest committed checkpoint if there is one
-    # With accumulation, under zero2, fsdp and hsdp: `last` keeps whole gradients (4 bytes a parameter) until
+    # Where `dp_shard` splits the parameters: a block's are given up after its forward pass and gathered again
+    # for its backward pass; else they stay from the first microbatch's forward to the last one's backward.
+    reshard_after_forward: bool = True
+    # Where parameters are replicated: each rank keeps the optimizer's states of, and updates, its slice only.
+    shard_optimizer: bool = False
+    # With accumulation, where parameters are split: `last` keeps whole gradients (4 bytes a parameter) until
     # the last microbatch and reduces once; `every` reduces after each and keeps its own shard.
     reduce_gradients: Literal["last", "every"] = "last"
     predicted: Prediction | None = None  # None: a user's own model
@@ -141,6 +188,13 @@ class TrainPlan:
     # what the warm-up may step down to, largest first; empty where the file names the microbatch
     smaller_micro_batches: tuple[int, ...] = ()
     meaning: dict[str, Any] = field(default_factory=dict)  # see `plan/meaning.py`; kept with each checkpoint
+
+
+def compiled(asked: Compile, mesh: Mesh, checkpointing: str) -> Compile:
+    """What of a model is compiled where the user asks for `asked`. What hooks in between the blocks breaks
+    the graph of a whole model: sharded or recomputed blocks are compiled one by one."""
+    between = mesh.dp_shard > 1 or checkpointing != "none"
+    return "block" if asked == "model" and between else asked
 
 
 @dataclass(frozen=True)
@@ -234,7 +288,7 @@ class Plan:
     def from_json(text: str | bytes) -> Plan:
         """Of this version, or of another if it means the same here (see `_core/serial.py`). Raises ValueError
         naming the path of what does not fit."""
-        plan = from_json(Plan, text)
+        plan = from_plain(Plan, of_this_version(json.loads(text)))
         if plan.schema_version != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {plan.schema_version}, this mlpipe reads {SCHEMA_VERSION}")
         return plan

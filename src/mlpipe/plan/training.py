@@ -26,7 +26,9 @@ from mlpipe.plan.plan import (
     OptimizerPlan,
     Prediction,
     TrainPlan,
+    compiled,
 )
+from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.traced import Traced
 from mlpipe.spec.model import OwnData, OwnModel, PresetModel, Train
 from mlpipe.spec.placeholders import fill
@@ -141,13 +143,13 @@ def _train_plan(
         steps=spec.steps,
         global_batch=batch,
         micro_batch=chosen.micro_batch,
-        accumulation=batch // (chosen.micro_batch * chosen.mesh.data_ranks),
+        accumulation=batch // (chosen.micro_batch * chosen.mesh.num_data_ranks),
         strategy=chosen.strategy,
         mesh=chosen.mesh,
         reason=reason,
         precision=cast(Any, chosen.precision),
         activation_checkpointing=cast(Any, chosen.activation_checkpointing),
-        compile=spec.compile,
+        compile=compiled(spec.compile, chosen.mesh, chosen.activation_checkpointing),
         deterministic=spec.deterministic,
         seed=spec.seed,
         hang_timeout_seconds=parse_seconds(spec.hang_timeout),
@@ -155,6 +157,7 @@ def _train_plan(
         peak_flops=peak,
         peak_name=f"{hardware.name} datasheet, dense {chosen.precision}" if peak else "measured matmul peak",
         resume=resume,
+        **ORDER[chosen.strategy].FLAGS,
         reduce_gradients=chosen.reduce_gradients,
         predicted=_predicted(chosen, hardware),
         memory_bytes=hardware.memory_bytes,
@@ -166,7 +169,7 @@ def _train_plan(
 def _smaller(spec: Train, chosen: Candidate, batch: int) -> tuple[int, ...]:
     if spec.data.micro_batch != "auto" or chosen.mesh is None or chosen.micro_batch is None:
         return ()
-    sizes = micro_batches(batch, chosen.mesh.data_ranks, None)
+    sizes = micro_batches(batch, chosen.mesh.num_data_ranks, None)
     return tuple(n for n in sizes if n < chosen.micro_batch and chosen.micro_batch % n == 0)
 
 

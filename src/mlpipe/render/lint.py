@@ -102,11 +102,11 @@ def _pod(plan: Plan, cluster: ClusterPlan) -> Iterator[str]:
 
 
 def _batch(train: TrainPlan) -> Iterator[str]:
-    pass_size = train.micro_batch * train.mesh.data_ranks * train.accumulation
+    pass_size = train.micro_batch * train.mesh.num_data_ranks * train.accumulation
     if pass_size != train.global_batch:
         yield (
             f"error: the batch of {train.global_batch} is not {train.micro_batch} a pass x "
-            f"{train.mesh.data_ranks} data ranks x {train.accumulation} passes"
+            f"{train.mesh.num_data_ranks} data ranks x {train.accumulation} passes"
         )
 
 

@@ -133,7 +133,7 @@ def _validation_loss(
     in_nats = not hasattr(model, "loss") and "inputs" in one
     num_samples = min(len(dataset), max(1, plan.max_tokens // part.model.seq_len))
     num_batches = math.ceil(num_samples / part.micro_batch)
-    num_ranks = part.mesh.data_ranks
+    num_ranks = part.mesh.num_data_ranks
     totals = torch.zeros(2, dtype=torch.float64)
     for number in range(math.ceil(num_batches / num_ranks)):
         session.watchdog.beat("evaluating", number)

@@ -59,7 +59,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
             global_batch=plan.global_batch,
             micro_batch=micro_batch,
             rank=session.rank,
-            num_ranks=plan.mesh.data_ranks,
+            num_ranks=plan.mesh.num_data_ranks,
         )
 
     def first_batch(micro_batch: int) -> Batch:
@@ -205,14 +205,14 @@ class Loop:
         agreed = time.perf_counter()
         total_loss, total_count, squared_norm, stop, save = totals.tolist()
         # Techniques average over the data ranks; the loss is a mean over the global batch's targets.
-        scale = plan.mesh.data_ranks / max(total_count, 1.0)
+        scale = plan.mesh.num_data_ranks / max(total_count, 1.0)
         grad_norm = squared_norm**0.5 * scale
         loss = total_loss / max(total_count, 1.0)
         record = Step(
             step=number,
             loss=loss,
             grad_norm=grad_norm,
-            tokens=plan.global_batch // plan.mesh.data_ranks * plan.model.seq_len,
+            tokens=plan.global_batch // plan.mesh.num_data_ranks * plan.model.seq_len,
             target_tokens=int(local[1]) if math.isfinite(local[1]) else None,
             seconds=agreed - began,
             data_seconds=data_done - began + reading,
@@ -309,7 +309,7 @@ class Loop:
         record = replace(record, peak_flops=self.peak_flops, achievable_flops=self.achievable_flops)
         if self.session.rank or not record.tokens or not record.seconds:
             return record
-        rate = record.tokens * self.plan.mesh.data_ranks / record.seconds
+        rate = record.tokens * self.plan.mesh.num_data_ranks / record.seconds
         peak_flops = self.peak_flops * self.session.world_size
         mfu = mfu_ratio(self.flops_per_token, rate, peak_flops) if self.flops_per_token else None
         return replace(record, tokens_per_second=rate, mfu_ratio=mfu)

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from mlpipe.plan.plan import SHARDED, Plan
+from mlpipe.plan.plan import Plan
 from mlpipe.train import without_dynamo
 from mlpipe.train.stop import die_with_parent
 
@@ -21,5 +21,5 @@ if _plan.train is not None:
     import mlpipe.train.models.llama
 else:
     import mlpipe.train.evaluate
-if _plan.train is not None and _plan.train.strategy in SHARDED:
+if _plan.train is not None and _plan.train.mesh.dp_shard > 1:
     import mlpipe.train.parallel.fsdp  # noqa: F401

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.units import format_bytes
-from mlpipe.plan.plan import SHARDED, TrainPlan
+from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.contract import check_call
 from mlpipe.train.data import collate
 from mlpipe.train.model import Batch
@@ -78,7 +78,7 @@ def warm_up(
         found = f"a pass of micro_batch {plan.micro_batch} needs {shown} of {format_bytes(limit)}{said}"
         smaller = plan.smaller_micro_batches
         # A pass that broke off leaves FSDP in the middle of a gathering.
-        if not smaller or (most == float("inf") and plan.strategy in SHARDED):
+        if not smaller or (most == float("inf") and plan.mesh.dp_shard > 1):
             size = f"micro_batch: {smaller[0]}" if smaller else "activation_checkpointing: full"
             raise TrainError(
                 found, where="warm-up", hint=f"write {size}, or use more or larger devices", kind="input"

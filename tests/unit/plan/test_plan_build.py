@@ -164,7 +164,12 @@ def test_batches_come_out_even_or_are_refused(batch: int, ranks: int, asked: int
 
 def test_global_batch_is_micro_batch_x_ranks_x_accumulation() -> None:
     train = train_of(quickstart("train.data.batch_size=16", "train.data.micro_batch=2"), cpu())
-    assert (train.global_batch, train.micro_batch, train.mesh.data_ranks, train.accumulation) == (16, 2, 2, 4)
+    assert (train.global_batch, train.micro_batch, train.mesh.num_data_ranks, train.accumulation) == (
+        16,
+        2,
+        2,
+        4,
+    )
     tokens = quickstart("train.data={tokens: x, batch_tokens: 4096}")
     assert train_of(tokens, cpu()).global_batch == 4096 // 256
 

@@ -359,7 +359,7 @@ def test_gradients_are_reduced_after_every_microbatch_only_where_whole_ones_do_n
     for c in every:
         assert c.mesh is not None
         assert c.memory is not None
-        assert c.mesh.data_ranks * (c.micro_batch or 0) < 128  # several microbatches
+        assert c.mesh.num_data_ranks * (c.micro_batch or 0) < 128  # several microbatches
         whole = 1.08 * 4 * PRESETS["llama-8b"].num_params()  # with its share of the slack
         assert c.memory.total + whole > gpus().memory_bytes
     assert choose(found)[0] in every

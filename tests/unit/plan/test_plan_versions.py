@@ -55,3 +55,44 @@ def test_what_may_not_is_refused(case: str) -> None:
     path, value, words = OTHER[case]
     with pytest.raises(ValueError, match=words):
         read_with(path, value)
+
+
+def before_flags(train: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """As it was written before the flags and the axis of experts."""
+    flags = ("reshard_after_forward", "shard_optimizer")
+    train = {key: value for key, value in train.items() if key not in flags}
+    return {**train, "mesh": {key: size for key, size in train["mesh"].items() if key != "ep"}, **changes}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags"),
+    [("ddp", (True, False)), ("fsdp", (True, False)), ("zero1", (True, True)), ("zero2", (False, False))],
+)
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_plan_without_flags_means_what_its_strategy_meant(
+    kind: str, strategy: str, flags: tuple[bool, bool]
+) -> None:
+    document = json.loads(plan_of(pipeline_of("quickstart", *QUICKSTART), kind).to_json())
+    holder = document if kind == "train" else document["evaluate"]
+    holder["train"] = before_flags(holder["train"], strategy=strategy)
+    plan = Plan.from_json(json.dumps(document))
+    train = plan.train or plan.evaluate.train  # type: ignore[union-attr]
+    assert (train.reshard_after_forward, train.shard_optimizer) == flags
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("changes", "scope"),
+    [
+        ({}, "model"),
+        ({"mesh": {"dp_shard": 2}}, "block"),
+        ({"activation_checkpointing": "full"}, "block"),
+    ],
+)
+def test_a_plan_without_flags_is_compiled_as_it_was(changes: dict[str, Any], scope: str) -> None:
+    document = json.loads(PLAN.to_json())
+    plain = {"mesh": {}, "activation_checkpointing": "none", "compile": "model"}
+    document["train"] = before_flags(document["train"], **{**plain, **changes})
+    train = Plan.from_json(json.dumps(document)).train
+    assert train is not None
+    assert train.compile == scope

@@ -4,6 +4,7 @@
     memory(counts, work, mesh) -> MemoryEstimate
     exposed(passes, wire, mesh) -> seconds of communication in a step that computing does not hide
     updated(counts, mesh) -> parameters that a rank updates
+    FLAGS, the fields of a TrainPlan that say with the mesh what is applied, where they are not the defaults
 
 `ORDER` is from the least sharded to the most: among equally fast ones `auto` takes the first.
 """
@@ -20,6 +21,7 @@ from mlpipe.plan.time import Passes, Wire
 
 class StrategyFile(Protocol):
     SHARDS: str
+    FLAGS: dict[str, bool]
 
     def mesh(self, num_nodes: int, devices_per_node: int) -> Mesh | str: ...
 

@@ -11,6 +11,7 @@ from mlpipe.plan.strategies import single
 from mlpipe.plan.time import Passes, Wire
 
 SHARDS = "nothing"
+FLAGS: dict[str, bool] = {}
 _BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
 
 
@@ -26,7 +27,7 @@ def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
 def exposed(passes: Passes, wire: Wire, mesh: Mesh) -> float:
     """The gradients' buckets are reduced beside the last backward pass; the last bucket has nothing left to
     hide behind (Li et al., PyTorch Distributed, 2020)."""
-    ranks = mesh.data_ranks
+    ranks = mesh.num_data_ranks
     reduction = wire.all_reduce(GRADIENT_BYTES * passes.num_params, ranks)
     if not passes.overlap:
         return reduction

@@ -18,6 +18,7 @@ from mlpipe.plan.plan import Mesh
 from mlpipe.plan.time import Passes, Wire, copy_seconds
 
 SHARDS = "weights, gradients and optimizer states"
+FLAGS: dict[str, bool] = {}
 
 
 def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:

@@ -8,6 +8,7 @@ from mlpipe.plan.strategies import fsdp
 from mlpipe.plan.time import Passes, Wire
 
 SHARDS = "weights, gradients and optimizer states, within a node"
+FLAGS: dict[str, bool] = {}
 
 
 def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:

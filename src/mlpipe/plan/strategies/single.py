@@ -15,6 +15,7 @@ from mlpipe.plan.plan import Mesh
 from mlpipe.plan.time import Passes, Wire
 
 SHARDS = "nothing"
+FLAGS: dict[str, bool] = {}
 
 
 def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:

@@ -11,6 +11,7 @@ from mlpipe.plan.strategies import ddp
 from mlpipe.plan.time import Passes, Wire, copy_seconds
 
 SHARDS = "the optimizer states"
+FLAGS = {"shard_optimizer": True}
 _BUCKET_BYTES = 64 * 2**20  # of parallel/zero1.py
 
 
@@ -36,7 +37,7 @@ def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
 def exposed(passes: Passes, wire: Wire, mesh: Mesh) -> float:
     """DDP's, and the gathering of the updated slices, which nothing hides: packed, sent and unpacked."""
     num_bytes = WEIGHT_BYTES * passes.num_params
-    gathered = wire.gather(num_bytes, mesh.data_ranks)
+    gathered = wire.gather(num_bytes, mesh.num_data_ranks)
     if not wire.hardware.speed.gather_bytes_per_second:
         gathered += copy_seconds(2 * num_bytes, wire.hardware)
     return ddp.exposed(passes, wire, mesh) + gathered

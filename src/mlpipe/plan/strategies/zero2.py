@@ -9,6 +9,7 @@ from mlpipe.plan.strategies import fsdp
 from mlpipe.plan.time import Passes, Wire
 
 SHARDS = "gradients and optimizer states"
+FLAGS = {"reshard_after_forward": False}
 
 
 def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:

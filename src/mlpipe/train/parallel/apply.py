@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mlpipe.plan.memory import is_sparing
-from mlpipe.plan.plan import SHARDED, TrainPlan
+from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.init import (
     copy_weights,
     initialize,
@@ -36,14 +35,14 @@ def parallelize(built: BuiltModel, plan: TrainPlan, device: torch.device) -> Par
     module, blocks = built.module, built.blocks
     if plan.activation_checkpointing != "none":
         checkpoint_activations(blocks, plan.activation_checkpointing)
-    if plan.compile == "model" and not is_sparing(plan.mesh, plan.activation_checkpointing):
+    if plan.compile == "model":
         module.compile()
     elif plan.compile != "off":
         for block in blocks:
             block.compile()
         # On a GPU, where memory's speed bounds the loss; a CPU has it in its cache, chunk by chunk.
         module.fused_loss = device.type == "cuda"
-    if plan.strategy in SHARDED:
+    if plan.mesh.dp_shard > 1:
         # imported here: DTensor alone costs 2 s, and a replicated model needs none of it
         from mlpipe.train.parallel import fsdp
 
@@ -54,9 +53,9 @@ def parallelize(built: BuiltModel, plan: TrainPlan, device: torch.device) -> Par
         materialize(built, plan.seed, device)
         return fsdp.finish(module, mesh, plan, device)
     materialize(built, plan.seed, device)
-    if plan.strategy == "single":
+    if plan.mesh.dp_replicate == 1:
         return apply_single(module)
-    apply = apply_ddp if plan.strategy == "ddp" else apply_zero1
+    apply = apply_zero1 if plan.shard_optimizer else apply_ddp
     return apply(module, device)
 
 

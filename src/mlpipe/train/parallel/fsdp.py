@@ -26,7 +26,7 @@ from mlpipe.train.parallel.waits import Waits
 
 
 def device_mesh(plan: TrainPlan, device: torch.device) -> DeviceMesh:
-    if plan.strategy == "hsdp":
+    if plan.mesh.dp_replicate > 1:
         sizes = (plan.mesh.dp_replicate, plan.mesh.dp_shard)
         return init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
     return init_device_mesh(device.type, (plan.mesh.dp_shard,), mesh_dim_names=("dp_shard",))
@@ -52,15 +52,14 @@ def shard(module: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, plan: Tr
     )
     # On a CPU torch's norms refuse fp32 inputs with bf16 weights; mlpipe's own models see to that
     expects = plan.model.preset is not None or mesh.device_type != "cpu"
-    reshard_after_forward = plan.strategy != "zero2"
     for block in blocks:
         fully_shard(
             block,
             mesh=mesh,
             mp_policy=low if plan.precision == "bf16" and expects else exact,
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=plan.reshard_after_forward,
         )
-    fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard_after_forward)
+    fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=plan.reshard_after_forward)
 
 
 def finish(module: nn.Module, mesh: DeviceMesh, plan: TrainPlan, device: torch.device) -> Parallel:
@@ -99,7 +98,7 @@ def finish(module: nn.Module, mesh: DeviceMesh, plan: TrainPlan, device: torch.d
             root.set_requires_gradient_sync(last or plan.reduce_gradients == "every")
             if mesh.ndim == 2:
                 root.set_requires_all_reduce(last)
-            if plan.strategy == "zero2":  # weights stay gathered until the last microbatch, too
+            if not plan.reshard_after_forward:  # weights stay gathered until the last microbatch, too
                 root.set_reshard_after_backward(last)
             told = last
         yield
