@@ -69,7 +69,7 @@ def loading(folder: str, num_steps: int) -> None:
     torch.set_num_threads(1)
     before = anonymous_mib()
     dataset = TokenDataset(open_folder(folder), "train", SEQ_LEN)
-    stream = Stream(dataset, seed=0, global_batch=BATCH, micro_batch=BATCH, rank=0, num_ranks=1)
+    stream = Stream(dataset, seed=0, global_batch=BATCH, micro_batch=BATCH, data_rank=0, num_data_ranks=1)
     for step in range(10):
         stream.step(step * BATCH)
     began = time.process_time()

@@ -19,6 +19,7 @@ from mlpipe.plan.plan import STRATEGIES, Entry, Plan
 from mlpipe.train.model import build_model
 from mlpipe.train.optim import Optimizer
 from mlpipe.train.parallel.apply import parallelize
+from mlpipe.train.world import World
 
 # Rows that nothing divides; ranks without a row where the ranks are many.
 SHAPE = {"vocab_size": 250, "dim": 72, "ffn_dim": 100}
@@ -42,10 +43,11 @@ def fits(strategy: str, world_size: int) -> bool:
 def measure(plan: Plan, *, reduces: bool) -> dict[str, int]:
     train = cast(Any, plan.train)
     built = build_model(train.model, seed=1, device_type="cpu", bf16=False)
-    parallel = parallelize(built, train, torch.device("cpu"))
+    world = World(train.mesh, dist.get_rank(), torch.device("cpu"))
+    parallel = parallelize(built, world, train)
     optimizer = Optimizer(train.optimizer, parallel)
     inputs = torch.zeros((1, 8), dtype=torch.int64)
-    with parallel.communicate(reduces):
+    with parallel.gradient_sync(reduces):
         parallel.module({"inputs": inputs, "targets": inputs})[0].backward()
 
     def local(tensor: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from mlpipe.train.loss import IGNORED
 from mlpipe.train.model import LossModule
 from mlpipe.train.models.llama import build_model
-from mlpipe.train.parallel.activations import checkpoint_activations
+from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 
 pytestmark = pytest.mark.torch
 BLOCKS = 10  # more than dynamo compiles of one function before it gives up (8)

@@ -17,16 +17,18 @@ from kit import own
 from mlpipe._core.errors import MlpipeError, StoreError, TrainError
 from mlpipe._core.presets import LLAMA
 from mlpipe.cli.outcome import _next
+from mlpipe.plan.plan import Mesh
 from mlpipe.store import catalogue
 from mlpipe.store.open import open_store
 from mlpipe.train import export
 from mlpipe.train.corpus import build_corpus
 from mlpipe.train.export import export_checkpoint
 from mlpipe.train.init import initialize
-from mlpipe.train.model import LossModule
+from mlpipe.train.model import BuiltModel, LossModule
 from mlpipe.train.models.llama import build_model
-from mlpipe.train.parallel.ddp import apply_single
+from mlpipe.train.parallel.parallel import ParallelizedModel, owned_tensors
 from mlpipe.train.tokenizer import END_OF_TEXT, load_tokenizer
+from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch
 
@@ -157,7 +159,10 @@ def test_a_tied_model_of_ones_own_loads_under_all_its_names(tmp_path, store):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)
-    parallel = apply_single(LossModule(model, "cpu", bf16=False))
+    module = LossModule(model, "cpu", bf16=False)
+    world = World(Mesh(), 0, torch.device("cpu"))
+    built = BuiltModel(module, model, [], on_meta=False, construct=own.from_config)
+    parallel = ParallelizedModel(built, module, owned=owned_tensors(module, world))
     assert parallel.tied() == {"model.lm_head.weight": "model.model.embed_tokens.weight"}
     tensors = {item.name: item.local for item in parallel.owned}
     key = save(store, tensors, {"entry": "kit.own:from_config", "args": {}}, tied=parallel.tied())

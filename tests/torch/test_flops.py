@@ -16,7 +16,7 @@ from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.plan import Entry, ModelPlan
 from mlpipe.train.flops import count_flops_per_token, measure_peak, recomputed_flops_per_token
 from mlpipe.train.model import build_model
-from mlpipe.train.parallel.activations import checkpoint_activations
+from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 
 pytestmark = pytest.mark.torch
 

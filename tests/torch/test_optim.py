@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
 
-from mlpipe.plan.plan import OptimizerPlan
+from mlpipe.plan.plan import Mesh, OptimizerPlan
+from mlpipe.train.model import BuiltModel
 from mlpipe.train.optim import Optimizer
-from mlpipe.train.parallel.parallel import Parallel, nothing, replicated
+from mlpipe.train.parallel.parallel import ParallelizedModel, owned_tensors
+from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch
 
@@ -25,9 +26,9 @@ def made(dtype=torch.float32):
 
 
 def optimizer_of(module):
-    gradients = lambda: [p.grad for p in module.parameters() if p.grad is not None]  # noqa: E731
-    parallel = Parallel(module, replicated(module, 0, 1), lambda last: nullcontext(), gradients, 1, nothing)
-    return Optimizer(PLAN, parallel)
+    built = BuiltModel(module, module, [], on_meta=False, construct=made)
+    world = World(Mesh(), 0, torch.device("cpu"))
+    return Optimizer(PLAN, ParallelizedModel(built, module, owned=owned_tensors(module, world)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,11 +76,12 @@ from mlpipe.train import without_dynamo
 without_dynamo.install()
 import torch
 import torch.distributed as dist
-from mlpipe.plan.plan import Entry, ModelPlan, OptimizerPlan
+from mlpipe.plan.plan import Entry, Mesh, ModelPlan, OptimizerPlan
 from mlpipe.train.model import build_model
 from mlpipe.train.optim import Optimizer
-from mlpipe.train.parallel.apply import materialize
-from mlpipe.train.parallel.ddp import apply_ddp
+from mlpipe.train.parallel import materialize, replicate
+from mlpipe.train.parallel.parallel import ParallelizedModel, owned_tensors
+from mlpipe.train.world import World
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 cpu = torch.device("cpu")
@@ -87,12 +89,14 @@ small = dict(vocab_size=16, dim=8, num_layers=1, num_heads=2, num_kv_heads=2, ff
              rope_theta=1e4, norm_eps=1e-5, tied=False)
 model = ModelPlan(Entry("mlpipe.train.models.llama:build_model", small), None, 4, ())
 built = build_model(model, seed=0, device_type="cpu", bf16=False)
-materialize(built, 0, cpu)
-parallel = apply_ddp(built.module, cpu)
+materialize.materialize(built, 0, cpu)
+world = World(Mesh(), 0, cpu)
+parallel = ParallelizedModel(built, built.module, owned=owned_tensors(built.module, world))
+replicate.apply(parallel, world, None)
 plan = OptimizerPlan("adamw", 1e-2, (0.9, 0.95), 1e-8, 0.1, 1.0, "constant", 0, 0, 0.0)
 optimizer = Optimizer(plan, parallel)
 for last in (False, True):
-    with parallel.communicate(last):
+    with parallel.gradient_sync(last):
         tokens = torch.ones(2, 4, dtype=torch.int64)
         parallel.module({"inputs": tokens, "targets": tokens})[0].backward()
 optimizer.step(lr=0.1, scale=1.0)

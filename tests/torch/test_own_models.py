@@ -20,7 +20,7 @@ from mlpipe.train.export import export_checkpoint
 from mlpipe.train.flops import count_flops_per_token
 from mlpipe.train.init import same_weights
 from mlpipe.train.model import LossModule, build_model
-from mlpipe.train.parallel.apply import materialize
+from mlpipe.train.parallel.materialize import materialize
 
 pytestmark = pytest.mark.torch
 
@@ -176,7 +176,7 @@ def test_data_that_do_not_fit_the_model_are_named():
 def test_samples_of_unequal_length_are_named():
     data = DataPlan(tokens=None, dataset=Entry("kit.own:uneven", {}), digest=None)
     dataset = open_dataset(data, split="train", seq_len=4)
-    stream = Stream(dataset, seed=0, global_batch=9, micro_batch=9, rank=0, num_ranks=1)
+    stream = Stream(dataset, seed=0, global_batch=9, micro_batch=9, data_rank=0, num_data_ranks=1)
     with pytest.raises(
         TrainError, match=r"samples \d and \d cannot lie in one batch: .*inputs \(5,\)"
     ) as caught:

@@ -26,7 +26,7 @@ class Noisy:
 
 
 def reader(rank: int = 0) -> ReadAhead:
-    stream = Stream(Noisy(), seed=1, global_batch=4, micro_batch=1, rank=rank, num_ranks=2)
+    stream = Stream(Noisy(), seed=1, global_batch=4, micro_batch=1, data_rank=rank, num_data_ranks=2)
     return ReadAhead(stream, 1, torch.device("cpu"))
 
 

@@ -17,6 +17,7 @@ from mlpipe.train.model import build_model
 from mlpipe.train.optim import Optimizer
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.warmup import _peak_bytes, is_due, warm_up
+from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ def test_it_steps_down_or_refuses(tmp_path: Path) -> None:
     try:
         plan = wide(tmp_path, memory_bytes=2**50, smaller_micro_batches=(8, 2))
         built = build_model(plan.model, seed=1, device_type="cpu", bf16=False)
-        parallel = parallelize(built, plan, CPU)
+        parallel = parallelize(built, World(plan.mesh, 0, CPU), plan)
         optimizer = Optimizer(plan.optimizer, parallel)
         before = [item.local.clone() for item in parallel.owned]
 

@@ -159,8 +159,9 @@ def activations_bytes(
     """What autograd saves for `num_tokens`, read off `train/models/llama.py`, with attention that stores no
     T x T matrix. Of a norm: its input (fp32, the residual stream), its output, and on CPU, where it is not
     fused, the normalised input. Of a block: two norms; rotated q and k, v and the attention's output; gate,
-    up, silu(gate) and their product. Checkpointing (see `train/parallel/activations.py`): `full` keeps each
-    block's input; `selective` also attention and every second matmul (q, v, gate, down)."""
+    up, silu(gate) and their product. Checkpointing (see
+    `train/parallel/activation_checkpointing.py`): `full` keeps each block's input; `selective` also attention
+    and every second matmul (q, v, gate, down)."""
     norm, block = _saved(config, precision, device, checkpointing)
     return num_tokens * (config.num_layers * sum(block) + sum(norm))
 

@@ -64,17 +64,24 @@ class Stream:
     """The microbatches of one data rank."""
 
     def __init__(
-        self, dataset: Any, *, seed: int, global_batch: int, micro_batch: int, rank: int, num_ranks: int
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+        data_rank: int,
+        num_data_ranks: int,
     ) -> None:
         self.dataset = dataset
         self.seed = seed
         self.micro_batch = micro_batch
-        self.per_rank = global_batch // num_ranks
-        self.rank = rank
+        self.per_rank = global_batch // num_data_ranks
+        self.data_rank = data_rank
 
     def step(self, position: int) -> list[Batch]:
         """This rank's microbatches of the step that starts at sample number `position`."""
-        start = position + self.rank * self.per_rank
+        start = position + self.data_rank * self.per_rank
         indices = order(self.seed, start, self.per_rank, len(self.dataset))
         return [
             collate(self.dataset, indices[i : i + self.micro_batch])
@@ -104,7 +111,7 @@ class ReadAhead:
         them on a CPU, which computes in this thread; on a GPU none, or all (an upper bound) if it was through
         before the samples were there."""
         began = time.perf_counter()
-        seed_step(self.seed, number, self.stream.rank)
+        seed_step(self.seed, number, self.stream.data_rank)
         self._next = self.stream.step(position)
         seconds = time.perf_counter() - began
         hidden = self.device.type == "cuda" and not torch.cuda.current_stream(self.device).query()

@@ -40,7 +40,7 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
         )
     bf16 = part.precision == "bf16"
     built = build_model(part.model, seed=part.seed, device_type=session.device.type, bf16=bf16)
-    parallel = parallelize(built, part, session.device)
+    parallel = parallelize(built, session.world, part)
     _, damage = load_or_damage(session.store, found.key, parallel.owned)
     if damage:
         run = session.plan.run_id
@@ -133,11 +133,11 @@ def _validation_loss(
     in_nats = not hasattr(model, "loss") and "inputs" in one
     num_samples = min(len(dataset), max(1, plan.max_tokens // part.model.seq_len))
     num_batches = math.ceil(num_samples / part.micro_batch)
-    num_ranks = part.mesh.num_data_ranks
+    num_ranks = session.world.num_data_ranks
     totals = torch.zeros(2, dtype=torch.float64)
     for number in range(math.ceil(num_batches / num_ranks)):
         session.watchdog.beat("evaluating", number)
-        first = (number * num_ranks + session.rank) * part.micro_batch
+        first = (number * num_ranks + session.world.data_rank) * part.micro_batch
         indices = np.arange(first, min(first + part.micro_batch, num_samples))
         if not len(indices):
             module(to_device(one, session.device))

@@ -41,8 +41,9 @@ def count_flops_per_token(plan: ModelPlan, collated: Batch) -> float | None:
 
 def recomputed_flops_per_token(plan: TrainPlan) -> float | None:
     """What activation checkpointing does again in the backward. `full`: a block's forward but for its last
-    matmul (down), whose result nothing needs. `selective` (parallel/activations.py): of a block's seven
-    matmuls the second, fourth and sixth (k, o, up), and no attention. None: not a preset of ours."""
+    matmul (down), whose result nothing needs. `selective` (see parallel/activation_checkpointing.py): of a
+    block's seven matmuls the second, fourth and sixth (k, o, up), and no attention. None: not a preset of
+    ours."""
     if plan.activation_checkpointing == "none":
         return 0.0
     if plan.model.preset is None:

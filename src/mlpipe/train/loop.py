@@ -25,7 +25,7 @@ from mlpipe.train.model import Batch, build_model
 from mlpipe.train.optim import Optimizer, learning_rate
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.apply import parallelize
-from mlpipe.train.parallel.parallel import Parallel
+from mlpipe.train.parallel.parallel import ParallelizedModel
 from mlpipe.train.resuming import Position, resume, stored
 from mlpipe.train.session import Session, seed_step
 from mlpipe.train.warmup import is_due, rehearse, try_out, warm_up
@@ -47,7 +47,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
     built = build_model(plan.model, seed=plan.seed, device_type=session.device.type, bf16=bf16)
     num_params = sum(parameter.numel() for parameter in built.model.parameters())
     flops = try_out(plan, built.model, dataset)
-    parallel = parallelize(built, plan, session.device)
+    parallel = parallelize(built, session.world, plan)
     optimizer = Optimizer(plan.optimizer, parallel)
     # before the first pass, so that they do not lie among what it leaves in the heap
     optimizer.state()
@@ -58,8 +58,8 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
             seed=plan.seed,
             global_batch=plan.global_batch,
             micro_batch=micro_batch,
-            rank=session.rank,
-            num_ranks=plan.mesh.num_data_ranks,
+            data_rank=session.world.data_rank,
+            num_data_ranks=session.world.num_data_ranks,
         )
 
     def first_batch(micro_batch: int) -> Batch:
@@ -123,7 +123,7 @@ class Loop:
         self,
         session: Session,
         plan: TrainPlan,
-        parallel: Parallel,
+        parallel: ParallelizedModel,
         optimizer: Optimizer,
         stream: Stream,
         checkpointer: Checkpointer,
@@ -178,12 +178,12 @@ class Loop:
         batches = self.ahead.take(number, position.samples)
         data_done = time.perf_counter()
 
-        seed_step(plan.seed, number, session.rank)
+        seed_step(plan.seed, number, session.world.data_rank)
         loss_sum = torch.zeros((), dtype=torch.float64, device=session.device)
         count = torch.zeros((), dtype=torch.float64, device=session.device)
         for i, batch in enumerate(batches):
             session.watchdog.beat("computing", number)
-            with self.parallel.communicate(i == len(batches) - 1):
+            with self.parallel.gradient_sync(i == len(batches) - 1):
                 loss, num_targets = self.parallel.module(to_device(batch, session.device))
                 loss.backward()
             loss_sum += loss.detach()
@@ -205,7 +205,7 @@ class Loop:
         agreed = time.perf_counter()
         total_loss, total_count, squared_norm, stop, save = totals.tolist()
         # Techniques average over the data ranks; the loss is a mean over the global batch's targets.
-        scale = plan.mesh.num_data_ranks / max(total_count, 1.0)
+        scale = session.world.num_data_ranks / max(total_count, 1.0)
         grad_norm = squared_norm**0.5 * scale
         loss = total_loss / max(total_count, 1.0)
         record = Step(

@@ -7,7 +7,7 @@ import math
 import torch
 
 from mlpipe.plan.plan import OptimizerPlan
-from mlpipe.train.parallel.parallel import Owned, Parallel
+from mlpipe.train.parallel.parallel import Owned, ParallelizedModel
 
 
 def learning_rate(plan: OptimizerPlan, step: int, num_steps: int) -> float:
@@ -34,7 +34,7 @@ class Optimizer:
     3 CPU seconds. Matrices decay, vectors (norms, biases) do not. One count of updates serves the bias
     correction of all parameters, so that one which had no gradient in some step resumes as it would go on."""
 
-    def __init__(self, plan: OptimizerPlan, parallel: Parallel) -> None:
+    def __init__(self, plan: OptimizerPlan, parallel: ParallelizedModel) -> None:
         self.plan = plan
         self.parallel = parallel
         self.owned = [

@@ -16,10 +16,11 @@ if sys.argv[0] == "-c":  # a fork server that multiprocessing started, since the
     without_dynamo.install()
 
 _plan = Plan.from_json(Path(os.environ["MLPIPE_PLAN"]).read_bytes())
-if _plan.train is not None:
-    import mlpipe.train.loop
-    import mlpipe.train.models.llama
-else:
+if _plan.train is None:
     import mlpipe.train.evaluate
-if _plan.train is not None and _plan.train.mesh.dp_shard > 1:
-    import mlpipe.train.parallel.fsdp  # noqa: F401
+else:
+    import mlpipe.train.loop
+    import mlpipe.train.models.llama  # noqa: F401
+    from mlpipe.train.parallel.apply import techniques
+
+    techniques(_plan.train)

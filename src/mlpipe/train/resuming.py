@@ -19,7 +19,7 @@ from mlpipe.store.manifest import Manifest
 from mlpipe.store.runs import append_event
 from mlpipe.train.checkpoint import Checkpointer
 from mlpipe.train.optim import Optimizer, learning_rate
-from mlpipe.train.parallel.parallel import Owned, Parallel
+from mlpipe.train.parallel.parallel import Owned, ParallelizedModel
 from mlpipe.train.reshard import load
 from mlpipe.train.session import Session
 
@@ -40,7 +40,7 @@ class Position:
 def resume(
     session: Session,
     checkpointer: Checkpointer,
-    parallel: Parallel,
+    parallel: ParallelizedModel,
     optimizer: Optimizer,
     agreement: dist.Store,
 ) -> Position:
@@ -131,6 +131,6 @@ def _schedule_notes(plan: TrainPlan | None, scalars: dict[str, Any]) -> list[str
     ]
 
 
-def stored(parallel: Parallel, optimizer: Optimizer) -> list[Owned]:
+def stored(parallel: ParallelizedModel, optimizer: Optimizer) -> list[Owned]:
     """All tensors of a checkpoint. LossModule's one child is `model`, hence the names `model.<fqn>`."""
     return [*parallel.owned, *optimizer.state()]

@@ -24,6 +24,7 @@ from mlpipe.train.outcome import Outcome
 from mlpipe.train.recorder import Recorder
 from mlpipe.train.stop import Stop
 from mlpipe.train.watchdog import STARTING_SECONDS, Watchdog
+from mlpipe.train.world import World
 
 _log = logging.getLogger(__name__)
 # The watchdog, which knows more, speaks before a collective's own timeout.
@@ -53,6 +54,7 @@ class Session:
                 hint="start it with mlpipe, not with torchrun alone",
                 kind="input",
             )
+        self.world = World(part.mesh, self.rank, self.device)
         self.store = open_store(plan.store_url)
         metrics = None
         if plan.launch.metrics_port is not None:

@@ -26,7 +26,7 @@ from mlpipe.train.contract import check_call
 from mlpipe.train.data import collate
 from mlpipe.train.model import Batch
 from mlpipe.train.optim import Optimizer
-from mlpipe.train.parallel.parallel import Parallel
+from mlpipe.train.parallel.parallel import ParallelizedModel
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def is_due(plan: TrainPlan, device: torch.device) -> bool:
 
 def warm_up(
     plan: TrainPlan,
-    parallel: Parallel,
+    parallel: ParallelizedModel,
     optimizer: Optimizer,
     batch: Callable[[int], Batch],
     device: torch.device,
@@ -94,7 +94,7 @@ def warm_up(
         parallel.module.zero_grad(set_to_none=True)
 
 
-def _needs(parallel: Parallel, batch: Batch, accumulates: bool, device: torch.device) -> float:
+def _needs(parallel: ParallelizedModel, batch: Batch, accumulates: bool, device: torch.device) -> float:
     """Bytes of this process at the peak of two steps; infinite when the device has no more."""
     _forget_peak(device)
     try:
@@ -104,7 +104,7 @@ def _needs(parallel: Parallel, batch: Batch, accumulates: bool, device: torch.de
     return float(_peak_bytes(device))
 
 
-def rehearse(parallel: Parallel, batch: Batch, *, accumulates: bool = False) -> None:
+def rehearse(parallel: ParallelizedModel, batch: Batch, *, accumulates: bool = False) -> None:
     """DDP sorts its buckets anew after the first backward, which changes the order of additions: a resumed
     run equals an uninterrupted one bit for bit only if both have done so before the first step that
     counts. Two passes, then everything they left is undone. `accumulates`: as in a step of several
@@ -113,7 +113,7 @@ def rehearse(parallel: Parallel, batch: Batch, *, accumulates: bool = False) -> 
     try:
         for _ in range(2):
             for last in (False, True) if accumulates else (True,):
-                with parallel.communicate(last):
+                with parallel.gradient_sync(last):
                     parallel.module(batch)[0].backward()
             parallel.module.zero_grad(set_to_none=True)
     finally:

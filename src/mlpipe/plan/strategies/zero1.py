@@ -12,7 +12,7 @@ from mlpipe.plan.time import Passes, Wire, copy_seconds
 
 SHARDS = "the optimizer states"
 FLAGS = {"shard_optimizer": True}
-_BUCKET_BYTES = 64 * 2**20  # of parallel/zero1.py
+_BUCKET_BYTES = 64 * 2**20  # of parallel/shard_optimizer.py
 
 
 def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:

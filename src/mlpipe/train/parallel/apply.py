@@ -1,117 +1,59 @@
-"""The order in which techniques are applied to a model, all of it, in one place:
+"""What is done to a model so that many ranks train it, in this order. Each technique is a module beside this
+one, with `apply(model, world, plan)`, which changes `model` in place.
 
-activation checkpointing -> compile -> shard -> real weights -> replicate.
+Whether one applies follows from the plan's mesh and flags. A module is imported only then: DTensor alone,
+which `fully_shard` needs, costs every rank 2 s.
 """
 
 from __future__ import annotations
 
-import logging
-
-import torch
-import torch.distributed as dist
-from torch import nn
+from collections.abc import Callable
+from importlib import import_module
+from typing import NamedTuple, Protocol, cast
 
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train.init import (
-    copy_weights,
-    initialize,
-    mark_unwritten,
-    refuse_unwritten,
-    some_of,
-    unwritten,
-)
 from mlpipe.train.model import BuiltModel
-from mlpipe.train.parallel.activations import checkpoint_activations
-from mlpipe.train.parallel.ddp import apply_ddp, apply_single
-from mlpipe.train.parallel.parallel import Parallel
-from mlpipe.train.parallel.zero1 import apply_zero1
-
-_log = logging.getLogger(__name__)
+from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.parallel.waits import Waits
+from mlpipe.train.world import World
 
 
-def parallelize(built: BuiltModel, plan: TrainPlan, device: torch.device) -> Parallel:
-    """`built.module` may be on the meta device; afterwards its weights are real, the same for a seed
-    under every strategy and world size."""
-    module, blocks = built.module, built.blocks
-    if plan.activation_checkpointing != "none":
-        checkpoint_activations(blocks, plan.activation_checkpointing)
-    if plan.compile == "model":
-        module.compile()
-    elif plan.compile != "off":
-        for block in blocks:
-            block.compile()
-        # On a GPU, where memory's speed bounds the loss; a CPU has it in its cache, chunk by chunk.
-        module.fused_loss = device.type == "cuda"
-    if plan.mesh.dp_shard > 1:
-        # imported here: DTensor alone costs 2 s, and a replicated model needs none of it
-        from mlpipe.train.parallel import fsdp
+class Technique(NamedTuple):
+    """A module of this folder, and whether a plan asks for it."""
 
-        mesh = fsdp.device_mesh(plan, device)
-        if not built.on_meta:
-            module.to(device)
-        fsdp.shard(module, blocks, mesh, plan)
-        materialize(built, plan.seed, device)
-        return fsdp.finish(module, mesh, plan, device)
-    materialize(built, plan.seed, device)
-    if plan.mesh.dp_replicate == 1:
-        return apply_single(module)
-    apply = apply_zero1 if plan.shard_optimizer else apply_ddp
-    return apply(module, device)
+    name: str
+    applies: Callable[[TrainPlan], bool]
 
 
-def materialize(built: BuiltModel, seed: int, device: torch.device) -> None:
-    """Real weights on `device`. `_apply` makes one tensor per module attribute, which would untie
-    tied parameters: they are tied again afterwards."""
-    module = built.module
-    if not built.on_meta:
-        module.to(device)
-        return
-    ties = _ties(module)
-
-    def empty(tensor: torch.Tensor) -> torch.Tensor:
-        if hasattr(tensor, "to_local"):
-            return mark_unwritten(torch.empty_like(tensor, device=device))
-        # as `to_empty`, whose `empty_like` of a meta tensor imports sympy: 0.6 CPU seconds a rank
-        return mark_unwritten(
-            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        )
-
-    module._apply(empty)
-    for (owner, name), *others in ties:
-        for other, other_name in others:
-            other._parameters[other_name] = owner._parameters[name]
-    initialize(built.model, seed)
-    if _anywhere(missing := unwritten(built.model), built.model):
-        _fill_rest(built, seed, missing)
+TECHNIQUES = (
+    Technique("activation_checkpointing", lambda plan: plan.activation_checkpointing != "none"),
+    Technique("compile", lambda plan: plan.compile != "off"),
+    Technique("fully_shard", lambda plan: plan.mesh.dp_shard > 1),
+    # from here on the weights are real: until then they may be on the meta device
+    Technique("materialize", lambda plan: True),
+    # copies of what is split are the affair of fully_shard
+    Technique("replicate", lambda plan: plan.mesh.dp_replicate > 1 and plan.mesh.dp_shard == 1),
+    Technique("shard_optimizer", lambda plan: plan.shard_optimizer and plan.mesh.dp_replicate > 1),
+)
 
 
-def _anywhere(missing: list[str], model: nn.Module) -> bool:
-    """The same on every rank: of a split tensor some may hold nothing that is missing."""
-    if not any(hasattr(parameter, "to_local") for parameter in model.parameters()):
-        return bool(missing)
-    found = torch.tensor(len(missing))
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found)
+class TechniqueModule(Protocol):
+    """What a module of this folder has."""
+
+    def apply(self, model: ParallelizedModel, world: World, plan: TrainPlan) -> None: ...
 
 
-def _fill_rest(built: BuiltModel, seed: int, missing: list[str]) -> None:
-    """As in plain PyTorch: what the constructor gives, and init_weights() over it."""
-    entry = built.module.entry
-    if missing:  # else it is in another rank's part
-        _log.warning(
-            "init_weights() of %s does not fill %s: every rank builds the model for real once, on the CPU",
-            entry,
-            some_of(missing),
-        )
-    copy_weights(built.construct(), built.model)
-    initialize(built.model, seed)
-    refuse_unwritten(built.model, entry)
+def techniques(plan: TrainPlan) -> list[TechniqueModule]:
+    """Those that the plan asks for, imported, in the order of application."""
+    names = [technique.name for technique in TECHNIQUES if technique.applies(plan)]
+    return [cast(TechniqueModule, import_module(f"mlpipe.train.parallel.{name}")) for name in names]
 
 
-def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((owner, name))
-    return [found for found in places.values() if len(found) > 1]
+def parallelize(built: BuiltModel, world: World, plan: TrainPlan) -> ParallelizedModel:
+    """`built.module` may be on the meta device; afterwards its weights are real, the same for a seed under
+    every mesh."""
+    num_replicas = world.size // world.mesh.dp_shard
+    model = ParallelizedModel(built, built.module, Waits(world.device), norm_copies=num_replicas)
+    for technique in techniques(plan):
+        technique.apply(model, world, plan)
+    return model

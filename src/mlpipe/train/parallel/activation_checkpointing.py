@@ -17,6 +17,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.world import World
+
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -24,6 +28,12 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
+
+
+def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
+    """On each block."""
+    if plan.activation_checkpointing != "none":
+        checkpoint_activations(model.built.blocks, plan.activation_checkpointing)
 
 
 def checkpoint_activations(blocks: list[nn.Module], mode: Literal["selective", "full"]) -> None:

@@ -1,0 +1,117 @@
+"""The axis `dp_shard`, with `dp_replicate` around it: PyTorch's `fully_shard` (FSDP2) over the blocks, then
+over the rest. Each rank keeps its part of weights, gradients and optimizer states.
+
+`reshard_after_forward` of the plan gives a block's weights up after its forward (ZeRO-3); else they stay
+until the last backward of the step (ZeRO-2). With a `dp_replicate` above 1, parts lie within `dp_shard` and
+copies of them along `dp_replicate` (HSDP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from mlpipe._core.errors import TrainError
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.parallel.waits import Waits
+from mlpipe.train.world import World
+
+
+def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
+    """Shards in place; parameters may still be on the meta device.
+
+    Under bf16 only the blocks' parameters travel in bf16 and their gradients are reduced in fp32; the
+    rest (embedding, last norm, head) stays fp32 and computes under autocast, so that the residual stream
+    has the same dtype as under DDP. A user's blocks on a CPU are like the rest.
+    """
+    module = model.built.module
+    _refuse_scalars(module)
+    if not model.built.on_meta:
+        module.to(world.device)
+    exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+    low = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    # On a CPU torch's norms refuse fp32 inputs with bf16 weights; mlpipe's own models see to that
+    expects = plan.model.preset is not None or world.device.type != "cpu"
+    of_blocks = low if plan.precision == "bf16" and expects else exact
+    mesh, reshard = world.device_mesh("dp_replicate", "dp_shard"), plan.reshard_after_forward
+    for block in model.built.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=of_blocks, reshard_after_forward=reshard)
+    fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard)
+    model.waits.time_end_of_backward(module)
+    time_collectives(module, model.waits)
+    model.gradient_sync = _GradientSync(model, plan).around
+
+
+def _refuse_scalars(module: nn.Module) -> None:
+    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise TrainError(
+            f"a parameter without a dim cannot be split over ranks: {', '.join(scalars)}",
+            hint="give it the shape (1,), or use strategy ddp or zero1",
+            kind="input",
+        )
+
+
+class _GradientSync:
+    """When FSDP2 reduces and reshards, a microbatch at a time. `told`: what it was told last; unasked it
+    reduces, and reshards behind the backward."""
+
+    def __init__(self, model: ParallelizedModel, plan: TrainPlan) -> None:
+        self.model = model
+        self.root = cast(FSDPModule, model.built.module)
+        self.reduces_each = plan.reduce_gradients == "every"
+        self.reshards = plan.reshard_after_forward
+        self.has_copies = plan.mesh.dp_replicate > 1
+        self.told = True
+        self.first = True
+        self.buffers: list[torch.Tensor] | None = None
+
+    @contextmanager
+    def around(self, last: bool) -> Iterator[None]:
+        """Around the forward and backward of a microbatch."""
+        if self.first:
+            self._send_buffers()
+        self.first = last
+        if last != self.told:  # each of these calls walks all modules
+            # copies are reduced once in any case: until then the sums of each lie in its parts
+            self.root.set_requires_gradient_sync(last or self.reduces_each)
+            if self.has_copies:
+                self.root.set_requires_all_reduce(last)
+            if not self.reshards:  # weights stay gathered until the last microbatch, too
+                self.root.set_reshard_after_backward(last)
+            self.told = last
+        yield
+        self.model.waits.end()
+
+    def _send_buffers(self) -> None:
+        """As DDP's, which sends them at the same moment: rank 0's to all, in place, before the first
+        microbatch of a step; by the call and the bucket's bytes of DDP."""
+        if self.buffers is None:  # not before the weights are real
+            stored = any(item.is_buffer for item in self.model.owned)
+            self.buffers = list(self.model.built.module.buffers()) if stored else []
+        if self.buffers:
+            group = dist.distributed_c10d._get_default_group()
+            send = self.model.waits.timed(dist._broadcast_coalesced)  # type: ignore[attr-defined]
+            send(group, self.buffers, 250 * 2**20, 0)
+
+
+def time_collectives(module: nn.Module, waits: Waits) -> None:
+    """Where FSDP2 waits, besides the end of the backward: for a block's parameters, and for the gradients of
+    the block before (with gloo, in the collectives themselves). These methods are private; all of torch 2.11
+    to 2.15 have them, and what a later one lacks is not counted."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state = part._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                for name in ("unshard", "wait_for_unshard", "post_backward"):
+                    if hasattr(group, name):
+                        setattr(group, name, waits.timed(getattr(group, name)))

@@ -1,0 +1,45 @@
+"""The axis `dp_replicate` alone: every rank holds all parameters, and DistributedDataParallel averages the
+gradients bucket by bucket during the backward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.without_dynamo import no_dynamo_in_ddp
+from mlpipe.train.world import World
+
+# The switch for buffers has a new name since torch 2.15, and the old one warns on every rank.
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
+    """Wraps the module; its gradients are views of DDP's buckets afterwards."""
+    has_buffers = any(item.is_buffer for item in model.owned)
+    # Parameters need no initial broadcast: a seed gives the same weights on every rank (train/init.py).
+    switches: dict[str, Any] = {_SYNC_BUFFERS: has_buffers, "process_group": world.group("dp_replicate")}
+    with no_dynamo_in_ddp():
+        wrapped = DistributedDataParallel(
+            model.module, gradient_as_bucket_view=True, init_sync=False, **switches
+        )
+    waits = model.waits
+    waits.time_end_of_backward(wrapped)
+    wrapped._sync_buffers = waits.timed(wrapped._sync_buffers)  # type: ignore[method-assign]
+
+    @contextmanager
+    def gradient_sync(last: bool) -> Iterator[None]:
+        with nullcontext() if last else wrapped.no_sync():
+            yield
+        waits.end()
+
+    model.module, model.gradient_sync = wrapped, gradient_sync

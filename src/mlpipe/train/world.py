@@ -1,0 +1,75 @@
+"""Who this rank is among the others. Everybody asks here; nobody derives it from the rank and the number of
+ranks, since ranks of one tensor, context or pipeline group work on the same samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mlpipe.plan.plan import Mesh
+
+
+@dataclass(frozen=True)
+class World:
+    """The plan's mesh and this rank's place on it. `device`: what this rank computes on. Process groups are
+    made when one is asked for: the default group serves an axis that spans the world."""
+
+    mesh: Mesh
+    rank: int
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.mesh.world_size
+
+    @cached_property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's place by axis."""
+        return self.mesh.coordinates(self.rank)
+
+    @cached_property
+    def data_rank(self) -> int:
+        """Which of the `num_data_ranks` parts of the samples this rank works on."""
+        return self.mesh.data_rank(self.rank)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of groups of ranks that work on different samples."""
+        return self.mesh.num_data_ranks
+
+    @cached_property
+    def holds_loss(self) -> bool:
+        """Whether this rank's sums of the loss, targets and tokens count in the world's. Exactly one rank has
+        each part of the batch: one of the last pipeline stage, of a tensor-parallel group the first."""
+        return self.coordinates["pp"] == self.mesh.pp - 1 and self.coordinates["tp"] == 0
+
+    def replica(self, *split: str) -> tuple[int, int]:
+        """Of a tensor that is split over the axes `split`, and the same along all others: which of its
+        replicas this rank holds, and how many there are."""
+        index, number = 0, 1
+        for axis, size in self.mesh.axes.items():
+            if axis not in split:
+                index, number = index * size + self.coordinates[axis], number * size
+        return index, number
+
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """Of those of `axes` that have more than one rank, outermost first."""
+        wanted = tuple(axis for axis, size in self.mesh.axes.items() if axis in axes and size > 1)
+        whole = self._device_mesh
+        return whole if wanted == whole.mesh_dim_names else whole[wanted]
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """Of the ranks that differ from this one along `axis` only. None: the default group is this one."""
+        if self.mesh.axes[axis] == self.size:
+            return None
+        return self.device_mesh(axis).get_group()
+
+    @cached_property
+    def _device_mesh(self) -> DeviceMesh:
+        axes = {axis: size for axis, size in self.mesh.axes.items() if size > 1}
+        return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
