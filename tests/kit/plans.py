@@ -121,7 +121,6 @@ def train_plan(
         micro_batch=16 // mesh.num_data_ranks,
         accumulation=1,
         strategy=strategy,
-        **ORDER[strategy].FLAGS,
         mesh=mesh,
         reason="asked for",
         precision="fp32",
@@ -156,7 +155,7 @@ def train_plan(
         spec_digest="0" * 64,
         code_digest="0" * 64,
         launch=replace(launch_plan, **(launch or {})),
-        train=replace(train, **changes),
+        train=replace(train, **{**ORDER[strategy].FLAGS, **changes}),
     )
 
 
