@@ -174,6 +174,18 @@ def write(name: str, body: dict[str, Any], folder: Path = RESULTS) -> Path:
     return path
 
 
+def merge(name: str, rows: list[dict[str, Any]], folder: Path = RESULTS, **settings: Any) -> Path:
+    """Replaces what the file had of the same work; each row keeps settings, commit, time and machine of its
+    run."""
+    about = document([], **settings)
+    run = {"time": about["time"], "commit": about["commit"], **about["machine"], **about["settings"]}
+    path = folder / f"{name}.json"
+    kept = json.loads(path.read_text())["figures"] if path.exists() else []
+    works = {row["work"] for row in rows}
+    kept = [row for row in kept if row["work"] not in works]
+    return write(name, {**about, "figures": kept + [{**row, "run": run} for row in rows]}, folder)
+
+
 def table(body: dict[str, Any]) -> str:
     lines = []
     for row in body["figures"]:

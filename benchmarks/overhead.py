@@ -62,16 +62,18 @@ def main() -> int:
                 rows = rows_of(f"{title} {precision}", answer["rounds"])
                 print(measure.table({"figures": rows}), flush=True)
                 figures += rows
-    body = measure.document(
+    path = measure.merge(
+        "overhead",
         figures,
+        arguments.results,
         rounds=arguments.rounds,
         steps_per_block=arguments.steps,
         workers=2,
-        work=overrides | {"vocab_size": VOCAB_SIZE},
+        model=overrides | {"vocab_size": VOCAB_SIZE},
         launcher_cores=launcher_cores,
         load_before=load_before,
     )
-    print(f"written to {measure.write('overhead', body, arguments.results)}")
+    print(f"merged into {path}")
     return 0
 
 

@@ -171,7 +171,7 @@ def benchmarks_page() -> str:
         load = machine.get("load_before")
         about += "" if load is None else f" under a load of {load:.1f} before it began"
         versions = ", ".join(f"{name} {number}" for name, number in body["versions"].items())
-        rows = "".join(_figure_row(row) for row in body["figures"])
+        rows = "".join(_figure_row(row, machine["processor"]) for row in body["figures"])
         parts.append(f"""## {path.stem}
 
 Taken {body["time"][:10]} at commit {(body["commit"] or "unknown")[:12]} on {about}; {versions}.
@@ -194,7 +194,9 @@ does the same work, the goal itself stands in the peer's column.
 """
 
 
-def _figure_row(row: dict[str, Any]) -> str:
+def _figure_row(row: dict[str, Any], processor: str) -> str:
+    """`processor`: of the file's last run; a row of another says so."""
+
     def number(value: float) -> str:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
@@ -220,7 +222,9 @@ def _figure_row(row: dict[str, Any]) -> str:
         met += ": only by the median"
     ours = side(row.get("side"), row["ours"], row["ours_spread"])
     theirs = side(row["peer"], row["best_peer"], row["best_peer_spread"])
-    why = "; ".join(filter(None, (met, row.get("reason"))))
+    taken_on = row.get("run", {}).get("processor") or processor
+    elsewhere = f"on {taken_on}" if taken_on != processor else None
+    why = "; ".join(filter(None, (met, row.get("reason"), elsewhere)))
     cells = (row["work"], row["figure"], ours, theirs, ratio, goal, why)
     return f"| {' | '.join(cells)} |\n"
 

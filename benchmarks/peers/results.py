@@ -1,16 +1,11 @@
-"""Rows against the best peer, and the one file of results into which every part is merged."""
+"""Rows against the best peer."""
 
 from __future__ import annotations
 
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 from benchmarks import measure
-
-NAME = "peers"
-
 
 OURS, PEER, CONTROL = "mlpipe", "raw DDP", "raw DDP again"
 
@@ -68,15 +63,3 @@ def to_loss(
             }
         )  # fmt: skip
     return sorted(rows, key=lambda row: row["goal"] is None)
-
-
-def merge(rows: list[dict[str, Any]], folder: Path, **settings: Any) -> Path:
-    """Replaces what the file had of the same work; each row keeps settings, commit and time of its run."""
-    about = measure.document([], **settings)
-    new = {"time": about["time"], "commit": about["commit"], **about["settings"]}
-    new["load_before"] = about["machine"]["load_before"]
-    path = folder / f"{NAME}.json"
-    kept = json.loads(path.read_text())["figures"] if path.exists() else []
-    works = {row["work"] for row in rows}
-    kept = [row for row in kept if row["work"] not in works]
-    return measure.write(NAME, {**about, "figures": kept + [{**row, "run": new} for row in rows]}, folder)

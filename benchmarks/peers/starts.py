@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import launch, measure
-from benchmarks.peers import results, sides
+from benchmarks.peers import sides
 from benchmarks.peers.work import Work
 
 _DEADLINE_SECONDS = 120.0
@@ -52,7 +52,7 @@ def main() -> int:
             lr=1e-3, grad_clip=1.0,
         )  # fmt: skip
         rows = (first if arguments.part == "first" else restart)(folder, work, num_rounds)
-    path = results.merge(rows, arguments.results, rounds=num_rounds, load_before=load_before)
+    path = measure.merge("peers", rows, arguments.results, rounds=num_rounds, load_before=load_before)
     print(measure.table({"figures": rows}))
     print(f"merged into {path}")
     return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import measure
 from benchmarks.peers import results
 
 pytestmark = pytest.mark.unit
@@ -65,8 +66,8 @@ def test_the_goal_holds_against_the_best_peer():
 
 def test_a_part_replaces_its_own_rows(tmp_path: Path):
     row = {"figure": "speed", "ours": 1}
-    results.merge([row | {"work": "a"}, row | {"work": "b"}], tmp_path, rounds=1)
-    path = results.merge([row | {"work": "a", "ours": 2}], tmp_path, rounds=3)
+    measure.merge("peers", [row | {"work": "a"}, row | {"work": "b"}], tmp_path, rounds=1)
+    path = measure.merge("peers", [row | {"work": "a", "ours": 2}], tmp_path, rounds=3)
     kept = {found["work"]: found for found in json.loads(path.read_text())["figures"]}
     assert (kept["a"]["ours"], kept["b"]["ours"]) == (2, 1)
     assert (kept["a"]["run"]["rounds"], kept["b"]["run"]["rounds"]) == (3, 1)
