@@ -30,9 +30,14 @@ _MEANINGS = {
 
 
 def exit_codes_page() -> str:
-    from mlpipe._core.errors import EXIT_CODES
+    from mlpipe._core.errors import EXIT_CODES, NON_RETRIABLE_CODES, SAVED_CODE
 
-    rows = "".join(f"| {code} | {kind} | {_MEANINGS[kind]} |\n" for kind, code in EXIT_CODES.items())
+    again = dict.fromkeys(EXIT_CODES.values(), "is started again, `max_gang_restarts` times at most")
+    again |= dict.fromkeys(NON_RETRIABLE_CODES, "is not started again")
+    again[SAVED_CODE] = "is started again; of a JobSet that does not count"
+    rows = "".join(
+        f"| {code} | {kind} | {_MEANINGS[kind]} | {again[code]} |\n" for kind, code in EXIT_CODES.items()
+    )
     return f"""# Exit codes
 
 {_NOTE.format("mlpipe._core.errors")}
@@ -40,9 +45,9 @@ def exit_codes_page() -> str:
 Every command of `mlpipe` ends with one of these, and so does the launcher that stands above the workers of a
 training.
 
-| Code | Name | Meaning |
-|---|---|---|
-| 0 | done | {_MEANINGS["done"]} |
+| Code | Name | Meaning | A pod that ends so |
+|---|---|---|---|
+| 0 | done | {_MEANINGS["done"]} | has done its part |
 {rows}
 Under `--output json` a command that fails also prints one document with the message, where it happened, what
 to do about it and the name from this table.

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mlpipe._core import environment
+
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,11 +48,19 @@ def test_every_pin_of_a_smaller_set_is_the_larger_sets() -> None:
     assert versions("base.txt") <= versions("train.txt") <= versions("dev.txt")
 
 
-def test_every_variable_of_ours_is_documented() -> None:
+def test_every_variable_of_ours_has_one_home_and_is_documented() -> None:
+    ours = {value for name, value in vars(environment).items() if name.isupper()}
     page = (ROOT / "docs/reference/environment.md").read_text()
-    sources = [path.read_text() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py")]
-    used = {name for text in sources for name in re.findall(r"MLPIPE_[A-Z][A-Z_]*[A-Z]", text)}
-    assert used == set(re.findall(r"`(MLPIPE_[A-Z_]+)`", page))
+    product, tests = page.split("Of the tests:")
+    assert ours == set(re.findall(r"`(MLPIPE_[A-Z_]+)`", product))
+    sources = {path: path.read_text() for path in (ROOT / "src").rglob("*.py")}
+    spelled = {path.name for path, text in sources.items() if re.search(r"""["']MLPIPE_[A-Z_]+["']""", text)}
+    assert spelled == {"environment.py"}
+    used = {name for text in sources.values() for name in re.findall(r"MLPIPE_[A-Z][A-Z_]*[A-Z]", text)}
+    assert used == ours
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
+    used = {name for text in texts for name in re.findall(r"MLPIPE_[A-Z][A-Z_]*[A-Z]", text)}
+    assert used - ours == set(re.findall(r"`(MLPIPE_[A-Z_]+)`", tests))
 
 
 def test_adrs_are_numbered_and_listed() -> None:

@@ -27,6 +27,14 @@ EXIT_CODES: dict[Kind, int] = {
     "interrupted": 130,
 }
 
+# What whoever starts the same thing again makes of them. torchrun, which starts workers anew in an attempt:
+# these kinds would come again, while a failure of the user's own code need not.
+FATAL_KINDS: tuple[Kind, ...] = ("input", "bug")
+# Kubernetes, which starts pods anew when all that is used up: these codes would come again. A launcher that
+# was stopped by a signal and has saved goes on, which costs a JobSet nothing. All else counts.
+NON_RETRIABLE_CODES = (EXIT_CODES["input"], EXIT_CODES["failed"])
+SAVED_CODE = EXIT_CODES["cancelled"]
+
 
 class MlpipeError(Exception):
     """What went wrong, where (`file:line:col`, a key, a URL, a rank) and what to do about it."""

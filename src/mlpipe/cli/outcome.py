@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, Kind, MlpipeError
 from mlpipe._core.presets import LLAMA
 from mlpipe._core.units import format_seconds
@@ -107,7 +108,7 @@ def summary(store: Store, run: RunState, report: str | None) -> str:
 
 def _next(store: Store, run: RunState) -> list[str]:
     # as `mlpipe list` in this shell would need it
-    default = os.environ.get("MLPIPE_STORE") or DEFAULT_STORE
+    default = os.environ.get(environment.STORE) or DEFAULT_STORE
     where = "" if store.url == full_url(default) else f" --store {shlex.quote(store.url)}"
     if run.state == "failed":
         return [

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from mlpipe._core import environment
+
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
 
@@ -161,7 +163,7 @@ def shared(command: Command) -> Command:
         ),
         click.option(
             "--store",
-            envvar="MLPIPE_STORE",
+            envvar=environment.STORE,
             metavar="URL",
             expose_value=False,
             callback=_remember("store_url"),

@@ -12,7 +12,7 @@ import json
 import math
 from typing import Any
 
-from mlpipe._core.errors import RenderError
+from mlpipe._core.errors import NON_RETRIABLE_CODES, SAVED_CODE, RenderError
 from mlpipe.plan.cluster import ClusterPlan, Component
 from mlpipe.plan.plan import Plan
 from mlpipe.render import names
@@ -23,7 +23,6 @@ from mlpipe.render.pod import CONTAINER, driver_template, is_gang, worker_templa
 __all__ = ["driver_objects", "gang_name", "labels", "stage_objects"]
 MAX_CONFIG_BYTES = 2**20  # of a ConfigMap's data
 DRIVER_RETRIES = 100  # a driver that starts anew takes over where the last one was
-_BUG_CODES, _SAVED_CODE = (2, 3), 5
 Json = dict[str, Any]
 
 
@@ -140,7 +139,7 @@ def _queue_pod(template: Json, name: str, cluster: ClusterPlan) -> None:
 
 
 def _job(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], template: Json) -> Json:
-    """A bug fails it at once, a disruption is free, the rest is counted by pods."""
+    """What would come again fails it at once, a disruption is free, the rest is counted by pods."""
     nodes, head = plan.launch.num_nodes, _head("batch/v1", "Job", name, cluster, own)
     spec: Json = _queued(head, cluster) | {"completions": nodes, "parallelism": nodes}
     if is_gang(plan):
@@ -148,7 +147,7 @@ def _job(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], templ
         template["spec"]["subdomain"] = name
     spec["backoffLimit"] = cluster.max_gang_restarts * nodes
     spec["podFailurePolicy"] = {
-        "rules": [_exit_codes(_BUG_CODES), {"action": "Ignore", "onPodConditions": [_DISRUPTED]}]
+        "rules": [_exit_codes(NON_RETRIABLE_CODES), {"action": "Ignore", "onPodConditions": [_DISRUPTED]}]
     }
     spec |= _deadline(plan) | {"podReplacementPolicy": "Failed"}
     spec["ttlSecondsAfterFinished"] = cluster.ttl_seconds
@@ -160,14 +159,14 @@ def _jobset(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], te
     nodes = plan.launch.num_nodes
     rules = [
         {
-            "name": "bug",
+            "name": "nonRetriable",
             "action": "FailJobSet",
-            "onJobFailureMessagePatterns": [f"exit code {code} " for code in _BUG_CODES],
+            "onJobFailureMessagePatterns": [f"exit code {code} " for code in NON_RETRIABLE_CODES],
         },
         {
             "name": "disruption",
             "action": "RestartJobSetAndIgnoreMaxRestarts",
-            "onJobFailureMessagePatterns": ["condition DisruptionTarget", f"exit code {_SAVED_CODE} "],
+            "onJobFailureMessagePatterns": ["condition DisruptionTarget", f"exit code {SAVED_CODE} "],
         },
     ]
     if plan.launch.timeout_seconds is not None:
@@ -180,7 +179,7 @@ def _jobset(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], te
         "backoffLimit": 0,
         "podFailurePolicy": {
             "rules": [
-                _exit_codes((*_BUG_CODES, _SAVED_CODE)),
+                _exit_codes((*NON_RETRIABLE_CODES, SAVED_CODE)),
                 {"action": "FailJob", "onPodConditions": [_DISRUPTED]},
             ]
         },

@@ -8,6 +8,7 @@ from posixpath import normpath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from mlpipe._core import environment
 from mlpipe._core.errors import RenderError
 from mlpipe.plan.cluster import ClusterPlan, Component
 from mlpipe.plan.plan import Plan
@@ -82,7 +83,7 @@ def driver_template(
     args = ["-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--here", "--debug", "--seal", seal]
     container = _container(cluster, "driver", args + (["--stage", stage] if stage is not None else []))
     container["env"] = _env(_own(run_id, cluster)) + _by_reference(store_url, cluster, "driver")
-    for name, path in (("MLPIPE_POD_NAME", "metadata.name"), ("MLPIPE_POD_UID", "metadata.uid")):
+    for name, path in ((environment.POD_NAME, "metadata.name"), (environment.POD_UID, "metadata.uid")):
         container["env"].append({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}})
     if cluster.proxy is not None:  # never to the API server, whose address the cluster fills in
         for variable in container["env"]:
@@ -277,12 +278,13 @@ def _metrics_port(plan: Plan) -> int | None:
 def _worker_env(plan: Plan, cluster: ClusterPlan, rendezvous: str) -> list[Json]:
     launch = plan.launch
     # in order: a plan that was read back must give the same objects, or its gang is not adopted
-    variables = {**dict(sorted(launch.env.items())), **_own(plan.run_id, cluster), "MLPIPE_STAGE": plan.stage}
+    variables = dict(sorted(launch.env.items())) | _own(plan.run_id, cluster)
+    variables[environment.STAGE] = plan.stage
     if launch.num_nodes > 1:
-        variables["MLPIPE_RENDEZVOUS"] = f"{rendezvous}:{RENDEZVOUS_PORT}"
+        variables[environment.RENDEZVOUS] = f"{rendezvous}:{RENDEZVOUS_PORT}"
     port = _metrics_port(plan)
     if port is not None:
-        variables |= {"MLPIPE_METRICS_ADDRESS": "0.0.0.0", "MLPIPE_METRICS_PORT": str(port)}
+        variables |= {environment.METRICS_ADDRESS: "0.0.0.0", environment.METRICS_PORT: str(port)}
     if launch.device == "cuda":
         flight = {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # a collective that hangs ends its process
@@ -292,11 +294,11 @@ def _worker_env(plan: Plan, cluster: ClusterPlan, rendezvous: str) -> list[Json]
         }
         variables = {**flight, **variables}
     env = _env(variables)
-    for name, path in (("MLPIPE_POD_NAME", "metadata.name"), ("MLPIPE_NODE_NAME", "spec.nodeName")):
+    for name, path in ((environment.POD_NAME, "metadata.name"), (environment.NODE_NAME, "spec.nodeName")):
         env.append({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}})
     if is_gang(plan) and cluster.form == "jobset":
         path = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
-        env.append({"name": "MLPIPE_GANG_RESTART", "valueFrom": {"fieldRef": {"fieldPath": path}}})
+        env.append({"name": environment.GANG_RESTART, "valueFrom": {"fieldRef": {"fieldPath": path}}})
     # promoting is the driver's: it runs no code of a user, and writes where workers need not
     env += _by_reference(plan.store_url, cluster, "worker" if plan.promote is None else "driver")
     env += [
@@ -313,7 +315,7 @@ def is_gang(plan: Plan) -> bool:
 
 def _own(run_id: str, cluster: ClusterPlan) -> dict[str, str]:
     """No passwd file knows the user, and the root file system is read-only."""
-    own = {"MLPIPE_RUN_ID": run_id, "MLPIPE_CACHE": CACHE, "HOME": "/tmp", "USER": "mlpipe"}
+    own = {environment.RUN_ID: run_id, environment.CACHE: CACHE, "HOME": "/tmp", "USER": "mlpipe"}
     if cluster.ca_bundle is not None:
         names = ("AWS_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
         own |= dict.fromkeys(names, f"{CA_FOLDER}/ca.crt")

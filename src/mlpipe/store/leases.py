@@ -7,12 +7,12 @@ import socket
 import time
 from dataclasses import replace
 
+from mlpipe._core import environment
 from mlpipe._core.errors import StoreError
 from mlpipe._core.processes import ProcessId, is_alive, this_process
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RUN_ENDED, WAITS_FOR_STAGES, Lease, RunState, update_run, write_index_key
 
-POD_NAME, POD_UID = "MLPIPE_POD_NAME", "MLPIPE_POD_UID"  # variables of a driver's pod
 _RESTART_SECONDS = 120.0  # for a cluster to start a driver in place of one that let go
 
 
@@ -23,7 +23,7 @@ def take_lease(
     has ended, or that is known to be `dead`, is taken over. Raises StoreError (input) when another driver is
     alive."""
     own = this_process()
-    pod, pod_uid = (os.environ.get(name, "") for name in (POD_NAME, POD_UID))
+    pod, pod_uid = (os.environ.get(name, "") for name in (environment.POD_NAME, environment.POD_UID))
 
     def change(run: RunState) -> RunState:
         lease = run.driver
@@ -80,7 +80,7 @@ def lease_is_live(lease: Lease | None) -> bool:
     if alive is not None:
         return alive
     # of this very pod, but not of this container: that one has ended, and was started anew as ours
-    return lease.pod_uid == "" or lease.pod_uid != os.environ.get(POD_UID)
+    return lease.pod_uid == "" or lease.pod_uid != os.environ.get(environment.POD_UID)
 
 
 def undriven_since(run: RunState) -> float | None:

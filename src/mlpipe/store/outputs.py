@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mlpipe._core import environment
 from mlpipe._core.errors import StoreError
 from mlpipe.store.base import Store, check_key
 from mlpipe.store.blobs import missing_objects, read_blob, write_blob
@@ -39,7 +40,7 @@ _READ_BYTES = 64 * 2**20
 def cache_folder() -> Path:
     """MLPIPE_CACHE, else the user's cache: outputs fetched from S3, traces of models, scratch of attempts."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("MLPIPE_CACHE") or Path(base) / "mlpipe").absolute()
+    return Path(os.environ.get(environment.CACHE) or Path(base) / "mlpipe").absolute()
 
 
 def commit_output(store: Store, stage_key: str, folder: Path, attempt: int = 1) -> str:

@@ -18,6 +18,7 @@ from urllib.parse import quote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
+from mlpipe._core import environment
 from mlpipe._core.errors import StoreError
 from mlpipe._core.ids import BUCKET_RULE, is_bucket
 from mlpipe.store import s3_identity
@@ -56,11 +57,11 @@ class S3Store:
         if urlsplit(address).scheme not in ("http", "https") or not urlsplit(address).netloc:
             hint = "write http://host:port or https://host:port"
             raise StoreError(f"AWS_ENDPOINT_URL_S3 is {address!r}", hint=hint, kind="input")
-        seconds = environ.get("MLPIPE_STORE_DEADLINE_SECONDS", str(DEADLINE_SECONDS))
+        seconds = environ.get(environment.STORE_DEADLINE_SECONDS, str(DEADLINE_SECONDS))
         try:
             deadline_seconds = float(seconds)
         except ValueError:
-            raise StoreError(f"MLPIPE_STORE_DEADLINE_SECONDS is {seconds!r}", kind="input") from None
+            raise StoreError(f"{environment.STORE_DEADLINE_SECONDS} is {seconds!r}", kind="input") from None
         endpoint = Endpoint(
             url=address,
             region=region,

@@ -20,6 +20,7 @@ import urllib3
 from minio.credentials.credentials import Credentials
 from minio.credentials.providers import Provider, StaticProvider
 
+from mlpipe._core import environment
 from mlpipe._core.errors import StoreError
 
 CONNECT_SECONDS, READ_SECONDS = 5.0, 20.0
@@ -146,7 +147,8 @@ def from_environment(environ: Mapping[str, str], region: str, store_endpoint: st
     if not endpoint:  # MinIO is its own token service; a token goes to no other server than the store's
         aws = (urlsplit(store_endpoint).hostname or "").endswith(".amazonaws.com")
         endpoint = f"https://sts.{region}.amazonaws.com" if aws else store_endpoint
-    session = environ.get("AWS_ROLE_SESSION_NAME") or f"mlpipe-{environ.get('MLPIPE_RUN_ID', '')}".rstrip("-")
+    run_id = environ.get(environment.RUN_ID, "")
+    session = environ.get("AWS_ROLE_SESSION_NAME") or f"mlpipe-{run_id}".rstrip("-")
     role = environ.get("AWS_ROLE_ARN") or None
     return LentKeys(Path(token_file), endpoint, role, session, environ.get("AWS_CA_BUNDLE"))
 

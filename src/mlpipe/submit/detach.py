@@ -8,13 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, SubmitError
 from mlpipe.store import outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.submit.driver import working_folder
 
 _START_SECONDS = 60.0
-_OF_A_STAGE = ("MLPIPE_DRIVER", "MLPIPE_RUN_ID", "MLPIPE_STAGE", "MLPIPE_OUTPUT")
+_OF_A_STAGE = (environment.DRIVER, environment.RUN_ID, environment.STAGE, environment.OUTPUT)
 _OF_A_STEP = ("JENKINS_SERVER_COOKIE",)  # Jenkins ends what carries it with the step, which only follows
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, Kind, SubmitError
 from mlpipe.plan.plan import Plan, PromotePlan
 from mlpipe.spec import placeholders
@@ -62,7 +63,7 @@ class LocalBackend:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         (scratch / "output").mkdir()
         (scratch / "plan.json").write_text(plan.to_json())
-        env[process.DRIVER_VARIABLE] = self._driver
+        env[environment.DRIVER] = self._driver
         handle = StageProcess(self._store, plan, scratch, argv, env, self._folder, self._driver)
         self._taken.append((handle, gpus))
         return handle
@@ -97,10 +98,10 @@ def check_fits(plan: Plan, num_gpus: int) -> None:
 
 def command_line(plan: Plan, scratch: Path) -> tuple[list[str], dict[str, str]]:
     """argv and the environment that is added to ours: what `--dry-run` prints and `start` starts."""
-    env = {**plan.launch.env, "MLPIPE_RUN_ID": plan.run_id, "MLPIPE_STAGE": plan.stage}
+    env = {**plan.launch.env, environment.RUN_ID: plan.run_id, environment.STAGE: plan.stage}
     if plan.command is not None:
         folder = str(scratch / "output")
-        env["MLPIPE_OUTPUT"] = folder
+        env[environment.OUTPUT] = folder
         return [placeholders.resolve(word, {"output": folder}) for word in plan.command.argv], env
     launcher = [sys.executable, "-m", "mlpipe.train.launcher"]
     return [*launcher, "--plan", str(scratch / "plan.json"), "--scratch", str(scratch)], env

@@ -15,9 +15,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mlpipe._core import environment
 from mlpipe._core.errors import SubmitError
 
-DRIVER_VARIABLE = "MLPIPE_DRIVER"
 _CHILD = str(Path(__file__).with_name("child.py"))
 
 
@@ -44,7 +44,7 @@ def spawn(
 
 def members(driver: str, stage: str | None = None, run_id: str | None = None) -> list[int]:
     """Living processes whose environment says that `driver` started them, for `stage` of `run_id`."""
-    wanted = {DRIVER_VARIABLE: driver, "MLPIPE_STAGE": stage, "MLPIPE_RUN_ID": run_id}
+    wanted = {environment.DRIVER: driver, environment.STAGE: stage, environment.RUN_ID: run_id}
     marks = {f"{name}={value}".encode() for name, value in wanted.items() if value is not None}
     found = []
     for entry in os.scandir("/proc"):

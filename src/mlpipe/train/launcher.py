@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from mlpipe._core.errors import EXIT_CODES, MlpipeError, StoreError
+from mlpipe._core import environment
+from mlpipe._core.errors import EXIT_CODES, SAVED_CODE, MlpipeError, StoreError
 from mlpipe._core.records import Ended, Launched, Record
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.process import fetch_inputs, main_of_stage
@@ -69,8 +70,8 @@ class Node:
     def from_environment() -> Node:
         return Node(
             index=int(os.environ.get("JOB_COMPLETION_INDEX") or "0"),
-            rendezvous=os.environ.get("MLPIPE_RENDEZVOUS") or "localhost:0",
-            gang_restart=int(os.environ.get("MLPIPE_GANG_RESTART") or "0"),
+            rendezvous=os.environ.get(environment.RENDEZVOUS) or "localhost:0",
+            gang_restart=int(os.environ.get(environment.GANG_RESTART) or "0"),
         )
 
     def name(self, stem: str, suffix: str) -> str:
@@ -191,9 +192,9 @@ class Launcher:
             "OMP_NUM_THREADS": str(threads),
             **os.environ,
             **launch.env,
-            "MLPIPE_PLAN": str(self.plan_path),
-            "MLPIPE_SCRATCH": str(self.scratch),
-            "MLPIPE_FIRST_RESTART": str(self.first_restart),
+            environment.PLAN: str(self.plan_path),
+            environment.SCRATCH: str(self.scratch),
+            environment.FIRST_RESTART: str(self.first_restart),
             "PYTHONUNBUFFERED": "1",
             # One shared TCPStore outlives a restart in place and keeps the addresses of dead workers.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -339,7 +340,7 @@ def _end(process: subprocess.Popen[bytes], *, grace_seconds: float) -> None:
 
 def _exit_code(ended: Outcome) -> int:
     if ended.outcome == "saved":
-        return EXIT_CODES["cancelled"]
+        return SAVED_CODE
     return 0 if ended.outcome == "done" else EXIT_CODES[ended.kind or "failed"]
 
 

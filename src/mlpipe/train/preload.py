@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from mlpipe._core import environment
 from mlpipe.plan.plan import Plan
 from mlpipe.train import without_dynamo
 from mlpipe.train.stop import die_with_parent
@@ -15,7 +16,7 @@ if sys.argv[0] == "-c":  # a fork server that multiprocessing started, since the
     die_with_parent(os.getppid())
     without_dynamo.install()
 
-_plan = Plan.from_json(Path(os.environ["MLPIPE_PLAN"]).read_bytes())
+_plan = Plan.from_json(Path(os.environ[environment.PLAN]).read_bytes())
 if _plan.train is None:
     import mlpipe.train.evaluate
 else:

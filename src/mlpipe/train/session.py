@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mlpipe._core import environment
 from mlpipe._core.errors import StoreError, TrainError
 from mlpipe._core.records import Start
 from mlpipe.observe.metrics import start_metrics
@@ -59,13 +60,13 @@ class Session:
         metrics = None
         if plan.launch.metrics_port is not None:
             # In a pod the ports are fixed and seen from outside, whatever the spec says.
-            port = int(os.environ.get("MLPIPE_METRICS_PORT") or plan.launch.metrics_port)
+            port = int(os.environ.get(environment.METRICS_PORT) or plan.launch.metrics_port)
             metrics = start_metrics(
                 run=plan.run_id,
                 stage=plan.stage,
                 rank=self.rank,
                 port=port + place.local_rank if port else 0,
-                address=os.environ.get("MLPIPE_METRICS_ADDRESS") or "127.0.0.1",
+                address=os.environ.get(environment.METRICS_ADDRESS) or "127.0.0.1",
                 info=self._info(),
                 gpu_uuid=gpu_uuid(self.device),
             )

@@ -15,14 +15,14 @@ import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlpipe._core.errors import EXIT_CODES, MlpipeError
+from mlpipe._core import environment
+from mlpipe._core.errors import EXIT_CODES, FATAL_KINDS, MlpipeError
 from mlpipe.plan.plan import Plan
 from mlpipe.train import outcome
 from mlpipe.train.stop import Stop, leave
 from mlpipe.train.watchdog import Watchdog
 
 # What a restart would only repeat.
-_FATAL_KINDS = ("input", "bug")
 _MISTAKES = (
     TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, NotImplementedError,
 )  # fmt: skip
@@ -47,16 +47,16 @@ class Place:
             local_rank=int(os.environ["LOCAL_RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
-            restart=int(os.environ.get("MLPIPE_FIRST_RESTART", "0"))
+            restart=int(os.environ.get(environment.FIRST_RESTART, "0"))
             + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
 
 
 def main() -> int:
     began = time.time()
-    scratch = Path(os.environ["MLPIPE_SCRATCH"])
+    scratch = Path(os.environ[environment.SCRATCH])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    plan = Plan.from_json(Path(os.environ["MLPIPE_PLAN"]).read_bytes())
+    plan = Plan.from_json(Path(os.environ[environment.PLAN]).read_bytes())
     place = Place.from_environment()
     if outcome.fatal_files(scratch):
         return 1
@@ -91,7 +91,7 @@ def main() -> int:
         traceback.print_exc()
         ended = outcome.failed(error, rank=place.rank, step=progress[0])
         fatal = isinstance(error, MlpipeError) and (
-            error.kind in _FATAL_KINDS or getattr(error, "fatal", False)
+            error.kind in FATAL_KINDS or getattr(error, "fatal", False)
         )
         if _lost_peer(error):
             ended = replace(ended, kind="infrastructure", message=f"lost a peer: {ended.message}")

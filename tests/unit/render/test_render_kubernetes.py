@@ -191,12 +191,12 @@ def test_an_evaluation_on_one_node_is_a_plain_job_and_on_more_a_gang() -> None:
     assert pod_of(job)["containers"][0]["args"][:2] == ["-m", "mlpipe.train.launcher"]
 
 
-def test_a_bug_ends_a_jobset_before_a_disruption_restarts_it() -> None:
+def test_what_would_come_again_ends_a_jobset_before_a_disruption_restarts_it() -> None:
     jobset = stage_objects(quickstart("train", "train.timeout=1 h", "kubernetes.max_gang_restarts=7"))[-1]
     policy = jobset["spec"]["failurePolicy"]
     assert [(rule["name"], rule["action"]) for rule in policy["rules"]] == [
         ("overdue", "FailJobSet"),
-        ("bug", "FailJobSet"),
+        ("nonRetriable", "FailJobSet"),
         ("disruption", "RestartJobSetAndIgnoreMaxRestarts"),
     ]
     assert policy["maxRestarts"] == 7
@@ -208,7 +208,7 @@ def test_a_bug_ends_a_jobset_before_a_disruption_restarts_it() -> None:
     assert (codes["action"], condition["action"]) == ("FailJob", "FailJob")
 
 
-def test_a_bug_ends_a_job_and_a_disruption_is_free() -> None:
+def test_what_would_come_again_ends_a_job_and_a_disruption_is_free() -> None:
     job = stage_objects(quickstart("train", "kubernetes.form=indexed-job"))[-1]["spec"]
     codes, condition = job["podFailurePolicy"]["rules"]
     assert (codes["action"], codes["onExitCodes"]["values"]) == ("FailJob", [2, 3])

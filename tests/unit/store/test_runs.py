@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from mlpipe._core import environment
 from mlpipe._core.errors import StoreError
 from mlpipe.store import leases, runs
 from mlpipe.store.folder import FolderStore
@@ -210,14 +211,14 @@ def test_a_container_that_was_started_anew_does_not_wait_for_the_one_before(
     store, monkeypatch, pod_uid, is_live
 ):
     create(store)
-    monkeypatch.setenv(leases.POD_UID, "u-1")
+    monkeypatch.setenv(environment.POD_UID, "u-1")
     run = leases.take_lease(store, "r-1", "one", 60)
     assert run.driver.pod_uid == "u-1"
     before = replace(run.driver, namespace="boot pid:[1]")  # of the container that is gone
     if pod_uid is None:
-        monkeypatch.delenv(leases.POD_UID)
+        monkeypatch.delenv(environment.POD_UID)
     else:
-        monkeypatch.setenv(leases.POD_UID, pod_uid)
+        monkeypatch.setenv(environment.POD_UID, pod_uid)
     assert leases.lease_is_live(before) is is_live
 
 

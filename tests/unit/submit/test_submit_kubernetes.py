@@ -18,6 +18,7 @@ from kit import budget
 from kit.apiserver import TOKEN, ApiServer, Fault
 from kit.command_runs import Cli, until
 
+from mlpipe._core import environment
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.cli.app import run_app
 from mlpipe.store import leases, runs
@@ -495,7 +496,7 @@ def test_a_driver_that_no_other_could_better_ends_its_job(person, monkeypatch):
     path.write_text(text.replace("stages", "stagecoaches"))
     assert person.mlpipe("resume", "r", "--here")[0] == 2
     assert job["spec"]["backoffLimit"] == before  # of somebody else than the driver
-    monkeypatch.setenv(leases.POD_UID, "u")
+    monkeypatch.setenv(environment.POD_UID, "u")
     path.write_text(text)
     monkeypatch.setattr(driver, "_TAKEOVER_SECONDS", 0.0)
     leases.take_lease(person.store, "r", "another", 60)

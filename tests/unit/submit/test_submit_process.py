@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mlpipe._core import environment
 from mlpipe.submit import process
 
 pytestmark = pytest.mark.unit
@@ -29,7 +30,7 @@ def test_a_child_dies_when_its_parent_is_killed(tmp_path: Path):
 import os, signal, time
 from pathlib import Path
 from mlpipe.submit import process
-env = {{**os.environ, process.DRIVER_VARIABLE: "lease-a"}}
+env = {{**os.environ, "MLPIPE_DRIVER": "lease-a"}}
 child = process.spawn(["sleep", "300"], env=env, folder=".", output=Path({str(tmp_path / "log")!r}),
                       death_signal=signal.SIGKILL)
 print(child.pid, flush=True)
@@ -46,7 +47,7 @@ time.sleep(300)
 
 def test_clear_ends_orphans_of_one_driver_and_leaves_the_other_alone(tmp_path: Path):
     def start(lease: str) -> subprocess.Popen[bytes]:
-        env = {**os.environ, process.DRIVER_VARIABLE: lease, "MLPIPE_RUN_ID": "r"}
+        env = {**os.environ, environment.DRIVER: lease, "MLPIPE_RUN_ID": "r"}
         # The grandchild leaves its session and ignores SIGTERM: no process group would find it.
         argv = ["sh", "-c", "trap '' TERM; setsid sleep 300 & wait"]
         return process.spawn(
@@ -69,7 +70,7 @@ def test_clear_ends_orphans_of_one_driver_and_leaves_the_other_alone(tmp_path: P
 
 
 def test_members_can_be_narrowed_to_a_stage(tmp_path: Path):
-    env = {**os.environ, process.DRIVER_VARIABLE: "lease-s", "MLPIPE_STAGE": "train"}
+    env = {**os.environ, environment.DRIVER: "lease-s", "MLPIPE_STAGE": "train"}
     child = process.spawn(
         ["sleep", "300"], env=env, folder=str(tmp_path), output=tmp_path / "log", death_signal=signal.SIGKILL
     )

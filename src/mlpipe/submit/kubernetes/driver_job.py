@@ -6,12 +6,12 @@ import contextlib
 import os
 import time
 
+from mlpipe._core import environment
 from mlpipe._core.errors import SubmitError
 from mlpipe.plan.plan import Plan
 from mlpipe.render import names
 from mlpipe.render.kubernetes import driver_objects
 from mlpipe.store.base import Store
-from mlpipe.store.leases import POD_UID
 from mlpipe.store.runs import RUN_ENDED, RunState, read_run
 from mlpipe.submit.kubernetes.api import ClusterApi, connect
 from mlpipe.submit.kubernetes.objects import create_all, driver_labels, finished
@@ -65,7 +65,7 @@ def why_undriven(api: ClusterApi, run_id: str) -> str:
 def give_up_driver(run_id: str, only: str | None) -> None:
     """For a driver in its pod, which is about to fail of what no other driver can mend: its Job makes no
     other. Not by a podFailurePolicy: with that, the driver of a lost node would not be replaced."""
-    if not os.environ.get(POD_UID):
+    if not os.environ.get(environment.POD_UID):
         return
     name = names.driver_name(run_id, only)
     with contextlib.suppress(SubmitError):  # then the Job tries again, and so do we

@@ -9,13 +9,12 @@ import re
 import time
 from typing import Any
 
-from mlpipe._core.errors import StoreError
+from mlpipe._core.errors import SAVED_CODE, StoreError
 from mlpipe.store.base import Store
 from mlpipe.submit.executor import Ended
 from mlpipe.submit.kubernetes.api import ApiError, ClusterApi, Object
 
 _NODE_EVENTS = "/api/v1/namespaces/default/events"  # where events of nodes lie
-_SAVED = 5  # exit code of a launcher
 # kubelet's words for a pod that takes more of its node's disk than it may (pkg/kubelet/eviction)
 _OVERFULL = re.compile(r"Usage of EmptyDir volume .* exceeds|local (ephemeral )?storage (usage|limit)")
 _REASONS = ("Evicted", "Preempting", "NodeLost", "Shutdown", "DeadlineExceeded")  # of a pod
@@ -100,7 +99,7 @@ def last_words(pods: list[Object]) -> str:
     """Of a container that failed, as Kubernetes kept them; "" if none did. One that saved was stopped."""
     for pod in pods:
         for ended in _ends(pod):
-            if (code := ended.get("exitCode")) not in (0, _SAVED):
+            if (code := ended.get("exitCode")) not in (0, SAVED_CODE):
                 said = last_line(ended.get("message", ""))
                 words = f"pod {pod['metadata']['name']} ended with exit code {code}"
                 return f"{words}: {said}" if said else words

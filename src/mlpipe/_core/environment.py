@@ -1,0 +1,32 @@
+"""Environment variables by which the processes of mlpipe tell each other something: one constant each, and
+who sets and who reads it. What they mean to users stands in docs/reference/environment.md.
+
+Those that others define (torchrun's, AWS's, Jenkins') have the names that everybody knows, and no constant.
+"""
+
+# By people, and by the steps of a Jenkinsfile; read by every command.
+STORE = "MLPIPE_STORE"
+CACHE = "MLPIPE_CACHE"  # set in every pod, too
+STORE_DEADLINE_SECONDS = "MLPIPE_STORE_DEADLINE_SECONDS"
+
+# Set by a backend for each process of a stage (submit/local.py, render/pod.py).
+RUN_ID = "MLPIPE_RUN_ID"  # read by store/s3_identity.py and submit/process.py
+STAGE = "MLPIPE_STAGE"  # read by submit/process.py
+OUTPUT = "MLPIPE_OUTPUT"  # read by the user's command
+DRIVER = "MLPIPE_DRIVER"  # of the backend local; read by submit/process.py
+
+# Set by train/launcher.py for the workers of its node; read by train/worker.py and train/preload.py.
+PLAN = "MLPIPE_PLAN"
+SCRATCH = "MLPIPE_SCRATCH"
+FIRST_RESTART = "MLPIPE_FIRST_RESTART"
+
+# Set by render/pod.py for a stage.
+RENDEZVOUS = "MLPIPE_RENDEZVOUS"  # read by train/launcher.py
+GANG_RESTART = "MLPIPE_GANG_RESTART"  # read by train/launcher.py
+METRICS_ADDRESS = "MLPIPE_METRICS_ADDRESS"  # read by train/session.py
+METRICS_PORT = "MLPIPE_METRICS_PORT"  # read by train/session.py
+NODE_NAME = "MLPIPE_NODE_NAME"  # read by the user's code
+
+# Set by render/pod.py for a driver, whose lease says them (store/leases.py); POD_NAME also for a stage.
+POD_NAME = "MLPIPE_POD_NAME"
+POD_UID = "MLPIPE_POD_UID"
