@@ -24,8 +24,7 @@ def command(session: Session, run_id: str, out: Path | None, ignore_not_found: b
     """Write one self-contained HTML page about a run (or, to a .md file, a summary in Markdown; to a
     .xml file, its stages as a JUnit report)."""
     from mlpipe.observe.junit import build_junit
-    from mlpipe.observe.markdown import build_markdown
-    from mlpipe.observe.report import write_report
+    from mlpipe.observe.report import build_markdown, write_report
     from mlpipe.observe.runview import view_run
 
     store = session.store_if_claimed(run_id, ignore_not_found=ignore_not_found)
@@ -40,7 +39,7 @@ def command(session: Session, run_id: str, out: Path | None, ignore_not_found: b
     else:
         view = view_run(store, run_id)
         where = write_report(store, view, out)
-    found: dict[str, Any] = {"report": where}
+    document: dict[str, Any] = {"report": where}
     if session.json and view is not None:
-        found["goodput"] = view.goodput()
-    session.result(found, where)
+        document["goodput"] = view.goodput()
+    session.result(document, where)

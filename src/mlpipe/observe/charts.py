@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mlpipe._core.records import Step
+from mlpipe.observe.blocks import Chart, Charts, Drawing, utc
 from mlpipe.observe.buckets import BUCKETS
-from mlpipe.observe.html import Html, element, join, text, utc
 from mlpipe.observe.runview import StageView
-from mlpipe.observe.svg import HUGE, Mark, Point, Series, finite, line_chart, stacked_chart, swatch
+from mlpipe.observe.svg import HUGE, Mark, Point, Series, finite, line_chart, stacked_chart
 
 Field = Callable[[Step], float | None]
 
@@ -20,29 +20,23 @@ PARTS: tuple[tuple[str, str, Field], ...] = tuple(
 _RANK_COLOURS = ("blue", "amber", "teal", "violet", "pink", "brown", "green", "red")
 
 
-def stage_charts(stage: StageView) -> Html:
+def stage_charts(stage: StageView) -> Charts:
     """Six charts side by side, each over steps; those without a value are left out."""
     steps, marks = stage.lead.steps, stage_marks(stage)
     rate, rate_unit = _unit(_known(steps, lambda step: step.tokens_per_second), _COUNTS)
-    seconds, seconds_unit = _unit(_known(steps, lambda step: step.seconds), _SECONDS)
-    memory = {rank: line.steps for rank, line in stage.timelines.items()}
-    byte, byte_unit = _unit(
-        (v for one in memory.values() for v in _known(one, lambda step: step.memory_bytes)), _BYTES
-    )
-    lines = [Series("", "blue", points(steps, lambda step: step.loss))]
-    cards = [
-        _card("Loss", "nats per token", line_chart(lines, marks, unit="nats")) if steps else "",
+    charts = [
+        _loss(steps, marks),
         _single(
             steps, marks, "Throughput", lambda step: step.tokens_per_second, rate, f"{rate_unit}tok/s", "teal"
         ),
         _single(steps, marks, "MFU", lambda step: step.mfu_ratio, 0.01, "%", "violet"),
-        _breakdown(steps, marks, seconds, seconds_unit),
-        _memory(memory, marks, byte, byte_unit),
+        _breakdown(steps, marks),
+        _memory(stage, marks),
         _single(
             steps, marks, "Gradient norm, before clipping", lambda step: step.grad_norm, 1.0, "", "amber"
         ),
     ]
-    return Html(f'<div class="charts">{join(cards)}</div>{_marks_legend(marks)}')
+    return Charts([chart for chart in charts if chart is not None], _marks_legend(marks))
 
 
 def stage_marks(stage: StageView) -> list[Mark]:
@@ -58,6 +52,7 @@ def stage_marks(stage: StageView) -> list[Mark]:
             f"attempt {attempt}, restart {start.restart}: from step {at},"
             f" {start.strategy} on {start.world_size}, {utc(start.time)} UTC"
         )
+        words = "; ".join([words, *start.notes])
         marks.append(Mark(max(at, 1), "restart", words))
     marks += [
         Mark(step.step, "bad", f"step {step.step}: the loss is not finite")
@@ -101,6 +96,11 @@ def points(steps: Iterable[Step], field: Field, unit: float = 1.0) -> list[Point
     return [(step.step, None if (value := field(step)) is None else value / unit) for step in steps]
 
 
+def _loss(steps: Sequence[Step], marks: Sequence[Mark]) -> Chart | None:
+    lines = [Series("", "blue", points(steps, lambda step: step.loss))]
+    return Chart("Loss", "nats per token", Drawing(line_chart(lines, marks, unit="nats"))) if steps else None
+
+
 def _single(
     steps: Sequence[Step],
     marks: Sequence[Mark],
@@ -109,16 +109,17 @@ def _single(
     unit: float,
     name: str,
     colour: str,
-) -> Html:
+) -> Chart | None:
     if not any(finite(field(step)) for step in steps):
-        return Html("")
+        return None
     series = [Series("", colour, points(steps, field, unit))]
-    return _card(title, name, line_chart(series, marks, unit=name, zero=True))
+    return Chart(title, name, Drawing(line_chart(series, marks, unit=name, zero=True)))
 
 
-def _breakdown(steps: Sequence[Step], marks: Sequence[Mark], unit: float, name: str) -> Html:
+def _breakdown(steps: Sequence[Step], marks: Sequence[Mark]) -> Chart | None:
     if not any(finite(step.seconds) for step in steps):
-        return Html("")
+        return None
+    unit, name = _unit(_known(steps, lambda step: step.seconds), _SECONDS)
     series = [Series(part, colour, points(steps, field, unit)) for part, colour, field in PARTS]
     other: list[Point] = []
     for step in steps:
@@ -127,11 +128,17 @@ def _breakdown(steps: Sequence[Step], marks: Sequence[Mark], unit: float, name: 
     series.append(Series("other", "grey", other))
     totals = {one.name: sum(y or 0.0 for _, y in one.points) for one in series}
     whole = sum(totals.values()) or 1.0
-    names = [(f"{one.name} {_percent(totals[one.name] / whole)}", one.colour) for one in series]
-    return _card("Time of a step, rank 0", name, stacked_chart(series, marks, unit=name), names)
+    legend = [(one.colour, f"{one.name} {_percent(totals[one.name] / whole)}") for one in series]
+    drawing = Drawing(stacked_chart(series, marks, unit=name))
+    return Chart("Time of a step, rank 0", name, drawing, legend)
 
 
-def _memory(steps: dict[int, list[Step]], marks: Sequence[Mark], unit: float, name: str) -> Html:
+def _memory(stage: StageView, marks: Sequence[Mark]) -> Chart | None:
+    steps = {rank: timeline.steps for rank, timeline in stage.timelines.items()}
+    peaks = [peak for one in steps.values() for peak in _known(one, lambda step: step.memory_bytes)]
+    if not peaks:
+        return None
+    unit, name = _unit(peaks, _BYTES)
     series = [
         Series(
             f"rank {rank}",
@@ -141,28 +148,19 @@ def _memory(steps: dict[int, list[Step]], marks: Sequence[Mark], unit: float, na
         for rank, one in steps.items()
         if any(finite(step.memory_bytes) for step in one)
     ]
-    if not series:
-        return Html("")
-    names = [(one.name, one.colour) for one in series]
-    return _card("Memory, peak so far", name, line_chart(series, marks, unit=name, zero=True), names)
+    legend = [(one.colour, one.name) for one in series]
+    drawing = Drawing(line_chart(series, marks, unit=name, zero=True))
+    return Chart("Memory, peak so far", name, drawing, legend)
 
 
-def _card(title: str, unit: str, svg: str, names: Iterable[tuple[str, str]] = ()) -> Html:
-    head = join((text(title), element("span", f", {unit}" if unit else "", "faint")))
-    legend = join(Html(f"<span>{swatch(colour)}{text(name)}</span>") for name, colour in names)
-    return element("div", join((element("h3", head), element("div", legend, "legend"), Html(svg))), "card")
-
-
-def _marks_legend(marks: Sequence[Mark]) -> Html:
+def _marks_legend(marks: Sequence[Mark]) -> list[tuple[str, str]]:
     """Only of the kinds that occur."""
     meanings = {
         "checkpoint": ("green", "triangle: checkpoint committed"),
         "restart": ("red", "dashed line: restart or new attempt"),
         "bad": ("red", "dot: the loss was not finite"),
     }
-    kinds = [meanings[kind] for kind in meanings if any(mark.kind == kind for mark in marks)]
-    shown = join(Html(f"<span>{swatch(colour)}{text(name)}</span>") for colour, name in kinds)
-    return element("div", shown, "legend") if kinds else Html("")
+    return [meanings[kind] for kind in meanings if any(mark.kind == kind for mark in marks)]
 
 
 _COUNTS = ((1e9, "G "), (1e6, "M "), (1e3, "k "), (1.0, ""))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import median
 
 from mlpipe._core.units import format_bytes, format_step_seconds
-from mlpipe.observe.html import Html, details, table
+from mlpipe.observe.blocks import Block, Cell, Details, Table
 from mlpipe.observe.runview import StageView, view_run
 from mlpipe.plan.calibration import Compared
 from mlpipe.plan.choose import Candidate
@@ -42,42 +42,42 @@ def predicted_usd(stage: StageView) -> float | None:
     return rank_seconds / 3600 * plan.price_usd_per_device_hour
 
 
-def predicted_section(stage: StageView) -> Html:
-    """Empty without a prediction (a model of one's own) or steps."""
+def comparison(stage: StageView) -> Block | None:
+    """None without a prediction (a model of one's own) or steps."""
     plan = stage.plan.train if stage.plan is not None else None
-    found = measured(stage)
-    if plan is None or plan.predicted is None or found is None:
-        return Html("")
-    memory, seconds = found
+    real = measured(stage)
+    if plan is None or plan.predicted is None or real is None:
+        return None
+    memory, seconds = real
     on_cpu = stage.plan is not None and stage.plan.launch.device == "cpu"
-    rows = [
-        (
+    rows: list[list[Cell]] = [
+        [
             "peak memory of a worker" + (", with library pages" if on_cpu else ""),
             format_bytes(plan.predicted.memory_bytes),
             format_bytes(memory),
             _error(plan.predicted.memory_bytes, memory),
-        ),
-        (
+        ],
+        [
             "seconds a step",
             format_step_seconds(plan.predicted.step_seconds),
             format_step_seconds(seconds),
             _error(plan.predicted.step_seconds, seconds),
-        ),
+        ],
     ]
     told, spent = predicted_usd(stage), stage.ledger.cost_usd if stage.ledger is not None else None
     if told is not None and spent:  # the plan knows steps; what was paid has starts, saves and lost work too
         num = stage.lead.steps[-1].step
-        rows.append((f"cost of {num} steps, all told", _usd(told), _usd(spent), _error(told, spent)))
-    shown = table(("", "Predicted", "Measured", "Predicted is"), rows, {1, 2, 3})
-    return details("Predicted beside measured", shown, open_=True)
+        rows.append([f"cost of {num} steps, all told", _usd(told), _usd(spent), _error(told, spent)])
+    table = Table(("", "Predicted", "Measured", "Predicted is"), rows, frozenset({1, 2, 3}))
+    return Details("Predicted beside measured", [table])
 
 
 def _usd(amount: float) -> str:
     return f"{amount:.4g} USD"
 
 
-def _error(predicted: float, found: float) -> str:
-    return f"{100 * (predicted / found - 1):+.0f} %"
+def _error(predicted: float, real: float) -> str:
+    return f"{100 * (predicted / real - 1):+.0f} %"
 
 
 def compared(store: Store, run_id: str, predict: Callable[[Plan], Candidate]) -> list[Compared]:
@@ -85,12 +85,12 @@ def compared(store: Store, run_id: str, predict: Callable[[Plan], Candidate]) ->
     may have been planned by other figures than those that are to be corrected. Raises StoreError."""
     rows = []
     for stage in view_run(store, run_id).stages:
-        plan, found = stage.plan, measured(stage)
+        plan, real = stage.plan, measured(stage)
         if plan is None or plan.train is None or plan.train.predicted is None:
             continue
-        if found is None or stage.state.state != "done":
+        if real is None or stage.state.state != "done":
             continue
         told = predict(plan)
         assert told.memory is not None
-        rows.append(Compared(run_id, stage.name, told.memory.total, found[0], told.step_seconds, found[1]))
+        rows.append(Compared(run_id, stage.name, told.memory.total, real[0], told.step_seconds, real[1]))
     return rows

@@ -1,55 +1,106 @@
-"""One self-contained HTML page about a run: opens from a file, loads nothing, runs nothing."""
+"""One self-contained HTML page about a run, which opens from a file, loads nothing and runs nothing; and a
+short summary in Markdown, for a Jenkins build or a pull request. Both are made by the templates beside this
+module, out of the same `Page`."""
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlpipe import __version__
 from mlpipe._core.mfu import throughput
-from mlpipe._core.records import Record, Unknown
+from mlpipe._core.records import Fallback, Record, Unknown
 from mlpipe._core.units import format_seconds
-from mlpipe.observe.html import (
-    Html,
-    badge,
-    details,
-    element,
-    facts,
-    join,
-    link,
-    page,
-    table,
-    tiles,
+from mlpipe.observe.blocks import (
+    Badge,
+    Block,
+    Card,
+    Cell,
+    Code,
+    Details,
+    Facts,
+    Link,
+    Moment,
+    Paragraph,
+    Preformatted,
+    Section,
+    Table,
+    Tiles,
+    moment,
     utc,
-    when,
 )
 from mlpipe.observe.progress import format_count, format_loss, format_mfu
-from mlpipe.observe.runview import RunView, view_run
-from mlpipe.observe.sections import MOST_ROWS, SECTIONS, cut_note
+from mlpipe.observe.runview import RunView, StageView, view_run
+from mlpipe.observe.sections import command, evaluate, promote, train
+from mlpipe.observe.svg import COLOURS
 from mlpipe.store.base import Store
+
+# By kind of stage: what the page says of one.
+SECTIONS: dict[str, Callable[[StageView], Section]] = {
+    "command": command.section,
+    "train": train.section,
+    "evaluate": evaluate.section,
+    "promote": promote.section,
+}
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """A stage in both; `section` is None of one that left no plan."""
+
+    name: str
+    kind: str
+    state: str
+    attempt: int
+    took: str
+    section: Section | None
+
+
+@dataclass(frozen=True)
+class Line:
+    """Of the summary: `about` what, in bold."""
+
+    about: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """What the templates are given."""
+
+    run_id: str
+    pipeline: str
+    backend: str
+    state: Badge
+    created: Moment | None
+    took: str
+    message: str
+    overview: list[Block]
+    stage_table: Block
+    stages: list[StagePart]
+    events: list[Block]
+    lines: list[Line]
+    written: str
+    version: str = __version__
 
 
 def build_report(store: Store, run_id: str) -> str:
     """The page. Raises StoreError when the run does not exist or the store cannot be reached; what else is
     missing or broken is said on the page."""
-    return page_of(view_run(store, run_id))
+    return render_html(page_of(view_run(store, run_id)))
 
 
-def page_of(view: RunView) -> str:
-    parts: list[object] = [_header(view), _trouble(view), _stages(view)]
-    for stage in view.stages:
-        if stage.kind in SECTIONS:
-            kind = "" if stage.kind == stage.name else f" {stage.kind}"
-            title = join((stage.name, element("span", kind, "faint")))
-            parts += [element("h2", title), SECTIONS[stage.kind](stage)]
-    parts.append(_events(view))
-    written = f"Written {utc(time.time())} UTC by mlpipe {__version__}. All times are UTC."
-    return page(f"{view.run.pipeline} · {view.run.run_id}", join([*parts, element("footer", written)]))
+def build_markdown(store: Store, run_id: str) -> str:
+    """A heading, a table of the stages, a line a result. Raises StoreError like `build_report`."""
+    return render_markdown(page_of(view_run(store, run_id)))
 
 
 def write_report(store: Store, view: RunView, out: Path | None = None) -> str:
     """Writes the page to `out`, or into the run in the store; returns the file's path or the store's key."""
-    html = page_of(view)
+    html = render_html(page_of(view))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(html, encoding="utf-8")
@@ -60,34 +111,95 @@ def write_report(store: Store, view: RunView, out: Path | None = None) -> str:
     return str(local) if local is not None else f"{store.url}/{key}"
 
 
-def _header(view: RunView) -> Html:
+def render_html(page: Page) -> str:
+    """Every text in it is escaped but drawings, which `svg.py` made."""
+    return _render("report.html.jinja", page, is_html=True)
+
+
+def render_markdown(page: Page) -> str:
+    """Every text in it is made plain."""
+    return _render("report.md.jinja", page, is_html=False)
+
+
+def _render(name: str, page: Page, *, is_html: bool) -> str:
+    import jinja2  # not before a report is written
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=is_html,
+        finalize=None if is_html else plain,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals["colours"] = COLOURS
+    return environment.get_template(name).render(page=page)
+
+
+def plain(value: object) -> str:
+    """A user's text as text: on one line, and without meaning to Markdown or HTML."""
+    line = " ".join(str(value).split())
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|#~@])", r"\\\1", line)
+
+
+def page_of(view: RunView) -> Page:
+    """Everything that both say."""
     run = view.run
-    head = join((element("h1", run.run_id), badge(run.state)))
-    seconds = view.seconds
-    verb = "running for" if run.state == "running" else "took"
-    took = f" · {verb} {format_seconds(seconds)}" if seconds is not None else ""
-    line = join((f"Pipeline {run.pipeline} on {run.backend} · created ", when(run.created), took))
-    meta: dict[str, object] = {
-        str(key): ", ".join(map(str, value)) if isinstance(value, list) else value
-        for key, value in run.meta.items()
-        if key not in ("pipeline", "stages")  # both stand on the page already
-    }
-    if url := meta.get("jenkins_url"):
-        meta["jenkins_url"] = link(str(url))
-    return join(
-        (
-            element(
-                "header", join((head, element("p", line, "faint"), run.message and element("p", run.message)))
+    verb = "running for " if run.state == "running" else "took "
+    stages = [_stage_part(stage) for stage in view.stages]
+    return Page(
+        run_id=run.run_id,
+        pipeline=run.pipeline,
+        backend=run.backend,
+        state=Badge(run.state),
+        created=moment(run.created),
+        took="" if view.seconds is None else verb + format_seconds(view.seconds),
+        message=run.message,
+        overview=[*_highlights(view), *_meta(view), *_trouble(view)],
+        stage_table=_stages(view),
+        stages=stages,
+        events=_events(view),
+        lines=[
+            *(
+                Line(part.name, ", ".join(part.section.facts))
+                for part in stages
+                if part.section is not None and part.section.facts
             ),
-            _highlights(view),
-            facts(meta) if meta else "",
-        )
+            *_trouble_lines(view),
+            *(Line("", f"not readable: {problem}") for problem in view.problems),
+        ],
+        written=utc(time.time()) or "",
     )
 
 
-def _highlights(view: RunView) -> Html:
+def _stage_part(stage: StageView) -> StagePart:
+    section = SECTIONS.get(stage.kind)
+    return StagePart(
+        name=stage.name,
+        kind=stage.kind,
+        state=stage.state.state,
+        attempt=stage.state.attempt,
+        took="" if stage.seconds is None else format_seconds(stage.seconds),
+        section=section(stage) if section is not None else None,
+    )
+
+
+def _meta(view: RunView) -> list[Block]:
+    """What whoever made the run said of it."""
+    pairs: dict[str, Cell] = {
+        str(name): ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        for name, value in view.run.meta.items()
+        if name not in ("pipeline", "stages") and value is not None  # both stand on the page already
+    }
+    if url := view.run.meta.get("jenkins_url"):
+        pairs["jenkins_url"] = Link(str(url))
+    return [Facts(pairs)] if pairs else []
+
+
+def _highlights(view: RunView) -> list[Block]:
     """The numbers one looks for first: of the last training and the last evaluation."""
-    shown: dict[str, object] = {}
+    shown: dict[str, Cell] = {}
     trained = [stage for stage in view.stages if stage.lead.steps]
     if trained:
         stage = trained[-1]
@@ -103,65 +215,66 @@ def _highlights(view: RunView) -> Html:
         shown["USD"] = None if ledger.cost_usd is None else f"{ledger.cost_usd:.4g}"
     for stage in view.stages:
         if (result := stage.evaluation) is not None:
-            for name, value in (
-                ("validation loss", result.val_loss),
-                ("bits per byte", result.val_bits_per_byte),
-            ):
-                if value is not None:
-                    shown[name] = format_loss(value)
-    return tiles(shown)
+            told = {"validation loss": result.val_loss, "bits per byte": result.val_bits_per_byte}
+            shown |= {name: format_loss(value) for name, value in told.items() if value is not None}
+    return [Tiles(shown)] if shown else []
 
 
-def _trouble(view: RunView) -> Html:
-    cards = []
-    for stage in view.stages:
-        if stage.state.state not in ("failed", "cancelled"):
-            continue
-        outcome = stage.outcome
-        message = outcome.get("message") or stage.state.message or "no message was left"
+def _stopped(view: RunView) -> list[tuple[StageView, str]]:
+    """The stages that failed or were cancelled, and why."""
+    return [
+        (stage, str(stage.outcome.get("message") or stage.state.message or "no message was left"))
+        for stage in view.stages
+        if stage.state.state in ("failed", "cancelled")
+    ]
+
+
+def _trouble(view: RunView) -> list[Block]:
+    cards: list[Block] = []
+    for stage, message in _stopped(view):
         last = stage.checkpoints[-1].step if stage.checkpoints else None
-        cards.append(
-            join(
-                (
-                    element("h3", f"Stage {stage.name}: {stage.state.state}"),
-                    element("pre", message),
-                    facts(
-                        {
-                            "where": outcome.get("where"),
-                            "hint": outcome.get("hint"),
-                            "exit code": stage.state.exit_code,
-                            "last step": stage.lead.steps[-1].step if stage.lead.steps else None,
-                            "last checkpoint": last and f"step {last}",
-                            "to go on": element("code", f"mlpipe resume {view.run.run_id}"),
-                        }
-                    ),
-                )
-            )
-        )
+        pairs: dict[str, Cell] = {
+            "where": stage.outcome.get("where"),
+            "hint": stage.outcome.get("hint"),
+            "exit code": stage.state.exit_code,
+            "last step": stage.lead.steps[-1].step if stage.lead.steps else None,
+            "last checkpoint": None if last is None else f"step {last}",
+            "to go on": Code(f"mlpipe resume {view.run.run_id}"),
+        }
+        heading = f"Stage {stage.name}: {stage.state.state}"
+        cards.append(Card([Preformatted(message), Facts(pairs)], heading, is_trouble=True))
     if view.problems:
-        unread = join(element("p", problem) for problem in view.problems)
-        cards.append(join((element("h3", "What this report could not read"), unread)))
-    return join(element("div", card, "card trouble") for card in cards)
+        unread = [Paragraph(problem) for problem in view.problems]
+        cards.append(Card(unread, "What this report could not read", is_trouble=True))
+    return cards
 
 
-def _stages(view: RunView) -> Html:
-    rows = [
-        (
+def _trouble_lines(view: RunView) -> list[Line]:
+    lines = []
+    for stage, message in _stopped(view):
+        hint = stage.outcome.get("hint")
+        lines.append(Line(f"{stage.name} {stage.state.state}", f"{message} ({hint})" if hint else message))
+    return lines
+
+
+def _stages(view: RunView) -> Block:
+    rows: list[list[Cell]] = [
+        [
             stage.name,
             stage.kind or None,
-            badge(stage.state.state),
+            Badge(stage.state.state),
             stage.state.attempt,
-            when(stage.state.started),
+            moment(stage.state.started),
             None if stage.seconds is None else format_seconds(stage.seconds),
             stage.state.message or "",
-        )
+        ]
         for stage in view.stages
     ]
     head = ("Stage", "Kind", "State", "Attempts", "Started", "Took", "")
-    return join((element("h2", "Stages"), element("div", table(head, rows, {3, 5}), "card")))
+    return Card([Table(head, rows, frozenset({3, 5}))])
 
 
-def _events(view: RunView) -> Html:
+def _events(view: RunView) -> list[Block]:
     events = [
         (event, stage.name, attempt.number)
         for stage in view.stages
@@ -170,15 +283,23 @@ def _events(view: RunView) -> Html:
     ]
     events += [(event, stage.name, attempt) for stage in view.stages for attempt, event in stage.lead.others]
     events.sort(key=lambda row: row[0].time)
-    rows = [(when(event.time), stage, attempt, *describe_event(event)) for event, stage, attempt in events]
+    rows: list[list[Cell]] = [
+        [moment(event.time), stage, attempt, *describe_event(event)] for event, stage, attempt in events
+    ]
     if not rows:
-        return Html("")
-    shown = table(("Time", "Stage", "Attempt", "Event", ""), rows[-MOST_ROWS:], {2})
-    return details(f"Events ({len(rows)})", join((shown, cut_note(len(rows)))), open_=len(rows) <= 12)
+        return []
+    table = Table(("Time", "Stage", "Attempt", "Event", ""), rows, frozenset({2}))
+    return [Details(f"Events ({len(rows)})", [table], is_open=len(rows) <= 12)]
 
 
 def describe_event(event: Record) -> tuple[str, str]:
     """Its kind, and in words what it says."""
+    if isinstance(event, Fallback):
+        damaged = "; ".join(f"{key}: {why}" for key, why in zip(event.given_up, event.why, strict=False))
+        return (
+            event.kind,
+            f"went back to the checkpoint of step {event.step}; damaged and given up: {damaged}",
+        )
     kind, known = (event.kind_name, event.line) if isinstance(event, Unknown) else (event.kind, vars(event))
     hidden = ("v", "kind", "time", "message")
     told = {name: value for name, value in known.items() if name not in hidden and value is not None}

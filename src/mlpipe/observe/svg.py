@@ -176,11 +176,6 @@ def stacked_chart(series: Sequence[Series], marks: Sequence[Mark], *, unit: str)
     return _frame(x, y, unit, marks, "", "".join(hover))
 
 
-def swatch(colour: str) -> str:
-    """A small square for a legend."""
-    return f'<svg width="11" height="11"><rect {_fill(colour)} width="11" height="11" rx="2"/></svg>'
-
-
 def share_bar(parts: Sequence[tuple[str, float]]) -> str:
     """(colour, value) side by side as one thin bar; the values together fill it."""
     total, at, bars = sum(value for _, value in parts), 0.0, []

@@ -15,10 +15,9 @@ from kit.synthetic_run import Life, stage_state, write_run, write_train_stage
 
 from mlpipe._core.load import Clock, Load
 from mlpipe._core.records import NOT_STARTED, parse
-from mlpipe.observe.markdown import build_markdown
 from mlpipe.observe.progress import live_line, summarize
 from mlpipe.observe.records import read_records
-from mlpipe.observe.report import build_report
+from mlpipe.observe.report import build_markdown, build_report
 from mlpipe.observe.runview import view_run
 from mlpipe.observe.top import Top, runs_table
 from mlpipe.store.open import open_store

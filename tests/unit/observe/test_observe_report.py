@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html.parser
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -22,12 +24,12 @@ from kit.synthetic_run import (
 )
 
 from mlpipe._core.errors import StoreError
-from mlpipe.observe.markdown import build_markdown
-from mlpipe.observe.report import build_report, write_report
+from mlpipe._core.records import Fallback
+from mlpipe.observe.report import build_markdown, build_report, write_report
 from mlpipe.observe.runview import MOST_RANKS, view_run
 from mlpipe.plan.plan import CommandPlan
 from mlpipe.store.open import open_store
-from mlpipe.store.runs import StageState
+from mlpipe.store.runs import StageState, append_event
 
 pytestmark = pytest.mark.unit
 
@@ -172,6 +174,38 @@ def test_a_save_that_failed_is_an_event_and_no_checkpoint(store):
     text = read(build_report(store, "full-1"))
     assert "Checkpoints (2)" in text
     assert "error no space left on the device" in text
+
+
+def test_a_fallback_behind_a_damaged_checkpoint_is_part_of_the_history(store):
+    note = "went back to the checkpoint of step 10: that of step 20 is damaged (torn)"
+    records = life_records(Life(1, 0, 0, 25), 0, steps=30, every=10)
+    again = life_records(Life(1, 1, 10, 30), 0, steps=30, every=10)
+    again[0]["notes"] = [note]
+    write_records(store, "runs/back-1/stages/train/attempt-1", 0, [*records, *again])
+    plan = stage_plan("back-1", "train", train=train_plan(30))
+    store.put("runs/back-1/stages/train/attempt-1/plan.json", plan.to_json().encode())
+    append_event(
+        store, "runs/back-1/stages/train/attempt-1", Fallback(step=10, given_up=["step-20"], why=["torn"])
+    )
+    write_run(store, "back-1", {"train": stage_state()})
+    page = build_report(store, "back-1")
+    text = read(page)
+    assert f"Attempt 1, restart 1: {note}." in text
+    assert "went back to the checkpoint of step 10; damaged and given up: step-20: torn" in text
+    assert page.count(f"UTC; {note}</title>") == 6, "a mark on every chart says so"
+    assert note in build_markdown(store, "back-1")
+
+
+def test_jinja2_is_imported_when_a_page_is_written_and_not_before(store):
+    write_quickstart(store, "quickstart-1")
+    script = (
+        "import sys\nfrom mlpipe.observe.report import build_report\n"
+        "from mlpipe.store.open import open_store\n"
+        f"before = 'jinja2' in sys.modules\nbuild_report(open_store({store.url!r}), 'quickstart-1')\n"
+        "print(before, 'jinja2' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False True\n", done.stderr
 
 
 def test_a_peak_that_the_worker_measured_stands_in_the_equation(store):

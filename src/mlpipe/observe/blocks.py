@@ -1,0 +1,190 @@
+"""What a page about a run consists of, as data: `templates/` says how each looks as HTML.
+
+A cell is text, a number, nothing, or one of the inline pieces. Whatever text stands in one is a user's: the
+templates escape it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mlpipe.observe.svg import share_bar
+
+MOST_ROWS = 100  # of a table; the last ones are shown
+
+
+@dataclass(frozen=True)
+class Inline:
+    """`form`: the name of its macro in templates/blocks.html.jinja. `rest`: plain text behind it."""
+
+    form: ClassVar[str]
+    text: str
+    rest: str = ""
+
+
+class Badge(Inline):
+    """A state."""
+
+    form = "badge"
+
+
+class Code(Inline):
+    """A command."""
+
+    form = "code"
+
+
+class Strong(Inline):
+    """The word that matters."""
+
+    form = "strong"
+
+
+class Link(Inline):
+    """To be clicked on; only what a browser fetches by HTTP is one, the rest stays text."""
+
+    form = "link"
+
+
+class Moment(Inline):
+    """A time in a table, on one line however narrow."""
+
+    form = "moment"
+
+
+class Drawing(Inline):
+    """SVG by `svg.py`: the one piece that is markup already."""
+
+    form = "drawing"
+
+
+Cell = str | int | float | Inline | None
+
+
+def utc(seconds: float | None) -> str | None:
+    """Unix seconds as `2026-11-21 12:30:05`, in UTC, with a space that does not break."""
+    return None if seconds is None else time.strftime("%Y-%m-%d\u00a0%H:%M:%S", time.gmtime(seconds))
+
+
+def moment(seconds: float | None) -> Moment | None:
+    """The same for a table."""
+    text = utc(seconds)
+    return None if text is None else Moment(text)
+
+
+def bar(parts: Sequence[tuple[str, float]]) -> Drawing:
+    """(colour, value) side by side; the values together fill it."""
+    return Drawing(share_bar(parts))
+
+
+@dataclass(frozen=True)
+class Block:
+    """`form`: the name of its macro."""
+
+    form: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class Paragraph(Block):
+    """`is_faint`: a remark."""
+
+    form = "paragraph"
+    content: Cell
+    is_faint: bool = False
+
+
+@dataclass(frozen=True)
+class Figure(Block):
+    """A drawing by itself."""
+
+    form = "figure"
+    content: Drawing
+
+
+@dataclass(frozen=True)
+class Preformatted(Block):
+    """Text whose spaces and lines count; `heading` above it."""
+
+    form = "preformatted"
+    text: str
+    heading: str = ""
+
+
+@dataclass(frozen=True)
+class Facts(Block):
+    """Name and value, one a line; what is None or empty is left out."""
+
+    form = "facts"
+    pairs: Mapping[str, Cell]
+
+
+@dataclass(frozen=True)
+class Tiles(Block):
+    """Few large numbers side by side; what is None is left out."""
+
+    form = "tiles"
+    pairs: Mapping[str, Cell]
+
+
+@dataclass(frozen=True)
+class Table(Block):
+    """`numbers`: columns that hold numbers, aligned to the right. Of many rows the last ones are shown."""
+
+    form = "table"
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    numbers: frozenset[int] = frozenset()
+
+    @property
+    def shown(self) -> Sequence[Sequence[Cell]]:
+        return self.rows[-MOST_ROWS:]
+
+
+@dataclass(frozen=True)
+class Card(Block):
+    """Blocks in a box; `is_trouble`: with a red edge. `heading` above them."""
+
+    form = "card"
+    blocks: Sequence[Block]
+    heading: str = ""
+    is_trouble: bool = False
+
+
+@dataclass(frozen=True)
+class Details(Block):
+    """A box that can be opened and closed."""
+
+    form = "details"
+    summary: str
+    blocks: Sequence[Block]
+    is_open: bool = True
+
+
+@dataclass(frozen=True)
+class Chart:
+    """`legend`: (colour, name)."""
+
+    title: str
+    unit: str
+    drawing: Drawing
+    legend: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Charts(Block):
+    """Side by side, with one legend of what is marked on all of them."""
+
+    form = "charts"
+    charts: Sequence[Chart]
+    legend: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """What a page says of one stage. `facts`: the same in a line, for the short summary."""
+
+    blocks: Sequence[Block]
+    facts: Sequence[str] = ()

@@ -1,0 +1,13 @@
+"""What the page says of a stage that runs a command."""
+
+from __future__ import annotations
+
+import shlex
+
+from mlpipe.observe.blocks import Card, Code, Facts, Section
+from mlpipe.observe.runview import StageView
+
+
+def section(stage: StageView) -> Section:
+    argv = stage.plan.command.argv if stage.plan is not None and stage.plan.command is not None else ()
+    return Section([Card([Facts({"argv": Code(shlex.join(argv)), "exit code": stage.state.exit_code})])])

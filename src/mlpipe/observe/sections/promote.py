@@ -1,0 +1,14 @@
+"""What the page says of a stage that gives a checkpoint the name of a model."""
+
+from __future__ import annotations
+
+from mlpipe.observe.blocks import Card, Facts, Section
+from mlpipe.observe.runview import StageView
+
+
+def section(stage: StageView) -> Section:
+    plan = stage.plan.promote if stage.plan is not None else None
+    if plan is None:
+        return Section([])
+    pairs = {"model": plan.model_name, "alias": plan.alias, "from": plan.train_stage}
+    return Section([Card([Facts({**pairs, "outcome": stage.outcome.get("message")})])])

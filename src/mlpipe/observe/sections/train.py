@@ -1,0 +1,239 @@
+"""What the page says of a training."""
+
+from __future__ import annotations
+
+from mlpipe import __version__
+from mlpipe._core.mfu import throughput
+from mlpipe._core.units import format_bytes, format_seconds
+from mlpipe.observe.blocks import (
+    Block,
+    Card,
+    Cell,
+    Details,
+    Facts,
+    Figure,
+    Paragraph,
+    Section,
+    Strong,
+    Table,
+    bar,
+    moment,
+)
+from mlpipe.observe.buckets import BUCKETS
+from mlpipe.observe.charts import PARTS, rank_rows, stage_charts
+from mlpipe.observe.goodput import Ledger
+from mlpipe.observe.predicted import comparison
+from mlpipe.observe.progress import format_count, format_flops, format_loss, format_mfu
+from mlpipe.observe.runview import MOST_RANKS, StageView, worst_load
+from mlpipe.plan.plan import TrainPlan
+
+
+def section(stage: StageView) -> Section:
+    plan = stage.plan.train if stage.plan is not None else None
+    lead = stage.lead
+    blocks: list[Block | None] = [_chosen(stage, plan) if plan is not None else None]
+    blocks.append(stage_charts(stage) if lead.steps else Paragraph("No step was finished."))
+    if lead.num_rolled_back:
+        words = f"{lead.num_rolled_back} steps were lost to restarts and done again."
+        blocks.append(Paragraph(words, is_faint=True))
+    for attempt, start in lead.starts:
+        blocks += [Paragraph(f"Attempt {attempt}, restart {start.restart}: {note}.") for note in start.notes]
+    blocks += [_goodput(stage), _mfu(stage), comparison(stage), _ranks(stage), _starts(stage)]
+    blocks.append(_checkpoints(stage))
+    return Section([block for block in blocks if block is not None], _facts(stage))
+
+
+def _facts(stage: StageView) -> list[str]:
+    """The training in a line."""
+    if not stage.lead.steps:
+        return []
+    start, last = stage.start, stage.lead.steps[-1]
+    rate, mfu = throughput(stage.lead.steps)
+    facts = [f"step {last.step}" + (f" of {start.steps}" if start.steps else "")]
+    facts.append(f"loss {format_loss(last.loss)}")
+    if start.strategy:
+        facts.append(f"{start.strategy} on {start.world_size} x {start.device}")
+    if rate is not None:
+        facts.append(f"{format_count(rate)} tok/s")
+    if mfu is not None:
+        facts.append(f"MFU {format_mfu(mfu)} (of {start.peak_name or 'the peak'})")
+    load = worst_load(stage)
+    if load is not None and load.slowed_us:
+        facts.append(f"not alone on the machine: {load}")
+    if len(stage.lead.starts) > 1:
+        facts.append(f"{len(stage.lead.starts) - 1} restarts, {stage.lead.num_rolled_back} steps done again")
+    facts += [note for _, one in stage.lead.starts for note in one.notes]
+    if stage.ledger is not None and stage.ledger.goodput_ratio is not None:
+        facts.append(f"goodput {100 * stage.ledger.goodput_ratio:.1f} %")
+        facts += [f"{name} {value}" for name, value in _costs(stage.ledger).items()]
+    return facts
+
+
+def _chosen(stage: StageView, plan: TrainPlan) -> Block:
+    """What the plan says, and on what it runs."""
+    start, mesh = stage.start, plan.mesh
+    axes = {name: getattr(mesh, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    sizes = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one worker"
+    batch = (
+        f"{plan.global_batch} sequences of {plan.model.seq_len} tokens = {plan.micro_batch} x"
+        f" {mesh.num_data_ranks} data ranks x {plan.accumulation} accumulated"
+    )
+    every = (
+        f"{plan.checkpoint.every_steps} steps"
+        if plan.checkpoint.every_steps is not None
+        else format_seconds(plan.checkpoint.every_seconds or 0.0)
+    )
+    optimizer = plan.optimizer
+    workers = start.world_size or mesh.world_size
+    hardware = [f"{workers} x {start.device or 'worker'}", start.host]
+    return Card(
+        [
+            Facts(
+                {
+                    "strategy": Strong(plan.strategy, f" ({sizes})"),
+                    "why": plan.reason,
+                    "model": f"{plan.model.preset or plan.model.build.entry}"
+                    + (f", {format_count(start.num_params)} parameters" if start.num_params else ""),
+                    "batch": batch,
+                    "precision": f"{plan.precision}, activation checkpointing"
+                    f" {plan.activation_checkpointing}, compile {plan.compile}",
+                    "optimizer": f"{optimizer.name}, lr {optimizer.lr:g} ({optimizer.schedule},"
+                    f" {optimizer.warmup_steps} warm-up steps), clip {optimizer.grad_clip:g}",
+                    "checkpoints": f"every {every}, {plan.checkpoint.keep} kept",
+                    "seed": f"{plan.seed}{', deterministic' if plan.deterministic else ''}",
+                    "hardware": ", ".join(str(part) for part in hardware if part),
+                    "versions": f"mlpipe {__version__}, torch {start.torch}" if start.torch else None,
+                }
+            )
+        ],
+    )
+
+
+def _goodput(stage: StageView) -> Block | None:
+    ledger = stage.ledger
+    if ledger is None or not ledger.total or ledger.goodput_ratio is None:
+        return None
+    spent = [(bucket, ledger.seconds[bucket.name]) for bucket in BUCKETS]
+    rows: list[list[Cell]] = [
+        [bucket.name, format_seconds(seconds), f"{100 * seconds / ledger.total:.1f} %", bucket.words]
+        for bucket, seconds in spent
+        if seconds > 0
+    ]
+    whole = f"{100 * ledger.goodput_ratio:.1f} % of {format_seconds(ledger.total)} over all ranks"
+    blocks: list[Block] = [
+        Facts({"goodput": whole, **_costs(ledger)}),
+        Figure(bar([(bucket.colour, seconds) for bucket, seconds in spent])),
+        Table(("", "Rank-seconds", "Share", ""), rows, frozenset({1, 2})),
+    ]
+    return Details("Where the time went", blocks)
+
+
+def _costs(ledger: Ledger) -> dict[str, str]:
+    """Empty where nobody said what a device costs."""
+    cost, bad, per_token = ledger.cost_usd, ledger.badput_usd, ledger.usd_per_million_tokens
+    if cost is None or bad is None:
+        return {}
+    facts = {"cost": f"{cost:.4g} USD at {ledger.price_usd_per_device_hour:.4g} a device-hour"}
+    facts["lost to badput"] = f"{bad:.4g} USD"
+    if per_token is not None:
+        facts["per million tokens"] = f"{per_token:.4g} USD"
+    return facts
+
+
+def _mfu(stage: StageView) -> Block | None:
+    start = stage.start
+    needed, world = start.num_flops_per_token, start.world_size
+    measured = stage.lead.steps[-1].peak_flops if stage.lead.steps else None
+    peak = start.peak_flops or measured
+    first = start.start_step or 0  # earlier steps may have run on other hardware
+    rate, mfu = throughput(step for step in stage.lead.steps if step.step > first)
+    if not needed or not peak or not world or rate is None or mfu is None:
+        return None
+    line = (
+        f"{format_count(rate)} tok/s x {format_flops(needed)}/token / ({world} x {format_flops(peak)}/s)"
+        f" = {format_mfu(mfu)}"
+    )
+    known: dict[str, Cell] = {
+        (f"since step {first}" if first else "over all steps"): line,
+        "FLOPs per token": f"{needed:,.0f}, by the convention: {start.flops_convention}",
+        "parameters": None if not start.num_params else f"{start.num_params:,}",
+        "peak": f"{format_flops(peak)}/s a worker: {start.peak_name}",
+    }
+    if mfu > 1:
+        known["over 100 %"] = "the peak is too low: of another device, or measured while others used this one"
+    hardware = start.num_hardware_flops_per_token
+    if hardware and hardware != needed:
+        known["HFU"] = f"{100 * mfu * hardware / needed:.1f} %, with what activation checkpointing does again"
+    best = stage.lead.steps[-1].achievable_flops
+    if best and best != peak:
+        share = f"{100 * mfu * peak / best:.1f} % of {format_flops(best)}/s"
+        known["of achievable"] = f"{share} a worker, the best matrix product measured on it"
+    return Details("How MFU was computed", [Facts(known)])
+
+
+def _ranks(stage: StageView) -> Block | None:
+    rows: list[list[Cell]] = [
+        [
+            row.rank,
+            *(f"{1000 * seconds:.1f}" for seconds in (row.seconds, *row.parts, row.other)),
+            bar(row.shares),
+            None if row.peak_bytes is None else format_bytes(row.peak_bytes),
+        ]
+        for row in rank_rows(stage)
+    ]
+    if not rows:
+        return None
+    head = ("Rank", "step, ms", *(name for name, _, _ in PARTS), "other", "Shares", "Peak memory")
+    blocks: list[Block] = [Table(head, rows, frozenset({0, 1, 2, 3, 4, 5, 6, 8}))]
+    if stage.num_ranks > len(stage.timelines):
+        blocks.append(Paragraph(f"The first {MOST_RANKS} of {stage.num_ranks} ranks.", is_faint=True))
+    load = worst_load(stage)
+    if load is not None and load.slowed_us:
+        blocks.append(Paragraph(f"The machine was not this run's alone: {load}."))
+    return Details("Ranks: mean of a step, by cause", blocks, is_open=len(rows) <= 8)
+
+
+def _starts(stage: StageView) -> Block | None:
+    rows: list[list[Cell]] = [
+        [
+            attempt, start.restart, moment(start.time), start.start_step, start.strategy, start.world_size,
+            start.device, start.host, start.precision, start.torch,
+        ]
+        for attempt, start in stage.lead.starts
+    ]  # fmt: skip
+    if not rows:
+        return None
+    head = (
+        "Attempt", "Restart", "Started", "From step", "Strategy", "Workers", "Device", "Host", "Precision",
+        "torch",
+    )  # fmt: skip
+    table = Table(head, rows, frozenset({0, 1, 3, 5}))
+    return Details(f"Attempts and restarts ({len(rows)})", [table], is_open=len(rows) > 1)
+
+
+def _checkpoints(stage: StageView) -> Block | None:
+    """Of the records, which know how long a save took, and of the catalogue, which knows what is there."""
+    there = {checkpoint.key: checkpoint for checkpoint in stage.checkpoints}
+    saved = {save.key: save for save in stage.lead.saves if save.key}
+    rows: list[list[Cell]] = []
+    for key in [*saved, *(key for key in there if key not in saved)]:
+        save, checkpoint = saved.get(key), there.get(key)
+        either = checkpoint or save
+        stall = save.stall_seconds if save is not None else None
+        took = save.save_seconds if save is not None else None
+        rows.append(
+            [
+                either.step if either is not None else None,
+                moment(either.time if either is not None else None),
+                None if checkpoint is None else format_bytes(checkpoint.size_bytes),
+                None if stall is None else f"{1000 * stall:.0f} ms",
+                None if took is None else format_seconds(took),
+                "kept" if checkpoint is not None else "pruned",
+                key.rpartition("/checkpoints/")[2],
+            ]
+        )
+    if not rows:
+        return None
+    head = ("Step", "Committed", "Size", "Stall", "Save", "State", "Key under checkpoints/")
+    table = Table(head, rows, frozenset({0, 2, 3, 4}))
+    return Details(f"Checkpoints ({len(rows)})", [table], is_open=len(rows) <= 12)
