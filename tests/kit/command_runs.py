@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kit.warm import Popen
+
 T = TypeVar("T")
 
 
@@ -64,8 +66,10 @@ class Cli:
         }
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        """What it starts itself are new interpreters."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        return subprocess.Popen(
+        return Popen(
+            "cli",
             [sys.executable, "-m", "mlpipe.cli", *arguments],
             cwd=self.folder,
             env=self.env,

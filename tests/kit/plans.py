@@ -9,10 +9,14 @@ import os
 import random
 import subprocess
 import sys
+import time
 from array import array
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from kit.servers import free_port
+from kit.warm import Popen
 
 from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.plan import (
@@ -182,20 +186,27 @@ def environment() -> dict[str, str]:
     return env
 
 
-def start(plan: Plan, scratch: Path, **popen: Any) -> subprocess.Popen[bytes]:
-    """The real launcher in a session of its own; its output goes to `launcher.log` in the scratch folder."""
+def threads_of(world_size: int) -> str:
+    """OMP_NUM_THREADS of so many ranks here, as the launcher has it: results depend on it, bit for bit."""
+    return str(max(1, len(os.sched_getaffinity(0)) // world_size))
+
+
+def start(
+    plan: Plan, scratch: Path, *, env: dict[str, str] | None = None, warm: bool = True
+) -> subprocess.Popen[bytes]:
+    """The real launcher in a session of its own; its output goes to `launcher.log` in the scratch folder.
+    Unless it is `warm`, it and torchrun are new interpreters."""
     scratch.mkdir(parents=True, exist_ok=True)
     path = scratch / "plan.json"
     path.write_text(plan.to_json())
+    argv = [sys.executable, "-m", "mlpipe.train.launcher", "--plan", str(path), "--scratch", str(scratch)]
+    env = environment() if env is None else env
     with (scratch / "launcher.log").open("ab") as log:
-        argv = [sys.executable, "-m", "mlpipe.train.launcher", "--plan", str(path), "--scratch", str(scratch)]
-        return subprocess.Popen(
-            argv,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            **{"env": environment(), **popen},
-        )
+        streams: Any = {"stdout": log, "stderr": log, "start_new_session": True}
+        if not warm:
+            return subprocess.Popen(argv, env=env, **streams)
+        env = {"OMP_NUM_THREADS": threads_of(plan.launch.nproc_per_node), **env}
+        return Popen("torchrun", argv, env=env, **streams)
 
 
 def launch(plan: Plan, scratch: Path, *, timeout: float = 600.0) -> int:
@@ -260,30 +271,43 @@ def run_together(
         path.write_text(plan.to_json())
         entries.append([str(path), str(folder / f"scratch-{number}")])
     (folder / "list.json").write_text(json.dumps({"plans": entries, "resave": resave}))
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
-    argv += [
-        "--nproc-per-node",
-        str(plans[0].launch.nproc_per_node),
-        "-m",
-        worker,
-        str(folder / "list.json"),
-    ]
-    # as many as the launcher gives them: results depend on it, bit for bit
-    threads = str(max(1, len(os.sched_getaffinity(0)) // plans[0].launch.nproc_per_node))
     output = folder / "output.log"
-    with output.open("wb") as log:
-        process = subprocess.Popen(
-            argv,
-            env={**environment(), "OMP_NUM_THREADS": threads, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        code: int | str = process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        code = f"killed: not done within {timeout:.0f} s"
-    finally:
-        process.kill()  # the workers die with it
-        process.wait(10)
+    world_size = plans[0].launch.nproc_per_node
+    code = run_ranks(world_size, worker, str(folder / "list.json"), output=output, timeout=timeout)
     if code and not (may_fail and code == 1):
         raise AssertionError(f"{code}: {output.read_text(errors='replace')[-9000:]}")
+
+
+def run_ranks(
+    world_size: int, module: str, *arguments: str, output: Path, timeout: float = 600.0, **env: str
+) -> int | str:
+    """Runs `python -m MODULE` in so many ranks, as torchrun would, to their end: the exit code of the first
+    that fails, whereupon the others are killed, or words on the time that is up."""
+    given = environment() | {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": threads_of(world_size),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        **env,
+    }
+    argv = [sys.executable, "-u", "-m", module, *arguments]
+    processes: list[subprocess.Popen[bytes]] = []
+    with output.open("wb") as log:
+        try:
+            for rank in range(world_size):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(Popen("ranks", argv, env=given | own, stdout=log, stderr=log))
+            deadline = time.monotonic() + timeout
+            while True:
+                codes = [process.poll() for process in processes]
+                if any(codes) or None not in codes:
+                    return next((code for code in codes if code), 0)
+                if time.monotonic() > deadline:
+                    return f"killed: not done within {timeout:.0f} s"
+                time.sleep(0.02)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait(10)

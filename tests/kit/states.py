@@ -1,5 +1,5 @@
-"""`torchrun -m kit.states OUT`: bytes of parameters, gradients and optimizer states on rank 0 of real groups
-of 8 (if there are so many), 4, 2 and 1 ranks, and of torch's fake one of 64 to 1,024."""
+"""`python -m kit.states OUT`, of each rank: bytes of parameters, gradients and optimizer states on rank 0 of
+real groups of 8 (if there are so many), 4, 2 and 1 ranks, and of torch's fake one of 64 to 1,024."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def main() -> None:
     tokens = folder / f"tokens-{rank}"
     write_tokens(tokens, num_tokens=1000)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    shared = dist.TCPStore(host, port, is_master=False, timeout=timedelta(minutes=2))  # type: ignore[attr-defined]
+    shared = dist.TCPStore(host, port, is_master=rank == 0, timeout=timedelta(minutes=2))  # type: ignore[attr-defined]
     found: list[list[Any]] = []
     for kind, sizes in (("real", REAL), ("fake", PRETENDED)):
         for world_size in sizes:

@@ -69,7 +69,7 @@ def test_a_training_runs_on_torch_and_numpy_alone(bare, tmp_path):
     plan = plans.train_plan(
         tmp_path / "store", tokens, strategy="single", world_size=1, steps=2, launch={"metrics_port": 0}
     )
-    process = plans.start(plan, tmp_path / "scratch", env=bare)
+    process = plans.start(plan, tmp_path / "scratch", env=bare, warm=False)
     try:
         assert process.wait(300) == 0, plans.log_of(tmp_path / "scratch")
     finally:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit import plans
 
 from mlpipe.train import calibrate
 
@@ -60,9 +59,10 @@ calibrate.main()
 
 def test_two_ranks_measure_what_they_exchange(tmp_path: Path) -> None:
     (tmp_path / "quick.py").write_text(_QUICK)
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    argv += ["quick.py", "measured.json", "store"]
-    subprocess.run(argv, cwd=tmp_path, check=True, timeout=300)
+    output = tmp_path / "output"
+    files = str(tmp_path / "measured.json"), str(tmp_path / "store")
+    code = plans.run_ranks(2, "quick", *files, output=output, PYTHONPATH=str(tmp_path))
+    assert code == 0, output.read_text()[-5000:]
     found = json.loads((tmp_path / "measured.json").read_text())
     for name, value in found.items():
         assert name == "kernels" or value > 0, name

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import torch
+from kit import plans
 
 from mlpipe._core.errors import TrainError
 from mlpipe.train.init import initialize
@@ -22,21 +19,14 @@ REFUSED = {"factory"}
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(tmp_path_factory):
     """{what was initialised: {"<world size> <strategy>": digest or error}}"""
     outcomes = defaultdict(dict)
     for world_size in (2, 4):
-        argv = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-        argv.append(str(Path(__file__).with_name("init_worker.py")))
-        done = subprocess.run(
-            [sys.executable, *argv],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        report = json.loads(done.stdout.splitlines()[-1])
+        output = tmp_path_factory.mktemp("init") / "output"
+        code = plans.run_ranks(world_size, "kit.init_worker", output=output)
+        assert code == 0, output.read_text()[-3000:]
+        report = json.loads(output.read_text().splitlines()[-1])
         assert report["same_on_all_ranks"]
         for name, outcome in report["found"].items():
             what, strategy = name.split("/")

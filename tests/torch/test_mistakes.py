@@ -272,7 +272,7 @@ def test_training_into_a_folder_needs_none_of_the_other_packages(folder):
     env = plans.environment()
     env["PYTHONPATH"] = f"{folder / 'blocker'}{os.pathsep}{env['PYTHONPATH']}"
     plan = small(folder, "bare", launch={"metrics_port": 0})
-    process = plans.start(plan, folder / "bare", env=env)
+    process = plans.start(plan, folder / "bare", env=env, warm=False)
     try:
         assert process.wait(120) == 0, plans.log_of(folder / "bare")
     finally:

@@ -6,12 +6,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from kit.plans import CONFIG, environment, mesh_of
+from kit.plans import CONFIG, mesh_of, run_ranks
 
 from mlpipe.plan.memory import Work, counts
 from mlpipe.plan.strategies import ORDER
@@ -21,15 +19,9 @@ RANKS = int(os.environ.get("RANKS", "4"))  # 8 pass too, and take twice as long
 
 
 def test_states_are_the_trainers_to_the_byte(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    done = subprocess.run(
-        [*argv, "-m", "kit.states", str(tmp_path)],
-        env={**environment(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
+    output = tmp_path / "output"
+    code = run_ranks(RANKS, "kit.states", str(tmp_path), output=output)
+    assert code == 0, output.read_text()[-5000:]
     found = json.loads((tmp_path / "states.json").read_text())
     config = dataclasses.replace(CONFIG, vocab_size=250, dim=72, ffn_dim=100)
     for kind, strategy, world_size, measured in found:
