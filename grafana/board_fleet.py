@@ -23,6 +23,8 @@ from panels import (
     share,
 )
 
+from mlpipe.observe.buckets import GOOD, STOPPED
+
 STORE = 'namespace=~"$namespace"'
 
 
@@ -185,8 +187,8 @@ def fleet_board() -> Dashboard:
         ),
     ]
     every = f"mlpipe_fleet_rank_seconds{{{STORE}}}"
-    paid = 'device="cuda", bucket!="stopped"'
-    kept = f'mlpipe_fleet_rank_seconds{{{STORE}, bucket=~"compute|communication"}}'
+    paid = f'device="cuda", bucket!="{STOPPED}"'
+    kept = f'mlpipe_fleet_rank_seconds{{{STORE}, bucket=~"{"|".join(GOOD)}"}}'
     past = [
         number(
             "Runs by state",

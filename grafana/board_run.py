@@ -10,6 +10,7 @@ from panels import (
     PROGRESS,
     RUNS,
     WAIT_STEPS,
+    WINDOW,
     about,
     board,
     curve,
@@ -26,6 +27,8 @@ from panels import (
     share,
     straggler,
 )
+
+from mlpipe._core.mfu import utilization_query
 
 
 def run_board() -> Dashboard:
@@ -196,10 +199,12 @@ def run_board() -> Dashboard:
             "percentunit",
             {
                 "{{stage}} MFU": mfu("stage"),
-                "{{stage}} HFU": f"{rate('mlpipe_train_hardware_flops_total', 'stage')}"
-                f" / sum by (stage) (mlpipe_train_peak_flops{{{RUNS}}})",
-                "{{stage}} of achievable": f"{rate('mlpipe_train_model_flops_total', 'stage')}"
-                f" / sum by (stage) (mlpipe_train_achievable_flops{{{RUNS}}})",
+                "{{stage}} HFU": utilization_query(
+                    flops="mlpipe_train_hardware_flops_total", by="stage", where=RUNS, window=WINDOW
+                ),
+                "{{stage}} of achievable": utilization_query(
+                    peak="mlpipe_train_achievable_flops", by="stage", where=RUNS, window=WINDOW
+                ),
             },
             MFU_STEPS,
         ),

@@ -14,7 +14,10 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models import heatmap as heatmap_models
 from grafana_foundation_sdk.models import prometheus as prometheus_models
 
+from mlpipe._core.mfu import utilization_query
+
 SOURCE = common.DataSourceRef(type_val="prometheus", uid="$datasource")
+WINDOW = "$__rate_interval"
 RUNS = 'namespace=~"$namespace", run=~"$run"'
 Steps = Sequence[tuple[float | None, str]]
 GREEN: Steps = ((None, "green"),)
@@ -39,7 +42,7 @@ WAIT_STEPS = low_is_good(0.05, 0.2)
 def rate(metric: str, by: str = "", where: str = RUNS) -> str:
     """Sum of the rates of a counter, `by` the labels named."""
     group = f" by ({by})" if by else ""
-    return f"sum{group} (rate({metric}{{{where}}}[$__rate_interval]))"
+    return f"sum{group} (rate({metric}{{{where}}}[{WINDOW}]))"
 
 
 def share(metric: str, by: str = "", where: str = RUNS) -> str:
@@ -48,9 +51,8 @@ def share(metric: str, by: str = "", where: str = RUNS) -> str:
 
 
 def mfu(by: str = "", where: str = RUNS) -> str:
-    group = f" by ({by})" if by else ""
-    flops = rate("mlpipe_train_model_flops_total", by, where)
-    return f"{flops} / sum{group} (mlpipe_train_peak_flops{{{where}}})"
+    """A quotient of sums over the ranks."""
+    return utilization_query(by=by, where=where, window=WINDOW)
 
 
 def local(by: str, where: str = RUNS) -> str:

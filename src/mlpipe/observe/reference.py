@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from mlpipe._core.mfu import utilization_query
 from mlpipe.observe import goodput
 from mlpipe.observe.buckets import BUCKETS
 from mlpipe.observe.exporter import FLEET_METRICS, RECENT_RUNS
@@ -28,7 +29,7 @@ where a rank has a GPU and nvidia-ml-py is installed; else they are absent, not 
 Ratios must not be averaged. MFU of a run, from its own counters:
 
 ```promql
-sum by (run) (rate(mlpipe_train_model_flops_total[5m])) / sum by (run) (mlpipe_train_peak_flops)
+{mfu}
 ```
 
 | Metric | Type | Unit | Ranks | Labels | What it is | From |
@@ -62,7 +63,8 @@ def reference_page() -> str:
     first = sum(metric.num_series for metric in METRICS)
     other = sum(metric.num_series for metric in METRICS if metric.ranks == "every")
     many = f"{200 * (first + 999 * other) / 1e6:.1f}"
-    head = _HEAD.format(first=first, other=other, many=many)
+    mfu = utilization_query(by="run", window="5m")
+    head = _HEAD.format(first=first, other=other, many=many, mfu=mfu)
     single = sum(
         len(BUCKETS) if metric.labels[-1] == "bucket" else 1
         for metric in FLEET_METRICS

@@ -21,6 +21,7 @@ import yaml
 from kit import boards
 from kit.boards import BOARDS, GPU_ONLY_ALERTS, GPU_ONLY_PANELS, ROOT, RULES
 
+from mlpipe._core.mfu import utilization_query
 from mlpipe.observe.exporter import FLEET_METRICS
 from mlpipe.observe.metrics import GPU_METRICS, METRICS
 
@@ -132,6 +133,13 @@ def test_a_query(query):
         assert 'namespace=~"$namespace"' in query.expr
         assert 'run=~"$run"' in query.expr or "mlpipe_fleet_" in query.expr
     assert query.gpu_only == bool(re.search(r"DCGM_|mlpipe_train_gpu_|mlpipe_gpu_", query.expr))
+
+
+def test_the_rules_divide_as_the_boards_do():
+    recorded = {rule["record"]: rule["expr"] for rule in boards.rules() if "record" in rule}
+    for window in ("5m", "1h"):
+        query = utilization_query(by="namespace, run, stage", window=window)
+        assert " ".join(recorded[f"run:mlpipe_train_mfu:ratio_rate{window}"].split()) == query
 
 
 def test_what_is_declared_gpu_only_is_there():

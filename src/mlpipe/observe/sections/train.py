@@ -72,8 +72,7 @@ def _facts(stage: StageView) -> list[str]:
 def _chosen(stage: StageView, plan: TrainPlan) -> Block:
     """What the plan says, and on what it runs."""
     start, mesh = stage.start, plan.mesh
-    axes = {name: getattr(mesh, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
-    sizes = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one worker"
+    sizes = " x ".join(f"{name} {size}" for name, size in mesh.axes.items() if size > 1) or "one worker"
     batch = (
         f"{plan.global_batch} sequences of {plan.model.seq_len} tokens = {plan.micro_batch} x"
         f" {mesh.num_data_ranks} data ranks x {plan.accumulation} accumulated"
