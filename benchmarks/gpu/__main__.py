@@ -112,11 +112,12 @@ class Suite:
                 peak=self.peak,
                 peak_name=self.peak_name,
             )
-            if plan.train is not None and plan.train.predicted is not None:
-                predicted = plan.train.predicted.memory_bytes
+            training = plan.work.training
+            if training.predicted is not None:
+                predicted = training.predicted.memory_bytes
             answer = measured(case, model, plan, folder, seconds)
             self.details[case.name] = {
-                "micro_batch": plan.train.micro_batch if plan.train else None,
+                "micro_batch": training.micro_batch,
                 "batch": model.batch,
                 "seq_len": model.seq_len,
                 "seconds": time.monotonic() - began,

@@ -319,5 +319,5 @@ def plan_of(
             shutdown_seconds=10.0,
             metrics_port=None,
         ),
-        train=train,
+        work=train,
     )

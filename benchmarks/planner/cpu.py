@@ -24,6 +24,7 @@ from typing import Any
 
 from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.records import Step
+from mlpipe.kinds.train.spec import Train
 from mlpipe.observe.records import decode_lines
 from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.candidates import pick
@@ -140,7 +141,7 @@ def run_plan(pipeline: Pipeline, folder: Path, name: str, *, may_fail: bool = Fa
 
 
 def chosen(pipeline: Pipeline) -> Candidate:
-    spec = pipeline.stage("train").train
+    spec = pipeline.stage("train").part(Train)
     assert spec is not None
     plan = build_plan(
         pipeline,
@@ -156,8 +157,7 @@ def chosen(pipeline: Pipeline) -> Candidate:
 
 
 def config_of(plan: Plan) -> LlamaConfig:
-    assert plan.train is not None
-    return LlamaConfig(**plan.train.model.build.args)
+    return LlamaConfig(**plan.work.training.model.build.args)
 
 
 def measured(store: Path, plan: Plan) -> tuple[float, float]:

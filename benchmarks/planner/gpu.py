@@ -102,10 +102,10 @@ def outcome(pipeline: Pipeline, folder: Path, name: str, device: str) -> dict[st
             raise SystemExit(f"{name} failed:\n{text[-3000:]}") from None
         return {"out_of_memory": True, "unused_ratio": 0.0}
     _, peak = measured(folder / "store", plan)
-    assert plan.train is not None
-    assert plan.train.memory_bytes is not None
+    memory_bytes = plan.work.training.memory_bytes
+    assert memory_bytes is not None
     used = peak + (best.memory.context if device == "cuda" else 0)
-    return {"out_of_memory": False, "unused_ratio": max(0.0, 1 - used / plan.train.memory_bytes)}
+    return {"out_of_memory": False, "unused_ratio": max(0.0, 1 - used / memory_bytes)}
 
 
 def on_device(pipeline: Pipeline, device: str) -> Pipeline:

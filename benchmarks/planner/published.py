@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mlpipe._core.presets import PRESETS, LlamaConfig
+from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.candidates import pick
 from mlpipe.plan.hardware import detect_hardware
-from mlpipe.spec.model import Resources, Train
+from mlpipe.spec.model import Resources
 
 PUBLISHED = Path(__file__).with_name("published.json")
 

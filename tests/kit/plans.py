@@ -19,11 +19,11 @@ from kit.servers import free_port
 from kit.warm import Popen
 
 from mlpipe._core.presets import LlamaConfig
+from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.plan.plan import (
     CheckpointPlan,
     DataPlan,
     Entry,
-    EvaluatePlan,
     Launch,
     Mesh,
     ModelPlan,
@@ -159,24 +159,23 @@ def train_plan(
         spec_digest="0" * 64,
         code_digest="0" * 64,
         launch=replace(launch_plan, **(launch or {})),
-        train=replace(train, **{**ORDER[strategy].FLAGS, **changes}),
+        work=replace(train, **{**ORDER[strategy].FLAGS, **changes}),
     )
 
 
 def evaluate_plan(trained: Plan, **changes: Any) -> Plan:
     """The evaluation of the train stage of `trained`."""
-    if trained.train is None:
-        raise ValueError("not the plan of a train stage")
+    training = trained.work.training
     part = EvaluatePlan(
         train_stage=trained.stage,
-        train=trained.train,
-        data=trained.train.data,
+        train=training,
+        data=training.data,
         max_tokens=100_000,
         gate=None,
         prompt=None,
         generate_tokens=0,
     )
-    return replace(trained, stage="evaluate", attempt=1, train=None, evaluate=replace(part, **changes))
+    return replace(trained, stage="evaluate", attempt=1, work=replace(part, **changes))
 
 
 def environment() -> dict[str, str]:

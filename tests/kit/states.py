@@ -30,7 +30,7 @@ def plan_of(tokens: Path, strategy: Any, world_size: int) -> Plan:
     if strategy == "single":
         world_size = 1
     plan = train_plan("unused", tokens, strategy=strategy, world_size=world_size)
-    train = cast(Any, plan.train)
+    train = cast(Any, plan.work)
     args = {**train.model.build.args, **SHAPE}
     object.__setattr__(train.model, "build", Entry(train.model.build.entry, args))
     return plan
@@ -41,7 +41,7 @@ def fits(strategy: str, world_size: int) -> bool:
 
 
 def measure(plan: Plan, *, reduces: bool) -> dict[str, int]:
-    train = cast(Any, plan.train)
+    train = cast(Any, plan.work)
     built = build_model(train.model, seed=1, device_type="cpu", bf16=False)
     world = World(train.mesh, dist.get_rank(), torch.device("cpu"))
     parallel = parallelize(built, world, train)

@@ -10,18 +10,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlpipe.kinds.command.plan import CommandPlan
+from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.plan.plan import (
     SCHEMA_VERSION,
     CheckpointPlan,
-    CommandPlan,
     DataPlan,
     Entry,
-    EvaluatePlan,
     Launch,
     Mesh,
     ModelPlan,
     OptimizerPlan,
     Plan,
+    StageWork,
     TrainPlan,
 )
 from mlpipe.store.base import Store
@@ -73,11 +74,10 @@ def train_plan(steps: int, num_ranks: int = 2, **changes: Any) -> TrainPlan:
     return replace(plan, **changes)
 
 
-def stage_plan(run_id: str, stage: str, attempt: int = 1, **kind: Any) -> Plan:
-    """`kind`: one of train, evaluate, command, promote, as Plan has it."""
+def stage_plan(run_id: str, stage: str, attempt: int = 1, *, work: StageWork) -> Plan:
     launch = Launch(1, 2, 3, "cpu", (), {}, None, 30.0, 0)
     head = (SCHEMA_VERSION, run_id, run_id.partition("-")[0], stage, attempt, "runs", "0" * 64, "1" * 64)
-    return Plan(*head, launch, **kind)
+    return Plan(*head, launch, work)
 
 
 def step_record(step: int, rank: int, num_ranks: int, rng: random.Random) -> dict[str, Any]:
@@ -181,9 +181,7 @@ def write_train_stage(
         key = f"runs/{run_id}/stages/{stage}/attempt-{life.attempt}"
         mesh = Mesh(dp_replicate=life.num_ranks) if life.strategy == "ddp" else Mesh(dp_shard=life.num_ranks)
         chosen = train_plan(steps, life.num_ranks, strategy=life.strategy, mesh=mesh, **plan)
-        store.put(
-            f"{key}/plan.json", stage_plan(run_id, stage, life.attempt, train=chosen).to_json().encode()
-        )
+        store.put(f"{key}/plan.json", stage_plan(run_id, stage, life.attempt, work=chosen).to_json().encode())
         for rank in range(life.num_ranks):
             write_records(
                 store,
@@ -220,7 +218,7 @@ def write_quickstart(store: Store, run_id: str = "quickstart-20261118-100000-ab1
     key = f"runs/{run_id}/stages"
     command = CommandPlan(("mlpipe-corpus", "--out", "{{output}}"))
     store.put(
-        f"{key}/corpus/attempt-1/plan.json", stage_plan(run_id, "corpus", command=command).to_json().encode()
+        f"{key}/corpus/attempt-1/plan.json", stage_plan(run_id, "corpus", work=command).to_json().encode()
     )
     lives = [Life(1, 0, 0, 263), Life(1, 1, 200, 340), Life(2, 0, 300, 400, "ddp", 4)]
     write_train_stage(
@@ -249,7 +247,7 @@ def write_quickstart(store: Store, run_id: str = "quickstart-20261118-100000-ab1
         "def ",
         64,
     )
-    plan = stage_plan(run_id, "evaluate", evaluate=evaluate)
+    plan = stage_plan(run_id, "evaluate", work=evaluate)
     store.put(f"{key}/evaluate/attempt-1/plan.json", plan.to_json().encode())
     metrics = {"val_loss": 2.513, "val_perplexity": 12.34, "val_bits_per_byte": 1.42, "num_tokens": 98_304}
     sample = "def __init__(self, name, value=None):\n    self.name = name\n    return <self.value> & 'more'\n"

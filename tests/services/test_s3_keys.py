@@ -93,7 +93,7 @@ def test_workers_train_and_write_nothing_but_what_their_stages_make(minio, keys,
     tokens = plans.write_tokens(tmp_path / "tokens")
     digest = outputs.commit_output(worker, "runs/run/stages/corpus", tokens)
     train = plans.train_plan(URL, tokens, world_size=1, steps=6, every=2)
-    train = replace(train, train=replace(train.train, checkpoint=replace(train.train.checkpoint, keep=1)))
+    train = replace(train, work=replace(train.work, checkpoint=replace(train.work.checkpoint, keep=1)))
     train = replace(train, inputs=("runs/run/stages/corpus",))
     driver.put(f"{train.attempt_key}/plan.json", train.to_json().encode())
     environment = {**plans.environment(), "MLPIPE_CACHE": str(tmp_path / "cache")}

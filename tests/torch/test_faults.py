@@ -83,7 +83,7 @@ class Stage:
 
     def final_digest(self) -> str:
         last = catalogue.latest(self.store, self.plan.stage_key)
-        assert last.step == self.plan.train.steps
+        assert last.step == self.plan.work.steps
         return processes.digest_of(self.store, last.key)
 
     def log(self) -> str:

@@ -44,7 +44,7 @@ def test_the_formula_is_what_the_counter_counts(name, seq_len):
 def test_what_is_computed_again_is_what_the_counter_counts_more(tmp_path, mode):
     tokens_of = plans.write_tokens(tmp_path / "tokens")
 
-    part = plans.train_plan(tmp_path, tokens_of, activation_checkpointing=mode).train
+    part = plans.train_plan(tmp_path, tokens_of, activation_checkpointing=mode).work
 
     def count(again: bool) -> float:
         built = build_model(part.model, seed=1, device_type="cpu", bf16=False)

@@ -34,8 +34,8 @@ def user(entry: str, **args: object) -> ModelPlan:
 
 def second(plan: Plan, *, steps: int = STEPS, **changes: object) -> Plan:
     """The next attempt of the same stage, which resumes."""
-    train = replace(plan.train, resume=True, steps=steps, **changes)
-    return replace(plan, attempt=plan.attempt + 1, train=train)
+    train = replace(plan.work, resume=True, steps=steps, **changes)
+    return replace(plan, attempt=plan.attempt + 1, work=train)
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +58,16 @@ def folder(tmp_path_factory):
                 model=user("plain"),
             )
             # every step is saved in the background here, which must change nothing
-            often = replace(plain.train.checkpoint, every_steps=1)
+            often = replace(plain.work.checkpoint, every_steps=1)
             first = replace(
                 plain,
                 store_url=str(folder / "parts"),
-                train=replace(plain.train, steps=HALF, checkpoint=often),
+                work=replace(plain.work, steps=HALF, checkpoint=often),
             )
             made += [plain, first, second(first)]
             if (strategy, world) in (*SOURCES, ("single", 1)):
                 odd = replace(
-                    plain, store_url=str(folder / "odd"), train=replace(plain.train, model=user("odd"))
+                    plain, store_url=str(folder / "odd"), work=replace(plain.work, model=user("odd"))
                 )
                 made.append(odd)
         plans.run_together(made, folder / f"world-{world}")
@@ -221,7 +221,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_all_ranks(folder, tmp_pat
         attempt=3,
         model=user("plain"),
     )
-    plan = replace(plan, train=replace(plan.train, checkpoint=replace(plan.train.checkpoint, keep=1)))
+    plan = replace(plan, work=replace(plan.work, checkpoint=replace(plan.work.checkpoint, keep=1)))
     *_, before, newest = catalogue.list_checkpoints(store, plan.stage_key)
     assert newest.step == STEPS
     blob = tmp_path / "store" / newest.key / "model-00001"

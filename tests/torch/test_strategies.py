@@ -156,7 +156,7 @@ def variants(folder, tokens):
 
 
 def replace_model(plan, model):
-    return replace(plan, train=replace(plan.train, model=model))
+    return replace(plan, work=replace(plan.work, model=model))
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,11 @@ from torch import nn
 
 from mlpipe._core.errors import TrainError
 from mlpipe.cli.plan_trace import traced
-from mlpipe.plan.build import build_plan, compare, stage_hardware
+from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.memory import COMPUTE_BYTES, activations_bytes, counts, rebuilt_bytes
 from mlpipe.plan.plan import CHECKPOINTING, DataPlan, Entry, ModelPlan
+from mlpipe.plan.training import compare
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.train.trace import trace
 

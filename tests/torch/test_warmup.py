@@ -28,7 +28,7 @@ def wide(tmp_path: Path, **changes: Any) -> TrainPlan:
     """Logits of 32 x 64 x 8,192: 128 MiB with their gradient, a quarter of it for a quarter of the batch."""
     write_tokens(tmp_path, num_tokens=100)
     plan = train_plan("unused", tmp_path, strategy="single", world_size=1, micro_batch=32)
-    train = cast(TrainPlan, plan.train)
+    train = cast(TrainPlan, plan.work)
     args = {**train.model.build.args, "vocab_size": 8192}
     model = dataclasses.replace(train.model, build=Entry(train.model.build.entry, args))
     return dataclasses.replace(train, model=model, accumulation=1, **changes)

@@ -14,7 +14,12 @@ T = TypeVar("T")
 
 def to_json(value: Any) -> str:
     """Byte-stable: fields in the order of the dataclass, dict keys sorted, two spaces, a final newline."""
-    return json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return write_json(to_plain(value))
+
+
+def write_json(plain: Any) -> str:
+    """As `to_json`, of what `to_plain` gave."""
+    return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def from_json(cls: type[T], text: str | bytes) -> T:
@@ -22,17 +27,19 @@ def from_json(cls: type[T], text: str | bytes) -> T:
     return from_plain(cls, json.loads(text))
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """Of dataclasses, tuples and dicts: dicts and lists that JSON has, in the order of `to_json`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {key: _plain(value[key]) for key in sorted(value)}
+        return {key: to_plain(value[key]) for key in sorted(value)}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return value
 
 
 def from_plain(cls: type[T], data: Any, path: str = "$") -> T:
+    """As `from_json`, of what it reads; parts that are instances already stay as they are."""
     result: T = _build(cls, data, path)
     return result
 
@@ -68,6 +75,8 @@ def _build(kind: Any, data: Any, path: str) -> Any:
         inner = get_args(kind)[1]
         return {key: _build(inner, item, f"{path}.{key}") for key, item in data.items()}
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if isinstance(data, kind):
+            return data
         if not isinstance(data, dict):
             raise ValueError(f"{path}: expected an object")
         hints = get_type_hints(kind)

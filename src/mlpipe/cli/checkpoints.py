@@ -155,9 +155,10 @@ def _tokenizer(store: Store, run_id: str, item: Checkpoint) -> Path | None:
     run = runs.read_run(store, run_id)
     stage = item.key.partition("/checkpoints/")[0].rpartition("/")[2]
     plan = planner(store, run_id, load_stored(store, run_id, run.meta.get("set", [])))(stage, item.attempt)
-    if plan.train is None or plan.train.data.tokens is None:
+    tokens = plan.work.training.data.tokens
+    if tokens is None:
         return None
-    path = Path(plan.train.data.tokens) / "tokenizer.json"
+    path = Path(tokens) / "tokenizer.json"
     return path if path.exists() else None
 
 

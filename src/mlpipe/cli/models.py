@@ -69,9 +69,9 @@ def show(session: Session, name: str, version: str | None) -> None:
 def promote(session: Session, run_id: str, name: str, alias: str | None, stage: str | None) -> None:
     """Register the latest checkpoint of a run by hand, whatever a gate says."""
     from mlpipe.cli.outcome import last_checkpoint
-    from mlpipe.plan.plan import PromotePlan
+    from mlpipe.kinds.promote.driver import promote as register
+    from mlpipe.kinds.promote.plan import PromotePlan
     from mlpipe.store import runs
-    from mlpipe.submit.promote import promote as register
 
     store = session.store_of(run_id)
     run = runs.read_run(store, run_id)

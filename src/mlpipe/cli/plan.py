@@ -44,7 +44,8 @@ def command(
     """Show what will run and why: strategies compared, memory and time by cause, cost."""
     from mlpipe._core.errors import PlanError
     from mlpipe.plan.ahead import plan_ahead
-    from mlpipe.plan.build import compare, stage_hardware
+    from mlpipe.plan.build import stage_hardware
+    from mlpipe.plan.training import compare
     from mlpipe.spec.load import load_pipeline
 
     if hardware is not None:
@@ -65,23 +66,21 @@ def command(
 
             found = traced(plan)
             plan = plan_ahead(pipeline, name, url, run_id, traced=found)
-        candidates = compare(pipeline, name, where, traced=found) if plan.train is not None else []
+        candidates = compare(pipeline, name, where, traced=found)
         document: dict[str, Any] = {}
         if session.json:
             document = {
                 "stage": name,
-                "kind": plan.kind,
+                "kind": plan.kind.name,
                 "hardware": asdict(where),
                 "strategies": [asdict(each) for each in candidates],
-                "plan": asdict(plan),
+                "plan": plan.to_plain(),
             }
         lines = _lines(pipeline, plan, candidates, where)
         if found is not None:
             document["model"] = found.words
-            lines.append(
-                f"  figures of {plan.train.model.build.entry if plan.train else name}: {found.words}"
-            )
-        if plan.train is not None and (explain or nodes or budget_usd is not None or deadline):
+            lines.append(f"  figures of {plan.work.training.model.build.entry}: {found.words}")
+        if candidates and (explain or nodes or budget_usd is not None or deadline):
             options = (explain, nodes, budget_usd, deadline)
             lines += _more(pipeline, plan, where, candidates, document, found, *options)
         documents.append(document)
@@ -104,11 +103,11 @@ def _more(
     """Lines for the options, and their keys in `document`."""
     from mlpipe._core.units import parse_seconds
     from mlpipe.cli.plan_table import chosen_of, scaling
-    from mlpipe.plan.build import scale_stage
     from mlpipe.plan.scaling import within
+    from mlpipe.plan.training import scale_stage
 
     lines: list[str] = []
-    chosen = chosen_of(candidates, plan.train) if plan.train is not None else None
+    chosen = chosen_of(candidates, plan.work.training)
     if explain and chosen is not None:
         from mlpipe.plan.explain import explanation
 
@@ -132,42 +131,32 @@ def _more(
 
 def _name_hardware(spec: str, stage: str | None, path: str) -> tuple[str, ...]:
     """`--hardware FILE` says of each training stage what `resources.hardware` would."""
+    from mlpipe.plan.training import trainings
     from mlpipe.spec.load import load_pipeline
 
-    pipeline = load_pipeline(spec)
-    trains = [found.name for found in pipeline.stages if found.train is not None]
-    return tuple(f"stages.{name}.resources.hardware={path}" for name in trains if stage in (None, name))
+    names = [name for name in trainings(load_pipeline(spec)) if stage in (None, name)]
+    return tuple(f"stages.{name}.resources.hardware={path}" for name in names)
 
 
 def _lines(pipeline: Pipeline, plan: Plan, candidates: list[Candidate], hardware: Hardware) -> list[str]:
-    spec = pipeline.stage(plan.stage).train
-    if plan.train is not None and spec is not None:
-        from mlpipe.cli.plan_table import causes, chosen_of, table
-        from mlpipe.plan.candidates import precision_on
+    from mlpipe.cli.plan_table import causes, chosen_of, table
+    from mlpipe.plan.candidates import precision_on
+    from mlpipe.plan.training import trainings
 
-        chosen, choice = chosen_of(candidates, plan.train), _choice(plan, plan.train)
-        choice.append("  {}: {}".format(*precision_on(spec, hardware)))
-        if chosen is None:
-            return choice
-        source = hardware.speed.calibrated or "catalogue; not calibrated"
-        return [
-            *table(candidates, chosen),
-            *choice,
-            *causes(chosen),
-            f"  figures of {hardware.name}: {source}",
-        ]
-    if plan.evaluate is not None:
-        gate = f", gate {plan.evaluate.gate}" if plan.evaluate.gate else ", no gate"
-        return [f"  {plan.evaluate.train_stage}'s latest checkpoint on held-out text{gate}"]
-    if plan.command is not None:
-        import shlex
-
-        return [f"  {shlex.join(plan.command.argv)}"]
-    promote = plan.promote
-    if promote is None:
-        return []
-    alias = f", alias {promote.alias}" if promote.alias else ""
-    return [f"  {promote.train_stage}'s checkpoint as model {promote.model_name}{alias}"]
+    training = trainings(pipeline).get(plan.stage)
+    if training is None:
+        return [f"  {plan.work.summary}"]
+    chosen, choice = chosen_of(candidates, plan.work.training), _choice(plan, plan.work.training)
+    choice.append("  {}: {}".format(*precision_on(training, hardware)))
+    if chosen is None:
+        return choice
+    source = hardware.speed.calibrated or "catalogue; not calibrated"
+    return [
+        *table(candidates, chosen),
+        *choice,
+        *causes(chosen),
+        f"  figures of {hardware.name}: {source}",
+    ]
 
 
 def _choice(plan: Plan, train: TrainPlan) -> list[str]:

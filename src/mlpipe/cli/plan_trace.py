@@ -12,25 +12,23 @@ from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.plan.build import code_digest
+from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.plan.traced import Traced
 from mlpipe.store.outputs import cache_folder
-
-if TYPE_CHECKING:
-    from mlpipe.plan.plan import Plan
 
 _DEADLINE_SECONDS = 300.0
 
 
 def traced(plan: Plan) -> Traced | None:
     """Of a stage that trains a model of the user's own; None for any other. Raises PlanError."""
-    if plan.train is None or plan.train.model.preset is not None:
+    train = plan.part(TrainPlan)
+    if train is None or train.model.preset is not None:
         return None
-    asked = to_json({"model": plan.train.model, "data": plan.train.data})
+    asked = to_json({"model": train.model, "data": train.data})
     kept = cache_folder() / "traces" / f"{_digest(plan, asked)}.json"
     if kept.is_file():
         try:
@@ -52,8 +50,8 @@ def _digest(plan: Plan, asked: str) -> str:
     except PackageNotFoundError:
         raise PlanError("--trace needs torch", hint="pip install 'mlpipe[train]'") from None
     digest = hashlib.sha256(f"{asked}{code_digest()}{torch}".encode())
-    train = plan.train
-    entries = [train.model.build, train.data.dataset] if train is not None else []
+    train = plan.work.training
+    entries = [train.model.build, train.data.dataset]
     for top in sorted({entry.entry.partition(":")[0].partition(".")[0] for entry in entries if entry}):
         for path in _sources(top, _search(plan)):
             digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())

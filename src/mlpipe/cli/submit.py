@@ -7,19 +7,19 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlpipe._core.errors import EXIT_CODES, StoreError, SubmitError
 from mlpipe.cli.session import Interrupt, Session, overrides, shared
+from mlpipe.kinds import PHASES
 
 _LET_GO_SECONDS = 10.0
 _MAX_TAKEOVERS = 5  # by one who follows; a driver that ended just before it was asked counts as well
 
 if TYPE_CHECKING:
-    from mlpipe.plan.phases import Phase
+    from mlpipe.kinds import Phase
     from mlpipe.spec.model import Pipeline
     from mlpipe.store.base import Store
     from mlpipe.store.runs import RunState
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 @click.option("--stage", metavar="NAME", help="Only this stage; what it needs must be done.")
 @click.option(
     "--phase",
-    type=click.Choice(["train", "evaluate", "promote"]),
+    type=click.Choice(PHASES),
     help="Only the stages of this phase, in turn; with --run-id and --wait.",
 )
 @click.option("--run-id", metavar="ID", help="Name of the run; one that exists is adopted.")
@@ -200,10 +200,10 @@ def would_start(store: Store, pipeline: Pipeline, run_id: str, only: str | None)
         if only not in (None, plan.stage):
             continue
         argv, env = None, None
-        if plan.promote is None:  # which is a few store calls of the driver
+        if plan.kind.runs != "driver":
             scratch = planning.scratch_folder(store, run_id) / f"{plan.stage}-{plan.attempt}"
             argv, env = command_line(plan, scratch)
-        stages.append({"stage": plan.stage, "argv": argv, "env": env, "plan": asdict(plan)})
+        stages.append({"stage": plan.stage, "argv": argv, "env": env, "plan": plan.to_plain()})
     return {
         "run_id": run_id,
         "store": store.url,

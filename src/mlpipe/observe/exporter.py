@@ -213,7 +213,7 @@ class Fleet:
             began = time.monotonic()
             if found.over or began > found.next_ledger:
                 view = view_run(self._store, summary.run_id)
-                devices = [s.plan.launch.device for s in view.stages if s.plan is not None and s.plan.train]
+                devices = [s.plan.launch.device for s in view.stages if s.plan is not None and s.training]
                 found.device = devices[-1] if devices else ""
                 found.sizes = _sizes(view)
                 found.ledger, now = view.ledger, time.monotonic()
@@ -320,10 +320,10 @@ class Fleet:
 def _sizes(view: RunView) -> dict[tuple[str, str], tuple[float, float, float | None]]:
     found = {}
     for stage in view.stages:
-        if stage.plan is None or stage.plan.train is None or (real := measured(stage)) is None:
+        if stage.training is None or (real := measured(stage)) is None:
             continue
         found[stage.name, "measured"] = (*real, stage.ledger.cost_usd if stage.ledger is not None else None)
-        if (told := stage.plan.train.predicted) is not None:
+        if (told := stage.training.predicted) is not None:
             usd = predicted_usd(stage)
             found[stage.name, "predicted"] = (float(told.memory_bytes), told.step_seconds, usd)
     return found

@@ -32,19 +32,19 @@ def measured(stage: StageView) -> tuple[float, float] | None:
 def predicted_usd(stage: StageView) -> float | None:
     """What the steps that are done should have cost, on the ranks and at the price of the last plan; None
     without a prediction or a price."""
-    plan = stage.plan
-    if plan is None or plan.train is None or plan.train.predicted is None or not stage.lead.steps:
+    plan, training = stage.plan, stage.training
+    if plan is None or training is None or training.predicted is None or not stage.lead.steps:
         return None
     if plan.price_usd_per_device_hour is None:
         return None
     num_steps = stage.lead.steps[-1].step
-    rank_seconds = num_steps * plan.train.predicted.step_seconds * plan.train.mesh.world_size
+    rank_seconds = num_steps * training.predicted.step_seconds * training.mesh.world_size
     return rank_seconds / 3600 * plan.price_usd_per_device_hour
 
 
 def comparison(stage: StageView) -> Block | None:
     """None without a prediction (a model of one's own) or steps."""
-    plan = stage.plan.train if stage.plan is not None else None
+    plan = stage.training
     real = measured(stage)
     if plan is None or plan.predicted is None or real is None:
         return None
@@ -85,8 +85,8 @@ def compared(store: Store, run_id: str, predict: Callable[[Plan], Candidate]) ->
     may have been planned by other figures than those that are to be corrected. Raises StoreError."""
     rows = []
     for stage in view_run(store, run_id).stages:
-        plan, real = stage.plan, measured(stage)
-        if plan is None or plan.train is None or plan.train.predicted is None:
+        plan, training, real = stage.plan, stage.training, measured(stage)
+        if plan is None or training is None or training.predicted is None:
             continue
         if real is None or stage.state.state != "done":
             continue

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,17 +33,8 @@ from mlpipe.observe.blocks import (
 )
 from mlpipe.observe.progress import format_count, format_loss, format_mfu
 from mlpipe.observe.runview import RunView, StageView, view_run
-from mlpipe.observe.sections import command, evaluate, promote, train
 from mlpipe.observe.svg import COLOURS
 from mlpipe.store.base import Store
-
-# By kind of stage: what the page says of one.
-SECTIONS: dict[str, Callable[[StageView], Section]] = {
-    "command": command.section,
-    "train": train.section,
-    "evaluate": evaluate.section,
-    "promote": promote.section,
-}
 
 
 @dataclass(frozen=True)
@@ -174,14 +164,13 @@ def page_of(view: RunView) -> Page:
 
 
 def _stage_part(stage: StageView) -> StagePart:
-    section = SECTIONS.get(stage.kind)
     return StagePart(
         name=stage.name,
         kind=stage.kind,
         state=stage.state.state,
         attempt=stage.state.attempt,
         took="" if stage.seconds is None else format_seconds(stage.seconds),
-        section=section(stage) if section is not None else None,
+        section=stage.plan.kind.part("report").section(stage) if stage.plan is not None else None,
     )
 
 

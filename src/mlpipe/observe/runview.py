@@ -23,9 +23,10 @@ from mlpipe._core.records import (
     Submitted,
     read_fields,
 )
+from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.observe.goodput import Attempt, Ledger, account, add
 from mlpipe.observe.records import Timeline, decode_lines, list_attempts, list_ranks, merge, read_records
-from mlpipe.plan.plan import Plan
+from mlpipe.plan.plan import AnyWork, Plan, TrainPlan
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import Checkpoint, list_checkpoints
 from mlpipe.store.runs import RunState, StageState, read_run
@@ -60,7 +61,17 @@ class StageView:
 
     @property
     def kind(self) -> str:
-        return self.plan.kind if self.plan is not None else ""
+        """Its name; "" before the first attempt was planned."""
+        return self.plan.kind.name if self.plan is not None else ""
+
+    @property
+    def training(self) -> TrainPlan | None:
+        """Of a stage that trains."""
+        return self.part(TrainPlan)
+
+    def part(self, plan: type[AnyWork]) -> AnyWork | None:
+        """What the stage does, if that is of the class `plan`."""
+        return self.plan.part(plan) if self.plan is not None else None
 
     @property
     def outcome(self) -> dict[str, Any]:
@@ -95,7 +106,8 @@ class StageView:
         told |= metrics if isinstance(metrics, dict) else {}
         if self.lead.evaluation is None and not told:
             return None
-        gate = self.plan.evaluate.gate if self.plan is not None and self.plan.evaluate is not None else None
+        plan = self.part(EvaluatePlan)
+        gate = plan.gate if plan is not None else None
         recorded = vars(self.lead.evaluation) if self.lead.evaluation is not None else {"time": 0.0}
         known = {name: value for name, value in recorded.items() if value is not None}
         return read_fields(Evaluation, {"gate": gate, **known, **told})
@@ -192,7 +204,7 @@ def _ledger(stage: StageView, records: Mapping[int, Mapping[int, list[Record]]])
     """Where an attempt left no event (it was killed, or is older than events), its records say when it began
     and ended; of one that is under way, the time since its last record is not counted yet."""
     plan = stage.plan
-    if plan is None or plan.train is None:
+    if plan is None or stage.training is None:
         return None
     attempts = []
     for view in stage.attempts:
@@ -207,14 +219,14 @@ def _ledger(stage: StageView, records: Mapping[int, Mapping[int, list[Record]]])
         is_last = view is stage.attempts[-1]
         if began is None and is_last:
             began = stage.state.started
-        if began is None or view.plan is None or view.plan.train is None:
+        if began is None or view.plan is None:
             continue
         ended = max([began, *times, *(event.time for event in view.events)])
         if is_last and stage.state.ended is not None:
             ended = max(ended, stage.state.ended)
         if launched is None and own:
             launched = began
-        ranks = view.plan.train.mesh.world_size
+        ranks = view.plan.work.training.mesh.world_size
         attempts.append(Attempt(began, launched, ended, ranks, own, view.outcome.get("cause") == "hang"))
     return account(attempts, plan.price_usd_per_device_hour)
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.units import parse_cadence
+from mlpipe.kinds.train.spec import OwnData, Train
 from mlpipe.plan.choose import Candidate, Pricer, Run, choose, meshes, micro_batches, smallest
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.hardware import Hardware
@@ -26,7 +27,6 @@ from mlpipe.plan.plan import CHECKPOINTING, Mesh, Precision, TrainPlan
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import Job, Passes, passes, traced_passes
 from mlpipe.plan.traced import Traced
-from mlpipe.spec.model import OwnData, Train
 
 # What a model's size is read off; None: nobody knows it.
 Shape = LlamaConfig | Traced | None

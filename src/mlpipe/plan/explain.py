@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.units import format_bytes
+from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.candidates import precision_on
 from mlpipe.plan.choose import Candidate, smallest
 from mlpipe.plan.hardware import Hardware
@@ -22,7 +23,7 @@ def explanation(
     pipeline: Pipeline, plan: Plan, chosen: Candidate, candidates: Sequence[Candidate], hardware: Hardware
 ) -> list[str]:
     """One line a thought. `plan` trains, and `chosen` has its figures."""
-    train, spec = plan.train, pipeline.stage(plan.stage).train
+    train, spec = plan.part(TrainPlan), pipeline.stage(plan.stage).part(Train)
     if train is None or spec is None or chosen.memory is None or chosen.seconds is None:
         return [train.reason if train is not None else "nothing is trained here"]
     memory, seconds = chosen.memory, chosen.seconds

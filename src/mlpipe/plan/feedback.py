@@ -9,14 +9,14 @@ from mlpipe.plan.calibration import Calibration
 from mlpipe.plan.candidates import priced
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import detect_hardware
-from mlpipe.plan.plan import Plan
+from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.spec.model import Pipeline
 
 
 def predict_again(pipeline: Pipeline, calibration: Calibration, plan: Plan) -> Candidate:
     """The training of a preset that `plan` was made for, by the figures of `calibration` alone, without what
     runs have corrected. Raises PlanError."""
-    train, launch = plan.train, plan.launch
+    train, launch = plan.part(TrainPlan), plan.launch
     assert train is not None
     if launch.device != calibration.device:
         raise PlanError(

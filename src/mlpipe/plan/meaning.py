@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlpipe.kinds.train.spec import OwnData, OwnModel, Train
 from mlpipe.plan.plan import DataPlan, ModelPlan
-from mlpipe.spec.model import OwnData, OwnModel, Train
 
 _FREE = {"max_seq_len"}  # of a preset: a bound on seq_len, which is compared itself
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
-from mlpipe._core.serial import from_plain, to_json
+from mlpipe._core.serial import from_plain, to_plain, write_json
+from mlpipe.kinds import KINDS, Kind
 from mlpipe.plan.cluster import ClusterPlan
 from mlpipe.plan.older import of_this_version
 
@@ -152,8 +153,30 @@ class Prediction:
     time_ratio: float
 
 
+class StageWork:
+    """What a stage of one kind does: the base of each kind's dataclass (`PLAN` in `kinds/<kind>/plan.py`)."""
+
+    kind: ClassVar[str]  # its name
+    argv: tuple[str, ...]  # of one that runs as a command; never given to a shell, `{{output}}` is its folder
+
+    @property
+    def summary(self) -> str:
+        """In a line, for `mlpipe plan`."""
+        raise NotImplementedError
+
+    @property
+    def training(self) -> TrainPlan:
+        """Of a kind that runs in workers: what each rank is told of the model, its data and the mesh."""
+        raise NotImplementedError
+
+
+AnyWork = TypeVar("AnyWork", bound=StageWork)
+
+
 @dataclass(frozen=True)
-class TrainPlan:
+class TrainPlan(StageWork):
+    kind: ClassVar[str] = "train"
+
     model: ModelPlan
     data: DataPlan
     optimizer: OptimizerPlan
@@ -189,6 +212,14 @@ class TrainPlan:
     smaller_micro_batches: tuple[int, ...] = ()
     meaning: dict[str, Any] = field(default_factory=dict)  # see `plan/meaning.py`; kept with each checkpoint
 
+    @property
+    def summary(self) -> str:
+        return self.reason
+
+    @property
+    def training(self) -> TrainPlan:
+        return self
+
 
 def compiled(asked: Compile, mesh: Mesh, checkpointing: str) -> Compile:
     """What of a model is compiled where the user asks for `asked`. What hooks in between the blocks breaks
@@ -198,38 +229,9 @@ def compiled(asked: Compile, mesh: Mesh, checkpointing: str) -> Compile:
 
 
 @dataclass(frozen=True)
-class EvaluatePlan:
-    """Validation loss of the latest checkpoint of `train_stage`, and a gate over the metrics
-    `val_loss`, `val_perplexity`, `val_bits_per_byte`."""
-
-    train_stage: str
-    train: TrainPlan  # of the training stage: model, precision, strategy
-    data: DataPlan  # the held-out split
-    max_tokens: int
-    gate: str | None
-    prompt: str | None
-    generate_tokens: int
-
-
-@dataclass(frozen=True)
-class CommandPlan:
-    """`argv` is never given to a shell. `{{output}}` is resolved by who runs it, to a local folder."""
-
-    argv: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class PromotePlan:
-    train_stage: str
-    evaluate_stage: str | None
-    model_name: str
-    alias: str | None
-
-
-@dataclass(frozen=True)
 class Launch:
     """How workers are started: `nproc_per_node` of them on each of `num_nodes` nodes, each of them Python
-    with `argv` and with `env` besides what it inherits. A command stage has its argv in CommandPlan."""
+    with `argv` and with `env` besides what it inherits. Without workers: one node, one process, no `argv`."""
 
     num_nodes: int
     nproc_per_node: int
@@ -244,8 +246,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class Plan:
-    """One attempt of one stage. Exactly one of the kinds is set. `inputs`: stage keys of the outputs that it
-    reads, which whoever starts the stage fetches to the folders that the plan names."""
+    """One attempt of one stage. `work`: what it does, by its kind; in plan.json it stands under the kind's
+    name. `inputs`: stage keys of the outputs that it reads, which whoever starts the stage fetches to the
+    folders that the plan names."""
 
     schema_version: int
     run_id: str
@@ -256,22 +259,19 @@ class Plan:
     spec_digest: str  # sha256 of the resolved pipeline
     code_digest: str  # sha256 of mlpipe's own source
     launch: Launch
-    train: TrainPlan | None = None
-    evaluate: EvaluatePlan | None = None
-    command: CommandPlan | None = None
-    promote: PromotePlan | None = None
+    work: StageWork
     inputs: tuple[str, ...] = ()
     cluster: ClusterPlan | None = None  # None: the pipeline says nothing about a cluster
     # on demand, or the user's own; None: nobody said, or (on CPU) nothing is rented by the device
     price_usd_per_device_hour: float | None = None
 
     @property
-    def kind(self) -> Literal["train", "evaluate", "command", "promote"]:
-        if self.train is not None:
-            return "train"
-        if self.evaluate is not None:
-            return "evaluate"
-        return "command" if self.command is not None else "promote"
+    def kind(self) -> Kind:
+        return KINDS[self.work.kind]
+
+    def part(self, plan: type[AnyWork]) -> AnyWork | None:
+        """`work`, if it is of this class; None for a stage of another kind."""
+        return self.work if isinstance(self.work, plan) else None
 
     @property
     def stage_key(self) -> str:
@@ -281,14 +281,28 @@ class Plan:
     def attempt_key(self) -> str:
         return f"{self.stage_key}/attempt-{self.attempt}"
 
+    def to_plain(self) -> dict[str, Any]:
+        """The document of plan.json."""
+        plain = {field.name: to_plain(getattr(self, field.name)) for field in fields(self)}
+        return {self.kind.name if key == "work" else key: value for key, value in plain.items()}
+
     def to_json(self) -> str:
-        return to_json(self)
+        return write_json(self.to_plain())
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
         """Of this version, or of another if it means the same here (see `_core/serial.py`). Raises ValueError
         naming the path of what does not fit."""
-        plan = from_plain(Plan, of_this_version(json.loads(text)))
+        data = of_this_version(json.loads(text))
+        if not isinstance(data, dict):
+            raise ValueError("$: expected an object")
+        # a version that had a key for every kind wrote null for all but one
+        names = [name for name in KINDS if data.get(name) is not None]
+        if len(names) != 1:
+            raise ValueError(f"$: expected exactly one of {', '.join(KINDS)}, got {names or 'none'}")
+        kind = KINDS[names[0]]
+        work = from_plain(kind.part("plan").PLAN, data.pop(kind.name), f"$.{kind.name}")
+        plan = from_plain(Plan, {**data, "work": work})
         if plan.schema_version != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {plan.schema_version}, this mlpipe reads {SCHEMA_VERSION}")
         return plan

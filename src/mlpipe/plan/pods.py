@@ -55,8 +55,7 @@ def cluster_plan(pipeline: Pipeline, stage: Stage, resources: Resources | None) 
     if pipeline.image is None and pipeline.kubernetes is None:
         return None
     spec = pipeline.kubernetes or Kubernetes.model_construct()
-    workers = stage.train is not None or stage.evaluate is not None
-    pod = pod_resources(resources, workers=workers)
+    pod = pod_resources(resources, workers=stage.kind.runs == "workers")
     memory_bytes = parse_bytes(pod.memory or "")
     return c.ClusterPlan(
         form=spec.form,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import format_seconds
+from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.candidates import Shape, pick
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware
-from mlpipe.spec.model import Train
 
 # Where adding nodes stops paying: below this share of the smallest's tokens per worker and second.
 _PAYS = 0.5

@@ -13,9 +13,10 @@ from typing import Any, cast
 from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import LLAMA, PRESETS, LlamaConfig
 from mlpipe._core.units import parse_cadence, parse_seconds
+from mlpipe.kinds.train.spec import OwnData, OwnModel, PresetModel, Train
 from mlpipe.plan import meaning as meanings
-from mlpipe.plan.candidates import Shape, global_batch, pick
-from mlpipe.plan.choose import Candidate, micro_batches
+from mlpipe.plan.candidates import Shape, enumerate_candidates, global_batch, pick
+from mlpipe.plan.choose import Candidate, micro_batches, rank
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import (
@@ -28,9 +29,11 @@ from mlpipe.plan.plan import (
     TrainPlan,
     compiled,
 )
+from mlpipe.plan.references import stage_named
+from mlpipe.plan.scaling import Scale, parse_nodes, scale
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.traced import Traced
-from mlpipe.spec.model import OwnData, OwnModel, PresetModel, Train
+from mlpipe.spec.model import Pipeline
 from mlpipe.spec.placeholders import fill
 
 Known = Mapping[str, str]  # what placeholders stand for
@@ -66,9 +69,51 @@ def shape_of(spec: Train, known: Known, traced: Traced | None = None) -> Shape:
     return _config(spec, known) or traced
 
 
-def meaning(spec: Train, known: Known) -> dict[str, Any]:
-    """What the training is about, on any hardware (see `plan/meaning.py`). Raises PlanError."""
+def trainings(pipeline: Pipeline) -> dict[str, Train]:
+    """Of the stages that train, by name, in the order of the file."""
+    parts = {stage.name: stage.part(Train) for stage in pipeline.stages}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def compare(
+    pipeline: Pipeline,
+    stage_name: str,
+    hardware: Hardware,
+    inputs: Mapping[str, str] | None = None,
+    traced: Traced | None = None,
+) -> list[Candidate]:
+    """Every way to train the stage on this hardware, best first, also what its file does not ask for; none
+    for a stage that does not train. Raises PlanError."""
+    spec = stage_named(pipeline, stage_name).part(Train)
+    if spec is None:
+        return []
+    return rank(enumerate_candidates(spec, shape_of(spec, _outputs(inputs or {}), traced), hardware))
+
+
+def scale_stage(
+    pipeline: Pipeline, stage_name: str, hardware: Hardware, nodes: str, traced: Traced | None = None
+) -> list[Scale]:
+    """The stage's training on other numbers of nodes, like `1..64`. Raises PlanError."""
+    spec = _training_of(pipeline, stage_name)
+    return scale(spec, shape_of(spec, {}, traced), hardware, parse_nodes(nodes))
+
+
+def meaning_of(pipeline: Pipeline, stage_name: str, inputs: Mapping[str, str]) -> dict[str, Any]:
+    """What the training of a stage is about, on any hardware (see `plan/meaning.py`); `inputs` as of
+    `build_plan`. Raises PlanError."""
+    spec, known = _training_of(pipeline, stage_name), _outputs(inputs)
     return meanings.meaning(spec, _model(spec, _config(spec, known), known), _data(spec, known))
+
+
+def _training_of(pipeline: Pipeline, stage_name: str) -> Train:
+    spec = stage_named(pipeline, stage_name).part(Train)
+    if spec is None:
+        raise PlanError(f"stage {stage_name!r} does not train", where=stage_name)
+    return spec
+
+
+def _outputs(inputs: Mapping[str, str]) -> Known:
+    return {f"stages.{name}.output": folder for name, folder in inputs.items()}
 
 
 def _config(spec: Train, known: Known) -> LlamaConfig | None:

@@ -18,7 +18,8 @@ from typing import get_args
 
 from mlpipe._core.errors import RenderError
 from mlpipe._core.units import parse_seconds
-from mlpipe.spec.model import Pipeline, Stage, Strategy
+from mlpipe.kinds.train.spec import Strategy, Train
+from mlpipe.spec.model import Pipeline, Stage
 
 HEAD = "// Written by `mlpipe render --for jenkins`: change the pipeline file, not this one.\n"
 MAX_STAGES = 20  # above it, a loop: Jenkins compiles a Declarative model into one method of at most 64 KB
@@ -242,7 +243,7 @@ def _hours(stage: Stage) -> int:
 
 def _data(pipeline: Pipeline, spec: str, overrides: Sequence[str], store: str) -> str:
     values = [part for override in overrides for part in ("--set", override)]
-    trains = [stage.name for stage in pipeline.stages if stage.train is not None]
+    trains = [stage.name for stage in pipeline.stages if stage.part(Train) is not None]
     lines = {
         "spec": spec,
         "store": store,

@@ -21,8 +21,8 @@ def lint(plan: Plan) -> list[str]:
     if plan.cluster is None:
         return []
     found = [*_names(plan), *_pod(plan, plan.cluster)]
-    if plan.train is not None:
-        found += [*_batch(plan.train), *_grace(plan, plan.train)]
+    if (training := plan.part(TrainPlan)) is not None:
+        found += [*_batch(training), *_grace(plan, training)]
     of_stage = [line.replace(": ", f": stage {plan.stage}: ", 1) for line in found]
     return [*_image(plan.cluster), *_store(plan, plan.cluster), *of_stage]
 

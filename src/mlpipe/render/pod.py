@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 from mlpipe._core import environment
 from mlpipe._core.errors import RenderError
 from mlpipe.plan.cluster import ClusterPlan, Component
-from mlpipe.plan.plan import Plan
+from mlpipe.plan.plan import Plan, TrainPlan
 
 PLAN_FOLDER, SCRATCH, CACHE = "/mlpipe/plan", "/mlpipe/scratch", "/mlpipe/cache"
 CA_FOLDER, IDENTITY_FOLDER = "/mlpipe/ca", "/mlpipe/identity"
@@ -38,8 +38,7 @@ def escaped(text: str) -> str:
 
 def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str, rendezvous: str) -> Json:
     """The pod template of a stage. `config`: ConfigMap with the plan. `rendezvous`: host of the first pod."""
-    distributed = plan.train is not None or plan.evaluate is not None
-    module = "mlpipe.train.launcher" if distributed else "mlpipe.submit.pod"
+    module = "mlpipe.train.launcher" if plan.kind.runs == "workers" else "mlpipe.submit.pod"
     options = ["--plan", f"{PLAN_FOLDER}/plan.json", "--scratch", SCRATCH]
     container = _container(cluster, CONTAINER, ["-m", module, *options])
     container["env"] = _worker_env(plan, cluster, rendezvous)
@@ -56,7 +55,7 @@ def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str,
     if cluster.rdma is not None and plan.launch.num_nodes > 1:
         container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]  # pinned memory
     account = cluster.service_account
-    if plan.promote is not None and cluster.store_web_identity is not None:
+    if plan.kind.runs == "driver" and cluster.store_web_identity is not None:
         account = cluster.driver_service_account  # by it the store knows who may write models
     disk_bytes = cluster.disk_bytes or DISK_LIMIT_BYTES
     spec = _pod_spec(plan.store_url, cluster, container, account, disk_bytes, token=False)
@@ -270,7 +269,7 @@ def _tolerations(cluster: ClusterPlan, gpus: int) -> list[Json]:
 
 
 def _metrics_port(plan: Plan) -> int | None:
-    if plan.train is None or plan.launch.metrics_port is None:
+    if plan.launch.metrics_port is None:
         return None
     return plan.launch.metrics_port or METRICS_PORT
 
@@ -300,7 +299,7 @@ def _worker_env(plan: Plan, cluster: ClusterPlan, rendezvous: str) -> list[Json]
         path = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
         env.append({"name": environment.GANG_RESTART, "valueFrom": {"fieldRef": {"fieldPath": path}}})
     # promoting is the driver's: it runs no code of a user, and writes where workers need not
-    env += _by_reference(plan.store_url, cluster, "worker" if plan.promote is None else "driver")
+    env += _by_reference(plan.store_url, cluster, "driver" if plan.kind.runs == "driver" else "worker")
     env += [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": found.secret, "key": found.key}}}
         for name, found in sorted(cluster.secret_env.items())
@@ -310,7 +309,7 @@ def _worker_env(plan: Plan, cluster: ClusterPlan, rendezvous: str) -> list[Json]
 
 def is_gang(plan: Plan) -> bool:
     """Whether the stage is of the form that the pipeline asks for; others are plain Jobs of one pod."""
-    return plan.train is not None or (plan.evaluate is not None and plan.launch.num_nodes > 1)
+    return plan.part(TrainPlan) is not None or plan.launch.num_nodes > 1
 
 
 def _own(run_id: str, cluster: ClusterPlan) -> dict[str, str]:

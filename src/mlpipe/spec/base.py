@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 _LOADER = "pydantic.plugin._loader"
 
 
-class Model(BaseModel):
+class SpecModel(BaseModel):
     """Its validator is made when the first value is checked: once for a whole file, where every class would
     make its own and those of all that it contains."""
 

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from mlpipe.spec import fields as f
-from mlpipe.spec.base import Model, one_of
+from mlpipe.spec.base import SpecModel, one_of
 
 
-class Topology(Model):
+class Topology(SpecModel):
     """Kueue's topology-aware scheduling: the gang in one domain."""
 
     model_config = ConfigDict(json_schema_extra=one_of("required", "preferred"))
@@ -19,7 +19,7 @@ class Topology(Model):
     preferred: f.LabelKey | None = Field(None, description="Node label; else as few domains as possible.")
 
 
-class Toleration(Model):
+class Toleration(SpecModel):
     """A taint that the pods may stand on."""
 
     key: f.LabelKey | None = Field(None, description="Of the taint. Default: every taint.")
@@ -33,7 +33,7 @@ class Toleration(Model):
     )
 
 
-class Volume(Model):
+class Volume(SpecModel):
     """A PersistentVolumeClaim, mounted in every pod of the run."""
 
     claim: f.ObjectName = Field(description="Name of the claim.")
@@ -42,7 +42,7 @@ class Volume(Model):
     read_only: bool = Field(False, description="Mount without the right to write.")
 
 
-class EnvFrom(Model):
+class EnvFrom(SpecModel):
     """All keys of one Secret or ConfigMap as environment variables."""
 
     model_config = ConfigDict(json_schema_extra=one_of("secret", "config_map"))
@@ -51,14 +51,14 @@ class EnvFrom(Model):
     config_map: f.ObjectName | None = Field(None, description="Name of the ConfigMap.")
 
 
-class SecretKey(Model):
+class SecretKey(SpecModel):
     """One key of a Secret."""
 
     secret: f.ObjectName = Field(description="Name of the Secret.")
     key: f.DataKey = Field(description="Key in it.")
 
 
-class WebIdentity(Model):
+class WebIdentity(SpecModel):
     """Pods have no keys of the store: each shows the token of its ServiceAccount and is lent some (STS
     AssumeRoleWithWebIdentity; IRSA on EKS)."""
 
@@ -72,7 +72,7 @@ class WebIdentity(Model):
     )
 
 
-class ClusterStore(Model):
+class ClusterStore(SpecModel):
     """How pods reach an S3 store; a folder needs a volume instead."""
 
     secret: f.ObjectName | None = Field(
@@ -91,14 +91,14 @@ class ClusterStore(Model):
     region: f.LabelValue | None = Field(None, description="Default: that of the S3 client.")
 
 
-class CaBundle(Model):
+class CaBundle(SpecModel):
     """Certificates that the pods trust, instead of those in the image."""
 
     config_map: f.ObjectName = Field(description="Name of the ConfigMap.")
     key: f.DataKey = Field("ca.crt", description="Its key with all certificates, PEM.")
 
 
-class Proxy(Model):
+class Proxy(SpecModel):
     """The way out of the cluster, for whoever reads these variables."""
 
     http: f.HttpUrl | None = Field(None, description="HTTP_PROXY.")
@@ -108,14 +108,14 @@ class Proxy(Model):
     )
 
 
-class Rdma(Model):
+class Rdma(SpecModel):
     """Remote memory access between nodes. Needs IPC_LOCK, which only Pod Security `privileged` allows."""
 
     resource: f.ResourceName = Field(description="Of the device plugin, like `rdma/hca`.")
     count: f.FewCount = Field(1, description="Devices a pod.")
 
 
-class PatchTarget(Model):
+class PatchTarget(SpecModel):
     """Which objects a patch changes: those that fit all of these."""
 
     kind: Literal["Pod", "Job", "JobSet", "Service", "ConfigMap", "PodGroup"] = Field(
@@ -125,7 +125,7 @@ class PatchTarget(Model):
     component: Literal["worker", "driver"] | None = Field(None, description="Default: both.")
 
 
-class Patch(Model):
+class Patch(SpecModel):
     """A last change to what is rendered."""
 
     model_config = ConfigDict(json_schema_extra=one_of("strategic", "json"))
@@ -139,7 +139,7 @@ class Patch(Model):
     )
 
 
-class Kubernetes(Model):
+class Kubernetes(SpecModel):
     """How a run looks on a cluster; every other backend ignores it."""
 
     form: Literal["jobset", "indexed-job"] = Field(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mlpipe.spec.problems import Problem
-from mlpipe.spec.rules import TAKEN, text_of
-from mlpipe.spec.tree import Node, get
+from mlpipe.spec.rules import TAKEN
+from mlpipe.spec.tree import Node, get, problem_of_key, text_of
 
 OWN_PATHS = ("/mlpipe", "/tmp", "/dev")  # of every pod: plan, scratch, cache, /tmp, /dev/shm
 
@@ -32,18 +32,16 @@ def _items(node: Node, key: str) -> list[Node]:
     return [item for item in items if isinstance(item.value, dict)]
 
 
-def _problem(node: Node, message: str, hint: str) -> Problem:
-    return Problem.at(node.key or node.place, message, hint)
-
-
 def _queues(section: Node) -> Iterator[Problem]:
     queue, volcano = get(section, "queue"), get(section, "volcano_queue")
     if queue is not None and volcano is not None:
-        yield _problem(volcano, "Kueue ('queue') and Volcano cannot both place a gang", "keep one of them")
+        yield problem_of_key(
+            volcano, "Kueue ('queue') and Volcano cannot both place a gang", "keep one of them"
+        )
     for key in ("queue_priority", "topology"):
         node = get(section, key)
         if node is not None and queue is None:
-            yield _problem(node, f"{key!r} is read by Kueue, for pods in a queue", "add 'queue: NAME'")
+            yield problem_of_key(node, f"{key!r} is read by Kueue, for pods in a queue", "add 'queue: NAME'")
 
 
 def _volumes(volumes: list[Node]) -> Iterator[Problem]:
@@ -69,11 +67,11 @@ def _tolerations(tolerations: list[Node]) -> Iterator[Problem]:
         equal = text_of(get(toleration, "operator")) == "Equal"
         value, seconds = get(toleration, "value"), get(toleration, "toleration_seconds")
         if value is not None and not equal:
-            yield _problem(value, "a value is compared by operator Equal only", "add 'operator: Equal'")
+            yield problem_of_key(value, "a value is compared by operator Equal only", "add 'operator: Equal'")
         if equal and get(toleration, "key") is None:
-            yield _problem(toleration, "operator Equal needs a key", "add 'key: ...'")
+            yield problem_of_key(toleration, "operator Equal needs a key", "add 'key: ...'")
         if seconds is not None and text_of(get(toleration, "effect")) != "NoExecute":
-            yield _problem(seconds, "only effect NoExecute has toleration_seconds", "remove it")
+            yield problem_of_key(seconds, "only effect NoExecute has toleration_seconds", "remove it")
 
 
 def _choices(section: Node) -> Iterator[Problem]:
@@ -86,16 +84,16 @@ def _choices(section: Node) -> Iterator[Problem]:
             continue
         there = [key for key in keys if key in node.value]
         if not there:
-            yield _problem(node, f"neither {keys[0]!r} nor {keys[1]!r}", "write one of them")
+            yield problem_of_key(node, f"neither {keys[0]!r} nor {keys[1]!r}", "write one of them")
         elif len(there) > 1:
-            yield _problem(node.value[keys[1]], f"both {keys[0]!r} and {keys[1]!r}", "keep one of them")
+            yield problem_of_key(node.value[keys[1]], f"both {keys[0]!r} and {keys[1]!r}", "keep one of them")
 
 
 def _secret_env(section: Node) -> Iterator[Problem]:
     names = get(section, "secret_env")
     for name, node in names.value.items() if names is not None and isinstance(names.value, dict) else ():
         if TAKEN.fullmatch(name):
-            yield _problem(node, f"{name} is set by torchrun and mlpipe", "remove it")
+            yield problem_of_key(node, f"{name} is set by torchrun and mlpipe", "remove it")
 
 
 def _store(section: Node) -> Iterator[Problem]:
@@ -106,6 +104,6 @@ def _store(section: Node) -> Iterator[Problem]:
     for key in ("secret", "driver_secret"):
         node = get(store, key)
         if node is not None and node.value is not None:
-            yield _problem(
+            yield problem_of_key(
                 node, f"with 'web_identity' no Secret is read, {key!r} says one", "keep one of them"
             )

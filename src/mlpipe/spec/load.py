@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from mlpipe.spec import kubernetes_rules, model, rules
+from mlpipe.spec import kubernetes_rules, rules
 from mlpipe.spec import overrides as override_rules
 from mlpipe.spec.model import Pipeline
-from mlpipe.spec.problems import Place, Problem, SpecErrors
+from mlpipe.spec.problems import Place, Problem, SpecErrors, closest
 from mlpipe.spec.tree import MAX_BYTES, Ambiguous, Node, parse
 
 
@@ -157,7 +156,7 @@ def _problem(node: Node, found: bool, detail: ErrorDetails) -> Problem:
         return Problem.at(node.place, f"{key!r} is missing", f"add '{key}: ...'")
     if kind == "extra_forbidden":
         known = _known_keys(detail["loc"])
-        return Problem.at(node.key or node.place, f"unknown key {key!r}", rules.closest(str(key), known))
+        return Problem.at(node.key or node.place, f"unknown key {key!r}", closest(str(key), known))
     if isinstance(value, Ambiguous):
         return Problem.at(node.place, value.message, value.hint)
     if kind == "mlpipe" and key == "[key]":
@@ -171,7 +170,7 @@ def _problem(node: Node, found: bool, detail: ErrorDetails) -> Problem:
                 node.place, f"expected {value}, got the text {value!r}", "write it without quotes"
             )
         if isinstance(value, str):
-            return Problem.at(node.place, f"unknown value {value!r}", rules.closest(value, options))
+            return Problem.at(node.place, f"unknown value {value!r}", closest(value, options))
         return Problem.at(node.place, f"{_show(value)} is not a choice", f"write one of {', '.join(options)}")
     if kind in _ARTICLES:
         wanted = _ARTICLES[kind]
@@ -219,22 +218,20 @@ def _show(value: Any) -> str:
 
 def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
     """Keys of the mapping in which the last part of `loc` is unknown."""
-    kind: Any = Pipeline
+    inside: list[type[BaseModel]] = [Pipeline]  # several: of a union, whose choice is the next part
     for part in loc[:-1]:
         if isinstance(part, int):
             continue
-        tagged = getattr(model, part, None)
-        fields = {field.alias or name: field for name, field in kind.model_fields.items()}
-        if part in fields:
-            kind = _model_in(fields[part].annotation) or kind
-        elif isinstance(tagged, type) and issubclass(tagged, BaseModel):
-            kind = tagged
-    return [field.alias or name for name, field in kind.model_fields.items()]
+        chosen = [model for model in inside if model.__name__ == part]
+        fields = {field.alias or name: field for name, field in inside[0].model_fields.items()}
+        if chosen:
+            inside = chosen
+        elif part in fields:
+            inside = _models_in(fields[part].annotation) or inside
+    return [field.alias or name for name, field in inside[0].model_fields.items()]
 
 
-def _model_in(annotation: Any) -> Any:
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and get_origin(annotation) is None:
-        return annotation if issubclass(annotation, BaseModel) else None
-    if get_origin(annotation) in (Union, types.UnionType, tuple) or get_args(annotation):
-        return next(filter(None, map(_model_in, get_args(annotation))), None)
-    return None
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [model for part in get_args(annotation) for model in _models_in(part)]

@@ -18,19 +18,13 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from mlpipe.spec.model import Evaluate, Pipeline, Promote, Stage, Train
-from mlpipe.spec.problems import Place, Problem
-from mlpipe.spec.rules import closest, kind_of, text_of
-from mlpipe.spec.tree import Ambiguous, Node, parse
+from mlpipe.spec.model import Pipeline, Stage
+from mlpipe.spec.part import kind_of, spec_part
+from mlpipe.spec.problems import Place, Problem, closest
+from mlpipe.spec.tree import Ambiguous, Node, get, parse, text_of
 
 JSON_KEYS = {"args", "strategic", "json"}  # below them any JSON may stand
 _log = logging.getLogger(__name__)
-_KIND_FIELDS: dict[str, set[str]] = {
-    "train": set(Train.model_fields),
-    "evaluate": set(Evaluate.model_fields),
-    "promote": {field.alias or name for name, field in Promote.model_fields.items()},
-    "command": set(),
-}
 _TOP = set(Pipeline.model_fields)
 _STAGE = set(Stage.model_fields)
 
@@ -68,15 +62,16 @@ def _put(root: Node, key: str, value: Node, place: Place) -> list[Problem]:
         if not parts:
             return [Problem.at(place, "a stage cannot be replaced", "set its keys, like NAME.steps=20")]
         kind = kind_of(target)
-        if kind is not None and parts[0] != kind and parts[0] in _KIND_FIELDS[kind]:
-            parts = [kind, *parts]
+        own = set(spec_part(kind).keys) if kind is not None else set()
+        if kind is not None and parts[0] != kind.name and parts[0] in own:
+            parts = [kind.name, *parts]
         elif parts[0] not in _STAGE:
-            choices = sorted(_STAGE | _KIND_FIELDS[kind or "command"])
+            choices = sorted(_STAGE | own)
             return [Problem.at(place, f"unknown key {parts[0]!r}", closest(parts[0], choices))]
     if value.value is None and not JSON_KEYS & set(parts[:-1]):
         return _remove(target, parts, Pipeline if target is root else Stage, place)
-    if parts == ["train", "strategy"] and value.value != "hsdp":
-        _drop_mesh(target, place)
+    if target is not root:
+        _adapt(target, parts, value, place)
     for part in parts[:-1]:
         child = target.value.get(part)
         if child is None or child.broken:
@@ -112,10 +107,14 @@ def _knows(kind: Any, parts: Sequence[str]) -> bool:
     return any(_knows(part, parts) for part in get_args(kind))
 
 
-def _drop_mesh(stage: Node, place: Place) -> None:
-    train = stage.value.get("train")
-    if train is not None and isinstance(train.value, dict) and train.value.pop("mesh", None) is not None:
-        _warn(f"{place}: drops the stage's mesh, which is for hsdp only")
+def _adapt(stage: Node, parts: Sequence[str], value: Node, place: Place) -> None:
+    """What fits the new value no more, its kind takes away."""
+    kind = kind_of(stage)
+    part = get(stage, parts[0])
+    if kind is not None and parts[0] == kind.name and part is not None and isinstance(part.value, dict):
+        words = spec_part(kind).overridden(part, parts[1:], value.value)
+        if words is not None:
+            _warn(f"{place}: {words}")
 
 
 @cache  # a command may load its pipeline twice

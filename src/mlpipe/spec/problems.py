@@ -59,3 +59,13 @@ class SpecErrors(SpecError):
         if len(self.problems) > SHOWN:
             lines.append(f"{self.problems[0].file}: and {len(self.problems) - SHOWN} more problems")
         return "\n".join(lines)
+
+
+def closest(word: str, known: Sequence[str]) -> str:
+    """`; did you mean ...` in words, or what is known."""
+    import difflib  # of mistakes only
+
+    near = difflib.get_close_matches(word.lower()[:64], known, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"write one of {', '.join(known)}" if known else "there is none to name"

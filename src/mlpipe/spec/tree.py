@@ -96,6 +96,22 @@ def get(node: Node, *path: str) -> Node | None:
     return node
 
 
+def text_of(node: Node | None) -> str | None:
+    """None: nothing stands there, or no text."""
+    return str(node.value) if node is not None and isinstance(node.value, str) else None
+
+
+def items_of(node: Node, key: str) -> list[Node]:
+    """Of the list that stands there; none where it is no list."""
+    found = get(node, key)
+    return found.value if found is not None and isinstance(found.value, list) else []
+
+
+def problem_of_key(node: Node, message: str, hint: str) -> Problem:
+    """At the node's key if it has one: what is wrong is that it stands there."""
+    return Problem.at(node.key or node.place, message, hint)
+
+
 def scalar(text: str) -> Any:
     """The value of an unquoted scalar."""
     if text in _NULLS:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlpipe._core.errors import DamagedError, SpecError, SubmitError
-from mlpipe.plan.build import meaning_of
+from mlpipe.plan.training import meaning_of, trainings
 from mlpipe.spec.model import Pipeline
 from mlpipe.store import catalogue, outputs, runs
 from mlpipe.store.base import Store
@@ -72,19 +72,17 @@ def prepare(store: Store, run: RunState, asked: Seal, changes: Changes, only: st
     known, again, behind = dict[str, Any](), set[str](), list[Checkpoint]()
     allowed = dict(run.meta.get("allowed", {}))
     named = {_normal(pipeline, key) for key in changes.allow}
-    for stage in pipeline.stages:
-        if stage.train is None:
-            continue
-        found = catalogue.list_checkpoints(store, f"runs/{run.run_id}/stages/{stage.name}")
-        if stage.name == back:
+    for name, training in trainings(pipeline).items():
+        found = catalogue.list_checkpoints(store, f"runs/{run.run_id}/stages/{name}")
+        if name == back:
             found, behind = _split(run, found, changes.from_step or 0)
-        now = _meaning(store, run, pipeline, stage.name)
+        now = _meaning(store, run, pipeline, name)
         known |= now
-        allowed |= {key: now.get(key) for key in named if key.startswith(f"{stage.name}.")}
+        allowed |= {key: now.get(key) for key in named if key.startswith(f"{name}.")}
         known |= _check_meaning(store, run, pipeline, found, now, allowed, overrides)
         at = found[-1].step if found else 0
-        if at < stage.train.steps and (at or stage.name == back):
-            again.add(stage.name)
+        if at < training.steps and (at or name == back):
+            again.add(name)
     if unknown := sorted(named - known.keys()):
         hint = f"it takes {', '.join(sorted(known))}" if known else "the run has no training"
         raise _refused(f"--allow-change {unknown[0]}: no such setting", hint)
@@ -111,7 +109,7 @@ def apply(store: Store, run_id: str, prepared: Prepared) -> RunState:
         steps = ", ".join(str(checkpoint.step) for checkpoint in prepared.behind)
         _log.warning("the checkpoints of step %s count no more", steps)
     for stage in prepared.pipeline.stages:
-        if stage.name in prepared.again and stage.command is not None:
+        if stage.name in prepared.again and stage.kind.has_output:
             outputs.discard(store, f"runs/{run_id}/stages/{stage.name}")
     if prepared.again:
         runs.reopen(store, run_id, (), again=prepared.again, forget_cancel=False)
@@ -146,9 +144,7 @@ def _before(asked: Seal, run: RunState) -> Pipeline | None:
 
 
 def _stage_of(pipeline: Pipeline, only: str | None) -> str:
-    names = [
-        stage.name for stage in pipeline.stages if stage.train is not None and only in (None, stage.name)
-    ]
+    names = [name for name in trainings(pipeline) if only in (None, name)]
     if len(names) != 1:
         raise _refused("--from-step is of one training stage", "name it with --stage")
     return names[0]
@@ -246,7 +242,7 @@ def _where(pipeline: Pipeline, key: str, overrides: Sequence[str]) -> str:
 def _normal(pipeline: Pipeline, key: str) -> str:
     """`STAGE.KEY`, whether or not `stages.` and the stage's kind were written."""
     key = key.removeprefix("stages.")
-    names = [s.name for s in pipeline.stages if s.train is not None and key.startswith(f"{s.name}.")]
+    names = [name for name in trainings(pipeline) if key.startswith(f"{name}.")]
     if not names:
         return key
     name = max(names, key=len)
@@ -262,11 +258,11 @@ def _asked_otherwise(before: Pipeline | None, now: Pipeline, run: RunState) -> s
         stage.name
         for stage in now.stages
         if run.stages[stage.name].state == "done"
-        and stage.train is None
+        and stage.name not in trainings(now)
         and stage.model_dump(exclude=apart) != before.stage(stage.name).model_dump(exclude=apart)
     }
     for name in changed:
-        if now.stage(name).command is not None:
+        if now.stage(name).kind.has_output:
             raise _refused(
                 f"stage {name!r} is done, and others may have read what it made",
                 "start a new run for another output",

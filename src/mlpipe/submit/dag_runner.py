@@ -22,7 +22,7 @@ from mlpipe.store import catalogue, outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState, StageState
 from mlpipe.submit import seal
-from mlpipe.submit.executor import COMMAND_SECONDS, Ended, Executor, Handle, StopRequest, requests
+from mlpipe.submit.executor import Ended, Executor, Handle, StopRequest, requests
 from mlpipe.submit.wanted import Wanted
 
 _POLL_SECONDS = 0.1
@@ -222,8 +222,6 @@ class DagRunner:
                 self._record(name, Ended("cancelled", "killed, and its end was not seen"))
         elif running.terminated is not None:
             patience = running.plan.launch.shutdown_seconds
-            if running.plan.command is not None:  # it has no checkpoint to write
-                patience = min(patience, COMMAND_SECONDS)
             if now - running.terminated > patience:
                 running.killed = now
                 running.handle.kill()
@@ -242,7 +240,9 @@ class DagRunner:
         if ended.lost and self._stop.kind is None and running.plan.attempt < _MAX_ATTEMPTS:
             plan = running.plan
             catalogue.fence(self._store, plan.stage_key, plan.attempt)
-            digest = outputs.give_up(self._store, plan.stage_key, plan.attempt) if plan.command else None
+            digest = (
+                outputs.give_up(self._store, plan.stage_key, plan.attempt) if plan.kind.has_output else None
+            )
             if digest is None:
                 self._launch(self._make_plan(name, plan.attempt + 1))
                 return

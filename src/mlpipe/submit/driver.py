@@ -343,7 +343,7 @@ def _clear_orphans(store: Store, former: RunState) -> None:
                 plan = Plan.from_json(store.get(key))
             except ValueError:  # of another version of mlpipe
                 continue
-            grace = max(grace, plan.launch.shutdown_seconds if plan.command is None else 0.0)
+            grace = max(grace, plan.launch.shutdown_seconds)
     process.clear(lease.holder, run_id=former.run_id, grace_seconds=grace)
 
 

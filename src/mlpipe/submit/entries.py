@@ -22,13 +22,14 @@ def check_entries(plans: Iterable[Plan], folder: str) -> None:
     """Of all plans, as seen from the working folder `folder` and the stages' PYTHONPATH. Raises SubmitError
     (input)."""
     for plan in plans:
-        if plan.train is None:
+        if plan.kind.runs != "workers":
             continue
+        training = plan.work.training
         path = [folder, *filter(None, plan.launch.env.get("PYTHONPATH", "").split(os.pathsep))]
-        if plan.train.model.preset is None:
-            _check(plan.train.model.build, path)
-        if plan.train.data.dataset is not None:
-            _check(plan.train.data.dataset, path, passed=("split",))
+        if training.model.preset is None:
+            _check(training.model.build, path)
+        if training.data.dataset is not None:
+            _check(training.data.dataset, path, passed=("split",))
 
 
 def _check(entry: Entry, search: Sequence[str], passed: Sequence[str] = ()) -> None:

@@ -9,8 +9,6 @@ from typing import Any, Literal, Protocol
 from mlpipe._core.errors import Kind
 from mlpipe.plan.plan import Plan
 
-COMMAND_SECONDS = 30.0  # between SIGTERM and SIGKILL of a command
-
 
 @dataclass(frozen=True)
 class Ended:
@@ -79,8 +77,8 @@ class StopRequest:
 
 
 def requests(plan: Plan) -> Slots:
-    """A worker takes a core or a GPU; a command one core; a promotion nothing to speak of."""
-    if plan.promote is not None:
+    """A worker takes a core or a GPU; a command one core; what the driver does itself nothing to speak of."""
+    if plan.kind.runs == "driver":
         return Slots(cpus=0, gpus=0)
     workers = plan.launch.nproc_per_node
     return Slots(cpus=0, gpus=workers) if plan.launch.device == "cuda" else Slots(cpus=workers, gpus=0)

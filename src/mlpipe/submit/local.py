@@ -12,14 +12,13 @@ from pathlib import Path
 
 from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, Kind, SubmitError
-from mlpipe.plan.plan import Plan, PromotePlan
+from mlpipe.plan.plan import Plan
 from mlpipe.spec import placeholders
 from mlpipe.store import outputs
 from mlpipe.store.base import Store
 from mlpipe.submit import process
 from mlpipe.submit.executor import Ended, Slots
 from mlpipe.submit.handle import ThreadedHandle, ended_by, read_outcome
-from mlpipe.submit.promote import promote
 
 _LAST_LINES = 15  # of a failed command's log, shown with the failure
 _KINDS: dict[int, Kind] = {code: kind for kind, code in EXIT_CODES.items()}
@@ -54,8 +53,8 @@ class LocalBackend:
         check_fits(plan, len(self._gpus))
 
     def start(self, plan: Plan, scratch: Path) -> ThreadedHandle:
-        if plan.promote is not None:
-            return Promotion(self._store, plan, plan.promote)
+        if plan.kind.runs == "driver":
+            return InDriver(self._store, plan)
         argv, env = command_line(plan, scratch)
         argv = resolve(argv)
         gpus = self._take_gpus(plan)
@@ -99,10 +98,10 @@ def check_fits(plan: Plan, num_gpus: int) -> None:
 def command_line(plan: Plan, scratch: Path) -> tuple[list[str], dict[str, str]]:
     """argv and the environment that is added to ours: what `--dry-run` prints and `start` starts."""
     env = {**plan.launch.env, environment.RUN_ID: plan.run_id, environment.STAGE: plan.stage}
-    if plan.command is not None:
+    if plan.kind.runs == "command":
         folder = str(scratch / "output")
         env[environment.OUTPUT] = folder
-        return [placeholders.resolve(word, {"output": folder}) for word in plan.command.argv], env
+        return [placeholders.resolve(word, {"output": folder}) for word in plan.work.argv], env
     launcher = [sys.executable, "-m", "mlpipe.train.launcher"]
     return [*launcher, "--plan", str(scratch / "plan.json"), "--scratch", str(scratch)], env
 
@@ -121,22 +120,20 @@ def resolve(argv: Sequence[str]) -> list[str]:
     return [program, *argv[1:]]
 
 
-class Promotion(ThreadedHandle):
-    """Store calls with their own deadlines, too short to be stopped half-way."""
+class InDriver(ThreadedHandle):
+    """What the driver does itself: store calls with their own deadlines, too short to be stopped half-way."""
 
-    def __init__(self, store: Store, plan: Plan, promotion: PromotePlan) -> None:
+    def __init__(self, store: Store, plan: Plan) -> None:
         super().__init__(store, plan)
-        self._promotion = promotion
         self._thread.start()
 
     def _work(self) -> Ended:
-        version, checkpoint = promote(self._store, self._plan.run_id, self._promotion)
-        model = {"model": self._promotion.model_name, "version": version, "alias": self._promotion.alias}
-        return Ended("done", exit_code=0, outcome={**model, "step": checkpoint.step})
+        outcome = self._plan.kind.part("driver").run(self._store, self._plan)
+        return Ended("done", exit_code=0, outcome=outcome)
 
 
 class StageProcess(ThreadedHandle):
-    """A command, or the launcher of a train or evaluate stage."""
+    """A command, or the launcher of a stage that runs in workers."""
 
     def __init__(
         self,
@@ -153,7 +150,8 @@ class StageProcess(ThreadedHandle):
         self._driver = driver
         self._log = scratch / "output.log"
         # An orphaned launcher saves; an orphaned command has nothing that anybody would read.
-        death = signal.SIGKILL if plan.command is not None else signal.SIGTERM
+        self._is_command = plan.kind.runs == "command"
+        death = signal.SIGKILL if self._is_command else signal.SIGTERM
         self._process = process.spawn(
             argv, env={**os.environ, **env}, folder=folder, output=self._log, death_signal=death
         )
@@ -162,7 +160,7 @@ class StageProcess(ThreadedHandle):
     def terminate(self) -> None:
         super().terminate()
         if self._process.poll() is None:
-            if self._plan.command is not None:
+            if self._is_command:
                 process.send([-self._process.pid], signal.SIGTERM)  # the whole process group
             else:
                 process.send([self._process.pid], signal.SIGTERM)  # the launcher tells its workers
@@ -172,11 +170,11 @@ class StageProcess(ThreadedHandle):
         process.send(process.members(self._driver, self._plan.stage), signal.SIGKILL)
 
     def _work(self) -> Ended:
-        name = "rank-0" if self._plan.command is not None else "launcher"
+        name = "rank-0" if self._is_command else "launcher"
         exit_code = self._ship_log(f"{self._plan.attempt_key}/logs/{name}.log")
         # Whatever the stage started and left behind ends with it.
         process.send(process.members(self._driver, self._plan.stage), signal.SIGKILL)
-        if self._plan.command is not None:
+        if self._is_command:
             return self._end_of_command(exit_code)
         return self._end_of_launcher(exit_code)
 

@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 from mlpipe._core.files import check_name
 from mlpipe._core.ids import new_run_id
 from mlpipe.plan.ahead import plan_ahead
-from mlpipe.plan.build import build_plan, stage_hardware, train_stage_of
+from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.plan import Plan
+from mlpipe.plan.references import lender
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.placeholders import names, stage_of
@@ -154,8 +155,8 @@ def _named(pipeline: Pipeline, stage_name: str) -> set[str]:
     """Stages whose outputs the stage names."""
     stage = pipeline.stage(stage_name)
     text = stage.model_dump_json()
-    if stage.evaluate is not None:  # reads the data of its training
-        text += pipeline.stage(train_stage_of(pipeline, stage)).model_dump_json()
+    if (other := lender(pipeline, stage)) is not None:
+        text += other.model_dump_json()
     return {name for placeholder in names(text) if (name := stage_of(placeholder)) is not None}
 
 

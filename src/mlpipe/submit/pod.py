@@ -20,7 +20,7 @@ from mlpipe.plan.plan import Plan
 from mlpipe.plan.process import fetch_inputs, main_of_stage
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
-from mlpipe.submit.executor import COMMAND_SECONDS, Ended
+from mlpipe.submit.executor import Ended
 from mlpipe.submit.handle import ThreadedHandle
 from mlpipe.submit.local import LocalBackend
 
@@ -37,7 +37,7 @@ def _run(plan: Plan, _: Path, scratch: Path) -> int:
     store = open_store(plan.store_url)
     fetch_inputs(store, plan)
     backend = LocalBackend(store, driver=f"{socket.gethostname()}-{os.getpid()}", folder=os.getcwd())
-    ended = _follow(backend.start(plan, scratch), scratch / "output.log", stop)
+    ended = _follow(backend.start(plan, scratch), scratch / "output.log", stop, plan.launch.shutdown_seconds)
     code = _exit_code(ended)
     _store_outcome(store, plan, ended, code)
     if ended.message:
@@ -53,7 +53,7 @@ class _Stop:
         self.requested = self.requested or time.monotonic()
 
 
-def _follow(handle: ThreadedHandle, log: Path, stop: _Stop) -> Ended:
+def _follow(handle: ThreadedHandle, log: Path, stop: _Stop, shutdown_seconds: float) -> Ended:
     """The stage's own timeout is its driver's to watch, and the pod's deadline."""
     position, terminated, killed = 0, False, False
     while True:
@@ -68,7 +68,7 @@ def _follow(handle: ThreadedHandle, log: Path, stop: _Stop) -> Ended:
         if stop.requested is not None and not terminated:
             handle.terminate()
             terminated = True
-        if stop.requested is not None and not killed and time.monotonic() - stop.requested > COMMAND_SECONDS:
+        if stop.requested is not None and not killed and time.monotonic() - stop.requested > shutdown_seconds:
             handle.kill()
             killed = True
         time.sleep(_POLL_SECONDS)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from mlpipe._core.errors import DamagedError, TrainError
 from mlpipe._core.records import End, Evaluation
+from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.plan.gate import check, parse_gate
-from mlpipe.plan.plan import EvaluatePlan, Plan
+from mlpipe.plan.plan import Plan
 from mlpipe.store import catalogue
 from mlpipe.train.contract import check_call
 from mlpipe.train.data import collate, open_dataset, to_device

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(plan: Plan, path: Path, scratch: Path) -> int:
-    if plan.train is None and plan.evaluate is None:
+    if plan.kind.runs != "workers":
         raise ValueError(f"a {plan.kind} stage has no workers")
     return Launcher(plan, path, scratch).run()
 
@@ -89,8 +89,7 @@ class Launcher:
         self.scratch = scratch
         self.store: Store = open_store(plan.store_url)
         self.parent = os.getppid()
-        part = plan.train or plan.evaluate.train  # type: ignore[union-attr]  # `_run` has looked
-        self.hang_timeout_seconds = part.hang_timeout_seconds
+        self.hang_timeout_seconds = plan.work.training.hang_timeout_seconds
         self.stopped: dict[int, float] = {}  # rank: since when, of the monotonic clock
         self.num_signals = 0
         self.stop_deadline = float("inf")

@@ -16,12 +16,8 @@ if sys.argv[0] == "-c":  # a fork server that multiprocessing started, since the
     die_with_parent(os.getppid())
     without_dynamo.install()
 
-_plan = Plan.from_json(Path(os.environ[environment.PLAN]).read_bytes())
-if _plan.train is None:
-    import mlpipe.train.evaluate
-else:
-    import mlpipe.train.loop
-    import mlpipe.train.models.llama  # noqa: F401
-    from mlpipe.train.parallel.apply import techniques
+from mlpipe.train.parallel.apply import techniques  # with torch: behind what was just installed
 
-    techniques(_plan.train)
+_plan = Plan.from_json(Path(os.environ[environment.PLAN]).read_bytes())
+_plan.kind.part("worker")
+techniques(_plan.work.training)

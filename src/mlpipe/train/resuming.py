@@ -74,7 +74,7 @@ def resume(
     optimizer.set_num_updates(scalars["step"])
     parallel.after_step()
     checkpointer.in_use.add(key)
-    notes = _schedule_notes(session.plan.train, scalars)
+    notes = _schedule_notes(session.plan.work.training, scalars)
     if damages:
         notes.insert(0, _fall_back(session, keys[: len(damages)], damages, scalars["step"]))
     return Position(scalars["step"], scalars["samples"], key, notes)

@@ -41,7 +41,7 @@ class Session:
         self.stop = stop
         self.watchdog = watchdog
         self.began = began
-        part = plan.train or plan.evaluate.train  # type: ignore[union-attr]
+        part = plan.work.training
         self.device = self._device()
         if part.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -136,13 +136,8 @@ class Session:
 
     def run(self, progress: list[int]) -> Outcome:
         """`progress[0]` follows the last finished step, for the message if this fails."""
-        if self.plan.train is not None:
-            from mlpipe.train.loop import train
-
-            return train(self, self.plan.train, progress)
-        from mlpipe.train.evaluate import evaluate
-
-        return evaluate(self, self.plan.evaluate)  # type: ignore[arg-type]
+        ended: Outcome = self.plan.kind.part("worker").run(self, self.plan.work, progress)
+        return ended
 
     def close(self) -> None:
         """Records that the store does not take any more are no reason to fail, and hide none."""

@@ -68,8 +68,8 @@ def main() -> int:
         local_world_size=place.local_world_size,
         restart=place.restart,
     )
-    part = plan.train or plan.evaluate.train  # type: ignore[union-attr]  # the launcher has looked
-    watchdog = Watchdog(scratch, rank=place.rank, timeout_seconds=part.hang_timeout_seconds)
+    timeout_seconds = plan.work.training.hang_timeout_seconds
+    watchdog = Watchdog(scratch, rank=place.rank, timeout_seconds=timeout_seconds)
     progress = [0]
     met = threading.Event()
     if plan.launch.num_nodes > 1:
@@ -127,7 +127,7 @@ def _repeats(error: Exception) -> bool:
 
 def _place_in(error: Exception, plan: Plan) -> str | None:
     """file:line of the user's own code where it failed, if it did there."""
-    part = plan.train or plan.evaluate.train  # type: ignore[union-attr]
+    part = plan.work.training
     entries = [part.model.build, *([part.data.dataset] if part.data.dataset else [])]
     packages = {entry.entry.partition(":")[0].partition(".")[0] for entry in entries} - {"mlpipe"}
     found = [

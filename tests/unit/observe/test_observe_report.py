@@ -25,9 +25,9 @@ from kit.synthetic_run import (
 
 from mlpipe._core.errors import StoreError
 from mlpipe._core.records import Fallback
+from mlpipe.kinds.command.plan import CommandPlan
 from mlpipe.observe.report import build_markdown, build_report, write_report
 from mlpipe.observe.runview import MOST_RANKS, view_run
-from mlpipe.plan.plan import CommandPlan
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import StageState, append_event
 
@@ -168,7 +168,7 @@ def test_a_save_that_failed_is_an_event_and_no_checkpoint(store):
     (failed,) = [r for r in records if r["kind"] == "checkpoint" and r["step"] == 20]
     failed["error"] = "no space left on the device"
     write_records(store, "runs/full-1/stages/train/attempt-1", 0, records)
-    plan = stage_plan("full-1", "train", train=train_plan(30))
+    plan = stage_plan("full-1", "train", work=train_plan(30))
     store.put("runs/full-1/stages/train/attempt-1/plan.json", plan.to_json().encode())
     write_run(store, "full-1", {"train": stage_state()})
     text = read(build_report(store, "full-1"))
@@ -182,7 +182,7 @@ def test_a_fallback_behind_a_damaged_checkpoint_is_part_of_the_history(store):
     again = life_records(Life(1, 1, 10, 30), 0, steps=30, every=10)
     again[0]["notes"] = [note]
     write_records(store, "runs/back-1/stages/train/attempt-1", 0, [*records, *again])
-    plan = stage_plan("back-1", "train", train=train_plan(30))
+    plan = stage_plan("back-1", "train", work=train_plan(30))
     store.put("runs/back-1/stages/train/attempt-1/plan.json", plan.to_json().encode())
     append_event(
         store, "runs/back-1/stages/train/attempt-1", Fallback(step=10, given_up=["step-20"], why=["torn"])
@@ -214,7 +214,7 @@ def test_a_peak_that_the_worker_measured_stands_in_the_equation(store):
     for record in records[1:]:
         record["peak_flops"] = 5e10
     write_records(store, "runs/cpu-1/stages/train/attempt-1", 0, records)
-    plan = stage_plan("cpu-1", "train", train=train_plan(5))
+    plan = stage_plan("cpu-1", "train", work=train_plan(5))
     store.put("runs/cpu-1/stages/train/attempt-1/plan.json", plan.to_json().encode())
     write_run(store, "cpu-1", {"train": stage_state()})
     assert "(2 x 50 GFLOP/s)" in read(build_report(store, "cpu-1"))
@@ -231,7 +231,7 @@ def test_every_value_not_finite(store):
 
 
 def test_a_pipeline_of_commands(store):
-    plan = stage_plan("cmd-1", "hello", command=CommandPlan(("echo", "a b", "$HOME;rm")))
+    plan = stage_plan("cmd-1", "hello", work=CommandPlan(("echo", "a b", "$HOME;rm")))
     store.put("runs/cmd-1/stages/hello/attempt-1/plan.json", plan.to_json().encode())
     write_run(store, "cmd-1", {"hello": stage_state()})
     assert "echo 'a b' '$HOME;rm'" in read(build_report(store, "cmd-1"))

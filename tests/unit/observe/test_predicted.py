@@ -68,8 +68,7 @@ def planned(file: Path | None = None) -> TrainPlan:
         inputs={},
         hardware=stage_hardware(pipeline, "train"),
     )
-    assert plan.train is not None
-    return plan.train
+    return plan.work.training
 
 
 def ran(predicted: Prediction | None, tmp_path: Path, run: str = RUN) -> Store:

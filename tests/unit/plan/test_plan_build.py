@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import PRESETS
-from mlpipe.plan.build import build_plan, compare, stage_hardware
+from mlpipe.kinds.train.spec import Preset, Strategy
+from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.candidates import precision_on
 from mlpipe.plan.choose import micro_batches
 from mlpipe.plan.hardware import CATALOGUE, CPU_CORE, GIB, GPUS, Hardware, detect_hardware
@@ -23,8 +24,9 @@ from mlpipe.plan.memory import cpu_allocator
 from mlpipe.plan.plan import STRATEGIES, Mesh, Plan
 from mlpipe.plan.speed import KernelRates
 from mlpipe.plan.strategies import ORDER
+from mlpipe.plan.training import compare
 from mlpipe.spec.load import load_pipeline, load_pipeline_text
-from mlpipe.spec.model import Pipeline, Preset, Resources, Strategy
+from mlpipe.spec.model import Pipeline, Resources
 from mlpipe.spec.problems import SpecErrors
 
 pytestmark = pytest.mark.unit
@@ -49,7 +51,7 @@ def quickstart(*overrides: str) -> Pipeline:
 
 
 def train_of(pipeline: Pipeline, hardware: Hardware, **inputs: str) -> Any:
-    return plan_of(pipeline, "train", hardware, **inputs).train
+    return plan_of(pipeline, "train", hardware, **inputs).work
 
 
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda p: p.name)
@@ -121,11 +123,9 @@ stages:
 """
     pipeline = load_pipeline_text(text, "x")
     plan = plan_of(pipeline, "b", cpu(), a="/data/a")
-    assert plan.command is not None
-    assert plan.command.argv == ("cp", "/data/a/f", "{{output}}", "./runs", "r", "{{{{x}}")
+    assert plan.work.argv == ("cp", "/data/a/f", "{{output}}", "./runs", "r", "{{{{x}}")
     plan = plan_of(pipeline, "c", cpu(), b="/data/b")
-    assert plan.train is not None
-    assert plan.train.model.build.args == {"at": ["/data/b", "r", "{{x}}", 1]}
+    assert plan.work.training.model.build.args == {"at": ["/data/b", "r", "{{x}}", 1]}
     assert plan.launch.env["WHERE"] == "/data/b"
     assert plan.launch.env["BOTH"] == "r {{stages.a.output}}"
 
@@ -227,8 +227,7 @@ def test_what_cannot_run_is_refused_with_a_hint(overrides: list[str], workers: i
 def test_unknown_stage() -> None:
     with pytest.raises(PlanError, match="no stage 'trian'"):
         plan_of(quickstart(), "trian", cpu())
-    with pytest.raises(PlanError, match="does not train"):
-        compare(quickstart(), "corpus", cpu())
+    assert compare(quickstart(), "corpus", cpu()) == []
 
 
 def test_auto_takes_the_fastest_that_fits() -> None:
@@ -286,13 +285,11 @@ def test_evaluation_uses_the_resources_of_its_training_unless_it_has_its_own() -
     hardware = stage_hardware(alone, "evaluate")
     assert hardware.world_size == 3
     plan = plan_of(alone, "evaluate", hardware)
-    assert plan.evaluate is not None
-    assert plan.evaluate.train.strategy == "ddp"
-    assert plan.evaluate.train.accumulation == 1
-    assert plan.evaluate.train.global_batch == 3 * plan.evaluate.train.micro_batch
+    assert plan.work.training.strategy == "ddp"
+    assert plan.work.training.accumulation == 1
+    assert plan.work.training.global_batch == 3 * plan.work.training.micro_batch
     same = plan_of(quickstart("train.strategy=fsdp"), "evaluate", cpu())
-    assert same.evaluate is not None
-    assert same.evaluate.train.strategy == "fsdp"
+    assert same.work.training.strategy == "fsdp"
 
 
 def test_launch() -> None:
@@ -355,7 +352,7 @@ def _measured(bf16_flops: float) -> Hardware:
 def test_precision_is_what_the_hardware_computes_natively(
     hardware: Hardware, precision: str, reason: str
 ) -> None:
-    spec = quickstart("train.data.batch_size=16").stage("train").train
+    spec = quickstart("train.data.batch_size=16").stage("train").work
     assert spec is not None
     assert precision_on(spec, hardware) == (precision, reason)
     assert train_of(quickstart("train.data.batch_size=16"), hardware).precision == precision
@@ -373,7 +370,7 @@ def test_what_this_machine_can_do_decides_neither_elsewhere_nor_where_repeats_mu
     assert train_of(quickstart(), here).precision == "bf16"
     assert train_of(quickstart(), there).precision == "fp32"
     assert train_of(quickstart("train.deterministic=true"), here).precision == "fp32"
-    assert plan_of(quickstart(), "evaluate", here).evaluate.train.precision == "bf16"  # type: ignore[union-attr]
+    assert plan_of(quickstart(), "evaluate", here).work.training.precision == "bf16"
     (tmp_path / "cpuinfo").write_text("flags : fpu avx512f\n")
     assert train_of(quickstart(), stage_hardware(quickstart(), "train")).precision == "fp32"
     (tmp_path / "cpuinfo").unlink()

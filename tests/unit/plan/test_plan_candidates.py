@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import PRESETS
-from mlpipe.plan.build import compare, scale_stage, stage_hardware
+from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.choose import Candidate, choose, rank, verdict
 from mlpipe.plan.hardware import CPU_CORE, GIB, GPUS, Hardware
 from mlpipe.plan.memory import Work, counts
@@ -21,6 +21,7 @@ from mlpipe.plan.scaling import parse_nodes, within
 from mlpipe.plan.speed import REFERENCE, REFERENCE_BATCH, KernelRates, traffic_block, traffic_by_width
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import Job, Kernels, Passes, Wire, copy_seconds, passes, save_seconds
+from mlpipe.plan.training import compare, scale_stage
 from mlpipe.spec.load import load_pipeline
 from mlpipe.spec.model import Pipeline
 

@@ -30,6 +30,8 @@ def read_with(path: str, value: Any) -> Plan:
 PLAN = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
 SAME = {
     "older: no key of a later default": ("inputs", ...),
+    "older: null for each kind that it is not": ("evaluate", None),
+    "newer: a kind that we lack, and that it is not": ("distill", None),
     "older: deeper": ("train.mesh.pp", ...),
     "newer: a feature that is off": ("train.model.lora", None),
     "newer: a switch that is off": ("launch.elastic", False),
@@ -41,6 +43,8 @@ OTHER = {
     "newer: a port": ("launch.debug_port", 0, "debug_port is unknown"),
     "older: a key without a default": ("train.seed", ..., "seed is missing"),
     "newer: another value of an old key": ("train.strategy", "cp", "is not one of"),
+    "newer: of another kind as well": ("promote", {}, "exactly one of command, train, .*'promote'"),
+    "newer: of no kind that we know": ("train", ..., "exactly one of .* got none"),
     "newer: another meaning of all": ("schema_version", 2, "schema_version is 2, this mlpipe reads 1"),
 }
 
@@ -76,7 +80,7 @@ def test_a_plan_without_flags_means_what_its_strategy_meant(
     holder = document if kind == "train" else document["evaluate"]
     holder["train"] = before_flags(holder["train"], strategy=strategy)
     plan = Plan.from_json(json.dumps(document))
-    train = plan.train or plan.evaluate.train  # type: ignore[union-attr]
+    train = plan.work.training
     assert (train.reshard_after_forward, train.shard_optimizer) == flags
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -93,6 +97,4 @@ def test_a_plan_without_flags_is_compiled_as_it_was(changes: dict[str, Any], sco
     document = json.loads(PLAN.to_json())
     plain = {"mesh": {}, "activation_checkpointing": "none", "compile": "model"}
     document["train"] = before_flags(document["train"], **{**plain, **changes})
-    train = Plan.from_json(json.dumps(document)).train
-    assert train is not None
-    assert train.compile == scope
+    assert Plan.from_json(json.dumps(document)).work.training.compile == scope

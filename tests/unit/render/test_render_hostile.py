@@ -48,6 +48,7 @@ HOSTILE = st.one_of(
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 RELAXED = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 TRAIN = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
+TRAINING = TRAIN.work.training
 
 
 def expand(text: str, values: dict[str, str]) -> str:
@@ -92,20 +93,20 @@ def skeleton(value: Any) -> Any:
 
 def hostile(text: str) -> Plan:
     """A user's text wherever a pipeline may have any."""
-    assert TRAIN.train is not None
     assert TRAIN.cluster is not None
     patch = Patch("Pod", None, None, {"metadata": {"annotations": {"own": text}}}, None)
     train = dataclasses.replace(
-        TRAIN.train,
+        TRAINING,
         reason=text,
-        data=dataclasses.replace(TRAIN.train.data, tokens=text),
+        data=dataclasses.replace(TRAINING.data, tokens=text),
         model=dataclasses.replace(
-            TRAIN.train.model, build=dataclasses.replace(TRAIN.train.model.build, args={"a": text})
+            TRAINING.model,
+            build=dataclasses.replace(TRAINING.model.build, args={"a": text}),
         ),
     )
     return dataclasses.replace(
         TRAIN,
-        train=train,
+        work=train,
         store_url=f"s3://bucket/{text}",
         launch=dataclasses.replace(TRAIN.launch, env={"OWN": text}),
         cluster=dataclasses.replace(

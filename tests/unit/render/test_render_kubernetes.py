@@ -488,8 +488,7 @@ def test_one_claim_in_two_places_is_one_volume() -> None:
 
 def test_a_plan_that_no_configmap_takes_is_refused() -> None:
     plan = quickstart()
-    assert plan.train is not None
-    large = dataclasses.replace(plan, train=dataclasses.replace(plan.train, reason="x" * 2**20))
+    large = dataclasses.replace(plan, work=dataclasses.replace(plan.work.training, reason="x" * 2**20))
     with pytest.raises(RenderError, match=r"plan\.json has \d+ bytes, a ConfigMap takes 1048576"):
         stage_objects(large)
 

@@ -24,8 +24,7 @@ def llm(*overrides: str) -> Plan:
 
 
 def train_of(plan: Plan) -> TrainPlan:
-    assert plan.train is not None
-    return plan.train
+    return plan.work.training
 
 
 def test_nothing_to_say() -> None:
@@ -66,7 +65,7 @@ def test_what_the_planner_would_not_do_is_found_in_a_plan_from_elsewhere() -> No
     plan = llm()
     launch = dataclasses.replace(plan.launch, nproc_per_node=4, env={"PET_NNODES": "1"})
     train = dataclasses.replace(train_of(plan), micro_batch=3)
-    found = "\n".join(lint(dataclasses.replace(plan, launch=launch, train=train)))
+    found = "\n".join(lint(dataclasses.replace(plan, launch=launch, work=train)))
     assert "error: stage train: 4 workers on a node of 8 GPUs" in found
     assert "error: stage train: PET_NNODES is read by torchrun" in found
     assert "error: stage train: the batch of 128 is not 3 a pass x 16 data ranks x 8 passes" in found
@@ -85,7 +84,7 @@ def test_the_grace_period_grows_with_the_checkpoint() -> None:
     alone = dataclasses.replace(train_of(huge), mesh=dataclasses.replace(train_of(huge).mesh, dp_shard=8))
     assert shutdown_seconds(alone, 8) == CEILING_SECONDS
     launch = dataclasses.replace(huge.launch, shutdown_seconds=CEILING_SECONDS)
-    found = lint(dataclasses.replace(huge, train=alone, launch=launch))
+    found = lint(dataclasses.replace(huge, work=alone, launch=launch))
     (line,) = [line for line in found if "checkpoint" in line]
     assert "takes up to 2h21m (100 MB/s a node), but 1h00m after SIGTERM the pod is killed" in line
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlpipe.cli.submit import await_heard
-from mlpipe.plan.plan import CommandPlan, Launch, Plan
+from mlpipe.kinds.command.plan import CommandPlan
+from mlpipe.plan.plan import Launch, Plan
 from mlpipe.store import leases, outputs, runs, wanted
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
@@ -35,9 +36,7 @@ def command_plan(name: str, attempt: int, timeout: float | None = None) -> Plan:
         shutdown_seconds=10.0,
         metrics_port=None,
     )
-    return Plan(
-        1, "run", "test", name, attempt, "store", "digest", "digest", launch, command=CommandPlan(("true",))
-    )
+    return Plan(1, "run", "test", name, attempt, "store", "digest", "digest", launch, CommandPlan(("true",)))
 
 
 class Scripted:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlpipe._core.errors import SpecError, SubmitError
-from mlpipe.plan.build import meaning_of
+from mlpipe.plan.training import meaning_of
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store import catalogue, outputs, runs
 from mlpipe.store.base import Store

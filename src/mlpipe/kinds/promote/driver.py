@@ -1,4 +1,4 @@
-"""The stage kind `promote`: gives a checkpoint that passed its gate a version in the registry."""
+"""Gives a checkpoint that passed its gate a version in the registry."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ import json
 from typing import Any
 
 from mlpipe._core.errors import SubmitError
-from mlpipe.plan.plan import PromotePlan
+from mlpipe.kinds.promote.plan import PromotePlan
+from mlpipe.plan.plan import Plan
 from mlpipe.store import catalogue, registry, runs
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import Checkpoint
+
+
+def run(store: Store, plan: Plan) -> dict[str, Any]:
+    """The outcome of the stage in run.json. Raises what `promote` raises."""
+    promotion = plan.part(PromotePlan)
+    assert promotion is not None
+    version, checkpoint = promote(store, plan.run_id, promotion)
+    model = {"model": promotion.model_name, "version": version, "alias": promotion.alias}
+    return {**model, "step": checkpoint.step}
 
 
 def promote(store: Store, run_id: str, plan: PromotePlan) -> tuple[int, Checkpoint]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shlex
 
+from mlpipe.kinds.command.plan import CommandPlan
 from mlpipe.observe.blocks import Card, Code, Facts, Section
 from mlpipe.observe.runview import StageView
 
 
 def section(stage: StageView) -> Section:
-    argv = stage.plan.command.argv if stage.plan is not None and stage.plan.command is not None else ()
+    plan = stage.part(CommandPlan)
+    argv = plan.argv if plan is not None else ()
     return Section([Card([Facts({"argv": Code(shlex.join(argv)), "exit code": stage.state.exit_code})])])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from mlpipe.kinds.promote.plan import PromotePlan
 from mlpipe.observe.blocks import Card, Facts, Section
 from mlpipe.observe.runview import StageView
 
 
 def section(stage: StageView) -> Section:
-    plan = stage.plan.promote if stage.plan is not None else None
+    plan = stage.part(PromotePlan)
     if plan is None:
         return Section([])
     pairs = {"model": plan.model_name, "alias": plan.alias, "from": plan.train_stage}

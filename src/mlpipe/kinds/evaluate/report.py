@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.observe.blocks import Block, Card, Facts, Paragraph, Preformatted, Section
 from mlpipe.observe.progress import format_loss
 from mlpipe.observe.runview import StageView
@@ -12,7 +13,7 @@ def section(stage: StageView) -> Section:
     if result is None:
         waiting = stage.state.state in ("pending", "running")
         return Section([Card([Paragraph("No result yet." if waiting else "No result was left.")])])
-    plan = stage.plan.evaluate if stage.plan is not None else None
+    plan = stage.part(EvaluatePlan)
     verdict = {True: "passed", False: "not passed", None: "not decided"}[result.passed]
     in_nats = result.val_perplexity is not None  # else a loss of the model's own
     targets = "tokens" if in_nats else "targets"

@@ -29,7 +29,7 @@ from mlpipe.plan.plan import TrainPlan
 
 
 def section(stage: StageView) -> Section:
-    plan = stage.plan.train if stage.plan is not None else None
+    plan = stage.part(TrainPlan)
     lead = stage.lead
     blocks: list[Block | None] = [_chosen(stage, plan) if plan is not None else None]
     blocks.append(stage_charts(stage) if lead.steps else Paragraph("No step was finished."))

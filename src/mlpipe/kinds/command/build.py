@@ -1,0 +1,15 @@
+"""Plans a program."""
+
+from __future__ import annotations
+
+from mlpipe.kinds.command.plan import CommandPlan
+from mlpipe.plan.launch import Given, single_process
+from mlpipe.plan.plan import Launch
+from mlpipe.spec.model import Pipeline, Stage
+from mlpipe.spec.placeholders import resolve
+
+
+def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[CommandPlan, Launch]:
+    # whoever runs it resolves once more, with {{output}}
+    argv = tuple(resolve(word, given.known, partial=True) for word in stage.work)
+    return CommandPlan(argv), single_process(stage, given)

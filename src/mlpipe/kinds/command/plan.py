@@ -1,0 +1,23 @@
+"""What plan.json says of a program."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mlpipe.plan.plan import StageWork
+
+
+@dataclass(frozen=True)
+class CommandPlan(StageWork):
+    kind: ClassVar[str] = "command"
+
+    argv: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        return shlex.join(self.argv)
+
+
+PLAN = CommandPlan

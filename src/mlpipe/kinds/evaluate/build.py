@@ -1,0 +1,28 @@
+"""Plans an evaluation. On resources of its own, perhaps of another number, the strategy is chosen anew."""
+
+from __future__ import annotations
+
+from mlpipe.kinds.evaluate.plan import EvaluatePlan
+from mlpipe.kinds.evaluate.spec import Evaluate
+from mlpipe.plan.launch import Given, workers
+from mlpipe.plan.plan import Launch
+from mlpipe.plan.references import stage_referred_to
+from mlpipe.plan.training import evaluation_plan
+from mlpipe.spec.model import Pipeline, Stage
+
+
+def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[EvaluatePlan, Launch]:
+    trained = stage_referred_to(pipeline, stage, "train")
+    own_resources = stage.resources is not None
+    forwards = evaluation_plan(trained.work, given.hardware, given.known, own_resources=own_resources)
+    spec: Evaluate = stage.work
+    evaluation = EvaluatePlan(
+        train_stage=trained.name,
+        train=forwards,
+        data=forwards.data,
+        max_tokens=spec.max_tokens,
+        gate=spec.gate,
+        prompt=spec.prompt,
+        generate_tokens=spec.generate_tokens,
+    )
+    return evaluation, workers(stage, given, forwards)

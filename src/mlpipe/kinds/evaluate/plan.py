@@ -1,0 +1,36 @@
+"""What plan.json says of an evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mlpipe.plan.plan import DataPlan, StageWork, TrainPlan
+
+
+@dataclass(frozen=True)
+class EvaluatePlan(StageWork):
+    """Validation loss of the latest checkpoint of `train_stage`, and a gate over the metrics
+    `val_loss`, `val_perplexity`, `val_bits_per_byte`."""
+
+    kind: ClassVar[str] = "evaluate"
+
+    train_stage: str
+    train: TrainPlan  # of the training stage: model, precision, strategy
+    data: DataPlan  # the held-out split
+    max_tokens: int
+    gate: str | None
+    prompt: str | None
+    generate_tokens: int
+
+    @property
+    def summary(self) -> str:
+        gate = f"gate {self.gate}" if self.gate else "no gate"
+        return f"{self.train_stage}'s latest checkpoint on held-out text, {gate}"
+
+    @property
+    def training(self) -> TrainPlan:
+        return self.train
+
+
+PLAN = EvaluatePlan

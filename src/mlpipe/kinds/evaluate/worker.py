@@ -1,0 +1,12 @@
+"""What each rank of an evaluation does."""
+
+from __future__ import annotations
+
+from mlpipe.kinds.evaluate.plan import EvaluatePlan
+from mlpipe.train.evaluate import evaluate
+from mlpipe.train.outcome import Outcome
+from mlpipe.train.session import Session
+
+
+def run(session: Session, plan: EvaluatePlan, progress: list[int]) -> Outcome:
+    return evaluate(session, plan)

@@ -1,0 +1,1 @@
+"""Gives a checkpoint a version in the registry of models."""

@@ -1,0 +1,23 @@
+"""Plans a promotion."""
+
+from __future__ import annotations
+
+from mlpipe.kinds.promote.plan import PromotePlan
+from mlpipe.kinds.promote.spec import Promote
+from mlpipe.plan.grace import FLOOR_SECONDS
+from mlpipe.plan.launch import Given, single_process
+from mlpipe.plan.plan import Launch
+from mlpipe.plan.references import find_referred_to, stage_referred_to
+from mlpipe.spec.model import Pipeline, Stage
+
+
+def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[PromotePlan, Launch]:
+    spec: Promote = stage.work
+    evaluated = find_referred_to(pipeline, stage, "evaluate")
+    promotion = PromotePlan(
+        train_stage=stage_referred_to(pipeline, stage, "train").name,
+        evaluate_stage=None if evaluated is None else evaluated.name,
+        model_name=spec.as_,
+        alias=spec.alias,
+    )
+    return promotion, single_process(stage, given, shutdown_seconds=FLOOR_SECONDS)

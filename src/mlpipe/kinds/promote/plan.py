@@ -1,0 +1,26 @@
+"""What plan.json says of a promotion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mlpipe.plan.plan import StageWork
+
+
+@dataclass(frozen=True)
+class PromotePlan(StageWork):
+    kind: ClassVar[str] = "promote"
+
+    train_stage: str
+    evaluate_stage: str | None
+    model_name: str
+    alias: str | None
+
+    @property
+    def summary(self) -> str:
+        alias = f", alias {self.alias}" if self.alias else ""
+        return f"{self.train_stage}'s checkpoint as model {self.model_name}{alias}"
+
+
+PLAN = PromotePlan

@@ -1,0 +1,23 @@
+"""The keys of a stage that promotes."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from mlpipe.spec import fields as f
+from mlpipe.spec.base import SpecModel
+from mlpipe.spec.part import Reference, SpecPart
+
+
+class Promote(SpecModel):
+    """Copy the weights to the registry of models."""
+
+    as_: f.Name = Field(alias="as", description="Name of the model.")
+    alias: f.Name | None = Field(None, description="Points to this version from now on.")
+    train: f.Name | None = Field(None, description="Stage to promote. Default: the one it needs.")
+    evaluate: f.Name | None = Field(None, description="Its evaluation. Default: the one it needs.")
+
+
+PART = SpecPart(
+    Promote, "Register a model.", references=(Reference("train"), Reference("evaluate", required=False))
+)

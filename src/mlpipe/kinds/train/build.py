@@ -1,0 +1,17 @@
+"""Plans a training."""
+
+from __future__ import annotations
+
+from mlpipe.kinds.train.spec import Train
+from mlpipe.plan.launch import Given, workers
+from mlpipe.plan.plan import Launch, TrainPlan
+from mlpipe.plan.training import train_plan
+from mlpipe.spec.model import Pipeline, Stage
+
+
+def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[TrainPlan, Launch]:
+    spec: Train = stage.work
+    training = train_plan(spec, given.hardware, given.known, resume=given.resume, traced=given.traced)
+    port = None if spec.metrics_port == "off" else spec.metrics_port
+    launch = workers(stage, given, training, saves=True, max_restarts=spec.max_restarts, metrics_port=port)
+    return training, launch

@@ -1,0 +1,273 @@
+"""The keys of a stage that trains, and the rules between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from mlpipe._core.units import parse_seconds
+from mlpipe.spec import fields as f
+from mlpipe.spec import wishes
+from mlpipe.spec.base import SpecModel, one_of
+from mlpipe.spec.part import SpecPart
+from mlpipe.spec.problems import Problem
+from mlpipe.spec.tree import Node, get, problem_of_key, text_of
+
+Preset = Literal[
+    "llama-1m", "llama-4m", "llama-8m", "llama-25m", "llama-125m",
+    "llama-350m", "llama-1b", "llama-3b", "llama-8b", "llama-70b",
+]  # fmt: skip
+Strategy = Literal["auto", "single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
+_SHORTEST_HANG_SECONDS = 1.0  # the watchdog looks twice a second
+
+
+class PresetModel(SpecModel):
+    """One of mlpipe's Llama-style models; any number of its shape can be changed."""
+
+    preset: Preset = Field(description="Name of the shape.")
+    seq_len: f.Count = Field(description="Tokens in a sample.")
+    vocab_size: f.Count | None = Field(
+        None, description="Default: of the tokens, rounded up to a multiple of 64."
+    )
+    dim: f.Count | None = Field(None, description="Width of the model.")
+    num_layers: f.Count | None = Field(None, description="Blocks.")
+    num_heads: f.Count | None = Field(None, description="Query heads.")
+    num_kv_heads: f.Count | None = Field(None, description="Key and value heads.")
+    ffn_dim: f.Count | None = Field(None, description="Width of the feed-forward layer.")
+    max_seq_len: f.Count | None = Field(None, description="Longest sequence the positions allow.")
+    rope_theta: f.Positive | None = Field(None, description="Base of the rotary frequencies.")
+    norm_eps: f.Positive | None = Field(None, description="Epsilon of the RMSNorms.")
+    tied: bool | None = Field(None, description="Whether the head shares the input embedding's matrix.")
+
+
+class OwnModel(SpecModel):
+    """A function of yours that returns a plain `nn.Module`."""
+
+    entry: f.EntryPath = Field(description="`package.module:function`, importable where mlpipe runs.")
+    args: dict[f.Text, f.Json] = Field({}, description="Keyword arguments of the function.")
+    blocks: tuple[f.Text, ...] = Field(
+        (),
+        strict=False,
+        description="Modules to shard, checkpoint and compile, such as `layers`. "
+        "Default: the model's ModuleLists.",
+    )
+    seq_len: f.Count = Field(1, description="Tokens in a sample; 1 if samples are not text.")
+
+
+class TokenData(SpecModel):
+    """A folder of token files, as `mlpipe-corpus` writes it."""
+
+    model_config = ConfigDict(json_schema_extra=one_of("batch_tokens", "batch_size"))
+
+    tokens: f.Text = Field(description="The folder, usually `{{stages.NAME.output}}`.")
+    batch_tokens: f.Count | None = Field(
+        None, description="Tokens in a step, over all workers: a multiple of `seq_len`."
+    )
+    batch_size: f.Count | None = Field(
+        None, description="Sequences in a step, over all workers; instead of `batch_tokens`."
+    )
+    micro_batch: f.CountOrAuto = Field(
+        "auto", description="Sequences in one forward pass of one worker; `auto`: the fastest that fits."
+    )
+
+
+class OwnData(SpecModel):
+    """A function of yours that returns a map-style data set."""
+
+    entry: f.EntryPath = Field(
+        description="`package.module:function`, called with `args` and `split` "
+        "(`train` or `validation`); the result has `len()` and `[i] -> dict of tensors`."
+    )
+    args: dict[f.Text, f.Json] = Field({}, description="Keyword arguments of the function.")
+    batch_size: f.Count = Field(description="Samples in a step, over all workers.")
+    micro_batch: f.CountOrAuto = Field(
+        "auto", description="Samples in one forward pass of one worker; `auto`: the fastest that fits."
+    )
+
+
+class Optimizer(SpecModel):
+    """AdamW and its learning-rate schedule."""
+
+    name: Literal["adamw"] = Field("adamw", description="The only one so far.")
+    lr: f.Positive = Field(3e-4, description="Peak learning rate.")
+    betas: Annotated[tuple[f.BelowOne, f.BelowOne], Field(strict=False)] = Field(
+        (0.9, 0.95), description="Decay of the first and second moment."
+    )
+    eps: f.Positive = Field(1e-8, description="Added to the denominator.")
+    weight_decay: f.NotNegative = Field(0.1, description="Decoupled weight decay.")
+    grad_clip: f.NotNegative = Field(1.0, description="Largest global gradient norm; 0 switches it off.")
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
+        "cosine", description="Learning rate after the warm-up. `wsd`: constant, then a linear decay."
+    )
+    warmup_steps: f.CountOrZero = Field(0, description="Steps of linear warm-up.")
+    decay_steps: f.Count | None = Field(
+        None, description="Of `wsd`: steps of the final decay. Default: a tenth of all."
+    )
+    min_lr_ratio: f.Ratio = Field(0.1, description="Final learning rate as a share of the peak.")
+
+
+class Checkpoint(SpecModel):
+    """When to save and what to retain."""
+
+    every: f.Every = Field("15 min", description="Steps or time between two, like `100 steps`.")
+    keep: f.Count = Field(3, description="Checkpoints to retain.")
+    asynchronous: bool = Field(True, description="Write while the training goes on.")
+
+
+class MeshSizes(SpecModel):
+    """Sizes of the two data axes of `hsdp`, instead of nodes x workers per node."""
+
+    dp_replicate: f.Count = Field(description="Copies of the model.")
+    dp_shard: f.Count = Field(description="Workers that share a copy.")
+
+
+def _entry_or(other: str, own: str) -> Discriminator:
+    def choose(value: Any) -> str:
+        return own if isinstance(value, OwnModel | OwnData) or "entry" in value else other
+
+    def tag(value: Any) -> str:
+        return choose(value) if isinstance(value, dict | SpecModel) else other
+
+    return Discriminator(tag)
+
+
+class Train(SpecModel):
+    """Train a model with torchrun."""
+
+    model: Annotated[
+        Annotated[PresetModel, Tag("PresetModel")] | Annotated[OwnModel, Tag("OwnModel")],
+        _entry_or("PresetModel", "OwnModel"),
+    ] = Field(description="A `preset`, or your own `entry`.")
+    data: Annotated[
+        Annotated[TokenData, Tag("TokenData")] | Annotated[OwnData, Tag("OwnData")],
+        _entry_or("TokenData", "OwnData"),
+    ] = Field(description="A folder of `tokens`, or your own `entry`.")
+    steps: f.Count = Field(description="Optimizer steps in all.")
+    optimizer: Optimizer = Field(
+        default_factory=lambda: Optimizer.model_construct(), description="Optimizer and schedule."
+    )
+    strategy: Strategy = Field("auto", description="How to split the work; `auto`: the fastest that fits.")
+    mesh: MeshSizes | None = Field(None, description="For `hsdp` only.")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto",
+        description="Of the matmuls; weights, gradients and loss stay fp32. `auto`: bf16 where the hardware "
+        "computes it natively.",
+    )
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
+        "none",
+        description="What to recompute in the backward pass, to save memory; `auto`: as little as fits.",
+    )
+    compile: Literal["off", "block", "model"] = Field(
+        "off",
+        description="torch.compile: block by block, or the whole model with its loss, which takes longer to "
+        "compile and is a little faster. Where weights are sharded or activations recomputed `model` is "
+        "`block`.",
+    )
+    deterministic: bool = Field(False, description="Repeats are bit-equal; may be slower.")
+    seed: f.CountOrZero = Field(0, description="Of the weights and the sample order.")
+    checkpoint: Checkpoint = Field(
+        default_factory=lambda: Checkpoint.model_construct(), description="When to save."
+    )
+    max_restarts: f.FewOrZero = Field(3, description="Restarts of crashed workers within an attempt.")
+    hang_timeout: f.Duration = Field("10 min", description="A longer step ends the run; 1 s or more.")
+    metrics_port: f.Port | Literal["off"] = Field(
+        0, description="Of /metrics, plus the local rank; 0 takes any free port."
+    )
+
+
+def _problems(stage: Node) -> Iterator[Problem]:
+    yield from wishes.problems(stage)
+    train = get(stage, "train")
+    if train is None or not isinstance(train.value, dict):
+        return
+    for key, other in (("model", "preset"), ("data", "tokens")):
+        part = get(train, key)
+        if part is None or not isinstance(part.value, dict):
+            continue
+        own, ours = get(part, "entry"), get(part, other)
+        if own is not None and ours is not None:
+            yield problem_of_key(ours, f"{key} has both 'entry' and {other!r}", "keep one of them")
+        if own is None and ours is None:
+            yield problem_of_key(
+                part, f"{key} has neither {other!r} nor 'entry'", f"add '{other}: ...' or 'entry: ...'"
+            )
+    data = get(train, "data")
+    if data is not None and get(data, "entry") is None and isinstance(data.value, dict):
+        tokens, sequences = get(data, "batch_tokens"), get(data, "batch_size")
+        seq_len = get(train, "model", "seq_len")
+        if tokens is not None and sequences is not None:
+            yield problem_of_key(
+                sequences, "batch_size and batch_tokens say the same thing", "keep one of them"
+            )
+        if tokens is None and sequences is None and get(data, "tokens") is not None:
+            yield problem_of_key(
+                data, "the batch has no size", "add 'batch_size: 32' (sequences) or batch_tokens"
+            )
+        if tokens is not None and seq_len is not None and _positive(tokens) and _positive(seq_len):
+            rest = tokens.value % seq_len.value
+            if rest:
+                nearest = max(1, round(tokens.value / seq_len.value)) * seq_len.value
+                yield problem_of_key(
+                    tokens,
+                    f"batch_tokens {tokens.value} is not a multiple of seq_len {seq_len.value}",
+                    f"write {nearest}",
+                )
+        if get(train, "model", "entry") is not None and seq_len is None and get(data, "tokens") is not None:
+            yield problem_of_key(
+                train.value["model"],
+                "a model fed with tokens needs their number in a sample",
+                "add 'seq_len: 512'",
+            )
+    strategy, mesh = get(train, "strategy"), get(train, "mesh")
+    if mesh is not None and text_of(strategy) != "hsdp":
+        yield problem_of_key(
+            mesh, "only strategy hsdp has a mesh to choose", "remove it, or write strategy: hsdp"
+        )
+    patience = get(train, "hang_timeout")
+    if patience is not None and 0 < _seconds(patience) < _SHORTEST_HANG_SECONDS:
+        yield problem_of_key(
+            patience, f"hang_timeout {patience.value!r} would end any run", "write 1 s or more"
+        )
+    optimizer = get(train, "optimizer")
+    decay = get(optimizer, "decay_steps") if optimizer is not None else None
+    if optimizer is not None and decay is not None and text_of(get(optimizer, "schedule")) != "wsd":
+        yield problem_of_key(decay, "only schedule wsd has decay_steps", "remove it, or write schedule: wsd")
+    steps = get(train, "steps")
+    for key in ("warmup_steps", "decay_steps"):
+        node = get(optimizer, key) if optimizer is not None else None
+        if node is None or steps is None or not _positive(node) or not _positive(steps):
+            continue
+        if node.value > steps.value:
+            yield problem_of_key(
+                node, f"{key} {node.value} is more than the {steps.value} steps", "write less"
+            )
+
+
+def _seconds(node: Node) -> float:
+    """0 for what is no duration."""
+    try:
+        return parse_seconds(text_of(node) or "")
+    except ValueError:
+        return 0.0
+
+
+def _positive(node: Node) -> bool:
+    return isinstance(node.value, int) and not isinstance(node.value, bool) and node.value > 0
+
+
+def _texts(train: Node) -> Iterator[Node]:
+    for path, leaf in train.walk():
+        if path[:2] == ("data", "tokens") or path[1:2] == ("args",):
+            yield leaf
+
+
+def _overridden(train: Node, key: Sequence[str], value: Any) -> str | None:
+    """Another strategy drops the mesh, which is for hsdp only."""
+    if tuple(key) == ("strategy",) and value != "hsdp" and train.value.pop("mesh", None) is not None:
+        return "drops the stage's mesh, which is for hsdp only"
+    return None
+
+
+PART = SpecPart(Train, "Train a model.", problems=_problems, texts=_texts, overridden=_overridden)

@@ -1,0 +1,13 @@
+"""What each rank of a training does."""
+
+from __future__ import annotations
+
+import mlpipe.train.models.llama  # noqa: F401  # with the first import: ranks are forked behind it
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.loop import train
+from mlpipe.train.outcome import Outcome
+from mlpipe.train.session import Session
+
+
+def run(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
+    return train(session, plan, progress)

@@ -1,0 +1,80 @@
+"""How a stage's processes are started: the Launch of plan.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mlpipe._core.units import parse_seconds
+from mlpipe.plan import grace
+from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.memory import cpu_allocator, is_sparing
+from mlpipe.plan.plan import Launch, TrainPlan
+from mlpipe.plan.traced import Traced
+from mlpipe.spec.model import Stage
+from mlpipe.spec.placeholders import fill, resolve
+
+COMMAND_SECONDS = 30.0  # between SIGTERM and SIGKILL of what has no checkpoint to write
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a stage is planned for. `known`: values of placeholders. `resume`: from the stage's latest
+    checkpoint. `traced`: the numbers of a user's own model."""
+
+    hardware: Hardware
+    known: Mapping[str, str]
+    resume: bool = False
+    traced: Traced | None = None
+
+
+def single_process(stage: Stage, given: Given, *, shutdown_seconds: float = COMMAND_SECONDS) -> Launch:
+    """Of a kind that runs as a command, or in the driver."""
+    return Launch(
+        num_nodes=1,
+        nproc_per_node=1,
+        max_restarts=0,
+        device="cpu",
+        argv=(),
+        env={key: resolve(value, given.known, partial=True) for key, value in stage.env.items()},
+        timeout_seconds=_timeout_seconds(stage),
+        shutdown_seconds=shutdown_seconds,
+        metrics_port=None,
+    )
+
+
+def workers(
+    stage: Stage,
+    given: Given,
+    plan: TrainPlan,
+    *,
+    saves: bool = False,
+    max_restarts: int = 0,
+    metrics_port: int | None = None,
+) -> Launch:
+    """Of a kind that runs in workers, which are told `plan`. `saves`: whether they train by it, and write a
+    checkpoint before they stop."""
+    hardware = given.hardware
+    env = {key: fill(value, given.known) for key, value in stage.env.items()}
+    threads = max(1, hardware.cpus_per_node // hardware.devices_per_node)
+    env.setdefault("OMP_NUM_THREADS", str(threads))
+    if hardware.device == "cpu":
+        sparing = saves and is_sparing(plan.mesh, plan.activation_checkpointing)
+        env = {**cpu_allocator(sparing=sparing), **env}
+    elif plan.deterministic:
+        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
+    return Launch(
+        num_nodes=hardware.num_nodes,
+        nproc_per_node=hardware.devices_per_node,
+        max_restarts=max_restarts,
+        device=hardware.device,
+        argv=("-m", "mlpipe.train.worker"),
+        env=env,
+        timeout_seconds=_timeout_seconds(stage),
+        shutdown_seconds=grace.shutdown_seconds(plan if saves else None, hardware.devices_per_node),
+        metrics_port=metrics_port,
+    )
+
+
+def _timeout_seconds(stage: Stage) -> float | None:
+    return parse_seconds(stage.timeout) if stage.timeout else None
