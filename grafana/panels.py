@@ -236,6 +236,10 @@ def board(
     )
     start = f'mlpipe_train_start_timestamp_seconds{{{RUNS}, rank="0"}} * 1000'
     made.annotation(_annotation("Start or restart", "orange", start, "{{run}} {{stage}}"))
+    back = f"mlpipe_run_fallback_timestamp_seconds{{{RUNS}}} * 1000"
+    made.annotation(
+        _annotation("Fallback", "purple", back, "{{run}} {{stage}}: went back behind a damaged checkpoint")
+    )
     firing = f'ALERTS{{alertname=~"Mlpipe.+", alertstate="firing", {RUNS}}}'
     made.annotation(_annotation("Alert", "red", firing, "{{alertname}} {{run}} {{stage}}", at_value=False))
     link = builders.DashboardLink("mlpipe boards").type(models.DashboardLinkType.DASHBOARDS).tags(["mlpipe"])

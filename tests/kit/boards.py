@@ -54,7 +54,7 @@ class Query:
 
     @property
     def only_failed(self) -> bool:
-        return (self.board, self.panel) in ONLY_FAILED_PANELS
+        return (self.board, self.panel) in ONLY_FAILED_PANELS or self.panel == "annotation Fallback"
 
     def filled(self, run: str = ".*") -> str:
         """With the variables of Grafana as it fills them in for a board that shows everything."""

@@ -14,17 +14,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mlpipe._core.errors import MlpipeError
 from mlpipe._core.records import Start, Step
 from mlpipe.observe.buckets import NAMES
 from mlpipe.observe.goodput import Ledger, add
-from mlpipe.observe.metrics import Metric
 from mlpipe.observe.predicted import measured, predicted_usd
 from mlpipe.observe.records import Follower
 from mlpipe.observe.runview import RunView, view_run
+from mlpipe.observe.series import FLEET_METRICS
 from mlpipe.store import leases, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RUN_ENDED, RunState, RunSummary
@@ -37,95 +37,15 @@ RECENT_RUNS = 100
 # long (all records of many steps) may take a part.
 _LEDGER_SECONDS = 60.0
 _LEDGER_SHARE = 0.02
-_RUN = ("run", "pipeline")
 
-FLEET_METRICS: tuple[Metric, ...] = (
-    Metric("mlpipe_fleet_runs", "gauge", "runs", "none", "Runs of the store.", "index", ("state",)),
-    Metric(
-        "mlpipe_fleet_failed_runs", "gauge", "runs", "none",
-        "Failed runs: not_finite (loss or gradient), hang, or the kind of the error.",
-        "run.json", ("cause",),
-    ),
-    Metric(
-        "mlpipe_fleet_unread_runs", "gauge", "runs", "none",
-        "Runs that are over and not read yet: they are missing in the sums below.", "index",
-    ),
-    Metric(
-        "mlpipe_fleet_rank_seconds", "gauge", "seconds", "none",
-        "Where the rank-seconds of all trainings went.", "records, by observe/goodput.py",
-        ("bucket", "device"),
-    ),
-    Metric(
-        "mlpipe_fleet_cost_usd", "gauge", "USD", "none",
-        "What all trainings with a price cost.", "rank-seconds x plan: price_usd_per_device_hour",
-    ),
-    Metric(
-        "mlpipe_fleet_badput_usd", "gauge", "USD", "none",
-        "Of that, what was paid for anything but steps that are kept.", "the same",
-    ),
-    Metric(
-        "mlpipe_fleet_last_round_timestamp_seconds", "gauge", "seconds since 1970", "none",
-        "When the exporter last ended a look at the store.", "clock",
-    ),
-    Metric(
-        "mlpipe_fleet_round_duration_seconds", "gauge", "seconds", "none",
-        "How long that look took.", "clock",
-    ),
-    Metric(
-        "mlpipe_run_state_info", "gauge", "1", "none", "Where a run stands; always 1.", "index, run.json",
-        (*_RUN, "state", "backend"),
-    ),
-    Metric(
-        "mlpipe_run_last_step_timestamp_seconds", "gauge", "seconds since 1970", "none",
-        "When rank 0 of a training under way last ended a step; before the first: when it began to train.",
-        "step: time", (*_RUN, "stage"),
-    ),
-    Metric(
-        "mlpipe_run_undriven_timestamp_seconds", "gauge", "seconds since 1970", "none",
-        "Since when nobody drives a run that is under way. Absent for others.",
-        "run.json: driver", _RUN,
-    ),
-    Metric(
-        "mlpipe_run_failed_timestamp_seconds", "gauge", "seconds since 1970", "none",
-        "When a run failed.", "run.json", (*_RUN, "stage", "cause"),
-    ),
-    Metric(
-        "mlpipe_run_step_seconds", "gauge", "seconds", "none",
-        "Of a training's step: measured (the median after the warm-up) beside predicted, where the plan did.",
-        "step: seconds; plan: predicted", (*_RUN, "stage", "kind"),
-    ),
-    Metric(
-        "mlpipe_run_memory_bytes", "gauge", "bytes", "none",
-        "Of a training's fullest rank at its peak: measured beside predicted, where the plan did.",
-        "step: memory_bytes; plan: predicted", (*_RUN, "stage", "kind"),
-    ),
-    Metric(
-        "mlpipe_run_training_cost_usd", "gauge", "USD", "none",
-        "Of a training so far: measured (all that was paid) beside predicted (the steps that are done), where"
-        " the plan has a price.",
-        "rank-seconds; plan: predicted", (*_RUN, "stage", "kind"),
-    ),
-    Metric(
-        "mlpipe_run_build_info", "gauge", "1", "none",
-        "The build of Jenkins that made the run; always 1. Absent for other runs.",
-        "run.json: meta", (*_RUN, "jenkins_build", "jenkins_url"),
-    ),
-    Metric(
-        "mlpipe_run_rank_seconds", "gauge", "seconds", "none",
-        "Where the rank-seconds of a run's trainings went.", "records, by observe/goodput.py",
-        (*_RUN, "bucket"),
-    ),
-    Metric(
-        "mlpipe_run_goodput_ratio", "gauge", "ratio", "none",
-        "Share of rank-seconds in compute and communication of steps that are kept.", "the same", _RUN,
-    ),
-    Metric("mlpipe_run_cost_usd", "gauge", "USD", "none", "What its trainings cost.", "the same", _RUN),
-    Metric("mlpipe_run_badput_usd", "gauge", "USD", "none", "Of that, what badput cost.", "the same", _RUN),
-    Metric(
-        "mlpipe_run_usd_per_million_tokens", "gauge", "USD", "none",
-        "Cost over tokens of steps that are kept.", "the same", _RUN,
-    ),
-)  # fmt: skip
+
+@dataclass(frozen=True)
+class _Size:
+    """Of a training: bytes at the peak, seconds of a step, USD so far."""
+
+    memory_bytes: float
+    step_seconds: float
+    usd: float | None
 
 
 @dataclass
@@ -137,8 +57,10 @@ class _Known:
     device: str = ""
     ledger: Ledger | None = None
     next_ledger: float = float("-inf")
-    sizes: dict[tuple[str, str], tuple[float, float, float | None]] = field(default_factory=dict)
-    """By (stage, "measured" or "predicted"): bytes at the peak, seconds of a step, USD so far."""
+    sizes: dict[tuple[str, str], _Size] = field(default_factory=dict)
+    """By stage and "measured" or "predicted"."""
+    fallbacks: dict[str, float] = field(default_factory=dict)
+    """By stage: when it last went back behind a damaged checkpoint."""
 
     @property
     def over(self) -> bool:
@@ -183,8 +105,8 @@ class Fleet:
             if run.state in RUN_ENDED and time.monotonic() - now > seconds:
                 unread += 1
                 continue
-            if (found := self._read(run, known.get(run.run_id))) is not None:
-                known[run.run_id] = found
+            if (now_known := self._read(run, known.get(run.run_id))) is not None:
+                known[run.run_id] = now_known
         self._known = known
         live = {run_id for run_id, one in known.items() if not one.over}
         self._tails = {place: tail for place, tail in self._tails.items() if place[0] in live}
@@ -202,25 +124,33 @@ class Fleet:
     def _is_news(self, known: _Known | None, run: RunSummary) -> bool:
         return known is None or run.state not in RUN_ENDED or run.seq != known.summary.seq
 
-    def _read(self, summary: RunSummary, known: _Known | None) -> _Known | None:
+    def _read(self, summary: RunSummary, before: _Known | None) -> _Known | None:
         """None where it cannot be read: it may be half written, or gone."""
         try:
             run = runs.read_run(self._store, summary.run_id)
-            found = _Known(summary, run)
-            if known is not None and not found.over:
-                found.ledger, found.next_ledger, found.device = known.ledger, known.next_ledger, known.device
-                found.sizes = known.sizes
-            began = time.monotonic()
-            if found.over or began > found.next_ledger:
-                view = view_run(self._store, summary.run_id)
-                devices = [s.plan.launch.device for s in view.stages if s.plan is not None and s.training]
-                found.device = devices[-1] if devices else ""
-                found.sizes = _sizes(view)
-                found.ledger, now = view.ledger, time.monotonic()
-                found.next_ledger = now + max(_LEDGER_SECONDS, (now - began) / _LEDGER_SHARE)
+            if before is not None and run.state not in RUN_ENDED and time.monotonic() <= before.next_ledger:
+                return replace(before, summary=summary, run=run)
+            return self._read_ledger(summary, run)
         except MlpipeError:
-            return known
-        return found
+            return before
+
+    def _read_ledger(self, summary: RunSummary, run: RunState) -> _Known:
+        """With all records of its trainings."""
+        began = time.monotonic()
+        view = view_run(self._store, summary.run_id)
+        devices = [s.plan.launch.device for s in view.stages if s.plan is not None and s.training]
+        ledger, now = view.ledger, time.monotonic()
+        return _Known(
+            summary,
+            run,
+            device=devices[-1] if devices else "",
+            ledger=ledger,
+            next_ledger=now + max(_LEDGER_SECONDS, (now - began) / _LEDGER_SHARE),
+            sizes=_sizes(view),
+            fallbacks={
+                stage.name: max(stage.fallback_times) for stage in view.stages if stage.fallback_times
+            },
+        )
 
     def _sums(self, listed: list[RunSummary], unread: int) -> dict[str, dict[tuple[str, ...], float]]:
         states = Counter(run.state for run in listed)
@@ -269,11 +199,13 @@ class Fleet:
             if url := run.meta.get("jenkins_url"):
                 build = str(run.meta.get("jenkins_build") or "")
                 values["mlpipe_run_build_info"][*name, build, str(url)] = 1.0
-            for (stage, kind), (peak, seconds, usd) in one.sizes.items():
-                if usd is not None:
-                    values["mlpipe_run_training_cost_usd"][*name, stage, kind] = usd
-                values["mlpipe_run_memory_bytes"][*name, stage, kind] = peak
-                values["mlpipe_run_step_seconds"][*name, stage, kind] = seconds
+            for stage, when in one.fallbacks.items():
+                values["mlpipe_run_fallback_timestamp_seconds"][*name, stage] = when
+            for (stage, kind), size in one.sizes.items():
+                if size.usd is not None:
+                    values["mlpipe_run_training_cost_usd"][*name, stage, kind] = size.usd
+                values["mlpipe_run_memory_bytes"][*name, stage, kind] = size.memory_bytes
+                values["mlpipe_run_step_seconds"][*name, stage, kind] = size.step_seconds
             if ledger is None or ledger.goodput_ratio is None:
                 continue
             values["mlpipe_run_goodput_ratio"][name] = ledger.goodput_ratio
@@ -317,13 +249,14 @@ class Fleet:
             yield family
 
 
-def _sizes(view: RunView) -> dict[tuple[str, str], tuple[float, float, float | None]]:
-    found = {}
+def _sizes(view: RunView) -> dict[tuple[str, str], _Size]:
+    sizes = {}
     for stage in view.stages:
         if stage.training is None or (real := measured(stage)) is None:
             continue
-        found[stage.name, "measured"] = (*real, stage.ledger.cost_usd if stage.ledger is not None else None)
+        paid = stage.ledger.cost_usd if stage.ledger is not None else None
+        sizes[stage.name, "measured"] = _Size(*real, paid)
         if (told := stage.training.predicted) is not None:
-            usd = predicted_usd(stage)
-            found[stage.name, "predicted"] = (float(told.memory_bytes), told.step_seconds, usd)
-    return found
+            expected = _Size(float(told.memory_bytes), told.step_seconds, predicted_usd(stage))
+            sizes[stage.name, "predicted"] = expected
+    return sizes

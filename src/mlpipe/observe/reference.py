@@ -7,8 +7,8 @@ import sys
 from mlpipe._core.mfu import utilization_query
 from mlpipe.observe import goodput
 from mlpipe.observe.buckets import BUCKETS
-from mlpipe.observe.exporter import FLEET_METRICS, RECENT_RUNS
-from mlpipe.observe.metrics import GPU_METRICS, METRICS, Metric
+from mlpipe.observe.exporter import RECENT_RUNS
+from mlpipe.observe.series import FLEET_METRICS, GPU_METRICS, METRICS, Metric
 
 _HEAD = """\
 # Metrics

@@ -17,6 +17,7 @@ from mlpipe._core.load import Load
 from mlpipe._core.records import (
     NOT_STARTED,
     Evaluation,
+    Fallback,
     Launched,
     Record,
     Start,
@@ -95,6 +96,13 @@ class StageView:
         if self.state.started is None or self.state.ended is None:
             return None
         return self.state.ended - self.state.started
+
+    @property
+    def fallback_times(self) -> list[float]:
+        """When it went back behind damaged checkpoints, in Unix seconds."""
+        return [
+            event.time for attempt in self.attempts for event in attempt.events if isinstance(event, Fallback)
+        ]
 
     @property
     def evaluation(self) -> Evaluation | None:

@@ -22,8 +22,7 @@ from kit import boards
 from kit.boards import BOARDS, GPU_ONLY_ALERTS, GPU_ONLY_PANELS, ROOT, RULES
 
 from mlpipe._core.mfu import utilization_query
-from mlpipe.observe.exporter import FLEET_METRICS
-from mlpipe.observe.metrics import GPU_METRICS, METRICS
+from mlpipe.observe.series import FLEET_METRICS, GPU_METRICS, METRICS
 
 pytestmark = pytest.mark.unit
 RUNBOOKS = ROOT / "docs" / "runbooks"

@@ -24,16 +24,18 @@ from kit.synthetic_run import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from mlpipe._core.records import Fallback
 from mlpipe.cli.session import Session
 from mlpipe.cli.status import command as status
 from mlpipe.observe import scrape
-from mlpipe.observe.exporter import FLEET_METRICS, Fleet
+from mlpipe.observe.exporter import Fleet
 from mlpipe.observe.records import records_key
+from mlpipe.observe.series import FLEET_METRICS
 from mlpipe.observe.serve import Serving
 from mlpipe.observe.top import Top, ranks_table, runs_table, straggler_scores
 from mlpipe.store import runs
 from mlpipe.store.open import open_store
-from mlpipe.store.runs import Lease, StageState, update_run
+from mlpipe.store.runs import Lease, StageState, append_event, update_run
 
 pytestmark = pytest.mark.unit
 LIVE, DONE, BAD = "live-1", "quickstart-1", "bad-1"
@@ -69,6 +71,8 @@ def store(tmp_path_factory):
         "jenkins_build": "jenkins-train-17",
         "jenkins_url": "https://ci/job/train/17/",
     }
+    for when in (BEGIN + 9, BEGIN + 5):
+        append_event(store, key, Fallback(time=when, step=20, given_up=["x"], why=["torn"]))
     write_run(store, LIVE, {"train": stage_state("running")}, state="running", meta=built)
     return store
 
@@ -96,6 +100,8 @@ def test_runs_of_every_state_are_served_and_pass_promtool(store):
     assert found["mlpipe_fleet_failed_runs"] == {("not_finite",): 1}
     ((labels, when),) = found["mlpipe_run_failed_timestamp_seconds"].items()
     assert (labels, when) == ((BAD, "bad", "train", "not_finite"), BEGIN + 60)
+    fallbacks = found["mlpipe_run_fallback_timestamp_seconds"]
+    assert fallbacks == {(LIVE, "live", "train"): BEGIN + 9}
     ((labels, when),) = found["mlpipe_run_last_step_timestamp_seconds"].items()
     assert labels == (LIVE, "live", "train")
     assert when > time.time() - 600

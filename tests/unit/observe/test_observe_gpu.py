@@ -10,7 +10,8 @@ from kit.nvml import UUID, FakeNvml
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlpipe.observe import gpu
-from mlpipe.observe.metrics import GPU_METRICS, RankMetrics, start_metrics
+from mlpipe.observe.metrics import RankMetrics, start_metrics
+from mlpipe.observe.series import GPU_METRICS
 
 pytestmark = pytest.mark.unit
 READ = {

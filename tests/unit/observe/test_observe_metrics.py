@@ -18,8 +18,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlpipe._core.records import parse
-from mlpipe.observe.metrics import INFO_LABELS, METRICS, RankMetrics, start_metrics
+from mlpipe.observe.metrics import RankMetrics, start_metrics
 from mlpipe.observe.reference import reference_page
+from mlpipe.observe.series import INFO_LABELS, METRICS
 
 pytestmark = pytest.mark.unit
 
