@@ -69,6 +69,7 @@ class FakeJenkins:
         self.requests: list[str] = []  # METHOD target, as they came
         self.crumbs: dict[str, str] = {}  # session -> crumb
         self.allowed = True
+        self.moved: str | None = None  # whereto every request is sent on
         self.lock = threading.RLock()
         self.url = ""
 
@@ -107,6 +108,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         with self.jenkins.lock:
             self.jenkins.requests.append(f"{self.command} {self.path}")
+        if self.jenkins.moved is not None:
+            self._answer(302, b"", {"Location": self.jenkins.moved})
+            return
         kind = self.jenkins.fault(f"{self.command} {self.path}")
         if kind == "closed":
             self.close_connection = True

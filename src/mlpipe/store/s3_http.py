@@ -7,7 +7,6 @@ cost. Path-style addresses, as every S3 server knows them.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from urllib3.exceptions import (
 )
 
 from mlpipe._core.errors import StoreError
+from mlpipe._core.retry import AwayError, Tries
 from mlpipe.store.base import Buffer
 from mlpipe.store.s3_identity import LentKeys, TokenServiceAwayError
 
@@ -42,6 +42,7 @@ _KEYS_OVER = frozenset(
     ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "InvalidTokenId", "InvalidAccessKeyId")
 )
 _TRANSIENT_CODES = frozenset(("RequestTimeout", "BadDigest", "XAmzContentChecksumMismatch"))
+_MAX_PAUSE_SECONDS = 2.0  # what waits for the store is a training
 _PIECE_BYTES = 2**20
 _MAX_REPLY_BYTES = 2**30
 
@@ -84,14 +85,6 @@ class Reply:
     ambiguous: bool
 
 
-class _AwayError(Exception):
-    """Worth another try. `applied`: the request may have taken effect."""
-
-    def __init__(self, message: str, *, applied: bool) -> None:
-        super().__init__(message)
-        self.applied = applied
-
-
 class S3Client:
     """One bucket. Safe to share between threads; not across a fork."""
 
@@ -121,41 +114,35 @@ class S3Client:
         `accept` becomes StoreError. With `into`, the reply's body fills it exactly."""
         size_bytes = sum(len(memoryview(piece).cast("B")) for piece in body) + (len(into) if into else 0)
         allowed = self.deadline_seconds + size_bytes / SLOWEST_BYTES_PER_SECOND
-        deadline = time.monotonic() + allowed
         where = f"s3://{self.endpoint.bucket}/{key}"
-        ambiguous = False
-        tries = 0
+        tries = Tries(allowed, max_pause_seconds=_MAX_PAUSE_SECONDS)
         while True:
-            tries += 1
             try:
                 keys = self._keys()
                 status, reply_headers, data = self._once(
-                    method, key, query or {}, headers or {}, body, into, accept, deadline, keys
+                    method, key, query or {}, headers or {}, body, into, accept, tries.deadline, keys
                 )
                 if status in accept:
-                    return Reply(status, reply_headers, data, ambiguous)
+                    return Reply(status, reply_headers, data, tries.ambiguous)
                 code, detail = _error_code(data)
-                if code in _KEYS_OVER and tries == 1 and isinstance(self.endpoint.credentials, LentKeys):
-                    self.endpoint.credentials.refused(keys)
-                    raise _AwayError(code, applied=False)
+                lender = self.endpoint.credentials
+                if isinstance(lender, LentKeys) and code in _KEYS_OVER and tries.num_failed == 0:
+                    lender.refused(keys)
+                    raise AwayError(code, applied=False)
                 if status == 403 and method in ("GET", "HEAD") and self._is_absent(key, code):
                     status, code = 404, "NoSuchKey"
                     if status in accept:
-                        return Reply(status, reply_headers, data, ambiguous)
+                        return Reply(status, reply_headers, data, tries.ambiguous)
                 if status not in _TRANSIENT and code not in _TRANSIENT_CODES:
                     raise _in_words(status, code, detail, where, self.endpoint.url)
-                raise _AwayError(f"{status} {code or detail}".strip(), applied=status >= 500)
-            except _AwayError as error:
-                ambiguous = ambiguous or error.applied
-                pause = random.uniform(0.5, 1.0) * min(0.05 * 2**tries, 2.0)
-                if time.monotonic() + pause >= deadline:
+                raise AwayError(f"{status} {code or detail}".strip(), applied=status >= 500)
+            except AwayError as error:
+                if not tries.again(error):
                     raise StoreError(
-                        f"{self.endpoint.url} did not serve {method} within {allowed:.0f} s "
-                        f"({tries} {'try' if tries == 1 else 'tries'}, the last: {error})",
+                        f"{self.endpoint.url} did not serve {method} {tries}, the last: {error}",
                         where=where,
                         hint="is the server running, and AWS_ENDPOINT_URL_S3 right?",
                     ) from None
-                time.sleep(pause)
 
     def _once(
         self,
@@ -184,7 +171,7 @@ class S3Client:
                 decode_content=False,
             )
         except (NameResolutionError, NewConnectionError, ConnectTimeoutError) as error:
-            raise _AwayError(_short(error), applied=False) from error
+            raise AwayError(_short(error), applied=False) from error
         except SSLError as error:
             raise StoreError(
                 f"TLS failed: {_short(error)}",
@@ -192,7 +179,7 @@ class S3Client:
                 hint="for a private authority set AWS_CA_BUNDLE or SSL_CERT_FILE to its certificate",
             ) from error
         except (HTTPError, OSError) as error:
-            raise _AwayError(_short(error), applied=True) from error
+            raise AwayError(_short(error), applied=True) from error
         sound = False
         try:
             if into is not None and response.status in accept:
@@ -203,7 +190,7 @@ class S3Client:
             sound = True
             return response.status, response.headers, data
         except (HTTPError, HTTPException, OSError) as error:
-            raise _AwayError(_short(error), applied=True) from error
+            raise AwayError(_short(error), applied=True) from error
         finally:
             if sound:
                 response.release_conn()
@@ -230,7 +217,7 @@ class S3Client:
         try:
             return self.endpoint.credentials.retrieve()
         except TokenServiceAwayError as error:
-            raise _AwayError(str(error), applied=False) from None
+            raise AwayError(str(error), applied=False) from None
 
     def _signed(
         self,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,9 +164,13 @@ def test_crumbs_are_fetched_and_renewed(server: FakeJenkins) -> None:
     server.crumbs.clear()  # the session has expired
     jenkins.trigger(JOB, {"RUN_ID": "run-2"})
     assert len(server.items) == 2
-    assert len(posts(server)) == 4  # each first refused, which starts nothing
+    assert len(posts(server)) == 3  # the second was first refused, which starts nothing
+    server.faults = [Fault("crumbIssuer", 404, 99)]  # a server that wants none
     client(server).trigger(JOB, {"RUN_ID": "run-3"})
-    assert len(posts(server)) == 5  # a token needs none
+    assert len(posts(server)) == 4
+    server.faults = [Fault("crumbIssuer", "closed", 2)]  # a question, which may be asked again
+    client(server).trigger(JOB, {"RUN_ID": "run-4"})
+    assert [item.parameters["RUN_ID"] for item in server.items] == ["run-1", "run-2", "run-3", "run-4"]
 
 
 def test_the_log_survives_a_restart_and_a_cut(server: FakeJenkins) -> None:
@@ -261,3 +267,35 @@ def test_secrets_stand_nowhere(server: FakeJenkins, caplog: pytest.LogCaptureFix
 def test_names_of_jobs() -> None:
     assert job_path("team/train") == "job/team/job/train"
     assert job_path("/a b/ü/x%2Fy/") == "job/a%20b/job/%C3%BC/job/x%252Fy"
+
+
+def test_surroundings_lend_no_credentials_and_tell_none(
+    server: FakeJenkins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What requests and python-jenkins take from files and variables, and one of them logs."""
+    (tmp_path / ".netrc").write_text(f"machine 127.0.0.1 login {USER} password {TOKEN}\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    monkeypatch.setenv("JENKINS_API_EXTRA_HEADERS", "X-Gate: key-of-the-gate")
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(SubmitError, match=r"\(401\)"):
+        Jenkins(Access(server.url, None, None), patience_seconds=0.1).find(JOB, "x")
+    assert client(server).find(JOB, "x") is None
+    assert "key-of-the-gate" not in caplog.text
+    assert os.environ["JENKINS_API_EXTRA_HEADERS"] == "X-Gate: key-of-the-gate"
+
+
+def test_no_redirect_is_followed(server: FakeJenkins) -> None:
+    """To a login page, or to where Jenkins believes it is: with the token in hand."""
+    with fake_jenkins() as other:
+        server.moved = other.url
+        with pytest.raises(SubmitError, match=f"sends on to {other.url.removesuffix('/jenkins')}") as caught:
+            client(server).find(JOB, "x")
+        assert (caught.value.kind, other.requests) == ("input", [])
+
+
+def test_an_answer_that_is_from_no_jenkins(server: FakeJenkins) -> None:
+    server.faults = [Fault("GET", 200, 99)]  # a page of HTML
+    with pytest.raises(SubmitError, match="the answer is not from a Jenkins"):
+        client(server).find(JOB, "x")

@@ -1,7 +1,7 @@
 """A client for the few calls that submit makes to a Jenkins: trigger a build once, find it, follow its log.
 
-On urllib3: of python-jenkins only the joining of URLs would be left, since its timeouts, retries, crumbs,
-errors, parameters in the query and folders would all have to be replaced.
+By python-jenkins, but for two calls: its trigger writes the parameters into the URL, which access logs keep
+and which ends at 8 KB, and it has no log that is still being written (docs/adr/0011).
 
 A POST is sent once. When its answer is lost, the build is looked for by its parameter RUN_ID, in the queue
 and among the builds; it is never sent again on a guess.
@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
+
+import requests
 
 from mlpipe._core.errors import Kind, SubmitError
 from mlpipe.submit.jenkins.http import (
@@ -78,8 +80,9 @@ class Jenkins(JenkinsHttp):
         elif found is not None:
             return found
         path = f"{job_path(job)}/buildWithParameters"
+        request = requests.Request("POST", f"{self._access.url}/{path}", data=dict(parameters))
         try:
-            answer = self._post(path, urlencode(parameters))
+            answer = self._post(path, lambda: self._client.jenkins_request(request))
         except LostError as error:
             return self._find_lost(job, run_id, before, str(error))
         match = re.search(r"/queue/item/([0-9]+)/?$", answer.headers.get("Location", ""))
@@ -91,11 +94,11 @@ class Jenkins(JenkinsHttp):
         """The build of `job` with this RUN_ID and a number above `after`: the latest one, or in the queue."""
         for _ in range(2):  # from the queue it may have become a build while we looked there
             tree = f"builds[number,result,actions[parameters[name,value]]]{{0,{_MAX_BUILDS}}}"
-            for build in self._get(job_path(job), tree).get("builds") or ():
+            for build in self._info(job_item(job), tree).get("builds") or ():
                 if _run_id(build) == run_id and build["number"] > after:
                     return self._build(job, build["number"], build.get("result"))
             tree = "items[id,task[url],actions[parameters[name,value]]]"
-            for item in self._get("queue", tree).get("items") or ():
+            for item in self._info("queue", tree).get("items") or ():
                 address = urlsplit((item.get("task") or {}).get("url") or "").path.rstrip("/")
                 if _run_id(item) == run_id and address.endswith("/" + job_path(job)):
                     return Waiting(job, run_id, item["id"])
@@ -124,7 +127,9 @@ class Jenkins(JenkinsHttp):
     def look(self, waiting: Waiting) -> Build | str:
         """The build, once it has left the queue, else why it waits."""
         try:
-            item = self._get(f"queue/item/{waiting.item}", "why,cancelled,executable[number]")
+            item = self._ask_for_json(
+                f"queue/item/{waiting.item}", lambda: self._client.get_queue_item(waiting.item)
+            )
         except JenkinsError as error:
             if error.status != 404:
                 raise
@@ -147,7 +152,9 @@ class Jenkins(JenkinsHttp):
         restarts meanwhile is waited for; a log that became shorter is read again from its start."""
         path = f"{job_path(build.job)}/{build.number}/logText/progressiveText"
         while True:
-            answer = self._ask("GET", f"{path}?start={offset}", patience_seconds=RESTART_SECONDS)
+            url = f"{self._access.url}/{path}?start={offset}"
+            request = requests.Request("GET", url)
+            answer = self._ask(path, lambda: self._client.jenkins_request(request), RESTART_SECONDS)  # noqa: B023
             try:
                 size = int(answer.headers.get("X-Text-Size", ""))
             except ValueError:
@@ -155,19 +162,21 @@ class Jenkins(JenkinsHttp):
             if size < offset:
                 yield b"(the log was cut in Jenkins; what is left of it follows)\n", 0
             offset = size
-            if answer.data:
-                yield answer.data, offset
+            if answer.content:
+                yield answer.content, offset
             if answer.headers.get("X-More-Data") != "true":
                 return
-            if not answer.data:
+            if not answer.content:
                 time.sleep(self._poll_seconds)
 
     def result(self, build: Build, timeout_seconds: float = 60.0) -> str:
         """SUCCESS, UNSTABLE, FAILURE, ABORTED or NOT_BUILT of a build whose log is complete."""
         deadline = time.monotonic() + timeout_seconds
         while True:
-            found = self._get(
-                f"{job_path(build.job)}/{build.number}", "building,result", patience_seconds=RESTART_SECONDS
+            found = self._ask_for_json(
+                f"{job_path(build.job)}/{build.number}",
+                lambda: self._client.get_build_info(build.job.strip("/"), build.number),
+                RESTART_SECONDS,
             )
             if not found.get("building") and found.get("result"):
                 return str(found["result"])
@@ -178,15 +187,20 @@ class Jenkins(JenkinsHttp):
     def stop(self, target: Waiting | Build) -> None:
         """Aborts the build, or takes it out of the queue. Asking twice does no harm, so it is asked again
         when the answer was lost."""
-        for attempt in (1, 2):
+        for last in (False, True):
             try:
                 if isinstance(target, Build):
-                    self._post(f"{job_path(target.job)}/{target.number}/stop", redirects=True)
+                    path = f"{job_path(target.job)}/{target.number}/stop"
+                    self._post(path, lambda: self._client.stop_build(target.job.strip("/"), target.number))
                 else:
-                    self._post(f"queue/cancelItem?id={target.item}", redirects=True)
+                    self._post("queue/cancelItem", lambda: self._client.cancel_queue(target.item))
             except LostError as error:
-                if attempt == 2:
+                if last:
                     raise SubmitError(f"did not answer: {error}", where=self._access.url) from None
+            except JenkinsError as error:
+                if error.status not in (302, 303):  # it has, and sends on to a page
+                    raise
+                return
             else:
                 return
 
@@ -197,7 +211,7 @@ class Jenkins(JenkinsHttp):
         tree = "property[parameterDefinitions[name,choices,defaultParameterValue[name]]]"
         known: dict[str, dict[str, Any]] = {
             definition["name"]: definition
-            for prop in self._get(job_path(job), tree).get("property") or ()
+            for prop in self._info(job_item(job), tree).get("property") or ()
             for definition in prop.get("parameterDefinitions") or ()
         }
         has = f"it has {', '.join(known) or 'none'}"
@@ -238,14 +252,25 @@ class Jenkins(JenkinsHttp):
             time.sleep(self._poll_seconds)
         return found
 
+    def _info(self, item: str, tree: str) -> dict[str, Any]:
+        """Of the server's `item` what `tree` names."""
+        return self._ask_for_json(
+            quote(item), lambda: self._client.get_info(item, f"?{urlencode({'tree': tree})}")
+        )
+
     def _build(self, job: str, number: int, result: str | None = None) -> Build:
         return Build(job, number, f"{self._access.url}/{job_path(job)}/{number}/", result)
 
 
+def job_item(job: str) -> str:
+    """`team/train` -> `job/team/job/train`, as python-jenkins takes it."""
+    return "/".join(f"job/{part}" for part in job.strip("/").split("/"))
+
+
 def job_path(job: str) -> str:
-    """`team/train` -> `job/team/job/train`. A branch `a/b` of a multibranch job is `team/train/a%2Fb`, as
+    """The same in a URL. A branch `a/b` of a multibranch job is `team/train/a%2Fb`, as
     Jenkins names it."""
-    return "/".join(f"job/{quote(part, safe='')}" for part in job.strip("/").split("/"))
+    return quote(job_item(job))
 
 
 def failure_of(result: str) -> Kind | None:

@@ -20,6 +20,7 @@ from urllib.parse import urlencode
 import urllib3
 
 from mlpipe._core.errors import Kind, SubmitError
+from mlpipe._core.retry import AwayError, Tries
 from mlpipe.render.names import PIPELINE_DIGEST, SPEC_DIGEST, VERSION
 from mlpipe.submit.kubernetes.config import configuration_errors, find_cluster
 
@@ -29,7 +30,6 @@ _WATCH_SECONDS = 300  # until the server ends a watch
 _SILENCE_SECONDS = 90.0  # in which a watch has no sign of life: it was cut off
 _GONE_SECONDS = 120.0  # for an object that is being deleted to be gone
 _FIRST_PAUSE_SECONDS = 0.1
-_MAX_PAUSE_SECONDS = 5.0  # but a longer Retry-After is obeyed
 _TRANSIENT = (0, 408, 429, 500, 502, 503, 504)
 _NO_TRUST = -1  # our own "status" of a certificate or an address that will not get better
 _HEADERS = {"Accept": "application/json", "User-Agent": "mlpipe"}
@@ -261,22 +261,17 @@ class ClusterApi:
         """The answer to one request, repeated until DEADLINE_SECONDS while the server is away or busy.
         `what`: for the message, such as "read Job a". Raises ApiError."""
         url = f"{self.host}{path}" + (f"?{urlencode(query)}" if query else "")
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        pause = _FIRST_PAUSE_SECONDS
-        repeated = False
+        tries = Tries(DEADLINE_SECONDS, first_pause_seconds=_FIRST_PAUSE_SECONDS)
         while True:
             status, answer, retry_after = self._send(method, url, body)
             succeeded = 200 <= status < 300
             if succeeded and answer is not None:
                 return answer
-            left = deadline - time.monotonic()
-            if not (succeeded or status in _TRANSIENT) or left <= 0:
-                error = self._error(what, status, answer)
-                error.repeated = repeated
+            error = self._error(what, status, answer)
+            error.repeated = tries.ambiguous
+            away = AwayError(error.message, applied=True, retry_after_seconds=retry_after)
+            if not (succeeded or status in _TRANSIENT) or not tries.again(away):
                 raise error
-            repeated = True
-            time.sleep(min(max(pause, retry_after), left))
-            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     def _send(self, method: str, url: str, body: Object | None) -> tuple[int, Object | None, float]:
         """Status (0 or less: no answer), the JSON object of the answer (None: none that can be read),
