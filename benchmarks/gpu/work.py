@@ -12,9 +12,8 @@ import numpy as np
 
 from mlpipe._core.presets import PRESETS, LlamaConfig
 from mlpipe.plan import memory
-from mlpipe.plan.flops import num_flops_per_token
+from mlpipe.plan.axes.axis import Layout, RankWork
 from mlpipe.plan.hardware import GPUS, Gpu
-from mlpipe.plan.memory import Work
 from mlpipe.plan.plan import (
     SCHEMA_VERSION,
     CheckpointPlan,
@@ -28,7 +27,8 @@ from mlpipe.plan.plan import (
     Prediction,
     TrainPlan,
 )
-from mlpipe.plan.strategies import single
+from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.shape import StepShape
 
 NEVER = 10**9
 
@@ -61,7 +61,7 @@ class Model:
         """As `mlpipe.plan.flops` counts. Of GPT-2's parameters all take part in matmuls but positions, norms
         and biases; of Llama's the formula counts the norms, too, which changes the fifth digit."""
         if self.llama is not None:
-            return num_flops_per_token(self.llama, self.seq_len)
+            return Dense(self.llama).flops_per_token(self.seq_len)
         dim, layers = self.fields["dim"], self.fields["num_layers"]
         matrices = self.fields["vocab_size"] * dim + layers * 12 * dim * dim
         return float(6 * matrices + 12 * layers * dim * self.seq_len)
@@ -251,21 +251,13 @@ def plan_of(
     accumulation = model.batch // micro_batch
     config, predicted = model.llama, None
     if config is not None:
-        work = Work(
-            "bf16",
-            memory.activations_bytes(
-                config,
-                num_tokens=micro_batch * model.seq_len,
-                precision="bf16",
-                device=device,
-                checkpointing=case.checkpointing,
-            ),
-            memory.logits_bytes(
-                config, num_tokens=micro_batch * model.seq_len, precision="bf16", device=device
-            ),
-            accumulation,
+        shape = Dense(config)
+        step = StepShape(
+            model.seq_len, micro_batch, accumulation, "bf16", case.checkpointing, compiled=case.compile
         )
-        estimate = single.memory(memory.counts(config), work, Mesh()).on(device, 1)
+        activations = shape.activations(step, device)
+        work = RankWork(shape.parameters, activations, step, Layout(Mesh()), 8, overlap=device == "cuda")
+        estimate = memory.estimate(work, device)
         predicted = Prediction(estimate.total, 0.0, 1.0, 1.0)
     train = TrainPlan(
         model=ModelPlan(

@@ -22,7 +22,6 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.records import Step
 from mlpipe.kinds.train.spec import Train
 from mlpipe.observe.records import decode_lines
@@ -30,6 +29,7 @@ from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.candidates import pick
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.plan import Plan
+from mlpipe.plan.shapes.dense import planned
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
 
@@ -152,12 +152,8 @@ def chosen(pipeline: Pipeline) -> Candidate:
         inputs={},
         hardware=stage_hardware(pipeline, "train"),
     )
-    found, _ = pick(spec, config_of(plan), stage_hardware(pipeline, "train"))
+    found, _ = pick(spec, planned(plan.work.training.model), stage_hardware(pipeline, "train"))
     return found
-
-
-def config_of(plan: Plan) -> LlamaConfig:
-    return LlamaConfig(**plan.work.training.model.build.args)
 
 
 def measured(store: Path, plan: Plan) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from mlpipe._core.presets import PRESETS, LlamaConfig
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.candidates import pick
 from mlpipe.plan.hardware import detect_hardware
+from mlpipe.plan.shapes.dense import Dense
 from mlpipe.spec.model import Resources
 
 PUBLISHED = Path(__file__).with_name("published.json")
@@ -48,7 +49,7 @@ def predict_published(row: dict[str, Any]) -> dict[str, Any]:
             "checkpoint": {"every": "1000 steps"},
         }
     )
-    found, _ = pick(asked, config, hardware)
+    found, _ = pick(asked, Dense(config), hardware)
     assert found.tokens_per_second is not None
     assert found.memory is not None
     rate = found.tokens_per_second / row["devices"]

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mlpipe._core.presets import PRESETS
-from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.plan import Entry, ModelPlan
+from mlpipe.plan.shapes.dense import Dense
 from mlpipe.train.flops import count_flops_per_token, measure_peak, recomputed_flops_per_token
 from mlpipe.train.model import build_model
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
@@ -34,7 +34,7 @@ def test_the_formula_is_what_the_counter_counts(name, seq_len):
     config = PRESETS[name]
     plan = ModelPlan(Entry(LLAMA, dataclasses.asdict(config)), name, seq_len, ())
     counted = count_flops_per_token(plan, tokens(seq_len))
-    formula = num_flops_per_token(config, seq_len)
+    formula = Dense(config).flops_per_token(seq_len)
     norms = (2 * config.num_layers + 1) * config.dim  # the formula counts every parameter, also these
     assert counted + 6 * norms == formula
     assert counted == pytest.approx(formula, rel=1e-3)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from mlpipe._core.presets import PRESETS
-from mlpipe.plan.memory import activations_bytes, counts
+from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.shape import StepShape
+from mlpipe.plan.tensors import total
 from mlpipe.train.models.llama import build_model
 
 pytestmark = pytest.mark.torch
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.torch
 def test_parameters(preset: str) -> None:
     with torch.device("meta"):
         model = build_model(**asdict(PRESETS[preset]))
-    sizes = counts(PRESETS[preset])
+    sizes = Dense(PRESETS[preset]).parameters
     assert sum(p.numel() for p in model.parameters()) == sizes.total
     assert sum(p.numel() for p in model.layers[0].parameters()) == sizes.block
 
@@ -46,5 +48,5 @@ def test_saved_activations(preset: str, precision: str) -> None:
     if precision == "bf16":
         copies = 2 * sum(p.numel() for p in model.parameters() if p.dim() == 2)
     seen = sum(storage.nbytes() for storage in saved.values()) - copies
-    estimate = activations_bytes(config, num_tokens=512, precision=precision, device="cpu")
-    assert estimate == pytest.approx(seen, rel=0.05)
+    step = StepShape(256, 2, 1, precision, "none", compiled=False)
+    assert total(Dense(config).activations(step, "cpu").saved) == pytest.approx(seen, rel=0.05)

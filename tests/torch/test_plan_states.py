@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from kit.plans import CONFIG, mesh_of, run_ranks
+from kit.shapes import rank_work
 
-from mlpipe.plan.memory import Work, counts
-from mlpipe.plan.strategies import ORDER
+from mlpipe.plan.memory import rank_tensors
+from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.tensors import total
 
 pytestmark = pytest.mark.torch
 RANKS = int(os.environ.get("RANKS", "4"))  # 8 pass too, and take twice as long
@@ -26,8 +28,8 @@ def test_states_are_the_trainers_to_the_byte(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, vocab_size=250, dim=72, ffn_dim=100)
     for kind, strategy, world_size, measured in found:
         mesh = mesh_of(strategy, world_size)
-        memory = ORDER[strategy].memory(counts(config), Work("fp32", 0, 0, 1), mesh)
-        predicted = {key: getattr(memory, key) for key in measured}
+        tensors = rank_tensors(rank_work(Dense(config).parameters, strategy, mesh, overlap=False))
+        predicted = {key: total(getattr(tensors, key)) for key in measured}
         assert predicted == measured, (kind, strategy, world_size)
     seen = {(kind, strategy, world_size) for kind, strategy, world_size, _ in found}
     assert len(seen) == 1 + 4 + 5 * (RANKS // 4) + 3 * 5

@@ -15,9 +15,10 @@ from torch import nn
 from mlpipe._core.errors import TrainError
 from mlpipe.cli.plan_trace import traced
 from mlpipe.plan.build import build_plan, stage_hardware
-from mlpipe.plan.flops import num_flops_per_token
-from mlpipe.plan.memory import COMPUTE_BYTES, activations_bytes, counts, rebuilt_bytes
 from mlpipe.plan.plan import CHECKPOINTING, DataPlan, Entry, ModelPlan
+from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.shape import StepShape
+from mlpipe.plan.tensors import COMPUTE_BYTES, total
 from mlpipe.plan.training import compare
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.train.trace import trace
@@ -48,21 +49,16 @@ def test_our_llama_as_an_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     plan = build_plan(pipeline, "train", run_id="r", attempt=1, store_url="./runs", inputs={}, hardware=where)
     found = traced(plan)
     assert found is not None
-    mine = counts(CONFIG)
-    assert found.counts.share(4) == mine.share(4)
-    assert (found.counts.total, found.counts.block, found.counts.outside) == (
-        mine.total,
-        mine.block,
-        mine.outside,
-    )
-    assert found.num_blocks == CONFIG.num_layers
+    mine = Dense(CONFIG).parameters
+    assert found.parameters.share(4) == mine.share(4)
+    assert dataclasses.replace(found.parameters, tensors=mine.tensors) == mine
     # the convention counts the vectors of the norms as if they were matrices
-    assert found.num_flops_per_token == pytest.approx(num_flops_per_token(CONFIG, 64), rel=0.01)
+    assert found.num_flops_per_token == pytest.approx(Dense(CONFIG).flops_per_token(64), rel=0.01)
     for precision, width in COMPUTE_BYTES.items():
         for mode in CHECKPOINTING:
-            same = {"num_tokens": 64, "precision": precision, "device": "cpu", "checkpointing": mode}
-            logits = 2 * width * 64 * CONFIG.vocab_size
-            told = activations_bytes(CONFIG, **same) + max(logits, rebuilt_bytes(CONFIG, **same))  # type: ignore[arg-type]
+            step = StepShape(64, 1, 1, precision, mode, compiled=False)
+            formula, logits = Dense(CONFIG).activations(step, "cpu"), 2 * width * 64 * CONFIG.vocab_size
+            told = total(formula.saved) + max(logits, total(formula.rebuilt) + formula.backward_bytes)
             assert found.one(precision, mode).sample_bytes == pytest.approx(told, rel=0.01), (precision, mode)
     # with these figures it is planned like any other
     assert all(c.memory is not None for c in compare(pipeline, "train", where, traced=found) if c.mesh)

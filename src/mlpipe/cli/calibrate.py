@@ -130,7 +130,7 @@ def _measure(session: Session, ranks: int, threads: int) -> Measured:
 
     from mlpipe._core.errors import TrainError
     from mlpipe._core.serial import from_plain
-    from mlpipe.plan.memory import cpu_allocator
+    from mlpipe.plan.allocators import glibc
     from mlpipe.plan.speed import Measured
 
     with tempfile.TemporaryDirectory(prefix="mlpipe-calibrate-") as folder:
@@ -138,7 +138,7 @@ def _measure(session: Session, ranks: int, threads: int) -> Measured:
         store = session.store_url or f"{folder}/store"
         argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         argv += ["-m", "mlpipe.train.calibrate", str(written), store]
-        env = {**os.environ, **cpu_allocator(sparing=False), "OMP_NUM_THREADS": str(threads)}
+        env = {**os.environ, **glibc.environment(trimming=False), "OMP_NUM_THREADS": str(threads)}
         try:
             done = subprocess.run(
                 argv, env=env, capture_output=True, text=True, timeout=_DEADLINE_SECONDS, check=False

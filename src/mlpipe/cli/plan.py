@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mlpipe.plan.choose import Candidate
     from mlpipe.plan.hardware import Hardware
     from mlpipe.plan.plan import Plan, TrainPlan
-    from mlpipe.plan.traced import Traced
+    from mlpipe.plan.shapes.traced import Traced
     from mlpipe.spec.model import Pipeline
 
 

@@ -17,7 +17,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.plan.build import code_digest
 from mlpipe.plan.plan import Plan, TrainPlan
-from mlpipe.plan.traced import Traced
+from mlpipe.plan.shapes.traced import Traced
 from mlpipe.store.outputs import cache_folder
 
 _DEADLINE_SECONDS = 300.0

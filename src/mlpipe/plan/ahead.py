@@ -3,10 +3,14 @@ imports no store."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.traced import Traced
 from mlpipe.spec.model import Pipeline
+
+if TYPE_CHECKING:
+    from mlpipe.plan.shapes.traced import Traced
 
 
 def plan_ahead(

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlpipe
 from mlpipe.plan.hardware import Hardware, detect_hardware
@@ -14,8 +15,10 @@ from mlpipe.plan.launch import Given
 from mlpipe.plan.plan import SCHEMA_VERSION, Plan
 from mlpipe.plan.pods import cluster_plan, pod_resources
 from mlpipe.plan.references import lender, stage_named
-from mlpipe.plan.traced import Traced
 from mlpipe.spec.model import Pipeline, Resources, Stage
+
+if TYPE_CHECKING:
+    from mlpipe.plan.shapes.traced import Traced
 
 
 def stage_hardware(pipeline: Pipeline, stage_name: str, *, cluster: bool = False) -> Hardware:

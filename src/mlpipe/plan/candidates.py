@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from mlpipe._core.errors import PlanError
-from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.units import parse_cadence
 from mlpipe.kinds.train.spec import OwnData, Train
-from mlpipe.plan.choose import Candidate, Pricer, Run, choose, meshes, micro_batches, smallest
-from mlpipe.plan.flops import num_flops_per_token
+from mlpipe.plan.choose import Candidate, choose, smallest
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.memory import (
-    HEAP_BYTES,
-    ROOMY_BYTES,
-    Work,
-    activations_bytes,
-    counts,
-    logits_bytes,
-    rebuilt_bytes,
-    small_bytes,
-)
 from mlpipe.plan.plan import CHECKPOINTING, Mesh, Precision, TrainPlan
+from mlpipe.plan.pricing import Choices, Pricer, Training
+from mlpipe.plan.shapes import dense
+from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.time import Job, Passes, passes, traced_passes
-from mlpipe.plan.traced import Traced
 
-# What a model's size is read off; None: nobody knows it.
-Shape = LlamaConfig | Traced | None
+ADAM_STATE_BYTES = 8
 
 
 def global_batch(spec: Train) -> int:
@@ -39,10 +26,32 @@ def global_batch(spec: Train) -> int:
     return cast(int, spec.data.batch_tokens) // spec.model.seq_len
 
 
+def micro_batches(global_batch: int, num_ranks: int, micro_batch: int | None) -> list[int]:
+    """Sequences in one forward pass to choose from, largest first; `micro_batch` None: all that divide.
+    Raises PlanError where `global_batch = micro_batch x num_ranks x accumulation` has no solution."""
+    if global_batch % num_ranks:
+        raise PlanError(
+            f"a batch of {global_batch} cannot be split evenly over {num_ranks} workers",
+            hint=f"make the batch size {max(1, round(global_batch / num_ranks)) * num_ranks}",
+        )
+    share = global_batch // num_ranks
+    # divisors come in pairs, and only one of a pair is above the root
+    small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
+    sizes = sorted({*small, *(share // size for size in small)}, reverse=True)
+    if micro_batch is None:
+        return sizes
+    if micro_batch not in sizes:
+        raise PlanError(
+            f"micro_batch {micro_batch} does not divide the {share} sequences of each of {num_ranks} workers",
+            hint=f"write micro_batch: auto, or one of {', '.join(map(str, sizes[:8]))}",
+        )
+    return [micro_batch]
+
+
 def enumerate_candidates(
-    spec: Train, config: Shape, hardware: Hardware, *, every: bool = True
+    spec: Train, shape: ModelShape | None, hardware: Hardware, *, every: bool = True
 ) -> list[Candidate]:
-    """`config`: None for a user's own model that nobody traced. `every`: also what the file does not ask for.
+    """`shape`: None for a user's own model that nobody traced. `every`: also what the file does not ask for.
     Raises PlanError where the file asks for what no hardware can do."""
     own = Mesh(dp_replicate=spec.mesh.dp_replicate, dp_shard=spec.mesh.dp_shard) if spec.mesh else None
     if own is not None and own.world_size != hardware.world_size:
@@ -57,29 +66,34 @@ def enumerate_candidates(
         raise PlanError(f"{hardware.name} has no {precision}", hint="write precision: fp32")
     asked = None if spec.data.micro_batch == "auto" else spec.data.micro_batch
     sizes = micro_batches(global_batch(spec), hardware.world_size, asked)
-    pricer = _pricer(spec, config, hardware) if config is not None else None
+    pricer = Pricer(shape, _training(spec), hardware) if shape is not None else None
     modes = CHECKPOINTING if spec.activation_checkpointing == "auto" else (spec.activation_checkpointing,)
-    found: list[Candidate] = []
-    for strategy in ORDER:
+    candidates: list[Candidate] = []
+    for strategy, settings in ORDER.items():
         wanted = spec.strategy in ("auto", strategy)
-        possible = [own] if own is not None and strategy == "hsdp" else meshes(strategy, hardware)
-        if isinstance(possible, str):
-            found.append(Candidate(strategy, None, None, modes[0], precision, wanted, None, False, possible))
+        meshes = settings.meshes(hardware.num_nodes, hardware.devices_per_node)
+        if own is not None and settings.TAKES_OWN_MESH:
+            meshes = [own]
+        if isinstance(meshes, str):
+            candidates.append(
+                Candidate(strategy, None, None, modes[0], precision, wanted, None, False, meshes)
+            )
             continue
         if pricer is None:
             reason = "the size of your own model is not known before it is built"
-            found.append(
-                Candidate(strategy, possible[0], sizes[0], modes[0], precision, wanted, None, True, reason)
+            candidates.append(
+                Candidate(strategy, meshes[0], sizes[0], modes[0], precision, wanted, None, True, reason)
             )
             continue
-        for mesh in possible:
+        for mesh in meshes:
             for each in peaks if every else (precision,):
                 for mode in CHECKPOINTING if every else modes:
                     open_ = wanted and each == precision and mode in modes
-                    found += [
-                        pricer.candidate(strategy, mesh, size, mode, each, asked=open_) for size in sizes
+                    candidates += [
+                        pricer.candidate(strategy, mesh, Choices(size, mode, each), asked=open_)
+                        for size in sizes
                     ]
-    return found
+    return candidates
 
 
 def precision_on(spec: Train, hardware: Hardware) -> tuple[Precision, str]:
@@ -102,14 +116,16 @@ def precision_on(spec: Train, hardware: Hardware) -> tuple[Precision, str]:
     return "bf16", f"this CPU has {hardware.native_bf16}"
 
 
-def pick(spec: Train, config: Shape, hardware: Hardware, *, simplest: bool = False) -> tuple[Candidate, str]:
+def pick(
+    spec: Train, shape: ModelShape | None, hardware: Hardware, *, simplest: bool = False
+) -> tuple[Candidate, str]:
     """The best, or the best of the strategy asked for, which is not refused for memory alone: the estimate
     may err. With the reason. `simplest`: whatever fits and shards least, for work whose steps are not
     training's. Raises PlanError."""
-    found = enumerate_candidates(spec, config, hardware, every=False)
+    candidates = enumerate_candidates(spec, shape, hardware, every=False)
     if spec.strategy == "auto":
-        return choose(found, equal=math.inf) if simplest else choose(found)
-    mine = [c for c in found if c.asked]
+        return choose(candidates, equal=math.inf) if simplest else choose(candidates)
+    mine = [c for c in candidates if c.asked]
     if mine[0].mesh is None:
         raise PlanError(mine[0].reason, hint="choose another strategy, or auto")
     if any(c.fits for c in mine):
@@ -120,140 +136,33 @@ def pick(spec: Train, config: Shape, hardware: Hardware, *, simplest: bool = Fal
     return least, f"{spec.strategy}: as asked; {least.reason} per worker, too much"
 
 
-def _pricer(spec: Train, config: LlamaConfig | Traced, hardware: Hardware) -> Pricer:
+def _training(spec: Train) -> Training:
     every = parse_cadence(spec.checkpoint.every)
-    run = Run(
+    return Training(
         global_batch=global_batch(spec),
         seq_len=spec.model.seq_len,
         steps=spec.steps,
-        num_flops_per_token=flops_per_token(spec, config),
+        compiled=spec.compile != "off",
+        state_bytes_per_parameter=ADAM_STATE_BYTES,
         save_steps=every.steps,
         save_seconds=every.seconds,
         asynchronous=spec.checkpoint.asynchronous,
     )
-    if isinstance(config, Traced):
-        share = run.global_batch // hardware.world_size
-        return Pricer(
-            hardware,
-            run,
-            config.counts,
-            partial(_traced_work, config, share, hardware.device),
-            partial(_traced_passes, spec, config, share, hardware),
-        )
-    return _preset_pricer(run, config, spec.compile != "off", hardware)
-
-
-def _preset_pricer(run: Run, config: LlamaConfig, compiled: bool, hardware: Hardware) -> Pricer:
-    share = run.global_batch // hardware.world_size
-    work = partial(_work, run.seq_len, config, hardware.device, share)
-    done = partial(_passes, run.seq_len, compiled, config, share, hardware)
-    return Pricer(hardware, run, counts(config), work, done)
 
 
 def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
     """What was planned for a preset, perhaps by other figures, on `hardware`, which has as many workers."""
-    config, seq_len = LlamaConfig(**plan.model.build.args), plan.model.seq_len
-    run = Run(
+    shape = dense.planned(plan.model)
+    assert shape is not None
+    training = Training(
         global_batch=plan.global_batch,
-        seq_len=seq_len,
+        seq_len=plan.model.seq_len,
         steps=plan.steps,
-        num_flops_per_token=num_flops_per_token(config, seq_len),
+        compiled=plan.compile != "off",
+        state_bytes_per_parameter=ADAM_STATE_BYTES,
         save_steps=plan.checkpoint.every_steps,
         save_seconds=plan.checkpoint.every_seconds,
         asynchronous=plan.checkpoint.asynchronous,
     )
-    return _preset_pricer(run, config, plan.compile != "off", hardware).candidate(
-        plan.strategy, plan.mesh, plan.micro_batch, plan.activation_checkpointing, plan.precision, asked=True
-    )
-
-
-def flops_per_token(spec: Train, config: LlamaConfig | Traced) -> float:
-    if isinstance(config, Traced):
-        return config.num_flops_per_token
-    return num_flops_per_token(config, spec.model.seq_len)
-
-
-def _traced_work(
-    traced: Traced, share: int, device: str, micro_batch: int, checkpointing: str, precision: str
-) -> Work:
-    found = traced.one(precision, checkpointing)
-    held = micro_batch * found.sample_bytes
-    small, roomy = (  # by the average
-        held if held < limit * found.forward.num_kernels else 0 for limit in (HEAP_BYTES, ROOMY_BYTES)
-    )
-    return Work(
-        precision,
-        held,
-        0,
-        share // micro_batch,
-        gloo=device == "cpu",
-        small=small,
-        roomy=roomy if checkpointing == "none" else None,
-    )
-
-
-def _traced_passes(
-    spec: Train,
-    traced: Traced,
-    share: int,
-    hardware: Hardware,
-    micro_batch: int,
-    checkpointing: str,
-    precision: str,
-) -> Passes:
-    return traced_passes(
-        traced,
-        micro_batch=micro_batch,
-        accumulation=share // micro_batch,
-        precision=precision,
-        checkpointing=checkpointing,
-        compiled=spec.compile != "off",
-        hardware=hardware,
-    )
-
-
-def _work(
-    seq_len: int,
-    config: LlamaConfig,
-    device: str,
-    share: int,
-    micro_batch: int,
-    checkpointing: str,
-    precision: str,
-) -> Work:
-    tokens = micro_batch * seq_len
-    same: Any = {"num_tokens": tokens, "precision": precision, "device": device}
-    return Work(
-        precision,
-        activations_bytes(config, **same, checkpointing=checkpointing),
-        logits_bytes(config, **same),
-        share // micro_batch,
-        rebuilt=rebuilt_bytes(config, **same, checkpointing=checkpointing),
-        gloo=device == "cpu",
-        small=small_bytes(config, **same, checkpointing=checkpointing),
-        roomy=small_bytes(config, **same, checkpointing="none", below=ROOMY_BYTES)
-        if checkpointing == "none"
-        else None,
-    )
-
-
-def _passes(
-    seq_len: int,
-    compiled: bool,
-    config: LlamaConfig,
-    share: int,
-    hardware: Hardware,
-    micro_batch: int,
-    checkpointing: str,
-    precision: str,
-) -> Passes:
-    job = Job(
-        config,
-        seq_len,
-        micro_batch,
-        share // micro_batch,
-        precision,
-        checkpointing,
-        compiled,
-    )
-    return passes(job, hardware)
+    choices = Choices(plan.micro_batch, plan.activation_checkpointing, plan.precision)
+    return Pricer(shape, training, hardware).candidate(plan.strategy, plan.mesh, choices, asked=True)

@@ -1,22 +1,18 @@
-"""Which way to train, and why: every strategy x mesh x microbatch x checkpointing x precision, with its
-bytes, seconds and dollars. Standard library only. Offloading to the host is no candidate: the trainer cannot
-do it."""
+"""Which of the candidates to train by, and why. Standard library only. Offloading to the host is no
+candidate: the trainer cannot do it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from mlpipe._core.errors import PlanError
-from mlpipe._core.mfu import mfu_ratio
-from mlpipe._core.units import format_bytes
-from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.memory import Counts, MemoryEstimate, Work, is_sparing
+from mlpipe.plan.memory import MemoryEstimate
 from mlpipe.plan.plan import CHECKPOINTING, Mesh, Strategy
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.time import Passes, StepSeconds, Wire, save_seconds, update_seconds, whole_steps
+from mlpipe.plan.time import StepSeconds
 
 # Two candidates whose step times differ by less are equally fast: the model does not know better.
 _EQUAL = 0.02
@@ -50,131 +46,6 @@ class Candidate:
     @property
     def step_seconds(self) -> float:
         return self.seconds.total if self.seconds is not None else math.inf
-
-
-@dataclass(frozen=True)
-class Run:
-    """What all candidates of a stage have in common. `save_steps`, `save_seconds`: between checkpoints, which
-    are written beside the training if `asynchronous`."""
-
-    global_batch: int
-    seq_len: int
-    steps: int
-    num_flops_per_token: float
-    save_steps: int | None
-    save_seconds: float | None
-    asynchronous: bool = True
-
-
-def micro_batches(global_batch: int, num_ranks: int, micro_batch: int | None) -> list[int]:
-    """Sequences in one forward pass to choose from, largest first; `micro_batch` None: all that divide.
-    Raises PlanError where `global_batch = micro_batch x num_ranks x accumulation` has no solution."""
-    if global_batch % num_ranks:
-        raise PlanError(
-            f"a batch of {global_batch} cannot be split evenly over {num_ranks} workers",
-            hint=f"make the batch size {max(1, round(global_batch / num_ranks)) * num_ranks}",
-        )
-    share = global_batch // num_ranks
-    # divisors come in pairs, and only one of a pair is above the root
-    small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
-    sizes = sorted({*small, *(share // size for size in small)}, reverse=True)
-    if micro_batch is None:
-        return sizes
-    if micro_batch not in sizes:
-        raise PlanError(
-            f"micro_batch {micro_batch} does not divide the {share} sequences of each of {num_ranks} workers",
-            hint=f"write micro_batch: auto, or one of {', '.join(map(str, sizes[:8]))}",
-        )
-    return [micro_batch]
-
-
-def meshes(strategy: Strategy, hardware: Hardware) -> list[Mesh] | str:
-    """The strategy's own first; of hsdp also copies within a node and over several. Or why there is none."""
-    own = ORDER[strategy].mesh(hardware.num_nodes, hardware.devices_per_node)
-    if isinstance(own, str) or strategy != "hsdp":
-        return own if isinstance(own, str) else [own]
-    world, per_node = hardware.world_size, hardware.devices_per_node
-    shards = [
-        n for n in range(2, world // 2 + 1) if world % n == 0 and (n % per_node == 0 or per_node % n == 0)
-    ]
-    return [own, *(Mesh(dp_replicate=world // n, dp_shard=n) for n in shards if n != own.dp_shard)]
-
-
-class Pricer:
-    """Bytes, seconds and dollars of candidates on one hardware; passes are computed once for all meshes."""
-
-    def __init__(
-        self,
-        hardware: Hardware,
-        run: Run,
-        counts: Counts,
-        work: Callable[[int, str, str], Work],
-        passes: Callable[[int, str, str], Passes],
-    ) -> None:
-        self.hardware, self.run, self.counts, self.work, self.passes = hardware, run, counts, work, passes
-        self.known: dict[tuple[int, str, str], tuple[Work, Passes]] = {}
-
-    def candidate(
-        self, strategy: Strategy, mesh: Mesh, size: int, checkpointing: str, precision: str, *, asked: bool
-    ) -> Candidate:
-        key = (size, checkpointing, precision)
-        if key not in self.known:
-            self.known[key] = (self.work(*key), self.passes(*key))
-        work, found = self.known[key]
-        hardware, run = self.hardware, self.run
-        memory = self._memory(strategy, mesh, work)
-        every = memory.total > hardware.memory_bytes and work.accumulation > 1 and mesh.dp_shard > 1
-        if every:  # more to send, less to keep
-            memory = self._memory(strategy, mesh, replace(work, reduce_every=True))
-            found = replace(found, reduce_every=True)
-        if not is_sparing(mesh, checkpointing):
-            found = replace(found, new_memory=0.0)
-        fits = memory.total <= hardware.memory_bytes
-        seconds = self._seconds(strategy, mesh, found)
-        rate = run.global_batch * run.seq_len / seconds.total
-        peak = hardware.speed.peak_flops[precision] * mesh.world_size
-        hours = run.steps * seconds.total / 3600
-        price = hardware.price_usd_per_device_hour
-        usd = None if price is None else price * mesh.world_size * hours
-        return Candidate(
-            strategy,
-            mesh,
-            size,
-            checkpointing,
-            precision,
-            asked,
-            memory,
-            fits,
-            f"needs {format_bytes(memory.total)} of {format_bytes(hardware.memory_bytes)}",
-            seconds,
-            rate,
-            mfu_ratio(run.num_flops_per_token, rate, peak),
-            hours,
-            usd,
-            None if usd is None else usd / (run.steps * run.global_batch * run.seq_len / 1e6),
-            "every" if every else "last",
-            memory.total / hardware.memory_bytes,
-        )
-
-    def _memory(self, strategy: Strategy, mesh: Mesh, work: Work) -> MemoryEstimate:
-        memory = ORDER[strategy].memory(self.counts, work, mesh)
-        return memory.on(self.hardware.device, mesh.world_size).scaled(self.hardware.speed.memory_ratio)
-
-    def _seconds(self, strategy: Strategy, mesh: Mesh, found: Passes) -> StepSeconds:
-        rules, hardware, run = ORDER[strategy], self.hardware, self.run
-        update = update_seconds(rules.updated(self.counts, mesh), hardware)
-        exposed = rules.exposed(found, Wire(hardware), mesh)
-        compute = found.compute + found.new_memory + update
-        interval = run.save_steps
-        if interval is None:
-            interval = whole_steps(run.save_seconds or 900.0, compute + exposed)
-        between = interval * (compute + exposed) if run.asynchronous else None
-        stall = save_seconds(self.counts.saved_bytes(mesh.world_size), hardware, between)
-        # reading tokens is a copy out of a mapped file; the rest of a step's bookkeeping is a few kernels
-        num_tokens = run.global_batch / mesh.num_data_ranks * run.seq_len
-        data = num_tokens * 16 / hardware.speed.memory_bytes_per_second
-        ratio = hardware.speed.time_ratio
-        return StepSeconds(ratio * compute, ratio * exposed, data, stall / interval)
 
 
 def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -212,10 +83,12 @@ def choose(candidates: Sequence[Candidate], equal: float = _EQUAL) -> tuple[Cand
     return best, f"{best.strategy}: {best.reason} per worker; {why}"
 
 
-def simplicity(found: Candidate) -> tuple[bool, int, int, int, float]:
-    order = list(ORDER).index(found.strategy)
-    recompute = list[str](CHECKPOINTING).index(found.activation_checkpointing)
-    return found.used_ratio > _TIGHT, order, recompute, -(found.micro_batch or 0), found.step_seconds
+def simplicity(candidate: Candidate) -> tuple[bool, int, int, int, float]:
+    """The smaller the better: room in memory, little sharding, little recomputation, large micro-batches."""
+    order = list(ORDER).index(candidate.strategy)
+    recompute = list[str](CHECKPOINTING).index(candidate.activation_checkpointing)
+    is_tight = candidate.used_ratio > _TIGHT
+    return is_tight, order, recompute, -(candidate.micro_batch or 0), candidate.step_seconds
 
 
 def smallest(candidates: Sequence[Candidate]) -> Candidate:
@@ -231,24 +104,24 @@ def _closest(candidates: Sequence[Candidate]) -> Iterator[str]:
             yield f"{strategy}: {smallest(sizes).reason}"
 
 
-def verdict(found: Candidate, chosen: Candidate) -> str:
+def verdict(other: Candidate, chosen: Candidate) -> str:
     """Why this one was not chosen, in a few words."""
-    if found == chosen:
+    if other == chosen:
         return "chosen"
-    if not found.fits or found.seconds is None:
-        return found.reason
-    if not found.asked:
+    if not other.fits or other.seconds is None:
+        return other.reason
+    if not other.asked:
         parts = []
-        if found.precision != chosen.precision:
-            parts.append(f"precision: {found.precision}")
-        if found.activation_checkpointing != chosen.activation_checkpointing:
-            parts.append(f"activation_checkpointing: {found.activation_checkpointing}")
-        if found.strategy != chosen.strategy:
-            parts.append(f"strategy: {found.strategy}")
-        if found.micro_batch != chosen.micro_batch:
-            parts.append(f"micro_batch: {found.micro_batch}")
+        if other.precision != chosen.precision:
+            parts.append(f"precision: {other.precision}")
+        if other.activation_checkpointing != chosen.activation_checkpointing:
+            parts.append(f"activation_checkpointing: {other.activation_checkpointing}")
+        if other.strategy != chosen.strategy:
+            parts.append(f"strategy: {other.strategy}")
+        if other.micro_batch != chosen.micro_batch:
+            parts.append(f"micro_batch: {other.micro_batch}")
         return f"not asked for: {', '.join(parts) or 'mesh'}"
-    ratio = found.step_seconds / chosen.step_seconds
+    ratio = other.step_seconds / chosen.step_seconds
     if ratio > 1 + _EQUAL:
         return f"{ratio:.2f} times the time"
-    return "as fast, and shards more" if found.strategy != chosen.strategy else "as fast"
+    return "as fast, and shards more" if other.strategy != chosen.strategy else "as fast"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.units import format_bytes
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.candidates import precision_on
 from mlpipe.plan.choose import Candidate, smallest
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.shapes import dense
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec.model import Pipeline
 
@@ -71,9 +71,9 @@ def _rejected(asked: Sequence[Candidate], chosen: Candidate) -> Iterator[str]:
 
 def lint(train: TrainPlan, chosen: Candidate, candidates: Sequence[Candidate]) -> Iterator[str]:
     """Advice with the gain to expect and its source."""
-    if train.model.preset is not None:
-        config = LlamaConfig(**train.model.build.args)
-        yield from _shapes(config)
+    shape = dense.planned(train.model)
+    if shape is not None:
+        yield from _shapes(shape.widths)
     if train.precision == "fp32":
         low = [c for c in candidates if c.precision == "bf16" and c.fits and c.strategy == chosen.strategy]
         gain = chosen.step_seconds / min(c.step_seconds for c in low) if low else 1.0
@@ -92,16 +92,14 @@ def lint(train: TrainPlan, chosen: Candidate, candidates: Sequence[Candidate]) -
         )
 
 
-def _shapes(config: LlamaConfig) -> Iterator[str]:
-    for name, size in (
-        ("vocab_size", config.vocab_size),
-        ("dim", config.dim),
-        ("ffn_dim", config.ffn_dim),
-    ):
+def _shapes(widths: Mapping[str, int]) -> Iterator[str]:
+    for name in ("vocab_size", "dim", "ffn_dim"):
+        size = widths.get(name, 0)
         if size % 64:
             better = -(-size // 64) * 64
             waste = better / size - 1
             yield f"{name} {size} is no multiple of 64: {better}, {waste:.1%} more, fills tiles ({_TILES})"
-    if config.head_dim not in (64, 128):
-        padded = 64 if config.head_dim < 64 else 128
-        yield f"heads have {config.head_dim} channels; {padded} make full use of attention kernels ({_HEADS})"
+    head_dim = widths.get("head_dim", 64)
+    if head_dim not in (64, 128):
+        padded = 64 if head_dim < 64 else 128
+        yield f"heads have {head_dim} channels; {padded} make full use of attention kernels ({_HEADS})"

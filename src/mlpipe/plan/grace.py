@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from mlpipe._core.presets import LlamaConfig
-from mlpipe.plan.memory import ADAM_BYTES, WEIGHT_BYTES
+from mlpipe.plan.candidates import ADAM_STATE_BYTES
+from mlpipe.plan.memory import saved_bytes
 from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.shapes import dense
 
 # The floor: a step and a save of any model that fits a few GPUs. The ceiling: for whoever waits.
 FLOOR_SECONDS, CEILING_SECONDS, STEP_SECONDS = 600.0, 3600.0, 120.0
@@ -15,10 +16,11 @@ SAVE_BYTES_PER_SECOND = 100e6
 
 
 def checkpoint_bytes(train: TrainPlan) -> int | None:
-    """Weights and Adam moments in fp32; None for a user's own model, whose size shows when it runs."""
-    if train.model.preset is None or train.num_flops_per_token is None:
+    """Weights and optimizer states; None for a user's own model, whose size shows when it runs."""
+    shape = dense.planned(train.model)
+    if shape is None or train.num_flops_per_token is None:
         return None
-    return LlamaConfig(**train.model.build.args).num_params() * (WEIGHT_BYTES + ADAM_BYTES)
+    return saved_bytes(shape.parameters, ADAM_STATE_BYTES, num_ranks=1)
 
 
 def save_seconds(train: TrainPlan, nproc_per_node: int) -> float | None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mlpipe._core.units import parse_seconds
-from mlpipe.plan import grace
+from mlpipe.plan import allocators, grace
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.memory import cpu_allocator, is_sparing
-from mlpipe.plan.plan import Launch, TrainPlan
-from mlpipe.plan.traced import Traced
+from mlpipe.plan.plan import Launch, Mesh, TrainPlan
 from mlpipe.spec.model import Stage
 from mlpipe.spec.placeholders import fill, resolve
+
+if TYPE_CHECKING:
+    from mlpipe.plan.shapes.traced import Traced
 
 COMMAND_SECONDS = 30.0  # between SIGTERM and SIGKILL of what has no checkpoint to write
 
@@ -58,10 +60,9 @@ def workers(
     env = {key: fill(value, given.known) for key, value in stage.env.items()}
     threads = max(1, hardware.cpus_per_node // hardware.devices_per_node)
     env.setdefault("OMP_NUM_THREADS", str(threads))
-    if hardware.device == "cpu":
-        sparing = saves and is_sparing(plan.mesh, plan.activation_checkpointing)
-        env = {**cpu_allocator(sparing=sparing), **env}
-    elif plan.deterministic:
+    layout = (plan.mesh, plan.activation_checkpointing) if saves else (Mesh(), "none")
+    env = {**allocators.environment(hardware.device, *layout), **env}
+    if plan.deterministic and hardware.device == "cuda":
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
     return Launch(
         num_nodes=hardware.num_nodes,

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import format_seconds
 from mlpipe.kinds.train.spec import Train
-from mlpipe.plan.candidates import Shape, pick
+from mlpipe.plan.candidates import pick
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.shapes.shape import ModelShape
 
 # Where adding nodes stops paying: below this share of the smallest's tokens per worker and second.
 _PAYS = 0.5
@@ -44,7 +45,7 @@ def parse_nodes(text: str) -> list[int]:
     return sorted({low, *doubled, high})
 
 
-def scale(spec: Train, config: Shape, hardware: Hardware, nodes: Sequence[int]) -> list[Scale]:
+def scale(spec: Train, shape: ModelShape | None, hardware: Hardware, nodes: Sequence[int]) -> list[Scale]:
     """The batch stays what it is, so that the run learns the same; the mesh is chosen anew for each."""
     spec = spec.model_copy(update={"mesh": None})
     found: list[Scale] = []
@@ -53,7 +54,7 @@ def scale(spec: Train, config: Shape, hardware: Hardware, nodes: Sequence[int]) 
     for number in nodes:
         there = replace(hardware, num_nodes=number)
         try:
-            best, _ = pick(spec, config, there)
+            best, _ = pick(spec, shape, there)
         except PlanError as error:
             found.append(Scale(number, there.world_size, None, None, error.message.partition(";")[0]))
             continue

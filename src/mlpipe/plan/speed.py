@@ -1,5 +1,5 @@
-"""Speeds of a device, from the catalogue or as `mlpipe calibrate` measures them, and the bytes by which it
-and `plan/time.py` count. Needs no spec: the workers import it."""
+"""Speeds of a device, from the catalogue or as `mlpipe calibrate` measures them. Needs no spec: the workers
+import it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,14 @@ import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from mlpipe._core.presets import LlamaConfig
-
-# The model of which a calibration times whole passes, and how many of its longest sequences at once.
-REFERENCE = {
-    "cpu": LlamaConfig(4_096, 384, 2, 6, 2, 1_024, 256, 1e4, 1e-5, True),
-    "cuda": LlamaConfig(32_768, 2_048, 2, 16, 8, 5_632, 2_048, 1e4, 1e-5, True),
-}
-REFERENCE_BATCH = 4
 ADAM_TRAFFIC = 40  # bytes a parameter: norm 4, scale 8, the update reads 16 and writes 12
 
 
 @dataclass(frozen=True)
 class KernelRates:
-    """Measured in one precision: `matmul_points`, (FLOPs, share of the peak); bytes that the formulas of
-    `plan/time.py` count, a second, between the matmuls of a block (`stream`; `large`: of tensors that a CPU's
-    caches do not hold; 0: no other) and in the loss; seconds of a forward and a backward pass of REFERENCE,
+    """Measured in one precision: `matmul_points`, (FLOPs, share of the peak); bytes a second, as the model's
+    shape counts them, between the matmuls of a block (`stream`; `large`: of tensors that a CPU's caches do
+    not hold; 0: no other) and in the loss; seconds of both passes of `plan/reference.py`'s model,
     where caches, memory and Python are those of a training (0: not measured)."""
 
     peak_flops: float
@@ -92,15 +84,3 @@ class Measured:
     gather_bytes_per_second: float = 0.0  # of the whole, with FSDP2's copies; 0 with one rank and on a GPU
     scatter_bytes_per_second: float = 0.0
     new_tensor_seconds: float = 0.0  # on a CPU, what one in newly mapped memory costs more
-
-
-def traffic_block(dim: int, kv_dim: int, ffn: int) -> int:
-    """Bytes a token of what stands between the matmuls of a block in eager mode, read off
-    `train/models/llama.py` under bf16 (fp32 moves about as many): two norms of 14 a channel, the rotation of
-    q and k 38, two residual sums 10, silu 4 and product 6."""
-    return sum(num_bytes for _, num_bytes in traffic_by_width(dim, kv_dim, ffn))
-
-
-def traffic_by_width(dim: int, kv_dim: int, ffn: int) -> list[tuple[int, int]]:
-    """The same, by the channels of the tensors."""
-    return [(dim, 28 * dim + 38 * dim + 20 * dim), (kv_dim, 38 * kv_dim), (ffn, 10 * ffn)]

@@ -8,16 +8,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mlpipe._core.errors import PlanError
-from mlpipe._core.presets import LLAMA, PRESETS, LlamaConfig
 from mlpipe._core.units import parse_cadence, parse_seconds
 from mlpipe.kinds.train.spec import OwnData, OwnModel, PresetModel, Train
 from mlpipe.plan import meaning as meanings
-from mlpipe.plan.candidates import Shape, enumerate_candidates, global_batch, pick
-from mlpipe.plan.choose import Candidate, micro_batches, rank
-from mlpipe.plan.flops import num_flops_per_token
+from mlpipe.plan.candidates import enumerate_candidates, global_batch, micro_batches, pick
+from mlpipe.plan.choose import Candidate, rank
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import (
     CheckpointPlan,
@@ -31,10 +29,15 @@ from mlpipe.plan.plan import (
 )
 from mlpipe.plan.references import stage_named
 from mlpipe.plan.scaling import Scale, parse_nodes, scale
+from mlpipe.plan.shapes import dense
+from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.traced import Traced
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.placeholders import fill
+
+if TYPE_CHECKING:
+    from mlpipe.plan.shapes.traced import Traced
 
 Known = Mapping[str, str]  # what placeholders stand for
 
@@ -64,9 +67,9 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     return dataclasses.replace(train, predicted=None, memory_bytes=None)  # these are of training's steps
 
 
-def shape_of(spec: Train, known: Known, traced: Traced | None = None) -> Shape:
+def shape_of(spec: Train, known: Known, traced: Traced | None = None) -> ModelShape | None:
     """What the model's size is read off; None: a user's own that nobody has traced. Raises PlanError."""
-    return _config(spec, known) or traced
+    return _preset(spec, known) or traced
 
 
 def trainings(pipeline: Pipeline) -> dict[str, Train]:
@@ -102,7 +105,7 @@ def meaning_of(pipeline: Pipeline, stage_name: str, inputs: Mapping[str, str]) -
     """What the training of a stage is about, on any hardware (see `plan/meaning.py`); `inputs` as of
     `build_plan`. Raises PlanError."""
     spec, known = _training_of(pipeline, stage_name), _outputs(inputs)
-    return meanings.meaning(spec, _model(spec, _config(spec, known), known), _data(spec, known))
+    return meanings.meaning(spec, _model(spec, _preset(spec, known), known), _data(spec, known))
 
 
 def _training_of(pipeline: Pipeline, stage_name: str) -> Train:
@@ -116,31 +119,32 @@ def _outputs(inputs: Mapping[str, str]) -> Known:
     return {f"stages.{name}.output": folder for name, folder in inputs.items()}
 
 
-def _config(spec: Train, known: Known) -> LlamaConfig | None:
+def _preset(spec: Train, known: Known) -> Dense | None:
     """The preset's shape with the user's changes and the tokens' vocabulary; None for a model of theirs."""
     if not isinstance(spec.model, PresetModel):
         return None
     changes = spec.model.model_dump(exclude_none=True, exclude={"preset", "seq_len"})
-    found = None if isinstance(spec.data, OwnData) else _vocab_size(fill(spec.data.tokens, known))
-    if found is not None and found > changes.get("vocab_size", found):
+    in_data = None if isinstance(spec.data, OwnData) else _vocab_size(fill(spec.data.tokens, known))
+    if in_data is not None and in_data > changes.get("vocab_size", in_data):
         raise PlanError(
-            f"model.vocab_size is {changes['vocab_size']}, but there are {found} tokens in the data",
+            f"model.vocab_size is {changes['vocab_size']}, but there are {in_data} tokens in the data",
             where=spec.model.preset,
             hint="leave vocab_size away: it is taken from the data",
         )
-    if found is not None:  # rounded to what matmuls like; the rest is never a target
-        changes.setdefault("vocab_size", -(-found // 64) * 64)
-    config = dataclasses.replace(PRESETS[spec.model.preset], **changes)
-    problems = config.problems()
+    if in_data is not None:  # rounded to what matmuls like; the rest is never a target
+        changes.setdefault("vocab_size", -(-in_data // 64) * 64)
+    shape = dense.preset(spec.model.preset, changes)
+    problems = shape.config.problems()
     if problems:
         raise PlanError(f"no model has this shape: {'; '.join(problems)}", where=spec.model.preset)
-    if spec.model.seq_len > config.max_seq_len:
+    longest = shape.config.max_seq_len
+    if spec.model.seq_len > longest:
         raise PlanError(
-            f"seq_len {spec.model.seq_len} is more than the {config.max_seq_len} positions of the model",
+            f"seq_len {spec.model.seq_len} is more than the {longest} positions of the model",
             where=spec.model.preset,
-            hint=f"write seq_len: {config.max_seq_len}, or raise model.max_seq_len",
+            hint=f"write seq_len: {longest}, or raise model.max_seq_len",
         )
-    return config
+    return shape
 
 
 def _vocab_size(folder: str) -> int | None:
@@ -171,8 +175,8 @@ def _train_plan(
 ) -> TrainPlan:
     if chosen.mesh is None or chosen.micro_batch is None:
         raise PlanError(chosen.reason)
-    config = _config(spec, known)
-    model, data = _model(spec, config, known), _data(spec, known)
+    shape = _preset(spec, known)
+    model, data = _model(spec, shape, known), _data(spec, known)
     every = parse_cadence(spec.checkpoint.every)
     peak = hardware.peak_flops.get(chosen.precision)
     return TrainPlan(
@@ -198,7 +202,7 @@ def _train_plan(
         deterministic=spec.deterministic,
         seed=spec.seed,
         hang_timeout_seconds=parse_seconds(spec.hang_timeout),
-        num_flops_per_token=num_flops_per_token(config, spec.model.seq_len) if config else None,
+        num_flops_per_token=shape.flops_per_token(spec.model.seq_len) if shape else None,
         peak_flops=peak,
         peak_name=f"{hardware.name} datasheet, dense {chosen.precision}" if peak else "measured matmul peak",
         resume=resume,
@@ -226,10 +230,10 @@ def _predicted(chosen: Candidate, hardware: Hardware) -> Prediction | None:
     return Prediction(chosen.memory.total, float(f"{chosen.step_seconds:.5g}"), *ratios)
 
 
-def _model(spec: Train, config: LlamaConfig | None, known: Known) -> ModelPlan:
+def _model(spec: Train, shape: Dense | None, known: Known) -> ModelPlan:
     model = spec.model
-    if isinstance(model, PresetModel) and config is not None:
-        return ModelPlan(Entry(LLAMA, dataclasses.asdict(config)), model.preset, model.seq_len, ())
+    if isinstance(model, PresetModel) and shape is not None:
+        return dense.model_plan(shape, model.preset, model.seq_len)
     own = cast(OwnModel, model)
     return ModelPlan(Entry(own.entry, fill(own.args, known)), None, own.seq_len, own.blocks)
 

@@ -25,17 +25,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 
-from mlpipe._core.presets import LlamaConfig
 from mlpipe._core.serial import to_json
-from mlpipe.plan.memory import cpu_allocator
-from mlpipe.plan.speed import (
-    ADAM_TRAFFIC,
-    REFERENCE,
-    REFERENCE_BATCH,
-    KernelRates,
-    Measured,
-    traffic_block,
-)
+from mlpipe.plan.allocators import glibc
+from mlpipe.plan.reference import BLOCK, REFERENCE, REFERENCE_BATCH
+from mlpipe.plan.shapes.dense import traffic_block
+from mlpipe.plan.speed import ADAM_TRAFFIC, KernelRates, Measured
 from mlpipe.store.open import open_store
 from mlpipe.train.loss import cross_entropy_sum
 from mlpipe.train.model import LossModule
@@ -46,9 +40,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # tokens x inner x outer: from a small model's k to a GPU-sized block's
 _SHAPES_CPU = ((256, 128, 64), (256, 128, 384), (512, 256, 704), (1024, 256, 2048), (1024, 512, 4096))
 _SHAPES = ((1024, 1024, 1024), (4096, 2048, 2048), (8192, 4096, 4096), (8192, 4096, 14336))
-_BLOCK_CPU = LlamaConfig(4096, 256, 1, 4, 2, 704, 1024, 1e4, 1e-5, True)
 _FEW_CPU, _MANY_CPU = 2, 16  # sequences whose tensors a cache holds, or not
-_BLOCK = LlamaConfig(32_768, 2048, 1, 16, 8, 5632, 2048, 1e4, 1e-5, True)
 _COLLECTIVE_BYTES = 16 * 2**20
 _SHARDED = (2**18, 2**17, 2**17, 2**18, 2**19, 2**19, 2**19)  # numbers of q, k, v, o, gate, up, down: 9 MiB
 _STORE_BYTES = 16 * 2**20
@@ -84,7 +76,7 @@ class Bench:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(self.device)
         self.on_cpu = self.device.type == "cpu"
-        self.config = _BLOCK_CPU if self.on_cpu else _BLOCK
+        self.config = BLOCK[self.device.type]
         self.seq_len, self.batch = (256, 4) if self.on_cpu else (2048, 4)
         self.tokens = self.seq_len * self.batch
         self.works = {precision: self._passes(dtype) for precision, dtype in _DTYPES.items()}
@@ -150,7 +142,7 @@ class Bench:
 
     def _passes(self, dtype: torch.dtype, *, sharded: bool = False) -> Callable[[], object]:
         """Forward and backward of the reference model in the trainer's own wrapping; `sharded`: by FSDP2."""
-        config = REFERENCE[self.device.type]
+        config = REFERENCE[self.device.type].config
         model = Llama(config).to(self.device)
         model.init_weights()
         module = LossModule(model, self.device.type, dtype == torch.bfloat16)
@@ -322,7 +314,7 @@ class Bench:
         # In a training each of them waits for the slowest rank's block, too.
         pairs = zip(self.passes["sharded"], self.passes["fp32"], strict=True)
         more = median(sharded - whole for sharded, whole in pairs)
-        expected = 4 * REFERENCE["cpu"].num_params() / num_bytes * (2 * gathered + scattered)
+        expected = 4 * REFERENCE["cpu"].parameters.total / num_bytes * (2 * gathered + scattered)
         slower = max(1.0, more / expected)
         return num_bytes / (slower * gathered), num_bytes / (slower * scattered)
 
@@ -332,8 +324,8 @@ class Bench:
         if not self.on_cpu:
             return 0.0
         dist.barrier()
-        ours = cpu_allocator(sparing=False)  # this process's own: a heap of huge pages would serve both
-        env = {k: v for k, v in os.environ.items() if k not in ours} | cpu_allocator(sparing=True)
+        ours = glibc.environment(trimming=False)  # this process's own: a heap of huge pages would serve both
+        env = {k: v for k, v in os.environ.items() if k not in ours} | glibc.environment(trimming=True)
         argv = [sys.executable, "-I", "-c", _NEW_TENSOR]
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=True)
         return max(0.0, float(done.stdout))

@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mlpipe._core.errors import TrainError
-from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.plan import ModelPlan, TrainPlan
+from mlpipe.plan.shapes import dense
 from mlpipe.train.model import Batch, LossModule, construct, load_entry
 
 _SIDE_CPU, _SIDE = 1024, 8192  # of the matrices: a few, and about 1.5, milliseconds each
@@ -40,21 +40,14 @@ def count_flops_per_token(plan: ModelPlan, collated: Batch) -> float | None:
 
 
 def recomputed_flops_per_token(plan: TrainPlan) -> float | None:
-    """What activation checkpointing does again in the backward. `full`: a block's forward but for its last
-    matmul (down), whose result nothing needs. `selective` (see parallel/activation_checkpointing.py): of a
-    block's seven matmuls the second, fourth and sixth (k, o, up), and no attention. None: not a preset of
-    ours."""
+    """What activation checkpointing does again in the backward pass (`plan/recomputation.py`). None: not a
+    preset of ours."""
     if plan.activation_checkpointing == "none":
         return 0.0
-    if plan.model.preset is None:
+    shape = dense.planned(plan.model)
+    if shape is None:
         return None
-    config = LlamaConfig(**plan.model.build.args)
-    wide, narrow = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    again = config.dim * (narrow + wide + config.ffn_dim)
-    if plan.activation_checkpointing == "full":
-        attention = 2 * wide * plan.model.seq_len
-        again = config.dim * (2 * wide + 2 * narrow + 2 * config.ffn_dim) + attention
-    return float(2 * config.num_layers * again)
+    return shape.recomputed_flops_per_token(plan.activation_checkpointing, plan.model.seq_len)
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:

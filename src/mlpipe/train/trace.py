@@ -2,7 +2,8 @@
 
 The model runs on torch's fake tensors, which have shapes, dtypes and a device (CPU, so that autocast and
 attention choose what they choose in training) but no bytes. What its operators would read, write, multiply
-and keep is counted. MODEL is JSON: {"model": ModelPlan, "data": DataPlan}; OUT gets a `plan.traced.Traced`.
+and keep is counted. MODEL is JSON: {"model": ModelPlan, "data": DataPlan}; OUT gets what
+`plan/shapes/traced.py` reads.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from torch.utils.flop_counter import flop_registry
 
 from mlpipe._core.errors import MlpipeError, TrainError
 from mlpipe._core.serial import from_plain, to_json
-from mlpipe.plan.memory import Counts
 from mlpipe.plan.plan import CHECKPOINTING, DataPlan, ModelPlan
-from mlpipe.plan.traced import Ops, Traced, TracedPass
+from mlpipe.plan.shapes.shape import ParameterCounts
+from mlpipe.plan.shapes.traced import Ops, Traced, TracedPass
 from mlpipe.train import loss as losses
 from mlpipe.train.data import collate, open_dataset
 from mlpipe.train.model import Batch, LossModule, find_blocks, load_entry
@@ -109,7 +110,7 @@ def trace(model: ModelPlan, data: DataPlan) -> Traced:
     try:
         with FakeTensorMode():
             plain = _build(model)
-            counts, num_blocks = _counts(model, plain)
+            parameters = _parameters(model, plain)
             if data.dataset is None and not hasattr(plain, "loss"):
                 logits = plain(_batch(model, data, _MANY)["inputs"])
                 losses._CHUNK_ELEMENTS_CPU = max(chunk, logits.numel() // _MOST_CHUNKS)
@@ -137,7 +138,7 @@ def trace(model: ModelPlan, data: DataPlan) -> Traced:
     finally:
         losses._CHUNK_ELEMENTS_CPU = chunk
     words = f"traced with torch {torch.__version__}"
-    return Traced(counts, num_blocks, flops / model.seq_len, passes, words)
+    return Traced(parameters, flops / model.seq_len, passes, words)
 
 
 def _build(model: ModelPlan) -> torch.nn.Module:
@@ -152,7 +153,7 @@ def _build(model: ModelPlan) -> torch.nn.Module:
     return found
 
 
-def _counts(model: ModelPlan, plain: torch.nn.Module) -> tuple[Counts, int]:
+def _parameters(model: ModelPlan, plain: torch.nn.Module) -> ParameterCounts:
     blocks = find_blocks(plain, model.blocks, model.build.entry)
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     shapes = Counter(
@@ -161,7 +162,7 @@ def _counts(model: ModelPlan, plain: torch.nn.Module) -> tuple[Counts, int]:
     )
     total = sum(parameter.numel() for parameter in plain.parameters())
     tensors = tuple((rows, width, many) for (rows, width), many in shapes.items())
-    return Counts(total, max(sizes, default=0), total - sum(sizes), tensors), len(blocks)
+    return ParameterCounts(total, max(sizes, default=0), total - sum(sizes), len(blocks), tensors)
 
 
 def _once(model: ModelPlan, data: DataPlan, precision: str, mode: Any, size: int) -> _Meter:

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import PRESETS
 from mlpipe.kinds.train.spec import Preset, Strategy
+from mlpipe.plan.allocators import glibc
 from mlpipe.plan.build import build_plan, stage_hardware
-from mlpipe.plan.candidates import precision_on
-from mlpipe.plan.choose import micro_batches
+from mlpipe.plan.candidates import micro_batches, precision_on
 from mlpipe.plan.hardware import CATALOGUE, CPU_CORE, GIB, GPUS, Hardware, detect_hardware
-from mlpipe.plan.memory import cpu_allocator
 from mlpipe.plan.plan import STRATEGIES, Mesh, Plan
 from mlpipe.plan.speed import KernelRates
 from mlpipe.plan.strategies import ORDER
@@ -94,7 +93,7 @@ def test_same_bytes_in_another_process() -> None:
 
 def test_what_the_trainer_imports_needs_neither_spec_nor_pydantic() -> None:
     code = (
-        "import sys, mlpipe.plan.plan, mlpipe.plan.gate, mlpipe._core.presets, mlpipe.plan.memory,"
+        "import sys, mlpipe.plan.plan, mlpipe.plan.gate, mlpipe._core.presets, mlpipe.plan.pricing,"
         " mlpipe.plan.flops, mlpipe.plan.choose, mlpipe.plan.hardware, mlpipe.plan.strategies\n"
         "print(sorted({'pydantic', 'yaml', 'mlpipe.spec', 'torch'} & sys.modules.keys()))"
     )
@@ -296,13 +295,13 @@ def test_launch() -> None:
     launch = plan_of(quickstart("train.timeout=2 h", "train.metrics_port=off"), "train", cpu()).launch
     assert (launch.num_nodes, launch.nproc_per_node, launch.device) == (1, 2, "cpu")
     assert (launch.timeout_seconds, launch.metrics_port, launch.max_restarts) == (7200.0, None, 3)
-    assert launch.env == {**cpu_allocator(sparing=False), "OMP_NUM_THREADS": "2"}
+    assert launch.env == {**glibc.environment(trimming=False), "OMP_NUM_THREADS": "2"}
     own = plan_of(quickstart("train.env.OMP_NUM_THREADS=7", "train.env.GLIBC_TUNABLES=mine"), "train", cpu())
     mine = {"OMP_NUM_THREADS": "7", "GLIBC_TUNABLES": "mine"}
-    assert own.launch.env == {**cpu_allocator(sparing=False), **mine}
+    assert own.launch.env == {**glibc.environment(trimming=False), **mine}
     for saving in ("train.strategy=fsdp", "train.activation_checkpointing=full"):
         env = plan_of(quickstart(saving), "train", cpu()).launch.env
-        assert env == {**cpu_allocator(sparing=True), "OMP_NUM_THREADS": "2"}
+        assert env == {**glibc.environment(trimming=True), "OMP_NUM_THREADS": "2"}
 
 
 def test_wsd_decays_over_a_tenth_unless_told() -> None:

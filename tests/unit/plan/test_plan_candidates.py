@@ -5,23 +5,34 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.shapes import rank_work
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import PRESETS
+from mlpipe.plan.allocators import allocation_seconds
+from mlpipe.plan.axes import active
+from mlpipe.plan.axes.axis import Passes
 from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.choose import Candidate, choose, rank, verdict
 from mlpipe.plan.hardware import CPU_CORE, GIB, GPUS, Hardware
-from mlpipe.plan.memory import Work, counts
+from mlpipe.plan.kernels import Kernels, copy_seconds
+from mlpipe.plan.memory import rank_tensors
 from mlpipe.plan.plan import Mesh, Strategy
+from mlpipe.plan.pricing import layout_of
+from mlpipe.plan.reference import REFERENCE, reference_step
 from mlpipe.plan.scaling import parse_nodes, within
-from mlpipe.plan.speed import REFERENCE, REFERENCE_BATCH, KernelRates, traffic_block, traffic_by_width
+from mlpipe.plan.shapes.dense import Dense, traffic_block, traffic_by_width
+from mlpipe.plan.shapes.shape import StepShape
+from mlpipe.plan.speed import KernelRates
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.time import Job, Kernels, Passes, Wire, copy_seconds, passes, save_seconds
+from mlpipe.plan.time import passes, save_seconds
 from mlpipe.plan.training import compare, scale_stage
+from mlpipe.plan.wire import Wire
 from mlpipe.spec.load import load_pipeline
 from mlpipe.spec.model import Pipeline
 
@@ -76,21 +87,24 @@ def test_more_memory_never_makes_a_fitting_plan_unfit(preset: str, gib: int, mor
 @given(
     st.sampled_from(sorted(PRESETS)),
     st.sampled_from(["ddp", "zero1", "zero2", "fsdp", "hsdp"]),
-    st.integers(1, 9),
+    st.integers(2, 9),
     st.sampled_from(["fp32", "bf16"]),
     st.integers(1, 2),
 )
 def test_more_ranks_never_raise_the_bytes_of_a_rank(
     preset: str, strategy: Strategy, doubled: int, precision: str, accumulation: int
 ) -> None:
-    sizes, work = counts(PRESETS[preset]), Work(precision, 1000, 100, accumulation)
+    sizes = Dense(PRESETS[preset]).parameters
+    same: dict[str, Any] = {
+        "precision": precision, "saved": 1000, "logits": 100, "accumulation": accumulation,
+    }  # fmt: skip
     few, many = (
-        ORDER[strategy].memory(sizes, work, mesh_for(strategy, ranks))
+        rank_tensors(rank_work(sizes, strategy, mesh_for(strategy, ranks), **same))
         for ranks in (2**doubled, 2 ** (doubled + 1))
     )
     slices = sizes.share(2 ** (doubled + 1)) * 2 ** (doubled + 1) - sizes.total
     padding = 4 * slices if strategy == "zero1" else 0  # of its gathering buffers
-    assert many.tensors <= few.tensors + padding
+    assert many.peak <= few.peak + padding
 
 
 def test_flops_do_not_depend_on_the_strategy() -> None:
@@ -119,7 +133,7 @@ def test_every_strategy_shares_the_writing_of_a_checkpoint_among_all_ranks(
         saved.append(num_bytes)
         return 0.0
 
-    monkeypatch.setattr("mlpipe.plan.choose.save_seconds", spy)
+    monkeypatch.setattr("mlpipe.plan.pricing.save_seconds", spy)
     found = compare(llm("train.model.preset=llama-1b"), "train", gpus(num_nodes=1))
     assert {c.strategy for c in found if c.seconds} == {"ddp", "zero1", "zero2", "fsdp"}
     num_params = PRESETS["llama-1b"].num_params()
@@ -135,7 +149,7 @@ def test_units_of_time_and_cost_agree() -> None:
     memory = best.memory
     assert memory is not None
     parts = dataclasses.asdict(memory)
-    assert memory.total == sum(parts.values()) - 2 * parts["reused"] - parts["holes"]
+    assert memory.total == sum(parts.values()) - 2 * parts["reused"]
     unpriced = compare(llm(), "train", dataclasses.replace(gpus(num_nodes=2), price_usd_per_device_hour=None))
     assert {c.usd for c in unpriced} == {None}
 
@@ -177,6 +191,14 @@ def _passes(**changes: object) -> Passes:
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
 
 
+def exposed(name: Strategy, mesh: Mesh, wire: Wire, *, each: bool = False, **changes: object) -> float:
+    """Seconds that computing does not hide."""
+    layout = layout_of(name, mesh)
+    if each:
+        layout = dataclasses.replace(layout, reduce_gradients="every")
+    return sum(axis.exposed_seconds(_passes(**changes), wire, layout) for axis in active(mesh))
+
+
 def test_collectives_by_hand() -> None:
     """Ring: (n-1)/n of the bytes at 80 % of the slowest link, and a step's latency each."""
     wire = Wire(gpus())
@@ -192,41 +214,42 @@ def test_collectives_by_hand() -> None:
 
 def test_computing_hides_what_it_can() -> None:
     wire, eight = Wire(gpus()), Mesh(dp_shard=8)
-    exposed = {name: rules.exposed(_passes(), wire, mesh_for(name, 8)) for name, rules in ORDER.items()}
-    assert exposed["single"] == 0
+    shown = {name: exposed(name, mesh_for(name, 8), wire) for name in ORDER if name != "single"}
+    assert exposed("single", Mesh(), wire) == 0
     bucket = wire.all_reduce(25 * 2**20, 8)
-    assert exposed["ddp"] == pytest.approx(bucket)
-    assert exposed["zero1"] > exposed["ddp"]
+    assert shown["ddp"] == pytest.approx(bucket)
+    assert shown["zero1"] > shown["ddp"]
     first, block = wire.all_gather(4e9, 8), wire.all_gather(2e9, 8)
-    out = copy_seconds(2 * (2 * 4e9 + 4 * 1e9), gpus())  # 4 blocks in bf16 and the rest in fp32, once
-    into = copy_seconds(2 * 4 * 5e9, gpus())  # all gradients in fp32
-    assert exposed["fsdp"] == pytest.approx(3 * first + block + 2 * out + into)
-    assert exposed["zero2"] == pytest.approx(2 * first + block + out + into)
+    out = copy_seconds(2 * (2 * 4e9 + 4 * 1e9), gpus().speed)  # 4 blocks in bf16 and the rest in fp32, once
+    into = copy_seconds(2 * 4 * 5e9, gpus().speed)  # all gradients in fp32
+    assert shown["fsdp"] == pytest.approx(3 * first + block + 2 * out + into)
+    assert shown["zero2"] == pytest.approx(2 * first + block + out + into)
     # with nothing to hide behind all of it shows: 2 gathers a block and a reduction
-    bare = ORDER["fsdp"].exposed(_passes(overlap=False), wire, eight)
+    bare = exposed("fsdp", eight, wire, overlap=False)
     moved = 3 * first + 4 * (2 * block + wire.all_gather(4e9, 8))
     assert bare == pytest.approx(moved + 2 * out + into)
-    several = ORDER["fsdp"].exposed(_passes(accumulation=3), wire, eight)
+    several = exposed("fsdp", eight, wire, accumulation=3)
     assert several == pytest.approx(3 * (2 * first + block) + first + 6 * out + into)
-    every = ORDER["fsdp"].exposed(_passes(accumulation=3, reduce_every=True), wire, eight)
+    every = exposed("fsdp", eight, wire, each=True, accumulation=3)
     assert every == pytest.approx(3 * (3 * first + block) + 6 * out + 3 * into)
     # gathered once a step, whatever the number of microbatches
-    assert ORDER["zero2"].exposed(_passes(accumulation=3), wire, eight) == pytest.approx(exposed["zero2"])
+    assert exposed("zero2", eight, wire, accumulation=3) == pytest.approx(shown["zero2"])
 
 
 def test_a_calibrated_cpu_gathers_and_scatters_at_its_own_rates() -> None:
     speed = dataclasses.replace(CPU_CORE, link_bytes_per_second=4e9, collective_seconds=1e-4)
     cpu = Hardware("cpu", 1, 2, GIB, "CPU worker", {}, 2, speed)
-    assert Wire(cpu).scatter(8e9, 2) == Wire(cpu).all_reduce(8e9, 2)  # gloo's
+    assert Wire(cpu).reduce_scatter(8e9, 2) == Wire(cpu).all_reduce(8e9, 2)  # gloo's
     rates = {"gather_bytes_per_second": 1e9, "scatter_bytes_per_second": 5e8}
     wire = Wire(dataclasses.replace(cpu, speed=dataclasses.replace(speed, **rates)))
-    assert wire.gather(2e9, 2) == pytest.approx(2 + 1e-4)
-    assert wire.gather(2e9, 1) == 0
+    assert wire.all_gather(2e9, 2) == pytest.approx(2 + 1e-4)
+    assert wire.all_gather(2e9, 1) == 0
     # two gatherings of 4 blocks in bf16 and of the rest, one scattering in fp32; copies are in the rates
     moved = [*8 * [2.0], *2 * [4.0], *4 * [8.0], 8.0]
-    fsdp = ORDER["fsdp"].exposed(_passes(overlap=False), wire, Mesh(dp_shard=2))
+    fsdp = exposed("fsdp", Mesh(dp_shard=2), wire, overlap=False)
     assert fsdp == pytest.approx(sum(moved) + len(moved) * 1e-4)
-    zero1, ddp = (ORDER[name].exposed(_passes(), wire, Mesh(dp_replicate=2)) for name in ("zero1", "ddp"))
+    two = Mesh(dp_replicate=2)
+    zero1, ddp = exposed("zero1", two, wire), exposed("ddp", two, wire)
     assert zero1 - ddp == pytest.approx(20 + 1e-4)
 
 
@@ -238,16 +261,18 @@ def test_a_calibrated_cpu_streams_large_tensors_at_their_own_rate() -> None:
     traffic = traffic_by_width(256, 128, 704)
     assert sum(num_bytes for _, num_bytes in traffic) == traffic_block(256, 128, 704)
     every = 2048 * traffic_block(256, 128, 704)
-    assert Kernels("fp32", False, cpu).between(2048, traffic) == pytest.approx(every / 10e9)
+    assert Kernels("fp32", False, "cpu", cpu.speed).between(2048, traffic) == pytest.approx(every / 10e9)
     slow = dataclasses.replace(rates, large_bytes_per_second=5e9)
     cpu = dataclasses.replace(cpu, speed=dataclasses.replace(speed, kernels={"fp32": slow}))
     small = 2048 * 38 * 128
-    assert Kernels("fp32", False, cpu).between(2048, traffic) == pytest.approx(
+    assert Kernels("fp32", False, "cpu", cpu.speed).between(2048, traffic) == pytest.approx(
         small / 10e9 + (every - small) / 5e9
     )
     # recomputing a block ends before its last matmul
-    job = Job(PRESETS["llama-4m"], 256, 8, 1, "fp32", "none", compiled=False)
-    plain, full = (passes(dataclasses.replace(job, checkpointing=mode), cpu) for mode in ("none", "full"))
+    shape, step = Dense(PRESETS["llama-4m"]), StepShape(256, 8, 1, "fp32", "none", compiled=False)
+    plain, full = (
+        passes(shape, dataclasses.replace(step, checkpointing=mode), cpu) for mode in ("none", "full")
+    )
     down = 2.0 * 2048 * 704 * 256 / 1e11
     assert full.backward_block - plain.backward_block == pytest.approx(plain.forward_block - down)
 
@@ -256,12 +281,13 @@ def test_whole_passes_of_the_reference_model_scale_the_kernels() -> None:
     rates = KernelRates(1e11, ((1e9, 1.0),), 1e11, 10e9, 10e9)
     speed = dataclasses.replace(CPU_CORE, peak_flops={"fp32": 1e11}, kernels={"fp32": rates})
     cpu = Hardware("cpu", 1, 1, GIB, "CPU worker", {}, 1, speed)
-    config = REFERENCE["cpu"]
-    reference = Job(config, config.max_seq_len, REFERENCE_BATCH, 1, "fp32", "none", compiled=False)
-    twice = dataclasses.replace(rates, passes_seconds=2 * passes(reference, cpu).compute)
+    reference = REFERENCE["cpu"], reference_step("cpu", "fp32")
+    twice = dataclasses.replace(rates, passes_seconds=2 * passes(*reference, cpu).compute)
     slower = dataclasses.replace(cpu, speed=dataclasses.replace(speed, kernels={"fp32": twice}))
-    for job in (reference, Job(PRESETS["llama-25m"], 512, 2, 3, "fp32", "full", compiled=True)):
-        assert passes(job, slower).compute == pytest.approx(2 * passes(job, cpu).compute)
+    other = Dense(PRESETS["llama-25m"]), StepShape(512, 2, 3, "fp32", "full", compiled=True)
+    for shape, step in (reference, other):
+        told = passes(shape, step, slower).compute
+        assert told == pytest.approx(2 * passes(shape, step, cpu).compute)
 
 
 def test_what_spares_memory_pays_for_new_memory() -> None:
@@ -269,9 +295,16 @@ def test_what_spares_memory_pays_for_new_memory() -> None:
     what the rotation halves are not."""
     speed = dataclasses.replace(CPU_CORE, new_tensor_seconds=1.0)
     cpu = Hardware("cpu", 1, 2, 8 * GIB, "CPU worker", {}, 2, speed)
-    job = Job(PRESETS["llama-4m"], 256, 8, 3, "fp32", "none", compiled=False)
-    assert passes(job, cpu).new_memory == 3 * 4 * (30 + 9 + 8)
-    assert passes(dataclasses.replace(job, checkpointing="full"), cpu).new_memory == 3 * 4 * (47 + 9 + 2 + 4)
+
+    def seconds(mesh: Mesh, checkpointing: str, hardware: Hardware = cpu) -> float:
+        step = StepShape(256, 8, 3, "fp32", checkpointing, compiled=False)
+        made = Dense(PRESETS["llama-4m"]).activations(step, hardware.device).made
+        return allocation_seconds(made, hardware.device, hardware.speed, mesh, checkpointing)
+
+    assert seconds(Mesh(dp_shard=2), "none") == 4 * (30 + 9 + 8)
+    assert seconds(Mesh(), "full") == 4 * (47 + 9 + 2 + 4)
+    assert seconds(Mesh(dp_replicate=2), "none") == 0
+    assert seconds(Mesh(dp_shard=2), "none", dataclasses.replace(cpu, device="cuda")) == 0
     quickstart = load_pipeline(ROOT / "pipelines" / "quickstart.yaml", overrides=["train.model.seq_len=1024"])
     never = dataclasses.replace(cpu, speed=CPU_CORE)
     found, before = (compare(quickstart, "train", hardware) for hardware in (cpu, never))
@@ -303,18 +336,22 @@ def test_a_slow_store_is_waited_for() -> None:
 def test_the_roofline_by_hand() -> None:
     """One matmul of llama-8b is compute bound at 16,384 tokens, memory bound at one."""
     config = PRESETS["llama-8b"]
-    job = Job(config, 8192, 2, 1, "bf16", "none", compiled=True)
-    found = passes(job, gpus())
+    step = StepShape(8192, 2, 1, "bf16", "none", compiled=True)
+
+    def of(**changes: Any) -> Passes:
+        return passes(Dense(config), dataclasses.replace(step, **changes), gpus())
+
+    found = of()
     matmuls = 2 * 16_384 * (config.num_layer_params() - 2 * config.dim)
     least = matmuls / (989e12 * 0.803)
     assert least < found.forward_block < 2 * least
-    full = passes(dataclasses.replace(job, checkpointing="full"), gpus())
-    selective = passes(dataclasses.replace(job, checkpointing="selective"), gpus())
+    full = of(checkpointing="full")
+    selective = of(checkpointing="selective")
     assert full.backward_block == pytest.approx(found.backward_block + found.forward_block, rel=0.02)
     assert found.compute < selective.compute < full.compute
-    eager = passes(dataclasses.replace(job, compiled=False), gpus())
+    eager = of(compiled=False)
     assert eager.compute > found.compute
-    tiny = passes(Job(config, 1, 1, 1, "bf16", "none", compiled=True), gpus())
+    tiny = of(seq_len=1, micro_batch=1)
     weights = 2 * (config.num_layer_params() - 2 * config.dim)
     assert tiny.forward_block > weights / 3.35e12
 

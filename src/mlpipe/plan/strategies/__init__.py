@@ -1,10 +1,9 @@
-"""One file a strategy. Each has
+"""One file a strategy: a name for settings of the mesh and its flags, nothing else. Each has
 
-    mesh(num_nodes, devices_per_node) -> Mesh, or why there is none, in words
-    memory(counts, work, mesh) -> MemoryEstimate
-    exposed(passes, wire, mesh) -> seconds of communication in a step that computing does not hide
-    updated(counts, mesh) -> parameters that a rank updates
+    SHARDS, what it splits, in words
     FLAGS, the fields of a TrainPlan that say with the mesh what is applied, where they are not the defaults
+    TAKES_OWN_MESH, whether the file may name another mesh
+    meshes(num_nodes, devices_per_node) -> meshes to choose from, the usual one first, or why there is none
 
 `ORDER` is from the least sharded to the most: among equally fast ones `auto` takes the first.
 """
@@ -13,23 +12,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from mlpipe.plan.memory import Counts, MemoryEstimate, Work
 from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.strategies import ddp, fsdp, hsdp, single, zero1, zero2
-from mlpipe.plan.time import Passes, Wire
 
 
 class StrategyFile(Protocol):
     SHARDS: str
     FLAGS: dict[str, bool]
+    TAKES_OWN_MESH: bool
 
-    def mesh(self, num_nodes: int, devices_per_node: int) -> Mesh | str: ...
-
-    def memory(self, counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate: ...
-
-    def exposed(self, passes: Passes, wire: Wire, mesh: Mesh) -> float: ...
-
-    def updated(self, counts: Counts, mesh: Mesh) -> int: ...
+    def meshes(self, num_nodes: int, devices_per_node: int) -> list[Mesh] | str: ...
 
 
 ORDER: dict[Strategy, StrategyFile] = {

@@ -1,31 +1,23 @@
-"""FSDP2 within each node, copies across nodes: the slow links carry gradients only."""
+"""All states are split within each node, with replicas across nodes: the slow links carry gradients only."""
 
 from __future__ import annotations
 
-from mlpipe.plan.memory import Counts, MemoryEstimate, Work
 from mlpipe.plan.plan import Mesh
-from mlpipe.plan.strategies import fsdp
-from mlpipe.plan.time import Passes, Wire
 
 SHARDS = "weights, gradients and optimizer states, within a node"
 FLAGS: dict[str, bool] = {}
+TAKES_OWN_MESH = True
 
 
-def mesh(num_nodes: int, devices_per_node: int) -> Mesh | str:
+def meshes(num_nodes: int, devices_per_node: int) -> list[Mesh] | str:
+    """Of whole nodes first; then with replicas within a node, and with shards over several."""
     if num_nodes < 2 or devices_per_node < 2:
         return (
             f"hsdp shards within nodes and copies across them; {num_nodes} x {devices_per_node} has not both"
         )
-    return Mesh(dp_replicate=num_nodes, dp_shard=devices_per_node)
-
-
-def memory(counts: Counts, work: Work, mesh: Mesh) -> MemoryEstimate:
-    return fsdp.memory(counts, work, mesh)
-
-
-def exposed(passes: Passes, wire: Wire, mesh: Mesh) -> float:
-    return fsdp.traffic(passes, wire, mesh, reshard=True)
-
-
-def updated(counts: Counts, mesh: Mesh) -> int:
-    return fsdp.updated(counts, mesh)
+    world, per_node = num_nodes * devices_per_node, devices_per_node
+    fitting = [
+        n for n in range(2, world // 2 + 1) if world % n == 0 and (n % per_node == 0 or per_node % n == 0)
+    ]
+    sizes = [per_node, *(n for n in fitting if n != per_node)]
+    return [Mesh(dp_replicate=world // n, dp_shard=n) for n in sizes]

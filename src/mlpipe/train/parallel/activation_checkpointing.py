@@ -1,7 +1,6 @@
 """Activation checkpointing: trade the memory of activations for computing them again in the backward.
 
-full: a block keeps only its input. selective: it also keeps the results of every second matmul and of
-attention, the expensive ones (after torchtitan's per-op policy). Names of parameters do not change.
+What is kept says `plan/recomputation.py`. Names of parameters do not change.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.recomputation import keeps_matmul
 from mlpipe.train.parallel.parallel import ParallelizedModel
 from mlpipe.train.world import World
 
@@ -68,8 +68,9 @@ def _selective_contexts() -> Any:
             return CheckpointPolicy.MUST_SAVE
         if op in _MATMULS:
             phase = "recompute" if ctx.is_recompute else "forward"
+            index = num_matmuls[phase]
             num_matmuls[phase] += 1
-            if num_matmuls[phase] % 2:
+            if keeps_matmul(index):
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

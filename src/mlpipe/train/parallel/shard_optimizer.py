@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
 from mlpipe.train.parallel.parallel import Owned, ParallelizedModel
 from mlpipe.train.world import World
 
-_BUCKET_BYTES = 64 * 2**20
+_BUCKET_BYTES = GATHER_BUCKET_BYTES
 
 
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:

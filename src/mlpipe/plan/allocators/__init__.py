@@ -1,0 +1,31 @@
+"""What allocators make of a rank's tensors: one file each, behind the functions here. A GPU's tensors come
+from CUDA's caching allocator (`cuda.py`); a CPU's from the C library's heap (`glibc.py`), where gloo, which
+sends them, takes its own copies (`gloo.py`)."""
+
+from __future__ import annotations
+
+from mlpipe.plan.allocators import cuda, glibc, gloo
+from mlpipe.plan.plan import Mesh
+from mlpipe.plan.speed import Speed
+from mlpipe.plan.tensors import Group, RankTensors, Reserved
+
+
+def reserve(tensors: RankTensors, device: str, mesh: Mesh, checkpointing: str) -> Reserved:
+    """Bytes that a process with these tensors holds at its peak."""
+    if device == "cuda":
+        return cuda.reserve(tensors, mesh.world_size)
+    return glibc.reserve(gloo.with_clones(tensors), trimming=glibc.is_trimming(mesh, checkpointing))
+
+
+def environment(device: str, mesh: Mesh, checkpointing: str) -> dict[str, str]:
+    """What the allocator is told by a worker's environment."""
+    if device == "cuda":
+        return {}
+    return glibc.environment(trimming=glibc.is_trimming(mesh, checkpointing))
+
+
+def allocation_seconds(made: Group, device: str, speed: Speed, mesh: Mesh, checkpointing: str) -> float:
+    """What it costs to allocate the tensors of a micro-batch, instead of using again what is there."""
+    if device == "cuda" or not glibc.is_trimming(mesh, checkpointing):
+        return 0.0
+    return glibc.num_mapped(made) * speed.new_tensor_seconds

@@ -1,0 +1,31 @@
+"""One file an axis of the mesh: what it divides, what it sends, and what hides that. Each has
+
+    divide(tensors, work) -> the tensors that a rank has where the axis splits them
+    exposed_seconds(passes, wire, layout) -> communication in a step that computing does not hide
+
+`AXES` are applied in this order. A dimension of the mesh that is not among them must be 1.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from mlpipe._core.errors import PlanError
+from mlpipe.plan.axes import dp_replicate, dp_shard
+from mlpipe.plan.axes.axis import Axis
+from mlpipe.plan.plan import Mesh
+
+AXES: dict[str, Axis] = {"dp_shard": dp_shard, "dp_replicate": dp_replicate}
+
+
+@lru_cache(maxsize=256)  # asked for twice by every candidate
+def active(mesh: Mesh) -> tuple[Axis, ...]:
+    """Those that are larger than 1. Raises PlanError for one that nobody can plan for yet."""
+    sizes = {name: size for name, size in vars(mesh).items() if size > 1}
+    for name, size in sizes.items():
+        if name not in AXES:
+            raise PlanError(
+                f"the mesh has {name} {size}, and nothing can be split over {name} yet",
+                hint=f"make {name} 1; these may be larger: {', '.join(AXES)}",
+            )
+    return tuple(axis for name, axis in AXES.items() if name in sizes)

@@ -1,0 +1,97 @@
+"""What an axis of the mesh is told, and what it answers. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from mlpipe.plan.plan import Mesh
+from mlpipe.plan.shapes.shape import Activations, ParameterCounts, StepShape
+from mlpipe.plan.tensors import WEIGHT_BYTES, Group, RankTensors, total
+from mlpipe.plan.wire import Wire
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the work lies on the ranks: the mesh and the flags of the TrainPlan, which say there what they
+    mean."""
+
+    mesh: Mesh
+    reshard_after_forward: bool = True
+    shard_optimizer: bool = False
+    reduce_gradients: Literal["last", "every"] = "last"
+
+    @property
+    def num_updating_ranks(self) -> int:
+        """Among so many ranks the update of a parameter is split."""
+        return self.mesh.dp_shard * (self.mesh.dp_replicate if self.shard_optimizer else 1)
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What one rank does in a step. `state_bytes_per_parameter`: of the optimizer. `overlap`: collectives run
+    beside computing, which needs a GPU: on CPU both want the same cores."""
+
+    parameters: ParameterCounts
+    activations: Activations
+    step: StepShape
+    layout: Layout
+    state_bytes_per_parameter: int
+    overlap: bool
+
+    def optimizer_states(self, num_ranks: int) -> Group:
+        """Split over so many: as many fp32 tensors a parameter as make these bytes."""
+        number, rest = divmod(self.state_bytes_per_parameter, WEIGHT_BYTES)
+        states = number * self.parameters.sharded(num_ranks, WEIGHT_BYTES)
+        return states + self.parameters.sharded(num_ranks, rest) if rest else states
+
+    @property
+    def rebuilt_bytes(self) -> int:
+        """At the backward pass of a block: what recomputation has brought back of it, and what is new."""
+        return total(self.activations.rebuilt) + self.activations.backward_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Saved activations with the larger of what follows them: the logits, or the first block's backward
+        pass, when the logits are gone."""
+        return total(self.activations.saved) + max(self.activations.logit_bytes, self.rebuilt_bytes)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one micro-batch, and what travels. `outside`: embedding, last norm, head and loss. `width`:
+    bytes of a block's parameter as it travels."""
+
+    num_blocks: int
+    forward_block: float
+    backward_block: float  # with what is computed again
+    forward_outside: float
+    backward_outside: float
+    accumulation: int
+    block_params: int
+    outside_params: int
+    width: int
+    overlap: bool
+
+    @property
+    def backward(self) -> float:
+        """Of all blocks and the rest."""
+        return self.num_blocks * self.backward_block + self.backward_outside
+
+    @property
+    def compute(self) -> float:
+        """Of all micro-batches of a step, forward and backward."""
+        forward = self.num_blocks * self.forward_block + self.forward_outside
+        return self.accumulation * (forward + self.backward)
+
+    @property
+    def num_params(self) -> int:
+        return self.num_blocks * self.block_params + self.outside_params
+
+
+class Axis(Protocol):
+    """A file of this folder."""
+
+    def divide(self, tensors: RankTensors, work: RankWork) -> RankTensors: ...
+
+    def exposed_seconds(self, passes: Passes, wire: Wire, layout: Layout) -> float: ...

@@ -1,0 +1,51 @@
+"""Every rank of this axis has the whole model, or the same shards of it; gradients are averaged (DDP). With
+`shard_optimizer` each of them keeps the optimizer states of, and updates, one slice of each parameter;
+updated slices are gathered (ZeRO-1)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mlpipe.plan.axes.axis import Layout, Passes, RankWork
+from mlpipe.plan.kernels import copy_seconds
+from mlpipe.plan.sizes import DDP_BUCKET_BYTES, GATHER_BUCKET_BYTES
+from mlpipe.plan.tensors import GRADIENT_BYTES, WEIGHT_BYTES, Moment, RankTensors, total
+from mlpipe.plan.wire import Wire
+
+
+def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
+    """Gradients are views of the communication buckets (`gradient_as_bucket_view`), so the buckets cost
+    nothing more; but they live from the first step on, so gradients take no other's place. Updated slices are
+    gathered through buffers that hold the model once more, and a slice, when the activations are gone."""
+    if work.layout.mesh.dp_shard > 1:  # FSDP reduces over the replicas what it has scattered, in place
+        return tensors
+    gradients, buffers = total(tensors.gradients), tensors.buffers
+    optimizer, moments = tensors.optimizer, []
+    if work.layout.shard_optimizer:
+        num_ranks = work.layout.num_updating_ranks
+        share = WEIGHT_BYTES * work.parameters.share(num_ranks)
+        gathered = share * num_ranks
+        buffers += gathered + share
+        optimizer = work.optimizer_states(num_ranks)
+        moments = [Moment(gradients + buffers, all_gathered=min(gathered, GATHER_BUCKET_BYTES))]
+    moments.append(Moment(gradients + buffers + work.held_bytes))
+    return replace(tensors, optimizer=optimizer, buffers=buffers, moments=tuple(moments))
+
+
+def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
+    """The gradients' buckets are reduced beside the last backward pass; the last bucket has nothing left to
+    hide behind (Li et al., PyTorch Distributed, 2020). Nothing hides the gathering of updated slices: packed,
+    sent and unpacked."""
+    num_ranks = layout.mesh.dp_replicate
+    if layout.mesh.dp_shard > 1:  # travels with what FSDP reduces
+        return 0.0
+    exposed = wire.all_reduce(GRADIENT_BYTES * passes.num_params, num_ranks)
+    if passes.overlap:
+        last = wire.all_reduce(min(DDP_BUCKET_BYTES, GRADIENT_BYTES * passes.num_params), num_ranks)
+        exposed = max(last, exposed - passes.backward)
+    if layout.shard_optimizer:
+        num_bytes = WEIGHT_BYTES * passes.num_params
+        exposed += wire.all_gather(num_bytes, num_ranks)
+        if not wire.hardware.speed.gather_bytes_per_second:  # else measured with it
+            exposed += copy_seconds(2 * num_bytes, wire.hardware.speed)
+    return exposed

@@ -1,0 +1,117 @@
+"""Weights, gradients and optimizer states are split over the ranks of this axis; each block is gathered when
+it is needed (FSDP2, ZeRO-3). Without `reshard_after_forward` gathered weights stay until the backward pass
+has used them, so they are gathered once a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mlpipe.plan.axes.axis import Layout, Passes, RankWork
+from mlpipe.plan.kernels import copy_seconds
+from mlpipe.plan.tensors import (
+    COMPUTE_BYTES,
+    GRADIENT_BYTES,
+    WEIGHT_BYTES,
+    Moment,
+    RankTensors,
+    total,
+)
+from mlpipe.plan.wire import Wire
+
+
+def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
+    """All states are split; besides, whole: the parameters of all blocks in the compute dtype, with
+    resharding of the current and the prefetched one, what is outside the blocks in fp32 with its gradients,
+    and the larger of what reductions hold: a block's gradients with their fp32 input, or the fp32 input of
+    what is outside. Accumulation keeps the gradients of all micro-batches whole, in fp32, until the last one
+    sends them, unless each does."""
+    layout, parameters = work.layout, work.parameters
+    width, num_ranks = COMPUTE_BYTES[work.step.precision], layout.mesh.dp_shard
+    block, outside = parameters.block, parameters.outside
+    sends_late = work.step.accumulation > 1 and layout.reduce_gradients == "last"
+    gathered = width * (2 * block if layout.reshard_after_forward else parameters.total - outside)
+    gathered += (WEIGHT_BYTES + GRADIENT_BYTES) * outside
+    reducing = max((width + GRADIENT_BYTES) * block, GRADIENT_BYTES * outside)
+    divided = replace(
+        tensors,
+        parameters=parameters.sharded(num_ranks, WEIGHT_BYTES),
+        gradients=parameters.sharded(num_ranks, GRADIENT_BYTES),
+        unsent=parameters.sharded(1, GRADIENT_BYTES) if sends_late else (),
+        optimizer=work.optimizer_states(num_ranks),
+        copies=parameters.sharded(1, width),
+        buffers=gathered + reducing,
+    )
+    at_once = total(divided.gradients) + total(divided.unsent) + work.held_bytes + divided.buffers
+    moments = (Moment(at_once),) if work.overlap else _one_after_another(divided, work)
+    return replace(divided, moments=moments)
+
+
+def _one_after_another(tensors: RankTensors, work: RankWork) -> tuple[Moment, ...]:
+    """Where nothing runs ahead the peak is that of one of four moments: the loss, with the buffer of the last
+    gathering; the backward pass of the last block; the reduction of its gradients, and of those that are
+    outside the blocks."""
+    parameters, unsent, saved = work.parameters, total(tensors.unsent), total(tensors.saved)
+    width, block, outside = COMPUTE_BYTES[work.step.precision], parameters.block, parameters.outside
+    num_blocks = max(1, parameters.num_blocks)
+    stays = 0 if work.layout.reshard_after_forward else width * (parameters.total - outside)
+    whole = (WEIGHT_BYTES + GRADIENT_BYTES) * outside
+    current = stays or width * block
+    loss = saved + work.activations.logit_bytes + WEIGHT_BYTES * outside + stays + width * block
+    backward = saved + work.rebuilt_bytes + whole + current + (0 if stays else width * block)
+    earlier = saved * (num_blocks - 1) // num_blocks
+    return (
+        Moment(unsent + loss),
+        Moment(unsent + backward),
+        Moment(
+            unsent + earlier + whole + current + 2 * GRADIENT_BYTES * block,
+            reduce_scattered=GRADIENT_BYTES * block,
+        ),
+        Moment(
+            unsent + total(tensors.gradients) + whole + GRADIENT_BYTES * outside,
+            reduce_scattered=GRADIENT_BYTES * outside,
+        ),
+    )
+
+
+def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
+    """Each block is gathered before its forward pass, with resharding again before its backward pass and in
+    every micro-batch. In the last micro-batch, or in every one, its gradients are scattered; in the last they
+    are reduced over the replicas. One block's transfers run beside the computing of its neighbour (Zhao et
+    al., PyTorch FSDP, 2023); the first gathering and the last reduction have no neighbour. What was gathered
+    is copied out of its buffer, and what will be scattered into one, in the stream that computes (torch,
+    _fsdp_collectives.py); a calibration of a CPU has measured these copies with the transfers."""
+    speed, reshard = wire.hardware.speed, layout.reshard_after_forward
+    num_ranks, num_replicas = layout.mesh.dp_shard, layout.mesh.dp_replicate
+    block, outside = passes.block_params, passes.outside_params
+    reduces_each = layout.reduce_gradients == "every"
+
+    def reduction(num_params: int, number: int) -> float:
+        last, scattered, summed = number == passes.accumulation - 1, 0.0, 0.0
+        if last or reduces_each:
+            scattered = wire.reduce_scatter(GRADIENT_BYTES * num_params, num_ranks)
+        if last:
+            share = GRADIENT_BYTES * num_params / num_ranks
+            summed = wire.all_reduce(share, num_replicas, stride=num_ranks)
+        return scattered + summed
+
+    def copies_of(num_bytes: int, measured: float) -> float:
+        return 0.0 if measured else copy_seconds(2 * num_bytes, speed)
+
+    num_gathers = 2 * passes.accumulation if reshard else 1
+    gathered = passes.width * passes.num_blocks * block + WEIGHT_BYTES * outside
+    exposed = num_gathers * copies_of(gathered, speed.gather_bytes_per_second)
+    num_reductions = passes.accumulation if reduces_each else 1
+    exposed += num_reductions * copies_of(GRADIENT_BYTES * passes.num_params, speed.scatter_bytes_per_second)
+    for number in range(passes.accumulation):
+        gather, first = 0.0, 0.0
+        if reshard or number == 0:
+            gather = wire.all_gather(passes.width * block, num_ranks)
+            first = wire.all_gather(WEIGHT_BYTES * outside, num_ranks)
+        backward = reduction(block, number) + (gather if reshard else 0.0)
+        if passes.overlap:
+            exposed += first + gather + (passes.num_blocks - 1) * max(0.0, gather - passes.forward_block)
+            exposed += passes.num_blocks * max(0.0, backward - passes.backward_block)
+        else:
+            exposed += first + passes.num_blocks * (gather + backward)
+        exposed += (first if reshard else 0.0) + reduction(outside, number)
+    return exposed

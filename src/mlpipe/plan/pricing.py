@@ -1,0 +1,146 @@
+"""Bytes, seconds and dollars of one way to train. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from mlpipe._core.mfu import mfu_ratio
+from mlpipe._core.units import format_bytes
+from mlpipe.plan import memory
+from mlpipe.plan.allocators import allocation_seconds
+from mlpipe.plan.axes import active
+from mlpipe.plan.axes.axis import Layout, Passes, RankWork
+from mlpipe.plan.choose import Candidate
+from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.memory import MemoryEstimate
+from mlpipe.plan.plan import Mesh, Strategy
+from mlpipe.plan.shapes.shape import Activations, ModelShape, StepShape
+from mlpipe.plan.speed import ADAM_TRAFFIC
+from mlpipe.plan.strategies import ORDER
+from mlpipe.plan.time import StepSeconds, passes, save_seconds, update_seconds, whole_steps
+from mlpipe.plan.wire import Wire
+
+
+@dataclass(frozen=True)
+class Training:
+    """What all candidates of a stage have in common. `save_steps`, `save_seconds`: between checkpoints, which
+    are written beside the training if `asynchronous`."""
+
+    global_batch: int
+    seq_len: int
+    steps: int
+    compiled: bool
+    state_bytes_per_parameter: int
+    save_steps: int | None
+    save_seconds: float | None
+    asynchronous: bool = True
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a candidate decides besides its strategy and mesh."""
+
+    micro_batch: int
+    checkpointing: str
+    precision: str
+
+
+def layout_of(strategy: Strategy, mesh: Mesh) -> Layout:
+    """What the strategy's name stands for on this mesh."""
+    return Layout(mesh, **cast(Any, ORDER[strategy].FLAGS))
+
+
+class Pricer:
+    """Of candidates on one hardware; passes are computed once for all meshes."""
+
+    def __init__(self, shape: ModelShape, training: Training, hardware: Hardware) -> None:
+        self.shape, self.training, self.hardware = shape, training, hardware
+        self._known: dict[Choices, tuple[StepShape, Activations, Passes]] = {}
+
+    def candidate(self, strategy: Strategy, mesh: Mesh, choices: Choices, *, asked: bool) -> Candidate:
+        """Raises PlanError for a mesh that nobody can plan for."""
+        step, activations, step_passes = self._on_one_rank(choices)
+        hardware, training = self.hardware, self.training
+        layout = layout_of(strategy, mesh)
+        work = RankWork(
+            self.shape.parameters,
+            activations,
+            step,
+            layout,
+            training.state_bytes_per_parameter,
+            overlap=step_passes.overlap,
+        )
+        needs = self._memory(work)
+        if needs.total > hardware.memory_bytes and step.accumulation > 1 and mesh.dp_shard > 1:
+            layout = replace(layout, reduce_gradients="every")  # more to send, less to keep
+            needs = self._memory(replace(work, layout=layout))
+        seconds = self._seconds(layout, step, activations, step_passes)
+        num_tokens = training.global_batch * training.seq_len
+        rate = num_tokens / seconds.total
+        peak = hardware.speed.peak_flops[step.precision] * mesh.world_size
+        hours = training.steps * seconds.total / 3600
+        price = hardware.price_usd_per_device_hour
+        usd = None if price is None else price * mesh.world_size * hours
+        return Candidate(
+            strategy=strategy,
+            mesh=mesh,
+            micro_batch=step.micro_batch,
+            activation_checkpointing=step.checkpointing,
+            precision=step.precision,
+            asked=asked,
+            memory=needs,
+            fits=needs.total <= hardware.memory_bytes,
+            reason=f"needs {format_bytes(needs.total)} of {format_bytes(hardware.memory_bytes)}",
+            seconds=seconds,
+            tokens_per_second=rate,
+            mfu_ratio=mfu_ratio(self.shape.flops_per_token(training.seq_len), rate, peak),
+            hours=hours,
+            usd=usd,
+            usd_per_million_tokens=None if usd is None else usd / (training.steps * num_tokens / 1e6),
+            reduce_gradients=layout.reduce_gradients,
+            used_ratio=needs.total / hardware.memory_bytes,
+        )
+
+    def _on_one_rank(self, choices: Choices) -> tuple[StepShape, Activations, Passes]:
+        """Before a mesh divides it."""
+        if choices not in self._known:
+            training, hardware = self.training, self.hardware
+            samples = training.global_batch // hardware.world_size
+            step = StepShape(
+                training.seq_len,
+                choices.micro_batch,
+                samples // choices.micro_batch,
+                choices.precision,
+                choices.checkpointing,
+                training.compiled,
+            )
+            activations = self.shape.activations(step, hardware.device)
+            self._known[choices] = (step, activations, passes(self.shape, step, hardware))
+        return self._known[choices]
+
+    def _memory(self, work: RankWork) -> MemoryEstimate:
+        return memory.estimate(work, self.hardware.device).scaled(self.hardware.speed.memory_ratio)
+
+    def _seconds(
+        self, layout: Layout, step: StepShape, activations: Activations, step_passes: Passes
+    ) -> StepSeconds:
+        hardware, training, mesh = self.hardware, self.training, layout.mesh
+        wire, parameters = Wire(hardware), self.shape.parameters
+        allocating = allocation_seconds(
+            activations.made, hardware.device, hardware.speed, mesh, step.checkpointing
+        )
+        update = update_seconds(parameters.share(layout.num_updating_ranks), ADAM_TRAFFIC, hardware)
+        compute = step_passes.compute + step.accumulation * allocating + update
+        exposed = sum(axis.exposed_seconds(step_passes, wire, layout) for axis in active(mesh))
+        interval = training.save_steps
+        if interval is None:
+            interval = whole_steps(training.save_seconds or 900.0, compute + exposed)
+        between = interval * (compute + exposed) if training.asynchronous else None
+        saved = memory.saved_bytes(parameters, training.state_bytes_per_parameter, mesh.world_size)
+        stall = save_seconds(saved, hardware, between)
+        # reading tokens is a copy out of a mapped file; the rest of a step's bookkeeping is a few kernels
+        samples = training.global_batch / mesh.num_data_ranks
+        data = samples * training.seq_len * 16 / hardware.speed.memory_bytes_per_second
+        ratio = hardware.speed.time_ratio
+        return StepSeconds(ratio * compute, ratio * exposed, data, stall / interval)

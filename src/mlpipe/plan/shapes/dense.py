@@ -1,0 +1,177 @@
+"""A preset's shape: blocks of attention and SwiGLU, all alike, read off `train/models/llama.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mlpipe._core.presets import LLAMA, PRESETS, LlamaConfig
+from mlpipe.plan.flops import num_flops_per_token
+from mlpipe.plan.kernels import Kernels
+from mlpipe.plan.plan import Entry, ModelPlan
+from mlpipe.plan.recomputation import keeps_matmul, recomputed_matmuls, recomputes_attention
+from mlpipe.plan.shapes.shape import Activations, ParameterCounts, PassSeconds, StepShape
+from mlpipe.plan.sizes import LOSS_CHUNK_ELEMENTS
+from mlpipe.plan.tensors import COMPUTE_BYTES, Tensors
+
+_KERNELS_FORWARD = 45  # of a block in eager mode
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Llama with these sizes."""
+
+    config: LlamaConfig
+
+    @cached_property
+    def parameters(self) -> ParameterCounts:
+        config = self.config
+        total, block = config.num_params(), config.num_layer_params()
+        outside = total - config.num_layers * block
+        return ParameterCounts(total, block, outside, config.num_layers, tuple(config.tensors()))
+
+    @property
+    def widths(self) -> Mapping[str, int]:
+        names = ("vocab_size", "dim", "ffn_dim", "num_heads", "num_kv_heads", "head_dim")
+        return {name: getattr(self.config, name) for name in names}
+
+    def flops_per_token(self, seq_len: int) -> float:
+        return num_flops_per_token(self.counted_params, self._attention_channels, seq_len)
+
+    @property
+    def counted_params(self) -> int:
+        """Parameters that take part in matmuls: all but the input embedding, unless it is the head as
+        well."""
+        config = self.config
+        return config.num_params() - (0 if config.tied else config.num_embedding_params())
+
+    @property
+    def _attention_channels(self) -> int:
+        """Layers x heads x (qk + v dims)."""
+        return self.config.num_layers * self.config.num_heads * 2 * self.config.head_dim
+
+    def recomputed_flops_per_token(self, checkpointing: str, seq_len: int) -> float:
+        """What the backward passes compute again; of attention as the convention counts it."""
+        matmuls = self.config.matmuls()
+        again = (
+            sum(inner * outer for inner, outer in (matmuls[i] for i in _again(checkpointing, matmuls)))
+            * self.config.num_layers
+        )
+        attention = self._attention_channels * seq_len if recomputes_attention(checkpointing) else 0
+        return float(2 * (again + attention))
+
+    def activations(self, step: StepShape, device: str) -> Activations:
+        """With attention that stores no T x T matrix. Logits and their gradient lie in the compute dtype, and
+        besides the fp32 log-probabilities of the chunk that `train/loss.py` works on, with one copy."""
+        config, mode, width = self.config, step.checkpointing, COMPUTE_BYTES[step.precision]
+        norm, block = self._saved(step.precision, device, mode)
+        again = self._saved(step.precision, device, "none")[1] if mode != "none" else []
+        # At the product of the MLP, whose two factors' gradients are new while what came in has not been
+        # freed, and the residual stream's. Without recomputation a GPU's logits are larger than these.
+        backward = 2 * width * config.ffn_dim + 4 * config.dim if mode != "none" or device == "cpu" else 0
+        num_logits = step.num_tokens * config.vocab_size
+        chunk = min(num_logits, LOSS_CHUNK_ELEMENTS[device])
+        made = [(config.num_layers * number, size) for number, size in self._made(step)]
+        return Activations(
+            saved=_tensors(
+                step, [*((config.num_layers, size) for size in block), *((1, size) for size in norm)]
+            ),
+            rebuilt=_tensors(step, ((1, size) for size in again)),
+            backward_bytes=step.num_tokens * backward,
+            logit_bytes=2 * width * num_logits + 8 * chunk,
+            made=_tensors(step, made),
+        )
+
+    def _saved(self, precision: str, device: str, checkpointing: str) -> tuple[list[int], list[int]]:
+        """Bytes a token of each tensor that autograd saves of a norm, and of a block. Of a norm: its input
+        (fp32, the residual stream), its output, and on CPU, where it is not fused, the normalised input. Of a
+        block: two norms; rotated q and k, v and the attention's output; gate, up, silu(gate) and their
+        product."""
+        width, dim, ffn = COMPUTE_BYTES[precision], self.config.dim, self.config.ffn_dim
+        kv_dim = self.config.num_kv_heads * self.config.head_dim
+        norm = [4 * dim, width * dim] + ([4 * dim] if device == "cpu" else [])
+        if checkpointing == "none":
+            return norm, [*2 * norm, *2 * [width * dim], *2 * [width * kv_dim], *4 * [width * ffn]]
+        kept = [4 * dim]  # the block's input
+        if not recomputes_attention(checkpointing):
+            kept.append(width * dim)
+            outers = enumerate(outer for _, outer in self.config.matmuls())
+            kept += [width * outer for index, outer in outers if keeps_matmul(index)]
+        return norm, kept
+
+    def _made(self, step: StepShape) -> list[tuple[int, int]]:
+        """Numbers and bytes a token of tensors that the passes of one block make on a CPU, as torch's
+        profiler saw them of llama-8m with 2,048 and 4,096 tokens in fp32 and bf16: fp32 ones of the residual
+        stream's width and of half of it (the rotation's), and those of matmuls; with recomputation as many
+        again as are rebuilt."""
+        width, dim, ffn = COMPUTE_BYTES[step.precision], self.config.dim, self.config.ffn_dim
+        kv_dim = self.config.num_kv_heads * self.config.head_dim
+        made = [(30, 4 * dim), (27, 2 * dim), (9, width * dim), (8, width * ffn), (6, width * kv_dim)]
+        if step.checkpointing != "none":
+            made += [(9, 4 * dim), (15, 2 * dim), (2, width * dim), (4, width * ffn), (3, width * kv_dim)]
+        return made
+
+    def pass_seconds(self, step: StepShape, kernels: Kernels) -> PassSeconds:
+        config, tokens = self.config, step.num_tokens
+        dim, kv_dim = config.dim, config.num_kv_heads * config.head_dim
+        matmuls = [kernels.matmul(tokens, inner, outer) for inner, outer in config.matmuls()]
+        # forward; causal kernels skip the upper half
+        attention = kernels.attention(
+            2.0 * step.micro_batch * config.num_heads * config.head_dim * step.seq_len**2
+        )
+        between = kernels.between(tokens, traffic_by_width(dim, kv_dim, config.ffn_dim))
+        forward = kernels.at_least(sum(matmuls) + attention + between, _KERNELS_FORWARD)
+        backward = kernels.at_least(2 * sum(matmuls) + 2.5 * attention + 2 * between, 2 * _KERNELS_FORWARD)
+        if recomputes_attention(step.checkpointing):
+            # Published runs, which the catalogue's figures are compared with, compute the last one, too.
+            backward += forward - (matmuls[-1] if kernels.measured is not None else 0.0)
+        elif step.checkpointing != "none":
+            backward += sum(matmuls[index] for index in _again(step.checkpointing, matmuls)) + between
+        head = kernels.matmul(tokens, dim, config.vocab_size)
+        # the loss in chunks: reads logits, writes, reads and turns fp32 probabilities, writes the gradient
+        loss = kernels.loss(tokens * config.vocab_size * (2 * COMPUTE_BYTES[step.precision] + 12))
+        embedding = kernels.stream(tokens * dim * 8 + 4 * config.num_embedding_params(), fuse=False)
+        casts = 0.0
+        if step.precision == "bf16":  # fp32 weights to bf16, once a forward
+            casts = kernels.stream(6 * config.num_layer_params(), fuse=False)
+        return PassSeconds(forward + casts, backward, head + loss, 2 * head + embedding)
+
+
+def _again(checkpointing: str, matmuls: list[Any]) -> list[int]:
+    return recomputed_matmuls(checkpointing, len(matmuls))
+
+
+def _tensors(step: StepShape, sizes: Iterable[tuple[int, int]]) -> tuple[Tensors, ...]:
+    """`sizes`: numbers of tensors and bytes a token of each."""
+    return tuple(Tensors(step.num_tokens * number * size, number) for number, size in sizes)
+
+
+def traffic_block(dim: int, kv_dim: int, ffn: int) -> int:
+    """Bytes a token of what stands between the matmuls of a block in eager mode, read off
+    `train/models/llama.py` under bf16 (fp32 moves about as many): two norms of 14 a channel, the rotation of
+    q and k 38, two residual sums 10, silu 4 and product 6."""
+    return sum(num_bytes for _, num_bytes in traffic_by_width(dim, kv_dim, ffn))
+
+
+def traffic_by_width(dim: int, kv_dim: int, ffn: int) -> list[tuple[int, int]]:
+    """The same, by the channels of the tensors."""
+    return [(dim, 28 * dim + 38 * dim + 20 * dim), (kv_dim, 38 * kv_dim), (ffn, 10 * ffn)]
+
+
+def preset(name: str, changes: Mapping[str, Any]) -> Dense:
+    """The preset of this name with other sizes. Shapes that make no model are refused by
+    `spec/feasibility.py` and its callers."""
+    return Dense(dataclasses.replace(PRESETS[name], **changes))
+
+
+def model_plan(shape: Dense, name: str, seq_len: int) -> ModelPlan:
+    """What builds it."""
+    return ModelPlan(Entry(LLAMA, dataclasses.asdict(shape.config)), name, seq_len, ())
+
+
+def planned(model: ModelPlan) -> Dense | None:
+    """The shape of a planned model; None: a user's own."""
+    return Dense(LlamaConfig(**model.build.args)) if model.preset is not None else None

@@ -1,0 +1,117 @@
+"""What the planner asks of a model, whatever it is built of: parameters, FLOPs, what a micro-batch keeps and
+makes, and how long its passes take. All of one rank that has the whole model: what a mesh divides stands in
+`plan/axes/`. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from mlpipe.plan.kernels import Kernels
+from mlpipe.plan.tensors import Group, Tensors, total
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """A model in numbers of parameters: in all, of its largest block, and of all that is in no block
+    (embedding, last norm, head). `tensors`: rows, parameters a row, and how many such tensors there are."""
+
+    total: int
+    block: int
+    outside: int
+    num_blocks: int
+    tensors: tuple[tuple[int, int, int], ...]
+
+    def share(self, num_ranks: int) -> int:
+        """Parameters of the first rank, which has the most: each tensor is cut into equal whole rows, as
+        torch.chunk does, and FSDP2 and a sharded optimizer with it."""
+        return total(self.sharded(num_ranks, 1))
+
+    def sharded(self, num_ranks: int, width_bytes: int) -> Group:
+        """The tensors of this share, of `width_bytes` a parameter."""
+        return _sharded(self.tensors, num_ranks, width_bytes)
+
+
+@lru_cache(maxsize=1024)  # each is asked for by every candidate
+def _sharded(tensors: tuple[tuple[int, int, int], ...], num_ranks: int, width_bytes: int) -> Group:
+    return tuple(
+        Tensors(width_bytes * -(-rows // num_ranks) * columns * number, number)
+        for rows, columns, number in tensors
+    )
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What one rank computes in a step: `accumulation` times forward and backward over a micro-batch of
+    `micro_batch` samples of `seq_len` tokens (gradient accumulation)."""
+
+    seq_len: int
+    micro_batch: int
+    accumulation: int
+    precision: str
+    checkpointing: str
+    compiled: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Of one micro-batch."""
+        return self.micro_batch * self.seq_len
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Of one micro-batch. `saved`: what autograd keeps for the backward pass. `rebuilt`: of those, what
+    recomputation brings back of one block. `backward_bytes`: the most that a block's backward pass makes
+    besides. `made`: all tensors that the passes make, for an allocator to which each of them costs time."""
+
+    saved: Group
+    rebuilt: Group
+    backward_bytes: int
+    logit_bytes: int
+    made: Group
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Of one micro-batch: of a block, and of all that is in none (embedding, last norm, head and loss).
+    Backward passes with what they compute again."""
+
+    forward_block: float
+    backward_block: float
+    forward_outside: float
+    backward_outside: float
+
+    def total(self, num_blocks: int) -> float:
+        """Forward and backward of the whole model."""
+        blocks = num_blocks * (self.forward_block + self.backward_block)
+        return blocks + self.forward_outside + self.backward_outside
+
+    def scaled(self, ratio: float) -> PassSeconds:
+        """All times `ratio`."""
+        return PassSeconds(
+            ratio * self.forward_block,
+            ratio * self.backward_block,
+            ratio * self.forward_outside,
+            ratio * self.backward_outside,
+        )
+
+
+class ModelShape(Protocol):
+    """What each kind of model answers."""
+
+    @property
+    def parameters(self) -> ParameterCounts: ...
+
+    @property
+    def widths(self) -> Mapping[str, int]:
+        """Named sizes that kernels and axes want to divide evenly (dim, ffn_dim, num_heads, num_experts);
+        empty where nobody knows them."""
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """By the convention of `plan/flops.py`."""
+
+    def activations(self, step: StepShape, device: str) -> Activations: ...
+
+    def pass_seconds(self, step: StepShape, kernels: Kernels) -> PassSeconds: ...

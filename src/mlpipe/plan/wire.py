@@ -1,0 +1,64 @@
+"""Seconds of collectives: alpha-beta. A ring's bytes at the slowest link's bandwidth, and a latency for each
+of its steps. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlpipe.plan.hardware import Hardware
+
+_WIRE_RATIO = 0.8  # share of their bandwidth that collectives get: stas00/ml-engineering, network/README.md
+# Seconds of a ring's step. NCCL, src/graph/tuning.cc, hwLat and baseLat: Ring, Simple: NVLink 3.4 us, network
+# 14; 8.4 for the call. gloo over loopback: assumed; a calibration measures the call with it.
+_STEP_LINK, _STEP_NETWORK, _CALL = 3.4e-6, 14e-6, 8.4e-6
+_STEP_GLOO = 60e-6
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Collectives of one rank with `num_ranks` - 1 others that are `stride` ranks apart. `num_bytes`: of the
+    whole tensor, gathered or before it is scattered."""
+
+    hardware: Hardware
+
+    def all_reduce(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+        """A reduce-scatter and an all-gather, in place."""
+        return 2 * self._ring(num_bytes, num_ranks, stride)
+
+    def all_gather(self, num_bytes: float, num_ranks: int) -> float:
+        """Of weights: on a CPU as calibrated, with all copies."""
+        ring = self._ring(num_bytes, num_ranks)
+        return self._calibrated(ring, num_bytes, self.hardware.speed.gather_bytes_per_second)
+
+    def reduce_scatter(self, num_bytes: float, num_ranks: int) -> float:
+        """Of gradients, likewise. gloo reduces the whole on every rank (torch, ProcessGroupGloo.cpp)."""
+        on_cpu = self.hardware.device == "cpu"
+        ring = self.all_reduce(num_bytes, num_ranks) if on_cpu else self._ring(num_bytes, num_ranks)
+        return self._calibrated(ring, num_bytes, self.hardware.speed.scatter_bytes_per_second)
+
+    def _ring(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+        """`num_ranks` - 1 steps of a share. A ring through several nodes has as many network ports as it has
+        members on a node."""
+        if num_ranks == 1:
+            return 0.0
+        hardware, per_node = self.hardware, self.hardware.devices_per_node
+        speed = hardware.speed
+        steps, rate = num_ranks - 1, speed.link_bytes_per_second
+        network_steps = 0
+        if steps * stride >= per_node:
+            members = max(1, per_node // stride)
+            rate = min(rate, members * speed.network_bytes_per_second)
+            network_steps = steps if members == 1 else max(1, num_ranks // members - 1)
+        transfer = num_bytes * steps / num_ranks / rate
+        if (
+            hardware.device == "cpu"
+        ):  # the link's rate was measured with an all-reduce, not read off a datasheet
+            return transfer + speed.collective_seconds + steps * _STEP_GLOO
+        latency = (steps - network_steps) * _STEP_LINK + network_steps * _STEP_NETWORK + _CALL
+        return transfer / _WIRE_RATIO + latency
+
+    def _calibrated(self, ring: float, num_bytes: float, rate: float) -> float:
+        """The ring is the slower where the calibration had fewer ranks, or one node."""
+        if not ring or not rate:
+            return ring
+        return max(ring, num_bytes / rate + self.hardware.speed.collective_seconds)
