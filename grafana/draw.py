@@ -66,10 +66,10 @@ class Source:
         asked |= {"time": self.end} if now else {"start": self.start, "end": self.end, "step": self.step}
         url = f"{self.url}/api/v1/query{'' if now else '_range'}?{urllib.parse.urlencode(asked)}"
         with urllib.request.urlopen(url, timeout=60) as answer:
-            found = json.load(answer)["data"]["result"]
+            series = json.load(answer)["data"]["result"]
         return [
             (one["metric"], [(float(at), float(value)) for at, value in one.get("values") or [one["value"]]])
-            for one in found
+            for one in series
         ]
 
 
@@ -96,15 +96,15 @@ def shown(value: float, unit: str) -> str:
 
 
 def colour_of(value: float, defaults: dict[str, Any]) -> str:
-    found = "text"
+    colour = "text"
     for step in defaults["thresholds"]["steps"]:
         if step.get("value") is None or value >= step["value"]:
-            found = step["color"]
-    return NAMED.get(found, found)
+            colour = step["color"]
+    return NAMED.get(colour, colour)
 
 
 def name_of(labels: dict[str, str], legend: str) -> str:
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), legend).strip() or "value"
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), legend).strip() or "value"
 
 
 def stat(panel: dict[str, Any], source: Source) -> str:
@@ -122,13 +122,13 @@ def stat(panel: dict[str, Any], source: Source) -> str:
 
 
 def series_of(panel: dict[str, Any], source: Source) -> list[tuple[str, list[tuple[float, float]]]]:
-    found = []
+    series = []
     for target in panel["targets"]:
         for labels, points in source.ask(target["expr"], now=False):
             sound = [(at, value) for at, value in points if abs(value) < float("inf")]
             if sound:
-                found.append((name_of(labels, target["legendFormat"]), sound))
-    return found
+                series.append((name_of(labels, target["legendFormat"]), sound))
+    return series
 
 
 def round_values(low: float, high: float, unit: str) -> list[float]:
@@ -143,12 +143,12 @@ def round_values(low: float, high: float, unit: str) -> list[float]:
 
 
 def lines(panel: dict[str, Any], source: Source, width: int, height: int) -> str:
-    found, unit = series_of(panel, source), panel["fieldConfig"]["defaults"]["unit"]
-    if not found:
+    series, unit = series_of(panel, source), panel["fieldConfig"]["defaults"]["unit"]
+    if not series:
         return ""
     height -= 62
     stacked = "stacking" in panel["fieldConfig"]["defaults"].get("custom", {})
-    values = [value for _, points in found for _, value in points]
+    values = [value for _, points in series for _, value in points]
     low, high = min(values), max(values)
     if low < 0.7 * high:
         low = min(low, 0.0)
@@ -183,7 +183,7 @@ def lines(panel: dict[str, Any], source: Source, width: int, height: int) -> str
                 f' stroke="{NAMED[step["color"]]}" stroke-dasharray="5 4"/>'
             )
     floor: dict[float, float] = {}
-    for i, (_, points) in enumerate(found):
+    for i, (_, points) in enumerate(series):
         colour = COLOURS[i % len(COLOURS)]
         if stacked:
             top = [(at, floor.get(at, 0.0) + value) for at, value in points]
@@ -196,22 +196,22 @@ def lines(panel: dict[str, Any], source: Source, width: int, height: int) -> str
             parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
     legend = "".join(
         f'<span><i style="background:{COLOURS[i % len(COLOURS)]}"></i>{html.escape(name)}</span>'
-        for i, (name, _) in enumerate(found)
+        for i, (name, _) in enumerate(series)
     )
     svg = f'<svg width="{width - 18}" height="{height}" font-size="10" fill="#6e7077">{"".join(parts)}</svg>'
     return f'{svg}<div class="legend">{legend}</div>'
 
 
 def heat(panel: dict[str, Any], source: Source, width: int, height: int) -> str:
-    found, unit = series_of(panel, source), panel["fieldConfig"]["defaults"]["unit"]
-    if not found:
+    series, unit = series_of(panel, source), panel["fieldConfig"]["defaults"]["unit"]
+    if not series:
         return ""
     height, left = height - 52, 70
-    most = max(value for _, points in found for _, value in points) or 1.0
-    tall = height / len(found)
+    most = max(value for _, points in series for _, value in points) or 1.0
+    tall = height / len(series)
     wide = (width - left - 26) / ((source.end - source.start) / source.step)
     parts = []
-    for i, (name, points) in enumerate(found):
+    for i, (name, points) in enumerate(series):
         parts.append(
             f'<text x="{left - 5}" y="{(i + 0.6) * tall:.0f}" text-anchor="end">{html.escape(name)}</text>'
         )

@@ -21,11 +21,11 @@ def texts() -> dict[str, str]:
     from board_run import run_board
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-    found = {}
+    boards = {}
     for name, board in {"run": run_board, "fleet": fleet_board, "nodes": nodes_board}.items():
         document = json.loads(json.dumps(board().build(), cls=JSONEncoder))
-        found[f"{name}.json"] = json.dumps(_pruned(document), indent=2, sort_keys=True) + "\n"
-    return found
+        boards[f"{name}.json"] = json.dumps(_pruned(document), indent=2, sort_keys=True) + "\n"
+    return boards
 
 
 def _pruned(board: dict[str, Any]) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def _pruned(board: dict[str, Any]) -> dict[str, Any]:
 
 
 def _defaults(panel: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = panel.get("fieldConfig", {}).get("defaults", {})
-    return found
+    defaults: dict[str, Any] = panel.get("fieldConfig", {}).get("defaults", {})
+    return defaults
 
 
 def main() -> int:

@@ -97,8 +97,8 @@ def _query(
 
 
 def _thresholds(steps: Steps) -> builders.ThresholdsConfig:
-    found = [models.Threshold(value=value, color=color) for value, color in steps]
-    return builders.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(found)
+    thresholds = [models.Threshold(value=value, color=color) for value, color in steps]
+    return builders.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(thresholds)
 
 
 def _common(panel: Any, title: str, about: str, unit: str, steps: Steps, width: int, height: int) -> Any:

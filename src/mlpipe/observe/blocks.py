@@ -140,6 +140,7 @@ class Table(Block):
 
     @property
     def shown(self) -> Sequence[Sequence[Cell]]:
+        """The last MOST_ROWS of them."""
         return self.rows[-MOST_ROWS:]
 
 

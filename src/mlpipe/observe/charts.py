@@ -40,6 +40,7 @@ def stage_charts(stage: StageView) -> Charts:
 
 
 def stage_marks(stage: StageView) -> list[Mark]:
+    """What happened to the training: checkpoints, restarts, losses that were not finite."""
     lead = stage.lead
     marks = [
         Mark(save.step, "checkpoint", f"checkpoint of step {save.step}, {utc(save.time)} UTC")

@@ -64,6 +64,7 @@ class _Known:
 
     @property
     def over(self) -> bool:
+        """Whether nothing of it will change."""
         return self.run.state in RUN_ENDED
 
     @property

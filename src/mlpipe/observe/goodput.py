@@ -48,6 +48,7 @@ class Ledger:
 
     @property
     def total(self) -> float:
+        """Rank-seconds, all buckets."""
         return sum(self.seconds.values())
 
     @property
@@ -57,14 +58,17 @@ class Ledger:
 
     @property
     def goodput_ratio(self) -> float | None:
+        """The share of good buckets; None of nothing."""
         return sum(self.seconds[name] for name in GOOD) / self.total if self.total else None
 
     @property
     def cost_usd(self) -> float | None:
+        """Of all that was paid for; None without a price."""
         return self._usd(self.paid)
 
     @property
     def badput_usd(self) -> float | None:
+        """Of that, what did not go into good buckets."""
         if self.parts and self.price_usd_per_device_hour is not None:
             return sum(part.badput_usd or 0.0 for part in self.parts)
         return self._usd(self.paid - sum(self.seconds[name] for name in GOOD))
@@ -145,6 +149,7 @@ class _Clock:
         return self.at - before
 
     def put(self, bucket: str, time: float) -> None:
+        """The time up to `time` goes into `bucket`."""
         self.seconds[bucket] += self.until(time)
 
 

@@ -42,6 +42,7 @@ class Gpu:
         self._events = self._watch_errors()
 
     def read(self) -> list[Sample]:
+        """The samples of now, or of a few moments ago: scrapers share a reading."""
         with self._lock:
             if time.monotonic() - self._read_at > _AGE_SECONDS:
                 self._samples = list(self._look())

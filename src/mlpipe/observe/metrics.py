@@ -35,10 +35,12 @@ class _Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
+        """One more measurement."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, how many were at most that), as Prometheus wants buckets."""
         total = 0
         rows: list[tuple[str, float]] = []
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
@@ -189,6 +191,7 @@ class RankMetrics:
         self.port = self._serving.port
 
     def close(self) -> None:
+        """Ends the server; the port is free then."""
         if self._serving is not None:
             self._serving.close()
             self._serving = None

@@ -76,6 +76,7 @@ class Progress:
         self._signal: str | None = None
 
     def add(self, record: Record) -> None:
+        """The next record; kinds that say nothing of progress are passed over."""
         match record:
             case Start():  # also after a restart: nothing of before but the checkpoints holds any more
                 self._start, self._step, self._outcome, self._signal = record, None, None, None
@@ -94,6 +95,7 @@ class Progress:
                 self._outcome = record.outcome
 
     def summary(self) -> Summary:
+        """As of the last record that was added."""
         start, step, evaluated = self._start, self._step, self._evaluation
         at = step.step if step is not None else start.start_step
         seconds = [record.seconds for record in self._recent if record.seconds is not None]

@@ -28,6 +28,7 @@ def list_ranks(store: Store, attempt_key: str) -> list[int]:
 
 
 def records_key(attempt_key: str, rank: int) -> str:
+    """Of a rank's file of records."""
     return f"{attempt_key}/records/rank-{rank}.jsonl"
 
 
@@ -72,6 +73,7 @@ class Follower:
         self._rest = b""  # a line that was still being written
 
     def poll(self) -> list[Record]:
+        """What was written since; a line that is still being written comes next time. Raises StoreError."""
         data, self._offset = self._store.read_log(self._key, offset=self._offset)
         *lines, self._rest = (self._rest + data).split(b"\n")
         return decode_lines(lines)

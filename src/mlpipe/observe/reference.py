@@ -60,6 +60,7 @@ def _row(metric: Metric) -> str:
 
 
 def reference_page() -> str:
+    """The whole page, as Markdown."""
     first = sum(metric.num_series for metric in METRICS)
     other = sum(metric.num_series for metric in METRICS if metric.ranks == "every")
     many = f"{200 * (first + 999 * other) / 1e6:.1f}"

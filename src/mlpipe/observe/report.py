@@ -273,7 +273,7 @@ def _events(view: RunView) -> list[Block]:
     events += [(event, stage.name, attempt) for stage in view.stages for attempt, event in stage.lead.others]
     events.sort(key=lambda row: row[0].time)
     rows: list[list[Cell]] = [
-        [moment(event.time), stage, attempt, *describe_event(event)] for event, stage, attempt in events
+        [moment(event.time), stage, attempt, *_describe(event)] for event, stage, attempt in events
     ]
     if not rows:
         return []
@@ -281,7 +281,7 @@ def _events(view: RunView) -> list[Block]:
     return [Details(f"Events ({len(rows)})", [table], is_open=len(rows) <= 12)]
 
 
-def describe_event(event: Record) -> tuple[str, str]:
+def _describe(event: Record) -> tuple[str, str]:
     """Its kind, and in words what it says."""
     if isinstance(event, Fallback):
         damaged = "; ".join(f"{key}: {why}" for key, why in zip(event.given_up, event.why, strict=False))

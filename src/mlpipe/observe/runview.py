@@ -39,6 +39,8 @@ T = TypeVar("T")
 
 @dataclass
 class AttemptView:
+    """One attempt of a stage, as it left its files."""
+
     number: int
     plan: Plan | None
     outcome: dict[str, Any]  # outcome.json; {} while it runs or when its launcher was killed
@@ -47,6 +49,8 @@ class AttemptView:
 
 @dataclass
 class StageView:
+    """One stage over all its attempts and restarts."""
+
     name: str
     state: StageState
     attempts: list[AttemptView] = field(default_factory=list)
@@ -139,6 +143,8 @@ def _known(values: Iterable[float | None]) -> list[float]:
 
 @dataclass
 class RunView:
+    """A run, its stages, and in `problems` what could not be read."""
+
     run: RunState
     stages: list[StageView]  # as the run's meta orders them, else by their start
     problems: list[str]

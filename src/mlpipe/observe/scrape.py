@@ -55,6 +55,7 @@ class Targets:
 
 
 def write_targets(folder: Path, ports: list[int], exporter_port: int) -> None:
+    """targets.json, which Prometheus reads again when it changes."""
     groups = [{"targets": [f"127.0.0.1:{port}" for port in (*ports, exporter_port)]}]
     write_whole(folder / "targets.json", json.dumps(groups, indent=1))
 

@@ -30,6 +30,7 @@ class Serving:
         self._thread.start()
 
     def close(self) -> None:
+        """Ends the server; the port is free then."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5)
@@ -37,6 +38,7 @@ class Serving:
 
 class _Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
+        """As HTTPServer does, without a look-up."""
         # HTTPServer's own looks up the host's full name, which waits for a name server that may be away.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])

@@ -64,6 +64,7 @@ class Bucket:
 
     @property
     def middle(self) -> float:
+        """Where it is drawn."""
         return (self.first + self.last) / 2
 
 
@@ -81,6 +82,7 @@ class Scale:
 
 
 def finite(value: float | None) -> bool:
+    """Whether it can be drawn."""
     return value is not None and -HUGE < value < HUGE  # false for NaN
 
 

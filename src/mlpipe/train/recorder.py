@@ -8,6 +8,7 @@ from dataclasses import replace
 from mlpipe._core.load import Clock
 from mlpipe._core.records import Record, Step, decode_line, encode
 from mlpipe.observe.metrics import RankMetrics
+from mlpipe.observe.records import records_key
 from mlpipe.store.base import Store
 
 LOAD_SECONDS = 5.0  # /proc/stat counts hundredths of a second
@@ -26,7 +27,7 @@ class Recorder:
         metrics: RankMetrics | None,
         siblings: int = 0,
     ) -> None:
-        self._log = store.open_log(f"{attempt_key}/records/rank-{rank}.jsonl")
+        self._log = store.open_log(records_key(attempt_key, rank))
         self._rank = rank
         self._restart = restart
         self._metrics = metrics
@@ -59,6 +60,7 @@ class Recorder:
         )
 
     def close(self) -> None:
+        """Raises StoreError when the last lines cannot be written."""
         self._log.close()
         if self._metrics is not None:
             self._metrics.close()

@@ -10,6 +10,7 @@ from mlpipe.observe.runview import StageView
 
 
 def section(stage: StageView) -> Section:
+    """What it ran, and how it ended."""
     plan = stage.part(CommandPlan)
     argv = plan.argv if plan is not None else ()
     return Section([Card([Facts({"argv": Code(shlex.join(argv)), "exit code": stage.state.exit_code})])])

@@ -9,6 +9,7 @@ from mlpipe.observe.runview import StageView
 
 
 def section(stage: StageView) -> Section:
+    """The figures, the gate's verdict and the text that was generated."""
     result = stage.evaluation
     if result is None:
         waiting = stage.state.state in ("pending", "running")

@@ -8,6 +8,7 @@ from mlpipe.observe.runview import StageView
 
 
 def section(stage: StageView) -> Section:
+    """Which model and alias."""
     plan = stage.part(PromotePlan)
     if plan is None:
         return Section([])

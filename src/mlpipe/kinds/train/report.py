@@ -29,6 +29,7 @@ from mlpipe.plan.plan import TrainPlan
 
 
 def section(stage: StageView) -> Section:
+    """The plan, the charts, and where the time went."""
     plan = stage.part(TrainPlan)
     lead = stage.lead
     blocks: list[Block | None] = [_chosen(stage, plan) if plan is not None else None]
