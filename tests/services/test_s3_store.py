@@ -7,7 +7,6 @@ import threading
 
 import pytest
 from kit.faultproxy import Fault
-from kit.servers import SECRET_KEY
 from kit.store_race import race
 
 from mlpipe._core.errors import StoreError
@@ -139,19 +138,6 @@ def test_logs_are_chunks_that_read_as_one(store):
     assert store.read_log("a/logs/none") == (b"", 0)
     assert store.list_logs("a/logs") == [key]
     assert store.list_logs("a") == []
-
-
-def test_sweep_drops_uploads_that_others_left_behind(store, server):
-    from minio import Minio
-
-    client = Minio(
-        server.endpoint.removeprefix("http://"), access_key="mlpipe-test", secret_key=SECRET_KEY, secure=False
-    )
-    bucket, _, prefix = store.url.removeprefix("s3://").partition("/")
-    client._create_multipart_upload(bucket, f"{prefix}/left/behind", {})
-    assert store.sweep("left", older_than_seconds=3600) == 0
-    assert store.sweep("left", older_than_seconds=-5) == 1
-    assert store.sweep("left", older_than_seconds=-5) == 0
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def lint(plan: Plan) -> list[str]:
         return []
     found = [*_names(plan), *_pod(plan, plan.cluster)]
     if (training := plan.part(TrainPlan)) is not None:
-        found += [*_batch(training), *_grace(plan, training)]
+        found += _grace(plan, training)
     of_stage = [line.replace(": ", f": stage {plan.stage}: ", 1) for line in found]
     return [*_image(plan.cluster), *_store(plan, plan.cluster), *of_stage]
 
@@ -86,27 +86,10 @@ def _pod(plan: Plan, cluster: ClusterPlan) -> Iterator[str]:
         )
     elif cluster.rdma is not None and launch.device == "cuda":
         yield "warning: kubernetes.rdma is of no use on one node"
-    if launch.device == "cuda" and launch.nproc_per_node != cluster.gpus_per_node:
-        yield (
-            f"error: {launch.nproc_per_node} workers on a node of {cluster.gpus_per_node} GPUs: a worker "
-            "drives exactly one"
-        )
     if cluster.gpus_per_node > _MAX_GPUS:
         yield (
             f"error: no node has {cluster.gpus_per_node} GPUs, so the pod would be pending for ever; use "
             "more nodes"
-        )
-    for name in sorted(launch.env):
-        if name.startswith("PET_"):
-            yield f"error: {name} is read by torchrun, and would overrule what mlpipe tells it; remove it"
-
-
-def _batch(train: TrainPlan) -> Iterator[str]:
-    pass_size = train.micro_batch * train.mesh.num_data_ranks * train.accumulation
-    if pass_size != train.global_batch:
-        yield (
-            f"error: the batch of {train.global_batch} is not {train.micro_batch} a pass x "
-            f"{train.mesh.num_data_ranks} data ranks x {train.accumulation} passes"
         )
 
 

@@ -110,6 +110,3 @@ class Store(Protocol):
     def probe(self) -> None:
         """Writes, reads, and writes conditionally. Raises StoreError saying what does not work; a store
         that ignores conditions is refused."""
-
-    def sweep(self, prefix: str, *, older_than_seconds: float) -> int:
-        """Drop abandoned uploads (multipart, temporary files). Returns how many."""

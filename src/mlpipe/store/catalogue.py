@@ -24,6 +24,7 @@ from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe._core.ids import new_attempt_uuid
 from mlpipe.store.base import ObjectInfo, Store
 from mlpipe.store.blobs import missing_objects, read_blob, write_blob
+from mlpipe.store.folder import FolderStore
 from mlpipe.store.manifest import MANIFEST, MAX_BYTES, Blob, Manifest, check, seal, unseal
 
 __all__ = [
@@ -182,7 +183,7 @@ def prune(store: Store, stage_key: str, keep: int, in_use: Collection[str] = ())
         if prefix not in kept and (seen.committed is not None or seen.step < newest)
     }
     _delete(store, doomed)
-    if store.local_path(stage_key) is not None:  # on S3 nothing of ours is ever half-written
+    if isinstance(store, FolderStore):  # on S3 nothing of ours is ever half-written
         store.sweep(f"{stage_key}/checkpoints", older_than_seconds=_STALE_SECONDS)
     return list(doomed)
 

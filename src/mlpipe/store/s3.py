@@ -10,7 +10,6 @@ import base64
 import hashlib
 import os
 import secrets
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -231,31 +230,6 @@ class S3Store:
             where=self.url,
             hint="checkpoints would not be safe there: use MinIO from 2025-09 on, versitygw, or AWS S3",
         )
-
-    def sweep(self, prefix: str, *, older_than_seconds: float) -> int:
-        """Multipart uploads that others left behind: we start none. (MinIO lists uploads only without a
-        prefix, and only those since its start; older ones it drops itself after a day.)"""
-        full = self._prefix + check_prefix(prefix)
-        before = time.time() - older_than_seconds
-        swept = 0
-        query = {"uploads": ""}
-        while True:
-            data = self._client.call("GET", query=query).data
-            for upload in _elements(data, "Upload"):
-                started = datetime.fromisoformat(upload["Initiated"]).timestamp()
-                if upload["Key"].startswith(full) and started <= before:
-                    self._client.call(
-                        "DELETE",
-                        upload["Key"],
-                        query={"uploadId": upload["UploadId"]},
-                        accept=(200, 204, 404),
-                    )
-                    swept += 1
-            page = next(_elements(data, "ListMultipartUploadsResult"))
-            if page.get("IsTruncated") != "true":
-                return swept
-            query["key-marker"] = page["NextKeyMarker"]
-            query["upload-id-marker"] = page["NextUploadIdMarker"]
 
 
 def _summed(body: Sequence[Buffer], crc32c: int | None = None) -> dict[str, str]:

@@ -61,16 +61,6 @@ def test_findings(plan: Plan, words: str) -> None:
     assert [line for line in lint(plan) if words in line]
 
 
-def test_what_the_planner_would_not_do_is_found_in_a_plan_from_elsewhere() -> None:
-    plan = llm()
-    launch = dataclasses.replace(plan.launch, nproc_per_node=4, env={"PET_NNODES": "1"})
-    train = dataclasses.replace(train_of(plan), micro_batch=3)
-    found = "\n".join(lint(dataclasses.replace(plan, launch=launch, work=train)))
-    assert "error: stage train: 4 workers on a node of 8 GPUs" in found
-    assert "error: stage train: PET_NNODES is read by torchrun" in found
-    assert "error: stage train: the batch of 128 is not 3 a pass x 16 data ranks x 8 passes" in found
-
-
 def test_the_grace_period_grows_with_the_checkpoint() -> None:
     """8.03e9 parameters, 12 bytes each, at 100 MB/s: 964 s, after a step of up to 120 s."""
     assert quickstart().launch.shutdown_seconds == 600
