@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from mlpipe.train import loop, worker
+from mlpipe.train import prepare, worker
 
 
 def run(train: Callable[..., Any]) -> NoReturn:
     """As `python -m mlpipe.train.worker`."""
-    loop.train = train
+    prepare.train = train
     sys.exit(worker.main())

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks import as_worker
 from benchmarks.measure import Figures, rounds
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train import loop
+from mlpipe.train import loop, prepare, resuming
 from mlpipe.train.checkpoint import Saved
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session
@@ -93,11 +93,11 @@ def state_dict(made: loop.Loop) -> dict[str, torch.Tensor]:
     """The tensors of mlpipe's checkpoint as DCP wants them: sharded ones as DTensors."""
     sharded = {
         item.name: item.parameter.data
-        for item in made.parallel.owned
+        for item in made.model.owned
         if item.parameter is not None and isinstance(item.parameter.data, DTensor)
     }
     found: dict[str, torch.Tensor] = {}
-    for item in loop.stored(made.parallel, made.optimizer):
+    for item in resuming.stored(made.model, made.optimizer):
         like = sharded.get(
             item.name.removeprefix("optim.").removesuffix(".exp_avg").removesuffix(".exp_avg_sq")
         )
@@ -111,10 +111,10 @@ def state_dict(made: loop.Loop) -> dict[str, torch.Tensor]:
 
 
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
-    """Instead of mlpipe.train.loop.train."""
+    """Instead of mlpipe.train.prepare.train."""
     asked = json.loads(os.environ["BENCHMARK"])
     folder = Path(asked["folder"])
-    made = loop.prepare(session, plan, progress)
+    made = prepare.prepare(session, plan, progress)
     made.step()  # makes the moments
     shared_memory = DefaultStager(StagingOptions(False, True, False, False))  # reused by every save
     sides: dict[str, Mlpipe | Dcp] = {

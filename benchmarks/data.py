@@ -1,9 +1,9 @@
 """`python -m benchmarks.data`: reading tokens, and making them out of text.
 
-loading  `Stream.step` (order, memory-mapped windows, tensors) on one core: tokens a second, over what a
-         training of 7.4M parameters consumes here a core, as `benchmarks.overhead` last measured it. Memory:
-         what loading adds to the process's own (anonymous) memory for a small and a 64 times larger corpus;
-         pages of the mapped file are the kernel's to drop.
+loading  `MicrobatchLoader.step` (order, memory-mapped windows, tensors) on one core: tokens a second, over
+         what a training of 7.4M parameters consumes here a core, as `benchmarks.overhead` last measured it.
+         Memory: what loading adds to the process's own (anonymous) memory for a small and a 64 times larger
+         corpus; pages of the mapped file are the kernel's to drop.
 corpus   `mlpipe-corpus` with its tokenizer at hand (`_encode`: reading, splitting, encoding, writing,
          hashing) against `encode_batch_fast` of the `tokenizers` library alone on the same texts in memory,
          on one core.
@@ -63,13 +63,16 @@ def load(folder: Path, num_steps: int) -> dict[str, float]:
 def loading(folder: str, num_steps: int) -> None:
     import torch
 
-    from mlpipe.train.data import Stream
+    from mlpipe.plan.plan import Mesh
+    from mlpipe.train.data import MicrobatchLoader
     from mlpipe.train.tokens import TokenDataset, open_folder
+    from mlpipe.train.world import World
 
     torch.set_num_threads(1)
     before = anonymous_mib()
     dataset = TokenDataset(open_folder(folder), "train", SEQ_LEN)
-    stream = Stream(dataset, seed=0, global_batch=BATCH, micro_batch=BATCH, data_rank=0, num_data_ranks=1)
+    world = World(Mesh(), 0, torch.device("cpu"))
+    stream = MicrobatchLoader(dataset, world, seed=0, global_batch=BATCH, micro_batch=BATCH, seq_len=SEQ_LEN)
     for step in range(10):
         stream.step(step * BATCH)
     began = time.process_time()

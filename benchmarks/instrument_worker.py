@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train import loop, worker
+from mlpipe.train import prepare, recording, worker
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session
 
@@ -44,7 +44,7 @@ class Clock:
 
 
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
-    """Instead of mlpipe.train.loop.train."""
+    """Instead of mlpipe.train.prepare.train."""
     asked = json.loads(os.environ["BENCHMARK"])
     clock = Clock()
     # before the waits are hooked into the model: they are looked up by name at each call
@@ -52,9 +52,9 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
 
     for name in ("begin", "end", "take"):
         clock.around(Waits, name)
-    clock.around(loop, "peak_memory_bytes")
+    clock.around(recording, "peak_memory_bytes")
     clock.around(session.recorder, "write")
-    ours = loop.prepare(session, plan, progress)
+    ours = prepare.prepare(session, plan, progress)
     for _ in range(_WARM_UP_STEPS):
         ours.step()
     clock.seconds, clock.calls = 0.0, 0
@@ -74,7 +74,7 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
 
 
 if __name__ == "__main__":
-    loop.train = train
+    prepare.train = train
     code = worker.main()
     sys.stdout.flush()
     os._exit(code)

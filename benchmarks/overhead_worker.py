@@ -16,7 +16,7 @@ from benchmarks import as_worker
 from benchmarks.measure import Figures, rounds
 from benchmarks.plain import PlainScript
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train import loop
+from mlpipe.train import prepare
 from mlpipe.train.loss import cross_entropy_sum
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session
@@ -25,10 +25,10 @@ _WARM_UP_STEPS = 4
 
 
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
-    """Instead of mlpipe.train.loop.train."""
+    """Instead of mlpipe.train.prepare.train."""
     asked = json.loads(os.environ["BENCHMARK"])
     folder = Path(asked["folder"])
-    ours = loop.prepare(session, plan, progress)
+    ours = prepare.prepare(session, plan, progress)
     sides: dict[str, Callable[[], object]] = {
         "mlpipe": ours.step,
         "plain": PlainScript(plan, folder / "plain.log").step,

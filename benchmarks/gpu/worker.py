@@ -19,7 +19,7 @@ from benchmarks import as_worker
 from benchmarks.gpu.raw import RawLoop, usual_loss
 from benchmarks.measure import Figures, rounds
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train import loop, model
+from mlpipe.train import loop, model, prepare
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session
 
@@ -27,7 +27,7 @@ _WARM_UP_STEPS = 3
 
 
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
-    """Instead of mlpipe.train.loop.train."""
+    """Instead of mlpipe.train.prepare.train."""
     asked = json.loads(os.environ["BENCHMARK"])
     answer: dict[str, Any] = {"rounds": []}
 
@@ -59,9 +59,9 @@ def measure(
     choose_attention(asked["attention"])
     if asked["loss"] == "usual":
         model.cross_entropy_sum = usual_sum
-    ours = loop.prepare(session, plan, progress)
+    ours = prepare.prepare(session, plan, progress)
     if asked["loss"] == "chunked":
-        ours.parallel.module.fused_loss = False
+        ours.model.module.fused_loss = False
     forget_peak(device)
     began = time.perf_counter()
     ours.step()  # compiles
@@ -72,8 +72,8 @@ def measure(
     wait(device)
     write(
         memory=peak_memory(device),
-        achievable_flops=ours.achievable_flops,
-        peak_flops=ours.peak_flops,
+        achievable_flops=ours.recording.achievable_flops,
+        peak_flops=ours.recording.peak_flops,
         attention_kernel=attention_kernel(ours, device),
     )
     sides: dict[str, Callable[[], object]] = {"mlpipe": ours.step}
@@ -81,7 +81,7 @@ def measure(
     own_states = sum(item.local.nbytes for item in ours.optimizer.state())
     raw = None
     try:
-        raw = RawLoop(plan, ours.parallel.module.model, device)
+        raw = RawLoop(plan, ours.model.module.model, device)
         forget_peak(device)
         for _ in range(_WARM_UP_STEPS):
             raw.step()
@@ -92,7 +92,7 @@ def measure(
     except torch.OutOfMemoryError as error:
         write(raw_error=reason(error))
         raw = None
-        ours.parallel.module.zero_grad(set_to_none=True)
+        ours.model.module.zero_grad(set_to_none=True)
     gc.collect()
     gc.freeze()  # as mlpipe's loop does, for both
     tokens = asked["steps"] * plan.global_batch * plan.model.seq_len

@@ -7,20 +7,20 @@ import torch
 from benchmarks import as_worker
 from benchmarks.peers.work import Turns, read_work, validation_batches
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train import loop
+from mlpipe.train import prepare
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session
 
 
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
-    """Instead of mlpipe.train.loop.train: the same steps, each when it is this side's turn."""
+    """Instead of mlpipe.train.prepare.train: the same steps, each when it is this side's turn."""
     work = read_work()
-    running = loop.prepare(session, plan, progress)
-    batches = validation_batches(work, session.rank, session.world_size)
+    running = prepare.prepare(session, plan, progress)
+    batches = validation_batches(work, session.rank, session.world.size)
 
     @torch.no_grad()
     def validate() -> float:
-        found = [running.parallel.module({"inputs": x, "targets": y}) for x, y in batches]
+        found = [running.model.module({"inputs": x, "targets": y}) for x, y in batches]
         return sum(float(loss) / float(count) for loss, count in found) / len(found)
 
     waiting = Turns(work.socket, work.side, session.rank, validate)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from kit.servers import free_port
 
 from mlpipe.plan.plan import Plan
-from mlpipe.train import loop, outcome, resuming
+from mlpipe.train import outcome, prepare, resuming
 from mlpipe.train.session import Session
 from mlpipe.train.stop import Stop
 from mlpipe.train.watchdog import Watchdog
@@ -41,7 +41,7 @@ def main() -> int:
     )
     asked = json.loads(Path(sys.argv[1]).read_text())
     if asked["resave"]:
-        loop.resume = _resume_and_save  # type: ignore[attr-defined]
+        prepare.resume = _resume_and_save  # type: ignore[attr-defined]
     failed = False
     for number, (path, folder) in enumerate(asked["plans"]):
         # a store of its own for every plan, as in separate runs

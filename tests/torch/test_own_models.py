@@ -11,16 +11,17 @@ import torch
 from kit import own, plans
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import DataPlan, Entry, ModelPlan
+from mlpipe.plan.plan import DataPlan, Entry, Mesh, ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.contract import check_call
-from mlpipe.train.data import Stream, open_dataset
+from mlpipe.train.data import MicrobatchLoader, open_dataset
 from mlpipe.train.export import export_checkpoint
 from mlpipe.train.flops import count_flops_per_token
 from mlpipe.train.init import same_weights
 from mlpipe.train.model import LossModule, build_model
 from mlpipe.train.parallel.materialize import materialize
+from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch
 
@@ -176,11 +177,12 @@ def test_data_that_do_not_fit_the_model_are_named():
 def test_samples_of_unequal_length_are_named():
     data = DataPlan(tokens=None, dataset=Entry("kit.own:uneven", {}), digest=None)
     dataset = open_dataset(data, split="train", seq_len=4)
-    stream = Stream(dataset, seed=0, global_batch=9, micro_batch=9, data_rank=0, num_data_ranks=1)
+    world = World(Mesh(), 0, CPU)
+    loader = MicrobatchLoader(dataset, world, seed=0, global_batch=9, micro_batch=9, seq_len=4)
     with pytest.raises(
         TrainError, match=r"samples \d and \d cannot lie in one batch: .*inputs \(5,\)"
     ) as caught:
-        stream.step(0)
+        loader.step(0)
     assert caught.value.kind == "input"
     assert "pad" in caught.value.hint
 

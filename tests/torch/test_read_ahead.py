@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from mlpipe.train.data import ReadAhead, Stream
-from mlpipe.train.session import seed_step
+from mlpipe.plan.plan import Mesh
+from mlpipe.train.data import Microbatch, MicrobatchLoader, ReadAhead
+from mlpipe.train.seeding import seed_step
+from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch
 
@@ -26,12 +28,12 @@ class Noisy:
 
 
 def reader(rank: int = 0) -> ReadAhead:
-    stream = Stream(Noisy(), seed=1, global_batch=4, micro_batch=1, data_rank=rank, num_data_ranks=2)
-    return ReadAhead(stream, 1, torch.device("cpu"))
+    world = World(Mesh(dp_replicate=2), rank, torch.device("cpu"))
+    return ReadAhead(MicrobatchLoader(Noisy(), world, seed=1, global_batch=4, micro_batch=1, seq_len=3))
 
 
-def together(batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    return torch.cat([batch["inputs"] for batch in batches])
+def together(batches: list[Microbatch]) -> torch.Tensor:
+    return torch.cat([one.batch["inputs"] for one in batches])
 
 
 def test_a_resumed_run_draws_what_the_first_drew():

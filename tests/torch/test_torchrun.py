@@ -21,7 +21,7 @@ from pathlib import Path
 fds = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
 rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 found = {
-    "modules": [name for name in ("torch", "mlpipe.train.loop") if name in sys.modules],
+    "modules": [name for name in ("torch", "mlpipe.train.prepare") if name in sys.modules],
     "threads": len(os.listdir("/proc/self/task")),
     "sockets": sum(fd.startswith("socket:") for fd in fds),
     "session": os.getsid(0) == os.getpid(),
@@ -78,7 +78,7 @@ def test_a_rank_is_a_fork_with_nothing_of_torchruns_but_its_modules(tmp_path: Pa
         arguments = [str(tmp_path / "found"), "--flag", "a b"]
         parents[name[0] == "4"].add(about.pop("parent"))
         assert about == {
-            "modules": ["torch", "mlpipe.train.loop"],
+            "modules": ["torch", "mlpipe.train.prepare"],
             "threads": 1,
             "sockets": 0,
             "session": True,

@@ -107,7 +107,8 @@ class Step(Record):
     lr: float | None = None
     """Learning rate of the update; absent where there was none."""
     tokens: int | None
-    """Tokens that this rank computed, as measured. MFU counts these."""
+    """Tokens that this rank computed, as measured; 0 where another rank counts the same ones. MFU counts
+    these."""
     target_tokens: int | None
     """Of these, the ones that the loss is a mean over, as measured."""
     seconds: float | None

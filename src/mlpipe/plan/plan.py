@@ -208,7 +208,7 @@ class TrainPlan(StageWork):
     reduce_gradients: Literal["last", "every"] = "last"
     predicted: Prediction | None = None  # None: a user's own model
     memory_bytes: int | None = None  # what a worker may use; None: nobody looks
-    # what the warm-up may step down to, largest first; empty where the file names the microbatch
+    # what the memory probe may step down to, largest first; empty where the file names the microbatch
     smaller_micro_batches: tuple[int, ...] = ()
     meaning: dict[str, Any] = field(default_factory=dict)  # see `plan/meaning.py`; kept with each checkpoint
 

@@ -7,7 +7,9 @@ in the data is therefore one number, the samples consumed, and it lies in the ch
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,9 @@ from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import DataPlan, Entry
 from mlpipe.train.model import Batch, load_entry
 from mlpipe.train.order import order
-from mlpipe.train.session import seed_step
+from mlpipe.train.seeding import seed_step
 from mlpipe.train.tokens import TokenDataset, open_folder
+from mlpipe.train.world import World
 
 
 def open_dataset(plan: DataPlan, *, split: str, seq_len: int) -> Any:
@@ -60,62 +63,85 @@ def open_dataset(plan: DataPlan, *, split: str, seq_len: int) -> Any:
     return dataset
 
 
-class Stream:
-    """The microbatches of one data rank."""
+@dataclass(frozen=True)
+class Microbatch:
+    """What goes through the model at a time. `num_tokens`: in it, whether they are targets or not. One that
+    does not `count` only keeps this rank in step with others that have more of them, since passes of a
+    sharded model need all ranks: its loss, gradient and tokens count for nothing."""
+
+    batch: Batch
+    num_tokens: int
+    counts: bool = True
+
+
+class MicrobatchLoader:
+    """The microbatches of this rank: a contiguous share of each step's samples, in pieces of `micro_batch`
+    or fewer. `seq_len`: tokens of a sample that does not show its own."""
 
     def __init__(
-        self,
-        dataset: Any,
-        *,
-        seed: int,
-        global_batch: int,
-        micro_batch: int,
-        data_rank: int,
-        num_data_ranks: int,
+        self, dataset: Any, world: World, *, seed: int, global_batch: int, micro_batch: int, seq_len: int
     ) -> None:
         self.dataset = dataset
+        self.world = world
         self.seed = seed
+        self.global_batch = global_batch
         self.micro_batch = micro_batch
-        self.per_rank = global_batch // num_data_ranks
-        self.data_rank = data_rank
+        self.seq_len = seq_len
 
-    def step(self, position: int) -> list[Batch]:
-        """This rank's microbatches of the step that starts at sample number `position`."""
-        start = position + self.data_rank * self.per_rank
-        indices = order(self.seed, start, self.per_rank, len(self.dataset))
-        return [
-            collate(self.dataset, indices[i : i + self.micro_batch])
-            for i in range(0, self.per_rank, self.micro_batch)
+    def step(self, position: int) -> list[Microbatch]:
+        """Of the step that starts at sample number `position`, equally many on every rank."""
+        num_ranks, rank = self.world.num_data_ranks, self.world.data_rank
+        start, stop = (self.global_batch * part // num_ranks for part in (rank, rank + 1))
+        indices = order(self.seed, position + start, stop - start, len(self.dataset))
+        own = [
+            self._microbatch(indices[i : i + self.micro_batch])
+            for i in range(0, len(indices), self.micro_batch)
         ]
+        most = math.ceil(math.ceil(self.global_batch / num_ranks) / self.micro_batch)
+        if len(own) == most:
+            return own
+        other = own[0] if own else self._microbatch(order(self.seed, position, 1, len(self.dataset)))
+        return own + [replace(other, counts=False)] * (most - len(own))
+
+    def _microbatch(self, indices: NDArray[np.int64]) -> Microbatch:
+        batch = collate(self.dataset, indices)
+        return Microbatch(batch, num_tokens(batch, self.seq_len))
 
 
 class ReadAhead:
     """The samples of a step, read while the device computes the one before. What a data set draws at random
-    is a function of the seed, the step and the rank, whenever it is read."""
+    is a function of the seed, the step and the data rank, whenever it is read."""
 
-    def __init__(self, stream: Stream, seed: int, device: torch.device) -> None:
-        self.stream = stream
-        self.seed = seed
-        self.device = device
-        self._next: list[Batch] | None = None
+    def __init__(self, loader: MicrobatchLoader) -> None:
+        self.loader = loader
+        self._next: list[Microbatch] | None = None
 
-    def take(self, number: int, position: int) -> list[Batch]:
+    def take(self, number: int, position: int) -> list[Microbatch]:
         """Of step `number`, which starts at sample number `position`."""
         if self._next is None:
             self.read(number, position)
-        found, self._next = self._next, None
-        return found or []
+        batches, self._next = self._next, None
+        return batches or []
 
     def read(self, number: int, position: int) -> float:
         """For the next `take`. Returns the seconds for which the device had nothing to do meanwhile: all of
         them on a CPU, which computes in this thread; on a GPU none, or all (an upper bound) if it was through
         before the samples were there."""
         began = time.perf_counter()
-        seed_step(self.seed, number, self.stream.data_rank)
-        self._next = self.stream.step(position)
+        world = self.loader.world
+        seed_step(self.loader.seed, number, world.data_rank)
+        self._next = self.loader.step(position)
         seconds = time.perf_counter() - began
-        hidden = self.device.type == "cuda" and not torch.cuda.current_stream(self.device).query()
+        hidden = world.device.type == "cuda" and not torch.cuda.current_stream(world.device).query()
         return 0.0 if hidden else seconds
+
+
+def num_tokens(batch: Batch, seq_len: int) -> int:
+    """Of a batch of token ids as many as it has; of other samples `seq_len` each, as the plan says."""
+    for name in ("inputs", "input_ids"):
+        if name in batch and batch[name].dim() > 1 and not batch[name].is_floating_point():
+            return batch[name].numel()
+    return len(next(iter(batch.values()))) * seq_len
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

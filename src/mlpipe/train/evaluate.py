@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +16,17 @@ from mlpipe._core.errors import DamagedError, TrainError
 from mlpipe._core.records import End, Evaluation
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.plan.gate import check, parse_gate
-from mlpipe.plan.plan import Plan
+from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.train.contract import check_call
-from mlpipe.train.data import collate, open_dataset, to_device
+from mlpipe.train.data import Microbatch, collate, num_tokens, open_dataset
 from mlpipe.train.generate import generate
 from mlpipe.train.model import build_model
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.apply import parallelize
+from mlpipe.train.parallel.parallel import ParallelizedModel
 from mlpipe.train.resuming import load_or_damage
+from mlpipe.train.schedules.accumulate import Accumulate
 from mlpipe.train.session import Session
 from mlpipe.train.tokenizer import load_tokenizer
 from mlpipe.train.tokens import open_folder
@@ -32,8 +36,8 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
     """Raises nothing for a gate that does not hold: that is an outcome "failed" of kind "failed"."""
     part = plan.train
     stage_key = f"runs/{session.plan.run_id}/stages/{plan.train_stage}"
-    found = catalogue.latest(session.store, stage_key)
-    if found is None:
+    latest = catalogue.latest(session.store, stage_key)
+    if latest is None:
         raise TrainError(
             f"stage {plan.train_stage} has no committed checkpoint to evaluate",
             where=stage_key,
@@ -41,22 +45,22 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
         )
     bf16 = part.precision == "bf16"
     built = build_model(part.model, seed=part.seed, device_type=session.device.type, bf16=bf16)
-    parallel = parallelize(built, session.world, part)
-    _, damage = load_or_damage(session.store, found.key, parallel.owned)
+    model = parallelize(built, session.world, part)
+    _, damage = load_or_damage(session.store, latest.key, model.owned)
     if damage:
         run = session.plan.run_id
         raise DamagedError(
-            f"the checkpoint of step {found.step} is damaged: {damage}",
-            where=found.key,
-            hint=f"train again from the one before: mlpipe checkpoints discard {run} {found.step}, "
+            f"the checkpoint of step {latest.step} is damaged: {damage}",
+            where=latest.key,
+            hint=f"train again from the one before: mlpipe checkpoints discard {run} {latest.step}, "
             f"then mlpipe resume {run}",
         )
-    for item in parallel.owned:
+    for item in model.owned:
         item.local.requires_grad_(False)
     built.module.eval()
-    session.record_start(part, start_step=found.step, resumed_from=found.key, num_params=None)
-    metrics = _validation_loss(session, plan, built.model, parallel.module)
-    sample = _sample(session, plan, built.model, parallel.module)
+    session.record_start(part, start_step=latest.step, resumed_from=latest.key, num_params=None)
+    metrics = _validation_loss(session, plan, model)
+    sample = _sample(session, plan, model)
     passed = _passes(plan, metrics)
     session.recorder.write(
         Evaluation(
@@ -70,15 +74,15 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
         )
     )
     message = "" if passed else _failed_gate(plan, metrics)
-    session.recorder.write(End(outcome="done" if passed else "failed", step=found.step, message=message))
+    session.recorder.write(End(outcome="done" if passed else "failed", step=latest.step, message=message))
     return Outcome(
         "done" if passed else "failed",
-        found.step,
+        latest.step,
         session.rank,
         kind=None if passed else "failed",
         message=message,
-        hint=None if passed else _how_to_pass(session.plan, plan, found.step, metrics),
-        checkpoint=found.key,
+        hint=None if passed else _how_to_pass(session.plan, plan, latest.step, metrics),
+        checkpoint=latest.key,
         time=time.time(),
         details={"metrics": metrics, "passed": passed, "sample": sample},
     )
@@ -118,36 +122,22 @@ def _failed_gate(plan: EvaluatePlan, metrics: dict[str, float | None]) -> str:
     return f"the gate `{plan.gate}` does not hold: {values}"
 
 
-@torch.no_grad()
 def _validation_loss(
-    session: Session, plan: EvaluatePlan, model: torch.nn.Module, module: torch.nn.Module
+    session: Session, plan: EvaluatePlan, model: ParallelizedModel
 ) -> dict[str, float | None]:
-    """Of the first `max_tokens` of the split, each sample once: the split is cut into microbatches in order,
-    which are dealt to the data ranks. All ranks run the same number of forwards, since a sharded model
-    gathers its parameters and DDP sends its buffers there; the result of a forward for the others' sake is
-    dropped."""
-    part = plan.train
+    """Of the first `max_tokens` of the split, each sample once."""
+    part, module = plan.train, model.built.model
     dataset = open_dataset(plan.data, split="validation", seq_len=part.model.seq_len)
-    one = collate(dataset, np.zeros(1, dtype=np.int64))
-    check_call(model, one, part.model.build.entry)
+    sample = collate(dataset, np.zeros(1, dtype=np.int64))
+    check_call(module, sample, part.model.build.entry)
     # mlpipe's cross-entropy, in nats a token; what a loss of one's own is of, nobody knows
-    in_nats = not hasattr(model, "loss") and "inputs" in one
+    in_nats = not hasattr(module, "loss") and "inputs" in sample
     num_samples = min(len(dataset), max(1, plan.max_tokens // part.model.seq_len))
-    num_batches = math.ceil(num_samples / part.micro_batch)
-    num_ranks = session.world.num_data_ranks
-    totals = torch.zeros(2, dtype=torch.float64)
-    for number in range(math.ceil(num_batches / num_ranks)):
-        session.watchdog.beat("evaluating", number)
-        first = (number * num_ranks + session.world.data_rank) * part.micro_batch
-        indices = np.arange(first, min(first + part.micro_batch, num_samples))
-        if not len(indices):
-            module(to_device(one, session.device))
-            continue
-        loss, count = module(to_device(collate(dataset, indices), session.device))
-        totals += torch.tensor([float(loss), float(count)], dtype=torch.float64)
+    sums = Accumulate(model, session.world).forward(_dealt(session, part, dataset, num_samples))
+    totals = torch.stack([sums.loss_sum, sums.num_targets]).cpu()
     dist.all_reduce(totals)
-    total, num_tokens = totals.tolist()
-    loss = total / max(1.0, num_tokens)
+    total, num_targets = totals.tolist()
+    loss = total / max(1.0, num_targets)
     bits_per_byte = None
     if in_nats and plan.data.tokens is not None:
         split = open_folder(plan.data.tokens).splits["validation"]
@@ -156,22 +146,33 @@ def _validation_loss(
         "val_loss": loss,
         "val_perplexity": math.exp(min(loss, 700.0)) if in_nats else None,
         "val_bits_per_byte": bits_per_byte,
-        "num_tokens": int(num_tokens),
+        "num_tokens": int(num_targets),
     }
 
 
-def _sample(
-    session: Session, plan: EvaluatePlan, model: torch.nn.Module, module: torch.nn.Module
-) -> str | None:
+def _dealt(session: Session, part: TrainPlan, dataset: Any, num_samples: int) -> Iterator[Microbatch]:
+    """The first `num_samples` cut into microbatches in order, which are dealt to the data ranks. All ranks
+    run the same number of forwards, since a sharded model gathers its parameters and DDP sends its buffers
+    there: where there is nothing left for a rank, one that does not count."""
+    world, seq_len = session.world, part.model.seq_len
+    for turn in range(math.ceil(num_samples / (part.micro_batch * world.num_data_ranks))):
+        session.watchdog.beat("evaluating", turn)
+        first = (turn * world.num_data_ranks + world.data_rank) * part.micro_batch
+        indices = np.arange(first, min(first + part.micro_batch, num_samples))
+        batch = collate(dataset, indices if len(indices) else np.zeros(1, dtype=np.int64))
+        yield Microbatch(batch, num_tokens(batch, seq_len), counts=bool(len(indices)))
+
+
+def _sample(session: Session, plan: EvaluatePlan, model: ParallelizedModel) -> str | None:
     """A line of text. Every rank generates the same, since a sharded model needs all of them."""
-    if plan.prompt is None or plan.data.tokens is None or hasattr(model, "loss"):
+    if plan.prompt is None or plan.data.tokens is None or hasattr(model.built.model, "loss"):
         return None
     path = open_folder(plan.data.tokens).tokenizer_path
     if path is None:
         return None
     session.watchdog.beat("generating a sample", 0)
     return generate(
-        lambda inputs: module({"inputs": inputs}),
+        lambda inputs: model.module({"inputs": inputs}),
         load_tokenizer(path),
         plan.prompt,
         max_new_tokens=plan.generate_tokens,

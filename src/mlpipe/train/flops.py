@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import ModelPlan, TrainPlan
 from mlpipe.plan.shapes import dense
+from mlpipe.train.data import num_tokens
 from mlpipe.train.model import Batch, LossModule, construct, load_entry
 
 _SIDE_CPU, _SIDE = 1024, 8192  # of the matrices: a few, and about 1.5, milliseconds each
@@ -18,7 +19,7 @@ _SIDE_CPU, _SIDE = 1024, 8192  # of the matrices: a few, and about 1.5, millisec
 
 def count_flops_per_token(plan: ModelPlan, collated: Batch) -> float | None:
     """Of matmuls, convolutions and attention in one forward and backward over the microbatch `collated`, on
-    the meta device, divided by its samples times `seq_len`. None: the model cannot run there. Raises
+    the meta device, divided by its tokens. None: the model cannot run there. Raises
     TrainError (input) when what it returns is no loss.
 
     The counter's convention is torchtitan's: no causal discount. Attention goes by its plain formula, since
@@ -35,8 +36,7 @@ def count_flops_per_token(plan: ModelPlan, collated: Batch) -> float | None:
         raise
     except Exception:  # a model may well do what meta tensors cannot, and only a number is lost
         return None
-    num_samples = len(next(iter(collated.values())))
-    return float(counter.get_total_flops()) / (num_samples * plan.seq_len)
+    return float(counter.get_total_flops()) / num_tokens(collated, plan.seq_len)
 
 
 def recomputed_flops_per_token(plan: TrainPlan) -> float | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import socket
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,7 +20,6 @@ from mlpipe.observe.metrics import start_metrics
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import read_run
-from mlpipe.train.outcome import Outcome
 from mlpipe.train.recorder import Recorder
 from mlpipe.train.stop import Stop
 from mlpipe.train.watchdog import STARTING_SECONDS, Watchdog
@@ -36,13 +34,11 @@ class Session:
     def __init__(self, plan: Plan, place: Any, stop: Stop, watchdog: Watchdog, began: float) -> None:
         self.plan = plan
         self.place = place
-        self.rank: int = place.rank
-        self.world_size: int = place.world_size
         self.stop = stop
         self.watchdog = watchdog
         self.began = began
         part = plan.work.training
-        self.device = self._device()
+        self.world = World(part.mesh, place.rank, self._device())
         if part.deterministic:
             torch.use_deterministic_algorithms(True)
         timeout = timedelta(seconds=max(part.hang_timeout_seconds, STARTING_SECONDS)) + _AFTER_WATCHDOG
@@ -55,7 +51,6 @@ class Session:
                 hint="start it with mlpipe, not with torchrun alone",
                 kind="input",
             )
-        self.world = World(part.mesh, self.rank, self.device)
         self.store = open_store(plan.store_url)
         metrics = None
         if plan.launch.metrics_port is not None:
@@ -80,6 +75,16 @@ class Session:
             siblings=place.local_world_size if place.local_rank == 0 else 0,
         )
 
+    @property
+    def rank(self) -> int:
+        """Of all ranks, by which logs and records are named."""
+        return self.world.rank
+
+    @property
+    def device(self) -> torch.device:
+        """What this rank computes on."""
+        return self.world.device
+
     def _device(self) -> torch.device:
         if self.plan.launch.device == "cpu":
             return torch.device("cpu")
@@ -102,7 +107,7 @@ class Session:
         known = {"git_sha": meta.get("git_commit"), "jenkins_build": meta.get("jenkins_build")}
         return {label: str(value) for label, value in known.items() if value}
 
-    def agreement(self) -> dist.Store:
+    def coordination_store(self) -> dist.Store:
         """A connection of its own to the group's TCPStore: a blocking call on the group's would keep the
         collectives waiting. With one rank nobody else needs to hear."""
         return dist.TCPStore(
@@ -116,9 +121,9 @@ class Session:
     def record_start(self, part: TrainPlan, **fields: Any) -> None:
         """The start record: what the session knows, and `fields` of `Start`."""
         start = Start(
-            world_size=self.world_size,
+            world_size=self.world.size,
             strategy=part.strategy,
-            mesh={"dp_replicate": part.mesh.dp_replicate, "dp_shard": part.mesh.dp_shard},
+            mesh=asdict(part.mesh),
             device="cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
             device_type=self.device.type,
             seq_len=part.model.seq_len,
@@ -150,12 +155,3 @@ class Session:
 def gpu_uuid(device: torch.device) -> str | None:
     """By which NVML knows the device, whatever CUDA_VISIBLE_DEVICES says."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-
-
-def seed_step(seed: int, step: int, data_rank: int) -> None:
-    """Randomness (dropout, augmentation) as a function of these three: nothing to save, and the same after
-    a resume. Mixed by SeedSequence so that neighbouring steps do not correlate."""
-    mixed = int(np.random.SeedSequence([seed, step, data_rank]).generate_state(1, np.uint64)[0])
-    torch.manual_seed(mixed)
-    random.seed(mixed)
-    np.random.seed(mixed % 2**32)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlpipe.train.models.llama  # noqa: F401  # with the first import: ranks are forked behind it
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train.loop import train
 from mlpipe.train.outcome import Outcome
+from mlpipe.train.prepare import train
 from mlpipe.train.session import Session
 
 

@@ -1,4 +1,4 @@
-"""The warm-up before a long run: it refuses or steps down by what was measured, and leaves no trace."""
+"""The memory probe before a long run: it refuses or steps down by what was measured, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from kit.plans import losses, run_together, train_plan, write_tokens
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import Entry, Plan, Prediction, Strategy, TrainPlan
+from mlpipe.train.data import Microbatch
+from mlpipe.train.memory_probe import _peak_bytes, fitting_plan, is_due
 from mlpipe.train.model import build_model
 from mlpipe.train.optim import Optimizer
 from mlpipe.train.parallel.apply import parallelize
-from mlpipe.train.warmup import _peak_bytes, is_due, warm_up
+from mlpipe.train.schedules.accumulate import Accumulate
 from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch
@@ -42,29 +44,34 @@ def test_it_steps_down_or_refuses(tmp_path: Path) -> None:
     try:
         plan = wide(tmp_path, memory_bytes=2**50, smaller_micro_batches=(8, 2))
         built = build_model(plan.model, seed=1, device_type="cpu", bf16=False)
-        parallel = parallelize(built, World(plan.mesh, 0, CPU), plan)
-        optimizer = Optimizer(plan.optimizer, parallel)
-        before = [item.local.clone() for item in parallel.owned]
+        world = World(plan.mesh, 0, CPU)
+        model = parallelize(built, world, plan)
+        optimizer = Optimizer(plan.optimizer, model)
+        optimizer.state()
+        before = [item.local.clone() for item in model.owned]
 
-        def batch(size: int) -> dict[str, torch.Tensor]:
+        def probe(plan: TrainPlan) -> TrainPlan:
+            return fitting_plan(plan, model, Accumulate(model, world), step, CPU)
+
+        def step(size: int) -> list[Microbatch]:
             ids = torch.zeros((size, 64), dtype=torch.int64)
-            return {"inputs": ids, "targets": ids}
+            return [Microbatch({"inputs": ids, "targets": ids}, ids.numel())]
 
-        assert warm_up(plan, parallel, optimizer, batch, CPU) == plan
+        assert probe(plan) == plan
         most = _peak_bytes(CPU)
         small = dataclasses.replace(plan, memory_bytes=most - 40 * MIB)
-        stepped = warm_up(small, parallel, optimizer, batch, CPU)
+        stepped = probe(small)
         assert (stepped.micro_batch, stepped.accumulation) == (8, 4)
         assert stepped.smaller_micro_batches == (2,)
         told = Prediction(50 * MIB, 1.0, 1.0, 1.0)
         tiny = dataclasses.replace(plan, memory_bytes=60 * MIB, smaller_micro_batches=(), predicted=told)
         with pytest.raises(
-            TrainError, match=r"micro_batch 32 needs .* MiB of 60.0 MiB, the plan said 50.0"
+            TrainError, match=r"micro-batch size 32 needs .* MiB of 60.0 MiB, the plan said 50.0"
         ) as caught:
-            warm_up(tiny, parallel, optimizer, batch, CPU)
+            probe(tiny)
         assert caught.value.kind == "input"
-        assert all(torch.equal(was, item.local) for was, item in zip(before, parallel.owned, strict=True))
-        assert all(parameter.grad is None for parameter in parallel.module.parameters())
+        assert all(torch.equal(was, item.local) for was, item in zip(before, model.owned, strict=True))
+        assert all(parameter.grad is None for parameter in model.module.parameters())
         assert all(not item.local.any() for item in optimizer.state())
     finally:
         torch.set_num_threads(threads)

@@ -1,0 +1,113 @@
+"""From a plan to a loop that is about to take its first step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.checkpoint import Checkpointer
+from mlpipe.train.contract import check_call
+from mlpipe.train.data import Microbatch, MicrobatchLoader, ReadAhead, collate, open_dataset
+from mlpipe.train.loop import Loop
+from mlpipe.train.memory_probe import dry_steps, fitting_plan, is_due
+from mlpipe.train.model import build_model
+from mlpipe.train.optim import Optimizer
+from mlpipe.train.outcome import Outcome
+from mlpipe.train.parallel.apply import parallelize
+from mlpipe.train.recording import Recording
+from mlpipe.train.resuming import Position, resume
+from mlpipe.train.schedules.accumulate import Accumulate
+from mlpipe.train.seeding import seed_step
+from mlpipe.train.session import Session
+
+
+def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
+    """Trains to `plan.steps`, or to the step boundary at which the ranks agreed to stop. `progress[0]` is the
+    last finished step."""
+    return prepare(session, plan, progress).run()
+
+
+def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
+    """Everything up to the first step: model, optimizer, data, and the checkpoint to go on from."""
+    world = session.world
+    seed_step(plan.seed, 0, 0)
+    bf16 = plan.precision == "bf16"
+    dataset = open_dataset(plan.data, split="train", seq_len=plan.model.seq_len)
+    built = build_model(plan.model, seed=plan.seed, device_type=world.device.type, bf16=bf16)
+    num_params = sum(parameter.numel() for parameter in built.model.parameters())
+    flops = try_out(plan, built.model, dataset)
+    model = parallelize(built, world, plan)
+    optimizer = Optimizer(plan.optimizer, model)
+    # before the first pass, so that they do not lie among what it leaves in the heap
+    optimizer.state()
+    schedule = Accumulate(model, world, lambda: session.watchdog.beat("computing", progress[0] + 1))
+
+    def loader_of(micro_batch: int) -> MicrobatchLoader:
+        return MicrobatchLoader(
+            dataset,
+            world,
+            seed=plan.seed,
+            global_batch=plan.global_batch,
+            micro_batch=micro_batch,
+            seq_len=plan.model.seq_len,
+        )
+
+    def first_step(micro_batch: int) -> list[Microbatch]:
+        return loader_of(micro_batch).step(0)
+
+    if is_due(plan, world.device):
+        session.watchdog.beat("probing memory", 0)
+        plan = fitting_plan(plan, model, schedule, first_step, world.device)
+    elif plan.deterministic and world.size > 1:
+        dry_steps(model, schedule, first_step(plan.micro_batch)[:1])
+    session.watchdog.in_collective = lambda: model.waits.open
+    recording = Recording(session, plan, model.waits, flops)
+    coordination_store = session.coordination_store()
+    checkpointer = Checkpointer(
+        session.store,
+        session.plan.stage_key,
+        attempt=session.plan.attempt,
+        restart=session.place.restart,
+        keep=plan.checkpoint.keep,
+        code_digest=session.plan.code_digest,
+        asynchronous=plan.checkpoint.asynchronous,
+        rank=world.rank,
+        world_size=world.size,
+        agreement=coordination_store,
+        on_saved=recording.saved,
+        while_waiting=lambda: session.watchdog.beat("waiting for a save", progress[0]),
+    )
+    position = Position()
+    restoring = time.perf_counter()
+    if plan.resume or session.place.restart:
+        position = resume(session, checkpointer, model, optimizer, coordination_store)
+    restored = time.perf_counter()
+    recording.start(position, num_params=num_params, restore_seconds=restored - restoring)
+    return Loop(
+        session=session,
+        plan=plan,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        reader=ReadAhead(loader_of(plan.micro_batch)),
+        checkpointer=checkpointer,
+        recording=recording,
+        position=position,
+        progress=progress,
+    )
+
+
+def try_out(plan: TrainPlan, model: torch.nn.Module, dataset: Any) -> float | None:
+    """FLOPs a token, as the plan says or counted. Raises TrainError (input) if the model and its data break a
+    rule of the contract, as far as that shows on the meta device; the first pass looks again."""
+    sample = collate(dataset, np.zeros(2, dtype=np.int64))
+    check_call(model, sample, plan.model.build.entry)
+    if plan.num_flops_per_token is not None:
+        return plan.num_flops_per_token
+    from mlpipe.train.flops import count_flops_per_token
+
+    return count_flops_per_token(plan.model, collated=sample)

@@ -1,0 +1,122 @@
+"""What a training says of itself in its records: its start, each step with time and rate, each save."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from mlpipe._core.errors import MlpipeError
+from mlpipe._core.mfu import mfu_ratio
+from mlpipe._core.records import Save, Step
+from mlpipe.plan.flops import CONVENTION
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.checkpoint import Saved
+from mlpipe.train.parallel.waits import Waits
+from mlpipe.train.resuming import Position
+from mlpipe.train.session import Session
+
+_log = logging.getLogger(__name__)
+_MAX_FAILED_SAVES = 3
+
+
+class Recording:
+    """`num_flops_per_token`: of forward and backward, None where nobody knows. `waits`: of the model."""
+
+    def __init__(
+        self, session: Session, plan: TrainPlan, waits: Waits, num_flops_per_token: float | None
+    ) -> None:
+        self.session = session
+        self.plan = plan
+        self.waits = waits
+        self.num_flops_per_token = num_flops_per_token
+        self.peak_flops = plan.peak_flops
+        self.achievable_flops: float | None = None
+        self.failed_saves: list[MlpipeError] = []
+
+    def start(self, position: Position, *, num_params: int, restore_seconds: float) -> None:
+        """Before the first step, at `position`."""
+        flops, again = self.num_flops_per_token, self._recomputed_flops_per_token()
+        self.session.record_start(
+            self.plan,
+            num_params=num_params,
+            num_flops_per_token=flops,
+            num_hardware_flops_per_token=None if flops is None or again is None else flops + again,
+            flops_convention=CONVENTION,
+            peak_flops=self.plan.peak_flops,
+            peak_name=self.plan.peak_name,
+            start_step=position.step,
+            resumed_from=position.resumed_from,
+            restore_seconds=restore_seconds,
+            notes=position.notes,
+        )
+
+    def step(self, record: Step, total_tokens: float) -> None:
+        """`record`: as the loop's clock tells it; of the seconds in forward, backward and update this rank's
+        own work is what it did not wait in collectives there. `total_tokens`: computed by all ranks."""
+        waited = self.waits.take()
+        record = replace(
+            record,
+            compute_seconds=(record.compute_seconds or 0.0) - waited,
+            collective_seconds=(record.collective_seconds or 0.0) + waited,
+            memory_bytes=peak_memory_bytes(self.session.device),
+        )
+        self.session.recorder.write(self._with_rates(record, total_tokens))
+
+    def saved(self, saved: Saved) -> None:
+        """The run goes on without a save that failed, since the store may come back and what was computed
+        since is dear; it ends at the third in a row (raised here), and at the last step."""
+        self.session.recorder.write(
+            Save(
+                step=saved.step,
+                key=saved.key,
+                bytes=saved.num_bytes,
+                stall_seconds=saved.stall_seconds,
+                save_seconds=saved.save_seconds,
+                error=str(saved.error) if saved.error else None,
+            )
+        )
+        if saved.error is None:
+            self.failed_saves.clear()
+            return
+        self.failed_saves.append(saved.error)
+        _log.warning("the checkpoint of step %d failed: %s", saved.step, saved.error)
+        if len(self.failed_saves) >= _MAX_FAILED_SAVES:
+            raise saved.error
+
+    def _recomputed_flops_per_token(self) -> float | None:
+        if self.plan.activation_checkpointing == "none":
+            return 0.0
+        from mlpipe.train.flops import recomputed_flops_per_token
+
+        return recomputed_flops_per_token(self.plan)
+
+    def _with_rates(self, record: Step, total_tokens: float) -> Step:
+        """The peak of this rank; speed and MFU of all ranks together, rank 0 only."""
+        world = self.session.world
+        if self.achievable_flops is None and (world.device.type == "cuda" or self.peak_flops is None):
+            # After the first step, so that it does not come later: all ranks measure at the same time, as
+            # they compute at the same time. On a GPU beside the datasheet's peak, on a CPU in its place.
+            from mlpipe.train.flops import measure_peak
+
+            dtype = torch.bfloat16 if self.plan.precision == "bf16" else torch.float32
+            peak = torch.tensor([measure_peak(world.device, dtype)], dtype=torch.float64)
+            dist.all_reduce(peak)
+            self.achievable_flops = float(peak) / world.size
+            self.peak_flops = self.peak_flops or self.achievable_flops
+        record = replace(record, peak_flops=self.peak_flops, achievable_flops=self.achievable_flops)
+        if world.rank or not total_tokens or not record.seconds or not self.peak_flops:
+            return record
+        rate, flops = total_tokens / record.seconds, self.num_flops_per_token
+        mfu = mfu_ratio(flops, rate, self.peak_flops * world.size) if flops else None
+        return replace(record, tokens_per_second=rate, mfu_ratio=mfu)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that this process held so far: on CUDA of the allocator's, on a CPU resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

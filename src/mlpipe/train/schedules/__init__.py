@@ -1,0 +1,41 @@
+"""A schedule runs the microbatches of a step through a model: one file each.
+
+It owns their order, when gradients travel between ranks, and that they add up. The loop, the memory probe and
+the evaluation call it and know no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from mlpipe.train.data import Microbatch
+
+
+class LossSum(NamedTuple):
+    """What this rank adds to the world's sums: all zero where another rank of its tensor-parallel group or a
+    later pipeline stage counts the same samples (see `World.holds_loss`).
+
+    loss_sum, num_targets: fp64 scalars on the device, of the loss in nats and of the targets that it is the
+    sum over. num_tokens: computed, with those that are padding or no target.
+    """
+
+    loss_sum: Tensor
+    num_targets: Tensor
+    num_tokens: int
+
+
+class Schedule(Protocol):
+    """Ranks may have different numbers of microbatches, and microbatches different numbers of samples. Where
+    a pass needs all ranks, the data pad with microbatches that do not count (see `Microbatch`)."""
+
+    def forward_backward(self, batches: Sequence[Microbatch]) -> LossSum:
+        """All microbatches of a step; afterwards the gradients are the mean over the data ranks of what each
+        rank's loss sum gives."""
+        ...
+
+    def forward(self, batches: Iterable[Microbatch]) -> LossSum:
+        """Without gradients, as many microbatches as come."""
+        ...
