@@ -55,7 +55,7 @@ _run = Session.run
 def _counted(session: Session, progress: list[int]) -> Outcome:
     with Counts() as counts:
         ended: Outcome = _run(session, progress)
-    if session.place.rank == 0:
+    if session.process.rank == 0:
         path = Path(sys.argv[1]).with_name(f"counts-{session.plan.run_id}.json")
         path.write_text(json.dumps(counts.found))
     return ended

@@ -23,20 +23,20 @@ from kit.servers import free_port
 
 from mlpipe.plan.plan import Plan
 from mlpipe.train import outcome, prepare, resuming
+from mlpipe.train.rank_process import RankProcess
 from mlpipe.train.session import Session
 from mlpipe.train.stop import Stop
 from mlpipe.train.watchdog import Watchdog
-from mlpipe.train.worker import Place
 
 
 def main() -> int:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    place = Place.from_environment()
+    process = RankProcess.from_environment()
     shared = dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=place.rank == 0,
+        is_master=process.rank == 0,
         timeout=timedelta(minutes=10),
     )
     asked = json.loads(Path(sys.argv[1]).read_text())
@@ -45,28 +45,28 @@ def main() -> int:
     failed = False
     for number, (path, folder) in enumerate(asked["plans"]):
         # a store of its own for every plan, as in separate runs
-        if place.rank == 0:
+        if process.rank == 0:
             shared.set(f"port-{number}", str(free_port()))
         os.environ["MASTER_PORT"] = shared.get(f"port-{number}").decode()
         scratch = Path(folder)
         scratch.mkdir(parents=True, exist_ok=True)
         stop = Stop(
             scratch,
-            rank=place.rank,
-            local_rank=place.local_rank,
-            local_world_size=place.local_world_size,
+            rank=process.rank,
+            local_rank=process.local_rank,
+            local_world_size=process.local_world_size,
             restart=0,
         )
         plan = Plan.from_json(Path(path).read_bytes())
-        watchdog = Watchdog(scratch, rank=place.rank, timeout_seconds=600)
+        watchdog = Watchdog(scratch, rank=process.rank, timeout_seconds=600)
         progress = [0]
         try:
-            session = Session(plan, place, stop, watchdog, time.time())
+            session = Session(plan, process, stop, watchdog, time.time())
             outcome.write(scratch, session.run(progress))
             session.close()
         except Exception as error:
             print(f"{path}: {traceback.format_exc()}", file=sys.stderr, flush=True)
-            outcome.write(scratch, outcome.failed(error, rank=place.rank, step=progress[0]))
+            outcome.write(scratch, outcome.failed(error, rank=process.rank, step=progress[0]))
             failed = True
         if not dist.is_initialized():
             break  # the ranks could not even meet

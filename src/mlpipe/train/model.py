@@ -47,6 +47,7 @@ class LossModule(nn.Module):
         self.fused_loss = False
 
     def forward(self, batch: Batch) -> Any:
+        """(loss sum, target count), or logits of a batch without targets."""
         with torch.autocast(self.device_type, torch.bfloat16, enabled=self.bf16):
             if hasattr(self.model, "loss"):
                 return sum_and_count(self.model.loss(batch), batch, self.entry, "loss")
@@ -196,9 +197,7 @@ def construct(build: Callable[..., Any], entry: Entry, device: torch.device) -> 
 def find_blocks(model: nn.Module, names: tuple[str, ...], entry: str) -> list[nn.Module]:
     """The modules named, ModuleLists taken apart; without names every outermost ModuleList's members."""
     if not names:
-        found: list[nn.Module] = []
-        _outermost_lists(model, found)
-        return found
+        return list(_members_of_outermost_lists(model))
     blocks: list[nn.Module] = []
     for name in names:
         try:
@@ -214,9 +213,9 @@ def find_blocks(model: nn.Module, names: tuple[str, ...], entry: str) -> list[nn
     return blocks
 
 
-def _outermost_lists(module: nn.Module, found: list[nn.Module]) -> None:
+def _members_of_outermost_lists(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, nn.ModuleList):
-            found += list(child)
+            yield from child
         else:
-            _outermost_lists(child, found)
+            yield from _members_of_outermost_lists(child)

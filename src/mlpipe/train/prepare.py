@@ -71,7 +71,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
         session.store,
         session.plan.stage_key,
         attempt=session.plan.attempt,
-        restart=session.place.restart,
+        restart=session.process.restart,
         keep=plan.checkpoint.keep,
         code_digest=session.plan.code_digest,
         asynchronous=plan.checkpoint.asynchronous,
@@ -83,7 +83,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
     )
     position = Position()
     restoring = time.perf_counter()
-    if plan.resume or session.place.restart:
+    if plan.resume or session.process.restart:
         position = resume(session, checkpointer, model, optimizer, coordination_store)
     restored = time.perf_counter()
     recording.start(position, num_params=num_params, restore_seconds=restored - restoring)

@@ -49,7 +49,7 @@ def resume(
 
     Raises TrainError if there are checkpoints and none is sound.
     """
-    name = f"resume/{session.plan.attempt}/{session.place.restart}"
+    name = f"resume/{session.plan.attempt}/{session.process.restart}"
     if session.rank == 0:
         found = catalogue.list_checkpoints(session.store, session.plan.stage_key)
         agreement.set(name, json.dumps([item.key for item in reversed(found)]))

@@ -20,6 +20,8 @@ from mlpipe.observe.metrics import start_metrics
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import read_run
+from mlpipe.train.outcome import Outcome
+from mlpipe.train.rank_process import RankProcess
 from mlpipe.train.recorder import Recorder
 from mlpipe.train.stop import Stop
 from mlpipe.train.watchdog import STARTING_SECONDS, Watchdog
@@ -31,14 +33,18 @@ _AFTER_WATCHDOG = timedelta(seconds=60)
 
 
 class Session:
-    def __init__(self, plan: Plan, place: Any, stop: Stop, watchdog: Watchdog, began: float) -> None:
+    """Made by the worker, when it has its signal handlers: meets the other ranks and opens the store."""
+
+    def __init__(
+        self, plan: Plan, process: RankProcess, stop: Stop, watchdog: Watchdog, began: float
+    ) -> None:
         self.plan = plan
-        self.place = place
+        self.process = process
         self.stop = stop
         self.watchdog = watchdog
         self.began = began
         part = plan.work.training
-        self.world = World(part.mesh, place.rank, self._device())
+        self.world = World(part.mesh, process.rank, self._device())
         if part.deterministic:
             torch.use_deterministic_algorithms(True)
         timeout = timedelta(seconds=max(part.hang_timeout_seconds, STARTING_SECONDS)) + _AFTER_WATCHDOG
@@ -60,7 +66,7 @@ class Session:
                 run=plan.run_id,
                 stage=plan.stage,
                 rank=self.rank,
-                port=port + place.local_rank if port else 0,
+                port=port + process.local_rank if port else 0,
                 address=os.environ.get(environment.METRICS_ADDRESS) or "127.0.0.1",
                 info=self._info(),
                 gpu_uuid=gpu_uuid(self.device),
@@ -70,9 +76,9 @@ class Session:
             self.store,
             plan.attempt_key,
             rank=self.rank,
-            restart=place.restart,
+            restart=process.restart,
             metrics=metrics,
-            siblings=place.local_world_size if place.local_rank == 0 else 0,
+            siblings=process.local_world_size if process.local_rank == 0 else 0,
         )
 
     @property
@@ -88,15 +94,15 @@ class Session:
     def _device(self) -> torch.device:
         if self.plan.launch.device == "cpu":
             return torch.device("cpu")
-        if not torch.cuda.is_available() or torch.cuda.device_count() <= self.place.local_rank:
+        if not torch.cuda.is_available() or torch.cuda.device_count() <= self.process.local_rank:
             raise TrainError(
-                f"the plan needs a GPU for local rank {self.place.local_rank}, torch sees "
+                f"the plan needs a GPU for local rank {self.process.local_rank}, torch sees "
                 f"{torch.cuda.device_count()}",
                 hint="mlpipe doctor says what is missing; without GPUs set resources.gpus_per_node to 0",
                 kind="input",
             )
-        torch.cuda.set_device(self.place.local_rank)
-        return torch.device("cuda", self.place.local_rank)
+        torch.cuda.set_device(self.process.local_rank)
+        return torch.device("cuda", self.process.local_rank)
 
     def _info(self) -> dict[str, str]:
         """What run.json knows, for the labels of mlpipe_run_info; nothing where there is none to read."""

@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, FATAL_KINDS, MlpipeError
 from mlpipe.plan.plan import Plan
 from mlpipe.train import outcome
+from mlpipe.train.rank_process import RankProcess
 from mlpipe.train.stop import Stop, leave
 from mlpipe.train.watchdog import Watchdog
 
@@ -29,47 +30,25 @@ _MISTAKES = (
 _OF_MACHINES = "gloo|nccl|cuda|cudnn|cublas|connect|timed out|out of memory|socket|address|process"
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where this worker stands, by torchrun's own variables. `restart` goes on where the launcher says:
-    torchrun counts from 0 again when a gang of pods is restarted as a whole."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    restart: int
-
-    @staticmethod
-    def from_environment() -> Place:
-        return Place(
-            rank=int(os.environ["RANK"]),
-            local_rank=int(os.environ["LOCAL_RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
-            restart=int(os.environ.get(environment.FIRST_RESTART, "0"))
-            + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        )
-
-
 def main() -> int:
+    """One rank from its start to its exit code."""
     began = time.time()
     scratch = Path(os.environ[environment.SCRATCH])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     plan = Plan.from_json(Path(os.environ[environment.PLAN]).read_bytes())
-    place = Place.from_environment()
+    process = RankProcess.from_environment()
     if outcome.fatal_files(scratch):
         return 1
-    outcome.forget(scratch, place.rank)
+    outcome.forget(scratch, process.rank)
     stop = Stop(
         scratch,
-        rank=place.rank,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
-        restart=place.restart,
+        rank=process.rank,
+        local_rank=process.local_rank,
+        local_world_size=process.local_world_size,
+        restart=process.restart,
     )
     timeout_seconds = plan.work.training.hang_timeout_seconds
-    watchdog = Watchdog(scratch, rank=place.rank, timeout_seconds=timeout_seconds)
+    watchdog = Watchdog(scratch, rank=process.rank, timeout_seconds=timeout_seconds)
     progress = [0]
     met = threading.Event()
     if plan.launch.num_nodes > 1:
@@ -78,18 +57,18 @@ def main() -> int:
         # after the handlers of signals: where nothing was preloaded, importing torch takes 2 s
         from mlpipe.train.session import Session
 
-        session = Session(plan, place, stop, watchdog, began)
+        session = Session(plan, process, stop, watchdog, began)
         met.set()
         try:
             ended = session.run(progress)
         finally:
             session.close()
         outcome.write(scratch, ended)
-        leave(scratch, local_rank=place.local_rank, restart=place.restart)
+        leave(scratch, local_rank=process.local_rank, restart=process.restart)
         return 0
     except Exception as error:
         traceback.print_exc()
-        ended = outcome.failed(error, rank=place.rank, step=progress[0])
+        ended = outcome.failed(error, rank=process.rank, step=progress[0])
         fatal = isinstance(error, MlpipeError) and (
             error.kind in FATAL_KINDS or getattr(error, "fatal", False)
         )
@@ -112,7 +91,7 @@ def _lost_peer(error: Exception) -> bool:
 
     words = ("Connection closed by peer", "Connection reset by peer", "Connection refused")
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(found in str(error) for found in words)
+        isinstance(error, RuntimeError) and any(one in str(error) for one in words)
     )
 
 
@@ -130,12 +109,12 @@ def _place_in(error: Exception, plan: Plan) -> str | None:
     part = plan.work.training
     entries = [part.model.build, *([part.data.dataset] if part.data.dataset else [])]
     packages = {entry.entry.partition(":")[0].partition(".")[0] for entry in entries} - {"mlpipe"}
-    found = [
+    lines = [
         f"{frame.f_code.co_filename}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
         if frame.f_globals.get("__name__", "").partition(".")[0] in packages
     ]
-    return found[-1] if found else None
+    return lines[-1] if lines else None
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
 
 
 def checkpoint_activations(blocks: list[nn.Module], mode: Literal["selective", "full"]) -> None:
+    """Changes the forward of each block, in place."""
     forward = _full if mode == "full" else _selective
     for block in blocks:
         # On the instance: the module's class, name and parameters stay as the user wrote them. The same

@@ -40,7 +40,9 @@ TECHNIQUES = (
 class TechniqueModule(Protocol):
     """What a module of this folder has."""
 
-    def apply(self, model: ParallelizedModel, world: World, plan: TrainPlan) -> None: ...
+    def apply(self, model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
+        """Changes `model` in place."""
+        ...
 
 
 def techniques(plan: TrainPlan) -> list[TechniqueModule]:

@@ -43,6 +43,7 @@ class Waits:
         return self._depth > 0 and not self._cuda
 
     def begin(self) -> None:
+        """This rank waits from now on."""
         self._depth += 1
         if self._depth == 1:
             if self._cuda:
@@ -63,6 +64,8 @@ class Waits:
                 self._seconds += time.perf_counter() - self._began
 
     def timed(self, function: Callable[..., Result]) -> Callable[..., Result]:
+        """The same function; while it runs, this rank waits."""
+
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Result:
             self.begin()
