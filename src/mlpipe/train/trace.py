@@ -32,7 +32,7 @@ from mlpipe.plan.shapes.traced import Ops, Traced, TracedPass
 from mlpipe.train import loss as losses
 from mlpipe.train.data import collate, open_dataset
 from mlpipe.train.model import Batch, LossModule, find_blocks, load_entry
-from mlpipe.train.parallel.activations import checkpoint_activations
+from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 
 # Samples in the two passes that are compared, so that what does not grow with them falls out.
 _FEW, _MANY = 2, 4
