@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlpipe.observe.svg import share_bar
+from mlpipe.observe.plots import Bar, Plot, share_bars
 
 MOST_ROWS = 100  # of a table; the last ones are shown
 
@@ -55,13 +55,18 @@ class Moment(Inline):
     form = "moment"
 
 
-class Drawing(Inline):
-    """SVG by `svg.py`: the one piece that is markup already."""
+@dataclass(frozen=True)
+class Shares:
+    """Coloured parts side by side, in a row of 200 by 10 pixels that is stretched to its place."""
 
-    form = "drawing"
+    form = "shares"
+    bars: Sequence[Bar]
+    width: int = 200
+    height: int = 10
+    rest: str = ""
 
 
-Cell = str | int | float | Inline | None
+Cell = str | int | float | Inline | Shares | None
 
 
 def utc(seconds: float | None) -> str | None:
@@ -75,9 +80,9 @@ def moment(seconds: float | None) -> Moment | None:
     return None if text is None else Moment(text)
 
 
-def bar(parts: Sequence[tuple[str, float]]) -> Drawing:
-    """(colour, value) side by side; the values together fill it."""
-    return Drawing(share_bar(parts))
+def shares(parts: Sequence[tuple[str, float]]) -> Shares:
+    """(colour, value) side by side; the values together fill the row."""
+    return Shares(share_bars(parts, width=Shares.width, height=Shares.height))
 
 
 @dataclass(frozen=True)
@@ -98,10 +103,10 @@ class Paragraph(Block):
 
 @dataclass(frozen=True)
 class Figure(Block):
-    """A drawing by itself."""
+    """Something drawn, by itself."""
 
     form = "figure"
-    content: Drawing
+    content: Shares
 
 
 @dataclass(frozen=True)
@@ -170,7 +175,7 @@ class Chart:
 
     title: str
     unit: str
-    drawing: Drawing
+    plot: Plot
     legend: Sequence[tuple[str, str]] = ()
 
 

@@ -10,7 +10,7 @@ from mlpipe._core.records import Step
 
 @dataclass(frozen=True)
 class Bucket:
-    """`words`: what its time went into. `colour`: a key of `svg.COLOURS`; those of a kind of trouble are
+    """`words`: what its time went into. `colour`: a key of `plots.COLOURS`; those of a kind of trouble are
     alike. `of_step`: its seconds of a step, of the buckets that a step's record tells. `is_good`: of steps
     that are kept, it counts as goodput."""
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mlpipe._core.records import Step
-from mlpipe.observe.blocks import Chart, Charts, Drawing, utc
+from mlpipe.observe.axes import HUGE, Point, finite
+from mlpipe.observe.blocks import Chart, Charts, utc
 from mlpipe.observe.buckets import BUCKETS
+from mlpipe.observe.plots import Mark, Series, line_plot, stacked_plot
 from mlpipe.observe.runview import StageView
-from mlpipe.observe.svg import HUGE, Mark, Point, Series, finite, line_chart, stacked_chart
 
 Field = Callable[[Step], float | None]
 
@@ -99,7 +100,7 @@ def points(steps: Iterable[Step], field: Field, unit: float = 1.0) -> list[Point
 
 def _loss(steps: Sequence[Step], marks: Sequence[Mark]) -> Chart | None:
     lines = [Series("", "blue", points(steps, lambda step: step.loss))]
-    return Chart("Loss", "nats per token", Drawing(line_chart(lines, marks, unit="nats"))) if steps else None
+    return Chart("Loss", "nats per token", line_plot(lines, marks, unit="nats")) if steps else None
 
 
 def _single(
@@ -114,7 +115,7 @@ def _single(
     if not any(finite(field(step)) for step in steps):
         return None
     series = [Series("", colour, points(steps, field, unit))]
-    return Chart(title, name, Drawing(line_chart(series, marks, unit=name, zero=True)))
+    return Chart(title, name, line_plot(series, marks, unit=name, zero=True))
 
 
 def _breakdown(steps: Sequence[Step], marks: Sequence[Mark]) -> Chart | None:
@@ -130,8 +131,8 @@ def _breakdown(steps: Sequence[Step], marks: Sequence[Mark]) -> Chart | None:
     totals = {one.name: sum(y or 0.0 for _, y in one.points) for one in series}
     whole = sum(totals.values()) or 1.0
     legend = [(one.colour, f"{one.name} {_percent(totals[one.name] / whole)}") for one in series]
-    drawing = Drawing(stacked_chart(series, marks, unit=name))
-    return Chart("Time of a step, rank 0", name, drawing, legend)
+    plot = stacked_plot(series, marks, unit=name)
+    return Chart("Time of a step, rank 0", name, plot, legend)
 
 
 def _memory(stage: StageView, marks: Sequence[Mark]) -> Chart | None:
@@ -150,8 +151,8 @@ def _memory(stage: StageView, marks: Sequence[Mark]) -> Chart | None:
         if any(finite(step.memory_bytes) for step in one)
     ]
     legend = [(one.colour, one.name) for one in series]
-    drawing = Drawing(line_chart(series, marks, unit=name, zero=True))
-    return Chart("Memory, peak so far", name, drawing, legend)
+    plot = line_plot(series, marks, unit=name, zero=True)
+    return Chart("Memory, peak so far", name, plot, legend)
 
 
 def _marks_legend(marks: Sequence[Mark]) -> list[tuple[str, str]]:

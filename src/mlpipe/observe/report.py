@@ -8,11 +8,13 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlpipe import __version__
 from mlpipe._core.mfu import throughput
 from mlpipe._core.records import Fallback, Record, Unknown
 from mlpipe._core.units import format_seconds
+from mlpipe.observe import plots
 from mlpipe.observe.blocks import (
     Badge,
     Block,
@@ -33,8 +35,10 @@ from mlpipe.observe.blocks import (
 )
 from mlpipe.observe.progress import format_count, format_loss, format_mfu
 from mlpipe.observe.runview import RunView, StageView, view_run
-from mlpipe.observe.svg import COLOURS
 from mlpipe.store.base import Store
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def write_report(store: Store, view: RunView, out: Path | None = None) -> str:
 
 
 def render_html(page: Page) -> str:
-    """Every text in it is escaped but drawings, which `svg.py` made."""
+    """Every text in it is escaped."""
     return _render("report.html.jinja", page, is_html=True)
 
 
@@ -112,9 +116,14 @@ def render_markdown(page: Page) -> str:
 
 
 def _render(name: str, page: Page, *, is_html: bool) -> str:
+    return environment(is_html=is_html).get_template(name).render(page=page)
+
+
+def environment(*, is_html: bool) -> jinja2.Environment:
+    """What the templates beside this module are read in. A name that they are not given is an error."""
     import jinja2  # not before a report is written
 
-    environment = jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
         autoescape=is_html,
         finalize=None if is_html else plain,
@@ -122,8 +131,16 @@ def _render(name: str, page: Page, *, is_html: bool) -> str:
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals["colours"] = COLOURS
-    return environment.get_template(name).render(page=page)
+    made.globals["colours"] = plots.COLOURS
+    made.globals["area"] = {
+        "width": plots.WIDTH,
+        "height": plots.HEIGHT,
+        "left": plots.LEFT,
+        "right": plots.RIGHT,
+        "top": plots.TOP,
+        "bottom": plots.BOTTOM,
+    }
+    return made
 
 
 def plain(value: object) -> str:

@@ -10,20 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlpipe.observe.svg import (
-    WIDTH,
-    Mark,
-    Scale,
-    Series,
-    bucketize,
-    domain,
-    finite,
-    label,
-    line_chart,
-    share_bar,
-    stacked_chart,
-    ticks,
-)
+from mlpipe.observe.axes import Scale, domain, finite, into_bins, label, ticks
+from mlpipe.observe.plots import WIDTH, Bar, Mark, Plot, Series, line_plot, share_bars, stacked_plot
+from mlpipe.observe.report import environment
 
 pytestmark = pytest.mark.unit
 
@@ -64,7 +53,7 @@ def test_a_scale_maps_the_ends_to_the_ends_and_stays_between(one, other, share):
 
 @given(curve, st.integers(1, 300))
 def test_buckets_hold_every_point_once_in_order(points, most):
-    buckets = bucketize(points, most)
+    buckets = into_bins(points, most)
     assert len(buckets) <= most
     inside = [[p for p in points if b.first <= p[0] <= b.last] for b in buckets]
     assert [p[0] for part in inside for p in part] == [p[0] for p in points]
@@ -76,6 +65,13 @@ def test_buckets_hold_every_point_once_in_order(points, most):
             assert bucket.mean == pytest.approx(
                 math.fsum(known) / len(known), abs=1e-6 * max(map(abs, known))
             )
+
+
+SVG = environment(is_html=True).get_template("plot.svg.jinja").module
+
+
+def draw(plot: Plot) -> ET.Element:
+    return parse(SVG.chart(plot))
 
 
 def parse(svg: str) -> ET.Element:
@@ -97,19 +93,19 @@ text_of_xml = st.text(
 @given(st.lists(curve, max_size=3), st.lists(st.builds(Mark, number, st.just("bad"), text_of_xml)))
 def test_any_lines_give_well_formed_svg_with_everything_on_the_picture(curves, marked):
     series = [Series(f"rank {index}", "blue", points) for index, points in enumerate(curves)]
-    parse(line_chart(series, marked, unit="<&>"))
+    draw(line_plot(series, marked, unit="<&>"))
 
 
 @given(curve, curve)
 def test_any_stack_gives_well_formed_svg(one, other):
     length = min(len(one), len(other))
     parts = [Series("a", "blue", one[:length]), Series("b & c", "amber", other[:length])]
-    parse(stacked_chart(parts, [], unit="ms"))
+    draw(stacked_plot(parts, [], unit="ms"))
 
 
 def test_a_gap_where_the_value_is_not_finite():
     points = [(1.0, 2.0), (2.0, 2.5), (3.0, math.nan), (4.0, None), (5.0, 3.0), (6.0, 2.0)]
-    svg = parse(line_chart([Series("", "blue", points)], [], unit="nats"))
+    svg = draw(line_plot([Series("", "blue", points)], [], unit="nats"))
     assert len([e for e in svg.iter() if e.tag.endswith("path")]) == 2
     titles = [e.text for e in svg.iter() if e.tag.endswith("title")]
     assert "step 3\nnot finite" in titles
@@ -117,21 +113,22 @@ def test_a_gap_where_the_value_is_not_finite():
 
 
 def test_one_point_is_a_dot():
-    svg = parse(line_chart([Series("", "blue", [(1.0, 2.0)])], [], unit="nats"))
+    svg = draw(line_plot([Series("", "blue", [(1.0, 2.0)])], [], unit="nats"))
     assert any(e.tag.endswith("circle") and e.get("opacity") is None for e in svg.iter())
 
 
 def test_marks_off_the_axis_or_on_top_of_each_other_are_not_drawn_twice():
     points = [(float(step), 1.0) for step in range(1, 101)]
     many = [Mark(50.0, "checkpoint", f"no {n}") for n in range(9)] + [Mark(500.0, "checkpoint", "off")]
-    svg = parse(line_chart([Series("", "blue", points)], many, unit="x"))
+    svg = draw(line_plot([Series("", "blue", points)], many, unit="x"))
     assert [e.text for e in svg.iter() if e.tag.endswith("title") and "no" in (e.text or "")] == ["no 0"]
 
 
 def test_shares_fill_the_bar():
-    bar = parse(share_bar([("blue", 3.0), ("amber", 1.0)]))
-    assert [float(e.get("width", 0)) for e in bar] == [150.0, 50.0]
-    assert parse(share_bar([("blue", 0.0)])) is not None
+    bars = share_bars([("blue", 3.0), ("amber", 1.0)], width=200, height=10)
+    assert bars == [Bar("blue", 0, 0, 150, 10), Bar("amber", 150, 0, 50, 10)]
+    assert [float(e.get("width", 0)) for e in parse(SVG.shares(bars, 200, 10))] == [150.0, 50.0]
+    assert share_bars([("blue", 0.0)], width=200, height=10) == [Bar("blue", 0, 0, 0, 10)]
 
 
 @pytest.mark.parametrize(

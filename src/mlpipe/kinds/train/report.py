@@ -16,8 +16,8 @@ from mlpipe.observe.blocks import (
     Section,
     Strong,
     Table,
-    bar,
     moment,
+    shares,
 )
 from mlpipe.observe.buckets import BUCKETS
 from mlpipe.observe.charts import PARTS, rank_rows, stage_charts
@@ -122,7 +122,7 @@ def _goodput(stage: StageView) -> Block | None:
     whole = f"{100 * ledger.goodput_ratio:.1f} % of {format_seconds(ledger.total)} over all ranks"
     blocks: list[Block] = [
         Facts({"goodput": whole, **_costs(ledger)}),
-        Figure(bar([(bucket.colour, seconds) for bucket, seconds in spent])),
+        Figure(shares([(bucket.colour, seconds) for bucket, seconds in spent])),
         Table(("", "Rank-seconds", "Share", ""), rows, frozenset({1, 2})),
     ]
     return Details("Where the time went", blocks)
@@ -176,7 +176,7 @@ def _ranks(stage: StageView) -> Block | None:
         [
             row.rank,
             *(f"{1000 * seconds:.1f}" for seconds in (row.seconds, *row.parts, row.other)),
-            bar(row.shares),
+            shares(row.shares),
             None if row.peak_bytes is None else format_bytes(row.peak_bytes),
         ]
         for row in rank_rows(stage)
