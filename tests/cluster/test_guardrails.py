@@ -68,14 +68,14 @@ class Api:
             for name in ("default", "mlpipe-worker"):  # no controller runs that would make the first
                 self.kubectl("create", "serviceaccount", name, "-n", namespace)
             if namespace == "mlpipe":
-                old = pod_of(golden("promote"))
+                old = pod_of(golden("command"))
                 old["metadata"] |= {"labels": {}, "name": "old", "finalizers": ["example.com/tracking"]}
                 self.kubectl("create", "-n", namespace, "-f", "-", stdin=json.dumps(old))
             self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
         self.kubectl(
             "create", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": classes})
         )
-        bad = pod_of(golden("promote"), image="elsewhere.example.com/x")
+        bad = pod_of(golden("command"), image="elsewhere.example.com/x")
         for namespace in ("mlpipe", "ml"):  # a policy holds some moments after it was made
             wait_until("the policy", lambda n=namespace: self.refused(bad, n), 30, control.processes[:2])
 
@@ -217,9 +217,7 @@ def test_a_driver_starts_no_driver(api):
 
 
 def test_a_token_for_the_store_is_none_for_the_api_server(api):
-    """Of a promote stage, which the store knows by the driver's account."""
     gang = golden("everything")
-    template_of(gang)["spec"]["serviceAccountName"] = "mlpipe-driver"
     source = {"path": "token", "audience": "sts.amazonaws.com"}
     _volume({"projected": {"sources": [{"serviceAccountToken": source}]}})(template_of(gang))
     assert api.refused(gang, "ml") == ""
@@ -238,7 +236,7 @@ def test_every_stage_waits_in_a_queue_that_is_allowed(api):
 
 
 def test_what_runs_cannot_be_changed_into_what_is_refused(api):
-    api.kubectl("create", "-n", "mlpipe", "-f", "-", stdin=json.dumps(pod_of(golden("promote"))))
+    api.kubectl("create", "-n", "mlpipe", "-f", "-", stdin=json.dumps(pod_of(golden("command"))))
     api.kubectl("label", "pod", "pod", "-n", "mlpipe", "team=a")
     words = api.fails("label", "pod", "pod", "-n", "mlpipe", "app.kubernetes.io/managed-by-")
     assert "carry the labels of mlpipe" in words

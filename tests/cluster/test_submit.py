@@ -148,8 +148,10 @@ def refusal(place, run_id):
 
 def test_the_whole_quickstart(place):
     """Command, training on two pods, evaluation and promotion; the report; logs of every stage. No pod has
-    keys of the store: each is lent some for the token of its ServiceAccount, which the API server signs."""
+    keys of the store: each is lent some for the token of its ServiceAccount, which the API server signs. Only
+    the driver has the account that may write models (the guard-rails hold), and it promotes by itself."""
     place.policies()
+    place.guard(place.cluster.image.name)
     argv = ["submit", ROOT / "pipelines" / "quickstart.yaml", "--to", "kubernetes", "--wait"]
     changes = {
         "image": place.cluster.image.name,
@@ -173,6 +175,8 @@ def test_the_whole_quickstart(place):
         assert store.exists("runs/quick/report.html")
         assert catalogue.latest(store, "runs/quick/stages/train").step == 30
     assert "stdlib-lm" in place.mlpipe("models", "list").stdout
+    stages = {pod["metadata"]["labels"].get("mlpipe.dev/stage") for pod in place.objects("pods", "quick")}
+    assert stages == {None, "corpus", "train", "evaluate"}
     variables = {
         one["name"] for pod in place.objects("pods", "quick") for one in pod["spec"]["containers"][0]["env"]
     }

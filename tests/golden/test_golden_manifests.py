@@ -48,7 +48,6 @@ CASES = {
     "volcano": ("quickstart", "train", (*QUICKSTART, "kubernetes.volcano_queue=research")),
     "evaluate": ("quickstart", "evaluate", (*QUICKSTART, "evaluate.resources={nodes: 1}")),
     "command": ("llm", "corpus", ()),
-    "promote": ("llm", "promote", ()),
     "gpu": ("llm", "train", ()),
     "everything": ("llm", "train", EVERYTHING),
     "driver": ("llm", None, ()),

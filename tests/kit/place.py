@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kit.cluster import Cluster
+from kit.helm import helm
 from kit.servers import ACCESS_KEY, SECRET_KEY
 
 from mlpipe.store import runs
@@ -56,6 +57,19 @@ class Place:
                 self.cluster.minio.add_policy(
                     f"system:serviceaccount:{self.namespace}:mlpipe-{who}", document
                 )
+
+    def guard(self, image: str) -> None:
+        """The chart's guard-rails over the namespace, for pods of this image."""
+        options = {"enabled": "true", "images": f"{{{image}}}", "tokenAudiences": "{sts.amazonaws.com}"}
+        done = helm(
+            "template",
+            self.namespace,  # as the release, too: the policy is the cluster's, and has its name
+            ROOT / "charts/mlpipe",
+            *("--namespace", self.namespace, "--show-only", "templates/guardrails.yaml"),
+            *("--set", ",".join(f"guardrails.{key}={value}" for key, value in options.items())),
+        )
+        assert done.returncode == 0, done.stderr
+        self.cluster.kubectl("apply", "--server-side", "-f", "-", stdin=done.stdout)
 
     def secret(self, name: str, who: Literal["worker", "driver"], run_id: str | None = None) -> str:
         """A Secret with keys of a user of that policy; its name."""

@@ -76,10 +76,13 @@ def command(
     if out is None:
         every = [one for found in objects.values() for one in found]
         session.result(
-            {"run_id": run_id, "findings": findings, "objects": every}, documents(every).rstrip("\n")
+            {"run_id": run_id, "findings": findings, "objects": every},
+            (_of_driver(pipeline) + documents(every)).rstrip("\n"),
         )
         return 0
     files = {name: _HEAD + documents(found) for name, found in objects.items()}
+    first = next(iter(files))
+    files[first] = _HEAD + _of_driver(pipeline) + files[first].removeprefix(_HEAD)
     stale = [path for path in _ours(out) if path.name not in files] if stage is None else []
     if check:
         return _check(session, out, {out / name: text for name, text in files.items()}, stale)
@@ -143,9 +146,17 @@ def render(
     width = max(2, len(str(len(plans))))
     files = {f"{0:0{width}}-driver.yaml": driver}
     for number, (plan, found) in enumerate(zip(plans, staged, strict=True), start=1):
-        if stage in (None, plan.stage):
+        if found and stage in (None, plan.stage):
             files[f"{number:0{width}}-{plan.stage}.yaml"] = found
     return files, findings
+
+
+def _of_driver(pipeline: Pipeline) -> str:
+    """A comment for whoever looks for the objects of a stage that has none."""
+    names = [stage.name for stage in pipeline.stages if stage.kind.runs == "driver"]
+    return "".join(
+        f"# Stage {name} is done in the driver's own process, so it has no objects.\n" for name in names
+    )
 
 
 def tell(session: Session, findings: Sequence[str], spec: str) -> None:

@@ -27,7 +27,8 @@ Json = dict[str, Any]
 
 
 def stage_objects(plan: Plan) -> list[Json]:
-    """A ConfigMap with the plan, what the gang needs beside it, and the Job or JobSet. Raises RenderError."""
+    """A ConfigMap with the plan, what the gang needs beside it, and the Job or JobSet; none for a stage that
+    the driver does itself. Raises RenderError."""
     cluster = plan.cluster
     if cluster is None:
         raise RenderError(
@@ -35,6 +36,8 @@ def stage_objects(plan: Plan) -> list[Json]:
             where=plan.stage,
             hint="add 'image: registry.example.com/team/mlpipe:1.0'",
         )
+    if plan.kind.runs == "driver":
+        return []
     name, own = gang_name(plan), labels(plan.run_id, plan.stage, plan.attempt, "worker")
     text = plan.to_json()
     if len(text.encode()) > MAX_CONFIG_BYTES:

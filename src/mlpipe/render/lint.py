@@ -20,6 +20,8 @@ def lint(plan: Plan) -> list[str]:
     for every stage. Of a plan without `cluster`: none."""
     if plan.cluster is None:
         return []
+    if plan.kind.runs == "driver":  # it has no pod of its own
+        return [*_image(plan.cluster), *_store(plan, plan.cluster)]
     found = [*_names(plan), *_pod(plan, plan.cluster)]
     if (training := plan.part(TrainPlan)) is not None:
         found += _grace(plan, training)

@@ -55,8 +55,6 @@ def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str,
     if cluster.rdma is not None and plan.launch.num_nodes > 1:
         container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]  # pinned memory
     account = cluster.service_account
-    if plan.kind.runs == "driver" and cluster.store_web_identity is not None:
-        account = cluster.driver_service_account  # by it the store knows who may write models
     disk_bytes = cluster.disk_bytes or DISK_LIMIT_BYTES
     spec = _pod_spec(plan.store_url, cluster, container, account, disk_bytes, token=False)
     _mount(spec, "plan", PLAN_FOLDER, {"configMap": {"name": config}}, read_only=True)
@@ -298,8 +296,7 @@ def _worker_env(plan: Plan, cluster: ClusterPlan, rendezvous: str) -> list[Json]
     if is_gang(plan) and cluster.form == "jobset":
         path = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
         env.append({"name": environment.GANG_RESTART, "valueFrom": {"fieldRef": {"fieldPath": path}}})
-    # promoting is the driver's: it runs no code of a user, and writes where workers need not
-    env += _by_reference(plan.store_url, cluster, "driver" if plan.kind.runs == "driver" else "worker")
+    env += _by_reference(plan.store_url, cluster, "worker")
     env += [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": found.secret, "key": found.key}}}
         for name, found in sorted(cluster.secret_env.items())

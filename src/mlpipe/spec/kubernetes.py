@@ -82,7 +82,7 @@ class ClusterStore(SpecModel):
     )
     driver_secret: f.ObjectName | None = Field(
         None,
-        description="The driver's and that of `promote`, which write more than workers. Default: `secret`.",
+        description="The driver's, which promotes, and so writes more than workers. Default: `secret`.",
     )
     web_identity: WebIdentity | None = Field(None, description="Instead of Secrets: keys lent for a token.")
     endpoint: f.HttpUrl | None = Field(

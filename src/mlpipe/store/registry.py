@@ -156,6 +156,18 @@ def show_model(store: Store, name: str, version: int | str) -> Model:
     return _model(store, name, number, aliases)
 
 
+def find_version(store: Store, name: str, lineage: Mapping[str, Any], *, since: float) -> Model | None:
+    """The newest version whose lineage says all of `lineage`, of those promoted after `since` (Unix
+    seconds)."""
+    for version in reversed(_versions(store, name)):
+        model = _model(store, name, version, {})
+        if model.time < since:
+            break
+        if lineage.items() <= model.lineage.items():
+            return model
+    return None
+
+
 def _model(store: Store, name: str, version: int, aliases: dict[str, int | DamagedError]) -> Model:
     key = _version_key(name, version)
     manifest = load_manifest(store, key)

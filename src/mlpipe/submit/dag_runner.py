@@ -23,6 +23,7 @@ from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState, StageState
 from mlpipe.submit import seal
 from mlpipe.submit.executor import Ended, Executor, Handle, StopRequest, requests
+from mlpipe.submit.handle import InDriver
 from mlpipe.submit.wanted import Wanted
 
 _POLL_SECONDS = 0.1
@@ -183,8 +184,13 @@ class DagRunner:
             outcome={},
         )
         runs.append_event(self._store, plan.attempt_key, Submitted())
-        handle = self._executor.start(plan, scratch)
-        self._running[plan.stage] = _Running(handle, plan, scratch, time.monotonic())
+        self._running[plan.stage] = _Running(self._begin(plan, scratch), plan, scratch, time.monotonic())
+
+    def _begin(self, plan: Plan, scratch: Path) -> Handle:
+        """Anew or, of a stage that outlived its driver, again."""
+        if plan.kind.runs == "driver":
+            return InDriver(self._store, plan)
+        return self._executor.start(plan, scratch)
 
     # What is under way
 
@@ -198,7 +204,7 @@ class DagRunner:
             scratch = self._scratch / f"{name}-{stage.attempt}"
             scratch.mkdir(parents=True, exist_ok=True)
             started = time.monotonic() - max(0.0, time.time() - (stage.started or time.time()))
-            self._running[name] = _Running(self._executor.start(plan, scratch), plan, scratch, started)
+            self._running[name] = _Running(self._begin(plan, scratch), plan, scratch, started)
 
     def _collect(self) -> None:
         now = time.monotonic()

@@ -48,8 +48,8 @@ class Handle(Protocol):
 
 
 class Executor(Protocol):
-    """Starts a run's stages. With `outlives_driver` they go on without their driver, and `start` adopts
-    them."""
+    """Starts a run's stages, but for those that the driver does itself. With `outlives_driver` they go on
+    without their driver, and `start` adopts them."""
 
     outlives_driver: bool
 

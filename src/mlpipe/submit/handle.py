@@ -49,6 +49,18 @@ class ThreadedHandle(ABC):
             self._ended = Ended("failed", f"{type(error).__name__}: {error}", kind="bug")
 
 
+class InDriver(ThreadedHandle):
+    """What the driver does itself: store calls with their own deadlines, too short to be stopped half-way."""
+
+    def __init__(self, store: Store, plan: Plan) -> None:
+        super().__init__(store, plan)
+        self._thread.start()
+
+    def _work(self) -> Ended:
+        outcome = self._plan.kind.part("driver").run(self._store, self._plan)
+        return Ended("done", exit_code=0, outcome=outcome)
+
+
 def ended_by(outcome: dict[str, Any]) -> Ended:
     """From a launcher's outcome.json."""
     words = outcome["message"] or ""

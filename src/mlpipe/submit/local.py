@@ -1,4 +1,4 @@
-"""The backend `local`: a stage is a process on this machine (or, to promote, a few store calls here)."""
+"""The backend `local`: a stage is a process on this machine."""
 
 from __future__ import annotations
 
@@ -53,8 +53,6 @@ class LocalBackend:
         check_fits(plan, len(self._gpus))
 
     def start(self, plan: Plan, scratch: Path) -> ThreadedHandle:
-        if plan.kind.runs == "driver":
-            return InDriver(self._store, plan)
         argv, env = command_line(plan, scratch)
         argv = resolve(argv)
         gpus = self._take_gpus(plan)
@@ -118,18 +116,6 @@ def resolve(argv: Sequence[str]) -> list[str]:
             kind="input",
         )
     return [program, *argv[1:]]
-
-
-class InDriver(ThreadedHandle):
-    """What the driver does itself: store calls with their own deadlines, too short to be stopped half-way."""
-
-    def __init__(self, store: Store, plan: Plan) -> None:
-        super().__init__(store, plan)
-        self._thread.start()
-
-    def _work(self) -> Ended:
-        outcome = self._plan.kind.part("driver").run(self._store, self._plan)
-        return Ended("done", exit_code=0, outcome=outcome)
 
 
 class StageProcess(ThreadedHandle):

@@ -1,4 +1,4 @@
-"""`python -m mlpipe.submit.pod --plan PLAN --scratch DIR`: PID 1 of the pod of a command or promote stage.
+"""`python -m mlpipe.submit.pod --plan PLAN --scratch DIR`: PID 1 of the pod of a stage that runs a command.
 
 Does there what the backend `local` does on a laptop, and leaves what a launcher leaves: the log and
 outcome.json in the store, the same lines on stdout, and one of our exit codes. A SIGTERM ends the command.

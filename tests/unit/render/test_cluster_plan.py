@@ -40,7 +40,6 @@ def test_the_machine_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
         ((*QUICKSTART, "train.resources.workers_per_node=4"), "evaluate", 4.0, "16 GiB"),
         ((*QUICKSTART, "train.resources.cpus=0.5", "train.resources.memory=1 GiB"), "train", 0.5, "1 GiB"),
         (QUICKSTART, "corpus", 1.0, "2 GiB"),
-        (QUICKSTART, "promote", 1.0, "2 GiB"),
     ],
 )
 def test_what_a_pod_gets(overrides: tuple[str, ...], stage: str, cpus: float, memory: str) -> None:

@@ -29,11 +29,12 @@ def cli(tmp_path: Path) -> Cli:
 
 def test_files_and_their_check(cli: Cli) -> None:
     written = cli(*RENDER, "--out", "k").stdout.splitlines()
-    names = ["00-driver.yaml", "01-corpus.yaml", "02-train.yaml", "03-evaluate.yaml", "04-promote.yaml"]
+    names = ["00-driver.yaml", "01-corpus.yaml", "02-train.yaml", "03-evaluate.yaml"]
     assert written == [f"k/{name}" for name in names]
     before = {path.name: path.read_bytes() for path in (cli.folder / "k").iterdir()}
     assert sorted(before) == names
-    assert "k: 5 files, the same" in cli(*RENDER, "--out", "k", "--check").stdout
+    assert b"# Stage promote is done in the driver's own process" in before["00-driver.yaml"]
+    assert "k: 4 files, the same" in cli(*RENDER, "--out", "k", "--check").stdout
     cli(*RENDER, "--out", "k")
     assert before == {path.name: path.read_bytes() for path in (cli.folder / "k").iterdir()}
 
@@ -48,7 +49,7 @@ def test_files_and_their_check(cli: Cli) -> None:
 def test_files_of_stages_that_are_gone_go_too_and_others_stay(cli: Cli) -> None:
     cli(*RENDER, "--out", "k")
     folder = cli.folder / "k"
-    (folder / "05-old.yaml").write_bytes((folder / "04-promote.yaml").read_bytes())
+    (folder / "05-old.yaml").write_bytes((folder / "03-evaluate.yaml").read_bytes())
     (folder / "06-own.yaml").write_text("kind: ConfigMap\n")
     assert "--- k/05-old.yaml" in cli(*RENDER, "--out", "k", "--check", code=2).stdout
     cli(*RENDER, "--out", "k")
@@ -90,6 +91,6 @@ def test_bad_input(cli: Cli) -> None:
 
 def test_an_error_of_the_lint_is_told_once(cli: Cli) -> None:
     done = cli(*RENDER, "--set", "kubernetes.shm=4 GiB", "--set", "image=r.example.com/x:1", code=2)
-    for stage in ("corpus", "train", "evaluate", "promote"):
+    for stage in ("corpus", "train", "evaluate"):
         assert done.stderr.count(f"stage {stage}: /dev/shm of 4.0 GiB counts as memory") == 1
     assert done.stderr.count("warning: image r.example.com/x:1 is a tag") == 1

@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import saver
 
 from mlpipe.cli.submit import await_heard
 from mlpipe.kinds.command.plan import CommandPlan
+from mlpipe.kinds.promote.plan import PromotePlan
 from mlpipe.plan.plan import Launch, Plan
-from mlpipe.store import leases, outputs, runs, wanted
+from mlpipe.store import leases, outputs, registry, runs, wanted
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
-from mlpipe.store.runs import RunState
+from mlpipe.store.runs import RunState, StageState
 from mlpipe.submit.dag_runner import DagRunner
 from mlpipe.submit.executor import Ended, Slots, StopRequest
 
@@ -419,3 +422,41 @@ def test_independent_stages_run_side_by_side_when_there_is_room():
     assert walk(needs, set(), dict.fromkeys(needs, 3), 2)[1].most == 2
     assert walk(needs, set(), dict.fromkeys(needs, 3), 8)[1].most == 3
     assert walk(needs, set(), dict.fromkeys(needs, 3), 1)[1].most == 1
+
+
+def promote_plan(store: Store, attempt: int) -> Plan:
+    plan = command_plan("promote", attempt)
+    return replace(plan, run_id="r", store_url=store.url, work=PromotePlan("train", None, "lm", "best"))
+
+
+@pytest.mark.parametrize("died", ["never", "before the version", "after the version", "after the alias"])
+def test_the_driver_promotes_by_itself_and_once(tmp_path: Path, died: str) -> None:
+    """No executor starts anything, wherever the driver before it died."""
+    store = open_store(str(tmp_path))
+    needs: dict[str, tuple[str, ...]] = {"train": (), "promote": ("train",)}
+    runs.create_run(store, "r", "", "digest", list(needs), "kubernetes", {})
+    leases.take_lease(store, "r", "me", 1000.0)
+    prefix = saver.save(store, 7)
+    promote = StageState() if died == "never" else StageState("running", 1, started=1.0)
+    stages = {"train": StageState("done", 1), "promote": promote}
+    runs.update_run(store, "r", lambda run: replace(run, state="running", stages=stages))
+    plan = promote_plan(store, 1)
+    store.put(f"{plan.attempt_key}/plan.json", plan.to_json().encode())
+    if died.startswith("after"):
+        alias = "best" if died == "after the alias" else None
+        registry.promote(store, "lm", alias, prefix, {"attempt": plan.attempt_key})
+    runner = DagRunner(
+        store,
+        "r",
+        needs,
+        lambda name, attempt: promote_plan(store, attempt),
+        Scripted(lambda: runner.state, needs, set(), {}, cpus=0),
+        holder="me",
+        scratch=tmp_path / "scratch",
+        stop=StopRequest(),
+    )
+    stage = runner.run().stages["promote"]
+    assert stage.state == "done"
+    assert stage.outcome["version"] == 1
+    assert [model.version for model in registry.list_models(store)[0]] == [1]
+    assert registry.show_model(store, "lm", "best").step == 7

@@ -14,17 +14,28 @@ from mlpipe.store.catalogue import Checkpoint
 
 
 def run(store: Store, plan: Plan) -> dict[str, Any]:
-    """The outcome of the stage in run.json. Raises what `promote` raises."""
+    """The outcome of the stage in run.json. A driver that died may have made the version and not said so:
+    then the next one makes no other. Raises what `promote` raises."""
     promotion = plan.part(PromotePlan)
     assert promotion is not None
-    version, checkpoint = promote(store, plan.run_id, promotion)
-    model = {"model": promotion.model_name, "version": version, "alias": promotion.alias}
-    return {**model, "step": checkpoint.step}
+    began = runs.read_run(store, plan.run_id).stages[plan.stage].started or 0.0
+    made = registry.find_version(store, promotion.model_name, {"attempt": plan.attempt_key}, since=began)
+    if made is None:
+        version, checkpoint = promote(store, plan.run_id, promotion, attempt=plan.attempt_key)
+        step = checkpoint.step
+    else:
+        version, step = made.version, made.step
+        if promotion.alias is not None:
+            registry.set_alias(store, promotion.model_name, promotion.alias, version)
+    return {"model": promotion.model_name, "version": version, "alias": promotion.alias, "step": step}
 
 
-def promote(store: Store, run_id: str, plan: PromotePlan) -> tuple[int, Checkpoint]:
+def promote(
+    store: Store, run_id: str, plan: PromotePlan, *, attempt: str | None = None
+) -> tuple[int, Checkpoint]:
     """Promote the checkpoint that `plan.evaluate_stage` evaluated (without one: the latest). Returns the
-    version and the checkpoint. Raises SubmitError if there is none, or its gate did not pass."""
+    version and the checkpoint. `attempt`: key of the attempt of the stage that does so; None: a person.
+    Raises SubmitError if there is no checkpoint, or its gate did not pass."""
     run = runs.read_run(store, run_id)
     stage_key = f"runs/{run_id}/stages/{plan.train_stage}"
     checkpoints = catalogue.list_checkpoints(store, stage_key)
@@ -59,6 +70,7 @@ def promote(store: Store, run_id: str, plan: PromotePlan) -> tuple[int, Checkpoi
             if stage.outcome and "digest" in stage.outcome
         },
         "metrics": metrics,
+        "attempt": attempt,
     }
     version = registry.promote(store, plan.model_name, plan.alias, chosen.key, lineage)
     return version, chosen
