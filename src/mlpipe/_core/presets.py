@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlpipe._core.feasibility import Infeasible, indivisible
+
 LLAMA = "mlpipe.train.models.llama:build_model"  # the entry of mlpipe's own model
 
 
@@ -63,16 +65,14 @@ class LlamaConfig:
         dim, kv_dim, ffn_dim = self.dim, self.num_kv_heads * self.head_dim, self.ffn_dim
         return [(dim, dim), *[(dim, kv_dim)] * 2, (dim, dim), *[(dim, ffn_dim)] * 2, (ffn_dim, dim)]
 
-    def problems(self) -> list[str]:
+    def conflicts(self) -> list[Infeasible]:
         """Why these numbers make no model; empty if they do."""
-        found = []
-        if self.dim % self.num_heads:
-            found.append(f"num_heads={self.num_heads} does not divide dim={self.dim}")
-        elif self.head_dim % 2:
-            found.append(f"dim/num_heads={self.head_dim} is odd; rotary positions turn pairs")
-        if self.num_heads % self.num_kv_heads:
-            found.append(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
-        return found
+        heads, kv_heads = ("num_heads", self.num_heads), ("num_kv_heads", self.num_kv_heads)
+        conflicts = [indivisible(heads, ("dim", self.dim)), indivisible(kv_heads, heads)]
+        if conflicts[0] is None and self.head_dim % 2:
+            odd = f"dim/num_heads={self.head_dim} is odd; rotary positions turn pairs"
+            conflicts.append(Infeasible(odd, "choose num_heads so that dim is an even multiple of it"))
+        return [conflict for conflict in conflicts if conflict is not None]
 
 
 def _llama(

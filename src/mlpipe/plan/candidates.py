@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import cast
 
+from mlpipe._core import feasibility
 from mlpipe._core.errors import PlanError
+from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.units import parse_cadence
 from mlpipe.kinds.train.spec import OwnData, Train
 from mlpipe.plan.choose import Candidate, choose, smallest
@@ -26,25 +28,23 @@ def global_batch(spec: Train) -> int:
     return cast(int, spec.data.batch_tokens) // spec.model.seq_len
 
 
+def refuse(conflict: Infeasible | None, where: str | None = None) -> None:
+    """Raises PlanError where there is one."""
+    if conflict is not None:
+        raise PlanError(conflict.message, where=where, hint=conflict.remedy)
+
+
 def micro_batches(global_batch: int, num_ranks: int, micro_batch: int | None) -> list[int]:
     """Sequences in one forward pass to choose from, largest first; `micro_batch` None: all that divide.
     Raises PlanError where `global_batch = micro_batch x num_ranks x accumulation` has no solution."""
-    if global_batch % num_ranks:
-        raise PlanError(
-            f"a batch of {global_batch} cannot be split evenly over {num_ranks} workers",
-            hint=f"make the batch size {max(1, round(global_batch / num_ranks)) * num_ranks}",
-        )
+    refuse(feasibility.uneven_batch(global_batch, num_ranks))
     share = global_batch // num_ranks
     # divisors come in pairs, and only one of a pair is above the root
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
     sizes = sorted({*small, *(share // size for size in small)}, reverse=True)
     if micro_batch is None:
         return sizes
-    if micro_batch not in sizes:
-        raise PlanError(
-            f"micro_batch {micro_batch} does not divide the {share} sequences of each of {num_ranks} workers",
-            hint=f"write micro_batch: auto, or one of {', '.join(map(str, sizes[:8]))}",
-        )
+    refuse(feasibility.uneven_micro_batch(micro_batch, global_batch, num_ranks))
     return [micro_batch]
 
 
@@ -54,12 +54,8 @@ def enumerate_candidates(
     """`shape`: None for a user's own model that nobody traced. `every`: also what the file does not ask for.
     Raises PlanError where the file asks for what no hardware can do."""
     own = Mesh(dp_replicate=spec.mesh.dp_replicate, dp_shard=spec.mesh.dp_shard) if spec.mesh else None
-    if own is not None and own.world_size != hardware.world_size:
-        raise PlanError(
-            f"mesh {own.dp_replicate} x {own.dp_shard} is for {own.world_size} workers, "
-            f"but there are {hardware.world_size}",
-            hint="make dp_replicate x dp_shard the number of workers",
-        )
+    if own is not None:
+        refuse(feasibility.wrong_mesh(own.dp_replicate, own.dp_shard, hardware.world_size))
     peaks = hardware.speed.peak_flops
     precision, _ = precision_on(spec, hardware)
     if precision not in peaks:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from mlpipe._core.errors import PlanError
+from mlpipe._core.feasibility import too_long
 from mlpipe._core.units import parse_cadence, parse_seconds
 from mlpipe.kinds.train.spec import OwnData, OwnModel, PresetModel, Train
 from mlpipe.plan import meaning as meanings
-from mlpipe.plan.candidates import enumerate_candidates, global_batch, micro_batches, pick
+from mlpipe.plan.candidates import enumerate_candidates, global_batch, micro_batches, pick, refuse
 from mlpipe.plan.choose import Candidate, rank
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import (
@@ -134,16 +135,9 @@ def _preset(spec: Train, known: Known) -> Dense | None:
     if in_data is not None:  # rounded to what matmuls like; the rest is never a target
         changes.setdefault("vocab_size", -(-in_data // 64) * 64)
     shape = dense.preset(spec.model.preset, changes)
-    problems = shape.config.problems()
-    if problems:
-        raise PlanError(f"no model has this shape: {'; '.join(problems)}", where=spec.model.preset)
-    longest = shape.config.max_seq_len
-    if spec.model.seq_len > longest:
-        raise PlanError(
-            f"seq_len {spec.model.seq_len} is more than the {longest} positions of the model",
-            where=spec.model.preset,
-            hint=f"write seq_len: {longest}, or raise model.max_seq_len",
-        )
+    for conflict in shape.config.conflicts():
+        refuse(conflict, where=spec.model.preset)
+    refuse(too_long(spec.model.seq_len, shape.config.max_seq_len), where=spec.model.preset)
     return shape
 
 

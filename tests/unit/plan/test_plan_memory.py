@@ -49,16 +49,16 @@ def test_published_sizes(preset: str, num_params: int) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_sound_and_as_large_as_their_name(name: str) -> None:
     config = PRESETS[name]
-    assert config.problems() == []
+    assert config.conflicts() == []
     size = name.removeprefix("llama-")
     stated = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
     assert 0.9 < config.num_params() / stated < 1.25
 
 
 def test_shapes_that_make_no_model() -> None:
-    assert LlamaConfig(10, 5, 2, 2, 1, 6, 8, 1e4, 1e-5, True).problems()
-    assert LlamaConfig(10, 6, 2, 2, 1, 6, 8, 1e4, 1e-5, True).problems()
-    assert LlamaConfig(10, 8, 2, 4, 3, 6, 8, 1e4, 1e-5, True).problems()
+    assert LlamaConfig(10, 5, 2, 2, 1, 6, 8, 1e4, 1e-5, True).conflicts()
+    assert LlamaConfig(10, 6, 2, 2, 1, 6, 8, 1e4, 1e-5, True).conflicts()
+    assert LlamaConfig(10, 8, 2, 4, 3, 6, 8, 1e4, 1e-5, True).conflicts()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 64])

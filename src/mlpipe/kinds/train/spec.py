@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from mlpipe._core.units import parse_seconds
+from mlpipe.spec import feasibility
 from mlpipe.spec import fields as f
-from mlpipe.spec import wishes
 from mlpipe.spec.base import SpecModel, one_of
 from mlpipe.spec.part import SpecPart
 from mlpipe.spec.problems import Problem
@@ -178,7 +178,7 @@ class Train(SpecModel):
 
 
 def _problems(stage: Node) -> Iterator[Problem]:
-    yield from wishes.problems(stage)
+    yield from feasibility.problems(stage)
     train = get(stage, "train")
     if train is None or not isinstance(train.value, dict):
         return

@@ -155,6 +155,6 @@ class Llama(nn.Module):
 def build_model(**fields: int | float | bool) -> Llama:
     """The fields of `LlamaConfig`. Raises ValueError when they do not fit together."""
     config = LlamaConfig(**fields)  # type: ignore[arg-type]
-    if problems := config.problems():
-        raise ValueError("; ".join(problems))
+    if conflicts := config.conflicts():
+        raise ValueError("; ".join(conflict.message for conflict in conflicts))
     return Llama(config)

@@ -1,0 +1,73 @@
+"""Why a combination of figures cannot be trained, whatever the hardware: the one place that says so, in the
+same words for the pipeline file (`spec/feasibility.py` adds the line), for the planner (which has resolved
+`auto`, the tokens' vocabulary and the number of workers) and for whoever builds a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """`message`: what does not go together. `remedy`: what to write instead."""
+
+    message: str
+    remedy: str
+
+
+def indivisible(part: tuple[str, int], whole: tuple[str, int]) -> Infeasible | None:
+    """Two named figures, of which the first has to divide the second."""
+    (name, value), (whole_name, whole_value) = part, whole
+    if whole_value % value == 0:
+        return None
+    return Infeasible(
+        f"{name} {value} does not divide {whole_name} {whole_value}",
+        f"write {nearest_divisor(whole_value, value)}",
+    )
+
+
+def too_long(seq_len: int, max_seq_len: int) -> Infeasible | None:
+    """A sequence and the positions of the model."""
+    if seq_len <= max_seq_len:
+        return None
+    return Infeasible(
+        f"seq_len {seq_len} is more than the {max_seq_len} positions of the model",
+        f"write {max_seq_len} at most, or raise max_seq_len",
+    )
+
+
+def wrong_mesh(dp_replicate: int, dp_shard: int, num_workers: int) -> Infeasible | None:
+    """A mesh and the workers that are to be its ranks."""
+    if dp_replicate * dp_shard == num_workers:
+        return None
+    return Infeasible(
+        f"mesh {dp_replicate} x {dp_shard} is for {dp_replicate * dp_shard} workers, "
+        f"but there are {num_workers}",
+        "make dp_replicate x dp_shard the number of workers",
+    )
+
+
+def uneven_batch(batch: int, num_workers: int) -> Infeasible | None:
+    """Samples of a step, over all workers."""
+    if batch % num_workers == 0:
+        return None
+    return Infeasible(
+        f"a batch of {batch} cannot be split evenly over {num_workers} workers",
+        f"write {max(1, round(batch / num_workers)) * num_workers}",
+    )
+
+
+def uneven_micro_batch(micro_batch: int, batch: int, num_workers: int) -> Infeasible | None:
+    """Samples of one forward pass of one worker, of a batch that all workers share evenly."""
+    share = batch // num_workers
+    if share % micro_batch == 0:
+        return None
+    return Infeasible(
+        f"micro_batch {micro_batch} does not divide the {share} sequences of each of {num_workers} workers",
+        f"write {nearest_divisor(share, micro_batch)}, or auto",
+    )
+
+
+def nearest_divisor(number: int, wish: int) -> int:
+    """Of `number`, the one that is nearest to `wish`."""
+    return min((n for n in range(1, min(number, 4096) + 1) if number % n == 0), key=lambda n: abs(n - wish))

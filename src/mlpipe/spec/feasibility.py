@@ -1,0 +1,109 @@
+"""Trainings that no hardware can do, as far as the file alone shows it: shapes that make no model, batches
+and meshes that do not come out even. Why they cannot says `_core/feasibility.py`; here, where it is
+written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mlpipe._core.feasibility import (
+    Infeasible,
+    indivisible,
+    too_long,
+    uneven_batch,
+    uneven_micro_batch,
+    wrong_mesh,
+)
+from mlpipe._core.presets import PRESETS
+from mlpipe.spec.problems import Place, Problem
+from mlpipe.spec.tree import Node, get
+
+
+def problems(stage: Node) -> Iterator[Problem]:
+    """Of a stage that trains."""
+    model = get(stage, "train", "model")
+    if model is not None:
+        yield from _shape(model)
+    yield from _even(stage)
+
+
+def _shape(model: Node) -> Iterator[Problem]:
+    dim, heads, kv_heads, longest = (
+        _Figure.of(model, key) for key in ("dim", "num_heads", "num_kv_heads", "max_seq_len")
+    )
+    yield from _indivisible(heads, dim)
+    yield from _indivisible(kv_heads, heads)
+    seq_len = _number(model, "seq_len")
+    if seq_len is not None and longest:
+        yield from _at(seq_len.place, too_long(seq_len.value, longest.value))
+
+
+@dataclass(frozen=True)
+class _Figure:
+    """A number of the model's shape. `place`: where it is written; None: it is the preset's."""
+
+    name: str
+    value: int
+    place: Place | None
+
+    @staticmethod
+    def of(model: Node, key: str) -> _Figure | None:
+        """None: nobody says, or what is written is no number."""
+        node, preset = _number(model, key), get(model, "preset")
+        if node is not None:
+            return _Figure(key, node.value, node.place)
+        shape = PRESETS.get(preset.value) if preset is not None and isinstance(preset.value, str) else None
+        return _Figure(key, getattr(shape, key), None) if shape and get(model, key) is None else None
+
+
+def _indivisible(part: _Figure | None, whole: _Figure | None) -> Iterator[Problem]:
+    """Where it is written: of two numbers of the file the one that should divide."""
+    if part is None or whole is None:
+        return
+    conflict = indivisible((part.name, part.value), (whole.name, whole.value))
+    if conflict is None:
+        return
+    if part.place is not None:
+        yield from _at(part.place, conflict)
+    elif whole.place is not None:
+        yield Problem.at(
+            whole.place,
+            f"{whole.name} {whole.value} is no multiple of the preset's {part.name} {part.value}",
+            f"write {max(1, round(whole.value / part.value)) * part.value}",
+        )
+
+
+def _even(stage: Node) -> Iterator[Problem]:
+    resources, data, mesh = (
+        get(stage, *path) for path in (("resources",), ("train", "data"), ("train", "mesh"))
+    )
+    if resources is None:
+        return
+    nodes, gpus = _number(resources, "nodes"), _number(resources, "gpus_per_node")
+    per_node = gpus or _number(resources, "workers_per_node")
+    workers = (nodes.value if nodes else 1) * (per_node.value if per_node else 1)
+    if mesh is not None:
+        replicas, shards = _number(mesh, "dp_replicate"), _number(mesh, "dp_shard")
+        if replicas is not None and shards is not None:
+            yield from _at(mesh.place, wrong_mesh(replicas.value, shards.value, workers))
+    batch = _number(data, "batch_size") if data is not None else None
+    micro_batch = _number(data, "micro_batch") if data is not None else None
+    if batch is None:
+        return
+    conflict = uneven_batch(batch.value, workers)
+    yield from _at(batch.place, conflict)
+    if conflict is None and micro_batch is not None:
+        yield from _at(micro_batch.place, uneven_micro_batch(micro_batch.value, batch.value, workers))
+
+
+def _at(place: Place, conflict: Infeasible | None) -> Iterator[Problem]:
+    if conflict is not None:
+        yield Problem.at(place, conflict.message, conflict.remedy)
+
+
+def _number(node: Node, key: str) -> Node | None:
+    """A whole number above 0; what else stands there is a mistake of type, and reported as that."""
+    number = get(node, key)
+    good = number is not None and type(number.value) is int and number.value > 0
+    return number if good else None
