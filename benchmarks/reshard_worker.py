@@ -20,8 +20,8 @@ from benchmarks.measure import Figures, rounds
 from mlpipe.store import catalogue
 from mlpipe.store.open import open_store
 from mlpipe.train.checkpoint import Checkpointer
-from mlpipe.train.parallel.parallel import Owned
 from mlpipe.train.reshard import load
+from mlpipe.train.shards import LocalShard
 
 _WRITERS, _READERS = 2, 4
 
@@ -39,25 +39,25 @@ def shapes(scale: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def boxes(found: dict[str, tuple[int, ...]], rank: int, num_ranks: int) -> list[Owned]:
+def shards_of(found: dict[str, tuple[int, ...]], rank: int, num_ranks: int) -> list[LocalShard]:
     """Rank's rows of each tensor, zero."""
     owned = []
     for name, shape in found.items():
         rows = shape[0] // num_ranks
         owned.append(
-            Owned(name, torch.zeros(rows, *shape[1:]), shape, (rank * rows,) + (0,) * (len(shape) - 1), 1, 0)
+            LocalShard(name, torch.zeros(rows, *shape[1:]), shape, (rank * rows,) + (0,) * (len(shape) - 1))
         )
     return owned
 
 
-def values(owned: Owned) -> torch.Tensor:
-    """What stands in the box: a function of the name and the place alone."""
+def values(owned: LocalShard) -> torch.Tensor:
+    """What stands in the shard: a function of the name and the place alone."""
     first = owned.offset[0] * owned.local[0].numel()
     numbers = torch.arange(first, first + owned.local.numel(), dtype=torch.float32)
     return (numbers + sum(owned.name.encode())).reshape(owned.local.shape)
 
 
-def as_dtensors(owned: list[Owned], mesh: DeviceMesh) -> dict[str, DTensor]:
+def as_dtensors(owned: list[LocalShard], mesh: DeviceMesh) -> dict[str, DTensor]:
     return {
         one.name: DTensor.from_local(one.local, mesh, [Shard(0)], run_check=False, shape=one.shape,
                                      stride=torch.empty(one.shape, device="meta").stride())
@@ -69,7 +69,7 @@ def write(folder: Path, found: dict[str, tuple[int, ...]], rank: int) -> None:
     """The same tensors by mlpipe and by DCP at its defaults, each from two ranks."""
     mesh = DeviceMesh("cpu", list(range(_WRITERS)))
     if rank < _WRITERS:
-        owned = boxes(found, rank, _WRITERS)
+        owned = shards_of(found, rank, _WRITERS)
         for one in owned:
             one.local.copy_(values(one))
         dcp.save(as_dtensors(owned, mesh), checkpoint_id=folder / "dcp", process_group=mesh.get_group())
@@ -96,7 +96,7 @@ def main() -> None:
     write(folder, found, rank)
     store = open_store(str(folder / "store"))
     mesh = DeviceMesh("cpu", list(range(_READERS)))
-    owned = boxes(found, rank, _READERS)
+    owned = shards_of(found, rank, _READERS)
     sharded = as_dtensors(owned, mesh)
 
     def ours() -> None:

@@ -12,15 +12,15 @@ from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train import checkpoint
 from mlpipe.train.checkpoint import Checkpointer
-from mlpipe.train.parallel.parallel import Owned
 from mlpipe.train.reshard import load
+from mlpipe.train.shards import LocalShard
 
 pytestmark = pytest.mark.torch
 STAGE = "runs/r/stages/train"
 
 
-def box(name: str, tensor: torch.Tensor, **kind: bool) -> Owned:
-    return Owned(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), 1, 0, **kind)
+def shard(name: str, tensor: torch.Tensor, **kind: bool) -> LocalShard:
+    return LocalShard(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), **kind)
 
 
 def test_a_buffer_that_the_next_forward_writes_is_saved_as_it_was(tmp_path, monkeypatch):
@@ -50,10 +50,10 @@ def test_a_buffer_that_the_next_forward_writes_is_saved_as_it_was(tmp_path, monk
         while_waiting=lambda: None,
     )
     weight, mean = torch.arange(6.0).reshape(2, 3), torch.ones(3)
-    checkpointer.save(1, [box("model.w", weight), box("model.mean", mean, is_buffer=True)], {"step": 1})
+    checkpointer.save(1, [shard("model.w", weight), shard("model.mean", mean, is_buffer=True)], {"step": 1})
     mean.mul_(7)
     written.set()
-    checkpointer.before_update()
+    checkpointer.wait_for_staging()
     weight.zero_()
     checkpointer.finish()
     assert [found.error for found in saved] == [None]
@@ -63,7 +63,7 @@ def test_a_buffer_that_the_next_forward_writes_is_saved_as_it_was(tmp_path, monk
         store,
         found.key,
         catalogue.load_manifest(store, found.key),
-        tensors := [box("model.w", torch.empty(2, 3)), box("model.mean", torch.empty(3), is_buffer=True)],
+        tensors := [shard("model.w", torch.empty(2, 3)), shard("model.mean", torch.empty(3), is_buffer=True)],
     )
     assert tensors[0].local.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     assert tensors[1].local.tolist() == [1.0, 1.0, 1.0]

@@ -1,13 +1,13 @@
 """Saving and loading: any strategy and world size to any other, without ever stopping to write.
 
 A save costs the step almost nothing: parameters and optimizer states are only written by the optimizer,
-so a thread copies them to host memory *under the next forward and backward*, and `before_update` waits
+so a thread copies them to host memory *under the next forward and backward*, and `wait_for_staging` waits
 for what is left. Buffers, which a forward may write (batch norm's statistics), are cloned before. The same
 thread then writes the blobs, tells rank 0 over a TCPStore of its own (no collective runs outside the main
 thread) and rank 0 commits (store/catalogue.py).
 
 Nothing is unpickled: the manifest is JSON, tensors are raw little-endian bytes in row-major order, and a
-rank finds the boxes it needs by intersecting them with the chunks listed there.
+rank finds the shards it needs by intersecting them with the chunks listed there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mlpipe._core.errors import MlpipeError, StoreError, TrainError
 from mlpipe.store import catalogue
 from mlpipe.store.base import Store
 from mlpipe.store.manifest import FORMAT
-from mlpipe.train.parallel.parallel import Owned
+from mlpipe.train.shards import LocalShard
 
 _log = logging.getLogger(__name__)
 _ALIGNMENT = 64
@@ -103,7 +103,7 @@ class Checkpointer:
 
     # -- saving -----------------------------------------------------------------------------------
 
-    def save(self, step: int, tensors: list[Owned], scalars: dict[str, Any]) -> None:
+    def save(self, step: int, tensors: list[LocalShard], scalars: dict[str, Any]) -> None:
         """Starts saving the state after `step` updates. `scalars` must be JSON. Returns at once when
         asynchronous (after waiting for the save before, if that still runs)."""
         began = time.perf_counter()
@@ -123,7 +123,7 @@ class Checkpointer:
         if not self.asynchronous:
             self.finish()
 
-    def before_update(self) -> float:
+    def wait_for_staging(self) -> float:
         """To be called before anything writes to the saved tensors. Seconds waited."""
         save = self._current
         if save is None or save.staged.is_set():
@@ -157,7 +157,7 @@ class Checkpointer:
         total = time.perf_counter() - save.began
         self.on_saved(Saved(save.step, save.key, save.num_bytes, save.stall_seconds, total, save.error))
 
-    def _run(self, save: _Save, tensors: list[Owned], ready: torch.cuda.Event | None) -> None:
+    def _run(self, save: _Save, tensors: list[LocalShard], ready: torch.cuda.Event | None) -> None:
         agreement = dist.PrefixStore(str(save.step), self.agreement)
         try:
             try:
@@ -168,7 +168,7 @@ class Checkpointer:
         except Exception as error:  # also of the TCPStore: a peer is gone, or a deadline passed
             save.error = _as_ours(error, save.step)
 
-    def _stage(self, tensors: list[Owned], ready: torch.cuda.Event | None) -> list[_Staged]:
+    def _stage(self, tensors: list[LocalShard], ready: torch.cuda.Event | None) -> list[_Staged]:
         """Copies this rank's share into one reused host buffer per kind of tensor."""
         mine = share(tensors)
         staged = []
@@ -265,7 +265,7 @@ def _as_ours(error: Exception, step: int) -> MlpipeError:
 @dataclass
 class _Staged:
     kind: str
-    items: list[Owned]
+    items: list[LocalShard]
     offsets: list[int]
     buffer: torch.Tensor
 
@@ -283,22 +283,22 @@ class _Staged:
         ]
 
 
-def share(tensors: Iterable[Owned]) -> list[Owned]:
-    """What this rank writes: of a box that several ranks hold, exactly one of them writes it, chosen such
+def share(tensors: Iterable[LocalShard]) -> list[LocalShard]:
+    """What this rank writes: of a shard that several ranks hold, exactly one of them writes it, chosen such
     that their bytes balance (greedy, the same on every rank). A buffer is written by the first: between two
     steps running statistics differ, and that one's are what all ranks go on with."""
     written: dict[int, list[int]] = {}
     mine = []
     for item in tensors:
-        loads = written.setdefault(item.num_copies, [0] * item.num_copies)
+        loads = written.setdefault(item.num_replicas, [0] * item.num_replicas)
         writer = 0 if item.is_buffer else loads.index(min(loads))
         loads[writer] += item.local.nbytes
-        if writer == item.copy and item.local.numel():
+        if writer == item.replica_id and item.local.numel():
             mine.append(item)
     return mine
 
 
-def _layout(items: list[Owned]) -> tuple[list[int], int]:
+def _layout(items: list[LocalShard]) -> tuple[list[int], int]:
     offsets, end = [], 0
     for item in items:
         offsets.append(end)

@@ -120,7 +120,7 @@ class Loop:
         clip = plan.optimizer.grad_clip
         if clip and grad_norm > clip:
             scale *= clip / (grad_norm + 1e-6)
-        stalled = self.checkpointer.before_update()
+        stalled = self.checkpointer.wait_for_staging()
         lr = learning_rate(plan.optimizer, number, plan.steps)
         updating = time.perf_counter()
         self.optimizer.step(lr=lr, scale=scale)

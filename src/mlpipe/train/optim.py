@@ -7,7 +7,8 @@ import math
 import torch
 
 from mlpipe.plan.plan import OptimizerPlan
-from mlpipe.train.parallel.parallel import Owned, ParallelizedModel
+from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.shards import LocalShard
 
 
 def learning_rate(plan: OptimizerPlan, step: int, num_steps: int) -> float:
@@ -58,7 +59,7 @@ class Optimizer:
         if updates:
             torch._foreach_mul_([gradient for _, gradient in updates], scale)
         self._num_updates += 1
-        groups: dict[tuple[bool, torch.dtype], list[tuple[Owned, torch.Tensor]]] = {}
+        groups: dict[tuple[bool, torch.dtype], list[tuple[LocalShard, torch.Tensor]]] = {}
         for item, gradient in updates:
             groups.setdefault((len(item.shape) >= 2, item.local.dtype), []).append((item, gradient))
         for (decays, _), group in groups.items():
@@ -83,26 +84,28 @@ class Optimizer:
                 item.parameter.grad = None
         self.parallel.after_step()
 
-    def state(self) -> list[Owned]:
-        """The moments in the boxes of their parameters, made if there was no step yet."""
+    def state(self) -> list[LocalShard]:
+        """The moments sharded as their parameters, made if there was no step yet."""
         found = []
         for item in self.owned:
             for kind, moment in zip(("exp_avg", "exp_avg_sq"), self._moments_of(item), strict=True):
                 name = f"optim.{item.name}.{kind}"
-                found.append(Owned(name, moment, item.shape, item.offset, item.num_copies, item.copy))
+                found.append(
+                    LocalShard(name, moment, item.shape, item.offset, item.replica_id, item.num_replicas)
+                )
         return found
 
     def set_num_updates(self, num_updates: int) -> None:
         """AdamW's own step count, which corrects the moments' bias."""
         self._num_updates.fill_(num_updates)
 
-    def _moments_of(self, item: Owned) -> tuple[torch.Tensor, torch.Tensor]:
+    def _moments_of(self, item: LocalShard) -> tuple[torch.Tensor, torch.Tensor]:
         if item.name not in self._moments:
             self._moments[item.name] = (torch.zeros_like(item.local), torch.zeros_like(item.local))
         return self._moments[item.name]
 
 
-def _local_gradient(item: Owned) -> torch.Tensor | None:
+def _local_gradient(item: LocalShard) -> torch.Tensor | None:
     gradient = item.parameter.grad if item.parameter is not None else None
     if gradient is None:
         return None

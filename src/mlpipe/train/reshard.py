@@ -1,6 +1,6 @@
-"""Loading a checkpoint into whatever boxes this rank owns, whoever wrote it under whichever strategy.
+"""Loading a checkpoint into whatever shards this rank owns, whoever wrote it under whichever strategy.
 
-Each box is intersected with the chunks of the manifest; what is needed is read block by block (16 MiB,
+Each shard is intersected with the chunks of the manifest; what is needed is read block by block (16 MiB,
 the unit of the checksums), each block once, verified before a byte of it is used.
 """
 
@@ -17,7 +17,7 @@ from mlpipe._core.errors import TrainError
 from mlpipe.store import catalogue
 from mlpipe.store.base import Store
 from mlpipe.store.manifest import Blob, Manifest, Tensor
-from mlpipe.train.parallel.parallel import Owned
+from mlpipe.train.shards import LocalShard
 
 _READERS = 4
 
@@ -30,7 +30,7 @@ class _Piece:
     target: np.ndarray
 
 
-def load(store: Store, key: str, manifest: Manifest, tensors: list[Owned]) -> None:
+def load(store: Store, key: str, manifest: Manifest, tensors: list[LocalShard]) -> None:
     """Fills every `local` of `tensors` from the committed checkpoint under `key`.
 
     Raises TrainError(kind="input") if the checkpoint is not of this model, StoreError if it is damaged.
@@ -54,7 +54,7 @@ def load(store: Store, key: str, manifest: Manifest, tensors: list[Owned]) -> No
             target.copy_(source)
 
 
-def _described(manifest: Manifest, item: Owned, key: str) -> Tensor:
+def _described(manifest: Manifest, item: LocalShard, key: str) -> Tensor:
     found = manifest["tensors"].get(item.name)
     dtype = str(item.local.dtype).removeprefix("torch.")
     if found is None or found["dtype"] != dtype or tuple(found["shape"]) != item.shape:
@@ -70,12 +70,12 @@ def _described(manifest: Manifest, item: Owned, key: str) -> Tensor:
 
 
 def _collect(
-    item: Owned,
+    item: LocalShard,
     described: Tensor,
     pieces: dict[int, list[_Piece]],
     late: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """The pieces that cover the item's box. A chunk's rows along dim 0 are contiguous bytes; when the box
+    """The pieces that cover the shard `item`. A chunk's rows along dim 0 are contiguous bytes; when the shard
     cuts other dims too, the rows are read to a buffer and cut out `late`r."""
     local = item.local.detach()
     itemsize = local.element_size()

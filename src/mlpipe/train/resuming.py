@@ -19,9 +19,10 @@ from mlpipe.store.manifest import Manifest
 from mlpipe.store.runs import append_event
 from mlpipe.train.checkpoint import Checkpointer
 from mlpipe.train.optim import Optimizer, learning_rate
-from mlpipe.train.parallel.parallel import Owned, ParallelizedModel
+from mlpipe.train.parallel.parallel import ParallelizedModel
 from mlpipe.train.reshard import load
 from mlpipe.train.session import Session
+from mlpipe.train.shards import LocalShard
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def resume(
     return Position(scalars["step"], scalars["samples"], key, notes)
 
 
-def load_or_damage(store: Store, key: str, tensors: list[Owned]) -> tuple[Manifest | None, str]:
+def load_or_damage(store: Store, key: str, tensors: list[LocalShard]) -> tuple[Manifest | None, str]:
     """The manifest, with `tensors` filled; or what of the checkpoint is damaged, in words."""
     try:
         manifest = catalogue.load_manifest(store, key)
@@ -131,6 +132,6 @@ def _schedule_notes(plan: TrainPlan | None, scalars: dict[str, Any]) -> list[str
     ]
 
 
-def stored(parallel: ParallelizedModel, optimizer: Optimizer) -> list[Owned]:
+def stored(parallel: ParallelizedModel, optimizer: Optimizer) -> list[LocalShard]:
     """All tensors of a checkpoint. LossModule's one child is `model`, hence the names `model.<fqn>`."""
     return [*parallel.owned, *optimizer.state()]

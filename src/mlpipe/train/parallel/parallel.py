@@ -1,8 +1,4 @@
-"""What the techniques make of a model, so that the loop, the optimizer and the checkpoint know none of them.
-
-The optimizer never sees a DTensor: each rank updates plain local tensors, views of the storage it owns.
-That is one code path for replicated and sharded training and keeps DTensor's dispatch out of the step.
-"""
+"""What the techniques make of a model, so that the loop, the optimizer and the checkpoint know none of them."""
 
 from __future__ import annotations
 
@@ -16,28 +12,8 @@ from torch import nn
 
 from mlpipe.train.model import BuiltModel
 from mlpipe.train.parallel.waits import Waits
+from mlpipe.train.shards import LocalShard
 from mlpipe.train.world import World
-
-
-@dataclass
-class Owned:
-    """The part of one tensor that this rank updates (parameters) or at least stores (`is_buffer`: a forward
-    may write it at any time).
-
-    `local` is a view of the live storage; it covers the box `offset` .. `offset + local.shape` of the
-    global `shape`. `num_copies` ranks hold the same box, this one being number `copy`. `full_gradient`:
-    `parameter.grad` has the parameter's global shape although only our box is updated (zero1).
-    """
-
-    name: str
-    local: torch.Tensor
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    num_copies: int
-    copy: int
-    parameter: nn.Parameter | None = None
-    full_gradient: bool = False
-    is_buffer: bool = False
 
 
 def no_gradient_sync(last: bool) -> AbstractContextManager[None]:
@@ -63,7 +39,7 @@ class ParallelizedModel:
     built: BuiltModel
     module: nn.Module
     waits: Waits = field(default_factory=Waits)
-    owned: list[Owned] = field(default_factory=list)
+    owned: list[LocalShard] = field(default_factory=list)
     gradient_sync: Callable[[bool], AbstractContextManager[None]] = no_gradient_sync
     after_step: Callable[[], None] = nothing
     norm_copies: int = 1
@@ -84,13 +60,13 @@ class ParallelizedModel:
         }
 
 
-def owned_tensors(module: nn.Module, world: World) -> list[Owned]:
+def owned_tensors(module: nn.Module, world: World) -> list[LocalShard]:
     """Every parameter, whole or the part that DTensor gives this rank, and every persistent buffer."""
     parameters = [_parameter(name, parameter, world) for name, parameter in module.named_parameters()]
     return parameters + persistent_buffers(module, world)
 
 
-def _parameter(name: str, parameter: nn.Parameter, world: World) -> Owned:
+def _parameter(name: str, parameter: nn.Parameter, world: World) -> LocalShard:
     shape, offset, split = tuple(parameter.shape), (0,) * parameter.dim(), []
     local = _local(parameter).detach()
     if hasattr(parameter, "placements"):
@@ -102,8 +78,8 @@ def _parameter(name: str, parameter: nn.Parameter, world: World) -> Owned:
             _, offset = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
-    copy, num_copies = world.replica(*split)
-    return Owned(name, local, shape, tuple(offset), num_copies, copy, parameter)
+    replica_id, num_replicas = world.replica(*split)
+    return LocalShard(name, local, shape, tuple(offset), replica_id, num_replicas, parameter)
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -111,12 +87,14 @@ def _local(tensor: Any) -> torch.Tensor:
     return local
 
 
-def persistent_buffers(module: nn.Module, world: World) -> list[Owned]:
+def persistent_buffers(module: nn.Module, world: World) -> list[LocalShard]:
     """Buffers that belong to a checkpoint. No technique here shards them."""
     stored = module.state_dict(keep_vars=True)
-    copy, num_copies = world.replica()
+    replica_id, num_replicas = world.replica()
     return [
-        Owned(name, buffer, tuple(buffer.shape), (0,) * buffer.dim(), num_copies, copy, is_buffer=True)
+        LocalShard(
+            name, buffer, tuple(buffer.shape), (0,) * buffer.dim(), replica_id, num_replicas, is_buffer=True
+        )
         for name, buffer in module.named_buffers()
         if name in stored
     ]

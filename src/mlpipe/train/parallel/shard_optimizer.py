@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
-from mlpipe.train.parallel.parallel import Owned, ParallelizedModel
+from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.shards import LocalShard
 from mlpipe.train.world import World
 
 _BUCKET_BYTES = GATHER_BUCKET_BYTES
@@ -28,19 +29,19 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     model.after_step = model.waits.timed(_gatherer([item.local for item in whole], world))
 
 
-def _slice(item: Owned, world: World) -> Owned:
+def _slice(item: LocalShard, world: World) -> LocalShard:
     if not item.shape:  # a scalar has no dim 0: every rank updates it alike
         return item
     start, stop = _rows(item.shape[0], world.coordinates["dp_replicate"], world.mesh.dp_replicate)
     offset = (start, *item.offset[1:])
-    copy, num_copies = world.replica("dp_replicate")
-    return Owned(
+    replica_id, num_replicas = world.replica("dp_replicate")
+    return LocalShard(
         item.name,
         item.local[start:stop],
         item.shape,
         offset,
-        num_copies,
-        copy,
+        replica_id,
+        num_replicas,
         item.parameter,
         full_gradient=True,
     )
