@@ -97,7 +97,7 @@ def state_dict(made: loop.Loop) -> dict[str, torch.Tensor]:
         if item.parameter is not None and isinstance(item.parameter.data, DTensor)
     }
     found: dict[str, torch.Tensor] = {}
-    for item in resuming.stored(made.model, made.optimizer):
+    for item in resuming.stored(made.model, made.update):
         like = sharded.get(
             item.name.removeprefix("optim.").removesuffix(".exp_avg").removesuffix(".exp_avg_sq")
         )

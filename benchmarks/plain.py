@@ -53,9 +53,7 @@ class PlainScript:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=adam.lr,
-            betas=(adam.betas[0], adam.betas[1]),
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
+            **adam.args,
             fused=True,
         )
         self.clip = adam.grad_clip

@@ -27,12 +27,12 @@ class RawLoop:
         weights = list(model.parameters())
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": [p for p in weights if p.dim() >= 2], "weight_decay": adam.weight_decay},
+                {"params": [p for p in weights if p.dim() >= 2], "weight_decay": adam.args["weight_decay"]},
                 {"params": [p for p in weights if p.dim() < 2], "weight_decay": 0.0},
             ],
             lr=adam.lr,
-            betas=(adam.betas[0], adam.betas[1]),
-            eps=adam.eps,
+            betas=adam.args["betas"],
+            eps=adam.args["eps"],
             fused=True,
         )
         self.clip = adam.grad_clip

@@ -78,7 +78,7 @@ def measure(
     )
     sides: dict[str, Callable[[], object]] = {"mlpipe": ours.step}
     # both loops train the same weights: nothing but the optimizer's states is there twice
-    own_states = sum(item.local.nbytes for item in ours.optimizer.state())
+    own_states = sum(item.local.nbytes for item in ours.update.state())
     raw = None
     try:
         raw = RawLoop(plan, ours.model.module.model, device)

@@ -79,11 +79,11 @@ _resume = resuming.resume
 
 
 def _resume_and_save(
-    session: Session, checkpointer: Any, parallel: Any, optimizer: Any, agreement: Any
+    session: Session, checkpointer: Any, parallel: Any, update: Any, agreement: Any
 ) -> resuming.Position:
-    position = _resume(session, checkpointer, parallel, optimizer, agreement)
+    position = _resume(session, checkpointer, parallel, update, agreement)
     scalars = {"step": position.step, "samples": position.samples}
-    checkpointer.save(position.step, resuming.stored(parallel, optimizer), scalars)
+    checkpointer.save(position.step, resuming.stored(parallel, update), scalars)
     checkpointer.finish()
     return position
 

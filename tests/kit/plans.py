@@ -109,10 +109,10 @@ def train_plan(
         ),
         optimizer=OptimizerPlan(
             name="adamw",
+            entry=None,
+            args={"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+            state_bytes_per_parameter=8,
             lr=1e-3,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            weight_decay=0.1,
             grad_clip=1.0,
             schedule="constant",
             warmup_steps=0,

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mlpipe.plan.plan import STRATEGIES, Entry, Plan
 from mlpipe.train.model import build_model
-from mlpipe.train.optim import Optimizer
+from mlpipe.train.optim.update import make_update
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.world import World
 
@@ -45,7 +45,7 @@ def measure(plan: Plan, *, reduces: bool) -> dict[str, int]:
     built = build_model(train.model, seed=1, device_type="cpu", bf16=False)
     world = World(train.mesh, dist.get_rank(), torch.device("cpu"))
     parallel = parallelize(built, world, train)
-    optimizer = Optimizer(train.optimizer, parallel)
+    update = make_update(train.optimizer, parallel.owned)
     inputs = torch.zeros((1, 8), dtype=torch.int64)
     with parallel.gradient_sync(reduces):
         parallel.module({"inputs": inputs, "targets": inputs})[0].backward()
@@ -54,10 +54,11 @@ def measure(plan: Plan, *, reduces: bool) -> dict[str, int]:
         return cast(torch.Tensor, tensor.to_local() if hasattr(tensor, "to_local") else tensor)
 
     parameters = [local(parameter) for parameter in parallel.module.parameters()]
+    gradients = [local(p.grad) for p in parallel.module.parameters() if p.grad is not None]
     return {
         "parameters": sum(tensor.nbytes for tensor in parameters),
-        "gradients": sum(tensor.nbytes for tensor in parallel.gradients()),
-        "optimizer": sum(item.local.nbytes for item in optimizer.state()),
+        "gradients": sum(tensor.nbytes for tensor in gradients),
+        "optimizer": sum(item.local.nbytes for item in update.state()),
     }
 
 

@@ -50,7 +50,7 @@ def train_plan(steps: int, num_ranks: int = 2, **changes: Any) -> TrainPlan:
         model=ModelPlan(Entry("mlpipe.train.models.llama:build", {}), "llama-2m", seq_len=256, blocks=()),
         data=DataPlan(tokens="/data/corpus", dataset=None, digest=None),
         optimizer=OptimizerPlan(
-            "adamw", 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0, "cosine", 20, decay_steps=0, min_lr_ratio=0.1
+            "adamw", None, {}, 8, 1e-3, 1.0, "cosine", 20, decay_steps=0, min_lr_ratio=0.1
         ),
         checkpoint=CheckpointPlan(every_steps=100, every_seconds=None, keep=3, asynchronous=True),
         steps=steps,

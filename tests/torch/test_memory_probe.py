@@ -16,7 +16,7 @@ from mlpipe.plan.plan import Entry, Plan, Prediction, Strategy, TrainPlan
 from mlpipe.train.data import Microbatch
 from mlpipe.train.memory_probe import _peak_bytes, fitting_plan, is_due
 from mlpipe.train.model import build_model
-from mlpipe.train.optim import Optimizer
+from mlpipe.train.optim.update import make_update
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.schedules.accumulate import Accumulate
 from mlpipe.train.world import World
@@ -46,8 +46,8 @@ def test_it_steps_down_or_refuses(tmp_path: Path) -> None:
         built = build_model(plan.model, seed=1, device_type="cpu", bf16=False)
         world = World(plan.mesh, 0, CPU)
         model = parallelize(built, world, plan)
-        optimizer = Optimizer(plan.optimizer, model)
-        optimizer.state()
+        update = make_update(plan.optimizer, model.owned)
+        update.state()
         before = [item.local.clone() for item in model.owned]
 
         def probe(plan: TrainPlan) -> TrainPlan:
@@ -72,7 +72,7 @@ def test_it_steps_down_or_refuses(tmp_path: Path) -> None:
         assert caught.value.kind == "input"
         assert all(torch.equal(was, item.local) for was, item in zip(before, model.owned, strict=True))
         assert all(parameter.grad is None for parameter in model.module.parameters())
-        assert all(not item.local.any() for item in optimizer.state())
+        assert all(not item.local.any() for item in update.state())
     finally:
         torch.set_num_threads(threads)
         dist.destroy_process_group()

@@ -13,8 +13,8 @@ def of_this_version(document: Any) -> Any:
     if not isinstance(document, dict):
         return document
     if isinstance(evaluate := document.get("evaluate"), dict):
-        document = {**document, "evaluate": _with_flags(evaluate)}
-    return _with_flags(document)
+        document = {**document, "evaluate": _with_arguments(_with_flags(evaluate))}
+    return _with_arguments(_with_flags(document))
 
 
 def _with_flags(holder: dict[str, Any]) -> dict[str, Any]:
@@ -27,3 +27,18 @@ def _with_flags(holder: dict[str, Any]) -> dict[str, Any]:
     if train.get("compile") == "model" and (sharded or train.get("activation_checkpointing") != "none"):
         train["compile"] = "block"  # as the trainer did
     return {**holder, "train": train}
+
+
+def _with_arguments(holder: dict[str, Any]) -> dict[str, Any]:
+    """Until there was a choice of optimizers, AdamW's arguments stood beside those that all have."""
+    train = holder.get("train")
+    if not isinstance(train, dict):
+        return holder
+    optimizer = train.get("optimizer")
+    if not isinstance(optimizer, dict) or "args" in optimizer:
+        return holder
+    own = ("betas", "eps", "weight_decay")
+    common = {key: value for key, value in optimizer.items() if key not in own}
+    args = {key: optimizer[key] for key in own if key in optimizer}
+    added = {"entry": None, "args": args, "state_bytes_per_parameter": 8}
+    return {**holder, "train": {**train, "optimizer": {**common, **added}}}

@@ -120,11 +120,15 @@ class DataPlan:
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    name: Literal["adamw"]
+    """`name`: of `_core/optimizers.py`; None: the user's own function, by `entry`. `args`: its arguments,
+    whichever it is; learning rate and clipping are not among them. `state_bytes_per_parameter`: what it keeps
+    between steps for each fp32 parameter."""
+
+    name: str | None
+    entry: str | None
+    args: dict[str, Any]
+    state_bytes_per_parameter: int
     lr: float
-    betas: tuple[float, ...]
-    eps: float
-    weight_decay: float
     grad_clip: float  # global L2 norm; 0 switches clipping off
     schedule: Literal["constant", "cosine", "linear", "wsd"]
     warmup_steps: int

@@ -35,6 +35,7 @@ from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec.model import Pipeline
+from mlpipe.spec.optimizer import OwnOptimizer
 from mlpipe.spec.placeholders import fill
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def _train_plan(
     return TrainPlan(
         model=model,
         data=data,
-        optimizer=_optimizer(spec),
+        optimizer=_optimizer(spec, known),
         checkpoint=CheckpointPlan(
             every_steps=every.steps,
             every_seconds=every.seconds,
@@ -240,8 +241,18 @@ def _data(spec: Train, known: Known) -> DataPlan:
     return DataPlan(folder, None, hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None)
 
 
-def _optimizer(spec: Train) -> OptimizerPlan:
-    decay = spec.optimizer.decay_steps or max(1, spec.steps // 10)
+def _optimizer(spec: Train, known: Mapping[str, str]) -> OptimizerPlan:
+    chosen = spec.optimizer
+    decay = chosen.decay_steps or max(1, spec.steps // 10)
     return OptimizerPlan(
-        **spec.optimizer.model_dump() | {"decay_steps": decay if spec.optimizer.schedule == "wsd" else 0}
+        name=None if isinstance(chosen, OwnOptimizer) else chosen.name,
+        entry=chosen.entry if isinstance(chosen, OwnOptimizer) else None,
+        args=fill(chosen.arguments, known),
+        state_bytes_per_parameter=chosen.state_bytes_per_parameter,
+        lr=chosen.lr,
+        grad_clip=chosen.grad_clip,
+        schedule=chosen.schedule,
+        warmup_steps=chosen.warmup_steps,
+        decay_steps=decay if chosen.schedule == "wsd" else 0,
+        min_lr_ratio=chosen.min_lr_ratio,
     )

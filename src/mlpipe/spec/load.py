@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe.spec import kubernetes_rules, rules
 from mlpipe.spec import overrides as override_rules
 from mlpipe.spec.model import Pipeline
@@ -157,6 +158,9 @@ def _problem(node: Node, found: bool, detail: ErrorDetails) -> Problem:
     if kind == "extra_forbidden":
         known = _known_keys(detail["loc"])
         return Problem.at(node.key or node.place, f"unknown key {key!r}", closest(str(key), known))
+    if kind == "union_tag_invalid" and key == "optimizer":  # by its name
+        node, kind, context = node.value["name"], "literal_error", {"expected": ", ".join(OPTIMIZERS)}
+        value = node.value
     if isinstance(value, Ambiguous):
         return Problem.at(node.place, value.message, value.hint)
     if kind == "mlpipe" and key == "[key]":

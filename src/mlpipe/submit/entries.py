@@ -30,10 +30,13 @@ def check_entries(plans: Iterable[Plan], folder: str) -> None:
             _check(training.model.build, path)
         if training.data.dataset is not None:
             _check(training.data.dataset, path, passed=("split",))
+        own = training.optimizer.entry
+        if own is not None:  # called with the parameters in front, whatever their name is there
+            _check(Entry(own, training.optimizer.args), path, num_positional=1)
 
 
-def _check(entry: Entry, search: Sequence[str], passed: Sequence[str] = ()) -> None:
-    """`passed`: arguments that mlpipe adds to the user's."""
+def _check(entry: Entry, search: Sequence[str], passed: Sequence[str] = (), num_positional: int = 0) -> None:
+    """`passed`, `num_positional`: arguments that mlpipe adds to the user's, by name and in front."""
     module, _, name = entry.entry.partition(":")
     spec = _find(module, search)
     if spec is None:
@@ -58,6 +61,7 @@ def _check(entry: Entry, search: Sequence[str], passed: Sequence[str] = ()) -> N
         )
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list:
+            del node.args.args[:num_positional]
             _check_arguments(entry, node, path, {*entry.args, *passed})
 
 

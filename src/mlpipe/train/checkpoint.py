@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -292,7 +293,8 @@ def share(tensors: Iterable[LocalShard]) -> list[LocalShard]:
     for item in tensors:
         loads = written.setdefault(item.num_replicas, [0] * item.num_replicas)
         writer = 0 if item.is_buffer else loads.index(min(loads))
-        loads[writer] += item.local.nbytes
+        # by its whole size: the parts of a tensor differ, and with them what ranks would count
+        loads[writer] += math.prod(item.shape) * item.local.element_size()
         if writer == item.replica_id and item.local.numel():
             mine.append(item)
     return mine

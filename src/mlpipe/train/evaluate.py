@@ -46,7 +46,7 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
     bf16 = part.precision == "bf16"
     built = build_model(part.model, seed=part.seed, device_type=session.device.type, bf16=bf16)
     model = parallelize(built, session.world, part)
-    _, damage = load_or_damage(session.store, latest.key, model.owned)
+    _, damage = load_or_damage(session.store, latest.key, lambda manifest: model.owned)
     if damage:
         run = session.plan.run_id
         raise DamagedError(

@@ -18,14 +18,17 @@ from mlpipe.plan.plan import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.train.checkpoint import Checkpointer
 from mlpipe.train.data import ReadAhead
-from mlpipe.train.optim import Optimizer, learning_rate
+from mlpipe.train.optim.clipping import clip_factor, squared_norm
+from mlpipe.train.optim.learning_rate import learning_rate
+from mlpipe.train.optim.update import Update
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.parallel import ParallelizedModel
 from mlpipe.train.recording import Recording
-from mlpipe.train.resuming import Position, stored
+from mlpipe.train.resuming import Position, optimizer_scalars, stored
 from mlpipe.train.schedules import Schedule
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.session import Session
+from mlpipe.train.shards import clear_gradients
 
 
 @dataclass
@@ -35,7 +38,7 @@ class Loop:
     session: Session
     plan: TrainPlan
     model: ParallelizedModel
-    optimizer: Optimizer
+    update: Update
     schedule: Schedule
     reader: ReadAhead
     checkpointer: Checkpointer
@@ -79,7 +82,7 @@ class Loop:
 
         seed_step(plan.seed, number, world.data_rank)
         sums = self.schedule.forward_backward(batches)
-        squared, reading = self.optimizer.squared_norm(), 0.0
+        squared, reading = squared_norm(self.model.owned), 0.0
         if number < plan.steps:
             session.watchdog.beat("reading data", number + 1)
             reading = self.reader.read(number + 1, position.samples + plan.global_batch)
@@ -95,10 +98,10 @@ class Loop:
         totals = torch.tensor([*local, float(sums.num_tokens), *asked], dtype=torch.float64)
         dist.all_reduce(totals)
         agreed = time.perf_counter()
-        total_loss, total_targets, squared_norm, total_tokens, stop, save = totals.tolist()
+        total_loss, total_targets, total_squared, total_tokens, stop, save = totals.tolist()
         # Techniques average over the data ranks; the loss is a mean over the global batch's targets.
         scale = world.num_data_ranks / max(total_targets, 1.0)
-        grad_norm = squared_norm**0.5 * scale
+        grad_norm = total_squared**0.5 * scale
         loss = total_loss / max(total_targets, 1.0)
         busy = computed - data_done - reading
         record = Step(
@@ -113,17 +116,17 @@ class Loop:
             collective_seconds=agreed - computed,
             memory_bytes=None,
         )
-        if not all(map(math.isfinite, (total_loss, total_targets, squared_norm))):
+        if not all(map(math.isfinite, (total_loss, total_targets, total_squared))):
             self.checkpointer.finish()  # of an earlier step, sound, and perhaps the last good one
             self.recording.step(record, total_tokens)
             raise self.not_finite(number, local[0])
-        clip = plan.optimizer.grad_clip
-        if clip and grad_norm > clip:
-            scale *= clip / (grad_norm + 1e-6)
+        scale *= clip_factor(grad_norm, plan.optimizer.grad_clip)
         stalled = self.checkpointer.wait_for_staging()
         lr = learning_rate(plan.optimizer, number, plan.steps)
         updating = time.perf_counter()
-        self.optimizer.step(lr=lr, scale=scale)
+        self.update.step(lr=lr, scale=scale)
+        clear_gradients(self.model.owned)
+        self.model.after_step()
         ended = time.perf_counter()
 
         position.step = number
@@ -170,8 +173,9 @@ class Loop:
                 "args": self.plan.model.build.args,
             },
             "tied": self.model.tied(),
+            "optimizer": optimizer_scalars(self.plan.optimizer, self.update),
         }
-        self.checkpointer.save(position.step, stored(self.model, self.optimizer), scalars)
+        self.checkpointer.save(position.step, stored(self.model, self.update), scalars)
 
     def last_key(self) -> str | None:
         """Of the stage's newest committed checkpoint."""

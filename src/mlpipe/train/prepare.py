@@ -15,7 +15,7 @@ from mlpipe.train.data import Microbatch, MicrobatchLoader, ReadAhead, collate, 
 from mlpipe.train.loop import Loop
 from mlpipe.train.memory_probe import dry_steps, fitting_plan, is_due
 from mlpipe.train.model import build_model
-from mlpipe.train.optim import Optimizer
+from mlpipe.train.optim.update import make_update
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.recording import Recording
@@ -41,9 +41,9 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
     num_params = sum(parameter.numel() for parameter in built.model.parameters())
     flops = try_out(plan, built.model, dataset)
     model = parallelize(built, world, plan)
-    optimizer = Optimizer(plan.optimizer, model)
+    update = make_update(plan.optimizer, model.owned)
     # before the first pass, so that they do not lie among what it leaves in the heap
-    optimizer.state()
+    update.state()
     schedule = Accumulate(model, world, lambda: session.watchdog.beat("computing", progress[0] + 1))
 
     def loader_of(micro_batch: int) -> MicrobatchLoader:
@@ -84,14 +84,14 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
     position = Position()
     restoring = time.perf_counter()
     if plan.resume or session.process.restart:
-        position = resume(session, checkpointer, model, optimizer, coordination_store)
+        position = resume(session, checkpointer, model, update, coordination_store)
     restored = time.perf_counter()
     recording.start(position, num_params=num_params, restore_seconds=restored - restoring)
     return Loop(
         session=session,
         plan=plan,
         model=model,
-        optimizer=optimizer,
+        update=update,
         schedule=schedule,
         reader=ReadAhead(loader_of(plan.micro_batch)),
         checkpointer=checkpointer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch.distributed as dist
 
 from mlpipe._core.errors import DamagedError, TrainError
 from mlpipe._core.records import Fallback
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import OptimizerPlan, Plan, TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.store.base import Store
 from mlpipe.store.manifest import Manifest
 from mlpipe.store.runs import append_event
 from mlpipe.train.checkpoint import Checkpointer
-from mlpipe.train.optim import Optimizer, learning_rate
+from mlpipe.train.optim.learning_rate import learning_rate
+from mlpipe.train.optim.update import Update
 from mlpipe.train.parallel.parallel import ParallelizedModel
 from mlpipe.train.reshard import load
 from mlpipe.train.session import Session
@@ -42,7 +44,7 @@ def resume(
     session: Session,
     checkpointer: Checkpointer,
     parallel: ParallelizedModel,
-    optimizer: Optimizer,
+    update: Update,
     agreement: dist.Store,
 ) -> Position:
     """From the stage's newest sound checkpoint, the same on every rank: rank 0 lists them, and one that is
@@ -56,9 +58,15 @@ def resume(
         agreement.set(name, json.dumps([item.key for item in reversed(found)]))
     keys: list[str] = json.loads(agreement.get(name))
     damages: list[str] = []
+
+    def state_of(manifest: Manifest) -> list[LocalShard]:
+        if session.plan.train is not None:
+            _load_optimizer(session.plan.train.optimizer, update, manifest["scalars"], session.plan.run_id)
+        return stored(parallel, update)
+
     for index, key in enumerate(keys):
         session.watchdog.beat(f"loading {key}", 0)
-        manifest, damage = load_or_damage(session.store, key, stored(parallel, optimizer))
+        manifest, damage = load_or_damage(session.store, key, state_of)
         if damage:
             agreement.set(f"{name}/damage-{index}", damage)
         num_damaged = torch.tensor([float(bool(damage))])
@@ -72,7 +80,6 @@ def resume(
             raise _none_is_sound(session.plan, damages)
         return Position()
     scalars = manifest["scalars"]
-    optimizer.set_num_updates(scalars["step"])
     parallel.after_step()
     checkpointer.in_use.add(key)
     notes = _schedule_notes(session.plan.work.training, scalars)
@@ -81,12 +88,14 @@ def resume(
     return Position(scalars["step"], scalars["samples"], key, notes)
 
 
-def load_or_damage(store: Store, key: str, tensors: list[LocalShard]) -> tuple[Manifest | None, str]:
-    """The manifest, with `tensors` filled; or what of the checkpoint is damaged, in words."""
+def load_or_damage(
+    store: Store, key: str, tensors: Callable[[Manifest], list[LocalShard]]
+) -> tuple[Manifest | None, str]:
+    """The manifest, with the `tensors` for it filled; or what of the checkpoint is damaged, in words."""
     try:
         manifest = catalogue.load_manifest(store, key)
         catalogue.check_whole(store, key, manifest)
-        load(store, key, manifest, tensors)
+        load(store, key, manifest, tensors(manifest))
     except DamagedError as error:
         return None, str(error)
     return manifest, ""
@@ -132,6 +141,25 @@ def _schedule_notes(plan: TrainPlan | None, scalars: dict[str, Any]) -> list[str
     ]
 
 
-def stored(parallel: ParallelizedModel, optimizer: Optimizer) -> list[LocalShard]:
+def stored(parallel: ParallelizedModel, update: Update) -> list[LocalShard]:
     """All tensors of a checkpoint. LossModule's one child is `model`, hence the names `model.<fqn>`."""
-    return [*parallel.owned, *optimizer.state()]
+    return [*parallel.owned, *update.state()]
+
+
+def optimizer_scalars(plan: OptimizerPlan, update: Update) -> dict[str, Any]:
+    """What a checkpoint says of its optimizer besides tensors."""
+    return {"name": plan.name or plan.entry, "scalars": update.scalars()}
+
+
+def _load_optimizer(plan: OptimizerPlan, update: Update, scalars: dict[str, Any], run_id: str) -> None:
+    """From what `optimizer_scalars` gave. Before there was a choice it was AdamW, with a step an update."""
+    ours = plan.name or plan.entry
+    saved = scalars.get("optimizer", {"name": "adamw", "scalars": {"num_updates": scalars["step"]}})
+    if saved["name"] != ours:
+        raise TrainError(
+            f"the checkpoint has the states of optimizer {saved['name']}, not of {ours}",
+            where=f"step {scalars['step']}",
+            hint=f"go on with {saved['name']}, or begin anew: mlpipe resume {run_id} --from-step 0",
+            kind="input",
+        )
+    update.load_scalars(saved["scalars"])

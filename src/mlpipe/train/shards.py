@@ -6,7 +6,9 @@ That is one code path for replicated and sharded training and keeps DTensor's di
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,3 +34,27 @@ class LocalShard:
     parameter: nn.Parameter | None = None
     full_gradient: bool = False
     is_buffer: bool = False
+
+    def gradient(self) -> torch.Tensor | None:
+        """Of `local`, after a backward; None where the parameter took no part in it."""
+        gradient: Any = self.parameter.grad if self.parameter is not None else None
+        if gradient is None:
+            return None
+        if hasattr(gradient, "to_local"):
+            gradient = gradient.to_local()
+        elif self.full_gradient:
+            gradient = gradient[self.offset[0] : self.offset[0] + self.local.shape[0]]
+        found: torch.Tensor = gradient
+        return found
+
+    def state(self, kind: str, local: torch.Tensor) -> LocalShard:
+        """A state of the optimizer that has the shape of this parameter and is split like it."""
+        name = f"optim.{self.name}.{kind}"
+        return LocalShard(name, local, self.shape, self.offset, self.replica_id, self.num_replicas)
+
+
+def clear_gradients(shards: Iterable[LocalShard]) -> None:
+    """So that the next backward does not add to them."""
+    for shard in shards:
+        if shard.parameter is not None:
+            shard.parameter.grad = None

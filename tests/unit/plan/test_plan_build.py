@@ -20,6 +20,7 @@ from mlpipe.plan.allocators import glibc
 from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.candidates import micro_batches, precision_on
 from mlpipe.plan.hardware import CATALOGUE, CPU_CORE, GIB, GPUS, Hardware, detect_hardware
+from mlpipe.plan.optimizers import traffic_bytes_per_parameter
 from mlpipe.plan.plan import STRATEGIES, Mesh, Plan
 from mlpipe.plan.speed import KernelRates
 from mlpipe.plan.strategies import ORDER
@@ -302,6 +303,22 @@ def test_launch() -> None:
     for saving in ("train.strategy=fsdp", "train.activation_checkpointing=full"):
         env = plan_of(quickstart(saving), "train", cpu()).launch.env
         assert env == {**glibc.environment(trimming=True), "OMP_NUM_THREADS": "2"}
+
+
+def test_an_optimizer_is_named_or_the_users_own() -> None:
+    momentum = train_of(quickstart("train.optimizer={name: sgd, lr: 1}"), cpu()).optimizer
+    assert (momentum.name, momentum.entry, momentum.lr) == ("sgd", None, 1.0)
+    assert (momentum.args, momentum.state_bytes_per_parameter) == ({"momentum": 0.9, "weight_decay": 0.0}, 4)
+    plain = train_of(quickstart("train.optimizer={name: sgd, momentum: 0}"), cpu()).optimizer
+    assert plain.state_bytes_per_parameter == 0
+    own = train_of(quickstart('train.optimizer={entry: "a.b:c", args: {x: "{{store}}/y"}}'), cpu()).optimizer
+    assert (own.name, own.entry, own.state_bytes_per_parameter) == (None, "a.b:c", 8)
+    assert own.args["x"].endswith("/y")
+    assert "{{" not in own.args["x"]
+
+
+def test_a_step_of_adamw_moves_40_bytes_a_parameter() -> None:
+    assert [traffic_bytes_per_parameter(state) for state in (8, 4, 0)] == [40, 32, 24]
 
 
 def test_wsd_decays_over_a_tenth_unless_told() -> None:

@@ -98,3 +98,18 @@ def test_a_plan_without_flags_is_compiled_as_it_was(changes: dict[str, Any], sco
     plain = {"mesh": {}, "activation_checkpointing": "none", "compile": "model"}
     document["train"] = before_flags(document["train"], **{**plain, **changes})
     assert Plan.from_json(json.dumps(document)).work.training.compile == scope
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_plan_without_a_choice_of_optimizers_is_of_adamw(kind: str) -> None:
+    """Its arguments stood beside the learning rate."""
+    new = plan_of(pipeline_of("quickstart", *QUICKSTART, "train.optimizer.eps=1e-6"), kind)
+    document = json.loads(new.to_json())
+    optimizer = (document if kind == "train" else document["evaluate"])["train"]["optimizer"]
+    optimizer |= optimizer.pop("args")
+    del optimizer["entry"], optimizer["state_bytes_per_parameter"]
+    assert optimizer == {
+        "name": "adamw", "lr": 2e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1, "grad_clip": 1.0,
+        "schedule": "cosine", "warmup_steps": 15, "decay_steps": 0, "min_lr_ratio": 0.1,
+    }  # fmt: skip
+    assert Plan.from_json(json.dumps(document)) == new

@@ -54,6 +54,12 @@ def test_what_may_work_passes(folder: str, entry: str, args: dict[str, object]):
     _check(Entry(entry, args), [folder])
 
 
+def test_an_optimizer_is_given_the_parameters_in_front(folder: str):
+    _check(Entry("own.model:build", {"depth": 3}), [folder], num_positional=1)
+    with pytest.raises(MlpipeError, match="takes no argument 'dim'"):
+        _check(Entry("own.model:build", {"dim": 3}), [folder], num_positional=1)
+
+
 @pytest.mark.parametrize(
     ("entry", "args", "says"),
     [

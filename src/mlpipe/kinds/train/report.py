@@ -97,8 +97,9 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Block:
                     "batch": batch,
                     "precision": f"{plan.precision}, activation checkpointing"
                     f" {plan.activation_checkpointing}, compile {plan.compile}",
-                    "optimizer": f"{optimizer.name}, lr {optimizer.lr:g} ({optimizer.schedule},"
-                    f" {optimizer.warmup_steps} warm-up steps), clip {optimizer.grad_clip:g}",
+                    "optimizer": f"{optimizer.name or optimizer.entry}, lr {optimizer.lr:g}"
+                    f" ({optimizer.schedule}, {optimizer.warmup_steps} warm-up steps),"
+                    f" clip {optimizer.grad_clip:g}",
                     "checkpoints": f"every {every}, {plan.checkpoint.keep} kept",
                     "seed": f"{plan.seed}{', deterministic' if plan.deterministic else ''}",
                     "hardware": ", ".join(str(part) for part in hardware if part),

@@ -11,6 +11,7 @@ from mlpipe._core.units import parse_seconds
 from mlpipe.spec import feasibility
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel, one_of
+from mlpipe.spec.optimizer import AnyOptimizer, default_optimizer
 from mlpipe.spec.part import SpecPart
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, problem_of_key, text_of
@@ -87,27 +88,6 @@ class OwnData(SpecModel):
     )
 
 
-class Optimizer(SpecModel):
-    """AdamW and its learning-rate schedule."""
-
-    name: Literal["adamw"] = Field("adamw", description="The only one so far.")
-    lr: f.Positive = Field(3e-4, description="Peak learning rate.")
-    betas: Annotated[tuple[f.BelowOne, f.BelowOne], Field(strict=False)] = Field(
-        (0.9, 0.95), description="Decay of the first and second moment."
-    )
-    eps: f.Positive = Field(1e-8, description="Added to the denominator.")
-    weight_decay: f.NotNegative = Field(0.1, description="Decoupled weight decay.")
-    grad_clip: f.NotNegative = Field(1.0, description="Largest global gradient norm; 0 switches it off.")
-    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
-        "cosine", description="Learning rate after the warm-up. `wsd`: constant, then a linear decay."
-    )
-    warmup_steps: f.CountOrZero = Field(0, description="Steps of linear warm-up.")
-    decay_steps: f.Count | None = Field(
-        None, description="Of `wsd`: steps of the final decay. Default: a tenth of all."
-    )
-    min_lr_ratio: f.Ratio = Field(0.1, description="Final learning rate as a share of the peak.")
-
-
 class Checkpoint(SpecModel):
     """When to save and what to retain."""
 
@@ -145,8 +125,8 @@ class Train(SpecModel):
         _entry_or("TokenData", "OwnData"),
     ] = Field(description="A folder of `tokens`, or your own `entry`.")
     steps: f.Count = Field(description="Optimizer steps in all.")
-    optimizer: Optimizer = Field(
-        default_factory=lambda: Optimizer.model_construct(), description="Optimizer and schedule."
+    optimizer: AnyOptimizer = Field(
+        default_factory=default_optimizer, description="By `name`, or your own `entry`; and its schedule."
     )
     strategy: Strategy = Field("auto", description="How to split the work; `auto`: the fastest that fits.")
     mesh: MeshSizes | None = Field(None, description="For `hsdp` only.")

@@ -54,8 +54,7 @@ def techniques(plan: TrainPlan) -> list[TechniqueModule]:
 def parallelize(built: BuiltModel, world: World, plan: TrainPlan) -> ParallelizedModel:
     """`built.module` may be on the meta device; afterwards its weights are real, the same for a seed under
     every mesh."""
-    num_replicas = world.size // world.mesh.dp_shard
-    model = ParallelizedModel(built, built.module, Waits(world.device), norm_copies=num_replicas)
+    model = ParallelizedModel(built, built.module, Waits(world.device))
     for technique in techniques(plan):
         technique.apply(model, world, plan)
     return model

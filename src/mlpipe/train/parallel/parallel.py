@@ -1,4 +1,4 @@
-"""What the techniques make of a model, so that the loop, the optimizer and the checkpoint know none of them."""
+"""What the techniques make of a model, so that loop, optimizer and checkpoint know none of them."""
 
 from __future__ import annotations
 
@@ -42,12 +42,6 @@ class ParallelizedModel:
     owned: list[LocalShard] = field(default_factory=list)
     gradient_sync: Callable[[bool], AbstractContextManager[None]] = no_gradient_sync
     after_step: Callable[[], None] = nothing
-    norm_copies: int = 1
-
-    def gradients(self) -> list[torch.Tensor]:
-        """The local tensors of which the squared norms, summed over the world and divided by `norm_copies`,
-        make the global squared norm."""
-        return [_local(p.grad) for p in self.built.module.parameters() if p.grad is not None]
 
     def tied(self) -> dict[str, str]:
         """Further names of tied parameters, and the one under which each is stored."""

@@ -1,0 +1,33 @@
+"""Clipping by the global norm of the gradient (Pascanu et al., 2013)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+
+from mlpipe.train.shards import LocalShard
+
+
+def squared_norm(shards: Iterable[LocalShard]) -> torch.Tensor:
+    """Of this rank's part of the gradient, such that the sum over all ranks is the square of the global norm
+    on any mesh: a part that several ranks hold counts by its share on each of them. An fp64 scalar on the
+    gradients' device."""
+    by_replicas: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for shard in shards:
+        gradient = shard.gradient()
+        if gradient is not None:
+            by_replicas[shard.num_replicas].append(gradient)
+    squares = [
+        torch.stack(torch._foreach_norm(gradients)).double().square().sum() / num_replicas
+        for num_replicas, gradients in by_replicas.items()
+    ]
+    if not squares:
+        return torch.zeros((), dtype=torch.float64)
+    return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """By which gradients of this global norm are multiplied so that it is at most `limit`; 0 sets none."""
+    return limit / (norm + 1e-6) if limit and norm > limit else 1.0
