@@ -68,8 +68,3 @@ def test_adrs_are_numbered_and_listed() -> None:
     assert [page[:4] for page in pages] == [f"{n:04d}" for n in range(1, len(pages) + 1)]
     index = (ROOT / "docs/adr/README.md").read_text()
     assert [page for page in pages if page not in index] == []
-
-
-def test_every_module_is_short_enough_to_read_at_one_sitting() -> None:
-    sizes = {path: len(path.read_text().splitlines()) for path in (ROOT / "src").rglob("*.py")}
-    assert {str(path.relative_to(ROOT)): size for path, size in sizes.items() if size > 400} == {}
