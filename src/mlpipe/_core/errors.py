@@ -62,18 +62,26 @@ class MlpipeError(Exception):
 
 
 class SpecError(MlpipeError):
+    """The pipeline file is wrong."""
+
     kind: Kind = "input"
 
 
 class PlanError(MlpipeError):
+    """The pipeline cannot run as it was asked for."""
+
     kind: Kind = "input"
 
 
 class RenderError(MlpipeError):
+    """A manifest or Jenkinsfile cannot be written."""
+
     kind: Kind = "input"
 
 
 class StoreError(MlpipeError):
+    """The store is unreachable, full or corrupt."""
+
     kind: Kind = "infrastructure"
 
 
@@ -82,8 +90,12 @@ class DamagedError(StoreError):
 
 
 class SubmitError(MlpipeError):
+    """A run cannot be started, found or followed."""
+
     kind: Kind = "infrastructure"
 
 
 class TrainError(MlpipeError):
+    """The run failed by its own code or its gate."""
+
     kind: Kind = "failed"

@@ -13,6 +13,8 @@ GATE_PATTERN = rf"\s*({'|'.join(METRICS)})\s*(<=|>=|<|>)\s*([0-9]+(?:\.[0-9]+)?(
 
 @dataclass(frozen=True)
 class Gate:
+    """A metric of METRICS, an op of <, <=, >, >=, and the limit that it is held against."""
+
     metric: str
     op: str
     limit: float

@@ -16,10 +16,12 @@ _NAME = re.compile(NAME_PATTERN)
 
 
 def is_name(text: str) -> bool:
+    """Whether a run, stage, pipeline or model may be called so."""
     return _NAME.fullmatch(text) is not None
 
 
 def is_bucket(text: str) -> bool:
+    """Whether a bucket may be called so (BUCKET_RULE)."""
     return re.fullmatch(BUCKET_PATTERN, text) is not None
 
 

@@ -31,6 +31,7 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
+        """Channels of one attention head."""
         return self.dim // self.num_heads
 
     def num_layer_params(self) -> int:

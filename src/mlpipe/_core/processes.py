@@ -22,6 +22,7 @@ class ProcessId:
 
 
 def this_process() -> ProcessId:
+    """Who we are; without `namespace` where /proc does not tell."""
     pid = os.getpid()
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()

@@ -111,10 +111,10 @@ def differing_keys(ours: Any, theirs: Any, at: str = "") -> list[str]:
     ours, theirs = _named(ours), _named(theirs)
     if isinstance(ours, dict) and isinstance(theirs, dict):
         keys = [*ours, *(key for key in theirs if key not in ours)]
-        found = [
+        paths_of_keys = [
             differing_keys(ours.get(key), theirs.get(key), f"{at}.{key}" if at else str(key)) for key in keys
         ]
-        return [path for paths in found for path in paths]
+        return [path for paths in paths_of_keys for path in paths]
     return [] if type(ours) is type(theirs) and ours == theirs else [at]
 
 

@@ -68,17 +68,17 @@ def submit(
         signal.signal(signal.SIGTERM, interrupt)
     try:
         try:
-            found = jenkins.trigger(job, parameters)
+            target = jenkins.trigger(job, parameters)
         except SubmitError as error:
             if new and error.kind == "input":
                 build_request.forget(store, run_id)
             raise
         if wait:
-            return _follow(session, jenkins, store, found, run_id)
+            return _follow(session, jenkins, store, target, run_id)
         deadline = time.monotonic() + _LOOK_SECONDS
-        where, why = _where(access.url, found), ""
-        while isinstance(found, Waiting) and time.monotonic() < deadline:
-            looked = jenkins.look(found)
+        where, why = _where(access.url, target), ""
+        while isinstance(target, Waiting) and time.monotonic() < deadline:
+            looked = jenkins.look(target)
             if isinstance(looked, Build):
                 where, why = looked.url, ""
                 break
@@ -97,23 +97,23 @@ def submit(
     return 0
 
 
-def _where(url: str, found: Waiting | Build) -> str:
+def _where(url: str, target: Waiting | Build) -> str:
     from mlpipe.submit.jenkins.client import Build
 
-    return found.url if isinstance(found, Build) else f"{url}/queue/item/{found.item}/"
+    return target.url if isinstance(target, Build) else f"{url}/queue/item/{target.item}/"
 
 
-def _follow(session: Session, jenkins: Jenkins, store: Store, found: Waiting | Build, run_id: str) -> int:
+def _follow(session: Session, jenkins: Jenkins, store: Store, target: Waiting | Build, run_id: str) -> int:
     """Until the build has ended; its result as an exit code."""
     from mlpipe.submit.jenkins.client import Build, failure_of
 
     session.note(f"run {run_id} in {store.url}; Ctrl-C leaves it running")
-    if isinstance(found, Build):
+    if isinstance(target, Build):
         session.note(f"run {run_id} has a build already: it is followed, and no other is started")
-        build = found
+        build = target
     else:
         build = jenkins.wait_for_build(
-            found, _QUEUE_SECONDS, lambda why: session.note(f"in the queue: {why}") if why else None
+            target, _QUEUE_SECONDS, lambda why: session.note(f"in the queue: {why}") if why else None
         )
     session.note(f"build {build.url}")
     for text, _ in jenkins.follow_log(build):
@@ -151,12 +151,12 @@ def stands(store: Store, asked: BuildRequest) -> dict[str, Any]:
     }
     try:
         jenkins = _connect(asked)
-        found = jenkins.find(asked.job, asked.run_id)
-        if found is None:
+        target = jenkins.find(asked.job, asked.run_id)
+        if target is None:
             return {**document, "message": "Jenkins has no such build (any more)"}
-        looked = found if isinstance(found, Build) else jenkins.look(found)
+        looked = target if isinstance(target, Build) else jenkins.look(target)
         if isinstance(looked, str):
-            return {**document, "build": _where(asked.jenkins, found), "message": looked}
+            return {**document, "build": _where(asked.jenkins, target), "message": looked}
         state = (looked.result or "building").lower()
         return {**document, "build": looked.url, "state": state, "message": "it has made no run"}
     except MlpipeError as error:
@@ -176,10 +176,10 @@ def abort(session: Session, store: Store, asked: BuildRequest, timeout_seconds: 
     is_run = store.exists(f"runs/{asked.run_id}/run.json")
     try:
         jenkins = _connect(asked)
-        found = jenkins.find(asked.job, asked.run_id)
-        if found is None or (isinstance(found, Build) and found.result is not None):
+        target = jenkins.find(asked.job, asked.run_id)
+        if target is None or (isinstance(target, Build) and target.result is not None):
             return True
-        jenkins.stop(found)
+        jenkins.stop(target)
     except MlpipeError as error:
         if not is_run:
             raise
@@ -187,8 +187,8 @@ def abort(session: Session, store: Store, asked: BuildRequest, timeout_seconds: 
         return False
     deadline = time.monotonic() + timeout_seconds
     while True:
-        found = jenkins.find(asked.job, asked.run_id)
-        if found is None or (isinstance(found, Build) and found.result is not None):
+        target = jenkins.find(asked.job, asked.run_id)
+        if target is None or (isinstance(target, Build) and target.result is not None):
             return True
         if store.exists(f"runs/{asked.run_id}/run.json"):
             return False  # its own `mlpipe cancel` waits for the run, and so do we
@@ -196,7 +196,7 @@ def abort(session: Session, store: Store, asked: BuildRequest, timeout_seconds: 
             raise SubmitError(
                 f"the build of run {asked.run_id} was asked to stop and has not "
                 f"stopped within {timeout_seconds:.0f} s",
-                where=_where(asked.jenkins, found),
+                where=_where(asked.jenkins, target),
             )
         time.sleep(_POLL_SECONDS)
 

@@ -85,25 +85,25 @@ def driver_objects(
     return _finish([{**head, "spec": spec}], stage, "driver", cluster, spec_digest)
 
 
-def object_digest(found: Json) -> str:
+def object_digest(document: Json) -> str:
     """sha256 of the object's canonical JSON, without the annotation that holds it."""
-    metadata = dict(found["metadata"])
+    metadata = dict(document["metadata"])
     metadata["annotations"] = {
         key: value for key, value in metadata.get("annotations", {}).items() if key != names.SPEC_DIGEST
     }
-    text = json.dumps({**found, "metadata": metadata}, sort_keys=True, separators=(",", ":"))
+    text = json.dumps({**document, "metadata": metadata}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _finish(
     objects: list[Json], stage: str | None, component: Component, cluster: ClusterPlan, pipeline_digest: str
 ) -> list[Json]:
-    for found in objects:
-        found["metadata"]["annotations"] = {names.PIPELINE_DIGEST: pipeline_digest}
+    for document in objects:
+        document["metadata"]["annotations"] = {names.PIPELINE_DIGEST: pipeline_digest}
     objects = patched(objects, cluster.patches, stage, component)
-    for found in objects:
-        annotations = found["metadata"].setdefault("annotations", {})
-        annotations[names.SPEC_DIGEST] = object_digest(found)
+    for document in objects:
+        annotations = document["metadata"].setdefault("annotations", {})
+        annotations[names.SPEC_DIGEST] = object_digest(document)
     return objects
 
 
@@ -206,8 +206,8 @@ _DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
 
 
 def _exit_codes(codes: tuple[int, ...]) -> Json:
-    found = {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
-    return {"action": "FailJob", "onExitCodes": found}
+    condition = {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
+    return {"action": "FailJob", "onExitCodes": condition}
 
 
 def _deadline(plan: Plan) -> Json:

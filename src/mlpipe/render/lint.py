@@ -22,10 +22,10 @@ def lint(plan: Plan) -> list[str]:
         return []
     if plan.kind.runs == "driver":  # it has no pod of its own
         return [*_image(plan.cluster), *_store(plan, plan.cluster)]
-    found = [*_names(plan), *_pod(plan, plan.cluster)]
+    lines = [*_names(plan), *_pod(plan, plan.cluster)]
     if (training := plan.part(TrainPlan)) is not None:
-        found += _grace(plan, training)
-    of_stage = [line.replace(": ", f": stage {plan.stage}: ", 1) for line in found]
+        lines += _grace(plan, training)
+    of_stage = [line.replace(": ", f": stage {plan.stage}: ", 1) for line in lines]
     return [*_image(plan.cluster), *_store(plan, plan.cluster), *of_stage]
 
 
@@ -37,8 +37,8 @@ def lint_patches(plans: Sequence[Plan], objects: Sequence[Sequence[dict[str, obj
         f"{f' of stage {patch.stage}' if patch.stage else ''}: there is none in what is rendered"
         for number, patch in enumerate(patches)
         if not any(
-            targets(patch, found, plan.stage if plan else None, "worker" if plan else "driver")
-            for plan, found in zip([*plans, None], objects, strict=True)
+            targets(patch, rendered, plan.stage if plan else None, "worker" if plan else "driver")
+            for plan, rendered in zip([*plans, None], objects, strict=True)
         )
     ]
 

@@ -42,7 +42,7 @@ def config_name(name: str, text: str) -> str:
 
 def labels(run_id: str, stage: str | None, attempt: int | None, component: str) -> dict[str, str]:
     """`component`: worker or driver. What is no label's value becomes one; select by what this gives."""
-    found = {
+    values = {
         "app.kubernetes.io/name": "mlpipe",
         "app.kubernetes.io/instance": label_value(run_id),
         VERSION: label_value(mlpipe.__version__),
@@ -52,13 +52,14 @@ def labels(run_id: str, stage: str | None, attempt: int | None, component: str) 
         RUN: label_value(run_id),
     }
     if stage is not None:
-        found[STAGE] = label_value(stage)
+        values[STAGE] = label_value(stage)
     if attempt is not None:
-        found[ATTEMPT] = str(attempt)
-    return found
+        values[ATTEMPT] = str(attempt)
+    return values
 
 
 def label_value(text: str) -> str:
+    """`text` where it may be the value of a label, else what is left of it and a digest of the whole."""
     if _LABEL_VALUE.fullmatch(text) and not re.search(r"\.x[0-9a-f]{8}$", text):
         return text
     return re.sub(r"[^A-Za-z0-9._-]", "-", text)[:53].strip("._-") + ".x" + _digest(text)

@@ -51,26 +51,28 @@ def patched(
     objects: Sequence[Json], patches: Sequence[Patch], stage: str | None, component: Component
 ) -> list[Json]:
     """Copies of `objects` after all patches that are meant for them. Raises RenderError."""
-    found: list[Json] = json.loads(json.dumps(list(objects)))
+    patched_objects: list[Json] = json.loads(json.dumps(list(objects)))
     for number, patch in enumerate(patches):
         if patch.stage not in (None, stage) or patch.component not in (None, component):
             continue
-        for i, target in enumerate(found):
+        for i, target in enumerate(patched_objects):
             try:
-                found[i] = _apply(patch, target)
+                patched_objects[i] = _apply(patch, target)
             except _Misfit as error:
                 kind = "strategic" if patch.strategic is not None else "json"
                 where = f"kubernetes.patches[{number}].{kind}, {patch.kind} of stage {stage or 'driver'}"
                 raise RenderError(
                     f"{error.path or '/'}: {error}", where=where, hint="compare it with `mlpipe render`"
                 ) from None
-    return found
+    return patched_objects
 
 
 def targets(patch: Patch, objects: Sequence[Json], stage: str | None, component: Component) -> bool:
     """Whether the patch is meant for one of `objects`."""
     fits = patch.stage in (None, stage) and patch.component in (None, component)
-    return fits and any(patch.kind in (found["kind"], "Pod" if _template(found) else "") for found in objects)
+    return fits and any(
+        patch.kind in (document["kind"], "Pod" if _template(document) else "") for document in objects
+    )
 
 
 def _apply(patch: Patch, target: Json) -> Json:
@@ -101,31 +103,31 @@ def _known(patch: Patch, target: Json) -> Json:
     return target
 
 
-def _template(found: Json) -> Json | None:
+def _template(document: Json) -> Json | None:
     """What holds the pod template, if there is one."""
     try:
-        if found["kind"] == "JobSet":
-            found = found["spec"]["replicatedJobs"][0]["template"]
-        holder = found["spec"]
+        if document["kind"] == "JobSet":
+            document = document["spec"]["replicatedJobs"][0]["template"]
+        holder = document["spec"]
         return holder if isinstance(holder["template"], dict) else None
     except (KeyError, IndexError, TypeError):
         return None
 
 
-def _identity(found: Json, at: str = "") -> dict[str, Any]:
+def _identity(document: Json, at: str = "") -> dict[str, Any]:
     """JSON pointer -> value, of the object at `at` and of every template in it."""
-    metadata = found.get("metadata", {} if at else None)
+    metadata = document.get("metadata", {} if at else None)
     if not isinstance(metadata, dict):
         raise _Misfit(f"{at}/metadata", "an object needs it")
     for key in ("labels", "annotations"):
         if not isinstance(metadata.get(key, {}), dict):
             raise _Misfit(f"{at}/metadata/{key}", f"a mapping stood there, not {_show(metadata[key])}")
-    own = {f"{at}/{key}": found.get(key) for key in ("apiVersion", "kind")}
+    own = {f"{at}/{key}": document.get(key) for key in ("apiVersion", "kind")}
     own |= {f"{at}/metadata/{key}": metadata.get(key) for key in ("name", "namespace")}
     for key, value in metadata.get("labels", {}).items():
         if SELECTED.fullmatch(key):
             own[f"{at}/metadata/labels/{_token(key)}"] = value
-    for path, template in _templates(found.get("spec")):
+    for path, template in _templates(document.get("spec")):
         own |= _identity(template, f"{at}/spec/{path}")
     return own
 

@@ -44,7 +44,7 @@ def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str,
     container["env"] = _worker_env(plan, cluster, rendezvous)
     if cluster.env_from:
         keys = {"secret": "secretRef", "config_map": "configMapRef"}
-        container["envFrom"] = [{keys[found.kind]: {"name": found.name}} for found in cluster.env_from]
+        container["envFrom"] = [{keys[source.kind]: {"name": source.name}} for source in cluster.env_from]
     port = _metrics_port(plan)
     if port is not None:
         container["ports"] = [
@@ -251,9 +251,9 @@ def _place(spec: Json, plan: Plan, cluster: ClusterPlan, labels: Json) -> None:
 
 def _tolerations(cluster: ClusterPlan, gpus: int) -> list[Json]:
     """A node selector may send all pods to the nodes with GPUs, also those without."""
-    found: list[Json] = []
+    tolerations: list[Json] = []
     if gpus or cluster.node_selector:
-        found.append({"key": cluster.gpu_resource, "operator": "Exists", "effect": "NoSchedule"})
+        tolerations.append({"key": cluster.gpu_resource, "operator": "Exists", "effect": "NoSchedule"})
     for toleration in cluster.tolerations:
         fields = {
             "key": toleration.key,
@@ -262,8 +262,8 @@ def _tolerations(cluster: ClusterPlan, gpus: int) -> list[Json]:
             "effect": toleration.effect,
             "tolerationSeconds": toleration.toleration_seconds,
         }
-        found.append({key: value for key, value in fields.items() if value is not None})
-    return found
+        tolerations.append({key: value for key, value in fields.items() if value is not None})
+    return tolerations
 
 
 def _metrics_port(plan: Plan) -> int | None:
@@ -298,10 +298,10 @@ def _worker_env(plan: Plan, cluster: ClusterPlan, rendezvous: str) -> list[Json]
         env.append({"name": environment.GANG_RESTART, "valueFrom": {"fieldRef": {"fieldPath": path}}})
     env += _by_reference(plan.store_url, cluster, "worker")
     env += [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": found.secret, "key": found.key}}}
-        for name, found in sorted(cluster.secret_env.items())
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": reference.secret, "key": reference.key}}}
+        for name, reference in sorted(cluster.secret_env.items())
     ]
-    return list({found["name"]: found for found in env}.values())  # the last word on a name, said once
+    return list({entry["name"]: entry for entry in env}.values())  # the last word on a name, said once
 
 
 def is_gang(plan: Plan) -> bool:
@@ -330,9 +330,9 @@ def _proxy(cluster: ClusterPlan) -> dict[str, str]:
         return {}
     endpoint = urlsplit(cluster.store_endpoint or "").hostname or ".."
     hosts = [*_NO_PROXY, *([endpoint] if endpoint.count(".") < 2 else []), *proxy.no_proxy]
-    found = {"HTTP_PROXY": proxy.http, "HTTPS_PROXY": proxy.https, "NO_PROXY": ",".join(hosts)}
-    found |= {name.lower(): value for name, value in found.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    variables = {"HTTP_PROXY": proxy.http, "HTTPS_PROXY": proxy.https, "NO_PROXY": ",".join(hosts)}
+    variables |= {name.lower(): value for name, value in variables.items()}
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 def _by_reference(store_url: str, cluster: ClusterPlan, who: Component) -> list[Json]:

@@ -51,12 +51,20 @@ class LogWriter(Protocol):
     """Append-only lines. A folder loses at most the last line when the process is killed; S3 cannot
     append, so it gets numbered chunks at least every 10 s and on flush."""
 
-    def write(self, data: bytes) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
+    def write(self, data: bytes) -> None:
+        """Takes `data`, whole lines, to be stored soon."""
+
+    def flush(self) -> None:
+        """What was written is stored when this returns. Raises StoreError."""
+
+    def close(self) -> None:
+        """`flush`, and nothing more is written. Raises StoreError."""
 
 
 class Store(Protocol):
+    """Objects under keys like `runs/a/run.json`, in a folder or a bucket. Every call may raise StoreError,
+    and has a deadline."""
+
     url: str
     part_bytes: int | None
     """Bytes above which an object is better cut into several (S3). None: no such limit (a folder)."""
@@ -82,9 +90,11 @@ class Store(Protocol):
     def get_into(self, key: str, buffer: Buffer, *, start: int = 0) -> None:
         """Fill the writable `buffer` from the object's bytes at `start`; short reads raise StoreError."""
 
-    def get_with_etag(self, key: str) -> tuple[bytes, str]: ...
+    def get_with_etag(self, key: str) -> tuple[bytes, str]:
+        """The object's bytes, and the etag that `put_if_match` compares."""
 
-    def exists(self, key: str) -> bool: ...
+    def exists(self, key: str) -> bool:
+        """Whether there is an object (not a folder) of this key."""
 
     def list(self, prefix: str, *, recursive: bool = True) -> Iterator[ObjectInfo]:
         """Everything below the folder `prefix` ("": all), sorted by key. Not recursive: only what is right
@@ -96,7 +106,8 @@ class Store(Protocol):
     def copy(self, source: str, target: str) -> None:
         """Within the store, without a round trip through the client where it can."""
 
-    def open_log(self, key: str) -> LogWriter: ...
+    def open_log(self, key: str) -> LogWriter:
+        """Goes on with the log `key`, or begins it."""
 
     def read_log(self, key: str, *, offset: int = 0) -> tuple[bytes, int]:
         """All bytes from `offset` on, and the offset to continue from. Absent: (b"", offset)."""

@@ -25,7 +25,7 @@ from mlpipe._core.ids import new_attempt_uuid
 from mlpipe.store.base import ObjectInfo, Store
 from mlpipe.store.blobs import missing_objects, read_blob, write_blob
 from mlpipe.store.folder import FolderStore
-from mlpipe.store.manifest import MANIFEST, MAX_BYTES, Blob, Manifest, check, seal, unseal
+from mlpipe.store.manifest import MANIFEST, MAX_BYTES, Blob, Manifest, add_checksum, check, strip_checksum
 
 __all__ = [
     "Blob", "Checkpoint", "check_whole", "commit", "discard", "fence", "give_up",
@@ -51,7 +51,7 @@ class Checkpoint:
 
 
 @dataclass
-class _Found:
+class _Seen:
     """A prefix as LIST shows it, committed or not."""
 
     step: int
@@ -84,7 +84,7 @@ def commit(store: Store, prefix: str, manifest: Mapping[str, Any]) -> bool:
     problems = [problem for blob in sound["blobs"] for problem in missing_objects(blob, sizes)]
     if problems:
         raise StoreError(f"not committed: {'; '.join(problems[:5])}", where=where)
-    data = seal(sound)
+    data = add_checksum(sound)
     if len(data) > MAX_BYTES:
         raise StoreError(f"not committed: the manifest is larger than {MAX_BYTES} bytes", where=where)
     if store.put_if_absent(where, data):
@@ -117,10 +117,10 @@ def latest(store: Store, stage_key: str) -> Checkpoint | None:
     return checkpoints[-1] if checkpoints else None
 
 
-def _committed(found: dict[str, _Found]) -> list[Checkpoint]:
+def _committed(seen_prefixes: dict[str, _Seen]) -> list[Checkpoint]:
     checkpoints = [
         Checkpoint(prefix, seen.step, seen.attempt, seen.committed, seen.size_bytes)
-        for prefix, seen in found.items()
+        for prefix, seen in seen_prefixes.items()
         if seen.committed is not None
     ]
     return sorted(checkpoints, key=lambda item: (item.step, item.attempt, item.time, item.key))
@@ -129,7 +129,7 @@ def _committed(found: dict[str, _Found]) -> list[Checkpoint]:
 def load_manifest(store: Store, prefix: str) -> Manifest:
     """Verified and checked. StoreError: absent (kind input); DamagedError: corrupt, or not to be believed."""
     where = f"{prefix}/{MANIFEST}"
-    return check(unseal(store.get(where, length=MAX_BYTES + 1), where), prefix, where)
+    return check(strip_checksum(store.get(where, length=MAX_BYTES + 1), where), prefix, where)
 
 
 def check_whole(store: Store, prefix: str, manifest: Manifest) -> None:
@@ -173,13 +173,13 @@ def prune(store: Store, stage_key: str, keep: int, in_use: Collection[str] = ())
     if keep < 1:
         raise StoreError("at least one checkpoint must be kept", hint="set keep to 1 or more", kind="input")
     kept = {prefix.rstrip("/") for prefix in in_use}
-    found = _scan(store, stage_key)  # once: a checkpoint committed from here on is not looked at
-    committed = _committed(found)
+    seen_prefixes = _scan(store, stage_key)  # once: a checkpoint committed from here on is not looked at
+    committed = _committed(seen_prefixes)
     kept |= {item.key for item in committed[-keep:]}
     newest = committed[-1].step if committed else -1
     doomed = {
         prefix: seen.keys
-        for prefix, seen in found.items()
+        for prefix, seen in seen_prefixes.items()
         if prefix not in kept and (seen.committed is not None or seen.step < newest)
     }
     _delete(store, doomed)
@@ -200,27 +200,27 @@ def _delete(store: Store, doomed: Mapping[str, Sequence[str]]) -> None:
     store.delete([key for keys in doomed.values() for key in keys if key not in manifests])
 
 
-def _scan(store: Store, stage_key: str) -> dict[str, _Found]:
-    found: dict[str, _Found] = {}
+def _scan(store: Store, stage_key: str) -> dict[str, _Seen]:
+    seen_prefixes: dict[str, _Seen] = {}
     fences: dict[int, int] = {}
     for info in store.list(f"{stage_key}/checkpoints"):
         if match := _FENCE.fullmatch(info.key):
             attempt, step = int(match[1]), int(match[2])
             fences[attempt] = min(step, fences.get(attempt, step))
         else:
-            _note(found, info)
-    for seen in found.values():
+            _note(seen_prefixes, info)
+    for seen in seen_prefixes.values():
         if seen.given_up or seen.step > fences.get(seen.attempt, seen.step):
             seen.committed = None
-    return found
+    return seen_prefixes
 
 
-def _note(found: dict[str, _Found], info: ObjectInfo) -> None:
+def _note(seen_prefixes: dict[str, _Seen], info: ObjectInfo) -> None:
     match = _PREFIX.fullmatch(info.key)
     if match is None:
         return  # not ours
     prefix, step, attempt, _, name = match.groups()
-    seen = found.setdefault(prefix, _Found(int(step), int(attempt), []))
+    seen = seen_prefixes.setdefault(prefix, _Seen(int(step), int(attempt), []))
     seen.keys.append(info.key)
     seen.size_bytes += info.size_bytes
     if name == MANIFEST:

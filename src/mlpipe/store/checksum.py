@@ -61,6 +61,7 @@ class BlockSums:
 
     @property
     def sums(self) -> list[int]:
+        """CRC32C of each block that was seen so far, the last one as far as it has come."""
         return list(self._sums)
 
 

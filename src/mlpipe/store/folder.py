@@ -188,6 +188,7 @@ class FolderStore:
             _remove_empty(self.root / "probe")
 
     def sweep(self, prefix: str, *, older_than_seconds: float) -> int:
+        """Drops temporary files below `prefix` that writers who were killed left. Returns how many."""
         swept = 0
         before = time.time() - older_than_seconds
         for folder, _, names in os.walk(self.root / check_prefix(prefix)):
@@ -313,8 +314,8 @@ def _remove_empty(folder: Path) -> bool:
 
 def _walk(folder: Path, prefix: str, recursive: bool) -> Iterator[ObjectInfo]:
     try:
-        with os.scandir(folder) as found:
-            entries = [(entry, entry.is_dir()) for entry in found if not entry.name.startswith(RESERVED)]
+        with os.scandir(folder) as listing:
+            entries = [(entry, entry.is_dir()) for entry in listing if not entry.name.startswith(RESERVED)]
     except (FileNotFoundError, NotADirectoryError):
         return
     # "a.b" sorts before "a/b", as in S3

@@ -42,6 +42,7 @@ def remember(url: str) -> None:
 
 
 def keep_seal(url: str, run_id: str, text: str) -> None:
+    """Keeps the run's seal on this machine, where it can."""
     remember(url)
     with contextlib.suppress(OSError):
         write_whole(_of(url) / f"{run_id}.json", text)
@@ -57,11 +58,11 @@ def read_seal(url: str, run_id: str) -> str | None:
 
 def stores() -> list[str]:
     """URLs, the one that was used last first."""
-    found = []
+    kept = []
     for path in (folder() / "stores").glob("*/url"):
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            found.append((path.stat().st_mtime, path.read_text(encoding="utf-8")))
-    return [url for _, url in sorted(found, reverse=True)][:_MAX_STORES]
+            kept.append((path.stat().st_mtime, path.read_text(encoding="utf-8")))
+    return [url for _, url in sorted(kept, reverse=True)][:_MAX_STORES]
 
 
 def is_claimed(store: Store, run_id: str) -> bool:

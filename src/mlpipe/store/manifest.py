@@ -59,12 +59,16 @@ class Chunk(TypedDict):
 
 
 class Tensor(TypedDict):
+    """One tensor of the model or the optimizer: its global shape, and where its pieces lie."""
+
     dtype: str
     shape: list[int]
     chunks: list[Chunk]
 
 
 class Manifest(TypedDict):
+    """MANIFEST.json of a checkpoint, whose presence is the commit (docs/adr/0002)."""
+
     format: int
     step: int
     attempt: int
@@ -92,15 +96,15 @@ _HEAD = b'{"crc32c":"%08x","manifest":'
 _HEAD_BYTES = len(_HEAD % 0)
 
 
-def seal(body: object) -> bytes:
+def add_checksum(body: object) -> bytes:
     """JSON with its own CRC32C: `{"crc32c":"...","manifest":<body>}`. Raises ValueError for what JSON cannot
     hold (NaN, tensors)."""
     text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     return _HEAD % crc32c(text) + text + b"}\n"
 
 
-def unseal(data: bytes, where: str) -> Any:
-    """The body of `seal`. Raises DamagedError when it is torn, altered, too large or not JSON."""
+def strip_checksum(data: bytes, where: str) -> Any:
+    """The body that `add_checksum` was given. Raises DamagedError: torn, altered, too large or not JSON."""
     if len(data) > MAX_BYTES:
         raise DamagedError(f"larger than {MAX_BYTES} bytes", where=where)
     text = data[_HEAD_BYTES:-2]

@@ -29,7 +29,7 @@ from mlpipe._core import environment
 from mlpipe._core.errors import StoreError
 from mlpipe.store.base import Store, check_key
 from mlpipe.store.blobs import missing_objects, read_blob, write_blob
-from mlpipe.store.manifest import MANIFEST, MAX_BYTES, UnsoundError, check_blob, seal, unseal
+from mlpipe.store.manifest import MANIFEST, MAX_BYTES, UnsoundError, add_checksum, check_blob, strip_checksum
 
 FORMAT = 1
 FETCH_SECONDS = 3600.0
@@ -68,7 +68,7 @@ def commit_output(store: Store, stage_key: str, folder: Path, attempt: int = 1) 
             files.append({"path": name, "sha256": summed.hexdigest(), "blob": blob})
         manifest = {"format": FORMAT, "digest": _digest(files), "place": place, "files": files}
         _check_fence(store, key, attempt)
-        written = store.put_if_absent(f"{key}/{MANIFEST}", seal(manifest))
+        written = store.put_if_absent(f"{key}/{MANIFEST}", add_checksum(manifest))
     if not written and load_output(store, stage_key)["digest"] != _digest(files):
         raise StoreError(
             "the output of this stage is committed already, with other content",
@@ -90,14 +90,14 @@ def give_up(store: Store, stage_key: str, attempt: int) -> str | None:
 def discard(store: Store, stage_key: str) -> None:
     """Deletes what the stage made, first the manifest: it is never half there."""
     store.delete([f"{stage_key}/outputs/{MANIFEST}"])
-    found = [info.key for info in store.list(f"{stage_key}/outputs/")]
-    store.delete([key for key in found if not key.startswith(f"{stage_key}/outputs/fence-")])
+    keys = [info.key for info in store.list(f"{stage_key}/outputs/")]
+    store.delete([key for key in keys if not key.startswith(f"{stage_key}/outputs/fence-")])
 
 
 def _check_fence(store: Store, key: str, attempt: int) -> bool:
     """Whether an attempt of the stage was given up; if it is this one, StoreError."""
-    found = {info.key for info in store.list(key, recursive=False)}
-    fences = {name for name in found if name.startswith(f"{key}/fence-")}
+    names = {info.key for info in store.list(key, recursive=False)}
+    fences = {name for name in names if name.startswith(f"{key}/fence-")}
     if f"{key}/fence-{attempt}" in fences:
         raise StoreError(
             "this attempt was given up, and its output does not count", where=f"{store.url}/{key}"
@@ -112,7 +112,7 @@ def load_output(store: Store, stage_key: str) -> dict[str, Any]:
     where = f"{prefix}{MANIFEST}"
     if not store.exists(where):
         raise StoreError("the stage has no output yet", where=f"{store.url}/{stage_key}", kind="input")
-    manifest = unseal(store.get(where, length=MAX_BYTES + 1), where)
+    manifest = strip_checksum(store.get(where, length=MAX_BYTES + 1), where)
     try:
         _check(manifest, prefix)
     except (UnsoundError, StoreError) as error:

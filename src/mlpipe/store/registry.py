@@ -129,7 +129,7 @@ def list_models(store: Store) -> tuple[list[Model], list[DamagedError]]:
     damaged: list[DamagedError] = []
     for name in names:
         aliases = _aliases(store, name)
-        damaged += [found for found in aliases.values() if isinstance(found, DamagedError)]
+        damaged += [alias for alias in aliases.values() if isinstance(alias, DamagedError)]
         for version in _versions(store, name):
             try:
                 models.append(_model(store, name, version, aliases))
@@ -200,12 +200,12 @@ def _version_key(name: str, version: int) -> str:
 
 def _numbers(store: Store, name: str, file: str) -> list[int]:
     """Versions of `name` that have `file`, ascending."""
-    found = []
+    versions = []
     for info in store.list(f"models/{name}"):
         version, _, rest = info.key.removeprefix(f"models/{name}/").partition("/")
         if rest == file and version.isascii() and version.isdecimal():
-            found.append(int(version))
-    return sorted(found)
+            versions.append(int(version))
+    return sorted(versions)
 
 
 def _versions(store: Store, name: str) -> list[int]:

@@ -181,17 +181,17 @@ def read_pipeline(store: Store, run_id: str) -> str:
 
 def list_runs(store: Store) -> list[RunSummary]:
     """All runs, oldest first, from one LIST of the index."""
-    found: dict[str, RunSummary] = {}
+    summaries: dict[str, RunSummary] = {}
     for info in store.list("index"):
         match = _INDEX_KEY.fullmatch(info.key)
         if match is None:
             continue
         run_id, seq, state = match[1], int(match[2]), match[3]
-        old = found.get(run_id)
+        old = summaries.get(run_id)
         created = min(old.created, info.modified) if old else info.modified
         if old is None or seq >= old.seq:
-            found[run_id] = RunSummary(run_id, state, seq, created, info.modified)
-    return sorted(found.values(), key=lambda run: (run.created, run.run_id))
+            summaries[run_id] = RunSummary(run_id, state, seq, created, info.modified)
+    return sorted(summaries.values(), key=lambda run: (run.created, run.run_id))
 
 
 def update_run(store: Store, run_id: str, change: Callable[[RunState], RunState]) -> RunState:

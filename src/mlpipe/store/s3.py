@@ -161,14 +161,14 @@ class S3Store:
             query["delimiter"] = "/"
         while True:
             data = self._client.call("GET", query=query).data
-            found = [self._info(item) for item in _elements(data, "Contents")]
-            found += [
+            listed = [self._info(item) for item in _elements(data, "Contents")]
+            listed += [
                 ObjectInfo(item["Prefix"][len(self._prefix) :], 0, 0.0)
                 for item in _elements(data, "CommonPrefixes")
             ]
             # some servers leave markers of empty folders behind
             yield from sorted(
-                (info for info in found if info.size_bytes or not info.key.endswith("/") or not recursive),
+                (info for info in listed if info.size_bytes or not info.key.endswith("/") or not recursive),
                 key=lambda info: info.key,
             )
             page = next(_elements(data, "ListBucketResult"))

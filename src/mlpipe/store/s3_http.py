@@ -211,7 +211,7 @@ class S3Client:
             listed = ElementTree.fromstring(self.call("GET", query=query).data)
         except (StoreError, ElementTree.ParseError):
             return False
-        return all(found.text != key for found in listed.iterfind(".//{*}Key"))
+        return all(element.text != key for element in listed.iterfind(".//{*}Key"))
 
     def _keys(self) -> Credentials:
         try:
@@ -300,8 +300,8 @@ def _error_code(data: bytes) -> tuple[str, str]:
         root = ElementTree.fromstring(data)
     except ElementTree.ParseError:
         return "", data[:100].decode(errors="replace")
-    found = {child.tag.rpartition("}")[2]: child.text or "" for child in root}
-    return found.get("Code", ""), found.get("Message", "")
+    texts = {child.tag.rpartition("}")[2]: child.text or "" for child in root}
+    return texts.get("Code", ""), texts.get("Message", "")
 
 
 def _in_words(status: int, code: str, detail: str, where: str, endpoint: str) -> StoreError:

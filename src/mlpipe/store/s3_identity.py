@@ -99,21 +99,21 @@ class LentKeys(Provider):
         except urllib3.exceptions.HTTPError as error:
             message = f"no token service at {self._endpoint}: {type(error).__name__}"
             raise TokenServiceAwayError(message) from None
-        found = _texts(reply.data)
-        if reply.status in _TRANSIENT or found.get("Code") == "IDPCommunicationError":
+        texts = _texts(reply.data)
+        if reply.status in _TRANSIENT or texts.get("Code") == "IDPCommunicationError":
             raise TokenServiceAwayError(f"the token service {self._endpoint} answered {reply.status}")
         if reply.status != 200:
             raise StoreError(
-                f"the token service lends no keys: {reply.status} {found.get('Code', '')} "
-                f"{found.get('Message', '')}".rstrip(),
+                f"the token service lends no keys: {reply.status} {texts.get('Code', '')} "
+                f"{texts.get('Message', '')}".rstrip(),
                 where=self._endpoint,
                 hint="check AWS_ROLE_ARN, AWS_ENDPOINT_URL_STS, and whom the role trusts: issuer, audience "
                 "and ServiceAccount of the token",
             )
         try:
-            ends = datetime.fromisoformat(found["Expiration"])
+            ends = datetime.fromisoformat(texts["Expiration"])
             ends = ends if ends.tzinfo else ends.replace(tzinfo=UTC)
-            keys = Credentials(found["AccessKeyId"], found["SecretAccessKey"], found["SessionToken"])
+            keys = Credentials(texts["AccessKeyId"], texts["SecretAccessKey"], texts["SessionToken"])
         except (KeyError, ValueError):
             raise StoreError("the token service's answer has no keys", where=self._endpoint) from None
         return keys, ends.timestamp()

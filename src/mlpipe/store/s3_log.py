@@ -22,8 +22,8 @@ _CHUNK = re.compile(r"(.*)/c([0-9]{6,})")
 
 def chunks_of(store: Store, key: str) -> Sequence[ObjectInfo]:
     """The log's chunks in order."""
-    found = [info for info in store.list(key, recursive=False) if _CHUNK.fullmatch(info.key)]
-    return sorted(found, key=lambda info: _number(info.key))
+    chunks = [info for info in store.list(key, recursive=False) if _CHUNK.fullmatch(info.key)]
+    return sorted(chunks, key=lambda info: _number(info.key))
 
 
 def logs_in(store: Store, prefix: str) -> Sequence[str]:
@@ -61,6 +61,7 @@ class S3LogWriter:
             self._pending += data
 
     def flush(self) -> None:
+        """Stores what was written so far. Raises StoreError; then it waits in memory."""
         with self._flushing:
             with self._lock:
                 data = bytes(self._pending)
@@ -70,6 +71,7 @@ class S3LogWriter:
                     del self._pending[: len(data)]
 
     def close(self) -> None:
+        """`flush`, for the last time. Raises StoreError."""
         if not self._closed.is_set():
             self._closed.set()
             self.flush()

@@ -16,10 +16,12 @@ from mlpipe.store.base import Store
 
 
 def ask(store: Store, run_id: str, stage: str) -> None:
+    """Has the run's driver walk `stage`, too. Asking twice is asking once."""
     store.put(_key(run_id, stage), b"wanted")
 
 
 def is_asked(store: Store, run_id: str, stage: str) -> bool:
+    """Whether somebody has asked for `stage`."""
     return store.exists(_key(run_id, stage))
 
 

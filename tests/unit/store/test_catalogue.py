@@ -15,7 +15,7 @@ from mlpipe.store import catalogue
 from mlpipe.store.blobs import read_blob, write_blob
 from mlpipe.store.checksum import crc32c
 from mlpipe.store.folder import FolderStore
-from mlpipe.store.manifest import check, seal, unseal
+from mlpipe.store.manifest import add_checksum, check, strip_checksum
 
 pytestmark = pytest.mark.unit
 STAGE = "runs/r/stages/train"
@@ -226,19 +226,19 @@ def test_chunks_must_tile_their_tensor(chunks, sound):
 @given(data=st.binary(max_size=200))
 def test_bytes_that_were_never_sealed_are_refused(data):
     with pytest.raises(StoreError):
-        unseal(data, "m")
+        strip_checksum(data, "m")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":NaN}', '{"a":Infinity}', "9" * 5000, "{"])
 def test_sealed_text_that_is_no_json_is_refused(text):
     forged = b'{"crc32c":"%08x","manifest":' % crc32c(text.encode()) + text.encode() + b"}\n"
     with pytest.raises(StoreError, match="not JSON"):
-        unseal(forged, "m")
+        strip_checksum(forged, "m")
 
 
 def test_seal_refuses_what_json_cannot_hold():
     with pytest.raises(ValueError):
-        seal({"loss": float("nan")})
+        add_checksum({"loss": float("nan")})
 
 
 def test_what_a_given_up_attempt_commits_later_does_not_count(store):

@@ -33,8 +33,8 @@ def ask(store: Store, asked: BuildRequest) -> bool:
     """Writes it down; False if it was there already. Raises SubmitError (input) where the id belongs to
     another pipeline."""
     new = store.put_if_absent(_key(asked.run_id), to_json(asked).encode())
-    found = asked if new else read(store, asked.run_id)
-    if found is not None and found.spec_digest != asked.spec_digest:
+    kept = asked if new else read(store, asked.run_id)
+    if kept is not None and kept.spec_digest != asked.spec_digest:
         raise SubmitError(
             f"run {asked.run_id} was asked for with another pipeline",
             where=store.url,
@@ -50,16 +50,16 @@ def read(store: Store, run_id: str) -> BuildRequest | None:
     if not is_name(run_id) or not store.exists(_key(run_id)):
         return None
     try:
-        found = from_json(BuildRequest, store.get(_key(run_id)))
+        kept = from_json(BuildRequest, store.get(_key(run_id)))
     except (ValueError, RecursionError) as error:
         raise StoreError(f"not what a build was asked for: {error}", where=_key(run_id)) from error
-    if found.schema_version != SCHEMA_VERSION:
+    if kept.schema_version != SCHEMA_VERSION:
         raise StoreError(
-            f"run {run_id} was asked for by another version of mlpipe (schema {found.schema_version})",
+            f"run {run_id} was asked for by another version of mlpipe (schema {kept.schema_version})",
             where=_key(run_id),
             kind="input",
         )
-    return found
+    return kept
 
 
 def forget(store: Store, run_id: str) -> None:

@@ -74,11 +74,11 @@ class Jenkins(JenkinsHttp):
         success: the new one goes on with its run."""
         run_id = parameters[RUN_ID]
         self.check(job, parameters)
-        found, before = self.find(job, run_id), 0
-        if isinstance(found, Build) and found.result not in (None, "SUCCESS"):
-            before = found.number
-        elif found is not None:
-            return found
+        former, before = self.find(job, run_id), 0
+        if isinstance(former, Build) and former.result not in (None, "SUCCESS"):
+            before = former.number
+        elif former is not None:
+            return former
         path = f"{job_path(job)}/buildWithParameters"
         request = requests.Request("POST", f"{self._access.url}/{path}", data=dict(parameters))
         try:
@@ -110,16 +110,16 @@ class Jenkins(JenkinsHttp):
         """Until it has left the queue; `say(why)` is called when the reason why it waits changes."""
         deadline, said = time.monotonic() + timeout_seconds, ""
         while True:
-            found = self.look(waiting)
-            if isinstance(found, Build):
-                return found
-            if found != said:
-                say(found)
-                said = found
+            place = self.look(waiting)
+            if isinstance(place, Build):
+                return place
+            if place != said:
+                say(place)
+                said = place
             if time.monotonic() > deadline:
                 raise SubmitError(
                     f"the build of run {waiting.run_id} is still in the queue after "
-                    f"{timeout_seconds:.0f} s: {found}",
+                    f"{timeout_seconds:.0f} s: {place}",
                     hint="it starts when it can",
                 )
             time.sleep(self._poll_seconds)
@@ -134,9 +134,9 @@ class Jenkins(JenkinsHttp):
             if error.status != 404:
                 raise
             # Jenkins forgets an item five minutes after it left the queue
-            found = self.find(waiting.job, waiting.run_id)
-            if isinstance(found, Build):
-                return found
+            build = self.find(waiting.job, waiting.run_id)
+            if isinstance(build, Build):
+                return build
             raise SubmitError(
                 f"the build of run {waiting.run_id} is neither in the queue nor among the last "
                 f"{_MAX_BUILDS} builds of {waiting.job}"
@@ -173,13 +173,13 @@ class Jenkins(JenkinsHttp):
         """SUCCESS, UNSTABLE, FAILURE, ABORTED or NOT_BUILT of a build whose log is complete."""
         deadline = time.monotonic() + timeout_seconds
         while True:
-            found = self._ask_for_json(
+            document = self._ask_for_json(
                 f"{job_path(build.job)}/{build.number}",
                 lambda: self._client.get_build_info(build.job.strip("/"), build.number),
                 RESTART_SECONDS,
             )
-            if not found.get("building") and found.get("result"):
-                return str(found["result"])
+            if not document.get("building") and document.get("result"):
+                return str(document["result"])
             if time.monotonic() > deadline:
                 raise SubmitError(f"has no result after {timeout_seconds:.0f} s", where=build.url)
             time.sleep(self._poll_seconds)
@@ -241,7 +241,7 @@ class Jenkins(JenkinsHttp):
 
     def _find_lost(self, job: str, run_id: str, before: int, why: str) -> Waiting | Build:
         deadline = time.monotonic() + self._lost_seconds
-        while (found := self.find(job, run_id, before)) is None:
+        while (target := self.find(job, run_id, before)) is None:
             if time.monotonic() > deadline:
                 raise SubmitError(
                     f"the answer to the trigger was lost ({why}), and no build of {job} with "
@@ -250,7 +250,7 @@ class Jenkins(JenkinsHttp):
                     hint="ask again with the same run id: a build that is there by then is adopted",
                 )
             time.sleep(self._poll_seconds)
-        return found
+        return target
 
     def _info(self, item: str, tree: str) -> dict[str, Any]:
         """Of the server's `item` what `tree` names."""
@@ -278,8 +278,8 @@ def failure_of(result: str) -> Kind | None:
     return _RESULTS.get(result, "failed")
 
 
-def _run_id(found: Mapping[str, Any]) -> str | None:
-    for action in found.get("actions") or ():
+def _run_id(document: Mapping[str, Any]) -> str | None:
+    for action in document.get("actions") or ():
         for parameter in action.get("parameters") or ():
             if parameter.get("name") == RUN_ID:
                 return str(parameter.get("value"))
