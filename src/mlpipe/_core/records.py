@@ -237,7 +237,7 @@ class Fallback(Record):
 
 
 @dataclass(kw_only=True)
-class Ended(Record):
+class LaunchEnded(Record):
     """The first node's launcher, when the workers are gone."""
 
     kind = "ended"
@@ -257,7 +257,7 @@ class Unknown(Record):
 
 
 OF_A_RANK: tuple[type[Record], ...] = (Start, Step, Save, Evaluation, StopSignal, End)
-EVENTS: tuple[type[Record], ...] = (Submitted, Launched, Fallback, Ended)
+EVENTS: tuple[type[Record], ...] = (Submitted, Launched, Fallback, LaunchEnded)
 
 _R = TypeVar("_R", bound=Record)
 # JSON writes 1.0 as 1, and some writers do.

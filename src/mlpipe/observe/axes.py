@@ -28,7 +28,7 @@ class Bin:
 
 
 @dataclass(frozen=True)
-class Scale:
+class LinearScale:
     """Maps [low, high] onto [start, end], linearly."""
 
     low: float

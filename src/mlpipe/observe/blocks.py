@@ -49,10 +49,10 @@ class Link(Inline):
     form = "link"
 
 
-class Moment(Inline):
+class Timestamp(Inline):
     """A time in a table, on one line however narrow."""
 
-    form = "moment"
+    form = "timestamp"
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ def utc(seconds: float | None) -> str | None:
     return None if seconds is None else time.strftime("%Y-%m-%d\u00a0%H:%M:%S", time.gmtime(seconds))
 
 
-def moment(seconds: float | None) -> Moment | None:
+def timestamp(seconds: float | None) -> Timestamp | None:
     """The same for a table."""
     text = utc(seconds)
-    return None if text is None else Moment(text)
+    return None if text is None else Timestamp(text)
 
 
 def shares(parts: Sequence[tuple[str, float]]) -> Shares:
@@ -86,14 +86,14 @@ def shares(parts: Sequence[tuple[str, float]]) -> Shares:
 
 
 @dataclass(frozen=True)
-class Block:
+class Piece:
     """`form`: the name of its macro."""
 
     form: ClassVar[str]
 
 
 @dataclass(frozen=True)
-class Paragraph(Block):
+class Paragraph(Piece):
     """`is_faint`: a remark."""
 
     form = "paragraph"
@@ -102,7 +102,7 @@ class Paragraph(Block):
 
 
 @dataclass(frozen=True)
-class Figure(Block):
+class Figure(Piece):
     """Something drawn, by itself."""
 
     form = "figure"
@@ -110,7 +110,7 @@ class Figure(Block):
 
 
 @dataclass(frozen=True)
-class Preformatted(Block):
+class Preformatted(Piece):
     """Text whose spaces and lines count; `heading` above it."""
 
     form = "preformatted"
@@ -119,7 +119,7 @@ class Preformatted(Block):
 
 
 @dataclass(frozen=True)
-class Facts(Block):
+class Facts(Piece):
     """Name and value, one a line; what is None or empty is left out."""
 
     form = "facts"
@@ -127,7 +127,7 @@ class Facts(Block):
 
 
 @dataclass(frozen=True)
-class Tiles(Block):
+class Tiles(Piece):
     """Few large numbers side by side; what is None is left out."""
 
     form = "tiles"
@@ -135,7 +135,7 @@ class Tiles(Block):
 
 
 @dataclass(frozen=True)
-class Table(Block):
+class Table(Piece):
     """`numbers`: columns that hold numbers, aligned to the right. Of many rows the last ones are shown."""
 
     form = "table"
@@ -150,22 +150,22 @@ class Table(Block):
 
 
 @dataclass(frozen=True)
-class Card(Block):
+class Card(Piece):
     """Blocks in a box; `is_trouble`: with a red edge. `heading` above them."""
 
     form = "card"
-    blocks: Sequence[Block]
+    blocks: Sequence[Piece]
     heading: str = ""
     is_trouble: bool = False
 
 
 @dataclass(frozen=True)
-class Details(Block):
+class Details(Piece):
     """A box that can be opened and closed."""
 
     form = "details"
     summary: str
-    blocks: Sequence[Block]
+    blocks: Sequence[Piece]
     is_open: bool = True
 
 
@@ -180,7 +180,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Charts(Block):
+class Charts(Piece):
     """Side by side, with one legend of what is marked on all of them."""
 
     form = "charts"
@@ -192,5 +192,5 @@ class Charts(Block):
 class Section:
     """What a page says of one stage. `facts`: the same in a line, for the short summary."""
 
-    blocks: Sequence[Block]
+    blocks: Sequence[Piece]
     facts: Sequence[str] = ()

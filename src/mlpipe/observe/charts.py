@@ -65,7 +65,7 @@ def stage_marks(stage: StageView) -> list[Mark]:
 
 
 @dataclass(frozen=True)
-class RankRow:
+class RankMeans:
     """Means over a rank's steps, in seconds: of the whole step, of each of PARTS, and of what is left."""
 
     rank: int
@@ -81,7 +81,7 @@ class RankRow:
         return [*zip(colours, self.parts, strict=True), ("grey", self.other)]
 
 
-def rank_rows(stage: StageView) -> list[RankRow]:
+def rank_means(stage: StageView) -> list[RankMeans]:
     """One a rank that finished a step."""
     rows = []
     for rank, timeline in stage.timelines.items():
@@ -89,7 +89,7 @@ def rank_rows(stage: StageView) -> list[RankRow]:
             parts = tuple(_mean(_known(timeline.steps, field)) for _, _, field in PARTS)
             seconds = _mean(_known(timeline.steps, lambda step: step.seconds))
             peak = max(_known(timeline.steps, lambda step: step.memory_bytes), default=None)
-            rows.append(RankRow(rank, seconds, parts, max(seconds - sum(parts), 0.0), peak))
+            rows.append(RankMeans(rank, seconds, parts, max(seconds - sum(parts), 0.0), peak))
     return rows
 
 

@@ -25,7 +25,7 @@ _REASONS = {
 }
 
 
-class Gpu:
+class NvmlGpu:
     """`uuid`: as torch and NVML say it, GPU-xxxxxxxx-... Raises what NVML raises when there is no such GPU,
     ImportError without its package."""
 
@@ -104,11 +104,11 @@ class Gpu:
             return None
 
 
-def find_gpu(uuid: str | None) -> Gpu | None:
+def find_gpu(uuid: str | None) -> NvmlGpu | None:
     """None without a GPU, its driver or nvidia-ml-py: metrics never stop a training."""
     if uuid is None:
         return None
     try:
-        return Gpu(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+        return NvmlGpu(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
     except Exception:  # the package is missing, or NVML says no in one of its many ways
         return None

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from mlpipe._core.records import Record, Save, Start, Step
-from mlpipe.observe.gpu import Gpu, find_gpu
+from mlpipe.observe.gpu import NvmlGpu, find_gpu
 from mlpipe.observe.series import GPU_METRICS, INFO_LABELS, METRICS
 from mlpipe.observe.serve import Serving
 
@@ -59,7 +59,7 @@ class RankMetrics:
         rank: int,
         *,
         info: Mapping[str, str] | None = None,
-        gpu: Gpu | None = None,
+        gpu: NvmlGpu | None = None,
     ) -> None:
         """`info`: values for labels of mlpipe_run_info that records do not know (git_sha, jenkins_build)."""
         self.port = 0

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-from mlpipe.observe.axes import HUGE, Bin, Point, Scale, domain, into_bins, label, ticks
+from mlpipe.observe.axes import HUGE, Bin, LinearScale, Point, domain, into_bins, label, ticks
 
 WIDTH, HEIGHT = 560, 220
 LEFT, RIGHT, TOP, BOTTOM = 46, 538, 12, 188  # of the area that holds the values
@@ -53,7 +53,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Path:
+class Curve:
     """`d` as SVG has it."""
 
     colour: str
@@ -100,8 +100,8 @@ class Plot:
     y_ticks: Sequence[tuple[float, str]]
     marks: Sequence[Mark]
     columns: Sequence[Column]
-    bands: list[Path] = field(default_factory=list)
-    lines: list[Path] = field(default_factory=list)
+    bands: list[Curve] = field(default_factory=list)
+    lines: list[Curve] = field(default_factory=list)
     dots: list[Dot] = field(default_factory=list)
 
 
@@ -111,7 +111,7 @@ def line_plot(series: Sequence[Series], marks: Sequence[Mark], *, unit: str, zer
     known = [b for _, bins in binned for b in bins if b.mean is not None]
     x = _x_scale([step for _, bins in binned for b in bins for step in (b.first, b.last)])
     low, high = domain([y for b in known for y in (b.low, b.high)], zero=zero)
-    y = Scale(low, high, BOTTOM, TOP)
+    y = LinearScale(low, high, BOTTOM, TOP)
     plot = Plot(unit, _x_ticks(x), _y_ticks(y), list(_apart(marks, x)), _hover_columns(series, x, y, unit))
     for one, bins in binned:
         if len(series) == 1 and len(one.points) > len(bins):
@@ -126,7 +126,7 @@ def stacked_plot(series: Sequence[Series], marks: Sequence[Mark], *, unit: str) 
     rows = list(zip(*columns, strict=True)) if columns else []
     totals = [sum(max(b.mean or 0.0, 0.0) for b in row) for row in rows]
     x = _x_scale([step for row in rows for b in row[:1] for step in (b.first, b.last)])
-    y = Scale(*domain(totals, zero=True), BOTTOM, TOP)
+    y = LinearScale(*domain(totals, zero=True), BOTTOM, TOP)
     edges = _edges([row[0] for row in rows], x)
     thick = min([24.0, *(0.85 * (right - left) for left, right in edges)])
     stacks = []
@@ -159,27 +159,27 @@ def _px(value: float) -> float:
     return round(value, 1)
 
 
-def _x_scale(steps: Sequence[float]) -> Scale:
+def _x_scale(steps: Sequence[float]) -> LinearScale:
     low, high = (min(steps), max(steps)) if steps else (0.0, 1.0)
     if low == 1 and high > 10:
         low = 0.0  # a round beginning for the ticks
     room = 0.5 if high - low < 1 else 0.0
-    return Scale(low - room, high + room, LEFT + 6, RIGHT - 6)
+    return LinearScale(low - room, high + room, LEFT + 6, RIGHT - 6)
 
 
-def _y_ticks(y: Scale) -> list[tuple[float, str]]:
+def _y_ticks(y: LinearScale) -> list[tuple[float, str]]:
     values = ticks(y.low, y.high)
     step = values[1] - values[0] if len(values) > 1 else abs(values[0])
     return [(_px(y(value)), label(value, step)) for value in values]
 
 
-def _x_ticks(x: Scale) -> list[tuple[float, str]]:
+def _x_ticks(x: LinearScale) -> list[tuple[float, str]]:
     """At whole steps."""
     steps = sorted({round(tick) for tick in ticks(x.low, x.high, 7) if x.low <= round(tick) <= x.high})
     return [(_px(x(step)), label(step, 1)) for step in steps]
 
 
-def _add_lines(plot: Plot, bins: Sequence[Bin], x: Scale, y: Scale, colour: str) -> None:
+def _add_lines(plot: Plot, bins: Sequence[Bin], x: LinearScale, y: LinearScale, colour: str) -> None:
     """One path for each run of finite bins; a lone one is a dot."""
     run: list[tuple[float, float]] = []
     for one in (*bins, None):
@@ -189,22 +189,22 @@ def _add_lines(plot: Plot, bins: Sequence[Bin], x: Scale, y: Scale, colour: str)
         if len(run) == 1:
             plot.dots.append(Dot(colour, _px(run[0][0]), _px(run[0][1])))
         elif run:
-            plot.lines.append(Path(colour, f"M{_path(run)}"))
+            plot.lines.append(Curve(colour, f"M{_path(run)}"))
         run = []
 
 
-def _band(bins: Sequence[Bin], x: Scale, y: Scale, colour: str) -> Path:
+def _band(bins: Sequence[Bin], x: LinearScale, y: LinearScale, colour: str) -> Curve:
     known = [one for one in bins if one.mean is not None]
     upper = [(x(one.middle), y(one.high)) for one in known]
     lower = [(x(one.middle), y(one.low)) for one in reversed(known)]
-    return Path(colour, f"M{_path(upper + lower)}Z" if known else "")
+    return Curve(colour, f"M{_path(upper + lower)}Z" if known else "")
 
 
 def _path(points: Iterable[tuple[float, float]]) -> str:
     return "L".join(f"{px:.1f} {py:.1f}" for px, py in points)
 
 
-def _hover_columns(series: Sequence[Series], x: Scale, y: Scale, unit: str) -> list[Column]:
+def _hover_columns(series: Sequence[Series], x: LinearScale, y: LinearScale, unit: str) -> list[Column]:
     binned = [into_bins(one.points, _MOST_COLUMNS) for one in series]
     longest = max(binned, key=len, default=[])
     columns = []
@@ -222,7 +222,7 @@ def _hover_columns(series: Sequence[Series], x: Scale, y: Scale, unit: str) -> l
     return columns
 
 
-def _edges(bins: Sequence[Bin], x: Scale) -> list[tuple[float, float]]:
+def _edges(bins: Sequence[Bin], x: LinearScale) -> list[tuple[float, float]]:
     """Pixel columns around the bins that touch each other and fill the plot."""
     middles = [x(one.middle) for one in bins]
     between = [(left + right) / 2 for left, right in pairwise(middles)]
@@ -239,7 +239,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}".replace(",", " ") if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _apart(marks: Sequence[Mark], x: Scale) -> Iterator[Mark]:
+def _apart(marks: Sequence[Mark], x: LinearScale) -> Iterator[Mark]:
     """Marks within the axis; of those of one kind that would lie over each other, the first."""
     room = {"checkpoint": 14, "restart": 2, "bad": 3}
     last: dict[str, float] = {}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import median
 
 from mlpipe._core.units import format_bytes, format_step_seconds
-from mlpipe.observe.blocks import Block, Cell, Details, Table
+from mlpipe.observe.blocks import Cell, Details, Piece, Table
 from mlpipe.observe.runview import StageView, view_run
 from mlpipe.plan.calibration import Compared
 from mlpipe.plan.choose import Candidate
@@ -42,7 +42,7 @@ def predicted_usd(stage: StageView) -> float | None:
     return rank_seconds / 3600 * plan.price_usd_per_device_hour
 
 
-def comparison(stage: StageView) -> Block | None:
+def comparison(stage: StageView) -> Piece | None:
     """None without a prediction (a model of one's own) or steps."""
     plan = stage.training
     real = measured(stage)

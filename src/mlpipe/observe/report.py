@@ -17,20 +17,20 @@ from mlpipe._core.units import format_seconds
 from mlpipe.observe import plots
 from mlpipe.observe.blocks import (
     Badge,
-    Block,
     Card,
     Cell,
     Code,
     Details,
     Facts,
     Link,
-    Moment,
     Paragraph,
+    Piece,
     Preformatted,
     Section,
     Table,
     Tiles,
-    moment,
+    Timestamp,
+    timestamp,
     utc,
 )
 from mlpipe.observe.progress import format_count, format_loss, format_mfu
@@ -54,7 +54,7 @@ class StagePart:
 
 
 @dataclass(frozen=True)
-class Line:
+class SummaryLine:
     """Of the summary: `about` what, in bold."""
 
     about: str
@@ -69,14 +69,14 @@ class Page:
     pipeline: str
     backend: str
     state: Badge
-    created: Moment | None
+    created: Timestamp | None
     took: str
     message: str
-    overview: list[Block]
-    stage_table: Block
+    overview: list[Piece]
+    stage_table: Piece
     stages: list[StagePart]
-    events: list[Block]
-    lines: list[Line]
+    events: list[Piece]
+    lines: list[SummaryLine]
     written: str
     version: str = __version__
 
@@ -160,7 +160,7 @@ def page_of(view: RunView) -> Page:
         pipeline=run.pipeline,
         backend=run.backend,
         state=Badge(run.state),
-        created=moment(run.created),
+        created=timestamp(run.created),
         took="" if view.seconds is None else verb + format_seconds(view.seconds),
         message=run.message,
         overview=[*_highlights(view), *_meta(view), *_trouble(view)],
@@ -169,12 +169,12 @@ def page_of(view: RunView) -> Page:
         events=_events(view),
         lines=[
             *(
-                Line(part.name, ", ".join(part.section.facts))
+                SummaryLine(part.name, ", ".join(part.section.facts))
                 for part in stages
                 if part.section is not None and part.section.facts
             ),
             *_trouble_lines(view),
-            *(Line("", f"not readable: {problem}") for problem in view.problems),
+            *(SummaryLine("", f"not readable: {problem}") for problem in view.problems),
         ],
         written=utc(time.time()) or "",
     )
@@ -191,7 +191,7 @@ def _stage_part(stage: StageView) -> StagePart:
     )
 
 
-def _meta(view: RunView) -> list[Block]:
+def _meta(view: RunView) -> list[Piece]:
     """What whoever made the run said of it."""
     pairs: dict[str, Cell] = {
         str(name): ", ".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -203,7 +203,7 @@ def _meta(view: RunView) -> list[Block]:
     return [Facts(pairs)] if pairs else []
 
 
-def _highlights(view: RunView) -> list[Block]:
+def _highlights(view: RunView) -> list[Piece]:
     """The numbers one looks for first: of the last training and the last evaluation."""
     shown: dict[str, Cell] = {}
     trained = [stage for stage in view.stages if stage.lead.steps]
@@ -235,8 +235,8 @@ def _stopped(view: RunView) -> list[tuple[StageView, str]]:
     ]
 
 
-def _trouble(view: RunView) -> list[Block]:
-    cards: list[Block] = []
+def _trouble(view: RunView) -> list[Piece]:
+    cards: list[Piece] = []
     for stage, message in _stopped(view):
         last = stage.checkpoints[-1].step if stage.checkpoints else None
         pairs: dict[str, Cell] = {
@@ -255,22 +255,24 @@ def _trouble(view: RunView) -> list[Block]:
     return cards
 
 
-def _trouble_lines(view: RunView) -> list[Line]:
+def _trouble_lines(view: RunView) -> list[SummaryLine]:
     lines = []
     for stage, message in _stopped(view):
         hint = stage.outcome.get("hint")
-        lines.append(Line(f"{stage.name} {stage.state.state}", f"{message} ({hint})" if hint else message))
+        lines.append(
+            SummaryLine(f"{stage.name} {stage.state.state}", f"{message} ({hint})" if hint else message)
+        )
     return lines
 
 
-def _stages(view: RunView) -> Block:
+def _stages(view: RunView) -> Piece:
     rows: list[list[Cell]] = [
         [
             stage.name,
             stage.kind or None,
             Badge(stage.state.state),
             stage.state.attempt,
-            moment(stage.state.started),
+            timestamp(stage.state.started),
             None if stage.seconds is None else format_seconds(stage.seconds),
             stage.state.message or "",
         ]
@@ -280,7 +282,7 @@ def _stages(view: RunView) -> Block:
     return Card([Table(head, rows, frozenset({3, 5}))])
 
 
-def _events(view: RunView) -> list[Block]:
+def _events(view: RunView) -> list[Piece]:
     events = [
         (event, stage.name, attempt.number)
         for stage in view.stages
@@ -290,7 +292,7 @@ def _events(view: RunView) -> list[Block]:
     events += [(event, stage.name, attempt) for stage in view.stages for attempt, event in stage.lead.others]
     events.sort(key=lambda row: row[0].time)
     rows: list[list[Cell]] = [
-        [moment(event.time), stage, attempt, *_describe(event)] for event, stage, attempt in events
+        [timestamp(event.time), stage, attempt, *_describe(event)] for event, stage, attempt in events
     ]
     if not rows:
         return []

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, SAVED_CODE, MlpipeError, StoreError
-from mlpipe._core.records import Ended, Launched, Record
+from mlpipe._core.records import Launched, LaunchEnded, Record
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.process import fetch_inputs, main_of_stage
 from mlpipe.store.base import Store
@@ -138,7 +138,7 @@ class Launcher:
             found = MlpipeError(ended.message, where=ended.where, hint=ended.hint)
             print(f"error: {found}", file=sys.stderr, flush=True)  # noqa: T201
         try:
-            self._event(Ended(outcome=ended.outcome, message=ended.message))
+            self._event(LaunchEnded(outcome=ended.outcome, message=ended.message))
             self._store_outcome(ended, restarts, exit_code)
             if ended.outcome == "failed":
                 self.keep_postmortem(torchrun_log)

@@ -28,7 +28,7 @@ def use(monkeypatch, fake: FakeNvml | None) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake)  # None: as if it were not installed
 
 
-def read(one: gpu.Gpu) -> dict[str, float]:
+def read(one: gpu.NvmlGpu) -> dict[str, float]:
     return {" ".join((name, *labels)): value for name, labels, value in one.read()}
 
 
@@ -57,7 +57,7 @@ def test_a_card_that_fell_off_the_bus_is_absent_and_its_last_error_is_kept(monke
     monkeypatch.setattr(gpu, "_AGE_SECONDS", -1.0)
     fake = FakeNvml(xids=[79])
     use(monkeypatch, fake)
-    metrics = RankMetrics("r", "train", 0, gpu=gpu.Gpu(UUID))
+    metrics = RankMetrics("r", "train", 0, gpu=gpu.NvmlGpu(UUID))
 
     def served() -> set[str]:
         return {s.name for family in metrics.collect() for s in family.samples if "_gpu_" in s.name}
@@ -70,7 +70,7 @@ def test_a_card_that_fell_off_the_bus_is_absent_and_its_last_error_is_kept(monke
 def test_reasons_errors_and_age(monkeypatch):
     fake = FakeNvml()
     use(monkeypatch, fake)
-    one = gpu.Gpu(UUID)
+    one = gpu.NvmlGpu(UUID)
     first = read(one)
     assert first == {
         **READ,
@@ -106,7 +106,7 @@ def test_what_is_not_supported_is_absent_and_the_rest_is_there(monkeypatch, refu
 
 def test_an_older_package_has_other_names(monkeypatch):
     use(monkeypatch, FakeNvml().older())
-    found = read(gpu.Gpu(UUID))
+    found = read(gpu.NvmlGpu(UUID))
     assert found["mlpipe_gpu_temperature_celsius"] == 70
     assert found["mlpipe_gpu_throttled hw_thermal"] == 1
     for gone in (
@@ -117,7 +117,7 @@ def test_an_older_package_has_other_names(monkeypatch):
         fake = FakeNvml().older()
         delattr(fake, gone)
         use(monkeypatch, fake)
-        left = read(gpu.Gpu(UUID))
+        left = read(gpu.NvmlGpu(UUID))
         assert left.items() < found.items()
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlpipe.observe.axes import Scale, domain, finite, into_bins, label, ticks
+from mlpipe.observe.axes import LinearScale, domain, finite, into_bins, label, ticks
 from mlpipe.observe.plots import WIDTH, Bar, Mark, Plot, Series, line_plot, share_bars, stacked_plot
 from mlpipe.observe.report import environment
 
@@ -45,7 +45,7 @@ def test_a_domain_is_never_empty_and_holds_everything(values, zero):
 @given(number, number, st.floats(0, 1))
 def test_a_scale_maps_the_ends_to_the_ends_and_stays_between(one, other, share):
     low, high = domain([one, other], zero=False)
-    scale = Scale(low, high, 188, 12)
+    scale = LinearScale(low, high, 188, 12)
     assert scale(low) == pytest.approx(188)
     assert scale(high) == pytest.approx(12)
     assert 11.9 <= scale(low + share * (high - low)) <= 188.1

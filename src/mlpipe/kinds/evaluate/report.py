@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
-from mlpipe.observe.blocks import Block, Card, Facts, Paragraph, Preformatted, Section
+from mlpipe.observe.blocks import Card, Facts, Paragraph, Piece, Preformatted, Section
 from mlpipe.observe.progress import format_loss
 from mlpipe.observe.runview import StageView
 
@@ -19,7 +19,7 @@ def section(stage: StageView) -> Section:
     in_nats = result.val_perplexity is not None  # else a loss of the model's own
     targets = "tokens" if in_nats else "targets"
     loss = _number(result.val_loss)
-    blocks: list[Block] = [
+    blocks: list[Piece] = [
         Facts(
             {
                 "checkpoint of": plan.train_stage if plan is not None else None,

@@ -6,21 +6,21 @@ from mlpipe import __version__
 from mlpipe._core.mfu import throughput
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.observe.blocks import (
-    Block,
     Card,
     Cell,
     Details,
     Facts,
     Figure,
     Paragraph,
+    Piece,
     Section,
     Strong,
     Table,
-    moment,
     shares,
+    timestamp,
 )
 from mlpipe.observe.buckets import BUCKETS
-from mlpipe.observe.charts import PARTS, rank_rows, stage_charts
+from mlpipe.observe.charts import PARTS, rank_means, stage_charts
 from mlpipe.observe.goodput import Ledger
 from mlpipe.observe.predicted import comparison
 from mlpipe.observe.progress import format_count, format_flops, format_loss, format_mfu
@@ -32,7 +32,7 @@ def section(stage: StageView) -> Section:
     """The plan, the charts, and where the time went."""
     plan = stage.part(TrainPlan)
     lead = stage.lead
-    blocks: list[Block | None] = [_chosen(stage, plan) if plan is not None else None]
+    blocks: list[Piece | None] = [_chosen(stage, plan) if plan is not None else None]
     blocks.append(stage_charts(stage) if lead.steps else Paragraph("No step was finished."))
     if lead.num_rolled_back:
         words = f"{lead.num_rolled_back} steps were lost to restarts and done again."
@@ -70,7 +70,7 @@ def _facts(stage: StageView) -> list[str]:
     return facts
 
 
-def _chosen(stage: StageView, plan: TrainPlan) -> Block:
+def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
     """What the plan says, and on what it runs."""
     start, mesh = stage.start, plan.mesh
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.axes.items() if size > 1) or "one worker"
@@ -110,7 +110,7 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Block:
     )
 
 
-def _goodput(stage: StageView) -> Block | None:
+def _goodput(stage: StageView) -> Piece | None:
     ledger = stage.ledger
     if ledger is None or not ledger.total or ledger.goodput_ratio is None:
         return None
@@ -121,7 +121,7 @@ def _goodput(stage: StageView) -> Block | None:
         if seconds > 0
     ]
     whole = f"{100 * ledger.goodput_ratio:.1f} % of {format_seconds(ledger.total)} over all ranks"
-    blocks: list[Block] = [
+    blocks: list[Piece] = [
         Facts({"goodput": whole, **_costs(ledger)}),
         Figure(shares([(bucket.colour, seconds) for bucket, seconds in spent])),
         Table(("", "Rank-seconds", "Share", ""), rows, frozenset({1, 2})),
@@ -141,7 +141,7 @@ def _costs(ledger: Ledger) -> dict[str, str]:
     return facts
 
 
-def _mfu(stage: StageView) -> Block | None:
+def _mfu(stage: StageView) -> Piece | None:
     start = stage.start
     needed, world = start.num_flops_per_token, start.world_size
     measured = stage.lead.steps[-1].peak_flops if stage.lead.steps else None
@@ -172,7 +172,7 @@ def _mfu(stage: StageView) -> Block | None:
     return Details("How MFU was computed", [Facts(known)])
 
 
-def _ranks(stage: StageView) -> Block | None:
+def _ranks(stage: StageView) -> Piece | None:
     rows: list[list[Cell]] = [
         [
             row.rank,
@@ -180,12 +180,12 @@ def _ranks(stage: StageView) -> Block | None:
             shares(row.shares),
             None if row.peak_bytes is None else format_bytes(row.peak_bytes),
         ]
-        for row in rank_rows(stage)
+        for row in rank_means(stage)
     ]
     if not rows:
         return None
     head = ("Rank", "step, ms", *(name for name, _, _ in PARTS), "other", "Shares", "Peak memory")
-    blocks: list[Block] = [Table(head, rows, frozenset({0, 1, 2, 3, 4, 5, 6, 8}))]
+    blocks: list[Piece] = [Table(head, rows, frozenset({0, 1, 2, 3, 4, 5, 6, 8}))]
     if stage.num_ranks > len(stage.timelines):
         blocks.append(Paragraph(f"The first {MOST_RANKS} of {stage.num_ranks} ranks.", is_faint=True))
     load = worst_load(stage)
@@ -194,10 +194,10 @@ def _ranks(stage: StageView) -> Block | None:
     return Details("Ranks: mean of a step, by cause", blocks, is_open=len(rows) <= 8)
 
 
-def _starts(stage: StageView) -> Block | None:
+def _starts(stage: StageView) -> Piece | None:
     rows: list[list[Cell]] = [
         [
-            attempt, start.restart, moment(start.time), start.start_step, start.strategy, start.world_size,
+            attempt, start.restart, timestamp(start.time), start.start_step, start.strategy, start.world_size,
             start.device, start.host, start.precision, start.torch,
         ]
         for attempt, start in stage.lead.starts
@@ -212,7 +212,7 @@ def _starts(stage: StageView) -> Block | None:
     return Details(f"Attempts and restarts ({len(rows)})", [table], is_open=len(rows) > 1)
 
 
-def _checkpoints(stage: StageView) -> Block | None:
+def _checkpoints(stage: StageView) -> Piece | None:
     """Of the records, which know how long a save took, and of the catalogue, which knows what is there."""
     there = {checkpoint.key: checkpoint for checkpoint in stage.checkpoints}
     saved = {save.key: save for save in stage.lead.saves if save.key}
@@ -225,7 +225,7 @@ def _checkpoints(stage: StageView) -> Block | None:
         rows.append(
             [
                 either.step if either is not None else None,
-                moment(either.time if either is not None else None),
+                timestamp(either.time if either is not None else None),
                 None if checkpoint is None else format_bytes(checkpoint.size_bytes),
                 None if stall is None else f"{1000 * stall:.0f} ms",
                 None if took is None else format_seconds(took),
