@@ -60,8 +60,8 @@ def resume(
     damages: list[str] = []
 
     def state_of(manifest: Manifest) -> list[LocalShard]:
-        if session.plan.train is not None:
-            _load_optimizer(session.plan.train.optimizer, update, manifest["scalars"], session.plan.run_id)
+        optimizer = session.plan.work.training.optimizer
+        _load_optimizer(optimizer, update, manifest["scalars"], session.plan.run_id)
         return stored(parallel, update)
 
     for index, key in enumerate(keys):
