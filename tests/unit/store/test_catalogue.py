@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe.store import catalogue
+from mlpipe.store import manifest as manifest_module
 from mlpipe.store.blobs import read_blob, write_blob
 from mlpipe.store.checksum import crc32c
 from mlpipe.store.folder import FolderStore
@@ -209,6 +210,8 @@ def test_a_manifest_with_anything_in_any_place_is_sound_or_one_clear_error(data)
         ([([0, 0], [3, 3]), ([2, 0], [2, 3])], False),
         ([([0, 0], [2, 3]), ([0, 0], [2, 3])], False),
         ([([0, 0], [2, 3]), ([2, 0], [3, 3])], False),
+        ([([0, 0], [2, 3]), ([1, 0], [2, 3])], False),  # as many rows as there are, one of them twice
+        ([([0, 0], [2, 3]), ([2, 0], [2, 3]), ([2, 0], [2, 3])], False),
         ([], False),
     ],
 )
@@ -223,20 +226,39 @@ def test_chunks_must_tile_their_tensor(chunks, sound):
             check(manifest, PREFIX, "m")
 
 
+def test_a_tensor_ends_where_its_blob_does():
+    for size, sound in ((100, True), (101, False)):
+        manifest = manifest_of(PREFIX, SOUND["blobs"], size=size)
+        if sound:
+            check(manifest, PREFIX, "m")
+        else:
+            with pytest.raises(StoreError, match="a chunk reaches out of its blob"):
+                check(manifest, PREFIX, "m")
+
+
+def test_a_manifest_has_a_largest_size(monkeypatch):
+    data = add_checksum({"a": 1})
+    monkeypatch.setattr(manifest_module, "MAX_BYTES", len(data))
+    assert strip_checksum(data, "m") == {"a": 1}
+    monkeypatch.setattr(manifest_module, "MAX_BYTES", len(data) - 1)
+    with pytest.raises(StoreError, match="larger than"):
+        strip_checksum(data, "m")
+
+
 @given(data=st.binary(max_size=200))
-def test_bytes_that_were_never_sealed_are_refused(data):
+def test_bytes_without_a_checksum_are_refused(data):
     with pytest.raises(StoreError):
         strip_checksum(data, "m")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":NaN}', '{"a":Infinity}', "9" * 5000, "{"])
-def test_sealed_text_that_is_no_json_is_refused(text):
+def test_text_with_a_checksum_that_is_no_json_is_refused(text):
     forged = b'{"crc32c":"%08x","manifest":' % crc32c(text.encode()) + text.encode() + b"}\n"
     with pytest.raises(StoreError, match="not JSON"):
         strip_checksum(forged, "m")
 
 
-def test_seal_refuses_what_json_cannot_hold():
+def test_what_json_cannot_hold_gets_no_checksum():
     with pytest.raises(ValueError):
         add_checksum({"loss": float("nan")})
 
@@ -250,6 +272,8 @@ def test_what_a_given_up_attempt_commits_later_does_not_count(store):
     ours = save(store, 6, attempt=2)
     assert [found.key for found in catalogue.list_checkpoints(store, STAGE)] == [kept, ours]
     assert catalogue.fence(store, STAGE, 1) == 6  # by another driver, later: the first one stays
+    between = save(store, 5, attempt=1)
+    assert between not in [found.key for found in catalogue.list_checkpoints(store, STAGE)]
     assert [found.key for found in catalogue.list_checkpoints(store, STAGE)] == [kept, ours]
     catalogue.prune(store, STAGE, 1)
     assert [found.key for found in catalogue.list_checkpoints(store, STAGE)] == [ours]
