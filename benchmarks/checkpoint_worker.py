@@ -93,7 +93,7 @@ def state_dict(made: loop.Loop) -> dict[str, torch.Tensor]:
     """The tensors of mlpipe's checkpoint as DCP wants them: sharded ones as DTensors."""
     sharded = {
         item.name: item.parameter.data
-        for item in made.model.owned
+        for item in made.model.shards
         if item.parameter is not None and isinstance(item.parameter.data, DTensor)
     }
     found: dict[str, torch.Tensor] = {}

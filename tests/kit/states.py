@@ -45,7 +45,7 @@ def measure(plan: Plan, *, reduces: bool) -> dict[str, int]:
     built = build_model(train.model, seed=1, device_type="cpu", bf16=False)
     world = World(train.mesh, dist.get_rank(), torch.device("cpu"))
     parallel = parallelize(built, world, train)
-    update = make_update(train.optimizer, parallel.owned)
+    update = make_update(train.optimizer, parallel.shards)
     inputs = torch.zeros((1, 8), dtype=torch.int64)
     with parallel.gradient_sync(reduces):
         parallel.module({"inputs": inputs, "targets": inputs})[0].backward()

@@ -26,7 +26,7 @@ from mlpipe.train.export import export_checkpoint
 from mlpipe.train.init import initialize
 from mlpipe.train.model import BuiltModel, LossModule
 from mlpipe.train.models.llama import build_model
-from mlpipe.train.parallel.parallel import ParallelizedModel, owned_tensors
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel, local_shards
 from mlpipe.train.tokenizer import END_OF_TEXT, load_tokenizer
 from mlpipe.train.world import World
 
@@ -162,9 +162,9 @@ def test_a_tied_model_of_ones_own_loads_under_all_its_names(tmp_path, store):
     module = LossModule(model, "cpu", bf16=False)
     world = World(Mesh(), 0, torch.device("cpu"))
     built = BuiltModel(module, model, [], on_meta=False, construct=own.from_config)
-    parallel = ParallelizedModel(built, module, owned=owned_tensors(module, world))
+    parallel = ParallelizedModel(built, module, shards=local_shards(module, world))
     assert parallel.tied() == {"model.lm_head.weight": "model.model.embed_tokens.weight"}
-    tensors = {item.name: item.local for item in parallel.owned}
+    tensors = {item.name: item.local for item in parallel.shards}
     key = save(store, tensors, {"entry": "kit.own:from_config", "args": {}}, tied=parallel.tied())
     done = export_checkpoint(store, key, tmp_path / "out")
     assert (done.files, done.transformers) == (("model.safetensors",), False)

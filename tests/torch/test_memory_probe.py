@@ -46,9 +46,9 @@ def test_it_steps_down_or_refuses(tmp_path: Path) -> None:
         built = build_model(plan.model, seed=1, device_type="cpu", bf16=False)
         world = World(plan.mesh, 0, CPU)
         model = parallelize(built, world, plan)
-        update = make_update(plan.optimizer, model.owned)
+        update = make_update(plan.optimizer, model.shards)
         update.state()
-        before = [item.local.clone() for item in model.owned]
+        before = [item.local.clone() for item in model.shards]
 
         def probe(plan: TrainPlan) -> TrainPlan:
             return fitting_plan(plan, model, Accumulate(model, world), step, CPU)
@@ -70,7 +70,7 @@ def test_it_steps_down_or_refuses(tmp_path: Path) -> None:
         ) as caught:
             probe(tiny)
         assert caught.value.kind == "input"
-        assert all(torch.equal(was, item.local) for was, item in zip(before, model.owned, strict=True))
+        assert all(torch.equal(was, item.local) for was, item in zip(before, model.shards, strict=True))
         assert all(parameter.grad is None for parameter in model.module.parameters())
         assert all(not item.local.any() for item in update.state())
     finally:

@@ -387,7 +387,7 @@ from mlpipe.plan.plan import Entry, Mesh, ModelPlan, OptimizerPlan
 from mlpipe.train.model import build_model
 from mlpipe.train.optim.update import make_update
 from mlpipe.train.parallel import materialize, replicate
-from mlpipe.train.parallel.parallel import ParallelizedModel, owned_tensors
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel, local_shards
 from mlpipe.train.world import World
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -398,10 +398,10 @@ model = ModelPlan(Entry("mlpipe.train.models.llama:build_model", small), None, 4
 built = build_model(model, seed=0, device_type="cpu", bf16=False)
 materialize.materialize(built, 0, cpu)
 world = World(Mesh(), 0, cpu)
-parallel = ParallelizedModel(built, built.module, owned=owned_tensors(built.module, world))
+parallel = ParallelizedModel(built, built.module, shards=local_shards(built.module, world))
 replicate.apply(parallel, world, None)
 args = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
-update = make_update(OptimizerPlan("adamw", None, args, 8, 1e-2, 1.0, "constant", 0, 0, 0.0), parallel.owned)
+update = make_update(OptimizerPlan("adamw", None, args, 8, 1e-2, 1.0, "constant", 0, 0, 0.0), parallel.shards)
 for last in (False, True):
     with parallel.gradient_sync(last):
         tokens = torch.ones(2, 4, dtype=torch.int64)

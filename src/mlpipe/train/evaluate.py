@@ -24,7 +24,7 @@ from mlpipe.train.generate import generate
 from mlpipe.train.model import build_model
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.apply import parallelize
-from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.resuming import load_or_damage
 from mlpipe.train.schedules.accumulate import Accumulate
 from mlpipe.train.session import Session
@@ -46,7 +46,7 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
     bf16 = part.precision == "bf16"
     built = build_model(part.model, seed=part.seed, device_type=session.device.type, bf16=bf16)
     model = parallelize(built, session.world, part)
-    _, damage = load_or_damage(session.store, latest.key, lambda manifest: model.owned)
+    _, damage = load_or_damage(session.store, latest.key, lambda manifest: model.shards)
     if damage:
         run = session.plan.run_id
         raise DamagedError(
@@ -55,7 +55,7 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
             hint=f"train again from the one before: mlpipe checkpoints discard {run} {latest.step}, "
             f"then mlpipe resume {run}",
         )
-    for item in model.owned:
+    for item in model.shards:
         item.local.requires_grad_(False)
     built.module.eval()
     session.record_start(part, start_step=latest.step, resumed_from=latest.key, num_params=None)

@@ -22,7 +22,7 @@ from mlpipe.train.optim.clipping import clip_factor, squared_norm
 from mlpipe.train.optim.learning_rate import learning_rate
 from mlpipe.train.optim.update import Update
 from mlpipe.train.outcome import Outcome
-from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.recording import Recording
 from mlpipe.train.resuming import Position, optimizer_scalars, stored
 from mlpipe.train.schedules import Schedule
@@ -82,7 +82,7 @@ class Loop:
 
         seed_step(plan.seed, number, world.data_rank)
         sums = self.schedule.forward_backward(batches)
-        squared, reading = squared_norm(self.model.owned), 0.0
+        squared, reading = squared_norm(self.model.shards), 0.0
         if number < plan.steps:
             session.watchdog.beat("reading data", number + 1)
             reading = self.reader.read(number + 1, position.samples + plan.global_batch)
@@ -125,7 +125,7 @@ class Loop:
         lr = learning_rate(plan.optimizer, number, plan.steps)
         updating = time.perf_counter()
         self.update.step(lr=lr, scale=scale)
-        clear_gradients(self.model.owned)
+        clear_gradients(self.model.shards)
         self.model.after_step()
         ended = time.perf_counter()
 

@@ -20,7 +20,7 @@ from mlpipe._core.errors import TrainError
 from mlpipe._core.units import format_bytes
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.data import Microbatch
-from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.schedules import Schedule
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def dry_steps(model: ParallelizedModel, schedule: Schedule, batches: Sequence[Mi
     """Two steps without an update, then everything they left is undone. DDP sorts its buckets anew after the
     first backward, which changes the order of additions: a resumed run equals an uninterrupted one bit for
     bit only if both have done so before the first step that counts."""
-    buffers = [(item.local, item.local.clone()) for item in model.owned if item.is_buffer]
+    buffers = [(item.local, item.local.clone()) for item in model.shards if item.is_buffer]
     try:
         for _ in range(2):
             schedule.forward_backward(batches)

@@ -41,7 +41,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
     num_params = sum(parameter.numel() for parameter in built.model.parameters())
     flops = try_out(plan, built.model, dataset)
     model = parallelize(built, world, plan)
-    update = make_update(plan.optimizer, model.owned)
+    update = make_update(plan.optimizer, model.shards)
     # before the first pass, so that they do not lie among what it leaves in the heap
     update.state()
     schedule = Accumulate(model, world, lambda: session.watchdog.beat("computing", progress[0] + 1))

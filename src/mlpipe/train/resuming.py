@@ -21,7 +21,7 @@ from mlpipe.store.runs import append_event
 from mlpipe.train.checkpoint import Checkpointer
 from mlpipe.train.optim.learning_rate import learning_rate
 from mlpipe.train.optim.update import Update
-from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.reshard import load
 from mlpipe.train.session import Session
 from mlpipe.train.shards import LocalShard
@@ -143,7 +143,7 @@ def _schedule_notes(plan: TrainPlan | None, scalars: dict[str, Any]) -> list[str
 
 def stored(parallel: ParallelizedModel, update: Update) -> list[LocalShard]:
     """All tensors of a checkpoint. LossModule's one child is `model`, hence the names `model.<fqn>`."""
-    return [*parallel.owned, *update.state()]
+    return [*parallel.shards, *update.state()]
 
 
 def optimizer_scalars(plan: OptimizerPlan, update: Update) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.recomputation import keeps_matmul
-from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.world import World
 
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}

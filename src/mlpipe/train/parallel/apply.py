@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, cast
 
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.model import BuiltModel
-from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.waits import Waits
 from mlpipe.train.world import World
 

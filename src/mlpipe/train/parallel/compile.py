@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.world import World
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.waits import Waits
 from mlpipe.train.world import World
 
@@ -96,7 +96,7 @@ class _GradientSync:
         """As DDP's, which sends them at the same moment: rank 0's to all, in place, before the first
         microbatch of a step; by the call and the bucket's bytes of DDP."""
         if self.buffers is None:  # not before the weights are real
-            stored = any(item.is_buffer for item in self.model.owned)
+            stored = any(item.is_buffer for item in self.model.shards)
             self.buffers = list(self.model.built.module.buffers()) if stored else []
         if self.buffers:
             group = dist.distributed_c10d._get_default_group()

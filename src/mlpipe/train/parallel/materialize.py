@@ -18,7 +18,7 @@ from mlpipe.train.init import (
     unwritten,
 )
 from mlpipe.train.model import BuiltModel
-from mlpipe.train.parallel.parallel import ParallelizedModel, owned_tensors
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel, local_shards
 from mlpipe.train.world import World
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Gives the model its weights, and lists the tensors that this rank updates and stores."""
     materialize(model.built, plan.seed, world.device)
-    model.owned = owned_tensors(model.built.module, world)
+    model.shards = local_shards(model.built.module, world)
 
 
 def materialize(built: BuiltModel, seed: int, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.without_dynamo import no_dynamo_in_ddp
 from mlpipe.train.world import World
 
@@ -25,7 +25,7 @@ _SYNC_BUFFERS = (
 
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Wraps the module; its gradients are views of DDP's buckets afterwards."""
-    has_buffers = any(item.is_buffer for item in model.owned)
+    has_buffers = any(item.is_buffer for item in model.shards)
     # Parameters need no initial broadcast: a seed gives the same weights on every rank (train/init.py).
     switches: dict[str, Any] = {_SYNC_BUFFERS: has_buffers, "process_group": world.group("dp_replicate")}
     with no_dynamo_in_ddp():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
-from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.shards import LocalShard
 from mlpipe.train.world import World
 
@@ -24,8 +24,8 @@ _BUCKET_BYTES = GATHER_BUCKET_BYTES
 
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Makes of each parameter that the ranks of `dp_replicate` share this rank's slice."""
-    whole = [item for item in model.owned if not item.is_buffer]
-    model.owned = [item if item.is_buffer else _slice(item, world) for item in model.owned]
+    whole = [item for item in model.shards if not item.is_buffer]
+    model.shards = [item if item.is_buffer else _slice(item, world) for item in model.shards]
     model.after_step = model.waits.timed(_gatherer([item.local for item in whole], world))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mlpipe.train.data import Microbatch, to_device
-from mlpipe.train.parallel.parallel import ParallelizedModel
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.schedules import LossSum
 from mlpipe.train.world import World
 

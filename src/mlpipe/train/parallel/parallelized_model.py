@@ -33,19 +33,19 @@ class ParallelizedModel:
     technique wrapped around it. `gradient_sync(last)` is entered around each microbatch; after the backward
     of the last one the gradients are the mean over the data ranks. `after_step()` brings the updated
     parameters to every rank that computes with them. `waits` counts the time that all of these spend waiting
-    for other ranks. `owned`: what this rank updates and stores.
+    for other ranks. `shards`: what this rank updates and stores.
     """
 
     built: BuiltModel
     module: nn.Module
     waits: Waits = field(default_factory=Waits)
-    owned: list[LocalShard] = field(default_factory=list)
+    shards: list[LocalShard] = field(default_factory=list)
     gradient_sync: Callable[[bool], AbstractContextManager[None]] = no_gradient_sync
     after_step: Callable[[], None] = nothing
 
     def tied(self) -> dict[str, str]:
         """Further names of tied parameters, and the one under which each is stored."""
-        stored = {id(item.parameter): item.name for item in self.owned if item.parameter is not None}
+        stored = {id(item.parameter): item.name for item in self.shards if item.parameter is not None}
         parameters = self.built.module.named_parameters(remove_duplicate=False)
         return {
             name: stored[id(parameter)]
@@ -54,7 +54,7 @@ class ParallelizedModel:
         }
 
 
-def owned_tensors(module: nn.Module, world: World) -> list[LocalShard]:
+def local_shards(module: nn.Module, world: World) -> list[LocalShard]:
     """Every parameter, whole or the part that DTensor gives this rank, and every persistent buffer."""
     parameters = [_parameter(name, parameter, world) for name, parameter in module.named_parameters()]
     return parameters + persistent_buffers(module, world)
