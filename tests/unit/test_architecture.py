@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe.kinds import KINDS
 from mlpipe.plan.plan import STRATEGIES
 
@@ -24,8 +25,12 @@ HOMES = {
         "plan/older.py",  # what plans of earlier versions meant by it
         "kinds/train/spec.py",  # rules of the pipeline's file
     },
+    "optimizer": {
+        "_core/optimizers.py",  # the table, by which the pipeline's file is read
+        "train/resuming.py",  # whose states checkpoints of earlier versions are
+    },
 }
-NAMES = {"strategy": set(STRATEGIES)}
+NAMES = {"strategy": set(STRATEGIES), "optimizer": set(OPTIMIZERS)}
 
 
 def texts(module: ast.Module) -> Iterator[str]:
