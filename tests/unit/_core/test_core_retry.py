@@ -36,11 +36,11 @@ def away(*, applied: bool = False, retry_after_seconds: float = 0.0) -> AwayErro
 
 
 def test_pauses_double_up_to_a_limit_and_end_at_the_deadline(clock: Clock) -> None:
-    tries = Tries(3.0, first_pause_seconds=0.4, max_pause_seconds=1.0)
+    tries = Tries(3.5, first_pause_seconds=0.4, max_pause_seconds=1.0)
     while tries.again(away()):
-        assert clock.now < 1003.0
+        assert clock.now < 1003.5
     assert clock.pauses == pytest.approx([0.35, 0.7, 0.875, 0.875])  # another would end after it
-    assert str(tries) == "within 3 s (5 tries)"
+    assert str(tries) == "within 4 s (5 tries)"
 
 
 def test_a_server_gets_the_time_that_it_asks_for_but_no_more_than_there_is(clock: Clock) -> None:
