@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mlpipe._core.records import Start
-from mlpipe.cli.outcome import describe, in_order
+from mlpipe.cli.outcome import describe
 from mlpipe.cli.session import Session
 from mlpipe.observe.progress import Progress, live_line, start_line
 from mlpipe.observe.records import Follower
@@ -41,7 +41,7 @@ class Watcher:
         if self._session.quiet:
             return
         self._read(state)
-        for name, stage in in_order(state).stages.items():
+        for name, stage in state.stages.items():
             if self._only not in (None, name):
                 continue
             former, self._seen[name] = self._seen[name], (stage.state, stage.message)

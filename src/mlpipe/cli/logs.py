@@ -21,7 +21,6 @@ import click
 from mlpipe._core.errors import EXIT_CODES
 from mlpipe._core.units import parse_seconds
 from mlpipe.cli import jenkins
-from mlpipe.cli.outcome import in_order
 from mlpipe.cli.session import Session, interrupt, shared
 
 if TYPE_CHECKING:
@@ -174,7 +173,7 @@ class Reader:
         """Of each log what is new, in the order of stages, attempts and ranks. `rest`: lines that have not
         ended, too."""
         found = []
-        for name, state in in_order(run).stages.items():
+        for name, state in run.stages.items():
             if state.attempt == 0 or self._stage not in (None, name):
                 continue
             for attempt in range(self._attempts.get(name, state.attempt), state.attempt + 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -38,12 +38,6 @@ def exit_code(run: RunState, only: str | None = None) -> int:
     return EXIT_CODES[kinds.get(run.state, "infrastructure")]
 
 
-def in_order(run: RunState) -> RunState:
-    """With the stages in the order of the pipeline."""
-    names = [name for name in run.meta.get("stages", []) if name in run.stages] or list(run.stages)
-    return replace(run, stages={name: run.stages[name] for name in names})
-
-
 def colour(state: str) -> str:
     return click.style(state, fg=_COLOURS.get(state))
 
@@ -61,7 +55,7 @@ def describe(stage: StageState) -> str:
 
 def document(store: Store, run: RunState) -> dict[str, Any]:
     """run.json, with where it lies and the last checkpoint of each stage that has one."""
-    fields = asdict(in_order(run))
+    fields = asdict(run)
     fields["store"] = store.url
     for name, stage in fields["stages"].items():
         checkpoint = last_checkpoint(store, run, name)
@@ -77,12 +71,11 @@ def last_checkpoint(store: Store, run: RunState, stage: str) -> Checkpoint | Non
 
 def stage_lines(run: RunState) -> list[str]:
     width = max(len(name) for name in run.stages)
-    return [f"{name.ljust(width)}  {describe(stage)}" for name, stage in in_order(run).stages.items()]
+    return [f"{name.ljust(width)}  {describe(stage)}" for name, stage in run.stages.items()]
 
 
 def summary(store: Store, run: RunState, report: str | None) -> str:
     """What came out, where it lies, and what to try next."""
-    run = in_order(run)
     took = format_seconds(run.updated - run.created)
     rows = [("run", f"{run.run_id}, {colour(run.state)} after {took}")]
     failures = [(name, stage.message) for name, stage in run.stages.items() if stage.state == "failed"]

@@ -17,8 +17,7 @@ def build_junit(store: Store, run_id: str) -> str:
     never ran is skipped. Raises StoreError when there is no such run."""
     run = read_run(store, run_id)
     suite = ElementTree.Element("testsuite", name=run_id)
-    for name in [name for name in run.meta.get("stages", []) if name in run.stages] or run.stages:
-        stage = run.stages[name]
+    for name, stage in run.stages.items():
         seconds = stage.ended - stage.started if stage.started and stage.ended else 0.0
         case = ElementTree.SubElement(
             suite, "testcase", classname=run.pipeline or "run", name=name, time=f"{max(seconds, 0.0):.3f}"

@@ -146,7 +146,7 @@ class RunView:
     """A run, its stages, and in `problems` what could not be read."""
 
     run: RunState
-    stages: list[StageView]  # as the run's meta orders them, else by their start
+    stages: list[StageView]  # in the order of the pipeline
     problems: list[str]
 
     @property
@@ -175,11 +175,7 @@ def view_run(store: Store, run_id: str) -> RunView:
     """Raises StoreError when the run does not exist or the store cannot be reached."""
     run = read_run(store, run_id)
     problems: list[str] = []
-    names = run.meta.get("stages")
-    place = {str(name): index for index, name in enumerate(names)} if isinstance(names, list) else {}
-    never = float("inf")
-    order = sorted(run.stages, key=lambda name: (place.get(name, never), run.stages[name].started or never))
-    stages = [view_stage(store, run_id, name, run.stages[name], problems) for name in order]
+    stages = [view_stage(store, run_id, name, stage, problems) for name, stage in run.stages.items()]
     return RunView(run, stages, problems)
 
 

@@ -70,7 +70,8 @@ class StageState:
 
 @dataclass(frozen=True)
 class RunState:
-    """`seq` grows with each transition of `state`. Times in Unix seconds."""
+    """`seq` grows with each transition of `state`. Times in Unix seconds. `stages`: in the order of the
+    pipeline's file."""
 
     schema_version: int
     run_id: str
@@ -147,7 +148,7 @@ def create_run(
         stages={name: StageState() for name in stages},
         driver=None,
         message="",
-        meta=meta,
+        meta={**meta, "stages": stages},  # whose order JSON objects, written by sorted keys, do not keep
     )
     if not store.put_if_absent(_run_key(run_id), to_json(state).encode()):
         raise taken
@@ -308,6 +309,10 @@ def _read(store: Store, run_id: str, *, known: bool = False) -> tuple[RunState, 
             where=f"{store.url}/{key}",
             kind="input",
         )
+    names = run.meta.get("stages")
+    if isinstance(names, list):
+        ordered = {name: run.stages[name] for name in map(str, names) if name in run.stages}
+        run = replace(run, stages={**ordered, **run.stages})
     return run, etag
 
 

@@ -72,7 +72,6 @@ def create(
     stages = [stage.name for stage in pipeline.stages]
     meta: dict[str, Any] = {
         "pipeline": pipeline.name,
-        "stages": stages,  # in the order of the file, which run.json's object does not keep
         "spec": spec,
         "set": list(overrides),
         "folder": folder,

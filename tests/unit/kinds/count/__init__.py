@@ -1,0 +1,1 @@
+"""Counts the words of a file that an earlier stage made."""
