@@ -14,6 +14,7 @@ settings.load_profile("patient")
 
 # The files that take longest begin first, so that no process is left alone with one at the end.
 _FIRST = ("torch", "services")
+_LONGEST = ("test_submit_faults.py", "test_submit.py", "test_faults.py", "test_cli_train.py")
 RINGS = ("unit", "golden", "torch", "services", "cluster", "gpu")
 REQUIRED = frozenset(filter(None, os.environ.get("MLPIPE_REQUIRE_RINGS", "").split(",")))
 
@@ -34,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if len(_rings(item)) != 1:
             raise pytest.UsageError(f"{item.nodeid} needs the marker of one ring: {', '.join(RINGS)}")
-    items.sort(key=lambda item: not set(_rings(item)) & set(_FIRST))
+    items.sort(key=lambda item: (item.path.name not in _LONGEST, not set(_rings(item)) & set(_FIRST)))
 
 
 @pytest.hookimpl(wrapper=True)

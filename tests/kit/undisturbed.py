@@ -49,12 +49,13 @@ class Undisturbed:
         cli = Cli(folder)
         cli.env["PATH"] = os.environ["PATH"]
         same = [f"--set=stages.train.resources.{what}" for what in ("workers_per_node=2", "nodes=1")]
-        process = cli.start("run", str(spec), "--run-id", "r", *same)
-        self.workers = workers_of("r", 2)
+        run_id = f"undisturbed-{secrets.token_hex(4)}"  # another test process may have one, too
+        process = cli.start("run", str(spec), "--run-id", run_id, *same)
+        self.workers = workers_of(run_id, 2)
         out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err + out
         store = FolderStore(cli.store)
-        self.losses, self.digest = losses(store, "r"), last_digest(store, "r")
+        self.losses, self.digest = losses(store, run_id), last_digest(store, run_id)
         assert sorted(self.losses) == list(range(1, STEPS + 1))
 
     def check(self, place: Place, run_id: str, *, records_lost: bool = False) -> None:

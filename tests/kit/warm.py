@@ -19,6 +19,7 @@ import importlib
 import inspect
 import json
 import os
+import pkgutil
 import random
 import runpy
 import select
@@ -214,9 +215,9 @@ def _import(name: str) -> None:
         importlib.import_module(name).install()
     elif name.endswith(".*"):
         package = importlib.import_module(name[:-2])
-        for path in sorted(Path(str(package.__file__)).parent.glob("*.py")):
-            if path.stem not in ("__init__", "__main__", "child"):
-                importlib.import_module(f"{name[:-2]}.{path.stem}")
+        for found in pkgutil.walk_packages(package.__path__, f"{name[:-2]}."):
+            if not found.name.endswith((".__main__", ".child")):  # which are programs
+                importlib.import_module(found.name)
     else:
         importlib.import_module(name)
 
