@@ -60,13 +60,13 @@ def command(
         where = stage_hardware(pipeline, name)
         run_id = f"{pipeline.name[:40]}-RUN"
         plan = plan_ahead(pipeline, name, url, run_id)
-        found = None
+        shape = None
         if trace:
             from mlpipe.cli.plan_trace import traced
 
-            found = traced(plan)
-            plan = plan_ahead(pipeline, name, url, run_id, traced=found)
-        candidates = compare(pipeline, name, where, traced=found)
+            shape = traced(plan)
+            plan = plan_ahead(pipeline, name, url, run_id, traced=shape)
+        candidates = compare(pipeline, name, where, traced=shape)
         document: dict[str, Any] = {}
         if session.json:
             document = {
@@ -77,12 +77,12 @@ def command(
                 "plan": plan.to_plain(),
             }
         lines = _lines(pipeline, plan, candidates, where)
-        if found is not None:
-            document["model"] = found.words
-            lines.append(f"  figures of {plan.work.training.model.build.entry}: {found.words}")
+        if shape is not None:
+            document["model"] = shape.words
+            lines.append(f"  figures of {plan.work.training.model.build.entry}: {shape.words}")
         if candidates and (explain or nodes or budget_usd is not None or deadline):
             options = (explain, nodes, budget_usd, deadline)
-            lines += _more(pipeline, plan, where, candidates, document, found, *options)
+            lines += _more(pipeline, plan, where, candidates, document, shape, *options)
         documents.append(document)
         texts.append("\n".join([f"{click.style(name, bold=True)} ({plan.kind})", *lines]))
     session.result({"pipeline": pipeline.name, "stages": documents}, "\n\n".join(texts))
@@ -171,6 +171,7 @@ def _choice(plan: Plan, train: TrainPlan) -> list[str]:
     return [
         f"  {train.reason}",
         f"  {launch.num_nodes} x {launch.nproc_per_node} workers on {launch.device}; mesh: {mesh}",
-        f"  batch {train.global_batch} = {train.micro_batch} a pass x {train.mesh.num_data_ranks} data ranks "
-        f"x {train.accumulation} passes; {train.steps} steps, {train.precision}; checkpoint {saves}",
+        f"  batch {train.global_batch} = micro-batch {train.micro_batch} x {train.mesh.num_data_ranks} data "
+        f"ranks x {train.accumulation} gradient accumulation steps",
+        f"  {train.steps} steps, {train.precision}; checkpoint {saves}",
     ]

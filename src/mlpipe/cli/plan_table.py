@@ -11,7 +11,7 @@ from mlpipe._core.units import format_bytes, format_seconds, format_step_seconds
 if TYPE_CHECKING:
     from mlpipe.plan.choose import Candidate
     from mlpipe.plan.plan import TrainPlan
-    from mlpipe.plan.scaling import Scale
+    from mlpipe.plan.scaling import ScaledPlan
 
 _MOST_ROWS = 12
 _HEAD = ("", "strategy", "mesh", "micro", "recompute", "precision", "per worker", "step", "tok/s", "MFU")
@@ -19,13 +19,13 @@ _HEAD = ("", "strategy", "mesh", "micro", "recompute", "precision", "per worker"
 
 def chosen_of(candidates: Sequence[Candidate], train: TrainPlan) -> Candidate | None:
     """The candidate that the plan is."""
-    for found in candidates:
+    for candidate in candidates:
         if (
-            found.strategy,
-            found.mesh,
-            found.micro_batch,
-            found.activation_checkpointing,
-            found.precision,
+            candidate.strategy,
+            candidate.mesh,
+            candidate.micro_batch,
+            candidate.activation_checkpointing,
+            candidate.precision,
         ) == (
             train.strategy,
             train.mesh,
@@ -33,7 +33,7 @@ def chosen_of(candidates: Sequence[Candidate], train: TrainPlan) -> Candidate | 
             train.activation_checkpointing,
             train.precision,
         ):
-            return found
+            return candidate
     return None
 
 
@@ -41,12 +41,12 @@ def table(candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
     from mlpipe.plan.choose import verdict
 
     shown = [chosen, *_best_of_each(candidates, chosen)]
-    priced = any(found.usd is not None for found in shown)
+    priced = any(candidate.usd is not None for candidate in shown)
     head = [*_HEAD, "run", *(["USD"] if priced else []), "why"]
     rows: list[list[str]] = [head]
-    for found in shown:
-        mark = "->" if found is chosen else "" if found.fits else "x"
-        rows.append([mark, *_cells(found, priced), verdict(found, chosen)])
+    for candidate in shown:
+        mark = "->" if candidate is chosen else "" if candidate.fits else "x"
+        rows.append([mark, *_cells(candidate, priced), verdict(candidate, chosen)])
     lines = _table(rows)
     hidden = len(candidates) - len(shown)
     return [*lines, f"  and {hidden} more in --output json"] if hidden > 0 else lines
@@ -56,41 +56,54 @@ def _best_of_each(candidates: Sequence[Candidate], chosen: Candidate) -> list[Ca
     """Of each strategy, mesh, checkpointing and precision the best microbatch, or if none fits the one that
     needs least; of each strategy at least one."""
     best: dict[tuple[object, ...], Candidate] = {}
-    for found in candidates:
-        key = (found.strategy, found.mesh, found.activation_checkpointing, found.precision)
-        before = best.setdefault(key, found)
-        if not before.fits and before.memory and found.memory and found.memory.total < before.memory.total:
-            best[key] = found
+    for candidate in candidates:
+        key = (candidate.strategy, candidate.mesh, candidate.activation_checkpointing, candidate.precision)
+        before = best.setdefault(key, candidate)
+        if (
+            not before.fits
+            and before.memory
+            and candidate.memory
+            and candidate.memory.total < before.memory.total
+        ):
+            best[key] = candidate
     best.pop((chosen.strategy, chosen.mesh, chosen.activation_checkpointing, chosen.precision), None)
     rows = list(best.values())
     kept = rows[: _MOST_ROWS - 1]
-    seen = {chosen.strategy, *(found.strategy for found in kept)}
-    for found in rows[_MOST_ROWS - 1 :]:
-        if found.strategy not in seen:
-            seen.add(found.strategy)
-            kept.append(found)
+    seen = {chosen.strategy, *(candidate.strategy for candidate in kept)}
+    for candidate in rows[_MOST_ROWS - 1 :]:
+        if candidate.strategy not in seen:
+            seen.add(candidate.strategy)
+            kept.append(candidate)
     return kept
 
 
-def _cells(found: Candidate, priced: bool) -> list[str]:
-    cells = [found.strategy, mesh_text(found), str(found.micro_batch or "-"), found.activation_checkpointing]
-    cells += [found.precision, format_bytes(found.memory.total) if found.memory else "-"]
-    if found.seconds is None or found.tokens_per_second is None or found.mfu_ratio is None:
+def _cells(candidate: Candidate, priced: bool) -> list[str]:
+    cells = [
+        candidate.strategy,
+        mesh_text(candidate),
+        str(candidate.micro_batch or "-"),
+        candidate.activation_checkpointing,
+    ]
+    cells += [candidate.precision, format_bytes(candidate.memory.total) if candidate.memory else "-"]
+    if candidate.seconds is None or candidate.tokens_per_second is None or candidate.mfu_ratio is None:
         return [*cells, "-", "-", "-", "-", *(["-"] if priced else [])]
-    cells += [format_step_seconds(found.seconds.total), f"{found.tokens_per_second:,.0f}"]
-    cells += [f"{100 * found.mfu_ratio:.0f} %", _hours(found.hours) if found.hours is not None else "-"]
-    return [*cells, f"{found.usd:,.0f}" if found.usd is not None else "-"] if priced else cells
+    cells += [format_step_seconds(candidate.seconds.total), f"{candidate.tokens_per_second:,.0f}"]
+    cells += [
+        f"{100 * candidate.mfu_ratio:.0f} %",
+        _hours(candidate.hours) if candidate.hours is not None else "-",
+    ]
+    return [*cells, f"{candidate.usd:,.0f}" if candidate.usd is not None else "-"] if priced else cells
 
 
-def mesh_text(found: Candidate) -> str:
-    if found.mesh is None:
+def mesh_text(candidate: Candidate) -> str:
+    if candidate.mesh is None:
         return "-"
-    return f"{found.mesh.dp_replicate} x {found.mesh.dp_shard}"
+    return f"{candidate.mesh.dp_replicate} x {candidate.mesh.dp_shard}"
 
 
-def causes(found: Candidate) -> Iterator[str]:
+def causes(candidate: Candidate) -> Iterator[str]:
     """Bytes and seconds of the chosen one."""
-    memory, seconds = found.memory, found.seconds
+    memory, seconds = candidate.memory, candidate.seconds
     if memory is not None:
         parts = [
             ("parameters", memory.parameters),
@@ -114,18 +127,20 @@ def causes(found: Candidate) -> Iterator[str]:
         ]
         text = ", ".join(f"{name} {format_step_seconds(size)}" for name, size in times if size >= 5e-5)
         yield f"  step    {format_step_seconds(seconds.total)}: {text}"
-    if found.hours is not None:
+    if candidate.hours is not None:
         cost = ""
-        if found.usd is not None and found.usd_per_million_tokens is not None:
-            cost = f", {found.usd:,.2f} USD, {found.usd_per_million_tokens:.4f} USD per million tokens"
-        yield f"  run     {_hours(found.hours)}{cost}"
+        if candidate.usd is not None and candidate.usd_per_million_tokens is not None:
+            cost = (
+                f", {candidate.usd:,.2f} USD, {candidate.usd_per_million_tokens:.4f} USD per million tokens"
+            )
+        yield f"  run     {_hours(candidate.hours)}{cost}"
 
 
 def _hours(hours: float) -> str:
     return f"{hours:,.1f} h" if hours >= 1 else format_seconds(3600 * hours)
 
 
-def scaling(rows: Sequence[Scale]) -> list[str]:
+def scaling(rows: Sequence[ScaledPlan]) -> list[str]:
     """How cost and time scale over nodes."""
     cells = [["nodes", "workers", "strategy", "step", "tok/s", "run", "USD", "efficiency", ""]]
     for row in rows:

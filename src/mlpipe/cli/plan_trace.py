@@ -35,12 +35,12 @@ def traced(plan: Plan) -> Traced | None:
             return from_json(Traced, kept.read_bytes())
         except ValueError:  # half a file: traced anew
             pass
-    found = _run(plan, asked)
+    shape = _run(plan, asked)
     kept.parent.mkdir(parents=True, exist_ok=True)
     scratch = kept.with_suffix(f".{os.getpid()}")
-    scratch.write_text(to_json(found))
+    scratch.write_text(to_json(shape))
     scratch.replace(kept)
-    return found
+    return shape
 
 
 def _digest(plan: Plan, asked: str) -> str:

@@ -46,25 +46,25 @@ class Calibration:
         """`base` with what was measured for as many ranks, or the nearest number. The corrections are medians
         over the runs."""
         number = min(self.ranks, key=lambda key: (abs(int(key) - ranks_per_node), int(key)))
-        found = self.ranks[number]
+        measured = self.ranks[number]
         several = [item for item in self.ranks.values() if item.link_bytes_per_second]
-        wire = found if found.link_bytes_per_second or not several else several[0]
+        wire = measured if measured.link_bytes_per_second or not several else several[0]
         words = f"calibrated with {number} rank{'' if number == '1' else 's'} ({self.name})"
         if self.runs:
             words += f" and by {len(self.runs)} run{'' if len(self.runs) == 1 else 's'}"
         return replace(
             base,
-            peak_flops={name: kernels.peak_flops for name, kernels in found.kernels.items()},
-            memory_bytes_per_second=found.memory_bytes_per_second,
+            peak_flops={name: kernels.peak_flops for name, kernels in measured.kernels.items()},
+            memory_bytes_per_second=measured.memory_bytes_per_second,
             link_bytes_per_second=wire.link_bytes_per_second or base.link_bytes_per_second,
-            kernels=found.kernels,
-            update_bytes_per_second=found.update_bytes_per_second,
-            kernel_seconds=found.kernel_seconds,
+            kernels=measured.kernels,
+            update_bytes_per_second=measured.update_bytes_per_second,
+            kernel_seconds=measured.kernel_seconds,
             collective_seconds=wire.collective_seconds,
             gather_bytes_per_second=wire.gather_bytes_per_second,
             scatter_bytes_per_second=wire.scatter_bytes_per_second,
-            new_tensor_seconds=found.new_tensor_seconds,
-            store_bytes_per_second=found.store_bytes_per_second or None,
+            new_tensor_seconds=measured.new_tensor_seconds,
+            store_bytes_per_second=measured.store_bytes_per_second or None,
             time_ratio=_ratio([(run.measured_step_seconds, run.predicted_step_seconds) for run in self.runs]),
             memory_ratio=_ratio(
                 [(run.measured_memory_bytes, run.predicted_memory_bytes) for run in self.runs]
@@ -82,12 +82,12 @@ def load(path: str | Path) -> Calibration:
     hint = "write it with `mlpipe calibrate --out FILE`"
     try:
         data = json.loads(Path(path).read_bytes())
-        found = from_plain(Calibration, data)
+        calibration = from_plain(Calibration, data)
     except (OSError, ValueError) as error:
         raise PlanError(f"not a calibration: {error}", where=str(path), hint=hint) from None
-    if found.schema_version != SCHEMA_VERSION or not found.ranks:
+    if calibration.schema_version != SCHEMA_VERSION or not calibration.ranks:
         raise PlanError("a calibration of another version, or of nothing", where=str(path), hint=hint)
-    return found
+    return calibration
 
 
 def save(path: str | Path, calibration: Calibration) -> None:

@@ -32,7 +32,7 @@ def explanation(
         f"Weights, gradients and Adam's moments take 16 bytes a parameter; {chosen.strategy} shards "
         f"{ORDER[chosen.strategy].SHARDS}, which leaves "
         f"{format_bytes(memory.parameters + memory.gradients + memory.optimizer)} of them on a worker.",
-        f"A pass of {train.micro_batch} x {train.model.seq_len} tokens keeps "
+        f"A micro-batch of {train.micro_batch} x {train.model.seq_len} tokens keeps "
         f"{format_bytes(memory.activations + memory.logits)} of activations and logits, with "
         f"activation checkpointing {train.activation_checkpointing}.",
         f"In all {chosen.reason} per worker, of which {format_bytes(memory.context)} are there before the "
@@ -45,7 +45,7 @@ def explanation(
         f"A step takes {seconds.total:.3g} s, {seconds.compute / seconds.total:.0%} of it computing and "
         f"{seconds.communication / seconds.total:.0%} communication that nothing hides: {bound} decides."
     )
-    asked = [found for found in candidates if found.asked]
+    asked = [candidate for candidate in candidates if candidate.asked]
     told += _rejected(asked, chosen)
     told.append(f"So {train.reason}.")
     advice = list(lint(train, chosen, candidates))
@@ -55,12 +55,12 @@ def explanation(
 def _rejected(asked: Sequence[Candidate], chosen: Candidate) -> Iterator[str]:
     """Per strategy one sentence."""
     for strategy in ORDER:
-        mine = [found for found in asked if found.strategy == strategy]
+        mine = [candidate for candidate in asked if candidate.strategy == strategy]
         if strategy == chosen.strategy or not mine:
             continue
-        fitting = [found for found in mine if found.fits]
+        fitting = [candidate for candidate in mine if candidate.fits]
         if fitting:
-            best = min(fitting, key=lambda found: found.step_seconds)
+            best = min(fitting, key=lambda candidate: candidate.step_seconds)
             ratio = best.step_seconds / chosen.step_seconds
             yield f"{strategy} would fit, and take {ratio:.2f} times the time."
         elif mine[0].mesh is None:
@@ -87,8 +87,8 @@ def lint(train: TrainPlan, chosen: Candidate, candidates: Sequence[Candidate]) -
             yield "activation_checkpointing: none fits too, and saves a third (Chen et al. 2016)"
     if train.accumulation > 8 and train.mesh.dp_shard > 1 and train.reshard_after_forward:
         yield (
-            f"{train.accumulation} passes a step gather the weights {train.accumulation} times; a larger "
-            "micro_batch with more recomputation may be faster (Zhao et al., PyTorch FSDP, 2023)"
+            f"{train.accumulation} micro-batches a step gather the weights {train.accumulation} times; a "
+            "larger micro_batch with more recomputation may be faster (Zhao et al., PyTorch FSDP, 2023)"
         )
 
 

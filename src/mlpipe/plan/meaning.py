@@ -18,15 +18,15 @@ _FREE = {"max_seq_len"}  # of a preset: a bound on seq_len, which is compared it
 def meaning(spec: Train, model: ModelPlan, data: DataPlan) -> dict[str, Any]:
     """By key as in the file, below the stage. Arguments as they were written: where a placeholder leads is
     another place on each machine. `data.tokens`: the digest; None before they exist."""
-    found: dict[str, Any] = {"seed": spec.seed, "model.seq_len": model.seq_len}
+    settings: dict[str, Any] = {"seed": spec.seed, "model.seq_len": model.seq_len}
     if isinstance(spec.model, OwnModel):
-        found["model.entry"] = spec.model.entry
-        found |= {f"model.args.{name}": value for name, value in spec.model.args.items()}
+        settings["model.entry"] = spec.model.entry
+        settings |= {f"model.args.{name}": value for name, value in spec.model.args.items()}
     else:
-        found |= {f"model.{name}": value for name, value in model.build.args.items() if name not in _FREE}
+        settings |= {f"model.{name}": value for name, value in model.build.args.items() if name not in _FREE}
     if isinstance(spec.data, OwnData):
-        found["data.entry"] = spec.data.entry
-        found |= {f"data.args.{name}": value for name, value in spec.data.args.items()}
+        settings["data.entry"] = spec.data.entry
+        settings |= {f"data.args.{name}": value for name, value in spec.data.args.items()}
     else:
-        found["data.tokens"] = data.digest
-    return found
+        settings["data.tokens"] = data.digest
+    return settings

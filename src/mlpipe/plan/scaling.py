@@ -19,7 +19,7 @@ _MOST_NODES = 1024
 
 
 @dataclass(frozen=True)
-class Scale:
+class ScaledPlan:
     """The best plan on `num_nodes`, or in `note` why there is none. `efficiency`: tokens per second and
     worker against those of the smallest number of nodes that can do it."""
 
@@ -45,10 +45,12 @@ def parse_nodes(text: str) -> list[int]:
     return sorted({low, *doubled, high})
 
 
-def scale(spec: Train, shape: ModelShape | None, hardware: Hardware, nodes: Sequence[int]) -> list[Scale]:
+def scale(
+    spec: Train, shape: ModelShape | None, hardware: Hardware, nodes: Sequence[int]
+) -> list[ScaledPlan]:
     """The batch stays what it is, so that the run learns the same; the mesh is chosen anew for each."""
     spec = spec.model_copy(update={"mesh": None})
-    found: list[Scale] = []
+    rows: list[ScaledPlan] = []
     first: float | None = None
     stopped = False
     for number in nodes:
@@ -56,10 +58,10 @@ def scale(spec: Train, shape: ModelShape | None, hardware: Hardware, nodes: Sequ
         try:
             best, _ = pick(spec, shape, there)
         except PlanError as error:
-            found.append(Scale(number, there.world_size, None, None, error.message.partition(";")[0]))
+            rows.append(ScaledPlan(number, there.world_size, None, None, error.message.partition(";")[0]))
             continue
         if not best.fits or best.tokens_per_second is None:
-            found.append(Scale(number, there.world_size, None, None, best.reason))
+            rows.append(ScaledPlan(number, there.world_size, None, None, best.reason))
             continue
         rate = best.tokens_per_second / there.world_size
         first = first or rate
@@ -67,13 +69,13 @@ def scale(spec: Train, shape: ModelShape | None, hardware: Hardware, nodes: Sequ
         note = ""
         if efficiency < _PAYS and not stopped:
             note, stopped = "stops paying here: half of the workers' time buys nothing", True
-        found.append(Scale(number, there.world_size, best, efficiency, note))
-    return found
+        rows.append(ScaledPlan(number, there.world_size, best, efficiency, note))
+    return rows
 
 
 def within(
-    rows: Sequence[Scale], budget_usd: float | None, deadline_seconds: float | None
-) -> tuple[Scale, str]:
+    rows: Sequence[ScaledPlan], budget_usd: float | None, deadline_seconds: float | None
+) -> tuple[ScaledPlan, str]:
     """The cheapest that meets the deadline, or without one the fastest within the budget, and why. Raises
     PlanError that says what would meet them."""
     able = [row for row in rows if row.best is not None and row.best.hours is not None]
@@ -114,22 +116,22 @@ def _share(ratio: float) -> str:
     return f"{ratio:.0%}" if ratio >= 0.01 else "less than 1%"
 
 
-def _usd(row: Scale) -> float | None:
+def _usd(row: ScaledPlan) -> float | None:
     return row.best.usd if row.best is not None else None
 
 
-def _seconds(row: Scale) -> float:
+def _seconds(row: ScaledPlan) -> float:
     return 3600 * (row.best.hours or 0.0) if row.best is not None else 0.0
 
 
-def _took(row: Scale) -> str:
+def _took(row: ScaledPlan) -> str:
     return format_seconds(_seconds(row))
 
 
-def _for(row: Scale) -> str:
+def _for(row: ScaledPlan) -> str:
     usd = _usd(row)
     return "" if usd is None else f", for {usd:,.2f} USD"
 
 
-def _nodes(row: Scale) -> str:
+def _nodes(row: ScaledPlan) -> str:
     return f"{row.num_nodes} node{'s' if row.num_nodes > 1 else ''}"

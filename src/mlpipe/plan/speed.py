@@ -66,8 +66,8 @@ class Speed:
 
     def matmul_ratio(self, precision: str, flops: float) -> float:
         """Share of the peak that a matmul of so many FLOPs reaches: as measured, else `achievable_ratio`."""
-        found = self.kernels.get(precision)
-        return found.matmul_ratio(flops) if found is not None else self.achievable_ratio
+        rates = self.kernels.get(precision)
+        return rates.matmul_ratio(flops) if rates is not None else self.achievable_ratio
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from mlpipe.plan.plan import (
     compiled,
 )
 from mlpipe.plan.references import stage_named
-from mlpipe.plan.scaling import Scale, parse_nodes, scale
+from mlpipe.plan.scaling import ScaledPlan, parse_nodes, scale
 from mlpipe.plan.shapes import dense
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import ModelShape
@@ -97,7 +97,7 @@ def compare(
 
 def scale_stage(
     pipeline: Pipeline, stage_name: str, hardware: Hardware, nodes: str, traced: Traced | None = None
-) -> list[Scale]:
+) -> list[ScaledPlan]:
     """The stage's training on other numbers of nodes, like `1..64`. Raises PlanError."""
     spec = _training_of(pipeline, stage_name)
     return scale(spec, shape_of(spec, {}, traced), hardware, parse_nodes(nodes))

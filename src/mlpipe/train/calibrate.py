@@ -111,8 +111,8 @@ class Bench:
 
     def look(self) -> None:
         """Whole passes in turns, a few each."""
-        found = self.together(*self.works.values(), box=_PASSES_SECONDS, least=2)
-        for taken, more in zip(self.passes.values(), found, strict=True):
+        turns = self.together(*self.works.values(), box=_PASSES_SECONDS, least=2)
+        for taken, more in zip(self.passes.values(), turns, strict=True):
             taken += more
 
     def _once(self, work: Callable[[], object]) -> float:
@@ -331,11 +331,11 @@ class Bench:
         return max(0.0, float(done.stdout))
 
     def store(self, url: str) -> float:
-        found, key = open_store(url), f"calibration/{uuid4().hex}"
+        store, key = open_store(url), f"calibration/{uuid4().hex}"
         start = time.perf_counter()
-        found.put(key, bytes(_STORE_BYTES))
+        store.put(key, bytes(_STORE_BYTES))
         taken = time.perf_counter() - start
-        found.delete([key])
+        store.delete([key])
         return _STORE_BYTES / taken
 
 
@@ -367,9 +367,9 @@ def measure(store_url: str) -> Measured:
 def main() -> None:
     torch.manual_seed(0)
     dist.init_process_group("gloo")
-    found = measure(sys.argv[2])
+    measured = measure(sys.argv[2])
     if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(to_json(found))
+        Path(sys.argv[1]).write_text(to_json(measured))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -124,7 +124,7 @@ def trace(model: ModelPlan, data: DataPlan) -> Traced:
                         backward=_ops(many.counted["backward"]),
                     )
                     if (precision, mode) == ("fp32", "none"):
-                        flops = sum(found["convention"] for found in many.counted.values()) / _MANY
+                        flops = sum(counted["convention"] for counted in many.counted.values()) / _MANY
     except MlpipeError:
         raise
     except Exception as error:
@@ -142,15 +142,15 @@ def trace(model: ModelPlan, data: DataPlan) -> Traced:
 
 
 def _build(model: ModelPlan) -> torch.nn.Module:
-    found = load_entry(model.build)(**model.build.args)
-    if not isinstance(found, torch.nn.Module):
+    built = load_entry(model.build)(**model.build.args)
+    if not isinstance(built, torch.nn.Module):
         raise TrainError(
-            f"returned {type(found).__name__}, not an nn.Module",
+            f"returned {type(built).__name__}, not an nn.Module",
             where=model.build.entry,
             hint="return the plain, unwrapped torch.nn.Module",
             kind="input",
         )
-    return found
+    return built
 
 
 def _parameters(model: ModelPlan, plain: torch.nn.Module) -> ParameterCounts:
@@ -206,13 +206,13 @@ def _ops(counted: Counter[str]) -> Ops:
 def main() -> int:
     asked = json.loads(Path(sys.argv[1]).read_bytes())
     try:
-        found = trace(from_plain(ModelPlan, asked["model"]), from_plain(DataPlan, asked["data"]))
+        shape = trace(from_plain(ModelPlan, asked["model"]), from_plain(DataPlan, asked["data"]))
     except MlpipeError as error:
         Path(sys.argv[2]).write_text(
             json.dumps({"message": error.message, "where": error.where, "hint": error.hint})
         )
         return 1
-    Path(sys.argv[2]).write_text(to_json(found))
+    Path(sys.argv[2]).write_text(to_json(shape))
     return 0
 
 

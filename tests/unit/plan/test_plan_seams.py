@@ -1,0 +1,51 @@
+"""The planner's seams: who may name what."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from mlpipe.plan.axes import AXES
+from mlpipe.plan.strategies import ORDER
+
+pytestmark = pytest.mark.unit
+ROOT = Path(__file__).parents[3] / "src" / "mlpipe"
+
+
+def test_a_strategys_name_stands_in_its_file_its_table_and_the_enumeration() -> None:
+    known = {"plan/plan.py", "plan/older.py"}  # the enumeration; what the names of an earlier version meant
+    naming = set()
+    for path in [*ROOT.glob("plan/**/*.py"), *ROOT.glob("cli/plan*.py"), *ROOT.glob("train/**/*.py")]:
+        nodes = ast.walk(ast.parse(path.read_text()))
+        texts = {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        if texts & set(ORDER):
+            naming.add(path.relative_to(ROOT).as_posix())
+    assert naming - known == {"plan/strategies/__init__.py"}
+
+
+def test_only_its_own_files_name_the_shape_of_presets() -> None:
+    naming = {p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py") if "LlamaConfig" in p.read_text()}
+    assert naming == {
+        "_core/presets.py",
+        "plan/shapes/dense.py",
+        "plan/reference.py",  # of calibrations
+        "train/models/llama.py",
+        "train/export.py",  # writes it as transformers' LlamaForCausalLM
+    }
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_strategy_is_settings_and_nothing_else(name: str) -> None:
+    """Without the planner's arithmetic: it imports the mesh alone."""
+    tree = ast.parse((ROOT / "plan" / "strategies" / f"{name}.py").read_text())
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported == {"__future__", "mlpipe.plan.plan"}
+
+
+def test_who_plans_for_a_gpu_never_meets_the_heap_of_a_cpu() -> None:
+    words = ("glibc", "malloc", "trimming", "holes", "gloo")
+    for path in [ROOT / "plan" / "allocators" / "cuda.py", *(ROOT / "plan" / "axes").glob("*.py")]:
+        assert not [word for word in words if word in path.read_text()], path
+    assert set(AXES) == {"dp_shard", "dp_replicate"}
