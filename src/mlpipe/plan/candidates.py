@@ -18,8 +18,6 @@ from mlpipe.plan.shapes import dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
 
-ADAM_STATE_BYTES = 8
-
 
 def global_batch(spec: Train) -> int:
     """In sequences."""
@@ -139,7 +137,7 @@ def _training(spec: Train) -> Training:
         seq_len=spec.model.seq_len,
         steps=spec.steps,
         compiled=spec.compile != "off",
-        state_bytes_per_parameter=ADAM_STATE_BYTES,
+        state_bytes_per_parameter=spec.optimizer.state_bytes_per_parameter,
         save_steps=every.steps,
         save_seconds=every.seconds,
         asynchronous=spec.checkpoint.asynchronous,
@@ -155,7 +153,7 @@ def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
         seq_len=plan.model.seq_len,
         steps=plan.steps,
         compiled=plan.compile != "off",
-        state_bytes_per_parameter=ADAM_STATE_BYTES,
+        state_bytes_per_parameter=plan.optimizer.state_bytes_per_parameter,
         save_steps=plan.checkpoint.every_steps,
         save_seconds=plan.checkpoint.every_seconds,
         asynchronous=plan.checkpoint.asynchronous,

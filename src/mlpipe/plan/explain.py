@@ -29,7 +29,8 @@ def explanation(
     memory, seconds = chosen.memory, chosen.seconds
     told = [
         f"There are {hardware.world_size} workers ({hardware}), {format_bytes(hardware.memory_bytes)} each.",
-        f"Weights, gradients and Adam's moments take 16 bytes a parameter; {chosen.strategy} shards "
+        f"Weights, gradients and optimizer states take {8 + train.optimizer.state_bytes_per_parameter} bytes "
+        f"a parameter; {chosen.strategy} shards "
         f"{ORDER[chosen.strategy].SHARDS}, which leaves "
         f"{format_bytes(memory.parameters + memory.gradients + memory.optimizer)} of them on a worker.",
         f"A micro-batch of {train.micro_batch} x {train.model.seq_len} tokens keeps "

@@ -14,9 +14,9 @@ from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.memory import MemoryEstimate
+from mlpipe.plan.optimizers import traffic_bytes_per_parameter
 from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.shapes.shape import Activations, ModelShape, StepShape
-from mlpipe.plan.speed import ADAM_TRAFFIC
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import StepSeconds, passes, save_seconds, update_seconds, whole_steps
 from mlpipe.plan.wire import Wire
@@ -130,7 +130,8 @@ class Pricer:
         allocating = allocation_seconds(
             activations.made, hardware.device, hardware.speed, mesh, step.checkpointing
         )
-        update = update_seconds(parameters.share(layout.num_updating_ranks), ADAM_TRAFFIC, hardware)
+        traffic = traffic_bytes_per_parameter(training.state_bytes_per_parameter)
+        update = update_seconds(parameters.share(layout.num_updating_ranks), traffic, hardware)
         compute = step_passes.compute + step.accumulation * allocating + update
         exposed = sum(axis.exposed_seconds(step_passes, wire, layout) for axis in active(mesh))
         interval = training.save_steps

@@ -7,8 +7,6 @@ import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-ADAM_TRAFFIC = 40  # bytes a parameter: norm 4, scale 8, the update reads 16 and writes 12
-
 
 @dataclass(frozen=True)
 class KernelRates:

@@ -219,6 +219,8 @@ def test_computing_hides_what_it_can() -> None:
     bucket = wire.all_reduce(25 * 2**20, 8)
     assert shown["ddp"] == pytest.approx(bucket)
     assert shown["zero1"] > shown["ddp"]
+    bare = exposed("ddp", mesh_for("ddp", 8), wire, overlap=False)
+    assert bare == pytest.approx(wire.all_reduce(4 * 5e9, 8))
     first, block = wire.all_gather(4e9, 8), wire.all_gather(2e9, 8)
     out = copy_seconds(2 * (2 * 4e9 + 4 * 1e9), gpus().speed)  # 4 blocks in bf16 and the rest in fp32, once
     into = copy_seconds(2 * 4 * 5e9, gpus().speed)  # all gradients in fp32

@@ -156,6 +156,7 @@ def test_the_peak_of_fsdp_on_a_cpu_is_that_of_one_moment() -> None:
     assert peak("zero2", 9000, 9000) == 18_000 + 4 * 44 + 4 * 128 + 4 * 256
     # the last block's backward: two gathered, and the head's gradients
     assert peak("fsdp", 9000, 0, backward=9000) == 18_000 + 8 * 44 + 2 * 4 * 128
+    assert peak("zero2", 9000, 0, backward=9000) == 18_000 + 8 * 44 + 4 * 256  # all stay gathered
     # its reduction: half of the activations are gone, its gradients there, as sent and as gloo clones them
     assert peak("fsdp", 1000, 0) == 500 + 8 * 44 + 4 * 128 + 3 * 4 * 128
     # the last reduction: all gradients, of what is outside also whole, as sent and as gloo clones it

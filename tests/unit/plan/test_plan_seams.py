@@ -14,17 +14,6 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[3] / "src" / "mlpipe"
 
 
-def test_a_strategys_name_stands_in_its_file_its_table_and_the_enumeration() -> None:
-    known = {"plan/plan.py", "plan/older.py"}  # the enumeration; what the names of an earlier version meant
-    naming = set()
-    for path in [*ROOT.glob("plan/**/*.py"), *ROOT.glob("cli/plan*.py"), *ROOT.glob("train/**/*.py")]:
-        nodes = ast.walk(ast.parse(path.read_text()))
-        texts = {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-        if texts & set(ORDER):
-            naming.add(path.relative_to(ROOT).as_posix())
-    assert naming - known == {"plan/strategies/__init__.py"}
-
-
 def test_only_its_own_files_name_the_shape_of_presets() -> None:
     naming = {p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py") if "LlamaConfig" in p.read_text()}
     assert naming == {
