@@ -83,12 +83,13 @@ def stalled(ranks: Ranks) -> None:
 
 
 def failed_save(ranks: Ranks) -> None:
-    ranks.ranks[0].observe({"kind": "checkpoint", "stall_seconds": 0.1, "error": "the store does not answer"})
+    failed = {"kind": "checkpoint", "time": time.time(), "stall_seconds": 0.1}
+    ranks.ranks[0].observe(parse({**failed, "error": "the store does not answer"}))
 
 
 def stale_save(ranks: Ranks) -> None:
     saved = {"kind": "checkpoint", "bytes": 1, "stall_seconds": 0.1, "save_seconds": 1.0}
-    ranks.ranks[0].observe({**saved, "time": time.time() - 4000})
+    ranks.ranks[0].observe(parse({**saved, "time": time.time() - 4000}))
 
 
 def killed(ranks: Ranks) -> None:
