@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.rules import TAKEN
-from mlpipe.spec.tree import Node, get, problem_of_key, text_of
+from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
 
 OWN_PATHS = ("/mlpipe", "/tmp", "/dev")  # of every pod: plan, scratch, cache, /tmp, /dev/shm
 
@@ -27,9 +27,7 @@ def check(root: Node) -> list[Problem]:
 
 
 def _items(node: Node, key: str) -> list[Node]:
-    found = get(node, key)
-    items = found.value if found is not None and isinstance(found.value, list) else []
-    return [item for item in items if isinstance(item.value, dict)]
+    return [item for item in items_of(node, key) if isinstance(item.value, dict)]
 
 
 def _queues(section: Node) -> Iterator[Problem]:
@@ -76,10 +74,10 @@ def _tolerations(tolerations: list[Node]) -> Iterator[Problem]:
 
 def _choices(section: Node) -> Iterator[Problem]:
     topology = get(section, "topology")
-    found = [] if topology is None else [(topology, ("required", "preferred"))]
-    found += [(item, ("secret", "config_map")) for item in _items(section, "env_from")]
-    found += [(item, ("strategic", "json")) for item in _items(section, "patches")]
-    for node, keys in found:
+    choices = [] if topology is None else [(topology, ("required", "preferred"))]
+    choices += [(item, ("secret", "config_map")) for item in _items(section, "env_from")]
+    choices += [(item, ("strategic", "json")) for item in _items(section, "patches")]
+    for node, keys in choices:
         if not isinstance(node.value, dict):
             continue
         there = [key for key in keys if key in node.value]

@@ -46,14 +46,14 @@ def load_pipeline_text(text: str | bytes, name: str, *, overrides: Sequence[str]
     return pipeline
 
 
-def _elsewhere(found: list[Problem], before: list[Problem], but: tuple[str, ...] = ()) -> list[Problem]:
+def _elsewhere(later: list[Problem], before: list[Problem], but: tuple[str, ...] = ()) -> list[Problem]:
     """One word a place: what YAML itself, a rule and a type say of one value is one mistake. But a mapping
     starts where its first key does, and what it lacks is another matter; and all that an override sets has
     one place."""
     places = {problem.place for problem in before}
     return [
         problem
-        for problem in found
+        for problem in later
         if problem.place not in places
         or not problem.line
         or problem.message.endswith("is missing")
@@ -78,16 +78,16 @@ def _decode(text: str | bytes, name: str) -> str:
 
 def _nulls(root: Node) -> list[Problem]:
     """A key without a value is a slip, except where any JSON may stand, whose null is a value."""
-    found = []
+    problems = []
     for path, node in root.walk():
         if node.value is None and not node.broken and path and not override_rules.JSON_KEYS & set(path):
             node.broken = True
-            found.append(
+            problems.append(
                 Problem.at(
                     node.key or node.place, f"{path[-1]!r} has no value", "write one, or remove the key"
                 )
             )
-    return found
+    return problems
 
 
 def _validate(root: Node, name: str) -> tuple[Pipeline | None, list[Problem]]:
@@ -100,13 +100,13 @@ def _validate(root: Node, name: str) -> tuple[Pipeline | None, list[Problem]]:
             break
     problems: list[Problem] = []
     for detail in details:
-        node, found = rules.values_at(root, detail["loc"])
+        node, exists = rules.values_at(root, detail["loc"])
         kind, key = detail["type"], detail["loc"][-1] if detail["loc"] else ""
         partial = kind == "too_short" and node.value  # counted without the items that are wrong
         by_rule = kind in ("missing", "extra_forbidden") and key in ("preset", "tokens")
         if node.broken or partial or by_rule:
             continue
-        problem = _problem(node, found, detail)
+        problem = _problem(node, exists, detail)
         last = problems[-1] if problems else None
         if last is not None and kind == "literal_error" and last.place == problem.place:
             # the other half of `a number or 'auto'`
@@ -121,8 +121,8 @@ def _as_text(root: Node, details: list[ErrorDetails]) -> bool:
     """Overrides need no quotes: where the schema wants text, take what was written. True: it did so."""
     changed = False
     for detail in details:
-        node, found = rules.values_at(root, detail["loc"])
-        if found and detail["type"] == "string_type" and not node.place.line and node.text is not None:
+        node, exists = rules.values_at(root, detail["loc"])
+        if exists and detail["type"] == "string_type" and not node.place.line and node.text is not None:
             node.value, node.broken, changed = node.text, False, True
     return changed
 
@@ -148,7 +148,7 @@ _BOUNDS = {
 }
 
 
-def _problem(node: Node, found: bool, detail: ErrorDetails) -> Problem:
+def _problem(node: Node, exists: bool, detail: ErrorDetails) -> Problem:
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
     key = detail["loc"][-1] if detail["loc"] else ""
     if kind == "missing" and isinstance(key, int):

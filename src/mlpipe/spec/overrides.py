@@ -51,13 +51,13 @@ def apply(root: Node, override: str) -> list[Problem]:
 def _put(root: Node, key: str, value: Node, place: Place) -> list[Problem]:
     target, parts = root, key.split(".")
     if parts[0] not in _TOP or (parts[0] == "stages" and len(parts) > 1):
-        found = _stage(root, key.removeprefix("stages."))
-        if found is None:
+        named = _stage(root, key.removeprefix("stages."))
+        if named is None:
             known = sorted(filter(None, (text_of(s.value.get("name")) for s in _stages(root))))
             word = key.removeprefix("stages.").split(".")[0]
             choices = [*known, *(sorted(_TOP) if parts[0] != "stages" else [])]
             return [Problem.at(place, f"no stage {word!r}", closest(word, choices))]
-        target, rest = found
+        target, rest = named
         parts = rest.split(".") if rest else []
         if not parts:
             return [Problem.at(place, "a stage cannot be replaced", "set its keys, like NAME.steps=20")]

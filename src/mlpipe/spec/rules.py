@@ -178,13 +178,13 @@ def _has_output(stage: Node) -> bool:
 
 def values_at(root: Node, path: Sequence[Any]) -> tuple[Node, bool]:
     """The deepest node along a pydantic location, and whether its last part was found there."""
-    node, found = root, True
+    node, exists = root, True
     for part in path:
         child = None
         if isinstance(node.value, dict):
             child = node.value.get(part)
         elif isinstance(node.value, list) and isinstance(part, int) and part < len(node.value):
             child = node.value[part]
-        found = child is not None
+        exists = child is not None
         node = child or node
-    return node, found
+    return node, exists

@@ -103,8 +103,8 @@ def text_of(node: Node | None) -> str | None:
 
 def items_of(node: Node, key: str) -> list[Node]:
     """Of the list that stands there; none where it is no list."""
-    found = get(node, key)
-    return found.value if found is not None and isinstance(found.value, list) else []
+    items = get(node, key)
+    return items.value if items is not None and isinstance(items.value, list) else []
 
 
 def problem_of_key(node: Node, message: str, hint: str) -> Problem:
@@ -120,9 +120,9 @@ def scalar(text: str) -> Any:
         return _BOOLS[text]
     if _INT.fullmatch(text):
         return int(text)
-    found = _ambiguous(text)
-    if found is not None:
-        return found
+    ambiguous = _ambiguous(text)
+    if ambiguous is not None:
+        return ambiguous
     if _FLOAT.fullmatch(text):
         number = float(text)
         return number if math.isfinite(number) else Ambiguous(text, "infinite", "a finite number")

@@ -10,6 +10,7 @@ from mlpipe.spec.placeholders import resolve
 
 
 def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[CommandPlan, Launch]:
+    """The program with what its placeholders stand for, as one process."""
     # whoever runs it resolves once more, with {{output}}
     argv = tuple(resolve(word, given.known, partial=True) for word in stage.work)
     return CommandPlan(argv), single_process(stage, given)

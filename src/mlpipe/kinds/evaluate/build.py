@@ -12,6 +12,7 @@ from mlpipe.spec.model import Pipeline, Stage
 
 
 def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[EvaluatePlan, Launch]:
+    """Forward passes over the latest checkpoint of the training that the stage is about. Raises PlanError."""
     trained = stage_referred_to(pipeline, stage, "train")
     own_resources = stage.resources is not None
     forwards = evaluation_plan(trained.work, given.hardware, given.known, own_resources=own_resources)

@@ -9,4 +9,5 @@ from mlpipe.train.session import Session
 
 
 def run(session: Session, plan: EvaluatePlan, progress: list[int]) -> Outcome:
+    """Loss, gate and sample; there are no steps to tell of in `progress`."""
     return evaluate(session, plan)

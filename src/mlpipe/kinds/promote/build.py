@@ -12,6 +12,7 @@ from mlpipe.spec.model import Pipeline, Stage
 
 
 def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[PromotePlan, Launch]:
+    """Which stage's checkpoint becomes a version of which model. Raises PlanError."""
     spec: Promote = stage.work
     evaluated = find_referred_to(pipeline, stage, "evaluate")
     promotion = PromotePlan(

@@ -49,7 +49,7 @@ def promote(
                 hint=f"look at `mlpipe status {run_id}`",
                 kind="failed",
             )
-        checkpoints = [found for found in checkpoints if found.step == evaluation["step"]]
+        checkpoints = [one for one in checkpoints if one.step == evaluation["step"]]
     if not checkpoints:
         raise SubmitError(
             f"stage {plan.train_stage!r} has no checkpoint to promote", where=stage_key, kind="failed"

@@ -10,6 +10,7 @@ from mlpipe.spec.model import Pipeline, Stage
 
 
 def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[TrainPlan, Launch]:
+    """The best way to train on what is given, as ranks that save when they are stopped. Raises PlanError."""
     spec: Train = stage.work
     training = train_plan(spec, given.hardware, given.known, resume=given.resume, traced=given.traced)
     port = None if spec.metrics_port == "off" else spec.metrics_port

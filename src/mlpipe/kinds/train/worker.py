@@ -10,4 +10,5 @@ from mlpipe.train.session import Session
 
 
 def run(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
+    """Up to the last step, or until it is told to stop; `progress[0]` follows the last finished step."""
     return train(session, plan, progress)
