@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 from kit import groovy
-from kit.jenkinsfile import read
+from kit.jenkinsfile import jenkinsfile, read
 from kit.rendered import pipeline_of
 from kit.servers import ServerMissingError
 
-from mlpipe.render.jenkins import MAX_STAGES, jenkinsfile
+from mlpipe.render.jenkins import MAX_STAGES
 from mlpipe.spec.load import load_pipeline_text
 
 pytestmark = pytest.mark.golden

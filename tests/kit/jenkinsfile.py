@@ -6,8 +6,13 @@ from __future__ import annotations
 import base64
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from mlpipe.render import jenkins
+from mlpipe.spec.model import Pipeline
+from mlpipe.submit import backends
 
 LITERAL = re.compile(r"'''((?:[^\\]|\\.)*?)'''|'((?:[^'\\\n]|\\.)*)'", re.S)
 _ESCAPE = re.compile(r"\\(.)", re.S)
@@ -31,6 +36,11 @@ class Build:
     files: dict[str, bytes]
     commands: list[str]
     skeleton: str
+
+
+def jenkinsfile(pipeline: Pipeline, spec: str, overrides: Sequence[str], store: str) -> str:
+    """As `mlpipe render --for jenkins` writes it."""
+    return jenkins.jenkinsfile(pipeline, spec, overrides, store, backends.takers(pipeline))
 
 
 def value(literal: str) -> str:

@@ -98,7 +98,7 @@ def _cores() -> int:
 
 
 def _devices() -> tuple[str, int]:
-    from mlpipe.submit.local import gpu_ids
+    from mlpipe.submit.process_executor import gpu_ids
 
     gpus = len(gpu_ids())
     return ("cuda", gpus) if gpus else ("cpu", min(_cores(), 8))

@@ -8,7 +8,7 @@ import socket
 import click
 
 from mlpipe._core.units import parse_seconds
-from mlpipe.cli import jenkins, outcome
+from mlpipe.cli import outcome
 from mlpipe.cli.session import Session, ignore_not_found, shared
 
 
@@ -35,18 +35,17 @@ def command(session: Session, run_id: str, timeout: float, ignore_not_found: boo
     aborted first. A run that was claimed and never begun (its client died) is cleared away.
     """
     from mlpipe.store import runs
+    from mlpipe.submit import backends
     from mlpipe.submit.driver import cancel
-    from mlpipe.submit.jenkins import build_request
 
     store = session.store_if_claimed(run_id, ignore_not_found=ignore_not_found)
     if store is None:
         return
-    if (asked := build_request.read(store, run_id)) is not None:
-        ended = jenkins.abort(session, store, asked, timeout)
-        if ended and jenkins.asked_for(store, run_id) is not None:
-            build_request.give_up(store, run_id)
-            document = jenkins.stands(store, asked)
-            session.result(document, f"{run_id}  cancelled before its build made a run")
+    if (request := backends.requested(store, run_id)) is not None:
+        ended = request.abort(session, timeout)
+        if ended and not store.exists(f"runs/{run_id}/run.json"):
+            request.give_up()
+            session.result(request.status(), f"{run_id}  cancelled before its build made a run")
             return
     if runs.clear_claim(store, run_id):
         text = f"{run_id}  was claimed and never begun; its id is free again"

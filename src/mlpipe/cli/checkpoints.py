@@ -35,17 +35,17 @@ def list_(session: Session, run_id: str, stage: str | None) -> None:
     import time
 
     store = session.store_of(run_id)
-    found = _find(store, run_id, stage)
+    checkpoints = _find(store, run_id, stage)
     now = time.time()
     lines = [
         f"{item.step:>9}  {format_bytes(item.size_bytes):>10}  "
         f"{format_seconds(max(now - item.time, 0)):>7} ago  {item.key}"
-        for item in found
+        for item in checkpoints
     ]
     head = f"{'STEP':>9}  {'SIZE':>10}  {'SAVED':>11}  KEY"
     session.result(
-        {"store": store.url, "checkpoints": [asdict(item) for item in found]},
-        "\n".join([head, *lines]) if found else f"run {run_id} has no checkpoints",
+        {"store": store.url, "checkpoints": [asdict(item) for item in checkpoints]},
+        "\n".join([head, *lines]) if checkpoints else f"run {run_id} has no checkpoints",
     )
 
 
@@ -149,12 +149,14 @@ def export(session: Session, run_id: str, stage: str | None, step: int | None, o
 
 def _tokenizer(store: Store, run_id: str, item: Checkpoint) -> Path | None:
     """The tokenizer.json beside the tokens that the checkpoint was trained on."""
+    from mlpipe.plan.build import stage_hardware
     from mlpipe.store import runs
     from mlpipe.submit.planning import load_stored, planner
 
     run = runs.read_run(store, run_id)
     stage = item.key.partition("/checkpoints/")[0].rpartition("/")[2]
-    plan = planner(store, run_id, load_stored(store, run_id, run.meta.get("set", [])))(stage, item.attempt)
+    pipeline = load_stored(store, run_id, run.meta.get("set", []))
+    plan = planner(store, run_id, pipeline, stage_hardware, fetch=True)(stage, item.attempt)
     tokens = plan.work.training.data.tokens
     if tokens is None:
         return None
@@ -188,8 +190,8 @@ def _check_undriven(store: Store, run_id: str) -> None:
         )
 
 
-def _chosen(found: list[Checkpoint], step: int | None, run_id: str) -> list[Checkpoint]:
-    chosen = [item for item in found if step in (None, item.step)]
+def _chosen(checkpoints: list[Checkpoint], step: int | None, run_id: str) -> list[Checkpoint]:
+    chosen = [item for item in checkpoints if step in (None, item.step)]
     if not chosen:
         which = "no checkpoints" if step is None else f"no checkpoint of step {step}"
         raise StoreError(f"run {run_id} has {which}", hint=f"mlpipe checkpoints list {run_id}", kind="input")

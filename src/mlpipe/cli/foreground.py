@@ -17,7 +17,7 @@ from mlpipe.cli.session import Interrupt, Session
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
     from mlpipe.store.runs import RunState
-    from mlpipe.submit.changes import Changes
+    from mlpipe.submit.driver import DriveOptions
     from mlpipe.submit.executor import StopRequest
 
 
@@ -25,47 +25,32 @@ def drive_here(
     session: Session,
     store: Store,
     run_id: str,
-    *,
-    only: str | None = None,
-    for_followers: bool = False,
-    changes: Changes | None = None,
-    trust_store: bool = False,
+    options: DriveOptions | None = None,
 ) -> int:
-    """Drive `run_id` until it has ended; the exit code (`for_followers`: 0, they know). A signal once: save
-    and stop. Twice: stop at once."""
+    """Drive `run_id` until it has ended; the exit code (for followers: 0, they know). A signal once: save and
+    stop. Twice: stop at once."""
     from mlpipe.store import runs
-    from mlpipe.submit.changes import NONE
-    from mlpipe.submit.driver import drive
+    from mlpipe.submit.driver import DriveOptions, drive
     from mlpipe.submit.executor import StopRequest
 
+    options = options or DriveOptions()
     stop = StopRequest()
     watcher = Watcher(session, store, runs.read_run(store, run_id))
     with _signals(stop):
         try:
-            run = drive(
-                store,
-                run_id,
-                stop=stop,
-                only=only,
-                for_followers=for_followers,
-                changes=changes or NONE,
-                trust_store=trust_store,
-                watch=watcher.watch,
-            )
+            run = drive(store, run_id, options, stop=stop, watch=watcher.watch)
         finally:
             watcher.close()
     report = report_of(session, store, run)
     session.result({**outcome.document(store, run), "report": report}, outcome.summary(store, run, report))
-    if for_followers:
+    if options.for_followers:
         return 0
-    return EXIT_CODES["interrupted"] if stop.kind == "interrupted" else outcome.exit_code(run, only)
+    return EXIT_CODES["interrupted"] if stop.kind == "interrupted" else outcome.exit_code(run, options.only)
 
 
-def drive_for_cluster(
-    session: Session, store: Store, run_id: str, *, only: str | None = None, digests: str | None = None
-) -> int:
-    """What the driver's Job does, with its seal `digests`. A signal lets go of the run, which the next driver
-    takes over; the exit code says whether there must be one, not how the run ended."""
+def drive_for_backend(session: Session, store: Store, run_id: str, options: DriveOptions) -> int:
+    """What a driver does that is its backend's own object, with its seal. A signal lets go of the run, which
+    the next driver takes over; the exit code says whether there must be one, not how the run ended."""
     from mlpipe.store import runs
     from mlpipe.submit.driver import drive
     from mlpipe.submit.executor import StopRequest
@@ -79,15 +64,7 @@ def drive_for_cluster(
         signal.signal(number, let_go)
     watcher = Watcher(session, store, runs.read_run(store, run_id))
     try:
-        run = drive(
-            store,
-            run_id,
-            stop=stop,
-            only=only,
-            for_followers=only is not None,
-            digests=digests,
-            watch=watcher.watch,
-        )
+        run = drive(store, run_id, options, stop=stop, watch=watcher.watch)
     finally:
         watcher.close()
     if stop.kind == "detached" and run.state not in runs.RUN_ENDED:

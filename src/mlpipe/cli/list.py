@@ -26,35 +26,36 @@ def command(session: Session) -> None:
     from mlpipe.store import runs
 
     store = session.open_store()
-    found = runs.list_runs(store)
-    width = max([len(run.run_id) for run in found], default=3)
+    summaries = runs.list_runs(store)
+    width = max([len(run.run_id) for run in summaries], default=3)
     now = time.time()
-    notes = {run.run_id: _note(store, run) for run in found}
+    notes = {run.run_id: _note(store, run) for run in summaries}
     lines = [f"{'RUN'.ljust(width)}  {'STATE':9}  {'STARTED':>10}  {'CHANGED':>10}"]
-    for run in found:
+    for run in summaries:
         started, changed = (format_seconds(max(now - at, 0)) + " ago" for at in (run.created, run.updated))
         lines.append(
             f"{run.run_id.ljust(width)}  {colour(run.state)}{'':{9 - len(run.state)}}  "
             f"{started:>10}  {changed:>10}  {notes[run.run_id]}".rstrip()
         )
-    text = "\n".join(lines) if found else f"no runs in {store.url}"
-    document = [{**asdict(run), "note": notes[run.run_id]} for run in found]
+    text = "\n".join(lines) if summaries else f"no runs in {store.url}"
+    document = [{**asdict(run), "note": notes[run.run_id]} for run in summaries]
     session.result({"store": store.url, "runs": document}, text)
 
 
-def _note(store: Store, found: RunSummary) -> str:
+def _note(store: Store, summary: RunSummary) -> str:
     """What the index does not tell of a run that is not over: one read each."""
     from mlpipe.store import leases, runs
+    from mlpipe.submit import backends
 
-    if found.state == "claimed":
-        return f"its client died: submit it again, or mlpipe cancel {found.run_id}"
-    if found.state not in ("pending", "running"):
+    if summary.state == "claimed":
+        return f"its client died: submit it again, or mlpipe cancel {summary.run_id}"
+    if summary.state not in ("pending", "running"):
         return ""
     try:
-        run = runs.read_run(store, found.run_id)
+        run = runs.read_run(store, summary.run_id)
     except StoreError:
         return ""
     if leases.undriven_since(run) is None:
         return ""
-    verb = "status" if run.state == "pending" and run.backend == "kubernetes" else "resume"
-    return f"nobody drives it: mlpipe {verb} {found.run_id}"
+    verb = "status" if run.state == "pending" and backends.load(run.backend).has_own_driver else "resume"
+    return f"nobody drives it: mlpipe {verb} {summary.run_id}"

@@ -20,7 +20,6 @@ import click
 
 from mlpipe._core.errors import EXIT_CODES
 from mlpipe._core.units import parse_seconds
-from mlpipe.cli import jenkins
 from mlpipe.cli.session import Session, interrupt, shared
 
 if TYPE_CHECKING:
@@ -105,33 +104,34 @@ def command(
     """Print the logs of a run's latest attempts: each line with its stage when there are several, and with
     its rank when a stage has several workers."""
     from mlpipe.store import runs
+    from mlpipe.submit import backends
 
     if session.json and follow:
         raise click.UsageError("--follow prints lines as they come; leave --output json away")
     store = session.store_of(run_id)
-    if (asked := jenkins.asked_for(store, run_id)) is not None:
-        document = jenkins.stands(store, asked)
-        session.result({**document, "logs": []}, f"no logs yet: {jenkins.text_of(document)}")
+    if (request := backends.awaited(store, run_id)) is not None:
+        status = request.status()
+        session.result({**status, "logs": []}, f"no logs yet: {request.text(status)}")
         return 0
     run = runs.read_run(store, run_id)
     if stage is not None and stage not in run.stages:
         raise click.UsageError(f"run {run_id} has no stage {stage!r}; it has {', '.join(run.stages)}")
     reader = Reader(store, stage, rank, after=None if since is None else time.time() - since)
-    found = [
+    logs = [
         (file, lines[max(len(lines) - tail, 0) :] if tail is not None else lines)
         for file, lines in reader.read(run, rest=not follow)
     ]
     if session.json:
-        session.result({"run_id": run_id, "logs": [_document(*one) for one in found]}, "")
+        session.result({"run_id": run_id, "logs": [_document(*one) for one in logs]}, "")
         return 0
     many = stage is None and len(run.stages) > 1
     if not follow:
-        _write(found, many)
+        _write(logs, many)
         return 0
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, interrupt)
     try:
-        _write(found, many)
+        _write(logs, many)
         _follow(session, reader, run, many)
     except KeyboardInterrupt:
         session.complain(f"detached; run {run_id} goes on. Come back with `mlpipe logs -f {run_id}`")
@@ -172,7 +172,7 @@ class Reader:
     def read(self, run: RunState, *, rest: bool = False) -> list[tuple[LogFile, list[Line]]]:
         """Of each log what is new, in the order of stages, attempts and ranks. `rest`: lines that have not
         ended, too."""
-        found = []
+        logs = []
         for name, state in run.stages.items():
             if state.attempt == 0 or self._stage not in (None, name):
                 continue
@@ -184,9 +184,9 @@ class Reader:
                         lines += file.rest(otherwise)
                     if self._after is not None:
                         lines = [line for line in lines if line.time >= self._after]
-                    found.append((file, lines))
+                    logs.append((file, lines))
             self._attempts[name] = state.attempt
-        return found
+        return logs
 
     def _find(self, run: RunState, stage: str, attempt: int) -> Iterator[LogFile]:
         key = f"runs/{run.run_id}/stages/{stage}/attempt-{attempt}"
@@ -228,10 +228,10 @@ def _document(file: LogFile, lines: list[Line]) -> dict[str, Any]:
     return {"stage": file.stage, "attempt": file.attempt, "rank": file.rank, "text": text}
 
 
-def _write(found: Iterable[tuple[LogFile, list[Line]]], many: bool) -> None:
+def _write(logs: Iterable[tuple[LogFile, list[Line]]], many: bool) -> None:
     """Stage after stage, the ranks of each by the time of their lines."""
     stages: dict[tuple[str, int], list[Line]] = {}
-    for file, lines in found:
+    for file, lines in logs:
         prefix = (f"{file.stage} | ".encode() if many else b"") + file.prefix
         stages.setdefault((file.stage, file.attempt), []).extend(
             Line(line.time, prefix + line.text) for line in lines

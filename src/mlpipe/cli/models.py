@@ -26,19 +26,19 @@ def list_(session: Session) -> None:
     from mlpipe.store import registry
 
     store = session.open_store()
-    found, damaged = registry.list_models(store)
-    width = max([len(model.name) for model in found], default=5)
+    registered, damaged = registry.list_models(store)
+    width = max([len(model.name) for model in registered], default=5)
     lines = [f"{'MODEL'.ljust(width)}  {'VERSION':>7}  {'STEP':>8}  {'SIZE':>10}  {'ALIASES':12}  RUN"]
     lines += [
         f"{model.name.ljust(width)}  {model.version:>7}  {model.step:>8}  "
         f"{format_bytes(model.size_bytes):>10}  {','.join(model.aliases):12}  {model.lineage.get('run', '')}"
-        for model in found
+        for model in registered
     ]
-    if not found:
+    if not registered:
         lines = [f"no {'sound ' if damaged else ''}models in {store.url}"]
     lines += [f"damaged: {problem.where}: {problem.message}" for problem in damaged]
     problems = [{"where": problem.where, "message": problem.message} for problem in damaged]
-    models = [asdict(model) for model in found]
+    models = [asdict(model) for model in registered]
     session.result({"store": store.url, "models": models, "damaged": problems}, "\n".join(lines))
 
 
@@ -75,7 +75,7 @@ def promote(session: Session, run_id: str, name: str, alias: str | None, stage: 
 
     store = session.store_of(run_id)
     run = runs.read_run(store, run_id)
-    stages = [found for found in run.stages if stage in (None, found) and last_checkpoint(store, run, found)]
+    stages = [name for name in run.stages if stage in (None, name) and last_checkpoint(store, run, name)]
     if len(stages) != 1:
         raise StoreError(
             f"{len(stages)} stages of run {run_id} have checkpoints",

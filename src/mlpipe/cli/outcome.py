@@ -15,6 +15,7 @@ from mlpipe._core.presets import LLAMA
 from mlpipe._core.units import format_seconds
 from mlpipe.cli.session import DEFAULT_STORE
 from mlpipe.store.open import full_url
+from mlpipe.submit import backends
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -80,17 +81,17 @@ def summary(store: Store, run: RunState, report: str | None) -> str:
     rows = [("run", f"{run.run_id}, {colour(run.state)} after {took}")]
     failures = [(name, stage.message) for name, stage in run.stages.items() if stage.state == "failed"]
     for stage in run.stages.values():
-        found = stage.outcome or {}
-        metrics = found.get("metrics") or {}
+        result = stage.outcome or {}
+        metrics = result.get("metrics") or {}
         if "val_loss" in metrics:
             bits = metrics.get("val_bits_per_byte")
             extra = f", {bits:.3f} bits per byte" if bits is not None else ""
             rows.append(("validation loss", f"{metrics['val_loss']:.4f}{extra}"))
-        if found.get("sample"):
-            rows.append(("sample", " ".join(str(found["sample"]).split())[:200]))
-        if "version" in found:
-            where = f"models/{found['model']}/{found['version']}"
-            rows.append(("model", f"{found['model']} version {found['version']}, {store.url}/{where}"))
+        if result.get("sample"):
+            rows.append(("sample", " ".join(str(result["sample"]).split())[:200]))
+        if "version" in result:
+            where = f"models/{result['model']}/{result['version']}"
+            rows.append(("model", f"{result['model']} version {result['version']}, {store.url}/{where}"))
     if report is not None:
         rows.append(("report", report))
     rows += [(f"failed: {name}", message) for name, message in failures]
@@ -114,7 +115,7 @@ def _next(store: Store, run: RunState) -> list[str]:
         trained = next(name for name, stage in run.stages.items() if (stage.outcome or {}).get("step"))
         loads = "    # what transformers loads" if _is_llama(store, run.stages[trained].outcome) else ""
         spec = shlex.quote(str(run.meta.get("spec", "SPEC")))
-        start = "run" if run.backend == "local" else f"submit --to {run.backend}"
+        start = "run" if run.backend == backends.DEFAULT else f"submit --to {run.backend}"
         other = f"mlpipe {start} {spec}{where} --set stages.{trained}.train.strategy=fsdp"
         return [
             f"{other}    # the same under another strategy",

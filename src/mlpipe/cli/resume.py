@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from mlpipe._core.errors import MlpipeError
 from mlpipe.cli.session import Session, overrides, shared
+
+if TYPE_CHECKING:
+    from mlpipe.store.base import Store
+    from mlpipe.store.runs import RunState
+    from mlpipe.submit.backend import Backend
+    from mlpipe.submit.driver import DriveOptions
 
 
 @click.command()
@@ -63,40 +71,63 @@ def command(
     cluster goes on there; Ctrl-C leaves it running. What the store says of a run is compared with what this
     machine submitted; 2 if somebody changed it, with the keys that differ.
     """
-    from mlpipe.cli import cluster, foreground
+    from mlpipe.cli import foreground
     from mlpipe.store import runs
+    from mlpipe.submit import backends
     from mlpipe.submit.changes import Changes
+    from mlpipe.submit.driver import DriveOptions
     from mlpipe.submit.seal import kept
 
     changes = Changes(overrides, allow, from_step)
+    for_followers = here and stage is not None
     try:
         store = session.store_of(run_id)
         if seal is not None:
-            return foreground.drive_for_cluster(session, store, run_id, only=stage, digests=seal)
+            options = DriveOptions(stage, for_followers=stage is not None, digests=seal)
+            return foreground.drive_for_backend(session, store, run_id, options)
         run = runs.read_run(store, run_id)
         if not trust_store and (run.state != "done" or changes) and kept(store, run_id) is None:
             session.note(
                 f"run {run_id} was not submitted from this machine: it goes on as the store says "
                 f"(mlpipe spec {run_id} shows it)"
             )
-        if run.backend != "kubernetes":
-            return foreground.drive_here(
-                session,
-                store,
-                run_id,
-                only=stage,
-                for_followers=here and stage is not None,
-                changes=changes,
-                trust_store=trust_store,
-            )
+        backend = backends.of_run(run)
+        options = DriveOptions(stage, for_followers, changes, trust_store=trust_store)
+        if not backend.has_own_driver:
+            return foreground.drive_here(session, store, run_id, options)
         if here and changes:
             raise click.UsageError("what a cluster's run was asked for changes without --here")
         if here:
-            return foreground.drive_for_cluster(session, store, run_id, only=stage)
+            return foreground.drive_for_backend(session, store, run_id, options)
     except MlpipeError as error:
         if here and error.kind == "input":
-            from mlpipe.submit.kubernetes.driver_job import give_up_driver
-
-            give_up_driver(run_id, stage)
+            backends.give_up_driver(run_id, stage)
         raise
-    return cluster.resume(session, store, run_id, only=stage, changes=changes, trust_store=trust_store)
+    return _go_on_there(session, store, run, backend, options)
+
+
+def _go_on_there(
+    session: Session, store: Store, run: RunState, backend: Backend, options: DriveOptions
+) -> int:
+    """The run gets a driver of its backend's, which is followed."""
+    from mlpipe.cli.wait import say_detached, wait_for
+    from mlpipe.submit import seal
+    from mlpipe.submit.adopt import Asked
+    from mlpipe.submit.changes import prepare
+    from mlpipe.submit.submission import Submission
+
+    only, run_id = options.only, run.run_id
+    before = seal.verified(store, run, digests=None, trust_store=options.trust_store)
+    pipeline = prepare(store, run, before, options.changes, only).pipeline
+    changed = seal.changed(before, options.changes.overrides)
+    spec = f"runs/{run_id}/pipeline.yaml"
+    submission = Submission(
+        spec, changed.pipeline, changed.overrides, pipeline, store.url, changed.folder, only, run_id
+    )
+    backend.preview(submission, session)  # raises for what cannot run, before anything is changed
+    asked = Asked(backend, store, run_id, pipeline, only, session)
+    asked.go_on(run, options.changes, before)
+    try:
+        return wait_for(session, asked)
+    except KeyboardInterrupt:
+        return say_detached(session, run_id)

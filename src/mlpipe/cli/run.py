@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import click
 
 from mlpipe.cli.session import Session, overrides, shared
+from mlpipe.submit import backends
+from mlpipe.submit.submission import Submission
 
 
 @click.command()
@@ -24,17 +27,13 @@ def command(session: Session, spec: str, overrides: tuple[str, ...], run_id: str
     """
     from mlpipe.cli.foreground import drive_here
     from mlpipe.spec.load import load_pipeline
-    from mlpipe.submit import planning
+    from mlpipe.submit.adopt import create
 
     pipeline = load_pipeline(spec, overrides=overrides)
     store = session.open_store(pipeline.store)
-    run_id = planning.create(
-        store,
-        pipeline,
-        spec=spec,
-        overrides=overrides,
-        folder=os.getcwd(),
-        run_id=run_id,
-    )
+    text = Path(spec).read_text(encoding="utf-8-sig")
+    submission = Submission(spec, text, overrides, pipeline, store.url, os.getcwd(), run_id=run_id)
+    backend = backends.load(backends.DEFAULT)({})
+    run_id = create(store, backend, submission, session)
     session.note(f"run {run_id} in {store.url}")
     return drive_here(session, store, run_id)

@@ -100,8 +100,8 @@ class Session:
             known.remember(store.url)
             return store
         others = [] if self.store_is_given else [url for url in known.stores() if url != store.url]
-        found, silent = known.find(run_id, others, timeout_seconds=_SEARCH_SECONDS)
-        if not found:
+        stores, silent = known.find(run_id, others, timeout_seconds=_SEARCH_SECONDS)
+        if not stores:
             looked = "".join(f"; not in {url} either" for url in others if url not in silent)
             looked += "".join(f"; {url} could not be asked" for url in silent)
             raise known.NoRunError(
@@ -110,14 +110,14 @@ class Session:
                 hint="mlpipe list shows the runs of a store; name another with --store",
                 kind="input",
             )
-        if len(found) > 1:
+        if len(stores) > 1:
             raise StoreError(
-                f"several stores have a run {run_id}: {', '.join(one.url for one in found)}",
+                f"several stores have a run {run_id}: {', '.join(one.url for one in stores)}",
                 hint="say which with --store",
                 kind="input",
             )
-        self.note(f"run {run_id} is in {found[0].url}")
-        return found[0]
+        self.note(f"run {run_id} is in {stores[0].url}")
+        return stores[0]
 
     def full_store_url(self, otherwise: str | None = None) -> str:
         """Of the same store, which is not opened: a plan needs no credentials."""

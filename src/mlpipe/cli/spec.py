@@ -22,14 +22,14 @@ def command(session: Session, run_id: str, out: Path | None, digest: str | None,
 
     Of a run that a Jenkins build is to make as well, which is how the build gets it.
     """
-    from mlpipe.cli.jenkins import asked_for
     from mlpipe.spec.load import load_pipeline_text
     from mlpipe.store import runs
+    from mlpipe.submit import backends
     from mlpipe.submit.planning import load_stored
 
     store = session.store_of(run_id)
-    if (asked := asked_for(store, run_id)) is not None:
-        pipeline = load_pipeline_text(asked.pipeline, f"runs/{run_id}/jenkins.json")
+    if (request := backends.awaited(store, run_id)) is not None:
+        pipeline = load_pipeline_text(request.pipeline, request.key)
     else:
         pipeline = load_stored(store, run_id, runs.read_run(store, run_id).meta.get("set", []))
     if digest is not None and digest != pipeline.digest:

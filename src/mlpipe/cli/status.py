@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlpipe._core.units import format_bytes, format_seconds
-from mlpipe.cli import jenkins, outcome
+from mlpipe.cli import outcome
 from mlpipe.cli.session import Session, shared
 
 if TYPE_CHECKING:
@@ -25,28 +25,22 @@ def command(session: Session, run_id: str) -> None:
     """Show where a run stands: its stages, the progress of its training, its last checkpoint."""
     from mlpipe.observe.progress import live_line
     from mlpipe.store import leases, runs
+    from mlpipe.submit import backends
 
     store = session.store_of(run_id)
-    if (asked := jenkins.asked_for(store, run_id)) is not None:
-        document = jenkins.stands(store, asked)
-        session.result(document, jenkins.text_of(document))
+    if (request := backends.awaited(store, run_id)) is not None:
+        status = request.status()
+        session.result(status, request.text(status))
         return
     run = runs.read_run(store, run_id)
-    found = outcome.document(store, run)
-    found["driver_alive"] = leases.lease_is_live(run.driver)
-    if not found["driver_alive"] and run.state not in runs.RUN_ENDED and run.message != runs.WAITS_FOR_STAGES:
-        found["waits_for"] = _why_undriven(run)
-    for name, stage in found["stages"].items():
+    document = outcome.document(store, run)
+    document["driver_alive"] = leases.lease_is_live(run.driver)
+    under_way = run.state not in runs.RUN_ENDED and run.message != runs.WAITS_FOR_STAGES
+    if under_way and not document["driver_alive"]:
+        document["waits_for"] = backends.of_run(run).why_undriven(run)
+    for name, stage in document["stages"].items():
         stage["progress"] = progress(store, run, name)
-    session.result(found, _text(run, found, live_line))
-
-
-def _why_undriven(run: RunState) -> str:
-    if run.backend == "kubernetes":
-        from mlpipe.cli.cluster import why_undriven
-
-        return why_undriven(run)
-    return f"nobody drives it; go on with mlpipe resume {run.run_id}"
+    session.result(document, _text(run, document, live_line))
 
 
 def progress(store: Store, run: RunState, stage: str) -> Summary | None:
@@ -58,19 +52,19 @@ def progress(store: Store, run: RunState, stage: str) -> Summary | None:
     return summarize(records) if records else None
 
 
-def _text(run: RunState, found: dict[str, Any], live_line: Any) -> str:
+def _text(run: RunState, document: dict[str, Any], live_line: Any) -> str:
     now = time.time()
     lines = [f"{run.run_id}  {outcome.colour(run.state)}  started {format_seconds(now - run.created)} ago"]
     if run.message:
         lines.append(f"  {run.message}")
     if run.meta.get("jenkins_url"):
         lines.append(f"  made by {run.meta['jenkins_url']}")
-    if found.get("waits_for"):
-        lines.append(f"  {found['waits_for']}")
+    if document.get("waits_for"):
+        lines.append(f"  {document['waits_for']}")
     if run.driver is not None and run.state not in ("done", "failed", "cancelled"):
-        was = "" if found["driver_alive"] else "was "
+        was = "" if document["driver_alive"] else "was "
         lines.append(f"  {was}driven by process {run.driver.pid} on {run.driver.host}")
-    for line, stage in zip(outcome.stage_lines(run), found["stages"].values(), strict=True):
+    for line, stage in zip(outcome.stage_lines(run), document["stages"].values(), strict=True):
         lines.append(f"  {line}")
         if stage["progress"] is not None and stage["progress"]["step"] is not None:
             lines += [f"      {note}" for note in stage["progress"]["notes"]]

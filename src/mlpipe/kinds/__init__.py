@@ -37,6 +37,11 @@ class Kind:
         """Whether a stage has a folder that others read as `{{stages.NAME.output}}`."""
         return self.runs == "command"
 
+    @property
+    def module(self) -> str:
+        """What runs a stage by its plan.json: `python -m MODULE --plan PLAN --scratch DIR`."""
+        return "mlpipe.train.launcher" if self.runs == "workers" else "mlpipe.submit.pod"
+
     def part(self, name: str) -> ModuleType:
         """The module of its folder that is called `name`."""
         return import_module(f"mlpipe.kinds.{self.name}.{name}")

@@ -83,9 +83,12 @@ submit_stage() {
 """
 
 
-def jenkinsfile(pipeline: Pipeline, spec: str, overrides: Sequence[str], store: str) -> str:
-    """`spec`: its path in the repository, from the top, which is where a build runs. `store`: as the user
-    wrote it; a relative folder lies in the build's workspace. Raises RenderError."""
+def jenkinsfile(
+    pipeline: Pipeline, spec: str, overrides: Sequence[str], store: str, backends: Sequence[str]
+) -> str:
+    """`backends`: where a build may have it run, first where it does unless told otherwise. `spec`: its path
+    in the repository, from the top, which is where a build runs. `store`: as the user wrote it; a relative
+    folder lies in the build's workspace. Raises RenderError."""
     path = PurePosixPath(spec)
     if path.is_absolute() or ".." in path.parts:
         raise RenderError(
@@ -102,7 +105,6 @@ def jenkinsfile(pipeline: Pipeline, spec: str, overrides: Sequence[str], store: 
         names = "\n".join("".join(f"{stage.name}\n" for stage in level) for level in levels)
         files.append(f"writeFile file: '.mlpipe/stages', text: {_block(names)}")
     files.append(f"writeFile file: '.mlpipe/arguments', text: {_block(_ARGUMENTS)}")
-    backends = ["kubernetes", "local"] if pipeline.image is not None else ["local"]
     return HEAD + "\n".join(
         [
             "pipeline {",

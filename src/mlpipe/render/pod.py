@@ -38,9 +38,8 @@ def escaped(text: str) -> str:
 
 def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str, rendezvous: str) -> Json:
     """The pod template of a stage. `config`: ConfigMap with the plan. `rendezvous`: host of the first pod."""
-    module = "mlpipe.train.launcher" if plan.kind.runs == "workers" else "mlpipe.submit.pod"
     options = ["--plan", f"{PLAN_FOLDER}/plan.json", "--scratch", SCRATCH]
-    container = _container(cluster, CONTAINER, ["-m", module, *options])
+    container = _container(cluster, CONTAINER, ["-m", plan.kind.module, *options])
     container["env"] = _worker_env(plan, cluster, rendezvous)
     if cluster.env_from:
         keys = {"secret": "secretRef", "config_map": "configMapRef"}

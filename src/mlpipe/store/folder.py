@@ -42,11 +42,15 @@ _MEANINGS = {
 
 
 @contextlib.contextmanager
-def _in_words(where: Path | str) -> Iterator[None]:
-    """What the operating system refuses becomes one StoreError that says what and where."""
+def _in_words(where: Path | str, *, writing: bool = False) -> Iterator[None]:
+    """What the operating system refuses becomes one StoreError that says what and where. `writing`: folders
+    are made as they are needed, so that one which is not there was taken away meanwhile."""
     try:
         yield
     except FileNotFoundError as error:
+        if writing:
+            message = "somebody deleted the folder while it was written into"
+            raise StoreError(message, where=str(where), hint="was the store deleted?") from error
         raise StoreError("no such object", where=str(where), kind="input") from error
     except OSError as error:
         message, hint = _MEANINGS.get(error.errno or 0, (error.strerror or str(error), None))
@@ -72,12 +76,12 @@ class FolderStore:
 
     def put_pieces(self, key: str, pieces: Iterable[Buffer], *, crc32c: int | None = None) -> int:
         path = self._path(key)
-        with _in_words(path):
+        with _in_words(path, writing=True):
             return _write(path, pieces, lambda temporary: os.replace(temporary, path))
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         path = self._path(key)
-        with _in_words(path):
+        with _in_words(path, writing=True):
             try:
                 _write(path, [data], lambda temporary: os.link(temporary, path))
             except FileExistsError:
@@ -88,7 +92,7 @@ class FolderStore:
         path = self._path(key)
         if not path.parent.is_dir():
             return False
-        with _in_words(path), _locked(path.parent / _LOCK):
+        with _in_words(path, writing=True), _locked(path.parent / _LOCK):
             try:
                 if _etag(path.read_bytes()) != etag:
                     return False
@@ -151,7 +155,7 @@ class FolderStore:
 
     def open_log(self, key: str) -> LogWriter:
         path = self._path(key)
-        with _in_words(path):
+        with _in_words(path, writing=True):
             return _FolderLog(path, _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
 
     def read_log(self, key: str, *, offset: int = 0) -> tuple[bytes, int]:

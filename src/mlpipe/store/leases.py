@@ -85,8 +85,8 @@ def lease_is_live(lease: Lease | None) -> bool:
 
 def undriven_since(run: RunState) -> float | None:
     """Unix seconds since which nobody drives a run that is under way, as far as its store tells; None where
-    somebody does, or need not. On a cluster another driver may be about to start."""
+    somebody does, or need not. In a place of its own another driver may be about to start."""
     if run.state in RUN_ENDED or run.message == WAITS_FOR_STAGES or lease_is_live(run.driver):
         return None
     since = run.updated if run.driver is None else min(run.driver.expires, time.time())
-    return since if run.backend != "kubernetes" or time.time() - since > _RESTART_SECONDS else None
+    return since if not run.place or time.time() - since > _RESTART_SECONDS else None

@@ -87,6 +87,16 @@ class RunState:
     message: str
     meta: dict[str, Any]
 
+    @property
+    def place(self) -> dict[str, Any]:
+        """How its backend is reached; empty for one that is this machine."""
+        return dict(self.meta.get(self.backend) or {})
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a stage runs."""
+        return any(stage.state == "running" for stage in self.stages.values())
+
     def attempt_key(self, stage: str) -> str:
         """Under which the stage's latest attempt has its plan, records and logs."""
         return f"runs/{self.run_id}/stages/{stage}/attempt-{self.stages[stage].attempt}"

@@ -21,7 +21,7 @@ from mlpipe.store import catalogue, outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import Checkpoint
 from mlpipe.store.runs import RunState
-from mlpipe.submit import planning
+from mlpipe.submit import backends, planning
 from mlpipe.submit.seal import Seal
 
 _log = logging.getLogger(__name__)
@@ -73,14 +73,14 @@ def prepare(store: Store, run: RunState, asked: Seal, changes: Changes, only: st
     allowed = dict(run.meta.get("allowed", {}))
     named = {_normal(pipeline, key) for key in changes.allow}
     for name, training in trainings(pipeline).items():
-        found = catalogue.list_checkpoints(store, f"runs/{run.run_id}/stages/{name}")
+        checkpoints = catalogue.list_checkpoints(store, f"runs/{run.run_id}/stages/{name}")
         if name == back:
-            found, behind = _split(run, found, changes.from_step or 0)
+            checkpoints, behind = _split(run, checkpoints, changes.from_step or 0)
         now = _meaning(store, run, pipeline, name)
         known |= now
         allowed |= {key: now.get(key) for key in named if key.startswith(f"{name}.")}
-        known |= _check_meaning(store, run, pipeline, found, now, allowed, overrides)
-        at = found[-1].step if found else 0
+        known |= _check_meaning(store, pipeline, checkpoints, now, allowed, overrides)
+        at = checkpoints[-1].step if checkpoints else 0
         if at < training.steps and (at or name == back):
             again.add(name)
     if unknown := sorted(named - known.keys()):
@@ -89,7 +89,9 @@ def prepare(store: Store, run: RunState, asked: Seal, changes: Changes, only: st
     again |= _asked_otherwise(before, pipeline, run)
     again = _with_what_needs_them(again, planning.needs(pipeline))
     again = {name for name in again if run.stages[name].state == "done"}
-    if not changes and (only is not None or (run.backend == "kubernetes" and _is_under_way(run))):
+    if not changes and (
+        only is not None or (backends.load(run.backend).outlives_driver and run.is_under_way)
+    ):
         again = set()
     if changes and run.state == "done" and not again:
         raise _refused(
@@ -131,10 +133,6 @@ def _refused(message: str, hint: str, where: str | None = None) -> SubmitError:
     return SubmitError(message, where=where, hint=hint, kind="input")
 
 
-def _is_under_way(run: RunState) -> bool:
-    return any(stage.state == "running" for stage in run.stages.values())
-
-
 def _before(asked: Seal, run: RunState) -> Pipeline | None:
     """None: what the run was asked with does not load any more, and the new overrides mend it."""
     try:
@@ -150,12 +148,15 @@ def _stage_of(pipeline: Pipeline, only: str | None) -> str:
     return names[0]
 
 
-def _split(run: RunState, found: list[Checkpoint], step: int) -> tuple[list[Checkpoint], list[Checkpoint]]:
+def _split(
+    run: RunState, checkpoints: list[Checkpoint], step: int
+) -> tuple[list[Checkpoint], list[Checkpoint]]:
     """What counts when the training goes back to `step`, and what does not."""
-    if step and step not in {item.step for item in found}:
-        steps = ", ".join(str(item.step) for item in found) or "none"
+    if step and step not in {item.step for item in checkpoints}:
+        steps = ", ".join(str(item.step) for item in checkpoints) or "none"
         raise _refused(f"run {run.run_id} has no checkpoint of step {step}", f"it has {steps}; 0 begins anew")
-    return [item for item in found if item.step <= step], [item for item in found if item.step > step]
+    behind = [item for item in checkpoints if item.step > step]
+    return [item for item in checkpoints if item.step <= step], behind
 
 
 def _meaning(store: Store, run: RunState, pipeline: Pipeline, stage: str) -> dict[str, Any]:
@@ -168,16 +169,15 @@ def _meaning(store: Store, run: RunState, pipeline: Pipeline, stage: str) -> dic
 
 def _check_meaning(
     store: Store,
-    run: RunState,
     pipeline: Pipeline,
-    found: Sequence[Checkpoint],
+    checkpoints: Sequence[Checkpoint],
     now: Mapping[str, Any],
     allowed: Mapping[str, Any],
     overrides: Sequence[str],
 ) -> dict[str, Any]:
     """Compares `now` with the newest checkpoint's manifest that can be read; what that says."""
     stage = next(iter(now)).partition(".")[0]
-    for checkpoint in reversed(found):
+    for checkpoint in reversed(checkpoints):
         try:
             scalars = catalogue.load_manifest(store, checkpoint.key)["scalars"]
         except DamagedError:
@@ -212,8 +212,8 @@ def _check_meaning(
 
 def _recorded(scalars: Mapping[str, Any]) -> dict[str, Any]:
     """What a manifest says of the training; older ones say less."""
-    if isinstance(found := scalars.get("meaning"), dict) and found:
-        return found
+    if isinstance(meaning := scalars.get("meaning"), dict) and meaning:
+        return meaning
     known = {"seed": scalars.get("seed"), "model.seq_len": scalars.get("seq_len")}
     known["data.tokens"] = scalars.get("data_digest")
     match scalars.get("model"):

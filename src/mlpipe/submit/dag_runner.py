@@ -1,9 +1,6 @@
-"""Walks the stages of a run, on any backend. What is known lies in the store: a driver that dies is
-replaced by another, which reads run.json and goes on.
-
-A stage starts when all that it needs is done and the backend has room for it. When one fails, whatever needs
-it is skipped, and what does not need it still runs (as `make -k`): a long training is not lost to a failed
-side branch. When the run is stopped, the stages under way are asked to save, and nothing new starts.
+"""Walks the stages of a run, on any backend, as `dag.py` says. What is known lies in the store: a driver that
+dies is replaced by another, which reads run.json and goes on. When the run is stopped, the stages under way
+are asked to save, and nothing new starts.
 """
 
 from __future__ import annotations
@@ -22,7 +19,8 @@ from mlpipe.store import catalogue, outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState, StageState
 from mlpipe.submit import seal
-from mlpipe.submit.executor import Ended, Executor, Handle, StopRequest, requests
+from mlpipe.submit.dag import Dag, fits, outcome_of
+from mlpipe.submit.executor import Ended, Executor, Handle, StopRequest
 from mlpipe.submit.handle import InDriver
 from mlpipe.submit.wanted import Wanted
 
@@ -43,49 +41,52 @@ class _Running:
     timed_out: bool = False
 
 
+@dataclass(frozen=True)
+class Drive:
+    """One driver's hold on a run, under the lease `holder`. `scratch`: a folder of the run on this machine.
+    `alive()` raises when the lease could not be renewed. `watch(state)` is called about ten times a second.
+    `outlives_driver`: the stages go on without it."""
+
+    store: Store
+    run_id: str
+    holder: str
+    scratch: Path
+    stop: StopRequest
+    alive: Callable[[], None] = lambda: None
+    watch: Callable[[RunState], None] = lambda state: None
+    outlives_driver: bool = False
+
+
 class DagRunner:
-    """One driver's walk over a run, under the lease `holder`. `needs` names each stage's needs, in the order
-    of the pipeline; `make_plan(stage, attempt)` plans it when its needs are done. `alive()` raises when the
-    lease could not be renewed. `watch(state)` is called about ten times a second."""
+    """Walks a run. `needs` names each stage's needs, in the order of the file; `make_plan(stage, attempt)`
+    plans it when its needs are done; `executor` starts it."""
 
     def __init__(
         self,
-        store: Store,
-        run_id: str,
+        drive: Drive,
         needs: Mapping[str, Sequence[str]],
         make_plan: Callable[[str, int], Plan],
         executor: Executor,
-        *,
-        holder: str,
-        scratch: Path,
-        stop: StopRequest,
-        alive: Callable[[], None] = lambda: None,
-        watch: Callable[[RunState], None] = lambda state: None,
     ) -> None:
-        self._store = store
-        self._run_id = run_id
-        self._needs = needs
+        self._drive = drive
+        self._store, self._run_id, self._stop = drive.store, drive.run_id, drive.stop
+        self._dag = Dag(needs)
         self._make_plan = make_plan
         self._executor = executor
-        self._holder = holder
-        self._scratch = scratch
-        self._stop = stop
-        self._alive = alive
-        self._watch = watch
         self._running: dict[str, _Running] = {}
         self._planned: dict[str, Plan] = {}  # ready, but without room so far
-        self._wanted = Wanted(store, run_id)
+        self._wanted = Wanted(drive.store, drive.run_id)
         self._looked_for_cancel = 0.0
-        self.state = runs.read_run(store, run_id)
+        self.state = runs.read_run(drive.store, drive.run_id)
 
     def run(self, *, only_wanted: bool = False) -> RunState:
         """Walk until nothing is left to start (`only_wanted`: of what is asked for meanwhile). Returns the
         final state; raises what `alive` or the store raises, after the stages under way were killed."""
-        names = [] if only_wanted else list(self._needs)
+        names = [] if only_wanted else list(self._dag.needs)
         try:
             self._adopt()
             while True:
-                self._alive()
+                self._drive.alive()
                 if self._stop.kind == "detached":
                     return self.state
                 self._look_for_cancel()
@@ -97,7 +98,7 @@ class DagRunner:
                     self.state = self._wanted.look(self.state, names)
                     self._skip(names)
                     self._start(names)
-                self._watch(self.state)
+                self._drive.watch(self.state)
                 if not self._running and (self._stop.kind is not None or self._is_idle(names)):
                     return self._finish()
                 time.sleep(_POLL_SECONDS)
@@ -111,33 +112,18 @@ class DagRunner:
     # What may start
 
     def _is_idle(self, names: list[str]) -> bool:
-        if not self._startable(names):
+        if not self._dag.startable(self.state, names):
             self.state = self._wanted.look(self.state, names, now=True)  # who asks later starts a driver
-        return not self._startable(names)
-
-    def _startable(self, names: Sequence[str]) -> list[str]:
-        stages = self.state.stages
-        return [
-            name
-            for name in names
-            if stages[name].state == "pending"
-            and all(stages[need].state == "done" for need in self._needs[name])
-        ]
+        return not self._dag.startable(self.state, names)
 
     def _skip(self, names: Sequence[str]) -> None:
-        """Mark what can never start in this walk, again and again: needs may stand later in the file."""
-        while spoiled := [
-            (name, need)
-            for name in names
-            if self.state.stages[name].state == "pending"
-            for need in self._needs[name]
-            if self.state.stages[need].state in ("failed", "cancelled", "skipped")
-        ]:
-            name, need = spoiled[0]
+        """Again and again: needs may stand later in the file."""
+        while (spoiled := self._dag.spoiled(self.state, names)) is not None:
+            name, need = spoiled
             self._change(name, state="skipped", message=f"needs {need!r}, which did not finish")
 
     def _start(self, names: Sequence[str]) -> None:
-        for name in self._startable(names):
+        for name in self._dag.startable(self.state, names):
             if self._stop.kind is not None:
                 return
             attempt = self.state.stages[name].attempt + 1
@@ -145,7 +131,7 @@ class DagRunner:
                 plan = self._planned.get(name) or self._make_plan(name, attempt)
                 self._executor.check(plan)
                 self._planned[name] = plan
-                if self._fits(plan):
+                if fits(plan, [other.plan for other in self._running.values()], self._executor.capacity()):
                     self._launch(self._planned.pop(name))
             except MlpipeError as error:
                 self._planned.pop(name, None)
@@ -157,18 +143,10 @@ class DagRunner:
                     ended=time.time(),
                     outcome={"kind": error.kind},
                 )
-                shutil.rmtree(self._scratch / f"{name}-{attempt}", ignore_errors=True)
-
-    def _fits(self, plan: Plan) -> bool:
-        """A stage that asks for more than there is runs alone (cores can be shared; `check` refused GPUs)."""
-        if not self._running:
-            return True
-        taken = [requests(plan), *(requests(other.plan) for other in self._running.values())]
-        room = self._executor.capacity()
-        return sum(one.cpus for one in taken) <= room.cpus and sum(one.gpus for one in taken) <= room.gpus
+                shutil.rmtree(self._drive.scratch / f"{name}-{attempt}", ignore_errors=True)
 
     def _launch(self, plan: Plan) -> None:
-        scratch = self._scratch / f"{plan.stage}-{plan.attempt}"
+        scratch = self._drive.scratch / f"{plan.stage}-{plan.attempt}"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         self._store.put(f"{plan.attempt_key}/plan.json", plan.to_json().encode())
@@ -201,7 +179,7 @@ class DagRunner:
                 continue
             plan = self._make_plan(name, stage.attempt)
             seal.check_plan(self._store, plan)
-            scratch = self._scratch / f"{name}-{stage.attempt}"
+            scratch = self._drive.scratch / f"{name}-{stage.attempt}"
             scratch.mkdir(parents=True, exist_ok=True)
             started = time.monotonic() - max(0.0, time.time() - (stage.started or time.time()))
             self._running[name] = _Running(self._begin(plan, scratch), plan, scratch, started)
@@ -246,9 +224,8 @@ class DagRunner:
         if ended.lost and self._stop.kind is None and running.plan.attempt < _MAX_ATTEMPTS:
             plan = running.plan
             catalogue.fence(self._store, plan.stage_key, plan.attempt)
-            digest = (
-                outputs.give_up(self._store, plan.stage_key, plan.attempt) if plan.kind.has_output else None
-            )
+            has_output = plan.kind.has_output
+            digest = outputs.give_up(self._store, plan.stage_key, plan.attempt) if has_output else None
             if digest is None:
                 self._launch(self._make_plan(name, plan.attempt + 1))
                 return
@@ -282,7 +259,7 @@ class DagRunner:
             running.handle.terminate()
 
     def _kill_all(self) -> None:
-        if self._executor.outlives_driver and self._stop.kind is None:
+        if self._drive.outlives_driver and self._stop.kind is None:
             self._running.clear()  # the next driver finds them
             return
         for running in self._running.values():
@@ -296,21 +273,11 @@ class DagRunner:
     def _finish(self) -> RunState:
         for name, running in list(self._running.items()):
             self._record(name, running.handle.poll() or Ended("cancelled", "killed"))
-        stages = self.state.stages.values()
-        failed = [name for name, stage in self.state.stages.items() if stage.state == "failed"]
-        state: runs.RunStatus
-        if failed:
-            state, message = "failed", f"failed: {', '.join(failed)}"
-        elif all(stage.state == "done" for stage in stages):
-            state, message = "done", ""
-        elif self._stop.kind is not None:
-            state, message = "cancelled", self._stop.why
-        else:
-            state, message = "running", runs.WAITS_FOR_STAGES
+        state, message = outcome_of(self.state, self._stop)
         self._update(lambda run: replace(run, state=state, message=message))
         if state == "cancelled":
             self._wanted.drop()
-        self._watch(self.state)
+        self._drive.watch(self.state)
         return self.state
 
     def _change(self, name: str, **changes: Any) -> None:
@@ -325,7 +292,7 @@ class DagRunner:
         """Only the holder of the lease writes: a driver that was paused past its lease finds out here."""
 
         def fenced(run: RunState) -> RunState:
-            if run.driver is None or run.driver.holder != self._holder:
+            if run.driver is None or run.driver.holder != self._drive.holder:
                 raise SubmitError(f"run {run.run_id} has another driver by now; this one stops")
             return change(run)
 

@@ -12,11 +12,23 @@ from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, SubmitError
 from mlpipe.store import outputs, runs
 from mlpipe.store.base import Store
-from mlpipe.submit.driver import working_folder
+from mlpipe.store.runs import RunState
 
 _START_SECONDS = 60.0
 _OF_A_STAGE = (environment.DRIVER, environment.RUN_ID, environment.STAGE, environment.OUTPUT)
 _OF_A_STEP = ("JENKINS_SERVER_COOKIE",)  # Jenkins ends what carries it with the step, which only follows
+
+
+def working_folder(run: RunState) -> str:
+    """Where the run was asked for, which is where its commands run, whoever drives it."""
+    folder = str(run.meta.get("folder", "."))
+    if not os.path.isdir(folder):
+        raise SubmitError(
+            f"the run was started in {folder}, which is not there (any more)",
+            hint="make the folder again, or start a new run",
+            kind="input",
+        )
+    return folder
 
 
 def driver_argv(store_url: str, run_id: str, only: str | None = None) -> list[str]:
@@ -39,7 +51,7 @@ def detach(store: Store, run_id: str, only: str | None = None) -> None:
     with log.open("ab") as out:
         process = subprocess.Popen(
             driver_argv(store.url, run_id, only),
-            cwd=working_folder(str(run.meta.get("folder", "."))),
+            cwd=working_folder(run),
             env={name: value for name, value in os.environ.items() if name not in _OF_A_STAGE + _OF_A_STEP},
             stdin=subprocess.DEVNULL,
             stdout=out,

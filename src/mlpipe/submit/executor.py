@@ -48,10 +48,8 @@ class Handle(Protocol):
 
 
 class Executor(Protocol):
-    """Starts a run's stages, but for those that the driver does itself. With `outlives_driver` they go on
-    without their driver, and `start` adopts them."""
-
-    outlives_driver: bool
+    """Starts a run's stages, but for those that the driver does itself. Where they outlive their driver,
+    `start` adopts those that are there."""
 
     def capacity(self) -> Slots:
         """Of all stages together."""
@@ -74,11 +72,3 @@ class StopRequest:
     def request(self, kind: Literal["cancelled", "interrupted", "detached"], why: str) -> None:
         if self.kind is None:
             self.kind, self.why = kind, why
-
-
-def requests(plan: Plan) -> Slots:
-    """A worker takes a core or a GPU; a command one core; what the driver does itself nothing to speak of."""
-    if plan.kind.runs == "driver":
-        return Slots(cpus=0, gpus=0)
-    workers = plan.launch.nproc_per_node
-    return Slots(cpus=0, gpus=workers) if plan.launch.device == "cuda" else Slots(cpus=workers, gpus=0)

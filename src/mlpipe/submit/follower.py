@@ -38,17 +38,12 @@ class Following:
         if self._renewed is None or now - self._renewed > _RENEW_SECONDS:
             self._renewed = now
             lease = {"holder": self._holder, "expires": time.time() + LEASE_SECONDS}
-            try:
-                self._store.put(self._key, json.dumps(lease).encode())
-            except StoreError as error:
-                if error.kind != "input":
-                    raise
-                return  # the run was deleted meanwhile, which the next look at it says
+            self._store.put(self._key, json.dumps(lease).encode())
 
     def leave(self) -> None:
         try:
-            found = json.loads(self._store.get(self._key)) if self._store.exists(self._key) else {}
-            if found.get("holder") == self._holder:
+            lease = json.loads(self._store.get(self._key)) if self._store.exists(self._key) else {}
+            if lease.get("holder") == self._holder:
                 self._store.delete([self._key])
         except (StoreError, ValueError):
             return  # it expires, and an error on its way out must not be hidden by this one

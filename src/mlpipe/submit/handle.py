@@ -77,5 +77,5 @@ def read_outcome(store: Store, key: str) -> dict[str, Any] | None:
     """None if the launcher left none: it was killed, or still runs."""
     if not store.exists(key):
         return None
-    found: dict[str, Any] = json.loads(store.get(key))
-    return found
+    outcome: dict[str, Any] = json.loads(store.get(key))
+    return outcome

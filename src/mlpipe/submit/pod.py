@@ -22,7 +22,7 @@ from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.submit.executor import Ended
 from mlpipe.submit.handle import ThreadedHandle
-from mlpipe.submit.local import LocalBackend
+from mlpipe.submit.process_executor import ProcessExecutor
 
 _POLL_SECONDS = 0.1
 
@@ -32,12 +32,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(plan: Plan, _: Path, scratch: Path) -> int:
-    stop = _Stop()
+    stop = _StopSignal()
     signal.signal(signal.SIGTERM, stop.on_signal)
     store = open_store(plan.store_url)
     fetch_inputs(store, plan)
-    backend = LocalBackend(store, driver=f"{socket.gethostname()}-{os.getpid()}", folder=os.getcwd())
-    ended = _follow(backend.start(plan, scratch), scratch / "output.log", stop, plan.launch.shutdown_seconds)
+    executor = ProcessExecutor(store, driver=f"{socket.gethostname()}-{os.getpid()}", folder=os.getcwd())
+    ended = _follow(executor.start(plan, scratch), scratch / "output.log", stop, plan.launch.shutdown_seconds)
     code = _exit_code(ended)
     _store_outcome(store, plan, ended, code)
     if ended.message:
@@ -45,7 +45,7 @@ def _run(plan: Plan, _: Path, scratch: Path) -> int:
     return code
 
 
-class _Stop:
+class _StopSignal:
     def __init__(self) -> None:
         self.requested: float | None = None  # monotonic
 
@@ -53,7 +53,7 @@ class _Stop:
         self.requested = self.requested or time.monotonic()
 
 
-def _follow(handle: ThreadedHandle, log: Path, stop: _Stop, shutdown_seconds: float) -> Ended:
+def _follow(handle: ThreadedHandle, log: Path, stop: _StopSignal, shutdown_seconds: float) -> Ended:
     """The stage's own timeout is its driver's to watch, and the pod's deadline."""
     position, terminated, killed = 0, False, False
     while True:

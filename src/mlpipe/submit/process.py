@@ -46,17 +46,17 @@ def members(driver: str, stage: str | None = None, run_id: str | None = None) ->
     """Living processes whose environment says that `driver` started them, for `stage` of `run_id`."""
     wanted = {environment.DRIVER: driver, environment.STAGE: stage, environment.RUN_ID: run_id}
     marks = {f"{name}={value}".encode() for name, value in wanted.items() if value is not None}
-    found = []
+    pids = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
             with open(f"/proc/{entry.name}/environ", "rb") as file:  # empty for a zombie
                 if marks <= set(file.read().split(b"\0")):
-                    found.append(int(entry.name))
+                    pids.append(int(entry.name))
         except OSError:
             continue  # gone meanwhile, or another user's
-    return found
+    return pids
 
 
 def send(pids: Sequence[int], signum: signal.Signals) -> None:
@@ -74,8 +74,8 @@ def clear(driver: str, *, run_id: str, grace_seconds: float) -> int:
 
     Raises SubmitError if some are still there 10 s after SIGKILL (stuck in the kernel).
     """
-    found = members(driver, run_id=run_id)
-    if not found:
+    pids = members(driver, run_id=run_id)
+    if not pids:
         return 0
     deadline = time.monotonic() + grace_seconds
     while members(driver, run_id=run_id) and time.monotonic() < deadline:
@@ -89,4 +89,4 @@ def clear(driver: str, *, run_id: str, grace_seconds: float) -> int:
                 hint="they hang in the kernel (a network disk?); resume when they are gone",
             )
         time.sleep(0.05)
-    return len(found)
+    return len(pids)

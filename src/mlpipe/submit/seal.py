@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from mlpipe._core.errors import SpecError, SubmitError
@@ -23,12 +22,15 @@ from mlpipe.spec.model import Pipeline
 from mlpipe.store import known, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState
+from mlpipe.submit import backends
+from mlpipe.submit.backend import Backend
+from mlpipe.submit.submission import Submission
 
 
 @dataclass(frozen=True)
 class Seal:
-    """`pipeline`: the text of pipeline.yaml. `place`: how the cluster is reached; of no meaning to a driver
-    on it, as is `folder`, where a local run's commands run."""
+    """`pipeline`: the text of pipeline.yaml. `place`: how the backend is reached; of no meaning to a driver
+    of its own, as is `folder`, where a local run's commands run."""
 
     pipeline: str
     overrides: tuple[str, ...]
@@ -46,9 +48,10 @@ class Seal:
         return load_pipeline_text(self.pipeline, name, overrides=[*self.overrides, *more])
 
 
-def of_file(spec: str, overrides: Sequence[str], backend: str, **more: Any) -> Seal:
-    """Of a run that is made from the pipeline file `spec`."""
-    return Seal(Path(spec).read_text(encoding="utf-8-sig"), tuple(overrides), backend, **more)
+def of_submission(submission: Submission, backend: Backend) -> Seal:
+    """Of the run that is made of it."""
+    text, overrides, folder = submission.text, submission.overrides, submission.folder
+    return Seal(text, overrides, backend.name, folder, backend.place or None)
 
 
 def read(store: Store, run: RunState) -> Seal:
@@ -59,7 +62,7 @@ def read(store: Store, run: RunState) -> Seal:
         overrides=tuple(map(str, meta.get("set", []))),
         backend=run.backend,
         folder=str(meta.get("folder", ".")),
-        place=meta.get("kubernetes"),
+        place=run.place or None,
     )
 
 
@@ -81,15 +84,15 @@ def verified(store: Store, run: RunState, *, digests: str | None, trust_store: b
     """What the run is, out of the store: compared with `digests` (the argument of a driver's Job), else with
     the seal that this machine keeps, else with run.json's own digest. Raises SubmitError (input) naming what
     differs."""
-    found = read(store, run)
+    stored = read(store, run)
     if trust_store:
-        return found
+        return stored
     if digests is not None:
-        odd = _odd_digests(run, found, digests)
+        odd = _odd_digests(run, stored, digests)
     elif (sealed := kept(store, run.run_id)) is not None:
-        odd = _odd_keys(run, found, sealed)
+        odd = _odd_keys(run, stored, sealed)
     else:
-        odd = _odd_digest(run, found)
+        odd = _odd_digest(run, stored)
     if odd:
         raise SubmitError(
             f"run {run.run_id} is not what it was when it was submitted: {'; '.join(odd)}",
@@ -98,14 +101,14 @@ def verified(store: Store, run: RunState, *, digests: str | None, trust_store: b
             f"spec {run.run_id}, and if it shall be so: mlpipe resume {run.run_id} --trust-store",
             kind="input",
         )
-    return found
+    return stored
 
 
 def vouched(store: Store, run: RunState, pipeline: Pipeline) -> Seal:
     """What the store says, if that is `pipeline`, which the caller has from elsewhere; this machine keeps it.
     Raises SubmitError (input) naming the keys that differ."""
-    found = read(store, run)
-    stored = found.load(run.run_id)
+    current = read(store, run)
+    stored = current.load(run.run_id)
     if stored.digest != pipeline.digest:
         raise SubmitError(
             f"run {run.run_id} exists and was started with another pipeline: {_differing(pipeline, stored)}",
@@ -113,8 +116,8 @@ def vouched(store: Store, run: RunState, pipeline: Pipeline) -> Seal:
             hint=f"choose another --run-id, or change it on the way: mlpipe resume {run.run_id} --set ...",
             kind="input",
         )
-    keep(store, run.run_id, found)
-    return found
+    keep(store, run.run_id, current)
+    return current
 
 
 def check_plan(store: Store, plan: Plan) -> None:
@@ -141,37 +144,37 @@ def changed(seal: Seal, more: Sequence[str]) -> Seal:
     return replace(seal, overrides=(*seal.overrides, *more))
 
 
-def _odd_digests(run: RunState, found: Seal, digests: str) -> list[str]:
+def _odd_digests(run: RunState, stored: Seal, digests: str) -> list[str]:
     keys = ("pipeline.yaml", "set in run.json")
-    pairs = zip(keys, found.digests().split(":"), digests.split(":"), strict=False)
+    pairs = zip(keys, stored.digests().split(":"), digests.split(":"), strict=False)
     odd = [key for key, ours, sealed in pairs if ours != sealed]
-    if found.backend != "kubernetes":  # its stages would run in the driver's pod, beside its token
+    if not backends.load(stored.backend).has_own_driver:  # its stages would run beside this driver's token
         odd.append("backend in run.json")
     return odd if digests.count(":") == 1 else list(keys)
 
 
-def _odd_digest(run: RunState, found: Seal) -> list[str]:
+def _odd_digest(run: RunState, stored: Seal) -> list[str]:
     try:
-        same = found.load(run.run_id).digest == run.spec_digest
+        same = stored.load(run.run_id).digest == run.spec_digest
     except SpecError:
         same = False
     return [] if same else ["spec_digest in run.json"]
 
 
-def _odd_keys(run: RunState, found: Seal, sealed: Seal) -> list[str]:
+def _odd_keys(run: RunState, stored: Seal, sealed: Seal) -> list[str]:
     odd = []
-    if found.pipeline != sealed.pipeline:
+    if stored.pipeline != sealed.pipeline:
         try:
-            old, new = sealed.load(run.run_id), replace(found, overrides=sealed.overrides).load(run.run_id)
+            old, new = sealed.load(run.run_id), replace(stored, overrides=sealed.overrides).load(run.run_id)
             odd.append(f"pipeline.yaml ({_differing(old, new)})")
         except SpecError:  # it is no pipeline any more
             odd.append("pipeline.yaml")
     for key, name in (("overrides", "set"), ("backend", "backend"), ("folder", "folder")):
-        now, was = (json.dumps(getattr(one, key)) for one in (found, sealed))
+        now, was = (json.dumps(getattr(one, key)) for one in (stored, sealed))
         if now != was:
             odd.append(f"{name} in run.json ({now}, and was {was})")
-    if found.place != sealed.place:
-        odd.append("kubernetes in run.json")
+    if stored.place != sealed.place:
+        odd.append(f"{sealed.backend} in run.json")
     return odd
 
 

@@ -6,9 +6,11 @@ import pytest
 from kit.apiserver import TOKEN, ApiServer, Fault
 from kit.command_runs import Cli
 
-from mlpipe.cli import doctor
+from mlpipe.cli.doctor import store_findings
 from mlpipe.cli.session import Session
+from mlpipe.submit.kubernetes import KubernetesBackend
 from mlpipe.submit.kubernetes import api as cluster_api
+from mlpipe.submit.submission import Finding
 
 pytestmark = pytest.mark.unit
 GOOD = [
@@ -36,10 +38,11 @@ def server(tmp_path, monkeypatch):
         yield one
 
 
-def findings(folder, context=None, namespace=None) -> dict[str, doctor.Finding]:
+def findings(folder, context=None, namespace=None) -> dict[str, Finding]:
     session = Session()
     session.store_url = str(folder / "store")
-    return {found.name: found for found in doctor.examine_cluster(session, context, namespace)}
+    backend = KubernetesBackend({"context": context, "namespace": namespace})
+    return {found.name: found for found in backend.doctor(store_findings(session))}
 
 
 def test_a_cluster_that_has_all(server, tmp_path):

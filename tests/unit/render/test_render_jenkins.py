@@ -12,11 +12,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.command_runs import Cli
-from kit.jenkinsfile import Build, Workspace, read
+from kit.jenkinsfile import Build, Workspace, jenkinsfile, read
 from kit.rendered import pipeline_of
 
 from mlpipe._core.errors import RenderError
-from mlpipe.render.jenkins import MAX_STAGES, jenkinsfile
+from mlpipe.render.jenkins import MAX_STAGES
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from kit.jenkinsfile import Build, read
+from kit.jenkinsfile import Build, jenkinsfile, read
 
 from mlpipe._core.yaml import to_yaml
-from mlpipe.render.jenkins import jenkinsfile
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.problems import SpecErrors
 from mlpipe.spec.schema import json_schema

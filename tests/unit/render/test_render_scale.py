@@ -9,8 +9,10 @@ import pstats
 import pytest
 
 from benchmarks.render_scale import pipeline
-from mlpipe.cli.render import render
+from mlpipe.cli.session import Session
 from mlpipe.spec.load import load_pipeline
+from mlpipe.submit.kubernetes.manifests import manifests
+from mlpipe.submit.submission import Submission
 
 pytestmark = pytest.mark.unit
 
@@ -21,7 +23,7 @@ def num_calls(folder, num_stages):
     profile = cProfile.Profile()
     profile.enable()
     spec = load_pipeline(str(path), overrides=())
-    render(spec, spec.store, "run", None, "TEXT:SET")
+    manifests(Submission(str(path), "text", (), spec, spec.store, str(folder), run_id="run"), Session())
     profile.disable()
     return pstats.Stats(profile).total_calls
 

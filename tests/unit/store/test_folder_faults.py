@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -294,3 +295,19 @@ def test_a_pickle_inside_a_valid_checkpoint_is_only_bytes(tmp_path):
     assert bytes(buffer) == bomb
     assert catalogue.verify(store, prefix) == []
     assert not marker.exists()
+
+
+def test_a_folder_that_is_deleted_while_it_is_written_into_is_a_fault_of_the_store(tmp_path):
+    """Not bad input: what was written had its place when it began."""
+    store = FolderStore(tmp_path / "store")
+
+    def pieces():
+        yield b"half"
+        shutil.rmtree(tmp_path / "store")
+
+    with pytest.raises(StoreError, match="somebody deleted the folder") as gone:
+        store.put_pieces("runs/r/x", pieces())
+    assert gone.value.kind == "infrastructure"
+    with pytest.raises(StoreError, match="no such object") as missing:
+        store.get("runs/r/x")
+    assert missing.value.kind == "input"

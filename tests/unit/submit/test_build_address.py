@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlpipe.submit.planning import build_address
+from mlpipe.submit.adopt import build_address
 
 pytestmark = pytest.mark.unit
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import saver
+from kit.rendered import pipeline_of
 
-from mlpipe.cli.submit import await_heard
+from mlpipe.cli.session import Session
 from mlpipe.kinds.command.plan import CommandPlan
 from mlpipe.kinds.promote.plan import PromotePlan
 from mlpipe.plan.plan import Launch, Plan
@@ -21,8 +22,10 @@ from mlpipe.store import leases, outputs, registry, runs, wanted
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import RunState, StageState
-from mlpipe.submit.dag_runner import DagRunner
+from mlpipe.submit.adopt import Asked
+from mlpipe.submit.dag_runner import DagRunner, Drive
 from mlpipe.submit.executor import Ended, Slots, StopRequest
+from mlpipe.submit.local import LocalBackend
 
 pytestmark = pytest.mark.unit
 
@@ -44,8 +47,6 @@ def command_plan(name: str, attempt: int, timeout: float | None = None) -> Plan:
 
 class Scripted:
     """Each stage ends as told after as many looks as told; a terminated one ends as cancelled."""
-
-    outlives_driver = False
 
     def __init__(self, walk_state, needs, fails, looks, cpus: int) -> None:
         self.state, self.needs, self.fails, self.looks, self.cpus = walk_state, needs, fails, looks, cpus
@@ -126,17 +127,8 @@ def walk(needs, fails, looks, cpus, *, stop=None, stop_after=None):
                 stop.request("cancelled", "asked to")
 
         backend = Scripted(lambda: walker.state, needs, fails, looks, cpus)
-        walker = DagRunner(
-            store,
-            "run",
-            needs,
-            command_plan,
-            backend,
-            holder="me",
-            scratch=Path(folder) / "scratch",
-            stop=stop,
-            watch=watch,
-        )
+        drive = Drive(store, "run", "me", Path(folder) / "scratch", stop, watch=watch)
+        walker = DagRunner(drive, needs, command_plan, backend)
         state = walker.run()
         assert state == runs.read_run(store, "run")
         assert not backend.alive
@@ -145,8 +137,6 @@ def walk(needs, fails, looks, cpus, *, stop=None, stop_after=None):
 
 class Cluster(Scripted):
     """Its stages go on without a driver; starting one that is there adopts it."""
-
-    outlives_driver = True
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
@@ -182,18 +172,9 @@ def test_drivers_that_die_or_let_go_at_any_moment_repeat_nothing(needs, ends, da
                         raise Died
                     stop.request("detached", "evicted")
 
-            scratch = Path(folder) / "scratch"
-            walker = DagRunner(
-                store,
-                "run",
-                needs,
-                command_plan,
-                backend,
-                holder=f"driver {driver}",
-                scratch=scratch,
-                stop=stop,
-                watch=watch,
-            )
+            scratch, holder = Path(folder) / "scratch", f"driver {driver}"
+            drive = Drive(store, "run", holder, scratch, stop, watch=watch, outlives_driver=True)
+            walker = DagRunner(drive, needs, command_plan, backend)
             with contextlib.suppress(Died):
                 walker.run()
             leases.release_lease(store, "run", f"driver {driver}")
@@ -244,18 +225,10 @@ def test_stages_that_are_asked_for_one_by_one_run_once_whichever_driver_hears_it
                 if next(ticks) == dies_at:
                     raise Died
 
+            scratch, holder = Path(folder) / "scratch", f"driver {driver}"
+            drive = Drive(store, "run", holder, scratch, StopRequest(), watch=watch, outlives_driver=True)
             with contextlib.suppress(Died):
-                DagRunner(
-                    store,
-                    "run",
-                    needs,
-                    command_plan,
-                    backend,
-                    holder=f"driver {driver}",
-                    scratch=Path(folder) / "scratch",
-                    stop=StopRequest(),
-                    watch=watch,
-                ).run(only_wanted=True)
+                DagRunner(drive, needs, command_plan, backend).run(only_wanted=True)
             leases.release_lease(store, "run", f"driver {driver}")
         assert sorted(backend.started) == sorted(needs) == sorted(asked)
         assert {stage.attempt for stage in run.stages.values()} == {1}
@@ -280,17 +253,8 @@ def test_what_is_asked_for_joins_the_walk_and_a_failed_stage_runs_again():
 
         wanted.ask(store, "run", "a")
         scratch = Path(folder) / "scratch"
-        walker = DagRunner(
-            store,
-            "run",
-            needs,
-            command_plan,
-            backend,
-            holder="me",
-            scratch=scratch,
-            stop=StopRequest(),
-            watch=watch,
-        )
+        drive = Drive(store, "run", "me", scratch, StopRequest(), watch=watch)
+        walker = DagRunner(drive, needs, command_plan, backend)
         state = walker.run(only_wanted=True)
         assert backend.started == ["a", "b", "a"]  # asked for while it ran: adopted; after it failed: again
         assert backend.most == 2
@@ -309,12 +273,14 @@ def test_who_asks_and_leaves_makes_sure_that_a_driver_hears(monkeypatch: pytest.
         leases.take_lease(store, "run", "me", 1000.0)
         wanted.ask(store, "run", "a")
         monkeypatch.setattr(  # the driver looked for the last time before that
-            "mlpipe.cli.submit.time.sleep", lambda _: leases.release_lease(store, "run", "me")
+            "mlpipe.submit.adopt.time.sleep", lambda _: leases.release_lease(store, "run", "me")
         )
-        await_heard(store, "run", "a", lambda: started.append(True))
+        monkeypatch.setattr(Asked, "start_driver", lambda asked: started.append(True))
+        asked = Asked(LocalBackend({}), store, "run", pipeline_of("quickstart"), "a", Session())
+        asked.await_heard()
         assert started == [True]
         wanted.take(store, "run", ["a"])
-        await_heard(store, "run", "a", lambda: started.append(True))
+        asked.await_heard()
         assert started == [True]
 
 
@@ -336,7 +302,7 @@ def test_a_cancelled_run_forgets_what_was_asked_for():
         wanted.ask(store, "run", "a")
         scratch = Path(folder) / "scratch"
         walker = DagRunner(
-            store, "run", needs, command_plan, backend, holder="me", scratch=scratch, stop=stop, watch=watch
+            Drive(store, "run", "me", scratch, stop, watch=watch), needs, command_plan, backend
         )
         assert walker.run(only_wanted=True).state == "cancelled"
         assert backend.started == ["a"]
@@ -358,9 +324,8 @@ def walk_losing(folder: Path, lose) -> tuple[Store, RunState]:
     leases.take_lease(store, "run", "me", 1000.0)
     runs.update_run(store, "run", lambda run: runs.replace(run, state="running"))
     backend = Losing(lambda: runs.read_run(store, "run"), needs, set(), {"a": 1}, 2)
-    walker = DagRunner(
-        store, "run", needs, command_plan, backend, holder="me", scratch=scratch, stop=StopRequest()
-    )
+    drive = Drive(store, "run", "me", scratch, StopRequest(), outlives_driver=True)
+    walker = DagRunner(drive, needs, command_plan, backend)
     return store, walker.run()
 
 
@@ -445,16 +410,9 @@ def test_the_driver_promotes_by_itself_and_once(tmp_path: Path, died: str) -> No
     if died.startswith("after"):
         alias = "best" if died == "after the alias" else None
         registry.promote(store, "lm", alias, prefix, {"attempt": plan.attempt_key})
-    runner = DagRunner(
-        store,
-        "r",
-        needs,
-        lambda name, attempt: promote_plan(store, attempt),
-        Scripted(lambda: runner.state, needs, set(), {}, cpus=0),
-        holder="me",
-        scratch=tmp_path / "scratch",
-        stop=StopRequest(),
-    )
+    executor = Scripted(lambda: runner.state, needs, set(), {}, cpus=0)
+    drive = Drive(store, "r", "me", tmp_path / "scratch", StopRequest())
+    runner = DagRunner(drive, needs, lambda name, attempt: promote_plan(store, attempt), executor)
     stage = runner.run().stages["promote"]
     assert stage.state == "done"
     assert stage.outcome["version"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from kit.command_runs import until
@@ -127,3 +128,21 @@ def test_a_pod_that_took_too_much_disk_says_what_to_raise(words):
     assert reason.message.endswith("hint: raise `resources.disk` of the stage, or write to a volume")
     low = pod("w-0", "Failed", reason="Evicted", message="The node was low on memory")
     assert "hint" not in termination_reason([low]).message
+
+
+def test_of_nodes_that_hang_the_one_that_did_not_only_wait_is_told(server, api, tmp_path):
+    """Though it spoke last: a rank that waits for the others notices first and knows least."""
+    store = FolderStore(tmp_path)
+    launch = replace(PLAN.launch, num_nodes=3)
+    told = {"outcome": "failed", "kind": "failed", "where": None, "hint": None, "exit_code": 3}
+    for name, time, more in (
+        ("outcome", 1.0, {"waiting": ["all_reduce"]}),
+        ("outcome-node-1", 3.0, {}),
+        ("outcome-node-2", 2.0, {"waiting": ["all_reduce"]}),
+    ):
+        body = {**told, "message": f"{name} hangs", "time": time, **more}
+        store.put(f"{PLAN.attempt_key}/{name}.json", json.dumps(body).encode())
+    gang = Gang(store, api, replace(PLAN, launch=launch))
+    made = until(lambda: [one for key, one in server.objects.items() if key[0] == "jobsets"], "", 9)
+    server.put("jobsets", {**made[0], "status": {"conditions": [{"type": "Failed", "status": "True"}]}})
+    assert until(gang.poll, "its end", 10).message == "outcome-node-1 hangs"

@@ -11,9 +11,13 @@ import pytest
 from kit.command_runs import Cli, shell, write_spec
 
 from mlpipe._core.errors import SubmitError
+from mlpipe.cli.session import Session
+from mlpipe.spec.load import load_pipeline
 from mlpipe.store import known, runs
 from mlpipe.store.folder import FolderStore
-from mlpipe.submit import planning, seal
+from mlpipe.submit import adopt, planning, seal
+from mlpipe.submit.kubernetes import KubernetesBackend
+from mlpipe.submit.submission import Submission
 
 pytestmark = pytest.mark.unit
 IMAGE = "registry.example.com/team/mlpipe@sha256:" + "0" * 64
@@ -60,7 +64,7 @@ def test_rewritten_overrides_backend_and_folder_are_refused(cli: Cli):
         ("{WHO: me}", "{LD_PRELOAD: x}", "set in run.json"),
         ('"backend": "local"', '"backend": "kubernetes"', "backend in run.json"),
         (f'"folder": "{cli.folder}"', '"folder": "/tmp"', "folder in run.json"),
-        ('"stages": [', '"kubernetes": {"context": "production"}, "stages": [', "kubernetes in run.json"),
+        ('"stages": [', '"local": {"context": "production"}, "stages": [', "local in run.json"),
         ('"a": {', '"b": {', "the stages of a run keep their names"),
     ):
         rewrite(path, old, new)
@@ -87,20 +91,15 @@ def cluster_run(folder: Path) -> tuple[FolderStore, seal.Seal]:
     document = json.loads(spec.read_text())
     document |= {"image": IMAGE}
     spec.write_text(json.dumps(document))
-    asked = seal.of_file(str(spec), ["stages.a.env={A: b}"], "kubernetes", folder=str(folder))
-    store = FolderStore(folder / "store")
-    pipeline = asked.load("r")
-    place = {"context": "c", "namespace": "n"}
-    planning.create(
-        store,
-        pipeline,
-        spec=str(spec),
-        overrides=asked.overrides,
-        folder=str(folder),
-        run_id="r",
-        cluster=place,
+    store, overrides = FolderStore(folder / "store"), ("stages.a.env={A: b}",)
+    pipeline = load_pipeline(str(spec), overrides=overrides)
+    backend = KubernetesBackend({"context": "c", "namespace": "n"})
+    backend.check = lambda *_, **__: None  # there is no cluster
+    submission = Submission(
+        str(spec), spec.read_text(), overrides, pipeline, store.url, str(folder), run_id="r"
     )
-    return store, asked
+    adopt.create(store, backend, submission, Session())
+    return store, seal.of_submission(submission, backend)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ def test_a_driver_on_a_cluster_drives_what_its_own_object_says(tmp_path, name, o
 
 def test_a_plan_of_a_stage_that_runs_is_not_believed(tmp_path):
     store, asked = cluster_run(tmp_path)
-    plan = planning.planner(store, "r", asked.load("r"), cluster=True)("a", 1)
+    plan = planning.planner(store, "r", asked.load("r"), KubernetesBackend({}).hardware, fetch=False)("a", 1)
     text = plan.to_json()
     key = f"{plan.attempt_key}/plan.json"
     store.put(key, text.encode())

@@ -18,10 +18,10 @@ import pytest
 from kit.command_runs import Cli, shell, until, write_spec
 from kit.jenkins import TOKEN, USER, FakeJenkins, FakeJob, Fault, Item, fake_jenkins
 
-from mlpipe.cli import jenkins
 from mlpipe.cli.app import run_app
 from mlpipe.observe.top import Top
 from mlpipe.store.folder import FolderStore
+from mlpipe.submit.jenkins import hand_over
 
 pytestmark = pytest.mark.unit
 JOB = "team/train"
@@ -143,7 +143,7 @@ def test_waiting_only_detaches(cli: Cli, server: FakeJenkins) -> None:
 def test_before_the_build_has_made_the_run(
     cli: Cli, server: FakeJenkins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jenkins, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(hand_over, "_LOOK_SECONDS", 0.1)
     found = cli(*SUBMIT, "--run-id", "r")  # it stays in the queue
     assert found.stdout == f"r\n{server.url}/queue/item/100/\n"
     assert "Waiting for next available executor" in found.stderr

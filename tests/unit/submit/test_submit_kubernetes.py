@@ -299,7 +299,7 @@ def test_changes_of_a_done_run_are_taken_up_or_refused(person, monkeypatch):
         code, said = person.mlpipe("resume", "r", "--set", change)
         assert (code, runs.read_run(person.store, "r").state) == (2, "done")
         assert says in said
-    monkeypatch.setattr("mlpipe.cli.cluster._follow", lambda *_: 0)
+    monkeypatch.setattr("mlpipe.cli.wait.wait_for", lambda *_: 0)
     assert person.mlpipe("resume", "r", "--set", "b.gate=val_loss < 4")[0] == 0
     run = runs.read_run(person.store, "r")
     assert (run.state, run.meta["set"]) == ("running", ["b.gate=val_loss < 4"])
@@ -387,13 +387,13 @@ def test_a_driver_whose_pod_has_ended_is_not_waited_for(person, monkeypatch):
     uid = person.server.put("pods", pod)["metadata"]["uid"]
     lost = runs.Lease("dead", "p", 1, time.time() + 1e9, "boot pid:[1]", 1, "p", uid)
     runs.update_run(person.store, "r", lambda run: replace(run, driver=lost))
-    monkeypatch.setattr(driver, "_TAKEOVER_SECONDS", 5.0)
+    monkeypatch.setattr(driver, "TAKEOVER_SECONDS", 5.0)
     stop = StopRequest()
     stop.request("detached", "it has the lease")
     assert drive(person.store, "r", stop=stop).driver.holder != "dead"
     elsewhere = replace(lost, pod_uid="another")
     runs.update_run(person.store, "r", lambda run: replace(run, driver=elsewhere))
-    monkeypatch.setattr(driver, "_TAKEOVER_SECONDS", 0.0)
+    monkeypatch.setattr(driver, "TAKEOVER_SECONDS", 0.0)
     with pytest.raises(SubmitError, match="is driven by process"):
         drive(person.store, "r", stop=stop)
 
@@ -426,9 +426,7 @@ def test_a_run_asks_the_api_server_for_little(person):
 
 def test_waiting_says_why_and_ends_as_the_run_does(person, monkeypatch):
     """The driver is played: it takes the lease, and the run ends."""
-    from mlpipe.cli import cluster
-
-    monkeypatch.setattr(cluster, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("mlpipe.cli.wait._LOOK_SECONDS", 0.1)
     condition = {
         "type": "PodScheduled",
         "status": "False",
@@ -498,7 +496,7 @@ def test_a_driver_that_no_other_could_better_ends_its_job(person, monkeypatch):
     assert job["spec"]["backoffLimit"] == before  # of somebody else than the driver
     monkeypatch.setenv(environment.POD_UID, "u")
     path.write_text(text)
-    monkeypatch.setattr(driver, "_TAKEOVER_SECONDS", 0.0)
+    monkeypatch.setattr(driver, "TAKEOVER_SECONDS", 0.0)
     leases.take_lease(person.store, "r", "another", 60)
     assert person.mlpipe("resume", "r", "--here")[0] == 4
     assert job["spec"]["backoffLimit"] == before  # the other may die
@@ -510,9 +508,7 @@ def test_a_driver_that_no_other_could_better_ends_its_job(person, monkeypatch):
 
 def test_an_api_server_that_goes_away_while_waiting(person, monkeypatch):
     """Told with exit code 4; the run goes on without its client."""
-    from mlpipe.cli import cluster
-
-    monkeypatch.setattr(cluster, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("mlpipe.cli.wait._LOOK_SECONDS", 0.1)
 
     def leave() -> None:
         # not only its dry run: the driver is there, and the client looks at it

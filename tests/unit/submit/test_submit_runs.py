@@ -124,7 +124,7 @@ def test_a_store_that_is_deleted_under_a_run_exits_4(cli: Cli):
     write_spec(cli.folder, {"a": shell(f"rm -r {cli.store}")})
     for verb in (["run"], ["submit", "--to", "local", "--wait"]):
         done = cli(*verb, "pipeline.yaml", "--run-id", "r", code=4)
-        assert "run r is gone: somebody deleted" in done.stderr
+        assert "somebody deleted" in done.stderr  # run.json, or the folder that is written into
 
 
 def test_more_than_this_machine_has_is_refused_before_anything_runs(cli: Cli):

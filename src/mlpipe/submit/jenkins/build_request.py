@@ -32,7 +32,7 @@ class BuildRequest:
 def ask(store: Store, asked: BuildRequest) -> bool:
     """Writes it down; False if it was there already. Raises SubmitError (input) where the id belongs to
     another pipeline."""
-    new = store.put_if_absent(_key(asked.run_id), to_json(asked).encode())
+    new = store.put_if_absent(key_of(asked.run_id), to_json(asked).encode())
     kept = asked if new else read(store, asked.run_id)
     if kept is not None and kept.spec_digest != asked.spec_digest:
         raise SubmitError(
@@ -47,16 +47,16 @@ def ask(store: Store, asked: BuildRequest) -> bool:
 
 def read(store: Store, run_id: str) -> BuildRequest | None:
     """None where no build was asked for."""
-    if not is_name(run_id) or not store.exists(_key(run_id)):
+    if not is_name(run_id) or not store.exists(key_of(run_id)):
         return None
     try:
-        kept = from_json(BuildRequest, store.get(_key(run_id)))
+        kept = from_json(BuildRequest, store.get(key_of(run_id)))
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"not what a build was asked for: {error}", where=_key(run_id)) from error
+        raise StoreError(f"not what a build was asked for: {error}", where=key_of(run_id)) from error
     if kept.schema_version != SCHEMA_VERSION:
         raise StoreError(
             f"run {run_id} was asked for by another version of mlpipe (schema {kept.schema_version})",
-            where=_key(run_id),
+            where=key_of(run_id),
             kind="input",
         )
     return kept
@@ -64,7 +64,7 @@ def read(store: Store, run_id: str) -> BuildRequest | None:
 
 def forget(store: Store, run_id: str) -> None:
     """Nothing came of it: the id is free again."""
-    store.delete([_key(run_id), f"index/{run_id}/000000-queued"])
+    store.delete([key_of(run_id), f"index/{run_id}/000000-queued"])
 
 
 def give_up(store: Store, run_id: str) -> None:
@@ -74,5 +74,6 @@ def give_up(store: Store, run_id: str) -> None:
     store.put_if_absent(f"index/{run_id}/000000-cancelled", b"")
 
 
-def _key(run_id: str) -> str:
+def key_of(run_id: str) -> str:
+    """Where the store has the request."""
     return f"runs/{run_id}/jenkins.json"

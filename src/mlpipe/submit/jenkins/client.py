@@ -104,6 +104,10 @@ class Jenkins(JenkinsHttp):
                     return Waiting(job, run_id, item["id"])
         return None
 
+    def ping(self) -> None:
+        """Raises SubmitError where it does not answer, or does not know whoever asks."""
+        self._info("queue", "items[id]")
+
     def wait_for_build(
         self, waiting: Waiting, timeout_seconds: float, say: Callable[[str], None] = lambda why: None
     ) -> Build:

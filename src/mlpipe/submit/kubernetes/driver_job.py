@@ -8,9 +8,10 @@ import time
 
 from mlpipe._core import environment
 from mlpipe._core.errors import SubmitError
-from mlpipe.plan.plan import Plan
+from mlpipe.plan.ahead import plan_ahead
 from mlpipe.render import names
 from mlpipe.render.kubernetes import driver_objects
+from mlpipe.spec.model import Pipeline
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RUN_ENDED, RunState, read_run
 from mlpipe.submit.kubernetes.api import ClusterApi, connect
@@ -23,27 +24,28 @@ _ENDS_SECONDS = 60.0  # from the end of its run: a report to write, a pod to be 
 
 
 def start_driver(
-    api: ClusterApi, store: Store, run: RunState, plan: Plan, *, only: str | None, seal: str
+    api: ClusterApi, store: Store, run: RunState, pipeline: Pipeline, *, only: str | None, seal: str
 ) -> None:
     """The driver's Job, or the one that is there already. One that has ended makes room for a new one.
     `seal`: what it is to drive (`Seal.digests`)."""
+    plan = plan_ahead(pipeline, pipeline.stages[0].name, store.url, run.run_id, cluster=True)
     if plan.cluster is None:
         raise SubmitError("the pipeline names no image", hint="write `image:`", kind="input")
     objects = driver_objects(
         run.run_id, store.url, plan.cluster, stage=only, spec_digest=run.spec_digest, seal=seal
     )
     for body in objects:
-        found = api.get(body["kind"], body["metadata"]["name"])
-        if found is not None and finished(found) is not None:
+        former = api.get(body["kind"], body["metadata"]["name"])
+        if former is not None and finished(former) is not None:
             # not the one that somebody else has started meanwhile
-            api.delete(body["kind"], body["metadata"]["name"], uid=found["metadata"]["uid"])
+            api.delete(body["kind"], body["metadata"]["name"], uid=former["metadata"]["uid"])
     create_all(api, objects)
 
 
 def driver_is_alive(api: ClusterApi, run_id: str, only: str | None) -> bool:
     """Whether the driver's Job is there and has not ended, though its pod may be between two starts."""
-    found = api.get("Job", names.driver_name(run_id, only))
-    return found is not None and finished(found) is None
+    job = api.get("Job", names.driver_name(run_id, only))
+    return job is not None and finished(job) is None
 
 
 def why_undriven(api: ClusterApi, run_id: str) -> str:
@@ -90,11 +92,11 @@ def await_end_of_driver(api: ClusterApi, store: Store, run_id: str, only: str | 
     deadline = time.monotonic() + _ENDS_SECONDS
     name = names.driver_name(run_id, only)
     while (run := read_run(store, run_id)).state in RUN_ENDED:
-        found = api.get("Job", name)
-        if found is None or finished(found) is not None:
+        job = api.get("Job", name)
+        if job is None or finished(job) is not None:
             break
         if time.monotonic() > deadline:
-            api.delete("Job", name, uid=found["metadata"]["uid"])
+            api.delete("Job", name, uid=job["metadata"]["uid"])
             break
         time.sleep(_POLL_SECONDS)
     return run

@@ -32,10 +32,8 @@ _AWAY_SECONDS = 1800.0  # an API server may be away for this long; pods go on wi
 _LOST_SECONDS = 60.0  # after a lost node's pod was deleted, its gang is given up
 
 
-class KubernetesBackend:
+class KubernetesExecutor:
     """Starts stages in the namespace of `api`. They go on when the driver dies."""
-
-    outlives_driver = True
 
     def __init__(self, store: Store, api: ClusterApi) -> None:
         self._store = store
@@ -60,7 +58,7 @@ class Gang(ThreadedHandle):
         super().__init__(store, plan)
         self._api = api
         self._objects = stage_objects(plan)
-        gang = next(found for found in self._objects if found["kind"] in GANGS)
+        gang = next(body for body in self._objects if body["kind"] in GANGS)
         self._kind, self._name = gang["kind"], gang["metadata"]["name"]
         self._labels = selector(plan.run_id, plan.stage, plan.attempt)
         self._killing = False
@@ -114,13 +112,13 @@ class Gang(ThreadedHandle):
             news = changed.wait(_POLL_SECONDS) or news
             changed.clear()
             now = time.monotonic()
-            found, pods = gangs.objects(), watched_pods.objects()
+            objects, pods = gangs.objects(), watched_pods.objects()
             try:
                 if error := gangs.error or watched_pods.error:
                     raise error
-                if found is None or pods is None:
+                if objects is None or pods is None:
                     continue
-                gang = next((one for one in found if one["metadata"]["name"] == self._name), None)
+                gang = next((one for one in objects if one["metadata"]["name"] == self._name), None)
                 if gang is None and not pods:
                     return ended or self._result_of_gone()
                 state = finished(gang) if gang else None
@@ -168,8 +166,8 @@ class Gang(ThreadedHandle):
         key = self._plan.attempt_key
         names = ["outcome.json"]
         names += [f"outcome-node-{index}.json" for index in range(1, self._plan.launch.num_nodes)]
-        found = (read_outcome(self._store, f"{key}/{name}") for name in names)
-        return [outcome for outcome in found if outcome is not None]
+        outcomes = (read_outcome(self._store, f"{key}/{name}") for name in names)
+        return [outcome for outcome in outcomes if outcome is not None]
 
     def _result(self, state: str) -> Ended:
         outcomes = self._outcomes()
@@ -180,7 +178,9 @@ class Gang(ThreadedHandle):
             return Ended("failed", f"{self._kind} {self._name} is complete, but left no outcome", kind="bug")
         pods = self._api.list("Pod", self._labels)  # as of now: a watch may be a moment late
         self._postmortem.look(pods, at_the_end=True)
-        blamed = [found for found in outcomes if found["kind"] not in (None, "infrastructure", "cancelled")]
+        blamed = [
+            outcome for outcome in outcomes if outcome["kind"] not in (None, "infrastructure", "cancelled")
+        ]
         if blamed:
             # of ranks that hang, one that waited for the others knows least
             return ended_by(min(blamed, key=lambda outcome: ("waiting" in outcome, outcome["time"])))
@@ -211,7 +211,9 @@ def lost_for_good(pods: list[Object], now: float) -> str | None:
     it was not ready any more when the taint of its node had it deleted, and that is long ago (`now`: Unix
     seconds). A pod that a person's taint evicts is ready until it has saved."""
     for pod in pods:
-        conditions = {found["type"]: found for found in pod.get("status", {}).get("conditions", [])}
+        conditions = {
+            condition["type"]: condition for condition in pod.get("status", {}).get("conditions", [])
+        }
         ready, disruption = conditions.get("Ready"), conditions.get("DisruptionTarget")
         if "deletionTimestamp" not in pod["metadata"] or ready is None or disruption is None:
             continue

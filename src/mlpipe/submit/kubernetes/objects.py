@@ -8,13 +8,11 @@ from collections.abc import Mapping
 
 from mlpipe._core.errors import SubmitError
 from mlpipe.render import names
-from mlpipe.store.runs import RunState
 from mlpipe.submit.kubernetes.api import (
     NO_KUEUE,
     ApiError,
     ClusterApi,
     Object,
-    connect,
     is_away,
     is_same,
 )
@@ -32,21 +30,21 @@ def create_all(api: ClusterApi, objects: list[Object], made: list[Object] | None
     try:
         for body in objects:
             try:
-                found, new = api.create_or_adopt(body)
+                made_object, new = api.create_or_adopt(body)
             except SubmitError as error:
                 made += [body] if is_away(error) else []
                 raise
             made += [body] if new else []
-            there.append(found)
-        owner = next((found for found in there if found["kind"] in GANGS), None)
+            there.append(made_object)
+        owner = next((one for one in there if one["kind"] in GANGS), None)
         if owner is None:
             return
         reference = {key: owner[key] for key in ("apiVersion", "kind")}
         reference |= {key: owner["metadata"][key] for key in ("name", "uid")}
-        for found in there:
-            metadata = found["metadata"]
-            if found is not owner and reference not in metadata.get("ownerReferences", []):
-                api.patch(found["kind"], metadata["name"], {"metadata": {"ownerReferences": [reference]}})
+        for one in there:
+            metadata = one["metadata"]
+            if one is not owner and reference not in metadata.get("ownerReferences", []):
+                api.patch(one["kind"], metadata["name"], {"metadata": {"ownerReferences": [reference]}})
     except SubmitError as error:
         if not is_away(error):
             with contextlib.suppress(SubmitError):  # what went wrong first is what is told
@@ -58,9 +56,9 @@ def remove_all(api: ClusterApi, objects: list[Object]) -> None:
     """Those that are there and the very same."""
     for body in reversed(objects):
         kind, name = body["kind"], body["metadata"]["name"]
-        found = api.get(kind, name)
-        if found is not None and is_same(found, body):
-            api.delete(kind, name, uid=found["metadata"]["uid"])
+        existing = api.get(kind, name)
+        if existing is not None and is_same(existing, body):
+            api.delete(kind, name, uid=existing["metadata"]["uid"])
 
 
 def check_queue(api: ClusterApi, objects: list[Object]) -> None:
@@ -107,9 +105,9 @@ def _pod_of(gang: Object) -> Object:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": job["template"]["spec"]}
 
 
-def finished(found: Object) -> str | None:
+def finished(gang: Object) -> str | None:
     """ "Complete" or "Failed", of a Job or a JobSet (which says "Completed"); None while it is under way."""
-    for condition in found.get("status", {}).get("conditions", []):
+    for condition in gang.get("status", {}).get("conditions", []):
         if condition["status"] == "True" and condition["type"] in ("Complete", "Completed", "Failed"):
             return "Failed" if condition["type"] == "Failed" else "Complete"
     return None
@@ -117,33 +115,27 @@ def finished(found: Object) -> str | None:
 
 def selector(run_id: str, stage: str | None = None, attempt: int | None = None) -> dict[str, str]:
     """Of all objects and pods of a run, of a stage, of an attempt."""
-    found = {names.RUN: names.label_value(run_id)}
+    labels = {names.RUN: names.label_value(run_id)}
     if stage is not None:
-        found[names.STAGE] = names.label_value(stage)
+        labels[names.STAGE] = names.label_value(stage)
     if attempt is not None:
-        found[names.ATTEMPT] = str(attempt)
-    return found
+        labels[names.ATTEMPT] = str(attempt)
+    return labels
 
 
 def driver_labels(run_id: str) -> dict[str, str]:
     return {**selector(run_id), "app.kubernetes.io/component": "driver"}
 
 
-def client_of(run: RunState) -> ClusterApi:
-    """To the cluster that the run was submitted to, as it was reached then."""
-    place = run.meta.get("kubernetes") or {}
-    return connect(place.get("context"), place.get("namespace"))
-
-
 def clear(api: ClusterApi, run_id: str, *, timeout_seconds: float) -> None:
     """Ends all that a run has in the cluster, its driver first, and waits until its pods are gone: they save
     before. Raises SubmitError when `timeout_seconds` are over, after killing what is left."""
     wanted = selector(run_id)
-    for found in api.list("Job", driver_labels(run_id)):
-        api.delete("Job", found["metadata"]["name"])
+    for gang in api.list("Job", driver_labels(run_id)):
+        api.delete("Job", gang["metadata"]["name"])
     for kind in GANGS:
-        for found in _list(api, kind, wanted):
-            api.delete(kind, found["metadata"]["name"])
+        for gang in _list(api, kind, wanted):
+            api.delete(kind, gang["metadata"]["name"])
     deadline = time.monotonic() + timeout_seconds
     while pods := api.list("Pod", wanted):
         if time.monotonic() > deadline:

@@ -56,8 +56,8 @@ class Postmortem:
         names = {*known, self._gang}
         events = [one for one in self._api.list("Event") if _about(one).get("name") in names]
         self._kept["events"] = _merged(self._kept["events"], events)
-        found, why_not = self._node_events({str(pod["node"]) for pod in known.values() if pod["node"]})
-        self._kept["node_events"] = _merged(self._kept["node_events"], found)
+        node_events, why_not = self._node_events({str(pod["node"]) for pod in known.values() if pod["node"]})
+        self._kept["node_events"] = _merged(self._kept["node_events"], node_events)
         self._kept["without_node_events"] = why_not
         self._store.put(self._key, json.dumps(self._kept, indent=2).encode())
 
@@ -131,7 +131,7 @@ def _disruption(pod: Object) -> Object | None:
 
 
 def _ends(pod: Object) -> list[Object]:
-    states = [found.get("state", {}) for found in pod.get("status", {}).get("containerStatuses", [])]
+    states = [container.get("state", {}) for container in pod.get("status", {}).get("containerStatuses", [])]
     return [state["terminated"] for state in states if state.get("terminated")]
 
 
@@ -146,5 +146,5 @@ def _merged(former: list[Object], events: list[Object]) -> list[Object]:
         {key: event.get(key) for key in ("involvedObject", "reason", "message", "lastTimestamp")}
         for event in events
     ]
-    found = {(_about(one).get("name"), one["reason"], one["message"]): one for one in [*former, *short]}
-    return list(found.values())
+    by_content = {(_about(one).get("name"), one["reason"], one["message"]): one for one in [*former, *short]}
+    return list(by_content.values())

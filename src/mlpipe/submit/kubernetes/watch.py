@@ -35,8 +35,8 @@ class Watched:
 
     def objects(self) -> list[Object] | None:
         """By name; None before the first list."""
-        found = self._objects
-        return None if found is None else [found[name] for name in sorted(found)]
+        objects = self._objects
+        return None if objects is None else [objects[name] for name in sorted(objects)]
 
     def close(self) -> None:
         """Ends its thread and its connection."""
@@ -57,12 +57,12 @@ class Watched:
 
     def _follow(self) -> None:
         listed, version = self._api.snapshot(self._kind, self._labels)
-        self._keep({found["metadata"]["name"]: found for found in listed})
+        self._keep({one["metadata"]["name"]: one for one in listed})
         self.error = None
-        for what, found in self._api.watch(self._kind, self._labels, version, self._opened):
-            name = found["metadata"]["name"]
+        for what, changed in self._api.watch(self._kind, self._labels, version, self._opened):
+            name = changed["metadata"]["name"]
             others = {key: value for key, value in (self._objects or {}).items() if key != name}
-            self._keep(others if what == "DELETED" else {**others, name: found})
+            self._keep(others if what == "DELETED" else {**others, name: changed})
 
     def _opened(self, end: Callable[[], None]) -> None:
         self._end = end

@@ -1,4 +1,4 @@
-"""The backend `local`: a stage is a process on this machine."""
+"""A stage is a process on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlpipe._core import environment
@@ -19,6 +20,7 @@ from mlpipe.store.base import Store
 from mlpipe.submit import process
 from mlpipe.submit.executor import Ended, Slots
 from mlpipe.submit.handle import ThreadedHandle, ended_by, read_outcome
+from mlpipe.submit.here import stage_command
 
 _LAST_LINES = 15  # of a failed command's log, shown with the failure
 _KINDS: dict[int, Kind] = {code: kind for kind, code in EXIT_CODES.items()}
@@ -33,11 +35,9 @@ def gpu_ids() -> list[str]:
     return sorted(devices, key=int)
 
 
-class LocalBackend:
+class ProcessExecutor:
     """Starts stages in `folder`, the directory in which the run was asked for, under the driver's lease
     `driver`."""
-
-    outlives_driver = False
 
     def __init__(self, store: Store, *, driver: str, folder: str) -> None:
         self._store = store
@@ -61,7 +61,7 @@ class LocalBackend:
         (scratch / "output").mkdir()
         (scratch / "plan.json").write_text(plan.to_json())
         env[environment.DRIVER] = self._driver
-        handle = StageProcess(self._store, plan, scratch, argv, env, self._folder, self._driver)
+        handle = StageProcess(self._store, plan, scratch, Command(argv, env, self._folder), self._driver)
         self._taken.append((handle, gpus))
         return handle
 
@@ -95,13 +95,12 @@ def check_fits(plan: Plan, num_gpus: int) -> None:
 
 def command_line(plan: Plan, scratch: Path) -> tuple[list[str], dict[str, str]]:
     """argv and the environment that is added to ours: what `--dry-run` prints and `start` starts."""
-    env = {**plan.launch.env, environment.RUN_ID: plan.run_id, environment.STAGE: plan.stage}
-    if plan.kind.runs == "command":
-        folder = str(scratch / "output")
-        env[environment.OUTPUT] = folder
-        return [placeholders.resolve(word, {"output": folder}) for word in plan.work.argv], env
-    launcher = [sys.executable, "-m", "mlpipe.train.launcher"]
-    return [*launcher, "--plan", str(scratch / "plan.json"), "--scratch", str(scratch)], env
+    argv, env = stage_command(plan, scratch)
+    if plan.kind.runs != "command":
+        return argv, env
+    folder = str(scratch / "output")
+    argv = [placeholders.resolve(word, {"output": folder}) for word in plan.work.argv]
+    return argv, {**env, environment.OUTPUT: folder}
 
 
 def resolve(argv: Sequence[str]) -> list[str]:
@@ -118,6 +117,15 @@ def resolve(argv: Sequence[str]) -> list[str]:
     return [program, *argv[1:]]
 
 
+@dataclass(frozen=True)
+class Command:
+    """`env`: added to ours. `folder`: where it runs."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    folder: str
+
+
 class StageProcess(ThreadedHandle):
     """A command, or the launcher of a stage that runs in workers."""
 
@@ -126,9 +134,7 @@ class StageProcess(ThreadedHandle):
         store: Store,
         plan: Plan,
         scratch: Path,
-        argv: Sequence[str],
-        env: dict[str, str],
-        folder: str,
+        command: Command,
         driver: str,
     ) -> None:
         super().__init__(store, plan)
@@ -139,7 +145,11 @@ class StageProcess(ThreadedHandle):
         self._is_command = plan.kind.runs == "command"
         death = signal.SIGKILL if self._is_command else signal.SIGTERM
         self._process = process.spawn(
-            argv, env={**os.environ, **env}, folder=folder, output=self._log, death_signal=death
+            command.argv,
+            env={**os.environ, **command.env},
+            folder=command.folder,
+            output=self._log,
+            death_signal=death,
         )
         self._thread.start()
 

@@ -1,0 +1,135 @@
+"""Waits for a run, or for one of its stages: what `submit --wait` and `resume` do while another drives it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import TYPE_CHECKING
+
+from mlpipe._core.errors import EXIT_CODES, SubmitError
+from mlpipe.cli.session import Interrupt, Session
+
+if TYPE_CHECKING:
+    from mlpipe.store.base import Store
+    from mlpipe.store.runs import RunState
+    from mlpipe.submit.adopt import Asked
+
+_LET_GO_SECONDS = 10.0
+_MAX_TAKEOVERS = 5  # by one who follows; a driver that ended just before it was asked counts as well
+_LOOK_SECONDS = 3.0  # between two looks for a driver that has no lease
+_DRIVER_SECONDS = 900.0  # for it to be scheduled, pulled and started
+
+
+def say_detached(session: Session, run_id: str) -> int:
+    """After Ctrl-C; the exit code."""
+    session.complain(
+        f"detached; run {run_id} goes on. See it with `mlpipe status {run_id}` or "
+        f"`mlpipe logs -f {run_id}`, stop it with `mlpipe cancel {run_id}`"
+    )
+    return EXIT_CODES["interrupted"]
+
+
+def wait_for(session: Session, asked: Asked) -> int:
+    """Until the run, or its stage that is asked for, has ended; its exit code. A stage that is still to be
+    run when nobody drives it gets a driver."""
+    from mlpipe.cli import outcome
+    from mlpipe.cli.follow import Watcher
+    from mlpipe.cli.foreground import report_of
+    from mlpipe.store import leases, runs, wanted
+    from mlpipe.submit.follower import Following
+
+    store, run_id, only = asked.store, asked.run_id, asked.only
+    will_be_driven = _WillBeDriven(session, asked)
+    terminated = False
+
+    def detach(*_: object) -> None:  # as Ctrl-C does, but whoever comes next may take our place
+        nonlocal terminated
+        terminated = True
+        raise Interrupt
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, detach)
+    run = runs.read_run(store, run_id, known=True)
+    watcher = Watcher(session, store, run, only)
+    following = Following(store, run_id)
+    before = run.state
+    over_at: float | None = None
+    num_takeovers = 0
+    try:
+        while True:
+            watcher.watch(run)
+            following.renew()
+            driven, over = leases.lease_is_live(run.driver), _is_over(store, run, only)
+            if over and only is not None:
+                # A driver lets go when it has written how the run stands, unless others keep it.
+                over_at = over_at or time.monotonic()
+                driven = driven and not run.is_under_way and time.monotonic() - over_at < _LET_GO_SECONDS
+            if not driven and (over or not will_be_driven(run)):
+                if only is not None and run.state == "cancelled" != before:  # just before we asked
+                    wanted.take(store, run_id, [only])
+                    over = True
+                if over or only is None or num_takeovers == _MAX_TAKEOVERS:
+                    break
+                if num_takeovers:
+                    session.note(f"run {run_id} has no driver: it gets one")
+                num_takeovers += 1
+                asked.start_driver()
+            time.sleep(0.5)
+            run = runs.read_run(store, run_id, known=True)
+        watcher.watch(run)
+    finally:
+        watcher.close()
+        if not terminated:
+            following.leave()
+    if not over:
+        raise SubmitError(
+            f"the driver of run {run_id} is gone and the run has not ended",
+            hint=f"go on with mlpipe resume {run_id}",
+        )
+    report = report_of(session, store, run)  # the driver writes the same one, a moment later
+    session.result({**outcome.document(store, run), "report": report}, outcome.summary(store, run, report))
+    return outcome.exit_code(run, only)
+
+
+def _is_over(store: Store, run: RunState, only: str | None) -> bool:
+    from mlpipe.store import runs, wanted
+
+    ended = run.state in runs.RUN_ENDED
+    if only is None:
+        return ended
+    state = run.stages[only].state
+    if state == "done":
+        return True
+    return (ended or state in ("failed", "cancelled", "skipped")) and not wanted.is_asked(
+        store, run.run_id, only
+    )
+
+
+class _WillBeDriven:
+    """Whether a run that no live driver holds will have one again; says meanwhile why it has none."""
+
+    def __init__(self, session: Session, asked: Asked) -> None:
+        self._session, self._asked = session, asked
+        self._looked = self._driverless = 0.0
+        self._said = ""
+
+    def __call__(self, run: RunState) -> bool:
+        asked, now = self._asked, time.monotonic()
+        if not asked.backend.has_own_driver:
+            return False
+        if now - self._looked < _LOOK_SECONDS:
+            return True
+        self._driverless = now if now - self._looked > 3 * _LOOK_SECONDS else self._driverless
+        self._looked = now
+        if not asked.backend.driver_is_alive(run.run_id, asked.only):
+            return False
+        reason = asked.backend.why_undriven(run)
+        if reason and reason != self._said:
+            self._session.note(reason)
+            self._said = reason
+        if now - self._driverless > _DRIVER_SECONDS:
+            raise SubmitError(
+                f"the driver of run {run.run_id} did not start within {_DRIVER_SECONDS:.0f} s: {reason}",
+                hint=f"it starts when it can; give it up with mlpipe cancel {run.run_id}",
+            )
+        return True

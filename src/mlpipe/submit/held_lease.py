@@ -1,0 +1,92 @@
+"""The right to drive a run: taken by one driver at a time, renewed while it drives."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from mlpipe._core.errors import StoreError, SubmitError
+from mlpipe.store import leases, runs
+from mlpipe.store.base import Store
+from mlpipe.store.runs import Lease
+
+LEASE_SECONDS = 60.0
+TAKEOVER_SECONDS = LEASE_SECONDS + 10.0  # for the lease of a driver that is gone to expire
+_RENEW_SECONDS = 10.0
+
+
+class HeldLease:
+    """The right to drive a run, renewed by a thread so that a long upload does not lose it."""
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        *,
+        patience_seconds: float = 0.0,
+        has_ended: Callable[[Lease], bool] = lambda lease: False,
+    ) -> None:
+        """`patience_seconds`: how long to wait for another's lease to expire. `has_ended`: whether others
+        know that its holder is dead."""
+        self._patience_seconds = patience_seconds
+        self._has_ended = has_ended
+        self.holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._store = store
+        self._run_id = run_id
+        self._released = threading.Event()
+        self._lost: str | None = None
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    def __enter__(self) -> HeldLease:
+        deadline = time.monotonic() + self._patience_seconds
+        dead: str | None = None
+        while True:
+            try:
+                leases.take_lease(self._store, self._run_id, self.holder, LEASE_SECONDS, dead=dead)
+                break
+            except StoreError as error:
+                if time.monotonic() >= deadline:
+                    raise
+                former = runs.read_run(self._store, self._run_id).driver if error.kind == "input" else None
+                dead = former.holder if former is not None and self._has_ended(former) else None
+                if dead is None:
+                    time.sleep(1.0)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._released.set()
+        try:
+            leases.release_lease(self._store, self._run_id, self.holder)
+        except StoreError:
+            return  # it expires by itself, and an error on its way out must not be hidden by this one
+
+    def check(self) -> None:
+        """Raises SubmitError once the lease is lost."""
+        if self._lost is not None:
+            raise SubmitError(
+                f"this driver lost the lease on run {self._run_id}: {self._lost}",
+                hint=f"see who drives it: mlpipe status {self._run_id}; go on: mlpipe resume {self._run_id}",
+            )
+
+    def _renew(self) -> None:
+        renewed = time.monotonic()
+        while not self._released.wait(_RENEW_SECONDS):
+            try:
+                leases.renew_lease(self._store, self._run_id, self.holder, LEASE_SECONDS)
+                renewed = time.monotonic()
+            except StoreError as error:
+                if self._is_taken() or time.monotonic() - renewed > LEASE_SECONDS:
+                    self._lost = str(error)
+                    return
+
+    def _is_taken(self) -> bool:
+        try:
+            driver = runs.read_run(self._store, self._run_id).driver
+        except StoreError:
+            return False
+        return driver is None or driver.holder != self.holder

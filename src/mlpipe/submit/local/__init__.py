@@ -1,0 +1,49 @@
+"""The backend `local`: this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlpipe.submit.backend import Backend
+from mlpipe.submit.submission import Finding
+
+if TYPE_CHECKING:
+    from mlpipe.plan.plan import Plan
+    from mlpipe.spec.model import Pipeline
+    from mlpipe.store.base import Store
+    from mlpipe.store.runs import RunState
+    from mlpipe.submit.executor import Executor
+
+
+class LocalBackend(Backend):
+    """A stage is a process here, and so is the driver; both end with this machine."""
+
+    name = "local"
+
+    @classmethod
+    def takes(cls, pipeline: Pipeline) -> bool:
+        return True
+
+    def check_plan(self, plan: Plan) -> None:
+        from mlpipe.submit.process_executor import check_fits, gpu_ids
+
+        check_fits(plan, len(gpu_ids()))
+
+    def command(self, plan: Plan, scratch: Path) -> tuple[list[str], dict[str, str]]:
+        from mlpipe.submit.process_executor import command_line
+
+        return command_line(plan, scratch)
+
+    def executor(self, store: Store, run: RunState, holder: str) -> Executor:
+        from mlpipe.submit.detach import working_folder
+        from mlpipe.submit.process_executor import ProcessExecutor
+
+        return ProcessExecutor(store, driver=holder, folder=working_folder(run))
+
+    def doctor(self, store: Iterable[Finding]) -> Iterator[Finding]:
+        from mlpipe.submit.local.machine import examine
+
+        yield from examine()
+        yield from store

@@ -1,0 +1,101 @@
+"""What passes between the verbs and a backend: what is asked for, and what the backend answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from mlpipe._core.errors import MlpipeError
+from mlpipe._core.ids import spec_seal
+
+if TYPE_CHECKING:
+    from mlpipe.spec.model import Pipeline
+
+T = TypeVar("T")
+
+
+class Console(Protocol):
+    """Where a backend speaks to whoever called it. `quiet`: nobody watches."""
+
+    quiet: bool
+
+    def note(self, text: str) -> None:
+        """A line for a person who watches."""
+
+    def complain(self, text: str) -> None:
+        """A line that also a quiet call shows."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option that a backend adds to a verb. `repeated`: it takes several values, and is a tuple.
+    `required`: the backend cannot do without."""
+
+    flag: str
+    metavar: str
+    help: str
+    repeated: bool = False
+    required: bool = False
+
+    @property
+    def name(self) -> str:
+        """`--queue-name` -> `queue_name`."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is asked for. `spec`: the pipeline's file, or where it lies in the store; `text`: what it says,
+    before `overrides`. `stage`: only that one. `folder`: where commands run, and a user's modules are."""
+
+    spec: str
+    text: str
+    overrides: tuple[str, ...]
+    pipeline: Pipeline
+    store_url: str
+    folder: str
+    stage: str | None = None
+    run_id: str | None = None
+
+    def digests(self) -> str:
+        """What a driver elsewhere is sealed with (`seal.py`)."""
+        return spec_seal(self.text, self.overrides)
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What would be sent: for machines, and the same for people."""
+
+    document: Any
+    text: str
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Files to review and commit: `files` by name below `--out`; named "", the one is `--out` itself.
+    `about`: what the JSON document says besides. `preview`: without `--out`. `head`: how a file begins that
+    an earlier call wrote; what is there of them and is not in `files` goes."""
+
+    files: Mapping[str, str]
+    preview: Preview
+    about: Mapping[str, Any] = field(default_factory=dict)
+    head: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Of `mlpipe doctor`. `fail` keeps mlpipe from training there; `warn` takes something away."""
+
+    name: str
+    level: Literal["ok", "warn", "fail"]
+    detail: str
+    remedy: str | None = None
+
+
+def attempt(name: str, action: Callable[[], T]) -> T | Finding:
+    """What `action` returns, or what kept it from that."""
+    try:
+        return action()
+    except MlpipeError as error:
+        return Finding(name, "fail", str(error), error.hint)
