@@ -317,6 +317,17 @@ def test_an_optimizer_is_named_or_the_users_own() -> None:
     assert "{{" not in own.args["x"]
 
 
+def test_what_an_optimizer_keeps_counts_in_memory_and_time() -> None:
+    """SGD with momentum keeps half of AdamW's bytes, SGD without none."""
+    chosen = ("{name: adamw}", "{name: sgd}", "{name: sgd, momentum: 0}")
+    plans = [train_of(quickstart("train.strategy=ddp", f"train.optimizer={one}"), cpu()) for one in chosen]
+    predicted = [plan.predicted for plan in plans if plan.predicted is not None]
+    num_bytes = [one.memory_bytes for one in predicted]
+    assert num_bytes[0] > num_bytes[1] > num_bytes[2]
+    seconds = [one.step_seconds for one in predicted]
+    assert seconds[0] > seconds[1] > seconds[2]
+
+
 def test_a_step_of_adamw_moves_40_bytes_a_parameter() -> None:
     assert [traffic_bytes_per_parameter(state) for state in (8, 4, 0)] == [40, 32, 24]
 
