@@ -15,7 +15,6 @@ from mlpipe._core.presets import LLAMA
 from mlpipe._core.units import format_seconds
 from mlpipe.cli.session import DEFAULT_STORE
 from mlpipe.store.open import full_url
-from mlpipe.submit import backends
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -101,6 +100,8 @@ def summary(store: Store, run: RunState, report: str | None) -> str:
 
 
 def _next(store: Store, run: RunState) -> list[str]:
+    from mlpipe.submit import backends
+
     # as `mlpipe list` in this shell would need it
     default = os.environ.get(environment.STORE) or DEFAULT_STORE
     where = "" if store.url == full_url(default) else f" --store {shlex.quote(store.url)}"
