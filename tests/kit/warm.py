@@ -145,7 +145,8 @@ def _connect(kind: str, env: dict[str, str]) -> socket.socket:
                 name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MLPIPE_"))
             }
             # NumPy's OpenBLAS starts its threads as it is imported
-            own |= {"PYTHONPATH": TESTS, "_PADDING": "x" * _PADDING, "OPENBLAS_NUM_THREADS": "1"}
+            paths = os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
+            own |= {"PYTHONPATH": paths, "_PADDING": "x" * _PADDING, "OPENBLAS_NUM_THREADS": "1"}
             if threads:
                 own["OMP_NUM_THREADS"] = threads
             with (folder / f"{path.name}.log").open("ab") as log:
