@@ -18,7 +18,7 @@ pytestmark = pytest.mark.torch
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/how-to/extend.md").read_text()
-EXTENSIONS = ("A technique", "An optimizer", "A stage kind")
+EXTENSIONS = ("A technique", "An optimizer", "A stage kind", "A backend")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe.kinds import KINDS
 from mlpipe.plan.plan import STRATEGIES
+from mlpipe.submit.backends import TABLE
 
 pytestmark = pytest.mark.unit
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "mlpipe"
@@ -29,8 +30,12 @@ HOMES = {
         "_core/optimizers.py",  # the table, by which the pipeline's file is read
         "train/resuming.py",  # whose states checkpoints of earlier versions are
     },
+    "backend": {
+        "submit/backends.py",  # the table
+        "spec/kubernetes_rules.py",  # a key of the pipeline's file is called so, too
+    },
 }
-NAMES = {"strategy": set(STRATEGIES), "optimizer": set(OPTIMIZERS)}
+NAMES = {"strategy": set(STRATEGIES), "optimizer": set(OPTIMIZERS), "backend": set(TABLE)}
 
 
 def texts(module: ast.Module) -> Iterator[str]:
