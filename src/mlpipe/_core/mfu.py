@@ -8,8 +8,10 @@ over them or not; what activation checkpointing computes again is not counted (w
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from mlpipe._core.records import Step
+if TYPE_CHECKING:  # planning needs the formula and no record
+    from mlpipe._core.records import Step
 
 
 def mfu_ratio(num_flops_per_token: float, tokens_per_second: float, peak_flops: float) -> float:
