@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from mlpipe.train import prepare, worker
+from mlpipe.kinds.train import worker as stage
+from mlpipe.train import worker
 
 
 def run(train: Callable[..., Any]) -> NoReturn:
     """As `python -m mlpipe.train.worker`."""
-    prepare.train = train
+    stage.train = train
     sys.exit(worker.main())

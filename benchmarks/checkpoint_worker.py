@@ -111,7 +111,7 @@ def state_dict(made: loop.Loop) -> dict[str, torch.Tensor]:
 
 
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
-    """Instead of mlpipe.train.prepare.train."""
+    """Instead of the trainer's."""
     asked = json.loads(os.environ["BENCHMARK"])
     folder = Path(asked["folder"])
     made = prepare.prepare(session, plan, progress)

@@ -56,9 +56,9 @@ def submit(spec: str, first: int, last: int) -> dict[str, float]:
 
 def follow(spec: str, first: int, last: int) -> dict[str, float]:
     """Nobody runs in a fake pod: the outcome that its launcher would leave is put there beforehand."""
+    from mlpipe.plan.ahead import plan_ahead
     from mlpipe.spec.load import load_pipeline
     from mlpipe.store.open import open_store
-    from mlpipe.submit import planning
     from mlpipe.submit.kubernetes.api import connect
     from mlpipe.submit.kubernetes.gang import Gang
 
@@ -66,7 +66,7 @@ def follow(spec: str, first: int, last: int) -> dict[str, float]:
     outcome = {"outcome": "done", "kind": None, "message": "", "exit_code": 0, "time": time.time()}
 
     def drive(number: int) -> None:
-        plan = planning.plan_ahead(pipeline, "work", store.url, run_id(number), cluster=True)
+        plan = plan_ahead(pipeline, "work", store.url, run_id(number), cluster=True)
         store.put(f"{plan.attempt_key}/outcome.json", json.dumps(outcome).encode())
         gang, deadline = Gang(store, api, plan), time.monotonic() + SECONDS
         while (ended := gang.poll()) is None:

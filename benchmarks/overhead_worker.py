@@ -25,7 +25,7 @@ _WARM_UP_STEPS = 4
 
 
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
-    """Instead of mlpipe.train.prepare.train."""
+    """Instead of the trainer's."""
     asked = json.loads(os.environ["BENCHMARK"])
     folder = Path(asked["folder"])
     ours = prepare.prepare(session, plan, progress)

@@ -27,7 +27,7 @@ _WARM_UP_STEPS = 3
 
 
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
-    """Instead of mlpipe.train.prepare.train."""
+    """Instead of the trainer's."""
     asked = json.loads(os.environ["BENCHMARK"])
     answer: dict[str, Any] = {"rounds": []}
 

@@ -13,7 +13,7 @@ from mlpipe.train.session import Session
 
 
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
-    """Instead of mlpipe.train.prepare.train: the same steps, each when it is this side's turn."""
+    """Instead of the trainer's: the same steps, each when it is this side's turn."""
     work = read_work()
     running = prepare.prepare(session, plan, progress)
     batches = validation_batches(work, session.rank, session.world.size)

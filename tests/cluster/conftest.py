@@ -43,6 +43,14 @@ def place(running, tmp_path_factory):
     return Place(running, tmp_path_factory.mktemp("place"))
 
 
+@pytest.fixture
+def guarded(running, place, tmp_path):
+    """Another namespace, under guard-rails for its image: `place`'s other tests bring images of their own."""
+    one = Place(running, tmp_path)
+    one.guard(running.image.name)
+    return one
+
+
 @pytest.fixture(scope="session")
 def second(running):
     """Index of a second node."""

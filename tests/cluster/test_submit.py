@@ -146,17 +146,16 @@ def refusal(place, run_id):
     return place.cluster.kubectl("-n", place.namespace, "logs", name)
 
 
-def test_the_whole_quickstart(place):
+def test_the_whole_quickstart(guarded):
     """Command, training on two pods, evaluation and promotion; the report; logs of every stage. No pod has
     keys of the store: each is lent some for the token of its ServiceAccount, which the API server signs. Only
     the driver has the account that may write models (the guard-rails hold), and it promotes by itself."""
-    place.policies()
-    place.guard(place.cluster.image.name)
+    guarded.policies()
     argv = ["submit", ROOT / "pipelines" / "quickstart.yaml", "--to", "kubernetes", "--wait"]
     changes = {
-        "image": place.cluster.image.name,
-        "store": place.environment["MLPIPE_STORE"],
-        "kubernetes.store": json.dumps({"endpoint": place.cluster.minio.endpoint, "web_identity": {}}),
+        "image": guarded.cluster.image.name,
+        "store": guarded.environment["MLPIPE_STORE"],
+        "kubernetes.store": json.dumps({"endpoint": guarded.cluster.minio.endpoint, "web_identity": {}}),
         "train.resources.nodes": 2,
         "train.resources.workers_per_node": 1,
         "train.resources.cpus": 0.5,  # two of them and the driver on a machine of two cores
@@ -167,18 +166,18 @@ def test_the_whole_quickstart(place):
     }
     for key, value in changes.items():
         argv += ["--set", f"{key}={value}"]
-    done = place.mlpipe(*argv, "--run-id", "quick")
+    done = guarded.mlpipe(*argv, "--run-id", "quick")
     assert "report" in done.stdout
     assert "validation loss" in done.stdout
-    with place.cluster.inside():
-        store = place.store()
+    with guarded.cluster.inside():
+        store = guarded.store()
         assert store.exists("runs/quick/report.html")
         assert catalogue.latest(store, "runs/quick/stages/train").step == 30
-    assert "stdlib-lm" in place.mlpipe("models", "list").stdout
-    stages = {pod["metadata"]["labels"].get("mlpipe.dev/stage") for pod in place.objects("pods", "quick")}
+    assert "stdlib-lm" in guarded.mlpipe("models", "list").stdout
+    stages = {pod["metadata"]["labels"].get("mlpipe.dev/stage") for pod in guarded.objects("pods", "quick")}
     assert stages == {None, "corpus", "train", "evaluate"}
     variables = {
-        one["name"] for pod in place.objects("pods", "quick") for one in pod["spec"]["containers"][0]["env"]
+        one["name"] for pod in guarded.objects("pods", "quick") for one in pod["spec"]["containers"][0]["env"]
     }
     assert "AWS_WEB_IDENTITY_TOKEN_FILE" in variables
     assert not {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} & variables

@@ -141,5 +141,5 @@ def test_blocks_compile_without_a_graph_break():
 def test_more_tokens_than_positions_and_odd_shapes_are_clear_errors():
     with pytest.raises(ValueError, match="41 tokens, but the model has 40 positions"):
         small()(torch.zeros(1, 41, dtype=torch.int64))
-    with pytest.raises(ValueError, match="num_heads=5 does not divide dim=32"):
+    with pytest.raises(ValueError, match="num_heads 5 does not divide dim 32"):
         build_model(**{**SMALL, "num_heads": 5})
