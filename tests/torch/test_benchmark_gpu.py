@@ -104,7 +104,7 @@ def test_gpt2_is_of_the_published_size():
 def plan_of(case, folder):
     return work.plan_of(
         case, work.TINY[case.model], folder, device="cpu", memory_bytes=2**30, peak=None, peak_name="none"
-    ).train
+    ).work
 
 
 def test_flops_are_those_that_torch_counts(tmp_path):
