@@ -26,6 +26,7 @@ VERBS = {
     "render": "Write manifests to review and commit.",
     "run": "Run a pipeline here, in the foreground.",
     "submit": "Start a run in the background and print its id.",
+    "sweep": "Run a pipeline for several values, and say which was the best.",
     "list": "List the runs of a store.",
     "status": "Show where a run stands.",
     "logs": "Print or follow the logs of a run.",

@@ -34,7 +34,7 @@ def command(session: Session, run_id: str, timeout: float, ignore_not_found: boo
     cancelled, after what the driver left running was ended. Of a run that is a Jenkins build, the build is
     aborted first. A run that was claimed and never begun (its client died) is cleared away.
     """
-    from mlpipe.store import runs
+    from mlpipe.store import runs, sweeps
     from mlpipe.submit import backends
     from mlpipe.submit.driver import cancel
 
@@ -52,6 +52,12 @@ def command(session: Session, run_id: str, timeout: float, ignore_not_found: boo
         session.result({"run_id": run_id, "store": store.url, "state": "cleared"}, text)
         return
     who = f"cancelled by {getpass.getuser()} on {socket.gethostname()}"
+    if sweeps.is_sweep(runs.read_run(store, run_id)):
+        from mlpipe.cli.sweep import say
+        from mlpipe.submit.sweeps.controller import cancel_sweep
+
+        say(session, store, cancel_sweep(store, run_id, who, timeout_seconds=timeout))
+        return
     run = cancel(store, run_id, who, timeout_seconds=timeout)
     lines = [f"{run_id}  {outcome.colour(run.state)}"]
     for name in run.stages:

@@ -36,7 +36,7 @@ def drive_here(
     options = options or DriveOptions()
     stop = StopRequest()
     watcher = Watcher(session, store, runs.read_run(store, run_id))
-    with _signals(stop):
+    with signals(stop):
         try:
             run = drive(store, run_id, options, stop=stop, watch=watcher.watch)
         finally:
@@ -88,7 +88,9 @@ def report_of(session: Session, store: Store, run: RunState) -> str | None:
 
 
 @contextmanager
-def _signals(stop: StopRequest) -> Iterator[None]:
+def signals(stop: StopRequest) -> Iterator[None]:
+    """Within, a signal asks `stop` once; a second one interrupts."""
+
     def handle(number: int, _: FrameType | None) -> None:
         if stop.kind is not None:
             raise Interrupt

@@ -26,9 +26,18 @@ def command(session: Session, run_id: str, out: Path | None, ignore_not_found: b
     from mlpipe.observe.junit import build_junit
     from mlpipe.observe.report import build_markdown, write_report
     from mlpipe.observe.runview import view_run
+    from mlpipe.store import runs, sweeps
 
     store = session.store_if_claimed(run_id, ignore_not_found=ignore_not_found)
     if store is None:
+        return
+    if store.exists(f"runs/{run_id}/run.json") and sweeps.is_sweep(run := runs.read_run(store, run_id)):
+        from mlpipe.observe.sweep_report import write_report as write_sweep
+
+        if out is not None and out.suffix != ".html":
+            raise click.UsageError("of a sweep there is a page, --out FILE.html; of its trials all of them")
+        where = write_sweep(store, run, out)
+        session.result({"report": where}, where)
         return
     short = {".md": build_markdown, ".xml": build_junit}
     if out is not None and out.suffix in short:

@@ -72,7 +72,7 @@ def command(
     machine submitted; 2 if somebody changed it, with the keys that differ.
     """
     from mlpipe.cli import foreground
-    from mlpipe.store import runs
+    from mlpipe.store import runs, sweeps
     from mlpipe.submit import backends
     from mlpipe.submit.changes import Changes
     from mlpipe.submit.driver import DriveOptions
@@ -86,6 +86,8 @@ def command(
             options = DriveOptions(stage, for_followers=stage is not None, digests=seal)
             return foreground.drive_for_backend(session, store, run_id, options)
         run = runs.read_run(store, run_id)
+        if sweeps.is_sweep(run):
+            return _resume_sweep(session, store, run_id, bool(changes or stage or here), trust_store)
         if not trust_store and (run.state != "done" or changes) and kept(store, run_id) is None:
             session.note(
                 f"run {run_id} was not submitted from this machine: it goes on as the store says "
@@ -104,6 +106,14 @@ def command(
             backends.give_up_driver(run_id, stage)
         raise
     return _go_on_there(session, store, run, backend, options)
+
+
+def _resume_sweep(session: Session, store: Store, sweep_id: str, is_changed: bool, trust_store: bool) -> int:
+    from mlpipe.cli import sweep
+
+    if is_changed:
+        raise click.UsageError("a sweep goes on as it is; its trials can be changed, each by its own id")
+    return sweep.drive(session, store, sweep_id, trust_store=trust_store)
 
 
 def _go_on_there(

@@ -21,9 +21,9 @@ from mlpipe.submit.submission import Submission
 def command(session: Session, spec: str, overrides: tuple[str, ...], run_id: str | None) -> int:
     """Run a pipeline here, in the foreground.
 
-    Ctrl-C saves and stops, a second one stops at once; `mlpipe resume` goes on. Exits 0 when the run is
-    done, 3 when it failed by its own code or its gate, 4 for infrastructure, 5 when it was cancelled (also by
-    SIGTERM), 130 after Ctrl-C.
+    A pipeline with a `sweep` is run as `mlpipe sweep` does. Ctrl-C saves and stops, a second one stops at
+    once; `mlpipe resume` goes on. Exits 0 when the run is done, 3 when it failed by its own code or its gate,
+    4 for infrastructure, 5 when it was cancelled (also by SIGTERM), 130 after Ctrl-C.
     """
     from mlpipe.cli.foreground import drive_here
     from mlpipe.spec.load import load_pipeline
@@ -34,6 +34,10 @@ def command(session: Session, spec: str, overrides: tuple[str, ...], run_id: str
     text = Path(spec).read_text(encoding="utf-8-sig")
     submission = Submission(spec, text, overrides, pipeline, store.url, os.getcwd(), run_id=run_id)
     backend = backends.load(backends.DEFAULT)({})
+    if pipeline.sweep is not None:
+        from mlpipe.cli import sweep
+
+        return sweep.drive(session, store, sweep.create(session, store, backend, submission))
     run_id = create(store, backend, submission, session)
     session.note(f"run {run_id} in {store.url}")
     return drive_here(session, store, run_id)

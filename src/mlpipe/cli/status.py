@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def command(session: Session, run_id: str) -> None:
     """Show where a run stands: its stages, the progress of its training, its last checkpoint."""
     from mlpipe.observe.progress import live_line
-    from mlpipe.store import leases, runs
+    from mlpipe.store import leases, runs, sweeps
     from mlpipe.submit import backends
 
     store = session.store_of(run_id)
@@ -33,6 +33,11 @@ def command(session: Session, run_id: str) -> None:
         session.result(status, request.text(status))
         return
     run = runs.read_run(store, run_id)
+    if sweeps.is_sweep(run):
+        from mlpipe.cli.sweep import say
+
+        say(session, store, run)
+        return
     document = outcome.document(store, run)
     document["driver_alive"] = leases.lease_is_live(run.driver)
     under_way = run.state not in runs.RUN_ENDED and run.message != runs.WAITS_FOR_STAGES

@@ -63,7 +63,7 @@ def command(
 
     With --wait, exits as `mlpipe run` does; without, 0 when the run has a driver. A run that goes to Jenkins
     is made by the build; with --wait its log is shown and its result is the exit code: 0 SUCCESS, 5 ABORTED,
-    3 any other.
+    3 any other. A pipeline with a `sweep` starts its trials, followed by a process on this machine.
     """
     from mlpipe.spec.load import load_pipeline
 
@@ -83,6 +83,13 @@ def command(
         run_id=run_id,
     )
     backend = chosen.of_submission(pipeline, options)
+    if pipeline.sweep is not None:
+        if wait or stage or phase or dry_run:
+            raise click.UsageError(
+                "of a pipeline with a sweep: --wait is `mlpipe sweep`; --stage, --phase and --dry-run are of "
+                "one run, with --set sweep=null"
+            )
+        return _submit_sweep(session, backend, submission)
     if isinstance(backend, Delegate) and (stage is not None or phase is not None):
         raise click.UsageError(f"--stage and --phase are not for --to {to}")
     if phase is not None and (run_id is None or not wait or stage or dry_run or session.json):
@@ -105,6 +112,19 @@ def command(
     for name in names:
         if code := _start(session, store, backend, replace(submission, stage=name), wait):
             return code
+    return 0
+
+
+def _submit_sweep(session: Session, backend: Backend, submission: Submission) -> int:
+    """Its controller is a process on this machine, wherever its trials run."""
+    from mlpipe.cli.sweep import create
+    from mlpipe.submit.detach import detach
+
+    store = session.open_store(submission.pipeline.store)
+    sweep_id = create(session, store, backend, submission)
+    detach(store, sweep_id)
+    session.result({"sweep_id": sweep_id, "store": store.url}, sweep_id)
+    session.note(f"see it with `mlpipe status {sweep_id}`, stop it with `mlpipe cancel {sweep_id}`")
     return 0
 
 

@@ -38,6 +38,21 @@ class Kind:
         return self.runs == "command"
 
     @property
+    def is_training(self) -> bool:
+        """Whether its ranks train."""
+        return self.runs == "workers" and self.phase == "train"
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether its ranks measure a trained model."""
+        return self.runs == "workers" and self.phase == "evaluate"
+
+    @property
+    def is_promotion(self) -> bool:
+        """Whether it changes what others are given as a model."""
+        return self.phase == "promote"
+
+    @property
     def module(self) -> str:
         """What runs a stage by its plan.json: `python -m MODULE --plan PLAN --scratch DIR`."""
         return "mlpipe.train.launcher" if self.runs == "workers" else "mlpipe.submit.pod"

@@ -79,9 +79,10 @@ class Top:
         listed = [run for run in runs.list_runs(self._store)[::-1] if run.seq > 0]
         live = [run for run in listed if run.state not in RUN_ENDED]
         over = [run for run in listed if run.state in RUN_ENDED]
-        return [self._run(run.run_id) for run in (*live, *over[: max(most - len(live), 0)])][:most]
+        return [self.run(run.run_id) for run in (*live, *over[: max(most - len(live), 0)])][:most]
 
-    def _run(self, run_id: str) -> RunRow:
+    def run(self, run_id: str) -> RunRow:
+        """One of them, as it stands."""
         try:
             run = runs.read_run(self._store, run_id)
         except DamagedError as error:

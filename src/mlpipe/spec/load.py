@@ -38,12 +38,36 @@ def load_pipeline_text(text: str | bytes, name: str, *, overrides: Sequence[str]
     for override in overrides:
         problems += override_rules.apply(root, override)
     problems += _nulls(root)
-    pipeline, more = _validate(root, name)
-    ruled = _elsewhere(rules.check(root) + kubernetes_rules.check(root), problems)
-    problems += _elsewhere(_elsewhere(more, problems), ruled, but=("unknown key",)) + ruled
+    pipeline, problems = _check(root, name, problems)
+    if not problems and pipeline is not None and pipeline.sweep is not None:
+        pipeline, problems = _with_sweep(root, name)
     if problems or pipeline is None:
         raise SpecErrors(problems)
     return pipeline
+
+
+def _with_sweep(root: Node, name: str) -> tuple[Pipeline | None, list[Problem]]:
+    """Of a file that is right but for its sweep: the keys there are written out."""
+    from mlpipe.spec import sweep_rules  # of few files
+
+    def problems_of(trial: Node) -> list[Problem]:
+        return _check(trial, name, [])[1]
+
+    problems = list(sweep_rules.check(root, problems_of))
+    if problems:
+        return None, problems
+    sweep_rules.write_keys_out(root)
+    pipeline, problems = _validate(root, name)
+    if pipeline is not None and pipeline.sweep is not None:
+        problems += sweep_rules.check_trials(root, pipeline.sweep, problems_of)
+    return pipeline, problems
+
+
+def _check(root: Node, name: str, problems: list[Problem]) -> tuple[Pipeline | None, list[Problem]]:
+    """Added to those that are known."""
+    pipeline, more = _validate(root, name)
+    ruled = _elsewhere(rules.check(root) + kubernetes_rules.check(root), problems)
+    return pipeline, problems + _elsewhere(_elsewhere(more, problems), ruled, but=("unknown key",)) + ruled
 
 
 def _elsewhere(later: list[Problem], before: list[Problem], but: tuple[str, ...] = ()) -> list[Problem]:
@@ -185,10 +209,10 @@ def _problem(node: Node, exists: bool, detail: ErrorDetails) -> Problem:
         name, words = _BOUNDS[kind]
         return Problem.at(node.place, f"{_show(value)} is out of bounds", f"write {words} {context[name]}")
     if kind in ("too_short", "too_long"):
-        few = kind == "too_short"
+        few, what = kind == "too_short", "mapping" if isinstance(value, dict) else "list"
         number = context["min_length" if few else "max_length"]
         return Problem.at(
-            node.place, f"the list is too {kind[4:]}", f"write at {'least' if few else 'most'} {number}"
+            node.place, f"the {what} is too {kind[4:]}", f"write at {'least' if few else 'most'} {number}"
         )
     return Problem.at(node.place, detail["msg"][:1].lower() + detail["msg"][1:], "see 'mlpipe schema'")
 

@@ -18,6 +18,7 @@ from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel, one_of
 from mlpipe.spec.kubernetes import Kubernetes
 from mlpipe.spec.part import spec_part
+from mlpipe.spec.sweep import Sweep
 
 AnyModel = TypeVar("AnyModel")
 
@@ -147,6 +148,9 @@ class Pipeline(SpecModel):
     )
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)] = Field(
         description="The steps; `needs` orders them."
+    )
+    sweep: Sweep | None = Field(
+        None, description="Not one run but several, which differ in some values: `mlpipe sweep`."
     )
 
     def stage(self, name: str) -> Stage:

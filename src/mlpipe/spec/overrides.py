@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from mlpipe.spec.model import Pipeline, Stage
 from mlpipe.spec.part import kind_of, spec_part
 from mlpipe.spec.problems import Place, Problem, closest
-from mlpipe.spec.tree import Ambiguous, Node, get, parse, text_of
+from mlpipe.spec.tree import Ambiguous, Node, get, items_of, parse, text_of
 
 JSON_KEYS = {"args", "strategic", "json"}  # below them any JSON may stand
 _log = logging.getLogger(__name__)
@@ -45,15 +45,16 @@ def apply(root: Node, override: str) -> list[Problem]:
         node.place = node.key = place
         if isinstance(node.value, Ambiguous):
             node.value = str(node.value)
-    return _put(root, key.strip(), value, place)
+    return put(root, key.strip(), value, place)
 
 
-def _put(root: Node, key: str, value: Node, place: Place) -> list[Problem]:
+def put(root: Node, key: str, value: Node, place: Place) -> list[Problem]:
+    """`value` at the KEY of an override. Problems are at `place`."""
     target, parts = root, key.split(".")
     if parts[0] not in _TOP or (parts[0] == "stages" and len(parts) > 1):
-        named = _stage(root, key.removeprefix("stages."))
+        named = stage(root, key.removeprefix("stages."))
         if named is None:
-            known = sorted(filter(None, (text_of(s.value.get("name")) for s in _stages(root))))
+            known = sorted(filter(None, (text_of(s.value.get("name")) for s in stages(root))))
             word = key.removeprefix("stages.").split(".")[0]
             choices = [*known, *(sorted(_TOP) if parts[0] != "stages" else [])]
             return [Problem.at(place, f"no stage {word!r}", closest(word, choices))]
@@ -122,20 +123,18 @@ def _warn(text: str) -> None:
     _log.warning(text)
 
 
-def _stages(root: Node) -> list[Node]:
-    stages = root.value.get("stages")
-    if stages is None or not isinstance(stages.value, list):
-        return []
-    return [stage for stage in stages.value if isinstance(stage.value, dict)]
+def stages(root: Node) -> list[Node]:
+    """Those that are mappings."""
+    return [one for one in items_of(root, "stages") if isinstance(one.value, dict)]
 
 
-def _stage(root: Node, key: str) -> tuple[Node, str] | None:
+def stage(root: Node, key: str) -> tuple[Node, str] | None:
     """The stage whose name starts `key` (names may hold dots: the longest wins), and the rest."""
     best: tuple[Node, str] | None = None
-    for stage in _stages(root):
-        name = text_of(stage.value.get("name"))
+    for one in stages(root):
+        name = text_of(one.value.get("name"))
         if name and (key == name or key.startswith(name + ".")):
             rest = key[len(name) + 1 :]
             if best is None or len(rest) < len(best[1]):
-                best = (stage, rest)
+                best = (one, rest)
     return best

@@ -54,12 +54,19 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
     """The id of a pending run, which nobody drives yet. Raises what `Backend.check` raises, before anything
     is written, and StoreError (input) when the id is taken."""
     pipeline = submission.pipeline
-    run_id = submission.run_id or new_run_id(pipeline.name)
+    submission = replace(submission, run_id=submission.run_id or new_run_id(pipeline.name))
     for name in (submission.folder, submission.spec):
         check_name(name)
-    backend.check(replace(submission, run_id=run_id), console, is_new=True)
+    backend.check(submission, console, is_new=True)
     store.probe()
-    stages = [stage.name for stage in pipeline.stages]
+    return record(store, backend, submission, [stage.name for stage in pipeline.stages])
+
+
+def record(store: Store, backend: Backend, submission: Submission, stages: list[str], **more: Any) -> str:
+    """Writes the run of the submission, which has been checked; `more`: of its `meta`. Returns its id. Raises
+    StoreError (input) when the id is taken."""
+    pipeline, run_id = submission.pipeline, submission.run_id
+    assert run_id is not None
     meta: dict[str, Any] = {
         "pipeline": pipeline.name,
         "spec": submission.spec,
@@ -70,6 +77,7 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
         "git_commit": git_commit(submission.folder),
         "jenkins_build": os.environ.get("BUILD_TAG"),
         "jenkins_url": build_address(os.environ.get("BUILD_URL", "")),
+        **more,
     }
     if backend.place:
         meta[backend.name] = backend.place

@@ -39,6 +39,8 @@ BEYOND_THE_SCHEMA = {
     "seq_len.yaml": "a model of one's own, fed with tokens, without seq_len",
     "no-train.yaml": "an evaluation that needs no training",
     "kubernetes-rules.yaml": "values that Kueue, a toleration or a pod's own volumes rule out",
+    "sweep-rules.yaml": "what a sweep and the rest of its file must agree in",
+    "sweep-together.yaml": "values of a sweep that are wrong together",
     "anchor.yaml": "an anchor",
     "ambiguous.yaml": "an unquoted word that parsers read differently",
 }

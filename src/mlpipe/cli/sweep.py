@@ -1,0 +1,252 @@
+"""`mlpipe sweep SPEC`: the runs of a sweep, and which of them is the best."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlpipe._core.errors import EXIT_CODES, MlpipeError, StoreError
+from mlpipe.cli.backend_options import BackendChoice, WithBackendOptions
+from mlpipe.cli.session import Session, overrides, shared
+from mlpipe.submit import backends
+from mlpipe.submit.submission import Submission
+
+if TYPE_CHECKING:
+    from mlpipe.store.base import Store
+    from mlpipe.store.runs import RunState, StageStatus
+    from mlpipe.submit.backend import Backend
+
+_PIPED_SECONDS = 10.0
+
+
+@click.command(cls=WithBackendOptions, chosen_by="to", verb="submit")
+@click.argument("spec", type=click.Path(), required=False)
+@click.option(
+    "--to", type=BackendChoice(), default=backends.DEFAULT, show_default=True, help="Where its trials run."
+)
+@overrides
+@click.option("--sweep-id", metavar="ID", help="Name of the sweep. Default: pipeline, time and chance.")
+@click.option("--resume", "sweep", metavar="ID", help="Go on with this sweep, instead of a new one.")
+@click.option(
+    "--promote-best",
+    "promote",
+    metavar="NAME[@ALIAS]",
+    help="Register the best trial's model at the end, instead of what `sweep.promote` says.",
+)
+@shared
+@click.pass_obj
+def command(
+    session: Session,
+    spec: str | None,
+    to: str,
+    options: dict[str, Any],
+    overrides: tuple[str, ...],
+    sweep_id: str | None,
+    sweep: str | None,
+    promote: str | None,
+) -> int:
+    """Run a pipeline once for each of the values that its `sweep` names, and say which was the best.
+
+    Each trial is a run with an id of its own, SWEEP-000 and so on, for all other verbs; `status`, `report`,
+    `cancel` and `resume` take the sweep's id as well. Ctrl-C saves and stops all trials, a second one at
+    once; with --resume trials that ended are not repeated. A trial that fails stops no other. Exits 0 when a
+    trial is done and has its metric, 3 or 4 when none has, 5 when it was cancelled, 130 after Ctrl-C.
+    """
+    if (spec is None) == (sweep is None):
+        raise click.UsageError("name a pipeline file, or a sweep with --resume")
+    if sweep is not None:
+        if overrides or sweep_id:
+            raise click.UsageError("--set and --sweep-id are for a new sweep")
+        return drive(session, session.store_of(sweep), sweep, promote)
+    from mlpipe.spec.load import load_pipeline
+
+    assert spec is not None
+    pipeline = load_pipeline(spec, overrides=overrides)
+    text = Path(spec).read_text(encoding="utf-8-sig")
+    backend = backends.load(to).of_submission(pipeline, options)
+    url = session.full_store_url(pipeline.store)
+    submission = Submission(spec, text, overrides, pipeline, url, os.getcwd(), run_id=sweep_id)
+    store = session.open_store(pipeline.store)
+    return drive(session, store, create(session, store, backend, submission), promote)
+
+
+def create(session: Session, store: Store, backend: Backend, submission: Submission) -> str:
+    """The id of a new sweep, and a word about what will run."""
+    from mlpipe.submit.delegate import Delegate
+    from mlpipe.submit.sweeps.create import create, sweep_of
+
+    sweep = sweep_of(submission)
+    if isinstance(backend, Delegate):
+        raise click.UsageError(
+            f"a sweep does not go to {backend.name}: call `mlpipe sweep --to ...` in a step of a build"
+        )
+    sweep_id = create(store, backend, submission, session)
+    from mlpipe.spec.trials import num_trials
+    from mlpipe.store.sweeps import short_names
+
+    over = ", ".join(short_names(list(sweep.over)).values())
+    session.note(
+        f"sweep {sweep_id} in {store.url}: {num_trials(sweep)} trials ({sweep.method} over {over}), "
+        f"{sweep.max_parallel} at a time"
+    )
+    return sweep_id
+
+
+def drive(
+    session: Session, store: Store, sweep_id: str, promote: str | None = None, *, trust_store: bool = False
+) -> int:
+    """Until the sweep has ended; the exit code."""
+    from mlpipe.cli.foreground import signals
+    from mlpipe.store import runs, sweeps
+    from mlpipe.submit.executor import StopRequest
+    from mlpipe.submit.sweeps.controller import drive_sweep
+    from mlpipe.submit.sweeps.promote import promote_best
+
+    if not sweeps.is_sweep(runs.read_run(store, sweep_id)):
+        raise StoreError(f"{sweep_id} is a run, not a sweep", hint=f"mlpipe resume {sweep_id}", kind="input")
+    stop, watcher = StopRequest(), _Watcher(session, store)
+    with signals(stop):
+        try:
+            sweep = drive_sweep(
+                store, sweep_id, stop=stop, console=watcher, watch=watcher.watch, trust_store=trust_store
+            )
+        finally:
+            watcher.close()
+    if promote is not None and stop.kind is None and sweep.state == "done":
+        name, _, alias = promote.partition("@")
+        made = promote_best(store, sweep, name, alias or None)
+        sweep = runs.update_run(store, sweep_id, lambda run: _with_meta(run, promoted=made))
+    say(session, store, sweep, report=_report(session, store, sweep))
+    return EXIT_CODES["interrupted"] if stop.kind == "interrupted" else exit_code(sweep)
+
+
+def _with_meta(run: RunState, **more: Any) -> RunState:
+    from dataclasses import replace
+
+    return replace(run, meta={**run.meta, **more})
+
+
+def exit_code(sweep: RunState) -> int:
+    """Of the verb that waited for it."""
+    if sweep.state == "failed":
+        kinds = [trial.outcome.get("kind") for trial in sweep.stages.values() if trial.state == "failed"]
+        return EXIT_CODES[next(filter(None, kinds), "failed")]
+    if sweep.state == "done":
+        return 0
+    return EXIT_CODES["cancelled" if sweep.state == "cancelled" else "infrastructure"]
+
+
+def _report(session: Session, store: Store, sweep: RunState) -> str | None:
+    """Where the page lies. That it cannot be written must not fail a sweep."""
+    from mlpipe.observe.sweep_report import write_report
+
+    try:
+        return write_report(store, sweep)
+    except (MlpipeError, OSError) as error:
+        session.note(f"no report: {error}")
+        return None
+
+
+def say(session: Session, store: Store, sweep: RunState, *, report: str | None = None) -> None:
+    """The table, the best trial and what to do next."""
+    from mlpipe.observe import sweep_table
+    from mlpipe.store import runs, sweeps
+
+    document = sweep_table.document(store, sweep)
+    lines = [sweep_table.headline(sweep)]
+    lines += [f"  {sweep.message}"] if sweep.message and sweep.state != "done" else []
+    lines += ["", *sweep_table.table(sweep, sweep_table.trial_rows(store, sweep))]
+    if (best := sweeps.best(sweep)) is not None:
+        lines += ["", f"best: {sweeps.trial_run_id(sweep.run_id, best)}  {sweep_table.said(sweep, best)}"]
+    if promoted := sweep.meta.get("promoted"):
+        lines.append(f"promoted: {promoted['model']} version {promoted['version']}")
+    if report is not None:
+        document["report"] = report
+        lines.append(f"report: {report}")
+    if sweep.state not in runs.RUN_ENDED or sweep.state == "cancelled":
+        lines += ["", f"go on with: mlpipe sweep --resume {sweep.run_id}"]
+    session.result(document, "\n".join(lines))
+
+
+class _Watcher:
+    """A line a transition of a trial, and one live line for each that runs. Also the console of backends."""
+
+    def __init__(self, session: Session, store: Store) -> None:
+        from mlpipe.observe.top import Top
+
+        self._session, self._store, self._top = session, store, Top(store)
+        self.quiet = session.quiet
+        self._seen: dict[str, StageStatus] | None = None
+        self._num_lines = 0  # of the live block
+        self._printed_at = 0.0
+
+    def watch(self, sweep: RunState) -> None:
+        """As often as you like."""
+        if self.quiet:
+            return
+        from mlpipe.observe.sweep_table import said
+
+        now = {name: trial.state for name, trial in sweep.stages.items()}
+        before, self._seen = self._seen if self._seen is not None else now, now
+        for name, state in now.items():
+            if state != before.get(name, "pending"):
+                self.note(f"{name}  {said(sweep, name)}  {self._describe(sweep, name)}")
+        self._show(sweep)
+
+    def _describe(self, sweep: RunState, name: str) -> str:
+        from mlpipe.cli.outcome import describe
+        from mlpipe.observe.sweep_table import format_value
+        from mlpipe.store.sweeps import value_of
+
+        trial = sweep.stages[name]
+        value = value_of(trial)
+        metric = sweep.meta.get("metric", {}).get("name")
+        return describe(trial) + ("" if value is None else f", {metric} {format_value(value)}")
+
+    def _show(self, sweep: RunState) -> None:
+        """Anew twice a second on a terminal, else every ten seconds."""
+        from mlpipe.observe.progress import live_line
+        from mlpipe.observe.sweep_table import trial_rows
+
+        now, live = time.monotonic(), self._session.live()
+        if now - self._printed_at < (0.5 if live else _PIPED_SECONDS):
+            return
+        self._printed_at = now
+        try:
+            rows = trial_rows(self._store, sweep, self._top)
+        except MlpipeError:
+            return  # a store that is away for a while
+        columns = shutil.get_terminal_size().columns
+        lines = [
+            f"{row.trial}  {live_line(row.progress, width=max(columns - 8, 40))}"
+            for row in sorted(rows, key=lambda row: row.trial)
+            if row.progress is not None
+        ]
+        if not live:
+            for line in lines:
+                self._session.note(line)
+            return
+        self.close()
+        click.echo("".join(f"{line}\n" for line in lines), nl=False, err=True, color=True)
+        self._num_lines = len(lines)
+
+    def note(self, text: str) -> None:
+        """Above the live lines, which are shown again soon."""
+        self.close()
+        self._session.note(text)
+
+    def complain(self, text: str) -> None:
+        """The same, also where nobody watches."""
+        self.close()
+        self._session.complain(text)
+
+    def close(self) -> None:
+        """Take the live lines away."""
+        if self._num_lines:
+            click.echo(f"\x1b[{self._num_lines}F\x1b[J", nl=False, err=True, color=True)
+            self._num_lines = 0

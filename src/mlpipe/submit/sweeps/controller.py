@@ -1,0 +1,342 @@
+"""The controller of a sweep: starts its trials, a few at a time, and follows them to their ends.
+
+A trial is a run with a driver of its own, which goes on without the controller. What is known lies in the
+store: a controller that dies is replaced by another (`mlpipe resume`), which reads run.json of the sweep and
+of its trials, follows those that run, starts those that wait, and lets be those that have ended. A trial that
+fails, or that somebody cancels, stops no other.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
+from mlpipe._core.processes import ProcessId, is_alive
+from mlpipe.observe.measured import metrics_of
+from mlpipe.store import leases, runs, sweeps
+from mlpipe.store.base import Store
+from mlpipe.store.runs import RunState, RunStatus, StageState
+from mlpipe.submit import backends, driver, seal
+from mlpipe.submit.adopt import Asked, record
+from mlpipe.submit.backend import Backend
+from mlpipe.submit.executor import StopRequest
+from mlpipe.submit.held_lease import HeldLease
+from mlpipe.submit.submission import Console, Submission
+from mlpipe.submit.sweeps.create import sweep_of, trial_submission
+from mlpipe.submit.sweeps.promote import promote_best
+from mlpipe.submit.sweeps.slots import part_of_machine
+
+STOPPED = "its sweep was stopped"  # why a trial is cancelled that goes on when its sweep does
+_LOOK_SECONDS = 0.2, 2.0  # between two looks at the trials: in a folder, in a bucket
+_UNDRIVEN_SECONDS = 3.0  # between two looks for a driver that has no lease
+_MAX_DRIVERS = 5  # that a trial gets here, each after the one before died
+_AT_ONCE_SECONDS = 20.0  # for drivers on this machine to end what they drive
+
+
+@dataclass
+class _Following:
+    """A trial under way."""
+
+    run: RunState
+    num_drivers: int = 1
+    looked: float = 0.0  # monotonic: for a driver without a lease
+    asked: bool = False  # to stop
+
+
+def drive_sweep(
+    store: Store,
+    sweep_id: str,
+    *,
+    stop: StopRequest,
+    console: Console,
+    watch: Callable[[RunState], None] = lambda state: None,
+    trust_store: bool = False,
+) -> RunState:
+    """Run what is left of a sweep, until all its trials have ended or `stop` says so; its final state. A
+    second signal, as KeyboardInterrupt, stops trials on this machine at once.
+
+    Raises SubmitError or StoreError (input) if another controller is alive, or the sweep is not what it was
+    when it was submitted; SubmitError if the lease was lost on the way. Trials go on then.
+    """
+    former = runs.read_run(store, sweep_id)
+    sealed = seal.verified(store, former, digests=None, trust_store=trust_store)
+    pipeline = sealed.load(sweep_id)
+    spec = str(former.meta.get("spec") or f"runs/{sweep_id}/pipeline.yaml")
+    submission = Submission(
+        spec, sealed.pipeline, sealed.overrides, pipeline, store.url, sealed.folder, run_id=sweep_id
+    )
+    with HeldLease(store, sweep_id) as lease:
+        former = runs.read_run(store, sweep_id)  # as the controller before us left it
+        again = _waits_again(store, former)
+        waits = any(trial.state in ("pending", "running") for trial in former.stages.values())
+        if former.state in runs.RUN_ENDED and not again and not waits:
+            return former
+        runs.reopen(store, sweep_id, (), again=again)
+        return _Controller(store, backends.of_run(former), submission, lease, stop, console).run(watch)
+
+
+def _waits_again(store: Store, sweep: RunState) -> list[str]:
+    """Trials that the sweep's own stop cancelled, and those that stand otherwise by now: somebody has resumed
+    them."""
+    again = []
+    for name, trial in sweep.stages.items():
+        if trial.state not in ("failed", "cancelled", "skipped"):
+            continue
+        run_id = sweeps.trial_run_id(sweep.run_id, name)
+        state = runs.read_run(store, run_id).state if store.exists(f"runs/{run_id}/run.json") else None
+        if trial.state != state or trial.message == STOPPED:
+            again.append(name)
+    return again
+
+
+class _Controller:
+    def __init__(
+        self,
+        store: Store,
+        backend: Backend,
+        submission: Submission,
+        lease: HeldLease,
+        stop: StopRequest,
+        console: Console,
+    ) -> None:
+        self._store, self._backend, self._console = store, backend, console
+        self._submission, self._lease, self._stop = submission, lease, stop
+        self._sweep, self._id = sweep_of(submission), submission.run_id or ""
+        self.state = runs.read_run(store, self._id)
+        self._following: dict[str, _Following] = {}
+        self._look_seconds = _LOOK_SECONDS[store.local_path("runs") is None]
+        self._looked_for_cancel = 0.0
+
+    def run(self, watch: Callable[[RunState], None]) -> RunState:
+        """See `drive_sweep`."""
+        self._update(lambda run: replace(run, state="running", message=""))
+        try:
+            while True:
+                self._lease.check()
+                self._look_for_cancel()
+                self._round()
+                watch(self.state)
+                if not self._following and (self._stop.kind is not None or self._next() is None):
+                    return self._finish()
+                time.sleep(self._look_seconds)
+        except KeyboardInterrupt:  # the second signal
+            self._stop_at_once()
+            return self._finish()
+
+    def _round(self) -> None:
+        """A store that is away for a while stops no trial; the lease bounds how long."""
+        try:
+            for name, trial in self.state.stages.items():
+                if trial.state == "running" and name not in self._following:
+                    self._begin(name)  # of the controller before us
+            for name in list(self._following):
+                self._follow(name)
+            if self._stop.kind is None:
+                while len(self._following) < self._sweep.max_parallel and (new := self._next()) is not None:
+                    self._start(new)
+            else:
+                for name, following in self._following.items():
+                    self._ask_to_stop(name, following, STOPPED)
+        except StoreError as error:
+            if error.kind != "infrastructure":
+                raise
+
+    def _next(self) -> str | None:
+        return next((name for name, trial in self.state.stages.items() if trial.state == "pending"), None)
+
+    # A trial
+
+    def _start(self, name: str) -> None:
+        taken = {trial.outcome.get("slot") for trial in self._stages("running")}
+        slot = min(set(range(self._sweep.max_parallel)) - taken)
+        # first the state, then the run: whoever takes over knows that there may be one
+        self._change(name, state="running", attempt=1, started=time.time(), outcome={"slot": slot})
+        self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        """Anew, or again where the run is there already."""
+        try:
+            self._following[name] = _Following(self._driven(name))
+        except StoreError as error:
+            if error.kind == "infrastructure":
+                raise
+            self._change(name, state="failed", message=str(error), ended=time.time())
+        except MlpipeError as error:
+            self._change(
+                name, state="failed", message=str(error), ended=time.time(), outcome={"kind": error.kind}
+            )
+
+    def _driven(self, name: str) -> RunState:
+        """The trial's run, with a driver unless it has ended."""
+        store, run_id = self._store, sweeps.trial_run_id(self._id, name)
+        submission = trial_submission(self._submission, self._id, name, sweeps.values_of(self.state, name))
+        if not store.exists(f"runs/{run_id}/run.json"):
+            stages = [stage.name for stage in submission.pipeline.stages]
+            record(store, self._backend, submission, stages, sweep=self._id)
+        run = runs.read_run(store, run_id)
+        if run.state == "done" or leases.lease_is_live(run.driver):
+            return run
+        slot = int(self.state.stages[name].outcome.get("slot", 0)) % self._sweep.max_parallel
+        with part_of_machine(self._backend, slot, self._sweep.max_parallel):
+            Asked(self._backend, store, run_id, submission.pipeline, None, self._console).start_driver()
+        return runs.read_run(store, run_id)
+
+    def _follow(self, name: str) -> None:
+        following = self._following[name]
+        try:
+            following.run = run = runs.read_run(self._store, following.run.run_id)
+        except StoreError as error:
+            if error.kind == "infrastructure":
+                raise
+            self._ended(name, "failed", "somebody deleted its run", {"kind": "infrastructure"})
+            return
+        if run.state in runs.RUN_ENDED:
+            self._end(name, run)
+        elif self._is_undriven(following):
+            if following.num_drivers == _MAX_DRIVERS:
+                message = f"{_MAX_DRIVERS} drivers died; go on with it by mlpipe resume {run.run_id}"
+                self._ended(name, "failed", message, {"kind": "infrastructure"})
+            else:
+                self._console.note(f"trial {name} has no driver: it gets one")
+                following.num_drivers += 1
+                self._driven(name)
+
+    def _is_undriven(self, following: _Following) -> bool:
+        """Not before the second look in a row finds neither a lease nor a driver that is about to take it."""
+        if leases.lease_is_live(following.run.driver):
+            following.looked = 0.0
+            return False
+        now = time.monotonic()
+        if following.looked == 0.0:
+            following.looked = now
+        if now - following.looked < _UNDRIVEN_SECONDS:
+            return False
+        following.looked = 0.0
+        return not self._backend.driver_is_alive(following.run.run_id, None)
+
+    def _end(self, name: str, run: RunState) -> None:
+        metrics = metrics_of(self._store, run)
+        metric = self._sweep.metric.name
+        outcome: dict[str, Any] = {"metrics": metrics}
+        message = run.message
+        if run.state == "cancelled" and self._stop.kind is not None:
+            message = STOPPED
+        if run.state == "done":
+            outcome["value"] = metrics.get(metric)
+            message = "" if metric in metrics else f"it has measured no {metric!r}"
+        for stage in run.stages.values():
+            if stage.state == "failed":
+                outcome["kind"], message = (stage.outcome or {}).get("kind") or "failed", stage.message
+                break
+        self._ended(name, run.state, message, outcome)
+
+    def _ended(self, name: str, state: Any, message: str, outcome: dict[str, Any]) -> None:
+        del self._following[name]
+        self._change(name, state=state, message=message, ended=time.time(), outcome=outcome)
+
+    # How it stops
+
+    def _look_for_cancel(self) -> None:
+        if self._stop.kind is None and time.monotonic() - self._looked_for_cancel > 1.0:
+            self._looked_for_cancel = time.monotonic()
+            try:
+                why = runs.cancel_requested(self._store, self._id)
+            except StoreError:
+                return
+            if why is not None:
+                self._stop.request("cancelled", why)
+
+    def _ask_to_stop(self, name: str, following: _Following, why: str) -> None:
+        if not following.asked:
+            runs.request_cancel(self._store, following.run.run_id, why)
+            following.asked = True
+
+    def _stop_at_once(self) -> None:
+        """Drivers on this machine: the second signal. Elsewhere trials have been asked to save, and will."""
+        deadline = time.monotonic() + _AT_ONCE_SECONDS
+        while self._following and not self._backend.has_own_driver and time.monotonic() < deadline:
+            for name, following in list(self._following.items()):
+                self._ask_to_stop(name, following, STOPPED)
+                lease = following.run.driver
+                if lease is not None and is_alive(ProcessId(lease.pid, lease.namespace, lease.started)):
+                    os.kill(lease.pid, signal.SIGTERM)
+            time.sleep(0.5)
+            for name in list(self._following):
+                self._follow(name)
+
+    def _finish(self) -> RunState:
+        if self._stop.kind is not None:
+            # what has not ended by now is followed by the next controller
+            self._update(lambda run: replace(run, state="cancelled", message=self._stop.why))
+            return self.state
+        best = sweeps.best(self.state)
+        failed = [name for name, trial in self.state.stages.items() if trial.state == "failed"]
+        words = [f"best: {best}" if best is not None else f"no trial has a {self._sweep.metric.name!r}"]
+        words += [f"{len(failed)} of {len(self.state.stages)} failed"] if failed else []
+        state: RunStatus = "done" if best is not None else "failed"
+        promoted: dict[str, Any] = {}
+        if best is not None and (wanted := self._sweep.promote) is not None:
+            try:
+                promoted = {"promoted": promote_best(self._store, self.state, wanted.as_, wanted.alias)}
+            except MlpipeError as error:
+                state, words = "failed", [*words, f"not promoted: {error.message}"]
+        message = "; ".join(words)
+        self._update(lambda run: replace(run, state=state, message=message, meta={**run.meta, **promoted}))
+        return self.state
+
+    # What is known
+
+    def _stages(self, state: str) -> list[StageState]:
+        return [trial for trial in self.state.stages.values() if trial.state == state]
+
+    def _change(self, name: str, **changes: Any) -> None:
+        def change(run: RunState) -> RunState:
+            return replace(run, stages={**run.stages, name: replace(run.stages[name], **changes)})
+
+        self._update(change)
+
+    def _update(self, change: Callable[[RunState], RunState]) -> None:
+        """Only the holder of the lease writes."""
+
+        def fenced(run: RunState) -> RunState:
+            if run.driver is None or run.driver.holder != self._lease.holder:
+                raise SubmitError(f"sweep {run.run_id} has another controller by now; this one stops")
+            return change(run)
+
+        self.state = runs.update_run(self._store, self._id, fenced)
+
+
+def cancel_sweep(store: Store, sweep_id: str, why: str, *, timeout_seconds: float) -> RunState:
+    """Stop a sweep and all its trials, which save, and wait until they have. Raises SubmitError when
+    `timeout_seconds` are over."""
+    deadline = time.monotonic() + timeout_seconds
+    sweep = runs.read_run(store, sweep_id)
+    while sweep.state not in runs.RUN_ENDED and leases.lease_is_live(sweep.driver):
+        runs.request_cancel(store, sweep_id, why)
+        if time.monotonic() > deadline:
+            raise SubmitError(
+                f"sweep {sweep_id} was asked to stop and has not stopped within {timeout_seconds:.0f} s",
+                hint=f"its trials save before they stop; look again with mlpipe status {sweep_id}",
+            )
+        time.sleep(0.2)
+        sweep = runs.read_run(store, sweep_id)
+    if sweep.state in runs.RUN_ENDED and not sweep.is_under_way:
+        return sweep
+    with HeldLease(store, sweep_id):
+        stages = dict(sweep.stages)
+        for name, trial in sweep.stages.items():
+            run_id = sweeps.trial_run_id(sweep_id, name)
+            if trial.state == "running" and store.exists(f"runs/{run_id}/run.json"):
+                left = max(deadline - time.monotonic(), 1.0)
+                driver.cancel(store, run_id, STOPPED, timeout_seconds=left)
+                stages[name] = replace(trial, state="cancelled", message=STOPPED, ended=time.time())
+            elif trial.state in ("pending", "running"):
+                stages[name] = replace(trial, state="skipped", message=why)
+        return runs.update_run(
+            store, sweep_id, lambda run: replace(run, state="cancelled", message=why, stages=stages)
+        )

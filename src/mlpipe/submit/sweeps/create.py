@@ -1,0 +1,75 @@
+"""Makes a sweep in the store, and of each trial a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mlpipe._core.errors import SubmitError
+from mlpipe._core.files import check_name
+from mlpipe._core.ids import new_run_id
+from mlpipe.spec.load import load_pipeline_text
+from mlpipe.spec.sweep import ID_CHARACTERS, Sweep
+from mlpipe.spec.trials import overrides_of, planned
+from mlpipe.store.base import Store
+from mlpipe.store.sweeps import trial_name, trial_run_id
+from mlpipe.submit.adopt import record
+from mlpipe.submit.backend import Backend
+from mlpipe.submit.submission import Console, Submission
+from mlpipe.submit.sweeps.slots import part_of_machine
+
+_NAME_CHARACTERS = 34  # of the pipeline, in an id that leaves room for the trial's number
+
+
+def create(store: Store, backend: Backend, submission: Submission, console: Console) -> str:
+    """The id of a new sweep, of which nothing runs yet. Raises what `Backend.check` raises of its first
+    trial, before anything is written, and StoreError (input) when the id is taken."""
+    pipeline = submission.pipeline
+    sweep = sweep_of(submission)
+    sweep_id = submission.run_id or new_run_id(pipeline.name[:_NAME_CHARACTERS])
+    if len(sweep_id) > ID_CHARACTERS:
+        raise SubmitError(
+            f"{sweep_id!r} is too long for a sweep",
+            hint=f"write at most {ID_CHARACTERS} characters",
+            kind="input",
+        )
+    for name in (submission.folder, submission.spec):
+        check_name(name)
+    values = {trial_name(number): one for number, one in enumerate(planned(sweep))}
+    first = trial_submission(submission, sweep_id, trial_name(0), values[trial_name(0)])
+    with part_of_machine(backend, 0, sweep.max_parallel):
+        backend.check(first, console, is_new=True)
+    store.probe()
+    return record(
+        store,
+        backend,
+        replace(submission, run_id=sweep_id),
+        list(values),
+        trials=values,
+        metric={"name": sweep.metric.name, "mode": sweep.metric.mode},
+        method=sweep.method,
+    )
+
+
+def sweep_of(submission: Submission) -> Sweep:
+    """Raises SubmitError (input) for a pipeline without one."""
+    if submission.pipeline.sweep is None:
+        raise SubmitError(
+            "the pipeline has no sweep",
+            where=submission.spec,
+            hint="add 'sweep: {over: {seed: 0..3}}', or run it once with `mlpipe run`",
+            kind="input",
+        )
+    return submission.pipeline.sweep
+
+
+def trial_submission(
+    submission: Submission, sweep_id: str, trial: str, values: Mapping[str, Any]
+) -> Submission:
+    """Of the run that a trial is: the same file with overrides. Raises SpecErrors."""
+    overrides = (*submission.overrides, *overrides_of(values))
+    pipeline = load_pipeline_text(submission.text, submission.spec, overrides=overrides)
+    return replace(
+        submission, overrides=overrides, pipeline=pipeline, run_id=trial_run_id(sweep_id, trial), stage=None
+    )

@@ -1,0 +1,311 @@
+"""The controller of a sweep over trials that train nothing: how many at once, failures, cancels, dead
+controllers and drivers, the best one promoted once."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kit import sweep_backend
+from kit.command_runs import until
+from kit.sweep_backend import Simulated
+
+from mlpipe._core.errors import StoreError, SubmitError
+from mlpipe.cli.sweep import exit_code
+from mlpipe.observe import sweep_table
+from mlpipe.spec.load import load_pipeline_text
+from mlpipe.store import registry, runs, sweeps
+from mlpipe.store.folder import FolderStore
+from mlpipe.store.runs import RunState
+from mlpipe.submit import backends
+from mlpipe.submit.executor import StopRequest
+from mlpipe.submit.submission import Submission
+from mlpipe.submit.sweeps import controller, slots
+from mlpipe.submit.sweeps.controller import STOPPED, cancel_sweep, drive_sweep
+from mlpipe.submit.sweeps.create import create
+
+pytestmark = pytest.mark.unit
+
+
+class Quiet:
+    quiet = True
+
+    def note(self, text: str) -> None: ...
+
+    def complain(self, text: str) -> None: ...
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FolderStore]:
+    monkeypatch.setitem(backends.TABLE, sweep_backend.NAME, sweep_backend.TARGET)
+    monkeypatch.setattr(controller, "_LOOK_SECONDS", (0.005, 0.005))
+    monkeypatch.setattr(controller, "_UNDRIVEN_SECONDS", 0.02)
+    Simulated.reset()
+    yield FolderStore(tmp_path / "store")
+    Simulated.go.set()
+
+
+def made(store: FolderStore, folder: Path, over: dict[str, Any], **more: Any) -> str:
+    sweep = {"over": over, "metric": {"name": "loss"}, **more}
+    train = {
+        "model": {"entry": "a.b:c", "args": {}},
+        "data": {"entry": "a.b:d", "batch_size": 8},
+        "steps": 6,
+    }
+    text = json.dumps(
+        {"version": 1, "name": "swept", "stages": [{"name": "fit", "train": train}], "sweep": sweep}
+    )
+    pipeline = load_pipeline_text(text, "pipeline.yaml")
+    asked = Submission("pipeline.yaml", text, (), pipeline, store.url, str(folder), run_id="s")
+    return create(store, Simulated({}), asked, Quiet())
+
+
+def drive(store: FolderStore, **more: Any) -> RunState:
+    return drive_sweep(store, "s", stop=more.pop("stop", StopRequest()), console=Quiet(), **more)
+
+
+def states(store: FolderStore) -> dict[str, str]:
+    return {name: trial.state for name, trial in runs.read_run(store, "s").stages.items()}
+
+
+def test_as_many_at_once_as_asked_for_and_the_best_is_named(store, tmp_path):
+    made(store, tmp_path, {"model.args.floor": [0.3, 0.1, 0.2], "seed": "0..1"}, max_parallel=2)
+    seen = set[int]()
+
+    def watch(sweep: RunState) -> None:
+        seen.add(sum(trial.state == "running" for trial in sweep.stages.values()))
+
+    sweep = drive(store, watch=watch)
+    assert sweep.state == "done"
+    assert exit_code(sweep) == 0
+    assert set(states(store).values()) == {"done"}
+    assert max(seen) == 2
+    assert sweeps.best(sweep) == "002"  # the first of two with equal values
+    assert [row.trial for row in sweep_table.trial_rows(store, sweep)][:2] == ["002", "003"]
+    document = sweep_table.document(store, sweep)
+    assert document["best_run_id"] == "s-002"
+    trial = document["trials"][2]
+    assert trial["values"] == {"stages.fit.train.model.args.floor": 0.1, "stages.fit.train.seed": 0}
+    assert trial["value"] == pytest.approx(0.1 + sum(1 / step for step in range(1, 7)) / 6)
+    assert runs.read_run(store, "s-002").meta["sweep"] == "s"
+    assert max(Simulated.started.values()) == 1
+
+
+def test_more_is_better_where_the_metric_says_so(store, tmp_path):
+    over = {"model.args.floor": [0.3, 0.1]}
+    made(store, tmp_path, over, metric={"name": "loss", "mode": "max"})
+    sweep = drive(store)
+    assert sweeps.best(sweep) == "000"
+    assert sweeps.ranked(sweep) == ["000", "001"]
+
+
+def test_a_trial_that_fails_stops_no_other_and_alone_it_fails_the_sweep(store, tmp_path):
+    made(store, tmp_path, {"model.args.fails": [True, False]})
+    sweep = drive(store)
+    assert states(store) == {"000": "failed", "001": "done"}
+    assert sweep.state == "done"
+    assert "1 of 2 failed" in sweep.message
+    assert sweep.stages["000"].message == "it was asked to fail"
+    assert sweeps.value_of(sweep.stages["000"]) is None
+
+
+def test_a_sweep_without_a_single_value_has_failed(store, tmp_path):
+    made(store, tmp_path, {"model.args.fails": [True]})
+    sweep = drive(store)
+    assert sweep.state == "failed"
+    assert exit_code(sweep) == 3
+
+
+def test_trials_outlive_their_controller_and_the_next_one_follows_them(store, tmp_path):
+    made(store, tmp_path, {"model.args.waits": [True], "seed": "0..2"}, max_parallel=2)
+
+    class Killed(BaseException):
+        pass
+
+    def watch(sweep: RunState) -> None:
+        if len(Simulated.started) == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        drive(store, watch=watch)
+    assert states(store) == {"000": "running", "001": "running", "002": "pending"}
+    Simulated.go.set()
+    assert drive(store).state == "done"
+    assert dict(Simulated.started) == {"s-000": 1, "s-001": 1, "s-002": 1}
+
+
+def test_a_second_controller_is_refused(store, tmp_path):
+    made(store, tmp_path, {"model.args.waits": [True]})
+    problem: list[StoreError] = []
+
+    def watch(sweep: RunState) -> None:
+        if not problem:
+            with pytest.raises(StoreError, match="is driven by") as caught:
+                drive(store)
+            problem.append(caught.value)
+            Simulated.go.set()
+
+    assert drive(store, watch=watch).state == "done"
+    assert problem[0].kind == "input"
+
+
+def test_a_stop_saves_all_trials_and_a_resume_goes_on_with_what_was_stopped(store, tmp_path):
+    made(store, tmp_path, {"model.args.waits": [False, True], "seed": "0..1"}, max_parallel=2)
+    stop = StopRequest()
+
+    def watch(sweep: RunState) -> None:
+        if len(Simulated.started) == 4:
+            stop.request("interrupted", "stopped by SIGINT")
+
+    sweep = drive(store, stop=stop, watch=watch)
+    assert sweep.state == "cancelled"
+    assert exit_code(sweep) == 5
+    assert states(store) == {"000": "done", "001": "done", "002": "cancelled", "003": "cancelled"}
+    assert sweep.stages["002"].message == STOPPED
+    Simulated.go.set()
+    assert drive(store).state == "done"
+    assert dict(Simulated.started) == {"s-000": 1, "s-001": 1, "s-002": 2, "s-003": 2}
+    assert runs.read_run(store, "s-002").stages["fit"].attempt == 2
+
+
+def test_a_trial_that_somebody_cancels_stays_so_until_somebody_resumes_it(store, tmp_path):
+    made(store, tmp_path, {"model.args.waits": [True], "seed": "0..1"}, max_parallel=2)
+    asked = False
+
+    def watch(sweep: RunState) -> None:
+        nonlocal asked
+        if len(Simulated.started) == 2 and not asked:
+            asked = True
+            runs.request_cancel(store, "s-000", "by hand")
+        if sweep.stages["000"].state == "cancelled":
+            Simulated.go.set()
+
+    sweep = drive(store, watch=watch)
+    assert sweep.state == "done"
+    assert states(store) == {"000": "cancelled", "001": "done"}
+    assert drive(store).seq == sweep.seq  # nothing to do
+    runs.reopen(store, "s-000")
+    backend = Simulated({})
+    pipeline = load_pipeline_text(
+        runs.read_pipeline(store, "s-000"), "p", overrides=runs.read_run(store, "s-000").meta["set"]
+    )
+    backend.start_driver(store, runs.read_run(store, "s-000"), pipeline, None)
+    until(lambda: runs.read_run(store, "s-000").state == "done", "the trial", 20)
+    assert drive(store).stages["000"].state == "done"
+    assert Simulated.started["s-000"] == 2
+
+
+def test_a_driver_that_died_is_replaced(store, tmp_path):
+    made(store, tmp_path, {"model.args.dies": [True]})
+    assert drive(store).state == "done"
+    assert Simulated.started["s-000"] == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of its driver
+def test_a_run_that_was_deleted_is_a_failed_trial(store, tmp_path):
+    made(store, tmp_path, {"model.args.waits": [True], "seed": "0..1"}, max_parallel=2)
+
+    def watch(sweep: RunState) -> None:
+        if len(Simulated.started) == 2 and store.exists("runs/s-000/run.json"):
+            store.delete(["runs/s-000/run.json"])
+            Simulated.go.set()
+
+    drive(store, watch=watch)
+    assert states(store) == {"000": "failed", "001": "done"}
+
+
+def test_a_store_that_is_away_for_a_while_stops_nothing(store, tmp_path, monkeypatch):
+    made(store, tmp_path, {"seed": "0..1"})
+    whole, away = runs.read_run, [3]
+
+    def read_run(of: Any, run_id: str, **more: Any) -> RunState:
+        if run_id == "s-000" and away[0]:
+            away[0] -= 1
+            raise StoreError("out of reach")
+        return whole(of, run_id, **more)
+
+    monkeypatch.setattr(controller.runs, "read_run", read_run)
+    assert drive(store).state == "done"
+    assert away == [0]
+
+
+def test_cancel_without_a_controller_stops_the_trials_and_a_resume_brings_them_back(store, tmp_path):
+    made(store, tmp_path, {"model.args.waits": [True], "seed": "0..2"}, max_parallel=2)
+
+    class Killed(BaseException):
+        pass
+
+    def watch(sweep: RunState) -> None:
+        if len(Simulated.started) == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        drive(store, watch=watch)
+    sweep = cancel_sweep(store, "s", "by hand", timeout_seconds=20)
+    assert sweep.state == "cancelled"
+    assert states(store) == {"000": "cancelled", "001": "cancelled", "002": "skipped"}
+    assert runs.read_run(store, "s-001").state == "cancelled"
+    Simulated.go.set()
+    assert drive(store).state == "done"
+
+
+def test_cancel_asks_a_live_controller(store, tmp_path):
+    made(store, tmp_path, {"model.args.waits": [True]})
+    sweeps_state: list[RunState] = []
+    thread = threading.Thread(target=lambda: sweeps_state.append(drive(store)))
+    thread.start()
+    until(lambda: Simulated.started["s-000"], "the trial", 20)
+    assert cancel_sweep(store, "s", "by hand", timeout_seconds=20).state == "cancelled"
+    thread.join(20)
+    assert sweeps_state[0].message == "by hand"
+
+
+def test_the_best_is_promoted_once(store, tmp_path):
+    over = {"model.args.floor": [0.2, 0.1]}
+    made(store, tmp_path, over, promote={"as": "swept", "alias": "best"})
+    sweep = drive(store)
+    assert sweep.meta["promoted"] == {"model": "swept", "version": 1, "alias": "best", "trial": "001"}
+    from mlpipe.submit.sweeps.promote import promote_best
+
+    assert promote_best(store, sweep, "swept", "best")["version"] == 1
+    model = registry.show_model(store, "swept", "best")
+    assert model.lineage["run"] == "s-001"
+
+
+def test_an_id_that_is_taken_or_too_long_is_refused(store, tmp_path):
+    made(store, tmp_path, {"seed": [1]})
+    with pytest.raises(StoreError, match="exists already"):
+        made(store, tmp_path, {"seed": [1]})
+    text = load_pipeline_text(runs.read_pipeline(store, "s"), "p")
+    asked = Submission("p", "", (), text, store.url, str(tmp_path), run_id="s" * 59)
+    with pytest.raises(SubmitError, match="too long"):
+        create(store, Simulated({}), asked, Quiet())
+
+
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_parts_of_a_machine_are_apart_and_all_of_it(size, num_slots):
+    parts = [slots.part(range(size), slot, num_slots) for slot in range(num_slots)]
+    assert [item for one in parts for item in one] == list(range(size))
+    sizes = [len(one) for one in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_slot_is_taken_for_as_long_as_something_is_started_in_it(monkeypatch):
+    cpus = os.sched_getaffinity(0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    here = backends.load(backends.DEFAULT)({})
+    with slots.part_of_machine(here, 1, 2):
+        inside = os.sched_getaffinity(0)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert inside < cpus or len(cpus) == 1
+    assert os.sched_getaffinity(0) == cpus
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    with slots.part_of_machine(Simulated({}), 1, 2):
+        assert os.sched_getaffinity(0) == cpus
