@@ -147,6 +147,15 @@ class CheckpointPlan:
 
 
 @dataclass(frozen=True)
+class CallbackPlan:
+    """A user's class by import path, called with `args`. `ranks`: the first one has it, or all have."""
+
+    entry: str
+    args: dict[str, Any]
+    ranks: Literal["first", "all"] = "first"
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What the planner expects of a step: bytes on the fullest rank at the peak, the process with all it
     holds; seconds. The ratios are corrections of a calibration by earlier runs, contained in both."""
@@ -215,6 +224,7 @@ class TrainPlan(StageWork):
     # what the memory probe may step down to, largest first; empty where the file names the microbatch
     smaller_micro_batches: tuple[int, ...] = ()
     meaning: dict[str, Any] = field(default_factory=dict)  # see `plan/meaning.py`; kept with each checkpoint
+    callbacks: tuple[CallbackPlan, ...] = ()
 
     @property
     def summary(self) -> str:

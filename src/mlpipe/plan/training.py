@@ -19,6 +19,7 @@ from mlpipe.plan.candidates import enumerate_candidates, global_batch, micro_bat
 from mlpipe.plan.choose import Candidate, rank
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import (
+    CallbackPlan,
     CheckpointPlan,
     DataPlan,
     Entry,
@@ -66,7 +67,8 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     chosen, reason = pick(spec, shape_of(spec, known), hardware, simplest=True)
     batch = (chosen.micro_batch or 1) * hardware.world_size
     train = _train_plan(spec, hardware, known, chosen, reason, batch, resume=True)
-    return dataclasses.replace(train, predicted=None, memory_bytes=None)  # these are of training's steps
+    # these are of training's steps
+    return dataclasses.replace(train, predicted=None, memory_bytes=None, callbacks=())
 
 
 def shape_of(spec: Train, known: Known, traced: Traced | None = None) -> ModelShape | None:
@@ -207,6 +209,9 @@ def _train_plan(
         memory_bytes=hardware.memory_bytes,
         smaller_micro_batches=_smaller(spec, chosen, batch),
         meaning=meanings.meaning(spec, model, data),
+        callbacks=tuple(
+            CallbackPlan(one.entry, fill(one.args, known), one.ranks) for one in spec.callbacks or ()
+        ),
     )
 
 

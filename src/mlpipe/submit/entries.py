@@ -33,10 +33,19 @@ def check_entries(plans: Iterable[Plan], folder: str) -> None:
         own = training.optimizer.entry
         if own is not None:  # called with the parameters in front, whatever their name is there
             _check(Entry(own, training.optimizer.args), path, num_positional=1)
+        for callback in training.callbacks:
+            _check(Entry(callback.entry, callback.args), path, offered=("context",))
 
 
-def _check(entry: Entry, search: Sequence[str], passed: Sequence[str] = (), num_positional: int = 0) -> None:
-    """`passed`, `num_positional`: arguments that mlpipe adds to the user's, by name and in front."""
+def _check(
+    entry: Entry,
+    search: Sequence[str],
+    passed: Sequence[str] = (),
+    num_positional: int = 0,
+    offered: Sequence[str] = (),
+) -> None:
+    """`passed`, `num_positional`: arguments that mlpipe adds to the user's, by name and in front; `offered`:
+    those that it adds for a function that takes them."""
     module, _, name = entry.entry.partition(":")
     spec = _find(module, search)
     if spec is None:
@@ -62,7 +71,8 @@ def _check(entry: Entry, search: Sequence[str], passed: Sequence[str] = (), num_
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list:
             del node.args.args[:num_positional]
-            _check_arguments(entry, node, path, {*entry.args, *passed})
+            named = {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+            _check_arguments(entry, node, path, {*entry.args, *passed, *named.intersection(offered)})
 
 
 def _find(module: str, search: Sequence[str]) -> ModuleSpec | None:

@@ -68,7 +68,7 @@ class Loop:
             raise self.recording.failed_saves[-1]
         key = self.last_key()
         outcome = "done" if position.step >= plan.steps else "saved"
-        self.session.recorder.write(End(outcome=outcome, step=position.step, message=""))
+        self.recording.end(End(outcome=outcome, step=position.step, message=""))
         return Outcome(outcome, position.step, self.session.rank, checkpoint=key, time=time.time())
 
     def step(self) -> tuple[bool, bool]:

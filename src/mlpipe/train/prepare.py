@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from mlpipe._core.records import End
 from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.callbacks import Callbacks, make_callbacks
 from mlpipe.train.checkpoint import Checkpointer
 from mlpipe.train.contract import check_call
 from mlpipe.train.data import Microbatch, MicrobatchLoader, ReadAhead, collate, open_dataset
@@ -28,10 +30,17 @@ from mlpipe.train.session import Session
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
     """Trains to `plan.steps`, or to the step boundary at which the ranks agreed to stop. `progress[0]` is the
     last finished step."""
-    return prepare(session, plan, progress).run()
+    callbacks = make_callbacks(session, plan.callbacks)
+    loop = prepare(session, plan, progress, callbacks)
+    try:
+        return loop.run()
+    except Exception as error:
+        if callbacks:
+            callbacks.on_end(End(rank=session.rank, outcome="failed", step=progress[0], message=str(error)))
+        raise
 
 
-def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
+def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: Callbacks) -> Loop:
     """Everything up to the first step: model, optimizer, data, and the checkpoint to go on from."""
     world = session.world
     seed_step(plan.seed, 0, 0)
@@ -65,7 +74,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int]) -> Loop:
     elif plan.deterministic and world.size > 1:
         dry_steps(model, schedule, first_step(plan.micro_batch)[:1])
     session.watchdog.in_collective = lambda: model.waits.open
-    recording = Recording(session, plan, model.waits, flops)
+    recording = Recording(session, plan, model.waits, flops, callbacks)
     coordination_store = session.coordination_store()
     checkpointer = Checkpointer(
         session.store,

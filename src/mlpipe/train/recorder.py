@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from mlpipe._core.load import Clock
 from mlpipe._core.records import Record, Step, decode_line, encode
@@ -11,6 +12,7 @@ from mlpipe.observe.metrics import RankMetrics
 from mlpipe.observe.records import records_key
 from mlpipe.store.base import Store
 
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 LOAD_SECONDS = 5.0  # /proc/stat counts hundredths of a second
 
 
@@ -34,30 +36,32 @@ class Recorder:
         self._siblings = siblings
         self._clock, self._own = Clock.read() if siblings else None, time.process_time()
 
-    def write(self, record: Record) -> None:
-        """Says in it whose it is, and of a step now and then how busy the machine is."""
-        if isinstance(record, Step):
-            record = self._with_load(record)
-        line = encode(replace(record, rank=self._rank, restart=self._restart))
+    def write(self, record: AnyRecord) -> AnyRecord:
+        """Says in it whose it is, and of a step now and then how busy the machine is. Returns what was
+        written."""
+        load = self._load() if isinstance(record, Step) else {}
+        record = replace(record, rank=self._rank, restart=self._restart, **load)
+        line = encode(record)
         self._log.write(line)
         if self._metrics is not None and (read := decode_line(line)) is not None:
             self._metrics.observe(read)
+        return record
 
-    def _with_load(self, step: Step) -> Step:
-        """Since the last one. All ranks of a node work alike, so what this one used they used, too."""
+    def _load(self) -> dict[str, Any]:
+        """Fields of a step: since the last one that has them. All ranks of a node work alike, so what this
+        one used they used, too."""
         before, own = self._clock, self._own
         if before is None or time.monotonic() - before.time < LOAD_SECONDS:
-            return step
+            return {}
         self._clock, self._own = Clock.read(), time.process_time()
         load = before.until(self._clock, self._siblings * (self._own - own)) if self._clock else None
         if load is None:
-            return step
-        return replace(
-            step,
-            cpu_others_ratio=load.others_ratio,
-            cpu_steal_ratio=load.steal_ratio,
-            cpu_pressure_ratio=load.pressure_ratio,
-        )
+            return {}
+        return {
+            "cpu_others_ratio": load.others_ratio,
+            "cpu_steal_ratio": load.steal_ratio,
+            "cpu_pressure_ratio": load.pressure_ratio,
+        }
 
     def close(self) -> None:
         """Raises StoreError when the last lines cannot be written."""

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from mlpipe._core.errors import MlpipeError
 from mlpipe._core.mfu import mfu_ratio
-from mlpipe._core.records import Save, Step
+from mlpipe._core.records import End, Save, Step
 from mlpipe.plan.flops import CONVENTION
 from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.callbacks import Callbacks
 from mlpipe.train.checkpoint import Saved
 from mlpipe.train.parallel.waits import Waits
 from mlpipe.train.resuming import Position
@@ -24,14 +25,21 @@ _MAX_FAILED_SAVES = 3
 
 
 class Recording:
-    """`num_flops_per_token`: of forward and backward, None where nobody knows. `waits`: of the model."""
+    """`num_flops_per_token`: of forward and backward, None where nobody knows. `waits`: of the model.
+    `callbacks` are told what was written."""
 
     def __init__(
-        self, session: Session, plan: TrainPlan, waits: Waits, num_flops_per_token: float | None
+        self,
+        session: Session,
+        plan: TrainPlan,
+        waits: Waits,
+        num_flops_per_token: float | None,
+        callbacks: Callbacks,
     ) -> None:
         self.session = session
         self.plan = plan
         self.waits = waits
+        self.callbacks = callbacks
         self.num_flops_per_token = num_flops_per_token
         self.peak_flops = plan.peak_flops
         self.achievable_flops: float | None = None
@@ -40,7 +48,7 @@ class Recording:
     def start(self, position: Position, *, num_params: int, restore_seconds: float) -> None:
         """Before the first step, at `position`."""
         flops, again = self.num_flops_per_token, self._recomputed_flops_per_token()
-        self.session.record_start(
+        start = self.session.record_start(
             self.plan,
             num_params=num_params,
             num_flops_per_token=flops,
@@ -53,6 +61,8 @@ class Recording:
             restore_seconds=restore_seconds,
             notes=position.notes,
         )
+        if self.callbacks:
+            self.callbacks.on_start(start)
 
     def step(self, record: Step, total_tokens: float) -> None:
         """`record`: as the loop's clock tells it; of the seconds in forward, backward and update this rank's
@@ -64,12 +74,14 @@ class Recording:
             collective_seconds=(record.collective_seconds or 0.0) + waited,
             memory_bytes=peak_memory_bytes(self.session.device),
         )
-        self.session.recorder.write(self._with_rates(record, total_tokens))
+        written = self.session.recorder.write(self._with_rates(record, total_tokens))
+        if self.callbacks:
+            self.callbacks.on_step(written)
 
     def saved(self, saved: Saved) -> None:
         """The run goes on without a save that failed, since the store may come back and what was computed
         since is dear; it ends at the third in a row (raised here), and at the last step."""
-        self.session.recorder.write(
+        written = self.session.recorder.write(
             Save(
                 step=saved.step,
                 key=saved.key,
@@ -79,6 +91,8 @@ class Recording:
                 error=str(saved.error) if saved.error else None,
             )
         )
+        if self.callbacks:
+            self.callbacks.on_checkpoint(written)
         if saved.error is None:
             self.failed_saves.clear()
             return
@@ -86,6 +100,12 @@ class Recording:
         _log.warning("the checkpoint of step %d failed: %s", saved.step, saved.error)
         if len(self.failed_saves) >= _MAX_FAILED_SAVES:
             raise saved.error
+
+    def end(self, record: End) -> None:
+        """When the training is over, and its last checkpoint committed."""
+        written = self.session.recorder.write(record)
+        if self.callbacks:
+            self.callbacks.on_end(written)
 
     def _recomputed_flops_per_token(self) -> float | None:
         if self.plan.activation_checkpointing == "none":

@@ -124,8 +124,8 @@ class Session:
             wait_for_workers=False,
         )
 
-    def record_start(self, part: TrainPlan, **fields: Any) -> None:
-        """The start record: what the session knows, and `fields` of `Start`."""
+    def record_start(self, part: TrainPlan, **fields: Any) -> Start:
+        """The start record, as it was written: what the session knows, and `fields` of `Start`."""
         start = Start(
             world_size=self.world.size,
             strategy=part.strategy,
@@ -143,7 +143,7 @@ class Session:
             seconds_since_spawn=time.time() - self.began,
             **fields,
         )
-        self.recorder.write(start)
+        return self.recorder.write(start)
 
     def run(self, progress: list[int]) -> Outcome:
         """`progress[0]` follows the last finished step, for the message if this fails."""

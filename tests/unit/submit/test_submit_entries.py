@@ -19,6 +19,8 @@ def build(dim, *, depth=2): ...
 def anything(**args): ...
 def sized(length, split="train"): ...
 def unsplit(length): ...
+def told(path, context): ...
+def untold(path): ...
 if True:
     made = build
 """
@@ -82,6 +84,13 @@ def test_a_data_set_is_called_with_its_split(folder: str):
     _check(Entry("own.model:sized", {"length": 1}), [folder], passed=("split",))
     with pytest.raises(MlpipeError, match="'split'"):
         _check(Entry("own.model:unsplit", {"length": 1}), [folder], passed=("split",))
+
+
+@pytest.mark.parametrize("function", ["told", "untold"])
+def test_a_callback_is_given_its_context_if_it_takes_one(folder: str, function: str):
+    _check(Entry(f"own.model:{function}", {"path": "x"}), [folder], offered=("context",))
+    with pytest.raises(MlpipeError, match="'path'"):
+        _check(Entry(f"own.model:{function}", {}), [folder], offered=("context",))
 
 
 def test_run_refuses_before_it_makes_a_run(tmp_path: Path):

@@ -11,6 +11,7 @@ from mlpipe._core.units import parse_seconds
 from mlpipe.spec import feasibility
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel, one_of
+from mlpipe.spec.callbacks import Callback
 from mlpipe.spec.optimizer import AnyOptimizer, default_optimizer
 from mlpipe.spec.part import SpecPart
 from mlpipe.spec.problems import Problem
@@ -155,6 +156,9 @@ class Train(SpecModel):
     metrics_port: f.Port | Literal["off"] = Field(
         0, description="Of /metrics, plus the local rank; 0 takes any free port."
     )
+    callbacks: tuple[Callback, ...] | None = Field(
+        None, strict=False, description="Objects of yours that hear of each step, validation and checkpoint."
+    )
 
 
 def _problems(stage: Node) -> Iterator[Problem]:
@@ -239,7 +243,8 @@ def _positive(node: Node) -> bool:
 
 def _texts(train: Node) -> Iterator[Node]:
     for path, leaf in train.walk():
-        if path[:2] == ("data", "tokens") or path[1:2] == ("args",):
+        of_callback = path[:1] == ("callbacks",) and path[2:3] == ("args",)
+        if path[:2] == ("data", "tokens") or path[1:2] == ("args",) or of_callback:
             yield leaf
 
 
