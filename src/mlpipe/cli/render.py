@@ -51,18 +51,18 @@ def command(
     as `{{stages.NAME.output}}`. For Jenkins: a Jenkinsfile with one stage for each of the pipeline's; run it
     at the top of the repository."""
     from mlpipe._core.ids import is_name
-    from mlpipe.spec.load import load_pipeline
+    from mlpipe.spec.load import read_pipeline
 
     if check and out is None:
         raise click.UsageError("--check compares with what was written: add --out DIR or FILE")
     if run_id is not None and not is_name(run_id):
         raise click.UsageError(f"{run_id!r} is no run id: write 1 to 63 of a-z, 0-9, '.', '_', '-'")
-    pipeline = load_pipeline(spec, overrides=overrides)
+    text, pipeline = read_pipeline(spec, overrides=overrides)
     if pipeline.sweep is not None:
         raise click.UsageError("a sweep is several runs; what one of them is: --set sweep=null")
     submission = Submission(
         spec=spec,
-        text=Path(spec).read_text(encoding="utf-8-sig"),
+        text=text,
         overrides=overrides,
         pipeline=pipeline,
         store_url=session.store_url or pipeline.store,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import click
 
@@ -26,12 +25,11 @@ def command(session: Session, spec: str, overrides: tuple[str, ...], run_id: str
     4 for infrastructure, 5 when it was cancelled (also by SIGTERM), 130 after Ctrl-C.
     """
     from mlpipe.cli.foreground import drive_here
-    from mlpipe.spec.load import load_pipeline
+    from mlpipe.spec.load import read_pipeline
     from mlpipe.submit.adopt import create
 
-    pipeline = load_pipeline(spec, overrides=overrides)
+    text, pipeline = read_pipeline(spec, overrides=overrides)
     store = session.open_store(pipeline.store)
-    text = Path(spec).read_text(encoding="utf-8-sig")
     submission = Submission(spec, text, overrides, pipeline, store.url, os.getcwd(), run_id=run_id)
     backend = backends.load(backends.DEFAULT)({})
     if pipeline.sweep is not None:

@@ -11,14 +11,19 @@ from pydantic_core import ErrorDetails
 
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe.spec import kubernetes_rules, rules
-from mlpipe.spec import overrides as override_rules
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.problems import Place, Problem, SpecErrors, closest
-from mlpipe.spec.tree import MAX_BYTES, Ambiguous, Node, parse
+from mlpipe.spec.tree import JSON_KEYS, MAX_BYTES, Ambiguous, Node, parse
 
 
 def load_pipeline(path: str | Path, *, overrides: Sequence[str] = ()) -> Pipeline:
     """Read, override (`KEY=VALUE`, see `spec/overrides.py`) and check. Raises SpecErrors."""
+    return read_pipeline(path, overrides=overrides)[1]
+
+
+def read_pipeline(path: str | Path, *, overrides: Sequence[str] = ()) -> tuple[str, Pipeline]:
+    """As `load_pipeline`, with the text that it was made of: before `overrides`, every newline a `\\n`, as a
+    run keeps it and its digests are taken. The file is read once: both are of the same moment."""
     name = str(path)
     try:
         with Path(path).open("rb") as stream:
@@ -27,7 +32,8 @@ def load_pipeline(path: str | Path, *, overrides: Sequence[str] = ()) -> Pipelin
         reason = getattr(error, "strerror", None) or str(error)
         hint = "name an existing file, or write one with 'mlpipe init'"
         raise SpecErrors([Problem.at(Place(name), f"cannot be read: {reason}", hint)]) from None
-    return load_pipeline_text(data, name, overrides=overrides)
+    pipeline = load_pipeline_text(data, name, overrides=overrides)
+    return _decode(data, name).replace("\r\n", "\n").replace("\r", "\n"), pipeline
 
 
 def load_pipeline_text(text: str | bytes, name: str, *, overrides: Sequence[str] = ()) -> Pipeline:
@@ -35,8 +41,10 @@ def load_pipeline_text(text: str | bytes, name: str, *, overrides: Sequence[str]
     root, problems = parse(_decode(text, name), name)
     if root is None:
         raise SpecErrors(problems)
-    for override in overrides:
-        problems += override_rules.apply(root, override)
+    if overrides:
+        from mlpipe.spec.overrides import apply
+
+        problems += [problem for override in overrides for problem in apply(root, override)]
     problems += _nulls(root)
     pipeline, problems = _check(root, name, problems)
     if not problems and pipeline is not None and pipeline.sweep is not None:
@@ -104,7 +112,7 @@ def _nulls(root: Node) -> list[Problem]:
     """A key without a value is a slip, except where any JSON may stand, whose null is a value."""
     problems = []
     for path, node in root.walk():
-        if node.value is None and not node.broken and path and not override_rules.JSON_KEYS & set(path):
+        if node.value is None and not node.broken and path and not JSON_KEYS & set(path):
             node.broken = True
             problems.append(
                 Problem.at(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, create_model
 
-from mlpipe._core.yaml import to_yaml
 from mlpipe.kinds import KINDS, Kind
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel, one_of
@@ -162,6 +161,8 @@ class Pipeline(SpecModel):
 
     def resolved_yaml(self) -> str:
         """All overrides and defaults written out; loads back to an equal Pipeline in any YAML parser."""
+        from mlpipe._core.yaml import to_yaml
+
         return to_yaml(self.model_dump(mode="json", by_alias=True, exclude_none=True))
 
     @cached_property

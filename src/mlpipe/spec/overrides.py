@@ -21,9 +21,8 @@ from pydantic import BaseModel
 from mlpipe.spec.model import Pipeline, Stage
 from mlpipe.spec.part import kind_of, spec_part
 from mlpipe.spec.problems import Place, Problem, closest
-from mlpipe.spec.tree import Ambiguous, Node, get, items_of, parse, text_of
+from mlpipe.spec.tree import JSON_KEYS, Ambiguous, Node, get, items_of, parse, text_of
 
-JSON_KEYS = {"args", "strategic", "json"}  # below them any JSON may stand
 _log = logging.getLogger(__name__)
 _TOP = set(Pipeline.model_fields)
 _STAGE = set(Stage.model_fields)

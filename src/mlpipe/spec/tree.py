@@ -21,6 +21,7 @@ MAX_BYTES = 2**20
 MAX_DEPTH = 32
 MAX_VALUES = 15_000  # 1,000 stages are 13,000; reading as many takes half a second
 MAX_KEY = 256
+JSON_KEYS = {"args", "strategic", "json"}  # below them any JSON may stand, null as well
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")

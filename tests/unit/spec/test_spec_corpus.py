@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import jsonschema
 import pytest
 
-from mlpipe.spec.load import load_pipeline, load_pipeline_text
+from mlpipe.spec.load import load_pipeline, load_pipeline_text, read_pipeline
 from mlpipe.spec.problems import SpecErrors
 from mlpipe.spec.schema import json_schema
 from mlpipe.spec.tree import parse
@@ -60,6 +61,19 @@ def test_good_files_load_and_resolve_to_an_equal_pipeline(path: Path) -> None:
     assert again == pipeline
     assert again.resolved_yaml() == resolved
     assert again.digest == pipeline.digest
+
+
+def test_text_and_pipeline_are_of_one_reading(tmp_path: Path) -> None:
+    """A pipe can be read once: `mlpipe run <(...)`. The text is what a run keeps and its digests are taken of."""
+    text = "version: 1\nname: piped\nstages: [{name: a, command: [echo, $X]}]\n"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    written = b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode()
+    writer = threading.Thread(target=lambda: pipe.write_bytes(written))
+    writer.start()
+    told, pipeline = read_pipeline(pipe, overrides=["name=other"])
+    writer.join()
+    assert (told, pipeline.name) == (text, "other")
 
 
 @pytest.mark.parametrize("path", GOOD, ids=lambda p: p.name)
