@@ -12,11 +12,12 @@ from pathlib import Path
 from mlpipe._core import environment
 from mlpipe.plan.plan import Plan
 from mlpipe.store.base import Store
+from mlpipe.store.outcome import read_outcome
 from mlpipe.store.runs import RunState
 from mlpipe.submit import process
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.executor import Ended, Slots
-from mlpipe.submit.handle import ThreadedHandle, ended_by, read_outcome
+from mlpipe.submit.handle import ThreadedHandle, ended_by
 from mlpipe.submit.here import stage_command
 from mlpipe.submit.submission import Finding, Option
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["bug", "input", "failed", "infrastructure", "cancelled", "interrupted"]
+# Whose fault it is. (A `Kind` is one of stages: `mlpipe.kinds`.)
+ErrorKind = Literal["bug", "input", "failed", "infrastructure", "cancelled", "interrupted"]
 
-EXIT_CODES: dict[Kind, int] = {
+EXIT_CODES: dict[ErrorKind, int] = {
     "bug": 1,
     "input": 2,
     "failed": 3,
@@ -29,7 +30,7 @@ EXIT_CODES: dict[Kind, int] = {
 
 # What whoever starts the same thing again makes of them. torchrun, which starts workers anew in an attempt:
 # these kinds would come again, while a failure of the user's own code need not.
-FATAL_KINDS: tuple[Kind, ...] = ("input", "bug")
+FATAL_KINDS: tuple[ErrorKind, ...] = ("input", "bug")
 # Kubernetes, which starts pods anew when all that is used up: these codes would come again. A launcher that
 # was stopped by a signal and has saved goes on, which costs a JobSet nothing. All else counts.
 NON_RETRIABLE_CODES = (EXIT_CODES["input"], EXIT_CODES["failed"])
@@ -39,7 +40,7 @@ SAVED_CODE = EXIT_CODES["cancelled"]
 class MlpipeError(Exception):
     """What went wrong, where (`file:line:col`, a key, a URL, a rank) and what to do about it."""
 
-    kind: Kind = "bug"
+    kind: ErrorKind = "bug"
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class MlpipeError(Exception):
         *,
         where: str | None = None,
         hint: str | None = None,
-        kind: Kind | None = None,
+        kind: ErrorKind | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -64,25 +65,25 @@ class MlpipeError(Exception):
 class SpecError(MlpipeError):
     """The pipeline file is wrong."""
 
-    kind: Kind = "input"
+    kind: ErrorKind = "input"
 
 
 class PlanError(MlpipeError):
     """The pipeline cannot run as it was asked for."""
 
-    kind: Kind = "input"
+    kind: ErrorKind = "input"
 
 
 class RenderError(MlpipeError):
     """A manifest or Jenkinsfile cannot be written."""
 
-    kind: Kind = "input"
+    kind: ErrorKind = "input"
 
 
 class StoreError(MlpipeError):
     """The store is unreachable, full or corrupt."""
 
-    kind: Kind = "infrastructure"
+    kind: ErrorKind = "infrastructure"
 
 
 class DamagedError(StoreError):
@@ -92,10 +93,10 @@ class DamagedError(StoreError):
 class SubmitError(MlpipeError):
     """A run cannot be started, found or followed."""
 
-    kind: Kind = "infrastructure"
+    kind: ErrorKind = "infrastructure"
 
 
 class TrainError(MlpipeError):
     """The run failed by its own code or its gate."""
 
-    kind: Kind = "failed"
+    kind: ErrorKind = "failed"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlpipe._core import environment
-from mlpipe._core.errors import EXIT_CODES, Kind, MlpipeError
+from mlpipe._core.errors import EXIT_CODES, ErrorKind, MlpipeError
 from mlpipe._core.presets import LLAMA
 from mlpipe._core.units import format_seconds
 from mlpipe.cli.session import DEFAULT_STORE
@@ -26,7 +26,7 @@ _COLOURS = {"done": "green", "failed": "red", "cancelled": "yellow", "skipped": 
 
 def exit_code(run: RunState, only: str | None = None) -> int:
     """Of the verb that waited for `run` (or for its stage `only`)."""
-    kinds: dict[str, Kind] = {"done": "bug", "cancelled": "cancelled", "failed": "failed"}
+    kinds: dict[str, ErrorKind] = {"done": "bug", "cancelled": "cancelled", "failed": "failed"}
     if run.state == "done" or (only is not None and run.stages[only].state == "done"):
         return 0
     if only is not None and run.stages[only].state == "cancelled":

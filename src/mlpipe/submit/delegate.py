@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mlpipe._core.errors import Kind, SubmitError
+from mlpipe._core.errors import ErrorKind, SubmitError
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.submission import Console, Submission
 
@@ -24,7 +24,7 @@ class HandedOver:
 
     document: dict[str, Any]
     text: str
-    failure: Kind | None = None
+    failure: ErrorKind | None = None
 
 
 class Requested(ABC):

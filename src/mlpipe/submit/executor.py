@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from mlpipe._core.errors import Kind
+from mlpipe._core.errors import ErrorKind
 from mlpipe.plan.plan import Plan
 
 
@@ -17,7 +17,7 @@ class Ended:
 
     state: Literal["done", "failed", "cancelled"]
     message: str = ""
-    kind: Kind | None = None
+    kind: ErrorKind | None = None
     exit_code: int | None = None
     outcome: dict[str, Any] = field(default_factory=dict)
     lost: bool = False

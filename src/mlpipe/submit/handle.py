@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from abc import ABC, abstractmethod
-from typing import Any
 
-from mlpipe._core.errors import Kind, MlpipeError
+from mlpipe._core.errors import MlpipeError
 from mlpipe.plan.plan import Plan
 from mlpipe.store.base import Store
+from mlpipe.store.outcome import AttemptOutcome
 from mlpipe.submit.executor import Ended
 
 
@@ -61,21 +60,12 @@ class InDriver(ThreadedHandle):
         return Ended("done", exit_code=0, outcome=outcome)
 
 
-def ended_by(outcome: dict[str, Any]) -> Ended:
-    """From a launcher's outcome.json."""
-    words = outcome["message"] or ""
-    if outcome["outcome"] == "saved" or outcome["kind"] == "cancelled":
-        return Ended("cancelled", words, exit_code=outcome["exit_code"], outcome=outcome)
-    if outcome["outcome"] == "failed":
-        text = str(MlpipeError(words, where=outcome["where"], hint=outcome["hint"]))
-        kind: Kind = outcome["kind"] or "failed"
-        return Ended("failed", text, kind=kind, exit_code=outcome["exit_code"], outcome=outcome)
-    return Ended("done", words, exit_code=outcome["exit_code"], outcome=outcome)
-
-
-def read_outcome(store: Store, key: str) -> dict[str, Any] | None:
-    """None if the launcher left none: it was killed, or still runs."""
-    if not store.exists(key):
-        return None
-    outcome: dict[str, Any] = json.loads(store.get(key))
-    return outcome
+def ended_by(outcome: AttemptOutcome) -> Ended:
+    """As the driver takes what a launcher has left."""
+    words, code, plain = outcome.message or "", outcome.exit_code, outcome.to_plain()
+    if outcome.outcome == "saved" or outcome.kind == "cancelled":
+        return Ended("cancelled", words, exit_code=code, outcome=plain)
+    if outcome.outcome == "failed":
+        text = str(MlpipeError(words, where=outcome.where, hint=outcome.hint))
+        return Ended("failed", text, kind=outcome.kind or "failed", exit_code=code, outcome=plain)
+    return Ended("done", words, exit_code=code, outcome=plain)

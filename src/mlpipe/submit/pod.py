@@ -6,7 +6,6 @@ outcome.json in the store, the same lines on stdout, and one of our exit codes. 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from mlpipe.plan.plan import Plan
 from mlpipe.plan.process import fetch_inputs, main_of_stage
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
+from mlpipe.store.outcome import AttemptOutcome, write_outcome
 from mlpipe.submit.executor import Ended
 from mlpipe.submit.handle import ThreadedHandle
 from mlpipe.submit.process_executor import ProcessExecutor
@@ -81,18 +81,15 @@ def _exit_code(ended: Ended) -> int:
 
 
 def _store_outcome(store: Store, plan: Plan, ended: Ended, exit_code: int) -> None:
-    body = {
-        "outcome": "done" if ended.state == "done" else "failed",
-        "kind": "cancelled" if ended.state == "cancelled" else ended.kind,
-        "message": ended.message,
-        "where": None,
-        "hint": None,
-        "restarts": 0,
-        "exit_code": exit_code,
-        "time": time.time(),
-        **ended.outcome,
-    }
-    store.put(f"{plan.attempt_key}/outcome.json", json.dumps(body, indent=2).encode())
+    outcome = AttemptOutcome(
+        "done" if ended.state == "done" else "failed",
+        kind="cancelled" if ended.state == "cancelled" else ended.kind,
+        message=ended.message,
+        exit_code=exit_code,
+        time=time.time(),
+        details=ended.outcome,
+    )
+    write_outcome(store, f"{plan.attempt_key}/outcome.json", outcome)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlpipe._core import environment
-from mlpipe._core.errors import EXIT_CODES, Kind, SubmitError
+from mlpipe._core.errors import EXIT_CODES, ErrorKind, SubmitError
 from mlpipe.plan.plan import Plan
 from mlpipe.spec import placeholders
 from mlpipe.store import outputs
 from mlpipe.store.base import Store
+from mlpipe.store.outcome import read_outcome
 from mlpipe.submit import process
 from mlpipe.submit.executor import Ended, Slots
-from mlpipe.submit.handle import ThreadedHandle, ended_by, read_outcome
+from mlpipe.submit.handle import ThreadedHandle, ended_by
 from mlpipe.submit.here import stage_command
 
 _LAST_LINES = 15  # of a failed command's log, shown with the failure
-_KINDS: dict[int, Kind] = {code: kind for kind, code in EXIT_CODES.items()}
+_KINDS: dict[int, ErrorKind] = {code: kind for kind, code in EXIT_CODES.items()}
 
 
 def gpu_ids() -> list[str]:

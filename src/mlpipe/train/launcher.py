@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -30,6 +29,7 @@ from mlpipe.plan.plan import Plan
 from mlpipe.plan.process import fetch_inputs, main_of_stage
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
+from mlpipe.store.outcome import AttemptOutcome, write_outcome
 from mlpipe.store.runs import append_event
 from mlpipe.train import outcome, stop
 from mlpipe.train.logs import LogShipper
@@ -58,7 +58,7 @@ def _run(plan: Plan, path: Path, scratch: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Node:
+class GangNode:
     """Which node of the gang this is, by the variables of its pod; on a laptop none is set. `rendezvous`:
     host:port of node 0's torchrun. `gang_restart`: how often all pods were restarted together."""
 
@@ -67,8 +67,8 @@ class Node:
     gang_restart: int
 
     @staticmethod
-    def from_environment() -> Node:
-        return Node(
+    def from_environment() -> GangNode:
+        return GangNode(
             index=int(os.environ.get("JOB_COMPLETION_INDEX") or "0"),
             rendezvous=os.environ.get(environment.RENDEZVOUS) or "localhost:0",
             gang_restart=int(os.environ.get(environment.GANG_RESTART) or "0"),
@@ -82,7 +82,7 @@ class Node:
 class Launcher:
     def __init__(self, plan: Plan, plan_path: Path, scratch: Path) -> None:
         self.plan = plan
-        self.node = Node.from_environment()
+        self.node = GangNode.from_environment()
         self.first_restart = self.node.gang_restart * (plan.launch.max_restarts + 1)
         self.outcome_key = f"{plan.attempt_key}/{self.node.name('outcome', '.json')}"
         self.plan_path = plan_path
@@ -135,8 +135,8 @@ class Launcher:
         ended = self._outcome(process.returncode, torchrun_log.read_text(errors="replace"), restarts)
         exit_code = _exit_code(ended)
         if ended.outcome == "failed":
-            found = MlpipeError(ended.message, where=ended.where, hint=ended.hint)
-            print(f"error: {found}", file=sys.stderr, flush=True)  # noqa: T201
+            failure = MlpipeError(ended.message, where=ended.where, hint=ended.hint)
+            print(f"error: {failure}", file=sys.stderr, flush=True)  # noqa: T201
         try:
             self._event(LaunchEnded(outcome=ended.outcome, message=ended.message))
             self._store_outcome(ended, restarts, exit_code)
@@ -156,33 +156,32 @@ class Launcher:
             append_event(self.store, self.plan.attempt_key, event)
 
     def _store_outcome(self, ended: Outcome, restarts: int, exit_code: int) -> None:
-        body = {
-            "outcome": ended.outcome,
-            "kind": ended.kind,
-            "cause": ended.cause,
-            "message": ended.message,
-            "where": ended.where,
-            "hint": ended.hint,
-            "step": ended.step,
-            "checkpoint": ended.checkpoint,
-            "restarts": self.node.gang_restart
-            + restarts,  # how many; their numbers leave room for torchrun's
-            "exit_code": exit_code,
-            "time": ended.time,
-            **ended.details,
-        }
-        self.store.put(self.outcome_key, json.dumps(body, indent=2).encode())
+        of_attempt = AttemptOutcome(
+            ended.outcome,
+            kind=ended.kind,
+            cause=ended.cause,
+            message=ended.message,
+            where=ended.where,
+            hint=ended.hint,
+            step=ended.step,
+            checkpoint=ended.checkpoint,
+            restarts=self.node.gang_restart + restarts,  # how many; their numbers leave room for torchrun's
+            exit_code=exit_code,
+            time=ended.time,
+            details=ended.details,
+        )
+        write_outcome(self.store, self.outcome_key, of_attempt)
 
     def _num_restarts(self, log_dir: Path) -> int:
         """By the folder that torchrun makes for each. After a fatal failure it may start workers once more,
         which leave at once: these do not count."""
         fatal = [path.stat().st_mtime for path in outcome.fatal_files(self.scratch)]
-        found = [
+        restarts = [
             int(path.name.removeprefix("attempt_"))
             for path in log_dir.glob("*/attempt_*")
             if not fatal or path.stat().st_mtime <= min(fatal)
         ]
-        return max(found, default=0)
+        return max(restarts, default=0)
 
     def _environment(self) -> dict[str, str]:
         launch = self.plan.launch
@@ -243,8 +242,8 @@ class Launcher:
 
     def _outcome(self, returncode: int, torchrun_log: str, restarts: int) -> Outcome:
         fatal = [outcome.read(path) for path in outcome.fatal_files(self.scratch)]
-        if fatal and all("waiting" in found.details for found in fatal):
-            for rank in stop.ranks(self.scratch).keys() - {found.rank for found in fatal}:
+        if fatal and all("waiting" in worker.details for worker in fatal):
+            for rank in stop.ranks(self.scratch).keys() - {worker.rank for worker in fatal}:
                 if not (self.scratch / f"outcome-{rank}.json").exists():
                     fatal.append(
                         outcome.hang(
@@ -252,19 +251,19 @@ class Launcher:
                         )
                     )
         if fatal:
-            return min(fatal, key=lambda found: ("waiting" in found.details, found.time))
+            return min(fatal, key=lambda worker: ("waiting" in worker.details, worker.time))
         ended = [outcome.read(path) for path in self.scratch.glob("outcome-*.json")]
-        for found in sorted(ended, key=lambda found: found.rank):
-            if found.outcome in ("done", "saved") and (
-                returncode == 0 or self.num_signals or found.rank == 0
+        for worker in sorted(ended, key=lambda worker: worker.rank):
+            if worker.outcome in ("done", "saved") and (
+                returncode == 0 or self.num_signals or worker.rank == 0
             ):
-                return found
-        good = [found for found in ended if found.kind is None or found.details]
+                return worker
+        good = [worker for worker in ended if worker.kind is None or worker.details]
         if returncode == 0 and good:
             return good[0]
         if self.num_signals:
             how = "at once" if self.num_signals > 1 else "before a checkpoint could be saved"
-            why = "".join(f": {found.message}" for found in ended[:1])
+            why = "".join(f": {worker.message}" for worker in ended[:1])
             return Outcome("failed", kind="cancelled", message=f"stopped {how}{why}", time=time.time())
         if returncode < 0:  # not of the worker's doing: it has no report either
             how = signal.Signals(-returncode).name
@@ -275,7 +274,7 @@ class Launcher:
                 hint="out of memory? look at the kernel's log",
                 time=time.time(),
             )
-        return _failure(torchrun_log, [found for found in ended if found.outcome == "failed"], restarts)
+        return _failure(torchrun_log, [worker for worker in ended if worker.outcome == "failed"], restarts)
 
     def keep_postmortem(self, torchrun_log: Path) -> None:
         """torchrun's own log, and what the ranks wrote: stacks, flight recordings of NCCL, outcomes."""
@@ -288,7 +287,7 @@ class Launcher:
             self.store.put(f"{self.plan.attempt_key}/postmortem/{path.name}", path.read_bytes())
 
 
-def torchrun_argv(plan: Plan, log_dir: Path, node: Node) -> list[str]:
+def torchrun_argv(plan: Plan, log_dir: Path, node: GangNode) -> list[str]:
     """The command line of torchrun on `node`."""
     launch = plan.launch
     argv = [sys.executable, "-m", "mlpipe.train.torchrun"]
@@ -375,7 +374,7 @@ def _failure(torchrun_log: str, failed: list[Outcome], restarts: int) -> Outcome
                 time=time.time(),
             )
     if failed:
-        first = min(failed, key=lambda found: found.time)
+        first = min(failed, key=lambda worker: worker.time)
         return replace(first, message=first.message + after)
     last = "\n".join(torchrun_log.strip().splitlines()[-5:])
     return Outcome(

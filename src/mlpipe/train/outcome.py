@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlpipe._core.errors import Kind, MlpipeError
+from mlpipe._core.errors import ErrorKind, MlpipeError
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Outcome:
     outcome: str
     step: int = 0
     rank: int = 0
-    kind: Kind | None = None
+    kind: ErrorKind | None = None
     message: str = ""
     where: str | None = None
     hint: str | None = None

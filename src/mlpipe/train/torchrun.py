@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from mlpipe.train import without_dynamo
-from mlpipe.train.launcher import Node
+from mlpipe.train.launcher import GangNode
 from mlpipe.train.stop import die_with_parent
 
 RENDEZVOUS_SECONDS = 900.0
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     gc.freeze()  # so that collections in a rank do not write to, and so copy, what it shares
     _start_fork_server()
     subprocess_handler.Popen = Forked  # type: ignore[assignment,misc]
-    node = Node.from_environment()
+    node = GangNode.from_environment()
     if node.index and not _first_node_listens(node.rendezvous):
         words = f"node 0 did not listen at {node.rendezvous} within {RENDEZVOUS_SECONDS:.0f} s"
         print(f"{words}; is its pod running? `mlpipe status` says why it is not")  # noqa: T201

@@ -21,7 +21,7 @@ def server():
 @pytest.fixture
 def api(server, tmp_path, monkeypatch) -> ClusterApi:
     monkeypatch.setattr(cluster_api, "DEADLINE_SECONDS", 0.3)
-    monkeypatch.setattr(cluster_api, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(cluster_api, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(cluster_config, "_NAMESPACE_FILE", Path("/nowhere"))
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
     return connect()

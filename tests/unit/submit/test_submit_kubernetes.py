@@ -94,7 +94,7 @@ def folder():
 @pytest.fixture
 def person(server, folder, monkeypatch, capfd) -> Person:
     monkeypatch.setattr(cluster_api, "DEADLINE_SECONDS", 0.3)
-    monkeypatch.setattr(cluster_api, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(cluster_api, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(cluster_api, "_GONE_SECONDS", 0.3)
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(folder)))
     monkeypatch.setenv("MLPIPE_CACHE", str(folder / "cache"))

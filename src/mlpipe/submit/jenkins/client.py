@@ -20,7 +20,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import requests
 
-from mlpipe._core.errors import Kind, SubmitError
+from mlpipe._core.errors import ErrorKind, SubmitError
 from mlpipe.submit.jenkins.http import (
     PATIENCE_SECONDS,
     Access,
@@ -33,7 +33,7 @@ RUN_ID = "RUN_ID"  # the parameter by which a build is found again
 RESTART_SECONDS = 600.0  # for a controller that restarts while its build is followed
 _LOST_SECONDS = 20.0  # for a build whose trigger had no answer to show up
 _MAX_BUILDS = 100  # the latest ones, among which a build is looked for
-_RESULTS: dict[str, Kind | None] = {"SUCCESS": None, "ABORTED": "cancelled"}
+_RESULTS: dict[str, ErrorKind | None] = {"SUCCESS": None, "ABORTED": "cancelled"}
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def job_path(job: str) -> str:
     return quote(job_item(job))
 
 
-def failure_of(result: str) -> Kind | None:
+def failure_of(result: str) -> ErrorKind | None:
     """Whose fault a build's result is; None: it is none."""
     return _RESULTS.get(result, "failed")
 

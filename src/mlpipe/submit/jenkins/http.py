@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 import jenkins
 import requests
 
-from mlpipe._core.errors import Kind, SubmitError
+from mlpipe._core.errors import ErrorKind, SubmitError
 from mlpipe._core.retry import AwayError, Tries
 
 PATIENCE_SECONDS = 30.0  # for an answer to a question that may be asked again
 _TIMEOUT_SECONDS = 10.0, 30.0  # to connect; between two pieces of an answer
 _BUSY = (500, 502, 503, 504)
-_WORDS: dict[int, tuple[str, str, Kind]] = {
+_WORDS: dict[int, tuple[str, str, ErrorKind]] = {
     401: ("does not know this user or token", "check JENKINS_USER_ID and JENKINS_API_TOKEN", "input"),
     403: ("knows the user and does not allow this", "it needs Job/Read, Job/Build, Job/Cancel", "input"),
     404: ("has no such job or build", "check FOLDER/JOB, and that the user has Job/Read", "input"),
@@ -68,7 +68,7 @@ class JenkinsError(SubmitError):
     """`status`: of the answer. `wants_crumb`: it was refused for want of a crumb, and nothing was done."""
 
     def __init__(
-        self, message: str, status: int, *, where: str, hint: str, kind: Kind, wants_crumb: bool = False
+        self, message: str, status: int, *, where: str, hint: str, kind: ErrorKind, wants_crumb: bool = False
     ) -> None:
         super().__init__(message, where=where, hint=hint, kind=kind)
         self.status = status

@@ -19,8 +19,8 @@ from urllib.parse import urlencode
 
 import urllib3
 
-from mlpipe._core.errors import Kind, SubmitError
-from mlpipe._core.retry import AwayError, Tries
+from mlpipe._core.errors import ErrorKind, SubmitError
+from mlpipe._core.retry import FIRST_PAUSE_SECONDS, AwayError, Tries
 from mlpipe.render.names import PIPELINE_DIGEST, SPEC_DIGEST, VERSION
 from mlpipe.submit.kubernetes.config import configuration_errors, find_cluster
 
@@ -29,7 +29,6 @@ _REQUEST_SECONDS = 20.0  # of one try: to connect, and between two pieces of the
 _WATCH_SECONDS = 300  # until the server ends a watch
 _SILENCE_SECONDS = 90.0  # in which a watch has no sign of life: it was cut off
 _GONE_SECONDS = 120.0  # for an object that is being deleted to be gone
-_FIRST_PAUSE_SECONDS = 0.1
 _TRANSIENT = (0, 408, 429, 500, 502, 503, 504)
 _NO_TRUST = -1  # our own "status" of a certificate or an address that will not get better
 _HEADERS = {"Accept": "application/json", "User-Agent": "mlpipe"}
@@ -56,7 +55,7 @@ class ApiError(SubmitError):
     """The server's answer, when it was not what was wanted. `status`: HTTP; 0 or less: there was none.
     `repeated`: it is not the first answer; the one to a try before may have been lost."""
 
-    def __init__(self, message: str, *, status: int, hint: str | None = None, kind: Kind) -> None:
+    def __init__(self, message: str, *, status: int, hint: str | None = None, kind: ErrorKind) -> None:
         super().__init__(message, hint=hint, kind=kind)
         self.status = status
         self.repeated = False
@@ -95,7 +94,7 @@ class ClusterApi:
     ) -> tuple[list[Object], str]:
         """All of them, and the version of the list, from which `watch` goes on."""
         query = {"limit": "500", **_selectors(labels, fields)}
-        found: list[Object] = []
+        objects: list[Object] = []
         while True:
             try:
                 page = self.request("GET", self._path(kind), what=f"list {kind}s", query=query)
@@ -103,13 +102,13 @@ class ClusterApi:
                 if error.status != 410 or "continue" not in query:
                     raise
                 del query["continue"], query["limit"]  # the pages grew too old: all at once, from the start
-                found = []
+                objects = []
                 continue
-            found += page.get("items") or []
+            objects += page.get("items") or []
             about = page.get("metadata", {})
             query["continue"] = about.get("continue", "")
             if not query["continue"]:
-                return found, about.get("resourceVersion", "")
+                return objects, about.get("resourceVersion", "")
 
     def watch(
         self, kind: str, labels: Mapping[str, str], version: str, opened: Callable[[Callable[[], None]], None]
@@ -177,11 +176,11 @@ class ClusterApi:
                 if is_away(error):
                     raise
                 refusal = error
-            found = self._look(kind, name) if refusal.status != 409 else self.get(kind, name)
-            if refusal.status != 409 and (found is None or not is_same(found, body)):
+            existing = self._look(kind, name) if refusal.status != 409 else self.get(kind, name)
+            if refusal.status != 409 and (existing is None or not is_same(existing, body)):
                 raise refusal
-            if found is not None and "deletionTimestamp" not in found["metadata"]:
-                if not is_same(found, body):
+            if existing is not None and "deletionTimestamp" not in existing["metadata"]:
+                if not is_same(existing, body):
                     raise SubmitError(
                         f"{kind} {name} exists and was made from another spec",
                         where=f"namespace {self.namespace}",
@@ -189,14 +188,14 @@ class ClusterApi:
                         f"{kind.lower()} {name}",
                         kind="input",
                     )
-                return found, refusal.repeated
+                return existing, refusal.repeated
             if time.monotonic() > deadline:
                 raise SubmitError(
                     f"{kind} {name} of before is still being deleted after {_GONE_SECONDS:.0f} s",
                     where=f"namespace {self.namespace}",
                     hint=f"see what holds it: kubectl -n {self.namespace} get {kind.lower()} {name} -o yaml",
                 )
-            time.sleep(_FIRST_PAUSE_SECONDS)
+            time.sleep(FIRST_PAUSE_SECONDS)
 
     def _look(self, kind: str, name: str) -> Object | None:
         """None also where one may not look."""
@@ -261,7 +260,7 @@ class ClusterApi:
         """The answer to one request, repeated until DEADLINE_SECONDS while the server is away or busy.
         `what`: for the message, such as "read Job a". Raises ApiError."""
         url = f"{self.host}{path}" + (f"?{urlencode(query)}" if query else "")
-        tries = Tries(DEADLINE_SECONDS, first_pause_seconds=_FIRST_PAUSE_SECONDS)
+        tries = Tries(DEADLINE_SECONDS, first_pause_seconds=FIRST_PAUSE_SECONDS)
         while True:
             status, answer, retry_after = self._send(method, url, body)
             succeeded = 200 <= status < 300
@@ -299,8 +298,8 @@ class ClusterApi:
         except ValueError:  # a proxy's page, or a path that the server does not know
             answer = None
         wait = response.headers.get("Retry-After", "")
-        found = answer if isinstance(answer, dict) else None
-        return response.status, found, float(wait) if wait.isdecimal() else 0.0
+        readable = answer if isinstance(answer, dict) else None
+        return response.status, readable, float(wait) if wait.isdecimal() else 0.0
 
     def _credentials(self) -> dict[str, str]:
         """Headers; renews a token that has expired, as far as the kubeconfig says how."""
@@ -315,7 +314,7 @@ class ClusterApi:
         said = str((answer or {}).get("message") or "an answer that is no JSON")
         where = f"namespace {self.namespace}"
         hint: str | None = None
-        kind: Kind = "input"
+        kind: ErrorKind = "input"
         if status == 0:
             message = f"the API server {self.host} cannot be reached: {said}"
             hint, kind = "is the cluster up, and KUBECONFIG the right one?", "infrastructure"
@@ -349,14 +348,14 @@ class ClusterApi:
 
 
 def _selectors(labels: Mapping[str, str] | None = None, fields: str = "") -> dict[str, str]:
-    found = {"labelSelector": ",".join(f"{key}={value}" for key, value in sorted((labels or {}).items()))}
-    return {name: value for name, value in {**found, "fieldSelector": fields}.items() if value}
+    labelled = {"labelSelector": ",".join(f"{key}={value}" for key, value in sorted((labels or {}).items()))}
+    return {name: value for name, value in {**labelled, "fieldSelector": fields}.items() if value}
 
 
-def is_same(found: Object, body: Object) -> bool:
+def is_same(existing: Object, body: Object) -> bool:
     """The very same; or what another version, which may render it differently, made of the same pipeline."""
-    theirs, ours = (one["metadata"].get("annotations") or {} for one in (found, body))
-    versions = {(one["metadata"].get("labels") or {}).get(VERSION) for one in (found, body)}
+    theirs, ours = (one["metadata"].get("annotations") or {} for one in (existing, body))
+    versions = {(one["metadata"].get("labels") or {}).get(VERSION) for one in (existing, body)}
     same = PIPELINE_DIGEST if len(versions) == 2 else SPEC_DIGEST
     return bool(ours[same] == theirs.get(same))
 
@@ -369,6 +368,6 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
 
 def _words(error: Exception) -> str:
     """Without urllib3's names of its own objects."""
-    found = error.reason if isinstance(error, urllib3.exceptions.MaxRetryError) else error
-    text = str(found)
-    return re.sub(r"^(<[^>]*>|HTTPS?Connection(Pool)?\([^)]*\)): ", "", text) or type(found).__name__
+    cause = error.reason if isinstance(error, urllib3.exceptions.MaxRetryError) else error
+    text = str(cause)
+    return re.sub(r"^(<[^>]*>|HTTPS?Connection(Pool)?\([^)]*\)): ", "", text) or type(cause).__name__

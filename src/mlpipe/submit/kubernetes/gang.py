@@ -11,14 +11,14 @@ import threading
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from mlpipe._core.errors import SubmitError
 from mlpipe.plan.plan import Plan
 from mlpipe.render.kubernetes import stage_objects
 from mlpipe.store.base import Store
+from mlpipe.store.outcome import AttemptOutcome, read_outcome
 from mlpipe.submit.executor import Ended, Slots
-from mlpipe.submit.handle import ThreadedHandle, ended_by, read_outcome
+from mlpipe.submit.handle import ThreadedHandle, ended_by
 from mlpipe.submit.kubernetes.api import ClusterApi, Object, is_away
 from mlpipe.submit.kubernetes.objects import GANGS, create_all, finished, remove_all, selector
 from mlpipe.submit.kubernetes.pending import why_pending
@@ -161,7 +161,7 @@ class Gang(ThreadedHandle):
         words = "restarted once" if times == 1 else f"restarted {times} times"
         return f"{words}; {self._postmortem.last}" if self._postmortem.last else words
 
-    def _outcomes(self) -> list[dict[str, Any]]:
+    def _outcomes(self) -> list[AttemptOutcome]:
         """Of all nodes' launchers, as far as they left any."""
         key = self._plan.attempt_key
         names = ["outcome.json"]
@@ -172,23 +172,21 @@ class Gang(ThreadedHandle):
     def _result(self, state: str) -> Ended:
         outcomes = self._outcomes()
         if state == "Complete":
-            done = [outcome for outcome in outcomes if outcome["outcome"] == "done"]
+            done = [outcome for outcome in outcomes if outcome.outcome == "done"]
             if done:
                 return ended_by(done[0])
             return Ended("failed", f"{self._kind} {self._name} is complete, but left no outcome", kind="bug")
         pods = self._api.list("Pod", self._labels)  # as of now: a watch may be a moment late
         self._postmortem.look(pods, at_the_end=True)
-        blamed = [
-            outcome for outcome in outcomes if outcome["kind"] not in (None, "infrastructure", "cancelled")
-        ]
+        blamed = [one for one in outcomes if one.kind not in (None, "infrastructure", "cancelled")]
         if blamed:
             # of ranks that hang, one that waited for the others knows least
-            return ended_by(min(blamed, key=lambda outcome: ("waiting" in outcome, outcome["time"])))
+            return ended_by(min(blamed, key=lambda outcome: ("waiting" in outcome.details, outcome.time)))
         if (reason := termination_reason(pods)) is not None:
             return reason
-        failed = [outcome for outcome in outcomes if outcome["outcome"] == "failed"]
+        failed = [outcome for outcome in outcomes if outcome.outcome == "failed"]
         if failed:
-            return ended_by(min(failed, key=lambda outcome: outcome["time"]))
+            return ended_by(min(failed, key=lambda outcome: outcome.time))
         if outcomes:
             return ended_by(outcomes[0])
         words = last_words(pods) or self._postmortem.last or "left no word"
