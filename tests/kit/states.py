@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mlpipe.plan.plan import STRATEGIES, Entry, Plan
 from mlpipe.train.model import build_model
-from mlpipe.train.optim.update import make_update
+from mlpipe.train.optim.make import make_update
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.world import World
 

@@ -16,7 +16,7 @@ from mlpipe.plan.plan import Entry, Plan, Prediction, Strategy, TrainPlan
 from mlpipe.train.data import Microbatch
 from mlpipe.train.memory_probe import _peak_bytes, fitting_plan, is_due
 from mlpipe.train.model import build_model
-from mlpipe.train.optim.update import make_update
+from mlpipe.train.optim.make import make_update
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.schedules.accumulate import Accumulate
 from mlpipe.train.world import World

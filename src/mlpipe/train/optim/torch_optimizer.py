@@ -111,10 +111,10 @@ class TorchOptimizer:
         return {name: dict(optimizer.state[copies[name]]) for name in stepped}
 
     def _tensors(self, name: str, state: dict[str, Any]) -> list[LocalShard]:
-        shard, found = self.shards[name], []
+        shard, tensors = self.shards[name], []
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == shard.local.shape and value.dim():
-                found.append(shard.state(key, value))
+                tensors.append(shard.state(key, value))
             elif _number(value) is None and value is not None:
                 what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "one"
                 raise TrainError(
@@ -123,7 +123,7 @@ class TorchOptimizer:
                     hint="a checkpoint can hold states that have the shape of their parameter, and numbers",
                     kind="input",
                 )
-        return found
+        return tensors
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -5,14 +5,11 @@ Learning rate and clipping are not its affair: each step is given the rate, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from importlib import import_module
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
-from mlpipe._core.optimizers import OPTIMIZERS
-from mlpipe.plan.plan import Entry, OptimizerPlan
 from mlpipe.train.shards import LocalShard
 
 
@@ -36,22 +33,9 @@ class Update(Protocol):
         filled from it."""
 
 
-def make_update(plan: OptimizerPlan, shards: Iterable[LocalShard]) -> Update:
-    """The plan's optimizer over those of `shards` that are trained. Raises TrainError (input) where a user's
-    own does not keep the rules."""
-    trained = [shard for shard in shards if shard.parameter is not None and shard.parameter.requires_grad]
-    if plan.name is None:
-        from mlpipe.train.optim.own import own_update
-
-        return own_update(Entry(plan.entry or "", plan.args), trained)
-    module, _, function = OPTIMIZERS[plan.name].build.partition(":")
-    build: Callable[..., Update] = getattr(import_module(module), function)
-    return build(trained, **plan.args)
-
-
 def scaled_gradients(shards: Iterable[LocalShard], scale: float) -> list[tuple[LocalShard, torch.Tensor]]:
     """The shards that have a gradient, each with it, multiplied in place."""
-    found = [(shard, gradient) for shard in shards if (gradient := shard.gradient()) is not None]
-    if found:
-        torch._foreach_mul_([gradient for _, gradient in found], scale)
-    return found
+    scaled = [(shard, gradient) for shard in shards if (gradient := shard.gradient()) is not None]
+    if scaled:
+        torch._foreach_mul_([gradient for _, gradient in scaled], scale)
+    return scaled
