@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.measure import Figures, rounds
 from mlpipe.store import catalogue
 from mlpipe.store.open import open_store
-from mlpipe.train.checkpoint import Checkpointer
+from mlpipe.train.checkpoint import Checkpointer, Coordination, SaveSettings
 from mlpipe.train.reshard import load
 from mlpipe.train.shards import LocalShard
 
@@ -75,11 +75,12 @@ def write(folder: Path, found: dict[str, tuple[int, ...]], rank: int) -> None:
         dcp.save(as_dtensors(owned, mesh), checkpoint_id=folder / "dcp", process_group=mesh.get_group())
         failed: list[BaseException | None] = []
         saver = Checkpointer(
-            open_store(str(folder / "store")), "stage", attempt=1, restart=0, keep=1, code_digest="",
-            asynchronous=False, rank=rank, world_size=_WRITERS, while_waiting=lambda: None,
-            agreement=dist.FileStore(str(folder / "agreement"), _WRITERS),
+            open_store(str(folder / "store")),
+            SaveSettings("stage", attempt=1, restart=0, code_digest="", keep=1, asynchronous=False),
+            Coordination(dist.FileStore(str(folder / "coordination"), _WRITERS), rank, _WRITERS),
             on_saved=lambda saved: failed.append(saved.error),
-        )  # fmt: skip
+            while_waiting=lambda: None,
+        )
         saver.save(1, owned, {})
         if failed != [None]:
             raise RuntimeError(f"not saved: {failed}")

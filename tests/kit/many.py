@@ -79,9 +79,9 @@ _resume = resuming.resume
 
 
 def _resume_and_save(
-    session: Session, checkpointer: Any, parallel: Any, update: Any, agreement: Any
+    session: Session, checkpointer: Any, parallel: Any, update: Any, coordination_store: Any
 ) -> resuming.Position:
-    position = _resume(session, checkpointer, parallel, update, agreement)
+    position = _resume(session, checkpointer, parallel, update, coordination_store)
     scalars = {"step": position.step, "samples": position.samples}
     checkpointer.save(position.step, resuming.stored(parallel, update), scalars)
     checkpointer.finish()

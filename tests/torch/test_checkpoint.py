@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train import checkpoint
-from mlpipe.train.checkpoint import Checkpointer
+from mlpipe.train.checkpoint import Checkpointer, Coordination, SaveSettings
 from mlpipe.train.reshard import load
 from mlpipe.train.shards import LocalShard
 
@@ -37,15 +37,8 @@ def test_a_buffer_that_the_next_forward_writes_is_saved_as_it_was(tmp_path, monk
     saved = []
     checkpointer = Checkpointer(
         store,
-        STAGE,
-        attempt=1,
-        restart=0,
-        keep=2,
-        code_digest="",
-        asynchronous=True,
-        rank=0,
-        world_size=1,
-        agreement=dist.HashStore(),
+        SaveSettings(STAGE, attempt=1, restart=0, code_digest="", keep=2, asynchronous=True),
+        Coordination(dist.HashStore(), rank=0, world_size=1),
         on_saved=saved.append,
         while_waiting=lambda: None,
     )

@@ -18,9 +18,9 @@ from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe.plan.plan import OptimizerPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
-from mlpipe.train.checkpoint import Checkpointer
+from mlpipe.train.checkpoint import Checkpointer, Coordination, SaveSettings
 from mlpipe.train.optim.clipping import clip_factor, squared_norm
-from mlpipe.train.optim.update import make_update
+from mlpipe.train.optim.make import make_update
 from mlpipe.train.reshard import load
 from mlpipe.train.shards import LocalShard, clear_gradients
 
@@ -179,10 +179,12 @@ def test_only_a_norm_above_the_limit_is_clipped(norm: float, limit: float, facto
 def save(store: FolderStore, step: int, shards: list[LocalShard], update: Any) -> None:
     errors: list[Any] = []
     checkpointer = Checkpointer(
-        store, STAGE, attempt=1, restart=0, keep=9, code_digest="", asynchronous=False, rank=0,
-        world_size=1, agreement=dist.HashStore(), while_waiting=lambda: None,
+        store,
+        SaveSettings(STAGE, attempt=1, restart=0, code_digest="", keep=9, asynchronous=False),
+        Coordination(dist.HashStore(), rank=0, world_size=1),
         on_saved=lambda saved: errors.append(saved.error),
-    )  # fmt: skip
+        while_waiting=lambda: None,
+    )
     checkpointer.save(step, [*shards, *update.state()], {"optimizer": update.scalars()})
     assert errors == [None]
 
@@ -384,8 +386,9 @@ without_dynamo.install()
 import torch
 import torch.distributed as dist
 from mlpipe.plan.plan import Entry, Mesh, ModelPlan, OptimizerPlan
+from mlpipe.plan.sizes import DDP_BUCKET_BYTES
 from mlpipe.train.model import build_model
-from mlpipe.train.optim.update import make_update
+from mlpipe.train.optim.make import make_update
 from mlpipe.train.parallel import materialize, replicate
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel, local_shards
 from mlpipe.train.world import World
@@ -400,6 +403,7 @@ materialize.materialize(built, 0, cpu)
 world = World(Mesh(), 0, cpu)
 parallel = ParallelizedModel(built, built.module, shards=local_shards(built.module, world))
 replicate.apply(parallel, world, None)
+assert parallel.module.bucket_bytes_cap == DDP_BUCKET_BYTES, "the planner counts with it"
 args = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 update = make_update(OptimizerPlan("adamw", None, args, 8, 1e-2, 1.0, "constant", 0, 0, 0.0), parallel.shards)
 for last in (False, True):

@@ -17,8 +17,9 @@ from mlpipe._core.errors import MlpipeError
 from mlpipe.plan.plan import OptimizerPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
-from mlpipe.train.checkpoint import Checkpointer, share
-from mlpipe.train.optim.update import Update, make_update
+from mlpipe.train.checkpoint import Checkpointer, Coordination, SaveSettings, share
+from mlpipe.train.optim.make import make_update
+from mlpipe.train.optim.update import Update
 from mlpipe.train.reshard import load
 from mlpipe.train.shards import LocalShard
 
@@ -120,15 +121,17 @@ class Ranks:
 
     def save(self, store: FolderStore, step: int) -> list[MlpipeError | None]:
         """The error that each rank saw."""
-        agreement, errors = dist.HashStore(), []
+        coordination_store, errors = dist.HashStore(), []
         checkpointers = [
             Checkpointer(
-                store, STAGE, attempt=1, restart=0, keep=9, code_digest="", asynchronous=True, rank=rank,
-                world_size=self.num_ranks, agreement=agreement, while_waiting=lambda: None,
+                store,
+                SaveSettings(STAGE, attempt=1, restart=0, code_digest="", keep=9, asynchronous=True),
+                Coordination(coordination_store, rank, self.num_ranks),
                 on_saved=lambda saved: errors.append(saved.error),
+                while_waiting=lambda: None,
             )
             for rank in range(self.num_ranks)
-        ]  # fmt: skip
+        ]
         for rank, checkpointer in enumerate(checkpointers):
             scalars = {"optimizer": self.updates[rank].scalars()}
             checkpointer.save(step, self.stored(rank), scalars)

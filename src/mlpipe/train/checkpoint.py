@@ -64,8 +64,30 @@ class _Save:
         self.thread: threading.Thread | None = None
 
 
+@dataclass(frozen=True)
+class SaveSettings:
+    """Of one attempt's checkpoints: where they go, what they say of themselves, how many are kept, and
+    whether training goes on while one is written."""
+
+    stage_key: str
+    attempt: int
+    restart: int
+    code_digest: str
+    keep: int
+    asynchronous: bool
+
+
+@dataclass(frozen=True)
+class Coordination:
+    """How the ranks agree on a commit. `store`: a TCPStore client that only the saving thread uses."""
+
+    store: dist.Store
+    rank: int
+    world_size: int
+
+
 class Checkpointer:
-    """At most one save is in flight. `agreement` is a TCPStore client that only the saving thread uses.
+    """At most one save is in flight.
 
     `on_saved` is called in the main thread, from `poll` or `finish`; `while_waiting` each second that
     `finish` waits: a save has deadlines of its own, which are longer than those of a step.
@@ -74,28 +96,17 @@ class Checkpointer:
     def __init__(
         self,
         store: Store,
-        stage_key: str,
+        settings: SaveSettings,
+        coordination: Coordination,
         *,
-        attempt: int,
-        restart: int,
-        keep: int,
-        code_digest: str,
-        asynchronous: bool,
-        rank: int,
-        world_size: int,
-        agreement: dist.Store,
         on_saved: Callable[[Saved], None],
         while_waiting: Callable[[], None],
     ) -> None:
         self.store = store
-        self.stage_key = stage_key
-        self.attempt = attempt
-        self.keep = keep
-        self.code_digest = code_digest
-        self.asynchronous = asynchronous
-        self.rank = rank
-        self.world_size = world_size
-        self.agreement = dist.PrefixStore(f"checkpoint/{attempt}/{restart}", agreement)
+        self.settings = settings
+        self.rank, self.world_size = coordination.rank, coordination.world_size
+        prefix = f"checkpoint/{settings.attempt}/{settings.restart}"
+        self.coordination_store = dist.PrefixStore(prefix, coordination.store)
         self.on_saved = on_saved
         self.while_waiting = while_waiting
         self.in_use: set[str] = set()
@@ -121,7 +132,7 @@ class Checkpointer:
         self._current = save
         save.thread.start()
         save.stall_seconds = time.perf_counter() - began
-        if not self.asynchronous:
+        if not self.settings.asynchronous:
             self.finish()
 
     def wait_for_staging(self) -> float:
@@ -159,13 +170,13 @@ class Checkpointer:
         self.on_saved(Saved(save.step, save.key, save.num_bytes, save.stall_seconds, total, save.error))
 
     def _run(self, save: _Save, tensors: list[LocalShard], ready: torch.cuda.Event | None) -> None:
-        agreement = dist.PrefixStore(str(save.step), self.agreement)
+        exchange = dist.PrefixStore(str(save.step), self.coordination_store)
         try:
             try:
                 staged = self._stage(tensors, ready)
             finally:
                 save.staged.set()
-            self._write(save, staged, agreement)
+            self._write(save, staged, exchange)
         except Exception as error:  # also of the TCPStore: a peer is gone, or a deadline passed
             save.error = _as_ours(error, save.step)
 
@@ -201,14 +212,14 @@ class Checkpointer:
             self._buffers[kind] = buffer
         return buffer
 
-    def _write(self, save: _Save, staged: list[_Staged], agreement: dist.Store) -> None:
+    def _write(self, save: _Save, staged: list[_Staged], exchange: dist.Store) -> None:
         """What fails on one rank is told to rank 0, and what fails on rank 0 to all, at once."""
         if self.rank == 0:
-            save.key = catalogue.new_prefix(self.stage_key, save.step, self.attempt)
-            agreement.set("prefix", save.key)
+            save.key = catalogue.new_prefix(self.settings.stage_key, save.step, self.settings.attempt)
+            exchange.set("prefix", save.key)
         else:
-            agreement.wait(["prefix"], _COMMIT_TIMEOUT)
-            save.key = agreement.get("prefix").decode()
+            exchange.wait(["prefix"], _COMMIT_TIMEOUT)
+            save.key = exchange.get("prefix").decode()
         report: dict[str, Any] = {"parts": [], "problem": ""}
         try:
             for part in staged:
@@ -219,40 +230,44 @@ class Checkpointer:
                 save.num_bytes += part.buffer.numel()
         except Exception as error:
             report["problem"] = str(_as_ours(error, save.step))
-        agreement.set(f"rank-{self.rank}", json.dumps(report))
+        exchange.set(f"rank-{self.rank}", json.dumps(report))
         if self.rank == 0:
-            self._commit(save, agreement)
-        agreement.wait(["committed"], _COMMIT_TIMEOUT)
-        problem = agreement.get("committed").decode()
+            self._commit(save, exchange)
+        exchange.wait(["committed"], _COMMIT_TIMEOUT)
+        problem = exchange.get("committed").decode()
         if problem:
             raise StoreError(problem)
 
-    def _commit(self, save: _Save, agreement: dist.Store) -> None:
+    def _commit(self, save: _Save, exchange: dist.Store) -> None:
         problem = ""
         try:
             keys = [f"rank-{rank}" for rank in range(self.world_size)]
-            agreement.wait(keys, _COMMIT_TIMEOUT)
-            reports = [json.loads(agreement.get(key)) for key in keys]
+            exchange.wait(keys, _COMMIT_TIMEOUT)
+            reports = [json.loads(exchange.get(key)) for key in keys]
             problem = "; ".join(report["problem"] for report in reports if report["problem"])
             if not problem:
                 manifest = _merge([report["parts"] for report in reports])
                 manifest |= {
                     "format": FORMAT,
                     "step": save.step,
-                    "attempt": self.attempt,
+                    "attempt": self.settings.attempt,
                     "uuid": save.key.rpartition("-")[2],
                     "time": time.time(),
-                    "code": {"mlpipe": __version__, "torch": torch.__version__, "digest": self.code_digest},
+                    "code": {
+                        "mlpipe": __version__,
+                        "torch": torch.__version__,
+                        "digest": self.settings.code_digest,
+                    },
                     "scalars": save.scalars,
                 }
                 if not catalogue.commit(self.store, save.key, manifest):
                     problem = f"{save.key}: another writer has committed under this key"
         except Exception as error:
             problem = str(_as_ours(error, save.step))
-        agreement.set("committed", problem)
+        exchange.set("committed", problem)
         if not problem:
             try:
-                catalogue.prune(self.store, self.stage_key, self.keep, in_use=self.in_use)
+                catalogue.prune(self.store, self.settings.stage_key, self.settings.keep, in_use=self.in_use)
             except StoreError as error:  # this one is committed; the next save prunes again
                 _log.warning("old checkpoints are left: %s", error)
 

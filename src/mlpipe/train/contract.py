@@ -65,10 +65,10 @@ def check_call(model: nn.Module, batch: Mapping[str, Tensor], entry: str) -> Non
 
 def logits_of(output: Any, entry: str) -> Tensor:
     """What a forward gave for `inputs`."""
-    found = output if isinstance(output, Tensor) else _field(output, "logits")
-    if not isinstance(found, Tensor):
+    logits = output if isinstance(output, Tensor) else _field(output, "logits")
+    if not isinstance(logits, Tensor):
         raise broken(entry, f"its model's forward returns {_described(output)}, not logits", _LOGITS_RULE)
-    return found
+    return logits
 
 
 def check_targets(logits: Tensor, targets: Tensor, entry: str) -> None:
@@ -88,11 +88,11 @@ def sum_and_count(output: Any, batch: Mapping[str, Tensor], entry: str, of: str)
         total, count = output
         if _is_scalar(total) and (_is_scalar(count) or isinstance(count, int | float)):
             return total, count
-    found = output if isinstance(output, Tensor) else _field(output, "loss")
-    if not _is_scalar(found) or not found.is_floating_point():
+    mean = output if isinstance(output, Tensor) else _field(output, "loss")
+    if not _is_scalar(mean) or not mean.is_floating_point():
         raise broken(entry, f"its model's {of} returns {_described(output)}", _LOSS_RULE)
     num_samples = len(next(iter(batch.values())))
-    return found.float() * num_samples, num_samples
+    return mean.float() * num_samples, num_samples
 
 
 def broken(entry: str, message: str, hint: str) -> TrainError:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from mlpipe._core.errors import DamagedError, TrainError
+from mlpipe._core.gate import check, parse_gate
 from mlpipe._core.records import End, Evaluation
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
-from mlpipe.plan.gate import check, parse_gate
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.train.contract import check_call

@@ -11,13 +11,13 @@ import torch
 from mlpipe._core.records import End
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.callbacks import Callbacks, make_callbacks
-from mlpipe.train.checkpoint import Checkpointer
+from mlpipe.train.checkpoint import Checkpointer, Coordination, SaveSettings
 from mlpipe.train.contract import check_call
 from mlpipe.train.data import Microbatch, MicrobatchLoader, ReadAhead, collate, open_dataset
 from mlpipe.train.loop import Loop
 from mlpipe.train.memory_probe import dry_steps, fitting_plan, is_due
 from mlpipe.train.model import build_model
-from mlpipe.train.optim.update import make_update
+from mlpipe.train.optim.make import make_update
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.recording import Recording
@@ -78,15 +78,15 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     coordination_store = session.coordination_store()
     checkpointer = Checkpointer(
         session.store,
-        session.plan.stage_key,
-        attempt=session.plan.attempt,
-        restart=session.process.restart,
-        keep=plan.checkpoint.keep,
-        code_digest=session.plan.code_digest,
-        asynchronous=plan.checkpoint.asynchronous,
-        rank=world.rank,
-        world_size=world.size,
-        agreement=coordination_store,
+        SaveSettings(
+            session.plan.stage_key,
+            attempt=session.plan.attempt,
+            restart=session.process.restart,
+            code_digest=session.plan.code_digest,
+            keep=plan.checkpoint.keep,
+            asynchronous=plan.checkpoint.asynchronous,
+        ),
+        Coordination(coordination_store, world.rank, world.size),
         on_saved=recording.saved,
         while_waiting=lambda: session.watchdog.beat("waiting for a save", progress[0]),
     )

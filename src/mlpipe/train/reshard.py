@@ -43,8 +43,8 @@ def load(store: Store, key: str, manifest: Manifest, tensors: list[LocalShard]) 
             _collect(item, _described(manifest, item, key), pieces, late)
     tasks = [
         (blobs[index], block, parts)
-        for index, found in pieces.items()
-        for block, parts in _by_block(found, blobs[index]["block_bytes"]).items()
+        for index, wanted in pieces.items()
+        for block, parts in _by_block(wanted, blobs[index]["block_bytes"]).items()
     ]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="load") as readers:
         for _ in readers.map(lambda task: _read_block(store, *task), tasks):
@@ -55,10 +55,10 @@ def load(store: Store, key: str, manifest: Manifest, tensors: list[LocalShard]) 
 
 
 def _described(manifest: Manifest, item: LocalShard, key: str) -> Tensor:
-    found = manifest["tensors"].get(item.name)
+    tensor = manifest["tensors"].get(item.name)
     dtype = str(item.local.dtype).removeprefix("torch.")
-    if found is None or found["dtype"] != dtype or tuple(found["shape"]) != item.shape:
-        has = f"{found['dtype']}{found['shape']}" if found else "no such tensor"
+    if tensor is None or tensor["dtype"] != dtype or tuple(tensor["shape"]) != item.shape:
+        has = f"{tensor['dtype']}{tensor['shape']}" if tensor else "no such tensor"
         raise TrainError(
             f"the checkpoint does not fit the model: {item.name} is {dtype}{list(item.shape)} here, "
             f"{has} there",
@@ -66,7 +66,7 @@ def _described(manifest: Manifest, item: LocalShard, key: str) -> Tensor:
             hint="resume with the model that wrote it, or start a new run",
             kind="input",
         )
-    return found
+    return tensor
 
 
 def _collect(

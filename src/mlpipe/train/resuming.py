@@ -45,7 +45,7 @@ def resume(
     checkpointer: Checkpointer,
     parallel: ParallelizedModel,
     update: Update,
-    agreement: dist.Store,
+    coordination_store: dist.Store,
 ) -> Position:
     """From the stage's newest sound checkpoint, the same on every rank: rank 0 lists them, and one that is
     damaged for any rank is damaged for all. Those that were passed over count no more.
@@ -54,9 +54,9 @@ def resume(
     """
     name = f"resume/{session.plan.attempt}/{session.process.restart}"
     if session.rank == 0:
-        found = catalogue.list_checkpoints(session.store, session.plan.stage_key)
-        agreement.set(name, json.dumps([item.key for item in reversed(found)]))
-    keys: list[str] = json.loads(agreement.get(name))
+        checkpoints = catalogue.list_checkpoints(session.store, session.plan.stage_key)
+        coordination_store.set(name, json.dumps([item.key for item in reversed(checkpoints)]))
+    keys: list[str] = json.loads(coordination_store.get(name))
     damages: list[str] = []
 
     def state_of(manifest: Manifest) -> list[LocalShard]:
@@ -68,12 +68,12 @@ def resume(
         session.watchdog.beat(f"loading {key}", 0)
         manifest, damage = load_or_damage(session.store, key, state_of)
         if damage:
-            agreement.set(f"{name}/damage-{index}", damage)
+            coordination_store.set(f"{name}/damage-{index}", damage)
         num_damaged = torch.tensor([float(bool(damage))])
         dist.all_reduce(num_damaged)
         if manifest is not None and not num_damaged.item():
             break
-        damages.append(agreement.get(f"{name}/damage-{index}").decode())
+        damages.append(coordination_store.get(f"{name}/damage-{index}").decode())
         _log.warning("the checkpoint %s is damaged: %s", key, damages[-1])
     else:
         if keys:

@@ -44,8 +44,8 @@ class LocalShard:
             gradient = gradient.to_local()
         elif self.full_gradient:
             gradient = gradient[self.offset[0] : self.offset[0] + self.local.shape[0]]
-        found: torch.Tensor = gradient
-        return found
+        own: torch.Tensor = gradient
+        return own
 
     def state(self, kind: str, local: torch.Tensor) -> LocalShard:
         """A state of the optimizer that has the shape of this parameter and is split like it."""

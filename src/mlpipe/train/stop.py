@@ -111,13 +111,13 @@ def any_alive(scratch: Path) -> bool:
 def ranks(scratch: Path, *, stopped: bool = False) -> dict[int, int]:
     """Ranks of this node that have come as far as their Stop, and their pids; `stopped`: only those that a
     signal or a debugger has stopped."""
-    found = {}
+    pids = {}
     for path in scratch.glob("pid-*"):
         with contextlib.suppress(OSError, ValueError):  # it ends, or is about to write
             if not stopped or _state(path) in ("T", "t"):
                 pid, rank = map(int, path.read_text().split())
-                found[rank] = pid
-    return found
+                pids[rank] = pid
+    return pids
 
 
 def leave(scratch: Path, *, local_rank: int, restart: int) -> None:

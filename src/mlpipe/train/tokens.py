@@ -72,8 +72,8 @@ def verify(tokens: TokenFolder) -> None:
     Raises TrainError (input) naming the file that differs."""
     for split in tokens.splits.values():
         with (tokens.path / split.file).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != split.sha256:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != split.sha256:
             raise _bad("its bytes are not those of the manifest", str(tokens.path / split.file), _REMAKE)
 
 
@@ -125,11 +125,11 @@ def _check_size(tokens: TokenFolder, name: str, split: Split) -> None:
     path = tokens.path / split.file
     expected = split.num_tokens * np.dtype(DTYPES[tokens.dtype]).itemsize
     try:
-        found = path.stat().st_size
+        num_bytes = path.stat().st_size
     except OSError as error:
         raise _bad(f"the file of split {name} is missing", str(path), _REMAKE) from error
-    if found != expected:
-        raise _bad(f"{found} bytes, the manifest says {expected}", str(path), _REMAKE)
+    if num_bytes != expected:
+        raise _bad(f"{num_bytes} bytes, the manifest says {expected}", str(path), _REMAKE)
 
 
 def _bad(message: str, where: str, hint: str) -> TrainError:

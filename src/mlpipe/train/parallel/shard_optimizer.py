@@ -19,8 +19,6 @@ from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.shards import LocalShard
 from mlpipe.train.world import World
 
-_BUCKET_BYTES = GATHER_BUCKET_BYTES
-
 
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Makes of each parameter that the ranks of `dp_replicate` share this rank's slice."""
@@ -70,7 +68,8 @@ def _buckets(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     for tensor in tensors:
         if tensor.dim() == 0:
             continue
-        if not buckets or size_bytes + tensor.nbytes > _BUCKET_BYTES or tensor.dtype != buckets[-1][0].dtype:
+        is_full = size_bytes + tensor.nbytes > GATHER_BUCKET_BYTES
+        if not buckets or is_full or tensor.dtype != buckets[-1][0].dtype:
             buckets.append([])
             size_bytes = 0
         buckets[-1].append(tensor)
