@@ -102,9 +102,7 @@ def _more(
 ) -> list[str]:
     """Lines for the options, and their keys in `document`."""
     from mlpipe._core.units import parse_seconds
-    from mlpipe.cli.plan_table import chosen_of, scaling
-    from mlpipe.plan.scaling import within
-    from mlpipe.plan.training import scale_stage
+    from mlpipe.cli.plan_table import chosen_of
 
     lines: list[str] = []
     chosen = chosen_of(candidates, plan.work.training)
@@ -115,6 +113,9 @@ def _more(
         document["explanation"] = told
         lines += ["", *(f"  {line}" for line in told)]
     if nodes or budget_usd is not None or deadline:
+        from mlpipe.cli.plan_table import scaling
+        from mlpipe.plan.scaling import scale_stage, within
+
         rows = scale_stage(pipeline, plan.stage, hardware, nodes or "1..64", traced)
         document["nodes"] = [asdict(row) for row in rows]
         lines += ["", *scaling(rows)]

@@ -49,15 +49,15 @@ class Gpu:
 
 def _read_catalogue() -> tuple[dict[str, Gpu], Speed]:
     """The GPUs by name, and one core of a CPU. Sources of the figures: in the file itself."""
-    found = json.loads(CATALOGUE.read_bytes())
+    catalogue = json.loads(CATALOGUE.read_bytes())
 
     def figures(entry: dict[str, list[Any]]) -> dict[str, Any]:
         values = {name.removesuffix("_flops"): value for name, (value, _) in entry.items()}
         whole = {"memory_bytes"}
         return {k: v if v is None or k in whole else float(v) for k, v in values.items()}
 
-    core = Gpu(memory_bytes=0, **figures(found["cpu_core"])).speed
-    return {name: Gpu(**figures(entry)) for name, entry in found["gpus"].items()}, core
+    core = Gpu(memory_bytes=0, **figures(catalogue["cpu_core"])).speed
+    return {name: Gpu(**figures(entry)) for name, entry in catalogue["gpus"].items()}, core
 
 
 GPUS, CPU_CORE = _read_catalogue()

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-_WEIGHT_BYTES, _GRADIENT_BYTES = 4, 4
+from mlpipe.plan.tensors import GRADIENT_BYTES, WEIGHT_BYTES
 
 
 def traffic_bytes_per_parameter(state_bytes_per_parameter: int) -> int:
     """Bytes that a step reads and writes in memory for each fp32 parameter: the norm reads the gradient,
     clipping reads and writes it; the update reads weight, gradient and state, and writes weight and state.
     For AdamW 4 + 8 + 16 + 12 = 40."""
-    norm, clipping = _GRADIENT_BYTES, 2 * _GRADIENT_BYTES
-    read = _WEIGHT_BYTES + _GRADIENT_BYTES + state_bytes_per_parameter
-    written = _WEIGHT_BYTES + state_bytes_per_parameter
+    norm, clipping = GRADIENT_BYTES, 2 * GRADIENT_BYTES
+    read = WEIGHT_BYTES + GRADIENT_BYTES + state_bytes_per_parameter
+    written = WEIGHT_BYTES + state_bytes_per_parameter
     return norm + clipping + read + written

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 from mlpipe._core.serial import from_plain, to_plain, write_json
 from mlpipe.kinds import KINDS, Kind
 from mlpipe.plan.cluster import ClusterPlan
-from mlpipe.plan.older import of_this_version
 
 SCHEMA_VERSION = 1
 Strategy = Literal["single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
@@ -72,12 +71,12 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` stands on each axis."""
-        found, rest = {}, rank
+        coordinates, rest = {}, rank
         for axis, size in reversed(self.axes.items()):
-            rest, found[axis] = divmod(rest, size)
+            rest, coordinates[axis] = divmod(rest, size)
         if rest or rank < 0:
             raise ValueError(f"rank {rank} is not one of {self.world_size}")
-        return {axis: found[axis] for axis in self.axes} | {"ep": found["dp_shard"] % self.ep}
+        return {axis: coordinates[axis] for axis in self.axes} | {"ep": coordinates["dp_shard"] % self.ep}
 
     def data_rank(self, rank: int) -> int:
         """Which of the `num_data_ranks` parts of the samples `rank` reads."""
@@ -307,6 +306,8 @@ class Plan:
     def from_json(text: str | bytes) -> Plan:
         """Of this version, or of another if it means the same here (see `_core/serial.py`). Raises ValueError
         naming the path of what does not fit."""
+        from mlpipe.plan.older import of_this_version
+
         data = of_this_version(json.loads(text))
         if not isinstance(data, dict):
             raise ValueError("$: expected an object")

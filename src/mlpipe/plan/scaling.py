@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import format_seconds
@@ -12,6 +13,11 @@ from mlpipe.plan.candidates import pick
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.shapes.shape import ModelShape
+from mlpipe.plan.training import shape_of, training_of
+from mlpipe.spec.model import Pipeline
+
+if TYPE_CHECKING:
+    from mlpipe.plan.shapes.traced import Traced
 
 # Where adding nodes stops paying: below this share of the smallest's tokens per worker and second.
 _PAYS = 0.5
@@ -45,7 +51,15 @@ def parse_nodes(text: str) -> list[int]:
     return sorted({low, *doubled, high})
 
 
-def scale(
+def scale_stage(
+    pipeline: Pipeline, stage_name: str, hardware: Hardware, nodes: str, traced: Traced | None = None
+) -> list[ScaledPlan]:
+    """The stage's training on other numbers of nodes, like `1..64`. Raises PlanError."""
+    spec = training_of(pipeline, stage_name)
+    return _scale(spec, shape_of(spec, {}, traced), hardware, parse_nodes(nodes))
+
+
+def _scale(
     spec: Train, shape: ModelShape | None, hardware: Hardware, nodes: Sequence[int]
 ) -> list[ScaledPlan]:
     """The batch stays what it is, so that the run learns the same; the mesh is chosen anew for each."""

@@ -30,7 +30,6 @@ from mlpipe.plan.plan import (
     compiled,
 )
 from mlpipe.plan.references import stage_named
-from mlpipe.plan.scaling import ScaledPlan, parse_nodes, scale
 from mlpipe.plan.shapes import dense
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import ModelShape
@@ -97,22 +96,15 @@ def compare(
     return rank(enumerate_candidates(spec, shape_of(spec, _outputs(inputs or {}), traced), hardware))
 
 
-def scale_stage(
-    pipeline: Pipeline, stage_name: str, hardware: Hardware, nodes: str, traced: Traced | None = None
-) -> list[ScaledPlan]:
-    """The stage's training on other numbers of nodes, like `1..64`. Raises PlanError."""
-    spec = _training_of(pipeline, stage_name)
-    return scale(spec, shape_of(spec, {}, traced), hardware, parse_nodes(nodes))
-
-
 def meaning_of(pipeline: Pipeline, stage_name: str, inputs: Mapping[str, str]) -> dict[str, Any]:
     """What the training of a stage is about, on any hardware (see `plan/meaning.py`); `inputs` as of
     `build_plan`. Raises PlanError."""
-    spec, known = _training_of(pipeline, stage_name), _outputs(inputs)
+    spec, known = training_of(pipeline, stage_name), _outputs(inputs)
     return meanings.meaning(spec, _model(spec, _preset(spec, known), known), _data(spec, known))
 
 
-def _training_of(pipeline: Pipeline, stage_name: str) -> Train:
+def training_of(pipeline: Pipeline, stage_name: str) -> Train:
+    """What a stage that trains says of it. Raises PlanError for another stage."""
     spec = stage_named(pipeline, stage_name).part(Train)
     if spec is None:
         raise PlanError(f"stage {stage_name!r} does not train", where=stage_name)

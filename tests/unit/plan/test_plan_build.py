@@ -94,7 +94,7 @@ def test_same_bytes_in_another_process() -> None:
 
 def test_what_the_trainer_imports_needs_neither_spec_nor_pydantic() -> None:
     code = (
-        "import sys, mlpipe.plan.plan, mlpipe.plan.gate, mlpipe._core.presets, mlpipe.plan.pricing,"
+        "import sys, mlpipe.plan.plan, mlpipe._core.gate, mlpipe._core.presets, mlpipe.plan.pricing,"
         " mlpipe.plan.flops, mlpipe.plan.choose, mlpipe.plan.hardware, mlpipe.plan.strategies\n"
         "print(sorted({'pydantic', 'yaml', 'mlpipe.spec', 'torch'} & sys.modules.keys()))"
     )

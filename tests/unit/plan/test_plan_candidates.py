@@ -25,13 +25,14 @@ from mlpipe.plan.memory import rank_tensors
 from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.pricing import layout_of
 from mlpipe.plan.reference import REFERENCE, reference_step
-from mlpipe.plan.scaling import parse_nodes, within
+from mlpipe.plan.scaling import parse_nodes, scale_stage, within
 from mlpipe.plan.shapes.dense import Dense, traffic_block, traffic_by_width
 from mlpipe.plan.shapes.shape import StepShape
+from mlpipe.plan.sizes import DDP_BUCKET_BYTES
 from mlpipe.plan.speed import KernelRates
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import passes, save_seconds
-from mlpipe.plan.training import compare, scale_stage
+from mlpipe.plan.training import compare
 from mlpipe.plan.wire import Wire
 from mlpipe.spec.load import load_pipeline
 from mlpipe.spec.model import Pipeline
@@ -216,7 +217,7 @@ def test_computing_hides_what_it_can() -> None:
     wire, eight = Wire(gpus()), Mesh(dp_shard=8)
     shown = {name: exposed(name, mesh_for(name, 8), wire) for name in ORDER if name != "single"}
     assert exposed("single", Mesh(), wire) == 0
-    bucket = wire.all_reduce(25 * 2**20, 8)
+    bucket = wire.all_reduce(DDP_BUCKET_BYTES, 8)
     assert shown["ddp"] == pytest.approx(bucket)
     assert shown["zero1"] > shown["ddp"]
     bare = exposed("ddp", mesh_for("ddp", 8), wire, overlap=False)

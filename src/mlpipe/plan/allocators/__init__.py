@@ -1,10 +1,9 @@
 """What allocators make of a rank's tensors: one file each, behind the functions here. A GPU's tensors come
 from CUDA's caching allocator (`cuda.py`); a CPU's from the C library's heap (`glibc.py`), where gloo, which
-sends them, takes its own copies (`gloo.py`)."""
+sends them, takes its own copies (`gloo.py`). Only the ones of the device are imported."""
 
 from __future__ import annotations
 
-from mlpipe.plan.allocators import cuda, glibc, gloo
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.speed import Speed
 from mlpipe.plan.tensors import Group, RankTensors, Reserved
@@ -13,7 +12,11 @@ from mlpipe.plan.tensors import Group, RankTensors, Reserved
 def reserve(tensors: RankTensors, device: str, mesh: Mesh, checkpointing: str) -> Reserved:
     """Bytes that a process with these tensors holds at its peak."""
     if device == "cuda":
+        from mlpipe.plan.allocators import cuda
+
         return cuda.reserve(tensors, mesh.world_size)
+    from mlpipe.plan.allocators import glibc, gloo
+
     return glibc.reserve(gloo.with_clones(tensors), trimming=glibc.is_trimming(mesh, checkpointing))
 
 
@@ -21,11 +24,17 @@ def environment(device: str, mesh: Mesh, checkpointing: str) -> dict[str, str]:
     """What the allocator is told by a worker's environment."""
     if device == "cuda":
         return {}
+    from mlpipe.plan.allocators import glibc
+
     return glibc.environment(trimming=glibc.is_trimming(mesh, checkpointing))
 
 
 def allocation_seconds(made: Group, device: str, speed: Speed, mesh: Mesh, checkpointing: str) -> float:
     """What it costs to allocate the tensors of a micro-batch, instead of using again what is there."""
-    if device == "cuda" or not glibc.is_trimming(mesh, checkpointing):
+    if device == "cuda":
+        return 0.0
+    from mlpipe.plan.allocators import glibc
+
+    if not glibc.is_trimming(mesh, checkpointing):
         return 0.0
     return glibc.num_mapped(made) * speed.new_tensor_seconds

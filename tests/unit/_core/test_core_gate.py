@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mlpipe.plan.gate import METRICS, Gate, check, parse_gate
+from mlpipe._core.gate import METRICS, Gate, check, parse_gate
 
 pytestmark = pytest.mark.unit
 
