@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from mlpipe._core.optimizers import OPTIMIZERS
-from mlpipe.kinds import KINDS
+from mlpipe.kinds import KINDS, Kind
 from mlpipe.plan.plan import STRATEGIES
+from mlpipe.spec.part import spec_part
 from mlpipe.submit.backends import TABLE
 
 pytestmark = pytest.mark.unit
@@ -34,6 +35,12 @@ HOMES = {
         "submit/backends.py",  # the table
         "spec/kubernetes_rules.py",  # a key of the pipeline's file is called so, too
     },
+}
+# A backend's own folder, the specification's section, and what is rendered of it.
+OF_BACKEND = {
+    "kubernetes": ("submit/kubernetes/", "spec/", "render/", "plan/pods.py", "plan/cluster.py"),
+    "jenkins": ("submit/jenkins/", "render/jenkins.py"),
+    "local": ("submit/local/",),
 }
 NAMES = {"strategy": set(STRATEGIES), "optimizer": set(OPTIMIZERS), "backend": set(TABLE)}
 
@@ -63,6 +70,80 @@ def test_a_name_stands_in_its_own_file_its_table_and_the_enumeration(what: str) 
     assert elsewhere == set()
 
 
+def test_only_a_backend_and_what_is_rendered_of_it_name_it() -> None:
+    """As a text, as an attribute (`pipeline.kubernetes`), or by importing its modules."""
+    assert set(OF_BACKEND) == set(TABLE)
+    named = [
+        f"{path}:{line} {name}"
+        for path, module in MODULES.items()
+        if path.as_posix() != "submit/backends.py"
+        for line, name in backends_named(module)
+        if not path.as_posix().startswith(OF_BACKEND[name])
+    ]
+    assert named == []
+
+
+def backends_named(module: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(module):
+        match node:
+            case ast.Constant(value=str(name)) | ast.Attribute(attr="kubernetes" | "jenkins" as name):
+                pass
+            case ast.ImportFrom(module=str(imported)) if imported.startswith("mlpipe.submit."):
+                name = imported.split(".")[2]
+            case _:
+                continue
+        if name in OF_BACKEND:
+            yield node.lineno, name
+
+
+def test_the_trainer_asks_for_no_strategy() -> None:
+    """Nor has its name, as no other file has: what is applied follows from the mesh and the plan's flags."""
+    trainer = {path: module for path, module in MODULES.items() if path.parts[0] == "train"}
+    named = [
+        f"{path}:{node.lineno}"
+        for path, module in trainer.items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Constant) and node.value in STRATEGIES
+    ]
+    asked = [
+        f"{path}:{node.lineno}"
+        for path, module in trainer.items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Compare | ast.Match)
+        and any(isinstance(part, ast.Attribute) and part.attr == "strategy" for part in ast.walk(node))
+    ]
+    assert named == asked == []
+
+
+def test_the_table_of_techniques_has_each_file_once() -> None:
+    folder = Path("train/parallel")
+    named = [
+        ast.literal_eval(call.args[0])
+        for call in ast.walk(MODULES[folder / "apply.py"])
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Technique"
+    ]
+    have = [
+        path.stem
+        for path, module in MODULES.items()
+        if path.parent == folder
+        and any(isinstance(node, ast.FunctionDef) and node.name == "apply" for node in module.body)
+    ]
+    assert sorted(named) == sorted(have)
+
+
+def test_who_a_rank_is_stands_in_the_world_alone() -> None:
+    """A session counts the processes that torchrun started, to compare them with the plan; a calibration
+    measures machines and has no mesh."""
+    asked = {
+        path.name
+        for path, module in MODULES.items()
+        if path.parts[0] == "train"
+        for node in ast.walk(module)
+        if isinstance(node, ast.Attribute) and node.attr in ("get_rank", "get_world_size")
+    }
+    assert asked <= {"session.py", "calibrate.py"}
+
+
 def branches(module: ast.Module) -> Iterator[str]:
     """Comparisons with the name of a kind where something called `kind` is compared, and chains of
     `stage.<kind> is not None`."""
@@ -89,5 +170,14 @@ def outside(folders: Iterable[str]) -> dict[Path, ast.Module]:
 
 
 def test_nobody_asks_of_which_kind_a_stage_is() -> None:
-    found = {f"{path}:{one}" for path, module in outside(["kinds"]).items() for one in branches(module)}
-    assert found == set()
+    asked = {f"{path}:{one}" for path, module in outside(["kinds"]).items() for one in branches(module)}
+    assert asked == set()
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=str)
+def test_every_kind_of_stages_has_its_parts(kind: Kind) -> None:
+    assert kind.part("plan").PLAN.kind == kind.name
+    assert spec_part(kind).description
+    parts = {path.stem for path in (SOURCE / "kinds" / kind.name).glob("*.py")} - {"__init__"}
+    runs = {"workers": {"worker"}, "driver": {"driver"}, "command": set()}[kind.runs]
+    assert parts == {"spec", "plan", "build", "report"} | runs

@@ -1,13 +1,9 @@
-"""A backend is one file and one line: a toy one, of another package and in a copy of ours, as real processes;
-and nobody else names a backend."""
+"""Backends by their table and by the entry points of other packages: a toy one, as real processes. That one
+of ours is one file and one line, the guide's test shows (tests/torch/test_extend.py)."""
 
 from __future__ import annotations
 
-import ast
-import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +14,6 @@ from mlpipe._core.errors import SubmitError
 from mlpipe.submit import backends
 
 pytestmark = pytest.mark.unit
-SRC = Path(__file__).parents[3] / "src" / "mlpipe"
 TOY = Path(toy_backend.__file__)
 SUBMIT = ("submit", "pipeline.yaml", "--to", "toy", "--queue", "queue", "--run-id")
 
@@ -70,37 +65,6 @@ def test_its_run_is_cancelled_and_resumed(of_another_package: Cli) -> None:
     assert "no backend 'toy'" in cli("resume", "r", "--set", "stages.a.env={A: b}", code=2).stderr
 
 
-def test_a_backend_of_ours_is_one_file_and_one_line_in_the_table(cli: Cli) -> None:
-    copy = cli.folder / "src" / "mlpipe"
-    shutil.copytree(SRC, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(TOY, copy / "submit" / "toy.py")
-    table = copy / "submit" / "backends.py"
-    last = next(line for line in table.read_text().splitlines() if line.startswith('    "jenkins"'))
-    line = '    "toy": "mlpipe.submit.toy:ToyBackend",'
-    table.write_text(table.read_text().replace(last, f"{last}\n{line}"))
-    command = [sys.executable, "-m", "mlpipe.cli", *SUBMIT, "r", "--wait", "--output", "json"]
-    done = subprocess.run(  # not a fork of ours, which has the other modules
-        command,
-        cwd=cli.folder,
-        env={**cli.env, "PYTHONPATH": str(copy.parent)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["meta"]["toy"] == {"queue": "queue"}
-    changed = [
-        path
-        for path in copy.rglob("*")
-        if path.is_file() and path.suffix != ".pyc" and not _is_same(path, SRC / path.relative_to(copy))
-    ]
-    assert sorted(changed) == sorted([table, copy / "submit" / "toy.py"])
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    return other.exists() and path.read_bytes() == other.read_bytes()
-
-
 def test_options_belong_to_the_backend_that_is_named(cli: Cli) -> None:
     for words, said in (
         (["submit", "pipeline.yaml", "--context", "c"], "--context is for --to kubernetes"),
@@ -119,33 +83,3 @@ def test_a_backend_that_cannot_be_loaded_says_so(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(SubmitError, match="'broken' cannot be loaded") as refused:
         backends.load("broken")
     assert refused.value.kind == "input"
-
-
-# Its own folder, the table, the specification's section and what is rendered of it
-OWN = {
-    "kubernetes": ("submit/kubernetes/", "spec/", "render/", "plan/pods.py", "plan/cluster.py"),
-    "jenkins": ("submit/jenkins/", "render/jenkins.py"),
-    "local": ("submit/local/",),
-}
-
-
-def test_nobody_else_names_a_backend() -> None:
-    """As a word that is compared or looked up, as an attribute, or by importing it."""
-    assert set(OWN) == set(backends.TABLE)
-    named = []
-    for path in sorted(SRC.rglob("*.py")):
-        where = path.relative_to(SRC).as_posix()
-        text = path.read_text()
-        if where == "submit/backends.py" or not any(name in text for name in OWN):
-            continue
-        for node in ast.walk(ast.parse(text)):
-            match node:
-                case ast.Constant(value=str(name)) | ast.Attribute(attr="kubernetes" | "jenkins" as name):
-                    pass
-                case ast.ImportFrom(module=str(module)) if module.startswith("mlpipe.submit."):
-                    name = module.split(".")[2]
-                case _:
-                    continue
-            if name in OWN and not where.startswith(OWN[name]):
-                named.append(f"{where}:{node.lineno} {name}")
-    assert named == []

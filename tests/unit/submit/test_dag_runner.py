@@ -22,7 +22,7 @@ from mlpipe.store import leases, outputs, registry, runs, wanted
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import RunState, StageState
-from mlpipe.submit.adopt import Asked
+from mlpipe.submit.adopt import DriveRequest
 from mlpipe.submit.dag_runner import DagRunner, Drive
 from mlpipe.submit.executor import Ended, Slots, StopRequest
 from mlpipe.submit.local import LocalBackend
@@ -275,12 +275,12 @@ def test_who_asks_and_leaves_makes_sure_that_a_driver_hears(monkeypatch: pytest.
         monkeypatch.setattr(  # the driver looked for the last time before that
             "mlpipe.submit.adopt.time.sleep", lambda _: leases.release_lease(store, "run", "me")
         )
-        monkeypatch.setattr(Asked, "start_driver", lambda asked: started.append(True))
-        asked = Asked(LocalBackend({}), store, "run", pipeline_of("quickstart"), "a", Session())
-        asked.await_heard()
+        monkeypatch.setattr(DriveRequest, "start_driver", lambda request: started.append(True))
+        request = DriveRequest(LocalBackend({}), store, "run", pipeline_of("quickstart"), "a", Session())
+        request.await_heard()
         assert started == [True]
         wanted.take(store, "run", ["a"])
-        asked.await_heard()
+        request.await_heard()
         assert started == [True]
 
 

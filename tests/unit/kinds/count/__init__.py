@@ -1,1 +1,0 @@
-"""Counts the words of a file that an earlier stage made."""
