@@ -9,7 +9,7 @@ STORE = "MLPIPE_STORE"
 CACHE = "MLPIPE_CACHE"  # set in every pod, too
 STORE_DEADLINE_SECONDS = "MLPIPE_STORE_DEADLINE_SECONDS"
 
-# Set by a backend for each process of a stage (submit/local.py, render/pod.py).
+# Set by a backend for each process of a stage (submit/here.py, render/pod.py).
 RUN_ID = "MLPIPE_RUN_ID"  # read by store/s3_identity.py and submit/process.py
 STAGE = "MLPIPE_STAGE"  # read by submit/process.py
 OUTPUT = "MLPIPE_OUTPUT"  # read by the user's command

@@ -285,6 +285,12 @@ _SCHEMAS: dict[type[Record], _Schema] = {kind: _Schema(kind) for kind in OF_A_RA
 _SCHEMAS[Record] = _Schema(Record)
 
 
+def own_fields(record: Record) -> dict[str, Any]:
+    """What records of its kind say, without what all records say."""
+    common = _SCHEMAS[Record].types
+    return {name: value for name, value in vars(record).items() if name not in common}
+
+
 def encode(record: Record) -> bytes:
     """One line with its newline. Floats that are not finite become null: JSON has none. What is None by
     default is left out."""

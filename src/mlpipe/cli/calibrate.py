@@ -43,7 +43,7 @@ def command(session: Session, out: str, ranks: int | None, from_run: str | None,
     from mlpipe.plan.calibration import Calibration, load, save
 
     if from_run is not None:
-        found = _add_run(session, load(out), from_run)
+        calibration = _add_run(session, load(out), from_run)
     else:
         before = load(out).runs if Path(out).exists() else ()
         if before:
@@ -59,9 +59,9 @@ def command(session: Session, out: str, ranks: int | None, from_run: str | None,
             _refuse_foreign(seen, force)
             loads += [seen] if seen is not None else []
         worst = max(loads, key=lambda seen: seen.others_ratio + seen.steal_ratio, default=None)
-        found = Calibration(1, _name(device), device, measured, (), worst)
-    save(out, found)
-    session.result({"file": out, **asdict(found)}, _text(out, found))
+        calibration = Calibration(1, _name(device), device, measured, (), worst)
+    save(out, calibration)
+    session.result({"file": out, **asdict(calibration)}, _text(out, calibration))
 
 
 def _load_during(work: Callable[[], T]) -> tuple[T, Load | None]:
@@ -179,16 +179,16 @@ def _add_run(session: Session, calibration: Calibration, run_id: str) -> Calibra
     return replace(calibration, runs=(*kept, *more))
 
 
-def _text(out: str, found: Calibration) -> str:
-    lines = [f"{found.name}, {found.device}"]
-    for number, item in found.ranks.items():
+def _text(out: str, calibration: Calibration) -> str:
+    lines = [f"{calibration.name}, {calibration.device}"]
+    for number, item in calibration.ranks.items():
         peaks = ", ".join(f"{name} {k.peak_flops / 1e9:,.0f} GFLOP/s" for name, k in item.kernels.items())
         link = f", link {item.link_bytes_per_second / 1e9:.2f} GB/s" if item.link_bytes_per_second else ""
         memory = f"memory {item.memory_bytes_per_second / 1e9:.1f} GB/s"
         store = f"store {item.store_bytes_per_second / 1e6:,.0f} MB/s"
         lines.append(f"{number} rank{'s' if number != '1' else ' '}  {peaks}, {memory}{link}, {store}")
-    if found.load is not None:
-        lines.append(f"meanwhile {found.load}")
-    if found.runs:
-        lines.append(f"compared with {len(found.runs)} run{'s' if len(found.runs) > 1 else ''}")
+    if calibration.load is not None:
+        lines.append(f"meanwhile {calibration.load}")
+    if calibration.runs:
+        lines.append(f"compared with {len(calibration.runs)} run{'s' if len(calibration.runs) > 1 else ''}")
     return "\n".join([*lines, f"written to {out}; use it: mlpipe plan SPEC --hardware {out}"])

@@ -122,7 +122,7 @@ def _go_on_there(
     """The run gets a driver of its backend's, which is followed."""
     from mlpipe.cli.wait import say_detached, wait_for
     from mlpipe.submit import seal
-    from mlpipe.submit.adopt import Asked
+    from mlpipe.submit.adopt import DriveRequest
     from mlpipe.submit.changes import prepare
     from mlpipe.submit.submission import Submission
 
@@ -135,9 +135,9 @@ def _go_on_there(
         spec, changed.pipeline, changed.overrides, pipeline, store.url, changed.folder, only, run_id
     )
     backend.preview(submission, session)  # raises for what cannot run, before anything is changed
-    asked = Asked(backend, store, run_id, pipeline, only, session)
-    asked.go_on(run, options.changes, before)
+    request = DriveRequest(backend, store, run_id, pipeline, only, session)
+    request.go_on(run, options.changes, before)
     try:
-        return wait_for(session, asked)
+        return wait_for(session, request)
     except KeyboardInterrupt:
         return say_detached(session, run_id)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -65,16 +64,16 @@ def command(
     is made by the build; with --wait its log is shown and its result is the exit code: 0 SUCCESS, 5 ABORTED,
     3 any other. A pipeline with a `sweep` starts its trials, followed by a process on this machine.
     """
-    from mlpipe.spec.load import load_pipeline
+    from mlpipe.spec.load import read_pipeline
 
     chosen = backends.load(to)
     if dry_run == "server" and not chosen.has_server_dry_run:
         able = [name for name in backends.TABLE if backends.load(name).has_server_dry_run]
         raise click.UsageError(f"--dry-run=server is for --to {' and '.join(able)}")
-    pipeline = load_pipeline(spec, overrides=overrides)
+    text, pipeline = read_pipeline(spec, overrides=overrides)
     submission = Submission(
         spec=spec,
-        text=Path(spec).read_text(encoding="utf-8-sig"),
+        text=text,
         overrides=overrides,
         pipeline=pipeline,
         store_url=session.full_store_url(pipeline.store),
@@ -130,17 +129,17 @@ def _submit_sweep(session: Session, backend: Backend, submission: Submission) ->
 
 def _start(session: Session, store: Store, backend: Backend, submission: Submission, wait: bool) -> int:
     from mlpipe.cli.wait import say_detached, wait_for
-    from mlpipe.submit.adopt import Asked, claim
+    from mlpipe.submit.adopt import DriveRequest, claim
 
     run_id = claim(store, backend, submission, session)
     _say_if_ended(session, store, run_id)
-    asked = Asked(backend, store, run_id, submission.pipeline, submission.stage, session)
+    request = DriveRequest(backend, store, run_id, submission.pipeline, submission.stage, session)
     try:
-        asked.start_driver()
+        request.start_driver()
         if wait:
             session.note(f"run {run_id} in {store.url}; Ctrl-C leaves it running")
-            return wait_for(session, asked)
-        asked.await_heard()
+            return wait_for(session, request)
+        request.await_heard()
     except KeyboardInterrupt:
         return say_detached(session, run_id)
     session.result({"run_id": run_id, "store": store.url}, run_id)

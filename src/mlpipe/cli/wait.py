@@ -12,9 +12,8 @@ from mlpipe.cli.session import Interrupt, Session
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
     from mlpipe.store.runs import RunState
-    from mlpipe.submit.adopt import Asked
+    from mlpipe.submit.adopt import DriveRequest
 
-_LET_GO_SECONDS = 10.0
 _MAX_TAKEOVERS = 5  # by one who follows; a driver that ended just before it was asked counts as well
 _LOOK_SECONDS = 3.0  # between two looks for a driver that has no lease
 _DRIVER_SECONDS = 900.0  # for it to be scheduled, pulled and started
@@ -29,17 +28,18 @@ def say_detached(session: Session, run_id: str) -> int:
     return EXIT_CODES["interrupted"]
 
 
-def wait_for(session: Session, asked: Asked) -> int:
+def wait_for(session: Session, request: DriveRequest) -> int:
     """Until the run, or its stage that is asked for, has ended; its exit code. A stage that is still to be
     run when nobody drives it gets a driver."""
     from mlpipe.cli import outcome
     from mlpipe.cli.follow import Watcher
     from mlpipe.cli.foreground import report_of
     from mlpipe.store import leases, runs, wanted
+    from mlpipe.submit.adopt import LET_GO_SECONDS
     from mlpipe.submit.follower import Following
 
-    store, run_id, only = asked.store, asked.run_id, asked.only
-    will_be_driven = _WillBeDriven(session, asked)
+    store, run_id, only = request.store, request.run_id, request.only
+    will_be_driven = _WillBeDriven(session, request)
     terminated = False
 
     def detach(*_: object) -> None:  # as Ctrl-C does, but whoever comes next may take our place
@@ -63,7 +63,7 @@ def wait_for(session: Session, asked: Asked) -> int:
             if over and only is not None:
                 # A driver lets go when it has written how the run stands, unless others keep it.
                 over_at = over_at or time.monotonic()
-                driven = driven and not run.is_under_way and time.monotonic() - over_at < _LET_GO_SECONDS
+                driven = driven and not run.is_under_way and time.monotonic() - over_at < LET_GO_SECONDS
             if not driven and (over or not will_be_driven(run)):
                 if only is not None and run.state == "cancelled" != before:  # just before we asked
                     wanted.take(store, run_id, [only])
@@ -73,7 +73,7 @@ def wait_for(session: Session, asked: Asked) -> int:
                 if num_takeovers:
                     session.note(f"run {run_id} has no driver: it gets one")
                 num_takeovers += 1
-                asked.start_driver()
+                request.start_driver()
             time.sleep(0.5)
             run = runs.read_run(store, run_id, known=True)
         watcher.watch(run)
@@ -108,22 +108,22 @@ def _is_over(store: Store, run: RunState, only: str | None) -> bool:
 class _WillBeDriven:
     """Whether a run that no live driver holds will have one again; says meanwhile why it has none."""
 
-    def __init__(self, session: Session, asked: Asked) -> None:
-        self._session, self._asked = session, asked
+    def __init__(self, session: Session, request: DriveRequest) -> None:
+        self._session, self._request = session, request
         self._looked = self._driverless = 0.0
         self._said = ""
 
     def __call__(self, run: RunState) -> bool:
-        asked, now = self._asked, time.monotonic()
-        if not asked.backend.has_own_driver:
+        request, now = self._request, time.monotonic()
+        if not request.backend.has_own_driver:
             return False
         if now - self._looked < _LOOK_SECONDS:
             return True
         self._driverless = now if now - self._looked > 3 * _LOOK_SECONDS else self._driverless
         self._looked = now
-        if not asked.backend.driver_is_alive(run.run_id, asked.only):
+        if not request.backend.driver_is_alive(run.run_id, request.only):
             return False
-        reason = asked.backend.why_undriven(run)
+        reason = request.backend.why_undriven(run)
         if reason and reason != self._said:
             self._session.note(reason)
             self._said = reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from mlpipe._core.mfu import throughput
 from mlpipe._core.records import (
@@ -17,22 +17,11 @@ from mlpipe._core.records import (
     Start,
     Step,
     StopSignal,
+    own_fields,
 )
 from mlpipe._core.units import format_seconds
 
 _RECENT_STEPS = 20  # enough to smooth, few enough to follow a change of pace
-
-
-class Evaluated(TypedDict):
-    """What an evaluation found, for JSON."""
-
-    val_loss: float | None
-    val_perplexity: float | None
-    val_bits_per_byte: float | None
-    num_tokens: float | None
-    gate: str | None
-    passed: bool | None
-    sample: str | None
 
 
 class Summary(TypedDict):
@@ -59,7 +48,7 @@ class Summary(TypedDict):
     metrics_port: int | None
     stopping_on: str | None
     outcome: str | None
-    evaluation: Evaluated | None
+    evaluation: dict[str, Any] | None  # the fields of an Evaluation
 
 
 class Progress:
@@ -125,17 +114,7 @@ class Progress:
             "metrics_port": start.metrics_port,
             "stopping_on": self._signal,
             "outcome": self._outcome,
-            "evaluation": None
-            if evaluated is None
-            else {
-                "val_loss": evaluated.val_loss,
-                "val_perplexity": evaluated.val_perplexity,
-                "val_bits_per_byte": evaluated.val_bits_per_byte,
-                "num_tokens": evaluated.num_tokens,
-                "gate": evaluated.gate,
-                "passed": evaluated.passed,
-                "sample": evaluated.sample,
-            },
+            "evaluation": own_fields(evaluated) if evaluated is not None else None,
         }
 
 

@@ -36,7 +36,7 @@ class RunRow:
     def document(self) -> dict[str, Any]:
         """Plain JSON, of what is known."""
         own = {name: value for name, value in vars(self).items() if name != "progress" and value is not None}
-        return {**own, **(self.progress or {})}
+        return own if self.progress is None else {**own, **self.progress}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from mlpipe.submit.git import git_commit
 from mlpipe.submit.planning import check_needs, needs
 from mlpipe.submit.submission import Console, Submission
 
-_LET_GO_SECONDS = 10.0
+LET_GO_SECONDS = 10.0  # for a driver whose run has ended to let go of it
 
 
 def claim(store: Store, backend: Backend, submission: Submission, console: Console) -> str:
@@ -98,7 +98,7 @@ def build_address(url: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Asked:
+class DriveRequest:
     """A run, or its stage `only`, which somebody wants to have driven."""
 
     backend: Backend
@@ -147,7 +147,7 @@ class Asked:
     def await_heard(self) -> None:
         """For one who leaves: the driver may have ended just before it could hear that `only` is wanted."""
         store, run_id, only = self.store, self.run_id, self.only
-        deadline = time.monotonic() + _LET_GO_SECONDS
+        deadline = time.monotonic() + LET_GO_SECONDS
         while only is not None and wanted.is_asked(store, run_id, only) and time.monotonic() < deadline:
             driver = runs.read_run(store, run_id, known=True).driver
             if not leases.lease_is_live(driver) and not self.backend.driver_is_alive(run_id, only):

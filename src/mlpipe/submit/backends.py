@@ -7,6 +7,7 @@ name that the table does not have: it takes a look into every installed package.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -68,11 +69,17 @@ def requested(store: Store, run_id: str) -> Requested | None:
     """What some backend was asked to make under this id, whether or not it has."""
     from mlpipe.submit.delegate import Delegate
 
-    for name in (*TABLE, *installed()):
+    for name in _names():
         backend = load(name)
         if issubclass(backend, Delegate) and (request := backend.requested(store, run_id)) is not None:
             return request
     return None
+
+
+def _names() -> Iterator[str]:
+    """Of all backends; those of other packages are looked up once ours have been seen."""
+    yield from TABLE
+    yield from installed()
 
 
 def awaited(store: Store, run_id: str) -> Requested | None:

@@ -64,7 +64,7 @@ def test_good_files_load_and_resolve_to_an_equal_pipeline(path: Path) -> None:
 
 
 def test_text_and_pipeline_are_of_one_reading(tmp_path: Path) -> None:
-    """A pipe can be read once: `mlpipe run <(...)`. The text is what a run keeps and its digests are taken of."""
+    """A pipe can be read once: `mlpipe run <(...)`. The text is what a run keeps."""
     text = "version: 1\nname: piped\nstages: [{name: a, command: [echo, $X]}]\n"
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -75,8 +75,8 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
     start, mesh = stage.start, plan.mesh
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.axes.items() if size > 1) or "one worker"
     batch = (
-        f"{plan.global_batch} sequences of {plan.model.seq_len} tokens = {plan.micro_batch} x"
-        f" {mesh.num_data_ranks} data ranks x {plan.accumulation} accumulated"
+        f"{plan.global_batch} sequences of {plan.model.seq_len} tokens = micro-batch {plan.micro_batch} x"
+        f" {mesh.num_data_ranks} data ranks x {plan.accumulation} gradient accumulation steps"
     )
     every = (
         f"{plan.checkpoint.every_steps} steps"

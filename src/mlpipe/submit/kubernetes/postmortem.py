@@ -125,8 +125,8 @@ def _mark(pod: Object) -> tuple[str, str]:
 def _disruption(pod: Object) -> Object | None:
     for condition in pod.get("status", {}).get("conditions", []):
         if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
-            found: Object = condition
-            return found
+            disruption: Object = condition
+            return disruption
     return None
 
 
@@ -136,8 +136,8 @@ def _ends(pod: Object) -> list[Object]:
 
 
 def _about(event: Object) -> Object:
-    found: Object = event.get("involvedObject") or {}
-    return found
+    involved: Object = event.get("involvedObject") or {}
+    return involved
 
 
 def _merged(former: list[Object], events: list[Object]) -> list[Object]:
