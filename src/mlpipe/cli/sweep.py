@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -63,11 +62,10 @@ def command(
         if overrides or sweep_id:
             raise click.UsageError("--set and --sweep-id are for a new sweep")
         return drive(session, session.store_of(sweep), sweep, promote)
-    from mlpipe.spec.load import load_pipeline
+    from mlpipe.spec.load import read_pipeline
 
     assert spec is not None
-    pipeline = load_pipeline(spec, overrides=overrides)
-    text = Path(spec).read_text(encoding="utf-8-sig")
+    text, pipeline = read_pipeline(spec, overrides=overrides)
     backend = backends.load(to).of_submission(pipeline, options)
     url = session.full_store_url(pipeline.store)
     submission = Submission(spec, text, overrides, pipeline, url, os.getcwd(), run_id=sweep_id)

@@ -22,7 +22,7 @@ from mlpipe.store import leases, runs, sweeps
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState, RunStatus, StageState
 from mlpipe.submit import backends, driver, seal
-from mlpipe.submit.adopt import Asked, record
+from mlpipe.submit.adopt import DriveRequest, record
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.held_lease import HeldLease
@@ -183,7 +183,9 @@ class _Controller:
             return run
         slot = int(self.state.stages[name].outcome.get("slot", 0)) % self._sweep.max_parallel
         with part_of_machine(self._backend, slot, self._sweep.max_parallel):
-            Asked(self._backend, store, run_id, submission.pipeline, None, self._console).start_driver()
+            DriveRequest(
+                self._backend, store, run_id, submission.pipeline, None, self._console
+            ).start_driver()
         return runs.read_run(store, run_id)
 
     def _follow(self, name: str) -> None:
