@@ -1,3 +1,57 @@
-"""mlpipe: one YAML file trains a model on a laptop, through Jenkins and on a gang of GPU pods."""
+"""mlpipe: one YAML file trains a model on a laptop, through Jenkins and on a gang of GPU pods.
+
+What Python programs and notebooks call stands in `_HOMES`; docs/reference/python.md describes it. Each is
+imported when it is first used, so that `import mlpipe` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "load": "mlpipe.api.pipeline",
+    "LoadedPipeline": "mlpipe.api.pipeline",
+    "plan": "mlpipe.api.planning",
+    "StagePlan": "mlpipe.plan.ahead",
+    "run": "mlpipe.api.start",
+    "submit": "mlpipe.api.start",
+    "Run": "mlpipe.api.run",
+    "SavedCheckpoint": "mlpipe.api.run",
+    "runs": "mlpipe.api.listing",
+    "compare": "mlpipe.api.comparing",
+    "Table": "mlpipe.api.table",
+    "MlpipeError": "mlpipe._core.errors",
+    "SpecError": "mlpipe._core.errors",
+    "PlanError": "mlpipe._core.errors",
+    "StoreError": "mlpipe._core.errors",
+    "SubmitError": "mlpipe._core.errors",
+    "TrainError": "mlpipe._core.errors",
+}
+__all__ = [*_HOMES, "__version__"]
+_PACKAGES = ("plan", "submit")  # of ours as well: see CallablePackage
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"mlpipe.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+class CallablePackage(ModuleType):
+    """`mlpipe.plan(...)` and `mlpipe.submit(...)` are functions to whoever calls them, and packages to
+    whoever imports from them. Python knows one name for both, so the packages can be called."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        name = self.__name__.rpartition(".")[2]
+        return getattr(import_module(_HOMES[name]), name)(*arguments, **options)

@@ -100,3 +100,8 @@ class TrainError(MlpipeError):
     """The run failed by its own code or its gate."""
 
     kind: ErrorKind = "failed"
+
+
+class Interrupt(KeyboardInterrupt):
+    """Ctrl-C. CPython remembers a plain KeyboardInterrupt that passes through `exec` of a string (as
+    dataclasses do while a module is imported): `python -m` then dies of SIGINT at its end, caught or not."""

@@ -125,3 +125,15 @@ def _named(value: Any) -> Any:
         str(item.get("name", index)) if isinstance(item, dict) else str(index): item
         for index, item in enumerate(value)
     }
+
+
+def leaves(value: Any, at: str = "") -> dict[str, Any]:
+    """The values of a JSON document by path, as `differing_keys` names them; a list without objects is one
+    value."""
+    value = _named(value)
+    if not isinstance(value, dict):
+        return {at: value}
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found |= leaves(item, f"{at}.{key}" if at else str(key))
+    return found

@@ -34,6 +34,7 @@ VERBS = {
     "spec": "Print the pipeline of a run, as it was asked for.",
     "resume": "Go on with a run that was stopped or failed.",
     "report": "Write one HTML page about a run.",
+    "compare": "Show in what runs differed, and what came of it.",
     "top": "Show the runs of a store, or the ranks of one, as they go.",
     "monitor": "Start a Prometheus that scrapes the runs of this machine.",
     "exporter": "Serve the runs of a store as metrics.",

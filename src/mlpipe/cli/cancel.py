@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
-import socket
-
 import click
 
 from mlpipe._core.units import parse_seconds
@@ -34,31 +31,26 @@ def command(session: Session, run_id: str, timeout: float, ignore_not_found: boo
     cancelled, after what the driver left running was ended. Of a run that is a Jenkins build, the build is
     aborted first. A run that was claimed and never begun (its client died) is cleared away.
     """
-    from mlpipe.store import runs, sweeps
-    from mlpipe.submit import backends
-    from mlpipe.submit.driver import cancel
+    from mlpipe.api.stopping import stop_run
+    from mlpipe.store import sweeps
+    from mlpipe.store.runs import RunState
 
     store = session.store_if_claimed(run_id, ignore_not_found=ignore_not_found)
     if store is None:
         return
-    if (request := backends.requested(store, run_id)) is not None:
-        ended = request.abort(session, timeout)
-        if ended and not store.exists(f"runs/{run_id}/run.json"):
-            request.give_up()
-            session.result(request.status(), f"{run_id}  cancelled before its build made a run")
-            return
-    if runs.clear_claim(store, run_id):
+    run = stop_run(store, run_id, session, timeout_seconds=timeout)
+    if run is None:
         text = f"{run_id}  was claimed and never begun; its id is free again"
         session.result({"run_id": run_id, "store": store.url, "state": "cleared"}, text)
         return
-    who = f"cancelled by {getpass.getuser()} on {socket.gethostname()}"
-    if sweeps.is_sweep(runs.read_run(store, run_id)):
-        from mlpipe.cli.sweep import say
-        from mlpipe.submit.sweeps.controller import cancel_sweep
-
-        say(session, store, cancel_sweep(store, run_id, who, timeout_seconds=timeout))
+    if not isinstance(run, RunState):
+        session.result(run.status(), f"{run_id}  cancelled before its build made a run")
         return
-    run = cancel(store, run_id, who, timeout_seconds=timeout)
+    if sweeps.is_sweep(run):
+        from mlpipe.cli.sweep import say
+
+        say(session, store, run)
+        return
     lines = [f"{run_id}  {outcome.colour(run.state)}"]
     for name in run.stages:
         if (checkpoint := outcome.last_checkpoint(store, run, name)) is not None:

@@ -13,8 +13,7 @@ from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, ErrorKind, MlpipeError
 from mlpipe._core.presets import LLAMA
 from mlpipe._core.units import format_seconds
-from mlpipe.cli.session import DEFAULT_STORE
-from mlpipe.store.open import full_url
+from mlpipe.store.open import DEFAULT_STORE, full_url
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -43,14 +42,10 @@ def colour(state: str) -> str:
 
 
 def describe(stage: StageState) -> str:
-    """`done in 4.1s`, `failed after 3.0s: exited with code 1`."""
-    text = colour(stage.state)
-    if stage.state == "running" and stage.attempt > 1:
-        text += f", attempt {stage.attempt}"
-    if stage.started is not None and stage.ended is not None:
-        took = format_seconds(max(stage.ended - stage.started, 0.0))
-        text += f" in {took}" if stage.state == "done" else f" after {took}"
-    return f"{text}: {stage.message}" if stage.message else text
+    """`done in 4.1s`, `failed after 3.0s: exited with code 1`, in colour."""
+    from mlpipe.api.watch import in_words
+
+    return in_words(stage, colour)
 
 
 def document(store: Store, run: RunState) -> dict[str, Any]:

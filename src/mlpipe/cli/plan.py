@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -42,31 +43,22 @@ def command(
     overrides: tuple[str, ...],
 ) -> None:
     """Show what will run and why: strategies compared, memory and time by cause, cost."""
-    from mlpipe._core.errors import PlanError
-    from mlpipe.plan.ahead import plan_ahead
-    from mlpipe.plan.build import stage_hardware
-    from mlpipe.plan.training import compare
+    from mlpipe.plan.ahead import named, plan_stage
     from mlpipe.spec.load import load_pipeline
 
     if hardware is not None:
         overrides = (*overrides, *_name_hardware(spec, stage, hardware))
     pipeline = load_pipeline(spec, overrides=overrides)
     url = session.full_store_url(pipeline.store)
-    names = [each.name for each in pipeline.stages]
-    if stage is not None and stage not in names:
-        raise PlanError(f"the pipeline has no stage {stage!r}", where=spec, hint=f"it has {', '.join(names)}")
-    documents, texts = [], []
-    for name in names if stage is None else [stage]:
-        where = stage_hardware(pipeline, name)
-        run_id = f"{pipeline.name[:40]}-RUN"
-        plan = plan_ahead(pipeline, name, url, run_id)
-        shape = None
-        if trace:
-            from mlpipe.cli.plan_trace import traced
+    tracer: Callable[[Plan], Traced | None] | None = None
+    if trace:
+        from mlpipe.cli import plan_trace
 
-            shape = traced(plan)
-            plan = plan_ahead(pipeline, name, url, run_id, traced=shape)
-        candidates = compare(pipeline, name, where, traced=shape)
+        tracer = plan_trace.traced
+    documents, texts = [], []
+    for name in named(pipeline, stage, where=spec):
+        planned = plan_stage(pipeline, name, url, tracer)
+        plan, shape, candidates, where = planned.plan, planned.traced, planned.candidates, planned.hardware
         document: dict[str, Any] = {}
         if session.json:
             document = {

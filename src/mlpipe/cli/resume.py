@@ -120,24 +120,11 @@ def _go_on_there(
     session: Session, store: Store, run: RunState, backend: Backend, options: DriveOptions
 ) -> int:
     """The run gets a driver of its backend's, which is followed."""
+    from mlpipe.api.resuming import go_on_there
     from mlpipe.cli.wait import say_detached, wait_for
-    from mlpipe.submit import seal
-    from mlpipe.submit.adopt import DriveRequest
-    from mlpipe.submit.changes import prepare
-    from mlpipe.submit.submission import Submission
 
-    only, run_id = options.only, run.run_id
-    before = seal.verified(store, run, digests=None, trust_store=options.trust_store)
-    pipeline = prepare(store, run, before, options.changes, only).pipeline
-    changed = seal.changed(before, options.changes.overrides)
-    spec = f"runs/{run_id}/pipeline.yaml"
-    submission = Submission(
-        spec, changed.pipeline, changed.overrides, pipeline, store.url, changed.folder, only, run_id
-    )
-    backend.preview(submission, session)  # raises for what cannot run, before anything is changed
-    request = DriveRequest(backend, store, run_id, pipeline, only, session)
-    request.go_on(run, options.changes, before)
+    request = go_on_there(session, store, run, backend, options)
     try:
         return wait_for(session, request)
     except KeyboardInterrupt:
-        return say_detached(session, run_id)
+        return say_detached(session, run.run_id)

@@ -2,40 +2,68 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
 from mlpipe.cli.session import Session, overrides, shared
 from mlpipe.submit import backends
-from mlpipe.submit.submission import Submission
 
 
 @click.command()
 @click.argument("spec", type=click.Path())
 @overrides
 @click.option("--run-id", metavar="ID", help="Name of the run. Default: pipeline, time and chance.")
+@click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="Smoke test: on N workers here.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), metavar="N", help="Smoke test: N steps of each training."
+)
+@click.option("--tiny", is_flag=True, help="Smoke test: the smallest shapes and data, and no gate.")
+@click.option(
+    "--debug-rank",
+    type=click.IntRange(min=0),
+    metavar="RANK",
+    help="Give this worker the terminal: breakpoint() stops there, nothing hangs too early.",
+)
 @shared
 @click.pass_obj
-def command(session: Session, spec: str, overrides: tuple[str, ...], run_id: str | None) -> int:
+def command(
+    session: Session,
+    spec: str,
+    overrides: tuple[str, ...],
+    run_id: str | None,
+    ranks: int | None,
+    steps: int | None,
+    tiny: bool,
+    debug_rank: int | None,
+) -> int:
     """Run a pipeline here, in the foreground.
 
     A pipeline with a `sweep` is run as `mlpipe sweep` does. Ctrl-C saves and stops, a second one stops at
     once; `mlpipe resume` goes on. Exits 0 when the run is done, 3 when it failed by its own code or its gate,
     4 for infrastructure, 5 when it was cancelled (also by SIGTERM), 130 after Ctrl-C.
+
+    A smoke test (--ranks, --steps, --tiny, each by itself or together) runs all stages by the same code and
+    registers no model. What it changes are overrides that stand above --set.
     """
+    from mlpipe.api.pipeline import load
+    from mlpipe.api.start import submission_of
     from mlpipe.cli.foreground import drive_here
-    from mlpipe.spec.load import read_pipeline
     from mlpipe.submit.adopt import create
 
-    text, pipeline = read_pipeline(spec, overrides=overrides)
-    store = session.open_store(pipeline.store)
-    submission = Submission(spec, text, overrides, pipeline, store.url, os.getcwd(), run_id=run_id)
+    pipeline = load(spec, overrides)
+    if ranks is not None or steps is not None or tiny:
+        pipeline = pipeline.smoke(ranks=ranks, steps=steps, tiny=tiny)
+    if debug_rank is not None:
+        from mlpipe.api.debugging import debugged
+
+        pipeline = debugged(pipeline, debug_rank)
+    store = session.open_store(pipeline.spec.store)
     backend = backends.load(backends.DEFAULT)({})
-    if pipeline.sweep is not None:
+    submission = submission_of(pipeline, store, run_id)
+    if pipeline.spec.sweep is not None:
         from mlpipe.cli import sweep
 
         return sweep.drive(session, store, sweep.create(session, store, backend, submission))
     run_id = create(store, backend, submission, session)
     session.note(f"run {run_id} in {store.url}")
+    session.quiet = session.quiet or debug_rank is not None  # the terminal is the rank's
     return drive_here(session, store, run_id)

@@ -12,18 +12,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from mlpipe._core import environment
+from mlpipe._core.errors import Interrupt
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-DEFAULT_STORE = "./runs"
-_SEARCH_SECONDS = 15.0  # for all stores together that may have a run
-
-
-class Interrupt(KeyboardInterrupt):
-    """Ctrl-C. CPython remembers a plain KeyboardInterrupt that passes through `exec` of a string (as
-    dataclasses do while a module is imported): `python -m` then dies of SIGINT at its end, caught or not."""
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -63,11 +57,15 @@ class Session:
         """Whether a line that rewrites itself is welcome on standard error."""
         return sys.stderr.isatty() and not self.quiet and os.environ.get("TERM") != "dumb"
 
+    def write(self, text: str) -> None:
+        """On standard error, as it stands: the line that rewrites itself."""
+        click.echo(text, nl=False, err=True, color=True)
+
     def open_store(self, otherwise: str | None = None) -> Store:
         """`--store`, else MLPIPE_STORE, else `otherwise` (the spec's), else ./runs."""
-        from mlpipe.store.open import open_store
+        from mlpipe.store.open import default_url, open_store
 
-        return open_store(self.store_url or otherwise or DEFAULT_STORE)
+        return open_store(default_url(self.store_url, otherwise))
 
     def store_if_claimed(self, run_id: str, *, ignore_not_found: bool) -> Store | None:
         """As `store_of`; with `ignore_not_found` None where nobody has ever claimed the run, and says so."""
@@ -87,43 +85,16 @@ class Session:
 
     def store_of(self, run_id: str) -> Store:
         """The store that has the run: the one that `open_store` gives, or, unless --store named it, another
-        one that this machine has used. Raises NoRunError where none has it, saying where it looked, and
-        StoreError (input) where several have."""
-        from mlpipe._core.errors import StoreError
-        from mlpipe._core.ids import is_name
-        from mlpipe.store import known
+        one that this machine has used. Raises what `api.stores.store_of` raises."""
+        from mlpipe.api.stores import store_of
 
-        store = self.open_store()
-        if not is_name(run_id):
-            raise StoreError(f"{run_id!r} is not a run id", hint="mlpipe list shows them", kind="input")
-        if known.is_known(store, run_id):
-            known.remember(store.url)
-            return store
-        others = [] if self.store_is_given else [url for url in known.stores() if url != store.url]
-        stores, silent = known.find(run_id, others, timeout_seconds=_SEARCH_SECONDS)
-        if not stores:
-            looked = "".join(f"; not in {url} either" for url in others if url not in silent)
-            looked += "".join(f"; {url} could not be asked" for url in silent)
-            raise known.NoRunError(
-                f"there is no run {run_id}{looked}",
-                where=store.url,
-                hint="mlpipe list shows the runs of a store; name another with --store",
-                kind="input",
-            )
-        if len(stores) > 1:
-            raise StoreError(
-                f"several stores have a run {run_id}: {', '.join(one.url for one in stores)}",
-                hint="say which with --store",
-                kind="input",
-            )
-        self.note(f"run {run_id} is in {stores[0].url}")
-        return stores[0]
+        return store_of(run_id, self.open_store(), elsewhere=not self.store_is_given, note=self.note)
 
     def full_store_url(self, otherwise: str | None = None) -> str:
         """Of the same store, which is not opened: a plan needs no credentials."""
-        from mlpipe.store.open import full_url
+        from mlpipe.store.open import default_url, full_url
 
-        return full_url(self.store_url or otherwise or DEFAULT_STORE)
+        return full_url(default_url(self.store_url, otherwise))
 
     def _colour(self, stream: Any) -> bool | None:
         """For `click.echo`: False strips colours, None leaves them to a terminal."""

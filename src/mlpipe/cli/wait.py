@@ -6,8 +6,8 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from mlpipe._core.errors import EXIT_CODES, SubmitError
-from mlpipe.cli.session import Interrupt, Session
+from mlpipe._core.errors import EXIT_CODES, Interrupt, SubmitError
+from mlpipe.cli.session import Session
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -31,9 +31,9 @@ def say_detached(session: Session, run_id: str) -> int:
 def wait_for(session: Session, request: DriveRequest) -> int:
     """Until the run, or its stage that is asked for, has ended; its exit code. A stage that is still to be
     run when nobody drives it gets a driver."""
+    from mlpipe.api.driving import report_of
+    from mlpipe.api.watch import Watcher
     from mlpipe.cli import outcome
-    from mlpipe.cli.follow import Watcher
-    from mlpipe.cli.foreground import report_of
     from mlpipe.store import leases, runs, wanted
     from mlpipe.submit.adopt import LET_GO_SECONDS
     from mlpipe.submit.follower import Following
@@ -50,7 +50,7 @@ def wait_for(session: Session, request: DriveRequest) -> int:
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, detach)
     run = runs.read_run(store, run_id, known=True)
-    watcher = Watcher(session, store, run, only)
+    watcher = Watcher(session, store, run, only, outcome.describe)
     following = Following(store, run_id)
     before = run.state
     over_at: float | None = None

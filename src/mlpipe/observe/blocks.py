@@ -136,17 +136,19 @@ class Tiles(Piece):
 
 @dataclass(frozen=True)
 class Table(Piece):
-    """`numbers`: columns that hold numbers, aligned to the right. Of many rows the last ones are shown."""
+    """`numbers`: columns that hold numbers, aligned to the right. Of many rows the last ones are shown,
+    unless the `whole` table is wanted."""
 
     form = "table"
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     numbers: frozenset[int] = frozenset()
+    whole: bool = False
 
     @property
     def shown(self) -> Sequence[Sequence[Cell]]:
-        """The last MOST_ROWS of them."""
-        return self.rows[-MOST_ROWS:]
+        """The last MOST_ROWS of them, or all."""
+        return self.rows if self.whole else self.rows[-MOST_ROWS:]
 
 
 @dataclass(frozen=True)

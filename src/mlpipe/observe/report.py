@@ -107,7 +107,7 @@ def write_report(store: Store, view: RunView, out: Path | None = None) -> str:
 
 def render_html(page: Page) -> str:
     """Every text in it is escaped."""
-    return _render("report.html.jinja", page, is_html=True)
+    return render_page("report.html.jinja", page)
 
 
 def render_markdown(page: Page) -> str:
@@ -115,7 +115,12 @@ def render_markdown(page: Page) -> str:
     return _render("report.md.jinja", page, is_html=False)
 
 
-def _render(name: str, page: Page, *, is_html: bool) -> str:
+def render_page(name: str, page: object) -> str:
+    """By a template that makes HTML: every text is escaped."""
+    return _render(name, page, is_html=True)
+
+
+def _render(name: str, page: object, *, is_html: bool) -> str:
     return environment(is_html=is_html).get_template(name).render(page=page)
 
 

@@ -1,15 +1,21 @@
-"""The plan of a stage before anything has run. Apart from `submit`, so that a command which only looks ahead
-imports no store."""
+"""The plan of a stage before anything has run, and every other way to do it. Apart from `submit`, so that a
+command which only looks ahead imports no store."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mlpipe._core.errors import PlanError
 from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.plan import Plan
+from mlpipe.plan.training import compare
 from mlpipe.spec.model import Pipeline
 
 if TYPE_CHECKING:
+    from mlpipe.plan.choose import Candidate
+    from mlpipe.plan.hardware import Hardware
     from mlpipe.plan.shapes.traced import Traced
 
 
@@ -35,3 +41,41 @@ def plan_ahead(
         resume=True,
         traced=traced,
     )
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What a stage will do. `plan`: what plan.json will say. `candidates`: every way to train it, the best
+    first, with its bytes, seconds and cost, and why not; empty for a stage that does not train. `traced`: the
+    figures of a user's own model."""
+
+    stage: str
+    plan: Plan
+    candidates: list[Candidate]
+    hardware: Hardware
+    traced: Traced | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage} ({self.plan.kind}): {self.plan.work.summary}"
+
+
+def named(pipeline: Pipeline, stage: str | None, *, where: str) -> list[str]:
+    """All stages, or that one. Raises PlanError."""
+    names = [each.name for each in pipeline.stages]
+    if stage is not None and stage not in names:
+        raise PlanError(
+            f"the pipeline has no stage {stage!r}", where=where, hint=f"it has {', '.join(names)}"
+        )
+    return names if stage is None else [stage]
+
+
+def plan_stage(
+    pipeline: Pipeline, name: str, store_url: str, trace: Callable[[Plan], Traced | None] | None = None
+) -> StagePlan:
+    """`trace`: sizes a user's own model, and what it finds is planned with. Raises PlanError."""
+    hardware, run_id = stage_hardware(pipeline, name), f"{pipeline.name[:40]}-RUN"
+    made = plan_ahead(pipeline, name, store_url, run_id)
+    shape = trace(made) if trace is not None else None
+    if shape is not None:
+        made = plan_ahead(pipeline, name, store_url, run_id, traced=shape)
+    return StagePlan(name, made, compare(pipeline, name, hardware, traced=shape), hardware, shape)

@@ -27,6 +27,10 @@ def _none(*_: Any) -> Iterator[Any]:
     return iter(())
 
 
+def _as_it_is(work: Any, smoke: Any, num_workers: int) -> dict[str, Any]:
+    return {}
+
+
 def _says_nothing(part: Node, key: Sequence[str], value: Any) -> str | None:
     return None
 
@@ -36,7 +40,8 @@ class SpecPart:
     """`model`: type of the value under the kind's key, `description`: its reference. `problems(stage)`: what
     is wrong between several values. `texts(part)`: the leaves in which placeholders may stand.
     `overridden(part, key, value)`: called before `--set` puts `value` there; may change what fits it no more,
-    and says so."""
+    and says so. `smoke(work, smoke, num_workers)`: what a smoke test changes of it (`spec/smoke.py`), by keys
+    below the kind's ("": all of it); None removes one."""
 
     model: Any
     description: str
@@ -44,6 +49,7 @@ class SpecPart:
     problems: Callable[[Node], Iterator[Problem]] = _none
     texts: Callable[[Node], Iterator[Node]] = _none
     overridden: Callable[[Node, Sequence[str], Any], str | None] = _says_nothing
+    smoke: Callable[[Any, Any, int], dict[str, Any]] = _as_it_is
 
     @property
     def keys(self) -> tuple[str, ...]:

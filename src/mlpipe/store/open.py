@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from mlpipe._core import environment
 from mlpipe._core.errors import StoreError
 from mlpipe.store.base import Store
+
+DEFAULT_STORE = "./runs"
+
+
+def default_url(store: str | None, otherwise: str | None = None) -> str:
+    """`store`, else MLPIPE_STORE, else `otherwise` (the pipeline's), else ./runs."""
+    return store or os.environ.get(environment.STORE) or otherwise or DEFAULT_STORE
 
 
 def full_url(url: str) -> str:

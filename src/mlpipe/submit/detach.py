@@ -16,7 +16,9 @@ from mlpipe.store.runs import RunState
 
 _START_SECONDS = 60.0
 _OF_A_STAGE = (environment.DRIVER, environment.RUN_ID, environment.STAGE, environment.OUTPUT)
+_OF_A_TERMINAL = (environment.DEBUG_RANK,)
 _OF_A_STEP = ("JENKINS_SERVER_COOKIE",)  # Jenkins ends what carries it with the step, which only follows
+_NOT_OURS = _OF_A_STAGE + _OF_A_TERMINAL + _OF_A_STEP
 
 
 def working_folder(run: RunState) -> str:
@@ -52,7 +54,7 @@ def detach(store: Store, run_id: str, only: str | None = None) -> None:
         process = subprocess.Popen(
             driver_argv(store.url, run_id, only),
             cwd=working_folder(run),
-            env={name: value for name, value in os.environ.items() if name not in _OF_A_STAGE + _OF_A_STEP},
+            env={name: value for name, value in os.environ.items() if name not in _NOT_OURS},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

@@ -49,6 +49,8 @@ def failed(error: BaseException, *, rank: int, step: int) -> Outcome:
             cause=getattr(error, "cause", None),
         )
     text = f"{type(error).__name__}: {error}".strip()
+    if type(error).__name__ == "BdbQuit":
+        text = "left in the debugger"
     return Outcome("failed", step, rank, "failed", text, f"rank {rank}, step {step}", time=time.time())
 
 

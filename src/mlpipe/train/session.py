@@ -30,6 +30,7 @@ from mlpipe.train.world import World
 _log = logging.getLogger(__name__)
 # The watchdog, which knows more, speaks before a collective's own timeout.
 _AFTER_WATCHDOG = timedelta(seconds=60)
+_COORDINATION_SECONDS = 300.0
 
 
 class Session:
@@ -115,12 +116,15 @@ class Session:
 
     def coordination_store(self) -> dist.Store:
         """A connection of its own to the group's TCPStore: a blocking call on the group's would keep the
-        collectives waiting. With one rank nobody else needs to hear."""
+        collectives waiting. With one rank nobody else needs to hear. Others wait as long for one that is
+        debugged as the watchdog does."""
+        debugged = environment.DEBUG_RANK in os.environ
+        patience = self.plan.work.training.hang_timeout_seconds if debugged else _COORDINATION_SECONDS
         return dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=False,
-            timeout=timedelta(minutes=5),
+            timeout=timedelta(seconds=patience),
             wait_for_workers=False,
         )
 

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, NoReturn
 
-from mlpipe.train import without_dynamo
+from mlpipe.train import debugger, without_dynamo
 from mlpipe.train.launcher import GangNode
 from mlpipe.train.stop import die_with_parent
 
@@ -123,6 +123,9 @@ def rank(
     for path, stream in ((stdout, sys.stdout), (stderr, sys.stderr)):
         with open(path, "a") as file:
             os.dup2(file.fileno(), stream.fileno())
+    if (terminal := debugger.terminal_of(int(env["RANK"]))) is not None:
+        print(f"the rest goes to {terminal} (--debug-rank)", flush=True)  # noqa: T201
+        debugger.take(terminal)
     code: object = 1
     try:
         sys.argv = list(args[args.index("-m") + 1 :])

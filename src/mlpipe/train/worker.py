@@ -19,6 +19,7 @@ from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, FATAL_KINDS, MlpipeError
 from mlpipe.plan.plan import Plan
 from mlpipe.train import outcome
+from mlpipe.train.frames import own_frames, told
 from mlpipe.train.rank_process import RankProcess
 from mlpipe.train.stop import Stop, leave
 from mlpipe.train.watchdog import Watchdog
@@ -68,7 +69,11 @@ def main() -> int:
         return 0
     except Exception as error:
         traceback.print_exc()
+        frames = own_frames(error, _packages(plan))
         ended = outcome.failed(error, rank=process.rank, step=progress[0])
+        ended = replace(ended, message=f"{ended.message}{told(frames)}")
+        if frames:  # below the whole traceback, where one looks first
+            print(f"{type(error).__name__}: {error}{told(frames)}", file=sys.stderr)  # noqa: T201
         fatal = isinstance(error, MlpipeError) and (
             error.kind in FATAL_KINDS or getattr(error, "fatal", False)
         )
@@ -79,7 +84,7 @@ def main() -> int:
             hint = (
                 "it failed before the first step was done, so it is not tried again; the rank's log has more"
             )
-            ended = replace(ended, where=_place_in(error, plan) or ended.where, hint=hint)
+            ended = replace(ended, where=frames[-1].place if frames else ended.where, hint=hint)
         outcome.write(scratch, ended, fatal=fatal)
         return EXIT_CODES[ended.kind or "failed"]
 
@@ -104,17 +109,11 @@ def _repeats(error: Exception) -> bool:
     return isinstance(error, _MISTAKES)
 
 
-def _place_in(error: Exception, plan: Plan) -> str | None:
-    """file:line of the user's own code where it failed, if it did there."""
+def _packages(plan: Plan) -> set[str]:
+    """Of the user's entries."""
     part = plan.work.training
     entries = [part.model.build, *([part.data.dataset] if part.data.dataset else [])]
-    packages = {entry.entry.partition(":")[0].partition(".")[0] for entry in entries} - {"mlpipe"}
-    lines = [
-        f"{frame.f_code.co_filename}:{line}"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] in packages
-    ]
-    return lines[-1] if lines else None
+    return {entry.entry.partition(":")[0].partition(".")[0] for entry in entries} - {"mlpipe"}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from kit.command_runs import Cli
 
-from mlpipe.cli.logs import Reader
+from mlpipe.observe.logs import Reader
 from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
 

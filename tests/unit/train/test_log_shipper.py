@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlpipe.cli.logs import Reader
+from mlpipe.observe.logs import Reader
 from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.logs import LogShipper

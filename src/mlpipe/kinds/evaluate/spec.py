@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from pydantic import Field
 
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
 from mlpipe.spec.part import Reference, SpecPart
+
+if TYPE_CHECKING:
+    from mlpipe.spec.smoke import Smoke
 
 
 class Evaluate(SpecModel):
@@ -19,4 +24,12 @@ class Evaluate(SpecModel):
     generate_tokens: f.CountOrZero = Field(64, description="Length of the generated sample.")
 
 
-PART = SpecPart(Evaluate, "Measure a model.", references=(Reference("train", lends=True),))
+def _smoke(work: Evaluate, smoke: Smoke, num_workers: int) -> dict[str, Any]:
+    """No gate: what a few steps have learnt passes none."""
+    if not smoke.tiny:
+        return {}
+    few = {"max_tokens": min(work.max_tokens, 2048), "generate_tokens": min(work.generate_tokens, 8)}
+    return few if work.gate is None else {**few, "gate": None}
+
+
+PART = SpecPart(Evaluate, "Measure a model.", references=(Reference("train", lends=True),), smoke=_smoke)

@@ -20,5 +20,6 @@ def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[PromotePlan, L
         evaluate_stage=None if evaluated is None else evaluated.name,
         model_name=spec.as_,
         alias=spec.alias,
+        dry_run=bool(spec.dry_run),
     )
     return promotion, single_process(stage, given, shutdown_seconds=FLOOR_SECONDS)

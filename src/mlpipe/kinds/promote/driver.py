@@ -18,6 +18,9 @@ def run(store: Store, plan: Plan) -> dict[str, Any]:
     then the next one makes no other. Raises what `promote` raises."""
     promotion = plan.part(PromotePlan)
     assert promotion is not None
+    if promotion.dry_run:
+        step = _chosen(store, plan.run_id, promotion)[0].step
+        return {"step": step, "message": "dry run: nothing was registered"}
     began = runs.read_run(store, plan.run_id).stages[plan.stage].started or 0.0
     made = registry.find_version(store, promotion.model_name, {"attempt": plan.attempt_key}, since=began)
     if made is None:
@@ -38,23 +41,7 @@ def promote(
     Raises SubmitError if there is no checkpoint, or its gate did not pass."""
     run = runs.read_run(store, run_id)
     stage_key = f"runs/{run_id}/stages/{plan.train_stage}"
-    checkpoints = catalogue.list_checkpoints(store, stage_key)
-    metrics: dict[str, Any] = {}
-    if plan.evaluate_stage is not None:
-        evaluation = run.stages[plan.evaluate_stage].outcome or {}
-        metrics = evaluation.get("metrics") or {}
-        if not evaluation.get("passed"):
-            raise SubmitError(
-                f"the gate of stage {plan.evaluate_stage!r} has not passed",
-                hint=f"look at `mlpipe status {run_id}`",
-                kind="failed",
-            )
-        checkpoints = [one for one in checkpoints if one.step == evaluation["step"]]
-    if not checkpoints:
-        raise SubmitError(
-            f"stage {plan.train_stage!r} has no checkpoint to promote", where=stage_key, kind="failed"
-        )
-    chosen = checkpoints[-1]
+    chosen, metrics = _chosen(store, run_id, plan)
     lineage = {
         "run": run_id,
         "stage": plan.train_stage,
@@ -74,6 +61,29 @@ def promote(
     }
     version = registry.promote(store, plan.model_name, plan.alias, chosen.key, lineage)
     return version, chosen
+
+
+def _chosen(store: Store, run_id: str, plan: PromotePlan) -> tuple[Checkpoint, dict[str, Any]]:
+    """With the metrics of its evaluation. Raises SubmitError."""
+    run = runs.read_run(store, run_id)
+    stage_key = f"runs/{run_id}/stages/{plan.train_stage}"
+    checkpoints = catalogue.list_checkpoints(store, stage_key)
+    metrics: dict[str, Any] = {}
+    if plan.evaluate_stage is not None:
+        evaluation = run.stages[plan.evaluate_stage].outcome or {}
+        metrics = evaluation.get("metrics") or {}
+        if not evaluation.get("passed"):
+            raise SubmitError(
+                f"the gate of stage {plan.evaluate_stage!r} has not passed",
+                hint=f"look at `mlpipe status {run_id}`",
+                kind="failed",
+            )
+        checkpoints = [one for one in checkpoints if one.step == evaluation["step"]]
+    if not checkpoints:
+        raise SubmitError(
+            f"stage {plan.train_stage!r} has no checkpoint to promote", where=stage_key, kind="failed"
+        )
+    return checkpoints[-1], metrics
 
 
 def _data_digest(store: Store, attempt_key: str) -> str | None:

@@ -16,11 +16,13 @@ class PromotePlan(StageWork):
     evaluate_stage: str | None
     model_name: str
     alias: str | None
+    dry_run: bool = False  # registers nothing
 
     @property
     def summary(self) -> str:
         alias = f", alias {self.alias}" if self.alias else ""
-        return f"{self.train_stage}'s checkpoint as model {self.model_name}{alias}"
+        dry = ", dry run" if self.dry_run else ""
+        return f"{self.train_stage}'s checkpoint as model {self.model_name}{alias}{dry}"
 
 
 PLAN = PromotePlan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
@@ -17,11 +17,15 @@ from mlpipe.spec.part import SpecPart
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, problem_of_key, text_of
 
+if TYPE_CHECKING:
+    from mlpipe.spec.smoke import Smoke
+
 Preset = Literal[
     "llama-1m", "llama-4m", "llama-8m", "llama-25m", "llama-125m",
     "llama-350m", "llama-1b", "llama-3b", "llama-8b", "llama-70b",
 ]  # fmt: skip
 Strategy = Literal["auto", "single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
+_TINY_SHAPE = {"dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 64}
 _SHORTEST_HANG_SECONDS = 1.0  # the watchdog looks twice a second
 
 
@@ -255,4 +259,28 @@ def _overridden(train: Node, key: Sequence[str], value: Any) -> str | None:
     return None
 
 
-PART = SpecPart(Train, "Train a model.", problems=_problems, texts=_texts, overridden=_overridden)
+def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
+    """Models and data sets of the user's own stay as they are, but for the samples in a step."""
+    changes: dict[str, Any] = {}
+    if train.mesh is not None and smoke.ranks is not None:
+        replicas = 2 if num_workers % 2 == 0 else 1
+        changes["mesh"] = {"dp_replicate": replicas, "dp_shard": num_workers // replicas}
+    if smoke.steps is not None:
+        changes["steps"] = smoke.steps
+        for key in ("warmup_steps", "decay_steps"):
+            if (getattr(train.optimizer, key) or 0) > smoke.steps:
+                changes[f"optimizer.{key}"] = smoke.steps
+    if not smoke.tiny:
+        return changes
+    if isinstance(train.model, PresetModel):
+        shape = {**_TINY_SHAPE, "seq_len": min(train.model.seq_len, 64), "max_seq_len": None}
+        changes |= {f"model.{key}": value for key, value in shape.items()}
+    if isinstance(train.data, TokenData):
+        changes["data.batch_tokens"] = None
+    changes |= {"data.batch_size": 2 * num_workers, "data.micro_batch": None}
+    return {**changes, "checkpoint.every": "2 steps", "compile": "off"}
+
+
+PART = SpecPart(
+    Train, "Train a model.", problems=_problems, texts=_texts, overridden=_overridden, smoke=_smoke
+)

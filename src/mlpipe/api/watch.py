@@ -1,35 +1,91 @@
 """Tells a person what a run does: a line a transition, what a stage waits for, and one live line (one every
-ten seconds when standard error is no terminal). Reads run.json and the records in the store, nothing else."""
+ten seconds where none can be rewritten). Reads run.json and the records in the store, nothing else."""
 
 from __future__ import annotations
 
 import shutil
+import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
-import click
-
-from mlpipe._core.records import Start
-from mlpipe.cli.outcome import describe
-from mlpipe.cli.session import Session
-from mlpipe.observe.progress import Progress, live_line, start_line
-from mlpipe.observe.records import Follower
+from mlpipe._core.units import format_seconds
 
 if TYPE_CHECKING:
+    from mlpipe.observe.progress import Progress
+    from mlpipe.observe.records import Follower
     from mlpipe.store.base import Store
-    from mlpipe.store.runs import RunState
+    from mlpipe.store.runs import RunState, StageState
 
 _PIPED_SECONDS = 10.0
 
 
+class Terminal(Protocol):
+    """Where a run tells how it goes; `submit.submission.Console` with a line that can be rewritten."""
+
+    quiet: bool
+
+    def note(self, text: str) -> None:
+        """A line for a person who watches."""
+
+    def complain(self, text: str) -> None:
+        """A line that also a quiet call shows."""
+
+    def live(self) -> bool:
+        """Whether a line that rewrites itself is welcome."""
+
+    def write(self, text: str) -> None:
+        """As it stands."""
+
+
+class Lines:
+    """A Terminal of plain lines on standard error, as of a program or a notebook. `quiet`: none."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+
+    def note(self, text: str) -> None:
+        if not self.quiet:
+            self.complain(text)
+
+    def complain(self, text: str) -> None:
+        self.write(f"{text}\n")
+
+    def live(self) -> bool:
+        return False
+
+    def write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def in_words(stage: StageState, colour: Callable[[str], str] = str) -> str:
+    """`done in 4.1s`, `failed after 3.0s: exited with code 1`. `colour`: of the state."""
+    text = colour(stage.state)
+    if stage.state == "running" and stage.attempt > 1:
+        text += f", attempt {stage.attempt}"
+    if stage.started is not None and stage.ended is not None:
+        took = format_seconds(max(stage.ended - stage.started, 0.0))
+        text += f" in {took}" if stage.state == "done" else f" after {took}"
+    return f"{text}: {stage.message}" if stage.message else text
+
+
 class Watcher:
     """Call `watch(state)` as often as you like; it reads the store at most once or twice a second. `only`:
-    of that stage alone."""
+    of that stage alone. `describe`: a stage in words."""
 
-    def __init__(self, session: Session, store: Store, state: RunState, only: str | None = None) -> None:
-        self._session = session
+    def __init__(
+        self,
+        terminal: Terminal,
+        store: Store,
+        state: RunState,
+        only: str | None = None,
+        describe: Callable[[StageState], str] = in_words,
+    ) -> None:
+        self._terminal = terminal
         self._store = store
         self._only = only
+        self._describe = describe
         self._seen = {name: (stage.state, "") for name, stage in state.stages.items()}
         self._width = max((len(name) for name in state.stages), default=0)
         self._read_seconds = 0.5 if store.local_path("runs") is not None else 2.0
@@ -38,7 +94,7 @@ class Watcher:
         self._line_open = False
 
     def watch(self, state: RunState) -> None:
-        if self._session.quiet:
+        if self._terminal.quiet:
             return
         self._read(state)
         for name, stage in state.stages.items():
@@ -49,24 +105,28 @@ class Watcher:
             if stage.state != former[0] or (
                 stage.state == "running" and stage.message not in ("", former[1])
             ):
-                self._say(name, describe(stage))
+                self._say(name, self._describe(stage))
 
     def close(self) -> None:
         """Leave the live line behind."""
         if self._line_open:
-            click.echo(err=True)
+            self._terminal.write("\n")
             self._line_open = False
 
     def note(self, text: str) -> None:
         if self._line_open:
-            click.echo("\r\x1b[K", nl=False, err=True)
+            self._terminal.write("\r\x1b[K")
             self._line_open = False
-        self._session.note(text)
+        self._terminal.note(text)
 
     def _say(self, name: str, text: str) -> None:
         self.note(f"{name.ljust(self._width)}  {text}")
 
     def _read(self, state: RunState) -> None:
+        from mlpipe._core.records import Start
+        from mlpipe.observe.progress import Progress, start_line
+        from mlpipe.observe.records import Follower
+
         now = time.monotonic()
         if now - self._read_at < self._read_seconds:
             return
@@ -88,13 +148,15 @@ class Watcher:
             self._show(line, now)
 
     def _line(self, name: str, progress: Progress) -> str:
+        from mlpipe.observe.progress import live_line
+
         width = shutil.get_terminal_size().columns - self._width - 3
         return f"{name.ljust(self._width)}  {live_line(progress.summary(), width=max(width, 40))}"
 
     def _show(self, line: str, now: float) -> None:
-        if self._session.live():
-            click.echo(f"\r\x1b[K{line}", nl=False, err=True, color=True)
+        if self._terminal.live():
+            self._terminal.write(f"\r\x1b[K{line}")
             self._line_open = True
         elif now - self._printed_at >= _PIPED_SECONDS:
             self._printed_at = now
-            self._session.note(line)
+            self._terminal.note(line)

@@ -1,0 +1,38 @@
+"""Gives one rank of a run the terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from mlpipe._core import environment
+from mlpipe._core.errors import SubmitError
+from mlpipe.api.pipeline import LoadedPipeline
+from mlpipe.plan.build import stage_hardware
+from mlpipe.plan.training import trainings
+
+_PATIENCE = "7 d"  # of the watchdog and of collectives, while somebody looks around
+
+
+def debugged(pipeline: LoadedPipeline, rank: int) -> LoadedPipeline:
+    """The pipeline as it is run for debugging: nothing hangs too early, and nothing is started again. From
+    here on whatever this process starts gives `rank` of each training, and of what evaluates it, the terminal
+    of standard input. Raises SubmitError (input) where that is none, or no training has the rank."""
+    if not sys.stdin.isatty():
+        raise SubmitError(
+            "standard input is no terminal, and a debugger needs one",
+            where="--debug-rank",
+            hint="run it in a terminal, without a pipe in front",
+            kind="input",
+        )
+    sizes = {name: stage_hardware(pipeline.spec, name).world_size for name in trainings(pipeline.spec)}
+    if rank >= max(sizes.values(), default=0):
+        there = ", ".join(f"{name} has {size}" for name, size in sizes.items()) or "nothing trains"
+        raise SubmitError(f"there is no rank {rank}: {there}", where="--debug-rank", kind="input")
+    changes = [
+        change
+        for name in sizes
+        for change in (f"stages.{name}.train.hang_timeout={_PATIENCE}", f"stages.{name}.train.max_restarts=0")
+    ]
+    os.environ[environment.DEBUG_RANK] = f"{rank}:{os.ttyname(sys.stdin.fileno())}"
+    return pipeline.override(changes)

@@ -1,0 +1,104 @@
+"""Drives a run in this process: says how it goes, makes signals into a stop, writes the report."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from mlpipe._core.errors import Interrupt, MlpipeError
+from mlpipe.api.watch import Lines, Terminal, Watcher
+
+if TYPE_CHECKING:
+    from mlpipe.store.base import Store
+    from mlpipe.store.runs import RunState
+    from mlpipe.submit.driver import DriveOptions
+    from mlpipe.submit.executor import StopRequest
+
+
+@dataclass(frozen=True)
+class Driven:
+    """How the run stands. `interrupted`: by Ctrl-C. `report`: where it lies."""
+
+    run: RunState
+    interrupted: bool
+    report: str | None
+
+
+def drive_here(
+    watcher: Watcher,
+    store: Store,
+    run_id: str,
+    options: DriveOptions,
+    *,
+    terminal: Terminal,
+    signals: Sequence[signal.Signals] = (),
+) -> Driven:
+    """Until the run has ended. One of `signals` once: it saves and stops. Twice: at once. Outside the main
+    thread, where Python takes no signals, there must be none. Raises what `submit.driver.drive` raises."""
+    from mlpipe.submit.driver import drive
+    from mlpipe.submit.executor import StopRequest
+
+    stop = StopRequest()
+    with heard(signals, stop):
+        try:
+            run = drive(store, run_id, options, stop=stop, watch=watcher.watch)
+        finally:
+            watcher.close()
+    return Driven(run, stop.kind == "interrupted", report_of(terminal, store, run))
+
+
+def drive(store: Store, run_id: str, options: DriveOptions, lines: Lines) -> None:
+    """In this process, until the run has ended. Raises KeyboardInterrupt after Ctrl-C."""
+    from mlpipe.store.runs import read_run
+
+    is_main = threading.current_thread() is threading.main_thread()
+    watcher = Watcher(lines, store, read_run(store, run_id))
+    signals = (signal.SIGINT,) if is_main else ()
+    driven = drive_here(watcher, store, run_id, options, terminal=lines, signals=signals)
+    if driven.interrupted:
+        lines.note(f"run {run_id} was stopped; go on with mlpipe.Run({run_id!r}).resume()")
+        raise Interrupt
+
+
+def report_of(terminal: Terminal, store: Store, run: RunState) -> str | None:
+    """Where the report lies. That it cannot be written must not turn a trained model into a failure."""
+    from mlpipe.observe.report import write_report
+    from mlpipe.observe.runview import view_run
+
+    if all(stage.attempt == 0 for stage in run.stages.values()):
+        return None
+    try:
+        return write_report(store, view_run(store, run.run_id))
+    except (MlpipeError, OSError) as error:
+        terminal.note(f"no report: {error}")
+        return None
+
+
+@contextmanager
+def heard(signals: Sequence[signal.Signals], stop: StopRequest) -> Iterator[None]:
+    """Within, one of `signals` asks `stop` once; a second one interrupts."""
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if stop.kind is not None:
+            raise Interrupt
+        name = signal.Signals(number).name
+        stop.request("interrupted" if number == signal.SIGINT else "cancelled", f"stopped by {name}")
+        again = "Ctrl-C again" if number == signal.SIGINT else f"{name} again"
+        # not print: the signal may have come in the middle of one
+        os.write(2, f"\nstopping: saving at the next step ({again}: at once)\n".encode())
+
+    former = {}
+    for number in signals:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means what it says
+            former[number] = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, action in former.items():
+            signal.signal(number, action)

@@ -1,0 +1,110 @@
+"""Starts runs from Python: in this process, or in the background on any backend."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from mlpipe._core.errors import SubmitError
+from mlpipe.api.watch import Lines
+
+if TYPE_CHECKING:
+    from mlpipe.api.pipeline import LoadedPipeline
+    from mlpipe.api.run import Run
+    from mlpipe.store.base import Store
+    from mlpipe.submit.submission import Submission
+
+
+def run(
+    pipeline: LoadedPipeline, *, run_id: str | None = None, store: str | None = None, quiet: bool = False
+) -> Run:
+    """Runs all stages here, and returns when they are done; how it goes is told on standard error unless
+    `quiet`. `store`: a folder or `s3://bucket/prefix`; default: MLPIPE_STORE, the pipeline's, ./runs.
+
+    Ctrl-C (or a notebook's stop button) saves at the next step and then raises KeyboardInterrupt, a second
+    one stops at once; `Run(run_id).resume()` goes on. Raises SpecError, PlanError or SubmitError before
+    anything starts, TrainError when a stage failed or was cancelled: its `kind` says whose fault it is.
+    """
+    from mlpipe.api.driving import drive
+    from mlpipe.api.run import Run
+    from mlpipe.submit import backends
+    from mlpipe.submit.adopt import create
+    from mlpipe.submit.driver import DriveOptions
+
+    _check_single(pipeline)
+    there, lines = _open(pipeline, store), Lines(quiet=quiet)
+    backend = backends.load(backends.DEFAULT)({})
+    run_id = create(there, backend, submission_of(pipeline, there, run_id), lines)
+    lines.note(f"run {run_id} in {there.url}")
+    drive(there, run_id, DriveOptions(), lines)
+    return Run.of(there, run_id).check()
+
+
+def submit(
+    pipeline: LoadedPipeline,
+    backend: str = "",
+    *,
+    run_id: str | None = None,
+    store: str | None = None,
+    **options: Any,
+) -> Run:
+    """Starts a run that outlives this program, and returns as soon as it has a driver; `Run.wait` waits for
+    it. `backend`: `local` (the default: processes of this machine), `kubernetes`, `jenkins`, or another
+    package's; `options`: those that it adds to `mlpipe submit`, such as `namespace="team"`. A `run_id` that
+    exists is adopted if it is of the same pipeline. Raises SpecError, PlanError or SubmitError."""
+    from mlpipe.api.run import Run
+    from mlpipe.submit import backends
+    from mlpipe.submit.adopt import DriveRequest, claim
+    from mlpipe.submit.delegate import Delegate
+
+    _check_single(pipeline)
+    chosen = backends.load(backend or backends.DEFAULT)
+    known = {option.name: option for option in chosen.options}
+    if odd := sorted(options.keys() - known):
+        words = f"it has {', '.join(known)}" if known else "it has none"
+        raise SubmitError(f"{chosen.name} has no option {odd[0]!r}", hint=words, kind="input")
+    if lacking := [
+        option.name for option in known.values() if option.required and not options.get(option.name)
+    ]:
+        raise SubmitError(f"{chosen.name} needs {lacking[0]}", kind="input")
+    given = {name: options.get(name, () if option.repeated else None) for name, option in known.items()}
+    place = chosen.of_submission(pipeline.spec, given)
+    there, lines = _open(pipeline, store), Lines(quiet=True)
+    asked_for = submission_of(pipeline, there, run_id)
+    if isinstance(place, Delegate):
+        handed = place.hand_over(asked_for, there, lines, wait=False)
+        return Run.of(there, handed.document["run_id"])
+    made = claim(there, place, asked_for, lines)
+    DriveRequest(place, there, made, pipeline.spec, None, lines).start_driver()
+    return Run.of(there, made)
+
+
+def _check_single(pipeline: LoadedPipeline) -> None:
+    if pipeline.spec.sweep is not None:
+        raise SubmitError(
+            "the pipeline has a sweep, which is not one run",
+            where=pipeline.path,
+            hint="run it with mlpipe sweep, or without: pipeline.override({'sweep': None})",
+            kind="input",
+        )
+
+
+def _open(pipeline: LoadedPipeline, store: str | None) -> Store:
+    from mlpipe.store.open import default_url, open_store
+
+    return open_store(default_url(store, pipeline.spec.store))
+
+
+def submission_of(pipeline: LoadedPipeline, store: Store, run_id: str | None) -> Submission:
+    """What is asked for, from the working folder of this process."""
+    from mlpipe.submit.submission import Submission
+
+    return Submission(
+        pipeline.path,
+        pipeline.text,
+        pipeline.overrides,
+        pipeline.spec,
+        store.url,
+        os.getcwd(),
+        run_id=run_id,
+    )

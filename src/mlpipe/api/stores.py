@@ -1,0 +1,46 @@
+"""Which store has a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlpipe.store.base import Store
+
+_SEARCH_SECONDS = 15.0  # for all stores together that may have a run
+
+
+def store_of(
+    run_id: str, store: Store, *, elsewhere: bool, note: Callable[[str], None] = lambda text: None
+) -> Store:
+    """The one that has the run: `store` or, with `elsewhere`, another that this machine has used. Raises
+    NoRunError where none has it, saying where it looked, and StoreError (input) where several have."""
+    from mlpipe._core.errors import StoreError
+    from mlpipe._core.ids import is_name
+    from mlpipe.store import known
+
+    if not is_name(run_id):
+        raise StoreError(f"{run_id!r} is not a run id", hint="mlpipe list shows them", kind="input")
+    if known.is_known(store, run_id):
+        known.remember(store.url)
+        return store
+    others = [url for url in known.stores() if url != store.url] if elsewhere else []
+    stores, silent = known.find(run_id, others, timeout_seconds=_SEARCH_SECONDS)
+    if not stores:
+        looked = "".join(f"; not in {url} either" for url in others if url not in silent)
+        looked += "".join(f"; {url} could not be asked" for url in silent)
+        raise known.NoRunError(
+            f"there is no run {run_id}{looked}",
+            where=store.url,
+            hint="mlpipe list shows the runs of a store; name another with --store",
+            kind="input",
+        )
+    if len(stores) > 1:
+        raise StoreError(
+            f"several stores have a run {run_id}: {', '.join(one.url for one in stores)}",
+            hint="say which with --store",
+            kind="input",
+        )
+    note(f"run {run_id} is in {stores[0].url}")
+    return stores[0]

@@ -1,0 +1,75 @@
+"""A smoke test of any pipeline is made of overrides that make a pipeline which one small machine runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import mlpipe
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.spec.load import load_pipeline
+from mlpipe.spec.smoke import Smoke, overrides
+
+pytestmark = pytest.mark.unit
+ROOT = Path(__file__).resolve().parents[3]
+FILES = [*(ROOT / "pipelines").rglob("*.yaml"), *(ROOT / "tests/unit/spec/good").glob("*.yaml")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_pipeline_shrinks_and_can_be_planned(path, ranks):
+    small = mlpipe.load(path).smoke(ranks=ranks, steps=3, tiny=True)
+    for name, planned in mlpipe.plan(small, store="runs").items():
+        plan = planned.plan
+        assert plan.launch.num_nodes == 1, name
+        training = plan.part(TrainPlan)
+        if training is None:
+            continue
+        assert (training.mesh.world_size, training.steps) == (ranks, 3)
+        assert training.global_batch == 2 * ranks
+        if training.model.preset is not None:
+            assert training.model.build.args["dim"] == 32
+            assert training.model.seq_len <= 64
+        assert training.optimizer.warmup_steps <= 3
+        assert training.checkpoint.every_steps == 2
+
+
+def changes(path: Path, smoke: Smoke, num_gpus: int = 0) -> list[str]:
+    return overrides(load_pipeline(path), smoke, num_gpus=num_gpus)
+
+
+def test_each_option_changes_its_own():
+    quickstart = ROOT / "pipelines/quickstart.yaml"
+    registered = "stages.promote.promote.dry_run=true"
+    assert changes(quickstart, Smoke(steps=30)) == [
+        "stages.train.train.steps=30", registered,
+    ]  # fmt: skip
+    assert changes(quickstart, Smoke(steps=3)) == [
+        "stages.train.train.steps=3", "stages.train.train.optimizer.warmup_steps=3", registered,
+    ]  # fmt: skip
+    assert changes(quickstart, Smoke(ranks=1)) == [
+        'stages.train.resources={"workers_per_node": 1}', registered,
+    ]  # fmt: skip
+    tiny = changes(quickstart, Smoke(tiny=True))
+    assert tiny[0].endswith('"--max-bytes", "8 MiB", "--max-bytes", "256 KiB", "--vocab-size", "512"]')
+    assert "stages.train.train.data.batch_size=4" in tiny  # two workers
+    assert not any(".steps=" in one or "resources" in one for one in tiny)
+    assert "stages.evaluate.evaluate.gate=null" in tiny
+
+
+def test_gpus_are_used_where_there_are_enough():
+    llm = ROOT / "pipelines/llm.yaml"
+    (resources, *_) = changes(llm, Smoke(ranks=2), num_gpus=2)
+    assert resources == 'stages.train.resources={"gpus_per_node": 2, "gpu": "H100-80GB"}'
+    (resources, *_) = changes(llm, Smoke(ranks=2), num_gpus=1)
+    assert resources == 'stages.train.resources={"workers_per_node": 2}'
+
+
+def test_what_is_the_users_own_stays():
+    own = ROOT / "pipelines/custom/pipeline.yaml"
+    tiny = changes(own, Smoke(tiny=True, ranks=1))
+    assert not any(".model." in one for one in tiny)
+    assert [one for one in tiny if ".data." in one] == [
+        "stages.train.train.data.batch_size=2", "stages.train.train.data.micro_batch=null",
+    ]  # fmt: skip
