@@ -89,6 +89,8 @@ class Simulated(Backend):
             head = {"v": 1, "rank": 0, "restart": 0, "kind": "step", "time": time.time()}
             write_records(store, f"{key}/attempt-{attempt}", 0, [{**head, "step": step, "loss": loss}])
             done = step
+            while step in args.get("rungs", ()) and not self._is_judged(store, run_id, step):
+                time.sleep(0.005)
             while args.get("waits") and not self.go.is_set() and runs.cancel_requested(store, run_id) is None:
                 time.sleep(0.005)
         if done:
@@ -97,6 +99,14 @@ class Simulated(Backend):
         self._set(store, run_id, state, message=message, ended=time.time())
         runs.update_run(store, run_id, lambda run: replace(run, state=state, message=message))  # type: ignore[arg-type]
         lease.__exit__()
+
+    def _is_judged(self, store: Store, run_id: str, step: int) -> bool:
+        """At the rung, and told so if it is to stop."""
+        sweep_id, _, name = run_id.rpartition("-")
+        sweep = runs.read_run(store, sweep_id)
+        if "stopped_at" in sweep.stages[name].outcome:
+            return runs.cancel_requested(store, run_id) is not None
+        return name in sweep.meta.get("rungs", {}).get(str(step), {})
 
     def _set(self, store: Store, run_id: str, state: Any, **more: Any) -> None:
         def change(run: RunState) -> RunState:

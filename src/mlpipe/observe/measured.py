@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from mlpipe._core.records import Step
+from mlpipe._core.records import Start, Step
 from mlpipe.observe.axes import finite
-from mlpipe.observe.records import Timeline, list_attempts, merge, read_records
+from mlpipe.observe.records import Follower, Timeline, list_attempts, merge, read_records
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState
 
@@ -52,6 +52,46 @@ def smoothed(steps: Iterable[Step]) -> list[tuple[int, float]]:
         recent = [*recent[1 - _RECENT_STEPS :], step.loss]
         curve.append((step.step, fmean(recent)))
     return curve
+
+
+class CurveFollower:
+    """One metric of a run's training, read as it grows. `points`: (step, value), ascending, of the steps that
+    count: what a restart went back behind counts no more."""
+
+    def __init__(self, store: Store, stage: str, metric: str) -> None:
+        self._store, self._stage, self._metric = store, stage, metric
+        self._attempt = 0
+        self._tail: Follower | None = None
+        self._losses: list[tuple[int, float]] = []
+        self.points: list[tuple[int, float]] = []
+
+    def poll(self, run: RunState) -> None:
+        """Reads what is new. Raises StoreError."""
+        while self._attempt < run.stages[self._stage].attempt:
+            if self._tail is not None:
+                self._read(self._tail)
+            self._attempt += 1
+            key = f"runs/{run.run_id}/stages/{self._stage}/attempt-{self._attempt}"
+            self._tail = Follower(self._store, key)
+        if self._tail is not None:
+            self._read(self._tail)
+
+    def _read(self, tail: Follower) -> None:
+        for record in tail.poll():
+            match record:
+                case Start():
+                    self._roll_back(record.start_step or 0)
+                case Step() if record.loss is not None and finite(record.loss):
+                    self._roll_back(record.step - 1)
+                    self._losses.append((record.step, record.loss))
+                    if self._metric == LOSS:
+                        recent = self._losses[-_RECENT_STEPS:]
+                        self.points.append((record.step, fmean(loss for _, loss in recent)))
+
+    def _roll_back(self, last_kept: int) -> None:
+        for points in (self._losses, self.points):
+            while points and points[-1][0] > last_kept:
+                points.pop()
 
 
 def value_at(curve: Sequence[tuple[int, float]], step: int) -> float | None:

@@ -127,7 +127,7 @@ def _tiles(sweep: RunState, rows: Sequence[TrialRow], metric: str) -> Piece:
     if best is not None and best.value is not None:
         shown[f"best {metric}"] = format_value(best.value)
         shown["best trial"] = best.trial
-    for state in ("done", "running", "pending", "cancelled", "failed"):
+    for state in ("done", "stopped", "running", "pending", "cancelled", "skipped", "failed"):
         number = sum(row.shown_state == state for row in rows)
         shown[state] = number or None
     if promoted := sweep.meta.get("promoted"):

@@ -31,8 +31,8 @@ class TrialRow:
 
     @property
     def shown_state(self) -> str:
-        """Of the table."""
-        return self.state.state
+        """Of the table: one that did not go on at a rung was not cancelled by anybody."""
+        return "stopped" if self.state.outcome.get("stopped_at") is not None else self.state.state
 
     def document(self) -> dict[str, Any]:
         """Plain JSON."""

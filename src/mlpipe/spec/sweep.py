@@ -14,6 +14,7 @@ from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
 
 MAX_TRIALS = 1000
+DEFAULT_ETA = 3
 ID_CHARACTERS = 58  # of a sweep: its trials' ids are longer by a number of up to four digits
 _RANGE = re.compile(r"(-?[0-9]{1,9})\.\.(-?[0-9]{1,9})")
 _INTERVAL_KEYS = {"min", "max", "log"}
@@ -128,9 +129,10 @@ class Sweep(SpecModel):
         "`{min: 1e-5, max: 1e-2, log: true}`.",
         min_length=1,
     )
-    method: Literal["grid", "random"] = Field(
+    method: Literal["grid", "random", "asha"] = Field(
         "grid",
-        description="`grid`: all combinations of values. `random`: as many drawn ones as `trials` says.",
+        description="`grid`: all combinations of values. `random`: drawn ones, as many as `trials`. `asha`: "
+        "the same, and what is not among the best at some step is stopped.",
     )
     trials: Annotated[int, Field(ge=1, le=MAX_TRIALS)] | None = Field(
         None, description="How many; a grid has as many as it has combinations."
@@ -144,4 +146,12 @@ class Sweep(SpecModel):
         default_factory=lambda: Metric.model_construct(), description="By which one is the best."
     )
     seed: f.CountOrZero = Field(0, description="Of what is drawn.")
+    eta: Annotated[int, Field(ge=2, le=100)] | None = Field(
+        None, description="Of `asha`: one in so many goes on at each rung. Default: 3."
+    )
+    min_steps: f.Count | None = Field(
+        None,
+        description="Of `asha`: the first rung; each other one is `eta` times as far. Default: a 27th of the "
+        "training's steps.",
+    )
     promote: PromoteBest | None = Field(None, description="What becomes of the best one at the end.")

@@ -42,6 +42,7 @@ def check(root: Node, problems_of: Check) -> Iterator[Problem]:
     if len(keys) == len(over.value):
         yield from _number(sweep, list(keys.values()), axes)
     yield from _metric(root, sweep)
+    yield from _asha(root, sweep)
 
 
 def check_trials(root: Node, sweep: Sweep, problems_of: Check) -> Iterator[Problem]:
@@ -185,11 +186,7 @@ def _number(sweep: Node, nodes: list[Node], axes: list[Choices | Interval]) -> I
 def _metric(root: Node, sweep: Node) -> Iterator[Problem]:
     """Something must measure it."""
     kinds = [kind for stage in overrides.stages(root) if (kind := kind_of(stage)) is not None]
-    validates = any(
-        kind.is_training and get(stage, kind.name, "validate") is not None
-        for stage in overrides.stages(root)
-        if (kind := kind_of(stage)) is not None
-    )
+    validates = any(map(_validates, _trainings(root)))
     node = get(sweep, "metric", "name")
     name = text_of(node) or "val_loss"
     if name != _OF_STEPS and not validates and not any(kind.is_evaluation for kind in kinds):
@@ -199,6 +196,42 @@ def _metric(root: Node, sweep: Node) -> Iterator[Problem]:
         )
     if name == _OF_STEPS and not any(kind.is_training for kind in kinds):
         yield problem_of_key(node or sweep, "no stage trains, so there is no loss", "add a train stage")
+
+
+def _asha(root: Node, sweep: Node) -> Iterator[Problem]:
+    """Its keys, and what it needs of the pipeline."""
+    if text_of(get(sweep, "method")) != "asha":
+        for key in ("eta", "min_steps"):
+            if (node := get(sweep, key)) is not None:
+                yield problem_of_key(node, f"only method asha has {key}", "remove it, or write method: asha")
+        return
+    trainings = _trainings(root)
+    method = sweep.value["method"]
+    if len(trainings) != 1:
+        yield Problem.at(
+            method.place,
+            f"asha judges one training, and the pipeline has {len(trainings)}",
+            "write method: random",
+        )
+        return
+    kind = kind_of(trainings[0])
+    assert kind is not None
+    if (text_of(get(sweep, "metric", "name")) or "val_loss") != _OF_STEPS and not _validates(trainings[0]):
+        yield Problem.at(
+            method.place,
+            "asha needs a metric that is measured while it trains",
+            "write metric: {name: loss}, or let the training validate",
+        )
+    steps, first = get(trainings[0], kind.name, "steps"), get(sweep, "min_steps")
+    if steps is not None and first is not None and first.value >= steps.value:
+        yield Problem.at(
+            first.place, f"the first rung {first.value} is not below the {steps.value} steps", "write less"
+        )
+
+
+def _validates(training: Node) -> bool:
+    kind = kind_of(training)
+    return kind is not None and get(training, kind.name, "validate") is not None
 
 
 def _repeats(root: Node) -> Iterator[Problem]:

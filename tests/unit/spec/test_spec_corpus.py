@@ -41,6 +41,7 @@ BEYOND_THE_SCHEMA = {
     "no-train.yaml": "an evaluation that needs no training",
     "kubernetes-rules.yaml": "values that Kueue, a toleration or a pod's own volumes rule out",
     "sweep-rules.yaml": "what a sweep and the rest of its file must agree in",
+    "sweep-asha.yaml": "a first rung beyond the last step, a metric that is known too late",
     "sweep-together.yaml": "values of a sweep that are wrong together",
     "anchor.yaml": "an anchor",
     "ambiguous.yaml": "an unquoted word that parsers read differently",

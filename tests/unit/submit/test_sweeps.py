@@ -267,6 +267,62 @@ def test_cancel_asks_a_live_controller(store, tmp_path):
     assert sweeps_state[0].message == "by hand"
 
 
+def test_asha_stops_what_is_not_among_the_best_at_a_rung_saved_and_once(store, tmp_path):
+    over = {"model.args.floor": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], "model.args.rungs": [[2, 4]]}
+    more = {"method": "asha", "trials": 6, "eta": 2, "min_steps": 2, "seed": 1}
+    made(store, tmp_path, over, **more)  # one after the other: rungs at the steps 2 and 4 of 6
+    sweep = drive(store)
+    arrived = {step: list(there.items()) for step, there in sweep.meta["rungs"].items()}
+    assert [*arrived] == ["2", "4"]
+    assert [name for name, _ in arrived["2"]] == sorted(sweep.stages)
+    stopped = {
+        name: trial.outcome["stopped_at"]
+        for name, trial in sweep.stages.items()
+        if "stopped_at" in trial.outcome
+    }
+    for step in (2, 4):
+        values = [value for _, value in arrived[str(step)]]
+        for number, (name, value) in enumerate(arrived[str(step)]):
+            better = sum(other < value for other in values[:number])
+            assert (stopped.get(name) == step) == (better >= max(1, (number + 1) // 2))
+    assert stopped
+    assert {name for name, trial in sweep.stages.items() if trial.state == "done"} == set(sweep.stages) - set(
+        stopped
+    )
+    for name in stopped:
+        run = runs.read_run(store, f"s-{name}")
+        assert run.state == "cancelled"
+        assert run.message == f"stopped by asha at step {stopped[name]}"
+        assert list(store.list(f"runs/s-{name}/stages/fit/checkpoints"))
+    assert sweep.state == "done"
+    assert {row.shown_state for row in sweep_table.trial_rows(store, sweep)} == {"done", "stopped"}
+    assert drive(store).seq == sweep.seq  # those that were stopped stay so
+    assert set(Simulated.started.values()) == {1}
+
+
+def test_what_asha_has_written_and_not_done_the_next_controller_does(store, tmp_path, monkeypatch):
+    over = {"model.args.floor": [0.1, 0.9], "model.args.rungs": [[1]]}
+    made(store, tmp_path, over, method="asha", trials=2, eta=2, min_steps=1, seed=1)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(self: object, name: str, following: object, why: str) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(controller._Controller, "_ask_to_stop", killed)
+        with pytest.raises(Killed):
+            drive(store)
+    before = runs.read_run(store, "s")
+    (judged,) = [name for name, trial in before.stages.items() if "stopped_at" in trial.outcome]
+    assert before.stages[judged].state == "running"
+    after = drive(store)
+    assert after.state == "done"
+    assert after.stages[judged].message == "stopped by asha at step 1"
+    assert set(Simulated.started.values()) == {1}
+
+
 def test_the_best_is_promoted_once(store, tmp_path):
     over = {"model.args.floor": [0.2, 0.1]}
     made(store, tmp_path, over, promote={"as": "swept", "alias": "best"})

@@ -17,7 +17,8 @@ from typing import Any
 
 from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
 from mlpipe._core.processes import ProcessId, is_alive
-from mlpipe.observe.measured import metrics_of
+from mlpipe.observe.measured import CurveFollower, metrics_of, value_at
+from mlpipe.spec.sweep import DEFAULT_ETA
 from mlpipe.store import leases, runs, sweeps
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState, RunStatus, StageState
@@ -27,6 +28,7 @@ from mlpipe.submit.backend import Backend
 from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.held_lease import HeldLease
 from mlpipe.submit.submission import Console, Submission
+from mlpipe.submit.sweeps.asha import goes_on, rungs
 from mlpipe.submit.sweeps.create import sweep_of, trial_submission
 from mlpipe.submit.sweeps.promote import promote_best
 from mlpipe.submit.sweeps.slots import part_of_machine
@@ -46,6 +48,7 @@ class _Following:
     num_drivers: int = 1
     looked: float = 0.0  # monotonic: for a driver without a lease
     asked: bool = False  # to stop
+    curve: CurveFollower | None = None
 
 
 def drive_sweep(
@@ -94,6 +97,13 @@ def _waits_again(store: Store, sweep: RunState) -> list[str]:
     return again
 
 
+def _rungs(submission: Submission) -> list[int]:
+    """Of the pipeline's training, as the file has it."""
+    sweep = sweep_of(submission)
+    steps = max((one.work.steps for one in submission.pipeline.stages if one.kind.is_training), default=0)
+    return rungs(sweep.min_steps or max(1, steps // 27), steps, sweep.eta or DEFAULT_ETA)
+
+
 class _Controller:
     def __init__(
         self,
@@ -107,6 +117,7 @@ class _Controller:
         self._store, self._backend, self._console = store, backend, console
         self._submission, self._lease, self._stop = submission, lease, stop
         self._sweep, self._id = sweep_of(submission), submission.run_id or ""
+        self._rungs = _rungs(submission)
         self.state = runs.read_run(store, self._id)
         self._following: dict[str, _Following] = {}
         self._look_seconds = _LOOK_SECONDS[store.local_path("runs") is None]
@@ -197,9 +208,11 @@ class _Controller:
                 raise
             self._ended(name, "failed", "somebody deleted its run", {"kind": "infrastructure"})
             return
+        self._judge(name, following)
         if run.state in runs.RUN_ENDED:
             self._end(name, run)
-        elif self._is_undriven(following):
+            return
+        if self._is_undriven(following):
             if following.num_drivers == _MAX_DRIVERS:
                 message = f"{_MAX_DRIVERS} drivers died; go on with it by mlpipe resume {run.run_id}"
                 self._ended(name, "failed", message, {"kind": "infrastructure"})
@@ -207,6 +220,42 @@ class _Controller:
                 self._console.note(f"trial {name} has no driver: it gets one")
                 following.num_drivers += 1
                 self._driven(name)
+
+    def _judge(self, name: str, following: _Following) -> None:
+        """At the rungs that it has reached; what was judged before stays. The word is written before it is
+        acted upon."""
+        if self._sweep.method != "asha":
+            return
+        stopped = self.state.stages[name].outcome.get("stopped_at")
+        if stopped is None and following.curve is None:
+            stage = next(one.name for one in self._submission.pipeline.stages if one.kind.is_training)
+            following.curve = CurveFollower(self._store, stage, self._sweep.metric.name)
+        if stopped is None and following.curve is not None:
+            following.curve.poll(following.run)
+            for step in self._rungs:
+                value = value_at(following.curve.points, step)
+                if stopped is None and value is not None:
+                    stopped = self._arrive(name, step, value, following.run.state == "done")
+        if stopped is not None and following.run.state not in runs.RUN_ENDED:
+            self._ask_to_stop(name, following, f"stopped by asha at step {stopped}")
+
+    def _arrive(self, name: str, step: int, value: float, is_done: bool) -> int | None:
+        """The step, if it is stopped there; one that was quicker than we looked is not."""
+        there = self.state.meta.get("rungs", {}).get(str(step), {})
+        if name in there:
+            return None
+        less, eta = self._sweep.metric.mode == "min", self._sweep.eta or DEFAULT_ETA
+        stopped = not is_done and not goes_on(value, there.values(), eta, less_is_better=less)
+
+        def change(run: RunState) -> RunState:
+            rungs = {**run.meta.get("rungs", {}), str(step): {**there, name: value}}
+            trial = run.stages[name]
+            if stopped:
+                trial = replace(trial, outcome={**trial.outcome, "stopped_at": step, "value": value})
+            return replace(run, meta={**run.meta, "rungs": rungs}, stages={**run.stages, name: trial})
+
+        self._update(change)
+        return step if stopped else None
 
     def _is_undriven(self, following: _Following) -> bool:
         """Not before the second look in a row finds neither a lease nor a driver that is about to take it."""
@@ -226,7 +275,11 @@ class _Controller:
         metric = self._sweep.metric.name
         outcome: dict[str, Any] = {"metrics": metrics}
         message = run.message
-        if run.state == "cancelled" and self._stop.kind is not None:
+        known = self.state.stages[name].outcome
+        if run.state == "cancelled" and "stopped_at" in known:
+            outcome |= {key: known[key] for key in ("stopped_at", "value")}
+            message = f"stopped by asha at step {known['stopped_at']}"
+        elif run.state == "cancelled" and self._stop.kind is not None:
             message = STOPPED
         if run.state == "done":
             outcome["value"] = metrics.get(metric)
