@@ -206,6 +206,10 @@ def endless(split: str) -> Iterator[int]:
     return iter(int, 1)
 
 
+def not_a_set(split: str) -> int:
+    return 3
+
+
 def words(split: str) -> list[str]:
     return [split, "another"]
 

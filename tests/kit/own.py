@@ -130,6 +130,22 @@ class Normed(nn.Module):
         return (errors.sum(), len(x)) if self.kind == "sum" else errors.mean()
 
 
+class Stateless(nn.Module):
+    """A regression without buffers: the same on any number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def loss(self, batch: dict[str, Tensor]) -> Any:
+        x = batch["x"] / 50
+        return F.mse_loss(self.layer(x), x.roll(1, dims=1) + 0.5, reduction="none").mean(dim=1).sum(), len(x)
+
+
+def stateless() -> Stateless:
+    return Stateless()
+
+
 class Points:
     """Samples without `targets`, no two alike; a batch of one number of them is no multiple of another."""
 

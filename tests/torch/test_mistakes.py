@@ -35,7 +35,8 @@ MODELS = {
 }
 DATASETS = {
     "no such data": ("kit.models:not_a_module", "does not take these args"),
-    "not map-style": ("kit.models:endless", "not map-style"),
+    "a stream of numbers": ("kit.models:endless", "gives int, not a dict of tensors"),
+    "neither": ("kit.models:not_a_set", "not map-style"),
     "not tensors": ("kit.models:words", "not a dict of tensors"),
 }
 

@@ -51,8 +51,8 @@ def _digest(plan: Plan, asked: str) -> str:
         raise PlanError("--trace needs torch", hint="pip install 'mlpipe[train]'") from None
     digest = hashlib.sha256(f"{asked}{code_digest()}{torch}".encode())
     train = plan.work.training
-    entries = [train.model.build, train.data.dataset]
-    for top in sorted({entry.entry.partition(":")[0].partition(".")[0] for entry in entries if entry}):
+    entries = [train.model.build, *train.data.functions]
+    for top in sorted({entry.entry.partition(":")[0].partition(".")[0] for entry in entries}):
         for path in _sources(top, _search(plan)):
             digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

@@ -9,7 +9,7 @@ from mlpipe._core import feasibility
 from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.units import parse_cadence
-from mlpipe.kinds.train.spec import OwnData, Train
+from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.choose import Candidate, choose, smallest
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import CHECKPOINTING, Mesh, Precision, TrainPlan
@@ -17,11 +17,12 @@ from mlpipe.plan.pricing import Choices, Pricer, Training
 from mlpipe.plan.shapes import dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
+from mlpipe.spec.data import TokenData
 
 
 def global_batch(spec: Train) -> int:
     """In sequences."""
-    if isinstance(spec.data, OwnData) or spec.data.batch_size is not None:
+    if not isinstance(spec.data, TokenData) or spec.data.batch_size is not None:
         return cast(int, spec.data.batch_size)
     return cast(int, spec.data.batch_tokens) // spec.model.seq_len
 

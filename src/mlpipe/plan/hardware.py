@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from mlpipe._core.cpus import num_cpus
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import parse_bytes
 from mlpipe.plan.speed import Speed
@@ -96,7 +97,7 @@ def detect_hardware(resources: Resources | None, *, elsewhere: bool = False) -> 
     say. `elsewhere`: it will run on another machine, so this one's processor says nothing. Raises PlanError
     for an unknown GPU that is not described."""
     nodes = resources.nodes if resources else 1
-    cpus = max(1, int(resources.cpus)) if resources and resources.cpus else _num_cpus()
+    cpus = max(1, int(resources.cpus)) if resources and resources.cpus else num_cpus()
     asked = resources.price_usd_per_gpu_hour if resources else None
     measured = None
     if resources and resources.hardware:
@@ -188,14 +189,6 @@ def _native_bf16() -> str | None:
     except OSError:
         return None
     return next((name for name in ("amx_bf16", "avx512_bf16") if name in flags), None)
-
-
-def _num_cpus() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _first_line("/sys/fs/cgroup/cpu.max").split()
-    if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit():
-        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
-    return cores
 
 
 def _memory_bytes() -> int:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlpipe.kinds.train.spec import OwnData, OwnModel, Train
-from mlpipe.plan.plan import DataPlan, ModelPlan
+from mlpipe.kinds.train.spec import OwnModel, Train
+from mlpipe.plan.plan import DataPlan, ModelPlan, SourcePlan
+from mlpipe.spec.data import AnySource, MixData, OwnData, TokenData, TokenSource
 
 _FREE = {"max_seq_len"}  # of a preset: a bound on seq_len, which is compared itself
 
@@ -24,9 +25,21 @@ def meaning(spec: Train, model: ModelPlan, data: DataPlan) -> dict[str, Any]:
         settings |= {f"model.args.{name}": value for name, value in spec.model.args.items()}
     else:
         settings |= {f"model.{name}": value for name, value in model.build.args.items() if name not in _FREE}
-    if isinstance(spec.data, OwnData):
-        settings["data.entry"] = spec.data.entry
-        settings |= {f"data.args.{name}": value for name, value in spec.data.args.items()}
+    if isinstance(spec.data, MixData):
+        for number, (source, planned) in enumerate(zip(spec.data.mix, data.sources, strict=True)):
+            settings[f"data.mix.{number}.weight"] = source.weight
+            settings |= _source(f"data.mix.{number}", source, planned)
     else:
-        settings["data.tokens"] = data.digest
+        settings |= _source("data", spec.data, data.sources[0])
+    if data.splits != 1:
+        settings["data.splits"] = data.splits
+    if data.collate is not None:
+        settings["data.collate"] = data.collate
     return settings
+
+
+def _source(key: str, source: TokenData | OwnData | AnySource, planned: SourcePlan) -> dict[str, Any]:
+    if isinstance(source, TokenData | TokenSource):
+        return {f"{key}.tokens": planned.digest}
+    arguments = {f"{key}.args.{name}": value for name, value in source.args.items()}
+    return {f"{key}.entry": source.entry, **arguments}

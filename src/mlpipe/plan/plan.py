@@ -107,14 +107,42 @@ class ModelPlan:
 
 
 @dataclass(frozen=True)
+class SourcePlan:
+    """One of several sources, as in `DataPlan`; `weight`: its share of the samples beside the others'."""
+
+    weight: float
+    tokens: str | None
+    dataset: Entry | None
+    digest: str | None
+
+
+@dataclass(frozen=True)
 class DataPlan:
     """Where samples come from: a folder of token files (`tokens`, a local path), or a user's own `dataset`
     whose function returns a map-style object (`len`, `[i] -> dict of tensors`). `digest`: sha256 of the
-    folder's manifest, which has those of the files; None for a user's own, and before the data exist."""
+    folder's manifest, which has those of the files; None for a user's own, and before the data exist.
+    `collate`: import path of the user's function that makes a batch of a list of samples; None: stacked.
+    `workers`: processes that read ahead beside each rank. `splits`: parts of a set that can
+    only be iterated over. `mix`: instead of the first three, of what samples are mixed."""
 
     tokens: str | None
     dataset: Entry | None
     digest: str | None
+    collate: str | None = None
+    workers: int | Literal["auto"] = 0
+    splits: int = 1
+    mix: tuple[SourcePlan, ...] = ()
+
+    @property
+    def sources(self) -> tuple[SourcePlan, ...]:
+        """Of a mixture all, of other data the one."""
+        return self.mix or (SourcePlan(1.0, self.tokens, self.dataset, self.digest),)
+
+    @property
+    def functions(self) -> tuple[Entry, ...]:
+        """Of the user: those that make data sets, and the one that makes batches."""
+        made = tuple(source.dataset for source in self.sources if source.dataset is not None)
+        return made if self.collate is None else (*made, Entry(self.collate, {}))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import too_long
 from mlpipe._core.units import parse_cadence, parse_seconds
-from mlpipe.kinds.train.spec import OwnData, OwnModel, PresetModel, Train
+from mlpipe.kinds.train.spec import OwnModel, PresetModel, Train
 from mlpipe.plan import meaning as meanings
 from mlpipe.plan.candidates import enumerate_candidates, global_batch, micro_batches, pick, refuse
 from mlpipe.plan.choose import Candidate, rank
@@ -26,6 +26,7 @@ from mlpipe.plan.plan import (
     ModelPlan,
     OptimizerPlan,
     Prediction,
+    SourcePlan,
     TrainPlan,
     compiled,
 )
@@ -34,6 +35,7 @@ from mlpipe.plan.shapes import dense
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
+from mlpipe.spec.data import AnySource, OwnData, OwnSource, TokenData
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.optimizer import OwnOptimizer
 from mlpipe.spec.placeholders import fill
@@ -58,7 +60,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     Raises PlanError."""
     share = -(-global_batch(spec) // hardware.world_size)
     update: dict[str, Any] = {"batch_size": share * hardware.world_size, "micro_batch": "auto"}
-    if not isinstance(spec.data, OwnData):
+    if isinstance(spec.data, TokenData):
         update["batch_tokens"] = None
     if own_resources:
         spec = spec.model_copy(update={"mesh": None, "strategy": "auto"})
@@ -120,7 +122,8 @@ def _preset(spec: Train, known: Known) -> Dense | None:
     if not isinstance(spec.model, PresetModel):
         return None
     changes = spec.model.model_dump(exclude_none=True, exclude={"preset", "seq_len"})
-    in_data = None if isinstance(spec.data, OwnData) else _vocab_size(fill(spec.data.tokens, known))
+    sizes = [_vocab_size(source.tokens) for source in _data(spec, known).sources if source.tokens is not None]
+    in_data = max((size for size in sizes if size is not None), default=None)
     if in_data is not None and in_data > changes.get("vocab_size", in_data):
         raise PlanError(
             f"model.vocab_size is {changes['vocab_size']}, but there are {in_data} tokens in the data",
@@ -231,11 +234,24 @@ def _model(spec: Train, shape: Dense | None, known: Known) -> ModelPlan:
 
 
 def _data(spec: Train, known: Known) -> DataPlan:
-    if isinstance(spec.data, OwnData):
-        return DataPlan(None, Entry(spec.data.entry, fill(spec.data.args, known)), None)
-    folder = fill(spec.data.tokens, known)
+    data = spec.data
+    if isinstance(data, TokenData):
+        source = _source(1.0, data, known)
+        return DataPlan(source.tokens, None, source.digest)
+    read: dict[str, Any] = {"collate": data.collate, "workers": data.workers}
+    if isinstance(data, OwnData):
+        return DataPlan(None, _source(1.0, data, known).dataset, None, **read, splits=data.splits)
+    mix = tuple(_source(source.weight, source, known) for source in data.mix)
+    return DataPlan(None, None, None, **read, mix=mix)
+
+
+def _source(weight: float, source: AnySource | TokenData | OwnData, known: Known) -> SourcePlan:
+    if isinstance(source, OwnData | OwnSource):
+        return SourcePlan(weight, None, Entry(source.entry, fill(source.args, known)), None)
+    folder = fill(source.tokens, known)
     path = Path(folder) / "manifest.json"
-    return DataPlan(folder, None, hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    return SourcePlan(weight, folder, None, digest)
 
 
 def _optimizer(spec: Train, known: Mapping[str, str]) -> OptimizerPlan:

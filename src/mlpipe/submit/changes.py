@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,7 @@ from mlpipe.submit import backends, planning
 from mlpipe.submit.seal import Seal
 
 _log = logging.getLogger(__name__)
+_TOKENS = re.compile(r"\.data(\.mix\.\d+)?\.tokens$")  # their digest: None before they exist
 
 
 @dataclass(frozen=True)
@@ -192,9 +194,7 @@ def _check_meaning(
         for key in keys
         if before.get(key) != now.get(key)
         and not (key in allowed and allowed[key] == now.get(key))
-        and not (
-            key in before and key in now and key.endswith(".data.tokens") and None in (before[key], now[key])
-        )
+        and not (key in before and key in now and _TOKENS.search(key) and None in (before[key], now[key]))
     ]
     if changed:
         lines = [

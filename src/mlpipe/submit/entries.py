@@ -28,8 +28,11 @@ def check_entries(plans: Iterable[Plan], folder: str) -> None:
         path = [folder, *filter(None, plan.launch.env.get("PYTHONPATH", "").split(os.pathsep))]
         if training.model.preset is None:
             _check(training.model.build, path)
-        if training.data.dataset is not None:
-            _check(training.data.dataset, path, passed=("split",))
+        for source in training.data.sources:
+            if source.dataset is not None:
+                _check(source.dataset, path, passed=("split",), offered=("rank", "world_size"))
+        if training.data.collate is not None:  # called with the samples in front
+            _check(Entry(training.data.collate, {}), path, num_positional=1)
         own = training.optimizer.entry
         if own is not None:  # called with the parameters in front, whatever their name is there
             _check(Entry(own, training.optimizer.args), path, num_positional=1)

@@ -7,40 +7,116 @@ in the data is therefore one number, the samples consumed, and it lies in the ch
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import IterableDataset
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import DataPlan, Entry
+from mlpipe.plan.plan import DataPlan, Entry, SourcePlan
+from mlpipe.train.mixture import Mixture, Shortened
 from mlpipe.train.model import Batch, load_entry
 from mlpipe.train.order import order
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.tokens import TokenDataset, open_folder
 from mlpipe.train.world import World
 
+# Number of the sample that is being read, or -1; in a data worker memory that its rank sees, too.
+reading: Any = [-1]
+
+
+class Streams:
+    """A user's set that can only be iterated over, in `splits` parts; `make(part)` opens one at its
+    beginning. As `[i]`, whatever the index, it gives its first sample, by which the model is tried out; the
+    others are read by streams.py."""
+
+    def __init__(self, make: Callable[[int], Any], splits: int, where: str) -> None:
+        self.make = make
+        self.splits = splits
+        self.where = where
+        self._first = next(iter(make(0)), None)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._first
+
+
+@dataclass(frozen=True)
+class Collated:
+    """A user's `samples`, and their function that makes a batch of a list of them. `where`: its path."""
+
+    samples: Any
+    function: Callable[[list[Any]], Batch]
+    where: str
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+    def batch(self, samples: list[Any]) -> Batch:
+        """Raises TrainError (input) where the function gives no batch."""
+        found = self.function(samples)
+        if isinstance(found, Mapping) and found and all(map(torch.is_tensor, found.values())):
+            return dict(found)
+        raise TrainError(
+            f"of a list of samples it made {_form(found)}, not a dict of tensors",
+            where=self.where,
+            hint='return {"inputs": tensor, "targets": tensor}, with the samples along dim 0',
+            kind="input",
+        )
+
 
 def open_dataset(plan: DataPlan, *, split: str, seq_len: int) -> Any:
-    """Token files, or what the user's function returns for `split` ("train", "validation")."""
+    """Token files, what the user's function returns for `split` ("train", "validation"), or a mixture."""
     if plan.tokens is not None:
         return TokenDataset(open_folder(plan.tokens), split, seq_len)
-    if plan.dataset is None:
+    sources = [_open_source(source, plan, split, seq_len) for source in plan.sources]
+    dataset = sources[0]
+    if plan.mix:
+        forms = [_form(source[0]) for source in sources]
+        odd = next((number for number, form in enumerate(forms) if form != forms[0]), None)
+        if odd is not None and plan.collate is None:
+            raise TrainError(
+                f"samples of the sources 0 and {odd} cannot lie in one batch: {forms[0]} and {forms[odd]}",
+                where="data.mix",
+                hint="give them the same keys and shapes, or name a function that makes a batch: "
+                "data.collate",
+                kind="input",
+            )
+        mixture = Mixture(sources, [source.weight for source in plan.mix])
+        dataset = mixture if split == "train" else Shortened(mixture)
+    if plan.collate is None:
+        return dataset
+    collated = Collated(dataset, load_entry(Entry(plan.collate, {})), plan.collate)
+    collated.batch([dataset[0], dataset[0 if isinstance(dataset, Streams) else len(dataset) - 1]])
+    return collated
+
+
+def _open_source(source: SourcePlan, plan: DataPlan, split: str, seq_len: int) -> Any:
+    """Without a `collate` one that gives dicts of tensors."""
+    if source.tokens is not None:
+        return TokenDataset(open_folder(source.tokens), split, seq_len)
+    if source.dataset is None:
         raise TrainError("the plan names no data", kind="bug")
-    entry = Entry(plan.dataset.entry, {**plan.dataset.args, "split": split})
-    make = load_entry(entry)
-    try:
-        dataset = make(**entry.args)
-    except Exception as error:
+    entry = Entry(source.dataset.entry, {**source.dataset.args, "split": split})
+    dataset = _made(entry, 0, plan.splits)
+    if _is_stream(dataset):
+        return _open_stream(entry, plan, split)
+    if plan.splits > 1:
         raise TrainError(
-            f"failed to make the data set for the split {split!r}: {type(error).__name__}: {error}",
+            "its data set is map-style, whose samples any rank finds by their number",
             where=entry.entry,
+            hint="leave data.splits away: it is for streams",
             kind="input",
-        ) from error
+        )
     try:
         num_samples = len(dataset)
         sample, last = dataset[0], dataset[num_samples - 1]
@@ -51,16 +127,80 @@ def open_dataset(plan: DataPlan, *, split: str, seq_len: int) -> Any:
             hint="return an object with len() and [i] -> dict of tensors",
             kind="input",
         ) from error
-    if num_samples == 0 or not isinstance(sample, dict) or not all(map(torch.is_tensor, sample.values())):
-        raise TrainError(
-            f"its data set of {num_samples} samples gives {type(sample).__name__}, not a dict of tensors",
-            where=entry.entry,
-            hint='return {"inputs": tensor, "targets": tensor} for each index',
-            kind="input",
-        )
+    if plan.collate is not None:
+        return dataset
+    if num_samples == 0 or not _is_sample(sample):
+        raise _no_sample(f"of {num_samples} samples ", sample, entry.entry)
     if _form(last) != _form(sample):
         raise _unlike(0, sample, num_samples - 1, last, entry.entry)
     return dataset
+
+
+def _open_stream(entry: Entry, plan: DataPlan, split: str) -> Streams:
+    if plan.mix or split != "train":
+        what = (
+            "be mixed with others" if plan.mix else "be validated with: that needs the same samples each time"
+        )
+        raise TrainError(
+            f"its data set can only be iterated over, and so cannot {what}",
+            where=entry.entry,
+            hint=f"return an object with len() and [i] -> dict of tensors for the split {split!r}",
+            kind="input",
+        )
+    streams = Streams(lambda part: _made(entry, part, plan.splits), plan.splits, entry.entry)
+    if plan.collate is None and not _is_sample(streams[0]):
+        raise _no_sample("", streams[0], entry.entry)
+    return streams
+
+
+def _is_stream(dataset: Any) -> bool:
+    """torch's own has a [i] that only raises."""
+    return isinstance(dataset, IterableDataset) or (
+        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    )
+
+
+def _made(entry: Entry, part: int, num_parts: int) -> Any:
+    """What the user's function gives. Where it has parameters `rank` and `world_size`, it makes one of so
+    many parts of a stream; else the stream is asked for it: `split(rank, world_size)`."""
+    make = load_entry(entry)
+    names = inspect.signature(make).parameters
+    splits = "rank" in names and "world_size" in names
+    given = {"rank": part, "world_size": num_parts} if splits else {}
+    try:
+        made = make(**entry.args, **given)
+        if num_parts > 1 and not splits and hasattr(made, "split"):
+            made, splits = made.split(part, num_parts), True
+    except Exception as error:
+        raise TrainError(
+            f"failed to make the data set for the split {entry.args['split']!r}: "
+            f"{type(error).__name__}: {error}",
+            where=entry.entry,
+            kind="input",
+        ) from error
+    if num_parts > 1 and not splits and _is_stream(made):
+        raise TrainError(
+            f"its stream cannot be cut into {num_parts} parts",
+            where=entry.entry,
+            hint="let the function take rank and world_size, or the stream have split(rank, world_size); or "
+            "leave data.splits away: then each rank reads all of it and keeps its share",
+            kind="input",
+        )
+    return made
+
+
+def _is_sample(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(map(torch.is_tensor, value.values()))
+
+
+def _no_sample(of: str, found: Any, where: str) -> TrainError:
+    return TrainError(
+        f"its data set {of}gives {type(found).__name__}, not a dict of tensors",
+        where=where,
+        hint='return {"inputs": tensor, "targets": tensor} for each index, or name a function that makes a '
+        "batch of such samples: data.collate",
+        kind="input",
+    )
 
 
 @dataclass(frozen=True)
@@ -72,6 +212,11 @@ class Microbatch:
     batch: Batch
     num_tokens: int
     counts: bool = True
+
+
+def uncounted(microbatch: Microbatch) -> Microbatch:
+    """The same, for the other ranks' sake."""
+    return replace(microbatch, counts=False)
 
 
 class MicrobatchLoader:
@@ -92,7 +237,7 @@ class MicrobatchLoader:
         """Of the step that starts at sample number `position`, equally many on every rank."""
         num_ranks, rank = self.world.num_data_ranks, self.world.data_rank
         start, stop = (self.global_batch * part // num_ranks for part in (rank, rank + 1))
-        indices = order(self.seed, position + start, stop - start, len(self.dataset))
+        indices = self._order(position + start, stop - start)
         own = [
             self._microbatch(indices[i : i + self.micro_batch])
             for i in range(0, len(indices), self.micro_batch)
@@ -100,20 +245,57 @@ class MicrobatchLoader:
         most = math.ceil(math.ceil(self.global_batch / num_ranks) / self.micro_batch)
         if len(own) == most:
             return own
-        other = own[0] if own else self._microbatch(order(self.seed, position, 1, len(self.dataset)))
-        return own + [replace(other, counts=False)] * (most - len(own))
+        other = own[0] if own else self._microbatch(self._order(position, 1))
+        return own + [uncounted(other)] * (most - len(own))
+
+    def _order(self, start: int, count: int) -> NDArray[np.int64]:
+        samples = self.dataset.samples if isinstance(self.dataset, Collated) else self.dataset
+        if isinstance(samples, Mixture):
+            return samples.order(self.seed, start, count)
+        if isinstance(samples, Streams):
+            return np.zeros(count, dtype=np.int64)
+        return order(self.seed, start, count, len(samples))
 
     def _microbatch(self, indices: NDArray[np.int64]) -> Microbatch:
         batch = collate(self.dataset, indices)
         return Microbatch(batch, num_tokens(batch, self.seq_len))
 
+    def microbatch(self, samples: Mapping[int, Any], numbers: Sequence[int]) -> Microbatch:
+        """Of those of the `samples`, by their numbers."""
+        batch = _joined(self.dataset, [samples[i] for i in numbers], numbers)
+        return Microbatch(batch, num_tokens(batch, self.seq_len))
+
+
+def seeded_step(loader: MicrobatchLoader, number: int, position: int) -> list[Microbatch]:
+    """Step `number`, which starts at sample number `position`. What a data set draws at random is a function
+    of the seed, the step and the data rank, whenever and wherever it is read."""
+    seed_step(loader.seed, number, loader.world.data_rank)
+    return loader.step(position)
+
+
+class StepReader(Protocol):
+    """Reads steps in another way than one after the other in this process."""
+
+    def step(self, number: int, position: int) -> list[Microbatch]:
+        """As `seeded_step`; the steps come one after the other."""
+        ...
+
+    def waited(self, seconds: float) -> None:
+        """That the device had nothing to do, since the call before: a step later."""
+        ...
+
+    def state(self, number: int) -> list[Any] | None:
+        """What a checkpoint after step `number` needs to know besides the position in the data."""
+        ...
+
 
 class ReadAhead:
-    """The samples of a step, read while the device computes the one before. What a data set draws at random
-    is a function of the seed, the step and the data rank, whenever it is read."""
+    """The samples of a step, read while the device computes the one before. `reader`: by whom, if not by
+    this process."""
 
-    def __init__(self, loader: MicrobatchLoader) -> None:
+    def __init__(self, loader: MicrobatchLoader, reader: StepReader | None = None) -> None:
         self.loader = loader
+        self.reader = reader
         self._next: list[Microbatch] | None = None
 
     def take(self, number: int, position: int) -> list[Microbatch]:
@@ -129,11 +311,22 @@ class ReadAhead:
         before the samples were there."""
         began = time.perf_counter()
         world = self.loader.world
-        seed_step(self.loader.seed, number, world.data_rank)
-        self._next = self.loader.step(position)
+        if self.reader is None:
+            self._next = seeded_step(self.loader, number, position)
+        else:
+            self._next = self.reader.step(number, position)
+            if world.device.type == "cuda":
+                self._next = [replace(one, batch=pinned(one.batch)) for one in self._next]
         seconds = time.perf_counter() - began
         hidden = world.device.type == "cuda" and not torch.cuda.current_stream(world.device).query()
-        return 0.0 if hidden else seconds
+        lost = 0.0 if hidden else seconds
+        if self.reader is not None:
+            self.reader.waited(lost)
+        return lost
+
+    def state(self, number: int) -> list[Any] | None:
+        """As `StepReader.state`; all ranks ask together."""
+        return None if self.reader is None else self.reader.state(number)
 
 
 def num_tokens(batch: Batch, seq_len: int) -> int:
@@ -148,22 +341,44 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """On CUDA out of pinned memory: a copy from pageable memory waits for all that the device has to do."""
     if device.type == "cpu":
         return batch
-    return {key: tensor.pin_memory().to(device, non_blocking=True) for key, tensor in batch.items()}
+    return {key: tensor.to(device, non_blocking=True) for key, tensor in pinned(batch).items()}
+
+
+def pinned(batch: Batch) -> Batch:
+    """In memory that the device may read by itself; what lies there already stays."""
+    return {key: tensor.pin_memory() for key, tensor in batch.items()}
 
 
 def collate(dataset: Any, indices: NDArray[np.int64]) -> Batch:
-    """Samples stacked along a new dim 0. Token files are cut in one go."""
+    """One batch of those samples: stacked along a new dim 0, or as the user's own function has it. Token
+    files are cut in one go."""
     if isinstance(dataset, TokenDataset):
         windows = torch.from_numpy(dataset.windows(indices))
         return {"inputs": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}
-    samples = [dataset[int(index)] for index in indices]
+    samples = [_sample(dataset, int(index)) for index in indices]
+    reading[0] = -1
+    return _joined(dataset, samples, indices)
+
+
+def _joined(dataset: Any, samples: list[Any], numbers: Sequence[int] | NDArray[np.int64]) -> Batch:
+    if isinstance(dataset, Collated):
+        return dataset.batch(samples)
     try:
         return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
     except (RuntimeError, KeyError, TypeError) as error:
         odd = next((i for i, sample in enumerate(samples) if _form(sample) != _form(samples[0])), None)
         if odd is None:
             raise
-        raise _unlike(indices[0], samples[0], indices[odd], samples[odd], type(dataset).__name__) from error
+        raise _unlike(numbers[0], samples[0], numbers[odd], samples[odd], type(dataset).__name__) from error
+
+
+def _sample(dataset: Any, index: int) -> Any:
+    reading[0] = index
+    try:
+        return dataset[index]
+    except Exception as error:
+        error.add_note(f"at sample {index}")
+        raise
 
 
 def _unlike(i: int, sample: Any, j: int, other: Any, where: str) -> TrainError:

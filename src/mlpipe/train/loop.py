@@ -175,6 +175,8 @@ class Loop:
             "tied": self.model.tied(),
             "optimizer": optimizer_scalars(self.plan.optimizer, self.update),
         }
+        if (streams := self.reader.state(position.step)) is not None:
+            scalars["streams"] = streams
         self.checkpointer.save(position.step, stored(self.model, self.update), scalars)
 
     def last_key(self) -> str | None:

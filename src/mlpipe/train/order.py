@@ -17,12 +17,16 @@ _MASK = (1 << 64) - 1
 
 def order(seed: int, start: int, count: int, n: int) -> NDArray[np.int64]:
     """Sample indices (each below `n`) at the global positions start, ..., start + count - 1."""
+    return order_at(seed, np.arange(start, start + count, dtype=np.int64), n)
+
+
+def order_at(seed: int, positions: NDArray[np.int64], n: int) -> NDArray[np.int64]:
+    """The same at any positions."""
     if n < 1:
         raise ValueError("there are no samples")
-    positions = np.arange(start, start + count, dtype=np.int64)
     epochs, within = np.divmod(positions, n)
-    indices = np.empty(count, dtype=np.int64)
-    for epoch in range(start // n, (start + count - 1) // n + 1):
+    indices = np.empty(len(positions), dtype=np.int64)
+    for epoch in np.unique(epochs).tolist():
         chosen = epochs == epoch
         indices[chosen] = _permute(within[chosen].astype(np.uint64), n, seed, epoch)
     return indices

@@ -13,7 +13,15 @@ from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.callbacks import Callbacks, make_callbacks
 from mlpipe.train.checkpoint import Checkpointer, Coordination, SaveSettings
 from mlpipe.train.contract import check_call
-from mlpipe.train.data import Microbatch, MicrobatchLoader, ReadAhead, collate, open_dataset
+from mlpipe.train.data import (
+    Collated,
+    Microbatch,
+    MicrobatchLoader,
+    ReadAhead,
+    Streams,
+    collate,
+    open_dataset,
+)
 from mlpipe.train.loop import Loop
 from mlpipe.train.memory_probe import dry_steps, fitting_plan, is_due
 from mlpipe.train.model import build_model
@@ -102,12 +110,37 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         model=model,
         update=update,
         schedule=schedule,
-        reader=ReadAhead(loader_of(plan.micro_batch)),
+        reader=read_ahead(session, plan, loader_of(plan.micro_batch), position),
         checkpointer=checkpointer,
         recording=recording,
         position=position,
         progress=progress,
     )
+
+
+def read_ahead(session: Session, plan: TrainPlan, loader: MicrobatchLoader, position: Position) -> ReadAhead:
+    """From `position` on: in this process, or in as many beside it as the plan asks for."""
+    dataset = loader.dataset.samples if isinstance(loader.dataset, Collated) else loader.dataset
+    if plan.data.workers == 0 and not isinstance(dataset, Streams):
+        return ReadAhead(loader)
+    from mlpipe.train.data_workers import data_workers
+    from mlpipe.train.steps_ahead import steps_ahead
+    from mlpipe.train.streams import StreamReader
+
+    def beat() -> None:
+        session.watchdog.beat("waiting for a data worker", position.step + 1)
+
+    if not isinstance(dataset, Streams):
+        return ReadAhead(loader, steps_ahead(loader, plan, session.process.local_world_size, beat))
+    reader = StreamReader(
+        loader,
+        dataset,
+        num_steps=plan.steps,
+        num_workers=1 if plan.data.workers == "auto" else plan.data.workers,
+        saved=position.streams,
+        workers_of=data_workers(plan, beat),
+    )
+    return ReadAhead(loader, reader)
 
 
 def try_out(plan: TrainPlan, model: torch.nn.Module, dataset: Any) -> float | None:

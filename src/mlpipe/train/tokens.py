@@ -99,6 +99,13 @@ class TokenDataset:
     def __len__(self) -> int:
         return self.num_samples
 
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """As of a data set of one's own."""
+        import torch
+
+        window = torch.from_numpy(self.windows(np.array([index], dtype=np.int64))[0])
+        return {"inputs": window[:-1], "targets": window[1:]}
+
     def windows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """(len(indices), seq_len + 1) token ids: `[:, :-1]` are the inputs, `[:, 1:]` the targets."""
         positions = indices[:, None] * self.seq_len + self._window

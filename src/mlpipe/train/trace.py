@@ -111,7 +111,7 @@ def trace(model: ModelPlan, data: DataPlan) -> Traced:
         with FakeTensorMode():
             plain = _build(model)
             parameters = _parameters(model, plain)
-            if data.dataset is None and not hasattr(plain, "loss"):
+            if data.tokens is not None and not hasattr(plain, "loss"):
                 logits = plain(_batch(model, data, _MANY)["inputs"])
                 losses._CHUNK_ELEMENTS_CPU = max(chunk, logits.numel() // _MOST_CHUNKS)
             passes = {}
@@ -184,7 +184,7 @@ def _once(model: ModelPlan, data: DataPlan, precision: str, mode: Any, size: int
 
 
 def _batch(model: ModelPlan, data: DataPlan, size: int) -> Batch:
-    if data.dataset is None:
+    if data.tokens is not None:
         ids = torch.zeros((size, model.seq_len), dtype=torch.int64)
         return {"inputs": ids, "targets": torch.zeros_like(ids)}
     with unset_fake_temporarily():

@@ -79,7 +79,7 @@ def main() -> int:
         )
         if _lost_peer(error):
             ended = replace(ended, kind="infrastructure", message=f"lost a peer: {ended.message}")
-        elif progress[0] == 0 and _repeats(error):
+        elif progress[0] == 0 and _repeats(getattr(error, "original", error)):
             fatal = True
             hint = (
                 "it failed before the first step was done, so it is not tried again; the rank's log has more"
@@ -112,7 +112,7 @@ def _repeats(error: Exception) -> bool:
 def _packages(plan: Plan) -> set[str]:
     """Of the user's entries."""
     part = plan.work.training
-    entries = [part.model.build, *([part.data.dataset] if part.data.dataset else [])]
+    entries = [part.model.build, *part.data.functions]
     return {entry.entry.partition(":")[0].partition(".")[0] for entry in entries} - {"mlpipe"}
 
 

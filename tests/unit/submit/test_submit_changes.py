@@ -195,3 +195,29 @@ def test_a_training_whose_last_checkpoint_was_discarded_is_done_again_from_the_o
     catalogue.discard(store, catalogue.latest(store, TRAIN).key)
     assert asked(store).again == AFTER
     assert asked(store, only="evaluate").again == set()
+
+
+def test_what_is_mixed_how_a_stream_is_cut_and_who_makes_batches_is_what_a_training_is_about():
+    def about(data: dict[str, Any]) -> dict[str, Any]:
+        spec = json.loads(SPEC)
+        spec["stages"][1]["train"]["data"] = {"batch_size": 8, **data}
+        return {
+            key: value
+            for key, value in meaning_of(load_pipeline_text(json.dumps(spec), "x"), "train", {}).items()
+            if key.startswith("data.")
+        }
+
+    own = {"entry": "my.data:make", "args": {"num": 8}}
+    assert about(own) == about({**own, "workers": 3}) == {"data.entry": "my.data:make", "data.args.num": 8}
+    assert about({**own, "splits": 4, "collate": "my.data:pad"}) == {
+        **about(own),
+        "data.splits": 4,
+        "data.collate": "my.data:pad",
+    }
+    assert about({"mix": [{"tokens": "nowhere", "weight": 3}, own]}) == {
+        "data.mix.0.weight": 3.0,
+        "data.mix.0.tokens": None,
+        "data.mix.1.weight": 1.0,
+        "data.mix.1.entry": "my.data:make",
+        "data.mix.1.args.num": 8,
+    }

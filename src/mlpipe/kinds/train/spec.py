@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from mlpipe._core.units import parse_seconds
-from mlpipe.spec import feasibility
+from mlpipe.spec import data, feasibility
 from mlpipe.spec import fields as f
-from mlpipe.spec.base import SpecModel, one_of
+from mlpipe.spec.base import SpecModel
 from mlpipe.spec.callbacks import Callback
+from mlpipe.spec.data import AnyData, OwnData, TokenData
 from mlpipe.spec.optimizer import AnyOptimizer, default_optimizer
 from mlpipe.spec.part import SpecPart
 from mlpipe.spec.problems import Problem
@@ -62,37 +64,6 @@ class OwnModel(SpecModel):
     seq_len: f.Count = Field(1, description="Tokens in a sample; 1 if samples are not text.")
 
 
-class TokenData(SpecModel):
-    """A folder of token files, as `mlpipe-corpus` writes it."""
-
-    model_config = ConfigDict(json_schema_extra=one_of("batch_tokens", "batch_size"))
-
-    tokens: f.Text = Field(description="The folder, usually `{{stages.NAME.output}}`.")
-    batch_tokens: f.Count | None = Field(
-        None, description="Tokens in a step, over all workers: a multiple of `seq_len`."
-    )
-    batch_size: f.Count | None = Field(
-        None, description="Sequences in a step, over all workers; instead of `batch_tokens`."
-    )
-    micro_batch: f.CountOrAuto = Field(
-        "auto", description="Sequences in one forward pass of one worker; `auto`: the fastest that fits."
-    )
-
-
-class OwnData(SpecModel):
-    """A function of yours that returns a map-style data set."""
-
-    entry: f.EntryPath = Field(
-        description="`package.module:function`, called with `args` and `split` "
-        "(`train` or `validation`); the result has `len()` and `[i] -> dict of tensors`."
-    )
-    args: dict[f.Text, f.Json] = Field({}, description="Keyword arguments of the function.")
-    batch_size: f.Count = Field(description="Samples in a step, over all workers.")
-    micro_batch: f.CountOrAuto = Field(
-        "auto", description="Samples in one forward pass of one worker; `auto`: the fastest that fits."
-    )
-
-
 class Checkpoint(SpecModel):
     """When to save and what to retain."""
 
@@ -110,7 +81,7 @@ class MeshSizes(SpecModel):
 
 def _entry_or(other: str, own: str) -> Discriminator:
     def choose(value: Any) -> str:
-        return own if isinstance(value, OwnModel | OwnData) or "entry" in value else other
+        return own if isinstance(value, OwnModel) or "entry" in value else other
 
     def tag(value: Any) -> str:
         return choose(value) if isinstance(value, dict | SpecModel) else other
@@ -125,10 +96,7 @@ class Train(SpecModel):
         Annotated[PresetModel, Tag("PresetModel")] | Annotated[OwnModel, Tag("OwnModel")],
         _entry_or("PresetModel", "OwnModel"),
     ] = Field(description="A `preset`, or your own `entry`.")
-    data: Annotated[
-        Annotated[TokenData, Tag("TokenData")] | Annotated[OwnData, Tag("OwnData")],
-        _entry_or("TokenData", "OwnData"),
-    ] = Field(description="A folder of `tokens`, or your own `entry`.")
+    data: AnyData = Field(description="A folder of `tokens`, your own `entry`, or a `mix` of both.")
     steps: f.Count = Field(description="Optimizer steps in all.")
     optimizer: AnyOptimizer = Field(
         default_factory=default_optimizer, description="By `name`, or your own `entry`; and its schedule."
@@ -170,44 +138,16 @@ def _problems(stage: Node) -> Iterator[Problem]:
     train = get(stage, "train")
     if train is None or not isinstance(train.value, dict):
         return
-    for key, other in (("model", "preset"), ("data", "tokens")):
-        part = get(train, key)
-        if part is None or not isinstance(part.value, dict):
-            continue
-        own, ours = get(part, "entry"), get(part, other)
+    model = get(train, "model")
+    if model is not None and isinstance(model.value, dict):
+        own, ours = get(model, "entry"), get(model, "preset")
         if own is not None and ours is not None:
-            yield problem_of_key(ours, f"{key} has both 'entry' and {other!r}", "keep one of them")
+            yield problem_of_key(ours, "model has both 'entry' and 'preset'", "keep one of them")
         if own is None and ours is None:
             yield problem_of_key(
-                part, f"{key} has neither {other!r} nor 'entry'", f"add '{other}: ...' or 'entry: ...'"
+                model, "model has neither 'preset' nor 'entry'", "add 'preset: ...' or 'entry: ...'"
             )
-    data = get(train, "data")
-    if data is not None and get(data, "entry") is None and isinstance(data.value, dict):
-        tokens, sequences = get(data, "batch_tokens"), get(data, "batch_size")
-        seq_len = get(train, "model", "seq_len")
-        if tokens is not None and sequences is not None:
-            yield problem_of_key(
-                sequences, "batch_size and batch_tokens say the same thing", "keep one of them"
-            )
-        if tokens is None and sequences is None and get(data, "tokens") is not None:
-            yield problem_of_key(
-                data, "the batch has no size", "add 'batch_size: 32' (sequences) or batch_tokens"
-            )
-        if tokens is not None and seq_len is not None and _positive(tokens) and _positive(seq_len):
-            rest = tokens.value % seq_len.value
-            if rest:
-                nearest = max(1, round(tokens.value / seq_len.value)) * seq_len.value
-                yield problem_of_key(
-                    tokens,
-                    f"batch_tokens {tokens.value} is not a multiple of seq_len {seq_len.value}",
-                    f"write {nearest}",
-                )
-        if get(train, "model", "entry") is not None and seq_len is None and get(data, "tokens") is not None:
-            yield problem_of_key(
-                train.value["model"],
-                "a model fed with tokens needs their number in a sample",
-                "add 'seq_len: 512'",
-            )
+    yield from data.problems(train)
     strategy, mesh = get(train, "strategy"), get(train, "mesh")
     if mesh is not None and text_of(strategy) != "hsdp":
         yield problem_of_key(
@@ -225,7 +165,7 @@ def _problems(stage: Node) -> Iterator[Problem]:
     steps = get(train, "steps")
     for key in ("warmup_steps", "decay_steps"):
         node = get(optimizer, key) if optimizer is not None else None
-        if node is None or steps is None or not _positive(node) or not _positive(steps):
+        if node is None or steps is None or not data.is_positive(node) or not data.is_positive(steps):
             continue
         if node.value > steps.value:
             yield problem_of_key(
@@ -241,14 +181,11 @@ def _seconds(node: Node) -> float:
         return 0.0
 
 
-def _positive(node: Node) -> bool:
-    return isinstance(node.value, int) and not isinstance(node.value, bool) and node.value > 0
-
-
 def _texts(train: Node) -> Iterator[Node]:
     for path, leaf in train.walk():
         of_callback = path[:1] == ("callbacks",) and path[2:3] == ("args",)
-        if path[:2] == ("data", "tokens") or path[1:2] == ("args",) or of_callback:
+        of_data = path[:1] == ("data",) and data.is_text_with_placeholders(path[1:])
+        if path[1:2] == ("args",) or of_callback or of_data:
             yield leaf
 
 
@@ -277,7 +214,8 @@ def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
         changes |= {f"model.{key}": value for key, value in shape.items()}
     if isinstance(train.data, TokenData):
         changes["data.batch_tokens"] = None
-    changes |= {"data.batch_size": 2 * num_workers, "data.micro_batch": None}
+    splits = train.data.splits if isinstance(train.data, OwnData) else 1
+    changes |= {"data.batch_size": 2 * math.lcm(num_workers, splits), "data.micro_batch": None}
     return {**changes, "checkpoint.every": "2 steps", "compile": "off"}
 
 

@@ -1,0 +1,20 @@
+"""How many CPUs there are for this process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def num_cpus() -> int:
+    """That it may use: of those that it may run on as many as its cgroup has time for, and at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota = _QUOTA.read_text().split()
+    except OSError:  # not every kernel has this kind of cgroup
+        return cores
+    if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit():
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return cores

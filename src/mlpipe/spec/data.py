@@ -1,0 +1,196 @@
+"""The `data` of a training: where its samples come from, and how many make a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from mlpipe.spec import fields as f
+from mlpipe.spec.base import SpecModel, one_of
+from mlpipe.spec.problems import Problem
+from mlpipe.spec.tree import Node, get, items_of, problem_of_key
+
+
+class TokenData(SpecModel):
+    """A folder of token files, as `mlpipe-corpus` writes it."""
+
+    model_config = ConfigDict(json_schema_extra=one_of("batch_tokens", "batch_size"))
+
+    tokens: f.Text = Field(description="The folder, usually `{{stages.NAME.output}}`.")
+    batch_tokens: f.Count | None = Field(
+        None, description="Tokens in a step, over all workers: a multiple of `seq_len`."
+    )
+    batch_size: f.Count | None = Field(
+        None, description="Sequences in a step, over all workers; instead of `batch_tokens`."
+    )
+    micro_batch: f.CountOrAuto = Field(
+        "auto", description="Sequences in one forward pass of one worker; `auto`: the fastest that fits."
+    )
+
+
+class _Read(SpecModel):
+    """How samples of one's own are made a batch, and by whom."""
+
+    collate: f.EntryPath | None = Field(
+        None,
+        description="`package.module:function` of yours that makes a batch, a dict of tensors, of a list of "
+        "samples, which then may be anything. Default: they are stacked.",
+    )
+    workers: f.Workers = Field(
+        0,
+        description="Processes of each worker of the training that read samples ahead, beside it. `auto`: "
+        "none at first, and more while the training waits for data.",
+    )
+    batch_size: f.Count = Field(description="Samples in a step, over all workers.")
+    micro_batch: f.CountOrAuto = Field(
+        "auto", description="Samples in one forward pass of one worker; `auto`: the fastest that fits."
+    )
+
+
+class _Own(SpecModel):
+    entry: f.EntryPath = Field(
+        description="`package.module:function`, called with `args` and `split` "
+        "(`train` or `validation`); the result has `len()` and `[i] -> dict of tensors`, or can be iterated "
+        "over."
+    )
+    args: dict[f.Text, f.Json] = Field({}, description="Keyword arguments of the function.")
+
+
+class _Splits(SpecModel):
+    splits: f.FewCount = Field(
+        1,
+        description="Of a set that can only be iterated over: parts into which it is cut, each read by one "
+        "worker of the training; `batch_size` is a multiple of it. 1: each reads all and keeps its share.",
+    )
+
+
+class OwnData(_Read, _Splits, _Own):
+    """A function of yours that returns a data set, map-style or one to iterate over."""
+
+
+class _Weighted(SpecModel):
+    weight: f.Weight = Field(1.0, description="Its share of the samples, beside those of the others.")
+
+
+class TokenSource(_Weighted, SpecModel):
+    """A folder of token files, in a mixture."""
+
+    tokens: f.Text = Field(description="The folder, usually `{{stages.NAME.output}}`.")
+
+
+class OwnSource(_Weighted, _Own):
+    """A data set of your own, in a mixture."""
+
+
+def _by_key(**models: type[SpecModel]) -> Discriminator:
+    """Which of the `models` checks a mapping: the first whose key stands there, else the last."""
+    last = list(models.values())[-1]
+
+    def choose(value: Any) -> str:
+        if isinstance(value, SpecModel):
+            return type(value).__name__
+        keys = value if isinstance(value, dict) else {}
+        return next((model for key, model in models.items() if key in keys), last).__name__
+
+    return Discriminator(choose)
+
+
+AnySource = Annotated[
+    Annotated[TokenSource, Tag("TokenSource")] | Annotated[OwnSource, Tag("OwnSource")],
+    _by_key(entry=OwnSource, tokens=TokenSource),
+]
+
+
+class MixData(_Read):
+    """Several sources, of which each gives its share of the samples. All samples are alike in keys and
+    shapes; those of tokens have `inputs` and `targets`."""
+
+    mix: tuple[AnySource, ...] = Field(
+        strict=False, min_length=1, description="The sources: `tokens` or an `entry` each, with a `weight`."
+    )
+
+
+AnyData = Annotated[
+    Annotated[TokenData, Tag("TokenData")]
+    | Annotated[OwnData, Tag("OwnData")]
+    | Annotated[MixData, Tag("MixData")],
+    _by_key(mix=MixData, entry=OwnData, tokens=TokenData),
+]
+
+
+def problems(train: Node) -> Iterator[Problem]:
+    """Rules between the keys of `data`, and between them and the model's."""
+    data = get(train, "data")
+    if data is None or not isinstance(data.value, dict):
+        return
+    yield from _one_source(data, "data", ("mix", "entry", "tokens"))
+    for source in items_of(data, "mix"):
+        if isinstance(source.value, dict):
+            yield from _one_source(source, "a source of the mixture", ("entry", "tokens"))
+    if get(data, "entry") is None and get(data, "mix") is None:
+        yield from _batch(train, data)
+    yield from _divided(data)
+    reads_tokens = any(get(one, "tokens") is not None for one in (data, *items_of(data, "mix")))
+    if get(train, "model", "entry") is not None and get(train, "model", "seq_len") is None and reads_tokens:
+        yield problem_of_key(
+            train.value["model"],
+            "a model fed with tokens needs their number in a sample",
+            "add 'seq_len: 512'",
+        )
+
+
+def _one_source(data: Node, what: str, keys: tuple[str, ...]) -> Iterator[Problem]:
+    found = [key for key in keys if key in data.value]
+    if len(found) > 1:
+        yield problem_of_key(
+            data.value[found[-1]], f"{what} has both {found[0]!r} and {found[1]!r}", "keep one of them"
+        )
+    if not found:
+        names = [repr(key) for key in reversed(keys)]
+        yield problem_of_key(
+            data,
+            f"{what} has neither {', '.join(names[:-1])} nor {names[-1]}",
+            f"add '{keys[-1]}: ...' or 'entry: ...'",
+        )
+
+
+def _batch(train: Node, data: Node) -> Iterator[Problem]:
+    tokens, sequences = get(data, "batch_tokens"), get(data, "batch_size")
+    seq_len = get(train, "model", "seq_len")
+    if tokens is not None and sequences is not None:
+        yield problem_of_key(sequences, "batch_size and batch_tokens say the same thing", "keep one of them")
+    if tokens is None and sequences is None and get(data, "tokens") is not None:
+        yield problem_of_key(
+            data, "the batch has no size", "add 'batch_size: 32' (sequences) or batch_tokens"
+        )
+    if tokens is not None and seq_len is not None and is_positive(tokens) and is_positive(seq_len):
+        rest = tokens.value % seq_len.value
+        if rest:
+            nearest = max(1, round(tokens.value / seq_len.value)) * seq_len.value
+            yield problem_of_key(
+                tokens,
+                f"batch_tokens {tokens.value} is not a multiple of seq_len {seq_len.value}",
+                f"write {nearest}",
+            )
+
+
+def _divided(data: Node) -> Iterator[Problem]:
+    splits, batch = get(data, "splits"), get(data, "batch_size")
+    if splits is None or batch is None or not is_positive(splits) or not is_positive(batch):
+        return
+    if batch.value % splits.value:
+        nearest = max(1, round(batch.value / splits.value)) * splits.value
+        message = f"batch_size {batch.value} is not a multiple of splits {splits.value}"
+        yield problem_of_key(batch, message, f"write {nearest}")
+
+
+def is_positive(node: Node) -> bool:
+    """Whether a whole number above 0 stands there."""
+    return isinstance(node.value, int) and not isinstance(node.value, bool) and node.value > 0
+
+
+def is_text_with_placeholders(path: Sequence[str | int]) -> bool:
+    """Of a leaf below `data`: folders of tokens, and arguments."""
+    return path[-1:] == ("tokens",) or "args" in path[:3]

@@ -1,0 +1,92 @@
+"""Several data sets as one, each with its share of the samples, in an order that is a function of the seed
+and the global sample index alone.
+
+Shares are whole numbers. Of each block of as many positions as they add up to, every source has exactly its
+share: which of the positions, a permutation keyed by (seed, block) says (order.py). A source goes through its
+own samples in its own order, epoch by epoch, whatever the lengths of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import gcd, lcm
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlpipe.train.order import order, order_at
+
+_FINEST = 1_000_000  # of a weight's digits after the point, as a denominator
+_APART = 0x9E3779B97F4A7C15  # between the seeds of the sources
+
+
+class Mixture:
+    """Indexed as if the sources lay one behind the other; which index is read when says `order`."""
+
+    def __init__(self, sources: Sequence[Any], weights: Sequence[float]) -> None:
+        self.sources = sources
+        self.shares = np.array(shares(weights), dtype=np.int64)
+        self._ends = np.cumsum(self.shares)
+        self._offsets = np.cumsum([0, *map(len, sources)])
+
+    def __len__(self) -> int:
+        return int(self._offsets[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        source, own = self.place_of(index)
+        return self.sources[source][own]
+
+    def place_of(self, index: int) -> tuple[int, int]:
+        """The source, and the number of the sample there."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        source = int(np.searchsorted(self._offsets, index, side="right")) - 1
+        return source, index - int(self._offsets[source])
+
+    def order(self, seed: int, start: int, count: int) -> NDArray[np.int64]:
+        """Indices at the global positions start, ..., start + count - 1."""
+        block = int(self._ends[-1])
+        blocks = np.arange(start, start + count, dtype=np.int64) // block
+        slots = order(seed, start, count, block)
+        chosen = np.searchsorted(self._ends, slots, side="right")
+        own = blocks * self.shares[chosen] + slots - (self._ends - self.shares)[chosen]
+        indices = np.empty(count, dtype=np.int64)
+        for number, source in enumerate(self.sources):
+            mine = chosen == number
+            if mine.any():
+                within = order_at(seed + (number + 1) * _APART, own[mine], len(source))
+                indices[mine] = self._offsets[number] + within
+        return indices
+
+
+class Shortened:
+    """A mixture once through, for validation: as much of each source, from its beginning, as its share allows
+    until the first one ends, and in an order of which every beginning is a mixture, too."""
+
+    def __init__(self, mixture: Mixture) -> None:
+        self.mixture = mixture
+        lengths = [len(source) for source in mixture.sources]
+        most = min(Fraction(n, int(share)) for n, share in zip(lengths, mixture.shares, strict=True))
+        self._lengths = [max(1, int(most * int(share))) for share in mixture.shares]
+
+    def __len__(self) -> int:
+        return sum(self._lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        own = int(order(0, index, 1, len(self))[0])
+        for source, length in zip(self.mixture.sources, self._lengths, strict=True):
+            if own < length:
+                return source[own]
+            own -= length
+        raise AssertionError("the lengths add up")
+
+
+def shares(weights: Sequence[float]) -> list[int]:
+    """The smallest whole numbers in the same ratio, to six digits after the point."""
+    exact = [Fraction(repr(weight)).limit_denominator(_FINEST) for weight in weights]
+    whole = [int(one * lcm(*(each.denominator for each in exact))) for one in exact]
+    return [one // gcd(*whole) for one in whole]
