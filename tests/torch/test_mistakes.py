@@ -122,6 +122,8 @@ def test_a_mistake_that_only_the_first_pass_shows_is_not_tried_again(folder):
     found = plans.outcome(folder / "store", plan)
     assert (found["kind"], found["restarts"], found["step"]) == ("failed", 0, 0)
     assert "mat1 and mat2 shapes cannot be multiplied" in found["message"]
+    assert re.search(r"\n  \| \S+kit/own\.py:\d+ in forward: ", found["message"])
+    assert "in wrapped_call" not in found["message"]  # nothing of torch
     assert re.search(r"kit/own\.py:\d+$", found["where"])
 
 

@@ -1,0 +1,128 @@
+"""`mlpipe run --debug-rank`: pdb in one rank of a real training, through a pseudo terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from pathlib import Path
+
+import pytest
+from kit.command_runs import Cli
+
+pytestmark = pytest.mark.torch
+
+MODEL = """
+import os
+
+import torch
+
+
+class Linear(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 3)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls in (2, 3) and os.environ["RANK"] == "1":
+            breakpoint()
+        return self.layer(x)
+
+    def loss(self, batch):
+        logits, targets = self(batch["inputs"]), batch["targets"]
+        return torch.nn.functional.cross_entropy(logits, targets, reduction="sum"), torch.tensor(len(targets))
+
+
+class Points:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return {"inputs": torch.tensor([index / 64, 1.0]), "targets": torch.tensor(index % 3)}
+
+
+def points(split):
+    return Points()
+"""
+
+
+class Terminal:
+    """What somebody at a terminal sees and types."""
+
+    def __init__(self) -> None:
+        self.master, self.slave = os.openpty()
+        self.seen = ""
+
+    def expect(self, words: str, seconds: float = 300.0) -> str:
+        """What came up to and with `words`."""
+        deadline = time.monotonic() + seconds
+        while words not in self.seen:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"waited {seconds} s for {words!r} in {self.seen!r}")
+            if select.select([self.master], [], [], 0.2)[0]:
+                self.seen += os.read(self.master, 4096).decode()
+        head, _, self.seen = self.seen.partition(words)
+        return head + words
+
+    def type(self, line: str) -> None:
+        os.write(self.master, f"{line}\n".encode())
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    (tmp_path / "mine.py").write_text(MODEL)
+    train = {
+        "model": {"entry": "mine:Linear"},
+        "data": {"entry": "mine:points", "batch_size": 32},
+        "steps": 50,
+        "strategy": "ddp",
+        "hang_timeout": "2 s",
+    }
+    stages = [{"name": "train", "train": train, "resources": {"workers_per_node": 2}}]
+    (tmp_path / "pipeline.yaml").write_text(json.dumps({"version": 1, "name": "mine", "stages": stages}))
+    return Cli(tmp_path)
+
+
+def test_a_rank_is_debugged_at_the_terminal_and_left(cli: Cli):
+    terminal = Terminal()
+    running = cli.start(
+        "run", "pipeline.yaml", "--run-id", "r", "--debug-rank", "1", "--steps", "5", stdin=terminal.slave
+    )
+    try:
+        shown = terminal.expect("(Pdb) ")
+        assert "return self.layer(x)" in shown
+        terminal.type("p 41 + self.calls")
+        assert "43" in terminal.expect("(Pdb) ")
+        terminal.type("p os.environ['RANK'], os.isatty(0), os.isatty(1), os.isatty(2)")
+        assert "('1', True, True, True)" in terminal.expect("(Pdb) ")
+        terminal.type("c")
+        terminal.expect("(Pdb) ")  # its next call
+        terminal.type("q")
+        out, err = running.communicate(timeout=300)
+    finally:
+        running.kill()
+    assert running.returncode == 3, err
+    assert "left in the debugger" in out
+    attempt = cli.store / "runs/r/stages/train/attempt-1"
+    plan = json.loads((attempt / "plan.json").read_text())
+    assert (plan["train"]["steps"], plan["train"]["hang_timeout_seconds"]) == (5, 7 * 86400)
+    outcome = json.loads((attempt / "outcome.json").read_text())
+    assert outcome["restarts"] == 0
+    assert f"  | {cli.folder}/mine.py:" in outcome["message"]
+    assert "in forward: " in outcome["message"]
+    assert "/dev/" in (attempt / "logs/rank-1.log").read_text()
+    assert "Pdb" not in (attempt / "logs/launcher.log").read_text()
+
+
+def test_a_debugger_needs_a_terminal_and_a_rank_that_there_is(cli: Cli):
+    said = cli("run", "pipeline.yaml", "--debug-rank", "0", code=2).stderr
+    assert "standard input is no terminal" in said
+    terminal = Terminal()
+    running = cli.start("run", "pipeline.yaml", "--debug-rank", "2", stdin=terminal.slave)
+    _, said = running.communicate(timeout=120)
+    assert running.returncode == 2
+    assert "there is no rank 2: train has 2" in said
+    assert not (cli.store / "runs").exists()
