@@ -46,6 +46,12 @@ def rows(weight: torch.Tensor) -> None:
         weight[row].fill_(row)
 
 
+def padded(weight: torch.Tensor) -> None:
+    weight.normal_()
+    weight[3].zero_()
+    weight[5:].T[1].normal_()
+
+
 def columns(weight: torch.Tensor) -> None:
     weight[:, :2].normal_()
     weight[:, 2:].uniform_()
@@ -62,6 +68,7 @@ INITS: dict[str, Callable[[torch.Tensor], object]] = {
     "copied": lambda weight: weight.copy_(torch.arange(5.0)),
     "own generator": lambda weight: nn.init.normal_(weight, generator=torch.Generator().manual_seed(5)),
     "rows": rows,
+    "padded": padded,
     "factory": lambda weight: weight.copy_(torch.randn(7, 5)),
 }
 

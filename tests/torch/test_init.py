@@ -14,7 +14,6 @@ from mlpipe.train.init import initialize
 
 pytestmark = pytest.mark.torch
 
-REFUSED_WHEN_SPLIT = {"rows"}
 REFUSED = {"factory"}
 
 
@@ -36,7 +35,7 @@ def found(tmp_path_factory):
 
 def test_every_way_to_fill_a_parameter_gives_the_same_bits_everywhere(found):
     checked = {what: set(outcomes.values()) for what, outcomes in found.items()}
-    for what in REFUSED | REFUSED_WHEN_SPLIT:
+    for what in REFUSED:
         checked.pop(what)
     assert all(
         len(found[what]) == 7 for what in checked
@@ -53,15 +52,6 @@ def test_what_would_differ_between_ranks_is_refused_under_every_strategy(found):
     for what in REFUSED:
         for outcome in found[what].values():
             assert outcome.startswith("input: init_weights() calls aten.randn.default")
-
-
-def test_a_write_that_sharding_would_lose_is_refused(found):
-    for what in REFUSED_WHEN_SPLIT:
-        for strategy, outcome in found[what].items():
-            if strategy.endswith(("plain", "alone")):
-                assert len(outcome) == 64
-            else:
-                assert outcome.startswith("input: init_weights() calls aten.fill_.Scalar on a part")
 
 
 def test_each_draw_is_another_one_and_the_global_generator_is_left_alone():

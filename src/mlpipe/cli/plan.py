@@ -50,6 +50,7 @@ def command(
         overrides = (*overrides, *_name_hardware(spec, stage, hardware))
     pipeline = load_pipeline(spec, overrides=overrides)
     url = session.full_store_url(pipeline.store)
+    starts = _starts(pipeline, url, spec, overrides)
     tracer: Callable[[Plan], Traced | None] | None = None
     if trace:
         from mlpipe.cli import plan_trace
@@ -69,6 +70,8 @@ def command(
                 "plan": plan.to_plain(),
             }
         lines = _lines(pipeline, plan, candidates, where)
+        if name in starts:
+            lines.append(f"  starts from {starts[name]}")
         if shape is not None:
             document["model"] = shape.words
             lines.append(f"  figures of {plan.work.training.model.build.entry}: {shape.words}")
@@ -78,6 +81,31 @@ def command(
         documents.append(document)
         texts.append("\n".join([f"{click.style(name, bold=True)} ({plan.kind})", *lines]))
     session.result({"pipeline": pipeline.name, "stages": documents}, "\n\n".join(texts))
+
+
+def _starts(pipeline: Pipeline, url: str, spec: str, overrides: tuple[str, ...]) -> dict[str, str]:
+    """Of each stage that starts from weights, which; those on this machine are looked at. Raises SubmitError
+    for what is not there."""
+    from mlpipe.plan.training import init_plan, trainings
+
+    asked = {name: init_plan(training, {}) for name, training in trainings(pipeline).items()}
+    words = {
+        name: ", ".join(f"{key} {value}" for key, value in init.asked.items())
+        for name, init in asked.items()
+        if init
+    }
+    if words:
+        from pathlib import Path
+
+        from mlpipe.submit.starting import look_ahead
+        from mlpipe.submit.submission import Submission
+
+        text = Path(spec).read_text(encoding="utf-8-sig")
+        submission = Submission(spec, text, overrides, pipeline, url, ".")
+        here = pipeline.kubernetes is None
+        found = look_ahead(submission, lambda place: here and not place.startswith("s3://"))
+        words |= {name: one["found"]["words"] for name, one in found.items()}
+    return words
 
 
 def _more(

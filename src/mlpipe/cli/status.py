@@ -69,8 +69,11 @@ def _text(run: RunState, document: dict[str, Any], live_line: Any) -> str:
     if run.driver is not None and run.state not in ("done", "failed", "cancelled"):
         was = "" if document["driver_alive"] else "was "
         lines.append(f"  {was}driven by process {run.driver.pid} on {run.driver.host}")
-    for line, stage in zip(outcome.stage_lines(run), document["stages"].values(), strict=True):
+    starts = run.meta.get("init_from", {})
+    for line, (name, stage) in zip(outcome.stage_lines(run), document["stages"].items(), strict=True):
         lines.append(f"  {line}")
+        if (start := starts.get(name)) is not None:
+            lines.append(f"      starts from {start['found']['words']}")
         if stage["progress"] is not None and stage["progress"]["step"] is not None:
             lines += [f"      {note}" for note in stage["progress"]["notes"]]
             lines.append(f"      {live_line(stage['progress'], width=100)}")

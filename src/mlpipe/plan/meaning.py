@@ -35,6 +35,11 @@ def meaning(spec: Train, model: ModelPlan, data: DataPlan) -> dict[str, Any]:
         settings["data.splits"] = data.splits
     if data.collate is not None:
         settings["data.collate"] = data.collate
+    if spec.init_from is not None:
+        asked = spec.init_from.model_dump(mode="json", exclude_none=True)
+        settings |= {f"init_from.{name}": value for name, value in asked.items()}
+    if spec.freeze is not None:
+        settings["freeze"] = list(spec.freeze)
     return settings
 
 

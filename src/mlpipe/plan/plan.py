@@ -183,6 +183,34 @@ class CallbackPlan:
 
 
 @dataclass(frozen=True)
+class FoundWeights:
+    """What `init_from` led to when it was looked up first, which is what every attempt starts from. `words`:
+    for people. `format`, `store_url`, `key`: a checkpoint's prefix there, or a file or folder of safetensors.
+    `step`: of a checkpoint. `digest`: of the manifest, or of names, sizes, times and headers of files; None
+    for what another stage made, which has a digest of its own."""
+
+    words: str
+    format: Literal["checkpoint", "safetensors"]
+    store_url: str
+    key: str
+    step: int | None
+    digest: str | None
+
+
+@dataclass(frozen=True)
+class InitPlan:
+    """`asked`: as in the file, one of `path`, `model`, or `run` and `stage`. `path`: that one with its
+    placeholders filled. `map`: patterns of names there and what they are here. `strict`: every tensor here is
+    there, none besides. `found`: None before somebody looked."""
+
+    asked: dict[str, Any]
+    path: str | None
+    map: dict[str, str]
+    strict: bool
+    found: FoundWeights | None = None
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What the planner expects of a step: bytes on the fullest rank at the peak, the process with all it
     holds; seconds. The ratios are corrections of a calibration by earlier runs, contained in both."""
@@ -250,6 +278,8 @@ class TrainPlan(StageWork):
     memory_bytes: int | None = None  # what a worker may use; None: nobody looks
     # what the memory probe may step down to, largest first; empty where the file names the microbatch
     smaller_micro_batches: tuple[int, ...] = ()
+    init_from: InitPlan | None = None  # None: the seed's weights
+    freeze: tuple[str, ...] = ()  # patterns of parameters that are not trained, see `_core/patterns.py`
     meaning: dict[str, Any] = field(default_factory=dict)  # see `plan/meaning.py`; kept with each checkpoint
     callbacks: tuple[CallbackPlan, ...] = ()
 

@@ -23,6 +23,7 @@ from mlpipe.plan.plan import (
     CheckpointPlan,
     DataPlan,
     Entry,
+    InitPlan,
     ModelPlan,
     OptimizerPlan,
     Prediction,
@@ -51,7 +52,8 @@ def train_plan(
 ) -> TrainPlan:
     """The best way to train it. `traced`: the numbers of a user's own model. Raises PlanError."""
     chosen, reason = pick(spec, shape_of(spec, known, traced), hardware)
-    return _train_plan(spec, hardware, known, chosen, reason, global_batch(spec), resume=resume)
+    plan = _train_plan(spec, hardware, known, chosen, reason, global_batch(spec), resume=resume)
+    return dataclasses.replace(plan, init_from=init_plan(spec, known), freeze=spec.freeze or ())
 
 
 def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resources: bool) -> TrainPlan:
@@ -198,7 +200,7 @@ def _train_plan(
         peak_flops=peak,
         peak_name=f"{hardware.name} datasheet, dense {chosen.precision}" if peak else "measured matmul peak",
         resume=resume,
-        **ORDER[chosen.strategy].FLAGS,
+        **cast(Any, ORDER[chosen.strategy].FLAGS),
         reduce_gradients=chosen.reduce_gradients,
         predicted=_predicted(chosen, hardware),
         memory_bytes=hardware.memory_bytes,
@@ -223,6 +225,15 @@ def _predicted(chosen: Candidate, hardware: Hardware) -> Prediction | None:
     ratios = hardware.speed.memory_ratio, hardware.speed.time_ratio
     # five digits: the rest is noise of the last bit, which would make plans differ from machine to machine
     return Prediction(chosen.memory.total, float(f"{chosen.step_seconds:.5g}"), *ratios)
+
+
+def init_plan(spec: Train, known: Known) -> InitPlan | None:
+    """Where its weights come from, as it is asked for; nobody has looked there."""
+    if spec.init_from is None:
+        return None
+    asked = spec.init_from.model_dump(mode="json", exclude_none=True, exclude={"map", "strict"})
+    path = fill(asked["path"], known) if "path" in asked else None
+    return InitPlan(asked, path, spec.init_from.map, spec.init_from.strict)
 
 
 def _model(spec: Train, shape: Dense | None, known: Known) -> ModelPlan:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from posixpath import normpath
 from urllib.parse import urlsplit
 
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.plan.cluster import ClusterPlan
 from mlpipe.plan.grace import checkpoint_bytes, save_seconds
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import InitPlan, Plan, TrainPlan
 from mlpipe.render.names import MAX_NAME, gang_name
 from mlpipe.render.patches import targets
 
@@ -25,6 +27,8 @@ def lint(plan: Plan) -> list[str]:
     lines = [*_names(plan), *_pod(plan, plan.cluster)]
     if (training := plan.part(TrainPlan)) is not None:
         lines += _grace(plan, training)
+        if training.init_from is not None:
+            lines += _weights(training.init_from, plan.cluster)
     of_stage = [line.replace(": ", f": stage {plan.stage}: ", 1) for line in lines]
     return [*_image(plan.cluster), *_store(plan, plan.cluster), *of_stage]
 
@@ -57,6 +61,19 @@ def _store(plan: Plan, cluster: ClusterPlan) -> Iterator[str]:
         yield (
             f"error: kubernetes.store.endpoint {cluster.store_endpoint} is the pod itself; "
             "write the endpoint as seen in the cluster"
+        )
+
+
+def _weights(init: InitPlan, cluster: ClusterPlan) -> Iterator[str]:
+    """What a stage starts from is read by all its pods."""
+    place = init.path or init.asked.get("store")
+    if place is None or "://" in place.replace("file://", "") or "{{" in place:
+        return
+    folder = PurePosixPath(normpath(place.removeprefix("file://")))
+    if not any(folder.is_relative_to(volume.path) for volume in cluster.volumes):
+        yield (
+            f"error: init_from {place} is a place that the pods do not share; write s3://bucket/..., or "
+            f"mount a claim there with 'kubernetes.volumes: [{{claim: NAME, path: {folder.parent}}}]'"
         )
 
 

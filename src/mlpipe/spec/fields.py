@@ -201,6 +201,17 @@ HttpUrl = _text(
 )
 Arn = _text(r"arn:[!-z|~]{1,2043}", "an ARN", "write like 'arn:aws:iam::123456789012:role/mlpipe-worker'")
 Audience = _text(r"[!-z|~]{1,253}", "an audience", "write like 'sts.amazonaws.com'")
+WeightsPath = _text(
+    r"(?![^\n]*\.(?:pt|pth|bin|ckpt|pkl|pickle)$)[^\n]+",
+    "a file that mlpipe reads: a pickle runs the code that it holds",
+    "write it as safetensors where you trust it: safetensors.torch.save_file(torch.load(FILE, "
+    "weights_only=True), 'model.safetensors')",
+)
+ModelVersion = _text(
+    rf"{NAME_PATTERN}(?:@{NAME_PATTERN}|/[0-9]+)",
+    "a version of a model",
+    "write like 'stdlib-lm@production' or 'stdlib-lm/3'",
+)
 GateText = Annotated[Text, AfterValidator(_parses(parse_gate)), _schema(GATE_PATTERN, maxLength=MAX_QUANTITY)]
 
 # Bounds that no one meets, so that arithmetic on nonsense ends.

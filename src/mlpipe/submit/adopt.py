@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from mlpipe._core.errors import StoreError
 from mlpipe._core.files import check_name
 from mlpipe._core.ids import new_run_id
+from mlpipe.plan.training import trainings
 from mlpipe.spec.model import Pipeline
 from mlpipe.store import leases, runs, wanted
 from mlpipe.store.base import Store
@@ -58,8 +59,10 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
     for name in (submission.folder, submission.spec):
         check_name(name)
     backend.check(submission, console, is_new=True)
+    starts = _starts(backend, submission)
+    more = {"init_from": starts} if starts else {}
     store.probe()
-    return record(store, backend, submission, [stage.name for stage in pipeline.stages])
+    return record(store, backend, submission, [stage.name for stage in pipeline.stages], **more)
 
 
 def record(store: Store, backend: Backend, submission: Submission, stages: list[str], **more: Any) -> str:
@@ -84,6 +87,15 @@ def record(store: Store, backend: Backend, submission: Submission, stages: list[
     runs.create_run(store, run_id, submission.text, pipeline.digest, stages, backend.name, meta)
     seal.keep(store, run_id, seal.of_submission(submission, backend))
     return run_id
+
+
+def _starts(backend: Backend, submission: Submission) -> dict[str, Any]:
+    """The weights that its trainings start from, as far as they are seen from here."""
+    if not any(training.init_from for training in trainings(submission.pipeline).values()):
+        return {}
+    from mlpipe.submit.starting import look_ahead
+
+    return look_ahead(submission, lambda place: place.startswith("s3://") or not backend.outlives_driver)
 
 
 def build_address(url: str) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from mlpipe._core.errors import SubmitError
 from mlpipe.plan.build import build_plan
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.plan import Plan
+from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.plan.references import lender
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
@@ -64,7 +64,7 @@ def planner(
     machine; else only what planning itself reads of them."""
 
     def plan(stage_name: str, attempt: int) -> Plan:
-        return build_plan(
+        planned = build_plan(
             pipeline,
             stage_name,
             run_id=run_id,
@@ -74,6 +74,12 @@ def planner(
             hardware=hardware(pipeline, stage_name),
             resume=True,  # from the latest checkpoint of the stage, if it has one
         )
+        training = planned.part(TrainPlan)
+        if training is None or training.init_from is None:
+            return planned
+        from mlpipe.submit.starting import with_weights
+
+        return with_weights(store, planned)
 
     return plan
 

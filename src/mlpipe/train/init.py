@@ -88,7 +88,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 def initialize(model: nn.Module, seed: int) -> None:
     """Calls `model.init_weights()`. Every rank has to call it. Raises TrainError (input) when it draws random
-    numbers, or writes to parts of parameters, in a way that would differ between strategies."""
+    numbers in a way that would differ between strategies."""
     with torch.no_grad(), same_weights(seed):
         model.init_weights()  # type: ignore[operator]
 
@@ -100,7 +100,8 @@ class same_weights(TorchDispatchMode):
         super().__init__()
         self.seed = seed
         self.num_draws = 0
-        self._copies = WeakTensorKeyDictionary()  # what was asked for as a view, but had to be gathered
+        # what was asked for as a view, but had to be gathered: the call that asked
+        self._copies = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -109,9 +110,8 @@ class same_weights(TorchDispatchMode):
         target: Any = args[0] if args else None
         sharded = _is_sharded(target)
         if sharded and func._schema.is_mutable and target in self._copies:
-            raise _unfit(
-                f"init_weights() calls {func} on a part of a parameter, which is lost when it is split"
-            )
+            self._change_part(target, func, args, kwargs)
+            return target
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draw(func, args, kwargs)
         if sharded and func is _aten.copy_.default and not _is_sharded(args[1]):
@@ -122,8 +122,27 @@ class same_weights(TorchDispatchMode):
                 result.to_local().untyped_storage()._cdata != target.to_local().untyped_storage()._cdata
             )
             if gathered or target in self._copies:
-                self._copies[result] = True
+                self._copies[result] = (func, args, kwargs)
         return result
+
+    def _change_part(self, part: DTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """As `weight[padding_idx].zero_()`: of a split parameter the part is a copy. It is changed in the
+        whole parameter, which every rank gathers for that, and of which each keeps its own."""
+        views: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        parent = part
+        while parent in self._copies:
+            views.append(self._copies[parent])
+            parent = views[-1][1][0]
+        whole = parent.full_tensor()
+        inner = whole
+        for view, given, options in reversed(views):
+            inner = view(inner, *given[1:], **options)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._draw(func, (inner, *args[1:]), kwargs)
+        else:
+            func(inner, *args[1:], **kwargs)
+        _keep_own(parent, whole)
+        _keep_own(part, inner)  # for who reads it later
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.overloadpacket not in _IN_PLACE:

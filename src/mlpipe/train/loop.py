@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -177,6 +177,8 @@ class Loop:
         }
         if (streams := self.reader.state(position.step)) is not None:
             scalars["streams"] = streams
+        if self.plan.init_from is not None:
+            scalars["init_from"] = asdict(self.plan.init_from)
         self.checkpointer.save(position.step, stored(self.model, self.update), scalars)
 
     def last_key(self) -> str | None:

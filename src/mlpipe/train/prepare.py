@@ -55,9 +55,20 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     bf16 = plan.precision == "bf16"
     dataset = open_dataset(plan.data, split="train", seq_len=plan.model.seq_len)
     built = build_model(plan.model, seed=plan.seed, device_type=world.device.type, bf16=bf16)
+    notes = []
+    if plan.freeze:
+        from mlpipe.train.freezing import freeze
+
+        notes.append(freeze(built.model, plan.freeze))
     num_params = sum(parameter.numel() for parameter in built.model.parameters())
     flops = try_out(plan, built.model, dataset)
     model = parallelize(built, world, plan)
+    starting = time.perf_counter()
+    if plan.init_from is not None:
+        from mlpipe.train.starting import start
+
+        notes += start(session, plan, model)
+    started = time.perf_counter()
     update = make_update(plan.optimizer, model.shards)
     # before the first pass, so that they do not lie among what it leaves in the heap
     update.state()
@@ -103,7 +114,10 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     if plan.resume or session.process.restart:
         position = resume(session, checkpointer, model, update, coordination_store)
     restored = time.perf_counter()
-    recording.start(position, num_params=num_params, restore_seconds=restored - restoring)
+    position.notes += notes
+    recording.start(
+        position, num_params=num_params, restore_seconds=restored - restoring + started - starting
+    )
     return Loop(
         session=session,
         plan=plan,

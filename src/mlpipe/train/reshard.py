@@ -7,6 +7,7 @@ the unit of the checksums), each block once, verified before a byte of it is use
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import torch
 
 from mlpipe._core.errors import TrainError
 from mlpipe.store import catalogue
-from mlpipe.store.base import Store
+from mlpipe.store.base import Buffer, Store
 from mlpipe.store.manifest import Blob, Manifest, Tensor
 from mlpipe.train.shards import LocalShard
 
@@ -35,19 +36,29 @@ def load(store: Store, key: str, manifest: Manifest, tensors: list[LocalShard]) 
 
     Raises TrainError(kind="input") if the checkpoint is not of this model, StoreError if it is damaged.
     """
-    blobs = manifest["blobs"]
+    described = [(item, _described(manifest, item, key)) for item in tensors if item.local.numel()]
+    fill(store, manifest["blobs"], described, catalogue.read_blob)
+
+
+def fill(
+    store: Store,
+    blobs: list[Blob],
+    described: list[tuple[LocalShard, Tensor]],
+    read: Callable[[Store, Blob, int, Buffer], None],
+) -> None:
+    """Fills every `local`, of which some value is wanted, from the chunks of its tensor, which has its dtype
+    and shape; `read` as `read_blob`. Raises StoreError if they are damaged."""
     pieces: dict[int, list[_Piece]] = defaultdict(list)
     late: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for item in tensors:
-        if item.local.numel():
-            _collect(item, _described(manifest, item, key), pieces, late)
+    for item, tensor in described:
+        _collect(item, tensor, pieces, late)
     tasks = [
         (blobs[index], block, parts)
         for index, wanted in pieces.items()
         for block, parts in _by_block(wanted, blobs[index]["block_bytes"]).items()
     ]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="load") as readers:
-        for _ in readers.map(lambda task: _read_block(store, *task), tasks):
+        for _ in readers.map(lambda task: _read_block(store, read, *task), tasks):
             pass
     with torch.no_grad():
         for target, source in late:
@@ -126,10 +137,16 @@ def _by_block(pieces: list[_Piece], block_bytes: int) -> dict[int, list[_Piece]]
     return dict(sorted(blocks.items()))
 
 
-def _read_block(store: Store, blob: Blob, block: int, pieces: list[_Piece]) -> None:
+def _read_block(
+    store: Store,
+    read: Callable[[Store, Blob, int, Buffer], None],
+    blob: Blob,
+    block: int,
+    pieces: list[_Piece],
+) -> None:
     start = block * blob["block_bytes"]
     buffer = np.empty(min(blob["block_bytes"], blob["size_bytes"] - start), dtype=np.uint8)
-    catalogue.read_blob(store, blob, start, buffer.data)
+    read(store, blob, start, buffer.data)
     for piece in pieces:
         at = piece.start - start
         piece.target[:] = buffer[at : at + piece.target.nbytes]

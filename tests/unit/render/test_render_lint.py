@@ -61,6 +61,26 @@ def test_findings(plan: Plan, words: str) -> None:
     assert [line for line in lint(plan) if words in line]
 
 
+@pytest.mark.parametrize(
+    ("start", "is_seen"),
+    [
+        ("{path: ./w.safetensors}", False),
+        ("{path: /data/w.safetensors}", False),
+        ("{run: r, store: /data/runs}", False),
+        ("{path: /shared/llama/w.safetensors}", True),
+        ("{path: /shared/../data/w.safetensors}", False),
+        ("{path: 's3://bucket/w.safetensors'}", True),
+        ("{path: '{{stages.corpus.output}}/w.safetensors'}", True),
+        ("{run: r}", True),
+        ("{model: m@good}", True),
+    ],
+)
+def test_all_pods_must_see_the_weights_that_they_start_from(start: str, is_seen: bool) -> None:
+    volumes = "kubernetes.volumes=[{claim: weights, path: /shared, read_only: true}]"
+    found = [line for line in lint(quickstart(f"train.init_from={start}", volumes)) if "init_from" in line]
+    assert found == [] if is_seen else found[0].startswith("error: stage train: init_from ")
+
+
 def test_the_grace_period_grows_with_the_checkpoint() -> None:
     """8.03e9 parameters, 12 bytes each, at 100 MB/s: 964 s, after a step of up to 120 s."""
     assert quickstart().launch.shutdown_seconds == 600

@@ -43,6 +43,7 @@ BEYOND_THE_SCHEMA = {
     "sweep-rules.yaml": "what a sweep and the rest of its file must agree in",
     "sweep-asha.yaml": "a first rung beyond the last step, a metric that is known too late",
     "sweep-together.yaml": "values of a sweep that are wrong together",
+    "start-rules.yaml": "weights of a stage that is not needed, a map with more stars on one side",
     "anchor.yaml": "an anchor",
     "ambiguous.yaml": "an unquoted word that parsers read differently",
 }

@@ -59,6 +59,8 @@ def promote(
         "metrics": metrics,
         "attempt": attempt,
     }
+    if (start := run.meta.get("init_from", {}).get(plan.train_stage)) is not None:
+        lineage["init_from"] = start["found"]
     version = registry.promote(store, plan.model_name, plan.alias, chosen.key, lineage)
     return version, chosen
 

@@ -25,7 +25,7 @@ from mlpipe.observe.goodput import Ledger
 from mlpipe.observe.predicted import comparison
 from mlpipe.observe.progress import format_count, format_flops, format_loss, format_mfu
 from mlpipe.observe.runview import MOST_RANKS, StageView, worst_load
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.plan import InitPlan, TrainPlan
 
 
 def section(stage: StageView) -> Section:
@@ -94,6 +94,8 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
                     "why": plan.reason,
                     "model": f"{plan.model.preset or plan.model.build.entry}"
                     + (f", {format_count(start.num_params)} parameters" if start.num_params else ""),
+                    "starts from": _start(plan.init_from),
+                    "frozen": ", ".join(plan.freeze) or None,
                     "batch": batch,
                     "precision": f"{plan.precision}, activation checkpointing"
                     f" {plan.activation_checkpointing}, compile {plan.compile}",
@@ -108,6 +110,13 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
             )
         ],
     )
+
+
+def _start(init: InitPlan | None) -> str | None:
+    if init is None or init.found is None:
+        return None
+    digest = f", sha256 {init.found.digest[:12]}" if init.found.digest else ""
+    return f"{init.found.words}{digest}"
 
 
 def _goodput(stage: StageView) -> Piece | None:

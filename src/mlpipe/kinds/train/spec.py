@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from mlpipe._core.units import parse_seconds
-from mlpipe.spec import data, feasibility
+from mlpipe.spec import data, feasibility, starting
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
 from mlpipe.spec.callbacks import Callback
@@ -101,6 +101,12 @@ class Train(SpecModel):
     optimizer: AnyOptimizer = Field(
         default_factory=default_optimizer, description="By `name`, or your own `entry`; and its schedule."
     )
+    init_from: starting.InitFrom | None = Field(
+        None, description="Weights to start from, instead of the seed's; checkpoints of its own go before."
+    )
+    freeze: Annotated[tuple[f.Text, ...], Field(min_length=1, strict=False)] | None = Field(
+        None, description="Parameters that stay as they are, by patterns of their names, like `embed.*`."
+    )
     strategy: Strategy = Field("auto", description="How to split the work; `auto`: the fastest that fits.")
     mesh: MeshSizes | None = Field(None, description="For `hsdp` only.")
     precision: Literal["auto", "fp32", "bf16"] = Field(
@@ -135,6 +141,7 @@ class Train(SpecModel):
 
 def _problems(stage: Node) -> Iterator[Problem]:
     yield from feasibility.problems(stage)
+    yield from starting.problems(stage)
     train = get(stage, "train")
     if train is None or not isinstance(train.value, dict):
         return
@@ -185,7 +192,8 @@ def _texts(train: Node) -> Iterator[Node]:
     for path, leaf in train.walk():
         of_callback = path[:1] == ("callbacks",) and path[2:3] == ("args",)
         of_data = path[:1] == ("data",) and data.is_text_with_placeholders(path[1:])
-        if path[1:2] == ("args",) or of_callback or of_data:
+        of_weights = path[:2] == ("init_from", "path")
+        if path[1:2] == ("args",) or of_callback or of_data or of_weights:
             yield leaf
 
 

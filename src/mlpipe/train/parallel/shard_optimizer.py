@@ -21,10 +21,15 @@ from mlpipe.train.world import World
 
 
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
-    """Makes of each parameter that the ranks of `dp_replicate` share this rank's slice."""
-    whole = [item for item in model.shards if not item.is_buffer]
-    model.shards = [item if item.is_buffer else _slice(item, world) for item in model.shards]
-    model.after_step = model.waits.timed(_gatherer([item.local for item in whole], world))
+    """Makes of each parameter that is trained, and that the ranks of `dp_replicate` share, this rank's
+    slice."""
+    whole = [item.local for item in model.shards if _is_trained(item)]
+    model.shards = [_slice(item, world) if _is_trained(item) else item for item in model.shards]
+    model.after_step = model.waits.timed(_gatherer(whole, world))
+
+
+def _is_trained(item: LocalShard) -> bool:
+    return item.parameter is not None and item.parameter.requires_grad
 
 
 def _slice(item: LocalShard, world: World) -> LocalShard:

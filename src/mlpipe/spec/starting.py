@@ -1,0 +1,105 @@
+"""`train.init_from` and `train.freeze`: weights that a training starts from, and what of them stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from mlpipe.spec import fields as f
+from mlpipe.spec.base import SpecModel
+from mlpipe.spec.problems import Problem
+from mlpipe.spec.tree import Node, get, problem_of_key, text_of
+
+
+class _Weights(SpecModel):
+    map: dict[f.Text, f.Text] = Field(
+        {},
+        description="Names of tensors there, and what they are called here; `*` stands for any text, and is "
+        'the same on both sides, as in `{"encoder.*": "backbone.*"}`. Of several the longest counts.',
+    )
+    strict: bool = Field(
+        True,
+        description="Refuse tensors that are missing, left over or of another shape. Else what fits is "
+        "loaded, and the rest is listed in the report.",
+    )
+
+
+class FileWeights(_Weights):
+    """Weights out of safetensors."""
+
+    path: f.WeightsPath = Field(
+        description="A file `*.safetensors`, an index `*.safetensors.index.json`, or the folder that has "
+        "one: a path, `s3://bucket/...` or below `{{stages.NAME.output}}`."
+    )
+
+
+class RunWeights(_Weights):
+    """Weights out of a checkpoint, without its optimizer."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["run"]}, {"required": ["stage"]}]})
+
+    run: f.Name | None = Field(None, description="Of which run. Default: this one.")
+    stage: f.Name | None = Field(
+        None,
+        description="Training stage, in this run one that is needed. Default: the only one with checkpoints.",
+    )
+    step: f.Count | None = Field(None, description="Of the checkpoint. Default: the newest.")
+    store: f.StoreUrl | None = Field(None, description="Where that run is. Default: this run's own store.")
+
+
+class ModelWeights(_Weights):
+    """Weights of a promoted model."""
+
+    model: f.ModelVersion = Field(description="`name@alias` or `name/version`.")
+    store: f.StoreUrl | None = Field(
+        None, description="Where it is registered. Default: this run's own store."
+    )
+
+
+def _tag(value: Any) -> str:
+    if isinstance(value, SpecModel):
+        return type(value).__name__
+    keys = value if isinstance(value, dict) else {"path": value}
+    return "FileWeights" if "path" in keys else "ModelWeights" if "model" in keys else "RunWeights"
+
+
+InitFrom = Annotated[
+    Annotated[FileWeights, Tag("FileWeights")]
+    | Annotated[RunWeights, Tag("RunWeights")]
+    | Annotated[ModelWeights, Tag("ModelWeights")],
+    Discriminator(_tag),
+]
+
+
+def problems(stage: Node) -> Iterator[Problem]:
+    """What is wrong in a training stage's `init_from`."""
+    start = get(stage, "train", "init_from")
+    if start is None or not isinstance(start.value, dict):
+        return
+    if not {"path", "model", "run", "stage"} & start.value.keys():
+        yield problem_of_key(
+            start,
+            "init_from names no weights",
+            "add 'path: ...', 'model: name@alias', 'run: ...' or 'stage: ...'",
+        )
+    other = get(start, "stage")
+    name = text_of(other)
+    if other is not None and name is not None and get(start, "run") is None and "path" not in start.value:
+        needs = get(stage, "needs")
+        listed = [text_of(item) for item in needs.value] if needs and isinstance(needs.value, list) else []
+        if name not in listed:
+            yield problem_of_key(
+                other,
+                f"stage {name!r} of this run must be done before",
+                f"add 'needs: [{name}]', or say of which 'run' it is",
+            )
+    names = get(start, "map")
+    for there, here in names.value.items() if names is not None and isinstance(names.value, dict) else ():
+        if isinstance(here.value, str) and here.value.count("*") not in (0, there.count("*")):
+            yield Problem.at(
+                here.place,
+                f"{here.value!r} has {here.value.count('*')} '*', {there!r} has {there.count('*')}",
+                "write as many on both sides",
+            )

@@ -1,0 +1,161 @@
+"""Which weights a training starts from: looked up once for a run, before anything is trained, and kept in
+run.json: an alias that moves and a run that goes on make no difference to what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlpipe._core.errors import MlpipeError, SubmitError
+from mlpipe._core.serial import from_plain, to_plain
+from mlpipe.plan.plan import FoundWeights, InitPlan, Plan, TrainPlan
+from mlpipe.plan.training import init_plan, trainings
+from mlpipe.spec import overrides as override_rules
+from mlpipe.spec.placeholders import names
+from mlpipe.spec.problems import closest
+from mlpipe.spec.tree import get, items_of, parse, text_of
+from mlpipe.store import catalogue, registry, runs, safetensors, weights
+from mlpipe.store.base import Store
+from mlpipe.store.open import open_store
+from mlpipe.store.runs import RunState
+from mlpipe.submit.submission import Submission
+
+
+def with_weights(store: Store, plan: Plan) -> Plan:
+    """The plan with what its `init_from` led to when the run looked first. Raises MlpipeError where it leads
+    nowhere."""
+    training = plan.part(TrainPlan)
+    if training is None or training.init_from is None:
+        return plan
+    init = training.init_from
+    run = runs.read_run(store, plan.run_id)
+    found = _kept(run, plan.stage, init)
+    if found is None:
+        found = find(store, plan.run_id, init, str(run.meta.get("folder", ".")))
+        entry = kept_as(init, found)
+        runs.update_run(
+            store,
+            plan.run_id,
+            lambda now: replace(
+                now, meta={**now.meta, "init_from": {**now.meta.get("init_from", {}), plan.stage: entry}}
+            ),
+        )
+    return replace(plan, work=replace(training, init_from=replace(init, found=found)))
+
+
+def _kept(run: RunState, stage: str, init: InitPlan) -> FoundWeights | None:
+    entry = run.meta.get("init_from", {}).get(stage)
+    if entry is None or entry["asked"] != init.asked:
+        return None
+    return from_plain(FoundWeights, entry["found"])
+
+
+def kept_as(init: InitPlan, found: FoundWeights) -> dict[str, Any]:
+    """What run.json says of a stage."""
+    return {"asked": init.asked, "found": to_plain(found)}
+
+
+def look_ahead(submission: Submission, reaches: Callable[[str], bool]) -> dict[str, Any]:
+    """Of all training stages, before there is a run: what can be found already, as run.json keeps it.
+    `reaches(place)`: whether a path or the URL of a store is to be looked at from here. Raises SubmitError
+    (input), with the line, for what is not there; a store that does not answer is asked later."""
+    kept: dict[str, Any] = {}
+    store = open_store(submission.store_url)
+    for stage, training in trainings(submission.pipeline).items():
+        init = init_plan(training, {})
+        if init is None or not ({"path", "model", "run"} & init.asked.keys()):
+            continue
+        place = init.path or init.asked.get("store", store.url)
+        if names(place) or not reaches(place):
+            continue
+        try:
+            kept[stage] = kept_as(init, find(store, "", init, submission.folder))
+        except MlpipeError as error:
+            if error.kind == "input":
+                told = f"{error.where}: {error.message}" if error.where else error.message
+                where = _line(submission, stage)
+                raise SubmitError(told, where=where, hint=error.hint, kind="input") from None
+    return kept
+
+
+def _line(submission: Submission, stage: str) -> str:
+    """Where the stage's `init_from` stands."""
+    root, _ = parse(submission.text, submission.spec)
+    if root is None:
+        return submission.spec
+    for override in submission.overrides:
+        override_rules.apply(root, override)
+    for each in items_of(root, "stages"):
+        if text_of(get(each, "name")) == stage and (node := get(each, "train", "init_from")) is not None:
+            return str(node.key or node.place)
+    return submission.spec
+
+
+def find(store: Store, run_id: str, init: InitPlan, folder: str) -> FoundWeights:
+    """Looks, reads no values. `store`: the run's own; `folder`: where paths begin. Raises StoreError and
+    SubmitError (input)."""
+    asked = init.asked
+    if init.path is not None:
+        return _files(init.path, folder, is_made=init.path != asked["path"])
+    other = open_store(_from(folder, asked["store"])) if "store" in asked else store
+    if "model" in asked:
+        return _model(other, asked["model"])
+    return _checkpoint(other, asked.get("run", run_id), asked.get("stage"), asked.get("step"))
+
+
+def _from(folder: str, place: str) -> str:
+    return place if "://" in place else str(Path(folder, Path(place).expanduser()))
+
+
+def _files(path: str, folder: str, *, is_made: bool) -> FoundWeights:
+    """`is_made`: by another stage, whose output has a digest of its own and may not be on this machine."""
+    url, key = safetensors.split(_from(folder, path))
+    store = open_store(url)
+    digest = None if is_made else weights.of_files(store, key).digest
+    return FoundWeights(path, "safetensors", store.url, key, None, digest)
+
+
+def _model(store: Store, name: str) -> FoundWeights:
+    model = registry.show_model(store, *name.replace("@", "/").split("/", 1))
+    words = f"model {name}" + (f" (version {model.version})" if "@" in name else "")
+    digest = weights.of_checkpoint(store, model.key).digest
+    return FoundWeights(words, "checkpoint", store.url, model.key, model.step, digest)
+
+
+def _checkpoint(store: Store, run_id: str, stage: str | None, step: int | None) -> FoundWeights:
+    stages = runs.read_run(store, run_id).stages
+    if stage is not None and stage not in stages:
+        raise SubmitError(
+            f"run {run_id} has no stage {stage!r}", hint=closest(stage, list(stages)), kind="input"
+        )
+    listed = {
+        name: catalogue.list_checkpoints(store, f"runs/{run_id}/stages/{name}")
+        for name in stages
+        if stage in (None, name)
+    }
+    there = {name: checkpoints for name, checkpoints in listed.items() if checkpoints}
+    if len(there) != 1:
+        of = f"stage {stage!r} of run {run_id}" if stage is not None else f"run {run_id}"
+        raise SubmitError(
+            f"{of} has no checkpoint" if not there else f"several stages of {of} have checkpoints",
+            where=store.url,
+            hint=f"name one: stage: {next(iter(there))}" if there else f"see mlpipe status {run_id}",
+            kind="input",
+        )
+    ((name, checkpoints),) = there.items()
+    chosen = [one for one in checkpoints if step in (None, one.step)]
+    if not chosen:
+        steps = ", ".join(str(one.step) for one in checkpoints)
+        raise SubmitError(
+            f"run {run_id} has no checkpoint of step {step}",
+            where=store.url,
+            hint=f"it has {steps}",
+            kind="input",
+        )
+    last = chosen[-1]
+    digest = weights.of_checkpoint(store, last.key).digest
+    return FoundWeights(
+        f"run {run_id}, stage {name}, step {last.step}", "checkpoint", store.url, last.key, last.step, digest
+    )

@@ -1,0 +1,166 @@
+"""Weights that a training starts from, instead of those that the seed gives.
+
+They go straight into the shards that this rank owns: of each tensor it reads the bytes of its own part, so
+that no rank ever holds the whole. Floats become the model's own dtype, a bounded number of bytes at a time.
+Checkpoints of the training itself go before: a restart or a resume does not look here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from mlpipe._core.errors import DamagedError, StoreError, TrainError
+from mlpipe._core.presets import LLAMA
+from mlpipe.plan.plan import FoundWeights, TrainPlan
+from mlpipe.store import catalogue, weights
+from mlpipe.store.open import open_store
+from mlpipe.store.weights import PREFIX, Weights
+from mlpipe.train.matching import Here, Match, hint, match
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.reshard import fill
+from mlpipe.train.session import Session
+from mlpipe.train.shards import LocalShard
+
+_CONVERTED_BYTES = 2**28  # of values on their way to another dtype, at a time
+_FILE_NAMES = {"model.*": "*"}  # of mlpipe's own Llama in files, as `transformers` and our exports have them
+
+
+def start(session: Session, plan: TrainPlan, model: ParallelizedModel) -> list[str]:
+    """Fills the model with the weights of `plan.init_from`, unless there is a checkpoint to go on from; what
+    a person should know of it. To be called before an optimizer looks at the weights. Raises TrainError
+    (input) where they do not fit, StoreError where they cannot be read."""
+    if not _is_due(session, plan):
+        return []
+    assert plan.init_from is not None
+    found = plan.init_from.found
+    if found is None:
+        raise TrainError("nobody looked for the weights to start from", where="train.init_from")
+    session.watchdog.beat(f"loading {found.words}", 0)
+    source = _open(session, found)
+    names = plan.init_from.map
+    if not names and found.format == "safetensors" and plan.model.build.entry == LLAMA:
+        names = _FILE_NAMES
+    shards = {item.name.removeprefix(PREFIX): item for item in model.shards}
+    fitting = match(_here(model, shards), source.tensors, names)
+    if (plan.init_from.strict and fitting.words()) or not fitting.pairs:
+        raise TrainError(
+            f"{found.words} does not fit the model: {'; '.join(fitting.words())}",
+            where=source.where,
+            hint=hint(fitting),
+            kind="input",
+        )
+    with torch.no_grad():
+        _fill(source, [(shards[here], there) for here, there in fitting.pairs])
+        if plan.init_from.strict:
+            _check_doubles(source, shards, fitting)
+    model.after_step()
+    return [f"started from {found.words}: {len(fitting.pairs)} tensors", *fitting.words()]
+
+
+def _is_due(session: Session, plan: TrainPlan) -> bool:
+    """Rank 0 looks, and all go the same way."""
+    own = torch.zeros(1)
+    if session.rank == 0 and (plan.resume or session.process.restart):
+        own += catalogue.latest(session.store, session.plan.stage_key) is not None
+    dist.all_reduce(own)
+    return not own.item()
+
+
+def _open(session: Session, found: FoundWeights) -> Weights:
+    store = session.store if found.store_url == session.store.url else open_store(found.store_url)
+    read = weights.of_checkpoint if found.format == "checkpoint" else weights.of_files
+    try:
+        source = read(store, found.key)
+    except DamagedError:
+        raise
+    except StoreError as error:
+        if error.kind != "input":
+            raise
+        gone = "its run keeps the newest only: start from a model, which is kept (mlpipe models promote RUN)"
+        raise TrainError(
+            f"{found.words} is gone: {error.message}",
+            where=error.where,
+            hint=gone if found.format == "checkpoint" else error.hint or "put it back, or start a new run",
+            kind="input",
+        ) from None
+    if found.digest not in (None, source.digest):
+        raise TrainError(
+            f"{found.words} changed since the run was asked for",
+            where=source.where,
+            hint="put back what was there, or start a new run",
+            kind="input",
+        )
+    return source
+
+
+def _here(model: ParallelizedModel, shards: dict[str, LocalShard]) -> dict[str, Here]:
+    others: dict[str, list[str]] = {}
+    for name, stored in model.tied().items():
+        others.setdefault(stored.removeprefix(PREFIX), []).append(name.removeprefix(PREFIX))
+    return {
+        name: Here(str(item.local.dtype).removeprefix("torch."), item.shape, tuple(others.get(name, ())))
+        for name, item in shards.items()
+    }
+
+
+def _fill(source: Weights, pairs: list[tuple[LocalShard, str]]) -> None:
+    """What has the dtype there is read in place, all else on its way."""
+    alike: list[tuple[LocalShard, str]] = []
+    others: list[tuple[LocalShard, str]] = []
+    for item, name in pairs:
+        if item.local.numel():
+            (alike if _dtype(source, name) == item.local.dtype else others).append((item, name))
+    fill(source.store, source.blobs, [(item, source.tensors[name]) for item, name in alike], source.read)
+    for group in _groups(source, others):
+        read = [_apart(source, item, name) for item, name in group]
+        fill(
+            source.store,
+            source.blobs,
+            [(one, source.tensors[name]) for one, (_, name) in zip(read, group, strict=True)],
+            source.read,
+        )
+        for one, (item, _) in zip(read, group, strict=True):
+            item.local.copy_(one.local)
+
+
+def _groups(source: Weights, pairs: list[tuple[LocalShard, str]]) -> list[list[tuple[LocalShard, str]]]:
+    groups: list[list[tuple[LocalShard, str]]] = []
+    size_bytes = 0
+    for item, name in pairs:
+        needed = item.local.numel() * _dtype(source, name).itemsize
+        if not groups or size_bytes + needed > _CONVERTED_BYTES:
+            groups.append([])
+            size_bytes = 0
+        groups[-1].append((item, name))
+        size_bytes += needed
+    return groups
+
+
+def _apart(source: Weights, item: LocalShard, name: str) -> LocalShard:
+    """The same part of the tensor there, in memory of its own."""
+    return replace(item, local=torch.empty(item.local.shape, dtype=_dtype(source, name)))
+
+
+def _dtype(source: Weights, name: str) -> torch.dtype:
+    return cast(torch.dtype, getattr(torch, source.tensors[name]["dtype"]))
+
+
+def _check_doubles(source: Weights, shards: dict[str, LocalShard], fitting: Match) -> None:
+    """Where one parameter here has two tensors there, they have to be one."""
+    first = dict(fitting.pairs)
+    for here, there in fitting.doubles:
+        one, other = (_apart(source, shards[here], name) for name in (first[here], there))
+        for part, name in ((one, first[here]), (other, there)):
+            if part.local.numel():
+                fill(source.store, source.blobs, [(part, source.tensors[name])], source.read)
+        if not torch.equal(one.local.to(other.local.dtype), other.local):
+            raise TrainError(
+                f"{first[here]} and {there} differ there, and are one parameter here: {here}",
+                where=source.where,
+                hint="untie them in the model; strict: false takes the first",
+                kind="input",
+            )
