@@ -152,6 +152,7 @@ bench-gpu: $(VENV)/.dev  ## one GPU, under 8 minutes: speed, MFU and memory of G
 servers: $(VENV)/.dev  ## build what the services and golden rings run (once, into ~/.cache/mlpipe)
 	@PYTHONPATH=tests $(BIN)/python -m kit.servers build || echo "the services ring will be skipped"
 	@PYTHONPATH=tests $(BIN)/python -m kit.helm build || echo "the tests of the chart will be skipped"
+	@PYTHONPATH=tests $(BIN)/python -m kit.mlflow_server build || echo "the tests of MLflow will be skipped"
 	@PYTHONPATH=tests $(BIN)/python -m kit.prometheus build || echo "the tests of the boards will be skipped"
 	@PYTHONPATH=tests $(BIN)/python -m kit.groovy build || echo "the tests of the Jenkinsfiles will be skipped"
 
@@ -174,6 +175,7 @@ lock: $(VENV)/.bootstrap  ## compile requirements/*.txt anew (UPGRADE=1: to the 
 	$(LOCK) --extra train --group dev -c requirements/torch-oldest.in -o requirements/oldest.txt
 	$(LOCK:pyproject.toml=requirements/bootstrap.in) -c requirements/dev.txt -o requirements/bootstrap.txt
 	$(LOCK:pyproject.toml=requirements/mutmut.in) $(if $(UPGRADE),--upgrade) -c requirements/dev.txt -o requirements/mutmut.txt
+	$(LOCK:pyproject.toml=requirements/mlflow.in) $(if $(UPGRADE),--upgrade) -o requirements/mlflow.txt
 	$(LOCK:pyproject.toml=requirements/checkov.in) $(if $(UPGRADE),--upgrade) -o requirements/checkov.txt
 	for tool in $(TOOLS); do $(LOCK:pyproject.toml=requirements/bench/$$tool.in) $(if $(UPGRADE),--upgrade) \
 	  -c requirements/torch.in -o requirements/bench/$$tool.txt || exit 1; done

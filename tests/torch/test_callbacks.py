@@ -86,7 +86,9 @@ def test_without_any_there_is_nobody_to_call():
 )
 def test_one_that_cannot_be_made_is_bad_input_that_names_it(entry, args, words):
     with pytest.raises(TrainError) as caught:
-        make_callbacks(SimpleNamespace(rank=0), (CallbackPlan(entry, args),))
+        make_callbacks(
+            SimpleNamespace(rank=0), SimpleNamespace(track=(), callbacks=(CallbackPlan(entry, args),))
+        )
     assert caught.value.kind == "input"
     assert caught.value.where == entry
     assert words in caught.value.message

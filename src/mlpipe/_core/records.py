@@ -209,6 +209,18 @@ class End(Record):
 
 
 @dataclass(kw_only=True)
+class Tracked(Record):
+    """Rank 0, when a tracker has taken the training up."""
+
+    kind = "tracked"
+
+    tracker: str | None
+    """Its name."""
+    url: str | None
+    """Its page of the training; null where it has none."""
+
+
+@dataclass(kw_only=True)
 class Submitted(Record):
     """The driver, before the attempt starts."""
 
@@ -256,7 +268,7 @@ class Unknown(Record):
     line: Mapping[str, Any]
 
 
-OF_A_RANK: tuple[type[Record], ...] = (Start, Step, Save, Evaluation, StopSignal, End)
+OF_A_RANK: tuple[type[Record], ...] = (Start, Step, Save, Evaluation, StopSignal, End, Tracked)
 EVENTS: tuple[type[Record], ...] = (Submitted, Launched, Fallback, LaunchEnded)
 
 _R = TypeVar("_R", bound=Record)

@@ -77,6 +77,7 @@ def _text(run: RunState, document: dict[str, Any], live_line: Any) -> str:
         if stage["progress"] is not None and stage["progress"]["step"] is not None:
             lines += [f"      {note}" for note in stage["progress"]["notes"]]
             lines.append(f"      {live_line(stage['progress'], width=100)}")
+            lines += [f"      {name}: {url}" for name, url in stage["progress"]["trackers"].items() if url]
         if (last := stage["last_checkpoint"]) is not None:
             lines.append(
                 f"      last checkpoint: step {last['step']}, {format_bytes(last['size_bytes'])}, "

@@ -17,6 +17,7 @@ from mlpipe._core.records import (
     Start,
     Step,
     StopSignal,
+    Tracked,
     own_fields,
 )
 from mlpipe._core.units import format_seconds
@@ -49,6 +50,7 @@ class Summary(TypedDict):
     stopping_on: str | None
     outcome: str | None
     evaluation: dict[str, Any] | None  # the fields of an Evaluation
+    trackers: dict[str, str | None]
 
 
 class Progress:
@@ -63,6 +65,7 @@ class Progress:
         self._checkpoint_step: int | None = None
         self._recent: deque[Step] = deque(maxlen=_RECENT_STEPS)
         self._signal: str | None = None
+        self._trackers: dict[str, str | None] = {}
 
     def add(self, record: Record) -> None:
         """The next record; kinds that say nothing of progress are passed over."""
@@ -82,6 +85,8 @@ class Progress:
                 self._evaluation = record
             case End():
                 self._outcome = record.outcome
+            case Tracked():
+                self._trackers[record.tracker or ""] = record.url
 
     def summary(self) -> Summary:
         """As of the last record that was added."""
@@ -115,6 +120,7 @@ class Progress:
             "stopping_on": self._signal,
             "outcome": self._outcome,
             "evaluation": own_fields(evaluated) if evaluated is not None else None,
+            "trackers": self._trackers,
         }
 
 

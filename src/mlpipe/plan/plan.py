@@ -211,6 +211,15 @@ class InitPlan:
 
 
 @dataclass(frozen=True)
+class TrackerPlan:
+    """Who is told how the training goes, by its settings in the file. No credentials: those come from the
+    environment."""
+
+    name: Literal["tensorboard", "mlflow", "wandb"]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What the planner expects of a step: bytes on the fullest rank at the peak, the process with all it
     holds; seconds. The ratios are corrections of a calibration by earlier runs, contained in both."""
@@ -282,6 +291,7 @@ class TrainPlan(StageWork):
     freeze: tuple[str, ...] = ()  # patterns of parameters that are not trained, see `_core/patterns.py`
     meaning: dict[str, Any] = field(default_factory=dict)  # see `plan/meaning.py`; kept with each checkpoint
     callbacks: tuple[CallbackPlan, ...] = ()
+    track: tuple[TrackerPlan, ...] = ()
 
     @property
     def summary(self) -> str:

@@ -28,6 +28,7 @@ from mlpipe.plan.plan import (
     OptimizerPlan,
     Prediction,
     SourcePlan,
+    TrackerPlan,
     TrainPlan,
     compiled,
 )
@@ -40,6 +41,7 @@ from mlpipe.spec.data import AnySource, OwnData, OwnSource, TokenData
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.optimizer import OwnOptimizer
 from mlpipe.spec.placeholders import fill
+from mlpipe.spec.tracking import settings_of
 
 if TYPE_CHECKING:
     from mlpipe.plan.shapes.traced import Traced
@@ -71,7 +73,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     batch = (chosen.micro_batch or 1) * hardware.world_size
     train = _train_plan(spec, hardware, known, chosen, reason, batch, resume=True)
     # these are of training's steps
-    return dataclasses.replace(train, predicted=None, memory_bytes=None, callbacks=())
+    return dataclasses.replace(train, predicted=None, memory_bytes=None, callbacks=(), track=())
 
 
 def shape_of(spec: Train, known: Known, traced: Traced | None = None) -> ModelShape | None:
@@ -209,7 +211,14 @@ def _train_plan(
         callbacks=tuple(
             CallbackPlan(one.entry, fill(one.args, known), one.ranks) for one in spec.callbacks or ()
         ),
+        track=trackers(spec),
     )
+
+
+def trackers(spec: Train) -> tuple[TrackerPlan, ...]:
+    """Who is told of the training."""
+    named = [settings_of(tracker) for tracker in spec.track or ()]
+    return tuple(TrackerPlan(cast(Any, name), settings) for name, settings in named)
 
 
 def _smaller(spec: Train, chosen: Candidate, batch: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlpipe._core.records import Record
-from mlpipe.plan.plan import CallbackPlan, Entry
+from mlpipe.plan.plan import CallbackPlan, Entry, TrainPlan
 from mlpipe.train.contract import broken
 from mlpipe.train.model import load_entry
 from mlpipe.train.session import Session
@@ -89,11 +89,16 @@ class Callbacks:
                 )
 
 
-def make_callbacks(session: Session, plans: Sequence[CallbackPlan]) -> Callbacks:
-    """Those of this rank. Raises TrainError (input) for one that cannot be made."""
-    members = [
-        (plan.entry, _made(session, plan)) for plan in plans if plan.ranks == "all" or session.rank == 0
-    ]
+def make_callbacks(session: Session, plan: TrainPlan) -> Callbacks:
+    """Those of this rank, trackers among them. Raises MlpipeError (input) for one that cannot be made."""
+    members: list[tuple[str, Any]] = []
+    if plan.track:
+        from mlpipe.train.tracking import make_trackers
+
+        members += make_trackers(session, plan.track)
+    for one in plan.callbacks:
+        if one.ranks == "all" or session.rank == 0:
+            members.append((one.entry, _made(session, one)))
     return Callbacks(members, lambda doing, step: session.watchdog.beat(doing, step))
 
 

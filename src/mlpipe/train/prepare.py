@@ -38,7 +38,7 @@ from mlpipe.train.session import Session
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
     """Trains to `plan.steps`, or to the step boundary at which the ranks agreed to stop. `progress[0]` is the
     last finished step."""
-    callbacks = make_callbacks(session, plan.callbacks)
+    callbacks = make_callbacks(session, plan)
     loop = prepare(session, plan, progress, callbacks)
     try:
         return loop.run()

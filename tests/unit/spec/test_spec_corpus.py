@@ -35,6 +35,7 @@ BEYOND_THE_SCHEMA = {
     "batch.yaml": "batch_tokens is not a multiple of seq_len",
     "mesh.yaml": "a mesh without hsdp",
     "decay.yaml": "decay_steps without wsd",
+    "track-twice.yaml": "a tracker that stands there twice",
     "hang.yaml": "a hang_timeout in which no step is done",
     "gpu.yaml": "GPUs without a model",
     "seq_len.yaml": "a model of one's own, fed with tokens, without seq_len",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
-from mlpipe._core.errors import SubmitError
+from mlpipe._core.errors import MlpipeError, SubmitError
+from mlpipe._core.retry import AwayError
 from mlpipe.kinds.promote.plan import PromotePlan
 from mlpipe.plan.plan import Plan
 from mlpipe.store import catalogue, registry, runs
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import Checkpoint
+
+_log = logging.getLogger(__name__)
 
 
 def run(store: Store, plan: Plan) -> dict[str, Any]:
@@ -30,7 +34,24 @@ def run(store: Store, plan: Plan) -> dict[str, Any]:
         version, step = made.version, made.step
         if promotion.alias is not None:
             registry.set_alias(store, promotion.model_name, promotion.alias, version)
-    return {"model": promotion.model_name, "version": version, "alias": promotion.alias, "step": step}
+    outcome = {"model": promotion.model_name, "version": version, "alias": promotion.alias, "step": step}
+    return outcome | _told(store, plan, promotion, version)
+
+
+def _told(store: Store, plan: Plan, promotion: PromotePlan, version: int) -> dict[str, Any]:
+    """The version's page in each registry that heard of it; why not, where one did not: the model is promoted
+    all the same."""
+    pages: dict[str, Any] = {}
+    for tracker in promotion.track:
+        from mlpipe.observe.tracking.mlflow_registry import register
+
+        model = registry.show_model(store, promotion.model_name, version)
+        try:
+            pages[tracker.name] = register(tracker.settings, plan.pipeline, store.url, model, promotion.alias)
+        except (AwayError, MlpipeError) as error:
+            pages[tracker.name] = f"not registered: {error}"
+            _log.warning("%s: %s is %s", plan.stage, tracker.name, pages[tracker.name])
+    return pages
 
 
 def promote(

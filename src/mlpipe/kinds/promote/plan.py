@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlpipe.plan.plan import StageWork
+from mlpipe.plan.plan import StageWork, TrackerPlan
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class PromotePlan(StageWork):
     model_name: str
     alias: str | None
     dry_run: bool = False  # registers nothing
+    track: tuple[TrackerPlan, ...] = ()  # of the training: a tracker with a registry gets the version, too
 
     @property
     def summary(self) -> str:

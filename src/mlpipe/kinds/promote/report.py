@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlpipe.kinds.promote.plan import PromotePlan
-from mlpipe.observe.blocks import Card, Facts, Section
+from mlpipe.observe.blocks import Card, Cell, Facts, Link, Section
 from mlpipe.observe.runview import StageView
 
 
@@ -12,5 +12,7 @@ def section(stage: StageView) -> Section:
     plan = stage.part(PromotePlan)
     if plan is None:
         return Section([])
-    pairs = {"model": plan.model_name, "alias": plan.alias, "from": plan.train_stage}
+    pairs: dict[str, Cell] = {"model": plan.model_name, "alias": plan.alias, "from": plan.train_stage}
+    if page := stage.outcome.get("mlflow"):
+        pairs["mlflow"] = Link(str(page))
     return Section([Card([Facts({**pairs, "outcome": stage.outcome.get("message")})])])

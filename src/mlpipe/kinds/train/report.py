@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mlpipe import __version__
 from mlpipe._core.mfu import throughput
+from mlpipe._core.records import Tracked
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.observe.blocks import (
     Card,
@@ -11,6 +12,7 @@ from mlpipe.observe.blocks import (
     Details,
     Facts,
     Figure,
+    Link,
     Paragraph,
     Piece,
     Section,
@@ -84,6 +86,11 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
         else format_seconds(plan.checkpoint.every_seconds or 0.0)
     )
     optimizer = plan.optimizer
+    pages = {
+        one.tracker or "": Link(one.url)
+        for _, one in stage.lead.others
+        if isinstance(one, Tracked) and one.url
+    }
     workers = start.world_size or mesh.world_size
     hardware = [f"{workers} x {start.device or 'worker'}", start.host]
     return Card(
@@ -105,6 +112,7 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
                     "checkpoints": f"every {every}, {plan.checkpoint.keep} kept",
                     "seed": f"{plan.seed}{', deterministic' if plan.deterministic else ''}",
                     "hardware": ", ".join(str(part) for part in hardware if part),
+                    **pages,
                     "versions": f"mlpipe {__version__}, torch {start.torch}" if start.torch else None,
                 }
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from mlpipe._core.units import parse_seconds
-from mlpipe.spec import data, feasibility, starting
+from mlpipe.spec import data, feasibility, starting, tracking
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
 from mlpipe.spec.callbacks import Callback
@@ -137,6 +137,12 @@ class Train(SpecModel):
     callbacks: tuple[Callback, ...] | None = Field(
         None, strict=False, description="Objects of yours that hear of each step, validation and checkpoint."
     )
+    track: tuple[tracking.Tracker, ...] | None = Field(
+        None,
+        strict=False,
+        description="Who is told of metrics, settings and checkpoints: `[tensorboard, mlflow, wandb]`, each "
+        "a name or `{mlflow: {uri: ...}}`.",
+    )
 
 
 def _problems(stage: Node) -> Iterator[Problem]:
@@ -155,6 +161,7 @@ def _problems(stage: Node) -> Iterator[Problem]:
                 model, "model has neither 'preset' nor 'entry'", "add 'preset: ...' or 'entry: ...'"
             )
     yield from data.problems(train)
+    yield from tracking.problems(train)
     strategy, mesh = get(train, "strategy"), get(train, "mesh")
     if mesh is not None and text_of(strategy) != "hsdp":
         yield problem_of_key(

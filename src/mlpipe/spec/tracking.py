@@ -1,0 +1,98 @@
+"""The `track` of a training: each tracker by its name, or a mapping of its name to settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from mlpipe.spec import fields as f
+from mlpipe.spec.base import SpecModel
+from mlpipe.spec.problems import Problem, closest
+from mlpipe.spec.tree import Node, items_of
+
+NAMES = ("tensorboard", "mlflow", "wandb")
+
+
+class Mlflow(SpecModel):
+    """Credentials come from the environment: MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and
+    MLFLOW_TRACKING_PASSWORD."""
+
+    uri: f.HttpUrl | None = Field(None, description="Of the server. Default: MLFLOW_TRACKING_URI.")
+    experiment: f.Text | None = Field(None, description="Default: the pipeline's name.")
+
+
+class Wandb(SpecModel):
+    """The key comes from the environment: WANDB_API_KEY. Needs the package: `pip install 'mlpipe[wandb]'`."""
+
+    project: f.Text | None = Field(None, description="Default: the pipeline's name.")
+    entity: f.Text | None = Field(None, description="User or team. Default: the key's.")
+    mode: Literal["online", "offline"] = Field(
+        "online", description="`offline` writes files for `wandb sync`."
+    )
+
+
+class MlflowTracker(SpecModel):
+    """MLflow, with settings."""
+
+    mlflow: Mlflow = Field(description="Where its server is, and under what name runs stand there.")
+
+
+class WandbTracker(SpecModel):
+    """Weights & Biases, with settings."""
+
+    wandb: Wandb = Field(description="Whose project it is.")
+
+
+def _known(value: Any) -> Any:
+    names = [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
+    for name in names:
+        if name not in NAMES:
+            raise f.wrong(f"unknown tracker {str(name)!r}", closest(str(name), [*NAMES]))
+    if isinstance(value, dict) and len(names) != 1:
+        raise f.wrong("a tracker is one name", "write each as an item of its own: [tensorboard, mlflow]")
+    if isinstance(value, dict) and names == ["tensorboard"]:
+        raise f.wrong("tensorboard has no settings", "write the name alone: [tensorboard]")
+    return value
+
+
+def _tag(value: Any) -> str:
+    if isinstance(value, MlflowTracker) or (isinstance(value, dict) and "mlflow" in value):
+        return "MlflowTracker"
+    return "WandbTracker" if isinstance(value, dict | WandbTracker) else "name"
+
+
+if TYPE_CHECKING:
+    Tracker = str | MlflowTracker | WandbTracker
+else:
+    Tracker = Annotated[
+        Annotated[Literal["tensorboard", "mlflow", "wandb"], Tag("name")]
+        | Annotated[MlflowTracker, Tag("MlflowTracker")]
+        | Annotated[WandbTracker, Tag("WandbTracker")],
+        Discriminator(_tag),
+        BeforeValidator(_known),
+    ]
+
+
+def settings_of(tracker: Tracker) -> tuple[str, dict[str, Any]]:
+    """Its name, and what was said of it."""
+    if isinstance(tracker, MlflowTracker):
+        return "mlflow", tracker.mlflow.model_dump(mode="json", exclude_none=True)
+    if isinstance(tracker, WandbTracker):
+        return "wandb", tracker.wandb.model_dump(mode="json", exclude_none=True)
+    return tracker, {}
+
+
+def problems(train: Node) -> Iterator[Problem]:
+    """One that stands there twice."""
+    seen: dict[str, Node] = {}
+    for item in items_of(train, "track"):
+        names = [item.value] if isinstance(item.value, str) else item.value
+        name = next(iter(names), None) if isinstance(names, list | dict) else None
+        if not isinstance(name, str) or name not in NAMES:
+            continue
+        if name in seen:
+            place = seen[name].place
+            yield Problem.at(item.place, f"a second {name!r}, first at {place}", "keep one of them")
+        seen.setdefault(name, item)
