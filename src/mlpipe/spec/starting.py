@@ -73,6 +73,11 @@ InitFrom = Annotated[
 ]
 
 
+def starts_outside(start: InitFrom | None) -> bool:
+    """Whether the weights are not made by the run itself."""
+    return start is not None and not (isinstance(start, RunWeights) and start.run is None)
+
+
 def problems(stage: Node) -> Iterator[Problem]:
     """What is wrong in a training stage's `init_from`."""
     start = get(stage, "train", "init_from")

@@ -225,7 +225,9 @@ def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
     if not smoke.tiny:
         return changes
     if isinstance(train.model, PresetModel):
-        shape = {**_TINY_SHAPE, "seq_len": min(train.model.seq_len, 64), "max_seq_len": None}
+        shape: dict[str, Any] = {"seq_len": min(train.model.seq_len, 64)}
+        if not starting.starts_outside(train.init_from):  # with weights that fit no other shape
+            shape |= {**_TINY_SHAPE, "max_seq_len": None}
         changes |= {f"model.{key}": value for key, value in shape.items()}
     if isinstance(train.data, TokenData):
         changes["data.batch_tokens"] = None
