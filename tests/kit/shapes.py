@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from mlpipe.plan.axes.axis import RankWork
+from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.pricing import layout_of
 from mlpipe.plan.shapes.shape import Activations, ParameterCounts, StepShape
 from mlpipe.plan.tensors import Tensors
 
-ADAM_STATE_BYTES = 8
+ADAM = OptimizerCost(8)
 
 
 def rank_work(
@@ -27,6 +28,4 @@ def rank_work(
     kept = (Tensors(saved, 1),) if saved else ()
     activations = Activations(kept, (), backward_bytes=backward, logit_bytes=logits, made=())
     step = StepShape(1, 1, accumulation, precision, "none", compiled=False)
-    return RankWork(
-        parameters, activations, step, layout_of(strategy, mesh or Mesh()), ADAM_STATE_BYTES, overlap
-    )
+    return RankWork(parameters, activations, step, layout_of(strategy, mesh or Mesh()), ADAM, overlap)

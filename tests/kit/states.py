@@ -15,10 +15,12 @@ import torch.distributed as dist
 from kit.plans import train_plan, write_tokens
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mlpipe.plan.plan import STRATEGIES, Entry, Plan
+from mlpipe._core.optimizers import OPTIMIZERS
+from mlpipe.plan.plan import STRATEGIES, EmaPlan, Entry, OptimizerPlan, Plan
 from mlpipe.train.model import build_model
 from mlpipe.train.optim.make import make_update
 from mlpipe.train.parallel.apply import parallelize
+from mlpipe.train.shards import LocalShard
 from mlpipe.train.world import World
 
 # Rows that nothing divides; ranks without a row where the ranks are many.
@@ -40,7 +42,7 @@ def fits(strategy: str, world_size: int) -> bool:
     return {"single": world_size == 1, "hsdp": world_size >= 4}.get(strategy, world_size > 1)
 
 
-def measure(plan: Plan, *, reduces: bool) -> dict[str, int]:
+def measure(plan: Plan, *, reduces: bool) -> dict[str, Any]:
     train = cast(Any, plan.work)
     built = build_model(train.model, seed=1, device_type="cpu", bf16=False)
     world = World(train.mesh, dist.get_rank(), torch.device("cpu"))
@@ -59,7 +61,16 @@ def measure(plan: Plan, *, reduces: bool) -> dict[str, int]:
         "parameters": sum(tensor.nbytes for tensor in parameters),
         "gradients": sum(tensor.nbytes for tensor in gradients),
         "optimizer": sum(item.local.nbytes for item in update.state()),
+        "by name": {name: states_of(name, parallel.shards) for name in OPTIMIZERS},
     }
+
+
+def states_of(name: str, shards: list[LocalShard]) -> int:
+    """Bytes that this optimizer keeps, with an average of the weights."""
+    arguments = OPTIMIZERS[name].arguments.items()
+    args = {key: list(a.default) if isinstance(a.default, tuple) else a.default for key, a in arguments}
+    plan = OptimizerPlan(name, None, args, 0, 1e-3, 1.0, "constant", 0, 0, 0.0)
+    return sum(item.local.nbytes for item in make_update(plan, shards, EmaPlan(0.9)).state())
 
 
 def main() -> None:

@@ -12,12 +12,23 @@ import pytest
 from kit.plans import CONFIG, mesh_of, run_ranks
 from kit.shapes import rank_work
 
+from mlpipe._core.optimizers import OPTIMIZERS
+from mlpipe.plan.axes.axis import RankWork
 from mlpipe.plan.memory import rank_tensors
+from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.tensors import total
 
 pytestmark = pytest.mark.torch
 RANKS = int(os.environ.get("RANKS", "4"))  # 8 pass too, and take twice as long
+
+
+def states_of(name: str, work: RankWork) -> int:
+    """Planned of this optimizer, with an average of the weights."""
+    arguments = OPTIMIZERS[name].arguments.items()
+    args = {key: argument.default for key, argument in arguments}
+    cost = OptimizerCost(OPTIMIZERS[name].state_bytes_per_parameter(args), name, averages=True)
+    return total(rank_tensors(dataclasses.replace(work, optimizer=cost)).optimizer)
 
 
 def test_states_are_the_trainers_to_the_byte(tmp_path: Path) -> None:
@@ -28,7 +39,10 @@ def test_states_are_the_trainers_to_the_byte(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, vocab_size=250, dim=72, ffn_dim=100)
     for kind, strategy, world_size, measured in found:
         mesh = mesh_of(strategy, world_size)
-        tensors = rank_tensors(rank_work(Dense(config).parameters, strategy, mesh, overlap=False))
+        work = rank_work(Dense(config).parameters, strategy, mesh, overlap=False)
+        by_name = measured.pop("by name")
+        assert by_name == {name: states_of(name, work) for name in OPTIMIZERS}, (kind, strategy, world_size)
+        tensors = rank_tensors(work)
         predicted = {key: total(getattr(tensors, key)) for key in measured}
         assert predicted == measured, (kind, strategy, world_size)
     seen = {(kind, strategy, world_size) for kind, strategy, world_size, _ in found}

@@ -10,6 +10,7 @@ import pytest
 from kit import plans
 
 from mlpipe.plan.memory import saved_bytes
+from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Entry, ModelPlan
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.store import catalogue
@@ -79,7 +80,7 @@ def test_a_rank_writes_what_the_plan_says_of_a_checkpoint(curves, folder):
     """To the byte where all is sliced; whole tensors, of copies, are dealt out as evenly as they can be."""
     store = FolderStore(folder / "store")
     for world_size, strategies in WORLDS.items():
-        planned = saved_bytes(Dense(plans.CONFIG).parameters, 8, world_size)
+        planned = saved_bytes(Dense(plans.CONFIG).parameters, OptimizerCost(8), world_size)
         for strategy in strategies:
             (found,) = catalogue.list_checkpoints(store, f"runs/{strategy}-{world_size}/stages/train")
             written = [0] * world_size

@@ -68,6 +68,17 @@ def uneven_micro_batch(micro_batch: int, batch: int, num_workers: int) -> Infeas
     )
 
 
+def uneven_accumulation(accumulation: int, batch: int, num_workers: int) -> Infeasible | None:
+    """Microbatches that a worker adds up, of a batch that all workers share evenly."""
+    share = batch // num_workers
+    if share % accumulation == 0:
+        return None
+    return Infeasible(
+        f"accumulation {accumulation} does not divide the {share} sequences of each of {num_workers} workers",
+        f"write {nearest_divisor(share, accumulation)}, or auto",
+    )
+
+
 def nearest_divisor(number: int, wish: int) -> int:
     """Of `number`, the one that is nearest to `wish`."""
     return min((n for n in range(1, min(number, 4096) + 1) if number % n == 0), key=lambda n: abs(n - wish))

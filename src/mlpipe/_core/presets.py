@@ -51,14 +51,17 @@ class LlamaConfig:
 
     def tensors(self) -> list[tuple[int, int, int]]:
         """Rows, parameters a row, and how many such tensors there are."""
+        outside = (self.vocab_size, self.dim, 1 if self.tied else 2)
+        return [outside, *self.block_matrices(), (self.dim, 1, 2 * self.num_layers + 1)]
+
+    def block_matrices(self) -> list[tuple[int, int, int]]:
+        """Of these the blocks' matrices."""
         kv_dim, layers = self.num_kv_heads * self.head_dim, self.num_layers
         return [
-            (self.vocab_size, self.dim, 1 if self.tied else 2),
             (self.dim, self.dim, 2 * layers),
             (kv_dim, self.dim, 2 * layers),
             (self.ffn_dim, self.dim, 2 * layers),
             (self.dim, self.ffn_dim, layers),
-            (self.dim, 1, 2 * layers + 1),
         ]
 
     def matmuls(self) -> list[tuple[int, int]]:

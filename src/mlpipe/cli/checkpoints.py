@@ -123,9 +123,10 @@ def discard(session: Session, run_id: str, step: int, stage: str | None) -> None
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder to write into."
 )
+@click.option("--ema", is_flag=True, help="The average of the weights instead of the last ones.")
 @shared
 @click.pass_obj
-def export(session: Session, run_id: str, stage: str | None, step: int | None, out: Path) -> None:
+def export(session: Session, run_id: str, stage: str | None, step: int | None, out: Path, ema: bool) -> None:
     """Write model.safetensors and tokenizer.json.
 
     Of mlpipe's own models also config.json: transformers loads the folder.
@@ -139,7 +140,7 @@ def export(session: Session, run_id: str, stage: str | None, step: int | None, o
             f"exporting needs {error.name}, which is not installed here",
             hint="pip install 'mlpipe[train]'",
         ) from None
-    made = export_checkpoint(store, item.key, out, tokenizer=_tokenizer(store, run_id, item))
+    made = export_checkpoint(store, item.key, out, tokenizer=_tokenizer(store, run_id, item), ema=ema)
     note = "" if made.transformers else "; a model of your own: its load_state_dict takes them"
     session.result(
         {**asdict(made), "folder": str(made.folder)},

@@ -12,12 +12,14 @@ from mlpipe._core.units import parse_cadence
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.choose import Candidate, choose, smallest
 from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.optimizers import OptimizerCost, optimizer_cost
 from mlpipe.plan.plan import CHECKPOINTING, Mesh, Precision, TrainPlan
 from mlpipe.plan.pricing import Choices, Pricer, Training
 from mlpipe.plan.shapes import dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec.data import TokenData
+from mlpipe.spec.optimizer import OwnOptimizer
 
 
 def global_batch(spec: Train) -> int:
@@ -33,11 +35,17 @@ def refuse(conflict: Infeasible | None, where: str | None = None) -> None:
         raise PlanError(conflict.message, where=where, hint=conflict.remedy)
 
 
-def micro_batches(global_batch: int, num_ranks: int, micro_batch: int | None) -> list[int]:
-    """Sequences in one forward pass to choose from, largest first; `micro_batch` None: all that divide.
-    Raises PlanError where `global_batch = micro_batch x num_ranks x accumulation` has no solution."""
+def micro_batches(
+    global_batch: int, num_ranks: int, micro_batch: int | None, accumulation: int | None = None
+) -> list[int]:
+    """Sequences in one forward pass to choose from, largest first; None of `micro_batch` and `accumulation`:
+    all that divide. Raises PlanError where `global_batch = micro_batch x num_ranks x accumulation` has no
+    solution."""
     refuse(feasibility.uneven_batch(global_batch, num_ranks))
     share = global_batch // num_ranks
+    if accumulation is not None:
+        refuse(feasibility.uneven_accumulation(accumulation, global_batch, num_ranks))
+        return [share // accumulation]
     # divisors come in pairs, and only one of a pair is above the root
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
     sizes = sorted({*small, *(share // size for size in small)}, reverse=True)
@@ -59,8 +67,8 @@ def enumerate_candidates(
     precision, _ = precision_on(spec, hardware)
     if precision not in peaks:
         raise PlanError(f"{hardware.name} has no {precision}", hint="write precision: fp32")
-    asked = None if spec.data.micro_batch == "auto" else spec.data.micro_batch
-    sizes = micro_batches(global_batch(spec), hardware.world_size, asked)
+    asked, passes = (None if n == "auto" else n for n in (spec.data.micro_batch, spec.accumulation))
+    sizes = micro_batches(global_batch(spec), hardware.world_size, asked, passes)
     pricer = Pricer(shape, _training(spec), hardware) if shape is not None else None
     modes = CHECKPOINTING if spec.activation_checkpointing == "auto" else (spec.activation_checkpointing,)
     candidates: list[Candidate] = []
@@ -138,7 +146,11 @@ def _training(spec: Train) -> Training:
         seq_len=spec.model.seq_len,
         steps=spec.steps,
         compiled=spec.compile != "off",
-        state_bytes_per_parameter=spec.optimizer.state_bytes_per_parameter,
+        optimizer=OptimizerCost(
+            spec.optimizer.state_bytes_per_parameter,
+            None if isinstance(spec.optimizer, OwnOptimizer) else spec.optimizer.name,
+            averages=spec.ema is not None,
+        ),
         save_steps=every.steps,
         save_seconds=every.seconds,
         asynchronous=spec.checkpoint.asynchronous,
@@ -154,7 +166,7 @@ def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
         seq_len=plan.model.seq_len,
         steps=plan.steps,
         compiled=plan.compile != "off",
-        state_bytes_per_parameter=plan.optimizer.state_bytes_per_parameter,
+        optimizer=optimizer_cost(plan),
         save_steps=plan.checkpoint.every_steps,
         save_seconds=plan.checkpoint.every_seconds,
         asynchronous=plan.checkpoint.asynchronous,

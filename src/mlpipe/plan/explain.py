@@ -9,6 +9,7 @@ from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.candidates import precision_on
 from mlpipe.plan.choose import Candidate, smallest
 from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.optimizers import optimizer_cost
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.plan.shapes import dense
 from mlpipe.plan.strategies import ORDER
@@ -29,10 +30,11 @@ def explanation(
     memory, seconds = chosen.memory, chosen.seconds
     told = [
         f"There are {hardware.world_size} workers ({hardware}), {format_bytes(hardware.memory_bytes)} each.",
-        f"Weights, gradients and optimizer states take {8 + train.optimizer.state_bytes_per_parameter} bytes "
+        f"Weights, gradients and optimizer states take {8 + _state_bytes(train):.3g} bytes "
         f"a parameter; {chosen.strategy} shards "
         f"{ORDER[chosen.strategy].SHARDS}, which leaves "
         f"{format_bytes(memory.parameters + memory.gradients + memory.optimizer)} of them on a worker.",
+        *_update(train),
         f"A micro-batch of {train.micro_batch} x {train.model.seq_len} tokens keeps "
         f"{format_bytes(memory.activations + memory.logits)} of activations and logits, with "
         f"activation checkpointing {train.activation_checkpointing}.",
@@ -51,6 +53,31 @@ def explanation(
     told.append(f"So {train.reason}.")
     advice = list(lint(train, chosen, candidates))
     return told + ([f"Advice: {line}" for line in advice] or ["No advice: the shapes suit the hardware."])
+
+
+def _update(train: TrainPlan) -> Iterator[str]:
+    """What a step of the optimizer moves."""
+    shape = dense.planned(train.model)
+    if shape is None:
+        return
+    cost, parameters = optimizer_cost(train), shape.parameters
+    moved = cost.traffic_bytes_per_parameter(parameters)
+    name = train.optimizer.name or train.optimizer.entry
+    words = f"A step of {name} reads and writes {moved:.3g} bytes a parameter"
+    once = cost.update_cost(parameters)
+    if once.flops:
+        words += f", and computes {once.flops / 1e9:.3g} GFLOP"
+        if train.mesh.dp_shard > 1 or train.shard_optimizer:
+            words += f", for which {format_bytes(2 * once.sent_bytes)} travel between the workers of a copy"
+    yield f"{words}."
+
+
+def _state_bytes(train: TrainPlan) -> float:
+    """For each parameter, on average; of a user's own model as the optimizer's table says."""
+    shape = dense.planned(train.model)
+    if shape is None:
+        return train.optimizer.state_bytes_per_parameter
+    return optimizer_cost(train).state_bytes_per_parameter(shape.parameters)
 
 
 def _rejected(asked: Sequence[Candidate], chosen: Candidate) -> Iterator[str]:

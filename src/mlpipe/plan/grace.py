@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from mlpipe.plan.memory import saved_bytes
+from mlpipe.plan.optimizers import optimizer_cost
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.shapes import dense
 
@@ -19,7 +20,7 @@ def checkpoint_bytes(train: TrainPlan) -> int | None:
     shape = dense.planned(train.model)
     if shape is None or train.num_flops_per_token is None:
         return None
-    return saved_bytes(shape.parameters, train.optimizer.state_bytes_per_parameter, num_ranks=1)
+    return saved_bytes(shape.parameters, optimizer_cost(train), num_ranks=1)
 
 
 def save_seconds(train: TrainPlan, nproc_per_node: int) -> float | None:

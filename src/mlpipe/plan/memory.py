@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from mlpipe.plan import allocators
 from mlpipe.plan.axes import active
 from mlpipe.plan.axes.axis import RankWork
+from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.shapes.shape import ParameterCounts
 from mlpipe.plan.tensors import (
     COMPUTE_BYTES,
@@ -106,7 +107,8 @@ def estimate(work: RankWork, device: str) -> MemoryEstimate:
     return replace(causes, reused=causes.tensors - tensors.peak)
 
 
-def saved_bytes(parameters: ParameterCounts, state_bytes_per_parameter: int, num_ranks: int) -> int:
+def saved_bytes(parameters: ParameterCounts, optimizer: OptimizerCost, num_ranks: int) -> int:
     """Of a checkpoint, what each of all ranks writes under any layout: weights and states are written once,
     and ranks that hold replicas of the same share the writing (`train/checkpoint.py`)."""
-    return (WEIGHT_BYTES + state_bytes_per_parameter) * parameters.share(num_ranks)
+    states = total(optimizer.states(parameters, num_ranks))
+    return WEIGHT_BYTES * parameters.share(num_ranks) + states

@@ -146,10 +146,30 @@ class DataPlan:
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters whose names match the pattern, and are of no earlier group. `lr_scale`: times the learning
+    rate. `weight_decay`: instead of the optimizer's, of vectors as well; None: as all others."""
+
+    match: str
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class EmaPlan:
+    """Exponential moving average of the weights: after each `every` steps `average = decay * average +
+    (1 - decay) * weight`."""
+
+    decay: float
+    every: int = 1
+
+
+@dataclass(frozen=True)
 class OptimizerPlan:
     """`name`: of `_core/optimizers.py`; None: the user's own function, by `entry`. `args`: its arguments,
     whichever it is; learning rate and clipping are not among them. `state_bytes_per_parameter`: what it keeps
-    between steps for each fp32 parameter."""
+    between steps for each fp32 parameter. `own_schedule`: a function of the user's, of schedule `own`; called
+    with the step, from 1, and the number of steps, it gives a factor of `lr`."""
 
     name: str | None
     entry: str | None
@@ -157,10 +177,14 @@ class OptimizerPlan:
     state_bytes_per_parameter: int
     lr: float
     grad_clip: float  # global L2 norm; 0 switches clipping off
-    schedule: Literal["constant", "cosine", "linear", "wsd"]
+    schedule: Literal["constant", "cosine", "linear", "wsd", "polynomial", "own"]
     warmup_steps: int
     decay_steps: int  # of wsd: length of the final decay
     min_lr_ratio: float
+    power: float | None = None  # of polynomial; None: 1
+    own_schedule: Entry | None = None
+    clip_value: float | None = None  # of each value of the gradient; None: no limit
+    groups: tuple[ParameterGroup, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -283,6 +307,7 @@ class TrainPlan(StageWork):
     # With accumulation, where parameters are split: `last` keeps whole gradients (4 bytes a parameter) until
     # the last microbatch and reduces once; `every` reduces after each and keeps its own shard.
     reduce_gradients: Literal["last", "every"] = "last"
+    ema: EmaPlan | None = None  # None: no average of the weights is kept
     predicted: Prediction | None = None  # None: a user's own model
     memory_bytes: int | None = None  # what a worker may use; None: nobody looks
     # what the memory probe may step down to, largest first; empty where the file names the microbatch

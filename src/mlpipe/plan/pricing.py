@@ -13,8 +13,9 @@ from mlpipe.plan.axes import active
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.memory import MemoryEstimate
-from mlpipe.plan.optimizers import traffic_bytes_per_parameter
+from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.shapes.shape import Activations, ModelShape, StepShape
 from mlpipe.plan.strategies import ORDER
@@ -31,7 +32,7 @@ class Training:
     seq_len: int
     steps: int
     compiled: bool
-    state_bytes_per_parameter: int
+    optimizer: OptimizerCost
     save_steps: int | None
     save_seconds: float | None
     asynchronous: bool = True
@@ -68,7 +69,7 @@ class Pricer:
             activations,
             step,
             layout,
-            training.state_bytes_per_parameter,
+            training.optimizer,
             overlap=step_passes.overlap,
         )
         needs = self._memory(work)
@@ -130,15 +131,22 @@ class Pricer:
         allocating = allocation_seconds(
             activations.made, hardware.device, hardware.speed, mesh, step.checkpointing
         )
-        traffic = traffic_bytes_per_parameter(training.state_bytes_per_parameter)
-        update = update_seconds(parameters.share(layout.num_updating_ranks), traffic, hardware)
+        num_updating = layout.num_updating_ranks
+        traffic = training.optimizer.traffic_bytes_per_parameter(parameters)
+        update = update_seconds(parameters.share(num_updating), traffic, hardware)
         compute = step_passes.compute + step.accumulation * allocating + update
         exposed = sum(axis.exposed_seconds(step_passes, wire, layout) for axis in active(mesh))
+        cost = training.optimizer.update_cost(parameters)
+        if cost.flops:
+            precision = "bf16" if "bf16" in hardware.speed.peak_flops else step.precision
+            kernels = Kernels(precision, False, hardware.device, hardware.speed)
+            compute += kernels.matmul_flops(cost.flops) / num_updating
+            exposed += 2 * wire.all_to_all(cost.sent_bytes, num_updating)
         interval = training.save_steps
         if interval is None:
             interval = whole_steps(training.save_seconds or 900.0, compute + exposed)
         between = interval * (compute + exposed) if training.asynchronous else None
-        saved = memory.saved_bytes(parameters, training.state_bytes_per_parameter, mesh.world_size)
+        saved = memory.saved_bytes(parameters, training.optimizer, mesh.world_size)
         stall = save_seconds(saved, hardware, between)
         # reading tokens is a copy out of a mapped file; the rest of a step's bookkeeping is a few kernels
         samples = training.global_batch / mesh.num_data_ranks

@@ -22,10 +22,12 @@ from mlpipe.plan.plan import (
     CallbackPlan,
     CheckpointPlan,
     DataPlan,
+    EmaPlan,
     Entry,
     InitPlan,
     ModelPlan,
     OptimizerPlan,
+    ParameterGroup,
     Prediction,
     SourcePlan,
     TrackerPlan,
@@ -39,7 +41,7 @@ from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec.data import AnySource, OwnData, OwnSource, TokenData
 from mlpipe.spec.model import Pipeline
-from mlpipe.spec.optimizer import OwnOptimizer
+from mlpipe.spec.optimizer import Optimizer, OwnOptimizer, OwnSchedule
 from mlpipe.spec.placeholders import fill
 from mlpipe.spec.tracking import settings_of
 
@@ -64,6 +66,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     Raises PlanError."""
     share = -(-global_batch(spec) // hardware.world_size)
     update: dict[str, Any] = {"batch_size": share * hardware.world_size, "micro_batch": "auto"}
+    spec = spec.model_copy(update={"accumulation": None})
     if isinstance(spec.data, TokenData):
         update["batch_tokens"] = None
     if own_resources:
@@ -204,6 +207,7 @@ def _train_plan(
         resume=resume,
         **cast(Any, ORDER[chosen.strategy].FLAGS),
         reduce_gradients=chosen.reduce_gradients,
+        ema=EmaPlan(spec.ema.decay, spec.ema.every) if spec.ema else None,
         predicted=_predicted(chosen, hardware),
         memory_bytes=hardware.memory_bytes,
         smaller_micro_batches=_smaller(spec, chosen, batch),
@@ -222,7 +226,8 @@ def trackers(spec: Train) -> tuple[TrackerPlan, ...]:
 
 
 def _smaller(spec: Train, chosen: Candidate, batch: int) -> tuple[int, ...]:
-    if spec.data.micro_batch != "auto" or chosen.mesh is None or chosen.micro_batch is None:
+    asked = spec.accumulation not in (None, "auto") or spec.data.micro_batch != "auto"
+    if asked or chosen.mesh is None or chosen.micro_batch is None:
         return ()
     sizes = micro_batches(batch, chosen.mesh.num_data_ranks, None)
     return tuple(n for n in sizes if n < chosen.micro_batch and chosen.micro_batch % n == 0)
@@ -283,9 +288,20 @@ def _optimizer(spec: Train, known: Mapping[str, str]) -> OptimizerPlan:
         args=fill(chosen.arguments, known),
         state_bytes_per_parameter=chosen.state_bytes_per_parameter,
         lr=chosen.lr,
-        grad_clip=chosen.grad_clip,
-        schedule=chosen.schedule,
+        grad_clip=chosen.norm_limit,
+        schedule="own" if isinstance(chosen.schedule, OwnSchedule) else chosen.schedule,
         warmup_steps=chosen.warmup_steps,
         decay_steps=decay if chosen.schedule == "wsd" else 0,
         min_lr_ratio=chosen.min_lr_ratio,
+        power=chosen.power,
+        own_schedule=_own_schedule(chosen, known),
+        clip_value=chosen.clip_value,
+        groups=tuple(
+            ParameterGroup(group.match, group.lr_scale, group.weight_decay) for group in chosen.groups or ()
+        ),
     )
+
+
+def _own_schedule(chosen: Optimizer, known: Known) -> Entry | None:
+    schedule = chosen.schedule
+    return Entry(schedule.entry, fill(schedule.args, known)) if isinstance(schedule, OwnSchedule) else None

@@ -36,6 +36,10 @@ class Wire:
         ring = self.all_reduce(num_bytes, num_ranks) if on_cpu else self._ring(num_bytes, num_ranks)
         return self._calibrated(ring, num_bytes, self.hardware.speed.scatter_bytes_per_second)
 
+    def all_to_all(self, num_bytes: float, num_ranks: int) -> float:
+        """Each rank has a share of the tensor, and sends each other rank as much of it."""
+        return self._ring(num_bytes / num_ranks, num_ranks)
+
     def _ring(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
         """`num_ranks` - 1 steps of a share. A ring through several nodes has as many network ports as it has
         members on a node."""

@@ -11,6 +11,7 @@ from mlpipe._core.feasibility import (
     Infeasible,
     indivisible,
     too_long,
+    uneven_accumulation,
     uneven_batch,
     uneven_micro_batch,
     wrong_mesh,
@@ -75,9 +76,8 @@ def _indivisible(part: _Figure | None, whole: _Figure | None) -> Iterator[Proble
 
 
 def _even(stage: Node) -> Iterator[Problem]:
-    resources, data, mesh = (
-        get(stage, *path) for path in (("resources",), ("train", "data"), ("train", "mesh"))
-    )
+    resources, train = get(stage, "resources"), get(stage, "train")
+    data, mesh = (get(stage, "train", key) for key in ("data", "mesh"))
     if resources is None:
         return
     nodes, gpus = _number(resources, "nodes"), _number(resources, "gpus_per_node")
@@ -95,6 +95,9 @@ def _even(stage: Node) -> Iterator[Problem]:
     yield from _at(batch.place, conflict)
     if conflict is None and micro_batch is not None:
         yield from _at(micro_batch.place, uneven_micro_batch(micro_batch.value, batch.value, workers))
+    accumulation = _number(train, "accumulation") if train is not None else None
+    if conflict is None and accumulation is not None and micro_batch is None:
+        yield from _at(accumulation.place, uneven_accumulation(accumulation.value, batch.value, workers))
 
 
 def _at(place: Place, conflict: Infeasible | None) -> Iterator[Problem]:

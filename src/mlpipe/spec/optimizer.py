@@ -7,6 +7,7 @@ base class first.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Discriminator, Field, Tag, create_model
@@ -15,23 +16,91 @@ from mlpipe._core import optimizers
 from mlpipe._core.optimizers import OPTIMIZERS, Argument
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
+from mlpipe.spec.problems import Problem
+from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
 
-_LR: Any = (f.Positive, Field(3e-4, description="Peak learning rate."))
+
+def _lr(default: float) -> Any:
+    return (f.Positive, Field(default, description="Peak learning rate."))
+
+
+class OwnSchedule(SpecModel):
+    """A schedule of yours."""
+
+    entry: f.EntryPath = Field(
+        description="`package.module:function`, called with the step, from 1, the number of steps, and "
+        "`args`; it returns the factor of `lr`."
+    )
+    args: dict[f.Text, f.Json] = Field({}, description="Keyword arguments of the function.")
+
+
+class Group(SpecModel):
+    """Parameters that are updated otherwise, by their names. Each belongs to the first group that it
+    matches."""
+
+    match: f.Text = Field(
+        description="Pattern of names, like `*.bias` or `layers.0.*`, with `*`, `?` and `[...]` of shells."
+    )
+    lr_scale: f.NotNegative = Field(1.0, description="Times the learning rate; 0 leaves them as they are.")
+    weight_decay: f.NotNegative | None = Field(
+        None, description="Instead of the optimizer's, of matrices and vectors. Default: as all others."
+    )
+
+
+class Ema(SpecModel):
+    """An average of the weights (exponential moving average), kept beside them and saved with them."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.999, description="Share of the average that stays with each update of it."
+    )
+    every: f.Count = Field(1, description="Steps between two updates of it.")
+
+
+def _tag_of_schedule(value: Any) -> str:
+    return "OwnSchedule" if isinstance(value, dict | OwnSchedule) else "schedule"
+
+
+_Named = Literal["constant", "cosine", "linear", "wsd", "polynomial"]
+_Schedule = Annotated[
+    Annotated[_Named, Tag("schedule")] | Annotated[OwnSchedule, Tag("OwnSchedule")],
+    Discriminator(_tag_of_schedule),
+]
 
 
 class Optimizer(SpecModel):
     """What every optimizer has: the rule of the learning rate and the clipping of the gradients, which are
     mlpipe's own."""
 
-    grad_clip: f.NotNegative = Field(1.0, description="Largest global gradient norm; 0 switches it off.")
-    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
-        "cosine", description="Learning rate after the warm-up. `wsd`: constant, then a linear decay."
+    grad_clip: f.NotNegative | None = Field(
+        None,
+        description="Largest global gradient norm; 0 switches it off. Default: 1, or 0 beside `clip_value`.",
     )
+    clip_value: f.Positive | None = Field(
+        None, description="Largest absolute value in the gradient, to which larger ones are cut."
+    )
+    schedule: _Schedule = Field(
+        "cosine",
+        description="Learning rate after the warm-up. `wsd`: constant, then a linear decay; `polynomial`: "
+        "linear, to a power. Or your own `entry`.",
+    )
+    power: f.Positive | None = Field(None, description="Of `polynomial`. Default: 1.")
     warmup_steps: f.CountOrZero = Field(0, description="Steps of linear warm-up.")
     decay_steps: f.Count | None = Field(
         None, description="Of `wsd`: steps of the final decay. Default: a tenth of all."
     )
-    min_lr_ratio: f.Ratio = Field(0.1, description="Final learning rate as a share of the peak.")
+    min_lr_ratio: f.Ratio = Field(
+        0.1, description="Final learning rate as a share of the peak; of named schedules."
+    )
+    groups: Annotated[tuple[Group, ...], Field(strict=False)] | None = Field(
+        None, description="Parameters with a learning rate or weight decay of their own. Default: none."
+    )
+
+    @property
+    def norm_limit(self) -> float:
+        """Of the gradient's norm; 0: none."""
+        if self.grad_clip is not None:
+            return self.grad_clip
+        return 0.0 if self.clip_value is not None else 1.0
 
 
 class NamedOptimizer(Optimizer):
@@ -61,7 +130,7 @@ class _Own(SpecModel):
     state_bytes_per_parameter: f.FewOrZero = Field(
         8, description="What it keeps between steps for each parameter, in bytes, for the planner."
     )
-    lr: f.Positive = _LR[1]
+    lr: f.Positive = _lr(3e-4)[1]
 
 
 class OwnOptimizer(Optimizer, _Own):
@@ -89,7 +158,9 @@ def _named(name: str, known: optimizers.Optimizer) -> type[NamedOptimizer]:
         for key, argument in known.arguments.items()
     }
     choice: Any = (Literal[name], Field(default, description="Which optimizer."))
-    own = create_model(f"{known.title}Arguments", __base__=SpecModel, name=choice, lr=_LR, **arguments)
+    own = create_model(
+        f"{known.title}Arguments", __base__=SpecModel, name=choice, lr=_lr(known.lr), **arguments
+    )
     bases: Any = (NamedOptimizer, own)
     made: type[NamedOptimizer] = create_model(known.title, __base__=bases, __doc__=known.about)
     return made
@@ -121,3 +192,62 @@ if TYPE_CHECKING:
 else:
     _TAGGED = tuple(Annotated[model, Tag(model.__name__)] for model in (*_NAMED.values(), OwnOptimizer))
     AnyOptimizer = Annotated[Union[_TAGGED], Discriminator(_tag)]  # noqa: UP007 (of as many as there are)
+
+
+def problems(train: Node) -> Iterator[Problem]:
+    """Of the optimizer of a training: figures that do not go together."""
+    accumulation, micro_batch = get(train, "accumulation"), get(train, "data", "micro_batch")
+    stated = [node for node in (accumulation, micro_batch) if node is not None and node.value != "auto"]
+    if accumulation is not None and len(stated) == 2:
+        yield problem_of_key(
+            accumulation, "accumulation follows from micro_batch, which is there as well", "keep one of them"
+        )
+    optimizer = get(train, "optimizer")
+    if optimizer is None:
+        return
+    schedule = get(optimizer, "schedule")
+    for key, name in (("decay_steps", "wsd"), ("power", "polynomial")):
+        node = get(optimizer, key)
+        if node is not None and text_of(schedule) != name:
+            yield problem_of_key(
+                node, f"only schedule {name} has {key}", f"remove it, or write schedule: {name}"
+            )
+    by_norm, by_value = get(optimizer, "grad_clip"), get(optimizer, "clip_value")
+    if by_norm is not None and by_norm.value and by_value is not None:
+        yield problem_of_key(by_value, "grad_clip and clip_value both clip the gradient", "keep one of them")
+    yield from _steps(train, optimizer)
+    yield from _groups(optimizer)
+
+
+def _steps(train: Node, optimizer: Node) -> Iterator[Problem]:
+    steps = get(train, "steps")
+    for key in ("warmup_steps", "decay_steps"):
+        node = get(optimizer, key)
+        if node is None or steps is None or not _is_count(node) or not _is_count(steps):
+            continue
+        if node.value > steps.value:
+            yield problem_of_key(
+                node, f"{key} {node.value} is more than the {steps.value} steps", "write less"
+            )
+
+
+def _groups(optimizer: Node) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for group in items_of(optimizer, "groups"):
+        match = get(group, "match")
+        pattern = text_of(match)
+        if match is None or pattern is None:
+            continue
+        if pattern in seen:
+            yield Problem.at(
+                match.place, f"an earlier group has {pattern!r} already", "the first counts: remove one"
+            )
+        seen.add(pattern)
+        if get(group, "lr_scale") is None and get(group, "weight_decay") is None:
+            yield Problem.at(
+                match.place, f"the group of {pattern!r} changes nothing", "add lr_scale or weight_decay"
+            )
+
+
+def _is_count(node: Node) -> bool:
+    return isinstance(node.value, int) and not isinstance(node.value, bool) and node.value > 0

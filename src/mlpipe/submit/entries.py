@@ -38,6 +38,8 @@ def check_entries(plans: Iterable[Plan], folder: str) -> None:
             _check(Entry(own, training.optimizer.args), path, num_positional=1)
         for callback in training.callbacks:
             _check(Entry(callback.entry, callback.args), path, offered=("context",))
+        if training.optimizer.own_schedule is not None:  # with the step and the number of steps in front
+            _check(training.optimizer.own_schedule, path, num_positional=2)
 
 
 def _check(

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 
 from mlpipe._core.serial import to_json
 from mlpipe.plan.allocators import glibc
-from mlpipe.plan.optimizers import traffic_bytes_per_parameter
+from mlpipe.plan.optimizers import traffic_bytes
 from mlpipe.plan.reference import BLOCK, REFERENCE, REFERENCE_BATCH
 from mlpipe.plan.shapes.dense import traffic_block
 from mlpipe.plan.speed import KernelRates, Measured
@@ -259,7 +259,7 @@ class Bench:
                 maximize=False,
             )
 
-        return traffic_bytes_per_parameter(8) * 4 * 2.0**22 / self.seconds(work)  # AdamW's two moments
+        return traffic_bytes(8) * 4 * 2.0**22 / self.seconds(work)  # AdamW's two moments
 
     def kernel(self) -> float:
         """Of one small operator, forward and backward (which is two): the CPU's part."""

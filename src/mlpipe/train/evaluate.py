@@ -18,16 +18,19 @@ from mlpipe._core.records import End, Evaluation
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.store import catalogue
+from mlpipe.store.manifest import Manifest
 from mlpipe.train.contract import check_call
 from mlpipe.train.data import Microbatch, collate, num_tokens, open_dataset
 from mlpipe.train.generate import generate
 from mlpipe.train.model import build_model
+from mlpipe.train.optim.ema import averaged
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.resuming import load_or_damage
 from mlpipe.train.schedules.accumulate import Accumulate
 from mlpipe.train.session import Session
+from mlpipe.train.shards import LocalShard
 from mlpipe.train.tokenizer import load_tokenizer
 from mlpipe.train.tokens import open_folder
 
@@ -46,7 +49,12 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
     bf16 = part.precision == "bf16"
     built = build_model(part.model, seed=part.seed, device_type=session.device.type, bf16=bf16)
     model = parallelize(built, session.world, part)
-    _, damage = load_or_damage(session.store, latest.key, lambda manifest: model.shards)
+    key = latest.key
+
+    def weights_of(manifest: Manifest) -> list[LocalShard]:
+        return averaged(model.shards, manifest, key) if plan.weights == "ema" else model.shards
+
+    _, damage = load_or_damage(session.store, key, weights_of)
     if damage:
         run = session.plan.run_id
         raise DamagedError(

@@ -51,19 +51,28 @@ class Exported:
 
 
 def export_checkpoint(
-    store: Store, key: str, out: Path, *, tokenizer: Path | None = None, shard_bytes: int = _SHARD_BYTES
+    store: Store,
+    key: str,
+    out: Path,
+    *,
+    tokenizer: Path | None = None,
+    shard_bytes: int = _SHARD_BYTES,
+    ema: bool = False,
 ) -> Exported:
     """Writes the weights of the checkpoint under the prefix `key` into the new folder `out`, all or nothing.
 
-    `tokenizer`: a tokenizer.json to put beside them. A model that is not mlpipe's own Llama gets its weights
-    under their own names, tied ones under each of theirs as its `load_state_dict` expects, and no config.json
-    (transformers ties by its own). Raises TrainError (input) when `out` is there and not empty,
+    `tokenizer`: a tokenizer.json to put beside them. `ema`: the average of the weights instead of the last
+    ones; buffers, and what was not trained, as they are. A model that is not mlpipe's own Llama gets its
+    weights under their own names, tied ones under each of theirs as its `load_state_dict` expects, and no
+    config.json (transformers ties by its own). Raises TrainError (input) when `out` is there and not empty,
     StoreError when the checkpoint is absent or damaged.
     """
     manifest = load_manifest(store, key)
     weights = {name: tensor for name, tensor in manifest["tensors"].items() if name.startswith(_PREFIX)}
     if not weights:
         raise TrainError("this checkpoint holds no model", where=key, kind="input")
+    if ema:
+        weights = _averages(manifest, weights, key)
     config = _llama_config(manifest)
     if config:
         _check_names(weights, config, key)
@@ -80,6 +89,18 @@ def export_checkpoint(
         files = tuple(sorted(path.name for path in folder.iterdir()))
     num_params = sum(math.prod(tensor["shape"]) for tensor in weights.values())
     return Exported(out, files, num_params, manifest["step"], config is not None)
+
+
+def _averages(manifest: Manifest, weights: dict[str, Tensor], key: str) -> dict[str, Tensor]:
+    found = {name: manifest["tensors"].get(f"optim.{name}.ema", tensor) for name, tensor in weights.items()}
+    if found == weights:
+        raise TrainError(
+            "this checkpoint holds no average of the weights",
+            where=key,
+            hint="it is kept where the training says `ema: {decay: 0.999}`",
+            kind="input",
+        )
+    return found
 
 
 def is_for_transformers(manifest: Manifest) -> bool:

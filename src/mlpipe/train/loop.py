@@ -18,7 +18,7 @@ from mlpipe.plan.plan import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.train.checkpoint import Checkpointer
 from mlpipe.train.data import ReadAhead
-from mlpipe.train.optim.clipping import clip_factor, squared_norm
+from mlpipe.train.optim.clipping import clip_factor, clip_values, squared_norm
 from mlpipe.train.optim.learning_rate import learning_rate
 from mlpipe.train.optim.update import Update
 from mlpipe.train.outcome import Outcome
@@ -121,6 +121,8 @@ class Loop:
             self.recording.step(record, total_tokens)
             raise self.not_finite(number, local[0])
         scale *= clip_factor(grad_norm, plan.optimizer.grad_clip)
+        if plan.optimizer.clip_value is not None:
+            clip_values(self.model.shards, plan.optimizer.clip_value / scale)
         stalled = self.checkpointer.wait_for_staging()
         lr = learning_rate(plan.optimizer, number, plan.steps)
         updating = time.perf_counter()

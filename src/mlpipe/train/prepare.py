@@ -25,6 +25,7 @@ from mlpipe.train.data import (
 from mlpipe.train.loop import Loop
 from mlpipe.train.memory_probe import dry_steps, fitting_plan, is_due
 from mlpipe.train.model import build_model
+from mlpipe.train.optim.learning_rate import check_schedule
 from mlpipe.train.optim.make import make_update
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.apply import parallelize
@@ -69,7 +70,8 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
 
         notes += start(session, plan, model)
     started = time.perf_counter()
-    update = make_update(plan.optimizer, model.shards)
+    check_schedule(plan.optimizer, plan.steps)
+    update = make_update(plan.optimizer, model.shards, plan.ema)
     # before the first pass, so that they do not lie among what it leaves in the heap
     update.state()
     schedule = Accumulate(model, world, lambda: session.watchdog.beat("computing", progress[0] + 1))

@@ -6,12 +6,30 @@ That is one code path for replicated and sharded training and keeps DTensor's di
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+
+@dataclass(frozen=True)
+class Split:
+    """Over which ranks the rows (dim 0) of a tensor are split: this is `rank` of `num_ranks`, of the process
+    group `group` (None: the default one). `timed` wraps a collective, so that it counts as waiting."""
+
+    rank: int
+    num_ranks: int
+    group: dist.ProcessGroup | None
+    timed: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def rows_of(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """First and last + 1 of the rows that a rank has, as torch.chunk cuts them, and FSDP2."""
+    per_rank = -(-num_rows // num_ranks)
+    return min(rank * per_rank, num_rows), min((rank + 1) * per_rank, num_rows)
 
 
 @dataclass
@@ -22,7 +40,9 @@ class LocalShard:
     `local` is a view of the live storage. It covers `offset` .. `offset + local.shape` of the global tensor
     of shape `shape`. `num_replicas` ranks hold this very part, this one being number `replica_id` of them.
     `parameter`: the module's own, whose `grad` is there after a backward. `full_gradient`: that gradient has
-    the parameter's global shape although only this part is updated (zero1).
+    the parameter's global shape although only this part is updated (zero1). `split`: the ranks that have the
+    other rows; None: this one has all. `in_block`: of one of the model's blocks. `decays`: whether weight
+    decay applies; None: to matrices, not to vectors (norms, biases).
     """
 
     name: str
@@ -34,6 +54,14 @@ class LocalShard:
     parameter: nn.Parameter | None = None
     full_gradient: bool = False
     is_buffer: bool = False
+    split: Split | None = None
+    in_block: bool = False
+    decays: bool | None = None
+
+    @property
+    def is_decayed(self) -> bool:
+        """By weight decay, if there is any."""
+        return len(self.shape) >= 2 if self.decays is None else self.decays
 
     def gradient(self) -> torch.Tensor | None:
         """Of `local`, after a backward; None where the parameter took no part in it."""
@@ -49,8 +77,23 @@ class LocalShard:
 
     def state(self, kind: str, local: torch.Tensor) -> LocalShard:
         """A state of the optimizer that has the shape of this parameter and is split like it."""
-        name = f"optim.{self.name}.{kind}"
-        return LocalShard(name, local, self.shape, self.offset, self.replica_id, self.num_replicas)
+        return self.state_like(kind, local, self.shape, self.offset)
+
+    def state_like(
+        self, kind: str, local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...]
+    ) -> LocalShard:
+        """A state of another global shape, of which this rank has `local` from `offset` on: split along dim 0
+        like the parameter."""
+        return LocalShard(
+            f"optim.{self.name}.{kind}", local, shape, offset, self.replica_id, self.num_replicas
+        )
+
+    def whole_state(self, kind: str, local: torch.Tensor) -> LocalShard:
+        """A state that all ranks of `split` have whole."""
+        rank, num_ranks = (self.split.rank, self.split.num_ranks) if self.split else (0, 1)
+        replica_id, num_replicas = self.replica_id * num_ranks + rank, self.num_replicas * num_ranks
+        name, shape = f"optim.{self.name}.{kind}", tuple(local.shape)
+        return LocalShard(name, local, shape, (0,) * local.dim(), replica_id, num_replicas)
 
 
 def clear_gradients(shards: Iterable[LocalShard]) -> None:

@@ -156,13 +156,25 @@ def _build(model: ModelPlan) -> torch.nn.Module:
 def _parameters(model: ModelPlan, plain: torch.nn.Module) -> ParameterCounts:
     blocks = find_blocks(plain, model.blocks, model.build.entry)
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+    total = sum(parameter.numel() for parameter in plain.parameters())
+    inside = {id(parameter): parameter for block in blocks for parameter in block.parameters()}
+    return ParameterCounts(
+        total,
+        max(sizes, default=0),
+        total - sum(sizes),
+        len(blocks),
+        _counted(plain.parameters()),
+        _counted(parameter for parameter in inside.values() if parameter.dim() == 2),
+    )
+
+
+def _counted(parameters: Iterable[torch.nn.Parameter]) -> tuple[tuple[int, int, int], ...]:
+    """Rows, values in a row, and how many there are of each shape."""
     shapes = Counter(
         (parameter.shape[0], parameter.numel() // parameter.shape[0]) if parameter.numel() else (0, 0)
-        for parameter in (p if p.dim() else p.view(1) for p in plain.parameters())
+        for parameter in (p if p.dim() else p.view(1) for p in parameters)
     )
-    total = sum(parameter.numel() for parameter in plain.parameters())
-    tensors = tuple((rows, width, many) for (rows, width), many in shapes.items())
-    return ParameterCounts(total, max(sizes, default=0), total - sum(sizes), len(blocks), tensors)
+    return tuple((rows, width, many) for (rows, width), many in shapes.items())
 
 
 def _once(model: ModelPlan, data: DataPlan, precision: str, mode: Any, size: int) -> _Meter:

@@ -20,8 +20,8 @@ from mlpipe.plan.allocators import glibc
 from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.candidates import micro_batches, precision_on
 from mlpipe.plan.hardware import CATALOGUE, CPU_CORE, GIB, GPUS, Hardware, detect_hardware
-from mlpipe.plan.optimizers import traffic_bytes_per_parameter
-from mlpipe.plan.plan import STRATEGIES, Mesh, Plan
+from mlpipe.plan.optimizers import traffic_bytes
+from mlpipe.plan.plan import STRATEGIES, EmaPlan, Mesh, ParameterGroup, Plan
 from mlpipe.plan.speed import KernelRates
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.training import compare
@@ -317,6 +317,44 @@ def test_an_optimizer_is_named_or_the_users_own() -> None:
     assert "{{" not in own.args["x"]
 
 
+def test_what_stands_beside_an_optimizer() -> None:
+    stated = (
+        "{name: lion, groups: [{match: '*.bias', lr_scale: 2}, {match: x, weight_decay: 0}], clip_value: 0.5}"
+    )
+    train = train_of(quickstart(f"train.optimizer={stated}", "train.ema={decay: 0.9}"), cpu())
+    assert train.optimizer.groups == (ParameterGroup("*.bias", 2.0, None), ParameterGroup("x", 1.0, 0.0))
+    assert (train.optimizer.clip_value, train.optimizer.grad_clip) == (0.5, 0.0)
+    assert train.ema == EmaPlan(0.9, 1)
+    plain = train_of(quickstart(), cpu())
+    assert (plain.ema, plain.optimizer.groups, plain.optimizer.grad_clip) == (None, (), 1.0)
+    own = "{schedule: {entry: 'a.b:c', args: {x: '{{store}}/y'}}}"
+    schedule = train_of(quickstart(f"train.optimizer={own}"), cpu()).optimizer
+    assert schedule.schedule == "own"
+    assert schedule.own_schedule is not None
+    assert "{{" not in schedule.own_schedule.args["x"]
+    power = train_of(quickstart("train.optimizer={schedule: polynomial, power: 2}"), cpu()).optimizer
+    assert (power.schedule, power.power, power.own_schedule) == ("polynomial", 2.0, None)
+
+
+def test_accumulation_is_stated_or_follows() -> None:
+    for accumulation in (1, 2, 4):
+        train = train_of(quickstart(f"train.accumulation={accumulation}"), cpu())
+        assert train.accumulation == accumulation
+        assert train.micro_batch * accumulation * train.mesh.num_data_ranks == train.global_batch
+        assert train.smaller_micro_batches == ()
+    with pytest.raises(PlanError, match="accumulation 4 does not divide the 2 sequences of each of 4"):
+        plan_of(quickstart("train.accumulation=4"), "train", cpu(4))
+    evaluation = plan_of(quickstart("train.accumulation=2"), "evaluate", cpu())
+    assert evaluation.work.training.accumulation == 1
+
+
+def test_an_average_is_measured_where_it_is_kept() -> None:
+    kept = quickstart("train.ema={decay: 0.9}", "evaluate.weights=ema")
+    assert plan_of(kept, "evaluate", cpu()).work.weights == "ema"
+    with pytest.raises(PlanError, match="keeps no average"):
+        plan_of(quickstart("evaluate.weights=ema"), "evaluate", cpu())
+
+
 def test_what_an_optimizer_keeps_counts_in_memory_and_time() -> None:
     """SGD with momentum keeps half of AdamW's bytes, SGD without none."""
     chosen = ("{name: adamw}", "{name: sgd}", "{name: sgd, momentum: 0}")
@@ -329,7 +367,7 @@ def test_what_an_optimizer_keeps_counts_in_memory_and_time() -> None:
 
 
 def test_a_step_of_adamw_moves_40_bytes_a_parameter() -> None:
-    assert [traffic_bytes_per_parameter(state) for state in (8, 4, 0)] == [40, 32, 24]
+    assert [traffic_bytes(state) for state in (8, 4, 0)] == [40, 32, 24]
 
 
 def test_wsd_decays_over_a_tenth_unless_told() -> None:

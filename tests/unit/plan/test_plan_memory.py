@@ -11,6 +11,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import PRESETS, LlamaConfig
 from mlpipe.plan.allocators import gloo
 from mlpipe.plan.memory import MemoryEstimate, estimate, rank_tensors, saved_bytes
+from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.tensors import total
@@ -201,7 +202,7 @@ def test_accumulation_keeps_whole_gradients_under_fsdp() -> None:
 def test_states_of_any_width_are_counted() -> None:
     """Of an optimizer with 4, 2 or 9 bytes of state a parameter."""
     for state_bytes in (4, 2, 9):
-        work = replace(rank_work(SIZES, "zero1", Mesh(dp_replicate=4)), state_bytes_per_parameter=state_bytes)
+        work = replace(rank_work(SIZES, "zero1", Mesh(dp_replicate=4)), optimizer=OptimizerCost(state_bytes))
         assert total(rank_tensors(work).optimizer) == state_bytes * SIZES.share(4)
         assert len(rank_tensors(work).optimizer) == len(SIZES.tensors) * -(-state_bytes // 4)
 
@@ -209,8 +210,8 @@ def test_states_of_any_width_are_counted() -> None:
 def test_what_a_rank_saves_is_its_part_of_what_all_hold_once() -> None:
     """llama-1b on 8 ranks: 1.73 GiB of weights and AdamW's moments."""
     sizes = Dense(PRESETS["llama-1b"]).parameters
-    assert saved_bytes(sizes, 8, 8) / 2**30 == pytest.approx(1.73, abs=0.005)
-    assert saved_bytes(sizes, 2, 1) == 6 * sizes.total
+    assert saved_bytes(sizes, OptimizerCost(8), 8) / 2**30 == pytest.approx(1.73, abs=0.005)
+    assert saved_bytes(sizes, OptimizerCost(2), 1) == 6 * sizes.total
 
 
 @pytest.mark.parametrize("axis", ["pp", "cp", "tp"])

@@ -108,6 +108,8 @@ def test_a_plan_without_a_choice_of_optimizers_is_of_adamw(kind: str) -> None:
     optimizer = (document if kind == "train" else document["evaluate"])["train"]["optimizer"]
     optimizer |= optimizer.pop("args")
     del optimizer["entry"], optimizer["state_bytes_per_parameter"]
+    for later in ("power", "own_schedule", "clip_value", "groups"):
+        assert not optimizer.pop(later)
     assert optimizer == {
         "name": "adamw", "lr": 2e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1, "grad_clip": 1.0,
         "schedule": "cosine", "warmup_steps": 15, "decay_steps": 0, "min_lr_ratio": 0.1,

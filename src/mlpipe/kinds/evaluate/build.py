@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlpipe._core.errors import PlanError
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.kinds.evaluate.spec import Evaluate
 from mlpipe.plan.launch import Given, workers
@@ -17,6 +18,12 @@ def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[EvaluatePlan, 
     own_resources = stage.resources is not None
     forwards = evaluation_plan(trained.work, given.hardware, given.known, own_resources=own_resources)
     spec: Evaluate = stage.work
+    if spec.weights == "ema" and trained.work.ema is None:
+        raise PlanError(
+            f"stage {trained.name!r} keeps no average of its weights",
+            where=stage.name,
+            hint=f"add 'ema: {{decay: 0.999}}' to {trained.name!r}, or write weights: last",
+        )
     evaluation = EvaluatePlan(
         train_stage=trained.name,
         train=forwards,
@@ -25,5 +32,6 @@ def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[EvaluatePlan, 
         gate=spec.gate,
         prompt=spec.prompt,
         generate_tokens=spec.generate_tokens,
+        weights=spec.weights if spec.weights == "ema" else None,
     )
     return evaluation, workers(stage, given, forwards)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from mlpipe.plan.plan import DataPlan, StageWork, TrainPlan
 
@@ -22,6 +22,7 @@ class EvaluatePlan(StageWork):
     gate: str | None
     prompt: str | None
     generate_tokens: int
+    weights: Literal["ema"] | None = None  # None: those of the last step
 
     @property
     def summary(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -19,6 +19,10 @@ class Evaluate(SpecModel):
 
     train: f.Name | None = Field(None, description="Stage to evaluate. Default: the one in `needs`.")
     max_tokens: f.Count = Field(131_072, description="Held-out tokens to read at most.")
+    weights: Literal["last", "ema"] | None = Field(
+        None,
+        description="`ema`: the average that the training keeps. Default: `last`, those of the last step.",
+    )
     gate: f.GateText | None = Field(None, description="Like `val_bits_per_byte < 2.6`.")
     prompt: str | None = Field(None, description="Start of the generated sample.")
     generate_tokens: f.CountOrZero = Field(64, description="Length of the generated sample.")

@@ -27,7 +27,7 @@ from mlpipe.observe.goodput import Ledger
 from mlpipe.observe.predicted import comparison
 from mlpipe.observe.progress import format_count, format_flops, format_loss, format_mfu
 from mlpipe.observe.runview import MOST_RANKS, StageView, worst_load
-from mlpipe.plan.plan import InitPlan, TrainPlan
+from mlpipe.plan.plan import InitPlan, OptimizerPlan, TrainPlan
 
 
 def section(stage: StageView) -> Section:
@@ -107,8 +107,11 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
                     "precision": f"{plan.precision}, activation checkpointing"
                     f" {plan.activation_checkpointing}, compile {plan.compile}",
                     "optimizer": f"{optimizer.name or optimizer.entry}, lr {optimizer.lr:g}"
-                    f" ({optimizer.schedule}, {optimizer.warmup_steps} warm-up steps),"
-                    f" clip {optimizer.grad_clip:g}",
+                    f" ({_schedule(optimizer)}, {optimizer.warmup_steps} warm-up steps),"
+                    f" {_clipping(optimizer)}",
+                    "average of weights": f"decay {plan.ema.decay:g}, every {plan.ema.every} steps"
+                    if plan.ema
+                    else None,
                     "checkpoints": f"every {every}, {plan.checkpoint.keep} kept",
                     "seed": f"{plan.seed}{', deterministic' if plan.deterministic else ''}",
                     "hardware": ", ".join(str(part) for part in hardware if part),
@@ -125,6 +128,16 @@ def _start(init: InitPlan | None) -> str | None:
         return None
     digest = f", sha256 {init.found.digest[:12]}" if init.found.digest else ""
     return f"{init.found.words}{digest}"
+
+
+def _schedule(optimizer: OptimizerPlan) -> str:
+    return optimizer.own_schedule.entry if optimizer.own_schedule else optimizer.schedule
+
+
+def _clipping(optimizer: OptimizerPlan) -> str:
+    if optimizer.clip_value is not None:
+        return f"values clipped to {optimizer.clip_value:g}"
+    return f"clip {optimizer.grad_clip:g}"
 
 
 def _goodput(stage: StageView) -> Piece | None:

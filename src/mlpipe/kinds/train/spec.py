@@ -11,10 +11,11 @@ from pydantic import Discriminator, Field, Tag
 from mlpipe._core.units import parse_seconds
 from mlpipe.spec import data, feasibility, starting, tracking
 from mlpipe.spec import fields as f
+from mlpipe.spec import optimizer as optimizers
 from mlpipe.spec.base import SpecModel
 from mlpipe.spec.callbacks import Callback
 from mlpipe.spec.data import AnyData, OwnData, TokenData
-from mlpipe.spec.optimizer import AnyOptimizer, default_optimizer
+from mlpipe.spec.optimizer import AnyOptimizer, Ema, default_optimizer
 from mlpipe.spec.part import SpecPart
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, problem_of_key, text_of
@@ -101,6 +102,12 @@ class Train(SpecModel):
     optimizer: AnyOptimizer = Field(
         default_factory=default_optimizer, description="By `name`, or your own `entry`; and its schedule."
     )
+    accumulation: f.CountOrAuto | None = Field(
+        None,
+        description="Micro-batches that a worker adds up in a step, instead of `micro_batch`. Default: "
+        "`auto`, as many as that makes.",
+    )
+    ema: Ema | None = Field(None, description="Average of the weights. Default: none is kept.")
     init_from: starting.InitFrom | None = Field(
         None, description="Weights to start from, instead of the seed's; checkpoints of its own go before."
     )
@@ -172,19 +179,7 @@ def _problems(stage: Node) -> Iterator[Problem]:
         yield problem_of_key(
             patience, f"hang_timeout {patience.value!r} would end any run", "write 1 s or more"
         )
-    optimizer = get(train, "optimizer")
-    decay = get(optimizer, "decay_steps") if optimizer is not None else None
-    if optimizer is not None and decay is not None and text_of(get(optimizer, "schedule")) != "wsd":
-        yield problem_of_key(decay, "only schedule wsd has decay_steps", "remove it, or write schedule: wsd")
-    steps = get(train, "steps")
-    for key in ("warmup_steps", "decay_steps"):
-        node = get(optimizer, key) if optimizer is not None else None
-        if node is None or steps is None or not data.is_positive(node) or not data.is_positive(steps):
-            continue
-        if node.value > steps.value:
-            yield problem_of_key(
-                node, f"{key} {node.value} is more than the {steps.value} steps", "write less"
-            )
+    yield from optimizers.problems(train)
 
 
 def _seconds(node: Node) -> float:
@@ -197,10 +192,11 @@ def _seconds(node: Node) -> float:
 
 def _texts(train: Node) -> Iterator[Node]:
     for path, leaf in train.walk():
+        of_schedule = path[:3] == ("optimizer", "schedule", "args")
         of_callback = path[:1] == ("callbacks",) and path[2:3] == ("args",)
         of_data = path[:1] == ("data",) and data.is_text_with_placeholders(path[1:])
         of_weights = path[:2] == ("init_from", "path")
-        if path[1:2] == ("args",) or of_callback or of_data or of_weights:
+        if path[1:2] == ("args",) or of_callback or of_data or of_weights or of_schedule:
             yield leaf
 
 
@@ -233,7 +229,7 @@ def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
         changes["data.batch_tokens"] = None
     splits = train.data.splits if isinstance(train.data, OwnData) else 1
     changes |= {"data.batch_size": 2 * math.lcm(num_workers, splits), "data.micro_batch": None}
-    return {**changes, "checkpoint.every": "2 steps", "compile": "off"}
+    return {**changes, "accumulation": None, "checkpoint.every": "2 steps", "compile": "off"}
 
 
 PART = SpecPart(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.shapes.shape import Activations, ParameterCounts, StepShape
-from mlpipe.plan.tensors import WEIGHT_BYTES, Group, RankTensors, total
+from mlpipe.plan.tensors import Group, RankTensors, total
 from mlpipe.plan.wire import Wire
 
 
@@ -29,21 +30,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one rank does in a step. `state_bytes_per_parameter`: of the optimizer. `overlap`: collectives run
-    beside computing, which needs a GPU: on CPU both want the same cores."""
+    """What one rank does in a step. `overlap`: collectives run beside computing, which needs a GPU: on CPU
+    both want the same cores."""
 
     parameters: ParameterCounts
     activations: Activations
     step: StepShape
     layout: Layout
-    state_bytes_per_parameter: int
+    optimizer: OptimizerCost
     overlap: bool
 
     def optimizer_states(self, num_ranks: int) -> Group:
-        """Split over so many: as many fp32 tensors a parameter as make these bytes."""
-        number, rest = divmod(self.state_bytes_per_parameter, WEIGHT_BYTES)
-        states = number * self.parameters.sharded(num_ranks, WEIGHT_BYTES)
-        return states + self.parameters.sharded(num_ranks, rest) if rest else states
+        """Split over so many."""
+        return self.optimizer.states(self.parameters, num_ranks)
 
     @property
     def rebuilt_bytes(self) -> int:

@@ -31,7 +31,8 @@ class Dense:
         config = self.config
         total, block = config.num_params(), config.num_layer_params()
         outside = total - config.num_layers * block
-        return ParameterCounts(total, block, outside, config.num_layers, tuple(config.tensors()))
+        matrices = tuple(config.block_matrices())
+        return ParameterCounts(total, block, outside, config.num_layers, tuple(config.tensors()), matrices)
 
     @property
     def widths(self) -> Mapping[str, int]:

@@ -16,13 +16,15 @@ from mlpipe.plan.tensors import Group, Tensors, total
 @dataclass(frozen=True)
 class ParameterCounts:
     """A model in numbers of parameters: in all, of its largest block, and of all that is in no block
-    (embedding, last norm, head). `tensors`: rows, parameters a row, and how many such tensors there are."""
+    (embedding, last norm, head). `tensors`: rows, parameters a row, and how many such tensors there are;
+    `block_matrices`: of these the blocks' matrices, of two dims."""
 
     total: int
     block: int
     outside: int
     num_blocks: int
     tensors: tuple[tuple[int, int, int], ...]
+    block_matrices: tuple[tuple[int, int, int], ...] = ()
 
     def share(self, num_ranks: int) -> int:
         """Parameters of the first rank, which has the most: each tensor is cut into equal whole rows, as

@@ -29,17 +29,17 @@ class AdamW:
         self.weight_decay = weight_decay
         self.num_updates = 0
         device = shards[0].local.device if shards else None
-        self._count = torch.zeros((), dtype=torch.float32, device=device)  # `num_updates`, for the kernel
+        self.count = torch.zeros((), dtype=torch.float32, device=device)  # `num_updates`, for the kernel
         self._moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @torch.no_grad()
     def step(self, *, lr: float, scale: float) -> None:
         """One update with the gradients multiplied by `scale`."""
         self.num_updates += 1
-        self._count += 1
+        self.count += 1
         groups: dict[Any, list[tuple[LocalShard, torch.Tensor]]] = defaultdict(list)
         for shard, gradient in scaled_gradients(self.shards, scale):
-            groups[len(shard.shape) >= 2, shard.local.dtype].append((shard, gradient))
+            groups[shard.is_decayed, shard.local.dtype].append((shard, gradient))
         for (decays, _), group in groups.items():
             moments = [self._moments_of(shard) for shard, _ in group]
             torch._fused_adamw_(
@@ -48,7 +48,7 @@ class AdamW:
                 [mean for mean, _ in moments],
                 [square for _, square in moments],
                 [],
-                [self._count] * len(group),
+                [self.count] * len(group),
                 lr=lr,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
@@ -73,7 +73,7 @@ class AdamW:
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """As `scalars` gave them."""
         self.num_updates = scalars["num_updates"]
-        self._count.fill_(self.num_updates)
+        self.count.fill_(self.num_updates)
 
     def _moments_of(self, shard: LocalShard) -> tuple[torch.Tensor, torch.Tensor]:
         if shard.name not in self._moments:

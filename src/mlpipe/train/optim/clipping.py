@@ -31,3 +31,13 @@ def squared_norm(shards: Iterable[LocalShard]) -> torch.Tensor:
 def clip_factor(norm: float, limit: float) -> float:
     """By which gradients of this global norm are multiplied so that it is at most `limit`; 0 sets none."""
     return limit / (norm + 1e-6) if limit and norm > limit else 1.0
+
+
+@torch.no_grad()
+def clip_values(shards: Iterable[LocalShard], limit: float) -> None:
+    """Cuts every value of this rank's part of the gradient to at most `limit`, and to at least its opposite,
+    in place (torch.nn.utils.clip_grad_value_)."""
+    gradients = [gradient for shard in shards if (gradient := shard.gradient()) is not None]
+    if gradients:
+        torch._foreach_clamp_min_(gradients, -limit)
+        torch._foreach_clamp_max_(gradients, limit)

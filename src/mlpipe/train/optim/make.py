@@ -1,24 +1,53 @@
-"""The optimizer that a plan names: of the table, or a user's own."""
+"""The optimizer that a plan names, of the table or a user's own; with groups of parameters and an average of
+the weights where the plan asks for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
+from typing import Any
 
+from mlpipe._core.errors import TrainError
 from mlpipe._core.optimizers import OPTIMIZERS
-from mlpipe.plan.plan import Entry, OptimizerPlan
+from mlpipe.plan.plan import EmaPlan, Entry, OptimizerPlan
 from mlpipe.train.optim.update import Update
 from mlpipe.train.shards import LocalShard
 
 
-def make_update(plan: OptimizerPlan, shards: Iterable[LocalShard]) -> Update:
-    """The plan's optimizer over those of `shards` that are trained. Raises TrainError (input) where a user's
-    own does not keep the rules."""
+def make_update(plan: OptimizerPlan, shards: Iterable[LocalShard], ema: EmaPlan | None = None) -> Update:
+    """The plan's optimizer over those of `shards` that are trained, with an average of them if there is an
+    `ema`. Raises TrainError (input) where a user's own does not keep the rules."""
     trained = [shard for shard in shards if shard.parameter is not None and shard.parameter.requires_grad]
+    needs_blocks = plan.name is not None and OPTIMIZERS[plan.name].needs_blocks
+    if needs_blocks and not any(shard.in_block for shard in trained):
+        raise TrainError(
+            f"{plan.name} updates the matrices of the model's blocks, and no trained parameter is in a block",
+            where="train.optimizer",
+            hint="name the modules that are blocks in `model.blocks`, or take another optimizer",
+            kind="input",
+        )
+
+    def build(some: Sequence[LocalShard], args: dict[str, Any]) -> Update:
+        return _built(plan, some, {**plan.args, **args})
+
+    if plan.groups:
+        from mlpipe.train.optim.grouped import Grouped
+
+        update: Update = Grouped(plan.groups, trained, build)
+    else:
+        update = build(trained, {})
+    if ema is None:
+        return update
+    from mlpipe.train.optim.ema import Ema
+
+    return Ema(ema, update, trained)
+
+
+def _built(plan: OptimizerPlan, shards: Sequence[LocalShard], args: dict[str, Any]) -> Update:
     if plan.name is None:
         from mlpipe.train.optim.own import own_update
 
-        return own_update(Entry(plan.entry or "", plan.args), trained)
+        return own_update(Entry(plan.entry or "", args), shards)
     module, _, function = OPTIMIZERS[plan.name].build.partition(":")
     build: Callable[..., Update] = getattr(import_module(module), function)
-    return build(trained, **plan.args)
+    return build(shards, **args)

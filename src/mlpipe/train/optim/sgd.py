@@ -15,9 +15,11 @@ def sgd(shards: Sequence[LocalShard], *, momentum: float, weight_decay: float) -
     """`torch.optim.SGD`. As with AdamW matrices decay and vectors do not."""
 
     def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        # it is made again for some of them; a parameter has the dims of its shard
+        decayed = {len(shard.shape) for shard in shards if shard.is_decayed}
         groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.dim() in decayed], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.dim() not in decayed], "weight_decay": 0.0},
         ]
         return torch.optim.SGD(groups, momentum=momentum, foreach=True)
 

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Gives the model its weights, and lists the tensors that this rank updates and stores."""
     materialize(model.built, plan.seed, world.device)
-    model.shards = local_shards(model.built.module, world)
+    model.shards = local_shards(model.built.module, world, model.built.blocks, model.waits)
 
 
 def materialize(built: BuiltModel, seed: int, device: torch.device) -> None:

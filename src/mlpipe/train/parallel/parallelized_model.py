@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from mlpipe.train.model import BuiltModel
 from mlpipe.train.parallel.waits import Waits
-from mlpipe.train.shards import LocalShard
+from mlpipe.train.shards import LocalShard, Split
 from mlpipe.train.world import World
 
 
@@ -54,13 +54,30 @@ class ParallelizedModel:
         }
 
 
-def local_shards(module: nn.Module, world: World) -> list[LocalShard]:
+def local_shards(
+    module: nn.Module, world: World, blocks: Iterable[nn.Module] = (), waits: Waits | None = None
+) -> list[LocalShard]:
     """Every parameter, whole or the part that DTensor gives this rank, and every persistent buffer."""
-    parameters = [_parameter(name, parameter, world) for name, parameter in module.named_parameters()]
+    timed = (waits or Waits()).timed
+    split_by_axis: dict[str, Split] = {}
+
+    def split_over(axis: str) -> Split:
+        if axis not in split_by_axis:
+            rank, num_ranks = world.coordinates[axis], world.mesh.axes[axis]
+            split_by_axis[axis] = Split(rank, num_ranks, world.group(axis), timed)
+        return split_by_axis[axis]
+
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    parameters = [
+        replace(_parameter(name, parameter, world, split_over), in_block=id(parameter) in inside)
+        for name, parameter in module.named_parameters()
+    ]
     return parameters + persistent_buffers(module, world)
 
 
-def _parameter(name: str, parameter: nn.Parameter, world: World) -> LocalShard:
+def _parameter(
+    name: str, parameter: nn.Parameter, world: World, split_over: Callable[[str], Split]
+) -> LocalShard:
     shape, offset, split = tuple(parameter.shape), (0,) * parameter.dim(), []
     local = _local(parameter).detach()
     if hasattr(parameter, "placements"):
@@ -73,7 +90,16 @@ def _parameter(name: str, parameter: nn.Parameter, world: World) -> LocalShard:
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
     replica_id, num_replicas = world.replica(*split)
-    return LocalShard(name, local, shape, tuple(offset), replica_id, num_replicas, parameter)
+    return LocalShard(
+        name,
+        local,
+        shape,
+        tuple(offset),
+        replica_id,
+        num_replicas,
+        parameter,
+        split=split_over(split[0]) if split else None,
+    )
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -7,8 +7,8 @@ one resumes under the other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,17 @@ import torch.distributed as dist
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
-from mlpipe.train.shards import LocalShard
+from mlpipe.train.shards import LocalShard, Split, rows_of
 from mlpipe.train.world import World
 
 
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Makes of each parameter that is trained, and that the ranks of `dp_replicate` share, this rank's
     slice."""
+    rank, num_ranks = world.coordinates["dp_replicate"], world.mesh.dp_replicate
+    split = Split(rank, num_ranks, world.group("dp_replicate"), model.waits.timed)
     whole = [item.local for item in model.shards if _is_trained(item)]
-    model.shards = [_slice(item, world) if _is_trained(item) else item for item in model.shards]
+    model.shards = [_slice(item, world, split) if _is_trained(item) else item for item in model.shards]
     model.after_step = model.waits.timed(_gatherer(whole, world))
 
 
@@ -32,27 +34,20 @@ def _is_trained(item: LocalShard) -> bool:
     return item.parameter is not None and item.parameter.requires_grad
 
 
-def _slice(item: LocalShard, world: World) -> LocalShard:
+def _slice(item: LocalShard, world: World, split: Split) -> LocalShard:
     if not item.shape:  # a scalar has no dim 0: every rank updates it alike
         return item
-    start, stop = _rows(item.shape[0], world.coordinates["dp_replicate"], world.mesh.dp_replicate)
-    offset = (start, *item.offset[1:])
+    start, stop = rows_of(item.shape[0], split.rank, split.num_ranks)
     replica_id, num_replicas = world.replica("dp_replicate")
-    return LocalShard(
-        item.name,
-        item.local[start:stop],
-        item.shape,
-        offset,
-        replica_id,
-        num_replicas,
-        item.parameter,
+    return replace(
+        item,
+        local=item.local[start:stop],
+        offset=(start, *item.offset[1:]),
+        replica_id=replica_id,
+        num_replicas=num_replicas,
         full_gradient=True,
+        split=split,
     )
-
-
-def _rows(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    per_rank = math.ceil(num_rows / num_ranks)
-    return min(rank * per_rank, num_rows), min((rank + 1) * per_rank, num_rows)
 
 
 def _gatherer(tensors: list[torch.Tensor], world: World) -> Callable[[], None]:
@@ -89,7 +84,7 @@ class _Exchange:
         self.group = world.group("dp_replicate")
         rank, num_ranks = world.coordinates["dp_replicate"], world.mesh.dp_replicate
         by_rank = [
-            [tensor[slice(*_rows(tensor.shape[0], r, num_ranks))].view(-1) for tensor in bucket]
+            [tensor[slice(*rows_of(tensor.shape[0], r, num_ranks))].view(-1) for tensor in bucket]
             for r in range(num_ranks)
         ]
         # rank 0 has the most rows of every tensor

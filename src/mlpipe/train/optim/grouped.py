@@ -1,0 +1,76 @@
+"""Parameters with a learning rate and a weight decay of their own: an Update for each group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mlpipe._core.errors import TrainError
+from mlpipe._core.patterns import matching, nearest
+from mlpipe.plan.plan import ParameterGroup
+from mlpipe.train.optim.update import Update
+from mlpipe.train.shards import LocalShard
+
+Build = Callable[[Sequence[LocalShard], dict[str, Any]], Update]
+
+
+class Grouped:
+    """`build(shards, args)` makes the optimizer of a group, with `args` instead of the pipeline's. What is in
+    none of `groups` comes last. Raises TrainError (input) for a pattern that says nothing."""
+
+    def __init__(self, groups: Sequence[ParameterGroup], shards: Sequence[LocalShard], build: Build) -> None:
+        rest = {shard.name.removeprefix("model."): shard for shard in shards}
+        names = list(rest)
+        self.parts: list[tuple[Update, float]] = []
+        for number, group in enumerate(groups):
+            where = f"train.optimizer.groups[{number}].match"
+            found = matching(group.match, names)
+            mine = [rest.pop(name) for name in found if name in rest]
+            if not found:
+                raise TrainError(
+                    f"{group.match!r} fits no parameter that is trained",
+                    where=where,
+                    hint=nearest(group.match, names),
+                    kind="input",
+                )
+            if not mine:
+                raise TrainError(
+                    f"all parameters that match {group.match!r} are of an earlier group",
+                    where=where,
+                    hint="the first match counts: put this group before the other, or remove it",
+                    kind="input",
+                )
+            args = {}
+            if group.weight_decay is not None:
+                args["weight_decay"] = group.weight_decay
+                mine = [replace(shard, decays=True) for shard in mine]
+            self.parts.append((build(mine, args), group.lr_scale))
+        if rest:
+            self.parts.append((build(list(rest.values()), {}), 1.0))
+
+    def step(self, *, lr: float, scale: float) -> None:
+        """One update of each group."""
+        for update, lr_scale in self.parts:
+            update.step(lr=lr * lr_scale, scale=scale)
+
+    def state(self) -> list[LocalShard]:
+        """Of all groups."""
+        return [tensor for update, _ in self.parts for tensor in update.state()]
+
+    def scalars(self) -> dict[str, Any]:
+        """Of each group, in their order."""
+        return {"groups_of_parameters": [update.scalars() for update, _ in self.parts]}
+
+    def load_scalars(self, scalars: dict[str, Any]) -> None:
+        """As `scalars` gave them. Raises TrainError (input) where there were other groups."""
+        saved = scalars.get("groups_of_parameters", [None])
+        if len(saved) != len(self.parts) or saved == [None]:
+            raise TrainError(
+                f"the checkpoint's optimizer had {len(saved)} groups of parameters, there are "
+                f"{len(self.parts)} now",
+                hint="resume with the `groups` that wrote it, or start a new run",
+                kind="input",
+            )
+        for (update, _), part in zip(self.parts, saved, strict=True):
+            update.load_scalars(part)
