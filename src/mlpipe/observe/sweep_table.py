@@ -96,8 +96,7 @@ def _more(row: TrialRow) -> str:
 
 def names_of(sweep: RunState) -> dict[str, str]:
     """Each key that is varied, by a short name."""
-    keys: dict[str, Any] = next(iter(sweep.meta["trials"].values()), {})
-    return sweeps.short_names(list(keys))
+    return sweeps.short_names(list(sweeps.values_of(sweep, next(iter(sweep.stages)))))
 
 
 def said(sweep: RunState, trial: str) -> str:

@@ -32,9 +32,9 @@ def trial_run_id(sweep_id: str, trial: str) -> str:
 
 
 def values_of(sweep: RunState, trial: str) -> Mapping[str, Any]:
-    """By full key."""
+    """By full key, in the order of the file, which JSON objects, written by sorted keys, do not keep."""
     values: Mapping[str, Any] = sweep.meta["trials"][trial]
-    return values
+    return {key: values[key] for key in sweep.meta.get("over", values)}
 
 
 def value_of(stage: StageState) -> float | None:

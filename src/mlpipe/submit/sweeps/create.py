@@ -46,6 +46,7 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
         backend,
         replace(submission, run_id=sweep_id),
         list(values),
+        over=list(sweep.over),
         trials=values,
         metric={"name": sweep.metric.name, "mode": sweep.metric.mode},
         method=sweep.method,
