@@ -137,7 +137,7 @@ def _tiles(sweep: RunState, rows: Sequence[TrialRow], metric: str) -> Piece:
 
 def _words(row: TrialRow, named: dict[str, str], metric: str) -> str:
     lines = [f"trial {row.trial}, {row.shown_state}"]
-    lines += [f"{name}: {format_value(row.values.get(key))}" for key, name in named.items()]
+    lines += [f"{named[key]}: {format_value(value)}" for key, value in row.values.items()]
     lines += [f"{metric}: {format_value(row.value)}"] if row.value is not None else []
     return "\n".join(lines)
 
@@ -181,7 +181,7 @@ def _table(rows: Sequence[TrialRow], named: dict[str, str], metric: str) -> Piec
         body.append(
             [
                 row.trial,
-                *(format_value(row.values.get(key)) for key in named),
+                *(format_value(row.values[key]) if key in row.values else None for key in named),
                 None if row.value is None else format_value(row.value),
                 Badge(row.shown_state),
                 None if took is None else format_seconds(max(took, 0.0)),

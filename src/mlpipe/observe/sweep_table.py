@@ -78,7 +78,7 @@ def table(sweep: RunState, rows: Sequence[TrialRow]) -> list[str]:
     cells: list[Sequence[str]] = [["", "TRIAL", *named.values(), metric, "STATE", ""]]
     for row in rows:
         value = "" if row.value is None else format_value(row.value)
-        shown = [format_value(row.values[key]) for key in named]
+        shown = [format_value(row.values[key]) if key in row.values else "" for key in named]
         cells.append(["*" if row.is_best else "", row.trial, *shown, value, row.shown_state, _more(row)])
     return aligned(cells, left=(0, 1, len(named) + 3, len(named) + 4))
 
@@ -96,13 +96,14 @@ def _more(row: TrialRow) -> str:
 
 def names_of(sweep: RunState) -> dict[str, str]:
     """Each key that is varied, by a short name."""
-    return sweeps.short_names(list(sweeps.values_of(sweep, next(iter(sweep.stages)))))
+    return sweeps.short_names(sweep.meta["over"])
 
 
 def said(sweep: RunState, trial: str) -> str:
     """The values of a trial in a line: `lr=0.0001 seed=2`."""
     values = sweeps.values_of(sweep, trial)
-    return " ".join(f"{name}={format_value(values[key])}" for key, name in names_of(sweep).items())
+    named = names_of(sweep)
+    return " ".join(f"{named[key]}={format_value(value)}" for key, value in values.items())
 
 
 def format_value(value: Any) -> str:

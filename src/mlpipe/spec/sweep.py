@@ -129,10 +129,11 @@ class Sweep(SpecModel):
         "`{min: 1e-5, max: 1e-2, log: true}`.",
         min_length=1,
     )
-    method: Literal["grid", "random", "asha"] = Field(
+    method: Literal["grid", "random", "asha", "tpe"] = Field(
         "grid",
         description="`grid`: all combinations of values. `random`: drawn ones, as many as `trials`. `asha`: "
-        "the same, and what is not among the best at some step is stopped.",
+        "the same, and what is not among the best at some step is stopped. `tpe`: what Optuna suggests from "
+        "those before.",
     )
     trials: Annotated[int, Field(ge=1, le=MAX_TRIALS)] | None = Field(
         None, description="How many; a grid has as many as it has combinations."

@@ -23,7 +23,9 @@ def axes(sweep: Sweep) -> dict[str, Choices | Interval]:
 
 def planned(sweep: Sweep) -> list[Values]:
     """Of all trials that are known before the first one starts: the same sweep gives the same ones, in the
-    same order."""
+    same order. None of `tpe`, which learns from those before."""
+    if sweep.method == "tpe":
+        return []
     return list(islice(_grid(sweep) if sweep.method == "grid" else _drawn(sweep), sweep.trials))
 
 
@@ -70,5 +72,10 @@ def _draw(axis: Choices | Interval, generator: random.Random) -> Any:
         value = math.exp(math.log(axis.low) + share * (math.log(axis.high) - math.log(axis.low)))
     else:
         value = axis.low + share * (axis.high - axis.low)
+    return rounded(axis, value)
+
+
+def rounded(axis: Interval, value: float) -> float:
+    """To a number that can be read, and lies within."""
     value = round(value) if axis.is_whole else float(f"{value:.{_DIGITS}g}")
     return min(max(value, axis.low), axis.high)

@@ -32,9 +32,10 @@ def trial_run_id(sweep_id: str, trial: str) -> str:
 
 
 def values_of(sweep: RunState, trial: str) -> Mapping[str, Any]:
-    """By full key, in the order of the file, which JSON objects, written by sorted keys, do not keep."""
-    values: Mapping[str, Any] = sweep.meta["trials"][trial]
-    return {key: values[key] for key in sweep.meta.get("over", values)}
+    """By full key, in the order of the file, which JSON objects, written by sorted keys, do not keep. Empty
+    of one that is to learn from others first."""
+    values: Mapping[str, Any] = sweep.meta["trials"].get(trial, {})
+    return {key: values[key] for key in sweep.meta.get("over", values) if key in values}
 
 
 def value_of(stage: StageState) -> float | None:

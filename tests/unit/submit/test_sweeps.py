@@ -3,11 +3,14 @@ controllers and drivers, the best one promoted once."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -321,6 +324,51 @@ def test_what_asha_has_written_and_not_done_the_next_controller_does(store, tmp_
     assert after.state == "done"
     assert after.stages[judged].message == "stopped by asha at step 1"
     assert set(Simulated.started.values()) == {1}
+
+
+TPE = {
+    "over": {
+        "model.args.floor": {"min": 0.0, "max": 1.0},
+        "model.args.kind": [{"a": 1}, [2], "three"],
+        "model.args.width": {"min": 1, "max": 64, "log": True},
+    },
+    "method": "tpe",
+    "trials": 16,
+}
+
+
+def test_a_controller_that_takes_over_suggests_what_the_one_before_would_have(store, tmp_path):
+    pytest.importorskip("optuna")
+    made(store, tmp_path, **TPE)
+    whole = drive(store)
+    assert whole.state == "done"
+    again = FolderStore(tmp_path / "again")
+    made(again, tmp_path, **TPE)
+
+    class Killed(BaseException):
+        pass
+
+    while runs.read_run(again, "s").state != "done":
+        looks = 0
+
+        def watch(sweep: RunState) -> None:
+            nonlocal looks
+            looks += 1
+            if looks == 20:
+                raise Killed
+
+        with contextlib.suppress(Killed):
+            drive(again, watch=watch)
+    assert runs.read_run(again, "s").meta["trials"] == whole.meta["trials"]
+    late = [whole.meta["trials"][f"{number:03d}"] for number in range(10, 16)]
+    assert fmean(values["stages.fit.train.model.args.floor"] for values in late) < 0.4  # it has learned
+
+
+def test_without_optuna_tpe_is_refused_before_anything_is_written(store, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(SubmitError, match="needs Optuna"):
+        made(store, tmp_path, **TPE)
+    assert not store.exists("runs/s/run.json")
 
 
 def test_the_best_is_promoted_once(store, tmp_path):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from mlpipe.submit.sweeps.asha import goes_on, rungs
 from mlpipe.submit.sweeps.create import sweep_of, trial_submission
 from mlpipe.submit.sweeps.promote import promote_best
 from mlpipe.submit.sweeps.slots import part_of_machine
+from mlpipe.submit.sweeps.tpe import suggest
 
 STOPPED = "its sweep was stopped"  # why a trial is cancelled that goes on when its sweep does
 _LOOK_SECONDS = 0.2, 2.0  # between two looks at the trials: in a folder, in a bucket
@@ -165,9 +166,27 @@ class _Controller:
     def _start(self, name: str) -> None:
         taken = {trial.outcome.get("slot") for trial in self._stages("running")}
         slot = min(set(range(self._sweep.max_parallel)) - taken)
+        values = sweeps.values_of(self.state, name) or self._suggested(name)
+
+        def change(run: RunState) -> RunState:
+            trial = replace(
+                run.stages[name], state="running", attempt=1, started=time.time(), outcome={"slot": slot}
+            )
+            trials = {**run.meta["trials"], name: values}
+            return replace(run, stages={**run.stages, name: trial}, meta={**run.meta, "trials": trials})
+
         # first the state, then the run: whoever takes over knows that there may be one
-        self._change(name, state="running", attempt=1, started=time.time(), outcome={"slot": slot})
+        self._update(change)
         self._begin(name)
+
+    def _suggested(self, name: str) -> Mapping[str, Any]:
+        """From what the other trials have found; one that failed or was cancelled has found nothing."""
+        known = [
+            (sweeps.values_of(self.state, other), sweeps.value_of(trial))
+            for other, trial in self.state.stages.items()
+            if trial.state == "running" or sweeps.value_of(trial) is not None
+        ]
+        return suggest(self._sweep, int(name), known)
 
     def _begin(self, name: str) -> None:
         """Anew, or again where the run is there already."""

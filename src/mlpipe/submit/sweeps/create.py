@@ -11,13 +11,14 @@ from mlpipe._core.files import check_name
 from mlpipe._core.ids import new_run_id
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.sweep import ID_CHARACTERS, Sweep
-from mlpipe.spec.trials import overrides_of, planned
+from mlpipe.spec.trials import num_trials, overrides_of, planned
 from mlpipe.store.base import Store
 from mlpipe.store.sweeps import trial_name, trial_run_id
 from mlpipe.submit.adopt import record
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.submission import Console, Submission
 from mlpipe.submit.sweeps.slots import part_of_machine
+from mlpipe.submit.sweeps.tpe import suggest
 
 _NAME_CHARACTERS = 34  # of the pipeline, in an id that leaves room for the trial's number
 
@@ -36,8 +37,9 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
         )
     for name in (submission.folder, submission.spec):
         check_name(name)
-    values = {trial_name(number): one for number, one in enumerate(planned(sweep))}
-    first = trial_submission(submission, sweep_id, trial_name(0), values[trial_name(0)])
+    names = [trial_name(number) for number in range(num_trials(sweep))]
+    values = dict(zip(names, planned(sweep), strict=False))
+    first = trial_submission(submission, sweep_id, names[0], values.get(names[0]) or suggest(sweep, 0, ()))
     with part_of_machine(backend, 0, sweep.max_parallel):
         backend.check(first, console, is_new=True)
     store.probe()
@@ -45,7 +47,7 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
         store,
         backend,
         replace(submission, run_id=sweep_id),
-        list(values),
+        names,
         over=list(sweep.over),
         trials=values,
         metric={"name": sweep.metric.name, "mode": sweep.metric.mode},
