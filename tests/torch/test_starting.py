@@ -28,6 +28,7 @@ from mlpipe.train.world import World
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def first_loss(plan: Plan, state: dict[str, torch.Tensor]) -> float:
@@ -351,39 +352,35 @@ def exported_loss(store: FolderStore, key: str, folder: Path) -> float:
     return loss_of_numbers(model)
 
 
-def test_a_second_stage_goes_on_from_the_first_and_its_model_says_so(cli: Cli):
-    model = {"entry": "kit.models:plain", "args": {"dropout": 0.0}}
-    write_pipeline(
-        cli,
-        stage("base", "fsdp", 2, model=model),
-        stage(
-            "tune", "single", 1, ("base",), model=model, init_from={"stage": "base"}, freeze=["blocks.0.*"]
-        ),
-        {"name": "promote", "needs": ["tune"], "promote": {"as": "m", "train": "tune", "alias": "good"}},
-    )
-    assert "starts from stage base" in cli("plan", "pipeline.yaml").stdout
-    cli("run", "pipeline.yaml", "--run-id", "r")
+TINY = (
+    "library.command=[mlpipe-corpus, --out, '{{output}}', --tokenizer, bytes, --source, {docs}/adr]",
+    "prose.command=[mlpipe-corpus, --out, '{{output}}', --tokenizer, bytes, --source, {docs}/runbooks]",
+    "base.steps=4", "base.strategy=fsdp", "base.optimizer.warmup_steps=1", "tune.optimizer.warmup_steps=1",
+    "base.model={preset: llama-1m, seq_len: 32, num_layers: 1}", "tune.steps=3", "tune.precision=fp32",
+    "tune.model={preset: llama-1m, seq_len: 32, num_layers: 1}", "tune.resources.workers_per_node=1",
+    "evaluate.gate=val_bits_per_byte < 100", "evaluate.max_tokens=512", "evaluate.generate_tokens=4",
+)  # fmt: skip
+
+
+def test_the_pipeline_of_a_fine_tuning_goes_on_from_its_base_and_says_so(cli: Cli):
+    (cli.folder / "pipeline.yaml").write_text((ROOT / "pipelines/finetune.yaml").read_text())
+    changes = [word for one in TINY for word in ("--set", one.replace("{docs}", str(ROOT / "docs")))]
+    assert "starts from stage base" in cli("plan", "pipeline.yaml", *changes).stdout
+    cli("run", "pipeline.yaml", "--run-id", "r", *changes)
     status = cli("status", "r").stdout
     assert "starts from run r, stage base, step 4" in status
     assert "parameters are frozen" in status
     found = cli.json("status", "r")["meta"]["init_from"]["tune"]["found"]
     assert found["key"].startswith("runs/r/stages/base/checkpoints/step-000000004/")
-    assert cli.json("models", "show", "m", "good")["lineage"]["init_from"] == found
+    assert cli.json("models", "show", "docs-lm", "candidate")["lineage"]["init_from"] == found
     assert "run r, stage base, step 4" in (cli.store / "runs/r/report.html").read_text()
-    store = FolderStore(cli.store)
-    expected = exported_loss(store, found["key"], cli.folder / "base")
+    export_checkpoint(FolderStore(cli.store), found["key"], cli.folder / "base")
+    state = safetensors.torch.load_file(cli.folder / "base/model.safetensors")
+    plan = Plan.from_json((cli.store / "runs/r/stages/tune/attempt-1/plan.json").read_bytes())
+    expected = first_loss(plan, {name.removeprefix("model."): tensor for name, tensor in state.items()})
     assert records(cli, "r", "tune", 1, "step")[0]["loss"] == pytest.approx(expected, rel=1e-6)
     refused = cli("resume", "r", "--set", "tune.init_from.step=2", "--set", "tune.steps=6", code=2).stderr
     assert "tune.init_from.step" in refused
-    write_pipeline(cli, stage("tune", "ddp", 2, model=model, init_from={"model": "m@good"}, steps=1))
-    cli("run", "pipeline.yaml", "--run-id", "s")
-    expected = exported_loss(store, "models/m/1", cli.folder / "promoted")
-    assert records(cli, "s", "tune", 1, "step")[0]["loss"] == pytest.approx(expected, rel=1e-6)
-    for verb in ("run", "plan", "submit"):
-        missing = cli(verb, "pipeline.yaml", "--set", "tune.init_from.model=m@bad", code=2).stderr
-        assert "pipeline.yaml:1:" in missing
-        assert "there is no model m, version bad" in missing
-    assert [run["run_id"] for run in cli.json("list")["runs"]] == ["r", "s"]  # what was refused left no run
 
 
 def test_killed_while_loading_it_loads_again_and_resumed_it_needs_the_weights_no_more(cli: Cli):
@@ -401,8 +398,19 @@ def test_killed_while_loading_it_loads_again_and_resumed_it_needs_the_weights_no
     assert "started from w.safetensors" in " ".join(start["notes"])
     steps = records(cli, "r", "train", 1, "step")
     assert steps[0]["loss"] == pytest.approx(loss_of_numbers(source), rel=1e-6)
+    cli("models", "promote", "r", "--as", "m", "--alias", "good")
     (cli.folder / "w.safetensors").unlink()
     cli("resume", "r", "--set", "train.steps=6", "--set", "train.strategy=ddp")
     (start,) = records(cli, "r", "train", 2, "start")
     assert (start["start_step"], start["notes"]) == (4, [])
     assert len(records(cli, "r", "train", 2, "step")) == 2
+
+    write_pipeline(cli, stage("tune", "ddp", 2, model=model, init_from={"model": "m@good"}, steps=1))
+    cli("run", "pipeline.yaml", "--run-id", "s")
+    expected = exported_loss(FolderStore(cli.store), "models/m/1", cli.folder / "promoted")
+    assert records(cli, "s", "tune", 1, "step")[0]["loss"] == pytest.approx(expected, rel=1e-6)
+    for verb in ("run", "plan", "submit"):
+        missing = cli(verb, "pipeline.yaml", "--set", "tune.init_from.model=m@bad", code=2).stderr
+        assert "pipeline.yaml:1:" in missing
+        assert "there is no model m, version bad" in missing
+    assert {run["run_id"] for run in cli.json("list")["runs"]} == {"r", "s"}  # what was refused left no run

@@ -22,6 +22,7 @@ import numpy as np
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.presets import LLAMA, LlamaConfig
+from mlpipe.store import safetensors
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import load_manifest, read_blob
 from mlpipe.store.manifest import DTYPE_BYTES, Blob, Manifest, Tensor
@@ -29,11 +30,7 @@ from mlpipe.train.tokenizer import END_OF_TEXT
 
 _SHARD_BYTES = 5_000_000_000  # what the Hub's tools cut at
 _CACHED_BLOCKS = 32  # of 16 MiB: small tensors share a block, and sharded ones have one in each blob
-_DTYPES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "float16": "F16", "bfloat16": "BF16", "int16": "I16", "uint16": "U16", "float32": "F32", "int32": "I32",
-    "uint32": "U32", "float64": "F64", "int64": "I64", "uint64": "U64", "complex64": "C64",
-}  # fmt: skip
+_DTYPES = {ours: theirs for theirs, ours in safetensors.DTYPES.items()}
 _PREFIX = "model."
 
 Reader = Callable[[Blob, int, memoryview], None]
