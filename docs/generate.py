@@ -192,14 +192,23 @@ def _python_section(name: str, path: str, thing: Any) -> str:
 
 
 def _member(name: str, function: Any) -> str:
-    return f"- `{_signature(name, function)}` - {_flat(inspect.getdoc(function))}\n"
+    words = _flat(function.__doc__)
+    return f"- `{_signature(name, function)}`" + (f" - {words}\n" if words else "\n")
 
 
 def _signature(name: str, function: Any) -> str:
-    signature = inspect.signature(function)
-    own = [one for key, one in signature.parameters.items() if key != "self"]
-    text = f"{name}{signature.replace(parameters=own)}"
-    return text.replace("'", "").removesuffix(" -> None")
+    signature, parts, keyword_only = inspect.signature(function), [], False
+    for key, one in signature.parameters.items():
+        if key == "self":
+            continue
+        if one.kind is one.KEYWORD_ONLY and not keyword_only:
+            parts.append("*")
+            keyword_only = True
+        stars = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
+        default = "" if one.default is one.empty else f" = {one.default!r}"
+        parts.append(f"{stars}{key}: {one.annotation}{default}")
+    back = signature.return_annotation
+    return f"{name}({', '.join(parts)})" + ("" if back in ("None", signature.empty) else f" -> {back}")
 
 
 def _flat(words: str | None) -> str:

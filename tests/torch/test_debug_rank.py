@@ -88,8 +88,9 @@ def cli(tmp_path: Path) -> Cli:
 
 def test_a_rank_is_debugged_at_the_terminal_and_left(cli: Cli):
     terminal = Terminal()
+    smoke = ("--steps", "5", "--ranks", "2", "--tiny")
     running = cli.start(
-        "run", "pipeline.yaml", "--run-id", "r", "--debug-rank", "1", "--steps", "5", stdin=terminal.slave
+        "run", "pipeline.yaml", "--run-id", "r", "--debug-rank", "1", *smoke, stdin=terminal.slave
     )
     try:
         shown = terminal.expect("(Pdb) ")
@@ -109,6 +110,7 @@ def test_a_rank_is_debugged_at_the_terminal_and_left(cli: Cli):
     attempt = cli.store / "runs/r/stages/train/attempt-1"
     plan = json.loads((attempt / "plan.json").read_text())
     assert (plan["train"]["steps"], plan["train"]["hang_timeout_seconds"]) == (5, 7 * 86400)
+    assert plan["train"]["global_batch"] == 4  # two samples a worker
     outcome = json.loads((attempt / "outcome.json").read_text())
     assert outcome["restarts"] == 0
     assert f"  | {cli.folder}/mine.py:" in outcome["message"]
@@ -121,8 +123,13 @@ def test_a_debugger_needs_a_terminal_and_a_rank_that_there_is(cli: Cli):
     said = cli("run", "pipeline.yaml", "--debug-rank", "0", code=2).stderr
     assert "standard input is no terminal" in said
     terminal = Terminal()
-    running = cli.start("run", "pipeline.yaml", "--debug-rank", "2", stdin=terminal.slave)
-    _, said = running.communicate(timeout=120)
-    assert running.returncode == 2
-    assert "there is no rank 2: train has 2" in said
+    sweep = "sweep={over: {train.seed: [1, 2]}, metric: {name: loss, mode: min}}"
+    for more, words in (
+        (("--debug-rank", "2"), "there is no rank 2: train has 2"),
+        (("--debug-rank", "0", "--set", sweep), "the pipeline has a sweep"),
+    ):
+        running = cli.start("run", "pipeline.yaml", *more, stdin=terminal.slave)
+        _, said = running.communicate(timeout=120)
+        assert running.returncode == 2, said
+        assert words in said
     assert not (cli.store / "runs").exists()

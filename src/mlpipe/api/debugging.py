@@ -25,6 +25,9 @@ def debugged(pipeline: LoadedPipeline, rank: int) -> LoadedPipeline:
             hint="run it in a terminal, without a pipe in front",
             kind="input",
         )
+    if pipeline.spec.sweep is not None:
+        hint = "run one of its trials, without: --set sweep=null"
+        raise SubmitError("the pipeline has a sweep", where="--debug-rank", hint=hint, kind="input")
     sizes = {name: stage_hardware(pipeline.spec, name).world_size for name in trainings(pipeline.spec)}
     if rank >= max(sizes.values(), default=0):
         there = ", ".join(f"{name} has {size}" for name, size in sizes.items()) or "nothing trains"
