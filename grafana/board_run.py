@@ -153,6 +153,19 @@ def run_board() -> Dashboard:
             ),
             "none",
             {"{{stage}}": f"max by (stage) (mlpipe_train_loss{{{RUNS}}})"},
+            width=6,
+        ),
+        curve(
+            "Validation",
+            about(
+                "The metrics of the last validation, over all held-out samples. Nothing where there is no"
+                " `validate`.",
+                "its loss falls with that of the training.",
+                "A loss that rises while that of the training falls: it learns by heart; stop, or find data.",
+            ),
+            "none",
+            {"{{stage}} {{metric}}": f"max by (stage, metric) (mlpipe_validation_metric{{{RUNS}}})"},
+            width=6,
         ),
         curve(
             "Gradient norm",
@@ -163,6 +176,7 @@ def run_board() -> Dashboard:
             ),
             "none",
             {"{{stage}}": f"max by (stage) (mlpipe_train_grad_norm{{{RUNS}}})"},
+            width=6,
         ),
         curve(
             "Learning rate",
@@ -173,6 +187,7 @@ def run_board() -> Dashboard:
             ),
             "sci",
             {"{{stage}}": f"max by (stage) (mlpipe_train_learning_rate{{{RUNS}}})"},
+            width=6,
         ),
     ]
     speed = [

@@ -161,6 +161,26 @@ class Save(Record):
 
 
 @dataclass(kw_only=True)
+class Validation(Record):
+    """Every rank, when the model was measured on held-out samples in the middle of its training."""
+
+    kind = "validation"
+
+    step: int | None
+    """Steps that are done."""
+    metrics: dict[str, float] | None
+    """Its value by name of the metric, over all ranks, null where it is not finite; of rank 0 only."""
+    num_samples: int | None
+    """Held-out samples, over all ranks."""
+    best: bool | None
+    """Whether it is the best so far, by the metric of `validate.best`; null where nothing is said of it."""
+    seconds: float | None
+    """For which this rank's training stood still."""
+    sample: str | None
+    """Text that the model generated, or null; of rank 0 only."""
+
+
+@dataclass(kw_only=True)
 class Evaluation(Record):
     """Rank 0 of an evaluate stage, when it is done."""
 
@@ -180,6 +200,8 @@ class Evaluation(Record):
     """Whether it holds; true without one."""
     sample: str | None
     """Text that the model generated, or null."""
+    metrics: dict[str, float] | None = None
+    """What `metrics` of the stage asked for, by name; null where it is not finite."""
 
 
 @dataclass(kw_only=True)
@@ -205,7 +227,7 @@ class End(Record):
     step: int | None
     """Steps that are done."""
     message: str | None
-    """Why it failed, else empty."""
+    """Why it failed, or ended before its last step; else empty."""
 
 
 @dataclass(kw_only=True)
@@ -268,14 +290,16 @@ class Unknown(Record):
     line: Mapping[str, Any]
 
 
-OF_A_RANK: tuple[type[Record], ...] = (Start, Step, Save, Evaluation, StopSignal, End, Tracked)
+OF_A_RANK: tuple[type[Record], ...] = (
+    Start, Step, Save, Validation, Evaluation, StopSignal, End, Tracked,
+)  # fmt: skip
 EVENTS: tuple[type[Record], ...] = (Submitted, Launched, Fallback, LaunchEnded)
 
 _R = TypeVar("_R", bound=Record)
 # JSON writes 1.0 as 1, and some writers do.
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (float, int), "MaybeNan": (float, int), "str": (str,), "bool": (bool,),
-    "list[str]": (list,), "dict[str, int]": (dict,),
+    "list[str]": (list,), "dict[str, int]": (dict,), "dict[str, float]": (dict,),
 }  # fmt: skip
 
 
@@ -286,7 +310,7 @@ class _Schema:
         declared = {item.name: str(item.type).removesuffix(" | None") for item in fields(kind)}
         self.types = {name: _TYPES[text] for name, text in declared.items()}
         self.nan = [name for name, text in declared.items() if text == "MaybeNan"]
-        self.items = [name for name, text in declared.items() if text.endswith("]")]
+        self.items = {name: text for name, text in declared.items() if text.endswith("]")}
         bare = [one for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
         self.absent = {one.name: None for one in bare if str(one.type).endswith(" | None")}
         self.required = ["time", *(one.name for one in bare if one.name not in self.absent)]
@@ -317,6 +341,8 @@ def encode(record: Record) -> bytes:
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -358,16 +384,19 @@ def read_fields(kind: type[_R], line: Mapping[str, Any]) -> _R:
     for name in schema.nan:
         if name in line and line[name] is None:
             known[name] = math.nan
-    for name in schema.items:
-        if name in known and not _is_plain(known[name]):
+    for name, declared in schema.items.items():
+        if name in known and not _is_plain(known[name], declared):
             del known[name]
+        elif name in known and declared == "dict[str, float]":
+            known[name] = {key: math.nan if item is None else item for key, item in known[name].items()}
     return kind(**{**schema.absent, **known})
 
 
-def _is_plain(value: list[Any] | dict[str, Any]) -> bool:
-    if isinstance(value, list):
+def _is_plain(value: Any, declared: str) -> bool:
+    if declared == "list[str]":
         return all(type(item) is str for item in value)
-    return all(type(item) is int for item in value.values())
+    kinds = (int,) if declared == "dict[str, int]" else (int, float, type(None))
+    return all(type(item) in kinds for item in value.values())
 
 
 # In place of a start record that is not there.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 stage_option = click.option("--stage", metavar="NAME", help="Default: the stage that has checkpoints.")
 step_option = click.option("--step", type=click.IntRange(min=0), help="Default: the latest.")
+best_option = click.option("--best", is_flag=True, help="The best one, by the training's `validate.best`.")
 
 
 @click.group()
@@ -39,7 +40,7 @@ def list_(session: Session, run_id: str, stage: str | None) -> None:
     now = time.time()
     lines = [
         f"{item.step:>9}  {format_bytes(item.size_bytes):>10}  "
-        f"{format_seconds(max(now - item.time, 0)):>7} ago  {item.key}"
+        f"{format_seconds(max(now - item.time, 0)):>7} ago  {item.key}{_why_best(store, item)}"
         for item in checkpoints
     ]
     head = f"{'STEP':>9}  {'SIZE':>10}  {'SAVED':>11}  KEY"
@@ -77,7 +78,7 @@ def verify(session: Session, run_id: str, stage: str | None, step: int | None) -
 @shared
 @click.pass_obj
 def prune(session: Session, run_id: str, stage: str | None, keep: int) -> None:
-    """Delete all but the latest checkpoints of a run that nobody drives."""
+    """Delete all but the best and the latest checkpoints of a run that nobody drives."""
     from mlpipe.store import catalogue
 
     store = session.store_of(run_id)
@@ -120,19 +121,33 @@ def discard(session: Session, run_id: str, step: int, stage: str | None) -> None
 @click.argument("run_id", metavar="RUN")
 @stage_option
 @step_option
+@best_option
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder to write into."
 )
 @click.option("--ema", is_flag=True, help="The average of the weights instead of the last ones.")
 @shared
 @click.pass_obj
-def export(session: Session, run_id: str, stage: str | None, step: int | None, out: Path, ema: bool) -> None:
+def export(
+    session: Session, run_id: str, stage: str | None, step: int | None, best: bool, out: Path, ema: bool
+) -> None:
     """Write model.safetensors and tokenizer.json.
 
     Of mlpipe's own models also config.json: transformers loads the folder.
     """
     store = session.store_of(run_id)
-    item = _chosen(_find(store, run_id, stage), step, run_id)[-1]
+    found = _find(store, run_id, stage)
+    if best and step is not None:
+        raise click.UsageError("--step and --best name a checkpoint each: write one of them")
+    if best:
+        found = [item for item in found if item.best]
+        if not found:
+            raise StoreError(
+                f"run {run_id} has no best checkpoint",
+                hint="its training says which one that is: 'validate: {every: ..., best: {metric: loss}}'",
+                kind="input",
+            )
+    item = _chosen(found, step, run_id)[-1]
     try:
         from mlpipe.train.export import export_checkpoint
     except ImportError as error:
@@ -146,6 +161,17 @@ def export(session: Session, run_id: str, stage: str | None, step: int | None, o
         {**asdict(made), "folder": str(made.folder)},
         f"step {made.step}, {made.num_params} parameters, in {made.folder}: {', '.join(made.files)}{note}",
     )
+
+
+def _why_best(store: Store, item: Checkpoint) -> str:
+    """In words, behind its line; empty of any other."""
+    from mlpipe.store import catalogue
+
+    if not item.best:
+        return ""
+    judge = catalogue.read_best(store, item.key).get("judge")
+    metric, value = (judge.get("metric"), judge.get("value")) if isinstance(judge, dict) else (None, None)
+    return f"  best: {metric} {value:.4g}" if isinstance(value, float | int) else "  best"
 
 
 def _tokenizer(store: Store, run_id: str, item: Checkpoint) -> Path | None:

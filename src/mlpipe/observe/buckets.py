@@ -32,6 +32,7 @@ BUCKETS: tuple[Bucket, ...] = (
     ),
     Bucket("data", "waiting for the next batch", "teal", lambda step: step.data_seconds),
     Bucket("save", "training stood still for a checkpoint", "violet", lambda step: step.checkpoint_seconds),
+    Bucket("validate", "measuring on held-out samples in the middle of the training", "green"),
     Bucket("queue", "submitted, its launcher not started: no place on the cluster, an image to pull", "grey"),
     Bucket("startup", "from the launcher to the rank's process", "brown"),
     Bucket("init", "from the process to the first step: imports, process group, model, data", "brown"),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mlpipe._core.records import Step
+from mlpipe.observe import validations
 from mlpipe.observe.axes import HUGE, Point, finite
 from mlpipe.observe.blocks import Chart, Charts, utc
 from mlpipe.observe.buckets import BUCKETS
@@ -22,11 +23,12 @@ _RANK_COLOURS = ("blue", "amber", "teal", "violet", "pink", "brown", "green", "r
 
 
 def stage_charts(stage: StageView) -> Charts:
-    """Six charts side by side, each over steps; those without a value are left out."""
+    """Charts side by side, each over steps; those without a value are left out."""
     steps, marks = stage.lead.steps, stage_marks(stage)
     rate, rate_unit = _unit(_known(steps, lambda step: step.tokens_per_second), _COUNTS)
     charts = [
-        _loss(steps, marks),
+        _loss(stage, marks),
+        *validations.charts(stage.lead.validations, marks),
         _single(
             steps, marks, "Throughput", lambda step: step.tokens_per_second, rate, f"{rate_unit}tok/s", "teal"
         ),
@@ -98,9 +100,17 @@ def points(steps: Iterable[Step], field: Field, unit: float = 1.0) -> list[Point
     return [(step.step, None if (value := field(step)) is None else value / unit) for step in steps]
 
 
-def _loss(steps: Sequence[Step], marks: Sequence[Mark]) -> Chart | None:
+def _loss(stage: StageView, marks: Sequence[Mark]) -> Chart | None:
+    """Of the training, and beside it that of the validations."""
+    steps, held_out = stage.lead.steps, validations.points(stage.lead.validations, "loss")
+    if not steps:
+        return None
     lines = [Series("", "blue", points(steps, lambda step: step.loss))]
-    return Chart("Loss", "nats per token", line_plot(lines, marks, unit="nats")) if steps else None
+    if not held_out:
+        return Chart("Loss", "nats per token", line_plot(lines, marks, unit="nats"))
+    lines = [Series("training", "blue", lines[0].points), Series("validation", "green", held_out)]
+    legend = [(one.colour, one.name) for one in lines]
+    return Chart("Loss", "nats per token", line_plot(lines, marks, unit="nats"), legend)
 
 
 def _single(

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlpipe._core.records import End, Record, Save, Start, Step
+from mlpipe._core.records import End, Record, Save, Start, Step, Validation
 from mlpipe.observe.buckets import BUCKETS, GOOD, NAMES, STOPPED
 
 _OF_STEPS = {bucket.name: bucket.of_step for bucket in BUCKETS if bucket.of_step is not None}
@@ -195,17 +195,21 @@ def _steps(clock: _Clock, start: Start, life: list[Record], kept: float) -> floa
 
     Where steps were left out (a long run is not read in full) a gap holds several, which are taken to be like
     the one that ends it. What a gap has beyond its steps is time between steps: a save that stood still there
-    (its record says how long in all), else idle.
+    (its record says how long in all), else idle. A validation stands before the step that comes after it.
     """
-    between = stalled = tokens = 0.0
+    between = stalled = tokens = validating = 0.0
     before = start.start_step or 0
     for record in life:
         if isinstance(record, Save) and (record.step or 0) <= kept:
             stalled += record.stall_seconds or 0.0
+        if isinstance(record, Validation) and (record.step or 0) <= kept:
+            validating += record.seconds or 0.0
         if not isinstance(record, Step):
             continue
         num = max(record.step - before, 1)
         before = record.step
+        clock.put("validate", min(clock.at + validating, record.time))
+        validating = 0.0
         gap = clock.until(record.time)
         if record.step > kept or (
             record.loss is not None and math.isnan(record.loss)
@@ -220,6 +224,7 @@ def _steps(clock: _Clock, start: Start, life: list[Record], kept: float) -> floa
             clock.seconds[name] += shrink * spent
         stalled -= shrink * parts["save"]
         between += gap - shrink * known
+    clock.put("validate", clock.at + validating)  # behind the last step
     saving = min(max(stalled, 0.0), between)
     clock.seconds["save"] += saving
     clock.seconds["idle"] += between - saving

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from mlpipe._core.records import Record, Save, Start, Step
+from mlpipe._core.records import Record, Save, Start, Step, Validation
 from mlpipe.observe.gpu import NvmlGpu, find_gpu
 from mlpipe.observe.series import GPU_METRICS, INFO_LABELS, METRICS
 from mlpipe.observe.serve import Serving
@@ -97,6 +97,10 @@ class RankMetrics:
                     self._observe_step(record)
                 case Save():
                     self._observe_save(record)
+                case Validation():
+                    self._add("mlpipe_validation_seconds_total", record.seconds)
+                    for name, value in (record.metrics or {}).items():
+                        self._set("mlpipe_validation_metric", value, (name,))
 
     def _observe_start(self, record: Start) -> None:
         self._flops_per_token = record.num_flops_per_token or 0.0

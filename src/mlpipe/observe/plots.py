@@ -208,12 +208,13 @@ def _hover_columns(series: Sequence[Series], x: LinearScale, y: LinearScale, uni
     binned = [into_bins(one.points, _MOST_COLUMNS) for one in series]
     longest = max(binned, key=len, default=[])
     columns = []
-    for index, (place, (left, right)) in enumerate(zip(longest, _edges(longest, x), strict=True)):
+    for place, (left, right) in zip(longest, _edges(longest, x), strict=True):
         lines, dots = [_steps_text(place)], []
         for one, bins in zip(series, binned, strict=True):
-            if index >= len(bins):
+            there = next((b for b in bins if b.first <= place.last and b.last >= place.first), None)
+            if there is None:
                 continue
-            mean = bins[index].mean
+            mean = there.mean
             name = f"{one.name}: " if one.name else ""
             lines.append(f"{name}{'not finite' if mean is None else f'{_number(mean)} {unit}'}")
             if mean is not None:

@@ -18,11 +18,21 @@ from mlpipe._core.records import (
     Step,
     StopSignal,
     Tracked,
+    Validation,
     own_fields,
 )
 from mlpipe._core.units import format_seconds
 
 _RECENT_STEPS = 20  # enough to smooth, few enough to follow a change of pace
+
+
+class Validated(TypedDict):
+    """What the last validation in training found, for JSON. `best_step`: of the best one so far."""
+
+    step: int | None
+    metrics: dict[str, float | None]
+    best_step: int | None
+    sample: str | None
 
 
 class Summary(TypedDict):
@@ -49,6 +59,8 @@ class Summary(TypedDict):
     metrics_port: int | None
     stopping_on: str | None
     outcome: str | None
+    message: str | None
+    validation: Validated | None
     evaluation: dict[str, Any] | None  # the fields of an Evaluation
     trackers: dict[str, str | None]
 
@@ -61,7 +73,10 @@ class Progress:
         self._notes: list[str] = []
         self._step: Step | None = None
         self._evaluation: Evaluation | None = None
+        self._validation: Validation | None = None
+        self._best_step: int | None = None
         self._outcome: str | None = None
+        self._message: str | None = None
         self._checkpoint_step: int | None = None
         self._recent: deque[Step] = deque(maxlen=_RECENT_STEPS)
         self._signal: str | None = None
@@ -81,16 +96,19 @@ class Progress:
                 self._checkpoint_step = record.step
             case StopSignal():
                 self._signal = record.signal
+            case Validation():
+                self._validation = record
+                self._best_step = record.step if record.best else self._best_step
             case Evaluation():
                 self._evaluation = record
             case End():
-                self._outcome = record.outcome
+                self._outcome, self._message = record.outcome, record.message
             case Tracked():
                 self._trackers[record.tracker or ""] = record.url
 
     def summary(self) -> Summary:
         """As of the last record that was added."""
-        start, step, evaluated = self._start, self._step, self._evaluation
+        start, step, evaluated, validated = self._start, self._step, self._evaluation, self._validation
         at = step.step if step is not None else start.start_step
         seconds = [record.seconds for record in self._recent if record.seconds is not None]
         per_step = sum(seconds) / len(seconds) if seconds else None
@@ -119,7 +137,16 @@ class Progress:
             "metrics_port": start.metrics_port,
             "stopping_on": self._signal,
             "outcome": self._outcome,
-            "evaluation": own_fields(evaluated) if evaluated is not None else None,
+            "message": self._message or None,
+            "validation": None
+            if validated is None
+            else {
+                "step": validated.step,
+                "metrics": _all_finite(validated.metrics),
+                "best_step": self._best_step,
+                "sample": validated.sample,
+            },
+            "evaluation": None if evaluated is None else _told(evaluated),
             "trackers": self._trackers,
         }
 
@@ -127,6 +154,15 @@ class Progress:
 def _finite(value: float | None) -> float | None:
     """JSON has no NaN."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def _told(evaluated: Evaluation) -> dict[str, Any]:
+    told = own_fields(evaluated)
+    return told | {"metrics": None if evaluated.metrics is None else _all_finite(evaluated.metrics)}
+
+
+def _all_finite(values: dict[str, float] | None) -> dict[str, float | None]:
+    return {name: _finite(value) for name, value in (values or {}).items()}
 
 
 def summarize(records: Iterable[Record]) -> Summary:
@@ -146,6 +182,9 @@ def live_line(summary: Summary, *, width: int = 80) -> str:
     parts: dict[str, str] = {"step": f"step {step}/{steps}" if steps else f"step {step}"}
     if summary["last_step_time"] is not None:
         parts["loss"] = f"loss {format_loss(summary['loss'])}"
+    if summary["validation"] is not None and summary["validation"]["metrics"]:
+        name, value = next(iter(summary["validation"]["metrics"].items()))
+        parts["validation"] = f"val {name} {format_loss(value)}"
     if summary["tokens_per_second"] is not None:
         parts["rate"] = f"{format_count(summary['tokens_per_second'])} tok/s"
     if summary["mfu_ratio"] is not None:
@@ -160,7 +199,7 @@ def live_line(summary: Summary, *, width: int = 80) -> str:
         parts["end"] = f"ETA {format_seconds(summary['eta_seconds'])}"
     if summary["checkpoint_step"] is not None:
         parts["checkpoint"] = f"ckpt {summary['checkpoint_step']}"
-    for least in ("", "peak", "checkpoint", "rate", "mfu", "loss", "end"):
+    for least in ("", "peak", "checkpoint", "rate", "mfu", "validation", "loss", "end"):
         parts.pop(least, None)
         line = "  ".join(parts.values()).replace("  (of ", " (of ")
         if len(line) <= width:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from mlpipe._core.records import Evaluation, Record, Save, Start, Step, decode_line, parse
+from mlpipe._core.records import Evaluation, Record, Save, Start, Step, Validation, decode_line, parse
 from mlpipe.store.base import Store
 
 _RANK = re.compile(r"rank-(\d+)\.jsonl")
@@ -84,14 +84,15 @@ class Timeline:
     """What one rank did that still holds, over all attempts and restarts.
 
     `starts`, `others`: with the number of their attempt. `steps`: ascending and without gaps of our making,
-    each as it was done last. `num_rolled_back`: steps done and lost again, because a later start went on from
-    before them.
+    each as it was done last; likewise `validations`. `num_rolled_back`: steps done and lost again, because a
+    later start went on from before them.
     """
 
     starts: list[tuple[int, Start]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     num_rolled_back: int = 0
     saves: list[Save] = field(default_factory=list)
+    validations: list[Validation] = field(default_factory=list)
     evaluation: Evaluation | None = None
     others: list[tuple[int, Record]] = field(default_factory=list)  # signal, end, saves that failed
 
@@ -110,6 +111,9 @@ def merge(attempts: Mapping[int, Iterable[Record]]) -> Timeline:
                     timeline.steps.append(record)
                 case Save(error=None):
                     timeline.saves.append(record)
+                case Validation():
+                    _drop_validations(timeline, (record.step or 0) - 1)
+                    timeline.validations.append(record)
                 case Evaluation():
                     timeline.evaluation = record
                 case _:
@@ -117,7 +121,13 @@ def merge(attempts: Mapping[int, Iterable[Record]]) -> Timeline:
     return timeline
 
 
+def _drop_validations(timeline: Timeline, last_kept: int) -> None:
+    while timeline.validations and (timeline.validations[-1].step or 0) > last_kept:
+        timeline.validations.pop()
+
+
 def _roll_back(timeline: Timeline, last_kept: int) -> None:
+    _drop_validations(timeline, last_kept)
     while timeline.steps and timeline.steps[-1].step > last_kept:
         timeline.steps.pop()
         timeline.num_rolled_back += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -115,7 +115,10 @@ class StageView:
         told = {
             name: self.outcome[name] for name in ("passed", "sample") if self.outcome.get(name) is not None
         }
-        told |= metrics if isinstance(metrics, dict) else {}
+        if isinstance(metrics, dict):
+            named = {item.name for item in fields(Evaluation)}
+            own = {name: value for name, value in metrics.items() if name not in named}
+            told |= metrics | ({"metrics": own} if own else {})
         if self.lead.evaluation is None and not told:
             return None
         plan = self.part(EvaluatePlan)

@@ -32,7 +32,8 @@ class Metric:
 
     @property
     def num_series(self) -> int:
-        """Of one rank: a label beyond run, stage and rank has one value at a time."""
+        """Of one rank: a label beyond run, stage and rank has one value at a time, and each validation one
+        metric or a few."""
         return len(self.buckets) + 3 if self.type == "histogram" else 1  # +Inf, sum and count
 
 
@@ -110,6 +111,15 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "mlpipe_train_learning_rate", "gauge", "1", "0",
         "Learning rate of the last step.", "step: lr",
+    ),
+    Metric(
+        "mlpipe_validation_metric", "gauge", "that of the metric", "0",
+        "A metric of the last validation in training, over all its samples; NaN when it was not finite.",
+        "validation: metrics", ("metric",),
+    ),
+    Metric(
+        "mlpipe_validation_seconds_total", "counter", "seconds", "every",
+        "Time that this rank's training stood still for validation.", "validation: seconds",
     ),
     Metric(
         "mlpipe_train_gpu_memory_bytes", "gauge", "bytes", "every",

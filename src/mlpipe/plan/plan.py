@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
+from mlpipe._core.gate import Mode
 from mlpipe._core.serial import from_plain, to_plain, write_json
 from mlpipe.kinds import KINDS, Kind
 from mlpipe.plan.cluster import ClusterPlan
@@ -244,6 +245,47 @@ class TrackerPlan:
 
 
 @dataclass(frozen=True)
+class MetricPlan:
+    """`name`: of `_core/gate.py`, or what the user calls one of their own, which has an `entry`: a class
+    or function `package.module:name`, called with `args`."""
+
+    name: str
+    entry: str | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BestPlan:
+    """The checkpoint to keep: that with the least or the largest value of `metric`."""
+
+    metric: str
+    mode: Mode
+
+
+@dataclass(frozen=True)
+class StopPlan:
+    """The training ends after `patience` validations in a row none of which was better, by more than
+    `min_delta`, than the best before them."""
+
+    patience: int
+    min_delta: float
+
+
+@dataclass(frozen=True)
+class ValidatePlan:
+    """Validation in training: every so many steps, and after the last one. `sample`: what the text begins
+    with that is generated each time; None: none is."""
+
+    every_steps: int
+    max_tokens: int
+    metrics: tuple[MetricPlan, ...]
+    best: BestPlan | None = None
+    stop: StopPlan | None = None  # judged by the metric of `best`
+    sample: str | None = None
+    generate_tokens: int = 64
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What the planner expects of a step: bytes on the fullest rank at the peak, the process with all it
     holds; seconds. The ratios are corrections of a calibration by earlier runs, contained in both."""
@@ -317,6 +359,7 @@ class TrainPlan(StageWork):
     meaning: dict[str, Any] = field(default_factory=dict)  # see `plan/meaning.py`; kept with each checkpoint
     callbacks: tuple[CallbackPlan, ...] = ()
     track: tuple[TrackerPlan, ...] = ()
+    validate: ValidatePlan | None = None  # None: nobody measures while it trains
 
     @property
     def summary(self) -> str:

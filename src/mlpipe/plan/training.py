@@ -6,12 +6,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import too_long
+from mlpipe._core.gate import BUILT_IN
 from mlpipe._core.units import parse_cadence, parse_seconds
 from mlpipe.kinds.train.spec import OwnModel, PresetModel, Train
 from mlpipe.plan import meaning as meanings
@@ -19,19 +20,23 @@ from mlpipe.plan.candidates import enumerate_candidates, global_batch, micro_bat
 from mlpipe.plan.choose import Candidate, rank
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import (
+    BestPlan,
     CallbackPlan,
     CheckpointPlan,
     DataPlan,
     EmaPlan,
     Entry,
     InitPlan,
+    MetricPlan,
     ModelPlan,
     OptimizerPlan,
     ParameterGroup,
     Prediction,
     SourcePlan,
+    StopPlan,
     TrackerPlan,
     TrainPlan,
+    ValidatePlan,
     compiled,
 )
 from mlpipe.plan.references import stage_named
@@ -44,6 +49,7 @@ from mlpipe.spec.model import Pipeline
 from mlpipe.spec.optimizer import Optimizer, OwnOptimizer, OwnSchedule
 from mlpipe.spec.placeholders import fill
 from mlpipe.spec.tracking import settings_of
+from mlpipe.spec.validation import OwnMetric, Validate
 
 if TYPE_CHECKING:
     from mlpipe.plan.shapes.traced import Traced
@@ -76,7 +82,8 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     batch = (chosen.micro_batch or 1) * hardware.world_size
     train = _train_plan(spec, hardware, known, chosen, reason, batch, resume=True)
     # these are of training's steps
-    return dataclasses.replace(train, predicted=None, memory_bytes=None, callbacks=(), track=())
+    off: dict[str, Any] = {"callbacks": (), "track": (), "validate": None}
+    return dataclasses.replace(train, predicted=None, memory_bytes=None, **off)
 
 
 def shape_of(spec: Train, known: Known, traced: Traced | None = None) -> ModelShape | None:
@@ -216,6 +223,30 @@ def _train_plan(
             CallbackPlan(one.entry, fill(one.args, known), one.ranks) for one in spec.callbacks or ()
         ),
         track=trackers(spec),
+        validate=None if spec.validate_ is None else _validate(spec.validate_, known),
+    )
+
+
+def metric_plans(metrics: Sequence[str | OwnMetric], known: Known) -> tuple[MetricPlan, ...]:
+    """Those of mlpipe's by name, and the user's own."""
+    return tuple(
+        MetricPlan(one.label, one.entry, fill(one.args, known))
+        if isinstance(one, OwnMetric)
+        else MetricPlan(one)
+        for one in metrics
+    )
+
+
+def _validate(spec: Validate, known: Known) -> ValidatePlan:
+    best, stop = spec.best, spec.stop
+    return ValidatePlan(
+        every_steps=parse_cadence(spec.every).steps or 1,
+        max_tokens=spec.max_tokens,
+        metrics=metric_plans(spec.metrics, known),
+        best=None if best is None else BestPlan(best.metric, best.mode or BUILT_IN[best.metric]),
+        stop=None if stop is None else StopPlan(stop.patience, stop.min_delta),
+        sample=spec.sample,
+        generate_tokens=spec.generate_tokens,
     )
 
 

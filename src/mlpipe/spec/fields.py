@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from mlpipe._core.gate import GATE_PATTERN, parse_gate
+from mlpipe._core.gate import NAME_PATTERN as METRIC_PATTERN
 from mlpipe._core.ids import BUCKET_PATTERN, BUCKET_RULE, NAME_PATTERN, is_bucket, is_name
 from mlpipe._core.units import parse_bytes, parse_cadence, parse_seconds
 from mlpipe.spec.tree import Ambiguous
@@ -77,6 +78,7 @@ def _schema(pattern: str, **more: int) -> Any:
 
 MAX_QUANTITY = 64
 _NUMBER = r"\s*(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?\s*"
+_STEPS = r"\s*0*[1-9][0-9]*\s*steps?\s*"
 ENV_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*"
 ENTRY_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 IMAGE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}"
@@ -150,7 +152,21 @@ Every = Annotated[
     str,
     AfterValidator(_parses(parse_cadence)),
     _quantity("'100 steps' or '15 min'"),
-    _schema(rf"\s*0*[1-9][0-9]*\s*steps?\s*|{_NUMBER}(ms|s|min|h|d)\s*", maxLength=MAX_QUANTITY),
+    _schema(rf"{_STEPS}|{_NUMBER}(ms|s|min|h|d)\s*", maxLength=MAX_QUANTITY),
+]
+
+
+def _steps(text: str) -> str:
+    if parse_cadence(text).steps is None:
+        raise ValueError(f"{text!r} is a time; write a number of steps, like '200 steps'")
+    return text
+
+
+Steps = Annotated[
+    str,
+    AfterValidator(_parses(_steps)),
+    _quantity("'200 steps'"),
+    _schema(_STEPS, maxLength=MAX_QUANTITY),
 ]
 
 
@@ -212,6 +228,7 @@ ModelVersion = _text(
     "a version of a model",
     "write like 'stdlib-lm@production' or 'stdlib-lm/3'",
 )
+MetricName = _text(METRIC_PATTERN, "a name of a metric", "write letters, digits and '_', like top_five")
 GateText = Annotated[Text, AfterValidator(_parses(parse_gate)), _schema(GATE_PATTERN, maxLength=MAX_QUANTITY)]
 
 # Bounds that no one meets, so that arithmetic on nonsense ends.

@@ -2,6 +2,7 @@
 
     <stage_key>/checkpoints/step-<9 digits>/<attempt>-<uuid>/<blobs>, MANIFEST.json
     <stage_key>/checkpoints/step-<9 digits>/<attempt>-<uuid>/GIVEN_UP
+    <stage_key>/checkpoints/step-<9 digits>/<attempt>-<uuid>/BEST
     <stage_key>/checkpoints/fence-<attempt>-<step>
 
 Every save has a prefix of its own, never written before (re-saving into one mixes old and new shards). Blobs
@@ -11,13 +12,17 @@ presence is the commit. The latest is the highest committed step by LIST; no poi
 A fence says that an attempt was given up, its node being lost, and what it had committed by then: what it
 commits later, when the node is back, does not count. GIVEN_UP says that one checkpoint counts no more: it is
 damaged, or a resume went back behind it. It is pruned like one that was never committed.
+
+BEST says that a checkpoint was the best of its training when it was saved. It is written before the commit,
+so that both take place at once. Of those that count, the newest with it is the best one, and is never pruned.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlpipe._core.errors import DamagedError, StoreError
@@ -28,12 +33,14 @@ from mlpipe.store.folder import FolderStore
 from mlpipe.store.manifest import MANIFEST, MAX_BYTES, Blob, Manifest, add_checksum, check, strip_checksum
 
 __all__ = [
-    "Blob", "Checkpoint", "check_whole", "commit", "discard", "fence", "give_up",
-    "latest", "list_checkpoints", "load_manifest", "new_prefix",
-    "prune", "read_blob", "step_of", "verify", "write_blob",
+    "Blob", "Checkpoint", "best", "check_whole", "commit", "discard", "fence", "give_up",
+    "latest", "list_checkpoints", "load_manifest", "mark_best", "new_prefix",
+    "prune", "read_best", "read_blob", "step_of", "verify", "write_blob",
 ]  # fmt: skip
 
 GIVEN_UP = "GIVEN_UP"
+BEST = "BEST"
+_BEST_BYTES = 65_536
 _STALE_SECONDS = 3600.0  # a temporary file that nobody has written to for so long
 _PREFIX = re.compile(r"(.*/checkpoints/step-([0-9]{9,})/([0-9]+)-([0-9a-f]+))/(.+)")
 _FENCE = re.compile(r".*/checkpoints/fence-([0-9]+)-([0-9]+)")
@@ -41,13 +48,15 @@ _FENCE = re.compile(r".*/checkpoints/fence-([0-9]+)-([0-9]+)")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed one. `key`: its prefix. `time`: of the commit, Unix seconds. `size_bytes`: all objects."""
+    """A committed one. `key`: its prefix. `time`: of the commit, Unix seconds. `size_bytes`: all objects.
+    `best`: it is the best of its stage."""
 
     key: str
     step: int
     attempt: int
     time: float
     size_bytes: int
+    best: bool = False
 
 
 @dataclass
@@ -60,6 +69,7 @@ class _Seen:
     size_bytes: int = 0
     committed: float | None = None
     given_up: bool = False
+    best: bool = False
 
 
 def new_prefix(stage_key: str, step: int, attempt: int) -> str:
@@ -106,6 +116,25 @@ def give_up(store: Store, prefix: str, why: str) -> None:
     store.put_if_absent(f"{prefix}/{GIVEN_UP}", f"{why}\n".encode())
 
 
+def mark_best(store: Store, prefix: str, why: Mapping[str, Any]) -> None:
+    """Before `commit`: the checkpoint will be the best one. `why`: JSON, of the validation that said so."""
+    store.put_if_absent(f"{prefix}/{BEST}", json.dumps(why).encode() + b"\n")
+
+
+def best(store: Store, stage_key: str) -> Checkpoint | None:
+    """The best committed one; None where no validation said so."""
+    return next((item for item in list_checkpoints(store, stage_key) if item.best), None)
+
+
+def read_best(store: Store, prefix: str) -> dict[str, Any]:
+    """What `mark_best` was given; empty if it cannot be read."""
+    try:
+        why = json.loads(store.get(f"{prefix}/{BEST}", length=_BEST_BYTES))
+    except (StoreError, ValueError, RecursionError):
+        return {}
+    return why if isinstance(why, dict) else {}
+
+
 def list_checkpoints(store: Store, stage_key: str) -> list[Checkpoint]:
     """Committed ones that count, ascending by step, then attempt, then time of the commit."""
     return _committed(_scan(store, stage_key))
@@ -123,7 +152,12 @@ def _committed(seen_prefixes: dict[str, _Seen]) -> list[Checkpoint]:
         for prefix, seen in seen_prefixes.items()
         if seen.committed is not None
     ]
-    return sorted(checkpoints, key=lambda item: (item.step, item.attempt, item.time, item.key))
+    checkpoints.sort(key=lambda item: (item.step, item.attempt, item.time, item.key))
+    for index in range(len(checkpoints) - 1, -1, -1):
+        if seen_prefixes[checkpoints[index].key].best:
+            checkpoints[index] = replace(checkpoints[index], best=True)
+            break
+    return checkpoints
 
 
 def load_manifest(store: Store, prefix: str) -> Manifest:
@@ -165,7 +199,8 @@ def _corrupt_blocks(store: Store, blob: Blob) -> Iterator[str]:
 
 
 def prune(store: Store, stage_key: str, keep: int, in_use: Collection[str] = ()) -> list[str]:
-    """Keeps the newest `keep` committed checkpoints and those in `in_use`; returns the prefixes deleted.
+    """Keeps the newest `keep` committed checkpoints, the best one and those in `in_use`; returns the prefixes
+    deleted.
 
     Uncommitted prefixes go too once a higher step is committed: their save has failed or was killed. A caller
     with a save in flight names its prefix in `in_use`.
@@ -175,7 +210,7 @@ def prune(store: Store, stage_key: str, keep: int, in_use: Collection[str] = ())
     kept = {prefix.rstrip("/") for prefix in in_use}
     seen_prefixes = _scan(store, stage_key)  # once: a checkpoint committed from here on is not looked at
     committed = _committed(seen_prefixes)
-    kept |= {item.key for item in committed[-keep:]}
+    kept |= {item.key for item in committed[-keep:]} | {item.key for item in committed if item.best}
     newest = committed[-1].step if committed else -1
     doomed = {
         prefix: seen.keys
@@ -226,3 +261,4 @@ def _note(seen_prefixes: dict[str, _Seen], info: ObjectInfo) -> None:
     if name == MANIFEST:
         seen.committed = info.modified
     seen.given_up |= name == GIVEN_UP
+    seen.best |= name == BEST

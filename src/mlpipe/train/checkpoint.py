@@ -52,9 +52,10 @@ class Saved:
 
 
 class _Save:
-    def __init__(self, step: int, scalars: dict[str, Any]) -> None:
+    def __init__(self, step: int, scalars: dict[str, Any], best: bool) -> None:
         self.step = step
         self.scalars = scalars
+        self.best = best
         self.began = time.perf_counter()
         self.stall_seconds = 0.0
         self.staged = threading.Event()
@@ -115,12 +116,14 @@ class Checkpointer:
 
     # -- saving -----------------------------------------------------------------------------------
 
-    def save(self, step: int, tensors: list[LocalShard], scalars: dict[str, Any]) -> None:
-        """Starts saving the state after `step` updates. `scalars` must be JSON. Returns at once when
-        asynchronous (after waiting for the save before, if that still runs)."""
+    def save(
+        self, step: int, tensors: list[LocalShard], scalars: dict[str, Any], *, best: bool = False
+    ) -> None:
+        """Starts saving the state after `step` updates. `scalars` must be JSON. `best`: it is kept as the
+        best. Returns at once when asynchronous (after waiting for the save before, if that still runs)."""
         began = time.perf_counter()
         self.finish()
-        save = _Save(step, json.loads(json.dumps(scalars)))
+        save = _Save(step, json.loads(json.dumps(scalars)), best)
         tensors = [replace(item, local=item.local.clone()) if item.is_buffer else item for item in tensors]
         # The optimizer's kernels that made these values are queued on the main thread's stream.
         ready = torch.cuda.Event() if any(item.local.is_cuda for item in tensors) else None
@@ -260,6 +263,8 @@ class Checkpointer:
                     },
                     "scalars": save.scalars,
                 }
+                if save.best:
+                    catalogue.mark_best(self.store, save.key, save.scalars.get("validation", {}))
                 if not catalogue.commit(self.store, save.key, manifest):
                     problem = f"{save.key}: another writer has committed under this key"
         except Exception as error:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import gc
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,10 @@ from mlpipe.train.seeding import seed_step
 from mlpipe.train.session import Session
 from mlpipe.train.shards import clear_gradients
 
+if TYPE_CHECKING:
+    from mlpipe.train.optim.ema import Ema
+    from mlpipe.train.validation import Validation
+
 
 @dataclass
 class Loop:
@@ -45,31 +50,62 @@ class Loop:
     recording: Recording
     position: Position
     progress: list[int]
+    validation: Validation | None = None
     last_save: float = field(default_factory=time.monotonic)
 
     def run(self) -> Outcome:
-        """To the last step, or to the one after which the ranks agreed to stop."""
+        """To the last step, or to the one after which the ranks agreed to stop, or gave up hope."""
         position, plan = self.position, self.plan
         stopping = False
-        if position.step >= plan.steps:  # nothing to do, but rank 0 has the store that others still look for
+        if position.step >= plan.steps or self.early():
+            # nothing to do, but rank 0 has the store that others still look for
             dist.all_reduce(torch.zeros(1))
         first = position.step + 1
-        while position.step < plan.steps and not stopping:
+        if self.is_validation_due(stopping) and self.validate():  # it was saved before that
+            self.save(best=True)
+        while position.step < plan.steps and not (stopping or self.early()):
             self.progress[0] = position.step
             stopping, save_now = self.step()
             if position.step == first:  # what lives now stays: later collections need not walk through it all
                 gc.collect()
                 gc.freeze()
-            if save_now or stopping or position.step == plan.steps:
-                self.save()
+            best = self.is_validation_due(stopping) and self.validate()
+            if save_now or stopping or best or position.step == plan.steps or self.early():
+                self.save(best=best)
         self.session.watchdog.beat("committing the last checkpoint", position.step)
         self.checkpointer.finish()
         if self.recording.failed_saves:
             raise self.recording.failed_saves[-1]
         key = self.last_key()
-        outcome = "done" if position.step >= plan.steps else "saved"
-        self.recording.end(End(outcome=outcome, step=position.step, message=""))
-        return Outcome(outcome, position.step, self.session.rank, checkpoint=key, time=time.time())
+        early = self.early() if position.step < plan.steps else ""
+        message = f"stopped early at step {position.step} of {plan.steps}: {early}" if early else ""
+        outcome = "done" if early or position.step >= plan.steps else "saved"
+        self.recording.end(End(outcome=outcome, step=position.step, message=message))
+        return Outcome(
+            outcome, position.step, self.session.rank, message=message, checkpoint=key, time=time.time()
+        )
+
+    def early(self) -> str:
+        """Why the training is over before its last step, else empty."""
+        return (self.validation.stopped if self.validation is not None else None) or ""
+
+    def is_validation_due(self, stopping: bool) -> bool:
+        """Whoever is told to stop saves first; what is due is done by whoever goes on."""
+        step = self.position.step
+        due = self.validation is not None and self.validation.is_due(step)
+        return due and (not stopping or step >= self.plan.steps)
+
+    def validate(self) -> bool:
+        """Whether this is the best so far."""
+        assert self.validation is not None
+        averages: AbstractContextManager[None] = nullcontext()
+        if self.plan.ema is not None:  # which is what is measured then
+            self.checkpointer.wait_for_staging()
+            averages = cast("Ema", self.update).swapped_in(self.model)
+        with averages:
+            record = self.validation.run(self.schedule, self.position.step)
+        self.recording.validated(record)
+        return bool(record.best)
 
     def step(self) -> tuple[bool, bool]:
         """One update. Returns whether the ranks agreed to stop, and to save, after it."""
@@ -154,8 +190,8 @@ class Loop:
             return step % every.every_steps == 0
         return time.monotonic() - self.last_save >= (every.every_seconds or 0)
 
-    def save(self) -> None:
-        """Begins to save what there is after the last update."""
+    def save(self, *, best: bool = False) -> None:
+        """Begins to save what there is after the last update; `best`: to be kept as the best."""
         position = self.position
         self.session.watchdog.beat("saving", position.step)
         self.last_save = time.monotonic()
@@ -181,7 +217,9 @@ class Loop:
             scalars["streams"] = streams
         if self.plan.init_from is not None:
             scalars["init_from"] = asdict(self.plan.init_from)
-        self.checkpointer.save(position.step, stored(self.model, self.update), scalars)
+        if self.validation is not None:
+            scalars["validation"] = self.validation.scalars()
+        self.checkpointer.save(position.step, stored(self.model, self.update), scalars, best=best)
 
     def last_key(self) -> str | None:
         """Of the stage's newest committed checkpoint."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ import torch
 from mlpipe._core.records import End
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.callbacks import Callbacks, make_callbacks
-from mlpipe.train.checkpoint import Checkpointer, Coordination, SaveSettings
+from mlpipe.train.checkpoint import Checkpointer, Coordination, Saved, SaveSettings
 from mlpipe.train.contract import check_call
 from mlpipe.train.data import (
     Collated,
@@ -29,11 +29,15 @@ from mlpipe.train.optim.learning_rate import check_schedule
 from mlpipe.train.optim.make import make_update
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.apply import parallelize
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.recording import Recording
 from mlpipe.train.resuming import Position, resume
 from mlpipe.train.schedules.accumulate import Accumulate
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.session import Session
+
+if TYPE_CHECKING:
+    from mlpipe.train.validation import Validation
 
 
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
@@ -94,8 +98,15 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         plan = fitting_plan(plan, model, schedule, first_step, world.device)
     elif plan.deterministic and world.size > 1:
         dry_steps(model, schedule, first_step(plan.micro_batch)[:1])
+    validation = _validation(session, plan, model)
     session.watchdog.in_collective = lambda: model.waits.open
     recording = Recording(session, plan, model.waits, flops, callbacks)
+
+    def saved(save: Saved) -> None:
+        if validation is not None and save.error is not None:
+            validation.judge.forget(save.step)
+        recording.saved(save)
+
     coordination_store = session.coordination_store()
     checkpointer = Checkpointer(
         session.store,
@@ -108,13 +119,15 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
             asynchronous=plan.checkpoint.asynchronous,
         ),
         Coordination(coordination_store, world.rank, world.size),
-        on_saved=recording.saved,
+        on_saved=saved,
         while_waiting=lambda: session.watchdog.beat("waiting for a save", progress[0]),
     )
     position = Position()
     restoring = time.perf_counter()
     if plan.resume or session.process.restart:
         position = resume(session, checkpointer, model, update, coordination_store)
+    if validation is not None:
+        validation.load(position.scalars)
     restored = time.perf_counter()
     position.notes += notes
     recording.start(
@@ -131,7 +144,16 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         recording=recording,
         position=position,
         progress=progress,
+        validation=validation,
     )
+
+
+def _validation(session: Session, plan: TrainPlan, model: ParallelizedModel) -> Validation | None:
+    if plan.validate is None:
+        return None
+    from mlpipe.train.validation import Validation  # with tokenizers and all
+
+    return Validation(session, plan, plan.validate, model)
 
 
 def read_ahead(session: Session, plan: TrainPlan, loader: MicrobatchLoader, position: Position) -> ReadAhead:

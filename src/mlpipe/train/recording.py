@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mlpipe._core.errors import MlpipeError
 from mlpipe._core.mfu import mfu_ratio
-from mlpipe._core.records import End, Save, Step
+from mlpipe._core.records import End, Save, Step, Validation
 from mlpipe.plan.flops import CONVENTION
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.callbacks import Callbacks
@@ -100,6 +100,12 @@ class Recording:
         _log.warning("the checkpoint of step %d failed: %s", saved.step, saved.error)
         if len(self.failed_saves) >= _MAX_FAILED_SAVES:
             raise saved.error
+
+    def validated(self, record: Validation) -> None:
+        """When the model was measured on held-out samples."""
+        written = self.session.recorder.write(record)
+        if self.callbacks:
+            self.callbacks.on_validation(written)
 
     def end(self, record: End) -> None:
         """When the training is over, and its last checkpoint committed."""

@@ -32,13 +32,15 @@ _log = logging.getLogger(__name__)
 @dataclass
 class Position:
     """Where the run stands: updates done and samples consumed (which differ when the batch changed). `notes`:
-    what a person should know of the way there. `streams`: where each part of a streaming data set stands."""
+    what a person should know of the way there. `streams`: where each part of a streaming data set stands.
+    `scalars`: all that the checkpoint says besides tensors."""
 
     step: int = 0
     samples: int = 0
     resumed_from: str | None = None
     notes: list[str] = field(default_factory=list)
     streams: list[Any] | None = None
+    scalars: dict[str, Any] = field(default_factory=dict)
 
 
 def resume(
@@ -86,7 +88,7 @@ def resume(
     notes = _schedule_notes(session.plan.work.training, scalars)
     if damages:
         notes.insert(0, _fall_back(session, keys[: len(damages)], damages, scalars["step"]))
-    return Position(scalars["step"], scalars["samples"], key, notes, scalars.get("streams"))
+    return Position(scalars["step"], scalars["samples"], key, notes, scalars.get("streams"), scalars)
 
 
 def load_or_damage(

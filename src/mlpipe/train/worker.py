@@ -113,7 +113,9 @@ def _packages(plan: Plan) -> set[str]:
     """Of the user's entries."""
     part = plan.work.training
     entries = [part.model.build, *part.data.functions]
-    return {entry.entry.partition(":")[0].partition(".")[0] for entry in entries} - {"mlpipe"}
+    measured = part.validate.metrics if part.validate is not None else getattr(plan.work, "metrics", ())
+    names = [*(entry.entry for entry in entries), *(metric.entry or "mlpipe" for metric in measured)]
+    return {name.partition(":")[0].partition(".")[0] for name in names} - {"mlpipe"}
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ def test_grammar() -> None:
     assert parse_gate("val_bits_per_byte < 2.6") == Gate("val_bits_per_byte", "<", 2.6)
     assert parse_gate(" val_loss>=1e-1 ") == Gate("val_loss", ">=", 0.1)
     assert str(parse_gate("val_loss<=2")) == "val_loss <= 2"
+    assert parse_gate("recall.cats > -0.5") == Gate("recall.cats", ">", -0.5)  # of the stage's own metrics
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "loss < 1", "val_loss = 1", "val_loss < ", "val_loss < 1 and", "1 < val_loss", "val_loss < x"],
+    ["", "2loss < 1", "val_loss = 1", "val_loss < ", "val_loss < 1 and", "1 < val_loss", "val_loss < x"],
 )
 def test_everything_else_is_refused_with_what_to_write(text: str) -> None:
     with pytest.raises(ValueError, match="is not a gate; write '<metric> <op> <number>'"):

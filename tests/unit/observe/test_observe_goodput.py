@@ -42,7 +42,7 @@ def test_one_attempt_second_by_second():
     ledger = account([Attempt(100, 103, 145, 2, {0: records, 1: records})], price_usd_per_device_hour=36.0)
     one = {
         "queue": 3, "startup": 2, "init": 3, "restore": 2, "data": 3, "compute": 17, "communication": 6,
-        "save": 1 + 3, "lost": 0, "hang": 0, "idle": 3 + 2,
+        "save": 1 + 3, "validate": 0, "lost": 0, "hang": 0, "idle": 3 + 2,
         "stopped": 0,
     }  # fmt: skip
     assert ledger.seconds == pytest.approx({name: 2 * seconds for name, seconds in one.items()})
@@ -69,6 +69,21 @@ def test_a_save_between_steps_counts_if_its_step_was_kept():
     again = [start(20, step=1, spawn=0), step(30, 2, compute_seconds=6)]
     ledger = account([Attempt(0, 0, 30, 1, {0: [*life, *again]})])
     assert (ledger.seconds["save"], ledger.seconds["idle"]) == (1, 3 + 4)
+
+
+def test_validation_is_neither_a_step_nor_idle():
+    """Before the next step, behind the last one, and of a step that was lost: then it is lost, too."""
+
+    def validated(time: float, number: int, seconds: float) -> Record:
+        return line("validation", time, step=number, seconds=seconds)
+
+    life = [start(0, spawn=0), step(10, 1, compute_seconds=6), validated(13, 1, 3)]
+    life += [step(20, 2, compute_seconds=6), validated(22, 2, 2)]
+    again = [start(22, step=1, spawn=0), step(30, 2, compute_seconds=6), validated(34, 2, 4), line("end", 35)]
+    ledger = account([Attempt(0, 0, 35, 1, {0: [*life, *again]})])
+    assert ledger.seconds["validate"] == 3 + 4
+    assert (ledger.seconds["compute"], ledger.seconds["lost"], ledger.seconds["save"]) == (12, 7 + 2, 1)
+    assert ledger.total == 35
 
 
 def test_a_killed_rank_loses_what_is_done_again_and_a_hang_is_told_from_it():

@@ -98,6 +98,9 @@ def test_before_the_first_record_counters_are_0_and_timestamps_are_now(serve):
             assert metric.name not in samples(text), "an unknown gauge must be absent, not 0"
 
 
+VALIDATED = {"kind": "validation", "time": 1.0, "step": 3, "metrics": {"loss": 2.5}, "seconds": 0.5}
+
+
 def test_every_metric_of_the_table_is_served_after_one_record_of_each_kind_and_no_other(serve):
     metrics = serve()
     for record in (
@@ -105,6 +108,7 @@ def test_every_metric_of_the_table_is_served_after_one_record_of_each_kind_and_n
         STEP,
         SAVED,
         FAILED,
+        VALIDATED,
         {"kind": "of a later version", "time": 1.0},
     ):
         observe(metrics, record)
@@ -119,9 +123,13 @@ def test_every_metric_of_the_table_is_served_after_one_record_of_each_kind_and_n
 
 def test_values(serve):
     metrics = serve(info={"git_sha": "abc"})
-    for record in (START, STEP, STEP, SAVED, {**FAILED, "time": 9999.0}):
+    again = {**VALIDATED, "metrics": {"loss": 2.25, "accuracy": 0.5}}
+    for record in (START, STEP, STEP, SAVED, {**FAILED, "time": 9999.0}, VALIDATED, again):
         observe(metrics, record)
     text = scrape(metrics)
+    by_metric = samples(text)["mlpipe_validation_metric"].items()
+    assert {dict(labels)["metric"]: number for labels, number in by_metric} == {"loss": 2.25, "accuracy": 0.5}
+    assert value(text, "mlpipe_validation_seconds_total") == 1
     assert value(text, "mlpipe_checkpoint_failures_total") == 1
     assert value(text, "mlpipe_checkpoint_duration_seconds_count") == 1
     assert value(text, "mlpipe_train_steps_total") == 2
@@ -168,7 +176,7 @@ def test_run_level_series_are_served_by_rank_0_only(serve):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_number_of_series_is_the_one_that_is_stated(serve, rank):
     metrics = serve(rank=rank)
-    for record in (START, STEP, SAVED, STEP, SAVED):
+    for record in (START, STEP, SAVED, VALIDATED, STEP, SAVED):
         observe(metrics, record)
     stated = sum(metric.num_series for metric in METRICS if rank == 0 or metric.ranks == "every")
     assert sum(map(len, samples(scrape(metrics)).values())) == stated

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -166,6 +166,11 @@ def test_lines_that_lie_are_read_as_far_as_they_are_true():
     step = parse({"kind": "step", "time": 1.0, "step": 4, "loss": None, "grad_norm": "high", "seconds": 1})
     assert (math.isnan(step.loss), step.grad_norm, step.seconds, step.lr) == (True, None, 1, None)
     assert parse({"kind": "step", "time": 1.0, "step": 4}).loss is None, "not said is not: not finite"
+    found = parse({"kind": "validation", "time": 1.0, "metrics": {"loss": None, "accuracy": 1}})
+    assert math.isnan(found.metrics.pop("loss"))
+    assert found.metrics == {"accuracy": 1}
+    assert parse({"kind": "validation", "time": 1.0, "metrics": {"loss": "low"}}).metrics is None
+    assert json.loads(encode(replace(found, metrics={"loss": math.nan})))["metrics"] == {"loss": None}
     news = parse({"kind": "news", "time": 2.0, "rank": 1, "what": "of a later version"})
     assert (news.kind_name, news.rank, news.line["what"]) == ("news", 1, "of a later version")
 
@@ -173,7 +178,7 @@ def test_lines_that_lie_are_read_as_far_as_they_are_true():
 @pytest.mark.parametrize("kind", [*OF_A_RANK, *EVENTS], ids=lambda kind: kind.kind)
 def test_what_is_written_is_read_and_no_other_name_can_be(kind):
     told = {"int": 3, "float": 0.5, "MaybeNan": 0.5, "str": "x", "bool": True}
-    told |= {"list[str]": ["x"], "dict[str, int]": {"x": 3}}
+    told |= {"list[str]": ["x"], "dict[str, int]": {"x": 3}, "dict[str, float]": {"x": 0.5, "y": 1}}
     full = kind(**{field.name: told[field.type.removesuffix(" | None")] for field in fields(kind)})
     assert decode_line(encode(full)) == full
     assert json.loads(encode(full)).keys() == {"v", "kind", *(field.name for field in fields(kind))}

@@ -8,13 +8,14 @@ from mlpipe.kinds.evaluate.spec import Evaluate
 from mlpipe.plan.launch import Given, workers
 from mlpipe.plan.plan import Launch
 from mlpipe.plan.references import stage_referred_to
-from mlpipe.plan.training import evaluation_plan
+from mlpipe.plan.training import evaluation_plan, metric_plans
 from mlpipe.spec.model import Pipeline, Stage
 
 
 def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[EvaluatePlan, Launch]:
-    """Forward passes over the latest checkpoint of the training that the stage is about. Raises PlanError."""
+    """Forward passes over a checkpoint of the training that the stage is about. Raises PlanError."""
     trained = stage_referred_to(pipeline, stage, "train")
+    validate = trained.work.validate_
     own_resources = stage.resources is not None
     forwards = evaluation_plan(trained.work, given.hardware, given.known, own_resources=own_resources)
     spec: Evaluate = stage.work
@@ -23,6 +24,12 @@ def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[EvaluatePlan, 
             f"stage {trained.name!r} keeps no average of its weights",
             where=stage.name,
             hint=f"add 'ema: {{decay: 0.999}}' to {trained.name!r}, or write weights: last",
+        )
+    if spec.checkpoint == "best" and (validate is None or validate.best is None):
+        raise PlanError(
+            f"stage {trained.name!r} has no best checkpoint",
+            where=f"{stage.name}.evaluate.checkpoint",
+            hint="add 'validate: {every: ..., best: {metric: loss}}' to the training, or evaluate the latest",
         )
     evaluation = EvaluatePlan(
         train_stage=trained.name,
@@ -33,5 +40,7 @@ def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[EvaluatePlan, 
         prompt=spec.prompt,
         generate_tokens=spec.generate_tokens,
         weights=spec.weights if spec.weights == "ema" else None,
+        checkpoint=spec.checkpoint or "latest",
+        metrics=metric_plans(spec.metrics or (), given.known),
     )
     return evaluation, workers(stage, given, forwards)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mlpipe.plan.plan import DataPlan, StageWork, TrainPlan
+from mlpipe.plan.plan import DataPlan, MetricPlan, StageWork, TrainPlan
 
 
 @dataclass(frozen=True)
 class EvaluatePlan(StageWork):
-    """Validation loss of the latest checkpoint of `train_stage`, and a gate over the metrics
-    `val_loss`, `val_perplexity`, `val_bits_per_byte`."""
+    """Validation loss of a checkpoint of `train_stage`, and a gate over the metrics `val_loss`,
+    `val_perplexity`, `val_bits_per_byte` and those of `metrics`."""
 
     kind: ClassVar[str] = "evaluate"
 
@@ -23,11 +23,13 @@ class EvaluatePlan(StageWork):
     prompt: str | None
     generate_tokens: int
     weights: Literal["ema"] | None = None  # None: those of the last step
+    checkpoint: Literal["latest", "best"] = "latest"
+    metrics: tuple[MetricPlan, ...] = ()
 
     @property
     def summary(self) -> str:
         gate = f"gate {self.gate}" if self.gate else "no gate"
-        return f"{self.train_stage}'s latest checkpoint on held-out text, {gate}"
+        return f"{self.train_stage}'s {self.checkpoint} checkpoint on held-out text, {gate}"
 
     @property
     def training(self) -> TrainPlan:

@@ -22,10 +22,11 @@ def section(stage: StageView) -> Section:
     blocks: list[Piece] = [
         Facts(
             {
-                "checkpoint of": plan.train_stage if plan is not None else None,
+                "checkpoint of": _whose(plan) if plan is not None else None,
                 "validation loss": f"{loss} nats per token" if loss is not None and in_nats else loss,
                 "perplexity": _number(result.val_perplexity),
                 "bits per byte": _number(result.val_bits_per_byte),
+                **{name: _number(value) for name, value in (result.metrics or {}).items()},
                 "over": f"{result.num_tokens:,.0f} {targets}" if result.num_tokens else None,
                 "gate": f"{result.gate}: {verdict}" if result.gate else None,
                 "prompt": plan.prompt if plan is not None else None,
@@ -38,11 +39,16 @@ def section(stage: StageView) -> Section:
         "validation loss": result.val_loss,
         "perplexity": result.val_perplexity,
         "bits per byte": result.val_bits_per_byte,
+        **(result.metrics or {}),
     }
     facts = [f"{name} {format_loss(value)}" for name, value in named.items() if value is not None]
     if result.gate:
         facts.append(f"gate {result.gate} {'passed' if result.passed else 'not passed'}")
     return Section([Card(blocks)], facts)
+
+
+def _whose(plan: EvaluatePlan) -> str:
+    return f"{plan.train_stage}, the best" if plan.checkpoint == "best" else plan.train_stage
 
 
 def _number(value: float | None) -> str | None:

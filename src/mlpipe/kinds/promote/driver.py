@@ -87,7 +87,7 @@ def promote(
 
 
 def _chosen(store: Store, run_id: str, plan: PromotePlan) -> tuple[Checkpoint, dict[str, Any]]:
-    """With the metrics of its evaluation. Raises SubmitError."""
+    """With its metrics, as they were evaluated, or validated. Raises SubmitError."""
     run = runs.read_run(store, run_id)
     stage_key = f"runs/{run_id}/stages/{plan.train_stage}"
     checkpoints = catalogue.list_checkpoints(store, stage_key)
@@ -106,7 +106,11 @@ def _chosen(store: Store, run_id: str, plan: PromotePlan) -> tuple[Checkpoint, d
         raise SubmitError(
             f"stage {plan.train_stage!r} has no checkpoint to promote", where=stage_key, kind="failed"
         )
-    return checkpoints[-1], metrics
+    chosen = checkpoints[-1]
+    if not metrics:  # nobody evaluated it: what its training measured at that step, if it did
+        told = catalogue.load_manifest(store, chosen.key)["scalars"].get("validation") or {}
+        metrics = told.get("metrics", {}) if told.get("step") == chosen.step else {}
+    return chosen, metrics
 
 
 def _data_digest(store: Store, attempt_key: str) -> str | None:

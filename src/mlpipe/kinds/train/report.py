@@ -6,6 +6,7 @@ from mlpipe import __version__
 from mlpipe._core.mfu import throughput
 from mlpipe._core.records import Tracked
 from mlpipe._core.units import format_bytes, format_seconds
+from mlpipe.observe import validations
 from mlpipe.observe.blocks import (
     Card,
     Cell,
@@ -41,6 +42,7 @@ def section(stage: StageView) -> Section:
         blocks.append(Paragraph(words, is_faint=True))
     for attempt, start in lead.starts:
         blocks += [Paragraph(f"Attempt {attempt}, restart {start.restart}: {note}.") for note in start.notes]
+    blocks += [validations.table(stage)]
     blocks += [_goodput(stage), _mfu(stage), comparison(stage), _ranks(stage), _starts(stage)]
     blocks.append(_checkpoints(stage))
     return Section([block for block in blocks if block is not None], _facts(stage))
@@ -54,6 +56,7 @@ def _facts(stage: StageView) -> list[str]:
     rate, mfu = throughput(stage.lead.steps)
     facts = [f"step {last.step}" + (f" of {start.steps}" if start.steps else "")]
     facts.append(f"loss {format_loss(last.loss)}")
+    facts += validations.facts(stage)
     if start.strategy:
         facts.append(f"{start.strategy} on {start.world_size} x {start.device}")
     if rate is not None:
@@ -259,7 +262,7 @@ def _checkpoints(stage: StageView) -> Piece | None:
                 None if checkpoint is None else format_bytes(checkpoint.size_bytes),
                 None if stall is None else f"{1000 * stall:.0f} ms",
                 None if took is None else format_seconds(took),
-                "kept" if checkpoint is not None else "pruned",
+                "pruned" if checkpoint is None else "kept, the best" if checkpoint.best else "kept",
                 key.rpartition("/checkpoints/")[2],
             ]
         )

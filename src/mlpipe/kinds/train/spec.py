@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from mlpipe._core.units import parse_seconds
-from mlpipe.spec import data, feasibility, starting, tracking
+from mlpipe.spec import data, feasibility, starting, tracking, validation
 from mlpipe.spec import fields as f
 from mlpipe.spec import optimizer as optimizers
 from mlpipe.spec.base import SpecModel
@@ -136,6 +136,9 @@ class Train(SpecModel):
     checkpoint: Checkpoint = Field(
         default_factory=lambda: Checkpoint.model_construct(), description="When to save."
     )
+    validate_: validation.Validate | None = Field(
+        None, alias="validate", description="Measure on held-out samples while training."
+    )
     max_restarts: f.FewOrZero = Field(3, description="Restarts of crashed workers within an attempt.")
     hang_timeout: f.Duration = Field("10 min", description="A longer step ends the run; 1 s or more.")
     metrics_port: f.Port | Literal["off"] = Field(
@@ -169,6 +172,7 @@ def _problems(stage: Node) -> Iterator[Problem]:
             )
     yield from data.problems(train)
     yield from tracking.problems(train)
+    yield from validation.problems(train)
     strategy, mesh = get(train, "strategy"), get(train, "mesh")
     if mesh is not None and text_of(strategy) != "hsdp":
         yield problem_of_key(
@@ -193,10 +197,10 @@ def _seconds(node: Node) -> float:
 def _texts(train: Node) -> Iterator[Node]:
     for path, leaf in train.walk():
         of_schedule = path[:3] == ("optimizer", "schedule", "args")
-        of_callback = path[:1] == ("callbacks",) and path[2:3] == ("args",)
+        of_item = path[:1] in (("callbacks",), ("validate",)) and "args" in path[2:4]
         of_data = path[:1] == ("data",) and data.is_text_with_placeholders(path[1:])
         of_weights = path[:2] == ("init_from", "path")
-        if path[1:2] == ("args",) or of_callback or of_data or of_weights or of_schedule:
+        if path[1:2] == ("args",) or of_item or of_data or of_weights or of_schedule:
             yield leaf
 
 

@@ -49,6 +49,7 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     model.waits.time_end_of_backward(module)
     time_collectives(module, model.waits)
     model.gradient_sync = _GradientSync(model, plan).around
+    model.after_evaluation = lambda: _forget_forwards(module)
 
 
 def _refuse_scalars(module: nn.Module) -> None:
@@ -102,6 +103,20 @@ class _GradientSync:
             group = dist.distributed_c10d._get_default_group()
             send = self.model.waits.timed(dist._broadcast_coalesced)  # type: ignore[attr-defined]
             send(group, self.buffers, 250 * 2**20, 0)
+
+
+def _forget_forwards(module: nn.Module) -> None:
+    """Gives up the weights that a forward pass without a backward leaves gathered, and the order of its
+    blocks: the next backward would gather them once more, after that order. The lists are private; all of
+    torch 2.11 to 2.15 have them."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+            state = part._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                if group is not None:
+                    getattr(group, "_post_forward_indices", []).clear()
+                    getattr(group.comm_ctx, "post_forward_order", []).clear()
 
 
 def time_collectives(module: nn.Module, waits: Waits) -> None:

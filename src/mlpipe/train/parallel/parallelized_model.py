@@ -32,7 +32,8 @@ class ParallelizedModel:
     `module(batch)` gives (loss sum, target count) of this rank's microbatch; it is `built.module`, or what a
     technique wrapped around it. `gradient_sync(last)` is entered around each microbatch; after the backward
     of the last one the gradients are the mean over the data ranks. `after_step()` brings the updated
-    parameters to every rank that computes with them. `waits` counts the time that all of these spend waiting
+    parameters to every rank that computes with them, `after_evaluation()` gives up what forward passes
+    without a backward leave. `waits` counts the time that all of these spend waiting
     for other ranks. `shards`: what this rank updates and stores.
     """
 
@@ -42,6 +43,7 @@ class ParallelizedModel:
     shards: list[LocalShard] = field(default_factory=list)
     gradient_sync: Callable[[bool], AbstractContextManager[None]] = no_gradient_sync
     after_step: Callable[[], None] = nothing
+    after_evaluation: Callable[[], None] = nothing
 
     def tied(self) -> dict[str, str]:
         """Further names of tied parameters, and the one under which each is stored."""

@@ -42,4 +42,9 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
             yield
         waits.end()
 
+    def sync_again() -> None:
+        """A forward pass without a backward makes DDP believe that the next one need not send the buffers."""
+        wrapped.require_forward_param_sync = True
+
     model.module, model.gradient_sync = wrapped, gradient_sync
+    model.after_evaluation = sync_again

@@ -6,12 +6,13 @@ the evaluation call it and know no more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from mlpipe.train.data import Microbatch
+from mlpipe.train.model import Batch
 
 
 class LossSum(NamedTuple):
@@ -36,6 +37,9 @@ class Schedule(Protocol):
         rank's loss sum gives."""
         ...
 
-    def forward(self, batches: Iterable[Microbatch]) -> LossSum:
-        """Without gradients, as many microbatches as come."""
+    def forward(
+        self, batches: Iterable[Microbatch], after: Callable[[Microbatch, Batch], None] | None = None
+    ) -> LossSum:
+        """Without gradients, as many microbatches as come. `after`: called behind each, before the next one,
+        with its batch as the model got it."""
         ...

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mlpipe.train.data import Microbatch, to_device
+from mlpipe.train.model import Batch
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.schedules import LossSum
 from mlpipe.train.world import World
@@ -39,13 +40,18 @@ class Accumulate:
         return sums.counted()
 
     @torch.no_grad()
-    def forward(self, batches: Iterable[Microbatch]) -> LossSum:
+    def forward(
+        self, batches: Iterable[Microbatch], after: Callable[[Microbatch, Batch], None] | None = None
+    ) -> LossSum:
         """As the protocol says."""
         sums = _Sums(self.world)
         for microbatch in batches:
             self.before_microbatch()
-            loss, num_targets = self.model.module(to_device(microbatch.batch, self.world.device))
+            batch = to_device(microbatch.batch, self.world.device)
+            loss, num_targets = self.model.module(batch)
             sums.add(microbatch, loss, num_targets)
+            if after is not None:
+                after(microbatch, batch)
         return sums.counted()
 
 

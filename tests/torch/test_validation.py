@@ -1,0 +1,179 @@
+"""Validation while a model trains: it changes nothing of the training, and its metrics are the same on any
+number of ranks; the best checkpoint is kept, and who gives up hope stops."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import plans
+
+from mlpipe.plan.plan import BestPlan, DataPlan, Entry, MetricPlan, ModelPlan, Plan, StopPlan, ValidatePlan
+from mlpipe.store import catalogue
+from mlpipe.store.folder import FolderStore
+from mlpipe.train.validation import Judge
+
+pytestmark = pytest.mark.torch
+
+STEPS, EVERY, SEQ_LEN = 6, 3, 32
+SAMPLES = 9  # of which the second of two ranks has four, and a microbatch of nothing
+OWN = tuple(
+    MetricPlan(name, f"kit.metrics:{name.title()}")
+    for name in ("right", "extremes", "median", "counts", "merging")
+)
+BUILT_IN = tuple(map(MetricPlan, ("loss", "perplexity", "bits_per_byte", "accuracy")))
+DRAWS = MetricPlan("draws", "kit.metrics:Draws")
+
+
+def validate(*metrics: MetricPlan, **changes: Any) -> ValidatePlan:
+    return replace(ValidatePlan(EVERY, SAMPLES * SEQ_LEN, metrics), **changes)
+
+
+def plan_of(folder: Path, run_id: str, strategy: Any, world_size: int, entry: Entry, **changes: Any) -> Plan:
+    given = {
+        "model": ModelPlan(entry, None, SEQ_LEN, ()),
+        "micro_batch": 4,
+        "accumulation": 16 // (4 * world_size),
+        "steps": STEPS,
+        **changes,
+    }
+    return plans.train_plan(
+        folder / "store",
+        folder / "tokens",
+        strategy=strategy,
+        world_size=world_size,
+        every=100,
+        run_id=run_id,
+        **given,
+    )
+
+
+TEXT = Entry("kit.models:initialized", {"dim": 16, "dropout": 0.0})
+DROPOUT = Entry("kit.models:plain", {"dim": 16, "dropout": 0.3})
+NORMED = Entry("kit.own:normed", {})
+POINTS = DataPlan(None, Entry("kit.own:points", {}), None)
+OFF_AND_ON = {"dropout": (DROPOUT, {}), "batch norm": (NORMED, {"data": POINTS})}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By run: its plan, and rank 0's records."""
+    folder = tmp_path_factory.mktemp("validated")
+    plans.write_tokens(folder / "tokens", num_tokens=4000)
+    pairs = [
+        plan_of(folder, f"{strategy} {name} {onoff}", strategy, 2, entry, **changes, validate=asked)
+        for strategy in ("ddp", "fsdp", "zero2")
+        for name, (entry, changes) in OFF_AND_ON.items()
+        for onoff, asked in (
+            ("off", None),
+            ("on", validate(MetricPlan("loss"), *([DRAWS] if name == "dropout" else [DISTANCE]))),
+        )
+    ]
+    same = [
+        plan_of(folder, strategy, strategy, world_size, TEXT, validate=validate(*BUILT_IN, *OWN))
+        for strategy, world_size in (("single", 1), ("ddp", 2), ("fsdp", 2))
+    ]
+    plans.run_together([*pairs, *same[1:]], folder / "two", worker="kit.counted")
+    plans.run_together(same[:1], folder / "one")
+    return {plan.run_id: (plan, plans.records(folder / "store", plan)) for plan in (*pairs, *same)} | {
+        "folder": folder
+    }
+
+
+DISTANCE = MetricPlan("distance", "kit.metrics:Distance")
+
+
+def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [record for record in records if record["kind"] == kind]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize("name", OFF_AND_ON)
+def test_the_training_is_the_same_bit_for_bit_with_and_without_it(trained, strategy, name):
+    """Under dropout, with batch norm's running statistics, and with metrics that draw at random."""
+    (_, off), (_, on) = (trained[f"{strategy} {name} {onoff}"] for onoff in ("off", "on"))
+    steps = [[(one["loss"], one["grad_norm"]) for one in of_kind(run, "step")] for run in (off, on)]
+    assert steps[0] == steps[1]
+    assert len(steps[0]) == STEPS
+    assert [one["step"] for one in of_kind(on, "validation")] == [3, 6]
+    assert not of_kind(off, "validation")
+
+
+@pytest.mark.parametrize(("strategy", "gathers"), [("fsdp", 2 * 3), ("zero2", 3)])
+def test_it_gathers_weights_for_its_own_passes_and_leaves_none_to_the_next_step(trained, strategy, gathers):
+    """Two blocks and what is around them, in each of two passes or, where they stay, in the first."""
+    counts = [
+        json.loads((trained["folder"] / "two" / f"counts-{strategy} dropout {onoff}.json").read_text())
+        for onoff in ("off", "on")
+    ]
+    found = [sum(one.get(name, 0) for name in ("_allgather_base_", "allgather_")) for one in counts]
+    exchange = 2  # of the metrics' states: their sizes, and they
+    assert found[1] - found[0] == 2 * (gathers + exchange)
+    assert counts[1]["_reduce_scatter_base_"] == counts[0]["_reduce_scatter_base_"]
+
+
+def test_metrics_are_equal_on_one_rank_and_on_two(trained):
+    alone = of_kind(trained["single"][1], "validation")
+    names = set(alone[0]["metrics"])
+    assert names >= {"loss", "perplexity", "bits_per_byte", "accuracy", "right", "extremes.highest", "median"}
+    for strategy in ("ddp", "fsdp"):
+        for one, two in zip(alone, of_kind(trained[strategy][1], "validation"), strict=True):
+            assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-6)
+            assert two["num_samples"] == one["num_samples"] == SAMPLES
+    last = alone[-1]["metrics"]
+    assert last["accuracy"] == last["merging"] == pytest.approx(last["right"])
+    assert last["counts.batches"] == SAMPLES
+    assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
+    assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2))  # a byte a token here
+
+
+def test_its_time_is_its_own(trained):
+    plan, records = trained["ddp"]
+    for one in of_kind(records, "validation"):
+        assert one["seconds"] > 0
+        assert one["best"] is None
+    (peer,) = {record["metrics"] for record in of_kind(plans.records(plan.store_url, plan, 1), "validation")}
+    assert peer is None
+
+
+# The judge
+
+
+def test_the_best_is_better_than_all_before_and_hope_ends_after_patience():
+    judge = Judge(BestPlan("accuracy", "max"), StopPlan(patience=2, min_delta=0.1))
+    found = [
+        (judge.judge(step, value), judge.why_stop is None) for step, value in enumerate((0.5, 0.55, 0.65))
+    ]
+    assert found == [(True, True), (True, True), (True, True)]  # 0.65 beats 0.5 by more than 0.1
+    assert not judge.judge(3, math.nan)
+    again = Judge(BestPlan("accuracy", "max"), StopPlan(patience=2, min_delta=0.1))
+    again.load(json.loads(json.dumps(judge.state())))
+    assert again.why_stop is None
+    assert again.judge(4, 0.7)  # the best, but no reason to hope
+    assert again.why_stop == "accuracy: the last 2 validations were no better than 0.7 at step 4"
+    other = Judge(BestPlan("loss", "min"), None)
+    other.load(again.state())
+    assert other.value is None
+
+
+def test_of_a_best_one_that_could_not_be_saved_nothing_is_left():
+    judge = Judge(BestPlan("loss", "min"), None)
+    judge.judge(1, 3.0)
+    judge.judge(2, 2.0)
+    judge.forget(1)
+    assert judge.value == 2.0
+    judge.forget(2)
+    assert judge.judge(3, 2.5)
+
+
+def test_a_save_of_the_best_is_marked_when_it_is_committed_or_not_at_all(tmp_path: Path):
+    """The mark without the manifest is no checkpoint, and is swept."""
+    store = FolderStore(tmp_path)
+    key = catalogue.new_prefix("s", 5, 1)
+    catalogue.mark_best(store, key, {"judge": {"metric": "loss"}})
+    assert catalogue.best(store, "s") is None
+    assert catalogue.list_checkpoints(store, "s") == []
