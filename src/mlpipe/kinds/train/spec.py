@@ -173,6 +173,7 @@ def _problems(stage: Node) -> Iterator[Problem]:
     yield from data.problems(train)
     yield from tracking.problems(train)
     yield from validation.problems(train)
+    yield from data.disk_problems(stage)
     strategy, mesh = get(train, "strategy"), get(train, "mesh")
     if mesh is not None and text_of(strategy) != "hsdp":
         yield problem_of_key(
