@@ -51,8 +51,9 @@ class Simulated(Backend):
         """It takes any."""
 
     def start_driver(self, store: Store, run: RunState, pipeline: Pipeline, only: str | None) -> None:
-        args: Mapping[str, Any] = pipeline.stage(STAGE).work.model.args
-        steps: int = pipeline.stage(STAGE).work.steps
+        work = pipeline.stage(STAGE).work
+        args: Mapping[str, Any] = {**work.model.args, "validates": work.validate_ is not None}
+        steps: int = work.steps
         with self._lock:
             self.started[run.run_id] += 1
         lease = HeldLease(store, run.run_id)
@@ -88,6 +89,9 @@ class Simulated(Backend):
             loss = args.get("floor", 0.0) + 1.0 / step
             head = {"v": 1, "rank": 0, "restart": 0, "kind": "step", "time": time.time()}
             write_records(store, f"{key}/attempt-{attempt}", 0, [{**head, "step": step, "loss": loss}])
+            if args["validates"] and step % 2 == 0:
+                found = {"step": step, "metrics": {"loss": 2 * loss, "accuracy": None}}
+                write_records(store, f"{key}/attempt-{attempt}", 0, [{**head, "kind": "validation", **found}])
             done = step
             while step in args.get("rungs", ()) and not self._is_judged(store, run_id, step):
                 time.sleep(0.005)
@@ -106,7 +110,8 @@ class Simulated(Backend):
         sweep = runs.read_run(store, sweep_id)
         if "stopped_at" in sweep.stages[name].outcome:
             return runs.cancel_requested(store, run_id) is not None
-        return name in sweep.meta.get("rungs", {}).get(str(step), {})
+        rungs = {int(at): there for at, there in sweep.meta.get("rungs", {}).items()}
+        return any(name in rungs.get(at, {}) for at in (step - 1, step))
 
     def _set(self, store: Store, run_id: str, state: Any, **more: Any) -> None:
         def change(run: RunState) -> RunState:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
-from mlpipe._core.records import Start, Step
+from mlpipe._core.records import Start, Step, Validation
 from mlpipe.observe.axes import finite
 from mlpipe.observe.records import Follower, Timeline, list_attempts, merge, read_records
 from mlpipe.store.base import Store
@@ -16,13 +16,15 @@ _RECENT_STEPS = 20  # that the training's loss is a mean over
 
 
 def metrics_of(store: Store, run: RunState) -> dict[str, float]:
-    """Of all stages, of several that measure the same the last one's: the training's `loss`, and what an
-    evaluation found."""
+    """Of all stages, of several that measure the same the last one's: the training's `loss`, what its last
+    validation found as `val_NAME`, and what an evaluation found."""
     found: dict[str, float] = {}
     for name, stage in run.stages.items():
-        curve = curve_of(timeline(store, run.run_id, name), LOSS)
-        if curve:
+        lead = timeline(store, run.run_id, name)
+        if curve := smoothed(lead.steps):
             found[LOSS] = curve[-1][1]
+        for record in lead.validations[-1:]:
+            found |= {f"val_{metric}": value for metric, value in _of_validation(record).items()}
         metrics = (stage.outcome or {}).get("metrics")
         for metric, value in metrics.items() if isinstance(metrics, dict) else ():
             if isinstance(value, int | float) and finite(value):
@@ -38,8 +40,25 @@ def timeline(store: Store, run_id: str, stage: str) -> Timeline:
 
 
 def curve_of(lead: Timeline, metric: str) -> list[tuple[int, float]]:
-    """(step, value), ascending, where the value is finite. `loss`: see `smoothed`."""
-    return smoothed(lead.steps) if metric == LOSS else []
+    """(step, value), ascending, where the value is finite: of the training's `loss` as in `smoothed`, of all
+    else what validations found."""
+    if metric == LOSS:
+        return smoothed(lead.steps)
+    values = [(one.step, value_of(_of_validation(one), metric)) for one in lead.validations]
+    return [(step, value) for step, value in values if step is not None and value is not None]
+
+
+def value_of(metrics: Mapping[str, float], metric: str) -> float | None:
+    """What is asked for by name; what a validation calls `accuracy` is `val_accuracy` as well."""
+    if metric in metrics or metric == LOSS:
+        return metrics.get(metric)
+    plain = metric.removeprefix("val_")
+    return metrics.get(f"val_{plain}", metrics.get(plain))
+
+
+def _of_validation(record: Validation) -> dict[str, float]:
+    metrics = record.metrics or {}
+    return {name: float(value) for name, value in metrics.items() if value is not None and finite(value)}
 
 
 def smoothed(steps: Iterable[Step]) -> list[tuple[int, float]]:
@@ -87,6 +106,10 @@ class CurveFollower:
                     if self._metric == LOSS:
                         recent = self._losses[-_RECENT_STEPS:]
                         self.points.append((record.step, fmean(loss for _, loss in recent)))
+                case Validation() if record.step is not None and self._metric != LOSS:
+                    value = value_of(_of_validation(record), self._metric)
+                    if value is not None:
+                        self.points.append((record.step, value))
 
     def _roll_back(self, last_kept: int) -> None:
         for points in (self._losses, self.points):

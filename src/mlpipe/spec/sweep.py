@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from mlpipe._core.gate import BUILT_IN
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
 
@@ -107,10 +108,17 @@ class Metric(SpecModel):
 
     name: f.Text = Field(
         "val_loss",
-        description="Of an evaluation or a validation; or `loss`, the training's, a mean over its last 20 "
-        "steps.",
+        description="Of an evaluation, else of the last validation (`accuracy` is `val_accuracy`, too); or "
+        "`loss`, the training's, a mean over its last 20 steps.",
     )
-    mode: Literal["min", "max"] = Field("min", description="Whether less or more of it is better.")
+    mode: Literal["min", "max"] | None = Field(
+        None, description="Whether less or more is better; has to be said of a metric of yours."
+    )
+
+    @property
+    def direction(self) -> Literal["min", "max"]:
+        """`mode`, or what mlpipe's own metrics have."""
+        return self.mode or BUILT_IN.get(self.name.removeprefix("val_"), "min")
 
 
 class PromoteBest(SpecModel):

@@ -9,12 +9,14 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from mlpipe._core.gate import BUILT_IN, METRICS, is_of
 from mlpipe.spec import overrides
 from mlpipe.spec.part import kind_of, spec_part
 from mlpipe.spec.problems import Problem, closest
 from mlpipe.spec.sweep import MAX_TRIALS, Choices, Interval, Sweep, candidates
 from mlpipe.spec.tree import Node, get, problem_of_key, text_of
 from mlpipe.spec.trials import planned
+from mlpipe.spec.validation import metric_names
 
 Check = Callable[[Node], list[Problem]]
 _FIXED = ("name", "needs")  # of a stage: what makes it another pipeline
@@ -185,17 +187,43 @@ def _number(sweep: Node, nodes: list[Node], axes: list[Choices | Interval]) -> I
 
 def _metric(root: Node, sweep: Node) -> Iterator[Problem]:
     """Something must measure it."""
-    kinds = [kind for stage in overrides.stages(root) if (kind := kind_of(stage)) is not None]
-    validates = any(map(_validates, _trainings(root)))
     node = get(sweep, "metric", "name")
-    name = text_of(node) or "val_loss"
-    if name != _OF_STEPS and not validates and not any(kind.is_evaluation for kind in kinds):
-        where = node or sweep
-        yield problem_of_key(
-            where, f"nothing measures {name!r}", "add an evaluate stage, or write metric: {name: loss}"
-        )
-    if name == _OF_STEPS and not any(kind.is_training for kind in kinds):
-        yield problem_of_key(node or sweep, "no stage trains, so there is no loss", "add a train stage")
+    name, where = text_of(node) or "val_loss", node or sweep
+    if name == _OF_STEPS and not _trainings(root):
+        yield problem_of_key(where, "no stage trains, so there is no loss", "add a train stage")
+    measured = [*_evaluated(root), *(one for stage in _trainings(root) for one in _validated(stage))]
+    if name == _OF_STEPS or any(_means(name, one) for one in measured):
+        if name.removeprefix("val_") not in BUILT_IN and get(sweep, "metric", "mode") is None:
+            yield problem_of_key(
+                where,
+                f"nobody knows whether more or less {name!r} is better",
+                "add 'mode: max' or 'mode: min'",
+            )
+        return
+    if measured:
+        hint = closest(name, [_OF_STEPS, *(one if one in METRICS else f"val_{one}" for one in measured)])
+    else:
+        hint = "add an evaluate stage, or write metric: {name: loss}"
+    yield problem_of_key(where, f"nothing measures {name!r}", hint)
+
+
+def _means(name: str, measured: str) -> bool:
+    return is_of(name.removeprefix("val_"), measured.removeprefix("val_"))
+
+
+def _evaluated(root: Node) -> Iterator[str]:
+    """What evaluate stages measure."""
+    for stage in overrides.stages(root):
+        kind = kind_of(stage)
+        if kind is not None and kind.is_evaluation:
+            yield from (*METRICS, *metric_names(stage.value[kind.name]))
+
+
+def _validated(training: Node) -> list[str]:
+    """What is measured while it trains."""
+    kind = kind_of(training)
+    validate = get(training, kind.name, "validate") if kind is not None else None
+    return [] if validate is None else metric_names(validate) or [_OF_STEPS]
 
 
 def _asha(root: Node, sweep: Node) -> Iterator[Problem]:
@@ -216,7 +244,8 @@ def _asha(root: Node, sweep: Node) -> Iterator[Problem]:
         return
     kind = kind_of(trainings[0])
     assert kind is not None
-    if (text_of(get(sweep, "metric", "name")) or "val_loss") != _OF_STEPS and not _validates(trainings[0]):
+    name = text_of(get(sweep, "metric", "name")) or "val_loss"
+    if name != _OF_STEPS and not any(_means(name, one) for one in _validated(trainings[0])):
         yield Problem.at(
             method.place,
             "asha needs a metric that is measured while it trains",
@@ -227,11 +256,6 @@ def _asha(root: Node, sweep: Node) -> Iterator[Problem]:
         yield Problem.at(
             first.place, f"the first rung {first.value} is not below the {steps.value} steps", "write less"
         )
-
-
-def _validates(training: Node) -> bool:
-    kind = kind_of(training)
-    return kind is not None and get(training, kind.name, "validate") is not None
 
 
 def _repeats(root: Node) -> Iterator[Problem]:

@@ -44,6 +44,8 @@ BEYOND_THE_SCHEMA = {
     "kubernetes-rules.yaml": "values that Kueue, a toleration or a pod's own volumes rule out",
     "sweep-rules.yaml": "what a sweep and the rest of its file must agree in",
     "sweep-asha.yaml": "a first rung beyond the last step, a metric that is known too late",
+    "sweep-metric.yaml": "a metric of one's own without a mode",
+    "sweep-unmeasured.yaml": "a metric that nothing measures",
     "sweep-together.yaml": "values of a sweep that are wrong together",
     "start-rules.yaml": "weights of a stage that is not needed, a map with more stars on one side",
     "anchor.yaml": "an anchor",

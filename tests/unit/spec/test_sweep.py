@@ -102,6 +102,14 @@ def test_what_is_drawn_lies_within_is_the_same_again_and_goes_on_with_more_trial
     assert len({json.dumps(values) for values in made}) == number
 
 
+@pytest.mark.parametrize(
+    "written", [[1, 2, 3], "1..3", {"min": 1, "max": 3}, {"min": 1, "max": 3, "log": True}]
+)
+def test_nothing_is_drawn_twice_while_there_is_something_else_both_ends_included(written):
+    made = trials(load({"seed": written}, method="random", trials=3))
+    assert sorted(values["stages.fit.train.seed"] for values in made) == [1, 2, 3]
+
+
 def test_another_seed_draws_otherwise_and_a_logarithm_spreads_over_magnitudes():
     over = {"optimizer.lr": {"min": 1e-6, "max": 1.0, "log": True}}
     drawn = [

@@ -23,6 +23,7 @@ from kit.sweep_backend import Simulated
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.cli.sweep import exit_code
 from mlpipe.observe import sweep_table
+from mlpipe.observe.sweep_report import build_report
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store import registry, runs, sweeps
 from mlpipe.store.folder import FolderStore
@@ -56,8 +57,10 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FolderSto
 
 
 def made(store: FolderStore, folder: Path, over: dict[str, Any], **more: Any) -> str:
+    """`more`: keys of the sweep; of them `train` of the training."""
     sweep = {"over": over, "metric": {"name": "loss"}, **more}
     train = {
+        **sweep.pop("train", {}),
         "model": {"entry": "a.b:c", "args": {}},
         "data": {"entry": "a.b:d", "batch_size": 8},
         "steps": 6,
@@ -301,6 +304,28 @@ def test_asha_stops_what_is_not_among_the_best_at_a_rung_saved_and_once(store, t
     assert {row.shown_state for row in sweep_table.trial_rows(store, sweep)} == {"done", "stopped"}
     assert drive(store).seq == sweep.seq  # those that were stopped stay so
     assert set(Simulated.started.values()) == {1}
+
+
+def test_a_validation_is_a_metric_at_the_end_and_at_a_rung(store, tmp_path):
+    over = {"model.args.floor": [0.1, 0.5], "model.args.rungs": [[4]]}
+    more = {
+        "method": "asha",
+        "trials": 2,
+        "eta": 2,
+        "min_steps": 3,
+        "seed": 1,
+        "metric": {"name": "val_loss"},
+    }
+    made(store, tmp_path, over, train={"validate": {"every": "2 steps"}}, **more)
+    sweep = drive(store)
+    floors = [values["stages.fit.train.model.args.floor"] for values in sweep.meta["trials"].values()]
+    assert floors == [0.1, 0.5]
+    assert sweep.meta["rungs"] == {"3": {"000": 2 * (0.1 + 1 / 4), "001": 2 * (0.5 + 1 / 4)}}
+    assert sweeps.value_of(sweep.stages["000"]) == pytest.approx(2 * (0.1 + 1 / 6))
+    assert sweep.stages["001"].message == "stopped by asha at step 3"
+    page = build_report(store, sweep)
+    assert "<h3>val_loss" in page
+    assert "<h3>Training loss" not in page
 
 
 def test_what_asha_has_written_and_not_done_the_next_controller_does(store, tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from typing import Any
 
 from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
 from mlpipe._core.processes import ProcessId, is_alive
-from mlpipe.observe.measured import CurveFollower, metrics_of, value_at
+from mlpipe.observe.measured import CurveFollower, metrics_of, value_at, value_of
 from mlpipe.spec.sweep import DEFAULT_ETA
 from mlpipe.store import leases, runs, sweeps
 from mlpipe.store.base import Store
@@ -263,7 +263,7 @@ class _Controller:
         there = self.state.meta.get("rungs", {}).get(str(step), {})
         if name in there:
             return None
-        less, eta = self._sweep.metric.mode == "min", self._sweep.eta or DEFAULT_ETA
+        less, eta = self._sweep.metric.direction == "min", self._sweep.eta or DEFAULT_ETA
         stopped = not is_done and not goes_on(value, there.values(), eta, less_is_better=less)
 
         def change(run: RunState) -> RunState:
@@ -291,7 +291,7 @@ class _Controller:
 
     def _end(self, name: str, run: RunState) -> None:
         metrics = metrics_of(self._store, run)
-        metric = self._sweep.metric.name
+        value = value_of(metrics, self._sweep.metric.name)
         outcome: dict[str, Any] = {"metrics": metrics}
         message = run.message
         known = self.state.stages[name].outcome
@@ -301,8 +301,8 @@ class _Controller:
         elif run.state == "cancelled" and self._stop.kind is not None:
             message = STOPPED
         if run.state == "done":
-            outcome["value"] = metrics.get(metric)
-            message = "" if metric in metrics else f"it has measured no {metric!r}"
+            outcome["value"] = value
+            message = "" if value is not None else f"it has measured no {self._sweep.metric.name!r}"
         for stage in run.stages.values():
             if stage.state == "failed":
                 outcome["kind"], message = (stage.outcome or {}).get("kind") or "failed", stage.message
@@ -332,10 +332,11 @@ class _Controller:
 
     def _stop_at_once(self) -> None:
         """Drivers on this machine: the second signal. Elsewhere trials have been asked to save, and will."""
+        for name, following in self._following.items():
+            self._ask_to_stop(name, following, STOPPED)
         deadline = time.monotonic() + _AT_ONCE_SECONDS
         while self._following and not self._backend.has_own_driver and time.monotonic() < deadline:
-            for name, following in list(self._following.items()):
-                self._ask_to_stop(name, following, STOPPED)
+            for following in self._following.values():
                 lease = following.run.driver
                 if lease is not None and is_alive(ProcessId(lease.pid, lease.namespace, lease.started)):
                     os.kill(lease.pid, signal.SIGTERM)

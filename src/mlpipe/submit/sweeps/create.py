@@ -50,7 +50,7 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
         names,
         over=list(sweep.over),
         trials=values,
-        metric={"name": sweep.metric.name, "mode": sweep.metric.mode},
+        metric={"name": sweep.metric.name, "mode": sweep.metric.direction},
         method=sweep.method,
     )
 

@@ -28,7 +28,7 @@ def suggest(sweep: Sweep, number: int, known: Iterable[Known]) -> dict[str, Any]
     spread = axes(sweep)
     distributions = {key: _distribution(optuna.distributions, axis) for key, axis in spread.items()}
     study = optuna.create_study(
-        direction="maximize" if sweep.metric.mode == "max" else "minimize",
+        direction="maximize" if sweep.metric.direction == "max" else "minimize",
         sampler=optuna.samplers.TPESampler(seed=sweep.seed + number, constant_liar=True),
     )
     for values, value in known:
