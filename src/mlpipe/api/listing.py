@@ -164,7 +164,7 @@ class _Facts:
         for stage in self._run.stages.values() if self._run is not None else ():
             told = (stage.outcome or {}).get("metrics")
             if isinstance(told, dict):
-                found |= {column(name): value for name, value in told.items()}
+                found |= {**told, **{column(name): value for name, value in told.items()}}
         self._known.keys |= found.keys()
         return found
 

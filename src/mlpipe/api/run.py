@@ -129,21 +129,16 @@ class Run:
     def checkpoint(
         self, which: Literal["newest", "best"] = "newest", stage: str | None = None
     ) -> SavedCheckpoint | None:
-        """The newest committed checkpoint, or the best that validation found; None where there is none (any
-        more). Of several training stages: the last one that has any."""
-        from mlpipe.api.metrics import best_step
+        """The newest committed checkpoint, or the best by `validate.best`; None where there is none. Of
+        several training stages: the last one that has any."""
         from mlpipe.store import catalogue
 
-        run = self.state()
+        find = catalogue.best if which == "best" else catalogue.latest
         for name in reversed(self._named(stage)):
-            found = catalogue.list_checkpoints(self._store, f"runs/{self.id}/stages/{name}")
-            if which == "best":
-                best = best_step(self._store, run, name)
-                found = [one for one in found if one.step == best]
-            if found:
-                last = found[-1]
-                path = self._store.local_path(last.key)
-                return SavedCheckpoint(name, last.step, last.key, path, last.time, last.size_bytes)
+            found = find(self._store, f"runs/{self.id}/stages/{name}")
+            if found is not None:
+                path = self._store.local_path(found.key)
+                return SavedCheckpoint(name, found.step, found.key, path, found.time, found.size_bytes)
         return None
 
     def logs(self, stage: str | None = None, rank: int | None = None, tail: int | None = None) -> str:

@@ -21,6 +21,8 @@ from mlpipe.observe.plots import Series, line_plot
 from mlpipe.observe.progress import format_count, format_loss, format_mfu
 from mlpipe.observe.report import render_page
 from mlpipe.observe.runview import RunView, StageView, view_run
+from mlpipe.observe.validations import best_of, names
+from mlpipe.observe.validations import points as validation_points
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store.base import Store
@@ -174,19 +176,12 @@ def _outcome(view: RunView) -> dict[tuple[Group, str], Fact]:
     return facts
 
 
-def validations(stage: StageView) -> list[Any]:
-    """What validation found in the middle of the training, in the order of steps."""
-    found: list[Any] = [record for _, record in stage.lead.others if record.kind == "validation"]
-    return [record for record in found if record.step is not None and record.metrics]
-
-
 def validated(stage: StageView) -> list[tuple[str, float | None, float | None]]:
-    """Name, last value and the value at the step that was best, of each metric."""
-    found = validations(stage)
-    names = dict.fromkeys(name for record in found for name in record.metrics)
-    best: dict[str, float] = next((record.metrics for record in reversed(found) if record.best), {})
-    last = found[-1].metrics if found else {}
-    return [(name, last.get(name), best.get(name)) for name in names]
+    """Name, last value and the value at the best step, of each metric of validations in the training."""
+    found = stage.lead.validations
+    ends = (found[-1] if found else None, best_of(stage))
+    last, best = ((one.metrics if one is not None else None) or {} for one in ends)
+    return [(name, last.get(name), best.get(name)) for name in names(found)]
 
 
 def _text(value: Any) -> str:
@@ -263,10 +258,10 @@ def _charts(comparison: Comparison) -> Charts:
             Series(
                 name,
                 _COLOURS[number % len(_COLOURS)],
-                [(record.step, record.metrics.get(metric)) for record in validations(stage)],
+                validation_points(stage.lead.validations, metric),
             )
             for number, (name, stage) in enumerate(lines)
-            if any(metric in record.metrics for record in validations(stage))
+            if metric in names(stage.lead.validations)
         ]
         charts += _chart(f"Validation {metric}", "", series)
     return Charts(charts, [])

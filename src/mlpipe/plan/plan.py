@@ -115,6 +115,7 @@ class SourcePlan:
     tokens: str | None
     dataset: Entry | None
     digest: str | None
+    cache_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class DataPlan:
     folder's manifest, which has those of the files; None for a user's own, and before the data exist.
     `collate`: import path of the user's function that makes a batch of a list of samples; None: stacked.
     `workers`: processes that read ahead beside each rank. `splits`: parts of a set that can
-    only be iterated over. `mix`: instead of the first three, of what samples are mixed."""
+    only be iterated over. `mix`: instead of the first three, of what samples are mixed.
+    `cache_bytes`: on each node's disk for tokens in a bucket (`tokens` is an s3:// URL then)."""
 
     tokens: str | None
     dataset: Entry | None
@@ -133,11 +135,12 @@ class DataPlan:
     workers: int | Literal["auto"] = 0
     splits: int = 1
     mix: tuple[SourcePlan, ...] = ()
+    cache_bytes: int | None = None
 
     @property
     def sources(self) -> tuple[SourcePlan, ...]:
         """Of a mixture all, of other data the one."""
-        return self.mix or (SourcePlan(1.0, self.tokens, self.dataset, self.digest),)
+        return self.mix or (SourcePlan(1.0, self.tokens, self.dataset, self.digest, self.cache_bytes),)
 
     @property
     def functions(self) -> tuple[Entry, ...]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 MIB, GIB = 2**20, 2**30
 MAX_SHM_BYTES = 32 * GIB
+BESIDE_CACHE_BYTES = 8 * GIB
 
 # What GPU feature discovery puts into the label nvidia.com/gpu.product: the board's name in NVML, with '-'
 # for spaces. Of boards that come in several forms, the one whose peak stands in `plan/catalogue.json`.
@@ -91,7 +92,7 @@ def cluster_plan(pipeline: Pipeline, stage: Stage, resources: Resources | None) 
         shm_bytes=_shm_bytes(spec.shm, memory_bytes),
         gpus_per_node=pod.gpus_per_node,
         gpu_product=_gpu_product(spec, pod),
-        disk_bytes=parse_bytes(pod.disk) if pod.disk else None,
+        disk_bytes=parse_bytes(pod.disk) if pod.disk else _disk_bytes(stage),
         store_driver_secret=spec.store.driver_secret,
         store_web_identity=_web_identity(spec.store.web_identity),
     )
@@ -116,6 +117,16 @@ def _web_identity(spec: k.WebIdentity | None) -> c.WebIdentity | None:
 def _patch(spec: k.Patch) -> c.Patch:
     target = spec.target
     return c.Patch(target.kind, target.stage, target.component, spec.strategic, spec.json_)
+
+
+def _disk_bytes(stage: Stage) -> int | None:
+    """Room for the copies of a bucket's files, beside what a pod has anyway."""
+    from mlpipe.kinds.train.spec import Train
+    from mlpipe.spec.data import cache_bytes
+
+    train = stage.part(Train)
+    cached = cache_bytes(train.data) if train is not None else 0
+    return cached + BESIDE_CACHE_BYTES if cached else None
 
 
 def _shm_bytes(asked: str | None, memory_bytes: int) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import too_long
 from mlpipe._core.gate import BUILT_IN
-from mlpipe._core.units import parse_cadence, parse_seconds
+from mlpipe._core.units import parse_bytes, parse_cadence, parse_seconds
 from mlpipe.kinds.train.spec import OwnModel, PresetModel, Train
 from mlpipe.plan import meaning as meanings
 from mlpipe.plan.candidates import enumerate_candidates, global_batch, micro_batches, pick, refuse
@@ -44,7 +44,7 @@ from mlpipe.plan.shapes import dense
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
-from mlpipe.spec.data import AnySource, OwnData, OwnSource, TokenData
+from mlpipe.spec.data import BUCKET, DEFAULT_CACHE, AnySource, OwnData, OwnSource, TokenData
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.optimizer import Optimizer, OwnOptimizer, OwnSchedule
 from mlpipe.spec.placeholders import fill
@@ -293,7 +293,7 @@ def _data(spec: Train, known: Known) -> DataPlan:
     data = spec.data
     if isinstance(data, TokenData):
         source = _source(1.0, data, known)
-        return DataPlan(source.tokens, None, source.digest)
+        return DataPlan(source.tokens, None, source.digest, cache_bytes=source.cache_bytes)
     read: dict[str, Any] = {"collate": data.collate, "workers": data.workers}
     if isinstance(data, OwnData):
         return DataPlan(None, _source(1.0, data, known).dataset, None, **read, splits=data.splits)
@@ -305,6 +305,8 @@ def _source(weight: float, source: AnySource | TokenData | OwnData, known: Known
     if isinstance(source, OwnData | OwnSource):
         return SourcePlan(weight, None, Entry(source.entry, fill(source.args, known)), None)
     folder = fill(source.tokens, known)
+    if folder.startswith(BUCKET):
+        return SourcePlan(weight, folder, None, None, parse_bytes(source.cache or DEFAULT_CACHE))
     path = Path(folder) / "manifest.json"
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
     return SourcePlan(weight, folder, None, digest)

@@ -7,10 +7,19 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from mlpipe._core.units import format_bytes, parse_bytes
 from mlpipe.spec import fields as f
+from mlpipe.spec import placeholders
 from mlpipe.spec.base import SpecModel, one_of
 from mlpipe.spec.problems import Problem
-from mlpipe.spec.tree import Node, get, items_of, problem_of_key
+from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
+
+BUCKET, DEFAULT_CACHE = "s3://", "20 GiB"
+_TOKENS = (
+    "The folder, usually `{{stages.NAME.output}}`, or `s3://bucket/prefix` with what "
+    "`mlpipe-corpus --shard` has written."
+)
+_CACHE = "Of tokens in a bucket: disk of each node for copies of their files, 20 GiB by default."
 
 
 class TokenData(SpecModel):
@@ -18,7 +27,8 @@ class TokenData(SpecModel):
 
     model_config = ConfigDict(json_schema_extra=one_of("batch_tokens", "batch_size"))
 
-    tokens: f.Text = Field(description="The folder, usually `{{stages.NAME.output}}`.")
+    tokens: f.Text = Field(description=_TOKENS)
+    cache: f.Size | None = Field(None, description=_CACHE)
     batch_tokens: f.Count | None = Field(
         None, description="Tokens in a step, over all workers: a multiple of `seq_len`."
     )
@@ -77,7 +87,8 @@ class _Weighted(SpecModel):
 class TokenSource(_Weighted, SpecModel):
     """A folder of token files, in a mixture."""
 
-    tokens: f.Text = Field(description="The folder, usually `{{stages.NAME.output}}`.")
+    tokens: f.Text = Field(description=_TOKENS)
+    cache: f.Size | None = Field(None, description=_CACHE)
 
 
 class OwnSource(_Weighted, _Own):
@@ -120,6 +131,16 @@ AnyData = Annotated[
 ]
 
 
+def cache_bytes(data: TokenData | OwnData | MixData) -> int:
+    """On the disk of each node, for copies of what lies in buckets."""
+    sources = data.mix if isinstance(data, MixData) else (data,)
+    return sum(
+        parse_bytes(source.cache or DEFAULT_CACHE)
+        for source in sources
+        if isinstance(source, TokenData | TokenSource) and source.tokens.startswith(BUCKET)
+    )
+
+
 def problems(train: Node) -> Iterator[Problem]:
     """Rules between the keys of `data`, and between them and the model's."""
     data = get(train, "data")
@@ -132,12 +153,35 @@ def problems(train: Node) -> Iterator[Problem]:
     if get(data, "entry") is None and get(data, "mix") is None:
         yield from _batch(train, data)
     yield from _divided(data)
+    for source in (data, *items_of(data, "mix")):
+        yield from _cached(train, source)
     reads_tokens = any(get(one, "tokens") is not None for one in (data, *items_of(data, "mix")))
     if get(train, "model", "entry") is not None and get(train, "model", "seq_len") is None and reads_tokens:
         yield problem_of_key(
             train.value["model"],
             "a model fed with tokens needs their number in a sample",
             "add 'seq_len: 512'",
+        )
+
+
+def disk_problems(stage: Node) -> Iterator[Problem]:
+    """Of a stage whose pods have less disk than the copies take."""
+    disk, data = get(stage, "resources", "disk"), get(stage, "train", "data")
+    if disk is None or data is None:
+        return
+    try:
+        caches = [
+            parse_bytes(text_of(get(source, "cache")) or DEFAULT_CACHE)
+            for source in (data, *items_of(data, "mix"))
+            if (text_of(get(source, "tokens")) or "").startswith(BUCKET)
+        ]
+        room = parse_bytes(text_of(disk) or "")
+    except ValueError:
+        return  # reported where it stands
+    if room < sum(caches):
+        needed = format_bytes(sum(caches))
+        yield problem_of_key(
+            disk, f"copies of what lies in buckets may take {needed}", "write more, or a smaller data.cache"
         )
 
 
@@ -174,6 +218,20 @@ def _batch(train: Node, data: Node) -> Iterator[Problem]:
                 f"batch_tokens {tokens.value} is not a multiple of seq_len {seq_len.value}",
                 f"write {nearest}",
             )
+
+
+def _cached(train: Node, source: Node) -> Iterator[Problem]:
+    tokens, cache = text_of(get(source, "tokens")) or "", get(source, "cache")
+    if cache is not None and tokens and not tokens.startswith(BUCKET) and not placeholders.names(tokens):
+        yield problem_of_key(cache, "cache is for tokens in a bucket", "remove it, or write tokens: s3://...")
+    if not tokens.startswith(BUCKET):
+        return
+    if get(train, "model", "preset") is not None and get(train, "model", "vocab_size") is None:
+        yield problem_of_key(
+            train.value["model"],
+            "nobody looks into a bucket before the run, so the model's vocabulary is not known",
+            "add 'vocab_size: ...', as the manifest.json there has it or more",
+        )
 
 
 def _divided(data: Node) -> Iterator[Problem]:

@@ -81,6 +81,8 @@ def starts_outside(start: InitFrom | None) -> bool:
 def problems(stage: Node) -> Iterator[Problem]:
     """What is wrong in a training stage's `init_from`."""
     start = get(stage, "train", "init_from")
+    if start is not None and (place := text_of(start)) is not None:
+        yield Problem.at(start.place, f"{place!r} does not say what it is", f'write {{path: "{place}"}}')
     if start is None or not isinstance(start.value, dict):
         return
     if not {"path", "model", "run", "stage"} & start.value.keys():

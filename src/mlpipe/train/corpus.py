@@ -15,8 +15,9 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -24,7 +25,7 @@ from tokenizers import Tokenizer
 from mlpipe._core.errors import EXIT_CODES, MlpipeError, TrainError
 from mlpipe._core.units import format_bytes, parse_bytes
 from mlpipe.train.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, train_tokenizer
-from mlpipe.train.tokens import DTYPES, FORMAT, MANIFEST, Split
+from mlpipe.train.tokens import DTYPES, FORMAT, MANIFEST, SHARDED, Shard, Split
 
 _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _TOKENIZER_BYTES = 8_000_000  # of text that the merges are learnt from
@@ -68,10 +69,12 @@ def build_corpus(
     tokenizer_kind: str = "bpe",
     validation_fraction: float = 0.05,
     seed: int = 0,
+    shard_bytes: int | None = None,
 ) -> dict[str, Split]:
     """Writes tokenizer.json, train.bin, validation.bin and last manifest.json into `out`.
 
     `source`: a folder of text files or one file; None: the standard library. `max_bytes`: of text to use.
+    `shard_bytes`: cuts the two into files of at most so many, train-00000.bin and so on, for a bucket.
     Raises TrainError, of kind input when the source or the numbers are unfit.
     """
     if vocab_size < MIN_VOCAB_SIZE:
@@ -94,17 +97,39 @@ def build_corpus(
         name: _encode(tokenizer, documents, out / f"{name}.bin", dtype)
         for name, documents in (("train", train), ("validation", validation))
     }
+    if shard_bytes is not None:
+        splits = {name: _cut(out, name, split, dtype, shard_bytes) for name, split in splits.items()}
     manifest = {
-        "format": FORMAT,
+        "format": FORMAT if shard_bytes is None else SHARDED,
         "dtype": dtype,
         "vocab_size": tokenizer.get_vocab_size(),
         "tokenizer": "tokenizer.json",
-        "splits": {name: asdict(split) for name, split in splits.items()},
+        "splits": {name: _described(split) for name, split in splits.items()},
     }
     temporary = out / f"{MANIFEST}.tmp"
     temporary.write_text(json.dumps(manifest, indent=2) + "\n")
     temporary.replace(out / MANIFEST)
     return splits
+
+
+def _cut(out: Path, name: str, split: Split, dtype: str, shard_bytes: int) -> Split:
+    width = np.dtype(DTYPES[dtype]).itemsize
+    size, shards = max(1, shard_bytes // width) * width, list[Shard]()
+    with (out / split.file).open("rb") as file:
+        while data := file.read(size):
+            shard = f"{name}-{len(shards):05d}.bin"
+            (out / shard).write_bytes(data)
+            shards.append(Shard(shard, len(data) // width, hashlib.sha256(data).hexdigest()))
+    (out / split.file).unlink()
+    return replace(split, file="", sha256="", shards=tuple(shards))
+
+
+def _described(split: Split) -> dict[str, Any]:
+    """As the manifest has it."""
+    described = asdict(split)
+    for name in ("file", "sha256") if split.shards else ("shards",):
+        del described[name]
+    return described
 
 
 def _find(source: Path | None, max_bytes: int | None, seed: int, out: Path) -> list[Document]:
@@ -244,6 +269,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab-size", type=int, default=4096, help="of the bpe tokenizer (default: 4096)")
     parser.add_argument("--max-bytes", metavar="SIZE", help="of text to use, like '4 MB' (default: all)")
     parser.add_argument("--validation-fraction", type=float, default=0.05, help="of the text (default: 0.05)")
+    parser.add_argument(
+        "--shard", metavar="SIZE", help="of the files for a bucket, like '64 MB' (default: one)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the order of the files (default: 0)")
     return parser
 
@@ -257,7 +285,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.out,
             source=args.source,
             vocab_size=args.vocab_size,
-            max_bytes=_max_bytes(args.max_bytes),
+            max_bytes=_bytes("--max-bytes", args.max_bytes),
+            shard_bytes=_bytes("--shard", args.shard),
             tokenizer_kind=args.tokenizer,
             validation_fraction=args.validation_fraction,
             seed=args.seed,
@@ -274,11 +303,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _max_bytes(text: str | None) -> int | None:
+def _bytes(option: str, text: str | None) -> int | None:
     try:
         return None if text is None else parse_bytes(text)
     except ValueError as error:
-        raise _bad(f"--max-bytes: {error}", "write like --max-bytes '4 MB'") from None
+        raise _bad(f"{option}: {error}", f"write like {option} '4 MB'") from None
 
 
 if __name__ == "__main__":

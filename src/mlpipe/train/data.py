@@ -23,7 +23,7 @@ from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import DataPlan, Entry, SourcePlan
 from mlpipe.train.mixture import Mixture, Shortened
 from mlpipe.train.model import Batch, load_entry
-from mlpipe.train.order import order
+from mlpipe.train.order import samples_at
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.tokens import TokenDataset, open_folder
 from mlpipe.train.world import World
@@ -77,7 +77,7 @@ class Collated:
 def open_dataset(plan: DataPlan, *, split: str, seq_len: int) -> Any:
     """Token files, what the user's function returns for `split` ("train", "validation"), or a mixture."""
     if plan.tokens is not None:
-        return TokenDataset(open_folder(plan.tokens), split, seq_len)
+        return open_tokens(plan.sources[0], split, seq_len)
     sources = [_open_source(source, plan, split, seq_len) for source in plan.sources]
     dataset = sources[0]
     if plan.mix:
@@ -100,10 +100,21 @@ def open_dataset(plan: DataPlan, *, split: str, seq_len: int) -> Any:
     return collated
 
 
+def open_tokens(source: SourcePlan, split: str, seq_len: int) -> TokenDataset:
+    """Of a folder, or of a bucket."""
+    assert source.tokens is not None
+    tokens = open_folder(source.tokens)
+    if tokens.url is None:
+        return TokenDataset(tokens, split, seq_len)
+    from mlpipe.train.token_shards import ShardedTokens
+
+    return ShardedTokens(tokens, tokens.split(split), seq_len, source.cache_bytes or 0)
+
+
 def _open_source(source: SourcePlan, plan: DataPlan, split: str, seq_len: int) -> Any:
     """Without a `collate` one that gives dicts of tensors."""
     if source.tokens is not None:
-        return TokenDataset(open_folder(source.tokens), split, seq_len)
+        return open_tokens(source, split, seq_len)
     if source.dataset is None:
         raise TrainError("the plan names no data", kind="bug")
     entry = Entry(source.dataset.entry, {**source.dataset.args, "split": split})
@@ -250,11 +261,9 @@ class MicrobatchLoader:
 
     def _order(self, start: int, count: int) -> NDArray[np.int64]:
         samples = self.dataset.samples if isinstance(self.dataset, Collated) else self.dataset
-        if isinstance(samples, Mixture):
-            return samples.order(self.seed, start, count)
         if isinstance(samples, Streams):
             return np.zeros(count, dtype=np.int64)
-        return order(self.seed, start, count, len(samples))
+        return samples_at(samples, self.seed, np.arange(start, start + count, dtype=np.int64))
 
     def _microbatch(self, indices: NDArray[np.int64]) -> Microbatch:
         batch = collate(self.dataset, indices)

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlpipe.train.order import order, order_at
+from mlpipe.train.order import Ordered, order, order_at, samples_at
 
 _FINEST = 1_000_000  # of a weight's digits after the point, as a denominator
 _APART = 0x9E3779B97F4A7C15  # between the seeds of the sources
 
 
-class Mixture:
-    """Indexed as if the sources lay one behind the other; which index is read when says `order`."""
+class Mixture(Ordered):
+    """Indexed as if the sources lay one behind the other; which index is read when says `order_at`."""
 
     def __init__(self, sources: Sequence[Any], weights: Sequence[float]) -> None:
         self.sources = sources
@@ -45,18 +45,18 @@ class Mixture:
         source = int(np.searchsorted(self._offsets, index, side="right")) - 1
         return source, index - int(self._offsets[source])
 
-    def order(self, seed: int, start: int, count: int) -> NDArray[np.int64]:
-        """Indices at the global positions start, ..., start + count - 1."""
+    def order_at(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Indices at these global positions."""
         block = int(self._ends[-1])
-        blocks = np.arange(start, start + count, dtype=np.int64) // block
-        slots = order(seed, start, count, block)
+        blocks = positions // block
+        slots = order_at(seed, positions, block)
         chosen = np.searchsorted(self._ends, slots, side="right")
         own = blocks * self.shares[chosen] + slots - (self._ends - self.shares)[chosen]
-        indices = np.empty(count, dtype=np.int64)
+        indices = np.empty(len(positions), dtype=np.int64)
         for number, source in enumerate(self.sources):
             mine = chosen == number
             if mine.any():
-                within = order_at(seed + (number + 1) * _APART, own[mine], len(source))
+                within = samples_at(source, seed + (number + 1) * _APART, own[mine])
                 indices[mine] = self._offsets[number] + within
         return indices
 

@@ -8,6 +8,8 @@ and any position is reached at once, whatever the world size or batch was before
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,6 +32,21 @@ def order_at(seed: int, positions: NDArray[np.int64], n: int) -> NDArray[np.int6
         chosen = epochs == epoch
         indices[chosen] = _permute(within[chosen].astype(np.uint64), n, seed, epoch)
     return indices
+
+
+class Ordered:
+    """A data set with an order of its own."""
+
+    def order_at(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Indices of its samples at the global `positions`, a function of the seed and these alone."""
+        raise NotImplementedError
+
+
+def samples_at(dataset: Any, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Indices of a map-style set's samples at the global `positions`."""
+    if isinstance(dataset, Ordered):
+        return dataset.order_at(seed, positions)
+    return order_at(seed, positions, len(dataset))
 
 
 def _permute(values: NDArray[np.uint64], n: int, seed: int, epoch: int) -> NDArray[np.uint64]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mlpipe._core.errors import TrainError
 from mlpipe._core.records import End
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.callbacks import Callbacks, make_callbacks
@@ -35,6 +36,7 @@ from mlpipe.train.resuming import Position, resume
 from mlpipe.train.schedules.accumulate import Accumulate
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.session import Session
+from mlpipe.train.tokens import TokenDataset
 
 if TYPE_CHECKING:
     from mlpipe.train.validation import Validation
@@ -185,9 +187,24 @@ def try_out(plan: TrainPlan, model: torch.nn.Module, dataset: Any) -> float | No
     """FLOPs a token, as the plan says or counted. Raises TrainError (input) if the model and its data break a
     rule of the contract, as far as that shows on the meta device; the first pass looks again."""
     sample = collate(dataset, np.zeros(2, dtype=np.int64))
+    _check_vocabulary(plan, dataset)
     check_call(model, sample, plan.model.build.entry)
     if plan.num_flops_per_token is not None:
         return plan.num_flops_per_token
     from mlpipe.train.flops import count_flops_per_token
 
     return count_flops_per_token(plan.model, collated=sample)
+
+
+def _check_vocabulary(plan: TrainPlan, dataset: Any) -> None:
+    """Of tokens that the planner has not seen."""
+    ours = plan.model.build.args.get("vocab_size")
+    if plan.model.preset is None or not isinstance(dataset, TokenDataset) or not isinstance(ours, int):
+        return
+    if dataset.vocab_size > ours:
+        raise TrainError(
+            f"model.vocab_size is {ours}, but there are {dataset.vocab_size} tokens in the data",
+            where=plan.data.tokens,
+            hint=f"write vocab_size: {-(-dataset.vocab_size // 64) * 64}",
+            kind="input",
+        )

@@ -3,14 +3,19 @@
     manifest.json {"format": 1, "dtype": "uint16", "vocab_size": 4096, "tokenizer": "tokenizer.json",
                    "splits": {"train": {"file", "num_tokens", "num_bytes", "sha256"}, ...}}
 
-`num_bytes` is the size of the split's text in UTF-8: what bits per byte are counted by.
+`num_bytes` is the size of the split's text in UTF-8: what bits per byte are counted by. A folder in a bucket
+has its splits in many files, which `mlpipe-corpus --shard` makes:
+
+    manifest.json {"format": 2, ..., "splits": {"train": {"num_tokens", "num_bytes",
+                                                          "shards": [{"file", "num_tokens", "sha256"}, ...]}}}
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +23,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlpipe._core.errors import TrainError
+from mlpipe.store.open import open_store
+from mlpipe.store.outputs import cache_folder
 
 FORMAT = 1
+SHARDED = 2
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
 MANIFEST = "manifest.json"
+BUCKET = "s3://"
 
 
 @dataclass(frozen=True)
-class Split:
+class Shard:
+    """One of several files of a split."""
+
     file: str
     num_tokens: int
-    num_bytes: int
     sha256: str
 
 
 @dataclass(frozen=True)
+class Split:
+    """In one file, or in `shards`."""
+
+    file: str
+    num_tokens: int
+    num_bytes: int
+    sha256: str
+    shards: tuple[Shard, ...] = ()
+
+
+@dataclass(frozen=True)
 class TokenFolder:
-    """`digest` is the SHA-256 of the manifest, which names the digest of every file: that of the data."""
+    """`digest` is the SHA-256 of the manifest, which names the digest of every file: that of the data.
+    `url`: of the bucket whose files `path` has copies of; None: it is the folder itself."""
 
     path: Path
     dtype: str
@@ -42,6 +64,19 @@ class TokenFolder:
     tokenizer: str | None
     splits: dict[str, Split]
     digest: str
+    url: str | None = None
+
+    def split(self, name: str) -> Split:
+        """Raises TrainError (input) where there is none of that name."""
+        if name not in self.splits:
+            known = ", ".join(sorted(self.splits))
+            raise _bad(f"no split {name!r}; there are {known}", self.where, _REMAKE)
+        return self.splits[name]
+
+    @property
+    def where(self) -> str:
+        """Of the manifest, for messages."""
+        return f"{self.url or self.path}/{MANIFEST}"
 
     @property
     def tokenizer_path(self) -> Path | None:
@@ -49,7 +84,10 @@ class TokenFolder:
 
 
 def open_folder(path: str | Path) -> TokenFolder:
-    """Reads the manifest and checks the files' sizes. Raises TrainError (input) saying what does not fit."""
+    """Reads the manifest and checks the files' sizes. Raises TrainError (input) saying what does not fit.
+    `path`: a folder, or one in a bucket, of which nothing else is read yet but the tokenizer."""
+    if str(path).startswith(BUCKET):
+        return _open_bucket(str(path).rstrip("/"))
     folder = Path(path)
     where = str(folder / MANIFEST)
     try:
@@ -67,6 +105,27 @@ def open_folder(path: str | Path) -> TokenFolder:
     return tokens
 
 
+def _open_bucket(url: str) -> TokenFolder:
+    store = open_store(url)
+    where = f"{url}/{MANIFEST}"
+    text = store.get(MANIFEST)
+    folder = cache_folder() / "tokens" / hashlib.sha256(url.encode()).hexdigest()[:32]
+    try:
+        tokens = _parse(folder, json.loads(text), hashlib.sha256(text).hexdigest(), SHARDED)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _bad(
+            f"this is no manifest of token files in shards: {error!r}",
+            where,
+            "make the folder with mlpipe-corpus --shard '64 MB' --out DIR, and upload it",
+        ) from error
+    if tokens.tokenizer_path is not None and tokens.tokenizer is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{tokens.tokenizer}.{os.getpid()}"
+        partial.write_bytes(store.get(tokens.tokenizer))
+        partial.replace(tokens.tokenizer_path)
+    return replace(tokens, url=url)
+
+
 def verify(tokens: TokenFolder) -> None:
     """Reads every file and compares its SHA-256 (about 1 s a GB; for one process a node, not for each).
     Raises TrainError (input) naming the file that differs."""
@@ -82,10 +141,9 @@ class TokenDataset:
 
     def __init__(self, tokens: TokenFolder, split: str, seq_len: int) -> None:
         where = str(tokens.path / MANIFEST)
-        if split not in tokens.splits:
-            raise _bad(f"no split {split!r}; there are {', '.join(sorted(tokens.splits))}", where, _REMAKE)
-        info = tokens.splits[split]
+        info = tokens.split(split)
         self.seq_len = seq_len
+        self.vocab_size = tokens.vocab_size
         self.num_samples = (info.num_tokens - 1) // seq_len
         if self.num_samples < 1:
             raise _bad(
@@ -116,16 +174,25 @@ class TokenDataset:
 _REMAKE = "make the folder anew with mlpipe-corpus --out DIR"
 
 
-def _parse(folder: Path, data: dict[str, Any], digest: str) -> TokenFolder:
-    if data["format"] != FORMAT:
-        raise ValueError(f"format {data['format']!r}, this mlpipe reads {FORMAT}")
+def _parse(folder: Path, data: dict[str, Any], digest: str, form: int = FORMAT) -> TokenFolder:
+    if data["format"] != form:
+        raise ValueError(f"format {data['format']!r}, this mlpipe reads {form} here")
     if data["dtype"] not in DTYPES:
         raise ValueError(f"dtype {data['dtype']!r} is not one of {', '.join(DTYPES)}")
-    splits = {name: Split(**fields) for name, fields in data["splits"].items()}
-    for name in [data["tokenizer"], *(split.file for split in splits.values())]:
+    splits = {name: _split(fields) for name, fields in data["splits"].items()}
+    files = [split.file for split in splits.values() if form == FORMAT]
+    files += [shard.file for split in splits.values() for shard in split.shards]
+    for name in [data["tokenizer"], *files]:
         if name is not None and Path(name).name != name:
             raise ValueError(f"{name!r} is not the name of a file in this folder")
     return TokenFolder(folder, data["dtype"], int(data["vocab_size"]), data["tokenizer"], splits, digest)
+
+
+def _split(fields: dict[str, Any]) -> Split:
+    if "shards" not in fields:
+        return Split(**fields)
+    shards = tuple(Shard(**shard) for shard in fields["shards"])
+    return Split("", fields["num_tokens"], fields["num_bytes"], "", shards)
 
 
 def _check_size(tokens: TokenFolder, name: str, split: Split) -> None:

@@ -110,6 +110,9 @@ def test_whatever_is_written_is_understood_or_refused(text):
     [
         ("", "column 1: it ends where a field"),
         ("a <", "column 4: it ends where a value should follow"),
+        ("a", "column 2: it ends where one of <, <="),
+        ("(a < 3 b", "column 8: 'b' where `)` should stand"),
+        ("a == 1 and " * 30 + "not " * 60 + "a < 3", "more than 50"),
         ("a 3", "column 3: '3' where one of <, <="),
         ("a < 3 b", "column 7: 'b' where `and`, `or` or the end"),
         ("3 < a", "column 1: '3' where a field"),
@@ -128,6 +131,14 @@ def test_a_mistake_is_told_with_its_place(text, words):
         parse(text)
     assert words in caught.value.message
     assert caught.value.kind == "input"
+
+
+def test_the_limits_are_within_what_is_understood():
+    assert parse("not " * 49 + "a < 3").holds({"a": 5}.get)
+    assert parse("a < 3" + " " * 995).holds({"a": 2}.get)
+    with pytest.raises(SubmitError) as caught:
+        parse("a < 3 b")
+    assert caught.value.message.splitlines()[1:] == ["  a < 3 b", "        ^"]
 
 
 def test_no_more_is_asked_for_than_decides():

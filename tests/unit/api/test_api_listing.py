@@ -15,7 +15,7 @@ from kit.synthetic_run import Life
 import mlpipe
 from mlpipe._core.errors import SubmitError
 from mlpipe.api.listing import find, short
-from mlpipe.store import runs
+from mlpipe.store import catalogue, runs
 from mlpipe.store.folder import FolderStore
 
 pytestmark = pytest.mark.unit
@@ -51,10 +51,21 @@ def store(tmp_path_factory) -> FolderStore:
 
 
 def written(store: FolderStore, run_id: str, lr: str) -> None:
-    """A run that trained 40 steps, and was evaluated."""
+    """A run that trained 40 steps, validated after 20 and 40, and was evaluated."""
     synthetic_run.write_train_stage(store, run_id, [Life(1, 0, 0, 40)], steps=40, every=20)
+    key = f"runs/{run_id}/stages/train/attempt-1"
+    found = [
+        {"v": 1, "kind": "validation", "time": synthetic_run.BEGIN + step, "rank": 0, "restart": 0,
+         "step": step,
+         "metrics": {"loss": LOSSES[run_id] + (0.5 if step == 20 else 0.1), "accuracy": step / 100},
+         "num_samples": 8, "best": step == 20, "seconds": 0.1, "sample": None}
+        for step in (20, 40)
+    ]  # fmt: skip
+    synthetic_run.write_records(store, key, 0, found)
     for step in (20, 40):
         name = synthetic_run.checkpoint_key(step, 1, run_id)
+        if step == 20:
+            catalogue.mark_best(store, name, {})
         synthetic_run.commit_checkpoint(store, name, step=step, attempt=1)
     states = {"train": synthetic_run.stage_state(), "evaluate": synthetic_run.stage_state()}
     metrics = {"val_loss": LOSSES[run_id], "val_bits_per_byte": None, "num_tokens": 2048}
@@ -79,6 +90,8 @@ def found(store: FolderStore, where: str | None = None, sort: str | None = None)
         ("train.lr < 1e-3", {"slow", "waits"}),  # whose lr is the default of 3e-4
         ("stages.train.train.optimizer.lr = 0.01", {"fast"}),
         ("train.optimizer.lr >= 1e-3 and val_loss < 2.4", {"better"}),
+        ("val_accuracy == 0.4 and run != slow", {"fast", "better"}),
+        ("num_tokens > 2000 and val_loss > 3", {"slow"}),
         ("step == 40 and not run == fast", {"slow", "better"}),
         ("pipeline == lm and state == pending", {"waits"}),
         ("user == ada and steps == 40 and num_tokens > 2000", {"slow", "fast", "better"}),
@@ -148,6 +161,9 @@ def test_metrics_and_checkpoints_of_a_run(store):
     train = table.where(stage="train")
     assert train.column("step") == list(range(1, 41))
     assert all(isinstance(loss, float) for loss in train.column("loss"))
+    assert train[19]["val_accuracy"] == 0.2
+    assert train[39]["val_loss"] == pytest.approx(2.35)
+    assert "val_loss" not in train[20]
     assert table.where(stage="evaluate") == [
         {"stage": "evaluate", "step": 40, "val_loss": 2.25, "num_tokens": 2048}
     ]
@@ -156,7 +172,8 @@ def test_metrics_and_checkpoints_of_a_run(store):
     assert newest is not None
     assert (newest.step, newest.stage) == (40, "train")
     assert newest.path == Path(store.url) / newest.key
-    assert best is None  # nothing was validated
+    assert best is not None
+    assert best.step == 20
     assert mlpipe.Run("waits", store=store.url).checkpoint("best") is None
 
 
@@ -185,6 +202,8 @@ def test_runs_beside_each_other(store, tmp_path):
         "group": "pipeline", "key": "stages.train.train.optimizer.lr", "slow": 1e-4, "fast": 1e-2,
     }  # fmt: skip
     assert (by_key["evaluate.val_loss"]["slow"], by_key["evaluate.val_loss"]["fast"]) == (3.5, 2.5)
+    assert by_key["train.best accuracy"]["slow"] == 0.2
+    assert by_key["train.validation accuracy"]["slow"] == 0.4
     assert by_key["state"]["fast"] == "done"  # the outcome is told, alike or not
     assert "stages.train.train.steps" not in by_key
     assert "train.goodput" in by_key
@@ -196,7 +215,7 @@ def test_runs_beside_each_other(store, tmp_path):
     (line,) = [line for line in text.splitlines() if line.startswith("stages.train.train.optimizer.lr")]
     assert line.split()[1:] == ["0.0001", "0.01", "0.001"]
     page = (tmp_path / "page.html").read_text()
-    assert page.count('<svg class="chart"') == 4  # loss, throughput, MFU, gradient norm
+    assert page.count('<svg class="chart"') == 6  # loss, throughput, MFU, gradient norm, two validations
     assert page.count("stages.train.train.steps") == 1  # among what is alike
     assert "<script" not in page
     document = cli.json("compare", "slow", "fast")

@@ -49,6 +49,15 @@ def test_what_a_pod_gets(overrides: tuple[str, ...], stage: str, cpus: float, me
     assert cluster.shm_bytes % MIB == 0
 
 
+def test_copies_of_what_lies_in_buckets_have_room_on_the_pods_disk() -> None:
+    bucket = ("train.train.data={tokens: 's3://bucket/a', cache: 30 GiB, batch_size: 8}",)
+    sizes = [
+        cluster_of(plan_of(pipeline_of("quickstart", *QUICKSTART, *overrides), "train")).disk_bytes
+        for overrides in ((), (*bucket, "train.train.model.vocab_size=4096"))
+    ]
+    assert sizes == [None, 38 * 2**30]
+
+
 def test_shared_memory_of_a_small_pod_is_a_part_of_its_memory() -> None:
     plan = plan_of(pipeline_of("quickstart", *QUICKSTART, "corpus.resources={memory: 64 MiB}"), "corpus")
     assert cluster_of(plan).shm_bytes == 16 * MIB

@@ -55,6 +55,8 @@ def test_what_does_not_fit_is_told_by_name():
 def test_long_lists_are_cut():
     found = match({f"w{i}": here(1) for i in range(20)}, {}, {})
     assert found.words() == ["missing there: w0, w1, w2, w3, w4, w5 and 14 more"]
+    words = {n: match({f"w{i}": here(1) for i in range(n)}, {}, {}).words()[0] for n in (6, 7)}
+    assert (words[6][-2:], words[7][-13:]) == ("w5", "w5 and 1 more")
 
 
 def test_a_tied_parameter_is_found_under_any_name_and_two_of_them_are_compared():
@@ -121,8 +123,12 @@ def test_the_hint_names_the_map():
     assert hint(match(model, files, {})).endswith('map: {"module.*": "*"}')
     outer = {f"net.{name}": one for name, one in model.items()}
     assert hint(match(outer, {"a": there(1), "b.a": there(1)}, {})).endswith('map: {"*": "net.*"}')
+    other = {"z.w": there(1), "z.v": there(1), "a.q.w": there(1)}
+    assert 'map: {"z.*": "*"}' in hint(match({"w": here(1), "v": here(1)}, other, {}))
     assert "strict: false" in hint(match(model, {"x": there(1)}, {}))
-    assert "map" not in hint(match({"a": here(2)}, {"a": there(1)}, {}))
+    assert hint(match(model, {"x": there(1)}, {})).startswith("map: ")
+    for one in (match({"a": here(2)}, {"a": there(1)}, {}), match(model, {}, {})):
+        assert hint(one).startswith("strict: false")
 
 
 def test_patterns_of_names_are_those_of_a_shell_and_near_names_are_told():

@@ -173,6 +173,7 @@ def _problems(stage: Node) -> Iterator[Problem]:
     yield from data.problems(train)
     yield from tracking.problems(train)
     yield from validation.problems(train)
+    yield from data.disk_problems(stage)
     strategy, mesh = get(train, "strategy"), get(train, "mesh")
     if mesh is not None and text_of(strategy) != "hsdp":
         yield problem_of_key(
@@ -233,6 +234,8 @@ def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
         changes["data.batch_tokens"] = None
     splits = train.data.splits if isinstance(train.data, OwnData) else 1
     changes |= {"data.batch_size": 2 * math.lcm(num_workers, splits), "data.micro_batch": None}
+    if train.validate_ is not None:
+        changes |= {"validate.every": "2 steps", "validate.max_tokens": min(train.validate_.max_tokens, 2048)}
     return {**changes, "accumulation": None, "checkpoint.every": "2 steps", "compile": "off"}
 
 

@@ -1,0 +1,145 @@
+"""Files of a bucket on this node's disk: each fetched once for all ranks of the node, verified, and the least
+recently used ones deleted before there are more than so many bytes."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlpipe._core.errors import DamagedError, StoreError
+from mlpipe.store.base import Store
+from mlpipe.store.open import open_store
+
+_FETCH_SECONDS = 3600.0
+_PIECE_BYTES = 16 * 2**20
+_AT_ONCE = 4
+_PARTIAL = ".partial-"
+
+
+@dataclass(frozen=True)
+class CachedFile:
+    """Of the bucket: what it holds is known by its digest, so that the cache never shows another one."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class ShardCache:
+    """`url`: of the folder in the bucket. `folder`: for copies of it, shared by the processes of the node;
+    `limit_bytes`: of all of them together."""
+
+    def __init__(self, url: str, folder: Path, limit_bytes: int) -> None:
+        self.url = url
+        self.folder = folder
+        self.limit_bytes = limit_bytes
+        self._process = 0
+        self._coming: dict[str, Future[Path]] = {}
+
+    def get(self, file: CachedFile) -> Path:
+        """A path of it here, which stays until others have been used since. Raises StoreError."""
+        self._begin()
+        coming = self._coming.pop(file.sha256, None)
+        path = coming.result() if coming is not None else self._fetch(file)
+        if not path.exists():  # deleted since it came
+            path = self._fetch(file)
+        with suppress(OSError):
+            os.utime(path)
+        return path
+
+    def expect(self, files: list[CachedFile]) -> None:
+        """They will be asked for soon: fetched meanwhile. What goes wrong shows when they are."""
+        self._begin()
+        for file in files:
+            if file.sha256 not in self._coming:
+                self._coming[file.sha256] = self._threads.submit(self._fetch, file)
+
+    def _begin(self) -> None:
+        """Connections and threads do not outlive a fork."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._coming.clear()
+            self._store: Store = open_store(self.url)
+            self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shards")
+
+    def _fetch(self, file: CachedFile) -> Path:
+        path = self.folder / file.sha256
+        if path.exists():
+            return path
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._locked(f".{file.sha256[:16]}.lock"):
+                if not path.exists():
+                    self._download(file, path)
+        except OSError as error:
+            raise StoreError(
+                f"cannot keep {file.name}: {error.strerror}",
+                where=str(self.folder),
+                hint="free some space there, or let MLPIPE_CACHE name another folder",
+            ) from error
+        return path
+
+    def _download(self, file: CachedFile, path: Path) -> None:
+        partial = path.with_name(f"{_PARTIAL}{secrets.token_hex(4)}")
+        try:
+            with partial.open("xb") as output:
+                with self._locked(".room.lock"):
+                    self._make_room(file.size_bytes)
+                    os.truncate(output.fileno(), file.size_bytes)  # counts from now on
+                digest = hashlib.sha256()
+                for start in range(0, file.size_bytes, _PIECE_BYTES):
+                    piece = bytearray(min(_PIECE_BYTES, file.size_bytes - start))
+                    self._store.get_into(file.name, piece, start=start)
+                    digest.update(piece)
+                    output.write(piece)
+            if digest.hexdigest() != file.sha256:
+                raise DamagedError(
+                    "its bytes are not those of the manifest",
+                    where=f"{self.url}/{file.name}",
+                    hint="upload the folder anew, its manifest last",
+                )
+            with self._locked(".room.lock"):  # who counts meets it under one name
+                partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _make_room(self, size_bytes: int) -> None:
+        """A file that another process has mapped stays readable for it."""
+        kept = []
+        for path in self.folder.iterdir():
+            with suppress(OSError):  # of one that another process has just deleted
+                if not path.name.startswith(".") or path.name.startswith(_PARTIAL):
+                    kept.append((path.stat().st_mtime, path.stat().st_size, path))
+        used = sum(size for _, size, _ in kept)
+        for _, size, path in sorted(kept):
+            if used + size_bytes <= self.limit_bytes:
+                return
+            if not path.name.startswith(_PARTIAL):
+                path.unlink(missing_ok=True)
+                used -= size
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """One process or thread of the node at a time."""
+        with (self.folder / name).open("w") as lock:
+            deadline = time.monotonic() + _FETCH_SECONDS
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise StoreError(
+                            f"another process has been fetching this for {_FETCH_SECONDS:.0f} s",
+                            where=lock.name,
+                        ) from None
+                    time.sleep(0.02)
+            yield
