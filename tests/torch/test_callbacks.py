@@ -128,8 +128,8 @@ def test_they_hear_what_was_recorded(trained):
     assert [one[1:] for one in found if one[0] == "checkpoint"] == keys
     assert [step for step, _ in keys] == [3, 6]
     assert found[-1] == ["end", "done", 6, ""]
-    other = heard(trained, "all", 1)
-    assert [one[:2] for one in other if one[0] != "made"] == [one[:2] for one in found if one[0] != "made"]
+    other = heard(trained, "all", 1)  # when a save is seen to be committed differs
+    assert sorted(one[:2] for one in other[1:]) == sorted(one[:2] for one in found[1:])
 
 
 def test_a_training_with_them_is_the_one_without(trained):
@@ -144,7 +144,7 @@ def test_a_training_with_them_is_the_one_without(trained):
 def test_one_that_hangs_is_named(tmp_path):
     tokens = plans.write_tokens(tmp_path / "tokens")
     plan = plans.train_plan(
-        tmp_path / "store", tokens, world_size=1, strategy="single", steps=2, hang_timeout_seconds=1.0,
+        tmp_path / "store", tokens, world_size=1, strategy="single", steps=2, hang_timeout_seconds=10.0,
         callbacks=(CallbackPlan("kit.heard:Sleeps", {}),),
     )  # fmt: skip
     assert plans.launch(plan, tmp_path / "scratch") == 3

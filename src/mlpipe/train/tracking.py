@@ -86,6 +86,6 @@ def history(store: Store, stage_key: str, first: int, last: int) -> list[Record]
                 continue
             if isinstance(record, Step):
                 steps[at] = record
-            elif isinstance(record, Save):
+            elif isinstance(record, Save) or record.kind == "validation":
                 others.append(record)
     return sorted([*steps.values(), *others], key=lambda record: (getattr(record, "step", 0), record.time))

@@ -74,6 +74,9 @@ def scalars(record: Record) -> dict[str, float]:
                 "checkpoint/seconds": record.save_seconds,
                 "checkpoint/stall_seconds": record.stall_seconds,
             }
+    metrics = getattr(record, "metrics", None)  # of a validation
+    if isinstance(metrics, dict):
+        found |= {f"validation/{name}": value for name, value in metrics.items()}
     return {name: float(value) for name, value in found.items() if value is not None}
 
 

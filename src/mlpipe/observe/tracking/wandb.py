@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlpipe._core.errors import MlpipeError
-from mlpipe._core.records import Record, Save, Start
+from mlpipe._core.records import Record, Save, Start, Step
 from mlpipe.observe.tracking.tracker import TrackedRun, scalars
 
 
@@ -45,7 +45,7 @@ class Wandb:
             dir=str(self._folder),
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
         )
-        self.url = self._wandb_run.url
+        self.url = self._wandb_run.url if self._settings.get("mode") != "offline" else None
         at = start.start_step or 0
         # offline nobody says what it has: the process before told all up to its checkpoint, but for seconds
         self._known = max(int(self._wandb_run.step) - 1, 0) if self.url else at
@@ -57,14 +57,16 @@ class Wandb:
         """A row a record; W&B takes only steps behind those that it has."""
         for record in records:
             step = getattr(record, "step", None) or 0
+            if isinstance(record, Step) and step <= self._known:
+                continue
             if isinstance(record, Save) and record.error is None and record.key:
                 self._wandb_run.summary["checkpoint"] = record.key
             row: dict[str, Any] = dict(scalars(record))
             if sample := getattr(record, "sample", None):
                 row["sample"] = sample
-            if row and step >= self._known:
-                self._wandb_run.log(row, step=step)
-                self._known = step
+            if row:  # a checkpoint of some steps ago stands in the row of today
+                self._known = max(self._known, step)
+                self._wandb_run.log(row, step=self._known)
 
     def end(self, outcome: str) -> None:
         """Sends the rest."""

@@ -1,0 +1,55 @@
+"""Trackers in a real training: what cannot be told ends no run, what cannot be is told before it begins."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from kit import plans
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mlpipe.plan.plan import TrackerPlan
+from mlpipe.store.folder import FolderStore
+from mlpipe.train.tracking import history
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return plans.write_tokens(tmp_path_factory.mktemp("tracking") / "tokens")
+
+
+def test_a_server_that_never_answers_costs_no_step(tmp_path, tokens):
+    """It takes connections, as one that hangs does. TensorBoard beside it has every step."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        track = (TrackerPlan("mlflow", {"uri": uri}), TrackerPlan("tensorboard"))
+        plan = plans.train_plan(tmp_path, tokens, world_size=2, steps=6, every=3, track=track)
+        assert plans.launch(plan, tmp_path / "scratch") == 0
+    log = plans.log_of(tmp_path / "scratch")
+    assert log.count(f"mlflow at {uri} has not heard of 9 records") == 1  # 6 steps, 2 saves, the end
+    board = EventAccumulator(str(tmp_path / plan.stage_key / "tensorboard"))
+    board.Reload()
+    losses = [one.value for one in board.Scalars("train/loss")]
+    assert losses == pytest.approx(plans.losses(tmp_path, plan), rel=1e-6)
+    assert [one.step for one in board.Scalars("checkpoint/seconds")] == [3, 6]
+    tracked = [one for one in plans.records(tmp_path, plan) if one["kind"] == "tracked"]
+    assert [one["tracker"] for one in tracked] == ["tensorboard"]
+    assert not [one for one in plans.records(tmp_path, plan, rank=1) if one["kind"] == "tracked"]
+    told = history(FolderStore(tmp_path), plan.stage_key, 3, 4)
+    assert [(type(one).__name__, one.step) for one in told] == [("Step", 3), ("Save", 3), ("Step", 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("mlflow", "nothing says where MLflow is"), ("wandb", "pip install 'mlpipe[wandb]'")],
+)
+def test_a_tracker_that_cannot_be_is_bad_input(tmp_path, tokens, name, words):
+    plan = plans.train_plan(
+        tmp_path, tokens, world_size=1, strategy="single", steps=1, track=(TrackerPlan(name),)
+    )
+    assert plans.launch(plan, tmp_path / "scratch") == 2
+    ended = plans.outcome(tmp_path, plan)
+    assert words in f"{ended['message']} {ended['hint']}"
+    assert not [one for one in plans.records(tmp_path, plan) if one["kind"] == "step"]
