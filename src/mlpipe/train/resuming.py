@@ -20,7 +20,7 @@ from mlpipe.store.manifest import Manifest
 from mlpipe.store.runs import append_event
 from mlpipe.train.checkpoint import Checkpointer
 from mlpipe.train.optim.learning_rate import learning_rate
-from mlpipe.train.optim.update import Update
+from mlpipe.train.optim.update import GROUPS, Update
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.reshard import load
 from mlpipe.train.session import Session
@@ -163,6 +163,13 @@ def _load_optimizer(plan: OptimizerPlan, update: Update, scalars: dict[str, Any]
             f"the checkpoint has the states of optimizer {saved['name']}, not of {ours}",
             where=f"step {scalars['step']}",
             hint=f"go on with {saved['name']}, or begin anew: mlpipe resume {run_id} --from-step 0",
+            kind="input",
+        )
+    if GROUPS in saved["scalars"] and not plan.groups:
+        raise TrainError(
+            "the checkpoint's optimizer had groups of parameters, there are none now",
+            where=f"step {scalars['step']}",
+            hint=f"go on with its `groups`, or begin anew: mlpipe resume {run_id} --from-step 0",
             kind="input",
         )
     update.load_scalars(saved["scalars"])

@@ -9,7 +9,7 @@ from typing import Any
 from mlpipe._core.errors import TrainError
 from mlpipe._core.patterns import matching, nearest
 from mlpipe.plan.plan import ParameterGroup
-from mlpipe.train.optim.update import Update
+from mlpipe.train.optim.update import GROUPS, Update
 from mlpipe.train.shards import LocalShard
 
 Build = Callable[[Sequence[LocalShard], dict[str, Any]], Update]
@@ -60,14 +60,14 @@ class Grouped:
 
     def scalars(self) -> dict[str, Any]:
         """Of each group, in their order."""
-        return {"groups_of_parameters": [update.scalars() for update, _ in self.parts]}
+        return {GROUPS: [update.scalars() for update, _ in self.parts]}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """As `scalars` gave them. Raises TrainError (input) where there were other groups."""
-        saved = scalars.get("groups_of_parameters", [None])
-        if len(saved) != len(self.parts) or saved == [None]:
+        saved = scalars.get(GROUPS, [])
+        if len(saved) != len(self.parts):
             raise TrainError(
-                f"the checkpoint's optimizer had {len(saved)} groups of parameters, there are "
+                f"the checkpoint's optimizer had {len(saved) or 'no'} groups of parameters, there are "
                 f"{len(self.parts)} now",
                 hint="resume with the `groups` that wrote it, or start a new run",
                 kind="input",

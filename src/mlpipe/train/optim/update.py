@@ -12,6 +12,8 @@ import torch
 
 from mlpipe.train.shards import LocalShard
 
+GROUPS = "groups_of_parameters"  # in the scalars of an optimizer with groups
+
 
 class Update(Protocol):
     """Updates the shards that it was made with. May be made of another one, whose state and scalars it then
