@@ -79,7 +79,7 @@ class WithBackendOptions(click.Command):
 
 def _values(flag: str, args: Sequence[str]) -> Iterator[str]:
     """What follows `flag`, wherever it stands."""
-    for word, after in zip(args, [*args[1:], ""], strict=True):
+    for word, after in zip(args, [*args[1:], ""], strict=False):
         if word == flag:
             yield after
         elif word.startswith(f"{flag}="):

@@ -88,9 +88,10 @@ def create(session: Session, store: Store, backend: Backend, submission: Submiss
     from mlpipe.store.sweeps import short_names
 
     over = ", ".join(short_names(list(sweep.over)).values())
+    number = num_trials(sweep)
     session.note(
-        f"sweep {sweep_id} in {store.url}: {num_trials(sweep)} trials ({sweep.method} over {over}), "
-        f"{sweep.max_parallel} at a time"
+        f"sweep {sweep_id} in {store.url}: {number} trial{'s' if number > 1 else ''} ({sweep.method} over "
+        f"{over}), {sweep.max_parallel} at a time"
     )
     return sweep_id
 
