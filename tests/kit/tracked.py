@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlpipe._core.records import NOT_STARTED, Save, Start, Step
+from mlpipe._core.records import NOT_STARTED, Save, Start, Step, Validation
 from mlpipe.observe.tracking.tracker import TrackedRun
 
 START = Start(**{**vars(NOT_STARTED), "time": 1000.0, "start_step": 0})
@@ -39,3 +39,10 @@ def save(number: int, error: str | None = None) -> Save:
     return Save(
         time=1000.5 + number, step=number, key=key, bytes=9, stall_seconds=0.5, save_seconds=2.0, error=error
     )
+
+
+def validation(number: int, **metrics: float) -> Validation:
+    return Validation(
+        time=1000.7 + number, step=number, metrics=metrics or {"loss": 3.5}, num_samples=4, best=True,
+        seconds=0.1, sample="def main",
+    )  # fmt: skip

@@ -13,7 +13,7 @@ from kit.faultproxy import FaultProxy
 from kit.mlflow_server import mlflow_server
 from kit.plans import write_tokens
 from kit.servers import ServerMissingError
-from kit.tracked import START, resumed, run_of, save, step
+from kit.tracked import START, resumed, run_of, save, step, validation
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mlpipe._core.records import End
@@ -71,6 +71,7 @@ def test_one_run_over_a_resume_and_lost_answers_has_each_step_once(server):
     first.log(batch)  # as after an answer that was lost
     first.log([save(300), step(301, loss=float("nan")), step(302, loss=float("inf"))])
     first.log([step(number) for number in range(303, 311)])
+    first.log([validation(310)])
 
     changed = run_of(attempt=2, decided={"steps": 50, "optimizer": {"name": "adamw", "lr": 0.001}})
     again = Mlflow(settings, changed)
@@ -96,6 +97,7 @@ def test_one_run_over_a_resume_and_lost_answers_has_each_step_once(server):
         "pipeline.yaml",
         "plan-attempt-1.json",
         "plan-attempt-2.json",
+        "samples",
     ]
 
 
@@ -158,6 +160,7 @@ def test_at_the_command_line_killed_and_resumed_on_two_ranks(tmp_path, server):
         "steps": 40,
         "strategy": "ddp",
         "checkpoint": {"every": "5 steps"},
+        "validate": {"every": "10 steps", "max_tokens": 512},
         "track": ["tensorboard", {"mlflow": {"uri": server, "experiment": "cli"}}],
         "max_restarts": 1,
     }
@@ -190,6 +193,10 @@ def test_at_the_command_line_killed_and_resumed_on_two_ranks(tmp_path, server):
     assert len(list((stage / "tensorboard").iterdir())) == 2  # of two processes of rank 0; rank 1 has none
     (run,) = runs_of(server, "cli")
     assert [at for at, _ in history(server, run["info"]["run_id"], "train/loss")] == list(range(1, 41))
+    validated = history(server, run["info"]["run_id"], "validation/loss")
+    assert [at for at, _ in validated] == [10, 20, 30, 40]
+    shown = [(one.step, one.value) for one in board.Scalars("validation/loss")]
+    assert shown == [(at, pytest.approx(value)) for at, value in validated]
     saved = [at for at, _ in history(server, run["info"]["run_id"], "checkpoint/seconds")]
     assert len(saved) == len(set(saved))
     assert set(saved) >= set(range(15, 41, 5))  # who is killed as it commits tells nobody

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlpipe._core.errors import StoreError
-from mlpipe._core.records import Record, Save, Step, decode_line
+from mlpipe._core.records import Record, Save, Step, Validation, decode_line
 from mlpipe._core.serial import to_plain
 from mlpipe.observe.records import list_attempts, records_key
 from mlpipe.observe.tracking.mlflow import Mlflow, uri_of
@@ -86,6 +86,6 @@ def history(store: Store, stage_key: str, first: int, last: int) -> list[Record]
                 continue
             if isinstance(record, Step):
                 steps[at] = record
-            elif isinstance(record, Save) or record.kind == "validation":
+            elif isinstance(record, Save | Validation):
                 others.append(record)
     return sorted([*steps.values(), *others], key=lambda record: (getattr(record, "step", 0), record.time))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.command_runs import until
-from kit.tracked import START, resumed, run_of, save, step
+from kit.tracked import START, resumed, run_of, save, step, validation
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mlpipe._core.errors import MlpipeError
@@ -55,7 +55,7 @@ def test_tensorboards_reader_finds_each_step_once_after_a_kill(tmp_path, kind, m
     first = TensorBoard(store, run_of(attempt=1))
     assert first.begin(START) == 0
     first.log([step(number, loss=1.0) for number in range(1, 26)])
-    first.log([save(20)])
+    first.log([save(20), validation(20, accuracy=0.25)])
     folder = tmp_path / "runs/r/stages/train/tensorboard"
     newest = max(folder.iterdir())
     newest.write_bytes(
@@ -71,6 +71,8 @@ def test_tensorboards_reader_finds_each_step_once_after_a_kill(tmp_path, kind, m
     texts = {
         tag: found.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]
     }
+    assert steps_of(found, "validation/accuracy") == [(20, 0.25)]
+    assert texts["sample/text_summary"] == "    def main\n"
     assert "steps: 40" in texts["config/text_summary"]
     assert texts["checkpoint/text_summary"] == "`checkpoints/step-20`"
     assert (len(list(folder.iterdir())) == 2) == (kind is FolderStore)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mlpipe._core.records import Record, Save, Start, Step
+from mlpipe._core.records import Record, Save, Start, Step, Validation
 from mlpipe._core.retry import AwayError
 
 __all__ = ["AwayError", "TrackedRun", "Tracker", "scalars"]
@@ -74,9 +74,8 @@ def scalars(record: Record) -> dict[str, float]:
                 "checkpoint/seconds": record.save_seconds,
                 "checkpoint/stall_seconds": record.stall_seconds,
             }
-    metrics = getattr(record, "metrics", None)  # of a validation
-    if isinstance(metrics, dict):
-        found |= {f"validation/{name}": value for name, value in metrics.items()}
+        case Validation():
+            found = {f"validation/{name}": value for name, value in (record.metrics or {}).items()}
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
