@@ -57,6 +57,7 @@ def test_each_option_changes_its_own():
     assert "stages.train.train.data.batch_size=4" in tiny  # two workers
     assert not any(".steps=" in one or "resources" in one for one in tiny)
     assert "stages.evaluate.evaluate.gate=null" in tiny
+    assert "stages.evaluate.evaluate.max_tokens=256" in tiny
 
 
 def test_gpus_are_used_where_there_are_enough():

@@ -43,7 +43,7 @@ def _smoke(work: Evaluate, smoke: Smoke, num_workers: int) -> dict[str, Any]:
     """No gate: what a few steps have learnt passes none."""
     if not smoke.tiny:
         return {}
-    few = {"max_tokens": min(work.max_tokens, 2048), "generate_tokens": min(work.generate_tokens, 8)}
+    few = {"max_tokens": min(work.max_tokens, 256), "generate_tokens": min(work.generate_tokens, 8)}
     return few if work.gate is None else {**few, "gate": None}
 
 

@@ -235,7 +235,7 @@ def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
     splits = train.data.splits if isinstance(train.data, OwnData) else 1
     changes |= {"data.batch_size": 2 * math.lcm(num_workers, splits), "data.micro_batch": None}
     if train.validate_ is not None:
-        changes |= {"validate.every": "2 steps", "validate.max_tokens": min(train.validate_.max_tokens, 2048)}
+        changes |= {"validate.every": "2 steps", "validate.max_tokens": min(train.validate_.max_tokens, 256)}
     return {**changes, "accumulation": None, "checkpoint.every": "2 steps", "compile": "off"}
 
 
