@@ -94,6 +94,9 @@ def test_an_event_is_what_tensorboard_reads(number, values):
         last_step(framed(event(1.0, version=True)) + framed(event(1.0, step=number, values={"x": 1})))
         == number
     )
+    torn = framed(event(1.0, step=number + 1, values={"x": 1}))
+    whole = framed(event(1.0, step=number, values={"x": 1}))
+    assert [last_step(whole + torn[:-cut]) for cut in (1, 5, 20)] == [number] * 3
 
 
 def test_what_is_not_finite_is_told_as_it_is(tmp_path):
