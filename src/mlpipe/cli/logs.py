@@ -55,7 +55,7 @@ def command(
     """Print the logs of a run's latest attempts: each line with its stage when there are several, and with
     its rank when a stage has several workers."""
     from mlpipe.observe.logs import Reader
-    from mlpipe.store import runs
+    from mlpipe.store import runs, sweeps
     from mlpipe.submit import backends
 
     if session.json and follow:
@@ -66,6 +66,9 @@ def command(
         session.result({**status, "logs": []}, f"no logs yet: {request.text(status)}")
         return 0
     run = runs.read_run(store, run_id)
+    if sweeps.is_sweep(run):
+        first = sweeps.trial_run_id(run_id, next(iter(run.stages)))
+        raise click.UsageError(f"a sweep prints nothing, its trials do: mlpipe logs {first}")
     if stage is not None and stage not in run.stages:
         raise click.UsageError(f"run {run_id} has no stage {stage!r}; it has {', '.join(run.stages)}")
     reader = Reader(store, stage, rank, after=None if since is None else time.time() - since)

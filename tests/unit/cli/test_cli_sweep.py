@@ -66,6 +66,7 @@ def test_in_the_background_a_sweep_goes_on_until_it_is_cancelled_by_its_id(cli: 
     assert cli("submit", "pipeline.yaml", "--run-id", "s").stdout == "s\n"
     cpus(cli, "s-001")
     assert cli.json("status", "s")["state"] == "running"
+    assert "mlpipe logs s-000" in cli("logs", "s", code=2).stderr
     refused = cli("sweep", "--resume", "s", code=2).stderr
     assert "is driven by" in refused
     document = cli.json("cancel", "s")
