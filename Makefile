@@ -130,6 +130,7 @@ bench: $(VENV)/.dev servers bench-tools  ## mlpipe beside its peers: loop, check
 	$(BIN)/python -m benchmarks.commands
 	$(BIN)/python -m benchmarks.render_scale
 	$(BIN)/python -m benchmarks.data
+	$(BIN)/python -m benchmarks.loading
 	$(BIN)/python -m benchmarks.instrument
 	$(BIN)/python -m benchmarks.exporter
 	$(BIN)/python -m benchmarks.scrape

@@ -114,7 +114,9 @@ def test_no_sample_comes_twice_and_none_is_lost(attempts, ranks):
     ],
 )
 def test_a_worker_that_fails_is_named_with_its_sample(reading, capfd, what, kind, words):
-    ahead = reading(loader(own_data.Drawn(12, what, at=5), ranks=1, batch=12), 1, patience=0.6)
+    ahead = reading(
+        loader(own_data.Drawn(12, what, at=5), ranks=1, batch=12), 1, patience=1.5 if what == "hang" else 60.0
+    )
     with pytest.raises(TrainError, match=words) as caught:
         ahead.step(1, 0)
     assert caught.value.kind == kind
