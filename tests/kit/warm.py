@@ -39,6 +39,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kit.shortened import sitecustomize
+
 TESTS = str(Path(__file__).parents[1])
 _TRAIN = ("mlpipe.train.loop", "mlpipe.train.models.llama", "mlpipe.train.evaluate")
 KINDS = {
@@ -276,6 +278,7 @@ def become(asked: _Asked, fds: Iterable[int], begun: socket.socket | None = None
     sys.stderr.reconfigure(line_buffering=True, write_through=at_once)
     sys.argv = list(asked.argv[asked.argv.index("-m") + 1 :])
     subprocess.Popen = _Torchrun  # type: ignore[misc]
+    sitecustomize.shorten()
     if begun:
         begun.sendall(struct.pack("!i", os.getpid()))
         begun.close()

@@ -43,6 +43,7 @@ def test_the_driver_stops_for_an_expired_lease_alone(tmp_path: Path, monkeypatch
 
 def test_a_run_whose_follower_died(tmp_path: Path) -> None:
     cli = Cli(tmp_path)
+    cli.shorten("mlpipe.submit.follower:_LOOK_SECONDS", 0.5)
     path = write_spec(tmp_path, {"a": shell("touch $PWD/begun; sleep 600")})
     path.write_text(json.dumps({**json.loads(path.read_text()), "on_orphan": "cancel"}))
     lease = cli.store / "runs/r/follower"

@@ -34,6 +34,14 @@ def states(cli: Cli, run: str = "r") -> dict[str, str]:
     return {name: stage["state"] for name, stage in cli.json("status", run)["stages"].items()}
 
 
+def patience(cli: Cli, seconds: float) -> None:
+    """With which the next driver ends what the stage `a` left."""
+    path = cli.store / "runs/r/stages/a/attempt-1/plan.json"
+    plan = json.loads(path.read_text())
+    plan["launch"]["shutdown_seconds"] = seconds
+    path.write_text(json.dumps(plan))
+
+
 def begun(cli: Cli) -> Path:
     return until(lambda: (path := cli.folder / "begun").exists() and path, "the stage to begin")
 
@@ -216,6 +224,7 @@ def test_a_killed_driver_takes_its_stages_along_and_resume_goes_on(cli: Cli):
     holder = stored(cli)["driver"]["holder"]
     running.kill()
     running.communicate()
+    patience(cli, 1.0)
     assert "nobody drives it; go on with mlpipe resume r" in cli("status", "r").stdout
     assert "nobody drives it: mlpipe resume r" in cli("list").stdout
     (cli.folder / "go").touch()
@@ -226,7 +235,8 @@ def test_a_killed_driver_takes_its_stages_along_and_resume_goes_on(cli: Cli):
 
 
 @pytest.mark.parametrize("half", ["of this pipeline", "of another"])
-def test_an_id_that_a_dead_client_claimed_is_shown_taken_over_or_cleared(cli: Cli, half: str, monkeypatch):
+def test_an_id_that_a_dead_client_claimed_is_shown_taken_over_or_cleared(cli: Cli, half: str):
+    cli.shorten("mlpipe.store.runs:_CLAIM_SECONDS", 0.5)
     spec = write_spec(cli.folder, {"a": shell("true")})
     for run in ("r", "s"):
         claimed = cli.store / "runs" / run / "pipeline.yaml"
