@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +14,23 @@ from hypothesis import HealthCheck, settings
 # A busy machine is no reason to fail: no property here is about time.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+_MEMORY = Path("/dev/shm")
+_ROOM_BYTES = 4 * 2**30
+
+
+def _work_in_memory() -> None:
+    """Stores write through to the disk (fsync): half of the suite would wait for that. What a cluster's nodes
+    unpack is too large for this: `tests/cluster/conftest.py`."""
+    if "TMPDIR" in os.environ or not _MEMORY.is_dir() or not os.access(_MEMORY, os.W_OK):
+        return
+    runs_programs = not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC
+    if runs_programs and shutil.disk_usage(_MEMORY).free > _ROOM_BYTES:
+        os.environ["TMPDIR"] = str(_MEMORY)
+        tempfile.tempdir = None
+
+
+_work_in_memory()
 
 # The files that take longest begin first, so that no process is left alone with one at the end.
 _FIRST = ("torch", "services")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 from kit.cluster import ServerMissingError, cluster
@@ -12,13 +15,16 @@ from kit.undisturbed import Hold, Undisturbed
 
 
 @pytest.fixture(scope="session")
-def running(tmp_path_factory):
+def running():
     """The cluster. A test that takes parts of it down brings them back."""
+    folder = Path(tempfile.mkdtemp(prefix="mlpipe-cluster-", dir="/var/tmp"))  # gigabytes: not in memory
     try:
-        with cluster(tmp_path_factory.mktemp("cluster"), kueue=True) as one:
+        with cluster(folder, kueue=True) as one:
             yield one
     except ServerMissingError as error:
         pytest.skip(str(error))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
