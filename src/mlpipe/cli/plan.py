@@ -97,12 +97,13 @@ def _starts(pipeline: Pipeline, url: str, spec: str, overrides: tuple[str, ...])
     if words:
         from pathlib import Path
 
+        from mlpipe.submit import backends
         from mlpipe.submit.starting import look_ahead
         from mlpipe.submit.submission import Submission
 
         text = Path(spec).read_text(encoding="utf-8-sig")
         submission = Submission(spec, text, overrides, pipeline, url, ".")
-        here = pipeline.kubernetes is None
+        here = not backends.takers(pipeline)  # else a path may be one of there
         found = look_ahead(submission, lambda place: here and not place.startswith("s3://"))
         words |= {name: one["found"]["words"] for name, one in found.items()}
     return words

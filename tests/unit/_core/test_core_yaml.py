@@ -37,7 +37,7 @@ VALUES = st.recursive(
     ),
     max_leaves=20,
 )  # fmt: skip
-RELAXED = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+RELAXED = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 
 
 @RELAXED

@@ -46,7 +46,7 @@ HOSTILE = st.one_of(
     ),
 )
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
-RELAXED = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+RELAXED = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 TRAIN = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
 TRAINING = TRAIN.work.training
 

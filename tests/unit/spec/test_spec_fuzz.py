@@ -20,7 +20,7 @@ from mlpipe.spec.tree import MAX_BYTES, MAX_VALUES, parse
 pytestmark = pytest.mark.unit
 HERE = Path(__file__).parent
 EXAMPLES = [path.read_bytes() for path in sorted(HERE.glob("*/*.yaml")) if path.name != "deep.yaml"]
-RELAXED = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+RELAXED = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 
 
 def load_or_refuse(data: bytes | str, overrides: tuple[str, ...] = ()) -> None:

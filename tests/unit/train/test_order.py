@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -16,10 +16,9 @@ pytestmark = pytest.mark.unit
 SEEDS = st.integers(0, 2**63 - 1)
 
 
-@pytest.mark.parametrize("n", [*range(1, 300), 1023, 1024, 1025, 4096, 5000])
-def test_every_epoch_is_a_permutation(n):
-    for epoch in (0, 1, 7):
-        assert np.array_equal(np.sort(order(3, epoch * n, n, n)), np.arange(n))
+def test_every_epoch_is_a_permutation():
+    for n, epoch in product([*range(1, 300), 1023, 1024, 1025, 4096, 5000], (0, 1, 7)):
+        assert np.array_equal(np.sort(order(3, epoch * n, n, n)), np.arange(n)), (n, epoch)
 
 
 @settings(deadline=None)
@@ -32,12 +31,12 @@ def test_any_position_of_a_huge_corpus_is_in_range_and_distinct(seed, n, start):
         assert len(set(inside.tolist())) == len(inside)
 
 
-@settings(deadline=None)
-@given(seed=SEEDS, n=st.integers(1, 60), cuts=st.lists(st.integers(0, 150), max_size=8))
+@settings(deadline=None, max_examples=50)
+@given(seed=SEEDS, n=st.integers(1, 30), cuts=st.lists(st.integers(0, 60), max_size=6))
 def test_how_the_stream_is_cut_changes_nothing(seed, n, cuts):
-    edges = sorted({0, 150, *cuts})
+    edges = sorted({0, 60, *cuts})
     parts = [order(seed, a, b - a, n) for a, b in pairwise(edges)]
-    assert np.array_equal(np.concatenate(parts), order(seed, 0, 150, n))
+    assert np.array_equal(np.concatenate(parts), order(seed, 0, 60, n))
 
 
 def test_epochs_and_seeds_differ_and_neighbours_are_scattered():
