@@ -44,7 +44,7 @@ IDENTITY = VOLCANO.replace(
 
 
 def documents() -> list[Any]:
-    texts = [(GOOD / f"{name}.yaml").read_text() for name in ("everything", "kubernetes", "own")]
+    texts = [path.read_text() for path in sorted(GOOD.glob("*.yaml"))]
     found = [load_pipeline_text(text, "p.yaml") for text in (*texts, VOLCANO, REQUIRED, IDENTITY)]
     return [yaml.safe_load(pipeline.resolved_yaml()) for pipeline in found]
 
