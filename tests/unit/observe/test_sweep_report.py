@@ -101,6 +101,14 @@ def test_a_users_text_is_text_and_nothing_is_loaded_or_run(store):
     assert "src=" not in page.replace("&lt;img src=x&gt;", "")
 
 
+def test_the_best_is_one_that_ended_though_another_was_better_when_it_was_stopped(store):
+    ends = [ended(value=1.0), ended("cancelled", 0.1, stopped_at=20), ended("failed", 0.2)]
+    sweep = write_sweep(store, [{LR: 0.1}, {LR: 0.2}, {LR: 0.3}], ends)
+    rows = trial_rows(store, sweep)
+    assert [row.trial for row in rows] == ["000", "001", "002"]
+    assert [row.is_best for row in rows] == [True, False, False]
+
+
 def test_a_sweep_of_which_nothing_has_begun_has_a_page_and_a_table(store):
     sweep = write_sweep(
         store, [{LR: 0.1}, {LR: [1, {"a": None}]}], [StageState(), StageState()], state="running"
