@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
@@ -45,7 +45,10 @@ class RunWeights(_Weights):
         None,
         description="Training stage, in this run one that is needed. Default: the only one with checkpoints.",
     )
-    step: f.Count | None = Field(None, description="Of the checkpoint. Default: the newest.")
+    step: f.Count | Literal["best"] | None = Field(
+        None,
+        description="Of the checkpoint; `best`: that of the training's `validate.best`. Default: the newest.",
+    )
     store: f.StoreUrl | None = Field(None, description="Where that run is. Default: this run's own store.")
 
 

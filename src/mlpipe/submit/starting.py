@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mlpipe._core.errors import MlpipeError, SubmitError
 from mlpipe._core.serial import from_plain, to_plain
@@ -124,7 +124,9 @@ def _model(store: Store, name: str) -> FoundWeights:
     return FoundWeights(words, "checkpoint", store.url, model.key, model.step, digest)
 
 
-def _checkpoint(store: Store, run_id: str, stage: str | None, step: int | None) -> FoundWeights:
+def _checkpoint(
+    store: Store, run_id: str, stage: str | None, step: int | Literal["best"] | None
+) -> FoundWeights:
     stages = runs.read_run(store, run_id).stages
     if stage is not None and stage not in stages:
         raise SubmitError(
@@ -145,7 +147,15 @@ def _checkpoint(store: Store, run_id: str, stage: str | None, step: int | None) 
             kind="input",
         )
     ((name, checkpoints),) = there.items()
-    chosen = [one for one in checkpoints if step in (None, one.step)]
+    chosen = [one for one in checkpoints if one.best or step != "best"]
+    if not chosen:
+        raise SubmitError(
+            f"stage {name!r} of run {run_id} has no best checkpoint",
+            where=store.url,
+            hint="its training says none: it has no validate.best",
+            kind="input",
+        )
+    chosen = [one for one in chosen if step in (None, "best", one.step)]
     if not chosen:
         steps = ", ".join(str(one.step) for one in checkpoints)
         raise SubmitError(
@@ -157,5 +167,10 @@ def _checkpoint(store: Store, run_id: str, stage: str | None, step: int | None) 
     last = chosen[-1]
     digest = weights.of_checkpoint(store, last.key).digest
     return FoundWeights(
-        f"run {run_id}, stage {name}, step {last.step}", "checkpoint", store.url, last.key, last.step, digest
+        f"run {run_id}, stage {name}, step {last.step}{' (the best)' if step == 'best' else ''}",
+        "checkpoint",
+        store.url,
+        last.key,
+        last.step,
+        digest,
     )

@@ -66,6 +66,9 @@ def test_the_newest_checkpoint_of_a_run_or_the_one_of_a_step(store):
     assert find(store, "old", init(stage="base"), ".") == found  # a stage of this run
     save(store, "old", "tune", 5)
     assert find(store, "new", init(run="old", stage="tune"), ".").step == 5
+    catalogue.mark_best(store, earlier.key, {})
+    best = find(store, "new", init(run="old", stage="base", step="best"), ".")
+    assert (best.key, best.words) == (earlier.key, "run old, stage base, step 10 (the best)")
 
 
 @pytest.mark.parametrize(
@@ -75,6 +78,7 @@ def test_the_newest_checkpoint_of_a_run_or_the_one_of_a_step(store):
         ({"run": "old", "stage": "bse"}, "has no stage 'bse'", "did you mean 'base'"),
         ({"run": "old", "stage": "none"}, "stage 'none' of run old has no checkpoint", "mlpipe status old"),
         ({"run": "old", "step": 11}, "no checkpoint of step 11", "it has 10, 20"),
+        ({"run": "old", "step": "best"}, "stage 'base' of run old has no best checkpoint", "validate.best"),
         ({"model": "m@bad"}, "no model m, version bad", "mlpipe models list"),
         ({"model": "m/2"}, "no model m, version 2", "mlpipe models list"),
         ({"path": "w.safetensors"}, "no such file", ""),
