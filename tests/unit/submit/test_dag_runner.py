@@ -418,3 +418,12 @@ def test_the_driver_promotes_by_itself_and_once(tmp_path: Path, died: str) -> No
     assert stage.outcome["version"] == 1
     assert [model.version for model in registry.list_models(store)[0]] == [1]
     assert registry.show_model(store, "lm", "best").step == 7
+
+
+def test_what_needs_a_skipped_stage_is_skipped():
+    """And waits for nothing: it stands before the others in the file."""
+    needs = {"c": ("b",), "b": ("a",), "a": ()}
+    state, _ = walk(needs, {"a"}, dict.fromkeys(needs, 1), 2)
+    assert {name: stage.state for name, stage in state.stages.items()} == {
+        "a": "failed", "b": "skipped", "c": "skipped"
+    }  # fmt: skip
