@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.metrics import NUM_CLASSES, values
@@ -14,8 +15,6 @@ from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import MetricPlan
 
 pytestmark = pytest.mark.torch
-
-torchmetrics = pytest.importorskip("torchmetrics", reason="pip install torchmetrics")
 
 
 class Pearson(torchmetrics.Metric):  # type: ignore[misc,name-defined]

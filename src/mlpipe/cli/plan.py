@@ -44,13 +44,13 @@ def command(
 ) -> None:
     """Show what will run and why: strategies compared, memory and time by cause, cost."""
     from mlpipe.plan.ahead import named, plan_stage
-    from mlpipe.spec.load import load_pipeline
+    from mlpipe.spec.load import read_pipeline
 
     if hardware is not None:
         overrides = (*overrides, *_name_hardware(spec, stage, hardware))
-    pipeline = load_pipeline(spec, overrides=overrides)
+    text, pipeline = read_pipeline(spec, overrides=overrides)
     url = session.full_store_url(pipeline.store)
-    starts = _starts(pipeline, url, spec, overrides)
+    starts = _starts(pipeline, url, (spec, text), overrides)
     tracer: Callable[[Plan], Traced | None] | None = None
     if trace:
         from mlpipe.cli import plan_trace
@@ -83,9 +83,11 @@ def command(
     session.result({"pipeline": pipeline.name, "stages": documents}, "\n\n".join(texts))
 
 
-def _starts(pipeline: Pipeline, url: str, spec: str, overrides: tuple[str, ...]) -> dict[str, str]:
-    """Of each stage that starts from weights, which; those on this machine are looked at. Raises SubmitError
-    for what is not there."""
+def _starts(
+    pipeline: Pipeline, url: str, spec: tuple[str, str], overrides: tuple[str, ...]
+) -> dict[str, str]:
+    """Of each stage that starts from weights, which; those on this machine are looked at. `spec`: path and
+    text. Raises SubmitError for what is not there."""
     from mlpipe.plan.training import init_plan, trainings
 
     asked = {name: init_plan(training, {}) for name, training in trainings(pipeline).items()}
@@ -95,14 +97,11 @@ def _starts(pipeline: Pipeline, url: str, spec: str, overrides: tuple[str, ...])
         if init
     }
     if words:
-        from pathlib import Path
-
         from mlpipe.submit import backends
         from mlpipe.submit.starting import look_ahead
         from mlpipe.submit.submission import Submission
 
-        text = Path(spec).read_text(encoding="utf-8-sig")
-        submission = Submission(spec, text, overrides, pipeline, url, ".")
+        submission = Submission(*spec, overrides, pipeline, url, ".")
         here = not backends.takers(pipeline)  # else a path may be one of there
         found = look_ahead(submission, lambda place: here and not place.startswith("s3://"))
         words |= {name: one["found"]["words"] for name, one in found.items()}
