@@ -114,7 +114,7 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
     """Instead of the trainer's."""
     asked = json.loads(os.environ["BENCHMARK"])
     folder = Path(asked["folder"])
-    made = prepare.prepare(session, plan, progress)
+    made = prepare.prepare(session, plan, progress, prepare.make_callbacks(session, plan))
     made.step()  # makes the moments
     shared_memory = DefaultStager(StagingOptions(False, True, False, False))  # reused by every save
     sides: dict[str, Mlpipe | Dcp] = {

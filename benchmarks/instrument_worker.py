@@ -55,7 +55,7 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
         clock.around(Waits, name)
     clock.around(recording, "peak_memory_bytes")
     clock.around(session.recorder, "write")
-    ours = prepare.prepare(session, plan, progress)
+    ours = prepare.prepare(session, plan, progress, prepare.make_callbacks(session, plan))
     for _ in range(_WARM_UP_STEPS):
         ours.step()
     clock.seconds, clock.calls = 0.0, 0

@@ -28,7 +28,7 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
     """Instead of the trainer's."""
     asked = json.loads(os.environ["BENCHMARK"])
     folder = Path(asked["folder"])
-    ours = prepare.prepare(session, plan, progress)
+    ours = prepare.prepare(session, plan, progress, prepare.make_callbacks(session, plan))
     sides: dict[str, Callable[[], object]] = {
         "mlpipe": ours.step,
         "plain": PlainScript(plan, folder / "plain.log").step,

@@ -14,6 +14,7 @@ from mlpipe._core.presets import PRESETS, LlamaConfig
 from mlpipe.plan import memory
 from mlpipe.plan.axes.axis import Layout, RankWork
 from mlpipe.plan.hardware import GPUS, Gpu
+from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import (
     SCHEMA_VERSION,
     CheckpointPlan,
@@ -256,7 +257,14 @@ def plan_of(
             model.seq_len, micro_batch, accumulation, "bf16", case.checkpointing, compiled=case.compile
         )
         activations = shape.activations(step, device)
-        work = RankWork(shape.parameters, activations, step, Layout(Mesh()), 8, overlap=device == "cuda")
+        work = RankWork(
+            shape.parameters,
+            activations,
+            step,
+            Layout(Mesh()),
+            OptimizerCost(8, "adamw"),
+            overlap=device == "cuda",
+        )
         estimate = memory.estimate(work, device)
         predicted = Prediction(estimate.total, 0.0, 1.0, 1.0)
     train = TrainPlan(

@@ -59,7 +59,7 @@ def measure(
     choose_attention(asked["attention"])
     if asked["loss"] == "usual":
         model.cross_entropy_sum = usual_sum
-    ours = prepare.prepare(session, plan, progress)
+    ours = prepare.prepare(session, plan, progress, prepare.make_callbacks(session, plan))
     if asked["loss"] == "chunked":
         ours.model.module.fused_loss = False
     forget_peak(device)

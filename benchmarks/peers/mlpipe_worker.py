@@ -15,7 +15,7 @@ from mlpipe.train.session import Session
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
     """Instead of the trainer's: the same steps, each when it is this side's turn."""
     work = read_work()
-    running = prepare.prepare(session, plan, progress)
+    running = prepare.prepare(session, plan, progress, prepare.make_callbacks(session, plan))
     batches = validation_batches(work, session.rank, session.world.size)
 
     @torch.no_grad()

@@ -21,7 +21,12 @@ _START_SECONDS = 240  # of a run of seconds, on a machine that others use too
 
 @contextlib.contextmanager
 def real_run(
-    folder: Path, run: str = RUN, sample_seconds: float = 0.0, every: int = 20, **model: Any
+    folder: Path,
+    run: str = RUN,
+    sample_seconds: float = 0.0,
+    every: int = 20,
+    validates: bool = False,
+    **model: Any,
 ) -> Iterator[list[int]]:
     """Two ranks that step until they are told to stop, ten times a second where data comes at once; the ports
     of their /metrics. `model`: further arguments of the model."""
@@ -37,6 +42,8 @@ def real_run(
         "checkpoint": {"every": f"{every} steps", "keep": 2},
         "max_restarts": 0,
     }
+    if validates:
+        train["validate"] = {"every": f"{every} steps", "max_tokens": 8 * 32}
     resources = {"workers_per_node": 2, "price_usd_per_gpu_hour": 2.5}
     stage = {"name": "train", "train": train, "resources": resources}
     spec = {"version": 1, "name": "paced", "stages": [stage]}

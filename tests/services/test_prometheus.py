@@ -67,7 +67,7 @@ def live(tmp_path_factory) -> Iterator[Prometheus]:
     with (
         prometheus(tmp_path_factory.mktemp("prometheus") / "server", rules=RULES) as server,
         made_up_dcgm() as gpus,
-        real_run(folder) as ports,
+        real_run(folder, validates=True) as ports,
     ):
         server.scrape([gpus])
         for i, port in enumerate(ports):

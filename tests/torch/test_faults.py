@@ -261,7 +261,10 @@ def test_an_exception_in_the_users_model_is_told_in_its_words(stage):
     stage.next(model=user("misbehaving", what="raise", at=2 + 3, rank=1), launch={"max_restarts": 1})
     assert stage.run() == 3
     found = stage.outcome()
-    assert found["message"] == "ValueError: this model does not like this batch (after 1 restarts)"
+    words, _, call = found["message"].partition("\n")
+    assert words == "ValueError: this model does not like this batch (after 1 restarts)"
+    assert "kit/models.py" in call
+    assert 'raise ValueError("this model does not like this batch")' in call
     assert "rank 1" in found["where"]
     assert found["restarts"] == 1
 

@@ -102,7 +102,7 @@ def _starts(
         from mlpipe.submit.submission import Submission
 
         submission = Submission(*spec, overrides, pipeline, url, ".")
-        here = not backends.takers(pipeline)  # else a path may be one of there
+        here = backends.takers(pipeline) == [backends.DEFAULT]  # else a path may be one of there
         found = look_ahead(submission, lambda place: here and not place.startswith("s3://"))
         words |= {name: one["found"]["words"] for name, one in found.items()}
     return words

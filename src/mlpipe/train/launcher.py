@@ -375,7 +375,8 @@ def _failure(torchrun_log: str, failed: list[Outcome], restarts: int) -> Outcome
             )
     if failed:
         first = min(failed, key=lambda worker: worker.time)
-        return replace(first, message=first.message + after)
+        words, newline, calls = first.message.partition("\n")
+        return replace(first, message=words + after + newline + calls)
     last = "\n".join(torchrun_log.strip().splitlines()[-5:])
     return Outcome(
         "failed", kind="infrastructure", message=f"torchrun failed{after}: {last}", time=time.time()
