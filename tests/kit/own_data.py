@@ -151,6 +151,42 @@ def unsplittable(split: str) -> Any:
     return (sample for sample in [{"x": torch.rand(3)}])
 
 
+class Live(Stream):
+    """Whose state is itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def live(split: str) -> Live:
+    return Live(40, 0, 1)
+
+
+class Shuffled:
+    """Draws when it is made, when it is iterated over, at the first sample and at each."""
+
+    def __init__(self, size: int, part: int, num_parts: int) -> None:
+        self.size, self.part, self.num_parts = size, part, num_parts
+        self.made = torch.rand(3)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self.samples(torch.rand(3))
+
+    def samples(self, begun: Tensor) -> Iterator[dict[str, Tensor]]:
+        for i in torch.randperm(self.size).tolist():
+            index = torch.tensor(i * self.num_parts + self.part)
+            yield {"x": torch.stack([self.made, begun, torch.rand(3)]), "index": index}
+
+
+def redrawn(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch that draws itself."""
+    return {"x": torch.rand(len(samples)), "index": torch.stack([sample["index"] for sample in samples])}
+
+
+def shuffled(split: str, rank: int, world_size: int) -> Shuffled:
+    return Shuffled(9, rank, world_size)
+
+
 class Unsaved(Stream):
     def state_dict(self) -> dict[str, Any]:
         return {"at": torch.tensor(3)}

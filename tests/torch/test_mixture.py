@@ -30,6 +30,7 @@ pytestmark = pytest.mark.torch
         ([0.5], [1]),
         ([2.0, 4.0, 6.0], [1, 2, 3]),
         ([1e6, 0.001], [10**9, 1]),
+        ([1e6, 0.999983, 0.999979], [2147479353, 2147, 2147]),
     ],
 )
 def test_weights_are_shares_in_whole_numbers(weights, expected):
@@ -75,6 +76,32 @@ def test_each_source_has_its_share_and_goes_through_its_own_samples(lengths, wei
             # a block that spans two epochs may hand some of the second one's first
             assert set(own[: (epoch + 2) * length + parts[number]]) == set(range(length))
         assert max(Counter(own).values(), default=0) <= len(own) // length + 1 + parts[number] // length + 1
+
+
+@pytest.mark.parametrize("weights", [[734211, 89123], [0.123457, 0.7, 0.176543], [1e6, 333333.331, 0.999983]])
+def test_fine_weights_mix_no_more_than_1024_positions(weights):
+    """Of any so many each source has its share to within a few samples, and its own samples in a row."""
+    mixed = mixture([5_000] * len(weights), weights)
+    for stop in (1_024, 3 * 1_024):
+        _, own = chosen = mixed._sources_at(7, np.arange(stop))
+        assert len(set(zip(*map(np.ndarray.tolist, chosen), strict=True))) == stop
+        for number, weight in enumerate(weights):
+            mine = own[chosen[0] == number]
+            assert sorted(mine.tolist()) == list(range(len(mine)))
+            assert abs(len(mine) - stop * weight / sum(weights)) < len(weights)
+    first = mixed._sources_at(7, np.arange(200))[0]
+    assert 0.3 < (first == 0).mean() * sum(weights) / weights[0] < 1.7
+    far = mixed._sources_at(7, 10**12 + np.arange(4_096))
+    assert far[0].min() >= 0
+    assert far[1].min() >= 0
+
+
+def test_where_less_than_a_block_is_mixed_the_shares_come_out_even(monkeypatch):
+    """After a whole number of blocks, and of what is mixed."""
+    monkeypatch.setattr("mlpipe.train.mixture._MIXED", 8)
+    chosen, own = mixture([9, 9, 9], [11, 6, 4])._sources_at(7, np.arange(21 * 8))
+    for number, share in enumerate([11, 6, 4]):
+        assert sorted(own[chosen == number].tolist()) == list(range(share * 8))
 
 
 def test_a_source_is_read_in_its_own_order():

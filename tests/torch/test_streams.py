@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from kit import plans
+from kit import own_data, plans
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import DataPlan, Entry, Mesh, ModelPlan
-from mlpipe.train.data import MicrobatchLoader, open_dataset
+from mlpipe.train.data import Collated, MicrobatchLoader, open_dataset
 from mlpipe.train.data_workers import DataWorkers
 from mlpipe.train.streams import Share, StreamReader
 from mlpipe.train.world import World
@@ -96,6 +96,41 @@ def test_on_any_number_of_ranks_and_workers_the_same_samples_come_and_none_twice
         rounds = BATCH * done // 40
         assert set(seen.values()) <= {rounds, rounds + 1}
         assert sum(seen.values()) == BATCH * done
+
+
+def test_what_a_stream_draws_is_a_function_of_the_seed_the_part_and_the_sample():
+    """In its function, in __iter__, at its first sample and at each; over epochs of 9 samples a part."""
+    data, alone = data_of("shuffled", 2), readers(data_of("shuffled", 2), 1)
+    steps = [stepped(alone, number) for number in range(1, 7)]
+    two = readers(data, 2)
+    assert [stepped(two, number) for number in range(1, 4)] == steps[:3]
+    resumed = readers(data, 1, saved=state_of(two, 3))
+    assert [stepped(resumed, number) for number in range(4, 7)] == steps[3:]
+    drawn = [tuple(row) for step in steps for rows in step.values() for row in rows]
+    of_a_sample = drawn[2::3]
+    assert len(set(of_a_sample)) == len(of_a_sample)
+
+
+def test_what_a_collate_draws_does_not_depend_on_who_reads():
+    (reader,), (other,) = readers(data_of("stream"), 1), readers(data_of("stream"), 1, workers=1)
+    for one in (reader, other):
+        one.loader.dataset = Collated(one.loader.dataset, own_data.redrawn, "redrawn")
+    for number in (1, 2):
+        drawn = stepped([reader], number)
+        assert stepped([other], number) == drawn
+        assert len(set(drawn.values())) == BATCH
+    other.workers.close()
+
+
+def test_the_state_after_a_step_stays_while_others_are_read():
+    saved = [{"epoch": 0, "count": 3, "state": {"at": 3}}]
+    (reader,) = readers(data_of("live"), 1, saved=saved)
+    assert reader.state(2) == saved  # a run that is resumed may validate, and save, before it reads anything
+    reader.step(3, 3)
+    state = json.dumps(reader.state(3))
+    reader.step(4, 3 + BATCH)
+    assert json.dumps(reader.state(3)) == state
+    assert reader.state(4) != reader.state(3)
 
 
 def test_who_reads_what():

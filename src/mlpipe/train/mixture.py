@@ -2,8 +2,10 @@
 and the global sample index alone.
 
 Shares are whole numbers. Of each block of as many positions as they add up to, every source has exactly its
-share: which of the positions, a permutation keyed by (seed, block) says (order.py). A source goes through its
-own samples in its own order, epoch by epoch, whatever the lengths of the others.
+share, spread over the block as evenly as can be. Then the positions are mixed, a block of them at a time, but
+no more than 1,024, by a permutation keyed by the seed and their number (order.py): a source goes through its
+own samples in its own order, epoch by epoch, whatever the lengths of the others, and each at most so many
+positions early or late.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from numpy.typing import NDArray
 from mlpipe.train.order import Ordered, order, order_at, samples_at
 
 _FINEST = 1_000_000  # of a weight's digits after the point, as a denominator
+_MOST = 2**31  # that the shares add up to: its square is an int64
+_MIXED = 1_024  # positions
 _APART = 0x9E3779B97F4A7C15  # between the seeds of the sources
 
 
@@ -28,7 +32,6 @@ class Mixture(Ordered):
     def __init__(self, sources: Sequence[Any], weights: Sequence[float]) -> None:
         self.sources = sources
         self.shares = np.array(shares(weights), dtype=np.int64)
-        self._ends = np.cumsum(self.shares)
         self._offsets = np.cumsum([0, *map(len, sources)])
 
     def __len__(self) -> int:
@@ -47,11 +50,7 @@ class Mixture(Ordered):
 
     def order_at(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Indices at these global positions."""
-        block = int(self._ends[-1])
-        blocks = positions // block
-        slots = order_at(seed, positions, block)
-        chosen = np.searchsorted(self._ends, slots, side="right")
-        own = blocks * self.shares[chosen] + slots - (self._ends - self.shares)[chosen]
+        chosen, own = self._sources_at(seed, positions)
         indices = np.empty(len(positions), dtype=np.int64)
         for number, source in enumerate(self.sources):
             mine = chosen == number
@@ -59,6 +58,23 @@ class Mixture(Ordered):
                 within = samples_at(source, seed + (number + 1) * _APART, own[mine])
                 indices[mine] = self._offsets[number] + within
         return indices
+
+    def _sources_at(
+        self, seed: int, positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Numbers of the sources at these global positions, and the position within each source's own. Each
+        source takes, of the slots that those before it have left, every (left / share)th."""
+        total = int(self.shares.sum())
+        size = min(total, _MIXED)
+        mixed = positions // size * size + order_at(seed, positions, size)
+        blocks, left = np.divmod(mixed, total)
+        chosen, own = np.full(len(positions), -1), np.empty_like(left)
+        for number, share in enumerate(self.shares.tolist()):
+            before = left * share // total
+            here = (chosen < 0) & ((left + 1) * share // total > before)
+            chosen[here], own[here] = number, (blocks * share + before)[here]
+            left, total = left - before, total - share
+        return chosen, own
 
 
 class Shortened:
@@ -86,7 +102,11 @@ class Shortened:
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in the same ratio, to six digits after the point."""
+    """The smallest whole numbers in the same ratio, to six digits after the point; where they would add up to
+    more than 2**31, to so many parts."""
     exact = [Fraction(repr(weight)).limit_denominator(_FINEST) for weight in weights]
     whole = [int(one * lcm(*(each.denominator for each in exact))) for one in exact]
-    return [one // gcd(*whole) for one in whole]
+    least = [one // gcd(*whole) for one in whole]
+    if sum(least) <= _MOST:
+        return least
+    return [max(1, one * _MOST // sum(least)) for one in least]

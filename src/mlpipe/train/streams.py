@@ -5,6 +5,7 @@ of part i modulo splits. Where the ranks divide the parts, each rank reads its o
 of them and keeps its share. So the samples of a step are the same on any number of ranks and processes. Where
 each part stands after a step lies in the checkpoint: `state_dict()` of what can say it, as torchdata's
 StatefulDataLoader asks for it, else the number of samples, which are then read again and passed over.
+What a part draws at random is a function of the seed, the part, the epoch and the number of the sample in it.
 """
 
 from __future__ import annotations
@@ -32,27 +33,31 @@ class Cursor:
     """One part of a stream, and where it stands. It begins anew where it ends; `set_epoch` of the set is told
     the number, if there is one. `saved`: what `state` gave."""
 
-    def __init__(self, dataset: Any, where: str, saved: dict[str, Any] | None) -> None:
-        self.dataset = dataset
-        self.where = where
+    def __init__(self, streams: data.Streams, part: int, seed: int, saved: dict[str, Any] | None) -> None:
+        self.where = streams.where
+        self.part = part
+        self.seed = seed
+        seed_step(seed, part, 0, 0)
+        self.dataset = streams.make(part)
         self.epoch = saved["epoch"] if saved else 0
         self.count = 0
         self._set_epoch()
         if saved is None:
-            self._iterator = iter(dataset)
+            self._iterator = iter(self.dataset)
         elif saved["state"] is not None:
             self._iterator = self._loaded(saved["state"])
             self.count = saved["count"]
         else:
-            self._iterator = iter(dataset)
+            self._iterator = iter(self.dataset)
             if saved["count"]:
-                _log.info("%s has no state_dict(): reading %d samples again", where, saved["count"])
+                _log.info("%s has no state_dict(): reading %d samples again", self.where, saved["count"])
             for _ in range(saved["count"]):
                 self.take()
 
     def take(self) -> Any:
         """The next sample. Raises TrainError (input) for a stream without any."""
         for _ in range(2):
+            seed_step(self.seed, self.part, self.epoch, self.count + 1)
             for sample in self._iterator:
                 self.count += 1
                 return sample
@@ -74,7 +79,7 @@ class Cursor:
         holder = next((one for one in (self._iterator, self.dataset) if hasattr(one, "state_dict")), None)
         state = holder.state_dict() if holder is not None else None
         try:
-            json.dumps(state)
+            state = json.loads(json.dumps(state))  # as it is now: it may be a part of the set itself
         except (TypeError, ValueError) as error:
             raise TrainError(
                 f"its state_dict() cannot be saved: {error}",
@@ -93,6 +98,7 @@ class Cursor:
         return iterator
 
     def _set_epoch(self) -> None:
+        seed_step(self.seed, self.part, self.epoch, 0)  # for its __iter__, too
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
 
@@ -130,16 +136,14 @@ class Parts:
         self.saved = saved
         self.cursors: dict[int, Cursor] = {}
 
-    def step(self, number: int, position: int, count: int) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Samples of the step by their number, and where each part stands after it. What is drawn at random
-        is a function of the seed, the step and the part."""
+    def step(self, position: int, count: int) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Samples of the step by their number, and where each part stands after it."""
         splits = self.streams.splits
         samples, states = {}, {}
         for part in self.numbers:
             if part not in self.cursors:
                 saved = self.saved[part] if self.saved is not None else None
-                self.cursors[part] = Cursor(self.streams.make(part), self.streams.where, saved)
-            seed_step(self.seed, number, part)
+                self.cursors[part] = Cursor(self.streams, part, self.seed, saved)
             first = position + (part - position) % splits
             for i in range(first, position + count, splits):
                 data.reading[0] = i
@@ -184,6 +188,7 @@ class StreamReader:
         self.workers = workers_of(lambda job: self.groups[job[0]].step(*job[1:])) if number else None
         if self.workers is not None:
             self.workers.grow(number)
+        self.saved = saved
         self._asked = 0
         self._states: dict[int, dict[int, Any]] = {}
 
@@ -196,6 +201,7 @@ class StreamReader:
             samples |= found
             states |= stands
         self._states = {n: kept for n, kept in self._states.items() if n > number - _KEPT} | {number: states}
+        seed_step(self.loader.seed, number, self.loader.world.data_rank)  # for a `collate` that draws
         size, own = self.loader.micro_batch, self.share.own(position, count)
         # a rank without samples of its own has read those of others
         batches = [
@@ -209,6 +215,8 @@ class StreamReader:
 
     def state(self, number: int) -> list[Any] | None:
         """Where each part stood after step `number`, the same on all ranks, which all have to ask."""
+        if not self._states:  # no rank has read anything since the checkpoint
+            return self.saved
         mine = self._states[number]
         if self.share.num_ranks > 1:
             everyone: list[Any] = [None] * self.loader.world.size
@@ -218,10 +226,10 @@ class StreamReader:
 
     def _read(self, number: int, position: int, count: int) -> list[tuple[dict[int, Any], dict[int, Any]]]:
         if self.workers is None:
-            return [group.step(number, position, count) for group in self.groups]
+            return [group.step(position, count) for group in self.groups]
         for ahead in range(max(number, self._asked + 1), min(self.num_steps, number + _EACH) + 1):
             for worker in range(len(self.workers)):
-                self.workers.ask(worker, (worker, ahead, position + (ahead - number) * count, count))
+                self.workers.ask(worker, (worker, position + (ahead - number) * count, count))
             self._asked = ahead
         found = [self.workers.answer(worker) for worker in range(len(self.workers))]
         if number == self.num_steps:
