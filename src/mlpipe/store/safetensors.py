@@ -149,7 +149,7 @@ def _described(header: bytes, begin: int, size_bytes: int, where: str) -> dict[s
         entries: dict[str, Any] = json.loads(header)
         entries.pop("__metadata__", None)
         return {name: _tensor(entry, begin, size_bytes) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedError(
             f"not a file of safetensors, or cut off: {error}", where=where, kind="input"
         ) from None

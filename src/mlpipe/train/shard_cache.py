@@ -48,12 +48,10 @@ class ShardCache:
         """A path of it here, which stays until others have been used since. Raises StoreError."""
         self._begin()
         coming = self._coming.pop(file.sha256, None)
-        path = coming.result() if coming is not None else self._fetch(file)
-        if not path.exists():  # deleted since it came
-            path = self._fetch(file)
-        with suppress(OSError):
-            os.utime(path)
-        return path
+        if coming is not None:
+            with suppress(StoreError):  # tried again, in which it shows what is still wrong
+                coming.result()
+        return self._fetch(file)  # at once, unless it was deleted since it came
 
     def expect(self, files: list[CachedFile]) -> None:
         """They will be asked for soon: fetched meanwhile. What goes wrong shows when they are."""
@@ -73,10 +71,12 @@ class ShardCache:
     def _fetch(self, file: CachedFile) -> Path:
         path = self.folder / file.sha256
         if path.exists():
+            with suppress(OSError):
+                os.utime(path)
             return path
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with self._locked(f".{file.sha256[:16]}.lock"):
+            with self._locked(f".{file.sha256[:16]}.lock", unless=path):
                 if not path.exists():
                     self._download(file, path)
         except OSError as error:
@@ -112,12 +112,16 @@ class ShardCache:
             partial.unlink(missing_ok=True)
 
     def _make_room(self, size_bytes: int) -> None:
-        """A file that another process has mapped stays readable for it."""
+        """A file that another process has mapped stays readable for it. What processes that were killed have
+        left goes first."""
         kept = []
         for path in self.folder.iterdir():
             with suppress(OSError):  # of one that another process has just deleted
-                if not path.name.startswith(".") or path.name.startswith(_PARTIAL):
-                    kept.append((path.stat().st_mtime, path.stat().st_size, path))
+                found = path.stat()
+                if path.name.startswith(_PARTIAL) and found.st_mtime < time.time() - _FETCH_SECONDS:
+                    path.unlink()
+                elif not path.name.startswith(".") or path.name.startswith(_PARTIAL):
+                    kept.append((found.st_mtime, found.st_size, path))
         used = sum(size for _, size, _ in kept)
         for _, size, path in sorted(kept):
             if used + size_bytes <= self.limit_bytes:
@@ -127,8 +131,9 @@ class ShardCache:
                 used -= size
 
     @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        """One process or thread of the node at a time."""
+    def _locked(self, name: str, unless: Path | None = None) -> Iterator[None]:
+        """One process or thread of the node at a time; whoever waits, waits no longer than until `unless` is
+        there."""
         with (self.folder / name).open("w") as lock:
             deadline = time.monotonic() + _FETCH_SECONDS
             while True:
@@ -136,10 +141,15 @@ class ShardCache:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
+                    if unless is not None and unless.exists():
+                        break
                     if time.monotonic() > deadline:
                         raise StoreError(
                             f"another process has been fetching this for {_FETCH_SECONDS:.0f} s",
                             where=lock.name,
                         ) from None
                     time.sleep(0.02)
-            yield
+            try:
+                yield
+            finally:  # a process forked meanwhile has the file open, too, and with it the lock
+                fcntl.flock(lock, fcntl.LOCK_UN)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,9 @@ def _split(fields: dict[str, Any]) -> Split:
     if "shards" not in fields:
         return Split(**fields)
     shards = tuple(Shard(**shard) for shard in fields["shards"])
+    for shard in shards:
+        if not re.fullmatch("[0-9a-f]{64}", shard.sha256):  # names the copy on this machine's disk
+            raise ValueError(f"{shard.sha256!r} is no SHA-256")
     return Split("", fields["num_tokens"], fields["num_bytes"], "", shards)
 
 

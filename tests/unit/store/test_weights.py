@@ -110,7 +110,14 @@ def test_what_is_no_safetensors_is_refused_in_words(tmp_path, content, message):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"data_offsets": [0, 400]}, {"data_offsets": [-8, 8]}, {"shape": [5]}, {"shape": [-4]}, {"dtype": None}],
+    [
+        {"data_offsets": [0, 400]},
+        {"data_offsets": [-8, 8]},
+        {"shape": [5]},
+        {"shape": [-4]},
+        {"shape": [float("inf")]},
+        {"dtype": None},
+    ],
 )
 def test_a_header_that_cannot_be_is_refused(tmp_path, changes):
     write(tmp_path / "w.safetensors", TWO, **changes)

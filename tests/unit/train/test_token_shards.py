@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlpipe._core.errors import MlpipeError, TrainError
+from mlpipe.train import shard_cache, tokens
 from mlpipe.train.corpus import build_corpus
 from mlpipe.train.shard_cache import CachedFile, ShardCache
 from mlpipe.train.token_shards import WINDOW, ShardedTokens
@@ -109,6 +113,64 @@ def test_other_bytes_than_those_of_the_manifest_are_refused(tmp_path):
         cache.get(files[3])
     assert caught.value.where == f"{cache.url}/3"
     assert [path for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_a_lock_ends_with_its_block_though_a_fork_has_it_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_cache, "_FETCH_SECONDS", 0.5)
+    cache, files = cached(tmp_path, limit=350)
+    cache.get(files[0])
+    name = f".{files[0].sha256[:16]}.lock"
+    open_files = Path("/proc/self/fd")
+    with cache._locked(name):
+        (mine,) = (fd for fd in open_files.iterdir() if fd.is_symlink() and fd.readlink().name == name)
+        shared = os.dup(int(mine.name))  # as a fork has it
+    with cache._locked(name), cache._locked(name, unless=cache.folder / files[0].sha256):
+        pass  # the second would wait for what is there
+    os.close(shared)
+
+
+def test_what_killed_processes_left_is_deleted_and_does_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_cache, "_FETCH_SECONDS", 100.0)
+    cache, files = cached(tmp_path, limit=350)
+    cache.get(files[0])
+    cache.get(files[1])
+    old, new = cache.folder / ".partial-old", cache.folder / ".partial-new"
+    for path, age in ((old, 200), (new, 50)):
+        path.write_bytes(bytes(100 if path is old else 10))
+        os.utime(path, (time.time() - age,) * 2)
+    cache.get(files[2])
+    assert (old.exists(), new.exists()) == (False, True)
+    assert all((cache.folder / file.sha256).exists() for file in files[:3])
+
+
+def test_what_could_not_be_fetched_ahead_is_fetched_again_and_a_hit_counts_as_use(tmp_path):
+    cache, files = cached(tmp_path, limit=350)
+    source = tmp_path / "source/0"
+    source.rename(tmp_path / "away")
+    cache.expect(files[:1])
+    with suppress(MlpipeError):
+        cache._coming[files[0].sha256].result()
+    (tmp_path / "away").rename(source)
+    path = cache.get(files[0])
+    assert path.read_bytes() == b"\0" * 100
+    os.utime(path, (0, 0))
+    cache.expect(files[:1])
+    cache._coming[files[0].sha256].result()
+    assert path.stat().st_mtime > 0
+
+
+@pytest.mark.parametrize("digest", ["../../x", "/home/u/.ssh/id_rsa", "A" * 64, "a" * 63, 5, "a" * 64 + "\n"])
+def test_a_manifest_names_digests_and_no_paths(tmp_path, monkeypatch, digest):
+    monkeypatch.setenv("MLPIPE_CACHE", str(tmp_path))
+    build_corpus(tmp_path / "cut", max_bytes=4_000, tokenizer_kind="bytes", shard_bytes=5_001)
+    manifest = tmp_path / "cut/manifest.json"
+    tokens._open_bucket(str(tmp_path / "cut"))
+    content = json.loads(manifest.read_text())
+    content["splits"]["train"]["shards"][0]["sha256"] = digest
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(TrainError, match="no manifest of token files") as caught:
+        tokens._open_bucket(str(tmp_path / "cut"))
+    assert caught.value.kind == "input"
 
 
 def test_what_cannot_be_is_refused(tmp_path):
