@@ -112,7 +112,13 @@ def drive(
     with signals(stop):
         try:
             sweep = drive_sweep(
-                store, sweep_id, stop=stop, console=watcher, watch=watcher.watch, trust_store=trust_store
+                store,
+                sweep_id,
+                stop=stop,
+                console=watcher,
+                watch=watcher.watch,
+                trust_store=trust_store,
+                promotes=promote is None,
             )
         finally:
             watcher.close()

@@ -85,3 +85,13 @@ def test_what_is_the_users_own_stays():
     assert [one for one in tiny if ".data." in one] == [
         "stages.train.train.data.batch_size=2", "stages.train.train.data.micro_batch=null",
     ]  # fmt: skip
+
+
+def test_the_best_trial_of_a_smoke_test_is_not_registered():
+    swept = mlpipe.load(
+        ROOT / "tests/unit/spec/good/sweep.yaml", overrides=["sweep.promote={as: big, alias: best}"]
+    )
+    small = swept.smoke(tiny=True)
+    assert small.spec.sweep is not None
+    assert small.spec.sweep.promote is None
+    assert swept.override(["sweep=null"]).smoke(tiny=True).spec.sweep is None

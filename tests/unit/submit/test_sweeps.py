@@ -8,7 +8,9 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,6 +23,8 @@ from kit.command_runs import until
 from kit.sweep_backend import Simulated
 
 from mlpipe._core.errors import StoreError, SubmitError
+from mlpipe.cli import sweep as verb
+from mlpipe.cli.session import Session
 from mlpipe.cli.sweep import exit_code
 from mlpipe.observe import sweep_table
 from mlpipe.observe.sweep_report import build_report
@@ -34,6 +38,7 @@ from mlpipe.submit.submission import Submission
 from mlpipe.submit.sweeps import controller, slots
 from mlpipe.submit.sweeps.controller import STOPPED, cancel_sweep, drive_sweep
 from mlpipe.submit.sweeps.create import create
+from mlpipe.submit.sweeps.promote import promote_best
 
 pytestmark = pytest.mark.unit
 
@@ -75,6 +80,21 @@ def made(store: FolderStore, folder: Path, over: dict[str, Any], **more: Any) ->
 
 def drive(store: FolderStore, **more: Any) -> RunState:
     return drive_sweep(store, "s", stop=more.pop("stop", StopRequest()), console=Quiet(), **more)
+
+
+class Killed(BaseException):
+    pass
+
+
+def drive_until_all_run(store: FolderStore, number: int) -> None:
+    """Its controller is killed then."""
+
+    def watch(sweep: RunState) -> None:
+        if len(Simulated.started) == number:
+            raise Killed
+
+    with pytest.raises(Killed):
+        drive(store, watch=watch)
 
 
 def states(store: FolderStore) -> dict[str, str]:
@@ -401,11 +421,170 @@ def test_the_best_is_promoted_once(store, tmp_path):
     made(store, tmp_path, over, promote={"as": "swept", "alias": "best"})
     sweep = drive(store)
     assert sweep.meta["promoted"] == {"model": "swept", "version": 1, "alias": "best", "trial": "001"}
-    from mlpipe.submit.sweeps.promote import promote_best
-
     assert promote_best(store, sweep, "swept", "best")["version"] == 1
     model = registry.show_model(store, "swept", "best")
     assert model.lineage["run"] == "s-001"
+
+
+def test_what_could_not_be_promoted_is_by_a_resume(store, tmp_path, monkeypatch):
+    made(store, tmp_path, {"model.args.floor": [0.2, 0.1]}, promote={"as": "swept"})
+
+    def refused(*_: object) -> None:
+        raise StoreError("out of reach")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(controller, "promote_best", refused)
+        sweep = drive(store)
+    assert sweep.state == "failed"
+    assert "not promoted: out of reach" in sweep.message
+    sweep = drive(store)
+    assert sweep.state == "done"
+    assert sweep.meta["promoted"]["version"] == 1
+    assert dict(Simulated.started) == {"s-000": 1, "s-001": 1}
+
+
+def test_what_the_command_line_promotes_is_promoted_instead_of_what_the_file_says(store, tmp_path):
+    made(store, tmp_path, {"model.args.floor": [0.2, 0.1]}, promote={"as": "swept"})
+    session = Session()
+    session.quiet = True
+    assert verb.drive(session, store, "s", "other@best") == 0
+    models, _ = registry.list_models(store)
+    assert [(model.name, model.aliases) for model in models] == [("other", ("best",))]
+
+
+def test_a_run_that_has_a_trials_id_and_is_another_one_is_not_taken_for_it(store, tmp_path):
+    def forget() -> None:
+        store.delete([info.key for info in store.list("runs/s/")])
+
+    over = {"model.args.floor": [0.3, 0.2], "model.args.fails": [False]}
+    made(store, tmp_path, over)
+    first = drive(store)
+    forget()
+    made(store, tmp_path, over)  # the very same: they are its trials
+    runs.update_run(
+        store, "s-001", lambda run: replace(run, meta={**run.meta, "set": [*run.meta["set"], "fit.steps=9"]})
+    )
+    assert sweeps.best(drive(store)) == sweeps.best(first)
+    assert set(Simulated.started.values()) == {1}
+    forget()
+    made(store, tmp_path, {**over, "model.args.floor": [0.3, 0.9]})  # another file
+    sweep = drive(store)
+    assert states(store) == {"000": "failed", "001": "failed"}
+    assert "choose another --sweep-id" in sweep.stages["000"].message
+    assert exit_code(sweep) == 2
+    runs.update_run(store, "s-000", lambda run: replace(run, meta={**run.meta, "set": ["sweep=null"]}))
+    forget()
+    made(store, tmp_path, over)
+    drive(store)  # the same file with other overrides
+    assert states(store) == {"000": "failed", "001": "done"}
+
+
+def test_the_end_of_the_last_trial_is_not_lost_with_a_request_to_the_store(store, tmp_path, monkeypatch):
+    made(store, tmp_path, {"model.args.floor": [0.2, 0.1]})
+    whole, away = runs.update_run, [2]
+
+    def update_run(of: Any, run_id: str, change: Any) -> RunState:
+        def changed(run: RunState) -> RunState:
+            new = change(run)
+            if run_id == "s" and new.stages["001"].state == "done" and away[0]:
+                away[0] -= 1
+                raise StoreError("out of reach")
+            return new
+
+        return whole(of, run_id, changed)
+
+    monkeypatch.setattr(controller.runs, "update_run", update_run)
+    sweep = drive(store)
+    assert away == [0]
+    assert (sweep.state, sweeps.best(sweep)) == ("done", "001")
+
+
+def test_a_driver_that_cannot_be_replaced_fails_its_trial_alone(store, tmp_path, monkeypatch):
+    made(store, tmp_path, {"model.args.dies": [True, False]}, max_parallel=2)
+    whole = Simulated.start_driver
+
+    def start_driver(self: Simulated, store: Any, run: RunState, *more: Any) -> None:
+        if Simulated.started[run.run_id]:
+            raise SubmitError("no room for a driver")
+        whole(self, store, run, *more)
+
+    monkeypatch.setattr(Simulated, "start_driver", start_driver)
+    assert drive(store).stages["000"].message == "no room for a driver"
+    assert states(store) == {"000": "failed", "001": "done"}
+
+
+def test_a_driver_that_forgets_that_it_was_asked_to_stop_is_asked_again(store, tmp_path, monkeypatch):
+    made(store, tmp_path, {"model.args.waits": [True]})
+    whole, forgets, stop = runs.cancel_requested, [3], StopRequest()
+
+    def cancel_requested(of: Any, run_id: str) -> str | None:
+        why = whole(of, run_id)
+        if run_id == "s-000" and why is not None and forgets[0]:
+            forgets[0] -= 1
+            store.delete(["runs/s-000/cancel"])
+            return None
+        return why
+
+    monkeypatch.setattr(runs, "cancel_requested", cancel_requested)
+    began = time.monotonic()
+
+    def watch(sweep: RunState) -> None:
+        assert time.monotonic() - began < 20
+        stop.request("interrupted", "stopped by SIGINT")
+
+    assert drive(store, stop=stop, watch=watch).state == "cancelled"
+    assert states(store) == {"000": "cancelled"}
+    assert forgets == [0]
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_while_a_driver_starts_stops_it_and_starts_no_other(store, tmp_path, monkeypatch, signals):
+    made(store, tmp_path, {"model.args.waits": [True], "seed": "0..2"}, max_parallel=3)
+    whole, stop = Simulated.start_driver, StopRequest()
+
+    def start_driver(self: Simulated, *more: Any) -> None:
+        whole(self, *more)
+        stop.request("interrupted", "stopped by SIGINT")
+        if signals == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Simulated, "start_driver", start_driver)
+    assert drive(store, stop=stop).state == "cancelled"
+    assert dict(Simulated.started) == {"s-000": 1}
+    until(lambda: runs.read_run(store, "s-000").message == STOPPED, "the trial to hear it", 20)
+
+
+@pytest.mark.parametrize(
+    ("why", "then", "drivers"),
+    [("by hand", "cancelled", 1), (STOPPED, "done", 2), ("stopped by SIGTERM", "done", 2)],
+)
+def test_a_trial_that_ended_without_a_controller_is_gone_on_with_if_the_sweep_stopped_it(
+    store, tmp_path, why, then, drivers
+):
+    made(store, tmp_path, {"model.args.waits": [True], "seed": "0..1"}, max_parallel=2)
+    drive_until_all_run(store, 2)
+    runs.request_cancel(store, "s-000", why)
+    until(lambda: runs.read_run(store, "s-000").state == "cancelled", "the trial to stop", 20)
+    until(lambda: runs.read_run(store, "s-000").driver is None, "its driver to let go", 20)
+    Simulated.go.set()
+    assert drive(store).state == "done"
+    assert states(store) == {"000": then, "001": "done"}
+    assert Simulated.started["s-000"] == drivers
+
+
+def test_trials_that_would_have_no_gpu_are_refused_before_anything_is_written(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(Simulated, "has_own_driver", False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+    def check(self: Simulated, *_: Any, **more: Any) -> None:
+        if not os.environ["CUDA_VISIBLE_DEVICES"]:
+            raise SubmitError("needs a GPU", hint="ask for none", kind="input")
+
+    monkeypatch.setattr(Simulated, "check", check)
+    with pytest.raises(SubmitError, match=r"ask for none; .* lower sweep.max_parallel"):
+        made(store, tmp_path, {"seed": "0..1"}, max_parallel=2)
+    assert not store.exists("runs/s/run.json")
+    made(store, tmp_path, {"seed": [1]}, max_parallel=2)  # one trial has the one GPU
 
 
 def test_an_id_that_is_taken_or_too_long_is_refused(store, tmp_path):

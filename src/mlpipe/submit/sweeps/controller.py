@@ -35,6 +35,7 @@ from mlpipe.submit.sweeps.slots import part_of_machine
 from mlpipe.submit.sweeps.tpe import suggest
 
 STOPPED = "its sweep was stopped"  # why a trial is cancelled that goes on when its sweep does
+_TERMINATED = "stopped by SIGTERM"  # and of one on this machine that did not hear it in time
 _LOOK_SECONDS = 0.2, 2.0  # between two looks at the trials: in a folder, in a bucket
 _UNDRIVEN_SECONDS = 3.0  # between two looks for a driver that has no lease
 _MAX_DRIVERS = 5  # that a trial gets here, each after the one before died
@@ -48,7 +49,6 @@ class _Following:
     run: RunState
     num_drivers: int = 1
     looked: float = 0.0  # monotonic: for a driver without a lease
-    asked: bool = False  # to stop
     curve: CurveFollower | None = None
 
 
@@ -60,9 +60,11 @@ def drive_sweep(
     console: Console,
     watch: Callable[[RunState], None] = lambda state: None,
     trust_store: bool = False,
+    promotes: bool = True,
 ) -> RunState:
     """Run what is left of a sweep, until all its trials have ended or `stop` says so; its final state. A
-    second signal, as KeyboardInterrupt, stops trials on this machine at once.
+    second signal, as KeyboardInterrupt, stops trials on this machine at once. `promotes`: the best one, if
+    `sweep.promote` says so.
 
     Raises SubmitError or StoreError (input) if another controller is alive, or the sweep is not what it was
     when it was submitted; SubmitError if the lease was lost on the way. Trials go on then.
@@ -78,10 +80,13 @@ def drive_sweep(
         former = runs.read_run(store, sweep_id)  # as the controller before us left it
         again = _waits_again(store, former)
         waits = any(trial.state in ("pending", "running") for trial in former.stages.values())
-        if former.state in runs.RUN_ENDED and not again and not waits:
+        lacks = former.state == "failed" and sweeps.best(former) is not None  # to be promoted
+        if former.state in runs.RUN_ENDED and not (again or waits or lacks):
             return former
         runs.reopen(store, sweep_id, (), again=again)
-        return _Controller(store, backends.of_run(former), submission, lease, stop, console).run(watch)
+        return _Controller(store, backends.of_run(former), submission, lease, stop, console, promotes).run(
+            watch
+        )
 
 
 def _waits_again(store: Store, sweep: RunState) -> list[str]:
@@ -114,7 +119,9 @@ class _Controller:
         lease: HeldLease,
         stop: StopRequest,
         console: Console,
+        promotes: bool,
     ) -> None:
+        self._promotes = promotes
         self._store, self._backend, self._console = store, backend, console
         self._submission, self._lease, self._stop = submission, lease, stop
         self._sweep, self._id = sweep_of(submission), submission.run_id or ""
@@ -133,7 +140,7 @@ class _Controller:
                 self._look_for_cancel()
                 self._round()
                 watch(self.state)
-                if not self._following and (self._stop.kind is not None or self._next() is None):
+                if not self._stages("running") and (self._stop.kind is not None or self._next() is None):
                     return self._finish()
                 time.sleep(self._look_seconds)
         except KeyboardInterrupt:  # the second signal
@@ -145,13 +152,14 @@ class _Controller:
         try:
             for name, trial in self.state.stages.items():
                 if trial.state == "running" and name not in self._following:
-                    self._begin(name)  # of the controller before us
+                    self._begin(name, adopt=True)  # of the controller before us
             for name in list(self._following):
                 self._follow(name)
-            if self._stop.kind is None:
-                while len(self._following) < self._sweep.max_parallel and (new := self._next()) is not None:
-                    self._start(new)
-            else:
+            while self._stop.kind is None and len(self._following) < self._sweep.max_parallel:
+                if (new := self._next()) is None:
+                    break
+                self._start(new)
+            if self._stop.kind is not None:
                 for name, following in self._following.items():
                     self._ask_to_stop(name, following, STOPPED)
         except StoreError as error:
@@ -188,29 +196,37 @@ class _Controller:
         ]
         return suggest(self._sweep, int(name), known)
 
-    def _begin(self, name: str) -> None:
-        """Anew, or again where the run is there already."""
+    def _begin(self, name: str, *, adopt: bool = False) -> None:
+        """Anew, or again where the run is there already; `adopt`: see `_driven`."""
         try:
-            self._following[name] = _Following(self._driven(name))
-        except StoreError as error:
-            if error.kind == "infrastructure":
-                raise
-            self._change(name, state="failed", message=str(error), ended=time.time())
+            run = self._driven(name, adopt=adopt)
+            self._following.setdefault(name, _Following(run)).run = run
         except MlpipeError as error:
-            self._change(
-                name, state="failed", message=str(error), ended=time.time(), outcome={"kind": error.kind}
-            )
+            if isinstance(error, StoreError) and error.kind == "infrastructure":
+                raise
+            self._ended(name, "failed", str(error), {"kind": error.kind})
 
-    def _driven(self, name: str) -> RunState:
-        """The trial's run, with a driver unless it has ended."""
+    def _driven(self, name: str, *, adopt: bool = False) -> RunState:
+        """The trial's run, with a driver unless it is done; `adopt`: unless it has ended, not by the
+        sweep's own stop. Raises SubmitError (input) if the run of its id is another one."""
         store, run_id = self._store, sweeps.trial_run_id(self._id, name)
         submission = trial_submission(self._submission, self._id, name, sweeps.values_of(self.state, name))
         if not store.exists(f"runs/{run_id}/run.json"):
             stages = [stage.name for stage in submission.pipeline.stages]
             record(store, self._backend, submission, stages, sweep=self._id)
         run = runs.read_run(store, run_id)
+        asked = tuple(run.meta.get("set", ()))[: len(submission.overrides)]  # a resume adds to them
+        if asked != submission.overrides or runs.read_pipeline(store, run_id) != submission.text:
+            raise SubmitError(
+                f"run {run_id} is there already, and is another one than this trial",
+                hint="delete it, or choose another --sweep-id",
+                kind="input",
+            )
         if run.state == "done" or leases.lease_is_live(run.driver):
             return run
+        if adopt and run.state in runs.RUN_ENDED and run.message not in (STOPPED, _TERMINATED):
+            return run
+        self._following.setdefault(name, _Following(run))  # for a second signal while its driver starts
         slot = int(self.state.stages[name].outcome.get("slot", 0)) % self._sweep.max_parallel
         with part_of_machine(self._backend, slot, self._sweep.max_parallel):
             DriveRequest(
@@ -238,7 +254,7 @@ class _Controller:
             else:
                 self._console.note(f"trial {name} has no driver: it gets one")
                 following.num_drivers += 1
-                self._driven(name)
+                self._begin(name, adopt=True)
 
     def _judge(self, name: str, following: _Following) -> None:
         """At the rungs that it has reached; what was judged before stays. The word is written before it is
@@ -310,8 +326,8 @@ class _Controller:
         self._ended(name, run.state, message, outcome)
 
     def _ended(self, name: str, state: Any, message: str, outcome: dict[str, Any]) -> None:
-        del self._following[name]
         self._change(name, state=state, message=message, ended=time.time(), outcome=outcome)
+        self._following.pop(name, None)  # not before it is written
 
     # How it stops
 
@@ -326,16 +342,17 @@ class _Controller:
                 self._stop.request("cancelled", why)
 
     def _ask_to_stop(self, name: str, following: _Following, why: str) -> None:
-        if not following.asked:
-            runs.request_cancel(self._store, following.run.run_id, why)
-            following.asked = True
+        """Each time anew: a driver that starts forgets what was asked before."""
+        runs.request_cancel(self._store, following.run.run_id, why)
 
     def _stop_at_once(self) -> None:
         """Drivers on this machine: the second signal. Elsewhere trials have been asked to save, and will."""
-        for name, following in self._following.items():
-            self._ask_to_stop(name, following, STOPPED)
         deadline = time.monotonic() + _AT_ONCE_SECONDS
-        while self._following and not self._backend.has_own_driver and time.monotonic() < deadline:
+        while True:
+            for name, following in self._following.items():
+                self._ask_to_stop(name, following, STOPPED)
+            if not self._following or self._backend.has_own_driver or time.monotonic() > deadline:
+                return
             for following in self._following.values():
                 lease = following.run.driver
                 if lease is not None and is_alive(ProcessId(lease.pid, lease.namespace, lease.started)):
@@ -355,7 +372,7 @@ class _Controller:
         words += [f"{len(failed)} of {len(self.state.stages)} failed"] if failed else []
         state: RunStatus = "done" if best is not None else "failed"
         promoted: dict[str, Any] = {}
-        if best is not None and (wanted := self._sweep.promote) is not None:
+        if best is not None and self._promotes and (wanted := self._sweep.promote) is not None:
             try:
                 promoted = {"promoted": promote_best(self._store, self.state, wanted.as_, wanted.alias)}
             except MlpipeError as error:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mlpipe._core.errors import SubmitError
+from mlpipe._core.errors import MlpipeError, SubmitError
 from mlpipe._core.files import check_name
 from mlpipe._core.ids import new_run_id
 from mlpipe.spec.load import load_pipeline_text
@@ -40,8 +40,7 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
     names = [trial_name(number) for number in range(num_trials(sweep))]
     values = dict(zip(names, planned(sweep), strict=False))
     first = trial_submission(submission, sweep_id, names[0], values.get(names[0]) or suggest(sweep, 0, ()))
-    with part_of_machine(backend, 0, sweep.max_parallel):
-        backend.check(first, console, is_new=True)
+    _check(backend, first, console, sweep.max_parallel, len(names))
     store.probe()
     return record(
         store,
@@ -53,6 +52,24 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
         metric={"name": sweep.metric.name, "mode": sweep.metric.direction},
         method=sweep.method,
     )
+
+
+def _check(backend: Backend, first: Submission, console: Console, max_parallel: int, num_trials: int) -> None:
+    """Raises what `Backend.check` raises. On this machine the first part is the smallest, and with fewer GPUs
+    than parts the last has none."""
+    if backend.has_own_driver or max_parallel == 1:
+        backend.check(first, console, is_new=True)
+        return
+    for slot in sorted({0, min(max_parallel, num_trials) - 1}):
+        try:
+            with part_of_machine(backend, slot, max_parallel):
+                backend.check(first, console, is_new=True)
+        except MlpipeError as error:
+            told = (
+                f"each trial has 1/{max_parallel} of this machine's CPUs and GPUs: lower sweep.max_parallel"
+            )
+            error.hint = f"{error.hint}; {told}" if error.hint else told
+            raise
 
 
 def sweep_of(submission: Submission) -> Sweep:
