@@ -71,9 +71,9 @@ def select(
     known.check()
     if not by:
         return chosen
-    have = [one for one in chosen if one.values[by] is not None]
+    have = [one for one in chosen if not _is_absent(one.values[by])]
     have.sort(key=lambda one: _order(one.values[by]), reverse=(sort or "").startswith("-"))
-    return have + [one for one in chosen if one.values[by] is None]
+    return have + [one for one in chosen if _is_absent(one.values[by])]
 
 
 def _read(
@@ -92,6 +92,11 @@ def _read(
                 yield one
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _is_absent(value: Any) -> bool:
+    """NaN, which is less than nothing and nothing is less than, cannot be sorted."""
+    return value is None or value != value
 
 
 def _order(value: Any) -> tuple[int, Any]:

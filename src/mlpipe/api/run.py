@@ -86,13 +86,15 @@ class Run:
     def wait(self, timeout: float | None = None) -> RunStatus:
         """Until the run has ended; how it ended. Raises SubmitError after `timeout` seconds, and where nobody
         drives a run that has not ended."""
+        from mlpipe.submit import backends
+
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         pause = _POLL_SECONDS if self._store.local_path("runs") is not None else 4 * _POLL_SECONDS
         driven = time.monotonic()
         while (status := self.status) not in runs.RUN_ENDED:
             if time.monotonic() > deadline:
                 raise SubmitError(f"run {self.id} has not ended within {timeout:g} s: it is {status}")
-            if status == "pending" or leases.undriven_since(self.state()) is None:
+            if backends.awaited(self._store, self.id) is not None or _may_be_driven(self.state()):
                 driven = time.monotonic()
             elif time.monotonic() - driven > _DRIVERLESS_SECONDS:
                 raise SubmitError(
@@ -199,3 +201,12 @@ class Run:
                 f"run {self.id} has no stage {stage!r}", hint=f"it has {', '.join(names)}", kind="input"
             )
         return names if stage is None else [stage]
+
+
+def _may_be_driven(run: RunState) -> bool:
+    """A driver of its backend's own may still be about to start."""
+    from mlpipe.submit import backends
+
+    if run.state == "pending" and backends.load(run.backend).has_own_driver:
+        return True
+    return leases.undriven_since(run) is None

@@ -99,8 +99,15 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
         hint=None if passed else _how_to_pass(session.plan, plan, chosen.step, metrics),
         checkpoint=chosen.key,
         time=time.time(),
-        details={"metrics": metrics, "passed": passed, "sample": sample},
+        details={"metrics": _finite(metrics), "passed": passed, "sample": sample},
     )
+
+
+def _finite(metrics: Values) -> Values:
+    """None for what is not, as in records and checkpoints: JSON has no NaN."""
+    return {
+        name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()
+    }
 
 
 def _passes(plan: EvaluatePlan, metrics: Values) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from kit.synthetic_run import Life
 
 import mlpipe
 from mlpipe._core.errors import SubmitError
+from mlpipe.api import listing
 from mlpipe.api.listing import find, short
 from mlpipe.store import catalogue, runs
 from mlpipe.store.folder import FolderStore
@@ -107,6 +109,18 @@ def test_runs_are_sorted_and_those_without_come_last(store):
     assert found(store, "state == done", "-val_loss") == ["slow", "fast", "better"]
     assert found(store, "pipeline != null", "val_loss")[-1] == "waits"
     assert found(store, None, "-run") == ["waits", "slow", "half", "fast", "better"]
+
+
+def test_what_is_not_a_number_comes_last_like_what_is_absent(store, monkeypatch):
+    whole = listing._Facts.__call__
+    monkeypatch.setattr(
+        listing._Facts,
+        "__call__",
+        lambda self, name: math.nan if self._summary.run_id == "fast" else whole(self, name),
+    )
+    for sort in ("val_loss", "-val_loss"):
+        assert set(found(store, None, sort)[2:]) == {"fast", "half", "waits"}
+    assert found(store, None, "val_loss")[:2] == ["better", "slow"]
 
 
 def test_a_field_that_no_run_has_is_a_slip(store):

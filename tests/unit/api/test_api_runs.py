@@ -13,6 +13,9 @@ from kit.command_runs import shell, until, write_spec
 
 import mlpipe
 from mlpipe._core.errors import StoreError, SubmitError, TrainError
+from mlpipe.api import run as api_run
+from mlpipe.store import runs
+from mlpipe.store.folder import FolderStore
 
 pytestmark = pytest.mark.unit
 
@@ -144,6 +147,18 @@ def test_a_run_in_the_background_is_waited_for_and_cancelled(folder):
     finally:
         assert run.cancel(timeout=60) == "cancelled"
     assert run.wait(timeout=10) == "cancelled"
+
+
+def test_a_run_that_nobody_ever_drove_is_not_waited_for(folder, monkeypatch):
+    monkeypatch.setattr(api_run, "_DRIVERLESS_SECONDS", 0.0)
+    monkeypatch.setattr(api_run, "_POLL_SECONDS", 0.01)
+    store = FolderStore(folder / "runs")
+    for backend in ("local", "kubernetes"):
+        runs.create_run(store, backend, "version: 1", "0" * 64, ["a"], backend, {"pipeline": "p"})
+    with pytest.raises(SubmitError, match="nobody drives run local"):
+        mlpipe.Run("local").wait(timeout=20)
+    with pytest.raises(SubmitError, match="has not ended within"):  # where drivers wait for room
+        mlpipe.Run("kubernetes").wait(timeout=0.1)
 
 
 def test_a_table_is_a_list_of_rows():
