@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -552,6 +553,32 @@ def test_a_signal_while_a_driver_starts_stops_it_and_starts_no_other(store, tmp_
     assert drive(store, stop=stop).state == "cancelled"
     assert dict(Simulated.started) == {"s-000": 1}
     until(lambda: runs.read_run(store, "s-000").message == STOPPED, "the trial to hear it", 20)
+
+
+def test_a_second_signal_ends_drivers_here_though_the_store_is_away(store, tmp_path, monkeypatch):
+    made(store, tmp_path, {"model.args.waits": [True]})
+    monkeypatch.setattr(Simulated, "has_own_driver", False)
+    killed: list[tuple[int, int]] = []
+
+    def kill(pid: int, number: int) -> None:
+        killed.append((pid, number))
+        Simulated.go.set()
+
+    def away(*_: object) -> None:
+        raise StoreError("out of reach")
+
+    monkeypatch.setattr(controller.os, "kill", kill)
+    monkeypatch.setattr(runs, "request_cancel", away)
+    stop = StopRequest()
+
+    def watch(sweep: RunState) -> None:
+        if runs.read_run(store, "s-000").driver is not None:
+            stop.request("interrupted", "stopped by SIGINT")
+            raise KeyboardInterrupt
+
+    assert drive(store, stop=stop, watch=watch).state == "cancelled"
+    assert killed[0] == (os.getpid(), signal.SIGTERM)
+    assert states(store) == {"000": "done"}
 
 
 @pytest.mark.parametrize(

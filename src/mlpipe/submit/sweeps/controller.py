@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -349,8 +350,9 @@ class _Controller:
         """Drivers on this machine: the second signal. Elsewhere trials have been asked to save, and will."""
         deadline = time.monotonic() + _AT_ONCE_SECONDS
         while True:
-            for name, following in self._following.items():
-                self._ask_to_stop(name, following, STOPPED)
+            with suppress(StoreError):  # the signal reaches those on this machine without a store
+                for name, following in self._following.items():
+                    self._ask_to_stop(name, following, STOPPED)
             if not self._following or self._backend.has_own_driver or time.monotonic() > deadline:
                 return
             for following in self._following.values():
@@ -358,8 +360,9 @@ class _Controller:
                 if lease is not None and is_alive(ProcessId(lease.pid, lease.namespace, lease.started)):
                     os.kill(lease.pid, signal.SIGTERM)
             time.sleep(0.5)
-            for name in list(self._following):
-                self._follow(name)
+            with suppress(StoreError):
+                for name in list(self._following):
+                    self._follow(name)
 
     def _finish(self) -> RunState:
         if self._stop.kind is not None:
