@@ -8,11 +8,18 @@ import numpy as np
 import torch
 
 
-def seed_step(seed: int, *where: int) -> None:
-    """Randomness (dropout, augmentation) as a function of the seed and of `where`: step and data rank, or
-    part, epoch and sample of a stream. The same after a resume, and the same on all ranks that work on the
-    same samples. Mixed by SeedSequence so that neighbouring steps do not correlate."""
+def seed_step(seed: int, step: int, data_rank: int) -> None:
+    """Randomness (dropout, augmentation) as a function of these three: the same after a resume, and the same
+    on all ranks that work on the same samples."""
+    torch.manual_seed(seed_host(seed, step, data_rank))
+
+
+def seed_host(seed: int, *where: int) -> int:
+    """What is drawn on the CPU as a function of the seed and of `where`, such as the part, the epoch and the
+    sample of a stream. Mixed by SeedSequence so that neighbours do not correlate. Returns the mixture. Looks
+    for no devices, which takes torch.manual_seed most of its time: cheap enough for each sample."""
     mixed = int(np.random.SeedSequence([seed, *where]).generate_state(1, np.uint64)[0])
-    torch.manual_seed(mixed)
+    torch.default_generator.manual_seed(mixed)
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
+    return mixed

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from mlpipe._core.errors import TrainError
 from mlpipe.train import data
 from mlpipe.train.data_workers import DataWorkers
-from mlpipe.train.seeding import seed_step
+from mlpipe.train.seeding import seed_host
 
 _log = logging.getLogger(__name__)
 _EACH = 2  # steps that a worker has before it
@@ -37,7 +37,7 @@ class Cursor:
         self.where = streams.where
         self.part = part
         self.seed = seed
-        seed_step(seed, part, 0, 0)
+        seed_host(seed, part, 0, 0)
         self.dataset = streams.make(part)
         self.epoch = saved["epoch"] if saved else 0
         self.count = 0
@@ -57,7 +57,7 @@ class Cursor:
     def take(self) -> Any:
         """The next sample. Raises TrainError (input) for a stream without any."""
         for _ in range(2):
-            seed_step(self.seed, self.part, self.epoch, self.count + 1)
+            seed_host(self.seed, self.part, self.epoch, self.count + 1)
             for sample in self._iterator:
                 self.count += 1
                 return sample
@@ -98,7 +98,7 @@ class Cursor:
         return iterator
 
     def _set_epoch(self) -> None:
-        seed_step(self.seed, self.part, self.epoch, 0)  # for its __iter__, too
+        seed_host(self.seed, self.part, self.epoch, 0)  # for its __iter__, too
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
 
@@ -201,7 +201,7 @@ class StreamReader:
             samples |= found
             states |= stands
         self._states = {n: kept for n, kept in self._states.items() if n > number - _KEPT} | {number: states}
-        seed_step(self.loader.seed, number, self.loader.world.data_rank)  # for a `collate` that draws
+        seed_host(self.loader.seed, number, self.loader.world.data_rank)  # for a `collate` that draws
         size, own = self.loader.micro_batch, self.share.own(position, count)
         # a rank without samples of its own has read those of others
         batches = [
