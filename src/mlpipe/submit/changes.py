@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlpipe._core.errors import DamagedError, SpecError, SubmitError
+from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.training import meaning_of, trainings
 from mlpipe.spec.model import Pipeline
 from mlpipe.store import catalogue, outputs, runs
@@ -83,7 +84,10 @@ def prepare(store: Store, run: RunState, asked: Seal, changes: Changes, only: st
         allowed |= {key: now.get(key) for key in named if key.startswith(f"{name}.")}
         known |= _check_meaning(store, pipeline, checkpoints, now, allowed, overrides)
         at = checkpoints[-1].step if checkpoints else 0
-        if at < training.steps and (at or name == back):
+        if name == back:
+            if at < training.steps:
+                again.add(name)
+        elif 0 < at < training.steps and not _ended_early(store, checkpoints[-1], training):
             again.add(name)
     if unknown := sorted(named - known.keys()):
         hint = f"it takes {', '.join(sorted(known))}" if known else "the run has no training"
@@ -208,6 +212,24 @@ def _check_meaning(
             where=checkpoint.key,
         )
     return before
+
+
+def _ended_early(store: Store, checkpoint: Checkpoint, training: Train) -> bool:
+    """Whether the training gave up hope at `checkpoint`, and would again: it is asked for as many steps, and
+    no more patience (`train/validation.py`, Judge)."""
+    validate = training.validate_
+    if validate is None or validate.stop is None:
+        return False
+    try:
+        scalars = catalogue.load_manifest(store, checkpoint.key)["scalars"]
+    except DamagedError:
+        return False
+    match scalars:
+        case {"steps": training.steps, "validation": {"judge": {"num_without": int(without), **judge}}}:
+            best = validate.best
+            is_same = best is not None and judge.get("metric") == best.metric
+            return is_same and without >= validate.stop.patience
+    return False
 
 
 def _recorded(scalars: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,8 +44,8 @@ SPEC = json.dumps(
 )
 
 
-def save(store: Store, step: int, scalars: dict[str, Any]) -> None:
-    prefix = catalogue.new_prefix(TRAIN, step, 1)
+def save(store: Store, step: int, scalars: dict[str, Any], stage_key: str = TRAIN) -> None:
+    prefix = catalogue.new_prefix(stage_key, step, 1)
     blob = catalogue.write_blob(store, f"{prefix}/model-0", [b"four"])
     chunk = {"offset": [0], "shape": [4], "blob": 0, "byte_offset": 0}
     manifest = {"format": 1, "step": step, "attempt": 1, "uuid": prefix[-8:], "time": 1.0, "code": {}}
@@ -70,12 +70,12 @@ def store(tmp_path) -> Store:
     return store
 
 
-def end(store: Store, state: Any, stages: dict[str, Any]) -> None:
+def end(store: Store, state: Any, stages: dict[str, Any], run_id: str = "r") -> None:
     def change(run: runs.RunState) -> runs.RunState:
         states = {name: replace(run.stages[name], state=stages[name], attempt=1) for name in STAGES}
         return replace(run, state=state, stages=states)
 
-    runs.update_run(store, "r", change)
+    runs.update_run(store, run_id, change)
 
 
 def asked(store: Store, *overrides: str, only: str | None = None, **more: Any) -> Prepared:
@@ -195,6 +195,34 @@ def test_a_training_whose_last_checkpoint_was_discarded_is_done_again_from_the_o
     catalogue.discard(store, catalogue.latest(store, TRAIN).key)
     assert asked(store).again == AFTER
     assert asked(store, only="evaluate").again == set()
+
+
+def test_a_training_that_gave_up_hope_stays_ended_unless_it_may_go_on_for_longer(store):
+    """Also where what came after it is done again."""
+    spec = json.loads(SPEC)
+    spec["name"] = "early"
+    spec["stages"][1]["train"] |= {
+        "data": {"tokens": "nowhere", "batch_size": 8},
+        "validate": {"every": "10 steps", "best": {"metric": "loss"}, "stop": {"patience": 2}},
+        "steps": 80,
+    }
+    pipeline = load_pipeline_text(json.dumps(spec), "spec")
+    runs.create_run(store, "e", json.dumps(spec), pipeline.digest, STAGES, "local", {"set": []})
+    judge = {"metric": "loss", "mode": "min", "value": 2.0, "step": 20, "reference": 2.0}
+    for step, without in ((30, 1), (40, 2)):
+        scalars = {"steps": 80, "validation": {"judge": {**judge, "num_without": without}}}
+        save(store, step, scalars | {"meaning": meaning_of(pipeline, "train", {})}, "runs/e/stages/train")
+    end(store, "done", dict.fromkeys(STAGES, "done"), "e")
+
+    def again(*overrides: str, **more: Any) -> frozenset[str]:
+        run = runs.read_run(store, "e")
+        return prepare(store, run, seal.read(store, run), Changes(overrides, **more)).again
+
+    assert again() == frozenset()
+    assert again("promote.alias=best") == {"promote"}
+    assert again("train.validate.stop.patience=3") == again("train.steps=90") == again(from_step=40) == AFTER
+    catalogue.discard(store, catalogue.latest(store, "runs/e/stages/train").key)
+    assert again() == AFTER
 
 
 def test_what_is_mixed_how_a_stream_is_cut_and_who_makes_batches_is_what_a_training_is_about():
