@@ -14,7 +14,7 @@ from mlpipe.observe.records import list_attempts, records_key
 from mlpipe.observe.tracking.mlflow import Mlflow, uri_of
 from mlpipe.observe.tracking.tensorboard import TensorBoard
 from mlpipe.observe.tracking.tracker import TrackedRun, Tracker
-from mlpipe.observe.tracking.tracking import Tracking
+from mlpipe.observe.tracking.tracking import Ending, Tracking
 from mlpipe.observe.tracking.wandb import Wandb, check_installed
 from mlpipe.plan.plan import TrackerPlan
 from mlpipe.store.base import Store
@@ -29,16 +29,18 @@ def make_trackers(session: Session, plans: Sequence[TrackerPlan]) -> list[tuple[
             uri_of(plan.settings)
         elif plan.name == "wandb":
             check_installed()
-    return [(plan.name, _tracking(session, plan)) for plan in plans] if session.rank == 0 else []
+    ending = Ending()
+    return [(plan.name, _tracking(session, plan, ending)) for plan in plans] if session.rank == 0 else []
 
 
-def _tracking(session: Session, plan: TrackerPlan) -> Tracking:
+def _tracking(session: Session, plan: TrackerPlan, ending: Ending) -> Tracking:
     stage_key, store = session.plan.stage_key, session.store
     return Tracking(
         _tracker(session, plan),
         lambda first, last: history(store, stage_key, first, last),
         session.recorder.write,
         lambda: session.watchdog.beat(f"telling {plan.name} the rest", session.plan.work.training.steps),
+        ending,
     )
 
 

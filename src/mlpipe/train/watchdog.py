@@ -16,6 +16,8 @@ _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 2.0
 # Before the first step: a busy machine imports torch, and a big checkpoint loads, for longer than a step.
 STARTING_SECONDS = 600.0
+# When all is done and said: what other packages still do as the process ends (their atexit hooks).
+_LEAVING_SECONDS = 30.0
 EXIT_CODE = 75
 
 
@@ -33,6 +35,7 @@ class Watchdog:
         self._doing = "starting"
         self._step = 0
         self._waiting = False
+        self._exit_code: int | None = None
         self.in_collective: Callable[[], bool] = lambda: False
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -42,11 +45,21 @@ class Watchdog:
         self._step = step
         self._last = time.monotonic()
 
+    def leaving(self, exit_code: int) -> None:
+        """How the work ended is written, and nothing changes it any more: a process that does not end within
+        a while is ended with `exit_code`."""
+        self._last = time.monotonic()
+        self._exit_code = exit_code
+
     def _watch(self) -> None:
         stacks = self._scratch / f"stacks-rank-{self._rank}.txt"
         while True:
             time.sleep(_POLL_SECONDS)
             silent = time.monotonic() - self._last
+            if self._exit_code is not None:
+                if silent > _LEAVING_SECONDS:
+                    os._exit(self._exit_code)
+                continue
             patience = self._timeout_seconds
             if self._step == 0:
                 patience = max(patience, STARTING_SECONDS)

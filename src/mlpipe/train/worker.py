@@ -66,6 +66,7 @@ def main() -> int:
             session.close()
         outcome.write(scratch, ended)
         leave(scratch, local_rank=process.local_rank, restart=process.restart)
+        watchdog.leaving(0)
         return 0
     except Exception as error:
         traceback.print_exc()
@@ -86,7 +87,9 @@ def main() -> int:
             )
             ended = replace(ended, where=frames[-1].place if frames else ended.where, hint=hint)
         outcome.write(scratch, ended, fatal=fatal)
-        return EXIT_CODES[ended.kind or "failed"]
+        exit_code = EXIT_CODES[ended.kind or "failed"]
+        watchdog.leaving(exit_code)
+        return exit_code
 
 
 def _lost_peer(error: Exception) -> bool:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import http.server
+import json
+import posixpath
+import re
+import subprocess
+import sys
 import threading
+import time
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,11 +24,11 @@ from mlpipe._core.errors import MlpipeError
 from mlpipe._core.records import End, Tracked
 from mlpipe._core.retry import AwayError
 from mlpipe.observe.tracking import tensorboard, tracking
-from mlpipe.observe.tracking.mlflow import MlflowApi, RefusedError, uri_of
+from mlpipe.observe.tracking.mlflow import Mlflow, MlflowApi, RefusedError, name_of, uri_of
 from mlpipe.observe.tracking.tensorboard import TensorBoard, event, framed, last_step
 from mlpipe.observe.tracking.tracker import scalars
-from mlpipe.observe.tracking.tracking import Tracking
-from mlpipe.observe.tracking.wandb import check_installed
+from mlpipe.observe.tracking.tracking import Ending, Tracking
+from mlpipe.observe.tracking.wandb import Wandb, check_installed
 from mlpipe.store.folder import FolderStore
 
 pytestmark = pytest.mark.unit
@@ -218,6 +225,36 @@ def test_one_that_refuses_is_off_and_the_rest_goes_on(quick, caplog, error):
     )
 
 
+def test_one_that_refuses_a_record_still_hears_of_the_end(quick, caplog):
+    fake = Fake()
+    one = tracking_of(fake)
+    one.on_start(START)
+    until(lambda: one._has_begun, "the begin", 30)
+    fake.away = [MlpipeError("not so", kind="infrastructure")]
+    one.on_step(step(1))
+    until(lambda: one._is_off, "the refusal", 30)
+    one.on_end(DONE)
+    assert fake.ended == ["done"]
+    assert caplog.text.count("fake is off") == 1
+
+
+def test_trackers_that_hang_share_one_deadline(quick, monkeypatch):
+    monkeypatch.setattr(tracking, "END_SECONDS", 1.0)
+    ending, fakes = Ending(), [Fake(), Fake(), Fake()]
+    them = [Tracking(fake, lambda first, last: [], [].append, lambda: None, ending) for fake in fakes]
+    for one in them:
+        one.on_start(START)
+        until(lambda one=one: one._has_begun, "the begin", 30)
+    for fake in fakes:
+        fake.gate.clear()
+    began = time.monotonic()
+    for one in them:
+        one.on_end(DONE)
+    assert 1.0 <= time.monotonic() - began < 1.9
+    for fake in fakes:
+        fake.gate.set()
+
+
 def test_a_hundred_thousand_steps_keep_no_memory(quick):
     """Neither where the tracker follows nor where it hangs."""
     for hangs in (False, True):
@@ -244,7 +281,7 @@ def stand_in():
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            server.bodies.append(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
             server.asked.append((self.path.partition("?")[0], self.headers.get("Authorization")))
             status, body = server.answers.pop(0)
             self.send_response(status)
@@ -259,7 +296,7 @@ def stand_in():
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.asked, server.answers = [], []
+    server.asked, server.answers, server.bodies = [], [], []
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -312,3 +349,70 @@ def test_without_its_package_wandb_is_refused_by_the_extra(monkeypatch):
     with pytest.raises(MlpipeError, match=r"pip install 'mlpipe\[wandb\]'") as caught:
         check_installed()
     assert caught.value.kind == "input"
+
+
+@given(st.text(st.sampled_from("ab@/. _-é(:\n"), max_size=12) | st.text(max_size=300))
+def test_every_name_becomes_one_that_mlflow_takes(name):
+    """Its own rule (mlflow/utils/validation.py)."""
+    found = name_of(name)
+    assert re.fullmatch(r"[/\w.\- ]+", found)
+    assert len(found) <= 250
+    assert posixpath.normpath(found) == found
+    assert not found.startswith(("/", ".."))
+    assert name_of(found) == found
+
+
+def test_mlflow_gets_names_that_it_takes_and_what_it_refuses_all_the_same_is_left_out(stand_in, caplog):
+    refusal = (400, b'{"error_code": "INVALID_PARAMETER_VALUE", "message": "not so"}')
+    made = b'{"run": {"info": {"run_id": "i"}}}'
+    told = [(200, b'{"experiment": {"experiment_id": "0"}}'), (200, b"{}"), (200, made), (200, b"{}")]
+    stand_in.answers = [*told, refusal, (200, b"{}"), refusal, (200, b"{}"), (200, b"{}")]
+    one = Mlflow({"uri": stand_in.url}, run_of(decided={"args": {"f1.cat (big)": 1}}))
+    one.begin(START)
+    one.log([validation(1, **{"recall@5": 0.25, "recall:5": 0.75})])
+    one.log([validation(2, **{"recall@5": 0.5})])
+    one.end("done")
+    params, _, first, second, end = map(json.loads, stand_in.bodies[4:])
+    assert params["params"] == [{"key": "args.f1.cat _big_", "value": "1"}]
+    assert [(row["key"], row["value"]) for row in first["metrics"]] == [("validation/recall_5", 0.25)]
+    assert second["metrics"][0]["value"] == 0.5
+    assert end["status"] == "FINISHED"
+    assert caplog.text.count("left out") == 1
+
+
+def test_wandb_out_of_reach_is_away_and_its_end_has_a_deadline(monkeypatch, tmp_path):
+    class CommError(Exception):
+        pass
+
+    class AuthenticationError(CommError):
+        pass
+
+    def init(**given):
+        asked.append(given["settings"])
+        raise raised[-1]
+
+    asked: list = []
+    raised: list[Exception] = [CommError("no route\nwhile retrying")]
+    errors = SimpleNamespace(CommError=CommError, AuthenticationError=AuthenticationError)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict, errors=errors))
+    with pytest.raises(AwayError, match=r"^no route$"):
+        Wandb({}, run_of(), tmp_path).begin(START)
+    raised.append(AuthenticationError("who?"))
+    with pytest.raises(AuthenticationError):
+        Wandb({}, run_of(), tmp_path).begin(START)
+    assert 0 < asked[0]["finish_timeout"] < tracking.END_SECONDS
+
+
+def test_a_hook_that_hangs_at_the_end_of_the_process_changes_nothing(tmp_path):
+    """The watchdog ends the process, as it would have ended."""
+    program = f"""
+import atexit, pathlib, time
+from mlpipe.train import watchdog
+watchdog._LEAVING_SECONDS = 0.1
+atexit.register(time.sleep, 20)
+watchdog.Watchdog(pathlib.Path({str(tmp_path)!r}), rank=0, timeout_seconds=0.0).leaving(0)
+"""
+    began = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+    assert time.monotonic() - began < 15
+    assert not list(tmp_path.iterdir())

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import urllib3
@@ -23,9 +25,12 @@ from mlpipe._core.records import Record, Save, Start
 from mlpipe._core.retry import AwayError
 from mlpipe.observe.tracking.tracker import TrackedRun, scalars
 
+_log = logging.getLogger(__name__)
 # Of one request, by MLflow's documentation: entities, parameters or tags of them, characters of a value.
 _MOST_METRICS, _MOST_PARAMS, _MOST_CHARACTERS = 1000, 100, 5000
+_MOST_OF_NAME = 250  # characters
 _TRANSIENT = frozenset((408, 425, 429, 500, 502, 503, 504))
+T = TypeVar("T")
 _STATUS = {"done": "FINISHED", "saved": "KILLED", "failed": "FAILED"}
 
 
@@ -141,6 +146,7 @@ class Mlflow:
         self._id = ""
         self._artifacts: str | None = None  # where the server takes files
         self._known: dict[str, int] = {}  # by metric the last step that MLflow has
+        self._has_warned = False
         self.where = self._api.uri
         self.url: str | None = None
 
@@ -173,11 +179,11 @@ class Mlflow:
         metrics: list[dict[str, Any]] = [
             {"key": name, "value": _number(value), "timestamp": _milliseconds(record.time), "step": step}
             for record in records
-            for name, value in scalars(record).items()
+            for name, value in _named(scalars(record)).items()
             if (step := getattr(record, "step", None) or 0) > self._known.get(name, -1)
         ]
         for first in range(0, len(metrics), _MOST_METRICS):
-            self._api.post("runs/log-batch", run_id=self._id, metrics=metrics[first : first + _MOST_METRICS])
+            self._batch(metrics=metrics[first : first + _MOST_METRICS])
         for record in records:
             if isinstance(record, Save) and record.error is None and record.key:
                 self._tag({"mlpipe.checkpoint": record.key, "mlpipe.checkpoint_step": str(record.step)})
@@ -193,10 +199,10 @@ class Mlflow:
 
     def _describe(self, start: Start, there: Mapping[str, str]) -> None:
         """What was decided. A parameter cannot change there: what a resume decided otherwise is a tag."""
-        params = {name: value[:_MOST_CHARACTERS] for name, value in self._run.params.items()}
+        params = _named({name: value[:_MOST_CHARACTERS] for name, value in self._run.params.items()})
         fresh = {name: value for name, value in params.items() if name not in there}
         for some in _parts(fresh.items(), _MOST_PARAMS):
-            self._api.post("runs/log-batch", run_id=self._id, params=_pairs(dict(some)))
+            self._batch(params=_pairs(dict(some)))
         changed = {
             f"mlpipe.now.{name}": value for name, value in params.items() if there.get(name, value) != value
         }
@@ -208,13 +214,32 @@ class Mlflow:
         self._file(f"plan-attempt-{self._run.attempt}.json", self._run.plan)
 
     def _tag(self, tags: Mapping[str, str]) -> None:
-        for some in _parts(tags.items(), _MOST_PARAMS):
-            self._api.post("runs/log-batch", run_id=self._id, tags=_pairs(dict(some)))
+        for some in _parts(_named(tags).items(), _MOST_PARAMS):
+            self._batch(tags=_pairs(dict(some)))
+
+    def _batch(self, **some: Any) -> None:
+        """One that MLflow finds wrong is left out, with a word the first time: the next may be right."""
+        try:
+            self._api.post("runs/log-batch", run_id=self._id, **some)
+        except RefusedError as error:
+            if error.code != "INVALID_PARAMETER_VALUE":
+                raise
+            self._left_out(", ".join(some), error)
+
+    def _left_out(self, what: str, error: RefusedError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "mlflow at %s does not take some %s, which are left out: %s", self.where, what, error
+            )
 
     def _file(self, name: str, text: str) -> None:
         """Left out where MLflow keeps files in a store of its own; the store of the run has them."""
         if self._artifacts is not None and text:
-            self._api.upload(f"{self._artifacts}/{name}", text.encode())
+            try:
+                self._api.upload(f"{self._artifacts}/{name}", text.encode())
+            except RefusedError as error:
+                self._left_out("files", error)
 
 
 def uri_of(settings: Mapping[str, Any]) -> str:
@@ -233,6 +258,21 @@ def uri_of(settings: Mapping[str, Any]) -> str:
     hint = "write `track: [{mlflow: {uri: http://mlflow.example.com:5000}}]`, or export MLFLOW_TRACKING_URI; "
     hint += "a login goes into MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
     raise MlpipeError(what, where="track: mlflow", hint=hint, kind="input")
+
+
+def name_of(name: str) -> str:
+    """What MLflow takes in its place: letters, digits and `_-. /` of a path without empty parts, 250 of them
+    (mlflow/utils/validation.py)."""
+    allowed = re.sub(r"[^\w./ -]", "_", name)[:_MOST_OF_NAME]
+    return "/".join(part for part in allowed.split("/") if part not in ("", ".", "..")) or "_"
+
+
+def _named(values: Mapping[str, T]) -> dict[str, T]:
+    """By names that MLflow takes; of two that become the same the first."""
+    found: dict[str, T] = {}
+    for name, value in values.items():
+        found.setdefault(name_of(name), value)
+    return found
 
 
 def _pairs(values: Mapping[str, str]) -> list[dict[str, str]]:

@@ -51,7 +51,7 @@ class Tracker(Protocol):
         """The next ones, in the order written."""
 
     def end(self, outcome: str) -> None:
-        """`done`, `saved` or `failed`. Nothing follows."""
+        """`done`, `saved` or `failed`. Nothing follows. Also told after a refusal, if it had begun."""
 
 
 def scalars(record: Record) -> dict[str, float]:

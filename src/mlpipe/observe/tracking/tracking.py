@@ -26,13 +26,30 @@ MAX_WAITING = 10_000  # records: some 10 MB, a quarter of an hour of quick steps
 _BATCH = 100
 _UNTIL_WARNED_SECONDS = 10.0
 _LATER_SECONDS = 2.0  # the first pause of each further round
-# At the end the training waits for so long; less for a tracker that is away, and on a signal to stop.
+# At the end the training waits for so long for all trackers together; less for one that is away, and on a
+# signal to stop.
 END_SECONDS, HASTY_SECONDS = 20.0, 5.0
+
+
+class Ending:
+    """Of a training, for all its trackers: they tell the rest side by side."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.outcome = ""
+        self.began = 0.0
+
+    def begin(self, outcome: str) -> None:
+        """The first one counts."""
+        if not self.event.is_set():
+            self.outcome, self.began = outcome, time.monotonic()
+            self.event.set()
 
 
 class Tracking:
     """A callback of rank 0. `history(first, last)`: records of earlier processes of these steps. `write`:
-    takes a record, `beat()` is called while the end waits; both in the training's own thread."""
+    takes a record, `beat()` is called while the end waits; both in the training's own thread. `ending`: the
+    trackers of a training share one."""
 
     def __init__(
         self,
@@ -40,6 +57,7 @@ class Tracking:
         history: Callable[[int, int], Sequence[Record]],
         write: Callable[[Record], object],
         beat: Callable[[], None],
+        ending: Ending | None = None,
     ) -> None:
         self._tracker = tracker
         self._history = history
@@ -47,8 +65,8 @@ class Tracking:
         self._beat = beat
         self._waiting: deque[Record] = deque()  # appended to by one thread, taken from by the other
         self._news: deque[Record] = deque()  # for the store
-        self._ended = threading.Event()
-        self._outcome = ""
+        self._ending = ending or Ending()
+        self._has_begun = False
         self._is_away = self._has_warned = self._is_off = False
         self.num_dropped = 0
         self._thread: threading.Thread | None = None
@@ -76,10 +94,9 @@ class Tracking:
         """Waits until all is told, for a while."""
         if self._thread is None:
             return
-        self._outcome = end.outcome or "failed"
-        self._ended.set()
-        hasty = self._is_away or self._outcome == "saved"
-        deadline = time.monotonic() + (HASTY_SECONDS if hasty else END_SECONDS)
+        self._ending.begin(end.outcome or "failed")
+        hasty = self._is_away or self._ending.outcome == "saved"
+        deadline = self._ending.began + (HASTY_SECONDS if hasty else END_SECONDS)
         while self._thread.is_alive() and time.monotonic() < deadline:
             self._beat()
             self._thread.join(0.2)
@@ -95,12 +112,20 @@ class Tracking:
                 self._tracker.name, self.num_dropped)  # fmt: skip
 
     def _run(self, start: Start) -> None:
-        try:
-            self._begin(start)
-            while not self._ended.wait(FLUSH_SECONDS):
-                self._tell_waiting()
+        self._unless_refused(lambda: self._follow(start))
+        if self._has_begun:  # also one that refused what it was told: its run ends as well
+            self._ending.event.wait()
+            self._unless_refused(lambda: self._patiently(lambda: self._tracker.end(self._ending.outcome)))
+
+    def _follow(self, start: Start) -> None:
+        self._begin(start)
+        while not self._ending.event.wait(FLUSH_SECONDS):
             self._tell_waiting()
-            self._patiently(lambda: self._tracker.end(self._outcome))
+        self._tell_waiting()
+
+    def _unless_refused(self, call: Callable[[], None]) -> None:
+        try:
+            call()
         except MlpipeError as error:
             self._give_up(str(error))
         except Exception as error:  # of a tracker's own package, or ours: no reason to end a training
@@ -108,6 +133,7 @@ class Tracking:
 
     def _begin(self, start: Start) -> None:
         known = self._patiently(lambda: self._tracker.begin(start))
+        self._has_begun = True
         self._news.append(Tracked(tracker=self._tracker.name, url=self._tracker.url))
         if (at := start.start_step or 0) > known:
             missing = self._patiently(lambda: self._history(known + 1, at))
@@ -147,6 +173,8 @@ class Tracking:
                     break
 
     def _give_up(self, why: str) -> None:
+        if self._is_off:  # it was said
+            return
         self._is_off = True
         self._waiting.clear()
         _log.warning("%s is off; the training goes on without it: %s", self._tracker.name, why)

@@ -12,7 +12,11 @@ from typing import Any
 
 from mlpipe._core.errors import MlpipeError
 from mlpipe._core.records import Record, Save, Start, Step
+from mlpipe._core.retry import AwayError
 from mlpipe.observe.tracking.tracker import TrackedRun, scalars
+
+# For what is left at the end, also in its hook at the end of the process; less than tracking.END_SECONDS.
+_FINISH_SECONDS = 15.0
 
 
 class Wandb:
@@ -34,7 +38,8 @@ class Wandb:
         wandb: Any = importlib.import_module("wandb")
         run = self._run
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._wandb_run = wandb.init(
+        self._wandb_run = self._init(
+            wandb,
             project=self._settings.get("project") or run.pipeline,
             entity=self._settings.get("entity"),
             id=hashlib.sha256(f"{run.store_url}/{run.stage_key}".encode()).hexdigest()[:16],
@@ -43,7 +48,9 @@ class Wandb:
             resume="allow",
             config={"mlpipe": {"pipeline": run.config, "plan": run.decided, "run_id": run.run_id}},
             dir=str(self._folder),
-            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+            settings=wandb.Settings(
+                console="off", silent=True, x_disable_stats=True, finish_timeout=_FINISH_SECONDS
+            ),
         )
         self.url = self._wandb_run.url if self._settings.get("mode") != "offline" else None
         at = start.start_step or 0
@@ -52,6 +59,15 @@ class Wandb:
         if start.resumed_from:
             self._wandb_run.summary["resumed_from"] = start.resumed_from
         return self._known
+
+    def _init(self, wandb: Any, **given: Any) -> Any:
+        """Raises AwayError if W&B cannot be reached; whom it does not know it will not know later either."""
+        try:
+            return wandb.init(**given)
+        except wandb.errors.AuthenticationError:
+            raise
+        except wandb.errors.CommError as error:
+            raise AwayError(str(error).partition("\n")[0][:300], applied=True) from None
 
     def log(self, records: Sequence[Record]) -> None:
         """A row a record; W&B takes only steps behind those that it has."""
