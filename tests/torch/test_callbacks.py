@@ -11,6 +11,7 @@ from kit import plans
 from mlpipe._core.errors import TrainError
 from mlpipe._core.records import End, Save, Step
 from mlpipe.plan.plan import CallbackPlan
+from mlpipe.train import prepare
 from mlpipe.train.callbacks import Callbacks, make_callbacks
 
 pytestmark = pytest.mark.torch
@@ -53,6 +54,8 @@ def test_one_that_raises_is_called_no_more_and_the_others_hear_all(caplog, error
     bad, good = Fails(error), Hears()
     callbacks = Callbacks([("x:Bad", bad), ("x:Good", good)], lambda *beat: beats.append(beat))
     assert callbacks
+    callbacks.on_end(End(outcome="failed", step=0, message="before it started"))
+    callbacks.on_start(SAVE)
     callbacks.on_step(step(1))
     callbacks.on_checkpoint(SAVE)
     callbacks.on_step(step(2))
@@ -152,3 +155,18 @@ def test_one_that_hangs_is_named(tmp_path):
         "in on_step of the callback kit.heard:Sleeps (step 1)"
         in plans.outcome(tmp_path / "store", plan)["message"]
     )
+
+
+def test_a_failure_between_the_start_and_the_first_step_is_heard(monkeypatch):
+    good = Hears()
+    callbacks = Callbacks([("x:Good", good)], lambda *beat: None)
+
+    def fails(session, plan, progress, callbacks):
+        callbacks.on_start(SAVE)
+        raise TrainError("no worker starts")
+
+    monkeypatch.setattr(prepare, "make_callbacks", lambda session, plan: callbacks)
+    monkeypatch.setattr(prepare, "prepare", fails)
+    with pytest.raises(TrainError):
+        prepare.train(SimpleNamespace(rank=0), None, [0])  # type: ignore[arg-type]
+    assert good.heard == ["failed"]

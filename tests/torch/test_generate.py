@@ -91,3 +91,14 @@ def test_an_empty_prompt_without_an_end_token_is_an_error():
             next_letter, Tokenizer(models.BPE()), "", max_new_tokens=1, max_context=4, seed=0,
             device=torch.device("cpu"),
         )  # fmt: skip
+
+
+def test_what_counts_is_the_token_that_the_ranks_agreed_on():
+    seen = []
+
+    def agreed(token):
+        seen.append(token)
+        return TOKENIZER.token_to_id("x")
+
+    assert run(next_letter, max_new_tokens=3, agreed=agreed) == "abxxx"
+    assert seen == [TOKENIZER.token_to_id(letter) for letter in "cyy"]

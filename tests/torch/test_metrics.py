@@ -95,3 +95,12 @@ def test_ranks_that_have_the_same_samples_count_them_once():
         found = Metrics([MetricPlan("counts", "kit.metrics:Counts")], world)  # type: ignore[arg-type]
         found.update(*batch(3, 4))
         assert found.metrics[0].current.parity[0] + found.metrics[0].current.parity[1] == expected
+
+
+def test_the_watchdog_hears_whose_code_computes():
+    world = SimpleNamespace(holds_loss=True, size=1, device=CPU)
+    found = Metrics([MetricPlan("right", "kit.metrics:Right")], world)  # type: ignore[arg-type]
+    found.update(*batch(3, 4))
+    beats: list[str] = []
+    found.values(beats.append)
+    assert beats == ["the metric right"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from kit import plans
 from mlpipe.plan.plan import BestPlan, DataPlan, Entry, MetricPlan, ModelPlan, Plan, StopPlan, ValidatePlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
-from mlpipe.train.validation import Judge
+from mlpipe.train.loop import Loop
+from mlpipe.train.parallel.waits import Waits
+from mlpipe.train.validation import Judge, Validation
 
 pytestmark = pytest.mark.torch
 
@@ -168,6 +172,52 @@ def test_of_a_best_one_that_could_not_be_saved_nothing_is_left():
     assert judge.value == 2.0
     judge.forget(2)
     assert judge.judge(3, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("left", "expected"),
+    [(None, (None, None)), (20, (2.0, 20)), (10, (3.0, 10)), (15, (None, None))],
+)
+def test_a_best_one_that_is_gone_need_not_be_beaten(monkeypatch, left, expected):
+    """Where an older one is left, that has to be; of 15 nobody knows how good it is."""
+    judge = Judge(BestPlan("loss", "min"), StopPlan(2, 0.0))
+    for step, value in ((10, 3.0), (20, 2.0), (30, 2.5)):
+        judge.judge(step, value)
+        if step == left:
+            marked = {"judge": judge.state()}
+    found = None if left is None else SimpleNamespace(key="k", step=left)
+    monkeypatch.setattr(catalogue, "best", lambda store, stage_key: found)
+    monkeypatch.setattr(catalogue, "read_best", lambda store, key: {} if left == 15 else marked)
+    one = object.__new__(Validation)
+    one.session = SimpleNamespace(rank=0, store=None, plan=SimpleNamespace(stage_key="s"))
+    one.judge = Judge(BestPlan("loss", "min"), StopPlan(2, 0.0))
+    one.load({"validation": {"step": 30, "metrics": {"loss": 2.5}, "judge": judge.state()}})
+    assert (one.judge.value, one.judge.step) == expected
+    assert one.judge.num_without == 1  # patience goes on
+    assert one.judge.judge(40, 2.6) == (expected != (2.0, 20))
+    assert one.judge.why_stop is not None
+
+
+def test_waiting_while_the_averages_go_back_is_no_part_of_the_next_step():
+    waits = Waits()
+
+    @contextmanager
+    def swapped_in(model):
+        yield
+        waits.timed(sum)(range(1000))
+
+    loop = SimpleNamespace(
+        validation=SimpleNamespace(run=lambda schedule, step: SimpleNamespace(best=True)),
+        plan=SimpleNamespace(ema=object()),
+        checkpointer=SimpleNamespace(wait_for_staging=lambda: 0.0),
+        update=SimpleNamespace(swapped_in=swapped_in),
+        model=SimpleNamespace(waits=waits),
+        recording=SimpleNamespace(validated=lambda record: None),
+        schedule=None,
+        position=SimpleNamespace(step=3),
+    )
+    assert Loop.validate(loop)  # type: ignore[arg-type]
+    assert waits.take() == 0.0
 
 
 def test_a_save_of_the_best_is_marked_when_it_is_committed_or_not_at_all(tmp_path: Path):

@@ -46,12 +46,14 @@ class Callbacks:
         self._members = [*members]
         self._beat = beat
         self._step = 0
+        self._has_started = False
 
     def __bool__(self) -> bool:
         return bool(self._members)
 
     def on_start(self, record: Record) -> None:
         """Before the first step of an attempt or restart: `Start`."""
+        self._has_started = True
         self._call("on_start", record)
 
     def on_step(self, record: Record) -> None:
@@ -67,8 +69,9 @@ class Callbacks:
         self._call("on_checkpoint", record)
 
     def on_end(self, record: Record) -> None:
-        """When the training is over on this rank, also by a failure: `End`."""
-        self._call("on_end", record)
+        """When a training that started is over on this rank, also by a failure: `End`."""
+        if self._has_started:
+            self._call("on_end", record)
 
     def _call(self, hook: str, record: Record) -> None:
         self._step = getattr(record, "step", None) or self._step

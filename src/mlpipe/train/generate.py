@@ -23,9 +23,12 @@ def generate(
     seed: int,
     device: torch.device,
     temperature: float = 0.8,
+    agreed: Callable[[int], int] = int,
 ) -> str:
     """The prompt and what `forward` (token ids (1, T) -> logits (1, T, V)) makes of it, up to the end of the
-    document. Temperature 0 takes the likeliest token. The same seed gives the same text, on every rank.
+    document. Temperature 0 takes the likeliest token. The same seed gives the same text; on every
+    rank by `agreed`, which makes of the token that a rank drew the one that counts: logits may differ in
+    their last bit.
 
     Every call of `forward` has the same shape: what stands right of a token does not reach it, and a compiled
     model is not compiled anew for each length.
@@ -46,6 +49,7 @@ def generate(
             token = int(torch.multinomial(probabilities, 1, generator=generator))
         else:
             token = int(logits.argmax())
+        token = agreed(token)
         if token == end:
             break
         ids.append(token)

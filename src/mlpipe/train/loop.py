@@ -104,6 +104,7 @@ class Loop:
             averages = cast("Ema", self.update).swapped_in(self.model)
         with averages:
             record = self.validation.run(self.schedule, self.position.step)
+        self.model.waits.take()  # of gathers after the averages went back: no part of the next step
         self.recording.validated(record)
         return bool(record.best)
 

@@ -46,9 +46,8 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
     """Trains to `plan.steps`, or to the step boundary at which the ranks agreed to stop. `progress[0]` is the
     last finished step."""
     callbacks = make_callbacks(session, plan)
-    loop = prepare(session, plan, progress, callbacks)
     try:
-        return loop.run()
+        return prepare(session, plan, progress, callbacks).run()
     except Exception as error:
         if callbacks:
             callbacks.on_end(End(rank=session.rank, outcome="failed", step=progress[0], message=str(error)))

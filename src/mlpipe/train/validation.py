@@ -23,6 +23,7 @@ from mlpipe._core import records
 from mlpipe._core.errors import TrainError
 from mlpipe._core.gate import BUILT_IN, is_better
 from mlpipe.plan.plan import BestPlan, DataPlan, MetricPlan, StopPlan, TrainPlan, ValidatePlan
+from mlpipe.store import catalogue
 from mlpipe.train.contract import check_call
 from mlpipe.train.data import Microbatch, collate, num_tokens, open_dataset
 from mlpipe.train.metrics import Metrics
@@ -98,7 +99,7 @@ class HeldOut:
         if self.in_nats and self.data.tokens is not None:
             split = open_folder(self.data.tokens).splits["validation"]
             values["bits_per_byte"] = loss / math.log(2) * split.num_tokens / split.num_bytes
-        values |= self.metrics.values()
+        values |= self.metrics.values(lambda name: self.session.watchdog.beat(f"computing {name}", step))
         return Measured(values, int(num_targets), self.num_samples)
 
     def sample(self, prompt: str, num_tokens: int, step: int) -> str | None:
@@ -117,6 +118,11 @@ class HeldOut:
             logits: torch.Tensor = self.model.module({"inputs": inputs})
             return logits
 
+        def agreed(token: int) -> int:
+            told = torch.tensor([token])
+            dist.broadcast(told, 0)
+            return int(told)
+
         return generate(
             forward,
             load_tokenizer(path),
@@ -125,6 +131,7 @@ class HeldOut:
             max_context=self.plan.model.seq_len,
             seed=self.plan.seed,
             device=self.session.device,
+            agreed=agreed if self.session.world.size > 1 else int,
         )
 
     def _dealt(self, doing: str, step: int) -> Iterator[Microbatch]:
@@ -237,7 +244,9 @@ class Judge:
         """In words, or None."""
         if self.stop is None or self.best is None or self.num_without < self.stop.patience:
             return None
-        than = f"{self.value:.4g} at step {self.step}" if self.value is not None else "anything finite"
+        than = "anything finite" if self.reference is None else f"{self.reference:.4g}"
+        if self.value is not None:
+            than = f"{self.value:.4g} at step {self.step}"
         what = "validation was" if self.num_without == 1 else "validations were"
         return f"{self.best.metric}: the last {self.num_without} {what} no better than {than}"
 
@@ -286,7 +295,23 @@ class Validation:
             name: math.nan if value is None else value for name, value in state.get("metrics", {}).items()
         }
         self.judge.load(state.get("judge", {}))
+        if self.session.rank == 0 and self.judge.step is not None:  # whose word holds
+            self._look_for_best()
         self.stopped = self.judge.why_stop
+
+    def _look_for_best(self) -> None:
+        """The best checkpoint may be gone, or never have been saved: then the one that is there counts, and
+        without any the next validation is the best. Of patience nothing comes back."""
+        store, judge = self.session.store, self.judge
+        there = catalogue.best(store, self.session.plan.stage_key)
+        if there is not None and there.step == judge.step:
+            return
+        judge.value = judge.step = None
+        if there is not None and judge.best is not None:
+            why = catalogue.read_best(store, there.key).get("judge")
+            match why:
+                case {"metric": judge.best.metric, "mode": judge.best.mode, "value": float(value)}:
+                    judge.value, judge.step = value, there.step
 
     def scalars(self) -> dict[str, Any]:
         """For a checkpoint: of the last validation, which was of `step`, at its step or an earlier one."""
