@@ -14,7 +14,7 @@ import tracemalloc
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kit.command_runs import until
 from kit.tracked import START, resumed, run_of, save, step, validation
@@ -352,6 +352,7 @@ def test_without_its_package_wandb_is_refused_by_the_extra(monkeypatch):
 
 
 @given(st.text(st.sampled_from("ab@/. _-é(:\n"), max_size=12) | st.text(max_size=300))
+@example("..a/b")
 def test_every_name_becomes_one_that_mlflow_takes(name):
     """Its own rule (mlflow/utils/validation.py)."""
     found = name_of(name)

@@ -264,7 +264,7 @@ def name_of(name: str) -> str:
     """What MLflow takes in its place: letters, digits and `_-. /` of a path without empty parts, 250 of them
     (mlflow/utils/validation.py)."""
     allowed = re.sub(r"[^\w./ -]", "_", name)[:_MOST_OF_NAME]
-    return "/".join(part for part in allowed.split("/") if part not in ("", ".", "..")) or "_"
+    return "/".join(part for part in allowed.split("/") if part not in ("", ".", "..")).lstrip("./") or "_"
 
 
 def _named(values: Mapping[str, T]) -> dict[str, T]:
