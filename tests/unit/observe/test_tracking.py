@@ -395,9 +395,12 @@ def test_wandb_out_of_reach_is_away_and_its_end_has_a_deadline(monkeypatch, tmp_
     asked: list = []
     raised: list[Exception] = [CommError("no route\nwhile retrying")]
     errors = SimpleNamespace(CommError=CommError, AuthenticationError=AuthenticationError)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict, errors=errors))
+    torn: list[bool] = []
+    package = SimpleNamespace(init=init, Settings=dict, errors=errors, teardown=lambda: torn.append(True))
+    monkeypatch.setitem(sys.modules, "wandb", package)
     with pytest.raises(AwayError, match=r"^no route$"):
         Wandb({}, run_of(), tmp_path).begin(START)
+    assert torn  # else its next init says that the run's id is in use
     raised.append(AuthenticationError("who?"))
     with pytest.raises(AuthenticationError):
         Wandb({}, run_of(), tmp_path).begin(START)

@@ -67,6 +67,7 @@ class Wandb:
         except wandb.errors.AuthenticationError:
             raise
         except wandb.errors.CommError as error:
+            wandb.teardown()  # its service takes the run's id for in use
             raise AwayError(str(error).partition("\n")[0][:300], applied=True) from None
 
     def log(self, records: Sequence[Record]) -> None:
