@@ -61,6 +61,7 @@ def test_every_query_has_data_and_a_killed_worker_raises_its_alert(place, tmp_pa
         model={"entry": "kit.paced:build_model", "args": {"seconds": 0.1}},
         steps=100_000,
         checkpoint={"every": "20 steps", "keep": 2},
+        validate={"every": "20 steps", "max_tokens": 256},
         resources={"price_usd_per_gpu_hour": 2.5},
         kubernetes={"max_gang_restarts": 0},
     )
