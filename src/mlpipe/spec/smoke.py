@@ -38,7 +38,7 @@ def overrides(pipeline: Pipeline, smoke: Smoke, *, num_gpus: int) -> list[str]:
         for key, value in shrunk.items():
             path = ".".join(filter(None, (stage.kind.name, key)))
             changes.append(f"stages.{stage.name}.{path}={json.dumps(value)}")
-    if pipeline.sweep is not None and pipeline.sweep.promote is not None:
+    if (sweep := pipeline.sweep) is not None and sweep.promote:
         changes.append("sweep.promote=null")
     return changes
 
