@@ -1,12 +1,18 @@
-"""Names that records can hold, and files that others read while they are written."""
+"""Names that records can hold, files that others read while they are written, and locks."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from mlpipe._core.errors import MlpipeError
+from mlpipe._core.errors import MlpipeError, StoreError
+
+_LOOK_SECONDS = 0.005
 
 
 def check_name(path: str) -> str:
@@ -37,3 +43,29 @@ def write_whole(path: Path, text: str) -> None:
         fresh.replace(path)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path, seconds: float, doing: str, *, unless: Path | None = None) -> Iterator[None]:
+    """One process or thread of this node at a time, by a file that is made. Whoever waits, waits no longer
+    than until `unless` is there. Raises StoreError when another has been `doing` it for `seconds`."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if unless is not None and unless.exists():
+                    break
+                if time.monotonic() > deadline:
+                    words = f"another process has {doing} for {seconds:.0f} s"
+                    raise StoreError(words, where=str(path)) from None
+                time.sleep(_LOOK_SECONDS)
+        try:
+            yield
+        finally:  # a process forked meanwhile has the file open, too, and with it the lock
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import secrets
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mlpipe._core.errors import StoreError
-from mlpipe._core.files import check_name
+from mlpipe._core.files import check_name, locked
 from mlpipe.store.base import RESERVED, Buffer, LogWriter, ObjectInfo, check_key, check_prefix
 
 _TEMPORARY = f"{RESERVED}tmp-"
@@ -92,7 +91,10 @@ class FolderStore:
         path = self._path(key)
         if not path.parent.is_dir():
             return False
-        with _in_words(path, writing=True), _locked(path.parent / _LOCK):
+        with (
+            _in_words(path, writing=True),
+            locked(path.parent / _LOCK, _LOCK_DEADLINE_SECONDS, "held this lock"),
+        ):
             try:
                 if _etag(path.read_bytes()) != etag:
                     return False
@@ -283,27 +285,6 @@ def _sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        deadline = time.monotonic() + _LOCK_DEADLINE_SECONDS
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise StoreError(
-                        f"another process has held this lock for {_LOCK_DEADLINE_SECONDS:.0f} s",
-                        where=str(path),
-                    ) from None
-                time.sleep(0.005)
-        yield
     finally:
         os.close(fd)
 

@@ -12,21 +12,19 @@ A reader gets a local folder: the one inside the store when that is a folder, el
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
 import secrets
 import shutil
 import stat
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mlpipe._core import environment
 from mlpipe._core.errors import StoreError
+from mlpipe._core.files import locked
 from mlpipe.store.base import Store, check_key
 from mlpipe.store.blobs import missing_objects, read_blob, write_blob
 from mlpipe.store.manifest import MANIFEST, MAX_BYTES, UnsoundError, add_checksum, check_blob, strip_checksum
@@ -139,7 +137,8 @@ def fetch_output(store: Store, stage_key: str, cache_dir: Path) -> Path:
     target: Path = cache_dir.absolute() / manifest["digest"]
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(cache_dir / f".{manifest['digest']}.lock"):
+        # one process of the node downloads, the others wait for it
+        with locked(cache_dir / f".{manifest['digest']}.lock", FETCH_SECONDS, "been fetching this"):
             if not target.is_dir():
                 _download(store, manifest["files"], target)
     except OSError as error:
@@ -241,21 +240,3 @@ def _download(store: Store, files: list[dict[str, Any]], target: Path) -> None:
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process of the node downloads, the others wait for it."""
-    with path.open("w") as lock:
-        deadline = time.monotonic() + FETCH_SECONDS
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise StoreError(
-                        f"another process has been fetching this for {FETCH_SECONDS:.0f} s", where=str(path)
-                    ) from None
-                time.sleep(0.05)
-        yield

@@ -3,18 +3,17 @@ recently used ones deleted before there are more than so many bytes."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import secrets
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlpipe._core.errors import DamagedError, StoreError
+from mlpipe._core.files import locked
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 
@@ -130,26 +129,5 @@ class ShardCache:
                 path.unlink(missing_ok=True)
                 used -= size
 
-    @contextmanager
-    def _locked(self, name: str, unless: Path | None = None) -> Iterator[None]:
-        """One process or thread of the node at a time; whoever waits, waits no longer than until `unless` is
-        there."""
-        with (self.folder / name).open("w") as lock:
-            deadline = time.monotonic() + _FETCH_SECONDS
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if unless is not None and unless.exists():
-                        break
-                    if time.monotonic() > deadline:
-                        raise StoreError(
-                            f"another process has been fetching this for {_FETCH_SECONDS:.0f} s",
-                            where=lock.name,
-                        ) from None
-                    time.sleep(0.02)
-            try:
-                yield
-            finally:  # a process forked meanwhile has the file open, too, and with it the lock
-                fcntl.flock(lock, fcntl.LOCK_UN)
+    def _locked(self, name: str, unless: Path | None = None) -> AbstractContextManager[None]:
+        return locked(self.folder / name, _FETCH_SECONDS, "been fetching this", unless=unless)
