@@ -93,13 +93,17 @@ def build_markdown(store: Store, run_id: str) -> str:
 
 
 def write_report(store: Store, view: RunView, out: Path | None = None) -> str:
+    """As `write_page`."""
+    return write_page(store, view.run.run_id, render_html(page_of(view)), out)
+
+
+def write_page(store: Store, run_id: str, html: str, out: Path | None) -> str:
     """Writes the page to `out`, or into the run in the store; returns the file's path or the store's key."""
-    html = render_html(page_of(view))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(html, encoding="utf-8")
         return str(out)
-    key = f"runs/{view.run.run_id}/report.html"
+    key = f"runs/{run_id}/report.html"
     store.put(key, html.encode())
     local = store.local_path(key)
     return str(local) if local is not None else f"{store.url}/{key}"

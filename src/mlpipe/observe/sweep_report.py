@@ -30,7 +30,7 @@ from mlpipe.observe.blocks import (
 from mlpipe.observe.measured import LOSS, curve_of, timeline
 from mlpipe.observe.parallel import Coordinate, ParallelPlot, parallel_plot
 from mlpipe.observe.plots import Series, line_plot
-from mlpipe.observe.report import environment
+from mlpipe.observe.report import render_page, write_page
 from mlpipe.observe.sweep_table import TrialRow, format_value, names_of, trial_rows
 from mlpipe.store import runs
 from mlpipe.store.base import Store
@@ -62,21 +62,13 @@ class Page:
 
 
 def write_report(store: Store, sweep: RunState, out: Path | None = None) -> str:
-    """Writes the page to `out`, or into the sweep in the store; the file's path or the store's key."""
-    html = build_report(store, sweep)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(html, encoding="utf-8")
-        return str(out)
-    key = f"runs/{sweep.run_id}/report.html"
-    store.put(key, html.encode())
-    local = store.local_path(key)
-    return str(local) if local is not None else f"{store.url}/{key}"
+    """As `report.write_page`."""
+    return write_page(store, sweep.run_id, build_report(store, sweep), out)
 
 
 def build_report(store: Store, sweep: RunState) -> str:
     """The page; every text in it is escaped."""
-    return environment(is_html=True).get_template("sweep.html.jinja").render(page=_page(store, sweep))
+    return render_page("sweep.html.jinja", _page(store, sweep))
 
 
 def _page(store: Store, sweep: RunState) -> Page:
