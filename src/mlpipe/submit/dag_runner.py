@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
+from mlpipe._core.errors import MlpipeError, StoreError
 from mlpipe._core.records import Submitted
 from mlpipe.plan.plan import Plan
 from mlpipe.store import catalogue, outputs, runs
@@ -22,6 +22,7 @@ from mlpipe.submit import seal
 from mlpipe.submit.dag import Dag, fits, outcome_of
 from mlpipe.submit.executor import Ended, Executor, Handle, StopRequest
 from mlpipe.submit.handle import InDriver
+from mlpipe.submit.held_lease import update_held
 from mlpipe.submit.wanted import Wanted
 
 _POLL_SECONDS = 0.1
@@ -289,11 +290,4 @@ class DagRunner:
         self._wanted.note(name, self.state)
 
     def _update(self, change: Callable[[RunState], RunState]) -> None:
-        """Only the holder of the lease writes: a driver that was paused past its lease finds out here."""
-
-        def fenced(run: RunState) -> RunState:
-            if run.driver is None or run.driver.holder != self._drive.holder:
-                raise SubmitError(f"run {run.run_id} has another driver by now; this one stops")
-            return change(run)
-
-        self.state = runs.update_run(self._store, self._run_id, fenced)
+        self.state = update_held(self._store, self._run_id, self._drive.holder, change)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.store import leases, runs
 from mlpipe.store.base import Store
-from mlpipe.store.runs import Lease
+from mlpipe.store.runs import Lease, RunState
 
 LEASE_SECONDS = 60.0
 TAKEOVER_SECONDS = LEASE_SECONDS + 10.0  # for the lease of a driver that is gone to expire
@@ -90,3 +90,15 @@ class HeldLease:
         except StoreError:
             return False
         return driver is None or driver.holder != self.holder
+
+
+def update_held(store: Store, run_id: str, holder: str, change: Callable[[RunState], RunState]) -> RunState:
+    """Only the holder of the lease writes: one that was paused past its lease finds out here. Raises
+    SubmitError."""
+
+    def fenced(run: RunState) -> RunState:
+        if run.driver is None or run.driver.holder != holder:
+            raise SubmitError(f"run {run.run_id} has another driver by now; this one stops")
+        return change(run)
+
+    return runs.update_run(store, run_id, fenced)

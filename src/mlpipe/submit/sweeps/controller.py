@@ -27,7 +27,7 @@ from mlpipe.submit import backends, driver, seal
 from mlpipe.submit.adopt import DriveRequest, record
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.executor import StopRequest
-from mlpipe.submit.held_lease import HeldLease
+from mlpipe.submit.held_lease import HeldLease, update_held
 from mlpipe.submit.submission import Console, Submission
 from mlpipe.submit.sweeps.asha import goes_on, rungs
 from mlpipe.submit.sweeps.create import sweep_of, trial_submission
@@ -396,14 +396,7 @@ class _Controller:
         self._update(change)
 
     def _update(self, change: Callable[[RunState], RunState]) -> None:
-        """Only the holder of the lease writes."""
-
-        def fenced(run: RunState) -> RunState:
-            if run.driver is None or run.driver.holder != self._lease.holder:
-                raise SubmitError(f"sweep {run.run_id} has another controller by now; this one stops")
-            return change(run)
-
-        self.state = runs.update_run(self._store, self._id, fenced)
+        self.state = update_held(self._store, self._id, self._lease.holder, change)
 
 
 def cancel_sweep(store: Store, sweep_id: str, why: str, *, timeout_seconds: float) -> RunState:
