@@ -59,23 +59,21 @@ def uneven_batch(batch: int, num_workers: int) -> Infeasible | None:
 
 def uneven_micro_batch(micro_batch: int, batch: int, num_workers: int) -> Infeasible | None:
     """Samples of one forward pass of one worker, of a batch that all workers share evenly."""
-    share = batch // num_workers
-    if share % micro_batch == 0:
-        return None
-    return Infeasible(
-        f"micro_batch {micro_batch} does not divide the {share} sequences of each of {num_workers} workers",
-        f"write {nearest_divisor(share, micro_batch)}, or auto",
-    )
+    return _uneven_share("micro_batch", micro_batch, batch, num_workers)
 
 
 def uneven_accumulation(accumulation: int, batch: int, num_workers: int) -> Infeasible | None:
     """Microbatches that a worker adds up, of a batch that all workers share evenly."""
+    return _uneven_share("accumulation", accumulation, batch, num_workers)
+
+
+def _uneven_share(key: str, divisor: int, batch: int, num_workers: int) -> Infeasible | None:
     share = batch // num_workers
-    if share % accumulation == 0:
+    if share % divisor == 0:
         return None
     return Infeasible(
-        f"accumulation {accumulation} does not divide the {share} sequences of each of {num_workers} workers",
-        f"write {nearest_divisor(share, accumulation)}, or auto",
+        f"{key} {divisor} does not divide the {share} sequences of each of {num_workers} workers",
+        f"write {nearest_divisor(share, divisor)}, or auto",
     )
 
 
