@@ -119,3 +119,13 @@ class Simulated(Backend):
             return replace(run, state="running", stages={STAGE: stage})
 
         runs.update_run(store, run_id, change)
+
+
+class Quiet:
+    """A console that nobody watches."""
+
+    quiet = True
+
+    def note(self, text: str) -> None: ...
+
+    def complain(self, text: str) -> None: ...

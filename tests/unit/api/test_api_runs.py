@@ -109,11 +109,12 @@ def test_ctrl_c_stops_the_run_and_then_raises(folder):
         until(lambda: (folder / "begun").exists(), "the stage to begin", 60)
         os.kill(os.getpid(), signal.SIGINT)
 
-    presses = threading.Thread(target=press)
+    presses = threading.Thread(target=press, daemon=True)
     presses.start()
     with pytest.raises(KeyboardInterrupt):
         mlpipe.run(asked, run_id="r", quiet=True)
-    presses.join()
+    presses.join(60)
+    assert not presses.is_alive()
     assert signal.getsignal(signal.SIGINT) is before
     run = mlpipe.Run("r")
     assert run.status == "cancelled"

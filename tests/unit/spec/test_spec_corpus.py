@@ -75,10 +75,11 @@ def test_text_and_pipeline_are_of_one_reading(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     written = b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode()
-    writer = threading.Thread(target=lambda: pipe.write_bytes(written))
+    writer = threading.Thread(target=lambda: pipe.write_bytes(written), daemon=True)
     writer.start()
     told, pipeline = read_pipeline(pipe, overrides=["name=other"])
-    writer.join()
+    writer.join(60)
+    assert not writer.is_alive()
     assert (told, pipeline.name) == (text, "other")
 
 

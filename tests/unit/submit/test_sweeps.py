@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit import sweep_backend
 from kit.command_runs import until
-from kit.sweep_backend import Simulated
+from kit.sweep_backend import Quiet, Simulated
 
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.cli import sweep as verb
@@ -42,14 +42,6 @@ from mlpipe.submit.sweeps.create import create
 from mlpipe.submit.sweeps.promote import promote_best
 
 pytestmark = pytest.mark.unit
-
-
-class Quiet:
-    quiet = True
-
-    def note(self, text: str) -> None: ...
-
-    def complain(self, text: str) -> None: ...
 
 
 @pytest.fixture
@@ -152,16 +144,7 @@ def test_a_sweep_without_a_single_value_has_failed(store, tmp_path):
 
 def test_trials_outlive_their_controller_and_the_next_one_follows_them(store, tmp_path):
     made(store, tmp_path, {"model.args.waits": [True], "seed": "0..2"}, max_parallel=2)
-
-    class Killed(BaseException):
-        pass
-
-    def watch(sweep: RunState) -> None:
-        if len(Simulated.started) == 2:
-            raise Killed
-
-    with pytest.raises(Killed):
-        drive(store, watch=watch)
+    drive_until_all_run(store, 2)
     assert states(store) == {"000": "running", "001": "running", "002": "pending"}
     Simulated.go.set()
     assert drive(store).state == "done"
@@ -265,16 +248,7 @@ def test_a_store_that_is_away_for_a_while_stops_nothing(store, tmp_path, monkeyp
 
 def test_cancel_without_a_controller_stops_the_trials_and_a_resume_brings_them_back(store, tmp_path):
     made(store, tmp_path, {"model.args.waits": [True], "seed": "0..2"}, max_parallel=2)
-
-    class Killed(BaseException):
-        pass
-
-    def watch(sweep: RunState) -> None:
-        if len(Simulated.started) == 2:
-            raise Killed
-
-    with pytest.raises(Killed):
-        drive(store, watch=watch)
+    drive_until_all_run(store, 2)
     sweep = cancel_sweep(store, "s", "by hand", timeout_seconds=20)
     assert sweep.state == "cancelled"
     assert states(store) == {"000": "cancelled", "001": "cancelled", "002": "skipped"}
@@ -384,7 +358,6 @@ TPE = {
 
 
 def test_a_controller_that_takes_over_suggests_what_the_one_before_would_have(store, tmp_path):
-    pytest.importorskip("optuna")
     made(store, tmp_path, **TPE)
     whole = drive(store)
     assert whole.state == "done"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from kit.apiserver import ApiServer
+from kit.sweep_backend import Quiet
 
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store import runs
@@ -25,14 +26,6 @@ from mlpipe.submit.sweeps.controller import STOPPED, drive_sweep
 from mlpipe.submit.sweeps.create import create
 
 pytestmark = pytest.mark.unit
-
-
-class Quiet:
-    quiet = True
-
-    def note(self, text: str) -> None: ...
-
-    def complain(self, text: str) -> None: ...
 
 
 @pytest.fixture
