@@ -36,43 +36,32 @@ def too_long(seq_len: int, max_seq_len: int) -> Infeasible | None:
     )
 
 
-def wrong_mesh(dp_replicate: int, dp_shard: int, num_workers: int) -> Infeasible | None:
-    """A mesh and the workers that are to be its ranks."""
-    if dp_replicate * dp_shard == num_workers:
+def uneven_batch(batch: int, num_readers: int) -> Infeasible | None:
+    """Samples of a step, over all that read different ones: workers, or groups of them that share theirs."""
+    if batch % num_readers == 0:
         return None
     return Infeasible(
-        f"mesh {dp_replicate} x {dp_shard} is for {dp_replicate * dp_shard} workers, "
-        f"but there are {num_workers}",
-        "make dp_replicate x dp_shard the number of workers",
+        f"a batch of {batch} cannot be split evenly over {num_readers} workers",
+        f"write {max(1, round(batch / num_readers)) * num_readers}",
     )
 
 
-def uneven_batch(batch: int, num_workers: int) -> Infeasible | None:
-    """Samples of a step, over all workers."""
-    if batch % num_workers == 0:
-        return None
-    return Infeasible(
-        f"a batch of {batch} cannot be split evenly over {num_workers} workers",
-        f"write {max(1, round(batch / num_workers)) * num_workers}",
-    )
-
-
-def uneven_micro_batch(micro_batch: int, batch: int, num_workers: int) -> Infeasible | None:
+def uneven_micro_batch(micro_batch: int, batch: int, num_readers: int) -> Infeasible | None:
     """Samples of one forward pass of one worker, of a batch that all workers share evenly."""
-    return _uneven_share("micro_batch", micro_batch, batch, num_workers)
+    return _uneven_share("micro_batch", micro_batch, batch, num_readers)
 
 
-def uneven_accumulation(accumulation: int, batch: int, num_workers: int) -> Infeasible | None:
+def uneven_accumulation(accumulation: int, batch: int, num_readers: int) -> Infeasible | None:
     """Microbatches that a worker adds up, of a batch that all workers share evenly."""
-    return _uneven_share("accumulation", accumulation, batch, num_workers)
+    return _uneven_share("accumulation", accumulation, batch, num_readers)
 
 
-def _uneven_share(key: str, divisor: int, batch: int, num_workers: int) -> Infeasible | None:
-    share = batch // num_workers
+def _uneven_share(key: str, divisor: int, batch: int, num_readers: int) -> Infeasible | None:
+    share = batch // num_readers
     if share % divisor == 0:
         return None
     return Infeasible(
-        f"{key} {divisor} does not divide the {share} sequences of each of {num_workers} workers",
+        f"{key} {divisor} does not divide the {share} sequences of each of {num_readers} workers",
         f"write {nearest_divisor(share, divisor)}, or auto",
     )
 

@@ -96,9 +96,13 @@ def _cells(candidate: Candidate, priced: bool) -> list[str]:
 
 
 def mesh_text(candidate: Candidate) -> str:
-    if candidate.mesh is None:
+    """Copies x shards, and the other axes that are larger than 1."""
+    mesh = candidate.mesh
+    if mesh is None:
         return "-"
-    return f"{candidate.mesh.dp_replicate} x {candidate.mesh.dp_shard}"
+    others = {"pp": mesh.pp, "cp": mesh.cp, "tp": mesh.tp, "ep": mesh.ep}
+    words = [f"{axis} {size}" for axis, size in others.items() if size > 1]
+    return ", ".join([f"{mesh.dp_replicate} x {mesh.dp_shard}", *words])
 
 
 def causes(candidate: Candidate) -> Iterator[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import cast
 
-from mlpipe._core import feasibility
+from mlpipe._core import feasibility, meshes
 from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.units import parse_cadence
-from mlpipe.kinds.train.spec import Train
+from mlpipe.kinds.train.spec import DATA_AXES, OwnModel, Train
 from mlpipe.plan.choose import Candidate, choose, smallest
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.optimizers import OptimizerCost, optimizer_cost
@@ -60,43 +60,85 @@ def enumerate_candidates(
 ) -> list[Candidate]:
     """`shape`: None for a user's own model that nobody traced. `every`: also what the file does not ask for.
     Raises PlanError where the file asks for what no hardware can do."""
-    own = Mesh(dp_replicate=spec.mesh.dp_replicate, dp_shard=spec.mesh.dp_shard) if spec.mesh else None
-    if own is not None:
-        refuse(feasibility.wrong_mesh(own.dp_replicate, own.dp_shard, hardware.world_size))
+    own = own_mesh(spec, shape, hardware)
+    name = spec.strategy if own is None or spec.strategy != "auto" else _named(own)
     peaks = hardware.speed.peak_flops
     precision, _ = precision_on(spec, hardware)
     if precision not in peaks:
         raise PlanError(f"{hardware.name} has no {precision}", hint="write precision: fp32")
-    asked, passes = (None if n == "auto" else n for n in (spec.data.micro_batch, spec.accumulation))
-    sizes = micro_batches(global_batch(spec), hardware.world_size, asked, passes)
     pricer = Pricer(shape, _training(spec), hardware) if shape is not None else None
     modes = CHECKPOINTING if spec.activation_checkpointing == "auto" else (spec.activation_checkpointing,)
     candidates: list[Candidate] = []
     for strategy, settings in ORDER.items():
-        wanted = spec.strategy in ("auto", strategy)
-        meshes = settings.meshes(hardware.num_nodes, hardware.devices_per_node)
-        if own is not None and settings.TAKES_OWN_MESH:
-            meshes = [own]
-        if isinstance(meshes, str):
+        wanted = name in ("auto", strategy)
+        possible = settings.meshes(hardware.num_nodes, hardware.devices_per_node)
+        if own is not None and wanted:
+            possible = [own]
+        if isinstance(possible, str):
             candidates.append(
-                Candidate(strategy, None, None, modes[0], precision, wanted, None, False, meshes)
+                Candidate(strategy, None, None, modes[0], precision, wanted, None, False, possible)
+            )
+            continue
+        try:
+            sizes = [_sizes(spec, mesh) for mesh in possible]
+        except PlanError as error:
+            if wanted:
+                raise
+            candidates.append(
+                Candidate(strategy, None, None, modes[0], precision, wanted, None, False, error.message)
             )
             continue
         if pricer is None:
             reason = "the size of your own model is not known before it is built"
             candidates.append(
-                Candidate(strategy, meshes[0], sizes[0], modes[0], precision, wanted, None, True, reason)
+                Candidate(strategy, possible[0], sizes[0][0], modes[0], precision, wanted, None, True, reason)
             )
             continue
-        for mesh in meshes:
+        for mesh, micro in zip(possible, sizes, strict=True):
             for each in peaks if every else (precision,):
                 for mode in CHECKPOINTING if every else modes:
                     open_ = wanted and each == precision and mode in modes
                     candidates += [
                         pricer.candidate(strategy, mesh, Choices(size, mode, each), asked=open_)
-                        for size in sizes
+                        for size in micro
                     ]
     return candidates
+
+
+def own_mesh(spec: Train, shape: ModelShape | None, hardware: Hardware) -> Mesh | None:
+    """The one that the file names, on this hardware; None: it leaves it open. Raises PlanError."""
+    if spec.mesh is None:
+        return None
+    sizes = spec.mesh.on(hardware.world_size)
+    if isinstance(sizes, Infeasible):
+        raise PlanError(sizes.message, hint=sizes.remedy)
+    is_own = isinstance(spec.model, OwnModel)
+    figures = {**(shape.widths if shape is not None else {}), "seq_len": spec.model.seq_len}
+    if shape is not None:
+        figures["num_layers"] = shape.parameters.num_blocks
+        figures.setdefault("num_experts", 0)
+    for _, conflict in meshes.conflicts(sizes, figures, own_model=is_own):
+        refuse(conflict)
+    for _, conflict in meshes.unsupported_mix(sizes, spec.model_dump()):
+        refuse(conflict)
+    return Mesh(**sizes)
+
+
+def num_data_ranks(spec: Train, hardware: Hardware) -> int:
+    """Groups of workers that read different samples: all, where the file names no mesh. Raises PlanError."""
+    own = own_mesh(spec, None, hardware)
+    return hardware.world_size if own is None else own.num_data_ranks
+
+
+def _named(mesh: Mesh) -> str:
+    """The strategy that uses these data axes, with no flags besides."""
+    used = tuple(axis for axis in meshes.DATA_AXES if mesh.axes[axis] > 1)
+    return next(name for name, one in ORDER.items() if DATA_AXES[name] == used and not one.FLAGS)
+
+
+def _sizes(spec: Train, mesh: Mesh) -> list[int]:
+    asked, passes = (None if n == "auto" else n for n in (spec.data.micro_batch, spec.accumulation))
+    return micro_batches(global_batch(spec), mesh.num_data_ranks, asked, passes)
 
 
 def precision_on(spec: Train, hardware: Hardware) -> tuple[Precision, str]:

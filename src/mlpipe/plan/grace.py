@@ -28,7 +28,7 @@ def save_seconds(train: TrainPlan, nproc_per_node: int) -> float | None:
     num_bytes = checkpoint_bytes(train)
     if num_bytes is None:
         return None
-    nodes = max(1, train.mesh.dp_shard // nproc_per_node)
+    nodes = max(1, train.mesh.world_size // train.mesh.dp_replicate // nproc_per_node)
     return num_bytes / nodes / SAVE_BYTES_PER_SECOND
 
 

@@ -57,11 +57,11 @@ class Pricer:
 
     def __init__(self, shape: ModelShape, training: Training, hardware: Hardware) -> None:
         self.shape, self.training, self.hardware = shape, training, hardware
-        self._known: dict[Choices, tuple[StepShape, Activations, Passes]] = {}
+        self._known: dict[tuple[Choices, int], tuple[StepShape, Activations, Passes]] = {}
 
     def candidate(self, strategy: Strategy, mesh: Mesh, choices: Choices, *, asked: bool) -> Candidate:
         """Raises PlanError for a mesh that nobody can plan for."""
-        step, activations, step_passes = self._on_one_rank(choices)
+        step, activations, step_passes = self._on_one_rank(choices, mesh.num_data_ranks)
         hardware, training = self.hardware, self.training
         layout = layout_of(strategy, mesh)
         work = RankWork(
@@ -103,11 +103,12 @@ class Pricer:
             used_ratio=needs.total / hardware.memory_bytes,
         )
 
-    def _on_one_rank(self, choices: Choices) -> tuple[StepShape, Activations, Passes]:
+    def _on_one_rank(self, choices: Choices, num_data_ranks: int) -> tuple[StepShape, Activations, Passes]:
         """Before a mesh divides it."""
-        if choices not in self._known:
+        key = choices, num_data_ranks
+        if key not in self._known:
             training, hardware = self.training, self.hardware
-            samples = training.global_batch // hardware.world_size
+            samples = training.global_batch // num_data_ranks
             step = StepShape(
                 training.seq_len,
                 choices.micro_batch,
@@ -117,8 +118,8 @@ class Pricer:
                 training.compiled,
             )
             activations = self.shape.activations(step, hardware.device)
-            self._known[choices] = (step, activations, passes(self.shape, step, hardware))
-        return self._known[choices]
+            self._known[key] = (step, activations, passes(self.shape, step, hardware))
+        return self._known[key]
 
     def _memory(self, work: RankWork) -> MemoryEstimate:
         return memory.estimate(work, self.hardware.device).scaled(self.hardware.speed.memory_ratio)

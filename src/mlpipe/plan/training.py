@@ -16,7 +16,14 @@ from mlpipe._core.gate import BUILT_IN
 from mlpipe._core.units import parse_bytes, parse_cadence, parse_seconds
 from mlpipe.kinds.train.spec import OwnModel, PresetModel, Train
 from mlpipe.plan import meaning as meanings
-from mlpipe.plan.candidates import enumerate_candidates, global_batch, micro_batches, pick, refuse
+from mlpipe.plan.candidates import (
+    enumerate_candidates,
+    global_batch,
+    micro_batches,
+    num_data_ranks,
+    pick,
+    refuse,
+)
 from mlpipe.plan.choose import Candidate, rank
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import (
@@ -70,16 +77,17 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     """For an evaluation of what `spec` trains. On its own resources the strategy is chosen anew, since they
     may be of another number. The batch need not be the training's: as many whole sequences as one pass takes.
     Raises PlanError."""
-    share = -(-global_batch(spec) // hardware.world_size)
-    update: dict[str, Any] = {"batch_size": share * hardware.world_size, "micro_batch": "auto"}
     spec = spec.model_copy(update={"accumulation": None})
-    if isinstance(spec.data, TokenData):
-        update["batch_tokens"] = None
     if own_resources:
         spec = spec.model_copy(update={"mesh": None, "strategy": "auto"})
+    num_readers = num_data_ranks(spec, hardware)
+    share = -(-global_batch(spec) // num_readers)
+    update: dict[str, Any] = {"batch_size": share * num_readers, "micro_batch": "auto"}
+    if isinstance(spec.data, TokenData):
+        update["batch_tokens"] = None
     spec = spec.model_copy(update={"data": spec.data.model_copy(update=update)})
     chosen, reason = pick(spec, shape_of(spec, known), hardware, simplest=True)
-    batch = (chosen.micro_batch or 1) * hardware.world_size
+    batch = (chosen.micro_batch or 1) * num_readers
     train = _train_plan(spec, hardware, known, chosen, reason, batch, resume=True)
     # these are of training's steps
     off: dict[str, Any] = {"callbacks": (), "track": (), "validate": None}

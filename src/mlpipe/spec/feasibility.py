@@ -14,9 +14,9 @@ from mlpipe._core.feasibility import (
     uneven_accumulation,
     uneven_batch,
     uneven_micro_batch,
-    wrong_mesh,
 )
 from mlpipe._core.presets import PRESETS
+from mlpipe.spec import mesh
 from mlpipe.spec.problems import Place, Problem
 from mlpipe.spec.tree import Node, get
 
@@ -77,27 +77,31 @@ def _indivisible(part: _Figure | None, whole: _Figure | None) -> Iterator[Proble
 
 def _even(stage: Node) -> Iterator[Problem]:
     resources, train = get(stage, "resources"), get(stage, "train")
-    data, mesh = (get(stage, "train", key) for key in ("data", "mesh"))
-    if resources is None:
+    if train is None or not isinstance(train.value, dict):
         return
-    nodes, gpus = _number(resources, "nodes"), _number(resources, "gpus_per_node")
-    per_node = gpus or _number(resources, "workers_per_node")
-    workers = (nodes.value if nodes else 1) * (per_node.value if per_node else 1)
-    if mesh is not None:
-        replicas, shards = _number(mesh, "dp_replicate"), _number(mesh, "dp_shard")
-        if replicas is not None and shards is not None:
-            yield from _at(mesh.place, wrong_mesh(replicas.value, shards.value, workers))
+    workers = _num_workers(resources)
+    yield from mesh.problems(train, workers)
+    sizes, data = mesh.sizes_of(train, workers), get(train, "data")
     batch = _number(data, "batch_size") if data is not None else None
-    micro_batch = _number(data, "micro_batch") if data is not None else None
-    if batch is None:
+    if resources is None or data is None or batch is None or isinstance(sizes, Infeasible):
         return
-    conflict = uneven_batch(batch.value, workers)
+    readers = workers if sizes is None else sizes["dp_replicate"] * sizes["dp_shard"]
+    micro_batch = _number(data, "micro_batch")
+    conflict = uneven_batch(batch.value, readers)
     yield from _at(batch.place, conflict)
     if conflict is None and micro_batch is not None:
-        yield from _at(micro_batch.place, uneven_micro_batch(micro_batch.value, batch.value, workers))
-    accumulation = _number(train, "accumulation") if train is not None else None
+        yield from _at(micro_batch.place, uneven_micro_batch(micro_batch.value, batch.value, readers))
+    accumulation = _number(train, "accumulation")
     if conflict is None and accumulation is not None and micro_batch is None:
-        yield from _at(accumulation.place, uneven_accumulation(accumulation.value, batch.value, workers))
+        yield from _at(accumulation.place, uneven_accumulation(accumulation.value, batch.value, readers))
+
+
+def _num_workers(resources: Node | None) -> int:
+    if resources is None:
+        return 1
+    nodes, gpus = _number(resources, "nodes"), _number(resources, "gpus_per_node")
+    per_node = gpus or _number(resources, "workers_per_node")
+    return (nodes.value if nodes else 1) * (per_node.value if per_node else 1)
 
 
 def _at(place: Place, conflict: Infeasible | None) -> Iterator[Problem]:

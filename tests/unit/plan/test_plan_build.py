@@ -197,8 +197,24 @@ def test_a_mesh_of_ones_own() -> None:
     own = ("train.mesh={dp_replicate: 2, dp_shard: 2}", "train.resources.workers_per_node=4")
     train = train_of(quickstart("train.strategy=hsdp", *own), cpu(4))
     assert train.mesh == Mesh(dp_replicate=2, dp_shard=2)
-    with pytest.raises(PlanError, match="mesh 2 x 2 is for 4 workers, but there are 2"):
+    with pytest.raises(PlanError, match="mesh dp_replicate 2 x dp_shard 2 is for 4 workers, but there are 2"):
         train_of(quickstart("train.strategy=hsdp", *own), cpu(2))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        ("{dp_replicate: 2, dp_shard: fill}", "hsdp"),
+        ("{dp_shard: fill}", "fsdp"),
+        ("{dp_replicate: 4}", "ddp"),
+    ],
+)
+def test_the_strategy_follows_from_a_mesh_that_is_named(mesh: str, strategy: str) -> None:
+    own = (f"train.mesh={mesh}", "train.resources.workers_per_node=4")
+    train = train_of(quickstart(*own), cpu(4))
+    assert (train.strategy, train.mesh.world_size) == (strategy, 4)
+    both = compare(quickstart(*own), "train", cpu(4))
+    assert {c.mesh for c in both if c.asked} == {train.mesh}
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ BEYOND_THE_SCHEMA = {
     "torchrun-env.yaml": "a variable that torchrun sets",
     "placeholder.yaml": "a placeholder to a stage that is not needed",
     "batch.yaml": "batch_tokens is not a multiple of seq_len",
-    "mesh.yaml": "a mesh without hsdp",
+    "mesh.yaml": "a mesh for other workers",
     "decay.yaml": "decay_steps without wsd",
     "track-twice.yaml": "a tracker that stands there twice",
     "optimizer-rules.yaml": "figures of an optimizer that do not go together",

@@ -99,7 +99,10 @@ stages:
         ("corpus.command.0=3", "'command' is a list, it has no keys; set command as a whole"),
         ("train.strategy=fsdpp", "unknown value 'fsdpp'; did you mean 'fsdp'?"),
         ("train.optimizer.lr=-1", "-1 is out of bounds; write above 0.0"),
-        ("train.mesh={dp_replicate: 1, dp_shard: 2}", "only strategy hsdp has a mesh to choose; remove it"),
+        (
+            "train.mesh={dp_replicate: 1, dp_shard: 4}",
+            "mesh dp_shard 4 is for 4 workers, but there are 2; write",
+        ),
         ("train.data={tokens: *a}", "alias *a: a pipeline has no aliases; write the value out again"),
         ("train.checkpoint.every=5", "5 has no unit; write like '100 steps' or '15 min'"),
         ("train.data.tokens={{...}}", "unknown placeholder {{...}}; write one of store, run.id, output, "),
@@ -146,7 +149,7 @@ def test_bounds_and_references_to_the_step(good: str, bad: str, says: str) -> No
     assert says in str(caught.value)
 
 
-HSDP = ["train.strategy=hsdp", "train.mesh={dp_replicate: 1, dp_shard: 2}"]
+HSDP = ["train.strategy=hsdp", "train.mesh={dp_replicate: 2, dp_shard: fill}"]
 
 
 def test_a_placeholder_needs_no_quotes() -> None:
@@ -179,9 +182,19 @@ def test_another_strategy_drops_the_mesh_and_says_so(strategy: str, caplog: pyte
     pipeline = load_pipeline(QUICKSTART, overrides=[*HSDP, f"train.strategy={strategy}"])
     assert at(pipeline, "train", "train.mesh") is None
     (said,) = caplog.messages
-    assert said == f"--set train.strategy={strategy}: drops the stage's mesh, which is for hsdp only"
-    with pytest.raises(SpecErrors, match="only strategy hsdp has a mesh"):  # asked for after it: a mistake
-        load_pipeline(QUICKSTART, overrides=[f"train.strategy={strategy}", HSDP[1]])
+    assert said == f"--set train.strategy={strategy}: drops the stage's mesh, which is of another strategy"
+
+
+def test_a_strategy_keeps_a_mesh_that_is_its_own() -> None:
+    for mesh, strategy in (
+        ("{dp_shard: 2}", "fsdp"),
+        ("{dp_shard: fill}", "zero2"),
+        ("{dp_replicate: 2}", "ddp"),
+    ):
+        pipeline = load_pipeline(QUICKSTART, overrides=[f"train.mesh={mesh}", f"train.strategy={strategy}"])
+        assert at(pipeline, "train", "train.mesh") is not None
+    with pytest.raises(SpecErrors, match="fsdp has no dp_replicate"):  # asked for after it: a mistake
+        load_pipeline(QUICKSTART, overrides=["train.strategy=fsdp", HSDP[1]])
 
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:

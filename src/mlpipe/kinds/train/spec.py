@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from mlpipe._core import meshes
+from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.units import parse_seconds
 from mlpipe.spec import data, feasibility, starting, tracking, validation
 from mlpipe.spec import fields as f
@@ -28,6 +30,15 @@ Preset = Literal[
     "llama-350m", "llama-1b", "llama-3b", "llama-8b", "llama-70b",
 ]  # fmt: skip
 Strategy = Literal["auto", "single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
+# The data axes that may be larger than 1 under a strategy.
+DATA_AXES: dict[str, tuple[str, ...]] = {
+    "single": (),
+    "ddp": ("dp_replicate",),
+    "zero1": ("dp_replicate",),
+    "zero2": ("dp_shard",),
+    "fsdp": ("dp_shard",),
+    "hsdp": ("dp_replicate", "dp_shard"),
+}
 _TINY_SHAPE = {"dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 64}
 _SHORTEST_HANG_SECONDS = 1.0  # the watchdog looks twice a second
 
@@ -74,10 +85,21 @@ class Checkpoint(SpecModel):
 
 
 class MeshSizes(SpecModel):
-    """Sizes of the two data axes of `hsdp`, instead of nodes x workers per node."""
+    """How the workers are laid out. The sizes of all axes but `ep` multiply to nodes x workers per node; one
+    may be `fill`, which takes what the others leave."""
 
-    dp_replicate: f.Count = Field(description="Copies of the model.")
-    dp_shard: f.Count = Field(description="Workers that share a copy.")
+    pp: f.CountOrFill = Field(1, description="Stages of a pipeline, which hold blocks one after the other.")
+    dp_replicate: f.CountOrFill = Field(1, description="Copies of the model, which read different samples.")
+    dp_shard: f.CountOrFill = Field(
+        1, description="Workers that share a copy's weights and read different samples."
+    )
+    cp: f.CountOrFill = Field(1, description="Workers that share each sequence.")
+    tp: f.CountOrFill = Field(1, description="Workers that share each matrix product; neighbours in a node.")
+    ep: f.Count = Field(1, description="Of the neighbours along `dp_shard`, so many hold different experts.")
+
+    def on(self, num_workers: int) -> dict[str, int] | Infeasible:
+        """Sizes of all axes."""
+        return meshes.resolve(self.model_dump(), num_workers)
 
 
 def _entry_or(other: str, own: str) -> Discriminator:
@@ -115,7 +137,9 @@ class Train(SpecModel):
         None, description="Parameters that stay as they are, by patterns of their names, like `embed.*`."
     )
     strategy: Strategy = Field("auto", description="How to split the work; `auto`: the fastest that fits.")
-    mesh: MeshSizes | None = Field(None, description="For `hsdp` only.")
+    mesh: MeshSizes | None = Field(
+        None, description="Sizes of the axes that the workers are laid out on. Default: the strategy's."
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto",
         description="Of the matmuls; weights, gradients and loss stay fp32. `auto`: bf16 where the hardware "
@@ -174,17 +198,34 @@ def _problems(stage: Node) -> Iterator[Problem]:
     yield from tracking.problems(train)
     yield from validation.problems(train)
     yield from data.disk_problems(stage)
-    strategy, mesh = get(train, "strategy"), get(train, "mesh")
-    if mesh is not None and text_of(strategy) != "hsdp":
-        yield problem_of_key(
-            mesh, "only strategy hsdp has a mesh to choose", "remove it, or write strategy: hsdp"
-        )
+    yield from _disagreement(train)
     patience = get(train, "hang_timeout")
     if patience is not None and 0 < _seconds(patience) < _SHORTEST_HANG_SECONDS:
         yield problem_of_key(
             patience, f"hang_timeout {patience.value!r} would end any run", "write 1 s or more"
         )
     yield from optimizers.problems(train)
+
+
+def _disagreement(train: Node) -> Iterator[Problem]:
+    """Between a mesh and a strategy that is named."""
+    strategy, mesh = text_of(get(train, "strategy")) or "auto", get(train, "mesh")
+    if mesh is None or strategy not in DATA_AXES:
+        return
+    for axis in _other_axes(strategy, mesh):
+        size = get(mesh, axis)
+        may = " and ".join(DATA_AXES[strategy]) or "none"
+        yield Problem.at(
+            size.place if size is not None else mesh.place,
+            f"{strategy} has no {axis}; of the data axes it has {may}",
+            "make it 1, or leave strategy away: it follows from the mesh",
+        )
+
+
+def _other_axes(strategy: str, mesh: Node) -> list[str]:
+    """Data axes of the mesh that are not this strategy's."""
+    sizes = {axis: node.value for axis in meshes.DATA_AXES if (node := get(mesh, axis)) is not None}
+    return [axis for axis, size in sizes.items() if size != 1 and axis not in DATA_AXES[strategy]]
 
 
 def _seconds(node: Node) -> float:
@@ -206,10 +247,14 @@ def _texts(train: Node) -> Iterator[Node]:
 
 
 def _overridden(train: Node, key: Sequence[str], value: Any) -> str | None:
-    """Another strategy drops the mesh, which is for hsdp only."""
-    if tuple(key) == ("strategy",) and value != "hsdp" and train.value.pop("mesh", None) is not None:
-        return "drops the stage's mesh, which is for hsdp only"
-    return None
+    """Another strategy drops a mesh that is not its own; `auto` any: it chooses one."""
+    mesh = get(train, "mesh")
+    if tuple(key) != ("strategy",) or mesh is None or (value != "auto" and value not in DATA_AXES):
+        return None
+    if value != "auto" and not _other_axes(value, mesh):
+        return None
+    del train.value["mesh"]
+    return "drops the stage's mesh, which is of another strategy"
 
 
 def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
@@ -217,7 +262,8 @@ def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if train.mesh is not None and smoke.ranks is not None:
         replicas = 2 if num_workers % 2 == 0 else 1
-        changes["mesh"] = {"dp_replicate": replicas, "dp_shard": num_workers // replicas}
+        both = {"dp_replicate": replicas, "dp_shard": num_workers // replicas}
+        changes["mesh"] = both if len(DATA_AXES.get(train.strategy, ())) == 2 else None
     if smoke.steps is not None:
         changes["steps"] = smoke.steps
         for key in ("warmup_steps", "decay_steps"):

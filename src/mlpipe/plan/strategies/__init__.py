@@ -2,7 +2,6 @@
 
     SHARDS, what it splits, in words
     FLAGS, the fields of a TrainPlan that say with the mesh what is applied, where they are not the defaults
-    TAKES_OWN_MESH, whether the file may name another mesh
     meshes(num_nodes, devices_per_node) -> meshes to choose from, the usual one first, or why there is none
 
 `ORDER` is from the least sharded to the most: among equally fast ones `auto` takes the first.
@@ -19,7 +18,6 @@ from mlpipe.plan.strategies import ddp, fsdp, hsdp, single, zero1, zero2
 class StrategyFile(Protocol):
     SHARDS: str
     FLAGS: dict[str, bool]
-    TAKES_OWN_MESH: bool
 
     def meshes(self, num_nodes: int, devices_per_node: int) -> list[Mesh] | str: ...
 

@@ -6,7 +6,6 @@ from mlpipe.plan.plan import Mesh
 
 SHARDS = "weights, gradients and optimizer states"
 FLAGS: dict[str, bool] = {}
-TAKES_OWN_MESH = False
 
 
 def meshes(num_nodes: int, devices_per_node: int) -> list[Mesh] | str:

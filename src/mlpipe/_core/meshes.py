@@ -1,0 +1,167 @@
+"""What a mesh of the pipeline file means, and why one cannot be trained: for the file (`spec/mesh.py` adds
+the line) and for the planner, which knows the tokens' vocabulary and the workers. `train/parallel/` has a
+technique for each axis of `TRAINED`, and `plan/axes/` its price."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlpipe._core.feasibility import Infeasible
+
+FACTORS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # multiply to the workers; outermost first
+AXES = (*FACTORS, "ep")
+DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks read different samples
+TRAINED = ("dp_replicate", "dp_shard")  # what the trainer can split over
+FILL = "fill"  # a size: what the others leave of the workers
+
+# What `tp` splits evenly of a model: attention by whole heads, the rest by channels and tokens.
+_TENSOR_WIDTHS = ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What the trainer cannot do together: an `axis` larger than 1, and a `key` of the training (or another
+    axis, with no `values`) that is one of them. `why`: completes a sentence."""
+
+    axis: str
+    key: str
+    values: tuple[Any, ...]
+    why: str
+
+
+MIXES: tuple[Mix, ...] = ()
+
+
+def resolve(sizes: Mapping[str, int | str], num_workers: int) -> dict[str, int] | Infeasible:
+    """Sizes of all axes for so many workers, of those that the file says: what is left out is 1."""
+    written = {axis: sizes.get(axis, 1) for axis in AXES}
+    filling = [axis for axis in FACTORS if written[axis] == FILL]
+    known = {axis: size for axis, size in written.items() if isinstance(size, int)}
+    product = math.prod(size for axis, size in known.items() if axis in FACTORS)
+    if len(filling) > 1:
+        return Infeasible(
+            f"{' and '.join(filling)} are both to fill", "write the size of all but one of them"
+        )
+    if filling:
+        if num_workers % product:
+            return Infeasible(
+                f"{filling[0]} cannot fill: the mesh's other axes make {product}, which does not divide "
+                f"{num_workers} workers",
+                "make their product a divisor of it",
+            )
+        return known | {filling[0]: num_workers // product}
+    return known if product == num_workers else _wrong_product(known, product, num_workers)
+
+
+def _wrong_product(sizes: Mapping[str, int], product: int, num_workers: int) -> Infeasible:
+    words = " x ".join(f"{axis} {sizes[axis]}" for axis in FACTORS if sizes[axis] > 1) or "of one worker"
+    there = f"there {'is' if num_workers == 1 else 'are'} {num_workers}"
+    rest = product // sizes["dp_shard"]
+    remedy = f"make the product of its axes {num_workers}"
+    if num_workers % rest == 0:
+        remedy = f"write dp_shard: {num_workers // rest}, or dp_shard: fill"
+    return Infeasible(f"mesh {words} is for {product} workers, but {there}", remedy)
+
+
+def conflicts(
+    sizes: Mapping[str, int], figures: Mapping[str, int], *, own_model: bool
+) -> Iterator[tuple[str, Infeasible]]:
+    """Axes that the trainer does not have, or that do not split the model evenly, and why. `figures`: what is
+    known of it: num_heads, num_kv_heads, ffn_dim, vocab_size, num_layers, num_experts (0: it has none),
+    seq_len."""
+    for axis, size in sizes.items():
+        if size == 1:
+            continue
+        conflict = None
+        if axis not in TRAINED:
+            may = ", ".join(name for name in AXES if name in TRAINED)
+            conflict = Infeasible(
+                f"{axis} {size}: the trainer cannot split over {axis} yet",
+                f"make {axis} 1; these may be larger: {may}",
+            )
+        elif own_model and axis not in DATA_AXES:
+            conflict = Infeasible(
+                f"{axis} {size} splits mlpipe's own models, not yours",
+                f"make {axis} 1, or use a preset",
+            )
+        elif axis == "tp":
+            conflict = uneven_tensors(size, {k: figures[k] for k in _TENSOR_WIDTHS if k in figures})
+        elif axis == "cp":
+            conflict = uneven_context(size, figures.get("seq_len"))
+        elif axis == "pp":
+            conflict = too_many_stages(size, figures.get("num_layers"))
+        elif axis == "ep":
+            conflict = uneven_experts(size, sizes["dp_shard"], figures.get("num_experts"))
+        if conflict is not None:
+            yield axis, conflict
+
+
+def uneven_tensors(tp: int, widths: Mapping[str, int]) -> Infeasible | None:
+    """Whole heads and equal widths on each rank of `tp`."""
+    uneven = [f"{name} {width}" for name, width in widths.items() if width % tp]
+    if not uneven:
+        return None
+    return Infeasible(f"tp {tp} does not divide {', '.join(uneven)}", f"write {_divisors(widths.values())}")
+
+
+def uneven_context(cp: int, seq_len: int | None) -> Infeasible | None:
+    """Each rank of `cp` has a part of the sequence's first half and its mirror image of the second."""
+    if seq_len is None or seq_len % (2 * cp) == 0:
+        return None
+    return Infeasible(
+        f"cp {cp} cuts a sequence into {2 * cp} equal parts, and seq_len {seq_len} is no multiple of that",
+        f"write cp {_divisors([seq_len // 2])}" if seq_len % 2 == 0 else "write an even seq_len",
+    )
+
+
+def too_many_stages(pp: int, num_layers: int | None) -> Infeasible | None:
+    """A stage has a block at the least."""
+    if num_layers is None or pp <= num_layers:
+        return None
+    return Infeasible(
+        f"pp {pp} is more than the {num_layers} blocks of the model", f"write {num_layers} at most"
+    )
+
+
+def uneven_experts(ep: int, dp_shard: int, num_experts: int | None) -> Infeasible | None:
+    """`ep` groups neighbours along `dp_shard`, which hold equally many experts."""
+    if num_experts == 0:
+        return Infeasible(
+            f"ep {ep} splits experts, and this model has none", "make ep 1, or use a model with experts"
+        )
+    widths = {"dp_shard": dp_shard} | ({"num_experts": num_experts} if num_experts else {})
+    uneven = [f"{name} {width}" for name, width in widths.items() if width % ep]
+    if not uneven:
+        return None
+    return Infeasible(f"ep {ep} does not divide {', '.join(uneven)}", f"write {_divisors(widths.values())}")
+
+
+def unsupported_mix(
+    sizes: Mapping[str, int], settings: Mapping[str, Any]
+) -> Iterator[tuple[str, Infeasible]]:
+    """What of a training the trainer cannot do together: the key or axis, and why. `settings`: of the
+    training by key, as far as they are known."""
+    for mix in MIXES:
+        if sizes.get(mix.axis, 1) == 1:
+            continue
+        other = sizes.get(mix.key, 1) > 1 if mix.key in AXES else settings.get(mix.key) in mix.values
+        if other:
+            what = sizes[mix.key] if mix.key in AXES else settings[mix.key]
+            yield (
+                mix.key,
+                Infeasible(
+                    f"{mix.key} {what} cannot be combined with {mix.axis} {sizes[mix.axis]} yet: {mix.why}",
+                    f"change {mix.key}, or make {mix.axis} 1",
+                ),
+            )
+
+
+def _divisors(numbers: Any) -> str:
+    """Common ones, in words."""
+    common = math.gcd(*numbers)
+    found = [n for n in range(1, min(common, 4096) + 1) if common % n == 0]
+    *rest, last = [str(n) for n in found[:12]]
+    return f"{', '.join(rest)} or {last}" if rest else last
