@@ -33,6 +33,15 @@ def test_one_rank_counts_each_part_of_the_batch(mesh: Mesh) -> None:
     assert len(parts) == len(set(parts)) == mesh.num_data_ranks * mesh.cp
 
 
+@given(MESHES)
+def test_joined_axes_number_the_ranks_of_all(mesh: Mesh) -> None:
+    for one in worlds(mesh):
+        assert one.place("pp+dp_replicate+dp_shard+cp+tp") == (one.rank, mesh.world_size)
+        assert one.place("dp_replicate+dp_shard") == (one.data_rank, one.num_data_ranks)
+        assert one.place("dp_replicate+dp_shard+cp")[1] == one.num_gradient_ranks
+        assert one.replica("dp_shard+cp") == one.replica("dp_shard", "cp")
+
+
 @given(MESHES, st.sets(st.sampled_from(["pp", "dp_replicate", "dp_shard", "cp", "tp"])))
 def test_replicas_of_a_part_are_numbered_from_zero(mesh: Mesh, split: set[str]) -> None:
     replicas: dict[tuple[int, ...], list[int]] = {}

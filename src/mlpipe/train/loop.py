@@ -136,8 +136,8 @@ class Loop:
         dist.all_reduce(totals)
         agreed = time.perf_counter()
         total_loss, total_targets, total_squared, total_tokens, stop, save = totals.tolist()
-        # Techniques average over the data ranks; the loss is a mean over the global batch's targets.
-        scale = world.num_data_ranks / max(total_targets, 1.0)
+        # Techniques average over ranks; the loss is a mean over the global batch's targets.
+        scale = world.num_gradient_ranks / max(total_targets, 1.0)
         grad_norm = total_squared**0.5 * scale
         loss = total_loss / max(total_targets, 1.0)
         busy = computed - data_done - reading

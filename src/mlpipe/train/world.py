@@ -1,5 +1,8 @@
 """Who this rank is among the others. Everybody asks here; nobody derives it from the rank and the number of
-ranks, since ranks of one tensor, context or pipeline group work on the same samples."""
+ranks, since ranks of one tensor, context or pipeline group work on the same samples.
+
+Axes whose names are joined by "+", outermost first, count as one: `dp_shard+cp` has the ranks of both.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,19 @@ class World:
         """Number of groups of ranks that work on different samples."""
         return self.mesh.num_data_ranks
 
+    @property
+    def num_gradient_ranks(self) -> int:
+        """Over how many ranks gradients are averaged: those that work on different parts of the batch, which
+        are its samples and, along `cp`, parts of each sequence."""
+        return self.num_data_ranks * self.mesh.cp
+
+    def place(self, axis: str) -> tuple[int, int]:
+        """This rank's number along an axis, and how many there are."""
+        number, size = 0, 1
+        for part in axis.split("+"):
+            number, size = number * self.mesh.axes[part] + self.coordinates[part], size * self.mesh.axes[part]
+        return number, size
+
     @cached_property
     def holds_loss(self) -> bool:
         """Whether this rank's sums of the loss, targets and tokens count in the world's. Exactly one rank has
@@ -51,23 +67,35 @@ class World:
     def replica(self, *split: str) -> tuple[int, int]:
         """Of a tensor that is split over the axes `split`, and the same along all others: which of its
         replicas this rank holds, and how many there are."""
+        parts = {part for axis in split for part in axis.split("+")}
         index, number = 0, 1
         for axis, size in self.mesh.axes.items():
-            if axis not in split:
+            if axis not in parts:
                 index, number = index * size + self.coordinates[axis], number * size
         return index, number
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
-        """Of those of `axes` that have more than one rank, outermost first."""
-        wanted = tuple(axis for axis, size in self.mesh.axes.items() if axis in axes and size > 1)
+        """Of those of `axes` that have more than one rank; they are named outermost first."""
         whole = self._device_mesh
-        return whole if wanted == whole.mesh_dim_names else whole[wanted]
+        wanted = tuple(name for axis in axes if (name := self._larger(axis)))
+        if wanted == whole.mesh_dim_names:
+            return whole
+        if not any("+" in name for name in wanted):
+            return whole[wanted]
+        meshes = [
+            whole[tuple(name.split("+"))]._flatten(name) if "+" in name else whole[name] for name in wanted
+        ]
+        return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Of the ranks that differ from this one along `axis` only. None: the default group is this one."""
-        if self.mesh.axes[axis] == self.size:
+        if self.place(axis)[1] == self.size:
             return None
         return self.device_mesh(axis).get_group()
+
+    def _larger(self, axis: str) -> str:
+        """The axis without parts of one rank."""
+        return "+".join(part for part in axis.split("+") if self.mesh.axes[part] > 1)
 
     @cached_property
     def _device_mesh(self) -> DeviceMesh:

@@ -32,7 +32,7 @@ TECHNIQUES = (
     # from here on the weights are real: until then they may be on the meta device
     Technique("materialize", lambda plan: True),
     # copies of what is split are the affair of fully_shard
-    Technique("replicate", lambda plan: plan.mesh.dp_replicate > 1 and plan.mesh.dp_shard == 1),
+    Technique("replicate", lambda plan: plan.mesh.dp_replicate * plan.mesh.cp > 1 == plan.mesh.dp_shard),
     Technique("shard_optimizer", lambda plan: plan.shard_optimizer and plan.mesh.dp_replicate > 1),
 )
 

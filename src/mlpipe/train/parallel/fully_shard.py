@@ -1,5 +1,6 @@
 """The axis `dp_shard`, with `dp_replicate` around it: PyTorch's `fully_shard` (FSDP2) over the blocks, then
-over the rest. Each rank keeps its part of weights, gradients and optimizer states.
+over the rest. Each rank keeps its part of weights, gradients and optimizer states. Ranks of a `cp` group have
+the same weights: they share in the sharding.
 
 `reshard_after_forward` of the plan gives a block's weights up after its forward (ZeRO-3); else they stay
 until the last backward of the step (ZeRO-2). With a `dp_replicate` above 1, parts lie within `dp_shard` and
@@ -42,7 +43,7 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     # On a CPU torch's norms refuse fp32 inputs with bf16 weights; mlpipe's own models see to that
     expects = plan.model.preset is not None or world.device.type != "cpu"
     of_blocks = low if plan.precision == "bf16" and expects else exact
-    mesh, reshard = world.device_mesh("dp_replicate", "dp_shard"), plan.reshard_after_forward
+    mesh, reshard = world.device_mesh("dp_replicate", "dp_shard+cp"), plan.reshard_after_forward
     for block in model.built.blocks:
         fully_shard(block, mesh=mesh, mp_policy=of_blocks, reshard_after_forward=reshard)
     fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard)

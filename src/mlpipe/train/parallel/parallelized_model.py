@@ -31,10 +31,10 @@ class ParallelizedModel:
 
     `module(batch)` gives (loss sum, target count) of this rank's microbatch; it is `built.module`, or what a
     technique wrapped around it. `gradient_sync(last)` is entered around each microbatch; after the backward
-    of the last one the gradients are the mean over the data ranks. `after_step()` brings the updated
-    parameters to every rank that computes with them, `after_evaluation()` gives up what forward passes
-    without a backward leave. `waits` counts the time that all of these spend waiting
-    for other ranks. `shards`: what this rank updates and stores.
+    of the last one the gradients are the mean over `World.num_gradient_ranks`. `after_step()` brings the
+    updated parameters to every rank that computes with them, `after_evaluation()` gives up what forward
+    passes without a backward leave. `waits` counts the time that all of these spend waiting for other ranks.
+    `shards`: what this rank updates and stores.
     """
 
     built: BuiltModel
@@ -65,8 +65,7 @@ def local_shards(
 
     def split_over(axis: str) -> Split:
         if axis not in split_by_axis:
-            rank, num_ranks = world.coordinates[axis], world.mesh.axes[axis]
-            split_by_axis[axis] = Split(rank, num_ranks, world.group(axis), timed)
+            split_by_axis[axis] = Split(*world.place(axis), world.group(axis), timed)
         return split_by_axis[axis]
 
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}

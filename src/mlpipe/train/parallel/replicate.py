@@ -1,5 +1,5 @@
-"""The axis `dp_replicate` alone: every rank holds all parameters, and DistributedDataParallel averages the
-gradients bucket by bucket during the backward."""
+"""The axes `dp_replicate` and `cp` where nothing is sharded: every rank holds all parameters, and
+DistributedDataParallel averages the gradients bucket by bucket during the backward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Wraps the module; its gradients are views of DDP's buckets afterwards."""
     has_buffers = any(item.is_buffer for item in model.shards)
     # Parameters need no initial broadcast: a seed gives the same weights on every rank (train/init.py).
-    switches: dict[str, Any] = {_SYNC_BUFFERS: has_buffers, "process_group": world.group("dp_replicate")}
+    switches: dict[str, Any] = {_SYNC_BUFFERS: has_buffers, "process_group": world.group("dp_replicate+cp")}
     with no_dynamo_in_ddp():
         wrapped = DistributedDataParallel(
             model.module, gradient_as_bucket_view=True, init_sync=False, **switches

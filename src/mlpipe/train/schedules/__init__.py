@@ -33,8 +33,8 @@ class Schedule(Protocol):
     a pass needs all ranks, the data pad with microbatches that do not count (see `Microbatch`)."""
 
     def forward_backward(self, batches: Sequence[Microbatch]) -> LossSum:
-        """All microbatches of a step; afterwards the gradients are the mean over the data ranks of what each
-        rank's loss sum gives."""
+        """All microbatches of a step; afterwards gradients are the mean over `World.num_gradient_ranks` of
+        what each rank's loss sum gives."""
         ...
 
     def forward(
