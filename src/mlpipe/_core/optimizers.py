@@ -73,6 +73,7 @@ _MOMENTS = Argument((0.9, 0.95), "Decay of the first and second moment.", at_lea
 
 
 QUANTIZED_BLOCK = 256  # values of a row that share a scale
+QUANTIZED_BLOCK_4BIT = 128
 SHORTEST_QUANTIZED_ROW = 32  # whose scale is worth its bytes
 NEWTON_SCHULZ_STEPS = 5
 
@@ -82,6 +83,14 @@ def newton_schulz_flops(rows: int, columns: int) -> float:
     2 m m n and one of 2 m m m."""
     small, large = sorted((rows, columns))
     return NEWTON_SCHULZ_STEPS * (4.0 * small * small * large + 2.0 * small**3)
+
+
+def _quantized_states(parameter: Parameter, bits: int, block: int) -> tuple[StateTensor, ...]:
+    """Of two moments: codes and scales, or fp32 where rows are short."""
+    columns = parameter.columns
+    if columns < SHORTEST_QUANTIZED_ROW:
+        return 2 * (StateTensor(4 * columns),)
+    return 2 * (StateTensor(-(-columns * bits // 8)), StateTensor(4 * -(-columns // block)))
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -170,14 +179,21 @@ OPTIMIZERS: dict[str, Optimizer] = {
         "and its learning-rate schedule. Each 256 values of a row share a scale, so that blocks are the same "
         "under every strategy; tensors of rows of fewer than 32 values keep fp32 moments. Matrices decay, "
         "vectors do not.",
-        "mlpipe.train.optim.adamw8bit:AdamW8bit",
+        "mlpipe.train.optim.adamw8bit:adamw8bit",
         {"betas": _MOMENTS, "eps": _EPS, "weight_decay": _DECAY},
         lambda args: 2,
-        states=lambda p: (
-            2 * (StateTensor(p.columns), StateTensor(4 * -(-p.columns // QUANTIZED_BLOCK)))
-            if p.columns >= SHORTEST_QUANTIZED_ROW
-            else 2 * (StateTensor(4 * p.columns),)
-        ),
+        states=lambda p: _quantized_states(p, 8, QUANTIZED_BLOCK),
+    ),
+    "adamw4bit": Optimizer(
+        "AdamW4bit",
+        "AdamW with moments of 4 bits (Li et al., Memory Efficient Optimizers with 4-bit States, 2023) and "
+        "its learning-rate schedule. Each 128 values of a row share a scale, so that blocks are the same "
+        "under every strategy; tensors of rows of fewer than 32 values keep fp32 moments. Matrices decay, "
+        "vectors do not.",
+        "mlpipe.train.optim.adamw4bit:adamw4bit",
+        {"betas": _MOMENTS, "eps": _EPS, "weight_decay": _DECAY},
+        lambda args: 1,
+        states=lambda p: _quantized_states(p, 4, QUANTIZED_BLOCK_4BIT),
     ),
 }
 DEFAULT = "adamw"

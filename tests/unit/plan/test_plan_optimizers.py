@@ -34,6 +34,8 @@ def of(name: str, num_ranks: int, averages: bool = False) -> int:
         ("muon", 4 * (3000 + 70) + 8 * (3000 + 10), 4 * 3 * (300 + 7) + 8 * 3 * (300 + 1)),
         # codes, and two blocks of 256 a row; rows of 7 and of 1 stay fp32
         ("adamw8bit", 2 * 2 * (3000 + 4 * 20) + 8 * 80, 2 * 2 * 3 * (300 + 8) + 8 * 3 * 8),
+        # two codes a byte, and three blocks of 128
+        ("adamw4bit", 2 * 2 * (1500 + 4 * 30) + 8 * 80, 2 * 2 * 3 * (150 + 12) + 8 * 3 * 8),
     ],
 )
 def test_states(name: str, alone: int, a_rank_of_four: int) -> None:
