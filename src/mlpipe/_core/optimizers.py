@@ -54,7 +54,9 @@ class Optimizer:
     returns an `Update` (`train/optim/update.py`). `state_bytes_per_parameter`: what it keeps between steps
     for each fp32 parameter, by the arguments; `states`: the same to the byte, of optimizers that do not keep
     tensors of the parameters' shapes in fp32. `update_cost`: besides reading and writing all of these. `lr`:
-    default of the learning rate. `needs_blocks`: it is for the blocks of a model, and refuses one without."""
+    default of the learning rate. `needs_blocks`: it is for the blocks of a model, and refuses one without.
+    `needs_whole_rows`: it cannot update parts of matrices that are cut along both dims (tensor parallelism,
+    experts)."""
 
     title: str
     about: str
@@ -65,6 +67,7 @@ class Optimizer:
     update_cost: Callable[[Parameter], UpdateCost] | None = None
     lr: float = 3e-4
     needs_blocks: bool = False
+    needs_whole_rows: bool = False
 
 
 _EPS = Argument(1e-8, "Added to the denominator.", above=0)
@@ -147,6 +150,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             (StateTensor(4),) if p.columns == 1 else (StateTensor(4), StateTensor(0, 4 * p.columns))
         ),
         lr=1e-2,
+        needs_whole_rows=True,
     ),
     "muon": Optimizer(
         "Muon",
@@ -172,6 +176,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             else UpdateCost(0.0, 0)
         ),
         needs_blocks=True,
+        needs_whole_rows=True,
     ),
     "adamw8bit": Optimizer(
         "AdamW8bit",

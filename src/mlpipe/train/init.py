@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mlpipe._core.errors import TrainError
+from mlpipe.train.slices import Slice, part_of, places, slices_of, whole_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -79,26 +81,97 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Of `source`, whole, into `target`, which is the same model, perhaps split over the ranks."""
     whole: dict[str, Tensor] = dict(source.named_buffers(remove_duplicate=False))
     whole.update(source.named_parameters(remove_duplicate=False))
+    cuts = slices_of(target)
     for name, tensor in [*target.named_parameters(), *target.named_buffers()]:
+        own = part_of(whole[name], cuts.get(id(tensor), ()))
         if _is_sharded(tensor):
-            _keep_own(tensor, whole[name])  # type: ignore[arg-type]
+            _keep_own(tensor, own)  # type: ignore[arg-type]
         else:
-            tensor.copy_(whole[name])
+            tensor.copy_(own)
 
 
-def initialize(model: nn.Module, seed: int) -> None:
-    """Calls `model.init_weights()`. Every rank has to call it. Raises TrainError (input) when it draws random
-    numbers in a way that would differ between strategies."""
-    with torch.no_grad(), same_weights(seed):
+def initialize(model: nn.Module, seed: int, *, again: bool = False) -> None:
+    """Calls `model.init_weights()`. Every rank has to call it. `again`: over weights that are there. Raises
+    TrainError (input) when it draws random numbers in a way that would differ between strategies."""
+    with torch.no_grad(), Wholes(model, again) as wholes, same_weights(seed, wholes):
         model.init_weights()  # type: ignore[operator]
 
 
-class same_weights(TorchDispatchMode):
-    """A context; `with same_weights(seed): ...` may initialise plain tensors and DTensors alike."""
+class Wholes:
+    """Slices of parameters (train/slices.py) are whole to init_weights(): its draws and its standard
+    deviations are by the shape of the whole. While this is entered, something without memory of that shape
+    stands for each; when it is used, one that has memory takes its place, until the next one is used."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, model: nn.Module, again: bool) -> None:
+        self.model = model
+        self.again = again
+        self.sliced: dict[int, tuple[nn.Parameter, tuple[Slice, ...]]] = {}  # by the storage of who stands
+        self.written: set[int] = set()
+        self.current = 0
+        self.whole: Tensor | None = None
+        self.restored: list[tuple[nn.Module, str, nn.Parameter]] = []
+
+    def __enter__(self) -> Wholes:
+        standing: dict[int, nn.Parameter] = {}
+        for module, name, cuts in places(self.model):
+            parameter = module._parameters[name]
+            assert parameter is not None
+            self.restored.append((module, name, parameter))
+            if id(parameter) not in standing:
+                shape = list(parameter.shape)
+                for cut in cuts:
+                    shape[cut.dim] *= cut.num_ranks
+                one = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
+                stand_in = nn.Parameter(one.expand(shape), requires_grad=parameter.requires_grad)
+                standing[id(parameter)] = stand_in
+                self.sliced[_storage(stand_in)] = parameter, cuts
+            module._parameters[name] = standing[id(parameter)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, name, parameter in self.restored:
+            module._parameters[name] = parameter
+        self._keep()
+
+    def real(self, value: Any) -> Any:
+        """What stands for a whole becomes the whole."""
+        if not isinstance(value, Tensor) or _is_sharded(value) or (key := _storage(value)) not in self.sliced:
+            return value
+        if key != self.current:
+            self._keep()
+            parameter, cuts = self.sliced[key]
+            if self.again or key in self.written:
+                self.whole = whole_of(parameter, cuts)
+            else:
+                self.whole = mark_unwritten(torch.empty(value.shape, dtype=value.dtype, device=value.device))
+            self.current = key
+        return self.whole
+
+    def _keep(self) -> None:
+        if self.whole is None:
+            return
+        parameter, cuts = self.sliced[self.current]
+        own = part_of(self.whole, cuts)
+        if _is_sharded(parameter):
+            _keep_own(parameter, own)  # type: ignore[arg-type]
+        else:
+            parameter.copy_(own)
+        self.written.add(self.current)
+        self.current, self.whole = 0, None
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class same_weights(TorchDispatchMode):
+    """A context; `with same_weights(seed): ...` may initialise plain tensors and DTensors alike, and inside
+    `wholes` slices."""
+
+    def __init__(self, seed: int, wholes: Wholes | None = None) -> None:
         super().__init__()
         self.seed = seed
+        self.wholes = wholes if wholes is not None and wholes.sliced else None
         self.num_draws = 0
         # what was asked for as a view, but had to be gathered: the call that asked
         self._copies = WeakTensorKeyDictionary()
@@ -107,6 +180,8 @@ class same_weights(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.wholes is not None:
+            args, kwargs = tree_map(self.wholes.real, (args, kwargs))
         target: Any = args[0] if args else None
         sharded = _is_sharded(target)
         if sharded and func._schema.is_mutable and target in self._copies:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mlpipe.train.slices import Slice
+
 
 @dataclass(frozen=True)
 class Split:
@@ -41,8 +43,9 @@ class LocalShard:
     of shape `shape`. `num_replicas` ranks hold this very part, this one being number `replica_id` of them.
     `parameter`: the module's own, whose `grad` is there after a backward. `full_gradient`: that gradient has
     the parameter's global shape although only this part is updated (zero1). `split`: the ranks that have the
-    other rows; None: this one has all. `in_block`: of one of the model's blocks. `decays`: whether weight
-    decay applies; None: to matrices, not to vectors (norms, biases).
+    other rows; None: this one has all. `slices`: what a technique had cut before: `split` is then of the rows
+    of that part. `in_block`: of one of the model's blocks. `decays`: whether weight decay applies; None: to
+    matrices, not to vectors (norms, biases).
     """
 
     name: str
@@ -55,6 +58,7 @@ class LocalShard:
     full_gradient: bool = False
     is_buffer: bool = False
     split: Split | None = None
+    slices: tuple[Slice, ...] = ()
     in_block: bool = False
     decays: bool | None = None
 
@@ -62,6 +66,11 @@ class LocalShard:
     def is_decayed(self) -> bool:
         """By weight decay, if there is any."""
         return len(self.shape) >= 2 if self.decays is None else self.decays
+
+    @property
+    def first_row(self) -> int:
+        """Of the slice, in the global tensor."""
+        return sum(cut.rank * (self.shape[0] // cut.num_ranks) for cut in self.slices if cut.dim == 0)
 
     def gradient(self) -> torch.Tensor | None:
         """Of `local`, after a backward; None where the parameter took no part in it."""
@@ -71,7 +80,8 @@ class LocalShard:
         if hasattr(gradient, "to_local"):
             gradient = gradient.to_local()
         elif self.full_gradient:
-            gradient = gradient[self.offset[0] : self.offset[0] + self.local.shape[0]]
+            first = self.offset[0] - self.first_row
+            gradient = gradient[first : first + self.local.shape[0]]
         own: torch.Tensor = gradient
         return own
 

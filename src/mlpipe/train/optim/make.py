@@ -26,6 +26,15 @@ def make_update(plan: OptimizerPlan, shards: Iterable[LocalShard], ema: EmaPlan 
             hint="name the modules that are blocks in `model.blocks`, or take another optimizer",
             kind="input",
         )
+    if plan.name is not None and OPTIMIZERS[plan.name].needs_whole_rows:
+        cut = next((shard for shard in trained if shard.slices), None)
+        if cut is not None:
+            raise TrainError(
+                f"{plan.name} needs whole rows and columns, and {cut.name} is split over {cut.slices[0].axis}",
+                where="train.optimizer",
+                hint="take adamw, adamw8bit, lion or sgd, or a mesh without that axis",
+                kind="input",
+            )
 
     def build(some: Sequence[LocalShard], args: dict[str, Any]) -> Update:
         return _built(plan, some, {**plan.args, **args})

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from mlpipe._core.errors import TrainError
 from mlpipe._core.optimizers import SHORTEST_QUANTIZED_ROW
 from mlpipe.train.optim.adamw import AdamW
 from mlpipe.train.optim.update import scaled_gradients
@@ -81,6 +82,8 @@ class QuantizedAdamW:
             for shard in self.quantized
             for weight in (shard.local.flatten(1),)
         }
+        for shard in self.quantized:
+            _check_blocks(shard, self._moments[shard.name][0].block)
 
     @torch.no_grad()
     def step(self, *, lr: float, scale: float) -> None:
@@ -165,7 +168,27 @@ def middles(numbers: Numbers) -> Numbers:
 
 
 def _by_rows(shard: LocalShard, kind: str, local: torch.Tensor) -> LocalShard:
-    return shard.state_like(kind, local, (shard.shape[0], local.shape[1]), (shard.offset[0], 0))
+    """A slice of columns has whole blocks of them, see `_check_blocks`."""
+    cut = next((cut for cut in shard.slices if cut.dim), None)
+    rank, num_ranks = (cut.rank, cut.num_ranks) if cut else (0, 1)
+    columns = local.shape[1]
+    return shard.state_like(
+        kind, local, (shard.shape[0], num_ranks * columns), (shard.offset[0], rank * columns)
+    )
+
+
+def _check_blocks(shard: LocalShard, block: int) -> None:
+    """Raises TrainError (input) for a slice that ends within a block: another mesh would have other ones."""
+    for cut in shard.slices:
+        length = shard.shape[cut.dim] // cut.num_ranks
+        if cut.dim and (len(shard.shape) != 2 or length % block):
+            raise TrainError(
+                f"this optimizer has a scale for each {block} values of a row, and of the rows of {shard.name}, "
+                f"which are split over {cut.axis}, a rank has {length}",
+                where="train.optimizer",
+                hint=f"take widths that {block * cut.num_ranks} divides, or adamw",
+                kind="input",
+            )
 
 
 def _chunks(weight: torch.Tensor) -> Iterator[slice]:

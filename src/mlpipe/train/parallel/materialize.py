@@ -75,7 +75,7 @@ def _fill_rest(built: BuiltModel, seed: int, missing: list[str]) -> None:
             some_of(missing),
         )
     copy_weights(built.construct(), built.model)
-    initialize(built.model, seed)
+    initialize(built.model, seed, again=True)
     refuse_unwritten(built.model, entry)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from mlpipe.train.model import BuiltModel
 from mlpipe.train.parallel.waits import Waits
 from mlpipe.train.shards import LocalShard, Split
+from mlpipe.train.slices import Slice, slices_of
 from mlpipe.train.world import World
 
 
@@ -59,7 +60,8 @@ class ParallelizedModel:
 def local_shards(
     module: nn.Module, world: World, blocks: Iterable[nn.Module] = (), waits: Waits | None = None
 ) -> list[LocalShard]:
-    """Every parameter, whole or the part that DTensor gives this rank, and every persistent buffer."""
+    """Every parameter, whole or the part that slices and DTensor leave this rank, and every persistent
+    buffer."""
     timed = (waits or Waits()).timed
     split_by_axis: dict[str, Split] = {}
 
@@ -68,18 +70,27 @@ def local_shards(
             split_by_axis[axis] = Split(*world.place(axis), world.group(axis), timed)
         return split_by_axis[axis]
 
+    sliced = slices_of(module)
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     parameters = [
-        replace(_parameter(name, parameter, world, split_over), in_block=id(parameter) in inside)
+        replace(
+            _parameter(name, parameter, sliced.get(id(parameter), ()), world, split_over),
+            in_block=id(parameter) in inside,
+        )
         for name, parameter in module.named_parameters()
     ]
     return parameters + persistent_buffers(module, world)
 
 
 def _parameter(
-    name: str, parameter: nn.Parameter, world: World, split_over: Callable[[str], Split]
+    name: str,
+    parameter: nn.Parameter,
+    cuts: tuple[Slice, ...],
+    world: World,
+    split_over: Callable[[str], Split],
 ) -> LocalShard:
-    shape, offset, split = tuple(parameter.shape), (0,) * parameter.dim(), []
+    """What DTensor says of it is of the slice that is left after `cuts`."""
+    shape, offset, split = list(parameter.shape), [0] * parameter.dim(), []
     local = _local(parameter).detach()
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -87,19 +98,24 @@ def _parameter(
         axes = zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True)
         split = [axis for axis, placement in axes if placement.is_shard()]
         if local.numel():  # else the offset of nothing, which is 0
-            _, offset = compute_local_shape_and_global_offset(
+            _, found = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
-    replica_id, num_replicas = world.replica(*split)
+            offset = list(found)
+    for cut in reversed(cuts):
+        offset[cut.dim] += cut.rank * shape[cut.dim]
+        shape[cut.dim] *= cut.num_ranks
+    replica_id, num_replicas = world.replica(*split, *(cut.axis for cut in cuts))
     return LocalShard(
         name,
         local,
-        shape,
+        tuple(shape),
         tuple(offset),
         replica_id,
         num_replicas,
         parameter,
         split=split_over(split[0]) if split else None,
+        slices=cuts,
     )
 
 

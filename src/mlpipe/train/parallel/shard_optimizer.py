@@ -37,12 +37,12 @@ def _is_trained(item: LocalShard) -> bool:
 def _slice(item: LocalShard, world: World, split: Split) -> LocalShard:
     if not item.shape:  # a scalar has no dim 0: every rank updates it alike
         return item
-    start, stop = rows_of(item.shape[0], split.rank, split.num_ranks)
-    replica_id, num_replicas = world.replica("dp_replicate")
+    start, stop = rows_of(item.local.shape[0], split.rank, split.num_ranks)
+    replica_id, num_replicas = world.replica("dp_replicate", *(cut.axis for cut in item.slices))
     return replace(
         item,
         local=item.local[start:stop],
-        offset=(start, *item.offset[1:]),
+        offset=(item.first_row + start, *item.offset[1:]),
         replica_id=replica_id,
         num_replicas=num_replicas,
         full_gradient=True,
