@@ -80,6 +80,12 @@ def mesh_of(strategy: Strategy, world_size: int) -> Mesh:
     return Mesh(dp_shard=world_size)
 
 
+def model_plan(**fields: Any) -> ModelPlan:
+    """Of CONFIG, but for `fields`."""
+    build = Entry("mlpipe.train.models.llama:build_model", asdict(CONFIG) | fields)
+    return ModelPlan(build=build, preset="test", seq_len=32, blocks=())
+
+
 def train_plan(
     store: Path | str,
     tokens: Path,
@@ -91,17 +97,13 @@ def train_plan(
     run_id: str = "run",
     attempt: int = 1,
     launch: dict[str, Any] | None = None,
+    mesh: Mesh | None = None,
     **changes: Any,
 ) -> Plan:
     """A tiny Llama: 16 sequences of 32 tokens an update. `changes` are fields of TrainPlan."""
-    mesh = mesh_of(strategy, world_size)
+    mesh = mesh or mesh_of(strategy, world_size)
     train = TrainPlan(
-        model=ModelPlan(
-            build=Entry("mlpipe.train.models.llama:build_model", asdict(CONFIG)),
-            preset="test",
-            seq_len=32,
-            blocks=(),
-        ),
+        model=model_plan(),
         data=DataPlan(
             tokens=str(tokens),
             dataset=None,

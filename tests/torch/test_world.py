@@ -56,15 +56,16 @@ def test_replicas_of_a_part_are_numbered_from_zero(mesh: Mesh, split: set[str]) 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Plan]]:
-    """The same training on 4 ranks under several meshes, of which `tp` is applied by nobody: its ranks do the
-    same work twice. Data ranks have 4 and 5 samples, in 2 and 3 microbatches."""
+    """The same training on 4 ranks under several meshes. Data ranks have 4 and 5 samples, in 2 and 3
+    microbatches."""
     folder = tmp_path_factory.mktemp("world")
     tokens = plans.write_tokens(folder / "tokens")
 
     def plan(name: str, mesh: Mesh, micro_batch: int = 2, **changes: Any) -> Plan:
         return plans.train_plan(
             folder / "store", tokens, strategy="ddp", world_size=4, steps=STEPS, every=STEPS, run_id=name,
-            mesh=mesh, global_batch=BATCH, micro_batch=micro_batch, **changes,
+            mesh=mesh, global_batch=BATCH, micro_batch=micro_batch,
+            model=plans.model_plan(num_kv_heads=4), **changes,
         )  # fmt: skip
 
     made = {

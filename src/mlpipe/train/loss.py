@@ -53,6 +53,12 @@ def _compiled() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Ten
     return torch.compile(fused_loss, dynamic=False), torch.compile(fused_gradient, dynamic=False)
 
 
+def chunk_rows(logits_NV: Tensor) -> int:
+    """So many at a time."""
+    elements = _CHUNK_ELEMENTS_CPU if logits_NV.device.type == "cpu" else _CHUNK_ELEMENTS
+    return max(1, elements // logits_NV.shape[1])
+
+
 class _CrossEntropy(torch.autograd.Function):
     """Loss and gradient in one pass over chunks of rows. The peak is the logits and their gradient, both in
     the logits' dtype (4 bytes an element under bf16), where eager autograd keeps three fp32 copies besides.
@@ -65,12 +71,10 @@ class _CrossEntropy(torch.autograd.Function):
             total, log_sums_N = _compiled()[0](logits_NV, targets_N)
             ctx.save_for_backward(logits_NV, targets_N, log_sums_N)
             return total
-        num_rows, vocab_size = logits_NV.shape
-        on_cpu = logits_NV.device.type == "cpu"
-        rows = max(1, (_CHUNK_ELEMENTS_CPU if on_cpu else _CHUNK_ELEMENTS) // vocab_size)
+        rows = chunk_rows(logits_NV)
         grad_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
         total = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
-        for start in range(0, num_rows, rows):
+        for start in range(0, len(logits_NV), rows):
             targets = targets_N[start : start + rows]
             log_probs = F.log_softmax(logits_NV[start : start + rows], dim=-1, dtype=torch.float32)
             total += F.nll_loss(log_probs, targets, ignore_index=IGNORED, reduction="sum")

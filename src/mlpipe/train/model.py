@@ -33,6 +33,10 @@ _log = logging.getLogger(__name__)
 Batch = dict[str, torch.Tensor]
 
 
+def _as_it_is(logits: Any) -> Any:
+    return logits
+
+
 class LossModule(nn.Module):
     """What the techniques wrap: batch in, (loss sum, target count) out; the loss is fp32 always. A batch
     without targets gives logits: generation has to come in by the same door as training, since that is
@@ -45,6 +49,9 @@ class LossModule(nn.Module):
         self.device_type = device_type
         self.bf16 = bf16
         self.fused_loss = False
+        # of techniques that leave each rank a part of the logits
+        self.cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor]] = cross_entropy_sum
+        self.whole_logits: Callable[[Any], Any] = _as_it_is
 
     def forward(self, batch: Batch) -> Any:
         """(loss sum, target count), or logits of a batch without targets."""
@@ -55,12 +62,12 @@ class LossModule(nn.Module):
                 return sum_and_count(self.model(**batch), batch, self.entry, "forward")
             logits = logits_of(self.model(batch["inputs"]), self.entry)
         if "targets" not in batch:
-            return logits
+            return self.whole_logits(logits)
         targets = batch["targets"]
         check_targets(logits, targets, self.entry)
         if targets.dtype != torch.int64:
             targets = targets.long()
-        return cross_entropy_sum(logits, targets, fused=self.fused_loss)
+        return self.cross_entropy(logits, targets, fused=self.fused_loss)
 
 
 @dataclass

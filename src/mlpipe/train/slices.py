@@ -1,5 +1,5 @@
-"""Parts of parameters as plain tensors of their own, which a technique cuts and the module then computes with:
-as exact as DTensor's, and without its dispatch in every operation.
+"""Parts of parameters as plain tensors of their own, which a technique cuts and a module computes with: as
+exact as DTensor's, and without its dispatch in every operation.
 
 What was cut stands with the module that owns the parameter, by its name there: parameters themselves are made
 anew when a model leaves the meta device, and when FSDP2 splits them further.

@@ -152,6 +152,7 @@ class _Outputs:
 
     def __init__(self, model: ParallelizedModel, wanted: bool) -> None:
         self.model = model.built.model
+        self.whole = model.built.module.whole_logits
         self.wanted = wanted
         self.last: Any = None
 
@@ -177,7 +178,7 @@ class _Outputs:
                 hint="call `self(...)` in `loss`, or measure the loss only",
                 kind="input",
             )
-        return found
+        return self.whole(found)
 
 
 @contextmanager

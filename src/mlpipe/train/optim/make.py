@@ -30,7 +30,7 @@ def make_update(plan: OptimizerPlan, shards: Iterable[LocalShard], ema: EmaPlan 
         cut = next((shard for shard in trained if shard.slices), None)
         if cut is not None:
             raise TrainError(
-                f"{plan.name} needs whole rows and columns, and {cut.name} is split over {cut.slices[0].axis}",
+                f"{plan.name} needs whole matrices, and {cut.name} is split over {cut.slices[0].axis}",
                 where="train.optimizer",
                 hint="take adamw, adamw8bit, lion or sgd, or a mesh without that axis",
                 kind="input",

@@ -183,7 +183,7 @@ def _check_blocks(shard: LocalShard, block: int) -> None:
         length = shard.shape[cut.dim] // cut.num_ranks
         if cut.dim and (len(shard.shape) != 2 or length % block):
             raise TrainError(
-                f"this optimizer has a scale for each {block} values of a row, and of the rows of {shard.name}, "
+                f"this optimizer has a scale for each {block} values of a row, and of those of {shard.name}, "
                 f"which are split over {cut.axis}, a rank has {length}",
                 where="train.optimizer",
                 hint=f"take widths that {block * cut.num_ranks} divides, or adamw",

@@ -26,6 +26,7 @@ class Technique(NamedTuple):
 
 
 TECHNIQUES = (
+    Technique("tensor", lambda plan: plan.mesh.tp > 1),
     Technique("activation_checkpointing", lambda plan: plan.activation_checkpointing != "none"),
     Technique("compile", lambda plan: plan.compile != "off"),
     Technique("fully_shard", lambda plan: plan.mesh.dp_shard > 1),
@@ -34,6 +35,7 @@ TECHNIQUES = (
     # copies of what is split are the affair of fully_shard
     Technique("replicate", lambda plan: plan.mesh.dp_replicate * plan.mesh.cp > 1 == plan.mesh.dp_shard),
     Technique("shard_optimizer", lambda plan: plan.shard_optimizer and plan.mesh.dp_replicate > 1),
+    Technique("sum_partial_gradients", lambda plan: plan.mesh.tp > 1),
 )
 
 

@@ -35,13 +35,15 @@ class ParallelizedModel:
     of the last one the gradients are the mean over `World.num_gradient_ranks`. `after_step()` brings the
     updated parameters to every rank that computes with them, `after_evaluation()` gives up what forward
     passes without a backward leave. `waits` counts the time that all of these spend waiting for other ranks.
-    `shards`: what this rank updates and stores.
+    `shards`: what this rank updates and stores. `partial`: modules and names of parameters whose
+    gradients a rank has of its own tokens only, for `sum_partial_gradients`.
     """
 
     built: BuiltModel
     module: nn.Module
     waits: Waits = field(default_factory=Waits)
     shards: list[LocalShard] = field(default_factory=list)
+    partial: list[tuple[nn.Module, str]] = field(default_factory=list)
     gradient_sync: Callable[[bool], AbstractContextManager[None]] = no_gradient_sync
     after_step: Callable[[], None] = nothing
     after_evaluation: Callable[[], None] = nothing

@@ -1,0 +1,85 @@
+"""Collectives of the ranks along one axis of the mesh, as operations that gradients go back through.
+
+Rows are dim 0. What one direction gathers the other reduces and scatters (Korthikanti et al., Reducing
+Activation Recomputation in Large Transformer Models, 2022, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mlpipe.train.parallel.waits import Waits
+from mlpipe.train.world import World
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """This is `rank` of `num_ranks`, of the process group `group` (None: the default one). `timed` wraps a
+    collective, so that it counts as waiting."""
+
+    rank: int
+    num_ranks: int
+    group: dist.ProcessGroup | None
+    timed: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    @staticmethod
+    def along(axis: str, world: World, waits: Waits) -> RankGroup:
+        """Of the ranks that differ from this one along `axis` only."""
+        return RankGroup(world.coordinates[axis], world.mesh.axes[axis], world.group(axis), waits.timed)
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """The parts of all ranks, one behind the other. No gradients."""
+        whole = part.new_empty((self.num_ranks * part.shape[0], *part.shape[1:]))
+        self.timed(dist.all_gather_into_tensor)(whole, part.contiguous(), group=self.group)
+        return whole
+
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
+        """This rank's rows of the sum over all ranks. No gradients."""
+        part = whole.new_empty((whole.shape[0] // self.num_ranks, *whole.shape[1:]))
+        self.timed(dist.reduce_scatter_tensor)(part, whole.contiguous(), group=self.group)
+        return part
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place. No gradients."""
+        self.timed(dist.all_reduce)(tensor, group=self.group)
+        return tensor
+
+
+def gathered_rows(part: Tensor, ranks: RankGroup) -> Tensor:
+    """All rows, for who gives each rank another part of the gradient: those are summed."""
+    whole: Tensor = _GatherRows.apply(part, ranks)
+    return whole
+
+
+def scattered_sum(partial: Tensor, ranks: RankGroup) -> Tensor:
+    """This rank's rows of the sum."""
+    part: Tensor = _ScatterSum.apply(partial, ranks)
+    return part
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: RankGroup) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.all_gather(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.reduce_scatter(gradient), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, ranks: RankGroup) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.reduce_scatter(partial)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.all_gather(gradient), None

@@ -1,0 +1,119 @@
+"""The axis `tp`: the ranks share each matrix product, and the sequence between them.
+
+Of mlpipe's Llama (Shoeybi et al., Megatron-LM, 2019) heads and the width of the MLP are split over the ranks:
+q, k, v, gate and up by rows of their weights (columns of the matrix that x is multiplied with), o and down by
+columns; embedding and head by the vocabulary, and no rank ever has all logits (parallel/sharded_loss.py).
+Between them, in norms and on the residual stream, each rank has its share of the tokens (sequence
+parallelism, Korthikanti et al., 2022): not an all-reduce, but a reduce-scatter and, later, an all-gather.
+
+Tokens of all samples of a microbatch lie one behind the other there, (B T) / tp on each rank, so that what is
+gathered is in its place at once. The gradients of the norms are of a rank's own tokens only:
+`sum_partial_gradients` sums them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mlpipe._core.errors import TrainError
+from mlpipe._core.feasibility import indivisible
+from mlpipe._core.presets import LlamaConfig
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.models.llama import Llama, RMSNorm
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.parallel.rank_group import RankGroup, gathered_rows, scattered_sum
+from mlpipe.train.parallel.sharded_loss import ShardedLoss
+from mlpipe.train.slices import Slice, keep_slice
+from mlpipe.train.world import World
+
+# By the name of a module in a block the dim of its weight that is cut.
+_CUTS = {
+    "self_attn.q_proj": 0, "self_attn.k_proj": 0, "self_attn.v_proj": 0, "self_attn.o_proj": 1,
+    "mlp.gate_proj": 0, "mlp.up_proj": 0, "mlp.down_proj": 1,
+}  # fmt: skip
+
+
+def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
+    """Cuts the weights and changes the forwards, in place; parameters may still be on the meta device. Raises
+    TrainError (input) for a model that cannot be split like that."""
+    llama = model.built.model
+    if not isinstance(llama, Llama):
+        raise TrainError(
+            "only mlpipe's own Llama can be split over tp",
+            where=plan.model.build.entry,
+            hint="write a mesh without tp",
+            kind="input",
+        )
+    _check(llama.config, plan.model.seq_len, world.mesh.tp, plan.model.build.entry)
+    ranks = RankGroup.along("tp", world, model.waits)
+    done: dict[int, nn.Parameter] = {}
+
+    def cut(module: nn.Module, dim: int) -> None:
+        keep_slice(module, "weight", Slice("tp", dim, ranks.rank, ranks.num_ranks, ranks.group), done)
+
+    for block in llama.layers:
+        for name, dim in _CUTS.items():
+            cut(block.get_submodule(name), dim)
+        for part in map(block.get_submodule, ("self_attn", "mlp")):
+            part.register_forward_pre_hook(_gather(ranks))
+            part.register_forward_hook(lambda module, args, y: scattered_sum(y.flatten(0, -2), ranks))
+    cut(llama.embed_tokens, 0)
+    llama.embed_tokens.forward = partial(_embed, llama.embed_tokens, ranks)  # type: ignore[method-assign]
+    llama.norm.register_forward_hook(lambda module, args, x: gathered_rows(x, ranks))
+    if llama.lm_head is not None:
+        cut(llama.lm_head, 0)
+    llama.forward = partial(_forward, llama, ranks)  # type: ignore[method-assign]
+    model.partial += [(one, "weight") for one in llama.modules() if isinstance(one, RMSNorm)]
+    loss = ShardedLoss(ranks)
+    model.built.module.cross_entropy = loss.cross_entropy_sum
+    model.built.module.whole_logits = loss.whole_logits
+
+
+def _check(config: LlamaConfig, seq_len: int, tp: int, entry: str) -> None:
+    figures = {
+        "num_kv_heads": config.num_kv_heads,
+        "num_heads": config.num_heads,
+        "ffn_dim": config.ffn_dim,
+        "vocab_size": config.vocab_size,
+        "seq_len": seq_len,
+    }
+    conflicts = [indivisible(("tp", tp), figure) for figure in figures.items()]
+    if found := [conflict for conflict in conflicts if conflict is not None]:
+        message = "; ".join(conflict.message for conflict in found)
+        raise TrainError(message, where=entry, hint="make tp divide them, or smaller", kind="input")
+
+
+def _forward(llama: Llama, ranks: RankGroup, inputs_BT: Tensor) -> Tensor:
+    """Token ids (B, T) -> this rank's part of the vocabulary's logits (B, T, V / tp). A sequence that the
+    ranks cannot share evenly, as of a text that is generated, is longer meanwhile: nothing looks ahead."""
+    num_samples, num_tokens = inputs_BT.shape
+    if missing := -num_tokens % ranks.num_ranks:
+        inputs_BT = F.pad(inputs_BT, (0, missing))
+    logits_NV = Llama.forward(llama, inputs_BT)
+    return logits_NV.view(num_samples, num_tokens + missing, -1)[:, :num_tokens]
+
+
+def _embed(embedding: nn.Embedding, ranks: RankGroup, inputs_BT: Tensor) -> Tensor:
+    """This rank's tokens ((B T) / tp, D), each out of the rows of whichever rank has it."""
+    num_rows = embedding.weight.shape[0]
+    ids_N = inputs_BT.flatten() - ranks.rank * num_rows
+    elsewhere_N = (ids_N < 0) | (ids_N >= num_rows)
+    x_ND = F.embedding(ids_N.masked_fill(elsewhere_N, 0), embedding.weight)
+    return scattered_sum(x_ND.masked_fill(elsewhere_N[:, None], 0.0), ranks)
+
+
+def _gather(ranks: RankGroup) -> Callable[..., tuple[Any, ...]]:
+    """Of a part of a block, whose other arguments begin with the cosines of each position."""
+
+    def all_tokens(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_ND = gathered_rows(args[0], ranks)
+        if len(args) == 1:
+            return (x_ND,)
+        return (x_ND.view(-1, args[1].shape[0], x_ND.shape[-1]), *args[1:])
+
+    return all_tokens
