@@ -8,8 +8,10 @@ import signal
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from mlpipe._core import environment
+from mlpipe.observe.logs import Line, LogFile, Reader
 from mlpipe.plan.plan import Plan
 from mlpipe.store.base import Store
 from mlpipe.store.outcome import read_outcome
@@ -29,11 +31,32 @@ class ToyBackend(Backend):
     def executor(self, store: Store, run: RunState, holder: str) -> Queue:
         return Queue(store, Path(self.place["queue"]), holder)
 
+    def logs(
+        self, store: Store, *, stage: str | None = None, rank: int | None = None, after: float | None = None
+    ) -> Reader:
+        return QueueLogs(store, stage, rank, after, queue=Path(self.place["queue"]))
+
     def doctor(self, store: Iterable[Finding]) -> Iterator[Finding]:
         path = shutil.which("setsid")
         remedy = None if path else "apt-get install util-linux"
         yield Finding("setsid", "ok" if path else "fail", path or "not installed", remedy)
         yield from store
+
+
+class QueueLogs(Reader):
+    """What the queue keeps, once a stage has ended."""
+
+    def __init__(self, *wanted: Any, queue: Path) -> None:
+        super().__init__(*wanted)
+        self._queue = queue
+
+    def read(self, run: RunState, *, rest: bool = False) -> list[tuple[LogFile, list[Line]]]:
+        return [
+            (LogFile(str(path), stage, state.attempt, None, stamped=False, several=False), lines)
+            for stage, state in run.stages.items()
+            if (path := self._queue / f"{run.run_id}-{stage}-{state.attempt}" / "log").exists()
+            if (lines := [Line(0.0, b"the queue: " + text) for text in path.read_bytes().splitlines(True)])
+        ]
 
 
 class Queue:

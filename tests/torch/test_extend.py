@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,3 +32,18 @@ def test_all_of_them_run(tmp_path: Path) -> None:
     plan = json.loads((run / "stages" / "check" / "attempt-1" / "plan.json").read_text())
     assert plan["verify"] == {"train_stage": "train"}
     assert ">check<" in (run / "report.html").read_text()
+
+    # A failure of its own ends a run as one of ours does: as if the driver had died before the stage.
+    blob = next(run.glob("stages/train/checkpoints/step-000000010/*/model-*"))
+    whole = blob.read_bytes()
+    blob.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    state = json.loads((run / "run.json").read_text())
+    state["state"], state["stages"]["check"]["state"] = "running", "pending"
+    (run / "run.json").write_text(json.dumps(state))
+    again = [sys.executable, "-m", "mlpipe.cli", "resume", "first"]
+    done = subprocess.run(
+        again, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert (done.returncode, blob.name in done.stderr) == (3, True), done.stderr
+    stage = json.loads((run / "run.json").read_text())["stages"]["check"]
+    assert (stage["state"], blob.name in stage["message"]) == ("failed", True)

@@ -146,10 +146,11 @@ class Run:
     def logs(self, stage: str | None = None, rank: int | None = None, tail: int | None = None) -> str:
         """What the stages' latest attempts printed (one rank, the last `tail` lines of each log), with the
         stage and the rank in front of each line where there are several."""
-        from mlpipe.observe.logs import Reader, merged
+        from mlpipe.observe.logs import merged
+        from mlpipe.submit import backends
 
-        names = self._named(stage)
-        read = Reader(self._store, stage, rank).read(self.state(), rest=True)
+        names, state = self._named(stage), self.state()
+        read = backends.logs(self._store, state, stage=stage, rank=rank).read(state, rest=True)
         logs = [(file, lines if tail is None else lines[max(len(lines) - tail, 0) :]) for file, lines in read]
         return b"".join(merged(logs, several_stages=len(names) > 1)).decode(errors="replace")
 

@@ -15,7 +15,7 @@ import click
 
 import mlpipe
 from mlpipe._core.errors import EXIT_CODES, MlpipeError
-from mlpipe.cli.session import Session, interrupt
+from mlpipe.cli.session import CliSession, interrupt
 
 VERBS = {
     "init": "Write a starter pipeline that runs.",
@@ -108,7 +108,7 @@ def _print_version(ctx: click.Context) -> None:
 
 def run_app(args: list[str] | None = None) -> NoReturn:
     """Run one command and exit with the code that the table in `_core/errors.py` gives its outcome."""
-    session = Session()
+    session = CliSession()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
         signal.signal(signal.SIGINT, interrupt)
     try:
@@ -130,7 +130,7 @@ def run_app(args: list[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _explain(error: Exception, session: Session) -> int:
+def _explain(error: Exception, session: CliSession) -> int:
     """The message on standard error (and a document on standard output under `--output json`)."""
     if isinstance(error, click.ClickException):
         error.show()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import CliSession, shared
 
 if TYPE_CHECKING:
     from mlpipe._core.load import Load
@@ -32,7 +32,7 @@ _LOOK_SECONDS = 1.0
 @click.option("--force", is_flag=True, help="Write figures although others used the machine meanwhile.")
 @shared
 @click.pass_obj
-def command(session: Session, out: str, ranks: int | None, from_run: str | None, force: bool) -> None:
+def command(session: CliSession, out: str, ranks: int | None, from_run: str | None, force: bool) -> None:
     """Measure matmuls, memory, collectives and the store here, or feed a run's figures back.
 
     Exits 4 and writes nothing where others use more than a tenth of the CPUs, or a hypervisor takes a
@@ -121,7 +121,7 @@ def _name(device: str) -> str:
     return models[0] if models else platform.processor() or "CPU"
 
 
-def _measure(session: Session, ranks: int, threads: int) -> Measured:
+def _measure(session: CliSession, ranks: int, threads: int) -> Measured:
     import json
     import os
     import subprocess
@@ -157,7 +157,7 @@ def _measure(session: Session, ranks: int, threads: int) -> Measured:
         return from_plain(Measured, json.loads(written.read_bytes()))
 
 
-def _add_run(session: Session, calibration: Calibration, run_id: str) -> Calibration:
+def _add_run(session: CliSession, calibration: Calibration, run_id: str) -> Calibration:
     from dataclasses import replace
     from functools import partial
 

@@ -6,7 +6,7 @@ import click
 
 from mlpipe._core.units import parse_seconds
 from mlpipe.cli import outcome
-from mlpipe.cli.session import Session, ignore_not_found, shared
+from mlpipe.cli.session import CliSession, ignore_not_found, shared
 
 
 def _seconds(_: click.Context, __: click.Parameter, value: str) -> float:
@@ -24,7 +24,7 @@ def _seconds(_: click.Context, __: click.Parameter, value: str) -> float:
 @ignore_not_found
 @shared
 @click.pass_obj
-def command(session: Session, run_id: str, timeout: float, ignore_not_found: bool) -> None:
+def command(session: CliSession, run_id: str, timeout: float, ignore_not_found: bool) -> None:
     """Stop a run; what it learnt is saved first.
 
     Returns when the run has stopped, 4 if it has not within --timeout. A run whose driver died is marked as

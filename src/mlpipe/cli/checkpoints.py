@@ -10,7 +10,7 @@ import click
 
 from mlpipe._core.errors import EXIT_CODES, StoreError
 from mlpipe._core.units import format_bytes, format_seconds
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import CliSession, shared
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -31,7 +31,7 @@ def command() -> None:
 @stage_option
 @shared
 @click.pass_obj
-def list_(session: Session, run_id: str, stage: str | None) -> None:
+def list_(session: CliSession, run_id: str, stage: str | None) -> None:
     """List the committed checkpoints of a run, the latest last."""
     import time
 
@@ -56,7 +56,7 @@ def list_(session: Session, run_id: str, stage: str | None) -> None:
 @click.option("--step", type=click.IntRange(min=0), help="Default: all of them.")
 @shared
 @click.pass_obj
-def verify(session: Session, run_id: str, stage: str | None, step: int | None) -> int:
+def verify(session: CliSession, run_id: str, stage: str | None, step: int | None) -> int:
     """Read every byte of a run's checkpoints. Exits 4 if one is not sound."""
     from mlpipe.store import catalogue
 
@@ -77,7 +77,7 @@ def verify(session: Session, run_id: str, stage: str | None, step: int | None) -
 @click.option("--keep", type=click.IntRange(min=1), required=True, help="How many of the latest to keep.")
 @shared
 @click.pass_obj
-def prune(session: Session, run_id: str, stage: str | None, keep: int) -> None:
+def prune(session: CliSession, run_id: str, stage: str | None, keep: int) -> None:
     """Delete all but the best and the latest checkpoints of a run that nobody drives."""
     from mlpipe.store import catalogue
 
@@ -97,7 +97,7 @@ def prune(session: Session, run_id: str, stage: str | None, keep: int) -> None:
 @stage_option
 @shared
 @click.pass_obj
-def discard(session: Session, run_id: str, step: int, stage: str | None) -> None:
+def discard(session: CliSession, run_id: str, step: int, stage: str | None) -> None:
     """Delete the checkpoint of one step of a run that nobody drives.
 
     The next resume goes on from the one before it, or from the start. A training that was done with this
@@ -129,7 +129,7 @@ def discard(session: Session, run_id: str, step: int, stage: str | None) -> None
 @shared
 @click.pass_obj
 def export(
-    session: Session, run_id: str, stage: str | None, step: int | None, best: bool, out: Path, ema: bool
+    session: CliSession, run_id: str, stage: str | None, step: int | None, best: bool, out: Path, ema: bool
 ) -> None:
     """Write model.safetensors and tokenizer.json.
 

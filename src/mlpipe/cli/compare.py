@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import CliSession, shared
 
 if TYPE_CHECKING:
     from mlpipe.observe.compare import Comparison
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 )
 @shared
 @click.pass_obj
-def command(session: Session, run_ids: tuple[str, ...], every: bool, out: Path | None) -> None:
+def command(session: CliSession, run_ids: tuple[str, ...], every: bool, out: Path | None) -> None:
     """Show in what runs differed (pipeline key by key, code, data, hardware, plan, versions) and what came of
     it: losses, metrics, throughput, MFU, goodput, cost, time."""
     from mlpipe.api.comparing import compared, write_page

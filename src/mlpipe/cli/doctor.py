@@ -13,7 +13,7 @@ import click
 from mlpipe._core.errors import EXIT_CODES
 from mlpipe._core.units import format_bytes
 from mlpipe.cli.backend_options import BackendChoice, WithBackendOptions
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import CliSession, shared
 from mlpipe.submit import backends
 from mlpipe.submit.submission import Finding, attempt
 
@@ -39,7 +39,7 @@ _MARKS = {"ok": ("ok", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "r
 @shared
 @click.pass_obj
 def command(
-    session: Session,
+    session: CliSession,
     target: str | None,
     who: Literal["worker", "driver"] | None,
     run_id: str | None,
@@ -71,7 +71,7 @@ def command(
     return EXIT_CODES["infrastructure"] if failed else 0
 
 
-def _policy(session: Session, who: Literal["worker", "driver"], run_id: str | None) -> int:
+def _policy(session: CliSession, who: Literal["worker", "driver"], run_id: str | None) -> int:
     from mlpipe.store.s3_policy import policy
 
     document = policy(session.full_store_url(), who, run_id)
@@ -79,7 +79,7 @@ def _policy(session: Session, who: Literal["worker", "driver"], run_id: str | No
     return 0
 
 
-def store_findings(session: Session) -> Iterator[Finding]:
+def store_findings(session: CliSession) -> Iterator[Finding]:
     """Whether the store does what is asked of it, and has room."""
     url = session.store_url or "./runs"
     store = attempt("store", lambda: session.open_store())

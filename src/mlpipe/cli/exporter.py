@@ -8,7 +8,7 @@ import time
 import click
 
 from mlpipe._core.errors import StoreError
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import CliSession, shared
 
 
 @click.command()
@@ -25,7 +25,7 @@ from mlpipe.cli.session import Session, shared
 )
 @shared
 @click.pass_obj
-def command(session: Session, address: str, port: int, interval: float) -> None:
+def command(session: CliSession, address: str, port: int, interval: float) -> None:
     """Serve what the store knows about all runs: their states, causes of failures, goodput and cost, and the
     last step of those under way. Reads only; Ctrl-C ends it."""
     from mlpipe.observe.exporter import Fleet

@@ -11,7 +11,7 @@ from mlpipe._core.errors import EXIT_CODES
 from mlpipe.api import driving
 from mlpipe.api.watch import Watcher
 from mlpipe.cli import outcome
-from mlpipe.cli.session import Session
+from mlpipe.cli.session import CliSession
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -22,7 +22,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def drive_here(
-    session: Session,
+    session: CliSession,
     store: Store,
     run_id: str,
     options: DriveOptions | None = None,
@@ -41,7 +41,7 @@ def drive_here(
     return EXIT_CODES["interrupted"] if driven.interrupted else outcome.exit_code(run, options.only)
 
 
-def drive_for_backend(session: Session, store: Store, run_id: str, options: DriveOptions) -> int:
+def drive_for_backend(session: CliSession, store: Store, run_id: str, options: DriveOptions) -> int:
     """What a driver does that is its backend's own object, with its seal. A signal lets go of the run, which
     the next driver takes over; the exit code says whether there must be one, not how the run ended."""
     from mlpipe.store import runs
@@ -71,7 +71,7 @@ def signals(stop: StopRequest) -> AbstractContextManager[None]:
     return driving.heard(_STOPPING, stop)
 
 
-def _watcher(session: Session, store: Store, run_id: str) -> Watcher:
+def _watcher(session: CliSession, store: Store, run_id: str) -> Watcher:
     from mlpipe.store import runs
 
     return Watcher(session, store, runs.read_run(store, run_id), describe=outcome.describe)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from mlpipe._core.errors import SpecError
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import CliSession, shared
 
 FILE_NAME = "pipeline.yaml"
 
@@ -17,7 +17,7 @@ FILE_NAME = "pipeline.yaml"
 @click.argument("folder", metavar="[DIR]", default=".", type=click.Path(file_okay=False, path_type=Path))
 @shared
 @click.pass_obj
-def command(session: Session, folder: Path) -> None:
+def command(session: CliSession, folder: Path) -> None:
     """Write pipeline.yaml into DIR (default: here): a small model that trains in minutes on two cores.
 
     Never overwrites a file.

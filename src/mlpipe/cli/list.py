@@ -11,7 +11,7 @@ import click
 from mlpipe._core.errors import StoreError
 from mlpipe._core.units import format_seconds
 from mlpipe.cli.outcome import colour
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import CliSession, shared
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option("--sort", metavar="FIELD", help="By a field, like val_loss; -val_loss: from above.")
 @shared
 @click.pass_obj
-def command(session: Session, where: str | None, sort: str | None) -> None:
+def command(session: CliSession, where: str | None, sort: str | None) -> None:
     """List the runs of a store, the newest last.
 
     Fields of --where and --sort: keys of the pipeline as --set takes them, or shorter where that is clear

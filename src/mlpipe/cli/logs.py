@@ -12,7 +12,7 @@ import click
 
 from mlpipe._core.errors import EXIT_CODES
 from mlpipe._core.units import parse_seconds
-from mlpipe.cli.session import Session, interrupt, shared
+from mlpipe.cli.session import CliSession, interrupt, shared
 
 if TYPE_CHECKING:
     from mlpipe.observe.logs import Line, LogFile, Reader
@@ -44,7 +44,7 @@ def _seconds(_: click.Context, __: click.Parameter, value: str | None) -> float 
 @shared
 @click.pass_obj
 def command(
-    session: Session,
+    session: CliSession,
     run_id: str,
     follow: bool,
     stage: str | None,
@@ -54,7 +54,6 @@ def command(
 ) -> int:
     """Print the logs of a run's latest attempts: each line with its stage when there are several, and with
     its rank when a stage has several workers."""
-    from mlpipe.observe.logs import Reader
     from mlpipe.store import runs, sweeps
     from mlpipe.submit import backends
 
@@ -71,7 +70,8 @@ def command(
         raise click.UsageError(f"a sweep prints nothing, its trials do: mlpipe logs {first}")
     if stage is not None and stage not in run.stages:
         raise click.UsageError(f"run {run_id} has no stage {stage!r}; it has {', '.join(run.stages)}")
-    reader = Reader(store, stage, rank, after=None if since is None else time.time() - since)
+    after = None if since is None else time.time() - since
+    reader = backends.logs(store, run, stage=stage, rank=rank, after=after)
     logs = [
         (file, lines[max(len(lines) - tail, 0) :] if tail is not None else lines)
         for file, lines in reader.read(run, rest=not follow)
@@ -94,7 +94,7 @@ def command(
     return 0
 
 
-def _follow(session: Session, reader: Reader, run: RunState, many: bool) -> None:
+def _follow(session: CliSession, reader: Reader, run: RunState, many: bool) -> None:
     from mlpipe.store import leases, runs
 
     store, driven = reader.store, time.monotonic()

@@ -10,7 +10,7 @@ import click
 
 from mlpipe._core.errors import StoreError
 from mlpipe._core.units import format_bytes
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import CliSession, shared
 
 
 @click.group()
@@ -21,7 +21,7 @@ def command() -> None:
 @command.command("list")
 @shared
 @click.pass_obj
-def list_(session: Session) -> None:
+def list_(session: CliSession) -> None:
     """List the models, their versions and aliases."""
     from mlpipe.store import registry
 
@@ -47,7 +47,7 @@ def list_(session: Session) -> None:
 @click.argument("version", required=False)
 @shared
 @click.pass_obj
-def show(session: Session, name: str, version: str | None) -> None:
+def show(session: CliSession, name: str, version: str | None) -> None:
     """Show where a model's VERSION (a number or an alias; default: the latest) came from."""
     from mlpipe.store import registry
 
@@ -66,7 +66,7 @@ def show(session: Session, name: str, version: str | None) -> None:
 @click.option("--stage", metavar="NAME", help="Training stage. Default: the one that has checkpoints.")
 @shared
 @click.pass_obj
-def promote(session: Session, run_id: str, name: str, alias: str | None, stage: str | None) -> None:
+def promote(session: CliSession, run_id: str, name: str, alias: str | None, stage: str | None) -> None:
     """Register the latest checkpoint of a run by hand, whatever a gate says."""
     from mlpipe.cli.outcome import last_checkpoint
     from mlpipe.kinds.promote.driver import promote as register

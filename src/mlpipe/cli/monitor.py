@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from mlpipe._core.errors import MlpipeError, StoreError
-from mlpipe.cli.session import Session, interrupt, shared
+from mlpipe.cli.session import CliSession, interrupt, shared
 
 _READY_SECONDS = 30.0
 _STOP_SECONDS = 15.0
@@ -36,7 +36,7 @@ def command() -> None:
 @click.option("--interval", type=click.FloatRange(min=1.0), default=5.0, show_default=True, help="Seconds.")
 @shared
 @click.pass_obj
-def up(session: Session, folder: Path, port: int, interval: float) -> None:
+def up(session: CliSession, folder: Path, port: int, interval: float) -> None:
     """Start the `prometheus` of your PATH, let it scrape the ranks of local runs (found in the store) and an
     exporter over the store, with mlpipe's rules; write Grafana's provisioning files beside it. Ctrl-C ends
     everything that was started."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlpipe.cli.session import Session, overrides, shared
+from mlpipe.cli.session import CliSession, overrides, shared
 
 if TYPE_CHECKING:
     from mlpipe.plan.choose import Candidate
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @shared
 @click.pass_obj
 def command(
-    session: Session,
+    session: CliSession,
     spec: str,
     stage: str | None,
     explain: bool,

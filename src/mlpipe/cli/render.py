@@ -10,7 +10,7 @@ import click
 
 from mlpipe._core.errors import EXIT_CODES, RenderError
 from mlpipe.cli.backend_options import BackendChoice
-from mlpipe.cli.session import Session, overrides, shared
+from mlpipe.cli.session import CliSession, overrides, shared
 from mlpipe.submit import backends
 from mlpipe.submit.submission import Submission
 
@@ -37,7 +37,7 @@ from mlpipe.submit.submission import Submission
 @shared
 @click.pass_obj
 def command(
-    session: Session,
+    session: CliSession,
     spec: str,
     target: str,
     out: Path | None,
@@ -108,7 +108,7 @@ def _write(files: dict[Path, str], stale: list[Path]) -> None:
         raise RenderError(f"cannot be written: {error.strerror}", where=str(path)) from None
 
 
-def _check(session: Session, out: Path, files: dict[Path, str], stale: list[Path]) -> int:
+def _check(session: CliSession, out: Path, files: dict[Path, str], stale: list[Path]) -> int:
     import difflib
 
     diff: list[str] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mlpipe.cli.session import Session, ignore_not_found, shared
+from mlpipe.cli.session import CliSession, ignore_not_found, shared
 
 
 @click.command()
@@ -20,7 +20,7 @@ from mlpipe.cli.session import Session, ignore_not_found, shared
 @ignore_not_found
 @shared
 @click.pass_obj
-def command(session: Session, run_id: str, out: Path | None, ignore_not_found: bool) -> None:
+def command(session: CliSession, run_id: str, out: Path | None, ignore_not_found: bool) -> None:
     """Write one self-contained HTML page about a run (or, to a .md file, a summary in Markdown; to a
     .xml file, its stages as a JUnit report)."""
     from mlpipe.observe.junit import build_junit

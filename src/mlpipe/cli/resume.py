@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mlpipe._core.errors import MlpipeError
-from mlpipe.cli.session import Session, overrides, shared
+from mlpipe.cli.session import CliSession, overrides, shared
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @shared
 @click.pass_obj
 def command(
-    session: Session,
+    session: CliSession,
     run_id: str,
     overrides: tuple[str, ...],
     from_step: int | None,
@@ -108,7 +108,9 @@ def command(
     return _go_on_there(session, store, run, backend, options)
 
 
-def _resume_sweep(session: Session, store: Store, sweep_id: str, is_changed: bool, trust_store: bool) -> int:
+def _resume_sweep(
+    session: CliSession, store: Store, sweep_id: str, is_changed: bool, trust_store: bool
+) -> int:
     from mlpipe.cli import sweep
 
     if is_changed:
@@ -117,7 +119,7 @@ def _resume_sweep(session: Session, store: Store, sweep_id: str, is_changed: boo
 
 
 def _go_on_there(
-    session: Session, store: Store, run: RunState, backend: Backend, options: DriveOptions
+    session: CliSession, store: Store, run: RunState, backend: Backend, options: DriveOptions
 ) -> int:
     """The run gets a driver of its backend's, which is followed."""
     from mlpipe.api.resuming import go_on_there

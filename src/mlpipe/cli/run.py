@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from mlpipe.cli.session import Session, overrides, shared
+from mlpipe.cli.session import CliSession, overrides, shared
 from mlpipe.submit import backends
 
 
@@ -26,7 +26,7 @@ from mlpipe.submit import backends
 @shared
 @click.pass_obj
 def command(
-    session: Session,
+    session: CliSession,
     spec: str,
     overrides: tuple[str, ...],
     run_id: str | None,

@@ -6,13 +6,13 @@ import json
 
 import click
 
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import CliSession, shared
 
 
 @click.command()
 @shared
 @click.pass_obj
-def command(session: Session) -> None:
+def command(session: CliSession) -> None:
     """Print the JSON Schema of pipeline files, for editors and other checkers."""
     from mlpipe.spec.schema import json_schema
 

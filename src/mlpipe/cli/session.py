@@ -25,7 +25,7 @@ def interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise Interrupt
 
 
-class Session:
+class CliSession:
     """One call of the command line. Results go to standard output (text, or one JSON document); progress,
     notes and logs go to standard error."""
 
@@ -103,7 +103,7 @@ class Session:
 
 def _remember(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Any:
     def callback(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
-        session = ctx.ensure_object(Session)
+        session = ctx.ensure_object(CliSession)
         setattr(session, name, convert(value))
         if name == "store_url":
             source = ctx.get_parameter_source(parameter.name or "")
@@ -113,7 +113,7 @@ def _remember(name: str, convert: Callable[[Any], Any] = lambda value: value) ->
 
 
 def shared(command: Command) -> Command:
-    """Adds the four options that every verb takes; they end in the Session, not in the arguments."""
+    """Adds the four options that every verb takes; they end in the CliSession, not in the arguments."""
     for decorate in (
         click.option(
             "--debug",

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from mlpipe._core.errors import SubmitError
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import CliSession, shared
 
 
 @click.command()
@@ -17,7 +17,9 @@ from mlpipe.cli.session import Session, shared
 @click.option("--stages", metavar="NAME,...", help="Refuse a pipeline that has other stages.")
 @shared
 @click.pass_obj
-def command(session: Session, run_id: str, out: Path | None, digest: str | None, stages: str | None) -> None:
+def command(
+    session: CliSession, run_id: str, out: Path | None, digest: str | None, stages: str | None
+) -> None:
     """Print the pipeline of a run, overrides and defaults written out.
 
     Of a run that a Jenkins build is to make as well, which is how the build gets it.

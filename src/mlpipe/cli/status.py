@@ -9,7 +9,7 @@ import click
 
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.cli import outcome
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import CliSession, shared
 
 if TYPE_CHECKING:
     from mlpipe.observe.progress import Summary
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.argument("run_id", metavar="RUN")
 @shared
 @click.pass_obj
-def command(session: Session, run_id: str) -> None:
+def command(session: CliSession, run_id: str) -> None:
     """Show where a run stands: its stages, the progress of its training, its last checkpoint."""
     from mlpipe.observe.progress import live_line
     from mlpipe.store import leases, runs, sweeps

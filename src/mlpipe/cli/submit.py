@@ -11,7 +11,7 @@ import click
 
 from mlpipe._core.errors import EXIT_CODES
 from mlpipe.cli.backend_options import BackendChoice, WithBackendOptions
-from mlpipe.cli.session import Session, interrupt, overrides, shared
+from mlpipe.cli.session import CliSession, interrupt, overrides, shared
 from mlpipe.kinds import PHASES
 from mlpipe.submit import backends
 from mlpipe.submit.backend import Backend
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 @shared
 @click.pass_obj
 def command(
-    session: Session,
+    session: CliSession,
     spec: str,
     to: str,
     options: dict[str, Any],
@@ -114,7 +114,7 @@ def command(
     return 0
 
 
-def _submit_sweep(session: Session, backend: Backend, submission: Submission) -> int:
+def _submit_sweep(session: CliSession, backend: Backend, submission: Submission) -> int:
     """Its controller is a process on this machine, wherever its trials run."""
     from mlpipe.cli.sweep import create
     from mlpipe.submit.detach import detach
@@ -127,7 +127,7 @@ def _submit_sweep(session: Session, backend: Backend, submission: Submission) ->
     return 0
 
 
-def _start(session: Session, store: Store, backend: Backend, submission: Submission, wait: bool) -> int:
+def _start(session: CliSession, store: Store, backend: Backend, submission: Submission, wait: bool) -> int:
     from mlpipe.cli.wait import say_detached, wait_for
     from mlpipe.submit.adopt import DriveRequest, claim
 
@@ -147,7 +147,9 @@ def _start(session: Session, store: Store, backend: Backend, submission: Submiss
     return 0
 
 
-def _hand_over(session: Session, store: Store, backend: Delegate, submission: Submission, wait: bool) -> int:
+def _hand_over(
+    session: CliSession, store: Store, backend: Delegate, submission: Submission, wait: bool
+) -> int:
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # it detaches, as Ctrl-C does
         signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -158,7 +160,7 @@ def _hand_over(session: Session, store: Store, backend: Delegate, submission: Su
     return 0 if done.failure is None else EXIT_CODES[done.failure]
 
 
-def _say_if_ended(session: Session, store: Store, run_id: str) -> None:
+def _say_if_ended(session: CliSession, store: Store, run_id: str) -> None:
     """An ended run is adopted, but never silently."""
     from mlpipe.store import runs
 

@@ -11,7 +11,7 @@ import click
 
 from mlpipe._core.errors import EXIT_CODES, MlpipeError, StoreError
 from mlpipe.cli.backend_options import BackendChoice, WithBackendOptions
-from mlpipe.cli.session import Session, overrides, shared
+from mlpipe.cli.session import CliSession, overrides, shared
 from mlpipe.submit import backends
 from mlpipe.submit.submission import Submission
 
@@ -40,7 +40,7 @@ _PIPED_SECONDS = 10.0
 @shared
 @click.pass_obj
 def command(
-    session: Session,
+    session: CliSession,
     spec: str | None,
     to: str,
     options: dict[str, Any],
@@ -73,7 +73,7 @@ def command(
     return drive(session, store, create(session, store, backend, submission), promote)
 
 
-def create(session: Session, store: Store, backend: Backend, submission: Submission) -> str:
+def create(session: CliSession, store: Store, backend: Backend, submission: Submission) -> str:
     """The id of a new sweep, and a word about what will run."""
     from mlpipe.submit.delegate import Delegate
     from mlpipe.submit.sweeps.create import create, sweep_of
@@ -97,7 +97,7 @@ def create(session: Session, store: Store, backend: Backend, submission: Submiss
 
 
 def drive(
-    session: Session, store: Store, sweep_id: str, promote: str | None = None, *, trust_store: bool = False
+    session: CliSession, store: Store, sweep_id: str, promote: str | None = None, *, trust_store: bool = False
 ) -> int:
     """Until the sweep has ended; the exit code."""
     from mlpipe.cli.foreground import signals
@@ -146,7 +146,7 @@ def exit_code(sweep: RunState) -> int:
     return EXIT_CODES["cancelled" if sweep.state == "cancelled" else "infrastructure"]
 
 
-def _report(session: Session, store: Store, sweep: RunState) -> str | None:
+def _report(session: CliSession, store: Store, sweep: RunState) -> str | None:
     """Where the page lies. That it cannot be written must not fail a sweep."""
     from mlpipe.observe.sweep_report import write_report
 
@@ -157,7 +157,7 @@ def _report(session: Session, store: Store, sweep: RunState) -> str | None:
         return None
 
 
-def say(session: Session, store: Store, sweep: RunState, *, report: str | None = None) -> None:
+def say(session: CliSession, store: Store, sweep: RunState, *, report: str | None = None) -> None:
     """The table, the best trial and what to do next."""
     from mlpipe.observe import sweep_table
     from mlpipe.store import runs, sweeps
@@ -181,7 +181,7 @@ def say(session: Session, store: Store, sweep: RunState, *, report: str | None =
 class _Watcher:
     """A line a transition of a trial, and one live line for each that runs. Also the console of backends."""
 
-    def __init__(self, session: Session, store: Store) -> None:
+    def __init__(self, session: CliSession, store: Store) -> None:
         from mlpipe.observe.top import Top
 
         self._session, self._store, self._top = session, store, Top(store)

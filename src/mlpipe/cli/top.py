@@ -8,7 +8,7 @@ import time
 
 import click
 
-from mlpipe.cli.session import Session, shared
+from mlpipe.cli.session import CliSession, shared
 
 
 @click.command()
@@ -17,7 +17,7 @@ from mlpipe.cli.session import Session, shared
 @click.option("--interval", type=click.FloatRange(min=0.5), default=2.0, show_default=True, help="Seconds.")
 @shared
 @click.pass_obj
-def command(session: Session, run_id: str | None, once: bool, interval: float) -> None:
+def command(session: CliSession, run_id: str | None, once: bool, interval: float) -> None:
     """Show the runs of a store, or the ranks of RUN with what each spends its steps on and how slow it is
     beside the others. Ctrl-C ends it."""
     from mlpipe.observe.top import Top, ranks_table, runs_table

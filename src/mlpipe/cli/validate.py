@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mlpipe._core.errors import EXIT_CODES
-from mlpipe.cli.session import Session, overrides, shared
+from mlpipe.cli.session import CliSession, overrides, shared
 
 
 @click.command()
@@ -19,7 +19,9 @@ from mlpipe.cli.session import Session, overrides, shared
 )
 @shared
 @click.pass_obj
-def command(session: Session, specs: tuple[str, ...], overrides: tuple[str, ...], print_store: bool) -> int:
+def command(
+    session: CliSession, specs: tuple[str, ...], overrides: tuple[str, ...], print_store: bool
+) -> int:
     """Report every mistake in pipeline files, each as file:line:col. Exits 2 if there is one."""
     from mlpipe.spec.load import load_pipeline
     from mlpipe.spec.problems import SpecErrors

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from mlpipe._core.errors import EXIT_CODES, Interrupt, SubmitError
-from mlpipe.cli.session import Session
+from mlpipe.cli.session import CliSession
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -19,7 +19,7 @@ _LOOK_SECONDS = 3.0  # between two looks for a driver that has no lease
 _DRIVER_SECONDS = 900.0  # for it to be scheduled, pulled and started
 
 
-def say_detached(session: Session, run_id: str) -> int:
+def say_detached(session: CliSession, run_id: str) -> int:
     """After Ctrl-C; the exit code."""
     session.complain(
         f"detached; run {run_id} goes on. See it with `mlpipe status {run_id}` or "
@@ -28,7 +28,7 @@ def say_detached(session: Session, run_id: str) -> int:
     return EXIT_CODES["interrupted"]
 
 
-def wait_for(session: Session, request: DriveRequest) -> int:
+def wait_for(session: CliSession, request: DriveRequest) -> int:
     """Until the run, or its stage that is asked for, has ended; its exit code. A stage that is still to be
     run when nobody drives it gets a driver."""
     from mlpipe.api.driving import report_of
@@ -108,7 +108,7 @@ def _is_over(store: Store, run: RunState, only: str | None) -> bool:
 class _WillBeDriven:
     """Whether a run that no live driver holds will have one again; says meanwhile why it has none."""
 
-    def __init__(self, session: Session, request: DriveRequest) -> None:
+    def __init__(self, session: CliSession, request: DriveRequest) -> None:
         self._session, self._request = session, request
         self._looked = self._driverless = 0.0
         self._said = ""

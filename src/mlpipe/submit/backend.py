@@ -17,6 +17,7 @@ from mlpipe._core.errors import RenderError
 from mlpipe.submit.submission import Console, Finding, Option, Preview, Rendered, Submission
 
 if TYPE_CHECKING:
+    from mlpipe.observe.logs import Reader
     from mlpipe.plan.hardware import Hardware
     from mlpipe.plan.plan import Plan
     from mlpipe.spec.model import Pipeline
@@ -135,6 +136,15 @@ class Backend(ABC):
         return
 
     # To look at
+
+    def logs(
+        self, store: Store, *, stage: str | None = None, rank: int | None = None, after: float | None = None
+    ) -> Reader:
+        """What its stages write: of `stage` or `rank` alone if these are given, from `after` (Unix seconds)
+        on. Here: what they have sent to the store. A place that keeps logs itself has a reader of its own."""
+        from mlpipe.observe.logs import Reader
+
+        return Reader(store, stage, rank, after)
 
     def doctor(self, store: Iterable[Finding]) -> Iterator[Finding]:
         """What is missing there, up to the first thing without which nothing else can be told. `store`: what

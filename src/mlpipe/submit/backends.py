@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mlpipe._core.errors import SubmitError
 
 if TYPE_CHECKING:
+    from mlpipe.observe.logs import Reader
     from mlpipe.spec.model import Pipeline
     from mlpipe.store.base import Store
     from mlpipe.store.runs import RunState
@@ -58,6 +59,24 @@ def load(name: str) -> type[Backend]:
 def of_run(run: RunState) -> Backend:
     """The one that the run was submitted to, as it was reached then."""
     return load(run.backend)(run.place)
+
+
+def logs(
+    store: Store,
+    run: RunState,
+    *,
+    stage: str | None = None,
+    rank: int | None = None,
+    after: float | None = None,
+) -> Reader:
+    """Of a run, as its backend has them (`Backend.logs`); what the store has, where that is not installed."""
+    try:
+        backend = of_run(run)
+    except SubmitError:
+        from mlpipe.observe.logs import Reader
+
+        return Reader(store, stage, rank, after)
+    return backend.logs(store, stage=stage, rank=rank, after=after)
 
 
 def takers(pipeline: Pipeline) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from kit.clock import Clock, of_retries
 
 from mlpipe._core import retry
 from mlpipe._core.retry import AwayError, Tries
@@ -10,23 +11,9 @@ from mlpipe._core.retry import AwayError, Tries
 pytestmark = pytest.mark.unit
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.pauses: list[float] = []
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.pauses.append(seconds)
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(retry, "time", found)
+    found = of_retries(monkeypatch)
     monkeypatch.setattr(retry.random, "uniform", lambda low, high: (low + 3 * high) / 4)  # 0.875
     return found
 

@@ -109,7 +109,7 @@ def test_a_bug_exits_1_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     def broken(self, *_):
         raise ZeroDivisionError("of all things")
 
-    monkeypatch.setattr(session.Session, "open_store", broken)
+    monkeypatch.setattr(session.CliSession, "open_store", broken)
     with pytest.raises(SystemExit) as exit_:
         app.run_app(["list"])
     assert exit_.value.code == EXIT_CODES["bug"] == 1

@@ -7,7 +7,7 @@ from kit.apiserver import TOKEN, ApiServer, Fault
 from kit.command_runs import Cli
 
 from mlpipe.cli.doctor import store_findings
-from mlpipe.cli.session import Session
+from mlpipe.cli.session import CliSession
 from mlpipe.submit.kubernetes import KubernetesBackend
 from mlpipe.submit.kubernetes import api as cluster_api
 from mlpipe.submit.submission import Finding
@@ -39,7 +39,7 @@ def server(tmp_path, monkeypatch):
 
 
 def findings(folder, context=None, namespace=None) -> dict[str, Finding]:
-    session = Session()
+    session = CliSession()
     session.store_url = str(folder / "store")
     backend = KubernetesBackend({"context": context, "namespace": namespace})
     return {found.name: found for found in backend.doctor(store_findings(session))}

@@ -25,7 +25,7 @@ from kit.synthetic_run import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlpipe._core.records import Fallback
-from mlpipe.cli.session import Session
+from mlpipe.cli.session import CliSession
 from mlpipe.cli.status import command as status
 from mlpipe.observe import scrape
 from mlpipe.observe.exporter import Fleet
@@ -130,7 +130,7 @@ def test_runs_of_every_state_are_served_and_pass_promtool(store):
 
 
 def test_status_names_the_build_that_made_the_run(store):
-    done = CliRunner().invoke(status, [LIVE, "--store", store.url], obj=Session(), catch_exceptions=False)
+    done = CliRunner().invoke(status, [LIVE, "--store", store.url], obj=CliSession(), catch_exceptions=False)
     assert "made by https://ci/job/train/17/" in done.output
 
 

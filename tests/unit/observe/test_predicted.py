@@ -13,7 +13,7 @@ from kit.synthetic_run import Life, stage_state, write_run, write_train_stage
 
 from mlpipe._core.errors import PlanError
 from mlpipe.cli.calibrate import command as calibrate
-from mlpipe.cli.session import Session
+from mlpipe.cli.session import CliSession
 from mlpipe.observe.exporter import Fleet
 from mlpipe.observe.report import build_report
 from mlpipe.observe.runview import view_run
@@ -83,7 +83,7 @@ def ran(predicted: Prediction | None, tmp_path: Path, run: str = RUN) -> Store:
 
 def feed_back(tmp_path: Path, run: str = RUN) -> Result:
     argv = ["--out", str(tmp_path / "hardware.json"), "--from-run", run, "--store", str(tmp_path / "store")]
-    return CliRunner().invoke(calibrate, argv, obj=Session())
+    return CliRunner().invoke(calibrate, argv, obj=CliSession())
 
 
 def test_the_report_has_the_row_and_a_run_without_a_prediction_has_none(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_new_calibration_forgets_what_runs_taught_about_the_old_one_and_says_s
     save(file, calibration(Compared("r-1", "train", 1e9, 3e9, 1.0, 5.0)))
     monkeypatch.setattr("mlpipe.cli.calibrate._measure", lambda session, ranks, threads: TWO)
     arguments = ["--out", str(file), "--ranks", "1", "--force"]  # on a machine that tests share
-    done = CliRunner().invoke(calibrate, arguments, obj=Session())
+    done = CliRunner().invoke(calibrate, arguments, obj=CliSession())
     assert "add them again: r-1" in done.output
     assert load(file).runs == ()
     assert load(file).ranks == {"1": TWO}

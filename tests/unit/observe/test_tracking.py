@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 import tracemalloc
 from types import SimpleNamespace
 
@@ -158,7 +157,8 @@ class Fake:
 def quick(monkeypatch):
     monkeypatch.setattr(tracking, "FLUSH_SECONDS", 0.01)
     monkeypatch.setattr(tracking, "_UNTIL_WARNED_SECONDS", 0.05)
-    monkeypatch.setattr(tracking, "END_SECONDS", 30.0)
+    monkeypatch.setattr(tracking, "END_SECONDS", 300.0)
+    monkeypatch.setattr(tracking, "HASTY_SECONDS", 300.0)
 
 
 def tracking_of(fake, history=lambda first, last: [], written=None) -> Tracking:
@@ -239,18 +239,22 @@ def test_one_that_refuses_a_record_still_hears_of_the_end(quick, caplog):
 
 
 def test_trackers_that_hang_share_one_deadline(quick, monkeypatch):
-    monkeypatch.setattr(tracking, "END_SECONDS", 1.0)
+    beats: list[int] = []
+    clock = SimpleNamespace(monotonic=lambda: float(len(beats)))  # each beat takes a second
+    monkeypatch.setattr(tracking, "time", clock)
+    monkeypatch.setattr(tracking, "END_SECONDS", 6.0)
     ending, fakes = Ending(), [Fake(), Fake(), Fake()]
-    them = [Tracking(fake, lambda first, last: [], [].append, lambda: None, ending) for fake in fakes]
+    them = [
+        Tracking(fake, lambda first, last: [], [].append, lambda: beats.append(1), ending) for fake in fakes
+    ]
     for one in them:
         one.on_start(START)
         until(lambda one=one: one._has_begun, "the begin", 30)
     for fake in fakes:
         fake.gate.clear()
-    began = time.monotonic()
     for one in them:
         one.on_end(DONE)
-    assert 1.0 <= time.monotonic() - began < 1.9
+    assert len(beats) == 6
     for fake in fakes:
         fake.gate.set()
 
@@ -413,10 +417,8 @@ def test_a_hook_that_hangs_at_the_end_of_the_process_changes_nothing(tmp_path):
 import atexit, pathlib, time
 from mlpipe.train import watchdog
 watchdog._LEAVING_SECONDS = 0.1
-atexit.register(time.sleep, 20)
+atexit.register(time.sleep, 3600)
 watchdog.Watchdog(pathlib.Path({str(tmp_path)!r}), rank=0, timeout_seconds=0.0).leaving(0)
 """
-    began = time.monotonic()
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
-    assert time.monotonic() - began < 15
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=300).returncode == 0
     assert not list(tmp_path.iterdir())

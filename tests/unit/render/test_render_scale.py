@@ -9,7 +9,7 @@ import pstats
 import pytest
 
 from benchmarks.render_scale import pipeline
-from mlpipe.cli.session import Session
+from mlpipe.cli.session import CliSession
 from mlpipe.spec.load import load_pipeline
 from mlpipe.submit.kubernetes.manifests import manifests
 from mlpipe.submit.submission import Submission
@@ -23,7 +23,7 @@ def num_calls(folder, num_stages):
     profile = cProfile.Profile()
     profile.enable()
     spec = load_pipeline(str(path), overrides=())
-    manifests(Submission(str(path), "text", (), spec, spec.store, str(folder), run_id="run"), Session())
+    manifests(Submission(str(path), "text", (), spec, spec.store, str(folder), run_id="run"), CliSession())
     profile.disable()
     return pstats.Stats(profile).total_calls
 

@@ -48,14 +48,14 @@ def test_a_backend_of_another_package(of_another_package: Cli) -> None:
     cli(*SUBMIT, "r", "--wait")
     run = cli.json("status", "r")
     assert (run["backend"], run["state"], run["meta"]["toy"]) == ("toy", "done", {"queue": "queue"})
-    assert "from the queue" in cli("logs", "r").stdout
+    assert cli("logs", "r").stdout == "the queue: from the queue\n"
     assert (cli.folder / "queue/r-a-1/plan.json").exists()
     assert "setsid" in [finding["name"] for finding in cli.json("doctor", "--for", "toy")["findings"]]
 
 
 def test_its_run_is_cancelled_and_resumed(of_another_package: Cli) -> None:
     cli = of_another_package
-    write_spec(cli.folder, {"a": shell("touch begun; test -e go || sleep 300")})
+    write_spec(cli.folder, {"a": shell("touch begun; test -e go || sleep 300; echo from the store")})
     cli(*SUBMIT, "r")
     until(lambda: (cli.folder / "begun").exists(), "the stage to begin")
     assert cli.json("cancel", "r")["state"] == "cancelled"
@@ -63,6 +63,7 @@ def test_its_run_is_cancelled_and_resumed(of_another_package: Cli) -> None:
     assert cli.json("resume", "r")["state"] == "done"
     cli.env.pop("PYTHONPATH")  # on a machine that lacks the package
     assert "no backend 'toy'" in cli("resume", "r", "--set", "stages.a.env={A: b}", code=2).stderr
+    assert cli("logs", "r").stdout == "from the store\n"
 
 
 def test_options_belong_to_the_backend_that_is_named(cli: Cli) -> None:

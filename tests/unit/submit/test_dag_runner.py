@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kit import saver
 from kit.rendered import pipeline_of
 
-from mlpipe.cli.session import Session
+from mlpipe.cli.session import CliSession
 from mlpipe.kinds.command.plan import CommandPlan
 from mlpipe.kinds.promote.plan import PromotePlan
 from mlpipe.plan.plan import Launch, Plan
@@ -276,7 +276,7 @@ def test_who_asks_and_leaves_makes_sure_that_a_driver_hears(monkeypatch: pytest.
             "mlpipe.submit.adopt.time.sleep", lambda _: leases.release_lease(store, "run", "me")
         )
         monkeypatch.setattr(DriveRequest, "start_driver", lambda request: started.append(True))
-        request = DriveRequest(LocalBackend({}), store, "run", pipeline_of("quickstart"), "a", Session())
+        request = DriveRequest(LocalBackend({}), store, "run", pipeline_of("quickstart"), "a", CliSession())
         request.await_heard()
         assert started == [True]
         wanted.take(store, "run", ["a"])

@@ -11,7 +11,7 @@ import pytest
 from kit.command_runs import Cli, shell, write_spec
 
 from mlpipe._core.errors import SubmitError
-from mlpipe.cli.session import Session
+from mlpipe.cli.session import CliSession
 from mlpipe.spec.load import load_pipeline
 from mlpipe.store import known, runs
 from mlpipe.store.folder import FolderStore
@@ -98,7 +98,7 @@ def cluster_run(folder: Path) -> tuple[FolderStore, seal.Seal]:
     submission = Submission(
         str(spec), spec.read_text(), overrides, pipeline, store.url, str(folder), run_id="r"
     )
-    adopt.create(store, backend, submission, Session())
+    adopt.create(store, backend, submission, CliSession())
     return store, seal.of_submission(submission, backend)
 
 

@@ -92,7 +92,7 @@ def folder():
 
 
 @pytest.fixture
-def person(server, folder, monkeypatch, capfd) -> Person:
+def person(server, folder, monkeypatch, capfd, clock) -> Person:
     monkeypatch.setattr(cluster_api, "DEADLINE_SECONDS", 0.3)
     monkeypatch.setattr(cluster_api, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(cluster_api, "_GONE_SECONDS", 0.3)

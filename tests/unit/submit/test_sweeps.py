@@ -25,7 +25,7 @@ from kit.sweep_backend import Quiet, Simulated
 
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.cli import sweep as verb
-from mlpipe.cli.session import Session
+from mlpipe.cli.session import CliSession
 from mlpipe.cli.sweep import exit_code
 from mlpipe.observe import sweep_table
 from mlpipe.observe.sweep_report import build_report
@@ -419,7 +419,7 @@ def test_what_could_not_be_promoted_is_by_a_resume(store, tmp_path, monkeypatch)
 
 def test_what_the_command_line_promotes_is_promoted_instead_of_what_the_file_says(store, tmp_path):
     made(store, tmp_path, {"model.args.floor": [0.2, 0.1]}, promote={"as": "swept"})
-    session = Session()
+    session = CliSession()
     session.quiet = True
     assert verb.drive(session, store, "s", "other@best") == 0
     models, _ = registry.list_models(store)
