@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -31,6 +32,10 @@ def _work_in_memory() -> None:
 
 
 _work_in_memory()
+
+# Behind a shell's `&` Ctrl-C is ignored, here and in all that is started from here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The files that take longest begin first, so that no process is left alone with one at the end.
 _FIRST = ("torch", "services")

@@ -191,19 +191,22 @@ def test_it_can_only_be_read(serve):
 
 
 def test_dead_scrapers_hold_up_nobody_and_are_hung_up_on(monkeypatch, serve):
-    monkeypatch.setattr("mlpipe.observe.serve._SCRAPER_SECONDS", 0.5)
+    def dead_ones(metrics):
+        some = [socket.create_connection(("127.0.0.1", metrics.port), timeout=300) for _ in range(5)]
+        some[0].sendall(b"GET /metrics HTTP/1.1\r\n")  # and nothing more
+        return some
+
     metrics = serve()
-    dead = [socket.create_connection(("127.0.0.1", metrics.port), timeout=30) for _ in range(5)]
-    try:
-        dead[0].sendall(b"GET /metrics HTTP/1.1\r\n")  # and nothing more
-        observe(metrics, START)
-        observe(metrics, STEP)
-        assert value(scrape(metrics), "mlpipe_train_steps_total") == 1
-        for one in dead:
-            assert one.recv(1) == b"", "closed by the server"
-    finally:
-        for one in dead:
-            one.close()
+    dead = dead_ones(metrics)
+    observe(metrics, START)
+    observe(metrics, STEP)
+    assert value(scrape(metrics), "mlpipe_train_steps_total") == 1
+    monkeypatch.setattr("mlpipe.observe.serve._SCRAPER_SECONDS", 0.1)
+    soon = dead_ones(serve())
+    for one in soon:
+        assert one.recv(1) == b"", "closed by the server"
+    for one in [*dead, *soon]:
+        one.close()
 
 
 def test_a_loss_that_is_not_finite_shows_as_nan_and_memory_of_a_cpu_is_not_called_gpu_memory(serve):
