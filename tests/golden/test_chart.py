@@ -67,7 +67,7 @@ def _kustomized(name: str) -> str:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not on PATH: it builds k8s/. Install kubectl")
     command = ["kubectl", "kustomize", str(ROOT / "k8s" / name)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
 def _by_name(text: str) -> dict[tuple[str, str], dict]:

@@ -180,5 +180,5 @@ def controller(folder: Path, environment: Mapping[str, str], backend: str) -> It
             done.set()
             for building in one.builds:
                 building.end()
-            thread.join(10)
+            thread.join(300)
             assert not thread.is_alive(), "the queue did not stop within 10 s"

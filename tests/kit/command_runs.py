@@ -16,7 +16,7 @@ from kit.warm import Popen
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], what: str, seconds: float = 180.0) -> T:
+def until(condition: Callable[[], T], what: str, seconds: float = 300.0) -> T:
     """Polls until `condition()` is true, and returns it."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):

@@ -16,7 +16,7 @@ from pathlib import Path
 from kit.servers import ServerMissingError, built, cache, go
 
 MODULE, VERSION = "helm.sh/helm/v4/cmd/helm", "v4.3.1"
-_COMMAND_SECONDS = 60
+_COMMAND_SECONDS = 300
 
 
 def binary_path() -> Path:

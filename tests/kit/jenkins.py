@@ -267,5 +267,5 @@ def fake_jenkins() -> Iterator[FakeJenkins]:
             yield jenkins
         finally:
             server.shutdown()
-            thread.join(10)
+            thread.join(300)
             assert not thread.is_alive(), "the stand-in did not stop within 10 s"

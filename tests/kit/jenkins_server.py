@@ -74,7 +74,7 @@ def stand_in() -> Iterator[Place]:
             yield Place(Access(jenkins.url, USER, TOKEN), job)
         finally:
             done.set()
-            thread.join(10)
+            thread.join(300)
             assert not thread.is_alive(), "the builds did not stop within 10 s"
 
 

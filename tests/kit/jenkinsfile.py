@@ -92,7 +92,7 @@ class Workspace:
             ["/bin/sh", "-xe", "-c", command],
             cwd=self.folder,
             env=env,
-            timeout=60,
+            timeout=300,
             check=False,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

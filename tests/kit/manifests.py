@@ -88,7 +88,7 @@ def _module(name: str) -> Path:
             cwd=tempfile.gettempdir(),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:

@@ -23,7 +23,7 @@ from kit.servers import ServerMissingError, built, cache, die_with_parent, end, 
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements" / "mlflow.txt"
 _INSTALL_SECONDS = 900
-_READY_SECONDS = 120
+_READY_SECONDS = 300
 
 
 def environment() -> Path:

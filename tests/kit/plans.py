@@ -217,7 +217,7 @@ def launch(plan: Plan, scratch: Path, *, timeout: float = 600.0) -> int:
         return process.wait(timeout)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(300)
 
 
 def log_of(scratch: Path) -> str:
@@ -311,4 +311,4 @@ def run_ranks(
         finally:
             for process in processes:
                 process.kill()
-                process.wait(10)
+                process.wait(300)

@@ -43,8 +43,8 @@ SCRAPE_SECONDS = 1
 _WITH_SHARE = (
     'mount -t overlay overlay -o "lowerdir=$1/usr/share:/usr/share" /usr/share && shift && exec "$@"'
 )
-_READY_SECONDS = 60
-_ANSWER_SECONDS = 20
+_READY_SECONDS = 300
+_ANSWER_SECONDS = 120
 
 
 def tool(name: str) -> Path:

@@ -34,7 +34,7 @@ ACCESS_KEY = "mlpipe-test"
 SECRET_KEY = "mlpipe-test-secret"
 REGION = "us-east-1"
 _STUCK_SECONDS = 300.0  # without a tick of CPU time; how long a build takes is the machine's matter
-_READY_SECONDS = 60
+_READY_SECONDS = 300
 _NUM_STARTS = 3  # another process may take a free port before the server binds it
 
 
@@ -168,7 +168,7 @@ def go(command: list[str], folder: Path) -> str:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(300)
     if process.returncode:
         raise ServerMissingError(f"{' '.join(command)} failed:\n{errors[-2000:]}")
     return output
@@ -220,10 +220,10 @@ def end(process: subprocess.Popen[Any]) -> None:
     """SIGTERM, and SIGKILL when it has not ended 10 s later."""
     process.terminate()
     try:
-        process.wait(10)
+        process.wait(300)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait(10)
+        process.wait(300)
 
 
 def command_of(name: str, program: Path, address: str, data: Path) -> tuple[list[str], dict[str, str]]:

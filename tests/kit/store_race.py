@@ -27,7 +27,7 @@ def race(store: Store, *, updates: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(300)
     assert not any(thread.is_alive() for thread in threads), "the writers have not ended after 120 s"
     assert len(wins) == 1
     assert store.get("claim") == wins[0].encode()

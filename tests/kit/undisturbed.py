@@ -92,7 +92,7 @@ def workers_of(run_id: str, count: int) -> dict[int, tuple[list[str], dict[str, 
         found = {rank: (argv, env) for _, rank, argv, env in ranks(run_id)}
         return found if len(found) == count else {}
 
-    return until(seen, f"{count} workers of {run_id}", 240)
+    return until(seen, f"{count} workers of {run_id}")
 
 
 def ranks(run_id: str) -> list[tuple[int, int, list[str], dict[str, str]]]:

@@ -53,7 +53,7 @@ KINDS = {
     # ranks of any strategy: FSDP imports the compiler
     "ranks": ("torch._dynamo", "torch.distributed.fsdp", *_TRAIN),
 }  # fmt: skip
-_START_SECONDS = 120.0
+_START_SECONDS = 300.0
 _PADDING = 16_384  # bytes that /proc/PID/cmdline and environ may show
 _PR_SET_NAME = 15
 

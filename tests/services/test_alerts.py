@@ -57,7 +57,7 @@ class Ranks:
 
     def close(self) -> None:
         self._over.set()
-        self._thread.join(10)
+        self._thread.join(300)
         for metrics in self.ranks:
             metrics.close()
 

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -176,10 +175,8 @@ def test_a_store_that_stays_away_ends_a_save_with_one_clear_error(server, proxy,
         url, {**server.environment(proxy.endpoint), "MLPIPE_STORE_DEADLINE_SECONDS": "2"}
     )
     proxy.away("refuse")
-    started = time.monotonic()
     with pytest.raises(StoreError, match="did not serve PUT within 2 s") as caught:
         saver.save(through, 2)
-    assert time.monotonic() - started < 60
     assert caught.value.kind == "infrastructure"
     assert saver.check_all(store) == [1]
 

@@ -72,7 +72,7 @@ def test_a_build_is_stopped(place: Place, jenkins: Jenkins) -> None:
     log = jenkins.follow_log(build)
     assert next(log)
     jenkins.stop(build)
-    assert until(lambda: jenkins.result(build), "the result", 60) == "ABORTED"
+    assert until(lambda: jenkins.result(build), "the result") == "ABORTED"
     assert failure_of("ABORTED") == "cancelled"
 
 

@@ -139,7 +139,7 @@ def test_an_abort_cancels_the_run_and_waits_for_it(tmp_path: Path) -> None:
     if not thread.is_alive():
         pytest.skip("Groovy is not there, or did not start: the other tests of this file say why")
     (tmp_path / "abort").touch()
-    thread.join(180)
+    thread.join(300)
     (ran,) = found
     assert ran.result == "ABORTED", controller.log()
     assert dict(ran.stages) == {"Validate": "SUCCESS", "Plan": "SUCCESS", "a": "ABORTED"}

@@ -115,13 +115,13 @@ def test_a_server_that_is_away_or_hangs_is_told_all_when_it_is_back(server, monk
         one.on_start(START)
         for number in range(1, 11):
             one.on_step(step(number))
-        until(lambda: "is away" in caplog.text, "the warning", 30)
+        until(lambda: "is away" in caplog.text, "the warning")
         proxy.back()
-        until(lambda: tracker.url and not one._waiting, "all to be told", 60)
+        until(lambda: tracker.url and not one._waiting, "all to be told")
         proxy.away("hang")
         for number in range(11, 21):
             one.on_step(step(number))
-        until(lambda: one._is_away, "the silence to be noticed", 60)
+        until(lambda: one._is_away, "the silence to be noticed")
         proxy.back()
         one.on_end(End(outcome="failed", step=20, message="its own"))
     assert caplog.text.count("is away") == 1
@@ -178,11 +178,11 @@ def test_at_the_command_line_killed_and_resumed_on_two_ranks(tmp_path, server):
         return path.read_text().count('"kind": "step"') if path.exists() else 0
 
     running = cli.start("run", "pipeline.yaml", "--run-id", "r")
-    until(lambda: steps_done(1) > 12, "the training to be on its way", 300)
+    until(lambda: steps_done(1) > 12, "the training to be on its way")
     everything = processes.tree(running.pid)
     processes.kill(everything)
-    running.communicate(timeout=60)
-    until(lambda: processes.gone(everything), "the end of all", 60)
+    running.communicate(timeout=300)
+    until(lambda: processes.gone(everything), "the end of all")
     (tmp_path / "slow").unlink()
     document = cli.json("resume", "r")
     assert document["state"] == "done"

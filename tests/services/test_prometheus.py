@@ -153,7 +153,7 @@ def test_monitor_up_scrapes_the_runs_of_this_machine_and_ends_on_ctrl_c(live, tm
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            out, _ = process.communicate(timeout=60)
+            out, _ = process.communicate(timeout=300)
         finally:
             process.kill()
     assert process.returncode == 0

@@ -77,7 +77,7 @@ def token_file(issuer, minio, tmp_path):
     thread.start()
     yield path
     done.set()
-    thread.join(10)
+    thread.join(300)
 
 
 def keyless(minio, token_file):
@@ -173,7 +173,7 @@ def test_lent_keys_are_renewed_before_their_end_under_a_long_upload(minio, token
     def chunks():
         for start in range(0, len(data), 2**18):
             yield data[start : start + 2**18]
-            until(lambda: lender.retrieve() != seen[-1], "other keys", 60)
+            until(lambda: lender.retrieve() != seen[-1], "other keys")
             seen.append(lender.retrieve())
 
     key = "runs/run/stages/train/checkpoints/long"

@@ -24,7 +24,7 @@ def test_a_run_changes_by_one_writer_at_a_time_and_is_listed(store):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(300)
     written = {f"t{i}-{n}": n for i in range(3) for n in range(5)}
     assert runs.read_run(store, "r").meta == {"stages": ["a"], **written}
     leases.take_lease(store, "r", "me", 60)

@@ -58,7 +58,7 @@ def test_list_is_sorted_and_pages_are_joined(store, monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(300)
     store.put("l.x", b"1")
     assert [info.key for info in store.list("l")] == keys
     assert [info.key for info in store.list("", recursive=False)] == ["l.x", "l/"]

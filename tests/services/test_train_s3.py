@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -60,7 +59,6 @@ class Trainings:
         until(
             lambda: self.process.poll() is not None or self.last_step() >= step,
             f"the checkpoint of step {step}",
-            120,
         )
         assert self.process.poll() is None, self.log()
 
@@ -71,8 +69,8 @@ class Trainings:
     def kill(self) -> None:
         everything = processes.tree(self.process.pid)
         processes.kill(everything)
-        self.process.wait(10)
-        until(lambda: processes.gone(everything), "the end of all", 120)
+        self.process.wait(300)
+        until(lambda: processes.gone(everything), "the end of all")
 
     def records(self, rank: int = 0):
         data, _ = self.store.read_log(f"{self.plan.attempt_key}/records/rank-{rank}.jsonl")
@@ -88,7 +86,7 @@ def trainings(tmp_path, server, proxy, url) -> Iterator[Trainings]:
     yield made
     if process := getattr(made, "process", None):
         processes.kill(processes.tree(process.pid))
-        process.wait(10)
+        process.wait(300)
 
 
 def test_a_training_survives_a_store_that_is_away_and_leaves_its_records(trainings, proxy):
@@ -97,8 +95,8 @@ def test_a_training_survives_a_store_that_is_away_and_leaves_its_records(trainin
     proxy.away("refuse")
     timer = threading.Timer(20.0, proxy.back)
     timer.start()
-    assert process.wait(120) == 0, trainings.log()
-    timer.join(60)
+    assert process.wait(300) == 0, trainings.log()
+    timer.join(300)
     assert not timer.is_alive()
     assert processes.steps_of_sound(trainings.store, trainings.plan) == [STEPS - 4, STEPS - 2, STEPS]
     for rank in (0, 1):
@@ -110,12 +108,10 @@ def test_a_training_survives_a_store_that_is_away_and_leaves_its_records(trainin
 
 @one_server
 def test_a_store_that_stays_away_ends_a_training_with_one_clear_error(trainings, proxy):
-    process = trainings.start(seconds=0.2, deadline_seconds=2)
+    process = trainings.start(seconds=0.2, deadline_seconds=20)
     trainings.until_committed(4)
     proxy.away("refuse")
-    began = time.monotonic()
-    assert process.wait(90) == 4, trainings.log()
-    print(f"ended {time.monotonic() - began:.0f} s after the store was gone")
+    assert process.wait(300) == 4, trainings.log()
     errors = [line for line in trainings.log().splitlines() if line.startswith("error: ")]
     assert "did not serve" in errors[0]
     proxy.back()
@@ -123,7 +119,7 @@ def test_a_store_that_stays_away_ends_a_training_with_one_clear_error(trainings,
     assert sound[-1] >= 4
     # and the next attempt goes on from there
     trainings.slow_file.unlink()
-    assert trainings.start().wait(120) == 0, trainings.log()
+    assert trainings.start().wait(300) == 0, trainings.log()
     start = next(record for record in trainings.records() if record["kind"] == "start")
     assert start["start_step"] == sound[-1]
     assert processes.steps_of_sound(trainings.store, trainings.plan)[-1] == STEPS
@@ -151,7 +147,7 @@ def test_killed_at_random_requests_a_training_loses_nothing(trainings, proxy, se
         losses += max(sound, default=0) < committed
         committed = max(sound, default=0)
     trainings.slow_file.unlink()
-    assert trainings.start().wait(120) == 0, trainings.log()
+    assert trainings.start().wait(300) == 0, trainings.log()
     losses += processes.steps_of_sound(trainings.store, trainings.plan)[-1] != STEPS
     with capsys.disabled():
         print(

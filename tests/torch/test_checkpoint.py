@@ -30,7 +30,7 @@ def test_a_buffer_that_the_next_forward_writes_is_saved_as_it_was(tmp_path, monk
     share = checkpoint.share
 
     def after_the_forward(tensors):
-        assert written.wait(60)
+        assert written.wait(300)
         return share(tensors)
 
     monkeypatch.setattr(checkpoint, "share", after_the_forward)

@@ -129,7 +129,7 @@ def test_a_debugger_needs_a_terminal_and_a_rank_that_there_is(cli: Cli):
         (("--debug-rank", "0", "--set", sweep), "the pipeline has a sweep"),
     ):
         running = cli.start("run", "pipeline.yaml", *more, stdin=terminal.slave)
-        _, said = running.communicate(timeout=120)
+        _, said = running.communicate(timeout=300)
         assert running.returncode == 2, said
         assert words in said
     assert not (cli.store / "runs").exists()

@@ -18,7 +18,7 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("MLPIPE_")}
     env |= {"MLPIPE_CACHE": str(tmp_path / "cache")}
     cli = [sys.executable, "-m", "mlpipe.cli"]
-    subprocess.run([*cli, "init", "demo"], cwd=tmp_path, env=env, check=True, timeout=60)
+    subprocess.run([*cli, "init", "demo"], cwd=tmp_path, env=env, check=True, timeout=300)
     program = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S))
     try:
         done = subprocess.run(
@@ -35,7 +35,7 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
             cwd=tmp_path,
             env=env,
             capture_output=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
     assert done.returncode == 0, done.stderr

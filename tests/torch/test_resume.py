@@ -189,13 +189,12 @@ def test_n_steps_equal_half_then_kill_9_then_the_rest(folder, tmp_path, world):
         until(
             lambda: catalogue.latest(store, plan.stage_key) or process.poll() is not None,
             "the checkpoint at half",
-            120,
         )
         assert process.poll() is None, plans.log_of(tmp_path / "first")
     finally:
         everything = processes.tree(process.pid)
         processes.kill(everything)
-        process.wait(10)
+        process.wait(300)
     until(lambda: processes.gone(everything), "the workers' end")
     assert len(everything) == 4 + world  # launcher, torchrun, its fork server and that one's bookkeeper
     assert processes.steps_of_sound(store, plan) == [HALF]

@@ -103,7 +103,7 @@ def test_a_sweep_is_stopped_and_killed_and_goes_on_and_each_trial_is_the_run_tha
     running = cli.start("sweep", "pipeline.yaml", "--sweep-id", "s")
     until(lambda: losses(cli, "s-000"), "the first step")
     running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=120)
+    out, err = running.communicate(timeout=300)
     assert running.returncode == 130, err
     assert "3 trials (grid over args), 1 at a time" in err
     assert "go on with: mlpipe sweep --resume s" in out

@@ -68,7 +68,7 @@ def test_a_rank_is_a_fork_with_nothing_of_torchruns_but_its_modules(tmp_path: Pa
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-5000:]
     found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "found").iterdir()}

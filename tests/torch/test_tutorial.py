@@ -21,4 +21,4 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
         console.run(TUTORIAL.read_text(), tmp_path, env, 850)
     finally:  # what goes on in the background when the shell failed
         cancel = ["mlpipe", "cancel", "second", "--store", "demo/runs", "--timeout", "20 s"]
-        subprocess.run(cancel, cwd=tmp_path, env=env, timeout=60, check=False, capture_output=True)
+        subprocess.run(cancel, cwd=tmp_path, env=env, timeout=300, check=False, capture_output=True)

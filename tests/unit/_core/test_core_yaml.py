@@ -64,7 +64,7 @@ def test_kubectl_reads_back_what_was_written(tmp_path: Path) -> None:
     found = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}, "data": data}
     (tmp_path / "a.yaml").write_text(documents([found]))
     argv = [kubectl, "label", "--local", "-f", str(tmp_path / "a.yaml"), "b=c", "-o", "json"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["data"] == data
 

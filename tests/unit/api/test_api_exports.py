@@ -18,7 +18,7 @@ SOURCE = Path(mlpipe.__file__).parent
 def modules(statement: str) -> set[str]:
     """That a new interpreter imports for it."""
     script = f"import sys; before = set(sys.modules); {statement}; print(*sorted(set(sys.modules) - before))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 

@@ -132,7 +132,7 @@ def test_ctrl_c_while_a_module_is_imported_exits_130(tmp_path: Path):
         "app.app.main = main\n"
         "app.run_app()\n"
     )
-    done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, timeout=300)
     assert done.returncode == EXIT_CODES["interrupted"]
 
 
@@ -143,7 +143,7 @@ def test_a_reader_that_leaves_is_no_error(cli: Cli):
     assert process.stderr is not None
     assert process.stderr.read() == ""
     process.stderr.close()
-    assert process.wait(timeout=240) == 141
+    assert process.wait(timeout=300) == 141
 
 
 def test_no_colour_without_a_terminal_or_with_no_color(cli: Cli):
@@ -214,7 +214,7 @@ def test_a_folder_that_no_record_could_name_is_refused_before_anything_is_writte
     for store in ([], ["--store", str(tmp_path / "store")]):
         argv = [sys.executable, "-m", "mlpipe.cli", "run", "p.yaml", *store]
         env = {**os.environ, "PYTHONCOERCECLOCALE": "0", **environment}
-        done = subprocess.run(argv, cwd=here, env=env, capture_output=True, timeout=120, check=False)
+        done = subprocess.run(argv, cwd=here, env=env, capture_output=True, timeout=300, check=False)
         assert (done.returncode, done.stdout) == (2, b""), done.stderr
         assert says in done.stderr.decode()
         assert b"hint: " in done.stderr

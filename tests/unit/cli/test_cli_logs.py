@@ -159,11 +159,11 @@ def test_following_a_writer_that_is_restarted(made):
 
     writer = threading.Thread(target=write)
     writer.start()
-    writer.join(60)
+    writer.join(300)
     assert not writer.is_alive()
     made.change("train", state="done", ended=NOW)
     runs.update_run(made.store, "r", lambda run: replace(run, state="done"))
-    out, err = following.communicate(timeout=60)
+    out, err = following.communicate(timeout=300)
     assert (following.returncode, err) == (0, "")
     assert out.splitlines() == expected
 
@@ -177,7 +177,7 @@ def test_a_signal_detaches_and_says_how_to_come_back(made, number):
     following = made.cli.start("logs", "-f", "r")
     assert "hello" in following.stdout.readline()
     following.send_signal(number)
-    _, err = following.communicate(timeout=60)
+    _, err = following.communicate(timeout=300)
     assert following.returncode == 130
     assert "detached; run r goes on. Come back with `mlpipe logs -f r`" in err
     assert runs.read_run(made.store, "r").state == "running"

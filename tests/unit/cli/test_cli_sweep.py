@@ -53,7 +53,7 @@ def test_two_ctrl_c_stop_all_trials_at_once_and_each_had_its_part_of_the_machine
     for _ in range(2):
         running.send_signal(signal.SIGINT)
         until(lambda: (cli.store / "runs/s-001/cancel").exists(), "the first one to be heard")
-    _, err = running.communicate(timeout=60)
+    _, err = running.communicate(timeout=300)
     assert running.returncode == 130, err
     status = cli.json("status", "s")
     assert [trial["state"] for trial in status["trials"]] == ["cancelled", "cancelled", "pending"]

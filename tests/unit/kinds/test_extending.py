@@ -59,7 +59,7 @@ def mlpipe_with(source: Path, tmp_path: Path):
             env={**os.environ, "PYTHONPATH": str(source), "MLPIPE_CACHE": str(tmp_path / "cache")},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert done.returncode == code, done.stdout + done.stderr

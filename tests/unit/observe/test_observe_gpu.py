@@ -37,7 +37,7 @@ def test_a_rank_serves_what_its_card_says(monkeypatch):
     metrics = start_metrics(run="r", stage="train", rank=0, port=0, gpu_uuid=UUID.removeprefix("GPU-"))
     assert metrics is not None
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=20) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=300) as answer:
             text = answer.read().decode()
     finally:
         metrics.close()

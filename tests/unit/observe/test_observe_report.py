@@ -204,7 +204,7 @@ def test_jinja2_is_imported_when_a_page_is_written_and_not_before(store):
         f"before = 'jinja2' in sys.modules\nbuild_report(open_store({store.url!r}), 'quickstart-1')\n"
         "print(before, 'jinja2' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.stdout == "False True\n", done.stderr
 
 

@@ -136,7 +136,7 @@ class Fake:
         self.gate.set()
 
     def _answer(self) -> None:
-        self.gate.wait(60)
+        self.gate.wait(300)
         if self.away:
             raise self.away.pop(0)
 
@@ -215,7 +215,7 @@ def test_one_that_refuses_is_off_and_the_rest_goes_on(quick, caplog, error):
     fake.away = [error]
     one = tracking_of(fake)
     one.on_start(START)
-    until(lambda: one._is_off, "the refusal", 30)
+    until(lambda: one._is_off, "the refusal")
     one.on_step(step(1))
     one.on_end(DONE)
     assert (fake.told, fake.ended, one.num_dropped) == ([], [], 0)
@@ -229,10 +229,10 @@ def test_one_that_refuses_a_record_still_hears_of_the_end(quick, caplog):
     fake = Fake()
     one = tracking_of(fake)
     one.on_start(START)
-    until(lambda: one._has_begun, "the begin", 30)
+    until(lambda: one._has_begun, "the begin")
     fake.away = [MlpipeError("not so", kind="infrastructure")]
     one.on_step(step(1))
-    until(lambda: one._is_off, "the refusal", 30)
+    until(lambda: one._is_off, "the refusal")
     one.on_end(DONE)
     assert fake.ended == ["done"]
     assert caplog.text.count("fake is off") == 1
@@ -249,7 +249,7 @@ def test_trackers_that_hang_share_one_deadline(quick, monkeypatch):
     ]
     for one in them:
         one.on_start(START)
-        until(lambda one=one: one._has_begun, "the begin", 30)
+        until(lambda one=one: one._has_begun, "the begin")
     for fake in fakes:
         fake.gate.clear()
     for one in them:

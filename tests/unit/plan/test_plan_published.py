@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_published_runs(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "benchmarks.planner", "--only", "published", "--results", str(tmp_path)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     body = json.loads((tmp_path / "planner.json").read_text())
     rows = body["published"]

@@ -78,7 +78,7 @@ def test_text_and_pipeline_are_of_one_reading(tmp_path: Path) -> None:
     writer = threading.Thread(target=lambda: pipe.write_bytes(written), daemon=True)
     writer.start()
     told, pipeline = read_pipeline(pipe, overrides=["name=other"])
-    writer.join(60)
+    writer.join(300)
     assert not writer.is_alive()
     assert (told, pipeline.name) == (text, "other")
 

@@ -131,7 +131,7 @@ def test_a_reader_sees_the_old_or_the_new_object_never_a_mixture(tmp_path):
             assert store.get("x") in (b"a" * 100_000, b"b" * 100_000)
     finally:
         stop.set()
-        thread.join(60)
+        thread.join(300)
 
 
 def test_a_failed_write_leaves_the_old_object_and_no_file_behind(tmp_path):

@@ -148,7 +148,7 @@ def run_child(code, *arguments, prefix=(), preexec=None):
         env={**os.environ, "PYTHONPATH": str(Path(saver.__file__).parent.parent)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         preexec_fn=preexec,
     )
 

@@ -126,7 +126,7 @@ def test_many_readers_of_a_node_download_once(folder, tmp_path, monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert len(results) == 4
     assert len(set(results)) == len(downloads) == 1
 

@@ -105,7 +105,7 @@ def test_concurrent_changes_are_all_kept(store):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     meta = runs.read_run(store, "r-1").meta
     assert sum(key.startswith("t") for key in meta) == 30
 
@@ -175,7 +175,7 @@ def test_the_lease_of_a_dead_process_on_this_host_is_taken_over(store, tmp_path)
         "import sys; from pathlib import Path; from mlpipe.store import leases, folder;"
         "leases.take_lease(folder.FolderStore(Path(sys.argv[1])), 'r-1', 'dead', 3600)"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=300)
     assert leases.take_lease(store, "r-1", "alive", 60).driver.holder == "alive"
 
 
@@ -201,7 +201,7 @@ def test_a_live_driver_is_not_looked_for_in_another_pid_namespace(store, tmp_pat
         "leases.take_lease(folder.FolderStore(Path(sys.argv[1])), 'r-1', 'two', 60)"
     )
     other = subprocess.run(
-        [*namespace, sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
+        [*namespace, sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300
     )
     assert "is driven by process" in other.stderr
     assert runs.read_run(store, "r-1").driver.holder == "one"

@@ -284,7 +284,7 @@ def test_two_clients_at_once_make_one_gang(server, api):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     made = sorted(key for key in server.objects if key[0] != "namespaces")
     assert made == [("configmaps", "plan"), ("jobsets", "a"), ("services", "a")]
     uid = server.objects["jobsets", "a"]["metadata"]["uid"]
@@ -333,17 +333,16 @@ def test_a_server_that_is_away_while_a_stage_is_created_is_waited_for(api, serve
     """Longer than the deadline of a request."""
     server.away()
     handle = stage_of(api, tmp_path, monkeypatch)
-    until(lambda: handle.note() or handle.poll(), "the word on it", 60)
+    until(lambda: handle.note() or handle.poll(), "the word on it")
     assert (handle.poll(), "cannot be reached" in handle.note()) == (None, True)
     server.back()
     until(
         lambda: {kind for kind, _ in server.objects} == {"namespaces", "configmaps", "jobs"},
         "its objects",
-        60,
     )
-    until(lambda: handle.note() == "", "no word on it", 60)
+    until(lambda: handle.note() == "", "no word on it")
     server.drop("jobs", handle._name)
-    until(handle.poll, "its end", 60)
+    until(handle.poll, "its end")
     assert "somebody deleted Job" in handle.poll().message
 
 
@@ -351,10 +350,10 @@ def test_a_stage_that_is_stopped_while_the_server_is_away_leaves_nothing(api, se
     server.inject("POST", "/configmaps", Fault("lose"), times=1)
     server.inject("POST", "/configmaps", Fault("status", 503), times=1000)
     handle = stage_of(api, tmp_path, monkeypatch)
-    until(lambda: handle.note() or handle.poll(), "the word on it", 60)
+    until(lambda: handle.note() or handle.poll(), "the word on it")
     assert {kind for kind, _ in server.objects} == {"namespaces", "configmaps"}
     handle.terminate()
-    until(handle.poll, "its end", 60)
+    until(handle.poll, "its end")
     assert handle.poll().state == "cancelled"
     assert {kind for kind, _ in server.objects} == {"namespaces"}
 

@@ -53,18 +53,18 @@ def test_a_gang_that_restarts_says_since_when_and_keeps_what_its_pods_take_along
     event(server, "Node", "n1", "SystemOOM")
     fallen = pod("w-0", "Failed", containerStatuses=ended(137, "OOMKilled"))
     server.put("pods", {**fallen, "metadata": {**fallen["metadata"], "labels": labels}})
-    until(lambda: store.exists(KEY), "the post-mortem", 10)
+    until(lambda: store.exists(KEY), "the post-mortem")
     server.drop("pods", "w-0")
     again = pod("w-1", "Running")
     for name in ("w-1", "w-2"):
         server.put("pods", {**again, "metadata": {"name": name, "uid": name, "labels": labels}})
     server.put("jobsets", {**jobset, "status": {"restarts": 1}})
-    until(lambda: gang.note() == "restarted once; pod w-0 ran out of memory (OOMKilled)", "the note", 10)
+    until(lambda: gang.note() == "restarted once; pod w-0 ran out of memory (OOMKilled)", "the note")
     for name in ("w-1", "w-2"):
         server.drop("pods", name)
     conditions = [{"type": "Failed", "status": "True"}]
     server.put("jobsets", {**jobset, "status": {"restarts": 1, "conditions": conditions}})
-    result = until(gang.poll, "its end", 10)
+    result = until(gang.poll, "its end")
     assert result.message.endswith("failed: pod w-0 ran out of memory (OOMKilled)")
     found = kept(store)
     assert [one["name"] for one in found["pods"]] == ["w-0"]
@@ -143,6 +143,6 @@ def test_of_nodes_that_hang_the_one_that_did_not_only_wait_is_told(server, api, 
         body = {**told, "message": f"{name} hangs", "time": time, **more}
         store.put(f"{PLAN.attempt_key}/{name}.json", json.dumps(body).encode())
     gang = Gang(store, api, replace(PLAN, launch=launch))
-    made = until(lambda: [one for key, one in server.objects.items() if key[0] == "jobsets"], "", 9)
+    made = until(lambda: [one for key, one in server.objects.items() if key[0] == "jobsets"], "")
     server.put("jobsets", {**made[0], "status": {"conditions": [{"type": "Failed", "status": "True"}]}})
-    assert until(gang.poll, "its end", 10).message == "outcome-node-1 hangs"
+    assert until(gang.poll, "its end").message == "outcome-node-1 hangs"

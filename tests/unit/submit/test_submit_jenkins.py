@@ -75,7 +75,7 @@ def building(server: FakeJenkins, result: str) -> Iterator[None]:
     """The next build leaves the queue and ends."""
 
     def build(before: int = len(server.items)) -> None:
-        item = until(lambda: len(server.items) > before and server.items[-1], "the trigger", 30)
+        item = until(lambda: len(server.items) > before and server.items[-1], "the trigger")
         with server.lock:
             server.start(item)
             ends(server, result)
@@ -85,7 +85,7 @@ def building(server: FakeJenkins, result: str) -> Iterator[None]:
     try:
         yield
     finally:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive(), "no build was started within 60 s"
 
 
@@ -133,7 +133,7 @@ def test_waiting_only_detaches(cli: Cli, server: FakeJenkins) -> None:
     server.start(queued(server))
     until(lambda: any("logText" in request for request in server.requests), "the log")
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "detached; the build of run r goes on" in err
     assert server.jobs[JOB].builds[0].result is None

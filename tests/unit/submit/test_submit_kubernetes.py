@@ -225,7 +225,7 @@ def test_two_people_at_once_start_one_driver(person):
     cli = Cli(person.folder)
     arguments = ("submit", "pipeline.yaml", "--to", "kubernetes", "--run-id", "r")
     both = [cli.start(*arguments) for _ in range(2)]
-    ended = [(process.communicate(timeout=120), process.returncode) for process in both]
+    ended = [(process.communicate(timeout=300), process.returncode) for process in both]
     assert person.made() == [("jobs", "r-driver")], ended
     assert 0 in [code for _, code in ended]
 
@@ -338,13 +338,13 @@ def test_a_driver_that_is_about_to_end_is_not_taken_for_a_new_one(person, monkey
 
     def end() -> None:
         asked = len(person.server.requests)
-        until(lambda: len(person.server.requests) > asked + 4, "looks at it", 20)
+        until(lambda: len(person.server.requests) > asked + 4, "looks at it")
         job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
 
     played = threading.Thread(target=end)
     played.start()
     assert person.submit("--run-id", "r")[0] == 0
-    played.join(60)
+    played.join(300)
     assert person.server.objects["jobs", "r-driver"]["metadata"]["uid"] != job["metadata"]["uid"]
 
 
@@ -434,23 +434,23 @@ def test_waiting_says_why_and_ends_as_the_run_does(person, monkeypatch):
     }
 
     def play() -> None:
-        until(lambda: ("jobs", "r-driver") in person.server.objects, "the driver's Job", 20)
+        until(lambda: ("jobs", "r-driver") in person.server.objects, "the driver's Job")
         labels = person.server.objects["jobs", "r-driver"]["spec"]["template"]["metadata"]["labels"]
         status = {"phase": "Pending", "conditions": [condition]}
         person.server.put("pods", {"metadata": {"name": "p", "labels": labels}, "status": status})
         looks = lambda: sum("GET" in one and "/pods" in one for one in person.server.requests)  # noqa: E731
-        until(lambda: looks() > 2, "looks at the pod", 20)
+        until(lambda: looks() > 2, "looks at the pod")
         leases.take_lease(person.store, "r", "driver", 60.0)
         waits = StageState("running", attempt=1, message="pod a waits: exceeded quota")
         runs.update_run(person.store, "r", lambda run: replace(run, state="running", stages={"a": waits}))
-        until(lambda: "exceeded quota" in person.hear(), "the word on the stage", 20)
+        until(lambda: "exceeded quota" in person.hear(), "the word on the stage")
         runs.update_run(person.store, "r", lambda run: replace(run, state="cancelled"))
         leases.release_lease(person.store, "r", "driver")
 
     played = threading.Thread(target=play)
     played.start()
     code, _ = person.submit("--run-id", "r", "--wait")
-    played.join(60)
+    played.join(300)
     text = person.said
     assert "its driver does not run: pod p waits: 0/1 nodes are available: 1 Insufficient cpu" in text
     assert "a  running: pod a waits: exceeded quota" in text
@@ -512,13 +512,13 @@ def test_an_api_server_that_goes_away_while_waiting(person, monkeypatch):
 
     def leave() -> None:
         # not only its dry run: the driver is there, and the client looks at it
-        until(lambda: person.made() and person.server.requests[-1].startswith("GET"), "a look", 60)
+        until(lambda: person.made() and person.server.requests[-1].startswith("GET"), "a look")
         person.server.away()
 
     watcher = threading.Thread(target=leave)
     watcher.start()
     code, text = person.submit("--run-id", "r", "--wait")
-    watcher.join(60)
+    watcher.join(300)
     assert (code, "cannot be reached" in text) == (4, True)
     assert person.made() == [("jobs", "r-driver")]
 
@@ -529,7 +529,7 @@ def test_a_signal_to_a_client_that_waits_detaches(person, number):
     waiting = cli.start("submit", "pipeline.yaml", "--to", "kubernetes", "--run-id", "r", "--wait")
     until(lambda: any("GET" in one and "/pods" in one for one in person.server.requests), "to follow")
     waiting.send_signal(number)
-    _, err = waiting.communicate(timeout=60)
+    _, err = waiting.communicate(timeout=300)
     assert waiting.returncode == 130
     assert "detached; run r goes on" in err
     assert person.made() == [("jobs", "r-driver")]

@@ -17,7 +17,7 @@ from mlpipe.submit import process
 pytestmark = pytest.mark.unit
 
 
-def until(condition, what: str, seconds: float = 120.0):
+def until(condition, what: str, seconds: float = 300.0):
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
@@ -94,5 +94,5 @@ def test_a_program_that_cannot_be_executed_says_so(tmp_path: Path):
         output=tmp_path / "log",
         death_signal=signal.SIGKILL,
     )
-    assert child.wait(timeout=120) == 126
+    assert child.wait(timeout=300) == 126
     assert "cannot run" in (tmp_path / "log").read_text()

@@ -179,7 +179,7 @@ def test_ctrl_c_once_lets_the_stage_end_in_peace_and_exits_130(cli: Cli):
     running = cli.start("run", "pipeline.yaml", "--run-id", "r")
     begun(cli)
     running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=240)
+    out, err = running.communicate(timeout=300)
     assert running.returncode == 130
     assert "Ctrl-C again" in err
     assert "mlpipe resume r" in out
@@ -196,7 +196,7 @@ def test_ctrl_c_twice_stops_at_once(cli: Cli):
     assert running.stderr is not None
     until(lambda: "Ctrl-C again" in running.stderr.readline(), "the first to be understood")
     running.send_signal(signal.SIGINT)
-    running.communicate(timeout=240)
+    running.communicate(timeout=300)
     assert running.returncode == 130
     assert stored(cli)["state"] == "cancelled"
     assert process.members(holder) == []
@@ -207,7 +207,7 @@ def test_sigterm_to_the_driver_exits_5(cli: Cli):
     running = cli.start("run", "pipeline.yaml", "--run-id", "r")
     begun(cli)
     running.terminate()
-    running.communicate(timeout=240)
+    running.communicate(timeout=300)
     assert running.returncode == 5
     assert stored(cli)["state"] == "cancelled"
 
@@ -273,14 +273,14 @@ def test_a_run_has_one_driver(cli: Cli):
     begun(cli)
     assert "is driven by process" in cli("resume", "r", code=2).stderr
     running.terminate()
-    running.communicate(timeout=240)
+    running.communicate(timeout=300)
     (cli.folder / "begun").unlink()
     rivals = [cli.start("resume", "r") for _ in range(3)]
     begun(cli)
     (cli.folder / "go").touch()
     codes = []
     for rival in rivals:
-        rival.communicate(timeout=240)
+        rival.communicate(timeout=300)
         codes.append(rival.returncode)
     assert 0 in codes
     assert set(codes) <= {0, 2}  # 0 also of one that came when the run was done
@@ -292,12 +292,12 @@ def test_submit_wait_exits_as_the_run_does_and_ctrl_c_only_detaches(cli: Cli):
     waiting = cli.start("submit", "pipeline.yaml", "--run-id", "r", "--wait")
     begun(cli)
     waiting.send_signal(signal.SIGINT)
-    _, err = waiting.communicate(timeout=240)
+    _, err = waiting.communicate(timeout=300)
     assert waiting.returncode == 130, err
     assert "detached; run r goes on" in err
     again = cli.start("submit", "pipeline.yaml", "--run-id", "r", "--wait", "--output", "json")
     (cli.folder / "go").touch()
-    out, _ = again.communicate(timeout=240)
+    out, _ = again.communicate(timeout=300)
     assert again.returncode == 0
     assert json.loads(out)["state"] == "done"
     assert Path(json.loads(out)["report"]).exists()
@@ -333,7 +333,7 @@ def test_stages_that_are_asked_for_at_once_share_a_driver_and_outlive_it(cli: Cl
     until(lambda: (stored(cli)["driver"] or driver)["holder"] != driver["holder"], "another driver")
     (cli.folder / "go").touch()
     for one_waiting in waiting:
-        _, err = one_waiting.communicate(timeout=240)
+        _, err = one_waiting.communicate(timeout=300)
         assert one_waiting.returncode == 0, err
     run = stored(cli)
     assert run["state"] == "done"
@@ -367,7 +367,7 @@ def test_logs_can_be_cut_and_followed(cli: Cli):
     assert following.stdout is not None
     assert following.stdout.readline() == "begun\n"
     (cli.folder / "go").touch()
-    out, _ = following.communicate(timeout=240)
+    out, _ = following.communicate(timeout=300)
     assert following.returncode == 0
     assert out == "ended\n"
     assert cli("logs", "r", "--stage", "a", "--tail", "2").stdout == "99\n100\n"
@@ -419,7 +419,7 @@ def test_a_terminal_gets_ctrl_c_through_its_line_discipline(cli: Cli):
             seen += chunk
     except OSError:  # EIO: the other side closed the terminal
         os.close(ours)
-    assert running.wait(timeout=240) == 130, seen.decode()
+    assert running.wait(timeout=300) == 130, seen.decode()
     assert b"stopping: saving at the next step (Ctrl-C again: at once)" in seen
     assert b"\x1b[" in seen  # colours, on a terminal
     assert stored(cli)["state"] == "cancelled"

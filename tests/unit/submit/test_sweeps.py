@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -207,7 +206,7 @@ def test_a_trial_that_somebody_cancels_stays_so_until_somebody_resumes_it(store,
         runs.read_pipeline(store, "s-000"), "p", overrides=runs.read_run(store, "s-000").meta["set"]
     )
     backend.start_driver(store, runs.read_run(store, "s-000"), pipeline, None)
-    until(lambda: runs.read_run(store, "s-000").state == "done", "the trial", 20)
+    until(lambda: runs.read_run(store, "s-000").state == "done", "the trial")
     assert drive(store).stages["000"].state == "done"
     assert Simulated.started["s-000"] == 2
 
@@ -249,7 +248,7 @@ def test_a_store_that_is_away_for_a_while_stops_nothing(store, tmp_path, monkeyp
 def test_cancel_without_a_controller_stops_the_trials_and_a_resume_brings_them_back(store, tmp_path):
     made(store, tmp_path, {"model.args.waits": [True], "seed": "0..2"}, max_parallel=2)
     drive_until_all_run(store, 2)
-    sweep = cancel_sweep(store, "s", "by hand", timeout_seconds=20)
+    sweep = cancel_sweep(store, "s", "by hand", timeout_seconds=300)
     assert sweep.state == "cancelled"
     assert states(store) == {"000": "cancelled", "001": "cancelled", "002": "skipped"}
     assert runs.read_run(store, "s-001").state == "cancelled"
@@ -262,9 +261,9 @@ def test_cancel_asks_a_live_controller(store, tmp_path):
     sweeps_state: list[RunState] = []
     thread = threading.Thread(target=lambda: sweeps_state.append(drive(store)))
     thread.start()
-    until(lambda: Simulated.started["s-000"], "the trial", 20)
-    assert cancel_sweep(store, "s", "by hand", timeout_seconds=20).state == "cancelled"
-    thread.join(20)
+    until(lambda: Simulated.started["s-000"], "the trial")
+    assert cancel_sweep(store, "s", "by hand", timeout_seconds=300).state == "cancelled"
+    thread.join(300)
     assert sweeps_state[0].message == "by hand"
 
 
@@ -500,10 +499,8 @@ def test_a_driver_that_forgets_that_it_was_asked_to_stop_is_asked_again(store, t
         return why
 
     monkeypatch.setattr(runs, "cancel_requested", cancel_requested)
-    began = time.monotonic()
 
     def watch(sweep: RunState) -> None:
-        assert time.monotonic() - began < 20
         stop.request("interrupted", "stopped by SIGINT")
 
     assert drive(store, stop=stop, watch=watch).state == "cancelled"
@@ -525,7 +522,7 @@ def test_a_signal_while_a_driver_starts_stops_it_and_starts_no_other(store, tmp_
     monkeypatch.setattr(Simulated, "start_driver", start_driver)
     assert drive(store, stop=stop).state == "cancelled"
     assert dict(Simulated.started) == {"s-000": 1}
-    until(lambda: runs.read_run(store, "s-000").message == STOPPED, "the trial to hear it", 20)
+    until(lambda: runs.read_run(store, "s-000").message == STOPPED, "the trial to hear it")
 
 
 def test_a_second_signal_ends_drivers_here_though_the_store_is_away(store, tmp_path, monkeypatch):
@@ -564,8 +561,8 @@ def test_a_trial_that_ended_without_a_controller_is_gone_on_with_if_the_sweep_st
     made(store, tmp_path, {"model.args.waits": [True], "seed": "0..1"}, max_parallel=2)
     drive_until_all_run(store, 2)
     runs.request_cancel(store, "s-000", why)
-    until(lambda: runs.read_run(store, "s-000").state == "cancelled", "the trial to stop", 20)
-    until(lambda: runs.read_run(store, "s-000").driver is None, "its driver to let go", 20)
+    until(lambda: runs.read_run(store, "s-000").state == "cancelled", "the trial to stop")
+    until(lambda: runs.read_run(store, "s-000").driver is None, "its driver to let go")
     Simulated.go.set()
     assert drive(store).state == "done"
     assert states(store) == {"000": then, "001": "done"}

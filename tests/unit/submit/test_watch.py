@@ -29,7 +29,7 @@ def quick(monkeypatch):
 def watched(server, api):
     server.put("pods", pod("a"))
     one = Watched(api, "Pod", LABELS, threading.Event())
-    until(lambda: server.watches == 1, "the watch", 10)
+    until(lambda: server.watches == 1, "the watch")
     yield one
     one.close()
 
@@ -43,7 +43,7 @@ def sees(watched: Watched, **phases: str) -> None:
         found = {one["metadata"]["name"]: one["status"]["phase"] for one in watched.objects() or []}
         return found == phases and watched.error is None
 
-    until(seen, f"{phases}, not {watched.objects()}", 10)
+    until(seen, f"{phases}, not {watched.objects()}")
 
 
 def test_changes_come_without_asking_again(server, watched):
@@ -56,8 +56,8 @@ def test_changes_come_without_asking_again(server, watched):
     assert len(server.requests) == 2  # a list and a watch
     threads = threading.active_count()
     watched.close()
-    until(lambda: threading.active_count() == threads - 1, "the end of its thread", 10)
-    until(lambda: server.put("pods", pod("a")) and server.watches == 0, "the server to notice", 10)
+    until(lambda: threading.active_count() == threads - 1, "the end of its thread")
+    until(lambda: server.put("pods", pod("a")) and server.watches == 0, "the server to notice")
 
 
 def restart(server: ApiServer) -> None:
@@ -70,7 +70,7 @@ def expire(server: ApiServer) -> None:
     """The token; it is known again after a while."""
     server.token = "new"
     server.compact()
-    until(lambda: "401" in str(server.headers) or len(server.requests) > 4, "requests that are refused", 10)
+    until(lambda: "401" in str(server.headers) or len(server.requests) > 4, "requests that are refused")
     server.token = TOKEN
 
 
@@ -105,7 +105,7 @@ def test_where_no_watch_gets_through_it_polls(server, api):
 def test_a_connection_that_is_dead_silently_is_given_up(server, api, monkeypatch):
     monkeypatch.setattr(cluster_api, "_SILENCE_SECONDS", 0.2)
     one = Watched(api, "Pod", LABELS, threading.Event())
-    until(lambda: server.watches == 1, "the watch", 10)
+    until(lambda: server.watches == 1, "the watch")
     server.objects["pods", "a"] = pod("a")  # and nobody is told
     sees(one, a="Pending")
     one.close()
@@ -117,7 +117,7 @@ def test_a_gang_costs_a_few_requests_however_long_it_runs(server, api, tmp_path)
     jobset = until(
         lambda: next((one for (kind, _), one in server.objects.items() if kind == "jobsets"), None), "it", 10
     )
-    until(lambda: server.watches == 2, "both watches", 10)
+    until(lambda: server.watches == 2, "both watches")
     before, labels = len(server.requests), jobset["metadata"]["labels"]
     for number in range(100):
         for name in ("a", "b"):
@@ -126,7 +126,7 @@ def test_a_gang_costs_a_few_requests_however_long_it_runs(server, api, tmp_path)
     store.put(f"{plan.attempt_key}/outcome.json", json.dumps(outcome).encode())
     status = {"conditions": [{"type": "Completed", "status": "True"}]}
     server.put("jobsets", jobset | {"status": status})
-    ended = until(gang.poll, "its end", 10)
+    ended = until(gang.poll, "its end")
     assert ended.state == "done"
     assert server.requests[before:] == []
 
@@ -140,10 +140,10 @@ def test_a_gang_that_is_stopped_has_ended_when_its_last_pod_is_gone(server, api,
     name, labels = jobset["metadata"]["name"], jobset["metadata"]["labels"]
     for node in ("a", "b"):
         server.put("pods", pod(node, "Running", labels))
-    until(lambda: server.watches == 2, "both watches", 10)
+    until(lambda: server.watches == 2, "both watches")
     server.held.add(name)
     gang.terminate()
-    until(lambda: any(one.startswith("DELETE") for one in server.requests), "its deletion", 10)
+    until(lambda: any(one.startswith("DELETE") for one in server.requests), "its deletion")
     outcome = {"outcome": "saved", "kind": None, "message": "at step 5", "exit_code": 5, "time": 0.0}
     store.put(f"{plan.attempt_key}/outcome.json", json.dumps(outcome).encode())
     server.drop("pods", "a")
@@ -153,5 +153,5 @@ def test_a_gang_that_is_stopped_has_ended_when_its_last_pod_is_gone(server, api,
     gang._thread.join(1.0)
     assert gang.poll() is None
     server.drop("pods", "b")
-    ended = until(gang.poll, "its end", 10)
+    ended = until(gang.poll, "its end")
     assert (ended.state, ended.exit_code) == ("cancelled", 5)

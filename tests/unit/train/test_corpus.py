@@ -58,7 +58,7 @@ def test_the_standard_library_gives_the_same_bytes_in_every_process(tmp_path):
     for number in range(2):
         env = {**os.environ, "PYTHONHASHSEED": str(number), "RAYON_NUM_THREADS": str(number + 1)}
         argv = ["-m", "mlpipe.train.corpus", "--out", tmp_path / str(number), "--max-bytes", "400 KB"]
-        done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     names = ["manifest.json", "tokenizer.json", "train.bin", "validation.bin"]
     assert filecmp.cmpfiles(tmp_path / "0", tmp_path / "1", names, shallow=False)[0] == names

@@ -27,7 +27,7 @@ def ranks(tmp_path):
     yield found
     for process in found:
         process.kill()
-        process.wait(60)
+        process.wait(300)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def launcher(tmp_path):
 
 def freeze(process, scratch):
     os.kill(process.pid, signal.SIGSTOP)
-    until(lambda: stop.ranks(scratch, stopped=True), "the rank to be stopped", 60)
+    until(lambda: stop.ranks(scratch, stopped=True), "the rank to be stopped")
 
 
 def blamed(launcher):
@@ -54,7 +54,7 @@ def test_a_stopped_rank_is_blamed_not_the_one_that_waits(ranks, launcher, tmp_pa
     rank, message = blamed(launcher)
     assert rank == 1
     assert message.startswith("rank 1 is stopped, by a signal (SIGSTOP) or a debugger")
-    assert ranks[1].wait(60) == -signal.SIGKILL  # all here have spoken
+    assert ranks[1].wait(300) == -signal.SIGKILL  # all here have spoken
 
 
 def test_a_stopped_rank_of_a_node_on_which_nobody_waits_is_named_in_time(ranks, launcher, tmp_path):
@@ -64,7 +64,7 @@ def test_a_stopped_rank_of_a_node_on_which_nobody_waits_is_named_in_time(ranks, 
     launcher.stopped[1] -= launcher.hang_timeout_seconds + 1
     assert blamed(launcher)[0] == 1
     os.kill(ranks[1].pid, signal.SIGCONT)
-    until(lambda: not stop.ranks(tmp_path, stopped=True), "the rank to go on", 60)
+    until(lambda: not stop.ranks(tmp_path, stopped=True), "the rank to go on")
     launcher._name_stopped()
     assert launcher.stopped == {}
 
