@@ -22,10 +22,12 @@ from mlpipe.plan.plan import EmaPlan, Entry, OptimizerPlan, ParameterGroup, Plan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.export import export_checkpoint
+from mlpipe.train.optim.averages import swapped_in
 from mlpipe.train.optim.clipping import clip_values
 from mlpipe.train.optim.ema import averaged
 from mlpipe.train.optim.learning_rate import check_schedule, learning_rate
 from mlpipe.train.optim.make import make_update
+from mlpipe.train.optim.update import after_load
 from mlpipe.train.reshard import load
 from mlpipe.train.resuming import _load_optimizer
 from mlpipe.train.shards import LocalShard, clear_gradients
@@ -117,6 +119,31 @@ class LionOfThePaper:
             update = torch.sign(0.9 * mean + (1 - 0.9) * p.grad)
             p.copy_(p * (1 - lr * (0.1 if p.dim() >= 2 else 0.0)) - lr * update)
             mean.copy_(0.99 * mean + (1 - 0.99) * p.grad)
+
+
+class ScheduleFreeOfThePaper:
+    """Defazio et al., 2024, algorithm 1, with the betas 0.9 and 0.999 and a decay of 0.1 of matrices: all
+    three series are kept, and each is computed as it stands there. The members of the average weigh what the
+    largest learning rate so far was, squared (section 4.3)."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters, self.count, self.param_groups = parameters, 0, [{"lr": 0.0}]
+        self.x, self.z = ([p.detach().clone() for p in parameters] for _ in range(2))
+        self.squares = [torch.zeros_like(p) for p in parameters]
+        self.weights: list[float] = []
+
+    @torch.no_grad()
+    def step(self) -> None:
+        lr = self.param_groups[0]["lr"]
+        self.count += 1
+        self.weights.append(max([lr**2, *self.weights]))
+        c = self.weights[-1] / sum(self.weights)
+        for i, y in enumerate(self.parameters):
+            self.squares[i] = 0.999 * self.squares[i] + 0.001 * y.grad**2
+            step = y.grad / ((self.squares[i] / (1 - 0.999**self.count)).sqrt() + 1e-8)
+            self.z[i] = self.z[i] - lr * step - lr * (0.1 if y.dim() >= 2 else 0.0) * y
+            self.x[i] = (1 - c) * self.x[i] + c * self.z[i]
+            y.copy_((1 - 0.9) * self.z[i] + 0.9 * self.x[i])
 
 
 class AdamWOfFewBits:
@@ -213,6 +240,8 @@ def reference_of(name: str, net: Net) -> Reference:
         return Reference(LionOfThePaper(everything))
     if name in ("adamw8bit", "adamw4bit"):
         return Reference((AdamWOf8Bits if name == "adamw8bit" else AdamWOf4Bits)(everything))
+    if name == "schedule_free_adamw":
+        return Reference(ScheduleFreeOfThePaper(everything))
     if name == "adafactor":
         return Reference(torch.optim.Adafactor(by_dims(everything, 0.05)))
     if name == "muon":
@@ -228,6 +257,7 @@ def reference_of(name: str, net: Net) -> Reference:
     ("name", "args", "tolerance"),
     [
         ("lion", {}, 1e-6),
+        ("schedule_free_adamw", {}, 1e-5),
         ("adafactor", {"weight_decay": 0.05}, 1e-5),
         ("muon", {}, 1e-6),
         ("adamw8bit", {}, 1e-4),
@@ -255,6 +285,31 @@ def test_equal_to_its_reference_over_100_steps(name: str, args: dict[str, Any], 
         clear_gradients(shards)
         for parameter in theirs.parameters():
             parameter.grad = None
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_goes_on_from_its_states_bit_for_bit(name: str) -> None:
+    """With the tensors that a checkpoint has: those of the model that the optimizer has none instead of, and
+    its states."""
+    nets = Net(), Net()
+    ours, theirs = (shards_of(net) for net in nets)
+    before, after = make_update(plan_of(name), ours), make_update(plan_of(name), theirs)
+    for step in (1, 2):
+        backward(nets[0], step)
+        before.step(lr=0.01, scale=0.5)
+        clear_gradients(ours)
+    after.load_scalars(json.loads(json.dumps(before.scalars())))
+    saved = {item.name: item.local.clone() for item in [*ours, *before.state()]}
+    for item in [*theirs, *after.state()]:
+        item.local.copy_(saved[item.name])
+    after_load(after)
+    for net, shards, update in ((nets[0], ours, before), (nets[1], theirs, after)):
+        backward(net, 3)
+        update.step(lr=0.02, scale=0.5)
+        clear_gradients(shards)
+    for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_muon_without_blocks_is_refused() -> None:
@@ -382,7 +437,7 @@ def test_the_average_is_swapped_in_and_out() -> None:
             gathered.append(net.head.bias.detach().clone())
 
     def failing() -> None:
-        with update.swapped_in(Model):
+        with swapped_in(update.averages(), Model):  # type: ignore[arg-type]
             for parameter, average in zip(net.parameters(), averages, strict=True):
                 assert torch.equal(parameter, average)
             raise KeyError  # what fails inside leaves the weights as they were
@@ -448,6 +503,7 @@ TOLERANCE = {
     "muon": 1e-3,
     "adamw8bit": 1e-3,
     "adamw4bit": 3e-3,
+    "schedule_free_adamw": 1e-5,
 }
 GROUPS = (ParameterGroup("*layernorm*", 2.0, 0.05), ParameterGroup("embed*", lr_scale=0.5))
 
@@ -471,7 +527,8 @@ def training(folder: Path, name: str, strategy: Any, world_size: int, **changes:
         groups=GROUPS,
     )
     model = replace(train.model, build=Entry(train.model.build.entry, asdict(config)))
-    return replace(plan, work=replace(train, model=model, optimizer=optimizer, ema=EmaPlan(0.8, every=3)))
+    ema = None if OPTIMIZERS[name].averages else EmaPlan(0.8, every=3)
+    return replace(plan, work=replace(train, model=model, optimizer=optimizer, ema=ema))
 
 
 @pytest.fixture(scope="module")
@@ -512,7 +569,8 @@ def test_all_strategies_agree(trained: Any, name: str) -> None:
     store, made = trained
     alone = plans.losses(store, made[f"{name}-single-1"])
     of_one = contents(store, made[f"{name}-single-1"])
-    averages = {key: value for key, value in of_one.items() if key.endswith(".ema")}
+    kind = "model." if OPTIMIZERS[name].averages else ".ema"  # what a checkpoint has as the average
+    averages = {key: value for key, value in of_one.items() if key.startswith(kind) or key.endswith(kind)}
     assert len(alone) == STEPS
     assert len(averages) == sum(key.startswith("model.") for key in of_one)
     assert alone[-1] < alone[0]
@@ -544,7 +602,7 @@ def test_what_four_saved_two_go_on_with(trained: Any, tmp_path: Path) -> None:
         assert rates == plans.by_step(store, made[f"{name}-single-1"], "lr")[SAVED:]
         of_one, of_many = contents(store, made[f"{name}-single-1"]), contents(store, plan)
         for key, value in of_one.items():
-            if key.endswith(".ema"):
+            if key.endswith(".ema") or (OPTIMIZERS[name].averages and key.startswith("model.")):
                 assert (of_many[key] - value).abs().mean() <= 30 * TOLERANCE[name] * value.abs().mean(), key
 
 

@@ -53,10 +53,11 @@ class Optimizer:
     """`build`: `package.module:function`; called with the shards that a rank updates and the arguments, it
     returns an `Update` (`train/optim/update.py`). `state_bytes_per_parameter`: what it keeps between steps
     for each fp32 parameter, by the arguments; `states`: the same to the byte, of optimizers that do not keep
-    tensors of the parameters' shapes in fp32. `update_cost`: besides reading and writing all of these. `lr`:
-    default of the learning rate. `needs_blocks`: it is for the blocks of a model, and refuses one without.
-    `needs_whole_rows`: it cannot update parts of matrices that are cut along both dims (tensor parallelism,
-    experts)."""
+    tensors of the parameters' shapes in fp32. `update_cost`: besides reading and writing all of these. `lr`,
+    `schedule`: defaults of the learning rate. `needs_blocks`: it is for the blocks of a model, and refuses
+    one without. `needs_whole_rows`: it cannot update parts of matrices that are cut along both dims (tensor
+    parallelism, experts). `averages`: one of its states is an average of the weights, which a checkpoint has
+    in their place."""
 
     title: str
     about: str
@@ -66,8 +67,10 @@ class Optimizer:
     states: Callable[[Parameter], tuple[StateTensor, ...]] | None = None
     update_cost: Callable[[Parameter], UpdateCost] | None = None
     lr: float = 3e-4
+    schedule: str = "cosine"
     needs_blocks: bool = False
     needs_whole_rows: bool = False
+    averages: bool = False
 
 
 _EPS = Argument(1e-8, "Added to the denominator.", above=0)
@@ -199,6 +202,28 @@ OPTIMIZERS: dict[str, Optimizer] = {
         {"betas": _MOMENTS, "eps": _EPS, "weight_decay": _DECAY},
         lambda args: 1,
         states=lambda p: _quantized_states(p, 4, QUANTIZED_BLOCK_4BIT),
+    ),
+    "schedule_free_adamw": Optimizer(
+        "ScheduleFreeAdamW",
+        "Schedule-free AdamW (Defazio et al., The Road Less Scheduled, 2024) and its learning-rate schedule, "
+        "which is constant unless you say otherwise: a warm-up is all it needs. It averages the weights; "
+        "validations measure the average, and it is what checkpoints and exports have. Matrices decay, "
+        "vectors do not.",
+        "mlpipe.train.optim.schedule_free_adamw:ScheduleFreeAdamW",
+        {
+            "betas": Argument(
+                (0.9, 0.999),
+                "Share of the average in the weights of a pass, and decay of the second moment.",
+                above=0,
+                below=1,
+            ),
+            "eps": _EPS,
+            "weight_decay": _DECAY,
+        },
+        lambda args: 12,  # the average, the steps' own weights, the second moment
+        lr=2.5e-3,
+        schedule="constant",
+        averages=True,
     ),
 }
 DEFAULT = "adamw"

@@ -111,4 +111,4 @@ def saved_bytes(parameters: ParameterCounts, optimizer: OptimizerCost, num_ranks
     """Of a checkpoint, what each of all ranks writes under any layout: weights and states are written once,
     and ranks that hold replicas of the same share the writing (`train/checkpoint.py`)."""
     states = total(optimizer.states(parameters, num_ranks))
-    return WEIGHT_BYTES * parameters.share(num_ranks) + states
+    return (0 if optimizer.replaces_weights else WEIGHT_BYTES * parameters.share(num_ranks)) + states

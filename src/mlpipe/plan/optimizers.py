@@ -24,6 +24,11 @@ class OptimizerCost:
     name: str | None = None
     averages: bool = False
 
+    @property
+    def replaces_weights(self) -> bool:
+        """Whether one of its states is what a checkpoint has as the weights."""
+        return self.name is not None and OPTIMIZERS[self.name].averages
+
     def states(self, parameters: ParameterCounts, num_ranks: int) -> Group:
         """On the first of so many ranks, which has the most rows."""
         return _states(self, parameters, num_ranks)

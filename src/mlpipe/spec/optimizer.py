@@ -67,6 +67,14 @@ _Schedule = Annotated[
 ]
 
 
+def _schedule(default: str) -> Any:
+    return Field(
+        default,
+        description="Learning rate after the warm-up. `wsd`: constant, then a linear decay; `polynomial`: "
+        "linear, to a power. Or your own `entry`.",
+    )
+
+
 class Optimizer(SpecModel):
     """What every optimizer has: the rule of the learning rate and the clipping of the gradients, which are
     mlpipe's own."""
@@ -78,11 +86,7 @@ class Optimizer(SpecModel):
     clip_value: f.Positive | None = Field(
         None, description="Largest absolute value in the gradient, to which larger ones are cut."
     )
-    schedule: _Schedule = Field(
-        "cosine",
-        description="Learning rate after the warm-up. `wsd`: constant, then a linear decay; `polynomial`: "
-        "linear, to a power. Or your own `entry`.",
-    )
+    schedule: _Schedule = _schedule("cosine")
     power: f.Positive | None = Field(None, description="Of `polynomial`. Default: 1.")
     warmup_steps: f.CountOrZero = Field(0, description="Steps of linear warm-up.")
     decay_steps: f.Count | None = Field(
@@ -162,7 +166,10 @@ def _named(name: str, known: optimizers.Optimizer) -> type[NamedOptimizer]:
         f"{known.title}Arguments", __base__=SpecModel, name=choice, lr=_lr(known.lr), **arguments
     )
     bases: Any = (NamedOptimizer, own)
-    made: type[NamedOptimizer] = create_model(known.title, __base__=bases, __doc__=known.about)
+    others: Any = {}
+    if known.schedule != Optimizer.model_fields["schedule"].default:
+        others["schedule"] = (_Schedule, _schedule(known.schedule))
+    made: type[NamedOptimizer] = create_model(known.title, __base__=bases, __doc__=known.about, **others)
     return made
 
 
@@ -215,6 +222,11 @@ def problems(train: Node) -> Iterator[Problem]:
     by_norm, by_value = get(optimizer, "grad_clip"), get(optimizer, "clip_value")
     if by_norm is not None and by_norm.value and by_value is not None:
         yield problem_of_key(by_value, "grad_clip and clip_value both clip the gradient", "keep one of them")
+    ema, known = get(train, "ema"), OPTIMIZERS.get(text_of(get(optimizer, "name")) or "")
+    if ema is not None and ema.value is not None and known is not None and known.averages:
+        yield problem_of_key(
+            ema, "the optimizer keeps an average of its own, which is what counts", "remove ema"
+        )
     yield from _steps(train, optimizer)
     yield from _groups(optimizer)
 

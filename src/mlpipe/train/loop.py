@@ -8,7 +8,7 @@ import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from mlpipe.train.checkpoint import Checkpointer
 from mlpipe.train.data import ReadAhead
 from mlpipe.train.optim.clipping import clip_factor, clip_values, squared_norm
 from mlpipe.train.optim.learning_rate import learning_rate
-from mlpipe.train.optim.update import Update
+from mlpipe.train.optim.update import Update, averages_of
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.recording import Recording
@@ -32,7 +32,6 @@ from mlpipe.train.session import Session
 from mlpipe.train.shards import clear_gradients
 
 if TYPE_CHECKING:
-    from mlpipe.train.optim.ema import Ema
     from mlpipe.train.validation import Validation
 
 
@@ -98,11 +97,13 @@ class Loop:
     def validate(self) -> bool:
         """Whether this is the best so far."""
         assert self.validation is not None
-        averages: AbstractContextManager[None] = nullcontext()
-        if self.plan.ema is not None:  # which is what is measured then
+        averaged: AbstractContextManager[None] = nullcontext()
+        if averages := averages_of(self.update):  # which is what is measured then
+            from mlpipe.train.optim.averages import swapped_in
+
             self.checkpointer.wait_for_staging()
-            averages = cast("Ema", self.update).swapped_in(self.model)
-        with averages:
+            averaged = swapped_in(averages, self.model)
+        with averaged:
             record = self.validation.run(self.schedule, self.position.step)
         self.model.waits.take()  # of gathers after the averages went back: no part of the next step
         self.recording.validated(record)

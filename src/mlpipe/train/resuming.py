@@ -20,7 +20,7 @@ from mlpipe.store.manifest import Manifest
 from mlpipe.store.runs import append_event
 from mlpipe.train.checkpoint import Checkpointer
 from mlpipe.train.optim.learning_rate import learning_rate
-from mlpipe.train.optim.update import GROUPS, Update
+from mlpipe.train.optim.update import GROUPS, Update, after_load
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.reshard import load
 from mlpipe.train.session import Session
@@ -83,6 +83,7 @@ def resume(
             raise _none_is_sound(session.plan, damages)
         return Position()
     scalars = manifest["scalars"]
+    after_load(update)
     parallel.after_step()
     checkpointer.in_use.add(key)
     notes = _schedule_notes(session.plan.work.training, scalars)
@@ -146,7 +147,9 @@ def _schedule_notes(plan: TrainPlan | None, scalars: dict[str, Any]) -> list[str
 
 def stored(parallel: ParallelizedModel, update: Update) -> list[LocalShard]:
     """All tensors of a checkpoint. LossModule's one child is `model`, hence the names `model.<fqn>`."""
-    return [*parallel.shards, *update.state()]
+    states = update.state()
+    instead = {state.name for state in states}
+    return [*(shard for shard in parallel.shards if shard.name not in instead), *states]
 
 
 def optimizer_scalars(plan: OptimizerPlan, update: Update) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlpipe._core.optimizers import OPTIMIZERS, newton_schulz_flops
+from mlpipe.plan.memory import saved_bytes
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.shapes.shape import ParameterCounts
 from mlpipe.plan.tensors import total
@@ -35,6 +36,7 @@ def of(name: str, num_ranks: int, averages: bool = False) -> int:
         # codes, and two blocks of 256 a row; rows of 7 and of 1 stay fp32
         ("adamw8bit", 2 * 2 * (3000 + 4 * 20) + 8 * 80, 2 * 2 * 3 * (300 + 8) + 8 * 3 * 8),
         # two codes a byte, and three blocks of 128
+        ("schedule_free_adamw", 12 * 6080, 12 * 3 * 608),
         ("adamw4bit", 2 * 2 * (1500 + 4 * 30) + 8 * 80, 2 * 2 * 3 * (150 + 12) + 8 * 3 * 8),
     ],
 )
@@ -42,6 +44,13 @@ def test_states(name: str, alone: int, a_rank_of_four: int) -> None:
     assert of(name, 1) == alone
     assert of(name, 4) == a_rank_of_four
     assert of(name, 4, averages=True) == a_rank_of_four + 4 * 3 * 608
+
+
+def test_of_a_checkpoint() -> None:
+    """One of the states of a schedule-free optimizer is there in the place of the weights."""
+    assert saved_bytes(MODEL, OptimizerCost(8, "adamw"), 4) == (4 + 8) * 3 * 608
+    assert saved_bytes(MODEL, OptimizerCost(8, "adamw", averages=True), 4) == (4 + 8 + 4) * 3 * 608
+    assert saved_bytes(MODEL, OptimizerCost(12, "schedule_free_adamw"), 4) == 12 * 3 * 608
 
 
 def test_a_step() -> None:

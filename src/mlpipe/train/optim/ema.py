@@ -3,8 +3,7 @@ Valpola, Mean Teacher, 2017), beside any optimizer: each rank averages what it u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import EmaPlan
 from mlpipe.store.manifest import Manifest
-from mlpipe.train.optim.update import Update
-from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.optim.update import Average, Update, after_load
 from mlpipe.train.shards import LocalShard
 
 KIND = "ema"  # of state, in the names of a checkpoint's tensors
@@ -39,10 +37,18 @@ class Ema:
             weights = [shard.local for shard in self.shards]
             torch._foreach_lerp_(self._averages, weights, 1 - self.plan.decay)
 
+    def averages(self) -> list[Average]:
+        """Of each parameter."""
+        return list(zip(self.shards, self._averages, strict=True))
+
+    def after_load(self) -> None:
+        """The optimizer's own."""
+        after_load(self.update)
+
     def state(self) -> list[LocalShard]:
         """The optimizer's own, and the averages."""
-        pairs = zip(self.shards, self._averages, strict=True)
-        return [*self.update.state(), *(shard.state(KIND, average) for shard, average in pairs)]
+        own = (shard.state(KIND, average) for shard, average in self.averages())
+        return [*self.update.state(), *own]
 
     def scalars(self) -> dict[str, Any]:
         """The optimizer's own, and the number of steps."""
@@ -58,27 +64,6 @@ class Ema:
             )
         self.num_steps = scalars["ema"]["num_steps"]
         self.update.load_scalars(scalars)
-
-    @contextmanager
-    def swapped_in(self, model: ParallelizedModel) -> Iterator[None]:
-        """The model computes with the averages while this is entered, by all ranks. Nothing may be reading
-        the weights: a save has been staged (`Checkpointer.wait_for_staging`)."""
-        self._swap(model)
-        try:
-            yield
-        finally:
-            self._swap(model)
-
-    @torch.no_grad()
-    def _swap(self, model: ParallelizedModel) -> None:
-        for shard, average in zip(self.shards, self._averages, strict=True):
-            weight = shard.local.clone()
-            shard.local.copy_(average)
-            average.copy_(weight)
-        model.after_step()
-        for module in model.built.module.modules():
-            if hasattr(module, "reshard"):  # FSDP's, which may hold gathered weights of before
-                module.reshard()
 
 
 def averaged(shards: Sequence[LocalShard], manifest: Manifest, where: str) -> list[LocalShard]:

@@ -9,7 +9,7 @@ from typing import Any
 from mlpipe._core.errors import TrainError
 from mlpipe._core.patterns import matching, nearest
 from mlpipe.plan.plan import ParameterGroup
-from mlpipe.train.optim.update import GROUPS, Update
+from mlpipe.train.optim.update import GROUPS, Average, Update, after_load, averages_of
 from mlpipe.train.shards import LocalShard
 
 Build = Callable[[Sequence[LocalShard], dict[str, Any]], Update]
@@ -57,6 +57,15 @@ class Grouped:
     def state(self) -> list[LocalShard]:
         """Of all groups."""
         return [tensor for update, _ in self.parts for tensor in update.state()]
+
+    def averages(self) -> list[Average]:
+        """Of the groups that have any."""
+        return [average for update, _ in self.parts for average in averages_of(update)]
+
+    def after_load(self) -> None:
+        """Of all groups."""
+        for update, _ in self.parts:
+            after_load(update)
 
     def scalars(self) -> dict[str, Any]:
         """Of each group, in their order."""

@@ -12,6 +12,7 @@ import torch
 
 from mlpipe.train.shards import LocalShard
 
+Average = tuple[LocalShard, torch.Tensor]  # what is trained, and its average of the same shape
 GROUPS = "groups_of_parameters"  # in the scalars of an optimizer with groups
 
 
@@ -25,7 +26,8 @@ class Update(Protocol):
     def state(self) -> list[LocalShard]:
         """All tensors that outlive a step, each named `optim.<parameter>.<state>` and with a global shape of
         its own: a checkpoint holds them, and loads them under any other mesh. As before the first step, if
-        there was none yet."""
+        there was none yet. One named as a parameter is what a checkpoint has as the model's weight instead
+        of that which is trained; such an Update makes this of its states in `after_load()`."""
 
     def scalars(self) -> dict[str, Any]:
         """What outlives a step besides, as JSON; the same on every rank."""
@@ -33,6 +35,17 @@ class Update(Protocol):
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Takes what `scalars` gave when the checkpoint was written, before the tensors of `state` are
         filled from it."""
+
+
+def averages_of(update: Update) -> list[Average]:
+    """What a validation measures instead of the weights: the `averages()` of an Update that has any."""
+    found: list[Average] = getattr(update, "averages", list)()
+    return found
+
+
+def after_load(update: Update) -> None:
+    """To be called when the tensors of `state` have been filled from a checkpoint."""
+    getattr(update, "after_load", list)()
 
 
 def scaled_gradients(shards: Iterable[LocalShard], scale: float) -> list[tuple[LocalShard, torch.Tensor]]:
