@@ -17,7 +17,7 @@ from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.memory import MemoryEstimate
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh, Strategy
-from mlpipe.plan.shapes.shape import Activations, ModelShape, StepShape
+from mlpipe.plan.shapes.shape import Activations, ModelShape, Part, StepShape
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import StepSeconds, passes, save_seconds, update_seconds, whole_steps
 from mlpipe.plan.wire import Wire
@@ -57,20 +57,21 @@ class Pricer:
 
     def __init__(self, shape: ModelShape, training: Training, hardware: Hardware) -> None:
         self.shape, self.training, self.hardware = shape, training, hardware
-        self._known: dict[tuple[Choices, int], tuple[StepShape, Activations, Passes]] = {}
+        self._known: dict[tuple[Choices, Part, int], tuple[StepShape, Activations, Passes]] = {}
 
     def candidate(self, strategy: Strategy, mesh: Mesh, choices: Choices, *, asked: bool) -> Candidate:
         """Raises PlanError for a mesh that nobody can plan for."""
-        step, activations, step_passes = self._on_one_rank(choices, mesh.num_data_ranks)
+        step, activations, step_passes = self._on_one_rank(choices, mesh)
         hardware, training = self.hardware, self.training
         layout = layout_of(strategy, mesh)
         work = RankWork(
-            self.shape.parameters,
+            self.shape.parameters.of(step.part),
             activations,
             step,
             layout,
             training.optimizer,
             overlap=step_passes.overlap,
+            kv_bytes=step_passes.kv_bytes,
         )
         needs = self._memory(work)
         if needs.total > hardware.memory_bytes and step.accumulation > 1 and mesh.dp_shard > 1:
@@ -103,12 +104,13 @@ class Pricer:
             used_ratio=needs.total / hardware.memory_bytes,
         )
 
-    def _on_one_rank(self, choices: Choices, num_data_ranks: int) -> tuple[StepShape, Activations, Passes]:
-        """Before a mesh divides it."""
-        key = choices, num_data_ranks
+    def _on_one_rank(self, choices: Choices, mesh: Mesh) -> tuple[StepShape, Activations, Passes]:
+        """Before data parallelism divides its states."""
+        part = Part(tp=mesh.tp, cp=mesh.cp)
+        key = choices, part, mesh.num_data_ranks
         if key not in self._known:
             training, hardware = self.training, self.hardware
-            samples = training.global_batch // num_data_ranks
+            samples = training.global_batch // mesh.num_data_ranks
             step = StepShape(
                 training.seq_len,
                 choices.micro_batch,
@@ -116,6 +118,7 @@ class Pricer:
                 choices.precision,
                 choices.checkpointing,
                 training.compiled,
+                part,
             )
             activations = self.shape.activations(step, hardware.device)
             self._known[key] = (step, activations, passes(self.shape, step, hardware))
@@ -128,7 +131,7 @@ class Pricer:
         self, layout: Layout, step: StepShape, activations: Activations, step_passes: Passes
     ) -> StepSeconds:
         hardware, training, mesh = self.hardware, self.training, layout.mesh
-        wire, parameters = Wire(hardware), self.shape.parameters
+        wire, parameters = Wire(hardware), self.shape.parameters.of(step.part)
         allocating = allocation_seconds(
             activations.made, hardware.device, hardware.speed, mesh, step.checkpointing
         )
@@ -147,7 +150,7 @@ class Pricer:
         if interval is None:
             interval = whole_steps(training.save_seconds or 900.0, compute + exposed)
         between = interval * (compute + exposed) if training.asynchronous else None
-        saved = memory.saved_bytes(parameters, training.optimizer, mesh.world_size)
+        saved = memory.saved_bytes(self.shape.parameters, training.optimizer, mesh.world_size)
         stall = save_seconds(saved, hardware, between)
         # reading tokens is a copy out of a mapped file; the rest of a step's bookkeeping is a few kernels
         samples = training.global_batch / mesh.num_data_ranks

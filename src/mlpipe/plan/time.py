@@ -33,9 +33,10 @@ class StepSeconds:
 
 
 def passes(shape: ModelShape, step: StepShape, hardware: Hardware) -> Passes:
-    """Forward and backward of one rank that has the whole model, and what of it travels."""
-    seconds, parameters = _pass_seconds(shape, step, hardware), shape.parameters
-    num_blocks = max(1, parameters.num_blocks)
+    """Forward and backward of one rank and its part of the model, and what of it travels."""
+    seconds, parameters = _pass_seconds(shape, step, hardware), shape.parameters.of(step.part)
+    num_blocks, width, widths = max(1, parameters.num_blocks), COMPUTE_BYTES[step.precision], shape.widths
+    channels = widths.get("num_kv_heads", 0) * widths.get("head_dim", 0)
     return Passes(
         num_blocks=num_blocks,
         forward_block=seconds.forward_block,
@@ -45,8 +46,11 @@ def passes(shape: ModelShape, step: StepShape, hardware: Hardware) -> Passes:
         accumulation=step.accumulation,
         block_params=(parameters.total - parameters.outside) // num_blocks,
         outside_params=parameters.outside,
-        width=COMPUTE_BYTES[step.precision],
+        width=width,
         overlap=hardware.device == "cuda",
+        stream_bytes=step.num_tokens * widths.get("dim", 0) * width,
+        kv_bytes=2 * step.micro_batch * step.seq_len * channels // step.part.tp * width,
+        recomputes=step.checkpointing != "none",
     )
 
 

@@ -25,20 +25,32 @@ class Wire:
         """A reduce-scatter and an all-gather, in place."""
         return 2 * self._ring(num_bytes, num_ranks, stride)
 
-    def all_gather(self, num_bytes: float, num_ranks: int) -> float:
+    def all_gather(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
         """Of weights: on a CPU as calibrated, with all copies."""
-        ring = self._ring(num_bytes, num_ranks)
+        ring = self._ring(num_bytes, num_ranks, stride)
         return self._calibrated(ring, num_bytes, self.hardware.speed.gather_bytes_per_second)
 
-    def reduce_scatter(self, num_bytes: float, num_ranks: int) -> float:
-        """Of gradients, likewise. gloo reduces the whole on every rank (torch, ProcessGroupGloo.cpp)."""
-        on_cpu = self.hardware.device == "cpu"
-        ring = self.all_reduce(num_bytes, num_ranks) if on_cpu else self._ring(num_bytes, num_ranks)
+    def reduce_scatter(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+        """Of gradients, likewise."""
+        ring = self.scatter_activations(num_bytes, num_ranks, stride)
         return self._calibrated(ring, num_bytes, self.hardware.speed.scatter_bytes_per_second)
 
-    def all_to_all(self, num_bytes: float, num_ranks: int) -> float:
+    def gather_activations(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+        """Without FSDP2's copies."""
+        return self._ring(num_bytes, num_ranks, stride)
+
+    def scatter_activations(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+        """Reduces and scatters. gloo reduces the whole on every rank (torch, ProcessGroupGloo.cpp)."""
+        on_cpu = self.hardware.device == "cpu"
+        return (2 if on_cpu else 1) * self._ring(num_bytes, num_ranks, stride)
+
+    def all_to_all(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
         """Each rank has a share of the tensor, and sends each other rank as much of it."""
-        return self._ring(num_bytes / num_ranks, num_ranks)
+        return self._ring(num_bytes / num_ranks, num_ranks, stride)
+
+    def send(self, num_bytes: float, stride: int) -> float:
+        """To one rank that is so many ranks away."""
+        return self._ring(2 * num_bytes, 2, stride)
 
     def _ring(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
         """`num_ranks` - 1 steps of a share. A ring through several nodes has as many network ports as it has

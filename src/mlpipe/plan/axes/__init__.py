@@ -3,7 +3,7 @@
     divide(tensors, work) -> the tensors that a rank has where the axis splits them
     exposed_seconds(passes, wire, layout) -> communication in a step that computing does not hide
 
-`AXES` are applied in this order. A dimension of the mesh that is not among them must be 1.
+`AXES` are applied in this order. What the trainer can split over is another matter: `_core/meshes.py`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from __future__ import annotations
 from functools import lru_cache
 
 from mlpipe._core.errors import PlanError
-from mlpipe.plan.axes import dp_replicate, dp_shard
+from mlpipe.plan.axes import cp, dp_replicate, dp_shard, tp
 from mlpipe.plan.axes.axis import Axis
 from mlpipe.plan.plan import Mesh
 
-AXES: dict[str, Axis] = {"dp_shard": dp_shard, "dp_replicate": dp_replicate}
+AXES: dict[str, Axis] = {"tp": tp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "cp": cp}
 
 
 @lru_cache(maxsize=256)  # asked for twice by every candidate
 def active(mesh: Mesh) -> tuple[Axis, ...]:
-    """Those that are larger than 1. Raises PlanError for one that nobody can plan for yet."""
+    """Those that are larger than 1; where nothing is sharded, the gradients are reduced over `cp` as over
+    `dp_replicate`. Raises PlanError for one that nobody can plan for yet."""
     sizes = {name: size for name, size in vars(mesh).items() if size > 1}
     for name, size in sizes.items():
         if name not in AXES:
@@ -28,4 +29,6 @@ def active(mesh: Mesh) -> tuple[Axis, ...]:
                 f"the mesh has {name} {size}, and nothing can be split over {name} yet",
                 hint=f"make {name} 1; these may be larger: {', '.join(AXES)}",
             )
+    if mesh.cp > 1 == mesh.dp_shard:
+        sizes["dp_replicate"] = mesh.dp_replicate * mesh.cp
     return tuple(axis for name, axis in AXES.items() if name in sizes)

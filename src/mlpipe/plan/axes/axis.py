@@ -23,15 +23,35 @@ class Layout:
     reduce_gradients: Literal["last", "every"] = "last"
 
     @property
+    def num_shards(self) -> int:
+        """So many ranks share the weights that one of them computes with: those of `dp_shard`, and with them
+        those of `cp`, which need the same ones."""
+        return self.mesh.dp_shard * self.mesh.cp if self.mesh.dp_shard > 1 else 1
+
+    @property
+    def num_replicas(self) -> int:
+        """So many have the same weights or shards, and other gradients."""
+        return self.mesh.dp_replicate * self.mesh.dp_shard * self.mesh.cp // self.num_shards
+
+    @property
     def num_updating_ranks(self) -> int:
         """Among so many ranks the update of a parameter is split."""
-        return self.mesh.dp_shard * (self.mesh.dp_replicate if self.shard_optimizer else 1)
+        return self.num_shards * (self.mesh.dp_replicate if self.shard_optimizer else 1)
+
+    @property
+    def shard_stride(self) -> int:
+        """Ranks between neighbours that share weights; between those of replicas `replica_stride`."""
+        return self.mesh.tp
+
+    @property
+    def replica_stride(self) -> int:
+        return self.shard_stride * self.num_shards
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one rank does in a step. `overlap`: collectives run beside computing, which needs a GPU: on CPU
-    both want the same cores."""
+    """What one rank does in a step, of its part of the model. `overlap`: collectives run beside computing,
+    which needs a GPU: on CPU both want the same cores."""
 
     parameters: ParameterCounts
     activations: Activations
@@ -39,6 +59,7 @@ class RankWork:
     layout: Layout
     optimizer: OptimizerCost
     overlap: bool
+    kv_bytes: int = 0  # as of `Passes`
 
     def optimizer_states(self, num_ranks: int) -> Group:
         """Split over so many."""
@@ -58,8 +79,10 @@ class RankWork:
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of one micro-batch, and what travels. `outside`: embedding, last norm, head and loss. `width`:
-    bytes of a block's parameter as it travels."""
+    """Seconds of one micro-batch on a rank, and what travels. `outside`: embedding, last norm, head and loss.
+    `width`: bytes of a block's parameter as it travels. `stream_bytes`: of the residual stream as matrix
+    products read it, of all tokens of a micro-batch that a `tp` group has; `kv_bytes`: of keys and values of
+    whole sequences, of a rank's heads. `recomputes`: the backward passes compute the forward ones again."""
 
     num_blocks: int
     forward_block: float
@@ -71,17 +94,24 @@ class Passes:
     outside_params: int
     width: int
     overlap: bool
+    stream_bytes: int = 0
+    kv_bytes: int = 0
+    recomputes: bool = False
+
+    @property
+    def forward(self) -> float:
+        """Of all blocks and the rest."""
+        return self.num_blocks * self.forward_block + self.forward_outside
 
     @property
     def backward(self) -> float:
-        """Of all blocks and the rest."""
+        """Likewise."""
         return self.num_blocks * self.backward_block + self.backward_outside
 
     @property
     def compute(self) -> float:
         """Of all micro-batches of a step, forward and backward."""
-        forward = self.num_blocks * self.forward_block + self.forward_outside
-        return self.accumulation * (forward + self.backward)
+        return self.accumulation * (self.forward + self.backward)
 
     @property
     def num_params(self) -> int:

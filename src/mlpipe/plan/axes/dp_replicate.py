@@ -36,16 +36,16 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     """The gradients' buckets are reduced beside the last backward pass; the last bucket has nothing left to
     hide behind (Li et al., PyTorch Distributed, 2020). Nothing hides the gathering of updated slices: packed,
     sent and unpacked."""
-    num_ranks = layout.mesh.dp_replicate
+    num_ranks, stride = layout.num_replicas, layout.replica_stride
     if layout.mesh.dp_shard > 1:  # travels with what FSDP reduces
         return 0.0
-    exposed = wire.all_reduce(GRADIENT_BYTES * passes.num_params, num_ranks)
+    exposed = wire.all_reduce(GRADIENT_BYTES * passes.num_params, num_ranks, stride)
     if passes.overlap:
-        last = wire.all_reduce(min(DDP_BUCKET_BYTES, GRADIENT_BYTES * passes.num_params), num_ranks)
+        last = wire.all_reduce(min(DDP_BUCKET_BYTES, GRADIENT_BYTES * passes.num_params), num_ranks, stride)
         exposed = max(last, exposed - passes.backward)
     if layout.shard_optimizer:
         num_bytes = WEIGHT_BYTES * passes.num_params
-        exposed += wire.all_gather(num_bytes, num_ranks)
+        exposed += wire.all_gather(num_bytes, num_ranks, stride)
         if not wire.hardware.speed.gather_bytes_per_second:  # else measured with it
             exposed += copy_seconds(2 * num_bytes, wire.hardware.speed)
     return exposed

@@ -26,7 +26,7 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     what is outside. Accumulation keeps the gradients of all micro-batches whole, in fp32, until the last one
     sends them, unless each does."""
     layout, parameters = work.layout, work.parameters
-    width, num_ranks = COMPUTE_BYTES[work.step.precision], layout.mesh.dp_shard
+    width, num_ranks = COMPUTE_BYTES[work.step.precision], layout.num_shards
     block, outside = parameters.block, parameters.outside
     sends_late = work.step.accumulation > 1 and layout.reduce_gradients == "last"
     gathered = width * (2 * block if layout.reshard_after_forward else parameters.total - outside)
@@ -81,17 +81,17 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     is copied out of its buffer, and what will be scattered into one, in the stream that computes (torch,
     _fsdp_collectives.py); a calibration of a CPU has measured these copies with the transfers."""
     speed, reshard = wire.hardware.speed, layout.reshard_after_forward
-    num_ranks, num_replicas = layout.mesh.dp_shard, layout.mesh.dp_replicate
+    num_ranks, num_replicas, stride = layout.num_shards, layout.num_replicas, layout.shard_stride
     block, outside = passes.block_params, passes.outside_params
     reduces_each = layout.reduce_gradients == "every"
 
     def reduction(num_params: int, number: int) -> float:
         last, scattered, summed = number == passes.accumulation - 1, 0.0, 0.0
         if last or reduces_each:
-            scattered = wire.reduce_scatter(GRADIENT_BYTES * num_params, num_ranks)
+            scattered = wire.reduce_scatter(GRADIENT_BYTES * num_params, num_ranks, stride)
         if last:
             share = GRADIENT_BYTES * num_params / num_ranks
-            summed = wire.all_reduce(share, num_replicas, stride=num_ranks)
+            summed = wire.all_reduce(share, num_replicas, layout.replica_stride)
         return scattered + summed
 
     def copies_of(num_bytes: int, measured: float) -> float:
@@ -105,8 +105,8 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     for number in range(passes.accumulation):
         gather, first = 0.0, 0.0
         if reshard or number == 0:
-            gather = wire.all_gather(passes.width * block, num_ranks)
-            first = wire.all_gather(WEIGHT_BYTES * outside, num_ranks)
+            gather = wire.all_gather(passes.width * block, num_ranks, stride)
+            first = wire.all_gather(WEIGHT_BYTES * outside, num_ranks, stride)
         backward = reduction(block, number) + (gather if reshard else 0.0)
         if passes.overlap:
             exposed += first + gather + (passes.num_blocks - 1) * max(0.0, gather - passes.forward_block)

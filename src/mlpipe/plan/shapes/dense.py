@@ -13,7 +13,7 @@ from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.plan import Entry, ModelPlan
 from mlpipe.plan.recomputation import keeps_matmul, recomputed_matmuls, recomputes_attention
-from mlpipe.plan.shapes.shape import Activations, ParameterCounts, PassSeconds, StepShape
+from mlpipe.plan.shapes.shape import Activations, ParameterCounts, Part, PassSeconds, StepShape
 from mlpipe.plan.sizes import LOSS_CHUNK_ELEMENTS
 from mlpipe.plan.tensors import COMPUTE_BYTES, Tensors
 
@@ -68,40 +68,51 @@ class Dense:
         """With attention that stores no T x T matrix. Logits and their gradient lie in the compute dtype, and
         besides the fp32 log-probabilities of the chunk that `train/loss.py` works on, with one copy."""
         config, mode, width = self.config, step.checkpointing, COMPUTE_BYTES[step.precision]
-        norm, block = self._saved(step.precision, device, mode)
-        again = self._saved(step.precision, device, "none")[1] if mode != "none" else []
+        part, num_blocks = step.part, self._num_blocks(step.part)
+        norm, block = self._saved(step, device, mode)
+        again = self._saved(step, device, "none")[1] if mode != "none" else []
         # At the product of the MLP, whose two factors' gradients are new while what came in has not been
         # freed, and the residual stream's. Without recomputation a GPU's logits are larger than these.
         backward = 2 * width * config.ffn_dim + 4 * config.dim if mode != "none" or device == "cpu" else 0
-        num_logits = step.num_tokens * config.vocab_size
+        num_logits = step.num_tokens * config.vocab_size // part.tp if part.is_last else 0
         chunk = min(num_logits, LOSS_CHUNK_ELEMENTS[device])
-        made = [(config.num_layers * number, size) for number, size in self._made(step)]
+        made = [(num_blocks * number, size) for number, size in self._made(step)]
+        last = norm if part.is_last else []
         return Activations(
-            saved=_tensors(
-                step, [*((config.num_layers, size) for size in block), *((1, size) for size in norm)]
-            ),
+            saved=_tensors(step, [*((num_blocks, size) for size in block), *((1, size) for size in last)]),
             rebuilt=_tensors(step, ((1, size) for size in again)),
-            backward_bytes=step.num_tokens * backward,
+            backward_bytes=step.num_tokens * backward // part.tp,
             logit_bytes=2 * width * num_logits + 8 * chunk,
             made=_tensors(step, made),
         )
 
-    def _saved(self, precision: str, device: str, checkpointing: str) -> tuple[list[int], list[int]]:
+    def _num_blocks(self, part: Part) -> int:
+        return self.config.num_layers if part.num_blocks is None else part.num_blocks
+
+    def _saved(self, step: StepShape, device: str, checkpointing: str) -> tuple[list[int], list[int]]:
         """Bytes a token of each tensor that autograd saves of a norm, and of a block. Of a norm: its input
         (fp32, the residual stream), its output, and on CPU, where it is not fused, the normalised input. Of a
         block: two norms; rotated q and k, v and the attention's output; gate, up, silu(gate) and their
-        product."""
-        width, dim, ffn = COMPUTE_BYTES[precision], self.config.dim, self.config.ffn_dim
+        product. Under `tp` each rank has its share of all but the norms' outputs, which the matrix products
+        of every rank read whole (Korthikanti et al. 2022, section 4.2.2, who gather them once more
+        instead)."""
+        width, dim, ffn, tp = (
+            COMPUTE_BYTES[step.precision],
+            self.config.dim,
+            self.config.ffn_dim,
+            step.part.tp,
+        )
         kv_dim = self.config.num_kv_heads * self.config.head_dim
-        norm = [4 * dim, width * dim] + ([4 * dim] if device == "cpu" else [])
+        norm = [4 * dim // tp, width * dim] + ([4 * dim // tp] if device == "cpu" else [])
         if checkpointing == "none":
-            return norm, [*2 * norm, *2 * [width * dim], *2 * [width * kv_dim], *4 * [width * ffn]]
+            split = [*2 * [width * dim], *2 * [width * kv_dim], *4 * [width * ffn]]
+            return norm, [*2 * norm, *(size // tp for size in split)]
         kept = [4 * dim]  # the block's input
         if not recomputes_attention(checkpointing):
             kept.append(width * dim)
             outers = enumerate(outer for _, outer in self.config.matmuls())
             kept += [width * outer for index, outer in outers if keeps_matmul(index)]
-        return norm, kept
+        return norm, [size // tp for size in kept]
 
     def _made(self, step: StepShape) -> list[tuple[int, int]]:
         """Numbers and bytes a token of tensors that the passes of one block make on a CPU, as torch's
@@ -113,17 +124,21 @@ class Dense:
         made = [(30, 4 * dim), (27, 2 * dim), (9, width * dim), (8, width * ffn), (6, width * kv_dim)]
         if step.checkpointing != "none":
             made += [(9, 4 * dim), (15, 2 * dim), (2, width * dim), (4, width * ffn), (3, width * kv_dim)]
-        return made
+        return [(number, size // step.part.tp) for number, size in made]
 
     def pass_seconds(self, step: StepShape, kernels: Kernels) -> PassSeconds:
-        config, tokens = self.config, step.num_tokens
+        """Under `tp` each product has its share of the channels, and all between them of the tokens; under
+        `cp` each rank computes as many of the causal mask's lower half (`train/parallel/context.py`)."""
+        config, tokens, part, tp = self.config, step.num_tokens, step.part, step.part.tp
         dim, kv_dim = config.dim, config.num_kv_heads * config.head_dim
-        matmuls = [kernels.matmul(tokens, inner, outer) for inner, outer in config.matmuls()]
+        matmuls = [
+            kernels.matmul(tokens, *_split(inner, outer, dim, tp)) for inner, outer in config.matmuls()
+        ]
         # forward; causal kernels skip the upper half
         attention = kernels.attention(
-            2.0 * step.micro_batch * config.num_heads * config.head_dim * step.seq_len**2
+            2.0 * step.micro_batch * config.num_heads * config.head_dim * step.seq_len**2 / (tp * part.cp)
         )
-        between = kernels.between(tokens, traffic_by_width(dim, kv_dim, config.ffn_dim))
+        between = kernels.between(tokens, traffic_by_width(dim // tp, kv_dim // tp, config.ffn_dim // tp))
         forward = kernels.at_least(sum(matmuls) + attention + between, _KERNELS_FORWARD)
         backward = kernels.at_least(2 * sum(matmuls) + 2.5 * attention + 2 * between, 2 * _KERNELS_FORWARD)
         if recomputes_attention(step.checkpointing):
@@ -131,14 +146,25 @@ class Dense:
             backward += forward - (matmuls[-1] if kernels.measured is not None else 0.0)
         elif step.checkpointing != "none":
             backward += sum(matmuls[index] for index in _again(step.checkpointing, matmuls)) + between
-        head = kernels.matmul(tokens, dim, config.vocab_size)
-        # the loss in chunks: reads logits, writes, reads and turns fp32 probabilities, writes the gradient
-        loss = kernels.loss(tokens * config.vocab_size * (2 * COMPUTE_BYTES[step.precision] + 12))
-        embedding = kernels.stream(tokens * dim * 8 + 4 * config.num_embedding_params(), fuse=False)
         casts = 0.0
         if step.precision == "bf16":  # fp32 weights to bf16, once a forward
-            casts = kernels.stream(6 * config.num_layer_params(), fuse=False)
+            casts = kernels.stream(6 * config.num_layer_params() // tp, fuse=False)
+        head = loss = embedding = 0.0
+        if part.is_last:
+            head = kernels.matmul(tokens, dim, config.vocab_size // tp)
+            # the loss in chunks: reads logits, writes, reads and turns fp32 probabilities, writes gradients
+            num_bytes = 2 * COMPUTE_BYTES[step.precision] + 12
+            loss = kernels.loss(tokens * config.vocab_size // tp * num_bytes)
+        if part.is_first:
+            of_table = 4 * config.num_embedding_params()
+            embedding = kernels.stream((tokens * dim * 8 + of_table) // tp, fuse=False)
         return PassSeconds(forward + casts, backward, head + loss, 2 * head + embedding)
+
+
+def _split(inner: int, outer: int, dim: int, tp: int) -> tuple[int, int]:
+    """Of a block's product: by what comes out where the residual stream goes in, else by what goes in. Of
+    dim x dim either is as long."""
+    return (inner, outer // tp) if inner == dim else (inner // tp, outer)
 
 
 def _again(checkpointing: str, matmuls: list[Any]) -> list[int]:

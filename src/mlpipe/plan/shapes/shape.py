@@ -1,9 +1,11 @@
 """What the planner asks of a model, whatever it is built of: parameters, FLOPs, what a micro-batch keeps and
-makes, and how long its passes take. All of one rank that has the whole model: what a mesh divides stands in
-`plan/axes/`. Standard library only."""
+makes, and how long its passes take: of one rank that has the whole model, or a `Part` of each micro-batch's
+work. What is sent, and how states are split over ranks that read different samples, stands in `plan/axes/`.
+Standard library only."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +13,20 @@ from typing import Protocol
 
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.tensors import Group, Tensors, total
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of a model one rank computes, and of which tokens. `tp`: each matrix product, head and vocabulary
+    is split into so many, the residual stream by its tokens (sequence parallelism). `cp`: each sequence is.
+    `num_blocks`: of its pipeline stage; None: all. `is_first`, `is_last`: whether the stage has the
+    embedding, or the head and the loss."""
+
+    tp: int = 1
+    cp: int = 1
+    num_blocks: int | None = None
+    is_first: bool = True
+    is_last: bool = True
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,36 @@ class ParameterCounts:
         """The tensors of this share, of `width_bytes` a parameter."""
         return _sharded(self.tensors, num_ranks, width_bytes)
 
+    def of(self, part: Part) -> ParameterCounts:
+        """Those of this part: of every matrix and embedding a share of the rows, vectors whole; of the stage
+        its blocks, and of what is in none the embedding, or the last norm and the head, which may be one."""
+        return self if part == Part(cp=part.cp) else _of_part(self, part)
+
+
+@lru_cache(maxsize=256)
+def _of_part(whole: ParameterCounts, part: Part) -> ParameterCounts:
+    all_blocks = max(1, whole.num_blocks)
+    num_blocks = whole.num_blocks if part.num_blocks is None else part.num_blocks
+    inside = Counter({(rows, columns): number for rows, columns, number in whole.block_matrices})
+    tensors, block, outside = [], 0, 0
+    for rows, columns, number in whole.tensors:
+        is_vector = columns == 1
+        in_blocks = number - number % all_blocks if is_vector else min(number, inside[rows, columns])
+        apart = number - in_blocks
+        if not (part.is_first and part.is_last):
+            has_it = part.is_last if is_vector else part.is_first or part.is_last
+            apart = min(apart, 1) * has_it
+        kept, a_block = rows if is_vector else -(-rows // part.tp), in_blocks // all_blocks
+        tensors.append((kept, columns, a_block * num_blocks + apart))
+        block += kept * columns * a_block
+        outside += kept * columns * apart
+    matrices = tuple(
+        (-(-rows // part.tp), columns, number // all_blocks * num_blocks)
+        for rows, columns, number in whole.block_matrices
+    )
+    there = tuple(tensor for tensor in tensors if tensor[2])
+    return ParameterCounts(block * num_blocks + outside, block, outside, num_blocks, there, matrices)
+
 
 @lru_cache(maxsize=1024)  # each is asked for by every candidate
 def _sharded(tensors: tuple[tuple[int, int, int], ...], num_ranks: int, width_bytes: int) -> Group:
@@ -47,7 +93,7 @@ def _sharded(tensors: tuple[tuple[int, int, int], ...], num_ranks: int, width_by
 @dataclass(frozen=True)
 class StepShape:
     """What one rank computes in a step: `accumulation` times forward and backward over a micro-batch of
-    `micro_batch` samples of `seq_len` tokens (gradient accumulation)."""
+    `micro_batch` samples of `seq_len` tokens (gradient accumulation), or its `part` of that."""
 
     seq_len: int
     micro_batch: int
@@ -55,11 +101,12 @@ class StepShape:
     precision: str
     checkpointing: str
     compiled: bool
+    part: Part = Part()
 
     @property
     def num_tokens(self) -> int:
-        """Of one micro-batch."""
-        return self.micro_batch * self.seq_len
+        """Of one micro-batch, on one rank of `cp`."""
+        return self.micro_batch * self.seq_len // self.part.cp
 
 
 @dataclass(frozen=True)

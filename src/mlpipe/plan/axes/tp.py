@@ -1,0 +1,33 @@
+"""The ranks of this axis share each matrix product, and between the products the tokens (tensor and sequence
+parallelism): `shapes/shape.py`'s `Part` divides weights, activations and logits. What travels is the residual
+stream, which nothing hides: a product waits for it."""
+
+from __future__ import annotations
+
+from mlpipe.plan.axes.axis import Layout, Passes, RankWork
+from mlpipe.plan.tensors import RankTensors
+from mlpipe.plan.wire import Wire
+
+
+def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
+    """The part is divided before."""
+    return tensors
+
+
+def num_collectives(passes: Passes) -> tuple[int, int]:
+    """All-gathers and reduce-scatters of the residual stream in a micro-batch: in a forward pass one of each
+    around attention and around the MLP (Korthikanti et al. 2022, section 4.2.2, g and g-bar), and behind the
+    embedding a reduce-scatter, before the head an all-gather; in a backward pass each is the other one.
+    Recomputation gathers and scatters again, but for the last sum of a block, which nothing needs."""
+    each, outside = 4 * passes.num_blocks, 2
+    again = passes.num_blocks if passes.recomputes else 0
+    return each + outside + 2 * again, each + outside + again
+
+
+def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
+    """Of whole streams, (B T, D), in the dtype of the products."""
+    num_ranks, num_bytes = layout.mesh.tp, passes.stream_bytes
+    gathers, scatters = num_collectives(passes)
+    gathering = gathers * wire.gather_activations(num_bytes, num_ranks)
+    scattering = scatters * wire.scatter_activations(num_bytes, num_ranks)
+    return passes.accumulation * (gathering + scattering)

@@ -1,0 +1,120 @@
+"""Axes whose ranks share samples: what each rank has of the model, what it sends, and over which links."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlpipe._core.presets import PRESETS
+from mlpipe.plan.choose import Candidate
+from mlpipe.plan.hardware import GPUS, Hardware
+from mlpipe.plan.optimizers import OptimizerCost
+from mlpipe.plan.plan import Mesh
+from mlpipe.plan.pricing import Choices, Pricer, Training
+from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.shape import ParameterCounts, Part, StepShape
+from mlpipe.plan.tensors import total
+
+pytestmark = pytest.mark.unit
+SHAPE = Dense(PRESETS["llama-8b"])
+
+
+def gpus(num_nodes: int = 1, per_node: int = 8) -> Hardware:
+    gpu = GPUS["H100-80GB"]
+    return Hardware(
+        "cuda", num_nodes, per_node, gpu.memory_bytes, "H100", gpu.speed.peak_flops, 96, gpu.speed
+    )
+
+
+def price(
+    mesh: Mesh, *, batch: int = 64, seq_len: int = 8192, hardware: Hardware | None = None, micro: int = 1
+) -> Candidate:
+    training = Training(batch, seq_len, 1000, False, OptimizerCost(8), 1000, None)
+    hardware = hardware or gpus(max(1, mesh.world_size // 8))
+    strategy = "fsdp" if mesh.dp_shard > 1 else "ddp"
+    pricer = Pricer(SHAPE, training, hardware)
+    return pricer.candidate(strategy, mesh, Choices(micro, "none", "bf16"), asked=True)
+
+
+def counted(parameters: ParameterCounts) -> int:
+    return sum(rows * columns * number for rows, columns, number in parameters.tensors)
+
+
+@given(st.sampled_from(sorted(PRESETS)), st.sampled_from([1, 2, 4]), st.integers(1, 4))
+def test_the_parts_of_a_model_are_the_whole(preset: str, tp: int, stages: int) -> None:
+    """Each matrix once; vectors on every rank of `tp`; a tied matrix in the first stage and in the last."""
+    config = PRESETS[preset]
+    whole = Dense(config).parameters
+    if config.vocab_size % tp or config.num_kv_heads % tp or stages > config.num_layers:
+        return
+    blocks = [config.num_layers // stages + (n < config.num_layers % stages) for n in range(stages)]
+    parts = [
+        whole.of(Part(tp=tp, num_blocks=number, is_first=n == 0, is_last=n == stages - 1))
+        for n, number in enumerate(blocks)
+    ]
+    vectors = config.dim * (2 * config.num_layers + 1)
+    twice = config.num_embedding_params() if config.tied and stages > 1 else 0
+    assert all(part.total == counted(part) for part in parts)
+    assert tp * sum(part.total for part in parts) == whole.total + (tp - 1) * vectors + twice
+    assert sum(part.num_blocks for part in parts) == config.num_layers
+
+
+def test_tensor_parallelism_divides_all_activations_but_what_every_product_reads() -> None:
+    """Of a token of a block in bf16: 4 bytes of each norm's input, q and what attention gives, k and v, and
+    four of the MLP's are split; both norms' outputs, 2 bytes a channel, are whole."""
+    config = SHAPE.config
+    step = StepShape(8192, 1, 1, "bf16", "none", compiled=False)
+    alone, split = (SHAPE.activations(dataclasses.replace(step, part=Part(tp=tp)), "cuda") for tp in (1, 4))
+    whole = 8192 * (config.num_layers * 2 + 1) * 2 * config.dim
+    assert total(split.saved) == (total(alone.saved) - whole) // 4 + whole
+    assert split.backward_bytes == alone.backward_bytes // 4
+    logits = 8192 * config.vocab_size * 4
+    assert alone.logit_bytes - split.logit_bytes == pytest.approx(logits * 3 / 4, rel=0.2)
+
+
+def test_context_parallelism_divides_all_activations() -> None:
+    step = StepShape(8192, 1, 1, "bf16", "none", compiled=False)
+    alone, split = (SHAPE.activations(dataclasses.replace(step, part=Part(cp=cp)), "cuda") for cp in (1, 4))
+    assert total(split.saved) == total(alone.saved) // 4
+
+
+def test_ranks_of_a_context_group_share_the_sharding_of_weights() -> None:
+    split, sharded = price(Mesh(dp_shard=2, cp=4)).memory, price(Mesh(dp_shard=8)).memory
+    assert split is not None
+    assert sharded is not None
+    assert (split.parameters, split.optimizer) == (sharded.parameters, sharded.optimizer)
+    whole, copies = price(Mesh(cp=8)).memory, price(Mesh(dp_replicate=8)).memory
+    assert whole is not None
+    assert copies is not None
+    assert whole.optimizer == copies.optimizer
+
+
+def test_tensor_parallelism_is_for_the_links_inside_a_node() -> None:
+    """The same collectives over the network take many times as long; of 8 ranks in a node none does."""
+    inside, across = price(Mesh(tp=8)), price(Mesh(tp=8), hardware=gpus(8, 1))
+    assert inside.seconds is not None
+    assert across.seconds is not None
+    assert across.seconds.communication > 5 * inside.seconds.communication
+    assert across.seconds.compute == pytest.approx(inside.seconds.compute)
+
+
+def test_collectives_of_tensor_parallelism_by_hand() -> None:
+    """32 blocks, 8,192 tokens of 4,096 channels in bf16: 130 all-gathers and as many reduce-scatters a
+    micro-batch, 7 of 8 parts of 64 MiB each, at 0.8 of the link, 7 steps of 3.4 us and a call of 8.4 us."""
+    found = price(Mesh(tp=8), batch=2)
+    once = 2**26 * 7 / 8 / (0.8 * GPUS["H100-80GB"].link_bytes_per_second) + 7 * 3.4e-6 + 8.4e-6
+    assert found.seconds is not None
+    assert found.seconds.communication == pytest.approx(2 * 260 * once, rel=1e-6)
+
+
+def test_a_batch_is_divided_over_ranks_that_read_different_samples() -> None:
+    """As many tokens in all, and as much to compute on each rank."""
+    meshes = [Mesh(dp_shard=8), Mesh(dp_shard=4, tp=2), Mesh(dp_shard=2, cp=2, tp=2)]
+    found = [price(mesh, batch=16) for mesh in meshes]
+    tokens = {round((c.tokens_per_second or 0) * c.step_seconds) for c in found}
+    assert tokens == {16 * 8192}
+    compute = [c.seconds.compute for c in found if c.seconds]
+    assert max(compute) < 1.05 * min(compute)
