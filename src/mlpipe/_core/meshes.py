@@ -10,21 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlpipe._core.feasibility import Infeasible
+from mlpipe._core.optimizers import OPTIMIZERS
 
 FACTORS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # multiply to the workers; outermost first
 AXES = (*FACTORS, "ep")
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks read different samples
-TRAINED = ("dp_replicate", "dp_shard")  # what the trainer can split over
+TRAINED = ("dp_replicate", "dp_shard", "tp")  # what the trainer can split over
 FILL = "fill"  # a size: what the others leave of the workers
 
 # What `tp` splits evenly of a model: attention by whole heads, the rest by channels and tokens.
-_TENSOR_WIDTHS = ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
+_TENSOR_WIDTHS = ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size", "seq_len")
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What the trainer cannot do together: an `axis` larger than 1, and a `key` of the training (or another
-    axis, with no `values`) that is one of them. `why`: completes a sentence."""
+    """What the trainer cannot do together: an `axis` larger than 1, and a `key` of the training, like
+    `optimizer.name`, with one of `values`, or another axis, with none. `why`: completes a sentence."""
 
     axis: str
     key: str
@@ -32,7 +33,8 @@ class Mix:
     why: str
 
 
-MIXES: tuple[Mix, ...] = ()
+_WHOLE_ROWS = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.needs_whole_rows)
+MIXES: tuple[Mix, ...] = (Mix("tp", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),)
 
 
 def resolve(sizes: Mapping[str, int | str], num_workers: int) -> dict[str, int] | Infeasible:
@@ -104,7 +106,7 @@ def uneven_tensors(tp: int, widths: Mapping[str, int]) -> Infeasible | None:
     uneven = [f"{name} {width}" for name, width in widths.items() if width % tp]
     if not uneven:
         return None
-    return Infeasible(f"tp {tp} does not divide {', '.join(uneven)}", f"write {_divisors(widths.values())}")
+    return Infeasible(f"tp {tp} does not divide {', '.join(uneven)}", f"make tp {_divisors(widths.values())}")
 
 
 def uneven_context(cp: int, seq_len: int | None) -> Infeasible | None:
@@ -143,13 +145,12 @@ def unsupported_mix(
     sizes: Mapping[str, int], settings: Mapping[str, Any]
 ) -> Iterator[tuple[str, Infeasible]]:
     """What of a training the trainer cannot do together: the key or axis, and why. `settings`: of the
-    training by key, as far as they are known."""
+    training, as in the file, as far as they are known."""
     for mix in MIXES:
         if sizes.get(mix.axis, 1) == 1:
             continue
-        other = sizes.get(mix.key, 1) > 1 if mix.key in AXES else settings.get(mix.key) in mix.values
-        if other:
-            what = sizes[mix.key] if mix.key in AXES else settings[mix.key]
+        what = sizes.get(mix.key, 1) if mix.key in AXES else _at(settings, mix.key)
+        if what in mix.values or (mix.key in AXES and what != 1):
             yield (
                 mix.key,
                 Infeasible(
@@ -157,6 +158,12 @@ def unsupported_mix(
                     f"change {mix.key}, or make {mix.axis} 1",
                 ),
             )
+
+
+def _at(settings: Any, key: str) -> Any:
+    for part in key.split("."):
+        settings = settings.get(part) if isinstance(settings, Mapping) else None
+    return settings
 
 
 def _divisors(numbers: Any) -> str:

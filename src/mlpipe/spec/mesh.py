@@ -40,9 +40,9 @@ def problems(train: Node, num_workers: int) -> Iterator[Problem]:
     own = get(train, "model", "entry") is not None
     for axis, conflict in meshes.conflicts(sizes, _figures(train), own_model=own):
         yield Problem.at((get(mesh, axis) or mesh).place, conflict.message, conflict.remedy)
-    settings = {key: node.value for key, node in train.value.items()}
-    for key, conflict in meshes.unsupported_mix(sizes, settings):
-        yield Problem.at((get(train, key) or get(mesh, key) or mesh).place, conflict.message, conflict.remedy)
+    for key, conflict in meshes.unsupported_mix(sizes, train.plain()):
+        node = get(train, *key.split(".")) or get(mesh, key) or mesh
+        yield Problem.at(node.place, conflict.message, conflict.remedy)
 
 
 def _figures(train: Node) -> dict[str, int]:

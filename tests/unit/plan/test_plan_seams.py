@@ -24,6 +24,7 @@ def test_only_its_own_files_name_the_shape_of_presets() -> None:
         "plan/shapes/dense.py",
         "plan/reference.py",  # of calibrations
         "train/models/llama.py",
+        "train/parallel/tensor.py",  # splits it
         "train/export.py",  # writes it as transformers' LlamaForCausalLM
     }
 

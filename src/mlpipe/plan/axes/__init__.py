@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib import import_module
+from typing import cast
 
 from mlpipe._core.errors import PlanError
-from mlpipe.plan.axes import cp, dp_replicate, dp_shard, tp
 from mlpipe.plan.axes.axis import Axis
 from mlpipe.plan.plan import Mesh
 
-AXES: dict[str, Axis] = {"tp": tp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "cp": cp}
+AXES = ("tp", "dp_shard", "dp_replicate", "cp")
 
 
 @lru_cache(maxsize=256)  # asked for twice by every candidate
@@ -31,4 +32,8 @@ def active(mesh: Mesh) -> tuple[Axis, ...]:
             )
     if mesh.cp > 1 == mesh.dp_shard:
         sizes["dp_replicate"] = mesh.dp_replicate * mesh.cp
-    return tuple(axis for name, axis in AXES.items() if name in sizes)
+    return tuple(
+        cast(Axis, import_module(f"mlpipe.plan.axes.{name}"))  # only of who has it
+        for name in AXES
+        if name in sizes
+    )

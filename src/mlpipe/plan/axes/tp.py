@@ -5,7 +5,7 @@ stream, which nothing hides: a product waits for it."""
 from __future__ import annotations
 
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
-from mlpipe.plan.tensors import RankTensors
+from mlpipe.plan.tensors import WEIGHT_BYTES, RankTensors
 from mlpipe.plan.wire import Wire
 
 
@@ -25,9 +25,11 @@ def num_collectives(passes: Passes) -> tuple[int, int]:
 
 
 def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
-    """Of whole streams, (B T, D), in the dtype of the products."""
+    """Of whole streams, (B T, D), in the dtype of the products, and at the embedding in fp32."""
     num_ranks, num_bytes = layout.mesh.tp, passes.stream_bytes
     gathers, scatters = num_collectives(passes)
-    gathering = gathers * wire.gather_activations(num_bytes, num_ranks)
-    scattering = scatters * wire.scatter_activations(num_bytes, num_ranks)
-    return passes.accumulation * (gathering + scattering)
+    exact = num_bytes * WEIGHT_BYTES // passes.width
+    gathering = (gathers - 1) * wire.gather_activations(num_bytes, num_ranks)
+    scattering = (scatters - 1) * wire.scatter_activations(num_bytes, num_ranks)
+    embedding = wire.gather_activations(exact, num_ranks) + wire.scatter_activations(exact, num_ranks)
+    return passes.accumulation * (gathering + scattering + embedding)
