@@ -194,3 +194,8 @@ class Unsaved(Stream):
 
 def unsaved(split: str) -> Unsaved:
     return Unsaved(4, 0, 1)
+
+
+def unchanged(samples: list[Any]) -> dict[str, Tensor]:
+    """A batch that only counts."""
+    return {"inputs": torch.arange(len(samples))}

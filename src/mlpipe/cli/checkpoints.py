@@ -175,7 +175,7 @@ def _why_best(store: Store, item: Checkpoint) -> str:
 
 
 def _tokenizer(store: Store, run_id: str, item: Checkpoint) -> Path | None:
-    """The tokenizer.json beside the tokens that the checkpoint was trained on."""
+    """The tokenizer.json of the text that the checkpoint was trained on."""
     from mlpipe.plan.build import stage_hardware
     from mlpipe.store import runs
     from mlpipe.submit.planning import load_stored, planner
@@ -184,10 +184,11 @@ def _tokenizer(store: Store, run_id: str, item: Checkpoint) -> Path | None:
     stage = item.key.partition("/checkpoints/")[0].rpartition("/")[2]
     pipeline = load_stored(store, run_id, run.meta.get("set", []))
     plan = planner(store, run_id, pipeline, stage_hardware, fetch=True)(stage, item.attempt)
-    tokens = plan.work.training.data.tokens
-    if tokens is None:
+    data = plan.work.training.data
+    folder = data.tokens or (data.files.tokenizer if data.files is not None else None)
+    if folder is None:
         return None
-    path = Path(tokens) / "tokenizer.json"
+    path = Path(folder) if folder.endswith(".json") else Path(folder) / "tokenizer.json"
     return path if path.exists() else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlpipe.kinds.train.spec import OwnModel, Train
 from mlpipe.plan.plan import DataPlan, ModelPlan, SourcePlan
-from mlpipe.spec.data import BUCKET, AnySource, MixData, OwnData, TokenData, TokenSource
+from mlpipe.spec.data import BUCKET, AnySource, MixData, OneSource, OwnData, OwnSource, TokenData, TokenSource
 
 _FREE = {"max_seq_len"}  # of a preset: a bound on seq_len, which is compared itself
 
@@ -43,9 +43,13 @@ def meaning(spec: Train, model: ModelPlan, data: DataPlan) -> dict[str, Any]:
     return settings
 
 
-def _source(key: str, source: TokenData | OwnData | AnySource, planned: SourcePlan) -> dict[str, Any]:
+def _source(key: str, source: OneSource | AnySource, planned: SourcePlan) -> dict[str, Any]:
     if isinstance(source, TokenData | TokenSource):
         in_bucket = planned.tokens if (planned.tokens or "").startswith(BUCKET) else None
         return {f"{key}.tokens": in_bucket or planned.digest}
+    if not isinstance(source, OwnData | OwnSource):
+        columns = {f"{key}.columns.{name}": column for name, column in (source.columns or {}).items()}
+        tokenizer = {} if source.tokenizer is None else {f"{key}.tokenizer": source.tokenizer}
+        return {f"{key}.{source.format}": source.path, **columns, **tokenizer}
     arguments = {f"{key}.args.{name}": value for name, value in source.args.items()}
     return {f"{key}.entry": source.entry, **arguments}

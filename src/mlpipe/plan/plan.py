@@ -108,6 +108,19 @@ class ModelPlan:
 
 
 @dataclass(frozen=True)
+class FilesPlan:
+    """Files of samples as they are: `path` is one, a folder or a pattern, also in a bucket; `validation` that
+    of the held-out ones. `columns`: by the sample's key the column, or the extension; empty: all as they are
+    called. `tokenizer`: a tokenizer.json, or the folder of one, for what is text."""
+
+    format: Literal["parquet", "tars"]
+    path: str
+    validation: str | None
+    columns: dict[str, str]
+    tokenizer: str | None
+
+
+@dataclass(frozen=True)
 class SourcePlan:
     """One of several sources, as in `DataPlan`; `weight`: its share of the samples beside the others'."""
 
@@ -116,6 +129,7 @@ class SourcePlan:
     dataset: Entry | None
     digest: str | None
     cache_bytes: int | None = None
+    files: FilesPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +140,8 @@ class DataPlan:
     `collate`: import path of the user's function that makes a batch of a list of samples; None: stacked.
     `workers`: processes that read ahead beside each rank. `splits`: parts of a set that can
     only be iterated over. `mix`: instead of the first three, of what samples are mixed.
-    `cache_bytes`: on each node's disk for tokens in a bucket (`tokens` is an s3:// URL then)."""
+    `cache_bytes`: on each node's disk for tokens or files in a bucket (an s3:// URL then). `files`: instead
+    of tokens and data set."""
 
     tokens: str | None
     dataset: Entry | None
@@ -136,11 +151,13 @@ class DataPlan:
     splits: int = 1
     mix: tuple[SourcePlan, ...] = ()
     cache_bytes: int | None = None
+    files: FilesPlan | None = None
 
     @property
     def sources(self) -> tuple[SourcePlan, ...]:
         """Of a mixture all, of other data the one."""
-        return self.mix or (SourcePlan(1.0, self.tokens, self.dataset, self.digest, self.cache_bytes),)
+        own = SourcePlan(1.0, self.tokens, self.dataset, self.digest, self.cache_bytes, self.files)
+        return self.mix or (own,)
 
     @property
     def functions(self) -> tuple[Entry, ...]:

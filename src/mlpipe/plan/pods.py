@@ -92,7 +92,7 @@ def cluster_plan(pipeline: Pipeline, stage: Stage, resources: Resources | None) 
         shm_bytes=_shm_bytes(spec.shm, memory_bytes),
         gpus_per_node=pod.gpus_per_node,
         gpu_product=_gpu_product(spec, pod),
-        disk_bytes=parse_bytes(pod.disk) if pod.disk else _disk_bytes(stage),
+        disk_bytes=parse_bytes(pod.disk) if pod.disk else _disk_bytes(pipeline, stage),
         store_driver_secret=spec.store.driver_secret,
         store_web_identity=_web_identity(spec.store.web_identity),
     )
@@ -119,12 +119,14 @@ def _patch(spec: k.Patch) -> c.Patch:
     return c.Patch(target.kind, target.stage, target.component, spec.strategic, spec.json_)
 
 
-def _disk_bytes(stage: Stage) -> int | None:
-    """Room for the copies of a bucket's files, beside what a pod has anyway."""
+def _disk_bytes(pipeline: Pipeline, stage: Stage) -> int | None:
+    """Room for the copies of a bucket's files, beside what a pod has anyway; an evaluation reads what its
+    training reads."""
     from mlpipe.kinds.train.spec import Train
+    from mlpipe.plan.references import lender
     from mlpipe.spec.data import cache_bytes
 
-    train = stage.part(Train)
+    train = (lender(pipeline, stage) or stage).part(Train)
     cached = cache_bytes(train.data) if train is not None else 0
     return cached + BESIDE_CACHE_BYTES if cached else None
 

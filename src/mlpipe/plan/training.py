@@ -33,6 +33,7 @@ from mlpipe.plan.plan import (
     DataPlan,
     EmaPlan,
     Entry,
+    FilesPlan,
     InitPlan,
     MetricPlan,
     ModelPlan,
@@ -51,7 +52,17 @@ from mlpipe.plan.shapes import dense
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
-from mlpipe.spec.data import BUCKET, DEFAULT_CACHE, AnySource, OwnData, OwnSource, TokenData
+from mlpipe.spec.data import (
+    BUCKET,
+    DEFAULT_CACHE,
+    AnySource,
+    MixData,
+    OneSource,
+    OwnData,
+    OwnSource,
+    TokenData,
+    TokenSource,
+)
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.optimizer import Optimizer, OwnOptimizer, OwnSchedule
 from mlpipe.spec.placeholders import fill
@@ -303,21 +314,34 @@ def _data(spec: Train, known: Known) -> DataPlan:
         source = _source(1.0, data, known)
         return DataPlan(source.tokens, None, source.digest, cache_bytes=source.cache_bytes)
     read: dict[str, Any] = {"collate": data.collate, "workers": data.workers}
+    if isinstance(data, MixData):
+        mix = tuple(_source(source.weight, source, known) for source in data.mix)
+        return DataPlan(None, None, None, **read, mix=mix)
     if isinstance(data, OwnData):
-        return DataPlan(None, _source(1.0, data, known).dataset, None, **read, splits=data.splits)
-    mix = tuple(_source(source.weight, source, known) for source in data.mix)
-    return DataPlan(None, None, None, **read, mix=mix)
+        read["splits"] = data.splits
+    source = _source(1.0, data, known)
+    return DataPlan(None, source.dataset, None, **read, cache_bytes=source.cache_bytes, files=source.files)
 
 
-def _source(weight: float, source: AnySource | TokenData | OwnData, known: Known) -> SourcePlan:
+def _source(weight: float, source: AnySource | OneSource, known: Known) -> SourcePlan:
     if isinstance(source, OwnData | OwnSource):
         return SourcePlan(weight, None, Entry(source.entry, fill(source.args, known)), None)
+    if not isinstance(source, TokenData | TokenSource):
+        path, validation, tokenizer = (
+            fill(text, known) for text in (source.path, source.validation, source.tokenizer)
+        )
+        files = FilesPlan(source.format, path, validation, source.columns or {}, tokenizer)
+        return SourcePlan(weight, None, None, None, _cache(path, source.cache), files)
     folder = fill(source.tokens, known)
     if folder.startswith(BUCKET):
-        return SourcePlan(weight, folder, None, None, parse_bytes(source.cache or DEFAULT_CACHE))
+        return SourcePlan(weight, folder, None, None, _cache(folder, source.cache))
     path = Path(folder) / "manifest.json"
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
     return SourcePlan(weight, folder, None, digest)
+
+
+def _cache(path: str, asked: str | None) -> int | None:
+    return parse_bytes(asked or DEFAULT_CACHE) if path.startswith(BUCKET) else None
 
 
 def _optimizer(spec: Train, known: Mapping[str, str]) -> OptimizerPlan:

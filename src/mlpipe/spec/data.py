@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
@@ -15,11 +15,13 @@ from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
 
 BUCKET, DEFAULT_CACHE = "s3://", "20 GiB"
+_PATHS = tuple((key,) for key in ("tokens", "parquet", "tars", "validation", "tokenizer"))
+FILES = ("parquet", "tars")  # formats of files that are read as they are
 _TOKENS = (
     "The folder, usually `{{stages.NAME.output}}`, or `s3://bucket/prefix` with what "
     "`mlpipe-corpus --shard` has written."
 )
-_CACHE = "Of tokens in a bucket: disk of each node for copies of their files, 20 GiB by default."
+_CACHE = "Of what lies in a bucket: disk of each node for copies of its files, 20 GiB by default."
 
 
 class TokenData(SpecModel):
@@ -95,6 +97,60 @@ class OwnSource(_Weighted, _Own):
     """A data set of your own, in a mixture."""
 
 
+class _Files(SpecModel):
+    validation: f.Text | None = Field(
+        None, description="The held-out files, in the same way; without them nothing is validated with."
+    )
+    columns: dict[f.Text, f.Text] | None = Field(
+        None,
+        description="What of a row is in a sample: by the sample's key the column, of tars the extension. "
+        "Default: all, as they are called.",
+    )
+    tokenizer: f.Text | None = Field(
+        None,
+        description="For text: a `tokenizer.json` or its folder, usually `{{stages.NAME.output}}` of "
+        "`mlpipe-corpus`. Text is cut or padded to `seq_len` tokens.",
+    )
+    cache: f.Size | None = Field(None, description=_CACHE)
+
+    @property
+    def format(self) -> Literal["parquet", "tars"]:
+        return "parquet" if "parquet" in type(self).model_fields else "tars"
+
+    @property
+    def path(self) -> str:
+        """As written."""
+        return cast(str, getattr(self, self.format))
+
+
+class _Parquet(_Files):
+    parquet: f.Text = Field(
+        description="A file, a folder, or a pattern like `data/train-*.parquet`; or in a bucket, `s3://...`."
+    )
+
+
+class _Tars(_Files):
+    tars: f.Text = Field(
+        description="A tar of samples, a folder, or a pattern like `data/train-*.tar`; or in a bucket, `s3://...`."
+    )
+
+
+class ParquetData(_Read, _Parquet):
+    """Rows of Parquet files."""
+
+
+class TarsData(_Read, _Tars):
+    """Tars as WebDataset has them: files of one name and several extensions are a sample."""
+
+
+class ParquetSource(_Weighted, _Parquet):
+    """Rows of Parquet files, in a mixture."""
+
+
+class TarsSource(_Weighted, _Tars):
+    """Tars of samples, in a mixture."""
+
+
 def _by_key(**models: type[SpecModel]) -> Discriminator:
     """Which of the `models` checks a mapping: the first whose key stands there, else the last."""
     last = list(models.values())[-1]
@@ -109,8 +165,11 @@ def _by_key(**models: type[SpecModel]) -> Discriminator:
 
 
 AnySource = Annotated[
-    Annotated[TokenSource, Tag("TokenSource")] | Annotated[OwnSource, Tag("OwnSource")],
-    _by_key(entry=OwnSource, tokens=TokenSource),
+    Annotated[TokenSource, Tag("TokenSource")]
+    | Annotated[OwnSource, Tag("OwnSource")]
+    | Annotated[ParquetSource, Tag("ParquetSource")]
+    | Annotated[TarsSource, Tag("TarsSource")],
+    _by_key(entry=OwnSource, parquet=ParquetSource, tars=TarsSource, tokens=TokenSource),
 ]
 
 
@@ -119,26 +178,36 @@ class MixData(_Read):
     shapes; those of tokens have `inputs` and `targets`."""
 
     mix: tuple[AnySource, ...] = Field(
-        strict=False, min_length=1, description="The sources: `tokens` or an `entry` each, with a `weight`."
+        strict=False,
+        min_length=1,
+        description="The sources: `tokens`, `parquet`, `tars` or an `entry` each, with a `weight`.",
     )
 
 
 AnyData = Annotated[
     Annotated[TokenData, Tag("TokenData")]
     | Annotated[OwnData, Tag("OwnData")]
+    | Annotated[ParquetData, Tag("ParquetData")]
+    | Annotated[TarsData, Tag("TarsData")]
     | Annotated[MixData, Tag("MixData")],
-    _by_key(mix=MixData, entry=OwnData, tokens=TokenData),
+    _by_key(mix=MixData, entry=OwnData, parquet=ParquetData, tars=TarsData, tokens=TokenData),
 ]
+OneSource = TokenData | OwnData | ParquetData | TarsData
+Files = ParquetData | TarsData | ParquetSource | TarsSource
 
 
-def cache_bytes(data: TokenData | OwnData | MixData) -> int:
+def cache_bytes(data: OneSource | MixData) -> int:
     """On the disk of each node, for copies of what lies in buckets."""
     sources = data.mix if isinstance(data, MixData) else (data,)
     return sum(
         parse_bytes(source.cache or DEFAULT_CACHE)
         for source in sources
-        if isinstance(source, TokenData | TokenSource) and source.tokens.startswith(BUCKET)
+        if not isinstance(source, OwnData | OwnSource) and _place(source).startswith(BUCKET)
     )
+
+
+def _place(source: Files | TokenData | TokenSource) -> str:
+    return source.tokens if isinstance(source, TokenData | TokenSource) else source.path
 
 
 def problems(train: Node) -> Iterator[Problem]:
@@ -146,16 +215,19 @@ def problems(train: Node) -> Iterator[Problem]:
     data = get(train, "data")
     if data is None or not isinstance(data.value, dict):
         return
-    yield from _one_source(data, "data", ("mix", "entry", "tokens"))
+    yield from _one_source(data, "data", ("mix", "entry", *FILES, "tokens"))
     for source in items_of(data, "mix"):
         if isinstance(source.value, dict):
-            yield from _one_source(source, "a source of the mixture", ("entry", "tokens"))
-    if get(data, "entry") is None and get(data, "mix") is None:
+            yield from _one_source(source, "a source of the mixture", ("entry", *FILES, "tokens"))
+    if not any(get(data, key) is not None for key in ("entry", "mix", *FILES)):
         yield from _batch(train, data)
     yield from _divided(data)
-    for source in (data, *items_of(data, "mix")):
-        yield from _cached(train, source)
-    reads_tokens = any(get(one, "tokens") is not None for one in (data, *items_of(data, "mix")))
+    sources = (data, *items_of(data, "mix"))
+    for source in sources:
+        yield from _cached(source)
+        yield from _vocabulary(train, source)
+        yield from _held_out(train, source)
+    reads_tokens = any(get(one, key) is not None for one in sources for key in ("tokens", "tokenizer"))
     if get(train, "model", "entry") is not None and get(train, "model", "seq_len") is None and reads_tokens:
         yield problem_of_key(
             train.value["model"],
@@ -173,7 +245,7 @@ def disk_problems(stage: Node) -> Iterator[Problem]:
         caches = [
             parse_bytes(text_of(get(source, "cache")) or DEFAULT_CACHE)
             for source in (data, *items_of(data, "mix"))
-            if (text_of(get(source, "tokens")) or "").startswith(BUCKET)
+            if _place_of(source).startswith(BUCKET)
         ]
         room = parse_bytes(text_of(disk) or "")
     except ValueError:
@@ -220,17 +292,47 @@ def _batch(train: Node, data: Node) -> Iterator[Problem]:
             )
 
 
-def _cached(train: Node, source: Node) -> Iterator[Problem]:
-    tokens, cache = text_of(get(source, "tokens")) or "", get(source, "cache")
-    if cache is not None and tokens and not tokens.startswith(BUCKET) and not placeholders.names(tokens):
-        yield problem_of_key(cache, "cache is for tokens in a bucket", "remove it, or write tokens: s3://...")
-    if not tokens.startswith(BUCKET):
-        return
-    if get(train, "model", "preset") is not None and get(train, "model", "vocab_size") is None:
+def _place_of(source: Node) -> str:
+    """Path or URL, as written; nothing of a source that has none."""
+    return next((text for key in ("tokens", *FILES) if (text := text_of(get(source, key)))), "")
+
+
+def _cached(source: Node) -> Iterator[Problem]:
+    place, cache = _place_of(source), get(source, "cache")
+    if cache is not None and place and not place.startswith(BUCKET) and not placeholders.names(place):
+        key = next(key for key in ("tokens", *FILES) if get(source, key) is not None)
         yield problem_of_key(
-            train.value["model"],
-            "nobody looks into a bucket before the run, so the model's vocabulary is not known",
-            "add 'vocab_size: ...', as the manifest.json there has it or more",
+            cache, "cache is for what lies in a bucket", f"remove it, or write {key}: s3://..."
+        )
+
+
+def _vocabulary(train: Node, source: Node) -> Iterator[Problem]:
+    """Of a preset, where nobody reads it off the data before the run."""
+    if get(train, "model", "preset") is None or get(train, "model", "vocab_size") is not None:
+        return
+    if (text_of(get(source, "tokens")) or "").startswith(BUCKET):
+        reason, hint = (
+            "nobody looks into a bucket before the run",
+            "as the manifest.json there has it or more",
+        )
+    elif get(source, "tokenizer") is not None:
+        reason, hint = "nobody opens the tokenizer before the run", "the number of its tokens or more"
+    else:
+        return
+    yield problem_of_key(
+        train.value["model"],
+        f"{reason}, so the model's vocabulary is not known",
+        f"add 'vocab_size: ...', {hint}",
+    )
+
+
+def _held_out(train: Node, source: Node) -> Iterator[Problem]:
+    key = next((key for key in FILES if get(source, key) is not None), None)
+    if key is not None and get(train, "validate") is not None and get(source, "validation") is None:
+        yield problem_of_key(
+            source.value[key],
+            "the training validates, and there are no files to do it with",
+            "add 'validation: ...', the files that are held out",
         )
 
 
@@ -250,5 +352,5 @@ def is_positive(node: Node) -> bool:
 
 
 def is_text_with_placeholders(path: Sequence[str | int]) -> bool:
-    """Of a leaf below `data`: folders of tokens, and arguments."""
-    return path[-1:] == ("tokens",) or "args" in path[:3]
+    """Of a leaf below `data`: paths, and arguments."""
+    return path[-1:] in _PATHS or "args" in path[:3]

@@ -102,8 +102,9 @@ def problems(train: Node) -> Iterator[Problem]:
                 "add 'mode: max' or 'mode: min'",
             )
     sample = get(validate, "sample")
-    if sample is not None and get(train, "data", "entry") is not None:
-        yield problem_of_key(sample, "a text is generated from token files only", "remove sample")
+    if sample is not None and not any(get(train, "data", key) is not None for key in ("tokens", "tokenizer")):
+        words = "a text is generated with a tokenizer only, that of token files or data.tokenizer"
+        yield problem_of_key(sample, words, "remove sample")
 
 
 def metric_problems(holder: Node, train: Node | None) -> Iterator[Problem]:
@@ -119,7 +120,7 @@ def metric_problems(holder: Node, train: Node | None) -> Iterator[Problem]:
         elif name in BUILT_IN and isinstance(node.value, dict):
             yield Problem.at(node.place, f"{name!r} is a metric of mlpipe's", "add 'name: ...' to yours")
         seen[name] = node
-        if node.value == "bits_per_byte" and train is not None and get(train, "data", "entry") is not None:
+        if node.value == "bits_per_byte" and train is not None and get(train, "data", "tokens") is None:
             yield Problem.at(
                 node.place, "bits_per_byte is of token files, which know their text", "write 'loss'"
             )

@@ -7,6 +7,7 @@ in the data is therefore one number, the samples consumed, and it lies in the ch
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
 import time
@@ -26,6 +27,7 @@ from mlpipe.train.model import Batch, load_entry
 from mlpipe.train.order import samples_at
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.tokens import TokenDataset, open_folder
+from mlpipe.train.windows import Windowed
 from mlpipe.train.world import World
 
 # Number of the sample that is being read, or -1; in a data worker memory that its rank sees, too.
@@ -100,6 +102,27 @@ def open_dataset(plan: DataPlan, *, split: str, seq_len: int) -> Any:
     return collated
 
 
+def open_files(source: SourcePlan, split: str, seq_len: int) -> Any:
+    """A `Windowed`, of Parquet or of tars. Raises TrainError (input)."""
+    assert source.files is not None
+    plan = source.files
+    path = plan.path if split == "train" else plan.validation
+    if path is None:
+        raise TrainError(
+            "there are no files to validate with",
+            where=plan.path,
+            hint="name them: data.validation",
+            kind="input",
+        )
+    from mlpipe.train.fields import Fields  # tokenizers, pyarrow and tarfile, for those who need them
+
+    if plan.format == "parquet":
+        from mlpipe.train.parquet import ParquetRows as Samples
+    else:
+        from mlpipe.train.tars import TarSamples as Samples  # type: ignore[assignment]
+    return Samples(plan, path, Fields(plan, seq_len), source.cache_bytes or 0)
+
+
 def open_tokens(source: SourcePlan, split: str, seq_len: int) -> TokenDataset:
     """Of a folder, or of a bucket."""
     assert source.tokens is not None
@@ -115,6 +138,13 @@ def _open_source(source: SourcePlan, plan: DataPlan, split: str, seq_len: int) -
     """Without a `collate` one that gives dicts of tensors."""
     if source.tokens is not None:
         return open_tokens(source, split, seq_len)
+    if source.files is not None:
+        files = open_files(source, split, seq_len)
+        if plan.collate is None:
+            from mlpipe.train.fields import check_tensors
+
+            check_tensors(files[0], files.where(0))
+        return files
     if source.dataset is None:
         raise TrainError("the plan names no data", kind="bug")
     entry = Entry(source.dataset.entry, {**source.dataset.args, "split": split})
@@ -140,6 +170,9 @@ def _open_source(source: SourcePlan, plan: DataPlan, split: str, seq_len: int) -
         ) from error
     if plan.collate is not None:
         return dataset
+    if not _is_sample(sample) and hasattr(dataset, "with_format"):
+        dataset = dataset.with_format("torch")  # as Hugging Face's are asked for tensors
+        sample, last = dataset[0], dataset[num_samples - 1]
     if num_samples == 0 or not _is_sample(sample):
         raise _no_sample(f"of {num_samples} samples ", sample, entry.entry)
     if _form(last) != _form(sample):
@@ -159,9 +192,48 @@ def _open_stream(entry: Entry, plan: DataPlan, split: str) -> Streams:
             kind="input",
         )
     streams = Streams(lambda part: _made(entry, part, plan.splits), plan.splits, entry.entry)
+    if plan.collate is None and not _is_sample(streams[0]) and hasattr(streams.make(0), "with_format"):
+        streams = Streams(
+            lambda part: _made(entry, part, plan.splits).with_format("torch"), plan.splits, entry.entry
+        )
     if plan.collate is None and not _is_sample(streams[0]):
         raise _no_sample("", streams[0], entry.entry)
     return streams
+
+
+def fingerprint(dataset: Any) -> str | None:
+    """Of files of samples, what decides which of them has which number: how many each piece has, in words.
+    None of other data."""
+    if isinstance(dataset, Collated):
+        return fingerprint(dataset.samples)
+    if isinstance(dataset, Mixture):
+        told = [words for source in dataset.sources if (words := fingerprint(source)) is not None]
+        return ", ".join(told) or None
+    if not isinstance(dataset, Windowed) or isinstance(dataset, TokenDataset):
+        return None
+    digest = hashlib.sha256(dataset.counts.tobytes()).hexdigest()
+    return f"{len(dataset)} samples in {len(dataset.counts)} pieces ({digest[:8]})"
+
+
+def vocab_size_of(dataset: Any) -> int:
+    """Of the tokens in the data; 0 where there are none, or nobody knows."""
+    if isinstance(dataset, Collated):
+        return vocab_size_of(dataset.samples)
+    if isinstance(dataset, Mixture):
+        return max(map(vocab_size_of, dataset.sources))
+    return getattr(dataset, "vocab_size", None) or 0 if isinstance(dataset, TokenDataset | Windowed) else 0
+
+
+def tokenizer_of(data: DataPlan) -> str | None:
+    """Path of the tokenizer.json that its text was read with."""
+    if data.tokens is not None:
+        path = open_folder(data.tokens).tokenizer_path
+        return str(path) if path is not None else None
+    if data.files is None or data.files.tokenizer is None:
+        return None
+    from mlpipe.train.fields import tokenizer_file
+
+    return tokenizer_file(data.files.tokenizer)
 
 
 def _is_stream(dataset: Any) -> bool:
@@ -173,15 +245,18 @@ def _is_stream(dataset: Any) -> bool:
 
 def _made(entry: Entry, part: int, num_parts: int) -> Any:
     """What the user's function gives. Where it has parameters `rank` and `world_size`, it makes one of so
-    many parts of a stream; else the stream is asked for it: `split(rank, world_size)`."""
+    many parts of a stream; else the stream is asked for it: `split(rank, world_size)`,
+    or `shard(num_shards=, index=)`."""
     make = load_entry(entry)
     names = inspect.signature(make).parameters
     splits = "rank" in names and "world_size" in names
     given = {"rank": part, "world_size": num_parts} if splits else {}
     try:
         made = make(**entry.args, **given)
-        if num_parts > 1 and not splits and hasattr(made, "split"):
+        if num_parts > 1 and not splits and callable(getattr(made, "split", None)):
             made, splits = made.split(part, num_parts), True
+        elif num_parts > 1 and not splits and hasattr(made, "shard") and _is_stream(made):
+            made, splits = made.shard(num_shards=num_parts, index=part), True  # Hugging Face's
     except Exception as error:
         raise TrainError(
             f"failed to make the data set for the split {entry.args['split']!r}: "

@@ -18,7 +18,7 @@ from mlpipe._core.records import End, Step, StopSignal
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.train.checkpoint import Checkpointer
-from mlpipe.train.data import ReadAhead
+from mlpipe.train.data import ReadAhead, fingerprint
 from mlpipe.train.optim.clipping import clip_factor, clip_values, squared_norm
 from mlpipe.train.optim.learning_rate import learning_rate
 from mlpipe.train.optim.update import Update, averages_of
@@ -215,6 +215,8 @@ class Loop:
             "tied": self.model.tied(),
             "optimizer": optimizer_scalars(self.plan.optimizer, self.update),
         }
+        if (files := fingerprint(self.reader.loader.dataset)) is not None:
+            scalars["data_files"] = files
         if (streams := self.reader.state(position.step)) is not None:
             scalars["streams"] = streams
         if self.plan.init_from is not None:

@@ -21,7 +21,9 @@ from mlpipe.train.data import (
     ReadAhead,
     Streams,
     collate,
+    fingerprint,
     open_dataset,
+    vocab_size_of,
 )
 from mlpipe.train.loop import Loop
 from mlpipe.train.memory_probe import dry_steps, fitting_plan, is_due
@@ -36,7 +38,6 @@ from mlpipe.train.resuming import Position, resume
 from mlpipe.train.schedules.accumulate import Accumulate
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.session import Session
-from mlpipe.train.tokens import TokenDataset
 
 if TYPE_CHECKING:
     from mlpipe.train.validation import Validation
@@ -127,6 +128,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     restoring = time.perf_counter()
     if plan.resume or session.process.restart:
         position = resume(session, checkpointer, model, update, coordination_store)
+        check_files(position.scalars, dataset, plan, session.plan.run_id)
     if validation is not None:
         validation.load(position.scalars)
     restored = time.perf_counter()
@@ -195,15 +197,26 @@ def try_out(plan: TrainPlan, model: torch.nn.Module, dataset: Any) -> float | No
     return count_flops_per_token(plan.model, collated=sample)
 
 
+def check_files(scalars: dict[str, Any], dataset: Any, plan: TrainPlan, run_id: str) -> None:
+    """Whether the files of samples are those of the checkpoint: by how many there are in each, which decides
+    the order. Raises TrainError (input)."""
+    before, now = scalars.get("data_files"), fingerprint(dataset)
+    if before is not None and before != now:
+        raise TrainError(
+            f"the data were {before} at the checkpoint, and are {now}",
+            where=next(source.files.path for source in plan.data.sources if source.files is not None),
+            hint=f"put the files back as they were, or begin anew: mlpipe resume {run_id} --from-step 0",
+            kind="input",
+        )
+
+
 def _check_vocabulary(plan: TrainPlan, dataset: Any) -> None:
     """Of tokens that the planner has not seen."""
-    ours = plan.model.build.args.get("vocab_size")
-    if plan.model.preset is None or not isinstance(dataset, TokenDataset) or not isinstance(ours, int):
-        return
-    if dataset.vocab_size > ours:
+    ours, theirs = plan.model.build.args.get("vocab_size"), vocab_size_of(dataset)
+    if plan.model.preset is not None and isinstance(ours, int) and theirs > ours:
         raise TrainError(
-            f"model.vocab_size is {ours}, but there are {dataset.vocab_size} tokens in the data",
-            where=plan.data.tokens,
-            hint=f"write vocab_size: {-(-dataset.vocab_size // 64) * 64}",
+            f"model.vocab_size is {ours}, but there are {theirs} tokens in the data",
+            where=plan.data.tokens or "data",
+            hint=f"write vocab_size: {-(-theirs // 64) * 64}",
             kind="input",
         )

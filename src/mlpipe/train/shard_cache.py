@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlpipe._core.errors import DamagedError, StoreError
+from mlpipe._core.errors import DamagedError, StoreError, TrainError
 from mlpipe._core.files import locked
+from mlpipe._core.units import format_bytes
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 
@@ -25,11 +26,31 @@ _PARTIAL = ".partial-"
 
 @dataclass(frozen=True)
 class CachedFile:
-    """Of the bucket: what it holds is known by its digest, so that the cache never shows another one."""
+    """Of the bucket: what it holds is known by its digest, so that the cache never shows another one.
+
+    `start`: of a part of an object, its first byte. `verified` False: nobody has said what its SHA-256 is,
+    and `sha256` is that of what else tells it from others: name, size and time of the object, and the part.
+    """
 
     name: str
     size_bytes: int
     sha256: str
+    start: int = 0
+    verified: bool = True
+
+
+def check_room(files: list[CachedFile], window: int, limit_bytes: int, *, where: str, smaller: str) -> None:
+    """For two windows of so many of the files, the one that is read and the one that is fetched meanwhile.
+    Raises TrainError (input); `smaller`: what to do instead of a larger cache."""
+    needed = 2 * sum(sorted((file.size_bytes for file in files), reverse=True)[:window])
+    if needed > limit_bytes:
+        raise TrainError(
+            f"two windows of {window} files are {format_bytes(needed)}, "
+            f"the cache has {format_bytes(limit_bytes)}",
+            where=where,
+            hint=f"write a larger data.cache, or {smaller}",
+            kind="input",
+        )
 
 
 class ShardCache:
@@ -96,10 +117,10 @@ class ShardCache:
                 digest = hashlib.sha256()
                 for start in range(0, file.size_bytes, _PIECE_BYTES):
                     piece = bytearray(min(_PIECE_BYTES, file.size_bytes - start))
-                    self._store.get_into(file.name, piece, start=start)
+                    self._store.get_into(file.name, piece, start=file.start + start)
                     digest.update(piece)
                     output.write(piece)
-            if digest.hexdigest() != file.sha256:
+            if file.verified and digest.hexdigest() != file.sha256:
                 raise DamagedError(
                     "its bytes are not those of the manifest",
                     where=f"{self.url}/{file.name}",

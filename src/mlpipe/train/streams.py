@@ -39,6 +39,7 @@ class Cursor:
         self.seed = seed
         seed_host(seed, part, 0, 0)
         self.dataset = streams.make(part)
+        self.is_counted = _has_shuffle_buffer(self.dataset)
         self.epoch = saved["epoch"] if saved else 0
         self.count = 0
         self._set_epoch()
@@ -50,7 +51,8 @@ class Cursor:
         else:
             self._iterator = iter(self.dataset)
             if saved["count"]:
-                _log.info("%s has no state_dict(): reading %d samples again", self.where, saved["count"])
+                told = self.where, saved["count"]
+                _log.info("%s does not say where it stands: reading %d samples again", *told)
             for _ in range(saved["count"]):
                 self.take()
 
@@ -76,7 +78,8 @@ class Cursor:
 
     def state(self) -> dict[str, Any]:
         """JSON. Raises TrainError (input) where the set's own state is not."""
-        holder = next((one for one in (self._iterator, self.dataset) if hasattr(one, "state_dict")), None)
+        holders = () if self.is_counted else (self._iterator, self.dataset)
+        holder = next((one for one in holders if hasattr(one, "state_dict")), None)
         state = holder.state_dict() if holder is not None else None
         try:
             state = json.loads(json.dumps(state))  # as it is now: it may be a part of the set itself
@@ -101,6 +104,19 @@ class Cursor:
         seed_host(self.seed, self.part, self.epoch, 0)  # for its __iter__, too
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    """Whether it is one of Hugging Face's that shuffles through a buffer: their state_dict() leaves out what
+    lies in it, and they would go on without these samples."""
+    steps = [getattr(dataset, "_ex_iterable", None)]
+    while steps:
+        step = steps.pop()
+        if "BufferShuffled" in type(step).__name__:
+            return True
+        steps += [one for one in (getattr(step, "ex_iterable", None),) if one is not None]
+        steps += getattr(step, "ex_iterables", ())
+    return False
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mlpipe._core.errors import TrainError
+from mlpipe.store.open import open_store
+from mlpipe.train.tokens import BUCKET
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # the bytes and END_OF_TEXT
@@ -34,9 +36,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Raises TrainError (input) when there is no tokenizer at `path`."""
+    """Raises TrainError (input) when there is no tokenizer at `path`, which may lie in a bucket."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        if str(path).startswith(BUCKET):
+            base, _, name = str(path).rpartition("/")
+            text = open_store(base).get(name).decode("utf-8")
+        else:
+            text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TrainError("no tokenizer here", where=str(path), hint=str(error), kind="input") from error
     try:

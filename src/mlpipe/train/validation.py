@@ -25,7 +25,7 @@ from mlpipe._core.gate import BUILT_IN, is_better
 from mlpipe.plan.plan import BestPlan, DataPlan, MetricPlan, StopPlan, TrainPlan, ValidatePlan
 from mlpipe.store import catalogue
 from mlpipe.train.contract import check_call
-from mlpipe.train.data import Microbatch, collate, num_tokens, open_dataset
+from mlpipe.train.data import Microbatch, collate, num_tokens, open_dataset, tokenizer_of
 from mlpipe.train.metrics import Metrics
 from mlpipe.train.model import Batch
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
@@ -105,10 +105,8 @@ class HeldOut:
     def sample(self, prompt: str, num_tokens: int, step: int) -> str | None:
         """Text that begins with `prompt`; None without a tokenizer, and of a model with a loss of its own.
         Every rank generates the same, since a sharded model needs all of them."""
-        if self.data.tokens is None or hasattr(self.model.built.model, "loss"):
-            return None
-        path = open_folder(self.data.tokens).tokenizer_path
-        if path is None:
+        path = tokenizer_of(self.data)
+        if path is None or hasattr(self.model.built.model, "loss"):
             return None
         from mlpipe.train.generate import generate  # tokenizers costs every rank a while
         from mlpipe.train.tokenizer import load_tokenizer

@@ -52,10 +52,11 @@ def test_what_a_pod_gets(overrides: tuple[str, ...], stage: str, cpus: float, me
 def test_copies_of_what_lies_in_buckets_have_room_on_the_pods_disk() -> None:
     bucket = ("train.train.data={tokens: 's3://bucket/a', cache: 30 GiB, batch_size: 8}",)
     sizes = [
-        cluster_of(plan_of(pipeline_of("quickstart", *QUICKSTART, *overrides), "train")).disk_bytes
+        cluster_of(plan_of(pipeline_of("quickstart", *QUICKSTART, *overrides), stage)).disk_bytes
         for overrides in ((), (*bucket, "train.train.model.vocab_size=4096"))
+        for stage in ("train", "evaluate", "corpus")
     ]
-    assert sizes == [None, 38 * 2**30]
+    assert sizes == [None, None, None, 38 * 2**30, 38 * 2**30, None]
 
 
 def test_shared_memory_of_a_small_pod_is_a_part_of_its_memory() -> None:

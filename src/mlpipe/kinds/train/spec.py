@@ -119,7 +119,9 @@ class Train(SpecModel):
         Annotated[PresetModel, Tag("PresetModel")] | Annotated[OwnModel, Tag("OwnModel")],
         _entry_or("PresetModel", "OwnModel"),
     ] = Field(description="A `preset`, or your own `entry`.")
-    data: AnyData = Field(description="A folder of `tokens`, your own `entry`, or a `mix` of both.")
+    data: AnyData = Field(
+        description="A folder of `tokens`, files of `parquet` or `tars`, an `entry` of your own, or a `mix`."
+    )
     steps: f.Count = Field(description="Optimizer steps in all.")
     optimizer: AnyOptimizer = Field(
         default_factory=default_optimizer, description="By `name`, or your own `entry`; and its schedule."
