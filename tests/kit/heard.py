@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,17 @@ class Raises:
 class Sleeps:
     def on_step(self, step: Any) -> None:
         time.sleep(600)
+
+
+class Kills:
+    """The process of `rank`, after `step` of the first start."""
+
+    def __init__(self, rank: int, step: int, context: Any) -> None:
+        self.step = step if (context.rank, context.restart) == (rank, 0) else None
+
+    def on_step(self, step: Any) -> None:
+        if step.step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Deaf:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from kit import plans
+from kit.init_worker import INITS, Own
 
-from mlpipe.plan.plan import Mesh, Plan
+from mlpipe.plan.axes.tp import num_collectives
+from mlpipe.plan.plan import CallbackPlan, Mesh, MetricPlan, Plan, ValidatePlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
+from mlpipe.train.init import initialize
 from mlpipe.train.reshard import load
 from mlpipe.train.shards import LocalShard
+from mlpipe.train.slices import Slice, keep_slice
 
 pytestmark = pytest.mark.torch
 
 STEPS = 8
 CHAIN = (Mesh(tp=2), Mesh(dp_shard=2, tp=2), Mesh(), Mesh(dp_replicate=2, tp=2))  # two steps each
-BASE: dict[str, Any] = {"model": plans.model_plan(tied=False)}
+VALIDATE = ValidatePlan(STEPS, 2000, (MetricPlan("accuracy"), MetricPlan("perplexity")))
+BASE: dict[str, Any] = {"model": plans.model_plan(tied=False), "validate": VALIDATE}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +37,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
 
     def plan(run_id: str, mesh: Mesh, **changes: Any) -> Plan:
         return plans.train_plan(
-            folder / "store", tokens, world_size=mesh.world_size, mesh=mesh, run_id=run_id, every=100,
-            strategy="fsdp" if mesh.dp_shard > 1 else "ddp", **{"steps": STEPS} | BASE | changes,
+            folder / "store", tokens, world_size=mesh.world_size, mesh=mesh, run_id=run_id,
+            strategy="fsdp" if mesh.dp_shard > 1 else "ddp",
+            **{"steps": STEPS, "every": 100} | BASE | changes,
         )  # fmt: skip
 
     chain = [
@@ -47,7 +55,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
     plans.run_together([*two, chain[0]], folder / "two")
     for number, one in enumerate(chain[1:], start=2):
         plans.run_together([one], folder / f"chain-{number}")
-    found = {one.run_id: [one] for one in (alone, *two)}
+    kill = CallbackPlan("kit.heard:Kills", {"rank": 1, "step": 5}, "all")
+    killed = plan("killed", CHAIN[0], callbacks=(kill,), every=3, launch={"max_restarts": 1})
+    assert plans.launch(killed, folder / "killed") == 0, plans.log_of(folder / "killed")
+    found = {one.run_id: [one] for one in (alone, *two, killed)}
     return folder / "store", found | {"chain": chain, "tied-alone": [plan("tied-alone", Mesh())]}
 
 
@@ -56,17 +67,23 @@ def losses(trained: Any, run: str) -> list[float]:
     return [loss for plan in made[run] for loss in plans.losses(store, plan)]
 
 
+def key_of_last(trained: Any, run: str) -> str:
+    store, made = trained
+    latest = catalogue.latest(FolderStore(store), made[run][0].stage_key)
+    assert latest is not None
+    assert latest.step == STEPS
+    return latest.key
+
+
 def weights(trained: Any, run: str) -> dict[str, torch.Tensor]:
     """All that the last checkpoint holds."""
-    store, made = FolderStore(trained[0]), trained[1]
-    latest = catalogue.latest(store, made[run][0].stage_key)
-    assert latest is not None
-    manifest = catalogue.load_manifest(store, latest.key)
+    store, key = FolderStore(trained[0]), key_of_last(trained, run)
+    manifest = catalogue.load_manifest(store, key)
     shards = [
         LocalShard(name, torch.full(one["shape"], torch.nan), tuple(one["shape"]), (0,) * len(one["shape"]))
         for name, one in manifest["tensors"].items()
     ]
-    load(store, latest.key, manifest, shards)
+    load(store, key, manifest, shards)
     return {shard.name: shard.local for shard in shards}
 
 
@@ -82,3 +99,86 @@ def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str, oth
 
 def test_bf16_means_the_same(trained: Any) -> None:
     assert losses(trained, "low") == pytest.approx(losses(trained, "alone"), rel=1e-2)
+
+
+def test_a_killed_rank_costs_nothing(trained: Any) -> None:
+    """A restart in place from the checkpoint of step 3 ends at the same bits."""
+    store, made = trained
+    assert plans.outcome(store, made["killed"][0])["restarts"] == 1
+    killed, whole = (weights(trained, run) for run in ("killed", "two"))
+    assert killed.keys() == whole.keys()
+    assert all(torch.equal(killed[name], value) for name, value in whole.items())
+
+
+def test_metrics_see_all_logits_and_each_sample_once(trained: Any) -> None:
+    store, made = trained
+    found, expected = (
+        [record["metrics"] for record in plans.records(store, made[run][0]) if record["kind"] == "validation"]
+        for run in ("two", "alone")
+    )
+    assert found[0] == pytest.approx(expected[0], rel=1e-4)
+    assert len(found) == len(expected) == 1
+
+
+@pytest.fixture(scope="module")
+def passes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `kit.tensor_worker` found on two ranks."""
+    folder = tmp_path_factory.mktemp("passes")
+    tokens, output = plans.write_tokens(folder / "tokens"), folder / "output"
+    assert plans.run_ranks(2, "kit.tensor_worker", str(tokens), output=output) == 0, output.read_text()[
+        -3000:
+    ]
+    found: dict[str, Any] = json.loads(output.read_text().splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_gradients_and_logits_in_fp64(passes: Any, head: str) -> None:
+    """The loss itself is fp32 everywhere. Logits also of 7 tokens, which two ranks cannot share."""
+    found = passes[head]
+    assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6)
+    assert found["gradient"] < 1e-6
+    assert found["logits"] < 1e-12
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_what_travels_is_the_residual_stream(passes: Any, checkpointing: str) -> None:
+    """As often as the planner says; besides, of the loss three numbers a token, and once a step the gradients
+    of the norms."""
+    counts = {name: n for name, n in passes["counts"].items() if name.startswith(checkpointing)}
+    layers, microbatches, tokens, dim = plans.CONFIG.num_layers, 2, 2 * 32, plans.CONFIG.dim
+    work: Any = SimpleNamespace(num_blocks=layers, recomputes=checkpointing == "full")
+    gathers, scatters = num_collectives(work)
+    stream, loss = (
+        4 * tokens * dim * 3 // 2,
+        4 * 3 * tokens * 3,
+    )  # bytes that go in and come out, of two ranks
+    assert counts == {
+        f"{checkpointing} _allgather_base_": microbatches * (gathers + 1),
+        f"{checkpointing} _allgather_base_ bytes": microbatches * (gathers * stream + loss),
+        f"{checkpointing} _reduce_scatter_base_": microbatches * scatters,
+        f"{checkpointing} _reduce_scatter_base_ bytes": microbatches * scatters * stream,
+        f"{checkpointing} allreduce_": 1,
+        f"{checkpointing} allreduce_ bytes": 4 * (2 * layers + 1) * dim,
+    }
+
+
+def test_a_parameter_that_init_weights_comes_back_to(passes: Any) -> None:
+    assert passes["twice"]
+
+
+@pytest.mark.parametrize("how", sorted(set(INITS) - {"factory"}))
+def test_a_slice_begins_as_that_slice_of_the_whole(how: str) -> None:
+    """Whatever fills it, by whichever shape: of 7 rows, or of 5 columns, one."""
+    with torch.device("meta"):
+        whole = Own(how)
+    whole.to_empty(device="cpu")
+    initialize(whole, 0)
+    for cut in (Slice("tp", 0, 3, 7), Slice("tp", 1, 0, 5)):
+        with torch.device("meta"):
+            part = Own(how)
+        keep_slice(part, "weight", cut, {})
+        part.to_empty(device="cpu")
+        initialize(part, 0)
+        assert torch.equal(part.weight, cut.of(whole.weight))
+        assert torch.equal(part.scale, whole.scale)
