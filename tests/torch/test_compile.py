@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from kit import budget, plans
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from mlpipe.train.loss import IGNORED
 from mlpipe.train.model import LossModule
@@ -16,6 +15,12 @@ from mlpipe.train.parallel.activation_checkpointing import checkpoint_activation
 
 pytestmark = pytest.mark.torch
 BLOCKS = 10  # more than dynamo compiles of one function before it gives up (8)
+
+
+def counting_backend():
+    from torch._dynamo.testing import CompileCounterWithBackend  # here: it takes seconds, in each process
+
+    return CompileCounterWithBackend("aot_eager")
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -30,7 +35,7 @@ def test_all_blocks_share_one_compiled_graph(mode):
         model.init_weights()
         if mode != "none" and compiled:
             checkpoint_activations(list(model.layers), mode)
-        counter = CompileCounterWithBackend("aot_eager")
+        counter = counting_backend()
         if compiled:
             for block in model.layers:
                 block.compile(backend=counter)
@@ -52,7 +57,7 @@ def test_a_whole_model_and_its_loss_are_one_graph():
     ids = torch.arange(64).reshape(2, 32)
     batch = {"inputs": ids, "targets": torch.where(ids % 5 == 0, IGNORED, ids)}
     found = []
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = counting_backend()
     for compiled in (False, True):
         torch.manual_seed(0)
         model = build_model(**asdict(plans.CONFIG))

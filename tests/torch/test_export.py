@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch
 import torch
-import transformers
 from kit import own
 
 from mlpipe._core.errors import MlpipeError, StoreError, TrainError
@@ -94,12 +93,22 @@ def tokens(tmp_path_factory):
     return root / "out"
 
 
+@pytest.fixture(scope="module")
+def transformers():
+    """Takes seconds to import, in each process of tests."""
+    import transformers
+
+    return transformers
+
+
 @pytest.mark.parametrize(
     ("changes", "cuts"),
     [({}, (1, 1)), ({"tied": False}, (2, 1)), ({"num_kv_heads": 4}, (3, 2)), ({"num_kv_heads": 1}, (5, 1))],
 )
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
-def test_transformers_gives_the_same_logits(tmp_path, store, tokens, changes, cuts, shard_bytes):
+def test_transformers_gives_the_same_logits(
+    tmp_path, store, tokens, changes, cuts, shard_bytes, transformers
+):
     model = llama(**changes)
     key = llama_checkpoint(store, model, cuts=cuts)
     out = tmp_path / "out"
@@ -128,7 +137,7 @@ def test_transformers_gives_the_same_logits(tmp_path, store, tokens, changes, cu
     assert theirs.config.eos_token_id == tokenizer.eos_token_id == own.token_to_id(END_OF_TEXT)
 
 
-def test_the_exported_model_generates(tmp_path, store, tokens):
+def test_the_exported_model_generates(tmp_path, store, tokens, transformers):
     key = llama_checkpoint(store, llama())
     export_checkpoint(store, key, tmp_path / "out", tokenizer=tokens / "tokenizer.json")
     pipe = transformers.pipeline("text-generation", model=str(tmp_path / "out"))
@@ -153,7 +162,7 @@ def test_bf16_and_other_dtypes_and_shapes_survive_the_format(tmp_path, store):
         assert torch.equal(tensor, tensors[f"model.{name}"]), name
 
 
-def test_a_tied_model_of_ones_own_loads_under_all_its_names(tmp_path, store):
+def test_a_tied_model_of_ones_own_loads_under_all_its_names(tmp_path, store, transformers):
     """One of transformers: its load_state_dict is strict, and with its config.json it is loaded there."""
     model = own.from_config().eval()
     with torch.no_grad():

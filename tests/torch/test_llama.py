@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-import transformers
 
 from mlpipe._core.presets import PRESETS
 from mlpipe.train.init import initialize
@@ -31,6 +30,8 @@ def small(**changes):
 def test_logits_and_gradients_are_those_of_transformers(changes):
     model = small(**changes)
     config = model.config
+    import transformers  # here: it takes seconds, in each process of tests
+
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=config.vocab_size,
