@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 
 import pytest
 from kit import cluster, cluster_build, servers
+from kit.command_runs import until
 from kit.servers import ServerMissingError
 
 pytestmark = pytest.mark.unit
@@ -22,17 +26,51 @@ def go(tmp_path, monkeypatch):
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
 
-    monkeypatch.setattr(servers, "_STUCK_SECONDS", 0.5)
     return does
 
 
-def test_a_build_may_take_as_long_as_it_works(go, tmp_path):
-    go("end = time.process_time() + 1.5\nwhile time.process_time() < end: pass\nprint('built')")
-    assert servers.go(["go", "build"], tmp_path) == "built\n"
+@pytest.fixture
+def looks(tmp_path, monkeypatch):
+    """The builder looks often, and sees CPU time pass until the file `idle` is there."""
+    made: list[int] = []
+
+    def ticks(session: int) -> int:
+        if not (tmp_path / "idle").exists():
+            made.append(session)
+        return len(made)
+
+    monkeypatch.setattr(servers, "_STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(servers, "_cpu_ticks", ticks)
+    return made
 
 
-def test_a_build_that_does_nothing_is_ended(go, tmp_path):
-    go("print(os.getpid(), file=open('pid', 'w'), flush=True)\ntime.sleep(600)")
+def test_cpu_time_is_that_of_a_session_and_its_dead(tmp_path):
+    burn = "import time\nwhile time.process_time() < 0.1: pass\n"
+    child = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {burn!r}])\n"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(
+        [sys.executable, "-c", child + "print(flush=True); input()"], start_new_session=True, **pipes
+    ) as process:
+        process.stdout.readline()
+        assert servers._cpu_ticks(process.pid) * 10 > os.sysconf("SC_CLK_TCK")  # more than 0.1 s
+        process.communicate(b"\n", timeout=300)
+
+
+def test_a_build_may_take_as_long_as_it_works(go, looks, tmp_path):
+    go("while not os.path.exists('go on'): time.sleep(0.01)\nprint('built')")
+    builds: list[str] = []
+    thread = threading.Thread(
+        target=lambda: builds.append(servers.go(["go", "build"], tmp_path)), daemon=True
+    )
+    thread.start()
+    until(lambda: len(looks) > 5, "looks at it")
+    (tmp_path / "go on").touch()
+    thread.join(300)
+    assert builds == ["built\n"]
+
+
+def test_a_build_that_does_nothing_is_ended(go, looks, tmp_path):
+    go("print(os.getpid(), file=open('pid', 'w'), flush=True)\nopen('idle', 'w')\ntime.sleep(600)")
     with pytest.raises(ServerMissingError, match="go build did nothing for"):
         servers.go(["go", "build"], tmp_path)
     with pytest.raises(ProcessLookupError):
