@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from mlpipe._core import feasibility, meshes
 from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.units import parse_cadence
-from mlpipe.kinds.train.spec import DATA_AXES, OwnModel, Train
+from mlpipe.kinds.train.spec import DATA_AXES, OwnModel, PresetModel, Train
 from mlpipe.plan.choose import Candidate, choose, smallest
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.optimizers import OptimizerCost, optimizer_cost
-from mlpipe.plan.plan import CHECKPOINTING, Mesh, Precision, TrainPlan
+from mlpipe.plan.plan import CHECKPOINTING, Checkpointing, Mesh, Precision, TrainPlan
 from mlpipe.plan.pricing import Choices, Pricer, Training
 from mlpipe.plan.shapes import dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec.data import TokenData
 from mlpipe.spec.optimizer import OwnOptimizer
+
+if TYPE_CHECKING:
+    from mlpipe.plan.search import Found
 
 
 def global_batch(spec: Train) -> int:
@@ -66,9 +70,10 @@ def enumerate_candidates(
     precision, _ = precision_on(spec, hardware)
     if precision not in peaks:
         raise PlanError(f"{hardware.name} has no {precision}", hint="write precision: fp32")
-    pricer = Pricer(shape, _training(spec), hardware) if shape is not None else None
-    modes = CHECKPOINTING if spec.activation_checkpointing == "auto" else (spec.activation_checkpointing,)
+    pricer = pricer_of(spec, shape, hardware) if shape is not None else None
+    modes = modes_of(spec)
     candidates: list[Candidate] = []
+    uneven: PlanError | None = None
     for strategy, settings in ORDER.items():
         wanted = name in ("auto", strategy)
         possible = settings.meshes(hardware.num_nodes, hardware.devices_per_node)
@@ -82,8 +87,9 @@ def enumerate_candidates(
         try:
             sizes = [_sizes(spec, mesh) for mesh in possible]
         except PlanError as error:
-            if wanted:
+            if wanted and not (is_searched(spec) and global_batch(spec) < hardware.world_size):
                 raise
+            uneven = error
             candidates.append(
                 Candidate(strategy, None, None, modes[0], precision, wanted, None, False, error.message)
             )
@@ -102,7 +108,63 @@ def enumerate_candidates(
                         pricer.candidate(strategy, mesh, Choices(size, mode, each), asked=open_)
                         for size in micro
                     ]
+    if pricer is not None and is_searched(spec):
+        candidates += searched(spec, pricer, candidates).candidates
+        if uneven is not None and not any(c.asked and c.mesh is not None for c in candidates):
+            raise uneven
     return candidates
+
+
+def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> Found:
+    """Other axes of the mesh, for a preset under `auto`. `candidates`: in which those without are."""
+    from mlpipe.plan.search import Found, model_meshes, search
+
+    if "num_heads" not in pricer.shape.widths:  # nobody knows what of it can be split
+        return Found()
+    modes, precision = modes_of(spec), precision_on(spec, pricer.hardware)[0]
+    data_parallel = [c for c in candidates if c.mesh and c.mesh.num_data_ranks == c.mesh.world_size]
+    figures, settings = _figures(spec, pricer.shape), spec.model_dump()
+
+    def allows(sizes: dict[str, int]) -> bool:
+        refusals = (
+            meshes.conflicts(sizes, figures, own_model=False),
+            meshes.unsupported_mix(sizes, settings),
+        )
+        return not any(True for refusal in refusals for _ in refusal)
+
+    points = []
+    for mesh in model_meshes(pricer.hardware, figures, allows):
+        try:
+            sizes = _sizes(spec, mesh)
+        except PlanError:  # of samples that so many data ranks cannot share
+            continue
+        points.append((mesh, [Choices(size, mode, precision) for mode in modes for size in sizes]))
+    return search(pricer, points, data_parallel) if points else Found()
+
+
+def modes_of(spec: Train) -> tuple[Checkpointing, ...]:
+    """Of activation checkpointing, those that the file leaves open."""
+    asked = spec.activation_checkpointing
+    return CHECKPOINTING if asked == "auto" else (asked,)
+
+
+def pricer_of(spec: Train, shape: ModelShape, hardware: Hardware) -> Pricer:
+    """Prices ways to do this training."""
+    return Pricer(shape, _training(spec), hardware)
+
+
+def is_searched(spec: Train) -> bool:
+    """Whether all axes are open: of a preset, for which the file names neither mesh nor strategy."""
+    return spec.mesh is None and spec.strategy == "auto" and isinstance(spec.model, PresetModel)
+
+
+def _figures(spec: Train, shape: ModelShape | None) -> dict[str, int]:
+    """What is known of the model's sizes."""
+    figures = {"seq_len": spec.model.seq_len}
+    if shape is None:
+        return figures
+    layers = {"num_layers": shape.parameters.num_blocks, "num_experts": 0}
+    return {**layers, **shape.widths, **figures}
 
 
 def own_mesh(spec: Train, shape: ModelShape | None, hardware: Hardware) -> Mesh | None:
@@ -113,11 +175,7 @@ def own_mesh(spec: Train, shape: ModelShape | None, hardware: Hardware) -> Mesh 
     if isinstance(sizes, Infeasible):
         raise PlanError(sizes.message, hint=sizes.remedy)
     is_own = isinstance(spec.model, OwnModel)
-    figures = {**(shape.widths if shape is not None else {}), "seq_len": spec.model.seq_len}
-    if shape is not None:
-        figures["num_layers"] = shape.parameters.num_blocks
-        figures.setdefault("num_experts", 0)
-    for _, conflict in meshes.conflicts(sizes, figures, own_model=is_own):
+    for _, conflict in meshes.conflicts(sizes, _figures(spec, shape), own_model=is_own):
         refuse(conflict)
     for _, conflict in meshes.unsupported_mix(sizes, spec.model_dump()):
         refuse(conflict)

@@ -16,7 +16,8 @@ from mlpipe.plan.time import StepSeconds
 
 # Two candidates whose step times differ by less are equally fast: the model does not know better.
 _EQUAL = 0.02
-_TIGHT = 0.95  # of the memory: what uses more fits if the estimate is right
+_TIGHT = 0.92  # of the memory: what uses more fits if the estimate is right
+ROOM_WINDOW = 1.05  # times the least seconds: for what leaves memory free
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,9 @@ def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def choose(candidates: Sequence[Candidate], equal: float = _EQUAL) -> tuple[Candidate, str]:
     """Of what was asked for and fits the fastest; of several whose times differ by `equal` or less one that
-    leaves memory free, the least sharded with the fewest recomputations and the largest microbatch. With the
-    reason in words. Raises PlanError when nothing fits."""
+    leaves memory free, the least sharded with the fewest recomputations and the largest microbatch; one that
+    leaves none only if none that does is within 5 %. With the reason in words. Raises PlanError when nothing
+    fits."""
     fitting = [c for c in candidates if c.asked and c.fits]
     if not fitting:
         raise PlanError(
@@ -70,6 +72,9 @@ def choose(candidates: Sequence[Candidate], equal: float = _EQUAL) -> tuple[Cand
             f"{best.strategy}: {best.reason}, so nothing is sharded; if it does not fit, write strategy: fsdp"
         )
     best = min((c for c in fitting if c.step_seconds <= fastest * (1 + equal)), key=simplicity)
+    if is_tight(best):
+        roomy = (c for c in fitting if c.step_seconds <= fastest * ROOM_WINDOW and not is_tight(c))
+        best = min(roomy, key=simplicity, default=best)
     others = {(c.strategy, c.mesh) for c in fitting} - {(best.strategy, best.mesh)}
     shards = ORDER[best.strategy].SHARDS
     if math.isinf(equal) and shards != "nothing":
@@ -83,12 +88,20 @@ def choose(candidates: Sequence[Candidate], equal: float = _EQUAL) -> tuple[Cand
     return best, f"{best.strategy}: {best.reason} per worker; {why}"
 
 
-def simplicity(candidate: Candidate) -> tuple[bool, int, int, int, float]:
-    """The smaller the better: room in memory, little sharding, little recomputation, large micro-batches."""
+def is_tight(candidate: Candidate) -> bool:
+    """Whether it fits only if the estimate is right."""
+    return candidate.used_ratio > _TIGHT
+
+
+def simplicity(candidate: Candidate) -> tuple[bool, int, int, int, int, float]:
+    """The smaller the better: room in memory, ranks that read different samples, little sharding, little
+    recomputation, large micro-batches."""
     order = list(ORDER).index(candidate.strategy)
     recompute = list[str](CHECKPOINTING).index(candidate.activation_checkpointing)
-    is_tight = candidate.used_ratio > _TIGHT
-    return is_tight, order, recompute, -(candidate.micro_batch or 0), candidate.step_seconds
+    mesh = candidate.mesh or Mesh()
+    shared = mesh.world_size // mesh.num_data_ranks
+    micro = -(candidate.micro_batch or 0)
+    return is_tight(candidate), shared, order, recompute, micro, candidate.step_seconds
 
 
 def smallest(candidates: Sequence[Candidate]) -> Candidate:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mlpipe._core.units import format_bytes
 from mlpipe.kinds.train.spec import Train
+from mlpipe.plan.axis_reasons import axis_reasons
 from mlpipe.plan.candidates import precision_on
 from mlpipe.plan.choose import Candidate, smallest
 from mlpipe.plan.hardware import Hardware
@@ -50,6 +51,7 @@ def explanation(
     )
     asked = [candidate for candidate in candidates if candidate.asked]
     told += _rejected(asked, chosen)
+    told += axis_reasons(spec, dense.planned(train.model), hardware, candidates, chosen)
     told.append(f"So {train.reason}.")
     advice = list(lint(train, chosen, candidates))
     return told + ([f"Advice: {line}" for line in advice] or ["No advice: the shapes suit the hardware."])

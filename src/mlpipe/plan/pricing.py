@@ -19,6 +19,7 @@ from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.shapes.shape import Activations, ModelShape, Part, StepShape
 from mlpipe.plan.strategies import ORDER
+from mlpipe.plan.tensors import WEIGHT_BYTES, total
 from mlpipe.plan.time import StepSeconds, passes, save_seconds, update_seconds, whole_steps
 from mlpipe.plan.wire import Wire
 
@@ -50,6 +51,11 @@ class Choices:
 def layout_of(strategy: Strategy, mesh: Mesh) -> Layout:
     """What the strategy's name stands for on this mesh."""
     return Layout(mesh, **cast(Any, ORDER[strategy].FLAGS))
+
+
+def without_data(mesh: Mesh) -> Mesh:
+    """Its axes that share samples."""
+    return replace(mesh, dp_replicate=1, dp_shard=1, ep=1)
 
 
 class Pricer:
@@ -103,6 +109,20 @@ class Pricer:
             reduce_gradients=layout.reduce_gradients,
             used_ratio=needs.total / hardware.memory_bytes,
         )
+
+    def bounds(self, mesh: Mesh, choices: Choices) -> tuple[float, int]:
+        """Seconds and bytes that no candidate is below which differs from this in its data axes alone (of as
+        many data ranks). Raises PlanError for a mesh that nobody can plan for."""
+        step, activations, step_passes = self._on_one_rank(choices, mesh)
+        hardware, parameters = self.hardware, self.shape.parameters.of(step.part)
+        layout, wire = Layout(mesh), Wire(hardware)
+        shared = sum(axis.exposed_seconds(step_passes, wire, layout) for axis in active(without_data(mesh)))
+        most = mesh.num_data_ranks * mesh.cp
+        states = total(parameters.sharded(most, WEIGHT_BYTES))
+        states += total(self.training.optimizer.states(parameters, most))
+        held = total(activations.saved) + activations.logit_bytes
+        speed = hardware.speed
+        return speed.time_ratio * (step_passes.compute + shared), int(speed.memory_ratio * (states + held))
 
     def _on_one_rank(self, choices: Choices, mesh: Mesh) -> tuple[StepShape, Activations, Passes]:
         """Before data parallelism divides its states."""

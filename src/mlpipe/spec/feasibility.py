@@ -86,6 +86,8 @@ def _even(stage: Node) -> Iterator[Problem]:
     if resources is None or data is None or batch is None or isinstance(sizes, Infeasible):
         return
     readers = workers if sizes is None else sizes["dp_replicate"] * sizes["dp_shard"]
+    if sizes is None and batch.value < readers and mesh.is_searched(train):
+        return  # the planner may find axes whose workers share samples
     micro_batch = _number(data, "micro_batch")
     conflict = uneven_batch(batch.value, readers)
     yield from _at(batch.place, conflict)

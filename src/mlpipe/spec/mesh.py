@@ -10,7 +10,7 @@ from mlpipe._core import meshes
 from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.presets import PRESETS
 from mlpipe.spec.problems import Problem
-from mlpipe.spec.tree import Node, get
+from mlpipe.spec.tree import Node, get, text_of
 
 
 def sizes_of(train: Node, num_workers: int) -> dict[str, int] | Infeasible | None:
@@ -43,6 +43,12 @@ def problems(train: Node, num_workers: int) -> Iterator[Problem]:
     for key, conflict in meshes.unsupported_mix(sizes, train.plain()):
         node = get(train, *key.split(".")) or get(mesh, key) or mesh
         yield Problem.at(node.place, conflict.message, conflict.remedy)
+
+
+def is_searched(train: Node) -> bool:
+    """Whether the planner chooses among all axes: for a preset, whose strategy the file leaves open."""
+    open_ = text_of(get(train, "strategy")) in (None, "auto") and get(train, "mesh") is None
+    return open_ and get(train, "model", "preset") is not None
 
 
 def _figures(train: Node) -> dict[str, int]:

@@ -1,0 +1,67 @@
+"""Why each axis of the mesh that shares samples is used, or is not, in a sentence each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from mlpipe._core.meshes import AXES, DATA_AXES, TRAINED
+from mlpipe._core.units import format_step_seconds
+from mlpipe.kinds.train.spec import Train
+from mlpipe.plan.candidates import is_searched, pricer_of, searched
+from mlpipe.plan.choose import Candidate
+from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.search import MODEL_ERROR, Found
+from mlpipe.plan.shapes.shape import ModelShape
+
+
+def axis_reasons(
+    spec: Train,
+    shape: ModelShape | None,
+    hardware: Hardware,
+    candidates: Sequence[Candidate],
+    chosen: Candidate,
+) -> Iterator[str]:
+    """`candidates`: all, `chosen` one of them."""
+    sharing = [axis for axis in AXES if axis not in DATA_AXES]
+    used = {axis: size for axis in sharing if (size := getattr(chosen.mesh, axis, 1)) > 1}
+    if spec.mesh is not None:
+        words = ", ".join(f"{axis} {size}" for axis, size in used.items()) or "no axis that shares samples"
+        yield f"The file names the mesh: {words}."
+        return
+    if shape is None or not is_searched(spec):
+        yield "Only data parallelism is considered, as the strategy or the model asks."
+        return
+    open_ = [c for c in candidates if c.asked and c.fits]
+    found = searched(spec, pricer_of(spec, shape, hardware), [c for c in candidates if c.asked])
+    for axis in sharing:
+        if axis in used:
+            yield _used(axis, used[axis], [c for c in open_ if getattr(c.mesh, axis) == 1], chosen)
+        elif axis not in TRAINED:
+            yield f"{axis} is not used: the trainer cannot split over it yet."
+        else:
+            yield _unused(axis, [c for c in open_ if getattr(c.mesh, axis) > 1], chosen, found)
+
+
+def _used(axis: str, size: int, without: Sequence[Candidate], chosen: Candidate) -> str:
+    least = min((candidate.step_seconds for candidate in without), default=math.inf)
+    if math.isinf(least):
+        return f"{axis} {size} is used: nothing fits without it."
+    ratio = least / chosen.step_seconds
+    return f"{axis} {size} is used: without it a step takes {ratio:.2f} times the time at the least."
+
+
+def _unused(axis: str, with_it: Sequence[Candidate], chosen: Candidate, found: Found) -> str:
+    bound = found.bounds.get(axis)
+    if bound is None:
+        return f"{axis} is not used: no size of it splits this model and batch evenly over these workers."
+    if with_it:
+        ratio = min(candidate.step_seconds for candidate in with_it) / chosen.step_seconds
+        return f"{axis} is not used: with it a step takes {ratio:.2f} times the time at the least."
+    least = format_step_seconds(bound)
+    if bound > chosen.step_seconds:
+        return f"{axis} is not used: no step with it is shorter than {least}."
+    return (
+        f"{axis} is not used: of the steps with it, which take {least} or more, none that fits is faster "
+        f"by more than the {MODEL_ERROR:.0%} that this model errs."
+    )

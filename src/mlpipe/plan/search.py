@@ -1,0 +1,143 @@
+"""Meshes that split more than the samples, for `strategy: auto`: tried where data parallelism alone does not
+fit, or may be slower than they are by more than the model's own error.
+
+Of each way to lay out the axes that share samples (a `Point`) two bounds hold for every layout of the data
+axes around it: computing and these axes' own communication take at least so long, and activations with states
+that are split over all ranks need at least so many bytes. Points are tried from the least time on; when the
+next one's bound is above what is found, all that is left is. So pruning loses nothing. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from mlpipe.plan.choose import ROOM_WINDOW, Candidate, is_tight
+from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.plan import Mesh, Strategy
+from mlpipe.plan.pricing import Choices, Pricer
+from mlpipe.plan.strategies import ORDER
+
+# By how much predicted seconds of a step may be wrong (the median of benchmarks/planner's published runs): a
+# mesh with more axes has to win by more.
+MODEL_ERROR = 0.12
+_LEAST_CHUNK = 128  # tokens of a sequence that a rank of `cp` has in one piece
+_MOST_CP = 32
+
+
+@dataclass(frozen=True)
+class Point:
+    """A mesh with all data ranks along `dp_shard`, and the choices beside it. `least_seconds`: no step under
+    any layout of its data axes is shorter."""
+
+    mesh: Mesh
+    choices: Choices
+    least_seconds: float
+
+
+@dataclass
+class Found:
+    """`candidates`: priced. `bounds`: by axis the least seconds that any mesh with it could take, fitting or
+    not; an axis that is missing splits nothing here. `num_points`, `num_priced`: what it cost."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    bounds: dict[str, float] = field(default_factory=dict)
+    num_points: int = 0
+    num_priced: int = 0
+
+
+def sizes_of_axes(hardware: Hardware, figures: dict[str, int]) -> dict[str, list[int]]:
+    """Of the axes that share samples, sizes to try: `tp` within a node, `pp` over as many stages as there are
+    blocks at the most."""
+    world, per_node = hardware.world_size, hardware.devices_per_node
+    longest = max(1, figures.get("seq_len", 1) // (2 * _LEAST_CHUNK))
+    most = {
+        "tp": per_node,
+        "cp": min(_MOST_CP, longest),
+        "pp": min(world, figures.get("num_layers", 1)),
+        "ep": min(world, figures.get("num_experts", 0) or 1),
+    }
+    return {
+        axis: [n for n in range(1, limit + 1) if world % n == 0 and (axis != "tp" or per_node % n == 0)]
+        for axis, limit in most.items()
+    }
+
+
+def model_meshes(
+    hardware: Hardware, figures: dict[str, int], allows: Callable[[dict[str, int]], bool]
+) -> Iterator[Mesh]:
+    """All with an axis besides those of data parallelism, data ranks along `dp_shard`. `allows`: whether the
+    trainer can do it."""
+    sizes = sizes_of_axes(hardware, figures)
+    for tp in sizes["tp"]:
+        for cp in sizes["cp"]:
+            for pp in sizes["pp"]:
+                rest, uneven = divmod(hardware.world_size, tp * cp * pp)
+                for ep in sizes["ep"]:
+                    if uneven or rest % ep or tp * cp * pp * ep == 1:
+                        continue
+                    axes = {"pp": pp, "dp_replicate": 1, "dp_shard": rest, "cp": cp, "tp": tp, "ep": ep}
+                    if allows(axes):
+                        yield Mesh(**axes)
+
+
+def layouts(mesh: Mesh, hardware: Hardware) -> Iterator[tuple[Strategy, Mesh]]:
+    """Of the data axes around a point: those of the strategies on what the others leave of each node."""
+    rest = mesh.dp_shard
+    per_node = max(1, hardware.devices_per_node // (mesh.tp * mesh.cp))
+    if rest % per_node:
+        per_node = rest
+    seen: set[tuple[Mesh, bool, bool]] = set()
+    for strategy, settings in ORDER.items():
+        found = settings.meshes(rest // per_node, per_node)
+        for data in () if isinstance(found, str) else found:
+            if data.dp_shard % mesh.ep:
+                continue
+            whole = replace(mesh, dp_replicate=data.dp_replicate, dp_shard=data.dp_shard)
+            key = (whole, bool(settings.FLAGS) and rest > 1, "reshard_after_forward" in settings.FLAGS)
+            if key not in seen:  # of one data rank the strategies are one
+                seen.add(key)
+                yield strategy, whole
+
+
+def search(
+    pricer: Pricer,
+    points: Sequence[tuple[Mesh, Sequence[Choices]]],
+    data_parallel: Sequence[Candidate],
+    *,
+    prune: bool = True,
+) -> Found:
+    """What may be chosen instead of `data_parallel`, the candidates without other axes. `points`: meshes with
+    their choices. `prune`: off for the test that it loses nothing."""
+    found = Found()
+    limit = _limit(data_parallel)
+    queue: list[Point] = []
+    for mesh, choices in points:
+        for each in choices:
+            seconds, num_bytes = pricer.bounds(mesh, each)
+            found.num_points += 1
+            for axis in ("pp", "cp", "tp", "ep"):
+                if getattr(mesh, axis) > 1:
+                    found.bounds[axis] = min(seconds, found.bounds.get(axis, math.inf))
+            if not prune or num_bytes <= pricer.hardware.memory_bytes:
+                queue.append(Point(mesh, each, seconds))
+    best = math.inf
+    for point in sorted(queue, key=lambda point: point.least_seconds):
+        if prune and point.least_seconds > min(limit, best * ROOM_WINDOW):
+            break
+        for strategy, mesh in layouts(point.mesh, pricer.hardware):
+            candidate = pricer.candidate(strategy, mesh, point.choices, asked=True)
+            found.num_priced += 1
+            if candidate.fits and candidate.step_seconds <= limit:
+                best = min(best, candidate.step_seconds)
+                found.candidates.append(candidate)
+    return found
+
+
+def _limit(data_parallel: Sequence[Candidate]) -> float:
+    """Seconds that a step with other axes must not exceed to be worth them."""
+    fitting = [candidate for candidate in data_parallel if candidate.fits and candidate.asked]
+    fastest = min((c.step_seconds for c in fitting), default=math.inf)
+    roomy = min((c.step_seconds for c in fitting if not is_tight(c)), default=math.inf)
+    return min(roomy / (1 + MODEL_ERROR), fastest * ROOM_WINDOW)

@@ -1,0 +1,160 @@
+"""The search over all axes of the mesh: when it looks, what it may leave out, what it chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from mlpipe.kinds.train.spec import Train
+from mlpipe.plan import candidates, search
+from mlpipe.plan.build import stage_hardware
+from mlpipe.plan.candidates import enumerate_candidates, pick
+from mlpipe.plan.choose import Candidate, choose
+from mlpipe.plan.hardware import GIB, Hardware
+from mlpipe.plan.plan import Mesh
+from mlpipe.plan.pricing import Pricer
+from mlpipe.plan.shapes import dense
+from mlpipe.plan.shapes.shape import ModelShape
+from mlpipe.plan.training import shape_of, training_of
+from mlpipe.spec.load import load_pipeline
+
+pytestmark = pytest.mark.unit
+ROOT = Path(__file__).parents[3]
+
+
+def asked(*overrides: str) -> tuple[Train, ModelShape, Hardware]:
+    pipeline = load_pipeline(ROOT / "pipelines" / "llm.yaml", overrides=overrides)
+    spec = training_of(pipeline, "train")
+    shape = shape_of(spec, {})
+    assert shape is not None
+    return spec, shape, stage_hardware(pipeline, "train")
+
+
+def sized(preset: str, nodes: int, batch: int, seq_len: int = 8192) -> list[str]:
+    sizes = [
+        "train.data.batch_tokens=null",
+        f"train.data.batch_size={batch}",
+        f"train.model.seq_len={seq_len}",
+    ]
+    return [f"train.model.preset={preset}", f"train.resources.nodes={nodes}", *sizes]
+
+
+@pytest.mark.parametrize(
+    ("preset", "batch", "gib"),
+    [
+        ("llama-8b", 32, 80),
+        ("llama-8b", 32, 14),
+        ("llama-8b", 8, 40),
+        ("llama-70b", 32, 80),
+        ("llama-3b", 4, 30),
+    ],
+)
+def test_pruning_loses_nothing(preset: str, batch: int, gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 2 nodes of 8, with every recomputation: the same is chosen as among all that there is."""
+    open_ = "train.activation_checkpointing=auto"
+    spec, shape, hardware = asked(*sized(preset, 2, batch), open_)
+    hardware = dataclasses.replace(hardware, memory_bytes=gib * GIB)
+    pruned = enumerate_candidates(spec, shape, hardware, every=False)
+    real = search.search
+    monkeypatch.setattr(search, "search", lambda *args: real(*args, prune=False))
+    whole = enumerate_candidates(spec, shape, hardware, every=False)
+    assert len(whole) >= len(pruned)
+    try:
+        expected = choose(whole)
+    except candidates.PlanError:
+        assert not any(c.fits for c in pruned)
+        return
+    assert choose(pruned)[0] == expected[0]
+
+
+def test_bounds_are_below_every_layout_of_the_data_axes() -> None:
+    spec, shape, hardware = asked(*sized("llama-8b", 2, 32))
+    pricer = Pricer(shape, candidates._training(spec), hardware)
+    for mesh in (Mesh(dp_shard=16), Mesh(dp_shard=8, tp=2), Mesh(dp_shard=2, tp=8)):
+        for size in (1, 2):
+            for mode in ("none", "full"):
+                choices = candidates.Choices(size, mode, "bf16")
+                seconds, num_bytes = pricer.bounds(mesh, choices)
+                for strategy, layout in search.layouts(mesh, hardware):
+                    found = pricer.candidate(strategy, layout, choices, asked=True)
+                    assert found.memory is not None
+                    assert found.memory.total >= num_bytes
+                    assert found.step_seconds >= seconds
+
+
+def test_a_thousand_devices_are_searched_by_few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a second of CPU: a candidate costs less than 0.2 ms, a point less than that."""
+    spec, shape, hardware = asked(*sized("llama-70b", 128, 2048), "train.activation_checkpointing=auto")
+    assert hardware.world_size == 1024
+    found: list[search.Found] = []
+    real = search.search
+
+    def spy(*args: object) -> search.Found:
+        found.append(real(*args))  # type: ignore[arg-type]
+        return found[-1]
+
+    monkeypatch.setattr(search, "search", spy)
+    enumerate_candidates(spec, shape, hardware, every=False)
+    ((points, priced),) = [(one.num_points, one.num_priced) for one in found]
+    assert points <= 3000
+    assert priced <= 1500
+
+
+def test_other_axes_are_used_where_the_samples_do_not_suffice() -> None:
+    spec, shape, hardware = asked(*sized("llama-8b", 4, 8))
+    best, reason = pick(spec, shape, hardware)
+    assert best.mesh is not None
+    assert best.mesh.num_data_ranks <= 8
+    assert best.mesh.world_size == 32
+    assert best.fits
+    assert reason.startswith(f"{best.strategy}: needs")
+
+
+def test_data_parallelism_that_is_as_fast_is_kept() -> None:
+    """Of a small model on one node with a large batch; and no mesh is searched where a strategy is named."""
+    spec, shape, hardware = asked(*sized("llama-1b", 1, 512))
+    best, _ = pick(spec, shape, hardware)
+    assert best.mesh is not None
+    assert best.mesh.num_data_ranks == 8
+    named, shape, hardware = asked(*sized("llama-1b", 1, 512), "train.strategy=fsdp")
+    meshes = {c.mesh for c in enumerate_candidates(named, shape, hardware) if c.mesh}
+    assert {mesh.num_data_ranks for mesh in meshes} == {8}
+
+
+def candidate(seconds: float, used: float, mesh: Mesh | None = None) -> Candidate:
+    """Takes so long, and so much of the memory."""
+    spec, shape, hardware = asked(*sized("llama-1b", 1, 8))
+    del spec
+    pricer = Pricer(shape, candidates._training(asked(*sized("llama-1b", 1, 8))[0]), hardware)
+    choices = candidates.Choices(1, "none", "bf16")
+    found = pricer.candidate("fsdp", mesh or Mesh(dp_shard=8), choices, asked=True)
+    assert found.seconds is not None
+    parts = dataclasses.replace(found.seconds, compute=seconds, communication=0.0, data=0.0, save=0.0)
+    return dataclasses.replace(found, seconds=parts, used_ratio=used, fits=True)
+
+
+@pytest.mark.parametrize(
+    ("others", "chosen"),
+    [
+        ([(1.0, 0.97), (1.04, 0.5)], 1),  # another within 5 % leaves memory free
+        ([(1.0, 0.97), (1.06, 0.5)], 0),  # none does
+        ([(1.0, 0.91), (1.04, 0.5)], 0),  # this one leaves enough
+        ([(1.0, 0.93), (1.01, 0.94), (1.05, 0.92)], 2),
+    ],
+)
+def test_what_fills_the_memory_is_chosen_only_where_nothing_else_is_as_fast(
+    others: list[tuple[float, float]], chosen: int
+) -> None:
+    found = [candidate(*one) for one in others]
+    assert choose(found)[0] == found[chosen]
+
+
+def test_sizes_stay_within_a_node_and_the_model() -> None:
+    _, shape, hardware = asked(*sized("llama-8b", 4, 64))
+    assert isinstance(shape, dense.Dense)
+    sizes = search.sizes_of_axes(hardware, {"num_layers": 6, "seq_len": 4096, "num_experts": 0})
+    assert sizes == {"tp": [1, 2, 4, 8], "cp": [1, 2, 4, 8, 16], "pp": [1, 2, 4], "ep": [1]}
+    assert math.prod(max(one) for one in sizes.values()) > hardware.world_size
