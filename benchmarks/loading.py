@@ -2,7 +2,8 @@
 
 Each side is `mlpipe run` of the same pipeline, one worker on one core (OMP_NUM_THREADS=1), with a data set of
 one's own. `read by the rank` has no data workers, `auto` as many as it finds it needs. A figure is the median
-of the tokens a second of the later half of the steps. It needs two idle cores: one computes, one reads.
+of the tokens a second of the later half of the steps. It needs two idle cores: one computes, one reads. As
+many rounds are taken as fit into `--seconds`, at least two.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from benchmarks import measure
 
 COST_SECONDS = 0.005
 OF_THE_FREE = 0.95
-SEQ_LEN, BATCH = 256, 8
+SEQ_LEN, BATCH = 256, 4
 PIPELINE = """
 version: 1
 name: loading
@@ -86,16 +87,16 @@ def trained(cost: float, workers: object, steps: int) -> measure.Figures:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round, few steps: does it run?")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=280.0, help="no round begins that would end later")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     arguments = parser.parse_args()
-    num_rounds, steps, sides = arguments.rounds, 100, dict(SIDES)
+    seconds, least, steps, sides = arguments.seconds, 2, 40, dict(SIDES)
     if arguments.quick:
-        num_rounds, steps = 1, 4
+        seconds, least, steps = 0.0, 1, 4
         sides = {name: sides[name] for name in ("free", "one worker")}
     load_before = os.getloadavg()[0]
-    found = measure.rounds(
-        {name: lambda side=side: trained(*side, steps) for name, side in sides.items()}, num_rounds
+    found = measure.rounds_within(
+        {name: lambda side=side: trained(*side, steps) for name, side in sides.items()}, seconds, least
     )
     goals = {"free again": None, "read by the rank": None, "one worker": OF_THE_FREE, "auto": OF_THE_FREE}
     rows = [
@@ -104,7 +105,7 @@ def main() -> int:
         for side, goal in goals.items() if side in sides
     ]  # fmt: skip
     body = measure.document(
-        rows, rounds=num_rounds, steps=steps, cost_seconds=COST_SECONDS, batch=BATCH, seq_len=SEQ_LEN,
+        rows, rounds=len(found), steps=steps, cost_seconds=COST_SECONDS, batch=BATCH, seq_len=SEQ_LEN,
         load_before=load_before,
     )  # fmt: skip
     print(measure.table(body))

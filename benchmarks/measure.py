@@ -31,16 +31,26 @@ Round = dict[str, Figures]  # by side
 def rounds(sides: Mapping[str, Callable[[], Figures]], number: int) -> list[Round]:
     """`number` rounds of A B C C B A. Each round starts with another side, so that none is always the first
     or behind the same neighbour. A side returns its figures by name; its two of a round are averaged."""
-    found = []
-    names = list(sides)
-    for i in range(number):
-        order = names[i % len(names) :] + names[: i % len(names)]
-        forth = {name: sides[name]() for name in order}
-        back = {name: sides[name]() for name in reversed(order)}
-        found.append(
-            {name: {key: (forth[name][key] + back[name][key]) / 2 for key in forth[name]} for name in names}
-        )
+    return [_round(sides, i) for i in range(number)]
+
+
+def rounds_within(sides: Mapping[str, Callable[[], Figures]], seconds: float, least: int) -> list[Round]:
+    """As many rounds as fit into `seconds` if the next one takes as long as the longest so far; at least
+    `least`."""
+    began, longest, found = time.monotonic(), 0.0, list[Round]()
+    while len(found) < least or time.monotonic() - began + longest <= seconds:
+        before = time.monotonic()
+        found.append(_round(sides, len(found)))
+        longest = max(longest, time.monotonic() - before)
     return found
+
+
+def _round(sides: Mapping[str, Callable[[], Figures]], i: int) -> Round:
+    names = list(sides)
+    order = names[i % len(names) :] + names[: i % len(names)]
+    forth = {name: sides[name]() for name in order}
+    back = {name: sides[name]() for name in reversed(order)}
+    return {name: {key: (forth[name][key] + back[name][key]) / 2 for key in forth[name]} for name in names}
 
 
 def ratio(found: Sequence[Round], key: str, ours: str, peer: str) -> tuple[float, float, float]:

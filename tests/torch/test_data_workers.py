@@ -136,6 +136,26 @@ def test_a_worker_that_fails_is_named_with_its_sample(reading, capfd, what, kind
         assert "memory" in caught.value.hint
 
 
+def test_a_worker_that_is_slow_but_moves_is_no_hang(reading, monkeypatch):
+    """Each look at it comes half a patience after the one before; it takes 9 of them for 3 samples, and then
+    one for ever."""
+    ahead = reading(loader(own_data.Drawn(12)), 1)
+    (worker,) = ahead.workers.workers
+    worker.sample, now, looks = [5], [0.0], iter([5, 5, 6, 6, 6, 7, 7, 7, 8])
+
+    def look(connections, timeout):
+        now[0] += ahead.workers.patience_seconds / 2
+        worker.sample[0] = next(looks, 8)
+        return []
+
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("mlpipe.train.data_workers.connection.wait", look)
+    monkeypatch.setattr("mlpipe.train.data_workers.time", clock)
+    with pytest.raises(TrainError, match="gave nothing for 90 s at sample 8"):
+        ahead.workers.answer(0)
+    assert next(looks, None) is None
+
+
 def test_a_signal_to_the_whole_session_ends_no_worker(reading):
     """As torchrun sends it to the rank, which has a checkpoint to write before it goes."""
     ahead = reading(loader(own_data.Drawn(12)), 1)

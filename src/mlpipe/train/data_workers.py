@@ -42,7 +42,8 @@ _NO_MORE = "no more"
 
 class DataWorkers:
     """`serve(job)` in processes, each of which does its jobs in the order in which it is given them.
-    `patience_seconds`: how long an answer is waited for; `beat` is called meanwhile. `packages`: of the user,
+    `patience_seconds`: how long an answer is waited for since the worker began its last sample: one that is
+    slow but moves is no hang. `beat` is called meanwhile. `packages`: of the user,
     in whose code the line of a failure is looked for."""
 
     def __init__(
@@ -98,10 +99,14 @@ class DataWorkers:
         """To the first job of that worker which is not answered yet. Raises TrainError: what the job raised,
         how the process ended, or that it stands still."""
         one, began = self.workers[worker], time.monotonic()
+        sample = one.sample[0]
         while not connection.wait([one.connection], min(1.0, self.patience_seconds / 4)):
             self.beat()  # we know more of what it waits for than the watchdog
-            if time.monotonic() - began > self.patience_seconds:
-                raise one.stands_still(time.monotonic() - began)
+            now = time.monotonic()
+            if one.sample[0] != sample:
+                sample, began = one.sample[0], now
+            if now - began > self.patience_seconds:
+                raise one.stands_still(now - began)
         try:
             kind, sent = one.connection.recv()
             found = _unpack(sent, reduction.recv_handle(one.connection)) if kind == "done" else sent
