@@ -12,13 +12,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from kit import plans
 
-from mlpipe.plan.plan import BestPlan, DataPlan, Entry, MetricPlan, ModelPlan, Plan, StopPlan, ValidatePlan
+from mlpipe.plan.plan import (
+    BestPlan,
+    DataPlan,
+    EmaPlan,
+    Entry,
+    MetricPlan,
+    ModelPlan,
+    OptimizerPlan,
+    Plan,
+    StopPlan,
+    ValidatePlan,
+)
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
+from mlpipe.train.export import export_checkpoint
 from mlpipe.train.loop import Loop
 from mlpipe.train.parallel.waits import Waits
+from mlpipe.train.reshard import load
+from mlpipe.train.shards import LocalShard
 from mlpipe.train.validation import Judge, Validation
 
 pytestmark = pytest.mark.torch
@@ -82,10 +97,34 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for strategy, world_size in (("single", 1), ("ddp", 2), ("fsdp", 2))
     ]
     plans.run_together([*pairs, *same[1:]], folder / "two", worker="kit.counted")
-    plans.run_together(same[:1], folder / "one")
-    return {plan.run_id: (plan, plans.records(folder / "store", plan)) for plan in (*pairs, *same)} | {
-        "folder": folder
-    }
+    averaged = [plan for name in AVERAGED for plan in averaging(folder, name)]
+    plans.run_together([same[0], *averaged], folder / "one")
+    return {
+        plan.run_id: (plan, plans.records(folder / "store", plan))
+        for plan in (*pairs, *same, *averaged)
+        if plan.stage == "train"
+    } | {"folder": folder}
+
+
+AVERAGED = {
+    "ema": {"ema": EmaPlan(0.9)},
+    "schedule-free": {
+        "optimizer": OptimizerPlan(
+            "schedule_free_adamw", None, {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+            12, 0.05, 1.0, "constant", 0, 0, 0.0,
+        )
+    },
+}  # fmt: skip
+
+
+def averaging(folder: Path, name: str) -> list[Plan]:
+    """A training whose best validation is its first, and two evaluations of that: of what a checkpoint has as
+    the model, and, of the training with an `ema`, of the average."""
+    asked = validate(MetricPlan("loss"), every_steps=2, best=BestPlan("loss", "max"))
+    plan = plan_of(folder, name, "single", 1, TEXT, validate=asked, **AVERAGED[name])
+    given: Any = {"checkpoint": "best", "max_tokens": SAMPLES * SEQ_LEN}
+    last, average = (plans.evaluate_plan(plan, **given, weights=weights) for weights in (None, "ema"))
+    return [plan, last, *([replace(average, stage="average")] if name == "ema" else [])]
 
 
 DISTANCE = MetricPlan("distance", "kit.metrics:Distance")
@@ -144,6 +183,57 @@ def test_its_time_is_its_own(trained):
     assert peer is None
 
 
+@pytest.mark.parametrize("name", AVERAGED)
+def test_the_average_is_what_is_validated_and_kept_as_the_best_and_exported(trained, tmp_path, name):
+    """And nothing but a checkpoint's own copy of the weights, where it has one, is what was trained."""
+    (plan, records), store = trained[name], FolderStore(trained["folder"] / "store")
+    validations = of_kind(records, "validation")
+    values = {one["step"]: one["metrics"]["loss"] for one in validations}
+    best = catalogue.best(store, plan.stage_key)
+    assert best is not None
+    assert best.step == max(values, key=lambda step: values[step])
+    measured = {
+        one.stage: of_kind(plans.records(store.root, one), "evaluate")[0]["val_loss"]
+        for one in averaging(trained["folder"], name)[1:]
+    }
+    stage = "average" if name == "ema" else "evaluate"
+    assert measured.pop(stage) == pytest.approx(values[best.step], rel=1e-6)
+    assert all(abs(value - values[best.step]) > 1e-5 for value in measured.values())
+    exported = export_checkpoint(store, best.key, tmp_path / "out", ema=name == "ema")
+    tensors = load_manifest_tensors(store, best.key)
+    expected = {
+        key.removeprefix("model."): tensors.get(f"optim.{key}.ema", value)
+        for key, value in tensors.items()
+        if key.startswith("model.")
+    }
+    found = safetensors_of(exported.folder / "model.safetensors")
+    assert expected
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def load_manifest_tensors(store: FolderStore, key: str) -> dict[str, torch.Tensor]:
+    manifest = catalogue.load_manifest(store, key)
+    whole = [
+        LocalShard(name, torch.empty(one["shape"]), tuple(one["shape"]), (0,) * len(one["shape"]))
+        for name, one in manifest["tensors"].items()
+        if one["dtype"] == "float32"
+    ]
+    load(store, key, manifest, whole)
+    return {one.name: one.local for one in whole}
+
+
+def safetensors_of(path: Path) -> dict[str, torch.Tensor]:
+    data = bytearray(path.read_bytes())
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    return {
+        name: torch.frombuffer(data[end + first : end + last], dtype=torch.float32).view(one["shape"])
+        for name, one in header.items()
+        if one.get("dtype") == "F32"
+        for first, last in (one["data_offsets"],)
+    }
+
+
 # The judge
 
 
@@ -198,19 +288,20 @@ def test_a_best_one_that_is_gone_need_not_be_beaten(monkeypatch, left, expected)
     assert one.judge.why_stop is not None
 
 
-def test_waiting_while_the_averages_go_back_is_no_part_of_the_next_step():
+def test_waiting_while_the_averages_go_back_is_no_part_of_the_next_step(monkeypatch):
     waits = Waits()
 
     @contextmanager
-    def swapped_in(model):
+    def swapped_in(averages, model):
+        assert averages == ["average"]
         yield
         waits.timed(sum)(range(1000))
 
+    monkeypatch.setattr("mlpipe.train.optim.averages.swapped_in", swapped_in)
     loop = SimpleNamespace(
         validation=SimpleNamespace(run=lambda schedule, step: SimpleNamespace(best=True)),
-        plan=SimpleNamespace(ema=object()),
         checkpointer=SimpleNamespace(wait_for_staging=lambda: 0.0),
-        update=SimpleNamespace(swapped_in=swapped_in),
+        update=SimpleNamespace(averages=lambda: ["average"]),
         model=SimpleNamespace(waits=waits),
         recording=SimpleNamespace(validated=lambda record: None),
         schedule=None,
