@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe.plan.plan import STRATEGIES, EmaPlan, Entry, OptimizerPlan, Plan
+from mlpipe.train.freezing import freeze
 from mlpipe.train.model import build_model
 from mlpipe.train.optim.make import make_update
 from mlpipe.train.parallel.apply import parallelize
@@ -26,6 +27,9 @@ from mlpipe.train.world import World
 # Rows that nothing divides; ranks without a row where the ranks are many.
 SHAPE = {"vocab_size": 250, "dim": 72, "ffn_dim": 100}
 REAL, PRETENDED = (8, 4, 2, 1), (64, 256, 1024)
+
+
+FREEZE = ("embed*", "layers.0.mlp.*", "layers.*.self_attn.k_proj.*")
 
 
 def plan_of(tokens: Path, strategy: Any, world_size: int) -> Plan:
@@ -42,9 +46,11 @@ def fits(strategy: str, world_size: int) -> bool:
     return {"single": world_size == 1, "hsdp": world_size >= 4}.get(strategy, world_size > 1)
 
 
-def measure(plan: Plan, *, reduces: bool) -> dict[str, Any]:
+def measure(plan: Plan, *, reduces: bool, frozen: tuple[str, ...] = ()) -> dict[str, Any]:
     train = cast(Any, plan.work)
     built = build_model(train.model, seed=1, device_type="cpu", bf16=False)
+    if frozen:
+        freeze(built.model, frozen)
     world = World(train.mesh, dist.get_rank(), torch.device("cpu"))
     parallel = parallelize(built, world, train)
     update = make_update(train.optimizer, parallel.shards)
@@ -97,6 +103,9 @@ def main() -> None:
                 # DDP's reducer wants a result, which the fake group does not give; gradients are whole anyway
                 reduces = kind == "real" or strategy not in ("ddp", "zero1")
                 found.append([kind, strategy, world_size, measure(plan, reduces=reduces)])
+                if kind == "real" and world_size == 4:
+                    measured = measure(plan, reduces=reduces, frozen=FREEZE)
+                    found.append(["frozen", strategy, world_size, measured])
             dist.destroy_process_group()
     if rank == 0:
         (folder / "states.json").write_text(json.dumps(found))

@@ -23,6 +23,8 @@ def test_parameters(preset: str) -> None:
     sizes = Dense(PRESETS[preset]).parameters
     assert sum(p.numel() for p in model.parameters()) == sizes.total
     assert sum(p.numel() for p in model.layers[0].parameters()) == sizes.block
+    shapes = [(name, p.numel(), p.shape[0]) for name, p in model.named_parameters()]
+    assert [(one.name, one.size, one.rows) for one in PRESETS[preset].named_tensors()] == shapes
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

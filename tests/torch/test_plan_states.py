@@ -17,9 +17,11 @@ from mlpipe.plan.axes.axis import RankWork
 from mlpipe.plan.memory import rank_tensors
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.frozen import Frozen
 from mlpipe.plan.tensors import total
 
 pytestmark = pytest.mark.torch
+FREEZE = ("embed*", "layers.0.mlp.*", "layers.*.self_attn.k_proj.*")  # as in kit/states.py
 RANKS = int(os.environ.get("RANKS", "4"))  # 8 pass too, and take twice as long
 
 
@@ -39,12 +41,13 @@ def test_states_are_the_trainers_to_the_byte(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, vocab_size=250, dim=72, ffn_dim=100)
     for kind, strategy, world_size, measured in found:
         mesh = mesh_of(strategy, world_size)
-        work = rank_work(Dense(config).parameters, strategy, mesh, overlap=False)
+        shape = Frozen(Dense(config), FREEZE) if kind == "frozen" else Dense(config)
+        work = rank_work(shape.parameters, strategy, mesh, overlap=False)
         by_name = measured.pop("by name")
         assert by_name == {name: states_of(name, work) for name in OPTIMIZERS}, (kind, strategy, world_size)
         tensors = rank_tensors(work)
         predicted = {key: total(getattr(tensors, key)) for key in measured}
         assert predicted == measured, (kind, strategy, world_size)
     seen = {(kind, strategy, world_size) for kind, strategy, world_size, _ in found}
-    assert len(seen) == 1 + 4 + 5 * (RANKS // 4) + 3 * 5
+    assert len(seen) == 1 + 4 + 5 * (RANKS // 4) + 5 + 3 * 5
     assert {world_size for _, _, world_size in seen} == {1, 2, 4, RANKS, 64, 256, 1024}

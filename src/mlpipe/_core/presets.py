@@ -3,11 +3,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlpipe._core.feasibility import Infeasible, indivisible
 
 LLAMA = "mlpipe.train.models.llama:build_model"  # the entry of mlpipe's own model
+
+
+class Named(NamedTuple):
+    """A parameter. `block`: the number of the block that it is in, if it is in one."""
+
+    name: str
+    rows: int
+    columns: int
+    block: int | None
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,28 @@ class LlamaConfig:
         """Rows, parameters a row, and how many such tensors there are."""
         outside = (self.vocab_size, self.dim, 1 if self.tied else 2)
         return [outside, *self.block_matrices(), (self.dim, 1, 2 * self.num_layers + 1)]
+
+    def named_tensors(self) -> Iterator[Named]:
+        """What `named_parameters()` gives of `train/models/llama.py`, in its order."""
+        dim, kv_dim, ffn_dim = self.dim, self.num_kv_heads * self.head_dim, self.ffn_dim
+        of_block = (
+            ("input_layernorm", dim, 1),
+            ("self_attn.q_proj", dim, dim),
+            ("self_attn.k_proj", kv_dim, dim),
+            ("self_attn.v_proj", kv_dim, dim),
+            ("self_attn.o_proj", dim, dim),
+            ("post_attention_layernorm", dim, 1),
+            ("mlp.gate_proj", ffn_dim, dim),
+            ("mlp.up_proj", ffn_dim, dim),
+            ("mlp.down_proj", dim, ffn_dim),
+        )
+        yield Named("embed_tokens.weight", self.vocab_size, dim, None)
+        for block in range(self.num_layers):
+            for name, rows, columns in of_block:
+                yield Named(f"layers.{block}.{name}.weight", rows, columns, block)
+        yield Named("norm.weight", dim, 1, None)
+        if not self.tied:
+            yield Named("lm_head.weight", self.vocab_size, dim, None)
 
     def block_matrices(self) -> list[tuple[int, int, int]]:
         """Of these the blocks' matrices."""

@@ -16,7 +16,7 @@ from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.optimizers import OptimizerCost, optimizer_cost
 from mlpipe.plan.plan import CHECKPOINTING, Checkpointing, Mesh, Precision, TrainPlan
 from mlpipe.plan.pricing import Choices, Pricer, Training
-from mlpipe.plan.shapes import dense
+from mlpipe.plan.shapes import frozen
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec.data import TokenData
@@ -259,7 +259,7 @@ def _training(spec: Train) -> Training:
 
 def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
     """What was planned for a preset, perhaps by other figures, on `hardware`, which has as many workers."""
-    shape = dense.planned(plan.model)
+    shape = frozen.planned(plan)
     assert shape is not None
     training = Training(
         global_batch=plan.global_batch,

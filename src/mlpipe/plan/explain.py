@@ -12,7 +12,7 @@ from mlpipe.plan.choose import Candidate, smallest
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.optimizers import optimizer_cost
 from mlpipe.plan.plan import Plan, TrainPlan
-from mlpipe.plan.shapes import dense
+from mlpipe.plan.shapes import frozen
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec.model import Pipeline
 
@@ -35,6 +35,7 @@ def explanation(
         f"a parameter; {chosen.strategy} shards "
         f"{ORDER[chosen.strategy].SHARDS}, which leaves "
         f"{format_bytes(memory.parameters + memory.gradients + memory.optimizer)} of them on a worker.",
+        *_frozen(train),
         *_update(train),
         f"A micro-batch of {train.micro_batch} x {train.model.seq_len} tokens keeps "
         f"{format_bytes(memory.activations + memory.logits)} of activations and logits, with "
@@ -51,18 +52,29 @@ def explanation(
     )
     asked = [candidate for candidate in candidates if candidate.asked]
     told += _rejected(asked, chosen)
-    told += axis_reasons(spec, dense.planned(train.model), hardware, candidates, chosen)
+    told += axis_reasons(spec, frozen.planned(train), hardware, candidates, chosen)
     told.append(f"So {train.reason}.")
     advice = list(lint(train, chosen, candidates))
     return told + ([f"Advice: {line}" for line in advice] or ["No advice: the shapes suit the hardware."])
 
 
+def _frozen(train: TrainPlan) -> Iterator[str]:
+    """What is trained, where that is not all."""
+    shape = frozen.planned(train)
+    if train.freeze and shape is not None:
+        counts = shape.parameters
+        yield (
+            f"Of {counts.total:,} parameters {counts.trained.total:,} are trained: the others have weights "
+            "only, and nothing of them is reduced or updated."
+        )
+
+
 def _update(train: TrainPlan) -> Iterator[str]:
     """What a step of the optimizer moves."""
-    shape = dense.planned(train.model)
+    shape = frozen.planned(train)
     if shape is None:
         return
-    cost, parameters = optimizer_cost(train), shape.parameters
+    cost, parameters = optimizer_cost(train), shape.parameters.trained
     moved = cost.traffic_bytes_per_parameter(parameters)
     name = train.optimizer.name or train.optimizer.entry
     words = f"A step of {name} reads and writes {moved:.3g} bytes a parameter"
@@ -76,10 +88,10 @@ def _update(train: TrainPlan) -> Iterator[str]:
 
 def _state_bytes(train: TrainPlan) -> float:
     """For each parameter, on average; of a user's own model as the optimizer's table says."""
-    shape = dense.planned(train.model)
+    shape = frozen.planned(train)
     if shape is None:
         return train.optimizer.state_bytes_per_parameter
-    return optimizer_cost(train).state_bytes_per_parameter(shape.parameters)
+    return optimizer_cost(train).state_bytes_per_parameter(shape.parameters.trained)
 
 
 def _rejected(asked: Sequence[Candidate], chosen: Candidate) -> Iterator[str]:
@@ -101,7 +113,7 @@ def _rejected(asked: Sequence[Candidate], chosen: Candidate) -> Iterator[str]:
 
 def lint(train: TrainPlan, chosen: Candidate, candidates: Sequence[Candidate]) -> Iterator[str]:
     """Advice with the gain to expect and its source."""
-    shape = dense.planned(train.model)
+    shape = frozen.planned(train)
     if shape is not None:
         yield from _shapes(shape.widths)
     if train.precision == "fp32":

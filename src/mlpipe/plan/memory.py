@@ -70,7 +70,7 @@ def _whole(work: RankWork) -> RankTensors:
     last that is rebuilt."""
     parameters, activations = work.parameters, work.activations
     copies = parameters.sharded(1, COMPUTE_BYTES["bf16"]) if work.step.precision == "bf16" else ()
-    gradients, buffers = parameters.sharded(1, GRADIENT_BYTES), total(copies)
+    gradients, buffers = parameters.trained.sharded(1, GRADIENT_BYTES), total(copies)
     held, rebuilt, gradient_bytes = work.held_bytes, work.rebuilt_bytes, total(gradients)
     moments = [Moment(buffers + held), Moment(buffers + gradient_bytes + rebuilt)]
     if work.step.accumulation > 1:
@@ -110,5 +110,7 @@ def estimate(work: RankWork, device: str) -> MemoryEstimate:
 def saved_bytes(parameters: ParameterCounts, optimizer: OptimizerCost, num_ranks: int) -> int:
     """Of a checkpoint, what each of all ranks writes under any layout: weights and states are written once,
     and ranks that hold replicas of the same share the writing (`train/checkpoint.py`)."""
-    states = total(optimizer.states(parameters, num_ranks))
-    return (0 if optimizer.replaces_weights else WEIGHT_BYTES * parameters.share(num_ranks)) + states
+    trained, weights = parameters.trained, WEIGHT_BYTES * parameters.share(num_ranks)
+    if optimizer.replaces_weights:
+        weights -= WEIGHT_BYTES * trained.share(num_ranks)
+    return weights + total(optimizer.states(trained, num_ranks))

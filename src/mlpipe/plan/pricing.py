@@ -151,16 +151,16 @@ class Pricer:
         self, layout: Layout, step: StepShape, activations: Activations, step_passes: Passes
     ) -> StepSeconds:
         hardware, training, mesh = self.hardware, self.training, layout.mesh
-        wire, parameters = Wire(hardware), self.shape.parameters.of(step.part)
+        wire, trained = Wire(hardware), self.shape.parameters.of(step.part).trained
         allocating = allocation_seconds(
             activations.made, hardware.device, hardware.speed, mesh, step.checkpointing
         )
         num_updating = layout.num_updating_ranks
-        traffic = training.optimizer.traffic_bytes_per_parameter(parameters)
-        update = update_seconds(parameters.share(num_updating), traffic, hardware)
+        traffic = training.optimizer.traffic_bytes_per_parameter(trained)
+        update = update_seconds(trained.share(num_updating), traffic, hardware)
         compute = step_passes.compute + step.accumulation * allocating + update
         exposed = sum(axis.exposed_seconds(step_passes, wire, layout) for axis in active(mesh))
-        cost = training.optimizer.update_cost(parameters)
+        cost = training.optimizer.update_cost(trained)
         if cost.flops:
             precision = "bf16" if "bf16" in hardware.speed.peak_flops else step.precision
             kernels = Kernels(precision, False, hardware.device, hardware.speed)

@@ -36,6 +36,8 @@ def passes(shape: ModelShape, step: StepShape, hardware: Hardware) -> Passes:
     """Forward and backward of one rank and its part of the model, and what of it travels."""
     seconds, parameters = _pass_seconds(shape, step, hardware), shape.parameters.of(step.part)
     num_blocks, width, widths = max(1, parameters.num_blocks), COMPUTE_BYTES[step.precision], shape.widths
+    frozen = parameters.total - parameters.trained.total
+    frozen_outside = parameters.outside - parameters.trained.outside
     channels = widths.get("num_kv_heads", 0) * widths.get("head_dim", 0)
     return Passes(
         num_blocks=num_blocks,
@@ -51,6 +53,8 @@ def passes(shape: ModelShape, step: StepShape, hardware: Hardware) -> Passes:
         stream_bytes=step.num_tokens * widths.get("dim", 0) * width,
         kv_bytes=2 * step.micro_batch * step.seq_len * channels // step.part.tp * width,
         recomputes=step.checkpointing != "none",
+        frozen_block_params=(frozen - frozen_outside) // num_blocks,
+        frozen_outside_params=frozen_outside,
     )
 
 

@@ -48,7 +48,7 @@ from mlpipe.plan.plan import (
     compiled,
 )
 from mlpipe.plan.references import stage_named
-from mlpipe.plan.shapes import dense
+from mlpipe.plan.shapes import dense, frozen
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
@@ -107,7 +107,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
 
 def shape_of(spec: Train, known: Known, traced: Traced | None = None) -> ModelShape | None:
     """What the model's size is read off; None: a user's own that nobody has traced. Raises PlanError."""
-    return _preset(spec, known) or traced
+    return frozen.without(_preset(spec, known) or traced, spec.freeze)
 
 
 def trainings(pipeline: Pipeline) -> dict[str, Train]:

@@ -63,7 +63,7 @@ class RankWork:
 
     def optimizer_states(self, num_ranks: int) -> Group:
         """Split over so many."""
-        return self.optimizer.states(self.parameters, num_ranks)
+        return self.optimizer.states(self.parameters.trained, num_ranks)
 
     @property
     def rebuilt_bytes(self) -> int:
@@ -79,10 +79,11 @@ class RankWork:
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of one micro-batch on a rank, and what travels. `outside`: embedding, last norm, head and loss.
-    `width`: bytes of a block's parameter as it travels. `stream_bytes`: of the residual stream as matrix
-    products read it, of all tokens of a micro-batch that a `tp` group has; `kv_bytes`: of keys and values of
-    whole sequences, of a rank's heads. `recomputes`: the backward passes compute the forward ones again."""
+    """Seconds of one micro-batch on a rank, and what travels. `outside`: embedding, last norm, head and loss;
+    `frozen_*`: what of the parameters has no gradients. `width`: bytes of a block's parameter as it travels.
+    `stream_bytes`: of the residual stream as matrix products read it, of all tokens of a micro-batch that a
+    `tp` group has; `kv_bytes`: of keys and values of whole sequences, of a rank's heads. `recomputes`: the
+    backward passes compute the forward ones again."""
 
     num_blocks: int
     forward_block: float
@@ -97,6 +98,8 @@ class Passes:
     stream_bytes: int = 0
     kv_bytes: int = 0
     recomputes: bool = False
+    frozen_block_params: int = 0
+    frozen_outside_params: int = 0
 
     @property
     def forward(self) -> float:
@@ -114,8 +117,16 @@ class Passes:
         return self.accumulation * (self.forward + self.backward)
 
     @property
-    def num_params(self) -> int:
-        return self.num_blocks * self.block_params + self.outside_params
+    def trained_block_params(self) -> int:
+        return self.block_params - self.frozen_block_params
+
+    @property
+    def trained_outside_params(self) -> int:
+        return self.outside_params - self.frozen_outside_params
+
+    @property
+    def num_trained_params(self) -> int:
+        return self.num_blocks * self.trained_block_params + self.trained_outside_params
 
 
 class Axis(Protocol):

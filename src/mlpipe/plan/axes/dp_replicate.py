@@ -23,7 +23,7 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     optimizer, moments = tensors.optimizer, []
     if work.layout.shard_optimizer:
         num_ranks = work.layout.num_updating_ranks
-        share = WEIGHT_BYTES * work.parameters.share(num_ranks)
+        share = WEIGHT_BYTES * work.parameters.trained.share(num_ranks)
         gathered = share * num_ranks
         buffers += gathered + share
         optimizer = work.optimizer_states(num_ranks)
@@ -39,12 +39,14 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     num_ranks, stride = layout.num_replicas, layout.replica_stride
     if layout.mesh.dp_shard > 1:  # travels with what FSDP reduces
         return 0.0
-    exposed = wire.all_reduce(GRADIENT_BYTES * passes.num_params, num_ranks, stride)
+    exposed = wire.all_reduce(GRADIENT_BYTES * passes.num_trained_params, num_ranks, stride)
     if passes.overlap:
-        last = wire.all_reduce(min(DDP_BUCKET_BYTES, GRADIENT_BYTES * passes.num_params), num_ranks, stride)
+        last = wire.all_reduce(
+            min(DDP_BUCKET_BYTES, GRADIENT_BYTES * passes.num_trained_params), num_ranks, stride
+        )
         exposed = max(last, exposed - passes.backward)
     if layout.shard_optimizer:
-        num_bytes = WEIGHT_BYTES * passes.num_params
+        num_bytes = WEIGHT_BYTES * passes.num_trained_params
         exposed += wire.all_gather(num_bytes, num_ranks, stride)
         if not wire.hardware.speed.gather_bytes_per_second:  # else measured with it
             exposed += copy_seconds(2 * num_bytes, wire.hardware.speed)

@@ -27,16 +27,16 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     sends them, unless each does."""
     layout, parameters = work.layout, work.parameters
     width, num_ranks = COMPUTE_BYTES[work.step.precision], layout.num_shards
-    block, outside = parameters.block, parameters.outside
+    block, outside, trained = parameters.block, parameters.outside, parameters.trained
     sends_late = work.step.accumulation > 1 and layout.reduce_gradients == "last"
     gathered = width * (2 * block if layout.reshard_after_forward else parameters.total - outside)
-    gathered += (WEIGHT_BYTES + GRADIENT_BYTES) * outside
-    reducing = max((width + GRADIENT_BYTES) * block, GRADIENT_BYTES * outside)
+    gathered += WEIGHT_BYTES * outside + GRADIENT_BYTES * trained.outside
+    reducing = max((width + GRADIENT_BYTES) * trained.block, GRADIENT_BYTES * trained.outside)
     divided = replace(
         tensors,
         parameters=parameters.sharded(num_ranks, WEIGHT_BYTES),
-        gradients=parameters.sharded(num_ranks, GRADIENT_BYTES),
-        unsent=parameters.sharded(1, GRADIENT_BYTES) if sends_late else (),
+        gradients=trained.sharded(num_ranks, GRADIENT_BYTES),
+        unsent=trained.sharded(1, GRADIENT_BYTES) if sends_late else (),
         optimizer=work.optimizer_states(num_ranks),
         copies=parameters.sharded(1, width),
         buffers=gathered + reducing,
@@ -54,7 +54,8 @@ def _one_after_another(tensors: RankTensors, work: RankWork) -> tuple[Moment, ..
     width, block, outside = COMPUTE_BYTES[work.step.precision], parameters.block, parameters.outside
     num_blocks = max(1, parameters.num_blocks)
     stays = 0 if work.layout.reshard_after_forward else width * (parameters.total - outside)
-    whole = (WEIGHT_BYTES + GRADIENT_BYTES) * outside
+    reduced, reduced_outside = parameters.trained.block, parameters.trained.outside
+    whole = WEIGHT_BYTES * outside + GRADIENT_BYTES * reduced_outside
     current = stays or width * block
     loss = saved + work.activations.logit_bytes + WEIGHT_BYTES * outside + stays + width * block
     backward = saved + work.rebuilt_bytes + whole + current + (0 if stays else width * block)
@@ -63,12 +64,12 @@ def _one_after_another(tensors: RankTensors, work: RankWork) -> tuple[Moment, ..
         Moment(unsent + loss),
         Moment(unsent + backward),
         Moment(
-            unsent + earlier + whole + current + 2 * GRADIENT_BYTES * block,
-            reduce_scattered=GRADIENT_BYTES * block,
+            unsent + earlier + whole + current + 2 * GRADIENT_BYTES * reduced,
+            reduce_scattered=GRADIENT_BYTES * reduced,
         ),
         Moment(
-            unsent + total(tensors.gradients) + whole + GRADIENT_BYTES * outside,
-            reduce_scattered=GRADIENT_BYTES * outside,
+            unsent + total(tensors.gradients) + whole + GRADIENT_BYTES * reduced_outside,
+            reduce_scattered=GRADIENT_BYTES * reduced_outside,
         ),
     )
 
@@ -101,17 +102,19 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     gathered = passes.width * passes.num_blocks * block + WEIGHT_BYTES * outside
     exposed = num_gathers * copies_of(gathered, speed.gather_bytes_per_second)
     num_reductions = passes.accumulation if reduces_each else 1
-    exposed += num_reductions * copies_of(GRADIENT_BYTES * passes.num_params, speed.scatter_bytes_per_second)
+    exposed += num_reductions * copies_of(
+        GRADIENT_BYTES * passes.num_trained_params, speed.scatter_bytes_per_second
+    )
     for number in range(passes.accumulation):
         gather, first = 0.0, 0.0
         if reshard or number == 0:
             gather = wire.all_gather(passes.width * block, num_ranks, stride)
             first = wire.all_gather(WEIGHT_BYTES * outside, num_ranks, stride)
-        backward = reduction(block, number) + (gather if reshard else 0.0)
+        backward = reduction(passes.trained_block_params, number) + (gather if reshard else 0.0)
         if passes.overlap:
             exposed += first + gather + (passes.num_blocks - 1) * max(0.0, gather - passes.forward_block)
             exposed += passes.num_blocks * max(0.0, backward - passes.backward_block)
         else:
             exposed += first + passes.num_blocks * (gather + backward)
-        exposed += (first if reshard else 0.0) + reduction(outside, number)
+        exposed += (first if reshard else 0.0) + reduction(passes.trained_outside_params, number)
     return exposed

@@ -126,6 +126,21 @@ class Dense:
             made += [(9, 4 * dim), (15, 2 * dim), (2, width * dim), (4, width * ffn), (3, width * kv_dim)]
         return [(number, size // step.part.tp) for number, size in made]
 
+    def weight_gradient_seconds(self, step: StepShape, kernels: Kernels) -> float:
+        """Of a block's backward pass: one product for each of its matrices."""
+        dim, tp = self.config.dim, step.part.tp
+        return sum(
+            kernels.matmul(step.num_tokens, *_split(inner, outer, dim, tp))
+            for inner, outer in self.config.matmuls()
+        )
+
+    def embedding_seconds(self, step: StepShape, kernels: Kernels) -> float:
+        """Of its backward pass."""
+        if not step.part.is_first:
+            return 0.0
+        traffic = step.num_tokens * self.config.dim * 8 + 4 * self.config.num_embedding_params()
+        return kernels.stream(traffic // step.part.tp, fuse=False)
+
     def pass_seconds(self, step: StepShape, kernels: Kernels) -> PassSeconds:
         """Under `tp` each product has its share of the channels, and all between them of the tokens; under
         `cp` each rank computes as many of the causal mask's lower half (`train/parallel/context.py`)."""
@@ -149,15 +164,13 @@ class Dense:
         casts = 0.0
         if step.precision == "bf16":  # fp32 weights to bf16, once a forward
             casts = kernels.stream(6 * config.num_layer_params() // tp, fuse=False)
-        head = loss = embedding = 0.0
+        head = loss = 0.0
         if part.is_last:
             head = kernels.matmul(tokens, dim, config.vocab_size // tp)
             # the loss in chunks: reads logits, writes, reads and turns fp32 probabilities, writes gradients
             num_bytes = 2 * COMPUTE_BYTES[step.precision] + 12
             loss = kernels.loss(tokens * config.vocab_size // tp * num_bytes)
-        if part.is_first:
-            of_table = 4 * config.num_embedding_params()
-            embedding = kernels.stream((tokens * dim * 8 + of_table) // tp, fuse=False)
+        embedding = self.embedding_seconds(step, kernels)
         return PassSeconds(forward + casts, backward, head + loss, 2 * head + embedding)
 
 

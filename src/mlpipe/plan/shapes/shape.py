@@ -5,9 +5,10 @@ Standard library only."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -33,7 +34,8 @@ class Part:
 class ParameterCounts:
     """A model in numbers of parameters: in all, of its largest block, and of all that is in no block
     (embedding, last norm, head). `tensors`: rows, parameters a row, and how many such tensors there are;
-    `block_matrices`: of these the blocks' matrices, of two dims."""
+    `block_matrices`: of these the blocks' matrices, of two dims. `trained_only`: the same of those that are
+    trained; None: all are."""
 
     total: int
     block: int
@@ -41,6 +43,12 @@ class ParameterCounts:
     num_blocks: int
     tensors: tuple[tuple[int, int, int], ...]
     block_matrices: tuple[tuple[int, int, int], ...] = ()
+    trained_only: ParameterCounts | None = None
+
+    @property
+    def trained(self) -> ParameterCounts:
+        """Those that have gradients."""
+        return self if self.trained_only is None else self.trained_only
 
     def share(self, num_ranks: int) -> int:
         """Parameters of the first rank, which has the most: each tensor is cut into equal whole rows, as
@@ -54,7 +62,10 @@ class ParameterCounts:
     def of(self, part: Part) -> ParameterCounts:
         """Those of this part: of every matrix and embedding a share of the rows, vectors whole; of the stage
         its blocks, and of what is in none the embedding, or the last norm and the head, which may be one."""
-        return self if part == Part(cp=part.cp) else _of_part(self, part)
+        if part == Part(cp=part.cp):
+            return self
+        trained = None if self.trained_only is None else _trained_of_part(self.trained_only, part)
+        return replace(_of_part(self, part), trained_only=trained)
 
 
 @lru_cache(maxsize=256)
@@ -80,6 +91,28 @@ def _of_part(whole: ParameterCounts, part: Part) -> ParameterCounts:
     )
     there = tuple(tensor for tensor in tensors if tensor[2])
     return ParameterCounts(block * num_blocks + outside, block, outside, num_blocks, there, matrices)
+
+
+def _trained_of_part(trained: ParameterCounts, part: Part) -> ParameterCounts:
+    """Which blocks have them nobody says here: a stage has its share, rounded up."""
+    num_blocks = trained.num_blocks if part.num_blocks is None else part.num_blocks
+    share = num_blocks / max(1, trained.num_blocks)
+
+    def cut(tensors: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+        return tuple(
+            (rows if columns == 1 else -(-rows // part.tp), columns, math.ceil(number * share))
+            for rows, columns, number in tensors
+        )
+
+    tensors = cut(trained.tensors)
+    return ParameterCounts(
+        sum(rows * columns * number for rows, columns, number in tensors),
+        -(-trained.block // part.tp),
+        -(-trained.outside // part.tp),
+        num_blocks,
+        tensors,
+        cut(trained.block_matrices),
+    )
 
 
 @lru_cache(maxsize=1024)  # each is asked for by every candidate

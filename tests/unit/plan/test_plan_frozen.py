@@ -1,0 +1,118 @@
+"""What is frozen has no gradients and no states, and is neither reduced nor updated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from kit.shapes import rank_work
+
+from mlpipe._core.errors import PlanError
+from mlpipe._core.presets import PRESETS, LlamaConfig
+from mlpipe.plan.axes import dp_replicate, dp_shard
+from mlpipe.plan.choose import Candidate
+from mlpipe.plan.hardware import GPUS, Hardware
+from mlpipe.plan.kernels import Kernels
+from mlpipe.plan.memory import rank_tensors, saved_bytes
+from mlpipe.plan.optimizers import OptimizerCost
+from mlpipe.plan.plan import Mesh
+from mlpipe.plan.pricing import Choices, Pricer, Training, layout_of
+from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.frozen import Frozen, without
+from mlpipe.plan.shapes.shape import Part, StepShape
+from mlpipe.plan.tensors import total
+from mlpipe.plan.time import passes
+from mlpipe.plan.wire import Wire
+
+pytestmark = pytest.mark.unit
+# V 10, D 4, L 2, 2 query heads and 1 key/value head of 2 channels, F 6: 300 in all, 128 a block, 44 outside
+TINY = Dense(LlamaConfig(10, 4, 2, 2, 1, 6, 8, 1e4, 1e-5, True))
+SECOND = Frozen(TINY, ("embed*", "layers.0.*"))  # the second block and the last norm are left
+_GPU = GPUS["H100-80GB"]
+HARDWARE = Hardware("cuda", 1, 8, _GPU.memory_bytes, "H100-80GB", _GPU.speed.peak_flops, 96, _GPU.speed, None)
+STEP = StepShape(128, 4, 1, "fp32", "none", compiled=False)
+
+
+def test_by_hand() -> None:
+    counts = SECOND.parameters
+    assert (counts.total, counts.trained.total) == (300, 132)
+    assert (counts.trained.block, counts.trained.outside) == (128, 4)
+    norms = Frozen(TINY, ("embed*", "*proj*")).parameters.trained
+    assert norms.tensors == ((4, 1, 5),)
+    assert norms.block_matrices == ()
+    tensors = rank_tensors(rank_work(counts))
+    assert total(tensors.parameters) == 4 * 300
+    assert total(tensors.gradients) == 4 * 132
+    assert total(tensors.optimizer) == 8 * 132
+    assert saved_bytes(counts, OptimizerCost(8), 1) == 4 * 300 + 8 * 132
+    assert saved_bytes(counts, OptimizerCost(12, "schedule_free_adamw"), 1) == 4 * (300 - 132) + 12 * 132
+
+
+def test_of_a_part_of_the_model() -> None:
+    """Matrices over two, vectors whole."""
+    trained = SECOND.parameters.of(Part(tp=2)).trained
+    assert trained.total == (128 - 8) // 2 + 8 + 4
+    assert SECOND.parameters.of(Part(num_blocks=1, is_first=False)).trained.total <= 132
+
+
+def test_nothing_frozen_is_the_whole() -> None:
+    kernels = Kernels("fp32", False, "cuda", HARDWARE.speed)
+    nothing = Frozen(TINY, ())
+    whole, trained = TINY.parameters, nothing.parameters.trained
+    assert (trained.total, trained.block, trained.outside) == (whole.total, whole.block, whole.outside)
+    assert sorted(trained.tensors) == sorted(whole.tensors)
+    assert sorted(trained.block_matrices) == sorted(whole.block_matrices)
+    for name in ("llama-1m", "llama-8b"):
+        shape = Dense(PRESETS[name])
+        told, seconds = (one.pass_seconds(STEP, kernels) for one in (Frozen(shape, ()), shape))
+        assert told.backward_block == pytest.approx(seconds.backward_block)
+        assert told.backward_outside == pytest.approx(seconds.backward_outside)
+
+
+def test_seconds_and_traffic() -> None:
+    """The more is frozen, the less is computed, sent and updated, and nothing below the lowest trained block
+    is passed through; what fits is more."""
+    patterns = ((), ("layers.*.down_proj.*",), ("embed*", "layers.[0-3].*"), ("embed*", "layers.*"))
+    found = [candidate_of(each) for each in patterns]
+    shapes = [Frozen(Dense(PRESETS["llama-25m"]), each) for each in patterns]
+    sent = [replace(passes(shape, STEP, HARDWARE), overlap=False) for shape in shapes]
+    layout, wire = layout_of("fsdp", Mesh(dp_shard=8)), Wire(HARDWARE)
+    for seconds in (
+        [one.seconds.compute for one in found],
+        [dp_shard.exposed_seconds(one, wire, layout) for one in sent],
+        [dp_replicate.exposed_seconds(one, wire, layout_of("zero1", Mesh(dp_replicate=8))) for one in sent],
+    ):
+        assert seconds == sorted(set(seconds), reverse=True)
+    assert [one.memory.total for one in found] == sorted((one.memory.total for one in found), reverse=True)
+    kernels = Kernels("fp32", False, "cuda", HARDWARE.speed)
+    shape = Dense(PRESETS["llama-25m"])
+    whole, half = (one.pass_seconds(STEP, kernels) for one in (shape, Frozen(shape, patterns[3])))
+    assert half.backward_block == 0.0  # of eight blocks none is left
+    assert half.forward_block == whole.forward_block
+    only = Frozen(shape, ("embed*", "layers.[0-3].*")).pass_seconds(STEP, kernels)
+    assert only.backward_block == pytest.approx(whole.backward_block / 2)
+    products = shape.weight_gradient_seconds(STEP, kernels)
+    none = Frozen(shape, ("layers.*_proj.*",)).pass_seconds(STEP, kernels)
+    assert none.backward_block == pytest.approx(whole.backward_block - products)
+
+
+def candidate_of(patterns: tuple[str, ...]) -> Candidate:
+    training = Training(64, 128, 10, False, OptimizerCost(8, "adamw"), 5, None)
+    shape = Frozen(Dense(PRESETS["llama-25m"]), patterns)
+    return Pricer(shape, training, HARDWARE).candidate(
+        "fsdp", Mesh(dp_shard=8), Choices(8, "none", "fp32"), asked=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("patterns", "says", "hint"),
+    [
+        (("layer.*",), "'layer.*' fits no parameter", "layers.0"),
+        (("*",), "all parameters are frozen", "leave some out"),
+    ],
+)
+def test_patterns_that_are_refused(patterns: tuple[str, ...], says: str, hint: str) -> None:
+    with pytest.raises(PlanError, match=says.replace("*", r"\*")) as caught:
+        without(TINY, patterns)
+    assert caught.value.where == "train.freeze"
+    assert hint in (caught.value.hint or "")
