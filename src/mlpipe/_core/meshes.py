@@ -15,7 +15,7 @@ from mlpipe._core.optimizers import OPTIMIZERS
 FACTORS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # multiply to the workers; outermost first
 AXES = (*FACTORS, "ep")
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks read different samples
-TRAINED = ("dp_replicate", "dp_shard", "tp")  # what the trainer can split over
+TRAINED = ("dp_replicate", "dp_shard", "cp", "tp")  # what the trainer can split over
 FILL = "fill"  # a size: what the others leave of the workers
 
 # What `tp` splits evenly of a model: attention by whole heads, the rest by channels and tokens.
@@ -92,7 +92,7 @@ def conflicts(
         elif axis == "tp":
             conflict = uneven_tensors(size, {k: figures[k] for k in _TENSOR_WIDTHS if k in figures})
         elif axis == "cp":
-            conflict = uneven_context(size, figures.get("seq_len"))
+            conflict = uneven_context(size, figures.get("seq_len"), sizes["tp"])
         elif axis == "pp":
             conflict = too_many_stages(size, figures.get("num_layers"))
         elif axis == "ep":
@@ -109,14 +109,20 @@ def uneven_tensors(tp: int, widths: Mapping[str, int]) -> Infeasible | None:
     return Infeasible(f"tp {tp} does not divide {', '.join(uneven)}", f"make tp {_divisors(widths.values())}")
 
 
-def uneven_context(cp: int, seq_len: int | None) -> Infeasible | None:
-    """Each rank of `cp` has a part of the sequence's first half and its mirror image of the second."""
-    if seq_len is None or seq_len % (2 * cp) == 0:
+def uneven_context(cp: int, seq_len: int | None, tp: int = 1) -> Infeasible | None:
+    """Each rank of `cp` has a part of the sequence's first half and its mirror image of the second; the ranks
+    of `tp` share both."""
+    if seq_len is None or seq_len % (unit := cp * math.lcm(2, tp)) == 0:
         return None
-    return Infeasible(
-        f"cp {cp} cuts a sequence into {2 * cp} equal parts, and seq_len {seq_len} is no multiple of that",
-        f"write cp {_divisors([seq_len // 2])}" if seq_len % 2 == 0 else "write an even seq_len",
-    )
+    below = seq_len // unit * unit
+    remedy = f"write seq_len {below} or {below + unit}" if below else f"write seq_len {unit}"
+    if seq_len % (2 * cp) == 0:
+        share = f"{seq_len // cp} tokens of seq_len {seq_len}"
+        return Infeasible(f"cp {cp} leaves each worker {share}, which tp {tp} does not divide", remedy)
+    if seq_len % 2 == 0:
+        remedy = f"make cp {_divisors([seq_len // 2])}, or {remedy}"
+    parts = f"{2 * cp} equal parts"
+    return Infeasible(f"cp {cp} cuts a sequence into {parts}, and seq_len {seq_len} is no multiple", remedy)
 
 
 def too_many_stages(pp: int, num_layers: int | None) -> Infeasible | None:

@@ -300,6 +300,15 @@ class Microbatch:
     counts: bool = True
 
 
+def own_part(batch: Batch, world: World, seq_len: int) -> Microbatch:
+    """Of a batch that the ranks of a data rank have in common: all, or this one's part of each sequence."""
+    if world.mesh.cp > 1:
+        from mlpipe.train.parallel.context import cut_batch
+
+        batch = cut_batch(batch, world)
+    return Microbatch(batch, num_tokens(batch, seq_len))
+
+
 def uncounted(microbatch: Microbatch) -> Microbatch:
     """The same, for the other ranks' sake."""
     return replace(microbatch, counts=False)
@@ -341,13 +350,12 @@ class MicrobatchLoader:
         return samples_at(samples, self.seed, np.arange(start, start + count, dtype=np.int64))
 
     def _microbatch(self, indices: NDArray[np.int64]) -> Microbatch:
-        batch = collate(self.dataset, indices)
-        return Microbatch(batch, num_tokens(batch, self.seq_len))
+        return own_part(collate(self.dataset, indices), self.world, self.seq_len)
 
     def microbatch(self, samples: Mapping[int, Any], numbers: Sequence[int]) -> Microbatch:
         """Of those of the `samples`, by their numbers."""
         batch = _joined(self.dataset, [samples[i] for i in numbers], numbers)
-        return Microbatch(batch, num_tokens(batch, self.seq_len))
+        return own_part(batch, self.world, self.seq_len)
 
 
 def seeded_step(loader: MicrobatchLoader, number: int, position: int) -> list[Microbatch]:

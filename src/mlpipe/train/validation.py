@@ -25,7 +25,7 @@ from mlpipe._core.gate import BUILT_IN, is_better
 from mlpipe.plan.plan import BestPlan, DataPlan, MetricPlan, StopPlan, TrainPlan, ValidatePlan
 from mlpipe.store import catalogue
 from mlpipe.train.contract import check_call
-from mlpipe.train.data import Microbatch, collate, num_tokens, open_dataset, tokenizer_of
+from mlpipe.train.data import Microbatch, collate, open_dataset, own_part, tokenizer_of, uncounted
 from mlpipe.train.metrics import Metrics
 from mlpipe.train.model import Batch
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
@@ -142,7 +142,8 @@ class HeldOut:
             first = (turn * world.num_data_ranks + world.data_rank) * size
             indices = np.arange(first, min(first + size, self.num_samples))
             batch = collate(self.dataset, indices if len(indices) else np.zeros(1, dtype=np.int64))
-            yield Microbatch(batch, num_tokens(batch, self.plan.model.seq_len), counts=bool(len(indices)))
+            microbatch = own_part(batch, world, self.plan.model.seq_len)
+            yield microbatch if len(indices) else uncounted(microbatch)
 
 
 class _Outputs:

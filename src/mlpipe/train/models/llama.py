@@ -10,6 +10,8 @@ B batch · T tokens · D dim · H query heads · K key/value heads · C channels
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,11 +54,18 @@ def rotate(x_BTHC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x_BTHC.dtype)
 
 
+def causal_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor) -> Tensor:
+    """Each group of H / K query heads shares a key/value head."""
+    grouped = q_BHTC.shape[1] != k_BKTC.shape[1]
+    return F.scaled_dot_product_attention(q_BHTC, k_BKTC, v_BKTC, is_causal=True, enable_gqa=grouped)
+
+
 class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.grouped = config.num_kv_heads != config.num_heads
+        # where the tokens lie on several ranks, what brings these together
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
         kv_dim = config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
@@ -68,13 +77,7 @@ class Attention(nn.Module):
         q_BTHC = rotate(self.q_proj(x_BTD).view(heads), cos, sin)
         k_BTKC = rotate(self.k_proj(x_BTD).view(heads), cos, sin)
         v_BTKC = self.v_proj(x_BTD).view(heads)
-        y_BHTC = F.scaled_dot_product_attention(
-            q_BTHC.transpose(1, 2),
-            k_BTKC.transpose(1, 2),
-            v_BTKC.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.grouped,
-        )
+        y_BHTC = self.attend(q_BTHC.transpose(1, 2), k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2))
         return self.o_proj(y_BHTC.transpose(1, 2).flatten(2))
 
 
@@ -137,12 +140,15 @@ class Llama(nn.Module):
         self.rope_cos.copy_(cos)
         self.rope_sin.copy_(sin)
 
-    def forward(self, inputs_BT: Tensor) -> Tensor:
-        """Token ids (int64) -> logits (B, T, V). T is at most `max_seq_len`."""
-        num_tokens = inputs_BT.shape[1]
+    def rotations(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Of the tokens' positions, cosines and sines: the first ones, where a rank has whole sequences."""
         if num_tokens > self.config.max_seq_len:
             raise ValueError(f"{num_tokens} tokens, but the model has {self.config.max_seq_len} positions")
-        cos, sin = self.rope_cos[:num_tokens], self.rope_sin[:num_tokens]
+        return self.rope_cos[:num_tokens], self.rope_sin[:num_tokens]
+
+    def forward(self, inputs_BT: Tensor) -> Tensor:
+        """Token ids (int64) -> logits (B, T, V). T is at most `max_seq_len`."""
+        cos, sin = self.rotations(inputs_BT.shape[1])
         x_BTD = self.embed_tokens(inputs_BT)
         for block in self.layers:
             x_BTD = block(x_BTD, cos, sin)

@@ -28,6 +28,7 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
+_OF_CONTEXT = "mlpipe::context_attention"  # of train/parallel/context_attention.py, imported only under cp
 
 
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
@@ -65,7 +66,7 @@ def _selective_contexts() -> Any:
     num_matmuls = {"forward": 0, "recompute": 0}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in _ATTENTION:
+        if op in _ATTENTION or op.name() == _OF_CONTEXT:
             return CheckpointPolicy.MUST_SAVE
         if op in _MATMULS:
             phase = "recompute" if ctx.is_recompute else "forward"

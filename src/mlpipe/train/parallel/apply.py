@@ -27,6 +27,7 @@ class Technique(NamedTuple):
 
 TECHNIQUES = (
     Technique("tensor", lambda plan: plan.mesh.tp > 1),
+    Technique("context", lambda plan: plan.mesh.cp > 1),
     Technique("activation_checkpointing", lambda plan: plan.activation_checkpointing != "none"),
     Technique("compile", lambda plan: plan.compile != "off"),
     Technique("fully_shard", lambda plan: plan.mesh.dp_shard > 1),

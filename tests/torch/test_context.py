@@ -1,0 +1,302 @@
+"""Context parallelism computes what one rank computes: attention by itself and a model, with ranks that are
+threads, and whole trainings."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kit import plans
+from torch import Tensor
+
+from mlpipe._core.errors import TrainError
+from mlpipe._core.presets import LlamaConfig
+from mlpipe.plan.plan import Mesh, MetricPlan, Plan, ValidatePlan
+from mlpipe.store import catalogue
+from mlpipe.store.folder import FolderStore
+from mlpipe.train.model import BuiltModel, LossModule
+from mlpipe.train.models.llama import Llama, RMSNorm, causal_attention
+from mlpipe.train.parallel import context
+from mlpipe.train.parallel.context_attention import RANKS, context_attention
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.parallel.rank_group import RankGroup
+from mlpipe.train.reshard import load
+from mlpipe.train.shards import LocalShard
+from mlpipe.train.world import World
+
+pytestmark = pytest.mark.torch
+NO_PLAN: Any = None
+
+
+class Threads:
+    """Ranks in threads, with the two collectives of this technique. `sent`: what a rank sends, in bytes."""
+
+    def __init__(self, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_ranks = num_ranks
+        self.here = threading.local()
+        self.barrier = threading.Barrier(num_ranks, timeout=60)
+        self.given: list[Tensor] = [torch.empty(0)] * num_ranks
+        self.sent: dict[str, int] = {}
+        monkeypatch.setattr(dist, "all_gather_into_tensor", self.all_gather)
+        monkeypatch.setattr(dist, "all_to_all_single", self.all_to_all)
+
+    def run(self, function: Callable[[int], Any]) -> list[Any]:
+        def on(rank: int) -> Any:
+            self.here.rank = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(self.num_ranks) as pool:
+            return list(pool.map(on, range(self.num_ranks)))
+
+    def _exchange(self, name: str, tensor: Tensor) -> list[Tensor]:
+        if self.here.rank == 0:
+            share = (self.num_ranks - 1) if name == "all_gather" else (self.num_ranks - 1) / self.num_ranks
+            self.sent[name] = self.sent.get(name, 0) + int(tensor.nbytes * share)
+        self.given[self.here.rank] = tensor.detach().clone()
+        self.barrier.wait()
+        found = list(self.given)
+        self.barrier.wait()
+        return found
+
+    def all_gather(self, whole: Tensor, part: Tensor, group: Any, async_op: bool) -> Any:
+        found = self._exchange("all_gather", part)
+
+        class Work:
+            def wait(self) -> None:
+                whole.copy_(torch.cat(found))
+
+        return Work()
+
+    def all_to_all(self, received: Tensor, sent: Tensor, group: Any) -> None:
+        received.copy_(torch.stack([one[self.here.rank] for one in self._exchange("all_to_all", sent)]))
+
+
+def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    num_ranks=st.integers(1, 4), chunk=st.integers(1, 9), batch=st.integers(1, 2), groups=st.integers(1, 3),
+    kv_heads=st.integers(1, 3), channels=st.sampled_from([1, 4, 8]), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_attention_is_exact(
+    monkeypatch: Any,
+    num_ranks: int,
+    chunk: int,
+    batch: int,
+    groups: int,
+    kv_heads: int,
+    channels: int,
+    seed: int,
+) -> None:
+    """Output and gradients in fp64, and in fp32 as near as one rank's."""
+    threads = Threads(num_ranks, monkeypatch)
+    generator, length = torch.Generator().manual_seed(seed), 2 * num_ranks * chunk
+
+    def drawn(heads: int) -> Tensor:
+        return torch.randn(
+            batch, length, heads, channels, dtype=torch.float64, generator=generator
+        ).transpose(1, 2)
+
+    inputs = [drawn(kv_heads * groups), drawn(kv_heads), drawn(kv_heads)]
+    gradient = drawn(kv_heads * groups)
+
+    def attend(attention: Callable[..., Tensor], given: list[Tensor], grad: Tensor) -> list[Tensor]:
+        leaves = [one.detach().clone().requires_grad_() for one in given]
+        out = attention(*leaves)
+        out.backward(grad)
+        return [out.detach(), *[leaf.grad for leaf in leaves if leaf.grad is not None]]
+
+    def on(rank: int) -> list[Tensor]:
+        number = -1 - rank  # of the real ones none is below 0
+        RANKS[number] = RankGroup(rank, num_ranks, None, timed)
+        own = [context.cut(one, 2, rank, num_ranks) for one in (*inputs, gradient)]
+        return attend(lambda *qkv: context_attention(*qkv, number), own[:3], own[3])
+
+    whole = attend(causal_attention, inputs, gradient)
+    for rank, found in enumerate(threads.run(on)):
+        for part, expected in zip(found, whole, strict=True):
+            torch.testing.assert_close(
+                part, context.cut(expected, 2, rank, num_ranks), rtol=1e-10, atol=1e-12
+            )
+    # what the planner counts: keys and values of a rank's tokens, to all others; back come as many gradients
+    numbers = 2 * batch * kv_heads * length * channels // num_ranks * (num_ranks - 1)
+    assert threads.sent == {"all_gather": 2 * 8 * numbers, "all_to_all": 8 * numbers}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gradients_of_every_parameter_are_exact(monkeypatch: Any, num_ranks: int) -> None:
+    """In fp64, of a model that the technique changed; what that makes of a whole sequence is the same."""
+    monkeypatch.setattr(
+        RMSNorm, "forward", lambda self, x: F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    )
+    config = LlamaConfig(
+        vocab_size=23, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24,
+        max_seq_len=8 * num_ranks, rope_theta=100.0, norm_eps=1e-5, tied=True,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    tokens = torch.randint(23, (3, 8 * num_ranks + 1))
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    threads = Threads(num_ranks, monkeypatch)
+
+    def made() -> Llama:
+        torch.manual_seed(5)
+        llama = Llama(config).double()
+        llama.init_weights()
+        return llama
+
+    def loss_of(module: LossModule, part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        module.cross_entropy = lambda logits, targets, fused: (
+            F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), torch.tensor(0)
+        )  # fmt: skip
+        total: Tensor = module(part)[0]
+        total.backward()
+        with torch.no_grad():
+            logits: Tensor = module({"inputs": batch["inputs"][:, :5]})
+        return total.detach(), logits
+
+    models = [made() for _ in range(num_ranks)]
+
+    def on(rank: int) -> tuple[Tensor, Tensor]:
+        module = LossModule(models[rank], "cpu", bf16=False)
+        built = BuiltModel(module, models[rank], list(models[rank].layers), False, made)
+        world = World(Mesh(cp=num_ranks), rank, torch.device("cpu"))
+        context.apply(ParallelizedModel(built, module), world, NO_PLAN)
+        return loss_of(module, context.cut_batch(batch, world))
+
+    alone = made()
+    total, logits = loss_of(LossModule(alone, "cpu", bf16=False), batch)
+    found = threads.run(on)
+    torch.testing.assert_close(sum(part for part, _ in found), total, rtol=1e-12, atol=0)
+    assert all(torch.equal(own, logits) for _, own in found)
+    for name, parameter in alone.named_parameters():
+        parts = [model.get_parameter(name).grad for model in models]
+        torch.testing.assert_close(sum(parts), parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+STEPS = 20
+CHAIN = (Mesh(cp=2), Mesh(), Mesh(dp_shard=2), Mesh(dp_shard=2, cp=2))  # five steps each
+VALIDATED = ValidatePlan(10, 4096, (MetricPlan("loss"), MetricPlan("accuracy")))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Plan]]]:
+    """Plans of trainings by name, of which the chain goes on under another mesh every five steps."""
+    folder = tmp_path_factory.mktemp("context")
+    tokens = plans.write_tokens(folder / "tokens")
+
+    def plan(run_id: str, mesh: Mesh, **changes: Any) -> Plan:
+        return plans.train_plan(
+            folder / "store", tokens, world_size=mesh.world_size, mesh=mesh, run_id=run_id, every=100,
+            strategy="fsdp" if mesh.dp_shard > 1 else "ddp", **{"steps": STEPS} | changes,
+        )  # fmt: skip
+
+    chain = [
+        plan("chain", mesh, steps=5 * number, attempt=number) for number, mesh in enumerate(CHAIN, start=1)
+    ]
+    made = {
+        1: [plan("alone", Mesh(), validate=VALIDATED)],
+        2: [
+            plan("two", Mesh(cp=2), validate=VALIDATED),
+            plan(
+                "recomputed",
+                Mesh(cp=2),
+                steps=6,
+                activation_checkpointing="full",
+                micro_batch=4,
+                accumulation=4,
+            ),
+            plan("selective", Mesh(cp=2), steps=6, activation_checkpointing="selective"),
+            plan("low", Mesh(cp=2), steps=6, precision="bf16"),
+        ],
+        4: [
+            plan("sharded", Mesh(dp_shard=2, cp=2), validate=VALIDATED),
+            plan("sliced", Mesh(dp_replicate=2, cp=2), steps=6, shard_optimizer=True),
+            plan("tensor", Mesh(cp=2, tp=2), steps=6),
+            plan("four", Mesh(cp=4), steps=6),
+        ],
+    }
+    for number, one in enumerate(chain):
+        if number in (0, 1, 3):
+            made[one.launch.nproc_per_node].append(one)
+    plans.run_together(made[2], folder / "two")
+    plans.run_together(made[1], folder / "one")
+    plans.run_together([chain[2]], folder / "third")
+    plans.run_together(made[4], folder / "four")
+    found = {one.run_id: [one] for several in made.values() for one in several}
+    return folder / "store", found | {"chain": chain}
+
+
+def losses(trained: Any, run: str) -> list[float]:
+    store, made = trained
+    return [loss for plan in made[run] for loss in plans.losses(store, plan)]
+
+
+def weights(trained: Any, run: str) -> dict[str, Tensor]:
+    """All that the last checkpoint holds."""
+    store, made = FolderStore(trained[0]), trained[1]
+    latest = catalogue.latest(store, made[run][0].stage_key)
+    assert latest is not None
+    manifest = catalogue.load_manifest(store, latest.key)
+    shards = [
+        LocalShard(name, torch.full(one["shape"], torch.nan), tuple(one["shape"]), (0,) * len(one["shape"]))
+        for name, one in manifest["tensors"].items()
+    ]
+    load(store, latest.key, manifest, shards)
+    return {shard.name: shard.local for shard in shards}
+
+
+@pytest.mark.parametrize("run", ["two", "sharded", "chain"])
+def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str) -> None:
+    assert losses(trained, run) == pytest.approx(losses(trained, "alone"), rel=1e-5)
+    found, expected = weights(trained, run), weights(trained, "alone")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("run", ["recomputed", "selective", "sliced", "tensor", "four"])
+def test_what_it_is_combined_with_changes_nothing(trained: Any, run: str) -> None:
+    store, made = trained
+    assert losses(trained, run) == pytest.approx(losses(trained, "alone")[:6], rel=1e-5)
+    norms = [plans.by_step(store, made[one][0], "grad_norm")[:6] for one in (run, "alone")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)  # AdamW hides a scaled gradient
+
+
+def test_bf16_means_the_same(trained: Any) -> None:
+    assert losses(trained, "low") == pytest.approx(losses(trained, "alone")[:6], rel=1e-3)
+
+
+@pytest.mark.parametrize("run", ["two", "sharded"])
+def test_validation_and_tokens_count_each_once(trained: Any, run: str) -> None:
+    """The loss, and a metric that sees outputs and batch of each rank."""
+    store, made = trained
+
+    def validations(name: str) -> list[dict[str, float]]:
+        found = plans.records(store, made[name][0])
+        return [record["metrics"] for record in found if record["kind"] == "validation"]
+
+    assert len(validations(run)) == 2
+    for found, expected in zip(validations(run), validations("alone"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    mesh = made[run][0].work.training.mesh
+    for rank in range(mesh.world_size):
+        steps = [one for one in plans.records(store, made[run][0], rank) if one["kind"] == "step"]
+        assert {step["tokens"] for step in steps} == {16 * 32 // mesh.world_size}
+        assert {step["target_tokens"] for step in steps} == {16 * 32 // mesh.world_size}
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
+    world = World(Mesh(cp=2), 0, torch.device("cpu"))
+    with pytest.raises(TrainError, match=r"4 equal parts.*seq_len 6"):
+        context.cut_batch({"inputs": torch.zeros(1, 6, dtype=torch.int64)}, world)
