@@ -12,6 +12,9 @@ STORE_DEADLINE_SECONDS = "MLPIPE_STORE_DEADLINE_SECONDS"
 # Set by `mlpipe run --debug-rank`, for all that it starts: the rank and its terminal, like 0:/dev/pts/3.
 DEBUG_RANK = "MLPIPE_DEBUG_RANK"  # read by train/debugger.py
 
+# Set by submit/sweeps/slots.py for all that it starts: bytes of this machine that a trial may plan with.
+MEMORY = "MLPIPE_MEMORY_BYTES"  # read by plan/hardware.py
+
 # Set by a backend for each process of a stage (submit/here.py, render/pod.py).
 RUN_ID = "MLPIPE_RUN_ID"  # read by store/s3_identity.py and submit/process.py
 STAGE = "MLPIPE_STAGE"  # read by submit/process.py

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from mlpipe._core import environment
 from mlpipe._core.cpus import num_cpus
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import parse_bytes
@@ -129,7 +130,7 @@ def detect_hardware(resources: Resources | None, *, elsewhere: bool = False) -> 
             price,
         )
     workers = (resources.workers_per_node if resources else None) or 1
-    memory = parse_bytes(resources.memory) if resources and resources.memory else _memory_bytes()
+    memory = parse_bytes(resources.memory) if resources and resources.memory else machine_memory_bytes()
     speed = cpu_speed(cpus / workers)
     if measured is not None:
         speed = measured.speed(workers, speed)
@@ -191,13 +192,15 @@ def _native_bf16() -> str | None:
     return next((name for name in ("amx_bf16", "avx512_bf16") if name in flags), None)
 
 
-def _memory_bytes() -> int:
+def machine_memory_bytes() -> int:
+    """Of this machine, or its cgroup's limit, or the part of it that a trial of a sweep has."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         limit = _first_line(path)
         if limit.isdigit():
             total = min(total, int(limit))
-    return total
+    part = os.environ.get(environment.MEMORY, "")
+    return min(total, int(part)) if part.isdigit() else total
 
 
 def _first_line(path: str) -> str:

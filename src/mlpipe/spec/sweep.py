@@ -148,8 +148,7 @@ class Sweep(SpecModel):
     )
     max_parallel: f.FewCount = Field(
         1,
-        description="Trials at a time. On this machine each gets its part of the CPUs and GPUs, but not of "
-        "the memory: write `resources.memory`.",
+        description="Trials at a time. On this machine each gets its part of the CPUs, GPUs and memory.",
     )
     metric: Metric = Field(
         default_factory=lambda: Metric.model_construct(), description="By which one is the best."

@@ -28,7 +28,7 @@ def test_the_machine_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = pipeline_of("quickstart", *QUICKSTART)
     before = [plan_of(pipeline, stage.name).to_json() for stage in pipeline.stages]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(77)), raising=False)
-    monkeypatch.setattr(hardware, "_memory_bytes", lambda: 1)
+    monkeypatch.setattr(hardware, "machine_memory_bytes", lambda: 1)
     assert before == [plan_of(pipeline, stage.name).to_json() for stage in pipeline.stages]
 
 

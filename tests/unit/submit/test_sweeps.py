@@ -28,11 +28,12 @@ from mlpipe.cli.session import CliSession
 from mlpipe.cli.sweep import exit_code
 from mlpipe.observe import sweep_table
 from mlpipe.observe.sweep_report import build_report
+from mlpipe.plan.hardware import machine_memory_bytes
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store import registry, runs, sweeps
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import RunState
-from mlpipe.submit import backends
+from mlpipe.submit import backends, driver
 from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.submission import Submission
 from mlpipe.submit.sweeps import controller, slots
@@ -209,6 +210,39 @@ def test_a_trial_that_somebody_cancels_stays_so_until_somebody_resumes_it(store,
     until(lambda: runs.read_run(store, "s-000").state == "done", "the trial")
     assert drive(store).stages["000"].state == "done"
     assert Simulated.started["s-000"] == 2
+
+
+def test_a_trial_that_failed_and_was_resumed_and_cancelled_by_hand_is_not_trained_again(store, tmp_path):
+    made(store, tmp_path, {"model.args.fails": [True, False]})
+    assert states(drive(store) and store) == {"000": "failed", "001": "done"}
+    runs.reopen(store, "s-000")
+    runs.request_cancel(store, "s-000", "by hand")
+    driver.cancel(store, "s-000", "by hand", timeout_seconds=10.0)
+    assert runs.read_run(store, "s-000").state == "cancelled"
+    started = dict(Simulated.started)
+    drive(store)
+    assert Simulated.started == started
+
+
+def test_what_was_judged_at_a_rung_stays_when_a_trial_passes_it_again(store, tmp_path):
+    """As one does that goes on from an earlier checkpoint."""
+    more = {"method": "asha", "trials": 2, "eta": 2, "min_steps": 2}
+    made(store, tmp_path, {"seed": "0..5"}, **more)
+    judging = object.__new__(controller._Controller)
+    judging._sweep = sweep_of_text(store)
+    judging.state = runs.read_run(store, "s")
+    judging._update = lambda change: setattr(judging, "state", change(judging.state))  # type: ignore[method-assign]
+    assert judging._arrive("000", 2, 0.5, False) is None
+    assert judging._arrive("001", 2, 0.7, False) == 2
+    for value in (0.1, 0.9):
+        assert judging._arrive("000", 2, value, False) is None
+        assert judging._arrive("001", 2, value, False) is None
+    assert judging.state.meta["rungs"] == {"2": {"000": 0.5, "001": 0.7}}
+    assert judging.state.stages["001"].outcome == {"stopped_at": 2, "value": 0.7}
+
+
+def sweep_of_text(store: FolderStore) -> Any:
+    return load_pipeline_text(runs.read_pipeline(store, "s"), "pipeline.yaml").sweep
 
 
 def test_a_driver_that_died_is_replaced(store, tmp_path):
@@ -605,12 +639,14 @@ def test_parts_of_a_machine_are_apart_and_all_of_it(size, num_slots):
 def test_a_slot_is_taken_for_as_long_as_something_is_started_in_it(monkeypatch):
     cpus = os.sched_getaffinity(0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    here = backends.load(backends.DEFAULT)({})
+    here, whole = backends.load(backends.DEFAULT)({}), machine_memory_bytes()
     with slots.part_of_machine(here, 1, 2):
         inside = os.sched_getaffinity(0)
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+        assert machine_memory_bytes() == whole // 2
     assert inside < cpus or len(cpus) == 1
     assert os.sched_getaffinity(0) == cpus
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert machine_memory_bytes() == whole
     with slots.part_of_machine(Simulated({}), 1, 2):
         assert os.sched_getaffinity(0) == cpus

@@ -91,15 +91,19 @@ def drive_sweep(
 
 
 def _waits_again(store: Store, sweep: RunState) -> list[str]:
-    """Trials that the sweep's own stop cancelled, and those that stand otherwise by now: somebody has resumed
-    them."""
+    """Trials that the sweep's own stop cancelled, and those that somebody has resumed by now. One that
+    somebody resumed and that then ended otherwise than done stays as it is: it was not the sweep's."""
     again = []
     for name, trial in sweep.stages.items():
         if trial.state not in ("failed", "cancelled", "skipped"):
             continue
         run_id = sweeps.trial_run_id(sweep.run_id, name)
-        state = runs.read_run(store, run_id).state if store.exists(f"runs/{run_id}/run.json") else None
-        if trial.state != state or trial.message == STOPPED:
+        run = runs.read_run(store, run_id) if store.exists(f"runs/{run_id}/run.json") else None
+        if (
+            run is None
+            or run.state not in ("failed", "cancelled")
+            or (trial.message == STOPPED and run.message in (STOPPED, _TERMINATED))
+        ):
             again.append(name)
     return again
 

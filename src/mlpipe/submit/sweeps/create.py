@@ -65,9 +65,7 @@ def _check(backend: Backend, first: Submission, console: Console, max_parallel: 
             with part_of_machine(backend, slot, max_parallel):
                 backend.check(first, console, is_new=True)
         except MlpipeError as error:
-            told = (
-                f"each trial has 1/{max_parallel} of this machine's CPUs and GPUs: lower sweep.max_parallel"
-            )
+            told = f"each trial has 1/{max_parallel} of this machine: lower sweep.max_parallel"
             error.hint = f"{error.hint}; {told}" if error.hint else told
             raise
 

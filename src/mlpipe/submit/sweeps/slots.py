@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from mlpipe._core import environment
+from mlpipe.plan.hardware import machine_memory_bytes
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.process_executor import gpu_ids
 
@@ -16,13 +18,14 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 
 @contextmanager
 def part_of_machine(backend: Backend, slot: int, num_slots: int) -> Iterator[None]:
-    """Within, processes that this thread starts have the CPUs and GPUs of `slot`, 0 to `num_slots` - 1.
-    Nothing where runs have machines of their own."""
+    """Within, processes that this thread starts have the CPUs and GPUs of `slot`, 0 to `num_slots` - 1, and
+    plan with a part of the memory. Nothing where runs have machines of their own."""
     if backend.has_own_driver or num_slots == 1:
         yield
         return
     cpus, gpus = sorted(os.sched_getaffinity(0)), gpu_ids()
-    before = os.environ.get(_GPUS)
+    before = {name: os.environ.get(name) for name in (_GPUS, environment.MEMORY)}
+    os.environ[environment.MEMORY] = str(machine_memory_bytes() // num_slots)
     os.sched_setaffinity(0, part(cpus, slot, num_slots) or [cpus[slot % len(cpus)]])
     if gpus:
         os.environ[_GPUS] = ",".join(part(gpus, slot, num_slots))
@@ -30,10 +33,10 @@ def part_of_machine(backend: Backend, slot: int, num_slots: int) -> Iterator[Non
         yield
     finally:
         os.sched_setaffinity(0, cpus)
-        if before is None:
-            os.environ.pop(_GPUS, None)
-        else:
-            os.environ[_GPUS] = before
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def part(items: Sequence[T], slot: int, num_slots: int) -> Sequence[T]:
