@@ -1,5 +1,5 @@
-"""Shapes of the Llama-style presets, from 1M to 70B parameters. No torch: the planner counts with them,
-`train/models/llama.py` builds them."""
+"""Shapes of the Llama-style presets, from 1M to 70B parameters, and of those with a mixture of experts. No torch:
+the planner counts with them, `train/models/` builds them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from mlpipe._core.feasibility import Infeasible, indivisible
 
-LLAMA = "mlpipe.train.models.llama:build_model"  # the entry of mlpipe's own model
+LLAMA = "mlpipe.train.models.llama:build_model"  # the entries of mlpipe's own models
+MOE = "mlpipe.train.models.moe:build_model"
 
 
 class Named(NamedTuple):
@@ -50,10 +51,14 @@ class LlamaConfig:
         return self.dim // self.num_heads
 
     def num_layer_params(self) -> int:
-        """Of one block: q and o, k and v, gate/up/down, two norms."""
+        """Of one block: q and o, k and v, feed-forward, two norms."""
         q_and_o = 2 * self.dim * self.dim
         k_and_v = 2 * self.dim * self.num_kv_heads * self.head_dim
-        return q_and_o + k_and_v + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        return q_and_o + k_and_v + self.num_ffn_params() + 2 * self.dim
+
+    def num_ffn_params(self) -> int:
+        """Of a block's feed-forward: gate, up, down."""
+        return 3 * self.dim * self.ffn_dim
 
     def num_embedding_params(self) -> int:
         """Of the input embedding (which is also the head when `tied`)."""
@@ -63,6 +68,10 @@ class LlamaConfig:
         """Of the whole model; a tied matrix counts once."""
         embeddings = self.num_embedding_params() * (1 if self.tied else 2)
         return embeddings + self.num_layers * self.num_layer_params() + self.dim
+
+    def num_active_params(self) -> int:
+        """Of these, those that take part in computing one token."""
+        return self.num_params()
 
     def tensors(self) -> list[tuple[int, int, int]]:
         """Rows, parameters a row, and how many such tensors there are."""
@@ -94,17 +103,21 @@ class LlamaConfig:
     def block_matrices(self) -> list[tuple[int, int, int]]:
         """Of these the blocks' matrices."""
         kv_dim, layers = self.num_kv_heads * self.head_dim, self.num_layers
-        return [
-            (self.dim, self.dim, 2 * layers),
-            (kv_dim, self.dim, 2 * layers),
-            (self.ffn_dim, self.dim, 2 * layers),
-            (self.dim, self.ffn_dim, layers),
-        ]
+        return [(self.dim, self.dim, 2 * layers), (kv_dim, self.dim, 2 * layers), *self.ffn_matrices()]
+
+    def ffn_matrices(self) -> list[tuple[int, int, int]]:
+        """Of these the feed-forwards': gate, up, down."""
+        layers = self.num_layers
+        return [(self.ffn_dim, self.dim, 2 * layers), (self.dim, self.ffn_dim, layers)]
 
     def matmuls(self) -> list[tuple[int, int]]:
-        """Channels in and out of a block's: q, k, v, o, gate, up, down."""
-        dim, kv_dim, ffn_dim = self.dim, self.num_kv_heads * self.head_dim, self.ffn_dim
-        return [(dim, dim), *[(dim, kv_dim)] * 2, (dim, dim), *[(dim, ffn_dim)] * 2, (ffn_dim, dim)]
+        """Channels in and out of a block's: q, k, v, o, and those of the feed-forward."""
+        dim, kv_dim = self.dim, self.num_kv_heads * self.head_dim
+        return [(dim, dim), *[(dim, kv_dim)] * 2, (dim, dim), *self.ffn_matmuls()]
+
+    def ffn_matmuls(self) -> list[tuple[int, int]]:
+        """Of these the feed-forward's: gate, up, down."""
+        return _swiglu(self.dim, self.ffn_dim)
 
     def conflicts(self) -> list[Infeasible]:
         """Why these numbers make no model; empty if they do."""
@@ -114,6 +127,66 @@ class LlamaConfig:
             odd = f"dim/num_heads={self.head_dim} is odd; rotary positions turn pairs"
             conflicts.append(Infeasible(odd, "choose num_heads so that dim is an even multiple of it"))
         return [conflict for conflict in conflicts if conflict is not None]
+
+
+def _swiglu(dim: int, width: int) -> list[tuple[int, int]]:
+    return [(dim, width), (dim, width), (width, dim)]
+
+
+@dataclass(frozen=True)
+class MoeConfig(LlamaConfig):
+    """The same, with a mixture of experts in each block instead of one feed-forward (DeepSeek-V3, 2024): of
+    `num_experts` feed-forwards of `ffn_dim` channels each token has the `experts_per_token` that its router
+    likes best; `num_shared_experts` more, which are one as wide as all of them, every token has.
+    `balance_rate`: by which a step moves the bias of an expert that had more, or fewer, tokens than the mean
+    (Wang et al., Auxiliary-Loss-Free Load Balancing, 2024); 0: never.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    num_shared_experts: int
+    balance_rate: float
+
+    @property
+    def shared_dim(self) -> int:
+        """Channels of the shared expert."""
+        return self.num_shared_experts * self.ffn_dim
+
+    def num_ffn_params(self) -> int:
+        """All experts, and the router."""
+        return self._num_ffn_params(self.num_experts)
+
+    def _num_ffn_params(self, num_experts: int) -> int:
+        width = num_experts * self.ffn_dim + self.shared_dim
+        return 3 * self.dim * width + self.dim * self.num_experts
+
+    def num_active_params(self) -> int:
+        """Those outside the experts, and of these as many as a token has."""
+        idle = self.num_ffn_params() - self._num_ffn_params(self.experts_per_token)
+        return self.num_params() - self.num_layers * idle
+
+    def ffn_matrices(self) -> list[tuple[int, int, int]]:
+        """Experts lie one below the other."""
+        dim, layers, stacked = self.dim, self.num_layers, self.num_experts
+        matrices = [(stacked * self.ffn_dim, dim, 2 * layers), (stacked * dim, self.ffn_dim, layers)]
+        matrices.append((self.num_experts, dim, layers))
+        if self.num_shared_experts:
+            matrices += [(self.shared_dim, dim, 2 * layers), (dim, self.shared_dim, layers)]
+        return matrices
+
+    def ffn_matmuls(self) -> list[tuple[int, int]]:
+        """Router, shared expert, experts: those of one token, side by side."""
+        shared = _swiglu(self.dim, self.shared_dim) if self.num_shared_experts else []
+        routed = _swiglu(self.dim, self.experts_per_token * self.ffn_dim)
+        return [(self.dim, self.num_experts), *shared, *routed]
+
+    def conflicts(self) -> list[Infeasible]:
+        """Why these numbers make no model; empty if they do."""
+        found, most = super().conflicts(), self.num_experts
+        if self.experts_per_token > most:
+            words = f"experts_per_token {self.experts_per_token} is more than num_experts {most}"
+            found.append(Infeasible(words, f"write {most} at most"))
+        return found
 
 
 def _llama(
@@ -133,9 +206,24 @@ def _llama(
     )
 
 
+def _moe(
+    dense: LlamaConfig, num_experts: int, experts_per_token: int, num_shared: int, balance_rate: float = 1e-3
+) -> MoeConfig:
+    return MoeConfig(
+        **vars(dense),
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        num_shared_experts=num_shared,
+        balance_rate=balance_rate,
+    )
+
+
 # The four smallest have a vocabulary that the quickstart's BPE fills; a corpus' own size replaces it anyway.
 # From 1b on: config.json of meta-llama/Llama-3.2-1B, Llama-3.2-3B, Meta-Llama-3-8B and Meta-Llama-3-70B,
 # with 8,192 positions, since 3.2's 131,072 need its scaled rotary frequencies.
+# The large ones with experts have the sizes of allenai/OLMoE-1B-7B, deepseek-ai/deepseek-moe-16b-base (with
+# experts in its first block, too) and mistralai/Mixtral-8x7B. What is fast enough to balance a short training's
+# experts, in the small ones, would be noise in a long one's.
 PRESETS: dict[str, LlamaConfig] = {
     "llama-1m": _llama(2_048, 128, 4, 4, 2, 384, 1_024),
     "llama-4m": _llama(4_096, 256, 4, 4, 2, 704, 1_024),
@@ -147,4 +235,11 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama-3b": _llama(128_256, 3_072, 28, 24, 8, 8_192, 8_192, rope_theta=500_000.0),
     "llama-8b": _llama(128_256, 4_096, 32, 32, 8, 14_336, 8_192, rope_theta=500_000.0, tied=False),
     "llama-70b": _llama(128_256, 8_192, 80, 64, 8, 28_672, 8_192, rope_theta=500_000.0, tied=False),
+    "moe-2m": _moe(_llama(2_048, 128, 4, 4, 2, 96, 1_024), 8, 2, 1, 1e-2),
+    "moe-8m": _moe(_llama(4_096, 256, 4, 4, 2, 224, 1_024), 8, 2, 1, 1e-2),
+    "moe-7b": _moe(_llama(50_304, 2_048, 16, 16, 16, 1_024, 4_096, tied=False), 64, 8, 0),
+    "moe-16b": _moe(_llama(102_400, 2_048, 28, 16, 16, 1_408, 4_096, tied=False), 64, 6, 2),
+    "moe-8x7b": _moe(
+        _llama(32_000, 4_096, 32, 32, 8, 14_336, 32_768, rope_theta=1_000_000.0, tied=False), 8, 2, 0
+    ),
 }

@@ -131,6 +131,11 @@ class Step(Record):
     """FLOP/s of a device, of which MFU is a share: the plan's, or as measured after the first step."""
     achievable_flops: float | None = None
     """FLOP/s of the best large matrix product, measured on a device."""
+    expert_max_load_ratio: dict[str, float] | None = None
+    """Of a mixture of experts, by layer: tokens of its fullest expert over the mean; of rank 0 only."""
+    experts_by_load_ratio: dict[str, int] | None = None
+    """How many experts, over all layers, had at most so many times the mean, and more than the bound before;
+    of rank 0 only."""
     cpu_others_ratio: float | None = None
     """Share of the CPUs that the node's ranks may use which went to other processes, since the last line that
     says so; of the first rank of a node, every 5 s or more."""

@@ -93,12 +93,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, mlp: type[nn.Module] = MLP) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = mlp(config)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin)
@@ -106,17 +106,18 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """`layers` is the list of blocks. With a tied head there is no `lm_head` module, so that nothing has to
-    keep two names on one storage when the model leaves the meta device or is sharded."""
+    """`layers` is the list of blocks, `mlp` what makes their feed-forwards. With a tied head there is no
+    `lm_head` module, so that nothing has to keep two names on one storage when the model leaves the meta
+    device or is sharded."""
 
     rope_cos: Tensor
     rope_sin: Tensor
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, mlp: type[nn.Module] = MLP) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, mlp) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
         cos, sin = rope_tables(config, self.embed_tokens.weight.device)

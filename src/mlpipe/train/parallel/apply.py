@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple, Protocol, cast
 
+from mlpipe._core.presets import MOE
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.model import BuiltModel
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
@@ -37,6 +38,7 @@ TECHNIQUES = (
     Technique("replicate", lambda plan: plan.mesh.dp_replicate * plan.mesh.cp > 1 == plan.mesh.dp_shard),
     Technique("shard_optimizer", lambda plan: plan.shard_optimizer and plan.mesh.dp_replicate > 1),
     Technique("sum_partial_gradients", lambda plan: plan.mesh.tp > 1),
+    Technique("balance_experts", lambda plan: plan.model.build.entry == MOE),
 )
 
 

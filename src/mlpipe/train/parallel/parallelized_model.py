@@ -35,7 +35,8 @@ class ParallelizedModel:
     of the last one the gradients are the mean over `World.num_gradient_ranks`. `after_step()` brings the
     updated parameters to every rank that computes with them, `after_evaluation()` gives up what forward
     passes without a backward leave. `waits` counts the time that all of these spend waiting for other ranks.
-    `shards`: what this rank updates and stores. `partial`: modules and names of parameters whose
+    `shards`: what this rank updates and stores. `step_metrics()`: fields of the step's record that only this
+    model knows, of rank 0. `partial`: modules and names of parameters whose
     gradients a rank has of its own tokens only, for `sum_partial_gradients`.
     """
 
@@ -47,6 +48,7 @@ class ParallelizedModel:
     gradient_sync: Callable[[bool], AbstractContextManager[None]] = no_gradient_sync
     after_step: Callable[[], None] = nothing
     after_evaluation: Callable[[], None] = nothing
+    step_metrics: Callable[[], dict[str, Any]] = dict
 
     def tied(self) -> dict[str, str]:
         """Further names of tied parameters, and the one under which each is stored."""
@@ -132,8 +134,21 @@ def persistent_buffers(module: nn.Module, world: World) -> list[LocalShard]:
     replica_id, num_replicas = world.replica()
     return [
         LocalShard(
-            name, buffer, tuple(buffer.shape), (0,) * buffer.dim(), replica_id, num_replicas, is_buffer=True
+            name,
+            buffer,
+            tuple(buffer.shape),
+            (0,) * buffer.dim(),
+            replica_id,
+            num_replicas,
+            is_buffer=not _is_updated(module, name),
         )
         for name, buffer in module.named_buffers()
         if name in stored
     ]
+
+
+def _is_updated(module: nn.Module, name: str) -> bool:
+    """Whether no forward writes this buffer, only the end of a step, and on all ranks alike: nobody needs to
+    send it."""
+    owner, _, buffer = name.rpartition(".")
+    return buffer in getattr(module.get_submodule(owner), "updated_buffers", ())

@@ -1,0 +1,186 @@
+"""The Llama of `llama.py` with a mixture of experts in each block (DeepSeek-V3, 2024, section 2.1.2).
+
+A token's affinity to an expert is the sigmoid of a dot product. It goes to the experts of the largest affinity
+plus bias; their results are added by affinities that are made to sum to 1. No token is dropped: they are sorted
+by expert, and each expert computes all that it has. The bias, which no gradient reaches, balances the experts
+(`train/parallel/balance_experts.py`).
+
+Parameters are named as in `transformers`' Glm4Moe, which computes the same; but the matrices of all experts
+are one, one below the other, so that any number of ranks can share its rows.
+
+B batch · T tokens · D dim · N = B x T · k experts_per_token · S = N x k rows · E experts · F ffn_dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mlpipe._core.presets import MoeConfig
+from mlpipe.train.models.llama import MLP, Llama
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+
+
+class Router(nn.Module):
+    """Computes in fp32 whatever the precision: which experts are the largest is no continuous function."""
+
+    e_score_correction_bias: Tensor
+    updated_buffers = ("e_score_correction_bias",)
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        self.experts_per_token = config.experts_per_token
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
+        self.register_buffer("e_score_correction_bias", torch.empty(config.num_experts))
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """What the experts of each token count (N, k), and which they are (N, k)."""
+        device, dtype = x_ND.device.type, torch.promote_types(x_ND.dtype, torch.float32)
+        known = torch.amp.is_autocast_available(device)
+        with torch.autocast(device, enabled=False) if known else nullcontext():
+            affinity_NE = F.linear(x_ND.to(dtype), self.weight.to(dtype)).sigmoid()
+        biased_NE = affinity_NE.detach() + self.e_score_correction_bias
+        experts_Nk = biased_NE.topk(self.experts_per_token, dim=-1).indices
+        chosen_Nk = affinity_NE.gather(-1, experts_Nk)
+        return chosen_Nk / chosen_Nk.sum(-1, keepdim=True), experts_Nk
+
+
+class Experts(nn.Module):
+    """SwiGLU of each expert for its own rows. `exchange`: of a technique that has put the experts on several
+    ranks; called with `compute`, the rows and their ends."""
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        rows, self.ffn_dim = config.num_experts, config.ffn_dim
+        self.gate_proj = nn.Parameter(torch.empty(rows * config.ffn_dim, config.dim))
+        self.up_proj = nn.Parameter(torch.empty(rows * config.ffn_dim, config.dim))
+        self.down_proj = nn.Parameter(torch.empty(rows * config.dim, config.ffn_dim))
+        self.exchange: Callable[[Compute, Tensor, Tensor], Tensor] | None = None
+
+    def forward(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
+        """Rows in the order of their experts, and where those of each end -> rows."""
+        if self.exchange is not None:
+            return self.exchange(self.compute, x_SD, ends_E)
+        return self.compute(x_SD, ends_E)
+
+    def compute(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
+        """Of the experts that are here."""
+        gate_SF = matmul_by_expert(x_SD, _own(self.gate_proj), ends_E)
+        up_SF = matmul_by_expert(x_SD, _own(self.up_proj), ends_E)
+        return matmul_by_expert(F.silu(gate_SF) * up_SF, _own(self.down_proj), ends_E)
+
+
+def _own(parameter: Any) -> Tensor:
+    """The experts of this rank: all, or those that a technique left it."""
+    own: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return own
+
+
+def matmul_by_expert(x_SI: Tensor, stacked: Tensor, ends_E: Tensor) -> Tensor:
+    """Rows times the matrix of their expert, (O, I), of which `stacked` has E, one below the other -> (S, O),
+    of the rows' dtype. One kernel where there is one for these shapes, else one for each expert."""
+    weight_EOI = stacked.to(x_SI.dtype).view(ends_E.shape[0], -1, stacked.shape[1])
+    has_kernel = x_SI.dtype in (torch.float32, torch.bfloat16) and not x_SI.is_meta
+    if has_kernel and weight_EOI.shape[1] % 8 == weight_EOI.shape[2] % 8 == 0:  # it wants 16 bytes
+        return F.grouped_mm(x_SI, weight_EOI.transpose(1, 2), offs=ends_E)
+    numbers = _numbers(x_SI, ends_E)
+    rows = zip(x_SI.split(numbers), weight_EOI.unbind(), strict=True)
+    return torch.cat([F.linear(own, weight_OI) for own, weight_OI in rows])
+
+
+def _numbers(x_SI: Tensor, ends_E: Tensor) -> list[int]:
+    """Rows of each expert; on the meta device, which knows shapes only, equally many."""
+    num_experts = ends_E.shape[0]
+    if x_SI.is_meta:
+        each, rest = divmod(x_SI.shape[0], num_experts)
+        return [each + (expert < rest) for expert in range(num_experts)]
+    numbers: list[int] = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    return numbers
+
+
+class Rows(torch.autograd.Function):
+    """Row `order[s] // k` of what came in, for each s; every row is wanted k times. `places`: the inverse of
+    `order`. So the backward pass gathers, too, where autograd's would scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, order_S: Tensor, places_S: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(places_S)
+        ctx.k = k
+        return x_ND[order_S // k if k > 1 else order_S]
+
+    @staticmethod
+    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (places_S,) = ctx.saved_tensors
+        grad = grad_SD[places_S]
+        return (grad.unflatten(0, (-1, ctx.k)).sum(1) if ctx.k > 1 else grad), None, None, None
+
+
+class MoE(nn.Module):
+    """`counted`: int64 (E,), to which each training forward adds the rows of each expert; None: nobody wants
+    to know."""
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config)
+        shared = replace(config, ffn_dim=config.shared_dim)
+        self.shared_experts = MLP(shared) if config.num_shared_experts else None
+        self.num_experts, self.experts_per_token = config.num_experts, config.experts_per_token
+        self.counted: Tensor | None = None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_ND = x_BTD.flatten(0, 1)
+        share_Nk, experts_Nk = self.gate(x_ND)
+        shared_ND = self.shared_experts(x_ND) if self.shared_experts is not None else None
+        experts_S, order_S = experts_Nk.flatten().sort(stable=True)
+        places_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=x_ND.device))
+        numbers = torch.arange(self.num_experts, device=x_ND.device)
+        ends_E = torch.searchsorted(experts_S, numbers, right=True, out_int32=True)
+        self._count(ends_E)
+        y_SD = self.experts(Rows.apply(x_ND, order_S, places_S, self.experts_per_token), ends_E)
+        y_NkD = Rows.apply(y_SD, places_S, order_S, 1).unflatten(0, share_Nk.shape)
+        y_ND = (y_NkD * share_Nk.unsqueeze(-1)).sum(1).to(x_ND.dtype)
+        if shared_ND is not None:
+            y_ND = y_ND + shared_ND
+        return y_ND.view_as(x_BTD)
+
+    @torch.no_grad()
+    def _count(self, ends_E: Tensor) -> None:
+        # the graph task tells a forward pass from one that is computed again in a backward pass
+        if self.counted is not None and self.training and torch._C._current_graph_task_id() == -1:
+            self.counted += ends_E.diff(prepend=ends_E.new_zeros(1))
+
+
+class MoeLlama(Llama):
+    """The blocks' feed-forwards are mixtures of experts."""
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__(config, MoE)
+
+    def init_weights(self) -> None:
+        """As Llama's; an expert like a feed-forward, biases 0."""
+        super().init_weights()
+        std = self.config.dim**-0.5
+        for module in self.modules():
+            if isinstance(module, Router):
+                nn.init.normal_(module.weight, std=std)
+                nn.init.zeros_(module.e_score_correction_bias)
+            elif isinstance(module, Experts):
+                for projection in (module.gate_proj, module.up_proj):
+                    nn.init.normal_(projection, std=std)
+                nn.init.normal_(module.down_proj, std=std / (2 * self.config.num_layers) ** 0.5)
+
+
+def build_model(**fields: int | float | bool) -> MoeLlama:
+    """The fields of `MoeConfig`. Raises ValueError when they do not fit together."""
+    config = MoeConfig(**fields)  # type: ignore[arg-type]
+    if conflicts := config.conflicts():
+        raise ValueError("; ".join(conflict.message for conflict in conflicts))
+    return MoeLlama(config)
