@@ -61,7 +61,7 @@ def test_logits_and_gradients_are_those_of_transformers(changes):
         torch.testing.assert_close(ours.grad, parameter.grad, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("llama-")])
 def test_presets_have_the_parameters_that_the_planner_counts(name):
     with torch.device("meta"):
         model = build_model(**dataclasses.asdict(PRESETS[name]))

@@ -11,6 +11,7 @@ from mlpipe._core.presets import PRESETS
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.tensors import total
+from mlpipe.train.models import moe
 from mlpipe.train.models.llama import build_model
 
 pytestmark = pytest.mark.torch
@@ -18,8 +19,9 @@ pytestmark = pytest.mark.torch
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_parameters(preset: str) -> None:
+    build = moe.build_model if preset.startswith("moe-") else build_model
     with torch.device("meta"):
-        model = build_model(**asdict(PRESETS[preset]))
+        model = build(**asdict(PRESETS[preset]))
     sizes = Dense(PRESETS[preset]).parameters
     assert sum(p.numel() for p in model.parameters()) == sizes.total
     assert sum(p.numel() for p in model.layers[0].parameters()) == sizes.block

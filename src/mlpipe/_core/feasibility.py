@@ -6,6 +6,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_UNFIT_FOR_EXPERTS: dict[tuple[str, object], tuple[str, str]] = {
+    ("optimizer.name", "muon"): ("those of a block are one tensor, not matrices", "take adamw"),
+    **{
+        ("compile", mode): ("the rows of each are known when it runs", "write compile: off")
+        for mode in ("block", "model")
+    },
+}
+
 
 @dataclass(frozen=True)
 class Infeasible:
@@ -24,6 +32,27 @@ def indivisible(part: tuple[str, int], whole: tuple[str, int]) -> Infeasible | N
         f"{name} {value} does not divide {whole_name} {whole_value}",
         f"write {nearest_divisor(whole_value, value)}",
     )
+
+
+def no_experts(key: str) -> Infeasible:
+    """A size of a mixture of experts, of a model without."""
+    return Infeasible(f"{key} is for models with experts", "remove it, or take a moe-* preset")
+
+
+def too_many_experts(experts_per_token: int, num_experts: int) -> Infeasible | None:
+    """Experts of a token, and of a block."""
+    if experts_per_token <= num_experts:
+        return None
+    return Infeasible(
+        f"experts_per_token {experts_per_token} is more than num_experts {num_experts}",
+        f"write {num_experts} at most",
+    )
+
+
+def unfit_for_experts(key: str, value: object) -> Infeasible | None:
+    """A setting of a training of experts, and what it may be."""
+    why, remedy = _UNFIT_FOR_EXPERTS.get((key, value), (None, ""))
+    return None if why is None else Infeasible(f"{value} does not go with experts yet: {why}", remedy)
 
 
 def too_long(seq_len: int, max_seq_len: int) -> Infeasible | None:

@@ -89,6 +89,10 @@ def conflicts(
                 f"{axis} {size} splits mlpipe's own models, not yours",
                 f"make {axis} 1, or use a preset",
             )
+        elif axis in ("tp", "cp", "pp") and figures.get("num_experts"):
+            conflict = Infeasible(
+                f"{axis} {size} does not go with experts yet", f"make {axis} 1, or take a llama-* preset"
+            )
         elif axis == "tp":
             conflict = uneven_tensors(size, {k: figures[k] for k in _TENSOR_WIDTHS if k in figures})
         elif axis == "cp":

@@ -1,16 +1,17 @@
-"""Shapes of the Llama-style presets, from 1M to 70B parameters, and of those with a mixture of experts. No torch:
-the planner counts with them, `train/models/` builds them."""
+"""Shapes of the Llama-style presets, from 1M to 70B parameters, and of those with a mixture of experts. No
+torch: the planner counts with them, `train/models/` builds them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from mlpipe._core.feasibility import Infeasible, indivisible
+from mlpipe._core.feasibility import Infeasible, indivisible, too_many_experts
 
 LLAMA = "mlpipe.train.models.llama:build_model"  # the entries of mlpipe's own models
 MOE = "mlpipe.train.models.moe:build_model"
+OF_EXPERTS = ("num_experts", "experts_per_token", "num_shared_experts", "balance_rate")
 
 
 class Named(NamedTuple):
@@ -33,6 +34,8 @@ class LlamaConfig:
     `num_kv_heads` divides `num_heads` divides `dim`. `tied`: the head is the input embedding's matrix.
     `max_seq_len`: longest sequence the positions were meant for.
     """
+
+    entry: ClassVar[str] = LLAMA  # what builds it, with these fields
 
     vocab_size: int
     dim: int
@@ -129,6 +132,11 @@ class LlamaConfig:
         return [conflict for conflict in conflicts if conflict is not None]
 
 
+def built_by(entry: str, args: dict[str, Any]) -> LlamaConfig:
+    """The sizes of a model of mlpipe's own. Raises TypeError for other fields than this version's."""
+    return (MoeConfig if entry == MOE else LlamaConfig)(**args)
+
+
 def _swiglu(dim: int, width: int) -> list[tuple[int, int]]:
     return [(dim, width), (dim, width), (width, dim)]
 
@@ -141,6 +149,8 @@ class MoeConfig(LlamaConfig):
     `balance_rate`: by which a step moves the bias of an expert that had more, or fewer, tokens than the mean
     (Wang et al., Auxiliary-Loss-Free Load Balancing, 2024); 0: never.
     """
+
+    entry = MOE
 
     num_experts: int
     experts_per_token: int
@@ -182,11 +192,8 @@ class MoeConfig(LlamaConfig):
 
     def conflicts(self) -> list[Infeasible]:
         """Why these numbers make no model; empty if they do."""
-        found, most = super().conflicts(), self.num_experts
-        if self.experts_per_token > most:
-            words = f"experts_per_token {self.experts_per_token} is more than num_experts {most}"
-            found.append(Infeasible(words, f"write {most} at most"))
-        return found
+        too_many = too_many_experts(self.experts_per_token, self.num_experts)
+        return super().conflicts() + ([too_many] if too_many else [])
 
 
 def _llama(
@@ -222,8 +229,8 @@ def _moe(
 # From 1b on: config.json of meta-llama/Llama-3.2-1B, Llama-3.2-3B, Meta-Llama-3-8B and Meta-Llama-3-70B,
 # with 8,192 positions, since 3.2's 131,072 need its scaled rotary frequencies.
 # The large ones with experts have the sizes of allenai/OLMoE-1B-7B, deepseek-ai/deepseek-moe-16b-base (with
-# experts in its first block, too) and mistralai/Mixtral-8x7B. What is fast enough to balance a short training's
-# experts, in the small ones, would be noise in a long one's.
+# experts in its first block, too) and mistralai/Mixtral-8x7B. What is fast enough to balance the experts of a
+# short training, in the small ones, would be noise in a long one.
 PRESETS: dict[str, LlamaConfig] = {
     "llama-1m": _llama(2_048, 128, 4, 4, 2, 384, 1_024),
     "llama-4m": _llama(4_096, 256, 4, 4, 2, 704, 1_024),
@@ -235,7 +242,7 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama-3b": _llama(128_256, 3_072, 28, 24, 8, 8_192, 8_192, rope_theta=500_000.0),
     "llama-8b": _llama(128_256, 4_096, 32, 32, 8, 14_336, 8_192, rope_theta=500_000.0, tied=False),
     "llama-70b": _llama(128_256, 8_192, 80, 64, 8, 28_672, 8_192, rope_theta=500_000.0, tied=False),
-    "moe-2m": _moe(_llama(2_048, 128, 4, 4, 2, 96, 1_024), 8, 2, 1, 1e-2),
+    "moe-2m": _moe(_llama(2_048, 128, 4, 4, 2, 112, 1_024), 8, 2, 1, 1e-2),
     "moe-8m": _moe(_llama(4_096, 256, 4, 4, 2, 224, 1_024), 8, 2, 1, 1e-2),
     "moe-7b": _moe(_llama(50_304, 2_048, 16, 16, 16, 1_024, 4_096, tied=False), 64, 8, 0),
     "moe-16b": _moe(_llama(102_400, 2_048, 28, 16, 16, 1_408, 4_096, tied=False), 64, 6, 2),

@@ -12,7 +12,7 @@ from mlpipe.plan.choose import Candidate, smallest
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.optimizers import optimizer_cost
 from mlpipe.plan.plan import Plan, TrainPlan
-from mlpipe.plan.shapes import frozen
+from mlpipe.plan.shapes import frozen, presets
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec.model import Pipeline
 
@@ -31,6 +31,7 @@ def explanation(
     memory, seconds = chosen.memory, chosen.seconds
     told = [
         f"There are {hardware.world_size} workers ({hardware}), {format_bytes(hardware.memory_bytes)} each.",
+        *_experts(train),
         f"Weights, gradients and optimizer states take {8 + _state_bytes(train):.3g} bytes "
         f"a parameter; {chosen.strategy} shards "
         f"{ORDER[chosen.strategy].SHARDS}, which leaves "
@@ -67,6 +68,14 @@ def _frozen(train: TrainPlan) -> Iterator[str]:
             f"Of {counts.total:,} parameters {counts.trained.total:,} are trained: the others have weights "
             "only, and nothing of them is reduced or updated."
         )
+
+
+def _experts(train: TrainPlan) -> Iterator[str]:
+    """How much of a model with experts a token meets."""
+    shape = presets.planned(train.model)
+    if shape is not None and (active := shape.active_params) < shape.parameters.total:
+        total = shape.parameters.total
+        yield f"Of {total:,} parameters {active:,}, {active / total:.0%}, are active: they compute a token."
 
 
 def _update(train: TrainPlan) -> Iterator[str]:

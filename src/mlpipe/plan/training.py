@@ -48,7 +48,7 @@ from mlpipe.plan.plan import (
     compiled,
 )
 from mlpipe.plan.references import stage_named
-from mlpipe.plan.shapes import dense, frozen
+from mlpipe.plan.shapes import frozen, presets
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
@@ -165,7 +165,7 @@ def _preset(spec: Train, known: Known) -> Dense | None:
         )
     if in_data is not None:  # rounded to what matmuls like; the rest is never a target
         changes.setdefault("vocab_size", -(-in_data // 64) * 64)
-    shape = dense.preset(spec.model.preset, changes)
+    shape = presets.preset(spec.model.preset, changes)
     for conflict in shape.config.conflicts():
         refuse(conflict, where=spec.model.preset)
     refuse(too_long(spec.model.seq_len, shape.config.max_seq_len), where=spec.model.preset)
@@ -303,7 +303,7 @@ def init_plan(spec: Train, known: Known) -> InitPlan | None:
 def _model(spec: Train, shape: Dense | None, known: Known) -> ModelPlan:
     model = spec.model
     if isinstance(model, PresetModel) and shape is not None:
-        return dense.model_plan(shape, model.preset, model.seq_len)
+        return presets.model_plan(shape, model.preset, model.seq_len)
     own = cast(OwnModel, model)
     return ModelPlan(Entry(own.entry, fill(own.args, known)), None, own.seq_len, own.blocks)
 

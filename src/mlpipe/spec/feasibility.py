@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from mlpipe._core.feasibility import (
     Infeasible,
     indivisible,
+    no_experts,
     too_long,
+    too_many_experts,
     uneven_accumulation,
     uneven_batch,
     uneven_micro_batch,
+    unfit_for_experts,
 )
-from mlpipe._core.presets import PRESETS
+from mlpipe._core.presets import OF_EXPERTS, PRESETS, MoeConfig
 from mlpipe.spec import mesh
 from mlpipe.spec.problems import Place, Problem
 from mlpipe.spec.tree import Node, get
@@ -26,6 +29,7 @@ def problems(stage: Node) -> Iterator[Problem]:
     model = get(stage, "train", "model")
     if model is not None:
         yield from _shape(model)
+        yield from _unfit_for_experts(stage)
     yield from _even(stage)
 
 
@@ -35,9 +39,32 @@ def _shape(model: Node) -> Iterator[Problem]:
     )
     yield from _indivisible(heads, dim)
     yield from _indivisible(kv_heads, heads)
+    yield from _experts(model)
     seq_len = _number(model, "seq_len")
     if seq_len is not None and longest:
         yield from _at(seq_len.place, too_long(seq_len.value, longest.value))
+
+
+def _experts(model: Node) -> Iterator[Problem]:
+    preset = get(model, "preset")
+    if preset is not None and isinstance(PRESETS.get(str(preset.value)), MoeConfig):
+        each, number = (_Figure.of(model, key) for key in ("experts_per_token", "num_experts"))
+        if each is not None and number is not None and (place := each.place or number.place):
+            yield from _at(place, too_many_experts(each.value, number.value))
+        return
+    for key in OF_EXPERTS:
+        if (node := get(model, key)) is not None and preset is not None:
+            yield from _at(node.place, no_experts(key))
+
+
+def _unfit_for_experts(stage: Node) -> Iterator[Problem]:
+    preset = get(stage, "train", "model", "preset")
+    if preset is None or not isinstance(PRESETS.get(str(preset.value)), MoeConfig):
+        return
+    for key in ("optimizer.name", "compile"):
+        node = get(stage, "train", *key.split("."))
+        if node is not None and isinstance(node.value, str):
+            yield from _at(node.place, unfit_for_experts(key, node.value))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import ModelPlan, TrainPlan
-from mlpipe.plan.shapes import dense
+from mlpipe.plan.shapes import presets
 from mlpipe.train.data import num_tokens
 from mlpipe.train.model import Batch, LossModule, construct, load_entry
 
@@ -44,7 +44,7 @@ def recomputed_flops_per_token(plan: TrainPlan) -> float | None:
     preset of ours."""
     if plan.activation_checkpointing == "none":
         return 0.0
-    shape = dense.planned(plan.model)
+    shape = presets.planned(plan.model)
     if shape is None:
         return None
     return shape.recomputed_flops_per_token(plan.activation_checkpointing, plan.model.seq_len)

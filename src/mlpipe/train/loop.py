@@ -179,6 +179,7 @@ class Loop:
             seconds=ended - began,
             compute_seconds=busy + ended - updating,
             checkpoint_seconds=stalled,
+            **self.model.step_metrics(),
         )
         self.recording.step(done, total_tokens)
         if stop:

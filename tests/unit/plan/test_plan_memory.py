@@ -51,9 +51,18 @@ def test_published_sizes(preset: str, num_params: int) -> None:
 def test_presets_are_sound_and_as_large_as_their_name(name: str) -> None:
     config = PRESETS[name]
     assert config.conflicts() == []
-    size = name.removeprefix("llama-")
+    size = {"moe-8x7b": "46.7b"}.get(name, name.partition("-")[2])  # all but the feed-forwards is there once
     stated = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
     assert 0.9 < config.num_params() / stated < 1.25
+
+
+def test_of_experts_a_token_meets_those_that_its_model_says() -> None:
+    """Published: Mixtral 8x7B 46.7 and 12.9 billion, OLMoE 6.9 and 1.3, DeepSeekMoE 16.4 and 2.8."""
+    active = {name: PRESETS[name].num_active_params() / 1e9 for name in ("moe-8x7b", "moe-7b", "moe-16b")}
+    assert active == pytest.approx({"moe-8x7b": 12.88, "moe-7b": 1.28, "moe-16b": 2.83}, abs=0.01)
+    for name in ("llama-1m", "moe-2m", "moe-16b"):
+        config = PRESETS[name]
+        assert sum(rows * columns * n for rows, columns, n in config.tensors()) == config.num_params()
 
 
 def test_shapes_that_make_no_model() -> None:

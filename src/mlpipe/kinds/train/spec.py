@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Preset = Literal[
     "llama-1m", "llama-4m", "llama-8m", "llama-25m", "llama-125m",
     "llama-350m", "llama-1b", "llama-3b", "llama-8b", "llama-70b",
+    "moe-2m", "moe-8m", "moe-7b", "moe-16b", "moe-8x7b",
 ]  # fmt: skip
 Strategy = Literal["auto", "single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 # The data axes that may be larger than 1 under a strategy.
@@ -60,6 +61,12 @@ class PresetModel(SpecModel):
     rope_theta: f.Positive | None = Field(None, description="Base of the rotary frequencies.")
     norm_eps: f.Positive | None = Field(None, description="Epsilon of the RMSNorms.")
     tied: bool | None = Field(None, description="Whether the head shares the input embedding's matrix.")
+    num_experts: f.Count | None = Field(None, description="Of a `moe-*` preset: experts of a block.")
+    experts_per_token: f.Count | None = Field(None, description="Of these, how many compute a token.")
+    num_shared_experts: f.CountOrZero | None = Field(None, description="More of them, for every token.")
+    balance_rate: f.NotNegative | None = Field(
+        None, description="How fast experts are balanced: by so much a step moves the bias of each; 0: never."
+    )
 
 
 class OwnModel(SpecModel):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mlpipe._core.presets import LLAMA, PRESETS, LlamaConfig
+from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.kernels import Kernels
-from mlpipe.plan.plan import Entry, ModelPlan
 from mlpipe.plan.recomputation import keeps_matmul, recomputed_matmuls, recomputes_attention
 from mlpipe.plan.shapes.shape import Activations, ParameterCounts, Part, PassSeconds, StepShape
 from mlpipe.plan.sizes import LOSS_CHUNK_ELEMENTS
@@ -35,6 +33,11 @@ class Dense:
         return ParameterCounts(total, block, outside, config.num_layers, tuple(config.tensors()), matrices)
 
     @property
+    def active_params(self) -> int:
+        """Those that compute a token."""
+        return self.config.num_active_params()
+
+    @property
     def widths(self) -> Mapping[str, int]:
         names = ("vocab_size", "dim", "ffn_dim", "num_heads", "num_kv_heads", "head_dim")
         return {name: getattr(self.config, name) for name in names}
@@ -44,10 +47,10 @@ class Dense:
 
     @property
     def counted_params(self) -> int:
-        """Parameters that take part in matmuls: all but the input embedding, unless it is the head as
-        well."""
+        """Parameters that take part in a token's matmuls: all but the input embedding, unless it is the head
+        as well."""
         config = self.config
-        return config.num_params() - (0 if config.tied else config.num_embedding_params())
+        return config.num_active_params() - (0 if config.tied else config.num_embedding_params())
 
     @property
     def _attention_channels(self) -> int:
@@ -73,7 +76,7 @@ class Dense:
         again = self._saved(step, device, "none")[1] if mode != "none" else []
         # At the product of the MLP, whose two factors' gradients are new while what came in has not been
         # freed, and the residual stream's. Without recomputation a GPU's logits are larger than these.
-        backward = 2 * width * config.ffn_dim + 4 * config.dim if mode != "none" or device == "cpu" else 0
+        backward = 2 * width * self._ffn_channels + 4 * config.dim if mode != "none" or device == "cpu" else 0
         num_logits = step.num_tokens * config.vocab_size // part.tp if part.is_last else 0
         chunk = min(num_logits, LOSS_CHUNK_ELEMENTS[device])
         made = [(num_blocks * number, size) for number, size in self._made(step)]
@@ -86,6 +89,23 @@ class Dense:
             made=_tensors(step, made),
         )
 
+    @property
+    def _ffn_channels(self) -> int:
+        """That a token has in a block's feed-forward."""
+        return self.config.ffn_dim
+
+    def _saved_in_ffn(self, width: int) -> list[int]:
+        """Bytes a token of each tensor that autograd saves there: gate, up, silu(gate) and their product."""
+        return 4 * [width * self.config.ffn_dim]
+
+    def _matmuls(self, step: StepShape, kernels: Kernels) -> list[float]:
+        """Seconds of those of a block."""
+        dim, tp = self.config.dim, step.part.tp
+        return [
+            kernels.matmul(step.num_tokens, *_split(inner, outer, dim, tp))
+            for inner, outer in self.config.matmuls()
+        ]
+
     def _num_blocks(self, part: Part) -> int:
         return self.config.num_layers if part.num_blocks is None else part.num_blocks
 
@@ -96,16 +116,11 @@ class Dense:
         product. Under `tp` each rank has its share of all but the norms' outputs, which the matrix products
         of every rank read whole (Korthikanti et al. 2022, section 4.2.2, who gather them once more
         instead)."""
-        width, dim, ffn, tp = (
-            COMPUTE_BYTES[step.precision],
-            self.config.dim,
-            self.config.ffn_dim,
-            step.part.tp,
-        )
+        width, dim, tp = COMPUTE_BYTES[step.precision], self.config.dim, step.part.tp
         kv_dim = self.config.num_kv_heads * self.config.head_dim
         norm = [4 * dim // tp, width * dim] + ([4 * dim // tp] if device == "cpu" else [])
         if checkpointing == "none":
-            split = [*2 * [width * dim], *2 * [width * kv_dim], *4 * [width * ffn]]
+            split = [*2 * [width * dim], *2 * [width * kv_dim], *self._saved_in_ffn(width)]
             return norm, [*2 * norm, *(size // tp for size in split)]
         kept = [4 * dim]  # the block's input
         if not recomputes_attention(checkpointing):
@@ -119,7 +134,7 @@ class Dense:
         profiler saw them of llama-8m with 2,048 and 4,096 tokens in fp32 and bf16: fp32 ones of the residual
         stream's width and of half of it (the rotation's), and those of matmuls; with recomputation as many
         again as are rebuilt."""
-        width, dim, ffn = COMPUTE_BYTES[step.precision], self.config.dim, self.config.ffn_dim
+        width, dim, ffn = COMPUTE_BYTES[step.precision], self.config.dim, self._ffn_channels
         kv_dim = self.config.num_kv_heads * self.config.head_dim
         made = [(30, 4 * dim), (27, 2 * dim), (9, width * dim), (8, width * ffn), (6, width * kv_dim)]
         if step.checkpointing != "none":
@@ -146,14 +161,12 @@ class Dense:
         `cp` each rank computes as many of the causal mask's lower half (`train/parallel/context.py`)."""
         config, tokens, part, tp = self.config, step.num_tokens, step.part, step.part.tp
         dim, kv_dim = config.dim, config.num_kv_heads * config.head_dim
-        matmuls = [
-            kernels.matmul(tokens, *_split(inner, outer, dim, tp)) for inner, outer in config.matmuls()
-        ]
+        matmuls = self._matmuls(step, kernels)
         # forward; causal kernels skip the upper half
         attention = kernels.attention(
             2.0 * step.micro_batch * config.num_heads * config.head_dim * step.seq_len**2 / (tp * part.cp)
         )
-        between = kernels.between(tokens, traffic_by_width(dim // tp, kv_dim // tp, config.ffn_dim // tp))
+        between = kernels.between(tokens, traffic_by_width(dim // tp, kv_dim // tp, self._ffn_channels // tp))
         forward = kernels.at_least(sum(matmuls) + attention + between, _KERNELS_FORWARD)
         backward = kernels.at_least(2 * sum(matmuls) + 2.5 * attention + 2 * between, 2 * _KERNELS_FORWARD)
         if recomputes_attention(step.checkpointing):
@@ -199,19 +212,3 @@ def traffic_block(dim: int, kv_dim: int, ffn: int) -> int:
 def traffic_by_width(dim: int, kv_dim: int, ffn: int) -> list[tuple[int, int]]:
     """The same, by the channels of the tensors."""
     return [(dim, 28 * dim + 38 * dim + 20 * dim), (kv_dim, 38 * kv_dim), (ffn, 10 * ffn)]
-
-
-def preset(name: str, changes: Mapping[str, Any]) -> Dense:
-    """The preset of this name with other sizes. Shapes that make no model are refused by
-    `spec/feasibility.py` and its callers."""
-    return Dense(dataclasses.replace(PRESETS[name], **changes))
-
-
-def model_plan(shape: Dense, name: str, seq_len: int) -> ModelPlan:
-    """What builds it."""
-    return ModelPlan(Entry(LLAMA, dataclasses.asdict(shape.config)), name, seq_len, ())
-
-
-def planned(model: ModelPlan) -> Dense | None:
-    """The shape of a planned model; None: a user's own."""
-    return Dense(LlamaConfig(**model.build.args)) if model.preset is not None else None

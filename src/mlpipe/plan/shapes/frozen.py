@@ -13,7 +13,7 @@ from mlpipe._core.patterns import matching, nearest
 from mlpipe._core.presets import Named
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.plan.shapes import dense
+from mlpipe.plan.shapes import presets
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import Activations, ModelShape, ParameterCounts, PassSeconds, StepShape
 
@@ -119,4 +119,4 @@ def without(shape: ModelShape | None, patterns: Sequence[str] | None) -> ModelSh
 
 def planned(train: TrainPlan) -> ModelShape | None:
     """The shape of a planned training; None: of a user's own model."""
-    return without(dense.planned(train.model), train.freeze)
+    return without(presets.planned(train.model), train.freeze)

@@ -1,9 +1,9 @@
 """The Llama of `llama.py` with a mixture of experts in each block (DeepSeek-V3, 2024, section 2.1.2).
 
-A token's affinity to an expert is the sigmoid of a dot product. It goes to the experts of the largest affinity
-plus bias; their results are added by affinities that are made to sum to 1. No token is dropped: they are sorted
-by expert, and each expert computes all that it has. The bias, which no gradient reaches, balances the experts
-(`train/parallel/balance_experts.py`).
+A token's affinity to an expert is the sigmoid of a dot product. It goes to the experts of the largest sum of
+affinity and bias; their results are added by affinities that are made to sum to 1. No token is dropped: they
+are sorted by expert, and each expert computes all that it has. The bias, which no gradient reaches, balances
+the experts (`train/parallel/balance_experts.py`).
 
 Parameters are named as in `transformers`' Glm4Moe, which computes the same; but the matrices of all experts
 are one, one below the other, so that any number of ranks can share its rows.
@@ -87,12 +87,19 @@ def matmul_by_expert(x_SI: Tensor, stacked: Tensor, ends_E: Tensor) -> Tensor:
     """Rows times the matrix of their expert, (O, I), of which `stacked` has E, one below the other -> (S, O),
     of the rows' dtype. One kernel where there is one for these shapes, else one for each expert."""
     weight_EOI = stacked.to(x_SI.dtype).view(ends_E.shape[0], -1, stacked.shape[1])
-    has_kernel = x_SI.dtype in (torch.float32, torch.bfloat16) and not x_SI.is_meta
-    if has_kernel and weight_EOI.shape[1] % 8 == weight_EOI.shape[2] % 8 == 0:  # it wants 16 bytes
+    if _has_kernel(x_SI, weight_EOI):
         return F.grouped_mm(x_SI, weight_EOI.transpose(1, 2), offs=ends_E)
     numbers = _numbers(x_SI, ends_E)
     rows = zip(x_SI.split(numbers), weight_EOI.unbind(), strict=True)
     return torch.cat([F.linear(own, weight_OI) for own, weight_OI in rows])
+
+
+def _has_kernel(x_SI: Tensor, weight_EOI: Tensor) -> bool:
+    """It wants rows of whole 16 bytes."""
+    widths = weight_EOI.shape[1:]
+    return (
+        x_SI.dtype in (torch.float32, torch.bfloat16) and not x_SI.is_meta and not any(n % 8 for n in widths)
+    )
 
 
 def _numbers(x_SI: Tensor, ends_E: Tensor) -> list[int]:
@@ -140,7 +147,7 @@ class MoE(nn.Module):
         share_Nk, experts_Nk = self.gate(x_ND)
         shared_ND = self.shared_experts(x_ND) if self.shared_experts is not None else None
         experts_S, order_S = experts_Nk.flatten().sort(stable=True)
-        places_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=x_ND.device))
+        places_S = order_S.argsort()
         numbers = torch.arange(self.num_experts, device=x_ND.device)
         ends_E = torch.searchsorted(experts_S, numbers, right=True, out_int32=True)
         self._count(ends_E)

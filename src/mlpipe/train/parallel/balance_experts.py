@@ -1,6 +1,6 @@
-"""Experts that had more tokens than the mean become a little less likely, the others more, without a term in the
-loss (Wang et al., Auxiliary-Loss-Free Load Balancing, 2024): once an optimizer step, by what all ranks counted in
-the forward passes of its microbatches."""
+"""Experts that had more tokens than the mean become a little less likely, the others more, without a term in
+the loss (Wang et al., Auxiliary-Loss-Free Load Balancing, 2024): once an optimizer step, by what all ranks
+counted in the forward passes of its microbatches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Balance:
             layer.counted = counts_E
         self.biases = [layer.gate.e_score_correction_bias for layer in layers]
         self.all_reduce = model.waits.timed(dist.all_reduce)
-        self.first = True
+        self.first, self.tells = True, world.rank == 0
         self.load_LE = torch.ones(shape)
 
     @contextmanager
@@ -70,6 +70,8 @@ class _Balance:
 
     def metrics(self) -> dict[str, Any]:
         """Of the last step."""
+        if not self.tells:
+            return {}
         load_LE = self.load_LE.tolist()
         counts = [0] * len(LOAD_BOUNDS)
         for load in chain.from_iterable(load_LE):

@@ -1,0 +1,32 @@
+"""The shape of a preset, whichever it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mlpipe._core.presets import PRESETS, MoeConfig, built_by
+from mlpipe.plan.plan import Entry, ModelPlan
+from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.experts import Experts
+
+
+def preset(name: str, changes: Mapping[str, Any]) -> Dense:
+    """The preset of this name with other sizes. Shapes that make no model are refused by
+    `spec/feasibility.py` and its callers."""
+    config = dataclasses.replace(PRESETS[name], **changes)
+    return Experts(config) if isinstance(config, MoeConfig) else Dense(config)
+
+
+def model_plan(shape: Dense, name: str, seq_len: int) -> ModelPlan:
+    """What builds it."""
+    return ModelPlan(Entry(shape.config.entry, dataclasses.asdict(shape.config)), name, seq_len, ())
+
+
+def planned(model: ModelPlan) -> Dense | None:
+    """The shape of a planned model; None: a user's own."""
+    if model.preset is None:
+        return None
+    config = built_by(model.build.entry, model.build.args)
+    return Experts(config) if isinstance(config, MoeConfig) else Dense(config)

@@ -1,0 +1,161 @@
+"""A mixture of experts computes what a plain loop does, and trains the same under every strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit import plans
+
+from mlpipe._core.presets import MOE, MoeConfig
+from mlpipe.plan.plan import Entry, ModelPlan
+from mlpipe.train.models.moe import MoE, build_model
+
+pytestmark = pytest.mark.torch
+
+CONFIG = MoeConfig(
+    **{**vars(plans.CONFIG), "dim": 32, "ffn_dim": 32},
+    num_experts=4,
+    experts_per_token=2,
+    num_shared_experts=1,
+    balance_rate=0.01,
+)
+MODEL = ModelPlan(Entry(MOE, dataclasses.asdict(CONFIG)), "test", 32, ())
+
+
+def filled(moe: MoE, seed: int) -> MoE:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for tensor in [*moe.parameters(), *moe.buffers()]:
+            tensor.normal_(std=0.5)
+    return moe
+
+
+def plain(moe: MoE, x_D: torch.Tensor) -> torch.Tensor:
+    """One token, as the paper has it."""
+    affinity = [torch.sigmoid(weight @ x_D) for weight in moe.gate.weight]
+    bias = moe.gate.e_score_correction_bias.tolist()
+    best = sorted(range(len(bias)), key=lambda e: -(affinity[e].item() + bias[e]))[: moe.experts_per_token]
+    whole = sum(affinity[e] for e in best)
+    width, dim = moe.experts.ffn_dim, len(x_D)
+
+    def swiglu(gate, up, down):
+        return down @ (torch.nn.functional.silu(gate @ x_D) * (up @ x_D))
+
+    result = torch.zeros_like(x_D)
+    for e in best:
+        of, out = slice(e * width, (e + 1) * width), slice(e * dim, (e + 1) * dim)
+        own = moe.experts
+        result = result + affinity[e] / whole * swiglu(own.gate_proj[of], own.up_proj[of], own.down_proj[out])
+    if (shared := moe.shared_experts) is not None:
+        result = result + swiglu(shared.gate_proj.weight, shared.up_proj.weight, shared.down_proj.weight)
+    return result
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 2), st.integers(0, 2**20))
+def test_routing_is_that_of_a_plain_loop_over_tokens(num_experts, k, num_shared, seed):
+    config = replace(
+        CONFIG, dim=4, num_heads=2, num_kv_heads=1, ffn_dim=3, num_experts=num_experts,
+        experts_per_token=min(k, num_experts), num_shared_experts=num_shared,
+    )  # fmt: skip
+    moe = filled(MoE(config).double(), seed)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    expected = torch.stack([plain(moe, x_D) for x_D in x.flatten(0, 1)]).view_as(x)
+    weight = torch.randn_like(x)
+    wanted = torch.autograd.grad((expected * weight).sum(), [x, *moe.parameters()], allow_unused=True)
+    found_y = moe(x)
+    found = torch.autograd.grad((found_y * weight).sum(), [x, *moe.parameters()])
+    torch.testing.assert_close(found_y, expected)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, torch.zeros_like(mine) if theirs is None else theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_grouped_kernel_is_the_loop(dtype, monkeypatch):
+    moe = filled(MoE(CONFIG), 3).to(dtype)
+    x = torch.randn(2, 16, 32).to(dtype)
+    grouped = moe(x)
+    grouped.float().square().sum().backward()
+    gradients = [parameter.grad.clone() for parameter in moe.parameters()]
+    moe.zero_grad()
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", None)
+    monkeypatch.setattr("mlpipe.train.models.moe._has_kernel", lambda *_: False)
+    looped = moe(x)
+    looped.float().square().sum().backward()
+    tolerance = {"rtol": 2e-2, "atol": 0.5} if dtype is torch.bfloat16 else {}
+    torch.testing.assert_close(grouped, looped, **tolerance)
+    for mine, other in zip(gradients, moe.parameters(), strict=True):
+        torch.testing.assert_close(mine, other.grad, **tolerance)
+
+
+def test_parameters_are_those_of_the_formula():
+    with torch.device("meta"):
+        model = build_model(**vars(CONFIG))
+    assert sum(parameter.numel() for parameter in model.parameters()) == CONFIG.num_params()
+    assert sum(rows * columns * number for rows, columns, number in CONFIG.tensors()) == CONFIG.num_params()
+    idle = 2 * 3 * 32 * 32 * CONFIG.num_layers  # two experts of a block
+    assert CONFIG.num_active_params() == CONFIG.num_params() - idle
+
+
+VARIANTS = {
+    1: {
+        "single": {},
+        "accumulated": {"micro_batch": 4, "accumulation": 4},
+        "full": {"activation_checkpointing": "full"},
+        "selective": {"activation_checkpointing": "selective"},
+        "bf16": {"precision": "bf16"},
+    },
+    2: {
+        "ddp": {"strategy": "ddp"},
+        "zero1": {"strategy": "zero1"},
+        "fsdp": {"strategy": "fsdp"},
+        "bf16-fsdp": {"strategy": "fsdp", "precision": "bf16"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("moe")
+    plans.write_tokens(made / "tokens")
+    return made
+
+
+def planned(folder, name, world_size, **changes):
+    given = {"strategy": "single" if world_size == 1 else "fsdp", "steps": 8, "every": 8, "model": MODEL}
+    return plans.train_plan(
+        folder / "store", folder / "tokens", world_size=world_size, run_id=name, **{**given, **changes}
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    found = {}
+    for world_size, variants in VARIANTS.items():
+        made = [planned(folder, name, world_size, **changes) for name, changes in variants.items()]
+        plans.run_together(made, folder / f"world-{world_size}")
+        for plan in made:
+            found[plan.run_id] = [r for r in plans.records(folder / "store", plan) if r["kind"] == "step"]
+    return found
+
+
+def of(steps, field):
+    return [step[field] for step in steps]
+
+
+@pytest.mark.parametrize("name", ["accumulated", "full", "selective", "ddp", "zero1", "fsdp"])
+def test_the_same_losses_and_loads_whatever_splits_the_work(runs, name):
+    """The loads say that no token is counted twice, nor on one rank only."""
+    assert of(runs[name], "loss") == pytest.approx(of(runs["single"], "loss"), rel=1e-5)
+    assert of(runs[name], "grad_norm") == pytest.approx(of(runs["single"], "grad_norm"), rel=1e-3)
+    assert of(runs[name], "expert_max_load_ratio") == of(runs["single"], "expert_max_load_ratio")
+
+
+def test_bf16_is_near(runs):
+    assert of(runs["bf16"], "loss") == pytest.approx(of(runs["single"], "loss"), rel=1e-2)
+    assert of(runs["bf16-fsdp"], "loss") == pytest.approx(of(runs["single"], "loss"), rel=1e-2)
