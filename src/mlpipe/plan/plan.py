@@ -15,6 +15,7 @@ from mlpipe._core.gate import Mode
 from mlpipe._core.serial import from_plain, to_plain, write_json
 from mlpipe.kinds import KINDS, Kind
 from mlpipe.plan.cluster import ClusterPlan
+from mlpipe.plan.pipelining import Schedule
 
 SCHEMA_VERSION = 1
 Strategy = Literal["single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
@@ -306,6 +307,15 @@ class ValidatePlan:
 
 
 @dataclass(frozen=True)
+class PipelinePlan:
+    """How the ranks of the axis `pp` share a step, see `plan/pipelining.py`. Its microbatches are those of
+    the step's gradient accumulation. `num_blocks`: of each stage; stage `s` lies on rank `s % pp`."""
+
+    schedule: Schedule
+    num_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What the planner expects of a step: bytes on the fullest rank at the peak, the process with all it
     holds; seconds. The ratios are corrections of a calibration by earlier runs, contained in both."""
@@ -380,6 +390,7 @@ class TrainPlan(StageWork):
     callbacks: tuple[CallbackPlan, ...] = ()
     track: tuple[TrackerPlan, ...] = ()
     validate: ValidatePlan | None = None  # None: nobody measures while it trains
+    pipeline: PipelinePlan | None = None  # where `mesh.pp` is above 1
 
     @property
     def summary(self) -> str:
@@ -392,8 +403,9 @@ class TrainPlan(StageWork):
 
 def compiled(asked: Compile, mesh: Mesh, checkpointing: str) -> Compile:
     """What of a model is compiled where the user asks for `asked`. What hooks in between the blocks breaks
-    the graph of a whole model: sharded or recomputed blocks are compiled one by one."""
-    between = mesh.dp_shard > 1 or checkpointing != "none"
+    the graph of a whole model: sharded or recomputed blocks are compiled one by one, and those of a
+    pipeline's stages."""
+    between = mesh.dp_shard > 1 or mesh.pp > 1 or checkpointing != "none"
     return "block" if asked == "model" and between else asked
 
 

@@ -311,6 +311,8 @@ def share(tensors: Iterable[LocalShard]) -> list[LocalShard]:
     written: dict[int, list[int]] = {}
     mine = []
     for item in tensors:
+        if item.is_copy:
+            continue
         loads = written.setdefault(item.num_replicas, [0] * item.num_replicas)
         writer = 0 if item.is_buffer else loads.index(min(loads))
         # by its whole size: the parts of a tensor differ, and with them what ranks would count

@@ -21,7 +21,7 @@ from mlpipe.train.optim.ema import averaged
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.resuming import load_or_damage
-from mlpipe.train.schedules.accumulate import Accumulate
+from mlpipe.train.schedules.make import make_schedule
 from mlpipe.train.session import Session
 from mlpipe.train.shards import LocalShard
 from mlpipe.train.validation import HeldOut
@@ -65,7 +65,8 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
     session.record_start(part, start_step=chosen.step, resumed_from=chosen.key, num_params=None)
     held_out = HeldOut(session, part, plan.data, model, plan.metrics, plan.max_tokens)
     with torch.no_grad():
-        measured = held_out.measure(Accumulate(model, session.world), "evaluating", 0)
+        schedule = make_schedule(part, model, session.world)
+        measured = held_out.measure(schedule, "evaluating", 0)
     values = measured.values
     metrics: Values = {name: values.get(name.removeprefix("val_")) for name in METRICS}
     metrics["num_tokens"] = measured.num_targets
@@ -74,7 +75,7 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
     metrics |= more
     sample = None
     if plan.prompt is not None:
-        sample = held_out.sample(plan.prompt, plan.generate_tokens, 0)
+        sample = held_out.sample(schedule, plan.prompt, plan.generate_tokens, 0)
     passed = _passes(plan, metrics)
     session.recorder.write(
         Evaluation(

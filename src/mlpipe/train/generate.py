@@ -14,7 +14,7 @@ from mlpipe.train.tokenizer import END_OF_TEXT
 
 @torch.no_grad()
 def generate(
-    forward: Callable[[Tensor], Tensor],
+    forward: Callable[[Tensor], Tensor | None],
     tokenizer: Tokenizer,
     prompt: str,
     *,
@@ -28,7 +28,7 @@ def generate(
     """The prompt and what `forward` (token ids (1, T) -> logits (1, T, V)) makes of it, up to the end of the
     document. Temperature 0 takes the likeliest token. The same seed gives the same text; on every
     rank by `agreed`, which makes of the token that a rank drew the one that counts: logits may differ in
-    their last bit.
+    their last bit, and where `forward` gives None another rank has them.
 
     Every call of `forward` has the same shape: what stands right of a token does not reach it, and a compiled
     model is not compiled anew for each length.
@@ -43,12 +43,15 @@ def generate(
     for _ in range(max_new_tokens):
         context = ids[-length:]
         inputs = torch.tensor([context + [0] * (length - len(context))], device=device)
-        logits = forward(inputs)[0, len(context) - 1, : tokenizer.get_vocab_size()].float().cpu()
-        if temperature:
-            probabilities = torch.softmax(logits / temperature, dim=-1)
-            token = int(torch.multinomial(probabilities, 1, generator=generator))
-        else:
-            token = int(logits.argmax())
+        all_logits = forward(inputs)
+        token = 0
+        if all_logits is not None:
+            logits = all_logits[0, len(context) - 1, : tokenizer.get_vocab_size()].float().cpu()
+            if temperature:
+                probabilities = torch.softmax(logits / temperature, dim=-1)
+                token = int(torch.multinomial(probabilities, 1, generator=generator))
+            else:
+                token = int(logits.argmax())
         token = agreed(token)
         if token == end:
             break

@@ -69,7 +69,7 @@ def some_of(names: list[str]) -> str:
 
 def _is_marked(tensor: Tensor) -> bool:
     local: Any = tensor.to_local() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    if not local.numel():
+    if not local.numel() or local.is_meta:  # or another pipeline stage has it
         return False
     if local.is_floating_point() or local.is_complex():
         return bool(local.isnan().any())
@@ -183,6 +183,9 @@ class same_weights(TorchDispatchMode):
         if self.wholes is not None:
             args, kwargs = tree_map(self.wholes.real, (args, kwargs))
         target: Any = args[0] if args else None
+        if isinstance(target, Tensor) and target.is_meta and func._schema.is_mutable:
+            self.num_draws += func.overloadpacket in _IN_PLACE  # of another pipeline stage's parameter
+            return target
         sharded = _is_sharded(target)
         if sharded and func._schema.is_mutable and target in self._copies:
             self._change_part(target, func, args, kwargs)

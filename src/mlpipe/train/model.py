@@ -61,6 +61,10 @@ class LossModule(nn.Module):
             if "inputs" not in batch:
                 return sum_and_count(self.model(**batch), batch, self.entry, "forward")
             logits = logits_of(self.model(batch["inputs"]), self.entry)
+        return self.loss_of(logits, batch)
+
+    def loss_of(self, logits: torch.Tensor, batch: Batch) -> Any:
+        """As `forward`."""
         if "targets" not in batch:
             return self.whole_logits(logits)
         targets = batch["targets"]

@@ -35,7 +35,7 @@ from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.recording import Recording
 from mlpipe.train.resuming import Position, resume
-from mlpipe.train.schedules.accumulate import Accumulate
+from mlpipe.train.schedules.make import make_schedule
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.session import Session
 
@@ -80,7 +80,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     update = make_update(plan.optimizer, model.shards, plan.ema)
     # before the first pass, so that they do not lie among what it leaves in the heap
     update.state()
-    schedule = Accumulate(model, world, lambda: session.watchdog.beat("computing", progress[0] + 1))
+    schedule = make_schedule(plan, model, world, lambda: session.watchdog.beat("computing", progress[0] + 1))
 
     def loader_of(micro_batch: int) -> MicrobatchLoader:
         return MicrobatchLoader(

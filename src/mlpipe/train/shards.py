@@ -45,7 +45,8 @@ class LocalShard:
     the parameter's global shape although only this part is updated (zero1). `split`: the ranks that have the
     other rows; None: this one has all. `slices`: what a technique had cut before: `split` is then of the rows
     of that part. `in_block`: of one of the model's blocks. `decays`: whether weight decay applies; None: to
-    matrices, not to vectors (norms, biases).
+    matrices, not to vectors (norms, biases). `is_copy`: a rank of another pipeline stage updates the very
+    same part; there it counts in sums, and is stored.
     """
 
     name: str
@@ -61,6 +62,7 @@ class LocalShard:
     slices: tuple[Slice, ...] = ()
     in_block: bool = False
     decays: bool | None = None
+    is_copy: bool = False
 
     @property
     def is_decayed(self) -> bool:
@@ -94,8 +96,9 @@ class LocalShard:
     ) -> LocalShard:
         """A state of another global shape, of which this rank has `local` from `offset` on: split along dim 0
         like the parameter."""
+        name = f"optim.{self.name}.{kind}"
         return LocalShard(
-            f"optim.{self.name}.{kind}", local, shape, offset, self.replica_id, self.num_replicas
+            name, local, shape, offset, self.replica_id, self.num_replicas, is_copy=self.is_copy
         )
 
     def whole_state(self, kind: str, local: torch.Tensor) -> LocalShard:
@@ -103,7 +106,8 @@ class LocalShard:
         rank, num_ranks = (self.split.rank, self.split.num_ranks) if self.split else (0, 1)
         replica_id, num_replicas = self.replica_id * num_ranks + rank, self.num_replicas * num_ranks
         name, shape = f"optim.{self.name}.{kind}", tuple(local.shape)
-        return LocalShard(name, local, shape, (0,) * local.dim(), replica_id, num_replicas)
+        offset = (0,) * local.dim()
+        return LocalShard(name, local, shape, offset, replica_id, num_replicas, is_copy=self.is_copy)
 
 
 def clear_gradients(shards: Iterable[LocalShard]) -> None:

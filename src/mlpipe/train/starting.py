@@ -54,7 +54,7 @@ def start(session: Session, plan: TrainPlan, model: ParallelizedModel) -> list[s
             kind="input",
         )
     with torch.no_grad():
-        _fill(source, [(shards[here], there) for here, there in fitting.pairs])
+        _fill(source, [(shards[here], there) for here, there in fitting.pairs if here in shards])
         if plan.init_from.strict:
             _check_doubles(source, shards, fitting)
     model.after_step()
@@ -101,7 +101,13 @@ def _here(model: ParallelizedModel, shards: dict[str, LocalShard]) -> dict[str, 
     others: dict[str, list[str]] = {}
     for name, stored in model.tied().items():
         others.setdefault(stored.removeprefix(PREFIX), []).append(name.removeprefix(PREFIX))
-    return {
+    # also what lies in other stages of a pipeline: so every rank says the same of what does not fit
+    elsewhere = {
+        name: Here(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in model.built.model.state_dict().items()
+        if tensor.is_meta
+    }
+    return elsewhere | {
         name: Here(str(item.local.dtype).removeprefix("torch."), item.shape, tuple(others.get(name, ())))
         for name, item in shards.items()
     }

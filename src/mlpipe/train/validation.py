@@ -102,7 +102,7 @@ class HeldOut:
         values |= self.metrics.values(lambda name: self.session.watchdog.beat(f"computing {name}", step))
         return Measured(values, int(num_targets), self.num_samples)
 
-    def sample(self, prompt: str, num_tokens: int, step: int) -> str | None:
+    def sample(self, schedule: Schedule, prompt: str, num_tokens: int, step: int) -> str | None:
         """Text that begins with `prompt`; None without a tokenizer, and of a model with a loss of its own.
         Every rank generates the same, since a sharded model needs all of them."""
         path = tokenizer_of(self.data)
@@ -111,14 +111,15 @@ class HeldOut:
         from mlpipe.train.generate import generate  # tokenizers costs every rank a while
         from mlpipe.train.tokenizer import load_tokenizer
 
-        def forward(inputs: torch.Tensor) -> torch.Tensor:
+        def forward(inputs: torch.Tensor) -> torch.Tensor | None:
             self.session.watchdog.beat("generating a sample", step)
-            logits: torch.Tensor = self.model.module({"inputs": inputs})
-            return logits
+            return schedule.logits(inputs)
+
+        world = self.session.world
 
         def agreed(token: int) -> int:
             told = torch.tensor([token])
-            dist.broadcast(told, 0)
+            dist.broadcast(told, world.first_with_loss)
             return int(told)
 
         return generate(
@@ -129,7 +130,7 @@ class HeldOut:
             max_context=self.plan.model.seq_len,
             seed=self.plan.seed,
             device=self.session.device,
-            agreed=agreed if self.session.world.size > 1 else int,
+            agreed=agreed if world.size > 1 else int,
         )
 
     def _dealt(self, doing: str, step: int) -> Iterator[Microbatch]:
@@ -332,7 +333,7 @@ class Validation:
             measured = self.held_out.measure(schedule, "validating", step)
             sample = None
             if validate.sample is not None:
-                sample = self.held_out.sample(validate.sample, validate.generate_tokens, step)
+                sample = self.held_out.sample(schedule, validate.sample, validate.generate_tokens, step)
         wanted = [one.name for one in validate.metrics if one.entry is None]
         values = {
             name: value for name, value in measured.values.items() if name not in BUILT_IN or name in wanted

@@ -6,6 +6,7 @@ Axes whose names are joined by "+", outermost first, count as one: `dp_shard+cp`
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,10 +65,21 @@ class World:
         each part of the batch: one of the last pipeline stage, of a tensor-parallel group the first."""
         return self.coordinates["pp"] == self.mesh.pp - 1 and self.coordinates["tp"] == 0
 
+    def peer(self, axis: str, coordinate: int) -> int:
+        """The rank that stands at `coordinate` of `axis`, and elsewhere where this one does."""
+        inner = list(self.mesh.axes)[list(self.mesh.axes).index(axis) + 1 :]
+        stride = math.prod(self.mesh.axes[name] for name in inner)
+        return self.rank + (coordinate - self.coordinates[axis]) * stride
+
+    @property
+    def first_with_loss(self) -> int:
+        """Of the ranks that hold the loss (and the logits) the first."""
+        return self.mesh.world_size // self.mesh.pp * (self.mesh.pp - 1)
+
     def replica(self, *split: str) -> tuple[int, int]:
         """Of a tensor that is split over the axes `split`, and the same along all others: which of its
-        replicas this rank holds, and how many there are."""
-        parts = {part for axis in split for part in axis.split("+")}
+        replicas this rank holds, and how many there are. Stages of a pipeline have different tensors."""
+        parts = {"pp", *(part for axis in split for part in axis.split("+"))}
         index, number = 0, 1
         for axis, size in self.mesh.axes.items():
             if axis not in parts:

@@ -10,7 +10,8 @@ B batch · T tokens · D dim · H query heads · K key/value heads · C channels
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +106,14 @@ class Block(nn.Module):
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
+class Part(NamedTuple):
+    """Neighbouring blocks; the first part has the embedding, the last one norm and head."""
+
+    is_first: bool
+    is_last: bool
+    blocks: Iterable[nn.Module]
+
+
 class Llama(nn.Module):
     """`layers` is the list of blocks, `mlp` what makes their feed-forwards. With a tied head there is no
     `lm_head` module, so that nothing has to keep two names on one storage when the model leaves the meta
@@ -147,12 +156,16 @@ class Llama(nn.Module):
             raise ValueError(f"{num_tokens} tokens, but the model has {self.config.max_seq_len} positions")
         return self.rope_cos[:num_tokens], self.rope_sin[:num_tokens]
 
-    def forward(self, inputs_BT: Tensor) -> Tensor:
-        """Token ids (int64) -> logits (B, T, V). T is at most `max_seq_len`."""
-        cos, sin = self.rotations(inputs_BT.shape[1])
-        x_BTD = self.embed_tokens(inputs_BT)
-        for block in self.layers:
+    def forward(self, inputs: Tensor, part: Part | None = None) -> Tensor:
+        """Token ids (B, T; int64) -> logits (B, T, V). T is at most `max_seq_len`. A `part` that is not the
+        first takes the output of the part before (B, T, D), and one that is not the last gives such."""
+        part = part or Part(True, True, self.layers)
+        cos, sin = self.rotations(inputs.shape[1])
+        x_BTD = self.embed_tokens(inputs) if part.is_first else inputs
+        for block in part.blocks:
             x_BTD = block(x_BTD, cos, sin)
+        if not part.is_last:
+            return x_BTD
         x_BTD = self.norm(x_BTD)
         if self.lm_head is None:
             return F.linear(x_BTD, self.embed_tokens.weight)

@@ -17,7 +17,7 @@ def squared_norm(shards: Iterable[LocalShard]) -> torch.Tensor:
     by_replicas: dict[int, list[torch.Tensor]] = defaultdict(list)
     for shard in shards:
         gradient = shard.gradient()
-        if gradient is not None:
+        if gradient is not None and not shard.is_copy:
             by_replicas[shard.num_replicas].append(gradient)
     squares = [
         torch.stack(torch._foreach_norm(gradients)).double().square().sum() / num_replicas

@@ -27,6 +27,7 @@ class Technique(NamedTuple):
 
 
 TECHNIQUES = (
+    Technique("pipeline", lambda plan: plan.mesh.pp > 1),
     Technique("tensor", lambda plan: plan.mesh.tp > 1),
     Technique("context", lambda plan: plan.mesh.cp > 1),
     Technique("activation_checkpointing", lambda plan: plan.activation_checkpointing != "none"),
@@ -34,10 +35,14 @@ TECHNIQUES = (
     Technique("fully_shard", lambda plan: plan.mesh.dp_shard > 1),
     # from here on the weights are real: until then they may be on the meta device
     Technique("materialize", lambda plan: True),
-    # copies of what is split are the affair of fully_shard
-    Technique("replicate", lambda plan: plan.mesh.dp_replicate * plan.mesh.cp > 1 == plan.mesh.dp_shard),
+    # copies of what is split are the affair of fully_shard, those of stages of pipeline_gradients
+    Technique(
+        "replicate",
+        lambda plan: plan.mesh.dp_replicate * plan.mesh.cp > 1 == plan.mesh.dp_shard == plan.mesh.pp,
+    ),
     Technique("shard_optimizer", lambda plan: plan.shard_optimizer and plan.mesh.dp_replicate > 1),
     Technique("sum_partial_gradients", lambda plan: plan.mesh.tp > 1),
+    Technique("pipeline_gradients", lambda plan: plan.mesh.pp > 1),
     Technique("balance_experts", lambda plan: plan.model.build.entry == MOE),
 )
 

@@ -32,7 +32,8 @@ class ParallelizedModel:
 
     `module(batch)` gives (loss sum, target count) of this rank's microbatch; it is `built.module`, or what a
     technique wrapped around it. `gradient_sync(last)` is entered around each microbatch; after the backward
-    of the last one the gradients are the mean over `World.num_gradient_ranks`. `after_step()` brings the
+    of the last one the gradients are the mean over `World.num_gradient_ranks`; of a pipeline after
+    `after_backward()`, once all passes of the step are done and what they send. `after_step()` brings the
     updated parameters to every rank that computes with them, `after_evaluation()` gives up what forward
     passes without a backward leave. `waits` counts the time that all of these spend waiting for other ranks.
     `shards`: what this rank updates and stores. `step_metrics()`: fields of the step's record that only this
@@ -46,6 +47,7 @@ class ParallelizedModel:
     shards: list[LocalShard] = field(default_factory=list)
     partial: list[tuple[nn.Module, str]] = field(default_factory=list)
     gradient_sync: Callable[[bool], AbstractContextManager[None]] = no_gradient_sync
+    after_backward: Callable[[], None] = nothing
     after_step: Callable[[], None] = nothing
     after_evaluation: Callable[[], None] = nothing
     step_metrics: Callable[[], dict[str, Any]] = dict

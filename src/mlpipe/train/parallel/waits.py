@@ -86,8 +86,9 @@ class Waits:
             engine.queue_callback(self.begin)
 
         def after_forward(module: nn.Module, args: Any, output: Any) -> None:
-            if output[0].requires_grad:
-                output[0].register_hook(of_loss)
+            loss = output[0] if isinstance(output, tuple) else output  # or a stage's activations
+            if loss.requires_grad:
+                loss.register_hook(of_loss)
 
         module.register_forward_hook(after_forward, prepend=True)
 

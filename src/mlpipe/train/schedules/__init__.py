@@ -41,5 +41,9 @@ class Schedule(Protocol):
         self, batches: Iterable[Microbatch], after: Callable[[Microbatch, Batch], None] | None = None
     ) -> LossSum:
         """Without gradients, as many microbatches as come. `after`: called behind each, before the next one,
-        with its batch as the model got it."""
+        with its batch as the model got it; where the loss is another rank's, maybe not."""
+        ...
+
+    def logits(self, inputs: Tensor) -> Tensor | None:
+        """Of token ids (B, T), in evaluation mode; None on ranks that do not hold the loss."""
         ...

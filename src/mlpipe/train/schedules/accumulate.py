@@ -14,7 +14,7 @@ from mlpipe.train.schedules import LossSum
 from mlpipe.train.world import World
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """For who need not hear."""
 
 
@@ -22,7 +22,7 @@ class Accumulate:
     """Gradient accumulation over the whole model. `before_microbatch` is called before each."""
 
     def __init__(
-        self, model: ParallelizedModel, world: World, before_microbatch: Callable[[], None] = _nothing
+        self, model: ParallelizedModel, world: World, before_microbatch: Callable[[], None] = nothing
     ) -> None:
         self.model = model
         self.world = world
@@ -30,7 +30,7 @@ class Accumulate:
 
     def forward_backward(self, batches: Sequence[Microbatch]) -> LossSum:
         """As the protocol says."""
-        sums = _Sums(self.world)
+        sums = Sums(self.world)
         for number, microbatch in enumerate(batches, start=1):
             self.before_microbatch()
             with self.model.gradient_sync(number == len(batches)):
@@ -44,7 +44,7 @@ class Accumulate:
         self, batches: Iterable[Microbatch], after: Callable[[Microbatch, Batch], None] | None = None
     ) -> LossSum:
         """As the protocol says."""
-        sums = _Sums(self.world)
+        sums = Sums(self.world)
         for microbatch in batches:
             self.before_microbatch()
             batch = to_device(microbatch.batch, self.world.device)
@@ -54,8 +54,14 @@ class Accumulate:
                 after(microbatch, batch)
         return sums.counted()
 
+    @torch.no_grad()
+    def logits(self, inputs: Tensor) -> Tensor | None:
+        """As the protocol says."""
+        logits: Tensor = self.model.module({"inputs": inputs})
+        return logits
 
-class _Sums:
+
+class Sums:
     """On the device: to read them, the host would have to wait."""
 
     def __init__(self, world: World) -> None:
@@ -65,10 +71,12 @@ class _Sums:
         self.num_tokens = 0
 
     def add(self, microbatch: Microbatch, loss: Tensor, num_targets: Tensor) -> None:
+        """Of a microbatch, where it counts and this rank counts it."""
         if microbatch.counts and self.world.holds_loss:
             self.loss += loss
             self.num_targets += num_targets
             self.num_tokens += microbatch.num_tokens
 
     def counted(self) -> LossSum:
+        """Of all that were added."""
         return LossSum(self.loss, self.num_targets, self.num_tokens)
