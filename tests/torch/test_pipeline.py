@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import plans
+import torch
+from kit import plans, processes
 
+from mlpipe.plan.pipelining import orders, why_not
 from mlpipe.plan.plan import Entry, Mesh, ModelPlan, PipelinePlan, Plan
+from mlpipe.store import catalogue
+from mlpipe.store.folder import FolderStore
+from mlpipe.train.reshard import load
+from mlpipe.train.shards import LocalShard
 
 pytestmark = pytest.mark.torch
 
@@ -52,3 +58,143 @@ def plan(folder: Path, mesh: Mesh, run_id: str, schedule: Any = None, **changes:
         attempt=given.pop("attempt", 1),
         **given,
     )
+
+
+def parameters(folder: Path, trained: Plan) -> dict[str, torch.Tensor]:
+    """Of the last checkpoint, whole."""
+    store = FolderStore(folder / "store")
+    found = catalogue.latest(store, trained.stage_key)
+    assert found is not None
+    manifest = catalogue.load_manifest(store, found.key)
+    whole = [
+        LocalShard(name, torch.empty(tensor["shape"]), tuple(tensor["shape"]), (0,) * len(tensor["shape"]))
+        for name, tensor in manifest["tensors"].items()
+        if name.startswith("model.")
+    ]
+    load(store, found.key, manifest, whole)
+    return {one.name: one.local for one in whole}
+
+
+def same(folder: Path, found: Plan, expected: Plan) -> None:
+    """Losses, gradient norms and what the steps made of the weights, in fp32."""
+    store = folder / "store"
+    near(plans.losses(store, found), plans.losses(store, expected))
+    norms = (plans.by_step(store, plan, "grad_norm") for plan in (found, expected))
+    near(*norms)
+    mine, theirs = parameters(folder, found), parameters(folder, expected)
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        # AdamW divides by the gradient's size, so that its last bits show where it is near 0
+        assert (tensor - theirs[name]).abs().max() < 2e-4 * theirs[name].abs().max(), name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("pipeline")
+
+
+@pytest.fixture(scope="module")
+def single(folder):
+    made = {
+        "tied": plan(folder, Mesh(), "single"),
+        "untied": plan(folder, Mesh(), "single-untied", model=model(tied=False)),
+    }
+    plans.run_together(list(made.values()), folder / "single")
+    return made
+
+
+@pytest.fixture(scope="module")
+def pairs(folder):
+    """On two ranks: each schedule; one with what else a training may do, and one in two parts."""
+    half = plan(folder, Mesh(pp=2), "halves", "zero_bubble", steps=2)
+    made = {
+        **{schedule: plan(folder, Mesh(pp=2), schedule, schedule) for schedule in BLOCKS},
+        "untied": plan(folder, Mesh(pp=2), "untied", "zero_bubble", model=model(tied=False)),
+        "recomputed": plan(folder, Mesh(pp=2), "recomputed", "interleaved", activation_checkpointing="full"),
+        "half": half,
+        "second half": plan(folder, Mesh(pp=2), "halves", "zero_bubble", attempt=2),
+    }
+    plans.run_together(list(made.values()), folder / "pairs")
+    return made
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "recomputed"])
+def test_a_schedule_computes_what_one_rank_does(folder, single, pairs, name):
+    same(folder, pairs[name], single["tied"])
+
+
+def test_a_head_of_its_own_lies_on_the_last_stage(folder, single, pairs):
+    same(folder, pairs["untied"], single["untied"])
+
+
+def test_a_resumed_pipeline_is_bit_exact(folder, pairs):
+    store = FolderStore(folder / "store")
+    whole, parts = (processes.digests(store, pairs[name]) for name in ("zero_bubble", "second half"))
+    assert parts[STEPS, 2] == whole[STEPS, 1]
+
+
+def test_pipelines_of_ranks_that_share_the_samples(folder, single):
+    """Four ranks: stages whose weights are split, and copies of stages, whose optimizer states are."""
+    split = plan(folder, Mesh(pp=2, dp_shard=2), "split", "1f1b")
+    copied = plan(folder, Mesh(pp=2, dp_replicate=2), "copied", "zero_bubble", shard_optimizer=True)
+    plans.run_together([split, copied], folder / "fours")
+    same(folder, split, single["tied"])
+    same(folder, copied, single["tied"])
+
+
+def test_a_checkpoint_goes_on_under_any_other_mesh(folder, single):
+    """From a pipeline to one rank to shards to a pipeline with other stages, a step each."""
+    pipeline = Mesh(pp=2)
+    meshes = [(pipeline, "interleaved"), (Mesh(), None), (Mesh(dp_shard=2), None), (pipeline, "1f1b")]
+    for number, (mesh, schedule) in enumerate(meshes, start=1):
+        last = plan(folder, mesh, "moving", schedule, steps=number, every=1, attempt=number)
+        plans.run_together([last], folder / f"moving-{number}")
+    mine, theirs = parameters(folder, last), parameters(folder, single["tied"])
+    assert all((mine[name] - theirs[name]).abs().max() < 2e-4 * theirs[name].abs().max() for name in theirs)
+    assert plans.losses(folder / "store", last) == pytest.approx(
+        plans.losses(folder / "store", single["tied"])[-1:], rel=1e-5
+    )
+
+
+def torch_orders(schedule: str, num_ranks: int, num_microbatches: int) -> list[list[tuple[str, int, int]]]:
+    """Of torch's own class, without its communication and without waiting."""
+    from torch.distributed.pipelining import schedules
+
+    name = {"gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zero_bubble": "InterleavedZeroBubble"}[
+        schedule
+    ]
+    made = object.__new__(getattr(schedules, f"Schedule{name}"))
+    made._n_microbatches, made._num_stages, made.pp_group_size = num_microbatches, num_ranks, num_ranks
+    made.n_local_stages = 2 if schedule == "interleaved" else 1
+    made.number_of_rounds = max(1, num_microbatches // num_ranks)
+    made.microbatches_per_round = num_microbatches // made.number_of_rounds
+    if schedule == "gpipe":
+        found = made._get_pipeline_order()
+    else:
+        found = {rank: made._calculate_single_rank_operations(rank) for rank in range(num_ranks)}
+    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    return [
+        [
+            (kinds[action.computation_type.name], action.stage_index, action.microbatch_index)
+            for action in found[rank]
+            if action is not None and action.microbatch_index is not None
+        ]
+        for rank in range(num_ranks)
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero_bubble"])
+def test_the_orders_are_those_of_torch(schedule):
+    """Of 1f1b torch has no list of its own that it runs by: it is `zero_bubble` with both parts together."""
+    for num_ranks, num_microbatches in ((2, 2), (2, 6), (4, 8), (5, 15), (4, 5)):
+        if why_not(schedule, num_ranks, num_microbatches) is None:
+            found = orders(schedule, num_ranks, num_microbatches)
+            assert found == torch_orders(schedule, num_ranks, num_microbatches)
+            if schedule == "zero_bubble":
+                whole = [
+                    [action._replace(kind="B") if action.kind == "I" else action for action in actions]
+                    for actions in found
+                ]
+                assert [[action for action in actions if action.kind != "W"] for actions in whole] == orders(
+                    "1f1b", num_ranks, num_microbatches
+                )
