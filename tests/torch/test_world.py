@@ -44,14 +44,32 @@ def test_joined_axes_number_the_ranks_of_all(mesh: Mesh) -> None:
 
 @given(MESHES, st.sets(st.sampled_from(["pp", "dp_replicate", "dp_shard", "cp", "tp"])))
 def test_replicas_of_a_part_are_numbered_from_zero(mesh: Mesh, split: set[str]) -> None:
+    """Of each pipeline stage, which has tensors of its own."""
     replicas: dict[tuple[int, ...], list[int]] = {}
     for world in worlds(mesh):
         index, number = world.replica(*split)
+        split.add("pp")
         assert number == mesh.world_size // len(
             {tuple(w.coordinates[a] for a in split) for w in worlds(mesh)}
         )
         replicas.setdefault(tuple(world.coordinates[axis] for axis in split), []).append(index)
     assert all(sorted(held) == list(range(len(held))) for held in replicas.values())
+
+
+@given(MESHES, st.sampled_from(["pp", "dp_replicate", "dp_shard", "cp", "tp"]))
+def test_a_peer_stands_elsewhere_on_one_axis_only(mesh: Mesh, axis: str) -> None:
+    everybody = worlds(mesh)
+    for one in everybody:
+        for coordinate in range(mesh.axes[axis]):
+            assert everybody[one.peer(axis, coordinate)].coordinates == one.coordinates | {
+                axis: coordinate
+            } | ({"ep": coordinate % mesh.ep} if axis == "dp_shard" else {})
+
+
+@given(MESHES)
+def test_the_first_rank_that_holds_the_loss(mesh: Mesh) -> None:
+    everybody = worlds(mesh)
+    assert everybody[0].first_with_loss == next(one.rank for one in everybody if one.holds_loss)
 
 
 @pytest.fixture(scope="module")
