@@ -303,7 +303,7 @@ def test_waiting_while_the_averages_go_back_is_no_part_of_the_next_step(monkeypa
         checkpointer=SimpleNamespace(wait_for_staging=lambda: 0.0),
         update=SimpleNamespace(averages=lambda: ["average"]),
         model=SimpleNamespace(waits=waits),
-        recording=SimpleNamespace(validated=lambda record: None),
+        recording=SimpleNamespace(validating=lambda: None, validated=lambda record: None),
         schedule=None,
         position=SimpleNamespace(step=3),
     )

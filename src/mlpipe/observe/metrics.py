@@ -98,9 +98,17 @@ class RankMetrics:
                 case Save():
                     self._observe_save(record)
                 case Validation():
+                    self._set("mlpipe_train_validating", 0.0)
+                    last = self._values["mlpipe_train_last_step_timestamp_seconds"]
+                    last[()] = max(last[()], record.time)
                     self._add("mlpipe_validation_seconds_total", record.seconds)
                     for name, value in (record.metrics or {}).items():
                         self._set("mlpipe_validation_metric", value, (name,))
+
+    def validating(self) -> None:
+        """From now on, until the record of the validation comes."""
+        with self._lock:
+            self._set("mlpipe_train_validating", 1.0)
 
     def _observe_start(self, record: Start) -> None:
         self._flops_per_token = record.num_flops_per_token or 0.0
@@ -112,6 +120,7 @@ class RankMetrics:
         self._set("mlpipe_train_world_size", record.world_size)
         self._set("mlpipe_train_start_timestamp_seconds", record.time)
         self._set("mlpipe_train_step", record.start_step)
+        self._set("mlpipe_train_validating", 0.0)
         known = {
             "strategy": record.strategy,
             "world_size": record.world_size,

@@ -139,7 +139,12 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "mlpipe_train_last_step_timestamp_seconds", "gauge", "seconds since 1970", "every",
-        "When the last step ended; before the first step: when the process started.", "step: time",
+        "When the last step or validation ended; before the first: when the process started.",
+        "step: time",
+    ),
+    Metric(
+        "mlpipe_train_validating", "gauge", "0 or 1", "every",
+        "Whether the training stands still for a validation.", "none: while it lasts",
     ),
     Metric(
         "mlpipe_checkpoint_duration_seconds", "histogram", "seconds", "0",

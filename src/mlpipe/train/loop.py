@@ -97,6 +97,7 @@ class Loop:
     def validate(self) -> bool:
         """Whether this is the best so far."""
         assert self.validation is not None
+        self.recording.validating()
         averaged: AbstractContextManager[None] = nullcontext()
         if averages := averages_of(self.update):  # which is what is measured then
             from mlpipe.train.optim.averages import swapped_in

@@ -47,6 +47,11 @@ class Recorder:
             self._metrics.observe(read)
         return record
 
+    def validating(self) -> None:
+        """To the metrics: no step will end for a while."""
+        if self._metrics is not None:
+            self._metrics.validating()
+
     def _load(self) -> dict[str, Any]:
         """Fields of a step: since the last one that has them. All ranks of a node work alike, so what this
         one used they used, too."""

@@ -101,6 +101,10 @@ class Recording:
         if len(self.failed_saves) >= _MAX_FAILED_SAVES:
             raise saved.error
 
+    def validating(self) -> None:
+        """When that begins."""
+        self.session.recorder.validating()
+
     def validated(self, record: Validation) -> None:
         """When the model was measured on held-out samples."""
         written = self.session.recorder.write(record)

@@ -298,3 +298,12 @@ def test_hardware_flops_are_counted_beside_the_models(serve):
     assert value(text, "mlpipe_train_model_flops_total") == 600_000
     assert value(text, "mlpipe_train_hardware_flops_total") == 800_000
     assert value(text, "mlpipe_train_achievable_flops") == 8e8
+
+
+def test_a_training_that_validates_says_so_until_it_is_done_and_its_end_counts_as_a_steps(serve):
+    metrics = serve()
+    later = time.time() + 100
+    for record, expected in ((START, 0), (STEP, 0), (None, 1), ({**VALIDATED, "time": later}, 0)):
+        metrics.validating() if record is None else observe(metrics, record)
+        assert value(scrape(metrics), "mlpipe_train_validating") == expected
+    assert value(scrape(metrics), "mlpipe_train_last_step_timestamp_seconds") == later
