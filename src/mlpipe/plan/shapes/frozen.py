@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mlpipe._core.errors import PlanError
-from mlpipe._core.patterns import matching, nearest
 from mlpipe._core.presets import Named
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.plan import TrainPlan
@@ -29,6 +28,8 @@ class Frozen:
     @cached_property
     def trained(self) -> tuple[Named, ...]:
         """Raises PlanError for a pattern that fits nothing, and where nothing is left."""
+        from mlpipe._core.patterns import matching, nearest  # of few plans
+
         everything = {one.name: one for one in self.whole.config.named_tensors()}
         left = dict(everything)
         for pattern in self.patterns:
