@@ -83,7 +83,7 @@ class Passes:
     `frozen_*`: what of the parameters has no gradients. `width`: bytes of a block's parameter as it travels.
     `stream_bytes`: of the residual stream as matrix products read it, of all tokens of a micro-batch that a
     `tp` group has; `kv_bytes`: of keys and values of whole sequences, of a rank's heads. `recomputes`: the
-    backward passes compute the forward ones again."""
+    backward passes compute the forward ones again; `keeps_attention`: but for attention."""
 
     num_blocks: int
     forward_block: float
@@ -98,6 +98,7 @@ class Passes:
     stream_bytes: int = 0
     kv_bytes: int = 0
     recomputes: bool = False
+    keeps_attention: bool = False
     frozen_block_params: int = 0
     frozen_outside_params: int = 0
 

@@ -12,19 +12,19 @@ from mlpipe.plan.wire import Wire
 
 
 def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
-    """Besides, a block's keys and values of whole sequences, gathered and put in order, and in a backward
-    pass their gradients: alive while the activations of that block are."""
-    gathered = 4 * work.kv_bytes
+    """Besides, a block's keys and values of whole sequences, in a backward pass their gradients, and those of
+    one chunk's queries, or on their way: alive while the activations of that block are."""
+    gathered = 3 * work.kv_bytes
     moments = tuple(replace(moment, alive=moment.alive + gathered) for moment in tensors.moments)
     return replace(tensors, buffers=tensors.buffers + gathered, moments=moments)
 
 
 def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
-    """Keys and values are gathered in a forward pass and once more in the backward pass, whose gradients of
-    them go to their owners (Llama 3, 2024, section 3.3.2). As if computing hid none of it: only the diagonal
-    blocks of attention are computed meanwhile."""
+    """Keys and values are gathered in each forward pass of attention and in its backward pass, whose
+    gradients of them go to their owners (Llama 3, 2024, section 3.3.2). As if computing hid none of it: only
+    the diagonal blocks of attention are computed meanwhile."""
     num_ranks, stride = layout.mesh.cp, layout.mesh.tp
-    gathers = 3 if passes.recomputes else 2
+    gathers = 3 if passes.recomputes and not passes.keeps_attention else 2
     gathering = gathers * wire.gather_activations(passes.kv_bytes, num_ranks, stride)
     to_owners = wire.all_to_all(num_ranks * passes.kv_bytes, num_ranks, stride)
     return passes.accumulation * passes.num_blocks * (gathering + to_owners)

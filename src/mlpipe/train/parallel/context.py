@@ -32,6 +32,13 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
             hint="leave cp out of the mesh",
             kind="input",
         )
+    if world.device.type == "cuda" and (plan.precision == "fp32" or llama.config.head_dim % 8):
+        raise TrainError(
+            "on a GPU the attention of cp takes bf16, and heads of a multiple of 8 channels",
+            where=f"precision {plan.precision}, {llama.config.head_dim} channels a head",
+            hint="write precision: bf16 and another num_heads, or leave cp out of the mesh",
+            kind="input",
+        )
     parts = _Parts(llama, RankGroup.along("cp", world, model.waits))
     model.built.module.register_forward_pre_hook(parts.look)
     llama.rotations = parts.rotations  # type: ignore[method-assign]

@@ -125,6 +125,7 @@ class _Gathering:
         two, batch, heads, length, channels = self.shape
         by_rank = self.received.view(self.ranks.num_ranks, two, batch, heads, 2, length // 2, channels)
         whole = by_rank.permute(1, 2, 3, 4, 0, 5, 6).reshape(two, batch, heads, -1, channels)
+        del self.received, self.work
         return whole[0], whole[1]
 
 
