@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -191,6 +192,59 @@ def misbehaving(what: str, at: int, rank: int, counter: str = "", times: int = 1
 
 def not_a_module() -> str:
     return "surprise"
+
+
+class Heads(nn.Module):
+    """Blocks of attention and of an MLP with biases, and a norm of each head; as many heads as `q` gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.ModuleDict({name: nn.Linear(32, 32) for name in "qkvo"})
+        self.norm, self.head_norm = nn.LayerNorm(32), nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        q, k, v = (self.attn[name](y).view(*x.shape[:2], -1, 8).transpose(1, 2) for name in "qkv")
+        y = F.scaled_dot_product_attention(self.head_norm(q), self.head_norm(k), v, is_causal=True)
+        x = x + self.attn["o"](y.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+class WithHeads(nn.Module):
+    """`base_model_tp_plan`: as models of `transformers` bring it."""
+
+    base_model_prefix = "inner"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict(
+            {"embed": nn.Embedding(256, 32), "blocks": nn.ModuleList(Heads() for _ in range(2))}
+        )
+        self.head = nn.Linear(32, 256, bias=False)
+        self.config = types.SimpleNamespace(
+            base_model_tp_plan={
+                **dict.fromkeys((f"blocks.*.attn.{name}" for name in "qkv"), "colwise"),
+                "blocks.*.attn.o": "rowwise",
+                "blocks.*.head_norm": "replicated_with_grad_allreduce",
+            }
+        )
+
+    def init_weights(self) -> None:
+        for module in self.modules():
+            if hasattr(module, "reset_parameters"):  # whose deviations are by the shapes of the weights
+                module.reset_parameters()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.inner["embed"](inputs)
+        for block in self.inner["blocks"]:
+            x = block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def with_heads() -> WithHeads:
+    return WithHeads()
 
 
 class TwoInputs(nn.Module):

@@ -17,7 +17,8 @@ from kit import plans
 from kit.counted import Counts
 from torch import Tensor, nn
 
-from mlpipe.plan.plan import Mesh, TrainPlan
+from mlpipe._core.errors import MlpipeError
+from mlpipe.plan.plan import Entry, Mesh, ModelPlan, TrainPlan
 from mlpipe.train.data import Microbatch
 from mlpipe.train.init import initialize
 from mlpipe.train.model import build_model
@@ -67,11 +68,21 @@ def gradients(model: ParallelizedModel) -> dict[str, Tensor]:
     return found
 
 
-def compared(tied: bool, rank: int) -> dict[str, Any]:
+PATTERNS = {
+    "inner.embed": "row", **dict.fromkeys((f"*.attn.{name}" for name in "qkv"), "column"), "*.attn.o": "row",
+    "*.head_norm": "sum", "*.mlp.1": "column", "*.mlp.3": "row",
+}  # fmt: skip
+
+
+def own(**patterns: str) -> ModelPlan:
+    return ModelPlan(Entry("kit.models:with_heads", {}), None, SEQ_LEN, (), patterns)
+
+
+def compared(plan: ModelPlan, rank: int) -> dict[str, Any]:
     """The largest difference of any gradient in fp64, relative to the largest value of all in its tensor, and
     of the logits of a text whose length the ranks cannot share."""
-    one, alone = parallelized(plan_of(Mesh(), model=plans.model_plan(tied=tied)), 0)
-    two, world = parallelized(plan_of(Mesh(tp=2), model=plans.model_plan(tied=tied)), rank)
+    one, alone = parallelized(plan_of(Mesh(), model=plan), 0)
+    two, world = parallelized(plan_of(Mesh(tp=2), model=plan), rank)
     for model in (one, two):
         model.built.module.double()
     losses = step(one, alone), step(two, world)
@@ -97,6 +108,23 @@ def counted(rank: int) -> dict[str, int]:
             step(model, world)
         found += Counter({f"{mode} {name}": n for name, n in counts.found.items() if name.endswith(COUNTED)})
     return found
+
+
+MISTAKES = {
+    "no sum": {name: kind for name, kind in PATTERNS.items() if kind != "sum"},
+    "no such module": {"blocks.*.attention": "column"},
+    "no linear": {"*.norm": "row"},
+}
+
+
+def refused(patterns: dict[str, str], rank: int) -> str:
+    """In which words."""
+    try:
+        model, world = parallelized(plan_of(Mesh(tp=2), model=own(**patterns)), rank)
+        step(model, world)
+    except MlpipeError as error:
+        return f"{error.kind}: {error.message}"
+    return ""
 
 
 COUNTED = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "base_ bytes", "allreduce_ bytes")
@@ -138,7 +166,10 @@ def main() -> None:
     found: dict[str, Any] = {"counts": counted(rank), "twice": touched_twice(rank)}
     as_it_is = Tensor.float
     Tensor.float = Tensor.double  # type: ignore[method-assign]
-    found |= {"untied": compared(False, rank), "tied": compared(True, rank)}
+    models = {"untied": plans.model_plan(tied=False), "tied": plans.model_plan(), "patterns": own(**PATTERNS)}
+    models["its own plan"] = own()
+    found |= {name: compared(model, rank) for name, model in models.items()}
+    found["refused"] = {name: refused(patterns, rank) for name, patterns in MISTAKES.items()}
     Tensor.float = as_it_is  # type: ignore[method-assign]
     if rank == 0:
         print(json.dumps(found))

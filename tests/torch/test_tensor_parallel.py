@@ -132,10 +132,10 @@ def passes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("head", ["tied", "untied"])
-def test_gradients_and_logits_in_fp64(passes: Any, head: str) -> None:
+@pytest.mark.parametrize("model", ["tied", "untied", "patterns", "its own plan"])
+def test_gradients_and_logits_in_fp64(passes: Any, model: str) -> None:
     """The loss itself is fp32 everywhere. Logits also of 7 tokens, which two ranks cannot share."""
-    found = passes[head]
+    found = passes[model]
     assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6)
     assert found["gradient"] < 1e-6
     assert found["logits"] < 1e-12
@@ -161,6 +161,18 @@ def test_what_travels_is_the_residual_stream(passes: Any, checkpointing: str) ->
         f"{checkpointing} allreduce_": 1,
         f"{checkpointing} allreduce_ bytes": 4 * (2 * layers + 1) * dim,
     }
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("no sum", "input: the ranks of tp have different gradients of inner.blocks.0.head_norm.weight"),
+        ("no such module", "input: model.tensor: 'blocks.*.attention' fits no module"),
+        ("no linear", "input: row cannot split inner.blocks.0.norm, a LayerNorm"),
+    ],
+)
+def test_patterns_that_do_not_split_the_model_are_refused(passes: Any, mistake: str, words: str) -> None:
+    assert passes["refused"][mistake].startswith(words)
 
 
 def test_a_parameter_that_init_weights_comes_back_to(passes: Any) -> None:

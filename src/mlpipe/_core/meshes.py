@@ -84,6 +84,8 @@ def conflicts(
                 f"{axis} {size}: the trainer cannot split over {axis} yet",
                 f"make {axis} 1; these may be larger: {may}",
             )
+        elif own_model and axis == "tp":
+            continue  # by patterns, which the trainer compares with the model
         elif own_model and axis not in DATA_AXES:
             conflict = Infeasible(
                 f"{axis} {size} splits mlpipe's own models, not yours",

@@ -99,13 +99,16 @@ class ModelPlan:
     """`build(**args)` returns the plain module. For a preset, `build` is mlpipe's own Llama.
 
     `blocks` names the modules to shard, checkpoint and compile ("layers", or "encoder.layers"); empty:
-    the model's ModuleLists. `seq_len`: tokens a sample. `preset`: name, or None for a user's own.
+    the model's ModuleLists. `seq_len`: tokens a sample. `preset`: name, or None for a user's own. `tensor`:
+    how the axis `tp` splits a user's own, `column`, `row` or `sum` by patterns of modules; empty: by the plan
+    that the model brings.
     """
 
     build: Entry
     preset: str | None
     seq_len: int
     blocks: tuple[str, ...]
+    tensor: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

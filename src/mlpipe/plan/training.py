@@ -305,7 +305,7 @@ def _model(spec: Train, shape: Dense | None, known: Known) -> ModelPlan:
     if isinstance(model, PresetModel) and shape is not None:
         return presets.model_plan(shape, model.preset, model.seq_len)
     own = cast(OwnModel, model)
-    return ModelPlan(Entry(own.entry, fill(own.args, known)), None, own.seq_len, own.blocks)
+    return ModelPlan(Entry(own.entry, fill(own.args, known)), None, own.seq_len, own.blocks, dict(own.tensor))
 
 
 def _data(spec: Train, known: Known) -> DataPlan:

@@ -81,6 +81,13 @@ class OwnModel(SpecModel):
         "Default: the model's ModuleLists.",
     )
     seq_len: f.Count = Field(1, description="Tokens in a sample; 1 if samples are not text.")
+    tensor: dict[f.Text, Literal["column", "row", "sum"]] = Field(
+        {},
+        description="How `mesh: {tp: ...}` splits it, by patterns of names of modules (`*`, `?`, `[ab]`): "
+        "`column` of an nn.Linear its outputs; `row` of one its inputs, as a column left them, or of an "
+        "nn.Embedding the vocabulary; `sum` what is whole between a column and its row. "
+        "Default: the plan that classes of `transformers` bring.",
+    )
 
 
 class Checkpoint(SpecModel):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple, Protocol, cast
 
-from mlpipe._core.presets import MOE
+from mlpipe._core.presets import LLAMA, MOE
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.model import BuiltModel
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
@@ -28,7 +28,8 @@ class Technique(NamedTuple):
 
 TECHNIQUES = (
     Technique("pipeline", lambda plan: plan.mesh.pp > 1),
-    Technique("tensor", lambda plan: plan.mesh.tp > 1),
+    Technique("tensor", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry == LLAMA),
+    Technique("tensor_by_pattern", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry != LLAMA),
     Technique("context", lambda plan: plan.mesh.cp > 1),
     Technique("activation_checkpointing", lambda plan: plan.activation_checkpointing != "none"),
     Technique("compile", lambda plan: plan.compile != "off"),
@@ -42,6 +43,7 @@ TECHNIQUES = (
     ),
     Technique("shard_optimizer", lambda plan: plan.shard_optimizer and plan.mesh.dp_replicate > 1),
     Technique("sum_partial_gradients", lambda plan: plan.mesh.tp > 1),
+    Technique("check_gradients", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry != LLAMA),
     Technique("pipeline_gradients", lambda plan: plan.mesh.pp > 1),
     Technique("balance_experts", lambda plan: plan.model.build.entry == MOE),
 )

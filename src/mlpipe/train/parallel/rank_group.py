@@ -1,7 +1,8 @@
 """Collectives of the ranks along one axis of the mesh, as operations that gradients go back through.
 
 Rows are dim 0. What one direction gathers the other reduces and scatters (Korthikanti et al., Reducing
-Activation Recomputation in Large Transformer Models, 2022, section 4.2.2).
+Activation Recomputation in Large Transformer Models, 2022, section 4.2.2); what one passes on the other sums
+(Shoeybi et al., Megatron-LM, 2019, section 3: f and g).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from mlpipe.train.parallel.waits import Waits
 from mlpipe.train.world import World
@@ -63,6 +65,26 @@ def scattered_sum(partial: Tensor, ranks: RankGroup) -> Tensor:
     return part
 
 
+def copied(x: Tensor, ranks: RankGroup) -> Tensor:
+    """The same on every rank, for who gives each rank another part of the gradient: those are summed."""
+    same: Tensor = _Copy.apply(x, ranks)
+    return same
+
+
+def summed(partial: Tensor, ranks: RankGroup) -> Tensor:
+    """The sum, on every rank, which all go on with in the same way."""
+    whole: Tensor = _Sum.apply(partial, ranks)
+    return whole
+
+
+def embedded_here(embedding: nn.Embedding, ids: Tensor, ranks: RankGroup) -> Tensor:
+    """Rows of a table of which each rank has a part: zeros where another rank has the row."""
+    num_rows = embedding.weight.shape[0]
+    own = ids - ranks.rank * num_rows
+    elsewhere = (own < 0) | (own >= num_rows)
+    return F.embedding(own.masked_fill(elsewhere, 0), embedding.weight).masked_fill(elsewhere[..., None], 0.0)
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: RankGroup) -> Tensor:
@@ -83,3 +105,24 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.ranks.all_gather(gradient), None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: RankGroup) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, ranks: RankGroup) -> Tensor:
+        return ranks.all_reduce(partial.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

@@ -8,7 +8,7 @@ parallelism, Korthikanti et al., 2022): not an all-reduce, but a reduce-scatter 
 
 Tokens of all samples of a microbatch lie one behind the other there, (B T) / tp on each rank, so that what is
 gathered is in its place at once. The gradients of the norms are of a rank's own tokens only:
-`sum_partial_gradients` sums them.
+`sum_partial_gradients` sums them. Models of one's own are split by patterns (tensor_by_pattern.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.models.llama import Llama, RMSNorm
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
-from mlpipe.train.parallel.rank_group import RankGroup, gathered_rows, scattered_sum
+from mlpipe.train.parallel.rank_group import RankGroup, embedded_here, gathered_rows, scattered_sum
 from mlpipe.train.parallel.sharded_loss import ShardedLoss
 from mlpipe.train.slices import Slice, keep_slice
 from mlpipe.train.world import World
@@ -40,15 +40,9 @@ _CUTS = {
 
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Cuts the weights and changes the forwards, in place; parameters may still be on the meta device. Raises
-    TrainError (input) for a model that cannot be split like that."""
+    TrainError (input) for sizes that cannot be split like that."""
     llama = model.built.model
-    if not isinstance(llama, Llama):
-        raise TrainError(
-            "only mlpipe's own Llama can be split over tp",
-            where=plan.model.build.entry,
-            hint="write a mesh without tp",
-            kind="input",
-        )
+    assert isinstance(llama, Llama)
     _check(llama.config, plan.model.seq_len, world.mesh.tp, plan.model.build.entry)
     ranks = RankGroup.along("tp", world, model.waits)
     done: dict[int, nn.Parameter] = {}
@@ -100,11 +94,7 @@ def _forward(llama: Llama, ranks: RankGroup, inputs_BT: Tensor) -> Tensor:
 
 def _embed(embedding: nn.Embedding, ranks: RankGroup, inputs_BT: Tensor) -> Tensor:
     """This rank's tokens ((B T) / tp, D), each out of the rows of whichever rank has it."""
-    num_rows = embedding.weight.shape[0]
-    ids_N = inputs_BT.flatten() - ranks.rank * num_rows
-    elsewhere_N = (ids_N < 0) | (ids_N >= num_rows)
-    x_ND = F.embedding(ids_N.masked_fill(elsewhere_N, 0), embedding.weight)
-    return scattered_sum(x_ND.masked_fill(elsewhere_N[:, None], 0.0), ranks)
+    return scattered_sum(embedded_here(embedding, inputs_BT.flatten(), ranks), ranks)
 
 
 def _gather(ranks: RankGroup) -> Callable[..., tuple[Any, ...]]:
