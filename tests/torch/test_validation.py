@@ -288,6 +288,30 @@ def test_a_best_one_that_is_gone_need_not_be_beaten(monkeypatch, left, expected)
     assert one.judge.why_stop is not None
 
 
+@pytest.mark.parametrize(
+    ("steps", "patience", "left", "again"),
+    [(30, 9, None, True), (30, 9, 20, False), (40, 9, None, False), (40, 1, None, True)],
+)
+def test_at_the_end_without_a_best_one_it_is_measured_again(monkeypatch, steps, patience, left, again):
+    """At step 30: the last one, or that after which hope ended. Rank 0 says so to all."""
+    judge = Judge(BestPlan("loss", "min"), StopPlan(patience, 0.0))
+    for step, value in ((20, 2.0), (30, 2.5)):
+        judge.judge(step, value)
+    found = None if left is None else SimpleNamespace(key="k", step=left)
+    monkeypatch.setattr(catalogue, "best", lambda store, stage_key: found)
+    told: list[Any] = []
+    for rank in (0, 1):
+        broadcast = told.append if rank == 0 else lambda mine: mine.copy_(told[0])
+        monkeypatch.setattr("torch.distributed.broadcast", lambda mine, src, send=broadcast: send(mine))
+        one = object.__new__(Validation)
+        one.session = SimpleNamespace(rank=rank, store=None, plan=SimpleNamespace(stage_key="s"))
+        one.plan = SimpleNamespace(steps=steps)
+        one.validate = SimpleNamespace(every_steps=10)
+        one.judge = Judge(BestPlan("loss", "min"), StopPlan(patience, 0.0))
+        one.load({"step": 30, "validation": {"step": 30, "metrics": {}, "judge": judge.state()}})
+        assert one.is_due(30) == again
+
+
 def test_waiting_while_the_averages_go_back_is_no_part_of_the_next_step(monkeypatch):
     waits = Waits()
 

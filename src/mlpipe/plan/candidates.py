@@ -254,7 +254,20 @@ def _training(spec: Train) -> Training:
         save_steps=every.steps,
         save_seconds=every.seconds,
         asynchronous=spec.checkpoint.asynchronous,
+        **_validations(spec),
     )
+
+
+def _validations(spec: Train) -> dict[str, int]:
+    """As `train/validation.py` counts them."""
+    validate = spec.validate_
+    if validate is None:
+        return {}
+    every = parse_cadence(validate.every).steps or spec.steps
+    return {
+        "num_validations": -(-spec.steps // every),
+        "validation_samples": max(1, validate.max_tokens // spec.model.seq_len),
+    }
 
 
 def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:

@@ -37,6 +37,8 @@ class Training:
     save_steps: int | None
     save_seconds: float | None
     asynchronous: bool = True
+    num_validations: int = 0
+    validation_samples: int = 0  # of each, over all ranks
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class Pricer:
         num_tokens = training.global_batch * training.seq_len
         rate = num_tokens / seconds.total
         peak = hardware.speed.peak_flops[step.precision] * mesh.world_size
-        hours = training.steps * seconds.total / 3600
+        validating = self._validation_seconds(mesh, step, step_passes)
+        hours = (training.steps * seconds.total + validating) / 3600
         price = hardware.price_usd_per_device_hour
         usd = None if price is None else price * mesh.world_size * hours
         return Candidate(
@@ -146,6 +149,14 @@ class Pricer:
 
     def _memory(self, work: RankWork) -> MemoryEstimate:
         return memory.estimate(work, self.hardware.device).scaled(self.hardware.speed.memory_ratio)
+
+    def _validation_seconds(self, mesh: Mesh, step: StepShape, step_passes: Passes) -> float:
+        """Of all validations: forward passes over micro-batches that are dealt to the ranks. What these
+        gather is not counted."""
+        training = self.training
+        together = step.micro_batch * mesh.num_data_ranks
+        num_passes = training.num_validations * -(-training.validation_samples // together)
+        return self.hardware.speed.time_ratio * num_passes * step_passes.forward
 
     def _seconds(
         self, layout: Layout, step: StepShape, activations: Activations, step_passes: Passes

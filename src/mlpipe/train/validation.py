@@ -299,6 +299,17 @@ class Validation:
         if self.session.rank == 0 and self.judge.step is not None:  # whose word holds
             self._look_for_best()
         self.stopped = self.judge.why_stop
+        self._again_without_best(scalars.get("step"))
+
+    def _again_without_best(self, step: int | None) -> None:
+        """Where nothing is left to train and no best checkpoint is there any more, what there is is measured
+        again, and is the best. Rank 0 has looked."""
+        if self.judge.best is None or step is None or (step < self.plan.steps and self.stopped is None):
+            return
+        told = torch.tensor([float(self.judge.step is None)])
+        dist.broadcast(told, 0)
+        if told.item():
+            self.last_step = 0
 
     def _look_for_best(self) -> None:
         """The best checkpoint may be gone, or never have been saved: then the one that is there counts, and

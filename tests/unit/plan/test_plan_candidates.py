@@ -14,16 +14,19 @@ from kit.shapes import rank_work
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import PRESETS
+from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.allocators import allocation_seconds
 from mlpipe.plan.axes import active
 from mlpipe.plan.axes.axis import Passes
 from mlpipe.plan.build import stage_hardware
+from mlpipe.plan.candidates import _validations
 from mlpipe.plan.choose import Candidate, choose, rank, verdict
 from mlpipe.plan.hardware import CPU_CORE, GIB, GPUS, Hardware
 from mlpipe.plan.kernels import Kernels, copy_seconds
 from mlpipe.plan.memory import rank_tensors
+from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh, Strategy
-from mlpipe.plan.pricing import layout_of
+from mlpipe.plan.pricing import Choices, Pricer, Training, layout_of
 from mlpipe.plan.reference import REFERENCE, reference_step
 from mlpipe.plan.scaling import parse_nodes, scale_stage, within
 from mlpipe.plan.shapes.dense import Dense, traffic_block, traffic_by_width
@@ -36,6 +39,7 @@ from mlpipe.plan.training import compare
 from mlpipe.plan.wire import Wire
 from mlpipe.spec.load import load_pipeline
 from mlpipe.spec.model import Pipeline
+from mlpipe.spec.validation import Validate
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[3]
@@ -408,3 +412,26 @@ def test_gradients_are_reduced_after_every_microbatch_only_where_whole_ones_do_n
         whole = 1.08 * 4 * PRESETS["llama-8b"].num_params()  # with its share of the slack
         assert c.memory.total + whole > gpus().memory_bytes
     assert choose(found)[0] in every
+
+
+def test_validations_are_of_the_runs_time_and_of_no_steps() -> None:
+    """Ten of 100 samples on 8 ranks with 4 at a time: four forward passes each."""
+    shape, hardware = Dense(PRESETS["llama-125m"]), gpus()
+    plain = Training(64, 128, 100, False, OptimizerCost(8, "adamw"), 50, None)
+    validated = dataclasses.replace(plain, num_validations=10, validation_samples=100)
+    choices, mesh = Choices(4, "none", "bf16"), Mesh(dp_shard=8)
+    without, with_them = (
+        Pricer(shape, training, hardware).candidate("fsdp", mesh, choices, asked=True)
+        for training in (plain, validated)
+    )
+    assert with_them.step_seconds == without.step_seconds
+    step = StepShape(128, 4, 2, "bf16", "none", compiled=False)
+    assert with_them.hours is not None
+    assert without.hours is not None
+    extra = 3600 * (with_them.hours - without.hours)
+    assert extra == pytest.approx(10 * 4 * passes(shape, step, hardware).forward)
+    train = llm().stage("train").part(Train)
+    assert train is not None
+    asked = Validate.model_construct(every="100 steps", max_tokens=10 * train.model.seq_len)
+    told = _validations(train.model_copy(update={"validate_": asked, "steps": 250}))
+    assert told == {"num_validations": 3, "validation_samples": 10}
