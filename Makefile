@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 CHECKOV := .venv-checkov
 TOOLS := torchx skypilot dstack kubeflow accelerate s3
-PEERS := training deepspeed
+PEERS := training deepspeed validated
 
 export UV_HTTP_TIMEOUT ?= 180
 # Where PYTHONDONTWRITEBYTECODE is set, every `import torch` would compile its 2,000 files anew: twice the time.
@@ -35,7 +35,7 @@ LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --n
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
 .PHONY: help install lint-jenkins grafana-types run test test-unit test-torch test-services test-jenkins test-oldest \
-  mutants test-install check checkov format docs test-cluster bench bench-tools bench-peers bench-gpu \
+  mutants test-install check checkov format docs test-cluster bench bench-tools bench-peers bench-validated bench-gpu \
   servers cluster cluster-build images lock clean
 .DEFAULT_GOAL := help
 
@@ -138,7 +138,10 @@ bench: $(VENV)/.dev servers bench-tools  ## mlpipe beside its peers: loop, check
 
 bench-tools: $(TOOLS:%=.venv-bench-%/.done)  ## the tools that ours are compared with, each in an environment of its own
 
-bench-peers: $(VENV)/.dev $(PEERS:%=.venv-bench-%/.done)  ## training beside these and raw torchrun: half an hour on two idle cores
+bench-validated: $(VENV)/.dev .venv-bench-validated/.done  ## a CNN and a GPT to the first validated checkpoint beside Lightning, Accelerate and Trainer: half an hour
+	$(BIN)/python -m benchmarks.validated
+
+bench-peers: $(VENV)/.dev .venv-bench-training/.done .venv-bench-deepspeed/.done  ## training beside these and raw torchrun: half an hour on two idle cores
 	for precision in fp32 bf16; do \
 	  $(BIN)/python -m benchmarks.peers.rates same --precision $$precision || exit 1; \
 	  $(BIN)/python -m benchmarks.peers.rates same --model 21M --steps 1 --precision $$precision || exit 1; done

@@ -13,6 +13,19 @@ pytestmark = pytest.mark.torch
 ROOT = Path(__file__).parents[2]
 
 
+def test_a_validated_checkpoint_of_each_side_is_found_and_its_lines_are_counted(tmp_path: Path):
+    argv = [sys.executable, "-m", "benchmarks.validated", "--quick", "--only", "cnn", "--peers", "raw DDP"]
+    done = subprocess.run(
+        [*argv, "--results", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    rows = json.loads((tmp_path / "validated.json").read_text())["figures"]
+    assert {row["unit"]: row["goal"] for row in rows} == {"s": None, "images/s": None, "lines": None}
+    lines = next(row for row in rows if row["unit"] == "lines")
+    assert (lines["ours"], lines["best_peer"]) == (15, 54)
+    assert all(row["ours"] > 0 and row["best_peer"] > 0 for row in rows)
+
+
 def test_sides_take_turns_on_the_same_work(tmp_path: Path):
     argv = [sys.executable, "-m", "benchmarks.peers.rates", "same", "--quick", "--peers", "raw_ddp"]
     done = subprocess.run(

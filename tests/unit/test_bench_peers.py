@@ -43,7 +43,7 @@ def test_every_peer_has_a_script_a_name_and_an_environment():
         assert environment is None or (REQUIREMENTS / f"{environment}.txt").exists()
 
 
-@pytest.mark.parametrize("environment", ["training", "deepspeed"])
+@pytest.mark.parametrize("environment", ["training", "deepspeed", "validated"])
 def test_peers_run_on_the_same_torch_and_numpy(environment: str):
     def pins(path: Path) -> set[str]:
         return set(re.findall(r"^(?:torch|numpy)==[^\\]+", path.read_text(), flags=re.MULTILINE))
