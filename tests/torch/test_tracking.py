@@ -37,6 +37,13 @@ def test_a_server_that_never_answers_costs_no_step(tmp_path, tokens):
     tracked = [one for one in plans.records(tmp_path, plan) if one["kind"] == "tracked"]
     assert [one["tracker"] for one in tracked] == ["tensorboard"]
     assert not [one for one in plans.records(tmp_path, plan, rank=1) if one["kind"] == "tracked"]
+    evaluation = plans.evaluate_plan(plan, track=(TrackerPlan("tensorboard"),))
+    assert plans.launch(evaluation, tmp_path / "evaluation") == 0
+    board = EventAccumulator(str(tmp_path / evaluation.stage_key / "tensorboard"))
+    board.Reload()
+    (loss,) = board.Scalars("evaluation/loss")
+    (found,) = [one["val_loss"] for one in plans.records(tmp_path, evaluation) if one["kind"] == "evaluate"]
+    assert (loss.step, loss.value) == (6, pytest.approx(found, rel=1e-6))
     told = history(FolderStore(tmp_path), plan.stage_key, 3, 4)
     assert [(type(one).__name__, one.step) for one in told] == [("Step", 3), ("Save", 3), ("Step", 4)]
 

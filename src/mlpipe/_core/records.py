@@ -207,6 +207,8 @@ class Evaluation(Record):
     """Text that the model generated, or null."""
     metrics: dict[str, float] | None = None
     """What `metrics` of the stage asked for, by name; null where it is not finite."""
+    step: int | None = None
+    """Of the checkpoint that was evaluated."""
 
 
 @dataclass(kw_only=True)

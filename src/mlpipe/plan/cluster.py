@@ -5,7 +5,7 @@ Importable with the standard library alone. Written by `plan/build.py`, read by 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Component = Literal["worker", "driver"]
@@ -131,3 +131,4 @@ class ClusterPlan:
     disk_bytes: int | None = None  # of one pod: scratch, cache, /tmp, logs; None: render/pod.py's defaults
     store_driver_secret: str | None = None  # of the whole run; None: `store_secret`
     store_web_identity: WebIdentity | None = None  # of the whole run; then no Secret is read
+    driver_secret_env: dict[str, SecretKey] = field(default_factory=dict)

@@ -74,7 +74,7 @@ def cluster_plan(pipeline: Pipeline, stage: Stage, resources: Resources | None) 
         runtime_class=spec.runtime_class,
         volumes=tuple(c.Volume(**volume.model_dump()) for volume in spec.volumes),
         env_from=tuple(_env_from(source) for source in spec.env_from),
-        secret_env={name: c.SecretKey(secret.secret, secret.key) for name, secret in spec.secret_env.items()},
+        secret_env=_secret_env(spec.secret_env),
         store_secret=spec.store.secret or "mlpipe-store",
         store_endpoint=spec.store.endpoint,
         store_region=spec.store.region,
@@ -95,6 +95,7 @@ def cluster_plan(pipeline: Pipeline, stage: Stage, resources: Resources | None) 
         disk_bytes=parse_bytes(pod.disk) if pod.disk else _disk_bytes(pipeline, stage),
         store_driver_secret=spec.store.driver_secret,
         store_web_identity=_web_identity(spec.store.web_identity),
+        driver_secret_env=_secret_env(spec.driver_secret_env),
     )
 
 
@@ -102,6 +103,10 @@ def _topology(spec: k.Topology | None) -> c.Topology | None:
     if spec is None:
         return None
     return c.Topology(spec.required or cast(str, spec.preferred), required=spec.required is not None)
+
+
+def _secret_env(spec: dict[str, k.SecretKey]) -> dict[str, c.SecretKey]:
+    return {name: c.SecretKey(secret.secret, secret.key) for name, secret in spec.items()}
 
 
 def _env_from(spec: k.EnvFrom) -> c.EnvFrom:

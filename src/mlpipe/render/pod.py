@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from mlpipe._core import environment
 from mlpipe._core.errors import RenderError
-from mlpipe.plan.cluster import ClusterPlan, Component
+from mlpipe.plan.cluster import ClusterPlan, Component, SecretKey
 from mlpipe.plan.plan import Plan, TrainPlan
 
 PLAN_FOLDER, SCRATCH, CACHE = "/mlpipe/plan", "/mlpipe/scratch", "/mlpipe/cache"
@@ -79,6 +79,7 @@ def driver_template(
     args = ["-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--here", "--debug", "--seal", seal]
     container = _container(cluster, "driver", args + (["--stage", stage] if stage is not None else []))
     container["env"] = _env(_own(run_id, cluster)) + _by_reference(store_url, cluster, "driver")
+    container["env"] += _secret_env(cluster.driver_secret_env)
     for name, path in ((environment.POD_NAME, "metadata.name"), (environment.POD_UID, "metadata.uid")):
         container["env"].append({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}})
     if cluster.proxy is not None:  # never to the API server, whose address the cluster fills in
@@ -295,12 +296,15 @@ def _worker_env(plan: Plan, cluster: ClusterPlan, rendezvous: str) -> list[Json]
     if is_gang(plan) and cluster.form == "jobset":
         path = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
         env.append({"name": environment.GANG_RESTART, "valueFrom": {"fieldRef": {"fieldPath": path}}})
-    env += _by_reference(plan.store_url, cluster, "worker")
-    env += [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": reference.secret, "key": reference.key}}}
-        for name, reference in sorted(cluster.secret_env.items())
-    ]
+    env += _by_reference(plan.store_url, cluster, "worker") + _secret_env(cluster.secret_env)
     return list({entry["name"]: entry for entry in env}.values())  # the last word on a name, said once
+
+
+def _secret_env(references: dict[str, SecretKey]) -> list[Json]:
+    return [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": reference.secret, "key": reference.key}}}
+        for name, reference in sorted(references.items())
+    ]
 
 
 def is_gang(plan: Plan) -> bool:

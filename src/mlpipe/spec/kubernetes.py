@@ -167,6 +167,12 @@ class Kubernetes(SpecModel):
         description="Variables of the workers from single keys of Secrets.",
         json_schema_extra={"additionalProperties": False},
     )
+    driver_secret_env: dict[f.EnvName, SecretKey] = Field(
+        {},
+        description="The same of the driver, which promotes: how it logs in at MLflow's registry, "
+        "`MLFLOW_TRACKING_...` only.",
+        json_schema_extra={"additionalProperties": False},
+    )
     store: ClusterStore = Field(
         default_factory=lambda: ClusterStore.model_construct(), description="How pods reach an S3 store."
     )

@@ -92,6 +92,11 @@ def _secret_env(section: Node) -> Iterator[Problem]:
     for name, node in names.value.items() if names is not None and isinstance(names.value, dict) else ():
         if TAKEN.fullmatch(name):
             yield problem_of_key(node, f"{name} is set by torchrun and mlpipe", "remove it")
+    names = get(section, "driver_secret_env")
+    for name, node in names.value.items() if names is not None and isinstance(names.value, dict) else ():
+        if not name.startswith("MLFLOW_TRACKING_"):
+            words = f"the driver has nothing to do with {name}: it only tells MLflow's registry"
+            yield problem_of_key(node, words, "remove it, or give it to the workers: secret_env")
 
 
 def _store(section: Node) -> Iterator[Problem]:

@@ -6,20 +6,24 @@ from __future__ import annotations
 import math
 import shlex
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from mlpipe._core.errors import DamagedError, TrainError
 from mlpipe._core.gate import BUILT_IN, METRICS, check, parse_gate
-from mlpipe._core.records import End, Evaluation
+from mlpipe._core.records import End, Evaluation, Record, Start
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.plan.plan import Plan
 from mlpipe.store import catalogue
+from mlpipe.store.catalogue import Checkpoint
 from mlpipe.store.manifest import Manifest
 from mlpipe.train.model import build_model
 from mlpipe.train.optim.ema import averaged
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.apply import parallelize
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.resuming import load_or_damage
 from mlpipe.train.schedules.make import make_schedule
 from mlpipe.train.session import Session
@@ -27,6 +31,7 @@ from mlpipe.train.shards import LocalShard
 from mlpipe.train.validation import HeldOut
 
 Values = dict[str, float | None]
+Tell = Callable[[Record], None]
 
 
 def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
@@ -62,7 +67,23 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
     for item in model.shards:
         item.local.requires_grad_(False)
     built.module.eval()
-    session.record_start(part, start_step=chosen.step, resumed_from=chosen.key, num_params=None)
+    start = session.record_start(part, start_step=chosen.step, resumed_from=chosen.key, num_params=None)
+    with _told(session, plan, start) as tell:
+        return _measured(session, plan, model, chosen, tell)
+
+
+def _told(session: Session, plan: EvaluatePlan, start: Start) -> AbstractContextManager[Tell]:
+    if not plan.track:
+        return nullcontext(lambda _: None)
+    from mlpipe.train.tracking import told  # for those who asked for it
+
+    return told(session, plan.track, start)
+
+
+def _measured(
+    session: Session, plan: EvaluatePlan, model: ParallelizedModel, chosen: Checkpoint, tell: Tell
+) -> Outcome:
+    part = plan.train
     held_out = HeldOut(session, part, plan.data, model, plan.metrics, plan.max_tokens)
     with torch.no_grad():
         schedule = make_schedule(part, model, session.world)
@@ -77,7 +98,7 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
     if plan.prompt is not None:
         sample = held_out.sample(schedule, plan.prompt, plan.generate_tokens, 0)
     passed = _passes(plan, metrics)
-    session.recorder.write(
+    found = session.recorder.write(
         Evaluation(
             val_loss=metrics["val_loss"],
             val_perplexity=metrics["val_perplexity"],
@@ -87,8 +108,10 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
             passed=passed,
             sample=sample,
             metrics=more or None,
+            step=chosen.step,
         )
     )
+    tell(found)
     message = "" if passed else _failed_gate(plan, metrics)
     session.recorder.write(End(outcome="done" if passed else "failed", step=chosen.step, message=message))
     return Outcome(

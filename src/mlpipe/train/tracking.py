@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from mlpipe._core.errors import StoreError
-from mlpipe._core.records import Record, Save, Step, Validation, decode_line
+from mlpipe._core.records import End, Record, Save, Start, Step, Validation, decode_line
 from mlpipe._core.serial import to_plain
 from mlpipe.observe.records import list_attempts, records_key
 from mlpipe.observe.tracking.mlflow import Mlflow, uri_of
@@ -31,6 +32,27 @@ def make_trackers(session: Session, plans: Sequence[TrackerPlan]) -> list[tuple[
             check_installed()
     ending = Ending()
     return [(plan.name, _tracking(session, plan, ending)) for plan in plans] if session.rank == 0 else []
+
+
+@contextmanager
+def told(session: Session, plans: Sequence[TrackerPlan], start: Start) -> Iterator[Callable[[Record], None]]:
+    """A stage that does one thing, for its trackers: they begin with `start`, hear of what is passed on, and
+    end with the block."""
+    trackers = [tracker for _, tracker in make_trackers(session, plans)]
+    for tracker in trackers:
+        tracker.on_start(start)
+
+    def tell(record: Record) -> None:
+        for tracker in trackers:
+            tracker.on_step(record)
+
+    outcome = "failed"
+    try:
+        yield tell
+        outcome = "done"
+    finally:
+        for tracker in trackers:
+            tracker.on_end(End(outcome=outcome, step=start.start_step or 0, message=""))
 
 
 def _tracking(session: Session, plan: TrackerPlan, ending: Ending) -> Tracking:

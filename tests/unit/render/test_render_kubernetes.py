@@ -514,3 +514,27 @@ def test_a_plan_that_was_read_back_gives_the_same_objects(form: str) -> None:
         plan = plan_of(pipeline, stage.name)
         again = stage_objects(Plan.from_json(plan.to_json()))
         assert [found["metadata"] for found in again] == [found["metadata"] for found in stage_objects(plan)]
+
+
+def test_the_driver_has_the_secrets_that_are_meant_for_it() -> None:
+    plan = quickstart(
+        "train",
+        "kubernetes.driver_secret_env={MLFLOW_TRACKING_TOKEN: {secret: mlflow, key: token}}",
+        "kubernetes.secret_env={HF_TOKEN: {secret: hub, key: token}}",
+    )
+    (driver,) = driver_objects(
+        RUN_ID, plan.store_url, cluster_of(plan), stage=None, spec_digest="", seal="TEXT:SET"
+    )
+    (worker,) = (pod_of(stage_objects(plan)[-1]),)
+    found = [
+        {
+            one["name"]: one["valueFrom"]["secretKeyRef"]["name"]
+            for one in env
+            if "secretKeyRef" in one.get("valueFrom", {})
+        }
+        for env in (pod["containers"][0]["env"] for pod in (pod_of(driver), worker))
+    ]
+    assert found[0].get("MLFLOW_TRACKING_TOKEN") == "mlflow"
+    assert "HF_TOKEN" not in found[0]
+    assert "MLFLOW_TRACKING_TOKEN" not in found[1]
+    assert found[1]["HF_TOKEN"] == "hub"

@@ -8,7 +8,7 @@ from mlpipe.kinds.evaluate.spec import Evaluate
 from mlpipe.plan.launch import Given, workers
 from mlpipe.plan.plan import Launch
 from mlpipe.plan.references import stage_referred_to
-from mlpipe.plan.training import evaluation_plan, metric_plans
+from mlpipe.plan.training import evaluation_plan, metric_plans, trackers
 from mlpipe.spec.model import Pipeline, Stage
 
 
@@ -48,5 +48,6 @@ def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[EvaluatePlan, 
         weights=spec.weights if spec.weights == "ema" else None,
         checkpoint=spec.checkpoint or "latest",
         metrics=metric_plans(spec.metrics or (), given.known),
+        track=trackers(trained.work),
     )
     return evaluation, workers(stage, given, forwards)

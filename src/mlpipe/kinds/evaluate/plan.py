@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mlpipe.plan.plan import DataPlan, MetricPlan, StageWork, TrainPlan
+from mlpipe.plan.plan import DataPlan, MetricPlan, StageWork, TrackerPlan, TrainPlan
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class EvaluatePlan(StageWork):
     weights: Literal["ema"] | None = None  # None: those of the last step
     checkpoint: Literal["latest", "best"] = "latest"
     metrics: tuple[MetricPlan, ...] = ()
+    track: tuple[TrackerPlan, ...] = ()  # those of the training
 
     @property
     def summary(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mlpipe._core.records import Record, Save, Start, Step, Validation
+from mlpipe._core.records import Evaluation, Record, Save, Start, Step, Validation
 from mlpipe._core.retry import AwayError
 
 __all__ = ["AwayError", "TrackedRun", "Tracker", "scalars"]
@@ -76,6 +76,13 @@ def scalars(record: Record) -> dict[str, float]:
             }
         case Validation():
             found = {f"validation/{name}": value for name, value in (record.metrics or {}).items()}
+        case Evaluation():
+            found = {
+                "evaluation/loss": record.val_loss,
+                "evaluation/perplexity": record.val_perplexity,
+                "evaluation/bits_per_byte": record.val_bits_per_byte,
+                **{f"evaluation/{name}": value for name, value in (record.metrics or {}).items()},
+            }
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
