@@ -95,3 +95,13 @@ def test_the_best_trial_of_a_smoke_test_is_not_registered():
     assert small.spec.sweep is not None
     assert small.spec.sweep.promote is None
     assert swept.override(["sweep=null"]).smoke(tiny=True).spec.sweep is None
+
+
+def test_the_smallest_shape_is_one_that_its_mesh_can_split():
+    """On as many workers as it has; on fewer the mesh goes."""
+    llm, mesh = ROOT / "pipelines/llm.yaml", "train.mesh={dp_shard: fill, tp: 4}"
+    pipeline = load_pipeline(llm, overrides=[mesh])
+    for ranks, tp in ((None, 4), (2, None)):
+        small = overrides(pipeline, Smoke(ranks=ranks, tiny=True), num_gpus=0)
+        train = load_pipeline(llm, overrides=[mesh, *small]).stage("train").work
+        assert (train.mesh.tp if train.mesh else None) == tp

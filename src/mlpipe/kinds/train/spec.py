@@ -273,6 +273,17 @@ def _overridden(train: Node, key: Sequence[str], value: Any) -> str | None:
     return "drops the stage's mesh, which is of another strategy"
 
 
+def _splittable(train: Train, smoke: Smoke, num_workers: int) -> dict[str, int]:
+    """Sizes of the smallest shape that its own mesh can split; with fewer workers it has none."""
+    sizes = (
+        train.mesh.on(num_workers) if train.mesh is not None and smoke.ranks is None else Infeasible("", "")
+    )
+    if isinstance(sizes, Infeasible):
+        return {}
+    heads = {"num_heads": max(2, sizes["tp"]), "num_kv_heads": sizes["tp"]}
+    return {**heads, "num_layers": max(2, sizes["pp"])}
+
+
 def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
     """Models and data sets of the user's own stay as they are, but for the samples in a step."""
     changes: dict[str, Any] = {}
@@ -290,7 +301,7 @@ def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
     if isinstance(train.model, PresetModel):
         shape: dict[str, Any] = {"seq_len": min(train.model.seq_len, 64)}
         if not starting.starts_outside(train.init_from):  # with weights that fit no other shape
-            shape |= {**_TINY_SHAPE, "max_seq_len": None}
+            shape |= {**_TINY_SHAPE, **_splittable(train, smoke, num_workers), "max_seq_len": None}
         changes |= {f"model.{key}": value for key, value in shape.items()}
     if isinstance(train.data, TokenData):
         changes["data.batch_tokens"] = None
