@@ -15,7 +15,7 @@ from mlpipe._core.optimizers import OPTIMIZERS
 FACTORS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # multiply to the workers; outermost first
 AXES = (*FACTORS, "ep")
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks read different samples
-TRAINED = ("dp_replicate", "dp_shard", "cp", "tp")  # what the trainer can split over
+TRAINED = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # what the trainer can split over
 FILL = "fill"  # a size: what the others leave of the workers
 
 # What `tp` splits evenly of a model: attention by whole heads, the rest by channels and tokens.
@@ -34,7 +34,13 @@ class Mix:
 
 
 _WHOLE_ROWS = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.needs_whole_rows)
-MIXES: tuple[Mix, ...] = (Mix("tp", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),)
+_STREAM = "stages send each other the residual stream of whole samples"
+MIXES: tuple[Mix, ...] = (
+    Mix("tp", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
+    Mix("pp", "tp", (), _STREAM),
+    Mix("pp", "cp", (), _STREAM),
+    Mix("pp", "ep", (), "what experts count is of one stage"),
+)
 
 
 def resolve(sizes: Mapping[str, int | str], num_workers: int) -> dict[str, int] | Infeasible:

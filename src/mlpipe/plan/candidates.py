@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
-from mlpipe._core import feasibility, meshes
+from mlpipe._core import feasibility, meshes, pipelines
 from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import Infeasible
+from mlpipe._core.pipelines import DEFAULT, Schedule, why_not
 from mlpipe._core.units import parse_cadence
 from mlpipe.kinds.train.spec import DATA_AXES, OwnModel, PresetModel, Train
 from mlpipe.plan.choose import Candidate, choose, smallest
@@ -129,6 +130,7 @@ def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> Fo
         refusals = (
             meshes.conflicts(sizes, figures, own_model=False),
             meshes.unsupported_mix(sizes, settings),
+            _of_pipeline(spec, sizes, figures),
         )
         return not any(True for refusal in refusals for _ in refusal)
 
@@ -179,7 +181,18 @@ def own_mesh(spec: Train, shape: ModelShape | None, hardware: Hardware) -> Mesh 
         refuse(conflict)
     for _, conflict in meshes.unsupported_mix(sizes, spec.model_dump()):
         refuse(conflict)
+    for _, conflict in _of_pipeline(spec, sizes, _figures(spec, shape)):
+        refuse(conflict)
     return Mesh(**sizes)
+
+
+def _of_pipeline(
+    spec: Train, sizes: dict[str, int], figures: dict[str, int]
+) -> Iterator[tuple[str, Infeasible]]:
+    number = spec.pipeline.microbatches if spec.pipeline is not None else None
+    asked = number if isinstance(number, int) else None
+    settings = {"compile": spec.compile}
+    return pipelines.conflicts(schedule_of(spec), asked, sizes, figures, settings)
 
 
 def num_data_ranks(spec: Train, hardware: Hardware) -> int:
@@ -195,8 +208,19 @@ def _named(mesh: Mesh) -> str:
 
 
 def _sizes(spec: Train, mesh: Mesh) -> list[int]:
-    asked, passes = (None if n == "auto" else n for n in (spec.data.micro_batch, spec.accumulation))
-    return micro_batches(global_batch(spec), mesh.num_data_ranks, asked, passes)
+    """Of micro-batches; those that a pipeline's schedule can do."""
+    number = spec.pipeline.microbatches if spec.pipeline is not None else None
+    if number in (None, "auto"):
+        number = spec.accumulation
+    asked, passes = (None if n == "auto" else n for n in (spec.data.micro_batch, number))
+    sizes = micro_batches(global_batch(spec), mesh.num_data_ranks, asked, passes)
+    if mesh.pp == 1:
+        return sizes
+    share, schedule = global_batch(spec) // mesh.num_data_ranks, schedule_of(spec)
+    whys = {size: why_not(schedule, mesh.pp, share // size) for size in sizes}
+    if not (possible := [size for size, why in whys.items() if why is None]):
+        refuse(Infeasible(whys[sizes[0]] or "", "write another batch_size, micro_batch or schedule"))
+    return possible
 
 
 def precision_on(spec: Train, hardware: Hardware) -> tuple[Precision, str]:
@@ -254,6 +278,7 @@ def _training(spec: Train) -> Training:
         save_steps=every.steps,
         save_seconds=every.seconds,
         asynchronous=spec.checkpoint.asynchronous,
+        schedule=schedule_of(spec),
         **_validations(spec),
     )
 
@@ -270,6 +295,11 @@ def _validations(spec: Train) -> dict[str, int]:
     }
 
 
+def schedule_of(spec: Train) -> Schedule:
+    """Of its pipeline, if it is to be one."""
+    return spec.pipeline.schedule if spec.pipeline is not None else DEFAULT
+
+
 def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
     """What was planned for a preset, perhaps by other figures, on `hardware`, which has as many workers."""
     shape = frozen.planned(plan)
@@ -283,6 +313,7 @@ def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
         save_steps=plan.checkpoint.every_steps,
         save_seconds=plan.checkpoint.every_seconds,
         asynchronous=plan.checkpoint.asynchronous,
+        schedule=plan.pipeline.schedule if plan.pipeline is not None else DEFAULT,
     )
     choices = Choices(plan.micro_batch, plan.activation_checkpointing, plan.precision)
     return Pricer(shape, training, hardware).candidate(plan.strategy, plan.mesh, choices, asked=True)

@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+from mlpipe._core.pipelines import Schedule, stages_per_rank, why_not
+
 Pass = Literal["F", "B", "I", "W"]
 
 
@@ -41,22 +41,6 @@ class Transfer(NamedTuple):
     kind: Literal["F", "B"]
     stage: int
     microbatch: int
-
-
-def stages_per_rank(schedule: Schedule) -> int:
-    """How many of the stages a rank has."""
-    return 2 if schedule == "interleaved" else 1
-
-
-def why_not(schedule: Schedule, num_ranks: int, num_microbatches: int) -> str | None:
-    """What of these numbers the schedule cannot do, in words."""
-    rounds = max(1, num_microbatches // num_ranks)
-    if schedule != "interleaved" or num_microbatches % rounds == 0:
-        return None
-    return (
-        f"interleaved passes {num_ranks} microbatches at a time from rank to rank, which do not divide "
-        f"{num_microbatches}"
-    )
 
 
 def order(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
@@ -195,8 +179,12 @@ def bubble_passes(schedule: Schedule, num_ranks: int) -> tuple[float, float]:
 
 def num_held(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int) -> float:
     """The most microbatches of which a rank keeps activations at a time, in parts of all its stages."""
-    held = most = 0
-    for action in order(schedule, rank, num_ranks, num_microbatches):
-        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        most = max(most, held)
-    return most / stages_per_rank(schedule)
+    if schedule == "gpipe":
+        return float(num_microbatches)
+    num_own = stages_per_rank(schedule)
+    warm = num_ranks - 1 - rank
+    if schedule == "interleaved":
+        warm = num_microbatches // max(1, num_microbatches // num_ranks) + 2 * warm
+    elif schedule == "zero_bubble":  # what W has not been computed of is held, too
+        warm = num_ranks - 1
+    return min(warm + 1, num_own * num_microbatches) / num_own

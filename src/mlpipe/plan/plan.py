@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
 from mlpipe._core.gate import Mode
+from mlpipe._core.pipelines import Schedule
 from mlpipe._core.serial import from_plain, to_plain, write_json
 from mlpipe.kinds import KINDS, Kind
 from mlpipe.plan.cluster import ClusterPlan
-from mlpipe.plan.pipelining import Schedule
 
 SCHEMA_VERSION = 1
 Strategy = Literal["single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from mlpipe._core.mfu import mfu_ratio
+from mlpipe._core.pipelines import DEFAULT, Schedule, stages_per_rank
 from mlpipe._core.units import format_bytes
 from mlpipe.plan import memory
 from mlpipe.plan.allocators import allocation_seconds
@@ -18,6 +19,7 @@ from mlpipe.plan.memory import MemoryEstimate
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.shapes.shape import Activations, ModelShape, Part, StepShape
+from mlpipe.plan.stages import num_blocks_of
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.tensors import WEIGHT_BYTES, total
 from mlpipe.plan.time import StepSeconds, passes, save_seconds, update_seconds, whole_steps
@@ -39,6 +41,7 @@ class Training:
     asynchronous: bool = True
     num_validations: int = 0
     validation_samples: int = 0  # of each, over all ranks
+    schedule: Schedule = DEFAULT  # of pipelines
 
 
 @dataclass(frozen=True)
@@ -69,22 +72,14 @@ class Pricer:
 
     def candidate(self, strategy: Strategy, mesh: Mesh, choices: Choices, *, asked: bool) -> Candidate:
         """Raises PlanError for a mesh that nobody can plan for."""
-        step, activations, step_passes = self._on_one_rank(choices, mesh)
+        ranks = [self._on_one_rank(choices, mesh, part) for part in self._parts(mesh)]
+        step, activations, step_passes = max(ranks, key=lambda rank: rank[2].compute)
         hardware, training = self.hardware, self.training
-        layout = layout_of(strategy, mesh)
-        work = RankWork(
-            self.shape.parameters.of(step.part),
-            activations,
-            step,
-            layout,
-            training.optimizer,
-            overlap=step_passes.overlap,
-            kv_bytes=step_passes.kv_bytes,
-        )
-        needs = self._memory(work)
+        layout = replace(layout_of(strategy, mesh), schedule=training.schedule)
+        needs = self._fullest(ranks, layout)
         if needs.total > hardware.memory_bytes and step.accumulation > 1 and mesh.dp_shard > 1:
             layout = replace(layout, reduce_gradients="every")  # more to send, less to keep
-            needs = self._memory(replace(work, layout=layout))
+            needs = self._fullest(ranks, layout)
         seconds = self._seconds(layout, step, activations, step_passes)
         num_tokens = training.global_batch * training.seq_len
         rate = num_tokens / seconds.total
@@ -116,9 +111,10 @@ class Pricer:
     def bounds(self, mesh: Mesh, choices: Choices) -> tuple[float, int]:
         """Seconds and bytes that no candidate is below which differs from this in its data axes alone (of as
         many data ranks). Raises PlanError for a mesh that nobody can plan for."""
-        step, activations, step_passes = self._on_one_rank(choices, mesh)
+        ranks = [self._on_one_rank(choices, mesh, part) for part in self._parts(mesh)]
+        step, activations, step_passes = max(ranks, key=lambda rank: rank[2].compute)
         hardware, parameters = self.hardware, self.shape.parameters.of(step.part)
-        layout, wire = Layout(mesh), Wire(hardware)
+        layout, wire = Layout(mesh, schedule=self.training.schedule), Wire(hardware)
         shared = sum(axis.exposed_seconds(step_passes, wire, layout) for axis in active(without_data(mesh)))
         most = mesh.num_data_ranks * mesh.cp
         states = total(parameters.sharded(most, WEIGHT_BYTES))
@@ -127,9 +123,22 @@ class Pricer:
         speed = hardware.speed
         return speed.time_ratio * (step_passes.compute + shared), int(speed.memory_ratio * (states + held))
 
-    def _on_one_rank(self, choices: Choices, mesh: Mesh) -> tuple[StepShape, Activations, Passes]:
+    def _parts(self, mesh: Mesh) -> list[Part]:
+        """Of a pipeline those of its first, second and last rank: others have no more to do than the second,
+        and hold less."""
+        num_ranks = mesh.pp
+        if num_ranks == 1:
+            return [Part(tp=mesh.tp, cp=mesh.cp)]
+        num_stages = num_ranks * stages_per_rank(self.training.schedule)
+        counts = num_blocks_of(self.shape, self.training.seq_len, num_stages)
+        blocks = [sum(counts[rank::num_ranks]) for rank in range(num_ranks)]
+        parts = [Part(mesh.tp, mesh.cp, blocks[0], True, False), Part(mesh.tp, mesh.cp, blocks[-1], False)]
+        if num_ranks > 2:
+            parts.append(Part(mesh.tp, mesh.cp, max(blocks[1:-1]), False, False))
+        return parts
+
+    def _on_one_rank(self, choices: Choices, mesh: Mesh, part: Part) -> tuple[StepShape, Activations, Passes]:
         """Before data parallelism divides its states."""
-        part = Part(tp=mesh.tp, cp=mesh.cp)
         key = choices, part, mesh.num_data_ranks
         if key not in self._known:
             training, hardware = self.training, self.hardware
@@ -146,6 +155,22 @@ class Pricer:
             activations = self.shape.activations(step, hardware.device)
             self._known[key] = (step, activations, passes(self.shape, step, hardware))
         return self._known[key]
+
+    def _fullest(self, ranks: list[tuple[StepShape, Activations, Passes]], layout: Layout) -> MemoryEstimate:
+        """What the fullest of these ranks needs."""
+        works = [
+            RankWork(
+                self.shape.parameters.of(step.part),
+                activations,
+                step,
+                layout,
+                self.training.optimizer,
+                overlap=step_passes.overlap,
+                kv_bytes=step_passes.kv_bytes,
+            )
+            for step, activations, step_passes in ranks
+        ]
+        return max(map(self._memory, works), key=lambda needs: needs.total)
 
     def _memory(self, work: RankWork) -> MemoryEstimate:
         return memory.estimate(work, self.hardware.device).scaled(self.hardware.speed.memory_ratio)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+from mlpipe.plan.shapes.shape import ModelShape
+
+_TRAINING = 3  # passes over a matrix: forward, and twice in the backward pass
+
 
 def split_blocks(
     num_blocks: int, num_stages: int, *, first: float = 0.0, last: float = 0.0
@@ -21,3 +27,15 @@ def split_blocks(
         shortest = min(range(num_stages), key=lambda stage: (counts[stage] + besides[stage], -stage))
         counts[shortest] += 1
     return tuple(counts)
+
+
+def num_blocks_of(shape: ModelShape, seq_len: int, num_stages: int) -> tuple[int, ...]:
+    """By stage, by the FLOPs of blocks and head; to look up an embedding takes none."""
+    num_blocks, widths = shape.parameters.num_blocks, shape.widths
+    head = 2 * _TRAINING * widths.get("dim", 0) * widths.get("vocab_size", 0)
+    return _split(num_blocks, num_stages, (shape.flops_per_token(seq_len) - head) / num_blocks, float(head))
+
+
+@lru_cache(maxsize=256)  # asked for by every candidate
+def _split(num_blocks: int, num_stages: int, block: float, head: float) -> tuple[int, ...]:
+    return split_blocks(num_blocks, num_stages, last=head / block)

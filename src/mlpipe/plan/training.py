@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import too_long
 from mlpipe._core.gate import BUILT_IN
+from mlpipe._core.pipelines import stages_per_rank, why_not
 from mlpipe._core.units import parse_bytes, parse_cadence, parse_seconds
 from mlpipe.kinds.train.spec import OwnModel, PresetModel, Train
 from mlpipe.plan import meaning as meanings
@@ -23,6 +24,7 @@ from mlpipe.plan.candidates import (
     num_data_ranks,
     pick,
     refuse,
+    schedule_of,
 )
 from mlpipe.plan.choose import Candidate, rank
 from mlpipe.plan.hardware import Hardware
@@ -35,10 +37,12 @@ from mlpipe.plan.plan import (
     Entry,
     FilesPlan,
     InitPlan,
+    Mesh,
     MetricPlan,
     ModelPlan,
     OptimizerPlan,
     ParameterGroup,
+    PipelinePlan,
     Prediction,
     SourcePlan,
     StopPlan,
@@ -51,6 +55,7 @@ from mlpipe.plan.references import stage_named
 from mlpipe.plan.shapes import frozen, presets
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import ModelShape
+from mlpipe.plan.stages import num_blocks_of
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec.data import (
     BUCKET,
@@ -89,6 +94,9 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     may be of another number. The batch need not be the training's: as many whole sequences as one pass takes.
     Raises PlanError."""
     spec = spec.model_copy(update={"accumulation": None})
+    if spec.pipeline is not None:
+        free = spec.pipeline.model_copy(update={"microbatches": "auto"})
+        spec = spec.model_copy(update={"pipeline": free})
     if own_resources:
         spec = spec.model_copy(update={"mesh": None, "strategy": "auto"})
     num_readers = num_data_ranks(spec, hardware)
@@ -243,7 +251,16 @@ def _train_plan(
         ),
         track=trackers(spec),
         validate=None if spec.validate_ is None else _validate(spec.validate_, known),
+        pipeline=_pipeline(spec, shape, chosen.mesh),
     )
+
+
+def _pipeline(spec: Train, shape: Dense | None, mesh: Mesh) -> PipelinePlan | None:
+    if mesh.pp == 1 or shape is None:
+        return None
+    schedule = schedule_of(spec)
+    num_stages = mesh.pp * stages_per_rank(schedule)
+    return PipelinePlan(schedule, num_blocks_of(shape, spec.model.seq_len, num_stages))
 
 
 def metric_plans(metrics: Sequence[str | OwnMetric], known: Known) -> tuple[MetricPlan, ...]:
@@ -276,11 +293,14 @@ def trackers(spec: Train) -> tuple[TrackerPlan, ...]:
 
 
 def _smaller(spec: Train, chosen: Candidate, batch: int) -> tuple[int, ...]:
-    asked = spec.accumulation not in (None, "auto") or spec.data.micro_batch != "auto"
+    passes = (spec.accumulation, spec.pipeline.microbatches if spec.pipeline is not None else None)
+    asked = any(isinstance(number, int) for number in passes) or spec.data.micro_batch != "auto"
     if asked or chosen.mesh is None or chosen.micro_batch is None:
         return ()
-    sizes = micro_batches(batch, chosen.mesh.num_data_ranks, None)
-    return tuple(n for n in sizes if n < chosen.micro_batch and chosen.micro_batch % n == 0)
+    mesh, share = chosen.mesh, batch // chosen.mesh.num_data_ranks
+    sizes = micro_batches(batch, mesh.num_data_ranks, None)
+    smaller = (n for n in sizes if n < chosen.micro_batch and chosen.micro_batch % n == 0)
+    return tuple(n for n in smaller if why_not(schedule_of(spec), mesh.pp, share // n) is None)
 
 
 def _predicted(chosen: Candidate, hardware: Hardware) -> Prediction | None:

@@ -19,7 +19,7 @@ from mlpipe._core.feasibility import (
     unfit_for_experts,
 )
 from mlpipe._core.presets import OF_EXPERTS, PRESETS, MoeConfig
-from mlpipe.spec import mesh
+from mlpipe.spec import mesh, pipelines
 from mlpipe.spec.problems import Place, Problem
 from mlpipe.spec.tree import Node, get
 
@@ -108,6 +108,7 @@ def _even(stage: Node) -> Iterator[Problem]:
         return
     workers = _num_workers(resources)
     yield from mesh.problems(train, workers)
+    yield from pipelines.problems(train, workers)
     sizes, data = mesh.sizes_of(train, workers), get(train, "data")
     batch = _number(data, "batch_size") if data is not None else None
     if resources is None or data is None or batch is None or isinstance(sizes, Infeasible):

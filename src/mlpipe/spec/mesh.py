@@ -38,7 +38,7 @@ def problems(train: Node, num_workers: int) -> Iterator[Problem]:
         yield Problem.at(mesh.place, sizes.message, sizes.remedy)
         return
     own = get(train, "model", "entry") is not None
-    for axis, conflict in meshes.conflicts(sizes, _figures(train), own_model=own):
+    for axis, conflict in meshes.conflicts(sizes, figures_of(train), own_model=own):
         yield Problem.at((get(mesh, axis) or mesh).place, conflict.message, conflict.remedy)
     for key, conflict in meshes.unsupported_mix(sizes, train.plain()):
         node = get(train, *key.split(".")) or get(mesh, key) or mesh
@@ -51,7 +51,7 @@ def is_searched(train: Node) -> bool:
     return open_ and get(train, "model", "preset") is not None
 
 
-def _figures(train: Node) -> dict[str, int]:
+def figures_of(train: Node) -> dict[str, int]:
     """Of the model, as far as the file says them itself or by a preset; the vocabulary may be the data's."""
     model, preset = get(train, "model"), get(train, "model", "preset")
     shape = PRESETS.get(preset.value) if preset is not None and isinstance(preset.value, str) else None

@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag
 from mlpipe._core import meshes
 from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.units import parse_seconds
-from mlpipe.spec import data, feasibility, starting, tracking, validation
+from mlpipe.spec import data, feasibility, pipelines, starting, tracking, validation
 from mlpipe.spec import fields as f
 from mlpipe.spec import optimizer as optimizers
 from mlpipe.spec.base import SpecModel
@@ -155,6 +155,9 @@ class Train(SpecModel):
     strategy: Strategy = Field("auto", description="How to split the work; `auto`: the fastest that fits.")
     mesh: MeshSizes | None = Field(
         None, description="Sizes of the axes that the workers are laid out on. Default: the strategy's."
+    )
+    pipeline: pipelines.Pipelining | None = Field(
+        None, description="How the stages work together, where the mesh has `pp`. Default: `schedule: 1f1b`."
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto",

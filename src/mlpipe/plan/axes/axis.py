@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from mlpipe._core.pipelines import DEFAULT, Schedule
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.shapes.shape import Activations, ParameterCounts, StepShape
@@ -21,6 +22,7 @@ class Layout:
     reshard_after_forward: bool = True
     shard_optimizer: bool = False
     reduce_gradients: Literal["last", "every"] = "last"
+    schedule: Schedule = DEFAULT  # of a pipeline
 
     @property
     def num_shards(self) -> int:

@@ -40,7 +40,7 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     if layout.mesh.dp_shard > 1:  # travels with what FSDP reduces
         return 0.0
     exposed = wire.all_reduce(GRADIENT_BYTES * passes.num_trained_params, num_ranks, stride)
-    if passes.overlap:
+    if passes.overlap and layout.mesh.pp == 1:  # a pipeline's are reduced when all its passes are done
         last = wire.all_reduce(
             min(DDP_BUCKET_BYTES, GRADIENT_BYTES * passes.num_trained_params), num_ranks, stride
         )

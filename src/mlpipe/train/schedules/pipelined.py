@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mlpipe.plan.pipelining import Action, Schedule, Transfer, with_transfers
+from mlpipe._core.pipelines import Schedule
+from mlpipe.plan.pipelining import Action, Transfer, with_transfers
 from mlpipe.train.data import Microbatch, to_device
 from mlpipe.train.model import Batch
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
