@@ -10,7 +10,8 @@ import pytest
 import torch
 from kit import plans, processes
 
-from mlpipe.plan.pipelining import orders, why_not
+from mlpipe._core.pipelines import why_not
+from mlpipe.plan.pipelining import orders
 from mlpipe.plan.plan import Entry, Mesh, ModelPlan, PipelinePlan, Plan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore

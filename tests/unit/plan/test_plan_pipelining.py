@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlpipe._core.pipelines import SCHEDULES, stages_per_rank, why_not
 from mlpipe.plan.pipelining import (
-    SCHEDULES,
     Action,
     Transfer,
     bubble_passes,
@@ -16,8 +16,6 @@ from mlpipe.plan.pipelining import (
     num_held,
     order,
     orders,
-    stages_per_rank,
-    why_not,
     with_transfers,
 )
 from mlpipe.plan.stages import split_blocks
