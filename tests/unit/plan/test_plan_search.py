@@ -158,3 +158,13 @@ def test_sizes_stay_within_a_node_and_the_model() -> None:
     sizes = search.sizes_of_axes(hardware, {"num_layers": 6, "seq_len": 4096, "num_experts": 0})
     assert sizes == {"tp": [1, 2, 4, 8], "cp": [1, 2, 4, 8, 16], "pp": [1, 2, 4], "ep": [1]}
     assert math.prod(max(one) for one in sizes.values()) > hardware.world_size
+
+
+def test_other_axes_have_to_win_by_more_than_the_planner_errs() -> None:
+    spec, shape, hardware = asked(*sized("llama-8b", 4, 8))
+    pricer = candidates.pricer_of(spec, shape, hardware)
+    points = [(Mesh(dp_shard=8, tp=4), [candidates.Choices(1, "none", "bf16")])]
+    best = min(c.step_seconds for c in search.search(pricer, points, []).candidates)
+    assert search.search(pricer, points, [candidate(1.11 * best, 0.5)]).candidates == []
+    won = search.search(pricer, points, [candidate(1.13 * best, 0.5)]).candidates
+    assert min(c.step_seconds for c in won) == best
