@@ -6,8 +6,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlpipe._core.optimizers import OPTIMIZERS
+
 _UNFIT_FOR_EXPERTS: dict[tuple[str, object], tuple[str, str]] = {
-    ("optimizer.name", "muon"): ("those of a block are one tensor, not matrices", "take adamw"),
+    **{
+        ("optimizer.name", name): ("those of a block are one tensor, not matrices", "take adamw")
+        for name, optimizer in OPTIMIZERS.items()
+        if optimizer.needs_blocks
+    },
     **{
         ("compile", mode): ("the rows of each are known when it runs", "write compile: off")
         for mode in ("block", "model")
