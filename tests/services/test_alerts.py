@@ -132,7 +132,7 @@ def test_faults_of_a_real_run_a_slow_rank_then_a_store_that_takes_nothing_then_a
     server, url = watched
     run, poison = "slow-20261121-100000-ab12", tmp_path / "poison"
     with (
-        real_run(tmp_path, run, every=60, slow=1, poison=str(poison)) as ports,
+        real_run(tmp_path, run, every=20, seconds=0.3, slow=1, poison=str(poison)) as ports,
         exporter(tmp_path) as port,
     ):
         server.scrape([*ports, port])
@@ -157,7 +157,7 @@ def test_faults_of_a_real_run_a_starved_loader_then_a_killed_worker(watched, tmp
     server, url = watched
     run, abandoned = "starved-20261121-100000-ab12", "abandoned-20261121-100000-ab12"
     with (
-        real_run(tmp_path, run, sample_seconds=0.1) as ports,  # 0.4 s a batch of each rank
+        real_run(tmp_path, run, sample_seconds=0.2, seconds=0.4) as ports,  # 0.8 s a batch of each rank
         exporter(tmp_path) as port,
     ):
         server.scrape([*ports, port])

@@ -66,9 +66,7 @@ class Controller:
 
 def meets(name: str, other: str) -> list[str]:
     """Ends well only if the other runs at the same time."""
-    wait = (
-        f"tries=0; until [ -e {other}-is-here ]; do sleep 0.1; tries=$((tries + 1)); [ $tries -lt 900 ]; done"
-    )
+    wait = f"n=0; until [ -e {other}-is-here ]; do sleep 0.1; n=$((n + 1)); [ $n -lt 6000 ]; done"
     return shell(f"set -e; touch {name}-is-here; {wait}; echo {name} > $1/file")
 
 

@@ -153,7 +153,7 @@ def test_at_the_command_line_killed_and_resumed_on_two_ranks(tmp_path, server):
     """TensorBoard and MLflow both have each step once, of rank 0; the promoted model is in the registry."""
     write_tokens(tmp_path / "tokens")
     (tmp_path / "slow").touch()
-    slow = {"seconds": 0.05, "while_file": str(tmp_path / "slow"), "dropout": 0.0}
+    slow = {"seconds": 0.2, "while_file": str(tmp_path / "slow"), "dropout": 0.0}
     train = {
         "model": {"entry": "kit.models:slow", "args": slow, "seq_len": 32},
         "data": {"tokens": str(tmp_path / "tokens"), "batch_size": 8},

@@ -143,7 +143,7 @@ def test_a_build_that_is_aborted_or_takes_too_long_cancels_its_run(tmp_path: Pat
     controller = Controller(tmp_path)
     del controller.environment["MLPIPE_STORE"]
     for command, more in (
-        ("sleep 600", {"timeouts": {"Model": 8}}),
+        ("sleep 600", {"timeouts": {"Model": 30}}),
         (f"touch {tmp_path}/abort; sleep 600", {}),
     ):
         write_spec(controller.repository, {"a": shell(command)})

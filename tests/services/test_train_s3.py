@@ -18,6 +18,7 @@ from mlpipe.store.s3 import S3Store
 pytestmark = [pytest.mark.services, pytest.mark.timeout(1200)]
 
 STEPS = 30
+LONG = 300  # of a training that does not end before it is struck
 SEED = 20261121
 NUM_KILLS = 5
 # Each costs minutes, and what differs between makes of servers is asked of both in the tests of the store.
@@ -35,15 +36,17 @@ class Trainings:
         self.store = S3Store.from_environment(url, server.environment())
         self.attempt = 0
 
-    def start(self, *, seconds: float = 0.0, deadline_seconds: float = 60.0):
+    def start(
+        self, *, seconds: float = 0.0, deadline_seconds: float = 60.0, steps: int = STEPS, every: int = 2
+    ):
         self.attempt += 1
         slow = {"seconds": seconds, "while_file": str(self.slow_file), "dropout": 0.0}
         self.plan = plans.train_plan(
             self.url,
             self.tokens,
             attempt=self.attempt,
-            steps=STEPS,
-            every=2,
+            steps=steps,
+            every=every,
             model=ModelPlan(Entry("kit.models:slow", slow), None, 32, ()),
         )
         self.scratch = self.folder / f"scratch-{self.attempt}"
@@ -108,7 +111,7 @@ def test_a_training_survives_a_store_that_is_away_and_leaves_its_records(trainin
 
 @one_server
 def test_a_store_that_stays_away_ends_a_training_with_one_clear_error(trainings, proxy):
-    process = trainings.start(seconds=0.2, deadline_seconds=20)
+    process = trainings.start(seconds=0.2, deadline_seconds=20, steps=LONG)
     trainings.until_committed(4)
     proxy.away("refuse")
     assert process.wait(300) == 4, trainings.log()
@@ -119,10 +122,10 @@ def test_a_store_that_stays_away_ends_a_training_with_one_clear_error(trainings,
     assert sound[-1] >= 4
     # and the next attempt goes on from there
     trainings.slow_file.unlink()
-    assert trainings.start().wait(300) == 0, trainings.log()
+    assert trainings.start(steps=LONG, every=100).wait(300) == 0, trainings.log()
     start = next(record for record in trainings.records() if record["kind"] == "start")
     assert start["start_step"] == sound[-1]
-    assert processes.steps_of_sound(trainings.store, trainings.plan)[-1] == STEPS
+    assert processes.steps_of_sound(trainings.store, trainings.plan)[-1] == LONG
 
 
 @one_server
@@ -130,7 +133,7 @@ def test_killed_at_random_requests_a_training_loses_nothing(trainings, proxy, se
     draw = random.Random(SEED)
     committed = kills = losses = numbered = 0
     while kills < NUM_KILLS:
-        process = trainings.start(seconds=0.2)
+        process = trainings.start(seconds=0.2, steps=LONG)
         trainings.until_committed(committed + 2)
         at = draw.randint(1, 20)
         # the proxy kills one worker at this very request; the rest goes with it
@@ -147,8 +150,8 @@ def test_killed_at_random_requests_a_training_loses_nothing(trainings, proxy, se
         losses += max(sound, default=0) < committed
         committed = max(sound, default=0)
     trainings.slow_file.unlink()
-    assert trainings.start().wait(300) == 0, trainings.log()
-    losses += processes.steps_of_sound(trainings.store, trainings.plan)[-1] != STEPS
+    assert trainings.start(steps=LONG, every=100).wait(300) == 0, trainings.log()
+    losses += processes.steps_of_sound(trainings.store, trainings.plan)[-1] != LONG
     with capsys.disabled():
         print(
             f"\n{server.name}: trainings killed at a request of a save: {kills} kills tried, {losses} losses"

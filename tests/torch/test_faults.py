@@ -42,7 +42,7 @@ class Stage:
         self.slow_file.touch()
         self.attempt = 0
 
-    def next(self, *, seconds: float = 0.05, launch=None, **changes):
+    def next(self, *, seconds: float = 0.5, launch=None, **changes):
         self.attempt += 1
         changes.setdefault(
             "model", user("slow", seconds=seconds, while_file=str(self.slow_file), dropout=0.0)
@@ -197,7 +197,7 @@ def test_twenty_restarts_in_place(stage):
 
 def test_signals_save_and_resume_is_exact(stage, expected):
     # a step takes long: the save waits for its end
-    stage.next(seconds=0.5, every=100)
+    stage.next(every=100)
     process = stage.start()
     stage.until_step(1)
     process.send_signal(signal.SIGTERM)
@@ -208,7 +208,7 @@ def test_signals_save_and_resume_is_exact(stage, expected):
     assert processes.steps_of_sound(stage.store, stage.plan) == [found["step"]]
 
     # torchrun itself
-    stage.next(seconds=0.1, every=100)
+    stage.next(every=100)
     process = stage.start()
     stage.until_step(found["step"])
     torchrun = processes.torchrun_of(process)

@@ -181,7 +181,7 @@ def test_n_steps_equal_half_then_kill_9_then_the_rest(folder, tmp_path, world):
         steps=STEPS,
         every=HALF,
         run_id=f"ddp-{world}",
-        model=user("slow", seconds=0.5, while_file=str(slow)),
+        model=user("slow", seconds=1.0, while_file=str(slow)),
     )
     store = FolderStore(tmp_path / "store")
     process = plans.start(plan, tmp_path / "first")

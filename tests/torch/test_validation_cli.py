@@ -24,11 +24,24 @@ PAGE = (Path(__file__).parents[2] / "docs/how-to/validate.md").read_text()
 (METRICS,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 (PIPELINE,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 PATIENCE = 4
+# Each validation but the first waits as long as the file `hold` is there.
+HELD = """
+import pathlib, time
+_compute, _computed = TopK.compute, []
+
+def _held(self):
+    _computed.append(self)
+    while len(_computed) > 1 and pathlib.Path("hold").exists():
+        time.sleep(0.05)
+    return _compute(self)
+
+TopK.compute = _held
+"""
 
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
-    (tmp_path / "my_metrics.py").write_text(METRICS)
+    (tmp_path / "my_metrics.py").write_text(METRICS + HELD)
     text = tmp_path / "text"
     text.mkdir()
     for number in range(60):
@@ -84,9 +97,12 @@ def records(cli: Cli, attempt: int, kind: str) -> list[dict[str, Any]]:
 
 
 def test_interrupted_and_resumed_it_stops_early_and_the_best_is_evaluated_promoted_and_exported(cli: Cli):
+    (cli.folder / "hold").touch()
     running = cli.start("run", "pipeline.yaml", "--run-id", "r")
     until(lambda: len(records(cli, 1, "validation")) >= 1, "the first validation", 600)
     running.send_signal(signal.SIGINT)
+    until(lambda: list(cli.folder.glob("cache/**/stop")), "the ranks to be told")
+    (cli.folder / "hold").unlink()
     _, err = running.communicate(timeout=600)
     assert running.returncode == 130, err
     document = cli.json("resume", "r", "--set", "train.strategy=ddp")
