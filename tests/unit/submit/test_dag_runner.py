@@ -387,6 +387,8 @@ def test_independent_stages_run_side_by_side_when_there_is_room():
     assert walk(needs, set(), dict.fromkeys(needs, 3), 2)[1].most == 2
     assert walk(needs, set(), dict.fromkeys(needs, 3), 8)[1].most == 3
     assert walk(needs, set(), dict.fromkeys(needs, 3), 1)[1].most == 1
+    state, backend = walk(needs, set(), dict.fromkeys(needs, 3), 0)  # each asks for more than there is: alone
+    assert (state.state, backend.most) == ("done", 1)
 
 
 def promote_plan(store: Store, attempt: int) -> Plan:
