@@ -381,6 +381,9 @@ def test_certificates_and_proxy_reach_all_pods() -> None:
     assert found["HTTPS_PROXY"] == found["https_proxy"] == "http://p:1"
     assert found["NO_PROXY"] == "localhost,127.0.0.1,.svc,.cluster.local,minio.storage,a.example"
     assert "HTTP_PROXY" not in found
+    far = "kubernetes.store.endpoint=https://s3.example.com"  # not a Service's short name: by the proxy
+    proxied = variables(quickstart("train", far, "kubernetes.proxy={https: 'http://p:1'}"))
+    assert proxied["NO_PROXY"] == "localhost,127.0.0.1,.svc,.cluster.local"
     (driver,) = driver_objects(
         RUN_ID, plan.store_url, cluster_of(plan), stage=None, spec_digest="", seal="TEXT:SET"
     )
