@@ -48,6 +48,7 @@ BEYOND_THE_SCHEMA = {
     "sweep-unmeasured.yaml": "a metric that nothing measures",
     "sweep-together.yaml": "values of a sweep that are wrong together",
     "start-rules.yaml": "weights of a stage that is not needed, a map with more stars on one side",
+    "pipeline.yaml": "a pipeline without stages, and numbers that its schedule cannot do",
     "anchor.yaml": "an anchor",
     "ambiguous.yaml": "an unquoted word that parsers read differently",
 }
