@@ -513,3 +513,15 @@ def test_a_gpu_described_in_the_spec() -> None:
     changed, known = detect_hardware(slower), GPUS["H100-80GB"]
     assert changed.memory_bytes == 94 * GIB
     assert changed.speed == dataclasses.replace(known.speed, memory_bytes_per_second=2.4e12)
+
+
+def test_an_evaluation_needs_files_that_are_held_out() -> None:
+    data = "{parquet: /data, columns: {inputs: text}, tokenizer: /data, batch_size: 8%s}"
+    vocabulary = "train.model.vocab_size=4096"
+    with pytest.raises(PlanError, match="'train' has no held-out files") as caught:
+        plan_of(quickstart(f"train.data={data % ''}", vocabulary), "evaluate", cpu())
+    assert "validation" in (caught.value.hint or "")
+    held_out = quickstart(f"train.data={data % ', validation: /held'}", vocabulary)
+    files = plan_of(held_out, "evaluate", cpu()).work.data.files
+    assert files is not None
+    assert (files.format, files.path, files.validation) == ("parquet", "/data", "/held")
