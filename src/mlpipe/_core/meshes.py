@@ -15,7 +15,7 @@ from mlpipe._core.optimizers import OPTIMIZERS
 FACTORS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # multiply to the workers; outermost first
 AXES = (*FACTORS, "ep")
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks read different samples
-TRAINED = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # what the trainer can split over
+TRAINED = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")  # what the trainer can split over
 FILL = "fill"  # a size: what the others leave of the workers
 
 # What `tp` splits evenly of a model: attention by whole heads, the rest by channels and tokens.
@@ -40,6 +40,8 @@ MIXES: tuple[Mix, ...] = (
     Mix("pp", "tp", (), _STREAM),
     Mix("pp", "cp", (), _STREAM),
     Mix("pp", "ep", (), "what experts count is of one stage"),
+    Mix("ep", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
+    Mix("ep", "dp_replicate", (), "copies of experts are not reduced"),
 )
 
 

@@ -92,7 +92,7 @@ def layouts(mesh: Mesh, hardware: Hardware) -> Iterator[tuple[Strategy, Mesh]]:
     for strategy, settings in ORDER.items():
         found = settings.meshes(rest // per_node, per_node)
         for data in () if isinstance(found, str) else found:
-            if data.dp_shard % mesh.ep:
+            if data.dp_shard % mesh.ep or mesh.ep > 1 < data.dp_replicate:  # as `_core/meshes.py` has it
                 continue
             whole = replace(mesh, dp_replicate=data.dp_replicate, dp_shard=data.dp_shard)
             key = (whole, bool(settings.FLAGS) and rest > 1, "reshard_after_forward" in settings.FLAGS)

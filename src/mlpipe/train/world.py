@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mlpipe.plan.plan import Mesh
 
+EXPERT_SHARD = "expert_shard"  # ranks of `dp_shard` that have the same experts
+_OF_DP_SHARD = {"ep": "dp_shard", EXPERT_SHARD: "dp_shard"}  # what is split over one is over both
+
 
 @dataclass(frozen=True)
 class World:
@@ -79,7 +82,7 @@ class World:
     def replica(self, *split: str) -> tuple[int, int]:
         """Of a tensor that is split over the axes `split`, and the same along all others: which of its
         replicas this rank holds, and how many there are. Stages of a pipeline have different tensors."""
-        parts = {"pp", *(part for axis in split for part in axis.split("+"))}
+        parts = {"pp", *(_OF_DP_SHARD.get(part, part) for axis in split for part in axis.split("+"))}
         index, number = 0, 1
         for axis, size in self.mesh.axes.items():
             if axis not in parts:
@@ -104,6 +107,13 @@ class World:
         if self.place(axis)[1] == self.size:
             return None
         return self.device_mesh(axis).get_group()
+
+    @cached_property
+    def experts(self) -> DeviceMesh:
+        """The ranks of `dp_shard`, which are all: those that have the same experts, and those that have
+        different ones (`ep`)."""
+        shards = self.mesh.dp_shard // self.mesh.ep
+        return init_device_mesh(self.device.type, (shards, self.mesh.ep), mesh_dim_names=(EXPERT_SHARD, "ep"))
 
     def _larger(self, axis: str) -> str:
         """The axis without parts of one rank."""

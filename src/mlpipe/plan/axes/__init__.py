@@ -16,7 +16,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe.plan.axes.axis import Axis
 from mlpipe.plan.plan import Mesh
 
-AXES = ("tp", "dp_shard", "dp_replicate", "cp", "pp")
+AXES = ("tp", "dp_shard", "dp_replicate", "cp", "pp", "ep")
 
 
 @lru_cache(maxsize=256)  # asked for twice by every candidate

@@ -84,8 +84,9 @@ class Passes:
     """Seconds of one micro-batch on a rank, and what travels. `outside`: embedding, last norm, head and loss;
     `frozen_*`: what of the parameters has no gradients. `width`: bytes of a block's parameter as it travels.
     `stream_bytes`: of the residual stream as matrix products read it, of all tokens of a micro-batch that a
-    `tp` group has; `kv_bytes`: of keys and values of whole sequences, of a rank's heads. `recomputes`: the
-    backward passes compute the forward ones again; `keeps_attention`: but for attention."""
+    `tp` group has; `kv_bytes`: of keys and values of whole sequences, of a rank's heads;
+    `routed_bytes`: of the rows that go to a block's experts. `recomputes`: the backward passes compute the
+    forward ones again; `keeps_attention`: but for attention."""
 
     num_blocks: int
     forward_block: float
@@ -99,6 +100,7 @@ class Passes:
     overlap: bool
     stream_bytes: int = 0
     kv_bytes: int = 0
+    routed_bytes: int = 0
     recomputes: bool = False
     keeps_attention: bool = False
     frozen_block_params: int = 0

@@ -20,7 +20,9 @@ class Experts(Dense):
 
     @property
     def widths(self) -> Mapping[str, int]:
-        return {**super().widths, "num_experts": self.config.num_experts}
+        config = self.config
+        of_experts = {"num_experts": config.num_experts, "experts_per_token": config.experts_per_token}
+        return {**super().widths, **of_experts}
 
     @property
     def _ffn_channels(self) -> int:

@@ -31,6 +31,7 @@ TECHNIQUES = (
     Technique("tensor", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry == LLAMA),
     Technique("tensor_by_pattern", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry != LLAMA),
     Technique("context", lambda plan: plan.mesh.cp > 1),
+    Technique("experts", lambda plan: plan.mesh.ep > 1),
     Technique("activation_checkpointing", lambda plan: plan.activation_checkpointing != "none"),
     Technique("compile", lambda plan: plan.compile != "off"),
     Technique("fully_shard", lambda plan: plan.mesh.dp_shard > 1),

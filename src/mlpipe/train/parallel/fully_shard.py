@@ -22,7 +22,8 @@ from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.waits import Waits
-from mlpipe.train.world import World
+from mlpipe.train.slices import places
+from mlpipe.train.world import EXPERT_SHARD, World
 
 
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
@@ -44,13 +45,28 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     expects = plan.model.preset is not None or world.device.type != "cpu"
     of_blocks = low if plan.precision == "bf16" and expects else exact
     mesh, reshard = world.device_mesh("dp_replicate", "dp_shard+cp"), plan.reshard_after_forward
+    whole = _shard_experts(module, world, of_blocks, reshard) if plan.mesh.ep > 1 else set()
     for block in model.built.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=of_blocks, reshard_after_forward=reshard)
-    fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard)
+        fully_shard(
+            block, mesh=mesh, mp_policy=of_blocks, reshard_after_forward=reshard, ignored_params=whole
+        )
+    fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard, ignored_params=whole)
     model.waits.time_end_of_backward(module)
     time_collectives(module, model.waits)
     model.gradient_sync = _GradientSync(model, plan).around
     model.after_evaluation = lambda: _forget_forwards(module)
+
+
+def _shard_experts(
+    module: nn.Module, world: World, policy: MixedPrecisionPolicy, reshard: bool
+) -> set[nn.Parameter]:
+    """Over the ranks that have the same ones; those that nobody else has are given back."""
+    mine = [(owner, name) for owner, name, cuts in places(module) if any(cut.axis == "ep" for cut in cuts)]
+    if world.mesh.dp_shard == world.mesh.ep:
+        return {parameter for owner, name in mine if (parameter := owner._parameters[name]) is not None}
+    for owner in {owner: None for owner, _ in mine}:
+        fully_shard(owner, mesh=world.experts[EXPERT_SHARD], mp_policy=policy, reshard_after_forward=reshard)
+    return set()
 
 
 def _refuse_scalars(module: nn.Module) -> None:

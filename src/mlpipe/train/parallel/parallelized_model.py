@@ -14,7 +14,7 @@ from mlpipe.train.model import BuiltModel
 from mlpipe.train.parallel.waits import Waits
 from mlpipe.train.shards import LocalShard, Split
 from mlpipe.train.slices import Slice, slices_of
-from mlpipe.train.world import World
+from mlpipe.train.world import EXPERT_SHARD, World
 
 
 def no_gradient_sync(last: bool) -> AbstractContextManager[None]:
@@ -120,7 +120,8 @@ def _parameter(
         replica_id,
         num_replicas,
         parameter,
-        split=split_over(split[0]) if split else None,
+        # what needs whole rows is refused for experts that lie on several ranks
+        split=split_over(split[0]) if split and split[0] != EXPERT_SHARD else None,
         slices=cuts,
     )
 
