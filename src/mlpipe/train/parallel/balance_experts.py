@@ -28,15 +28,14 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     layers = [module for module in model.built.model.modules() if isinstance(module, MoE)]
     rate = plan.model.build.args["balance_rate"]
     balance = _Balance(model, layers, rate, world)
-    model.gradient_sync, model.after_step = balance.around, balance.after_step
-    model.step_metrics = balance.metrics
+    model.gradient_sync, model.step_metrics = balance.around, balance.end_step
 
 
 class _Balance:
     """`counts_LE`: rows of each layer's experts on this rank, since the first microbatch of the step."""
 
     def __init__(self, model: ParallelizedModel, layers: list[MoE], rate: float, world: World) -> None:
-        self.sync, self.inner_after_step = model.gradient_sync, model.after_step
+        self.sync = model.gradient_sync
         self.rate, self.size = rate, world.size
         shape = (len(layers), layers[0].num_experts)
         self.counts_LE = torch.zeros(shape, dtype=torch.int64, device=world.device)
@@ -45,7 +44,6 @@ class _Balance:
         self.biases = [layer.gate.e_score_correction_bias for layer in layers]
         self.all_reduce = model.waits.timed(dist.all_reduce)
         self.first, self.tells = True, world.rank == 0
-        self.load_LE = torch.ones(shape)
 
     @contextmanager
     def around(self, last: bool) -> Iterator[None]:
@@ -58,21 +56,17 @@ class _Balance:
             yield
 
     @torch.no_grad()
-    def after_step(self) -> None:
-        """The same on every rank."""
-        self.inner_after_step()
+    def end_step(self) -> dict[str, Any]:
+        """Moves the biases, on every rank alike, and says why. Not in `after_step`, which is called after a
+        checkpoint was loaded, too."""
         if self.size > 1:
             self.all_reduce(self.counts_LE)
         counts_LE = self.counts_LE.float()
         mean_L1 = counts_LE.mean(1, keepdim=True)
         torch._foreach_add_(self.biases, list((mean_L1 - counts_LE).sign()), alpha=self.rate)
-        self.load_LE = counts_LE / mean_L1
-
-    def metrics(self) -> dict[str, Any]:
-        """Of the last step."""
         if not self.tells:
             return {}
-        load_LE = self.load_LE.tolist()
+        load_LE = (counts_LE / mean_L1).tolist()
         counts = [0] * len(LOAD_BOUNDS)
         for load in chain.from_iterable(load_LE):
             counts[bisect_left(LOAD_BOUNDS, load)] += 1
