@@ -36,9 +36,9 @@ class ParallelizedModel:
     `after_backward()`, once all passes of the step are done and what they send. `after_step()` brings the
     updated parameters to every rank that computes with them, `after_evaluation()` gives up what forward
     passes without a backward leave. `waits` counts the time that all of these spend waiting for other ranks.
-    `shards`: what this rank updates and stores. `step_metrics()` ends a step, and
-    gives fields of its record that only this model knows, of rank 0. `partial`: modules and names of parameters whose
-    gradients a rank has of its own tokens only, for `sum_partial_gradients`.
+    `shards`: what this rank updates and stores. `step_metrics()` ends a step, and gives fields of its record
+    that only this model knows, of rank 0. `partial`: modules and names of parameters whose gradients a rank
+    has of its own tokens only, for `sum_partial_gradients`.
     """
 
     built: BuiltModel
