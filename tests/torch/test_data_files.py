@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +19,13 @@ from hypothesis import strategies as st
 from kit import plans, sample_files
 from PIL import Image
 
-from mlpipe._core.errors import TrainError
+from mlpipe._core.errors import StoreError, TrainError
 from mlpipe.plan.plan import DataPlan, Entry, FilesPlan, Mesh, ModelPlan, SourcePlan
 from mlpipe.store.open import open_store
-from mlpipe.train import data_files, shard_cache, tar_index, tars
-from mlpipe.train.data import MicrobatchLoader, ReadAhead, fingerprint, open_dataset
+from mlpipe.train import data_files, parquet, shard_cache, tar_index, tars
+from mlpipe.train.data import MicrobatchLoader, ReadAhead, collate, fingerprint, open_dataset
 from mlpipe.train.data_files import base_of, matches
+from mlpipe.train.fields import Fields
 from mlpipe.train.prepare import check_files
 from mlpipe.train.steps_ahead import steps_ahead
 from mlpipe.train.tokenizer import train_tokenizer
@@ -232,11 +234,11 @@ def test_what_cannot_be_is_told_with_its_file_and_sample(folder, tmp_path):
         assert hint in (caught.value.hint or "")
         assert caught.value.kind == "input"
 
-    parquet = files_of("parquet", folder)
+    rows = files_of("parquet", folder)
     first = f"{folder}/parquet/train-0.parquet"
-    refused(data_of(replace(parquet, columns={"y": "z"})), "no column 'z'", first, "it has x, index, text")
-    refused(data_of(replace(parquet, columns={})), "'text' is text", first, "data.tokenizer")
-    refused(data_of(replace(parquet, path=f"{folder}/nowhere")), "no .parquet files", f"{folder}/nowhere")
+    refused(data_of(replace(rows, columns={"y": "z"})), "no column 'z'", first, "it has x, index, text")
+    refused(data_of(replace(rows, columns={})), "'text' is text", first, "data.tokenizer")
+    refused(data_of(replace(rows, path=f"{folder}/nowhere")), "no .parquet files", f"{folder}/nowhere")
     table = pa.table({"x": [1.0, None], "list": [[1], [1, 2]], "when": [{"a": 1}, {"a": 2}]})
     pq.write_table(table, tmp_path / "odd.parquet")
     odd = FilesPlan("parquet", str(tmp_path / "odd.parquet"), None, {"x": "x"}, None)
@@ -319,6 +321,108 @@ def test_a_star_stays_in_its_folder(name, pattern, expected):
     assert matches(name, pattern, ".tar") is expected
 
 
+def test_a_sample_whose_bytes_are_not_there_as_they_are_is_refused(tmp_path):
+    """A hard link would be a sample lost, a sparse file the bytes of others; a size below 0 has no end."""
+
+    def refused(words: str, *infos: tarfile.TarInfo) -> None:
+        written = b"".join(info.tobuf(tarfile.GNU_FORMAT) for info in infos)
+        with pytest.raises(TrainError, match=words) as caught:
+            tars.members_of(io.BytesIO(written + bytes(1024)), "a.tar")
+        assert (caught.value.where, caught.value.kind) == ("a.tar", "input")
+
+    def info(name: str, **changes: object) -> tarfile.TarInfo:
+        made = tarfile.TarInfo(name)
+        for key, value in changes.items():
+            setattr(made, key, value)
+        return made
+
+    refused(
+        "'1.cls' is a link to '0.cls'", info("0.cls"), info("1.cls", type=tarfile.LNKTYPE, linkname="0.cls")
+    )
+    refused("'1.cls' is a link to 'x'", info("1.cls", type=tarfile.SYMTYPE, linkname="x"))
+    refused("'1.cls' is packed sparse", info("1.cls", type=tarfile.GNUTYPE_SPARSE))
+    refused("this is no tar: damaged at byte 0", info("1", size=-512))
+    refused("this is no tar: ", info("1.cls", size=2**63))
+    refused("this is no tar: ", info("1", type=tarfile.XHDTYPE, size=2**63))
+
+
+def test_pictures_keep_their_range_and_broken_ones_are_named(tmp_path):
+    def png(image: Image.Image) -> bytes:
+        written = io.BytesIO()
+        image.save(written, "png")
+        return written.getvalue()
+
+    deep = np.array([[0, 13107, 65535]], dtype=np.uint16)
+    assert tars.decoded("png", png(Image.fromarray(deep))).tolist() == pytest.approx(
+        np.array([[[0.0, 0.2, 1.0]]])
+    )
+    for mode in ("1", "LA"):
+        assert tars.decoded("png", png(Image.new(mode, (2, 2)))).shape == (1, 2, 2)
+    whole = png(Image.effect_noise((64, 64), 50))
+    broken = {"cut": whole[: len(whole) // 2], "else": b"no picture"}
+    path = sample_files.write_tar(tmp_path / "a.tar", {name: {"png": one} for name, one in broken.items()})
+    made = tars.TarSamples(
+        plan := FilesPlan("tars", str(path), None, {}, None), str(path), Fields(plan, 1), 0
+    )
+    for index, words in enumerate((r"sample 'cut': \.png: .*truncated", r"sample 'else': \.png: this is no")):
+        with pytest.raises(TrainError, match=words) as caught:
+            made[index]
+        assert caught.value.where == str(path)
+
+
+def test_an_index_that_is_not_of_these_tars_is_refused(tmp_path):
+    for number in range(2):
+        sample_files.write_tar(tmp_path / f"{number}.tar", {"a": {"cls": b"1"}})
+    assert tar_index.write_index(str(tmp_path)) == 2
+    assert [one.num_samples for one in tars.find_tars(str(tmp_path))] == [1, 1]
+    sample_files.write_tar(tmp_path / "1.tar", {"a": {"npy": bytes(20_000)}})
+    with pytest.raises(TrainError, match=r"bytes, and index.json says") as caught:
+        tars.find_tars(str(tmp_path))
+    assert caught.value.where == f"{tmp_path}/1.tar"
+    (tmp_path / "1.tar").unlink()
+    with pytest.raises(TrainError, match="it is not there") as caught:
+        tars.find_tars(str(tmp_path))
+    assert f"mlpipe-index {tmp_path}" in (caught.value.hint or "")
+    index = json.loads((tmp_path / "index.json").read_text())
+    twice = json.dumps(index | {"tars": index["tars"] * 2}).encode()
+    with pytest.raises(TrainError, match="stands there twice"):
+        tars.read_index(twice, "here")
+
+
+def test_bytes_that_a_bucket_does_not_give_are_not_read_over(bucket, folder, monkeypatch):
+    """pyarrow copies what it gets, however much."""
+    (file,) = data_files.find_files("s3://bucket/parquet/train-0.parquet", ".parquet")[1]
+    opened = data_files.RangeFile("s3://bucket/parquet", file)
+    monkeypatch.setattr(opened.store, "get", lambda key, start, length: bytes(length + 1))
+    with pytest.raises(StoreError, match=r"9 bytes came of 8 from byte 0 on"):
+        opened.read(8)
+
+
+def test_what_cannot_be_stacked_is_told_with_its_sample_and_file(tmp_path):
+    samples = {"a": {"json": b"1"}, "b": {"json": b'"x"'}, "c": {"json": b"[9223372036854775808]"}}
+    path = str(sample_files.write_tar(tmp_path / "a.tar", samples))
+    dataset = tars.TarSamples(plan := FilesPlan("tars", path, None, {}, None), path, Fields(plan, 1), 0)
+    for indices, words in (
+        ([0, 1], r"samples 0 and 1 .*: json \(\) and json str"),
+        ([1], "at 1 gives json str, not a dict"),
+        ([2], "sample 'c': .json: 9223372036854775808 does not fit"),
+    ):
+        with pytest.raises(TrainError, match=words) as caught:
+            collate(dataset, np.array(indices))
+        assert caught.value.where == path
+
+
+def test_columns_may_have_dots_in_their_names(tmp_path):
+    table = pa.table({"a.b": [1], "a": [2], "a.c": [3], "n": [{"x": 4, "y": 5}]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    group = pq.read_metadata(tmp_path / "a.parquet").row_group(0)
+    columns = [group.column(i) for i in range(5)]
+    sizes = [column.total_compressed_size for column in columns]
+    assert parquet._span(group, {"a.b"}) == (4, sizes[0])
+    assert parquet._span(group, {"a"})[1] >= sizes[1]
+    assert parquet._span(group, {"n"})[1] == sum(sizes[3:])
+
+
 def test_a_mixture_may_have_them(folder):
     tars_too = SourcePlan(1.0, None, None, None, None, files_of("tars", folder))
     mix = (SourcePlan(2.0, None, None, None, None, files_of("parquet", folder)), tars_too)
@@ -372,7 +476,10 @@ def test_a_run_goes_on_at_its_sample_under_another_strategy(folder, tmp_path, ki
 
 
 def test_an_index_is_refused_that_names_files_elsewhere(tmp_path):
-    for one in ({"file": "../a.tar"}, {"file": "/a.tar"}, {"sha256": "x"}, {"num_samples": "many"}):
+    for one in (
+        {"file": "../a.tar"}, {"file": "/a.tar"}, {"file": "a\0"}, {"sha256": "x"}, {"num_samples": "many"},
+        {"num_samples": -1}, {"num_samples": 2**70}, {"size_bytes": -1}, {"size_bytes": float("inf")},
+    ):  # fmt: skip
         entry = {"file": "a.tar", "size_bytes": 1, "sha256": "0" * 64, "num_samples": 1, **one}
         with pytest.raises(TrainError, match="this is no index of tars"):
             tars.read_index(json.dumps({"format": 1, "tars": [entry]}).encode(), "here")

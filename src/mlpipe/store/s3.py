@@ -23,7 +23,7 @@ from mlpipe._core.ids import BUCKET_RULE, is_bucket
 from mlpipe.store import s3_identity
 from mlpipe.store.base import Buffer, LogWriter, ObjectInfo, check_key, check_prefix
 from mlpipe.store.checksum import crc32c as sum_of
-from mlpipe.store.s3_http import Endpoint, S3Client
+from mlpipe.store.s3_http import Endpoint, Reply, S3Client
 from mlpipe.store.s3_log import S3LogWriter, chunks_of, logs_in
 
 DEADLINE_SECONDS = 90.0
@@ -140,13 +140,22 @@ class S3Store:
         if reply.status == 416:
             return b""  # starts at or after the end
         data = reply.data
+        self._check_start(key, reply, start)
         return data if reply.status == 206 else data[start : None if length is None else start + length]
 
     def get_into(self, key: str, buffer: Buffer, *, start: int = 0) -> None:
         view = memoryview(buffer).cast("B")
         if len(view):
             headers = {"Range": f"bytes={start}-{start + len(view) - 1}"}
-            self._client.call("GET", self._name(key), headers=headers, into=view, accept=(206,))
+            reply = self._client.call("GET", self._name(key), headers=headers, into=view, accept=(206,))
+            self._check_start(key, reply, start)
+
+    def _check_start(self, key: str, reply: Reply, start: int) -> None:
+        """Raises StoreError for a part that lies elsewhere."""
+        given = reply.headers.get("Content-Range", "")
+        if reply.status == 206 and given and not given.startswith(f"bytes {start}-"):
+            words = f"asked for the bytes from {start} on, the server gave {given!r}"
+            raise StoreError(words, where=f"{self.url}/{key}", hint="look at what stands between")
 
     def get_with_etag(self, key: str) -> tuple[bytes, str]:
         reply = self._client.call("GET", self._name(key))

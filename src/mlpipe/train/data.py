@@ -281,7 +281,7 @@ def _is_sample(value: Any) -> bool:
 
 def _no_sample(of: str, found: Any, where: str) -> TrainError:
     return TrainError(
-        f"its data set {of}gives {type(found).__name__}, not a dict of tensors",
+        f"its data set {of}gives {_form(found)}, not a dict of tensors",
         where=where,
         hint='return {"inputs": tensor, "targets": tensor} for each index, or name a function that makes a '
         "batch of such samples: data.collate",
@@ -459,9 +459,13 @@ def _joined(dataset: Any, samples: list[Any], numbers: Sequence[int] | NDArray[n
         return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
     except (RuntimeError, KeyError, TypeError) as error:
         odd = next((i for i, sample in enumerate(samples) if _form(sample) != _form(samples[0])), None)
-        if odd is None:
-            raise
-        raise _unlike(numbers[0], samples[0], numbers[odd], samples[odd], type(dataset).__name__) from error
+        at = int(numbers[odd or 0])
+        where = dataset.where(at) if isinstance(dataset, Windowed) else type(dataset).__name__
+        if odd is not None:
+            raise _unlike(numbers[0], samples[0], at, samples[odd], where) from error
+        if not _is_sample(samples[0]):
+            raise _no_sample(f"at {at} ", samples[0], where) from error
+        raise
 
 
 def _sample(dataset: Any, index: int) -> Any:
@@ -486,4 +490,7 @@ def _form(sample: Any) -> str:
     """Keys and shapes."""
     if not isinstance(sample, dict):
         return type(sample).__name__
-    return ", ".join(f"{key} {tuple(getattr(value, 'shape', ()))}" for key, value in sample.items())
+    return ", ".join(
+        f"{key} {tuple(value.shape) if hasattr(value, 'shape') else type(value).__name__}"
+        for key, value in sample.items()
+    )

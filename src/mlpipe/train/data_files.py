@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from glob import glob
 from pathlib import Path, PurePosixPath
 
-from mlpipe._core.errors import TrainError
+from mlpipe._core.errors import StoreError, TrainError
 from mlpipe.store.open import open_store
 from mlpipe.store.outputs import cache_folder
 from mlpipe.train.shard_cache import CachedFile, ShardCache
@@ -87,7 +87,7 @@ def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 def _in_folder(base: str, pattern: str | None, suffix: str) -> list[DataFile]:
     names = glob(pattern or f"**/*{suffix}", root_dir=base, recursive=True)
-    paths = [(name, path) for name in sorted(names) if (path := Path(base, name)).is_file()]
+    paths = [(name, path) for name in sorted(set(names)) if (path := Path(base, name)).is_file()]
     return [DataFile(name, path.stat().st_size, path.stat().st_mtime, path) for name, path in paths]
 
 
@@ -139,5 +139,11 @@ class RangeFile(io.RawIOBase):
             found = self.copy[begin : begin + count]
         else:
             found = self.store.get(self.file.name, start=self.position, length=count) if count else b""
+            if len(found) != count:  # who reads has room for these
+                raise StoreError(
+                    f"{len(found)} bytes came of {count} from byte {self.position} on",
+                    where=f"{self.store.url.rstrip('/')}/{self.file.name}",
+                    hint="it has changed since it was listed, or the server gives other bytes than asked for",
+                )
         self.position += len(found)
         return found

@@ -88,7 +88,9 @@ def tensor_of(value: Any) -> Any:
         array = np.array(value)
     except ValueError:
         return value  # of different lengths
-    if array.dtype.kind not in "biuf":
+    if array.dtype.kind == "u":
+        raise ValueError(f"{array.max()} does not fit into int64")
+    if array.dtype.kind not in "bif":
         return value
     kinds = {"b": np.bool_, "f": np.float32}
     return torch.from_numpy(array.astype(kinds.get(array.dtype.kind, np.int64)))

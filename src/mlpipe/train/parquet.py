@@ -69,9 +69,9 @@ class ParquetRows(Windowed):
             raise
         except Exception as error:
             raise TrainError(
-                f"row {row} of row group {group.number}: {error or type(error).__name__}",
+                f"row {row} of row group {group.number}: {str(error) or type(error).__name__}",
                 where=self.where(index),
-                kind="input",
+                kind="infrastructure" if getattr(error, "errno", None) else "input",  # pyarrow's have none
             ) from error
 
     def where(self, index: int) -> str:
@@ -148,7 +148,7 @@ def _span(group: Any, names: set[str]) -> tuple[int, int]:
     begins, ends = [], []
     for i in range(group.num_columns):
         column = group.column(i)
-        if column.path_in_schema.partition(".")[0] in names:
+        if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names):
             begin = column.data_page_offset
             if column.has_dictionary_page and column.dictionary_page_offset:
                 begin = min(begin, column.dictionary_page_offset)

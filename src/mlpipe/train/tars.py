@@ -10,6 +10,7 @@ and writes index.json beside the tars; of a folder of this machine they are coun
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -90,10 +91,12 @@ class TarSamples(Windowed):
         except KeyError as error:
             has = ", ".join(member.places)
             raise self._bad(index, member.key, f"has no {error}", f"it has {has}") from error
-        except (MlpipeError, OSError):
+        except MlpipeError:
             raise
+        except OSError as error:
+            raise _unread(error, self.where(index)) from error
         except Exception as error:
-            words = f".{name}: {error or type(error).__name__}"
+            words = f".{name}: {str(error) or type(error).__name__}"
             raise self._bad(index, member.key, words, None) from error
 
     def where(self, index: int) -> str:
@@ -118,18 +121,21 @@ class TarSamples(Windowed):
         with os.fdopen(os.dup(file), "rb") as copy:
             members = members_of(copy, f"{self.url}/{tar.file.name}")
         if len(members) != tar.num_samples:
-            raise TrainError(
-                f"{len(members)} samples, and {INDEX} says {tar.num_samples}",
-                where=f"{self.url}/{tar.file.name}",
-                hint=f"write it anew: mlpipe-index {self.url}",
-                kind="input",
+            raise _stale(
+                f"{len(members)} samples, and {INDEX if tar.file.sha256 else 'the count at the start'} "
+                f"says {tar.num_samples}",
+                f"{self.url}/{tar.file.name}",
+                self.url,
             )
         self._open[number] = file, members
         return self._open[number]
 
     def _descriptor(self, tar: Tar) -> int:
         if tar.path is not None:
-            return os.open(tar.path, os.O_RDONLY)
+            try:
+                return os.open(tar.path, os.O_RDONLY)
+            except OSError as error:
+                raise _unread(error, str(tar.path)) from error
         for _ in range(_TRIES):
             with suppress(FileNotFoundError):  # another rank has just made room
                 return os.open(self.cache.get(tar.file), os.O_RDONLY)
@@ -163,7 +169,27 @@ def find_tars(path: str) -> list[Tar]:
         raise TrainError(f"{INDEX} names no such tar", where=path, kind="input")
     if folder is None:
         return tars
-    return [Tar(tar.file, tar.num_samples, folder / tar.file.name) for tar in tars]
+    return [_at_hand(tar, folder) for tar in tars]
+
+
+def _at_hand(tar: Tar, folder: Path) -> Tar:
+    path = folder / tar.file.name
+    try:
+        size_bytes = path.stat().st_size
+    except FileNotFoundError as error:
+        raise _stale(f"{INDEX} names it, and it is not there", str(path), str(folder)) from error
+    if size_bytes != tar.file.size_bytes:
+        words = f"{size_bytes} bytes, and {INDEX} says {tar.file.size_bytes}"
+        raise _stale(words, str(path), str(folder))
+    return Tar(tar.file, tar.num_samples, path)
+
+
+def _stale(words: str, where: str, folder: str) -> TrainError:
+    return TrainError(words, where=where, hint=f"write it anew: mlpipe-index {folder}", kind="input")
+
+
+def _unread(error: OSError, where: str) -> TrainError:
+    return TrainError(f"cannot be read: {error.strerror or error}", where=where, kind="infrastructure")
 
 
 def read_index(text: bytes, where: str) -> list[Tar]:
@@ -174,16 +200,25 @@ def read_index(text: bytes, where: str) -> list[Tar]:
             raise ValueError(f"format {document['format']!r}, this mlpipe reads 1")
         tars = []
         for one in document["tars"]:
-            name, size, digest = one["file"], int(one["size_bytes"]), one["sha256"]
-            if name.startswith("/") or ".." in name.split("/") or not re.fullmatch("[0-9a-f]{64}", digest):
+            name, size, digest = one["file"], _count(one["size_bytes"]), one["sha256"]
+            is_below = not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
+            if not is_below or not re.fullmatch("[0-9a-f]{64}", digest):
                 raise ValueError(f"{name!r} with {digest!r} is no file below this folder")
-            tars.append(Tar(CachedFile(name, size, digest), int(one["num_samples"]), None))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            tars.append(Tar(CachedFile(name, size, digest), _count(one["num_samples"]), None))
+        if len({tar.file.name for tar in tars}) < len(tars):
+            raise ValueError("a file stands there twice")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         hint = "write it anew with mlpipe-index"
         raise TrainError(
             f"this is no index of tars: {error!r}", where=where, hint=hint, kind="input"
         ) from error
     return sorted(tars, key=lambda tar: tar.file.name)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**48:
+        raise ValueError(f"{value!r} is no number of bytes or samples")
+    return value
 
 
 def _counted(path: Path, name: str) -> Tar:
@@ -194,14 +229,24 @@ def _counted(path: Path, name: str) -> Tar:
 
 def members_of(file: Any, where: str) -> list[Member]:
     """The samples of an open tar, in its order. Raises TrainError (input) for what is no plain tar, and where
-    a sample has two files of one extension."""
+    a sample has two files of one extension, or one whose bytes do not lie there as they are."""
     members: list[Member] = []
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for info in tar:
+                if info.size < 0:  # it would come again and again
+                    raise tarfile.ReadError(f"damaged at byte {info.offset}")
                 key, extension = _parts(info.name)
-                if not info.isreg() or not extension:
+                if not extension or not (info.isreg() or info.issym() or info.islnk()):
                     continue
+                if not info.isreg() or info.issparse():
+                    what = "is packed sparse" if info.isreg() else f"is a link to {info.linkname!r}"
+                    raise TrainError(
+                        f"{info.name!r} {what}",
+                        where=where,
+                        hint="pack it whole: tar --dereference --hard-dereference, without --sparse",
+                        kind="input",
+                    )
                 if not members or members[-1].key != key:
                     members.append(Member(key, {}))
                 if extension in members[-1].places:
@@ -212,9 +257,13 @@ def members_of(file: Any, where: str) -> list[Member]:
         file.seek(end)
         if file.read(512).strip(b"\0"):  # tarfile takes what it cannot read for the end
             raise tarfile.ReadError(f"damaged at byte {end}")
-    except tarfile.TarError as error:
+    except (tarfile.TarError, ValueError, OverflowError, MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which a size below 0 is
+            raise
         hint = "tars that are compressed cannot be read at any place: unpack them once (gunzip, zstd -d)"
-        raise TrainError(f"this is no tar: {error}", where=where, hint=hint, kind="input") from error
+        raise TrainError(
+            f"this is no tar: {str(error) or type(error).__name__}", where=where, hint=hint, kind="input"
+        ) from error
     return members
 
 
@@ -241,8 +290,17 @@ def _image(data: bytes) -> torch.Tensor:
         from PIL import Image
     except ImportError:
         raise ValueError("images are decoded by Pillow, which is not installed: pip install pillow") from None
-    with Image.open(io.BytesIO(data)) as image:
-        pixels = np.array(image if image.mode == "L" else image.convert("RGB"), dtype=np.float32) / 255
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            if image.mode.startswith("I"):  # 16 bits, of which a conversion would keep the lowest
+                pixels = np.array(image, dtype=np.float32) / 65535
+            else:
+                mode = "L" if image.mode in ("1", "L", "LA") else "RGB"
+                pixels = np.array(image.convert(mode), dtype=np.float32) / 255
+    except Image.UnidentifiedImageError:
+        raise ValueError("this is no picture") from None
+    except OSError as error:  # not the disk's
+        raise ValueError(str(error)) from error
     return torch.from_numpy(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1).copy())
 
 

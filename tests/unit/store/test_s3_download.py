@@ -24,6 +24,8 @@ class Handler(BaseHTTPRequestHandler):
         fault = self.server.faults.pop(0) if self.server.faults else ""
         body = DATA + b"more" if fault == "long" else DATA[:-4] if fault == "short" else DATA
         self.send_response(206)
+        start = 1 if fault == "elsewhere" else 0
+        self.send_header("Content-Range", f"bytes {start}-{start + len(DATA) - 1}/{2 * len(DATA)}")
         if fault == "endless":  # no length: the end of the connection ends it
             self.send_header("Connection", "close")
             body = DATA + b"more"
@@ -78,3 +80,13 @@ def test_another_length_is_an_error(server, store, fault, message):
     target = bytearray(len(DATA))
     store.get_into("object", target)  # what was left of that reply is not read as the next
     assert target == DATA
+
+
+def test_bytes_of_another_place_are_an_error(server, store):
+    for read in (
+        lambda: store.get_into("object", bytearray(len(DATA))),
+        lambda: store.get("object", length=9),
+    ):
+        server.faults = ["elsewhere"]
+        with pytest.raises(StoreError, match="asked for the bytes from 0 on, the server gave 'bytes 1-"):
+            read()

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -616,6 +617,16 @@ def test_trials_that_would_have_no_gpu_are_refused_before_anything_is_written(st
         made(store, tmp_path, {"seed": "0..1"}, max_parallel=2)
     assert not store.exists("runs/s/run.json")
     made(store, tmp_path, {"seed": [1]}, max_parallel=2)  # one trial has the one GPU
+
+
+def test_there_are_no_more_parts_of_a_machine_than_trials(store, tmp_path, monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(
+        controller, "part_of_machine", lambda _, __, num_slots: asked.append(num_slots) or nullcontext()
+    )
+    made(store, tmp_path, {"seed": "0..1"}, max_parallel=8)
+    assert drive(store).state == "done"
+    assert set(asked) == {2}
 
 
 def test_an_id_that_is_taken_or_too_long_is_refused(store, tmp_path):

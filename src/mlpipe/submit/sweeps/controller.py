@@ -30,7 +30,7 @@ from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.held_lease import HeldLease, update_held
 from mlpipe.submit.submission import Console, Submission
 from mlpipe.submit.sweeps.asha import goes_on, rungs
-from mlpipe.submit.sweeps.create import sweep_of, trial_submission
+from mlpipe.submit.sweeps.create import slots_of, sweep_of, trial_submission
 from mlpipe.submit.sweeps.promote import promote_best
 from mlpipe.submit.sweeps.slots import part_of_machine
 from mlpipe.submit.sweeps.tpe import suggest
@@ -132,6 +132,7 @@ class _Controller:
         self._sweep, self._id = sweep_of(submission), submission.run_id or ""
         self._rungs = _rungs(submission)
         self.state = runs.read_run(store, self._id)
+        self._num_slots = slots_of(self._sweep)
         self._following: dict[str, _Following] = {}
         self._look_seconds = _LOOK_SECONDS[store.local_path("runs") is None]
         self._looked_for_cancel = 0.0
@@ -178,7 +179,7 @@ class _Controller:
 
     def _start(self, name: str) -> None:
         taken = {trial.outcome.get("slot") for trial in self._stages("running")}
-        slot = min(set(range(self._sweep.max_parallel)) - taken)
+        slot = min(set(range(self._num_slots)) - taken)
         values = sweeps.values_of(self.state, name) or self._suggested(name)
 
         def change(run: RunState) -> RunState:
@@ -232,8 +233,8 @@ class _Controller:
         if adopt and run.state in runs.RUN_ENDED and run.message not in (STOPPED, _TERMINATED):
             return run
         self._following.setdefault(name, _Following(run))  # for a second signal while its driver starts
-        slot = int(self.state.stages[name].outcome.get("slot", 0)) % self._sweep.max_parallel
-        with part_of_machine(self._backend, slot, self._sweep.max_parallel):
+        slot = int(self.state.stages[name].outcome.get("slot", 0)) % self._num_slots
+        with part_of_machine(self._backend, slot, self._num_slots):
             DriveRequest(
                 self._backend, store, run_id, submission.pipeline, None, self._console
             ).start_driver()

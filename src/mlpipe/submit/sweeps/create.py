@@ -40,7 +40,7 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
     names = [trial_name(number) for number in range(num_trials(sweep))]
     values = dict(zip(names, planned(sweep), strict=False))
     first = trial_submission(submission, sweep_id, names[0], values.get(names[0]) or suggest(sweep, 0, ()))
-    _check(backend, first, console, sweep.max_parallel, len(names))
+    _check(backend, first, console, slots_of(sweep))
     store.probe()
     return record(
         store,
@@ -54,18 +54,23 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
     )
 
 
-def _check(backend: Backend, first: Submission, console: Console, max_parallel: int, num_trials: int) -> None:
+def slots_of(sweep: Sweep) -> int:
+    """Parts of this machine: no more than there are trials."""
+    return min(sweep.max_parallel, num_trials(sweep))
+
+
+def _check(backend: Backend, first: Submission, console: Console, num_slots: int) -> None:
     """Raises what `Backend.check` raises. On this machine the first part is the smallest, and with fewer GPUs
     than parts the last has none."""
-    if backend.has_own_driver or max_parallel == 1:
+    if backend.has_own_driver or num_slots == 1:
         backend.check(first, console, is_new=True)
         return
-    for slot in sorted({0, min(max_parallel, num_trials) - 1}):
+    for slot in sorted({0, num_slots - 1}):
         try:
-            with part_of_machine(backend, slot, max_parallel):
+            with part_of_machine(backend, slot, num_slots):
                 backend.check(first, console, is_new=True)
         except MlpipeError as error:
-            told = f"each trial has 1/{max_parallel} of this machine: lower sweep.max_parallel"
+            told = f"each trial has 1/{num_slots} of this machine: lower sweep.max_parallel"
             error.hint = f"{error.hint}; {told}" if error.hint else told
             raise
 
