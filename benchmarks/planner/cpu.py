@@ -29,7 +29,7 @@ from mlpipe.plan.build import build_plan, stage_hardware
 from mlpipe.plan.candidates import pick
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.shapes.dense import planned
+from mlpipe.plan.shapes.presets import planned
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
 

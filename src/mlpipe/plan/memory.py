@@ -57,7 +57,7 @@ class MemoryEstimate:
 
 
 def rank_tensors(work: RankWork) -> RankTensors:
-    """What a rank holds. Raises PlanError for a mesh that nobody can plan for."""
+    """What a rank holds."""
     tensors = _whole(work)
     for axis in active(work.layout.mesh):
         tensors = axis.divide(tensors, work)

@@ -71,7 +71,6 @@ class Pricer:
         self._known: dict[tuple[Choices, Part, int], tuple[StepShape, Activations, Passes]] = {}
 
     def candidate(self, strategy: Strategy, mesh: Mesh, choices: Choices, *, asked: bool) -> Candidate:
-        """Raises PlanError for a mesh that nobody can plan for."""
         ranks = [self._on_one_rank(choices, mesh, part) for part in self._parts(mesh)]
         step, activations, step_passes = max(ranks, key=lambda rank: rank[2].compute)
         hardware, training = self.hardware, self.training
@@ -110,7 +109,7 @@ class Pricer:
 
     def bounds(self, mesh: Mesh, choices: Choices) -> tuple[float, int]:
         """Seconds and bytes that no candidate is below which differs from this in its data axes alone (of as
-        many data ranks). Raises PlanError for a mesh that nobody can plan for."""
+        many data ranks)."""
         ranks = [self._on_one_rank(choices, mesh, part) for part in self._parts(mesh)]
         step, activations, step_passes = max(ranks, key=lambda rank: rank[2].compute)
         hardware, parameters = self.hardware, self.shape.parameters.of(step.part)
@@ -118,7 +117,7 @@ class Pricer:
         shared = sum(axis.exposed_seconds(step_passes, wire, layout) for axis in active(without_data(mesh)))
         most = mesh.num_data_ranks * mesh.cp
         states = total(parameters.sharded(most, WEIGHT_BYTES))
-        states += total(self.training.optimizer.states(parameters, most))
+        states += total(self.training.optimizer.states(parameters.trained, most))
         held = total(activations.saved) + activations.logit_bytes
         speed = hardware.speed
         return speed.time_ratio * (step_passes.compute + shared), int(speed.memory_ratio * (states + held))

@@ -95,8 +95,9 @@ def layouts(mesh: Mesh, hardware: Hardware) -> Iterator[tuple[Strategy, Mesh]]:
             if data.dp_shard % mesh.ep or mesh.ep > 1 < data.dp_replicate:  # as `_core/meshes.py` has it
                 continue
             whole = replace(mesh, dp_replicate=data.dp_replicate, dp_shard=data.dp_shard)
-            key = (whole, bool(settings.FLAGS) and rest > 1, "reshard_after_forward" in settings.FLAGS)
-            if key not in seen:  # of one data rank the strategies are one
+            flags = settings.FLAGS if rest > 1 else {}  # of one data rank the strategies are one
+            key = (whole, bool(flags), "reshard_after_forward" in flags)
+            if key not in seen:
                 seen.add(key)
                 yield strategy, whole
 

@@ -45,8 +45,14 @@ class Wire:
         return (2 if on_cpu else 1) * self._ring(num_bytes, num_ranks, stride)
 
     def all_to_all(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
-        """Each rank has a share of the tensor, and sends each other rank as much of it."""
-        return self._ring(num_bytes / num_ranks, num_ranks, stride)
+        """Each rank has a share of the tensor, and sends each other rank as much of it: what is for other
+        nodes by its own network port."""
+        share, members = num_bytes / num_ranks, max(1, self.hardware.devices_per_node // stride)
+        leaving = share * max(0, num_ranks - members) / num_ranks
+        slowest = leaving / self.hardware.speed.network_bytes_per_second
+        if self.hardware.device == "cuda":
+            slowest /= _WIRE_RATIO
+        return max(self._ring(share, num_ranks, stride), slowest)
 
     def send(self, num_bytes: float, stride: int) -> float:
         """To one rank that is so many ranks away."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from kit.shapes import rank_work
 
-from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import PRESETS, LlamaConfig
 from mlpipe.plan.allocators import gloo
 from mlpipe.plan.memory import MemoryEstimate, estimate, rank_tensors, saved_bytes
@@ -221,11 +220,3 @@ def test_what_a_rank_saves_is_its_part_of_what_all_hold_once() -> None:
     sizes = Dense(PRESETS["llama-1b"]).parameters
     assert saved_bytes(sizes, OptimizerCost(8), 8) / 2**30 == pytest.approx(1.73, abs=0.005)
     assert saved_bytes(sizes, OptimizerCost(2), 1) == 6 * sizes.total
-
-
-@pytest.mark.parametrize("axis", ["pp"])
-def test_an_axis_that_nobody_can_plan_for_is_refused(axis: str) -> None:
-    work = rank_work(SIZES, "fsdp", Mesh(dp_shard=2, **{axis: 2}))
-    with pytest.raises(PlanError, match=f"the mesh has {axis} 2") as caught:
-        rank_tensors(work)
-    assert f"make {axis} 1" in str(caught.value.hint)

@@ -9,14 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlpipe._core.presets import PRESETS
+from mlpipe.plan.axes import dp_replicate
+from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import GPUS, Hardware
+from mlpipe.plan.kernels import copy_seconds
+from mlpipe.plan.memory import rank_tensors
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.pricing import Choices, Pricer, Training
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import ParameterCounts, Part, StepShape
 from mlpipe.plan.tensors import total
+from mlpipe.plan.time import passes
+from mlpipe.plan.wire import Wire
 
 pytestmark = pytest.mark.unit
 SHAPE = Dense(PRESETS["llama-8b"])
@@ -75,6 +81,61 @@ def test_tensor_parallelism_divides_all_activations_but_what_every_product_reads
     assert alone.logit_bytes - split.logit_bytes == pytest.approx(logits * 3 / 4, rel=0.2)
 
 
+@given(st.sampled_from(["llama-8b", "llama-8m", "llama-125m"]), st.sampled_from([1, 2, 4]), st.booleans())
+def test_an_embedding_as_large_as_a_matrix_of_a_block_is_none(name: str, tp: int, tied: bool) -> None:
+    """Of a vocabulary of as many tokens as the feed-forward has channels."""
+    config = dataclasses.replace(PRESETS[name], tied=tied)
+    config = dataclasses.replace(config, vocab_size=config.ffn_dim)
+    part = Dense(config).parameters.of(Part(tp=tp))
+    embeddings = config.num_embedding_params() * (1 if tied else 2) // tp
+    assert part.outside == embeddings + config.dim
+    assert part.total == counted(part)
+
+
+def test_each_microbatch_of_a_pipeline_keeps_what_is_cast_for_it() -> None:
+    """In bf16 without recomputation, of 8 stages of 4 blocks with 8 microbatches: the first rank holds all 8
+    with their copies of its blocks' weights. FSDP casts once, recomputation again; so neither keeps them."""
+    config = SHAPE.config
+    block = 2 * 4 * (config.num_layer_params() - 2 * config.dim)
+
+    def held(mesh: Mesh, mode: str, precision: str) -> int:
+        part = Part(num_blocks=4, is_last=False)
+        step = StepShape(8192, 1, 8, precision, mode, compiled=False, part=part)
+        work = RankWork(
+            SHAPE.parameters.of(part),
+            SHAPE.activations(step, "cuda"),
+            step,
+            Layout(mesh),
+            OptimizerCost(8),
+            True,
+        )
+        return rank_tensors(work).activation_bytes
+
+    def saved(mode: str, precision: str) -> int:
+        part = Part(num_blocks=4, is_last=False)
+        made = SHAPE.activations(StepShape(8192, 1, 8, precision, mode, False, part), "cuda")
+        return total(made.saved)
+
+    alone, sharded = Mesh(pp=8), Mesh(pp=8, dp_shard=2)
+    once = held(Mesh(), "none", "bf16")
+    copies = held(alone, "none", "bf16") - once - 7 * saved("none", "bf16")
+    assert copies == pytest.approx(7 * block, rel=1e-3)
+    assert held(sharded, "none", "bf16") == once + 7 * saved("none", "bf16")
+    assert held(alone, "full", "bf16") == held(sharded, "full", "bf16")
+    assert held(alone, "none", "fp32") == held(sharded, "none", "fp32")
+
+
+def test_a_stage_keeps_what_it_has_sent() -> None:
+    """8,192 tokens of 4,096 channels in fp32, until its backward pass."""
+    config = SHAPE.config
+    sent, last = (
+        total(SHAPE.activations(StepShape(8192, 1, 1, "bf16", "full", False, part), "cuda").saved)
+        for part in (Part(num_blocks=4, is_last=False), Part(num_blocks=4, is_first=False))
+    )
+    assert sent == 8192 * 4 * config.dim * (4 + 1)
+    assert last == 8192 * config.dim * (4 * 4 + 4 + 2)
+
+
 def test_context_parallelism_divides_all_activations() -> None:
     step = StepShape(8192, 1, 1, "bf16", "none", compiled=False)
     alone, split = (SHAPE.activations(dataclasses.replace(step, part=Part(cp=cp)), "cuda") for cp in (1, 4))
@@ -99,6 +160,32 @@ def test_tensor_parallelism_is_for_the_links_inside_a_node() -> None:
     assert across.seconds is not None
     assert across.seconds.communication > 5 * inside.seconds.communication
     assert across.seconds.compute == pytest.approx(inside.seconds.compute)
+
+
+def test_what_is_for_other_nodes_leaves_by_a_port_of_its_own() -> None:
+    """A GiB in all of 16 ranks on two nodes: each sends half of its 64 MiB to the other node."""
+    gpu, wire = GPUS["H100-80GB"], Wire(gpus(2))
+    least = 2**26 / 2 / (0.8 * gpu.speed.network_bytes_per_second)
+    assert wire.all_to_all(2**30, 16) == pytest.approx(least)
+    assert wire.all_to_all(2**30, 8) < 2**27 / (0.8 * gpu.speed.link_bytes_per_second) + 1e-4
+    assert wire.all_to_all(2**30, 2, stride=8) >= 2**29 / 2 / (0.8 * gpu.speed.network_bytes_per_second)
+
+
+def test_updated_slices_are_gathered_from_those_that_have_them() -> None:
+    """Ranks of a context group update the same ones (`train/parallel/shard_optimizer.py`)."""
+    wire, passes = Wire(gpus()), _passes()
+    layout = Layout(Mesh(dp_replicate=2, cp=4), shard_optimizer=True)
+    plain = dataclasses.replace(layout, shard_optimizer=False)
+    gathering = dp_replicate.exposed_seconds(passes, wire, layout)
+    gathering -= dp_replicate.exposed_seconds(passes, wire, plain)
+    num_bytes = 4 * passes.num_trained_params
+    copies = copy_seconds(2 * num_bytes, wire.hardware.speed)
+    assert gathering == pytest.approx(wire.all_gather(num_bytes, 2, 4) + copies)
+
+
+def _passes() -> Passes:
+    step = StepShape(8192, 1, 1, "bf16", "none", compiled=False)
+    return passes(SHAPE, step, gpus())
 
 
 def test_collectives_of_tensor_parallelism_by_hand() -> None:

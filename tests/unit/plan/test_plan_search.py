@@ -70,8 +70,11 @@ def test_pruning_loses_nothing(preset: str, batch: int, gib: int, monkeypatch: p
     assert choose(pruned)[0] == expected[0]
 
 
-def test_bounds_are_below_every_layout_of_the_data_axes() -> None:
-    spec, shape, hardware = asked(*sized("llama-8b", 2, 32))
+@pytest.mark.parametrize(
+    ("preset", "changes"), [("llama-8b", []), ("llama-70b", ["train.freeze=[layers.*]"])]
+)
+def test_bounds_are_below_every_layout_of_the_data_axes(preset: str, changes: list[str]) -> None:
+    spec, shape, hardware = asked(*sized(preset, 2, 32), *changes)
     pricer = Pricer(shape, candidates._training(spec), hardware)
     for mesh in (Mesh(dp_shard=16), Mesh(dp_shard=8, tp=2), Mesh(dp_shard=2, tp=8)):
         for size in (1, 2):

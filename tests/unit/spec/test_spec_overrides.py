@@ -127,7 +127,7 @@ def test_mistakes_name_the_override(override: str, says: str) -> None:
             "decay_steps 151 is more than the 150 steps",
         ),
         ("train.hang_timeout=1 s", "train.hang_timeout=999 ms", "'999 ms' would end any run"),
-        ("train.data.batch_size=2", "train.data.batch_size=1", "cannot be split evenly over 2 workers"),
+        ("train.data.batch_size=2", "train.data.batch_size=3", "cannot be split evenly over 2 workers"),
         (
             "train.data={tokens: x, batch_tokens: 256}",
             "train.data={tokens: x, batch_tokens: 100}",

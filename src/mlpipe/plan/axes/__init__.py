@@ -12,7 +12,6 @@ from functools import lru_cache
 from importlib import import_module
 from typing import cast
 
-from mlpipe._core.errors import PlanError
 from mlpipe.plan.axes.axis import Axis
 from mlpipe.plan.plan import Mesh
 
@@ -22,14 +21,8 @@ AXES = ("tp", "dp_shard", "dp_replicate", "cp", "pp", "ep")
 @lru_cache(maxsize=256)  # asked for twice by every candidate
 def active(mesh: Mesh) -> tuple[Axis, ...]:
     """Those that are larger than 1; where nothing is sharded, the gradients are reduced over `cp` as over
-    `dp_replicate`. Raises PlanError for one that nobody can plan for yet."""
+    `dp_replicate`."""
     sizes = {name: size for name, size in vars(mesh).items() if size > 1}
-    for name, size in sizes.items():
-        if name not in AXES:
-            raise PlanError(
-                f"the mesh has {name} {size}, and nothing can be split over {name} yet",
-                hint=f"make {name} 1; these may be larger: {', '.join(AXES)}",
-            )
     if mesh.cp > 1 == mesh.dp_shard:
         sizes["dp_replicate"] = mesh.dp_replicate * mesh.cp
     return tuple(

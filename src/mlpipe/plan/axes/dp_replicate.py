@@ -47,7 +47,7 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
         exposed = max(last, exposed - passes.backward)
     if layout.shard_optimizer:
         num_bytes = WEIGHT_BYTES * passes.num_trained_params
-        exposed += wire.all_gather(num_bytes, num_ranks, stride)
+        exposed += wire.all_gather(num_bytes, layout.num_updating_ranks, stride * layout.mesh.cp)
         if not wire.hardware.speed.gather_bytes_per_second:  # else measured with it
             exposed += copy_seconds(2 * num_bytes, wire.hardware.speed)
     return exposed

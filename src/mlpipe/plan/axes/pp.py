@@ -10,17 +10,19 @@ from mlpipe._core.pipelines import stages_per_rank
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.pipelining import bubble_passes, num_held
 from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
-from mlpipe.plan.tensors import WEIGHT_BYTES, RankTensors, Tensors, total
+from mlpipe.plan.tensors import COMPUTE_BYTES, WEIGHT_BYTES, RankTensors, Tensors, total
 from mlpipe.plan.wire import Wire
 
 
 def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
-    """Of each further microbatch that is held what autograd saved, and on the last rank the gradient of its
-    logits. Gradients of replicas are averaged when all passes are done, through one bucket."""
+    """Of each further microbatch that is held what autograd saved, on the last rank the gradient of its
+    logits, and autocast's copies of the weights. Gradients of replicas are averaged when all passes are done,
+    through one bucket."""
     layout, step = work.layout, work.step
     rank = 0 if step.part.is_first else layout.mesh.pp - 1 if step.part.is_last else 1
     held = num_held(layout.schedule, rank, layout.mesh.pp, step.accumulation)
-    more = int((held - 1) * (total(tensors.saved) + work.activations.logit_bytes / 2))
+    each = total(tensors.saved) + work.activations.logit_bytes / 2 + _cast_bytes(work)
+    more = int((held - 1) * each)
     bucket = 0
     if layout.num_replicas > 1 and layout.mesh.dp_shard == 1:
         bucket = min(GATHER_BUCKET_BYTES, total(tensors.gradients))
@@ -32,6 +34,18 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
         buffers=tensors.buffers + bucket,
         moments=moments,
     )
+
+
+def _cast_bytes(work: RankWork) -> int:
+    """Of the weights that autocast casts anew for each microbatch, which autograd keeps with it: of the head,
+    and of blocks that neither FSDP casts nor recomputation casts again."""
+    parameters, step = work.parameters, work.step
+    if step.precision == "fp32":
+        return 0
+    num_params = parameters.outside if step.part.is_last else 0
+    if work.layout.mesh.dp_shard == 1 and step.checkpointing == "none":
+        num_params += parameters.total - parameters.outside
+    return COMPUTE_BYTES[step.precision] * num_params
 
 
 def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:

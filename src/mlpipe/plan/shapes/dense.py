@@ -80,7 +80,7 @@ class Dense:
         num_logits = step.num_tokens * config.vocab_size // part.tp if part.is_last else 0
         chunk = min(num_logits, LOSS_CHUNK_ELEMENTS[device])
         made = [(num_blocks * number, size) for number, size in self._made(step)]
-        last = norm if part.is_last else []
+        last = norm if part.is_last else [4 * config.dim]  # norm of the head, or what goes to the next stage
         return Activations(
             saved=_tensors(step, [*((num_blocks, size) for size in block), *((1, size) for size in last)]),
             rebuilt=_tensors(step, ((1, size) for size in again)),

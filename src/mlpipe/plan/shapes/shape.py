@@ -72,11 +72,11 @@ class ParameterCounts:
 def _of_part(whole: ParameterCounts, part: Part) -> ParameterCounts:
     all_blocks = max(1, whole.num_blocks)
     num_blocks = whole.num_blocks if part.num_blocks is None else part.num_blocks
-    inside = Counter({(rows, columns): number for rows, columns, number in whole.block_matrices})
+    inside, all_of_them = _by_shape(whole.block_matrices), _by_shape(whole.tensors)
     tensors, block, outside = [], 0, 0
-    for rows, columns, number in whole.tensors:
+    for (rows, columns), number in all_of_them.items():
         is_vector = columns == 1
-        in_blocks = number - number % all_blocks if is_vector else min(number, inside[rows, columns])
+        in_blocks = number - number % all_blocks if is_vector else inside[rows, columns]
         apart = number - in_blocks
         if not (part.is_first and part.is_last):
             has_it = part.is_last if is_vector else part.is_first or part.is_last
@@ -91,6 +91,14 @@ def _of_part(whole: ParameterCounts, part: Part) -> ParameterCounts:
     )
     there = tuple(tensor for tensor in tensors if tensor[2])
     return ParameterCounts(block * num_blocks + outside, block, outside, num_blocks, there, matrices)
+
+
+def _by_shape(tensors: tuple[tuple[int, int, int], ...]) -> Counter[tuple[int, int]]:
+    """How many of each: an embedding may be as large as a matrix of a block."""
+    numbers: Counter[tuple[int, int]] = Counter()
+    for rows, columns, number in tensors:
+        numbers[rows, columns] += number
+    return numbers
 
 
 def _trained_of_part(trained: ParameterCounts, part: Part) -> ParameterCounts:
