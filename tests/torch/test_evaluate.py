@@ -21,7 +21,8 @@ def test_a_loss_that_is_not_finite_fails_its_gate_in_words_and_is_null_in_the_st
     part = SimpleNamespace(precision="fp32", model=None, seed=0, steps=7)
     plan: Any = SimpleNamespace(
         train=part, train_stage="fit", checkpoint="latest", weights="raw", metrics=(), data=None,
-        max_tokens=8, prompt=None, generate_tokens=0, gate="val_loss < 3",
+        max_tokens=8, prompt=None, generate_tokens=0, track=(),
+        gate="val_loss < 3",
     )  # fmt: skip
     written: list[Any] = []
     session: Any = SimpleNamespace(
@@ -35,7 +36,7 @@ def test_a_loss_that_is_not_finite_fails_its_gate_in_words_and_is_null_in_the_st
         "build_model": lambda *_, **__: SimpleNamespace(module=torch.nn.Identity()),
         "parallelize": lambda *_: SimpleNamespace(shards=[]),
         "load_or_damage": lambda *_: (None, ""),
-        "Accumulate": lambda *_: None,
+        "make_schedule": lambda *_: None,
         "HeldOut": lambda *_: held_out,
     }
     for name, replacement in replaced.items():

@@ -82,26 +82,28 @@ class LlamaConfig:
         return [outside, *self.block_matrices(), (self.dim, 1, 2 * self.num_layers + 1)]
 
     def named_tensors(self) -> Iterator[Named]:
-        """What `named_parameters()` gives of `train/models/llama.py`, in its order."""
-        dim, kv_dim, ffn_dim = self.dim, self.num_kv_heads * self.head_dim, self.ffn_dim
+        """What `named_parameters()` gives of the model in `train/models/`, in its order."""
+        dim, kv_dim = self.dim, self.num_kv_heads * self.head_dim
         of_block = (
-            ("input_layernorm", dim, 1),
-            ("self_attn.q_proj", dim, dim),
-            ("self_attn.k_proj", kv_dim, dim),
-            ("self_attn.v_proj", kv_dim, dim),
-            ("self_attn.o_proj", dim, dim),
-            ("post_attention_layernorm", dim, 1),
-            ("mlp.gate_proj", ffn_dim, dim),
-            ("mlp.up_proj", ffn_dim, dim),
-            ("mlp.down_proj", dim, ffn_dim),
+            ("input_layernorm.weight", dim, 1),
+            ("self_attn.q_proj.weight", dim, dim),
+            ("self_attn.k_proj.weight", kv_dim, dim),
+            ("self_attn.v_proj.weight", kv_dim, dim),
+            ("self_attn.o_proj.weight", dim, dim),
+            ("post_attention_layernorm.weight", dim, 1),
+            *((f"mlp.{name}", rows, columns) for name, rows, columns in self.ffn_tensors()),
         )
         yield Named("embed_tokens.weight", self.vocab_size, dim, None)
         for block in range(self.num_layers):
             for name, rows, columns in of_block:
-                yield Named(f"layers.{block}.{name}.weight", rows, columns, block)
+                yield Named(f"layers.{block}.{name}", rows, columns, block)
         yield Named("norm.weight", dim, 1, None)
         if not self.tied:
             yield Named("lm_head.weight", self.vocab_size, dim, None)
+
+    def ffn_tensors(self) -> list[tuple[str, int, int]]:
+        """Of these a feed-forward's, with rows and columns."""
+        return _projections(self.dim, self.ffn_dim)
 
     def block_matrices(self) -> list[tuple[int, int, int]]:
         """Of these the blocks' matrices."""
@@ -135,6 +137,15 @@ class LlamaConfig:
 def built_by(entry: str, args: dict[str, Any]) -> LlamaConfig:
     """The sizes of a model of mlpipe's own. Raises TypeError for other fields than this version's."""
     return (MoeConfig if entry == MOE else LlamaConfig)(**args)
+
+
+def _projections(dim: int, ffn_dim: int) -> list[tuple[str, int, int]]:
+    """Names, rows and columns of a feed-forward's weights."""
+    return [
+        ("gate_proj.weight", ffn_dim, dim),
+        ("up_proj.weight", ffn_dim, dim),
+        ("down_proj.weight", dim, ffn_dim),
+    ]
 
 
 def _swiglu(dim: int, width: int) -> list[tuple[int, int]]:
@@ -183,6 +194,18 @@ class MoeConfig(LlamaConfig):
         if self.num_shared_experts:
             matrices += [(self.shared_dim, dim, 2 * layers), (dim, self.shared_dim, layers)]
         return matrices
+
+    def ffn_tensors(self) -> list[tuple[str, int, int]]:
+        """Router, experts, one below the other, shared expert."""
+        dim, ffn_dim, stacked = self.dim, self.ffn_dim, self.num_experts
+        experts = [("gate_proj", stacked * ffn_dim, dim), ("up_proj", stacked * ffn_dim, dim)]
+        experts.append(("down_proj", stacked * dim, ffn_dim))
+        shared = _projections(dim, self.shared_dim) if self.num_shared_experts else []
+        return [
+            ("gate.weight", self.num_experts, dim),
+            *((f"experts.{name}", rows, columns) for name, rows, columns in experts),
+            *((f"shared_experts.{name}", rows, columns) for name, rows, columns in shared),
+        ]
 
     def ffn_matmuls(self) -> list[tuple[int, int]]:
         """Router, shared expert, experts: those of one token, side by side."""

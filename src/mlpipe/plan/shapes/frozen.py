@@ -4,7 +4,7 @@ of the optimizer, nothing of them is reduced, and the backward pass computes no 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -90,8 +90,7 @@ class Frozen:
             for one in self.trained
         )
         reached = (config.num_layers - max(0, lowest)) / config.num_layers
-        inside = sum(one.size for one in self.trained if one.block is not None and one.columns > 1)
-        share = inside / (config.num_layers * sum(inner * outer for inner, outer in config.matmuls()))
+        share = _block_matrices(self.trained) / _block_matrices(config.named_tensors())
         gradients = self.whole.weight_gradient_seconds(step, kernels)
         block = reached * (seconds.backward_block - gradients) + share * gradients
         names = {one.name for one in self.trained}
@@ -103,6 +102,11 @@ class Frozen:
         return replace(seconds, backward_block=block, backward_outside=outside)
 
 
+def _block_matrices(tensors: Iterable[Named]) -> int:
+    """Their parameters."""
+    return sum(one.size for one in tensors if one.block is not None and one.columns > 1)
+
+
 def _counted(tensors: Counter[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
     return tuple((rows, columns, number) for (rows, columns), number in tensors.items())
 
@@ -110,8 +114,6 @@ def _counted(tensors: Counter[tuple[int, int]]) -> tuple[tuple[int, int, int], .
 def without(shape: ModelShape | None, patterns: Sequence[str] | None) -> ModelShape | None:
     """What is planned where so much is frozen: of a model whose parameters have no names here, all."""
     if not patterns or not isinstance(shape, Dense):
-        return shape
-    if sum(one.size for one in shape.config.named_tensors()) != shape.parameters.total:
         return shape
     found = Frozen(shape, tuple(patterns))
     _ = found.trained  # patterns that say nothing are refused at once
