@@ -86,9 +86,11 @@ def uneven_micro_batch(micro_batch: int, batch: int, num_readers: int) -> Infeas
     return _uneven_share("micro_batch", micro_batch, batch, num_readers)
 
 
-def uneven_accumulation(accumulation: int, batch: int, num_readers: int) -> Infeasible | None:
-    """Microbatches that a worker adds up, of a batch that all workers share evenly."""
-    return _uneven_share("accumulation", accumulation, batch, num_readers)
+def uneven_accumulation(
+    accumulation: int, batch: int, num_readers: int, key: str = "accumulation"
+) -> Infeasible | None:
+    """Microbatches that a worker adds up, of a batch that all workers share evenly. `key`: which says so."""
+    return _uneven_share(key, accumulation, batch, num_readers)
 
 
 def _uneven_share(key: str, divisor: int, batch: int, num_readers: int) -> Infeasible | None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mlpipe.store.catalogue import Checkpoint
     from mlpipe.store.runs import RunState, StageState
 
+_FEW = 4  # overrides: a smoke test has more
 _COLOURS = {"done": "green", "failed": "red", "cancelled": "yellow", "skipped": "yellow", "running": "cyan"}
 
 
@@ -110,15 +111,34 @@ def _next(store: Store, run: RunState) -> list[str]:
     if any((stage.outcome or {}).get("step") for stage in run.stages.values()):
         trained = next(name for name, stage in run.stages.items() if (stage.outcome or {}).get("step"))
         loads = "    # what transformers loads" if _is_llama(store, run.stages[trained].outcome) else ""
-        spec = shlex.quote(str(run.meta.get("spec", "SPEC")))
         start = "run" if run.backend == backends.DEFAULT else f"submit --to {run.backend}"
-        other = f"mlpipe {start} {spec}{where} --set stages.{trained}.train.strategy=fsdp"
         return [
-            f"{other}    # the same under another strategy",
+            *_under_another_strategy(store, run, trained, f"mlpipe {start}", where),
             f"mlpipe checkpoints export {run.run_id} --out model{where}{loads}",
             f"mlpipe models list{where}",
         ]
     return [f"mlpipe status {run.run_id}{where}", f"mlpipe logs {run.run_id}{where}"]
+
+
+def _under_another_strategy(store: Store, run: RunState, trained: str, start: str, where: str) -> list[str]:
+    """The same run, split in another way; none where that is more than a word: workers share samples, and
+    batches need not come out even over all of them, or much was set besides."""
+    from mlpipe.plan.plan import Plan, TrainPlan
+
+    key = f"runs/{run.run_id}/stages/{trained}/attempt-{run.stages[trained].attempt}/plan.json"
+    try:
+        train = Plan.from_json(store.get(key)).part(TrainPlan)
+    except (MlpipeError, ValueError):
+        return []
+    overrides = run.meta.get("set") or []
+    if train is None or len(overrides) > _FEW or train.mesh.ep > 1:
+        return []
+    if train.mesh.num_data_ranks != train.mesh.world_size:
+        return []
+    other = f"stages.{trained}.train." + ("strategy=ddp" if train.mesh.dp_shard > 1 else "strategy=fsdp")
+    words = [f" --set {shlex.quote(one)}" for one in (*overrides, other)]
+    spec = shlex.quote(str(run.meta.get("spec", "SPEC")))
+    return [f"{start} {spec}{where}{''.join(words)}    # the same under another strategy"]
 
 
 def _is_llama(store: Store, outcome: dict[str, Any] | None) -> bool:

@@ -11,6 +11,7 @@ from mlpipe.observe.axes import HUGE, Point, finite
 from mlpipe.observe.blocks import Chart, Charts, utc
 from mlpipe.observe.buckets import BUCKETS
 from mlpipe.observe.plots import Mark, Series, line_plot, stacked_plot
+from mlpipe.observe.progress import split_words
 from mlpipe.observe.runview import StageView
 
 Field = Callable[[Step], float | None]
@@ -54,7 +55,7 @@ def stage_marks(stage: StageView) -> list[Mark]:
         at = start.start_step or 0
         words = (
             f"attempt {attempt}, restart {start.restart}: from step {at},"
-            f" {start.strategy} on {start.world_size}, {utc(start.time)} UTC"
+            f" {split_words(start)} on {start.world_size}, {utc(start.time)} UTC"
         )
         words = "; ".join([words, *start.notes])
         marks.append(Mark(max(at, 1), "restart", words))

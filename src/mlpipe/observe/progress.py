@@ -207,9 +207,16 @@ def live_line(summary: Summary, *, width: int = 80) -> str:
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in line[:width])
 
 
+def split_words(start: Start) -> str:
+    """The strategy, which names the data axes, and the mesh's other axes: `fsdp (tp 2)`."""
+    others = {axis: size for axis, size in (start.mesh or {}).items() if not axis.startswith("dp_")}
+    words = ", ".join(f"{axis} {size}" for axis, size in others.items() if size > 1)
+    return f"{start.strategy} ({words})" if words else str(start.strategy)
+
+
 def start_line(start: Start) -> str:
     """What runs, and what MFU is measured against: the line to print once before the live lines."""
-    parts = [f"{start.strategy} on {start.world_size} x {start.device}"]
+    parts = [f"{split_words(start)} on {start.world_size} x {start.device}"]
     if start.num_params:
         parts.append(f"{format_count(start.num_params)} parameters")
     if start.precision:

@@ -251,16 +251,20 @@ def pick(
     training's. Raises PlanError."""
     candidates = enumerate_candidates(spec, shape, hardware, every=False)
     if spec.strategy == "auto":
-        return choose(candidates, equal=math.inf) if simplest else choose(candidates)
+        best, reason = choose(candidates, equal=math.inf) if simplest else choose(candidates)
+        return best, reason if spec.mesh is None else f"{best.strategy}: as the mesh says; {_needs(best)}"
     mine = [c for c in candidates if c.asked]
     if mine[0].mesh is None:
         raise PlanError(mine[0].reason, hint="choose another strategy, or auto")
     if any(c.fits for c in mine):
         best, _ = choose(mine)
-        per_worker = " per worker" if best.memory else ""
-        return best, f"{spec.strategy}: as asked; {best.reason}{per_worker}"
+        return best, f"{spec.strategy}: as asked; {_needs(best)}"
     least = smallest(mine)
     return least, f"{spec.strategy}: as asked; {least.reason} per worker, too much"
+
+
+def _needs(candidate: Candidate) -> str:
+    return f"{candidate.reason} per worker" if candidate.memory else candidate.reason
 
 
 def _training(spec: Train) -> Training:

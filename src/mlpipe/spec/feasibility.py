@@ -121,9 +121,10 @@ def _even(stage: Node) -> Iterator[Problem]:
     yield from _at(batch.place, conflict)
     if conflict is None and micro_batch is not None:
         yield from _at(micro_batch.place, uneven_micro_batch(micro_batch.value, batch.value, readers))
-    accumulation = _number(train, "accumulation")
-    if conflict is None and accumulation is not None and micro_batch is None:
-        yield from _at(accumulation.place, uneven_accumulation(accumulation.value, batch.value, readers))
+    for parent, key in ((train, "accumulation"), (get(train, "pipeline"), "microbatches")):
+        number = _number(parent, key) if parent is not None else None
+        if conflict is None and number is not None and micro_batch is None:
+            yield from _at(number.place, uneven_accumulation(number.value, batch.value, readers, key))
 
 
 def _num_workers(resources: Node | None) -> int:

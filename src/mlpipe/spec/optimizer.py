@@ -203,12 +203,14 @@ else:
 
 def problems(train: Node) -> Iterator[Problem]:
     """Of the optimizer of a training: figures that do not go together."""
-    accumulation, micro_batch = get(train, "accumulation"), get(train, "data", "micro_batch")
-    stated = [node for node in (accumulation, micro_batch) if node is not None and node.value != "auto"]
-    if accumulation is not None and len(stated) == 2:
-        yield problem_of_key(
-            accumulation, "accumulation follows from micro_batch, which is there as well", "keep one of them"
-        )
+    micro_batch = get(train, "data", "micro_batch")
+    for parent, key in ((train, "accumulation"), (get(train, "pipeline"), "microbatches")):
+        number = None if parent is None else get(parent, key)
+        stated = [node for node in (number, micro_batch) if node is not None and node.value != "auto"]
+        if number is not None and len(stated) == 2:
+            yield problem_of_key(
+                number, f"{key} follows from micro_batch, which is there as well", "keep one of them"
+            )
     optimizer = get(train, "optimizer")
     if optimizer is None:
         return

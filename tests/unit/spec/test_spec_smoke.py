@@ -105,3 +105,26 @@ def test_the_smallest_shape_is_one_that_its_mesh_can_split():
         small = overrides(pipeline, Smoke(ranks=ranks, tiny=True), num_gpus=0)
         train = load_pipeline(llm, overrides=[mesh, *small]).stage("train").work
         assert (train.mesh.tp if train.mesh else None) == tp
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [
+        ("{pp: 2}", "{schedule: interleaved, microbatches: 3}"),
+        ("{cp: 5}", None),
+        ("{tp: 8}", None),
+    ],
+)
+def test_what_shrinks_can_be_planned_under_its_mesh(mesh, more):
+    size = int(mesh.strip("{}").split()[1])
+    changed = [f"train.resources.workers_per_node={size}", f"train.mesh={mesh}", "train.data.batch_size=6"]
+    changed += ["train.model={preset: llama-1b, seq_len: 240}"]
+    changed += [f"train.pipeline={more}"] if more else []
+    pipeline = mlpipe.load(ROOT / "pipelines/quickstart.yaml", overrides=changed)
+    train = mlpipe.plan(pipeline.smoke(tiny=True), store="runs")["train"].plan.part(TrainPlan)
+    assert train.mesh.world_size == size
+    assert train.model.seq_len <= 64
+    assert "as the mesh says; needs " in train.reason
+    named = pipeline.override(["train.strategy=single"]) if more else pipeline
+    few = mlpipe.plan(named.smoke(ranks=1, tiny=True), store="runs")["train"].plan.part(TrainPlan)
+    assert few.mesh.world_size == 1

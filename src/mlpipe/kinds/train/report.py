@@ -6,7 +6,7 @@ from mlpipe import __version__
 from mlpipe._core.mfu import throughput
 from mlpipe._core.records import Tracked
 from mlpipe._core.units import format_bytes, format_seconds
-from mlpipe.observe import validations
+from mlpipe.observe import experts, validations
 from mlpipe.observe.blocks import (
     Card,
     Cell,
@@ -26,9 +26,9 @@ from mlpipe.observe.buckets import BUCKETS
 from mlpipe.observe.charts import PARTS, rank_means, stage_charts
 from mlpipe.observe.goodput import Ledger
 from mlpipe.observe.predicted import comparison
-from mlpipe.observe.progress import format_count, format_flops, format_loss, format_mfu
+from mlpipe.observe.progress import format_count, format_flops, format_loss, format_mfu, split_words
 from mlpipe.observe.runview import MOST_RANKS, StageView, worst_load
-from mlpipe.plan.plan import InitPlan, OptimizerPlan, TrainPlan
+from mlpipe.plan.plan import InitPlan, OptimizerPlan, PipelinePlan, TrainPlan
 
 
 def section(stage: StageView) -> Section:
@@ -43,7 +43,8 @@ def section(stage: StageView) -> Section:
     for attempt, start in lead.starts:
         blocks += [Paragraph(f"Attempt {attempt}, restart {start.restart}: {note}.") for note in start.notes]
     blocks += [validations.table(stage)]
-    blocks += [_goodput(stage), _mfu(stage), comparison(stage), _ranks(stage), _starts(stage)]
+    blocks += [_goodput(stage), _mfu(stage), comparison(stage), _ranks(stage)]
+    blocks += [experts.table(stage), _starts(stage)]
     blocks.append(_checkpoints(stage))
     return Section([block for block in blocks if block is not None], _facts(stage))
 
@@ -58,7 +59,7 @@ def _facts(stage: StageView) -> list[str]:
     facts.append(f"loss {format_loss(last.loss)}")
     facts += validations.facts(stage)
     if start.strategy:
-        facts.append(f"{start.strategy} on {start.world_size} x {start.device}")
+        facts.append(f"{split_words(start)} on {start.world_size} x {start.device}")
     if rate is not None:
         facts.append(f"{format_count(rate)} tok/s")
     if mfu is not None:
@@ -79,6 +80,7 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
     """What the plan says, and on what it runs."""
     start, mesh = stage.start, plan.mesh
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.axes.items() if size > 1) or "one worker"
+    sizes += f", ep {mesh.ep}" if mesh.ep > 1 else ""
     batch = (
         f"{plan.global_batch} sequences of {plan.model.seq_len} tokens = micro-batch {plan.micro_batch} x"
         f" {mesh.num_data_ranks} data ranks x {plan.accumulation} gradient accumulation steps"
@@ -102,6 +104,7 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
                 {
                     "strategy": Strong(plan.strategy, f" ({sizes})"),
                     "why": plan.reason,
+                    "pipeline": None if plan.pipeline is None else _pipeline(plan.pipeline),
                     "model": f"{plan.model.preset or plan.model.build.entry}"
                     + (f", {format_count(start.num_params)} parameters" if start.num_params else ""),
                     "starts from": _start(plan.init_from),
@@ -124,6 +127,10 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
             )
         ],
     )
+
+
+def _pipeline(pipeline: PipelinePlan) -> str:
+    return f"{pipeline.schedule}, stages of {', '.join(map(str, pipeline.num_blocks))} blocks"
 
 
 def _start(init: InitPlan | None) -> str | None:
@@ -230,8 +237,8 @@ def _ranks(stage: StageView) -> Piece | None:
 def _starts(stage: StageView) -> Piece | None:
     rows: list[list[Cell]] = [
         [
-            attempt, start.restart, timestamp(start.time), start.start_step, start.strategy, start.world_size,
-            start.device, start.host, start.precision, start.torch,
+            attempt, start.restart, timestamp(start.time), start.start_step, split_words(start),
+            start.world_size, start.device, start.host, start.precision, start.torch,
         ]
         for attempt, start in stage.lead.starts
     ]  # fmt: skip

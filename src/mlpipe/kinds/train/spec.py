@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag
 
 from mlpipe._core import meshes
 from mlpipe._core.feasibility import Infeasible
+from mlpipe._core.pipelines import DEFAULT, stages_per_rank
 from mlpipe._core.units import parse_seconds
 from mlpipe.spec import data, feasibility, pipelines, starting, tracking, validation
 from mlpipe.spec import fields as f
@@ -40,7 +41,7 @@ DATA_AXES: dict[str, tuple[str, ...]] = {
     "fsdp": ("dp_shard",),
     "hsdp": ("dp_replicate", "dp_shard"),
 }
-_TINY_SHAPE = {"dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 64}
+_TINY_SEQ_LEN = 64
 _SHORTEST_HANG_SECONDS = 1.0  # the watchdog looks twice a second
 
 
@@ -150,7 +151,8 @@ class Train(SpecModel):
         None, description="Weights to start from, instead of the seed's; checkpoints of its own go before."
     )
     freeze: Annotated[tuple[f.Text, ...], Field(min_length=1, strict=False)] | None = Field(
-        None, description="Parameters that stay as they are, by patterns of their names, like `embed.*`."
+        None,
+        description="Parameters that stay as they are, by patterns of their names, like `embed_tokens.*`.",
     )
     strategy: Strategy = Field("auto", description="How to split the work; `auto`: the fastest that fits.")
     mesh: MeshSizes | None = Field(
@@ -276,15 +278,24 @@ def _overridden(train: Node, key: Sequence[str], value: Any) -> str | None:
     return "drops the stage's mesh, which is of another strategy"
 
 
-def _splittable(train: Train, smoke: Smoke, num_workers: int) -> dict[str, int]:
+def _tiny_shape(train: Train, smoke: Smoke, num_workers: int) -> dict[str, int]:
     """Sizes of the smallest shape that its own mesh can split; with fewer workers it has none."""
     sizes = (
         train.mesh.on(num_workers) if train.mesh is not None and smoke.ranks is None else Infeasible("", "")
     )
     if isinstance(sizes, Infeasible):
-        return {}
-    heads = {"num_heads": max(2, sizes["tp"]), "num_kv_heads": sizes["tp"]}
-    return {**heads, "num_layers": max(2, sizes["pp"])}
+        sizes = dict.fromkeys(meshes.AXES, 1)
+    schedule = train.pipeline.schedule if train.pipeline is not None else DEFAULT
+    num_heads = max(2, sizes["tp"])
+    unit = sizes["cp"] * math.lcm(2, sizes["tp"])  # divides the file's seq_len where that is longer
+    return {
+        "seq_len": min(train.model.seq_len, max(unit, _TINY_SEQ_LEN // unit * unit)),
+        "dim": 16 * num_heads,
+        "num_layers": max(2, sizes["pp"] * stages_per_rank(schedule)),
+        "num_heads": num_heads,
+        "num_kv_heads": sizes["tp"],
+        "ffn_dim": 32 * num_heads,
+    }
 
 
 def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
@@ -294,6 +305,8 @@ def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
         replicas = 2 if num_workers % 2 == 0 else 1
         both = {"dp_replicate": replicas, "dp_shard": num_workers // replicas}
         changes["mesh"] = both if len(DATA_AXES.get(train.strategy, ())) == 2 else None
+    if train.pipeline is not None and smoke.ranks is not None:
+        changes["pipeline"] = None
     if smoke.steps is not None:
         changes["steps"] = smoke.steps
         for key in ("warmup_steps", "decay_steps"):
@@ -302,12 +315,14 @@ def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
     if not smoke.tiny:
         return changes
     if isinstance(train.model, PresetModel):
-        shape: dict[str, Any] = {"seq_len": min(train.model.seq_len, 64)}
-        if not starting.starts_outside(train.init_from):  # with weights that fit no other shape
-            shape |= {**_TINY_SHAPE, **_splittable(train, smoke, num_workers), "max_seq_len": None}
+        shape: dict[str, Any] = {**_tiny_shape(train, smoke, num_workers), "max_seq_len": None}
+        if starting.starts_outside(train.init_from):  # with weights that fit no other shape
+            shape = {"seq_len": shape["seq_len"]}
         changes |= {f"model.{key}": value for key, value in shape.items()}
     if isinstance(train.data, TokenData):
         changes["data.batch_tokens"] = None
+    if train.pipeline is not None and smoke.ranks is None:
+        changes["pipeline.microbatches"] = "auto"
     splits = train.data.splits if isinstance(train.data, OwnData) else 1
     changes |= {"data.batch_size": 2 * math.lcm(num_workers, splits), "data.micro_batch": None}
     if train.validate_ is not None:

@@ -1,10 +1,11 @@
-"""All states are split within each node, with replicas across nodes: the slow links carry gradients only."""
+"""All states are split within each copy of the model. Where a copy is a node, the links between nodes carry
+gradients only."""
 
 from __future__ import annotations
 
 from mlpipe.plan.plan import Mesh
 
-SHARDS = "weights, gradients and optimizer states, within a node"
+SHARDS = "weights, gradients and optimizer states, within each copy of the model"
 FLAGS: dict[str, bool] = {}
 
 

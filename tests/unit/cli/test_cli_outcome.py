@@ -1,0 +1,41 @@
+"""What a verb that waited for a run prints last: commands that work as they are printed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from kit.synthetic_run import stage_plan, stage_state, train_plan, write_run
+
+from mlpipe.cli.outcome import summary
+from mlpipe.plan.plan import Mesh
+from mlpipe.store.open import open_store
+from mlpipe.store.runs import read_run
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "expected"),
+    [
+        ({}, [], "--set stages.train.train.strategy=ddp"),
+        (
+            {"strategy": "ddp", "mesh": Mesh(dp_replicate=2)}, ["train.steps=5"],
+            "--set train.steps=5 --set stages.train.train.strategy=fsdp",
+        ),
+        ({"mesh": Mesh(tp=2)}, [], None),
+        ({"mesh": Mesh(dp_shard=2, ep=2)}, [], None),
+        ({}, ["train.steps=5"] * 5, None),
+    ],
+)  # fmt: skip
+def test_the_same_under_another_strategy(tmp_path, changes, overrides, expected):
+    """Not where the mesh has axes whose workers share samples: a batch need not come out even without."""
+    store = open_store(str(tmp_path))
+    plan = stage_plan("next-1", "train", work=train_plan(5, **changes))
+    store.put("runs/next-1/stages/train/attempt-1/plan.json", plan.to_json().encode())
+    write_run(store, "next-1", {"train": dataclasses.replace(stage_state(), outcome={"step": 5})})
+    run = read_run(store, "next-1")
+    run = dataclasses.replace(run, meta={"spec": "a b.yaml", "set": overrides})
+    shown = [line for line in summary(store, run, None).splitlines() if "another strategy" in line]
+    command = f"  mlpipe run 'a b.yaml' --store {store.url} {expected}    # the same under another strategy"
+    assert shown == ([command] if expected else [])
