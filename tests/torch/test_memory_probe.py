@@ -12,7 +12,8 @@ import torch.distributed as dist
 from kit.plans import losses, run_together, train_plan, write_tokens
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import Entry, Plan, Prediction, Strategy, TrainPlan
+from mlpipe.plan.plan import Entry, Mesh, Plan, Prediction, Strategy, TrainPlan
+from mlpipe.train import memory_probe
 from mlpipe.train.data import Microbatch
 from mlpipe.train.memory_probe import _peak_bytes, fitting_plan, is_due
 from mlpipe.train.model import build_model
@@ -76,6 +77,24 @@ def test_it_steps_down_or_refuses(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(threads)
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("pp", "num_run"), [(1, 2), (2, 8)])
+def test_a_pipeline_is_probed_with_all_that_it_holds(
+    pp: int, num_run: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def needs(model: Any, schedule: Any, batches: list[Any], device: Any) -> float:
+        seen.append(len(batches))
+        return 0.0
+
+    monkeypatch.setattr(memory_probe, "_needs", needs)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: None)
+    plan = wide(tmp_path, memory_bytes=1, mesh=Mesh(pp=pp))
+    nothing: Any = None
+    fitting_plan(plan, nothing, nothing, lambda size: [nothing] * 8, CPU)
+    assert seen == [num_run]
 
 
 def test_when_it_is_due(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,12 @@ from hypothesis import strategies as st
 from kit import plans
 
 from mlpipe._core.presets import MOE, MoeConfig
-from mlpipe.plan.plan import Entry, ModelPlan
+from mlpipe.plan.plan import Entry, Mesh, ModelPlan
+from mlpipe.train.model import BuiltModel
 from mlpipe.train.models.moe import MoE, build_model
+from mlpipe.train.parallel import balance_experts
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch
 
@@ -117,6 +122,34 @@ VARIANTS = {
         "bf16-fsdp": {"strategy": "fsdp", "precision": "bf16"},
     },
 }
+
+
+@pytest.mark.parametrize(("rate", "most"), [(0.02, 1.4), (0.0, 4.0)])
+def test_biases_take_tokens_from_the_experts_that_have_most(rate, most):
+    """Gates that like the first two experts best: in a hundred steps without any learning the loads come
+    close, and without a rate they stay."""
+    config = replace(CONFIG, num_experts=8, experts_per_token=2, num_shared_experts=0, balance_rate=rate)
+    torch.manual_seed(0)
+    moe = filled(MoE(config), 1)
+    with torch.no_grad():
+        moe.gate.e_score_correction_bias.zero_()
+        moe.gate.weight.mul_(0.1)
+        moe.gate.weight[:2] += 2.0 / config.dim  # of tokens whose mean is 1
+    model = ParallelizedModel(BuiltModel(None, torch.nn.ModuleList([moe]), [], False, None), None)
+    args = {**vars(config), "balance_rate": rate}
+    plan = SimpleNamespace(model=SimpleNamespace(build=SimpleNamespace(args=args)))
+    balance_experts.apply(model, World(Mesh(), 0, torch.device("cpu")), plan)
+    x_BTD = 1 + torch.randn(1, 128, config.dim)
+    loads = []
+    for _ in range(100):
+        with torch.no_grad(), model.gradient_sync(True):
+            moe(x_BTD)
+        loads.append(model.step_metrics()["expert_max_load_ratio"]["0"])
+    assert loads[0] > 3.5
+    assert (loads[-1] < most) == (rate > 0)
+    if rate:
+        biases = moe.gate.e_score_correction_bias
+        assert biases[:2].max() < 0 < biases[2:].max()
 
 
 @pytest.fixture(scope="module")

@@ -165,6 +165,10 @@ def test_the_norm_counts_every_value_once_on_any_mesh() -> None:
 
 def test_a_rank_without_gradients_adds_nothing() -> None:
     assert float(squared_norm([LocalShard("b", torch.ones(9), (9,), (0,), is_buffer=True)])) == 0.0
+    frozen = LocalShard(
+        "a", torch.ones(9, device="meta"), (9,), (0,), parameter=torch.nn.Parameter(torch.ones(9))
+    )
+    assert squared_norm([frozen]).device.type == "meta"  # where the other numbers of a step are
 
 
 @pytest.mark.parametrize(

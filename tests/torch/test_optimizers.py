@@ -381,6 +381,27 @@ def test_a_pattern_that_says_nothing_is_refused(patterns: list[str], says: str, 
     assert "layers.0" in str(caught.value.hint) or "first match" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "sgd"])
+def test_ranks_with_other_parameters_have_the_same_groups(name: str) -> None:
+    """As the stages of a pipeline, one of which trains nothing."""
+    groups = (ParameterGroup("layers.0.*", 0.0), ParameterGroup("head.bias", 2.0, 0.5))
+    plan = plan_of(name, args={"weight_decay": 0.0}, groups=groups)
+    nets = Net(), Net()
+    for net in nets:
+        backward(net, 1)
+    whole, mine = map(shards_of, nets)
+    everywhere = {shard.name: shard.in_block for shard in mine}
+    stages = [make_update(plan, own, None, everywhere) for own in (mine[:3], mine[3:], [])]
+    for update in (make_update(plan, whole), *stages):
+        update.state()
+        update.step(lr=0.1, scale=1.0)
+    for expected, shard in zip(whole, mine, strict=True):
+        torch.testing.assert_close(shard.local, expected.local, msg=shard.name)
+    assert not stages[-1].state()
+    stages[-1].load_scalars(stages[0].scalars())
+    assert stages[-1].scalars() == stages[0].scalars()
+
+
 def test_a_checkpoint_of_other_groups_is_refused() -> None:
     plan = plan_of("adamw")
     grouped = make_update(replace(plan, groups=(ParameterGroup("*.bias", 2.0),)), shards_of(Net()))

@@ -25,7 +25,8 @@ _TENSOR_WIDTHS = ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size", "seq_len
 @dataclass(frozen=True)
 class Mix:
     """What the trainer cannot do together: an `axis` larger than 1, and a `key` of the training, like
-    `optimizer.name`, with one of `values`, or another axis, with none. `why`: completes a sentence."""
+    `optimizer.name`, with one of `values`, or with none of them a key that is written at all, or another axis
+    larger than 1. `why`: completes a sentence."""
 
     axis: str
     key: str
@@ -34,12 +35,15 @@ class Mix:
 
 
 _WHOLE_ROWS = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.needs_whole_rows)
+_STATE_BY_NAME = "what it keeps beside tensors, a checkpoint has of the first stage only"
 _STREAM = "stages send each other the residual stream of whole samples"
 MIXES: tuple[Mix, ...] = (
     Mix("tp", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     Mix("pp", "tp", (), _STREAM),
     Mix("pp", "cp", (), _STREAM),
     Mix("pp", "ep", (), "what experts count is of one stage"),
+    Mix("pp", "optimizer.name", ("sgd",), _STATE_BY_NAME),
+    Mix("pp", "optimizer.entry", (), _STATE_BY_NAME),
     Mix("ep", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     Mix("ep", "dp_replicate", (), "copies of experts are not reduced"),
 )
@@ -170,7 +174,7 @@ def unsupported_mix(
         if sizes.get(mix.axis, 1) == 1:
             continue
         what = sizes.get(mix.key, 1) if mix.key in AXES else _at(settings, mix.key)
-        if what in mix.values or (mix.key in AXES and what != 1):
+        if what in mix.values or (not mix.values and what not in (1, None)):
             yield (
                 mix.key,
                 Infeasible(

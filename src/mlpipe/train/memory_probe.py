@@ -47,8 +47,9 @@ def fitting_plan(
     when nothing fits."""
     limit = plan.memory_bytes or 0
     while True:
-        # of several microbatches the second finds the gradients of the first
-        needed = _needs(model, schedule, first_step(plan.micro_batch)[:2], device)
+        # of several microbatches the second finds the gradients of the first; a pipeline holds many at once
+        most_held = 2 if plan.mesh.pp == 1 else None
+        needed = _needs(model, schedule, first_step(plan.micro_batch)[:most_held], device)
         worst = torch.tensor(needed, dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         most = float(worst)

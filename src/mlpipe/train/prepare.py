@@ -27,7 +27,7 @@ from mlpipe.train.data import (
 )
 from mlpipe.train.loop import Loop
 from mlpipe.train.memory_probe import dry_steps, fitting_plan, is_due
-from mlpipe.train.model import build_model
+from mlpipe.train.model import BuiltModel, build_model
 from mlpipe.train.optim.learning_rate import check_schedule
 from mlpipe.train.optim.make import make_update
 from mlpipe.train.outcome import Outcome
@@ -67,6 +67,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         from mlpipe.train.freezing import freeze
 
         notes.append(freeze(built.model, plan.freeze))
+    trained = _trained(built) if plan.mesh.pp > 1 else None
     num_params = sum(parameter.numel() for parameter in built.model.parameters())
     flops = try_out(plan, built.model, dataset)
     model = parallelize(built, world, plan)
@@ -77,7 +78,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         notes += start(session, plan, model)
     started = time.perf_counter()
     check_schedule(plan.optimizer, plan.steps)
-    update = make_update(plan.optimizer, model.shards, plan.ema)
+    update = make_update(plan.optimizer, model.shards, plan.ema, trained)
     # before the first pass, so that they do not lie among what it leaves in the heap
     update.state()
     schedule = make_schedule(plan, model, world, lambda: session.watchdog.beat("computing", progress[0] + 1))
@@ -149,6 +150,16 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         progress=progress,
         validation=validation,
     )
+
+
+def _trained(built: BuiltModel) -> dict[str, bool]:
+    """As a pipeline's ranks know no more when each has kept its stages: names as checkpoints have them."""
+    inside = {id(parameter) for block in built.blocks for parameter in block.parameters()}
+    return {
+        name: id(parameter) in inside
+        for name, parameter in built.module.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def _validation(session: Session, plan: TrainPlan, model: ParallelizedModel) -> Validation | None:

@@ -13,9 +13,11 @@ from mlpipe.train.shards import LocalShard
 def squared_norm(shards: Iterable[LocalShard]) -> torch.Tensor:
     """Of this rank's part of the gradient, such that the sum over all ranks is the square of the global norm
     on any mesh: a part that several ranks hold counts by its share on each of them. An fp64 scalar on the
-    gradients' device."""
+    shards' device, also where none has a gradient: all that a pipeline's stage has may be frozen."""
     by_replicas: dict[int, list[torch.Tensor]] = defaultdict(list)
+    device = None
     for shard in shards:
+        device = shard.local.device
         gradient = shard.gradient()
         if gradient is not None and not shard.is_copy:
             by_replicas[shard.num_replicas].append(gradient)
@@ -24,7 +26,7 @@ def squared_norm(shards: Iterable[LocalShard]) -> torch.Tensor:
         for num_replicas, gradients in by_replicas.items()
     ]
     if not squares:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=device)
     return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +17,25 @@ Build = Callable[[Sequence[LocalShard], dict[str, Any]], Update]
 
 class Grouped:
     """`build(shards, args)` makes the optimizer of a group, with `args` instead of the pipeline's. What is in
-    none of `groups` comes last. Raises TrainError (input) for a pattern that says nothing."""
+    none of `groups` comes last. `everywhere`: names of all that is trained, of which other ranks may have
+    some: every rank has all groups, perhaps empty ones. Raises TrainError (input) for a pattern that says
+    nothing."""
 
-    def __init__(self, groups: Sequence[ParameterGroup], shards: Sequence[LocalShard], build: Build) -> None:
-        rest = {shard.name.removeprefix("model."): shard for shard in shards}
-        names = list(rest)
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        shards: Sequence[LocalShard],
+        build: Build,
+        everywhere: Iterable[str],
+    ) -> None:
+        own = {shard.name.removeprefix("model."): shard for shard in shards}
+        names = [name.removeprefix("model.") for name in everywhere]
+        rest = dict.fromkeys(names)
         self.parts: list[tuple[Update, float]] = []
         for number, group in enumerate(groups):
             where = f"train.optimizer.groups[{number}].match"
             found = matching(group.match, names)
-            mine = [rest.pop(name) for name in found if name in rest]
+            fresh = [name for name in found if name in rest]
             if not found:
                 raise TrainError(
                     f"{group.match!r} fits no parameter that is trained",
@@ -34,20 +43,23 @@ class Grouped:
                     hint=nearest(group.match, names),
                     kind="input",
                 )
-            if not mine:
+            if not fresh:
                 raise TrainError(
                     f"all parameters that match {group.match!r} are of an earlier group",
                     where=where,
                     hint="the first match counts: put this group before the other, or remove it",
                     kind="input",
                 )
+            for name in fresh:
+                del rest[name]
+            mine = [own[name] for name in fresh if name in own]
             args = {}
             if group.weight_decay is not None:
                 args["weight_decay"] = group.weight_decay
                 mine = [replace(shard, decays=True) for shard in mine]
             self.parts.append((build(mine, args), group.lr_scale))
         if rest:
-            self.parts.append((build(list(rest.values()), {}), 1.0))
+            self.parts.append((build([own[name] for name in rest if name in own], {}), 1.0))
 
     def step(self, *, lr: float, scale: float) -> None:
         """One update of each group."""

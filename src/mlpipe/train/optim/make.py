@@ -3,7 +3,7 @@ the weights where the plan asks for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -14,12 +14,20 @@ from mlpipe.train.optim.update import Update
 from mlpipe.train.shards import LocalShard
 
 
-def make_update(plan: OptimizerPlan, shards: Iterable[LocalShard], ema: EmaPlan | None = None) -> Update:
+def make_update(
+    plan: OptimizerPlan,
+    shards: Iterable[LocalShard],
+    ema: EmaPlan | None = None,
+    everywhere: Mapping[str, bool] | None = None,
+) -> Update:
     """The plan's optimizer over those of `shards` that are trained, with an average of them if there is an
-    `ema`. Raises TrainError (input) where a user's own does not keep the rules."""
+    `ema`. `everywhere`: names of all that is trained, and whether it is in a block, where other ranks have
+    other parameters. Raises TrainError (input) where a user's own does not keep the rules."""
     trained = [shard for shard in shards if shard.parameter is not None and shard.parameter.requires_grad]
     needs_blocks = plan.name is not None and OPTIMIZERS[plan.name].needs_blocks
-    if needs_blocks and not any(shard.in_block for shard in trained):
+    if everywhere is None:
+        everywhere = {shard.name: shard.in_block for shard in trained}
+    if needs_blocks and not any(everywhere.values()):
         raise TrainError(
             f"{plan.name} updates the matrices of the model's blocks, and no trained parameter is in a block",
             where="train.optimizer",
@@ -42,7 +50,7 @@ def make_update(plan: OptimizerPlan, shards: Iterable[LocalShard], ema: EmaPlan 
     if plan.groups:
         from mlpipe.train.optim.grouped import Grouped
 
-        update: Update = Grouped(plan.groups, trained, build)
+        update: Update = Grouped(plan.groups, trained, build, everywhere)
     else:
         update = build(trained, {})
     if ema is None:
