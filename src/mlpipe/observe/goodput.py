@@ -26,7 +26,8 @@ _OF_STEPS = {bucket.name: bucket.of_step for bucket in BUCKETS if bucket.of_step
 @dataclass(frozen=True)
 class Attempt:
     """One attempt of a stage; times in Unix seconds. `launched`: when its first launcher began, None if none
-    did. `records`: by rank, of some or all of `num_ranks` ranks; those read stand for the others."""
+    did. `records`: by rank, of some or all of `num_ranks` ranks; those read stand for the others.
+    `counting`: the ranks whose records say tokens; None: all."""
 
     submitted: float
     launched: float | None
@@ -34,6 +35,7 @@ class Attempt:
     num_ranks: int
     records: Mapping[int, Sequence[Record]]
     hung: bool = False
+    counting: frozenset[int] | None = None
 
 
 @dataclass
@@ -120,10 +122,12 @@ def account(attempts: Sequence[Attempt], price_usd_per_device_hour: float | None
             ledger.seconds[STOPPED] += attempt.num_ranks * max(attempt.submitted - ended, 0.0)
         read = {rank: list(records) for rank, records in attempt.records.items() if rank < attempt.num_ranks}
         weight = attempt.num_ranks / max(len(read), 1)
+        counting = frozenset(range(attempt.num_ranks)) if attempt.counting is None else attempt.counting
+        of_tokens = len(counting) / max(len(counting & read.keys()), 1)
         for rank, records in (read or {0: []}).items():
             later = [r for other in attempts[number + 1 :] for r in other.records.get(rank, ())]
             seconds, tokens = _rank(attempt, records, floor=_floor(later))
-            ledger.tokens += weight * tokens
+            ledger.tokens += of_tokens * tokens
             for name, spent in seconds.items():
                 ledger.seconds[name] += weight * spent
     return ledger

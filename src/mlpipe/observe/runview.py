@@ -7,7 +7,7 @@ one that matters most, so it is written whatever else is broken.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import fmean
 from typing import Any, TypeVar
@@ -200,7 +200,7 @@ def view_stage(store: Store, run_id: str, name: str, state: StageState, problems
         )
         written = list_ranks(store, key)
         ranks.update(written)
-        for rank in written[:MOST_RANKS]:
+        for rank in _read_of(written, stage.training):
             most = None if rank == 0 else _MOST_STEPS_OF_A_PEER
             records.setdefault(rank, {})[number] = read_records(store, key, rank, max_steps=most)
     stage.num_ranks = len(ranks)
@@ -211,6 +211,17 @@ def view_stage(store: Store, run_id: str, name: str, state: StageState, problems
     except StoreError as error:
         problems.append(f"The checkpoints of stage {name} cannot be listed: {error.message}.")
     return stage
+
+
+def _read_of(written: Sequence[int], training: TrainPlan | None) -> list[int]:
+    """The first ranks; in place of the last of them one that counts tokens, where none of them does."""
+    read = list(written[:MOST_RANKS])
+    if training is None or len(written) == len(read) or max(written) >= training.mesh.world_size:
+        return read
+    counting = [rank for rank in written if training.mesh.holds_loss(rank)]
+    if counting and not set(counting) & set(read):
+        read[-1] = counting[0]
+    return read
 
 
 def _ledger(stage: StageView, records: Mapping[int, Mapping[int, list[Record]]]) -> Ledger | None:
@@ -239,8 +250,9 @@ def _ledger(stage: StageView, records: Mapping[int, Mapping[int, list[Record]]])
             ended = max(ended, stage.state.ended)
         if launched is None and own:
             launched = began
-        ranks = view.plan.work.training.mesh.world_size
-        attempts.append(Attempt(began, launched, ended, ranks, own, view.outcome.get("cause") == "hang"))
+        mesh, hung = view.plan.work.training.mesh, view.outcome.get("cause") == "hang"
+        counting = frozenset(filter(mesh.holds_loss, range(mesh.world_size)))
+        attempts.append(Attempt(began, launched, ended, mesh.world_size, own, hung, counting))
     return account(attempts, plan.price_usd_per_device_hour)
 
 

@@ -85,6 +85,12 @@ class Mesh:
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
+    def holds_loss(self, rank: int) -> bool:
+        """Whether this rank's sums of the loss, targets and tokens count in the world's. Exactly one rank has
+        each part of the batch: one of the last pipeline stage, of a tensor-parallel group the first."""
+        at = self.coordinates(rank)
+        return at["pp"] == self.pp - 1 and at["tp"] == 0
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -64,9 +64,8 @@ class World:
 
     @cached_property
     def holds_loss(self) -> bool:
-        """Whether this rank's sums of the loss, targets and tokens count in the world's. Exactly one rank has
-        each part of the batch: one of the last pipeline stage, of a tensor-parallel group the first."""
-        return self.coordinates["pp"] == self.mesh.pp - 1 and self.coordinates["tp"] == 0
+        """Whether this rank's sums of the loss, targets and tokens count in the world's."""
+        return self.mesh.holds_loss(self.rank)
 
     def peer(self, axis: str, coordinate: int) -> int:
         """The rank that stands at `coordinate` of `axis`, and elsewhere where this one does."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mlpipe._core.records import Record, parse
 from mlpipe.observe.buckets import NAMES
 from mlpipe.observe.goodput import Attempt, Ledger, account, add
+from mlpipe.plan.plan import Mesh
 
 pytestmark = pytest.mark.unit
 
@@ -58,6 +59,18 @@ def test_one_attempt_second_by_second():
     }  # fmt: skip
     assert ledger.document() == {"rank_seconds": ledger.seconds, **told}
     assert add([ledger, ledger]).tokens == 120
+
+
+def test_tokens_are_those_of_the_ranks_that_count_them():
+    """Of a pipeline the last stage, of 16 ranks that share samples one: those read stand for their like."""
+    silent = [start(110), step(120, 1, tokens=0), line("end", 143)]
+    tells = [start(110), step(120, 1), line("end", 143)]
+    mesh = Mesh(pp=2, dp_shard=8, tp=2)
+    counting = frozenset(filter(mesh.holds_loss, range(mesh.world_size)))
+    assert counting == set(range(16, 32, 2))
+    read = {**dict.fromkeys(range(15), silent), 16: tells}
+    assert account([Attempt(100, 103, 145, 32, read, counting=counting)]).tokens == 80
+    assert account([Attempt(100, 103, 145, 32, {**read, 18: tells}, counting=counting)]).tokens == 80
 
 
 def test_a_save_between_steps_counts_if_its_step_was_kept():
