@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from mlpipe._core.meshes import AXES, DATA_AXES, TRAINED
+from mlpipe._core.meshes import AXES, DATA_AXES, TRAINED, conflicts, unsupported_mix
 from mlpipe._core.units import format_step_seconds
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.candidates import is_searched, pricer_of, searched
@@ -40,7 +40,8 @@ def axis_reasons(
         elif axis not in TRAINED:
             yield f"{axis} is not used: the trainer cannot split over it yet."
         else:
-            yield _unused(axis, [c for c in open_ if getattr(c.mesh, axis) > 1], chosen, found)
+            with_it = [c for c in open_ if getattr(c.mesh, axis) > 1]
+            yield _never(axis, spec, shape) or _unused(axis, with_it, chosen, found)
 
 
 def _used(axis: str, size: int, without: Sequence[Candidate], chosen: Candidate) -> str:
@@ -49,6 +50,16 @@ def _used(axis: str, size: int, without: Sequence[Candidate], chosen: Candidate)
         return f"{axis} {size} is used: nothing fits without it."
     ratio = least / chosen.step_seconds
     return f"{axis} {size} is used: without it a step takes {ratio:.2f} times the time at the least."
+
+
+def _never(axis: str, spec: Train, shape: ModelShape) -> str | None:
+    """Why no size of it goes with this model and these settings."""
+    sizes = dict.fromkeys(AXES, 1) | {"dp_shard": 2, axis: 2}
+    refused = [
+        *conflicts(sizes, {"num_experts": shape.widths.get("num_experts", 0) and 2}, own_model=False),
+        *unsupported_mix({axis: 2}, spec.model_dump()),
+    ]
+    return f"{axis} is not used: {refused[0][1].message}." if refused else None
 
 
 def _unused(axis: str, with_it: Sequence[Candidate], chosen: Candidate, found: Found) -> str:

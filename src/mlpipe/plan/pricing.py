@@ -166,6 +166,7 @@ class Pricer:
                 self.training.optimizer,
                 overlap=step_passes.overlap,
                 kv_bytes=step_passes.kv_bytes,
+                expert_params=step_passes.expert_params,
             )
             for step, activations, step_passes in ranks
         ]

@@ -124,8 +124,9 @@ def search(
             if not prune or num_bytes <= pricer.hardware.memory_bytes:
                 queue.append(Point(mesh, each, seconds))
     best = math.inf
+    roomy: list[Candidate] = []  # too slow to be worth it, but for what they leave free
     for point in sorted(queue, key=lambda point: point.least_seconds):
-        if prune and point.least_seconds > min(limit, best * ROOM_WINDOW):
+        if prune and point.least_seconds > min(limit, best) * ROOM_WINDOW:
             break
         for strategy, mesh in layouts(point.mesh, pricer.hardware):
             candidate = pricer.candidate(strategy, mesh, point.choices, asked=True)
@@ -133,6 +134,10 @@ def search(
             if candidate.fits and candidate.step_seconds <= limit:
                 best = min(best, candidate.step_seconds)
                 found.candidates.append(candidate)
+            elif candidate.fits and not is_tight(candidate):
+                roomy.append(candidate)
+    if found.candidates:
+        found.candidates += [one for one in roomy if one.step_seconds <= best * ROOM_WINDOW]
     return found
 
 

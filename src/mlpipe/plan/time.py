@@ -53,6 +53,7 @@ def passes(shape: ModelShape, step: StepShape, hardware: Hardware) -> Passes:
         stream_bytes=step.num_tokens * widths.get("dim", 0) * width,
         kv_bytes=2 * step.micro_batch * step.seq_len * channels // step.part.tp * width,
         routed_bytes=step.num_tokens * widths.get("experts_per_token", 0) * widths.get("dim", 0) * width,
+        expert_params=3 * widths.get("num_experts", 0) * widths.get("ffn_dim", 0) * widths.get("dim", 0),
         recomputes=step.checkpointing != "none",
         keeps_attention=step.checkpointing == "selective",
         frozen_block_params=(frozen - frozen_outside) // num_blocks,

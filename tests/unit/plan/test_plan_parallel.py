@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlpipe._core.presets import PRESETS
-from mlpipe.plan.axes import dp_replicate
+from mlpipe._core.presets import PRESETS, MoeConfig
+from mlpipe.plan.axes import dp_replicate, dp_shard
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import GPUS, Hardware
@@ -19,6 +20,7 @@ from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.pricing import Choices, Pricer, Training
 from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.experts import Experts
 from mlpipe.plan.shapes.shape import ParameterCounts, Part, StepShape
 from mlpipe.plan.tensors import total
 from mlpipe.plan.time import passes
@@ -207,3 +209,52 @@ def test_a_batch_is_divided_over_ranks_that_read_different_samples() -> None:
     assert tokens == {16 * 8192}
     compute = [c.seconds.compute for c in found if c.seconds]
     assert max(compute) < 1.05 * min(compute)
+
+
+def test_experts_are_gathered_by_who_has_the_same_ones() -> None:
+    """Of moe-16b on two nodes of 8, a node has all experts: what a rank gathers of them comes from its twin
+    in the other node. In one node of 8 nobody has the same ones, and nothing of them is gathered."""
+    shape = Experts(cast(MoeConfig, PRESETS["moe-16b"]))
+    config = shape.config
+    for num_ranks in (8, 16):
+        hardware = dataclasses.replace(gpus(num_ranks // 8), device="cpu")  # where nothing is hidden
+        wire, step = Wire(hardware), StepShape(4096, 1, 1, "bf16", "none", compiled=False)
+        own = passes(shape, step, hardware)
+        experts = 3 * config.num_experts * config.dim * config.ffn_dim
+        assert own.expert_params == experts
+        free = dataclasses.replace(
+            own, block_params=own.block_params - experts, expert_params=0, routed_bytes=0
+        )
+        layout = Layout(Mesh(dp_shard=num_ranks, ep=8))
+        others = dp_shard.exposed_seconds(free, wire, Layout(Mesh(dp_shard=num_ranks)))
+        more = dp_shard.exposed_seconds(own, wire, layout) - others
+        if num_ranks == 8:
+            assert more == pytest.approx(0, abs=1e-9)
+            continue
+        each = 2 * wire.all_gather(2 * experts / 8, 2, 8) + wire.reduce_scatter(4 * experts / 8, 2, 8)
+        copied = copy_seconds(2 * config.num_layers * (2 * 2 + 4) * experts / 8, hardware.speed)
+        assert more == pytest.approx(config.num_layers * each + copied)
+
+
+def test_experts_that_nobody_shares_are_cast_for_the_backward_pass() -> None:
+    """On two ranks half of moe-7b's stay cast in all 16 blocks: more than what FSDP would gather of two."""
+    shape = Experts(cast(MoeConfig, PRESETS["moe-7b"]))
+    experts = 3 * shape.config.num_experts * shape.config.dim * shape.config.ffn_dim
+
+    def buffers(mode: str, mesh: Mesh) -> int:
+        step = StepShape(1024, 1, 1, "bf16", mode, compiled=False)
+        work = RankWork(
+            shape.parameters,
+            shape.activations(step, "cuda"),
+            step,
+            Layout(mesh),
+            OptimizerCost(8),
+            overlap=True,
+            expert_params=experts,
+        )
+        return rank_tensors(work).buffers
+
+    without = buffers("none", Mesh(dp_shard=2))
+    assert buffers("none", Mesh(dp_shard=2, ep=2)) == without + (2 * 16 // 2 - 10) * experts
+    assert buffers("full", Mesh(dp_shard=2, ep=2)) == buffers("full", Mesh(dp_shard=2))
+    assert buffers("none", Mesh(dp_shard=4, ep=2)) == buffers("none", Mesh(dp_shard=4))

@@ -10,6 +10,7 @@ import pytest
 
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan import candidates, search
+from mlpipe.plan.axis_reasons import axis_reasons
 from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.candidates import enumerate_candidates, pick
 from mlpipe.plan.choose import Candidate, choose
@@ -20,6 +21,7 @@ from mlpipe.plan.shapes import dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.training import shape_of, training_of
 from mlpipe.spec.load import load_pipeline
+from mlpipe.spec.problems import SpecErrors
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[3]
@@ -171,3 +173,37 @@ def test_other_axes_have_to_win_by_more_than_the_planner_errs() -> None:
     assert search.search(pricer, points, [candidate(1.11 * best, 0.5)]).candidates == []
     won = search.search(pricer, points, [candidate(1.13 * best, 0.5)]).candidates
     assert min(c.step_seconds for c in won) == best
+
+
+def test_a_mesh_that_fills_the_memory_gives_way_to_a_slower_one_that_does_not() -> None:
+    """Of llama-70b on 64 A100 the fastest fills 97 % of the memory, and by less microbatches at a time the
+    same mesh is 4 % slower: too slow to be worth its axes by itself."""
+    changes = ["train.resources.gpu=A100-80GB", "train.activation_checkpointing=auto", "train.compile=off"]
+    spec, shape, hardware = asked(*sized("llama-70b", 8, 128, 4096), *changes)
+    found = enumerate_candidates(spec, shape, hardware, every=False)
+    best, _ = choose(found)
+    fastest = min(c.step_seconds for c in found if c.fits)
+    assert best.used_ratio <= 0.92
+    assert fastest < best.step_seconds <= 1.05 * fastest
+
+
+def test_what_experts_and_settings_rule_out_is_said_in_words() -> None:
+    """Not that no size would split it evenly."""
+
+    def told(*changes: str) -> str:
+        spec, shape, hardware = asked(*changes, "train.compile=off")
+        found = enumerate_candidates(spec, shape, hardware, every=False)
+        return " ".join(axis_reasons(spec, shape, hardware, found, choose(found)[0]))
+
+    of_experts = told(*sized("moe-2m", 1, 16, 1024))
+    for axis in ("pp", "cp", "tp"):
+        assert f"{axis} is not used: {axis} 2 does not go with experts yet." in of_experts
+    dense = told(*sized("llama-8m", 1, 16, 1024), "train.optimizer.name=muon")
+    assert "tp is not used: optimizer.name muon cannot be combined with tp 2 yet" in dense
+    assert "ep is not used: ep 2 splits experts, and this model has none." in dense
+
+
+def test_fewer_samples_than_workers_are_refused_where_no_axis_shares_them() -> None:
+    asked(*sized("llama-8m", 2, 8, 1024), "train.compile=off")
+    with pytest.raises(SpecErrors, match="a batch of 8 cannot be split evenly over 16 workers"):
+        asked(*sized("moe-2m", 2, 8, 1024), "train.compile=off")

@@ -62,6 +62,7 @@ class RankWork:
     optimizer: OptimizerCost
     overlap: bool
     kv_bytes: int = 0  # as of `Passes`
+    expert_params: int = 0
 
     def optimizer_states(self, num_ranks: int) -> Group:
         """Split over so many."""
@@ -85,8 +86,8 @@ class Passes:
     `frozen_*`: what of the parameters has no gradients. `width`: bytes of a block's parameter as it travels.
     `stream_bytes`: of the residual stream as matrix products read it, of all tokens of a micro-batch that a
     `tp` group has; `kv_bytes`: of keys and values of whole sequences, of a rank's heads;
-    `routed_bytes`: of the rows that go to a block's experts. `recomputes`: the backward passes compute the
-    forward ones again; `keeps_attention`: but for attention."""
+    `routed_bytes`: of the rows that go to a block's experts, which have `expert_params` of its parameters.
+    `recomputes`: the backward passes compute the forward ones again; `keeps_attention`: but for attention."""
 
     num_blocks: int
     forward_block: float
@@ -101,6 +102,7 @@ class Passes:
     stream_bytes: int = 0
     kv_bytes: int = 0
     routed_bytes: int = 0
+    expert_params: int = 0
     recomputes: bool = False
     keeps_attention: bool = False
     frozen_block_params: int = 0

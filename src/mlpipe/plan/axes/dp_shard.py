@@ -80,37 +80,47 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     are reduced over the replicas. One block's transfers run beside the computing of its neighbour (Zhao et
     al., PyTorch FSDP, 2023); the first gathering and the last reduction have no neighbour. What was gathered
     is copied out of its buffer, and what will be scattered into one, in the stream that computes (torch,
-    _fsdp_collectives.py); a calibration of a CPU has measured these copies with the transfers."""
+    _fsdp_collectives.py); a calibration of a CPU has measured these copies with the transfers. Under `ep` a
+    rank has its experts only, which it shares with those that have the same ones, if there are any."""
     speed, reshard = wire.hardware.speed, layout.reshard_after_forward
     num_ranks, num_replicas, stride = layout.num_shards, layout.num_replicas, layout.shard_stride
     block, outside = passes.block_params, passes.outside_params
     reduces_each = layout.reduce_gradients == "every"
+    ep = layout.mesh.ep
+    experts = passes.expert_params if ep > 1 else 0
+    trained_experts = max(0, experts - passes.frozen_block_params)
+    elsewhere = 1 - 1 / ep if ep < num_ranks else 1  # share of the experts that is not copied here
 
-    def reduction(num_params: int, number: int) -> float:
+    def reduction(num_params: int, number: int, experts: int = 0) -> float:
         last, scattered, summed = number == passes.accumulation - 1, 0.0, 0.0
         if last or reduces_each:
-            scattered = wire.reduce_scatter(GRADIENT_BYTES * num_params, num_ranks, stride)
+            scattered = wire.reduce_scatter(GRADIENT_BYTES * (num_params - experts), num_ranks, stride)
+            if experts:
+                own = GRADIENT_BYTES * experts / ep
+                scattered += wire.reduce_scatter(own, num_ranks // ep, stride * ep)
         if last:
             share = GRADIENT_BYTES * num_params / num_ranks
             summed = wire.all_reduce(share, num_replicas, layout.replica_stride)
         return scattered + summed
 
-    def copies_of(num_bytes: int, measured: float) -> float:
+    def copies_of(num_bytes: float, measured: float) -> float:
         return 0.0 if measured else copy_seconds(2 * num_bytes, speed)
 
     num_gathers = 2 * passes.accumulation if reshard else 1
-    gathered = passes.width * passes.num_blocks * block + WEIGHT_BYTES * outside
+    gathered = passes.width * passes.num_blocks * (block - elsewhere * experts) + WEIGHT_BYTES * outside
     exposed = num_gathers * copies_of(gathered, speed.gather_bytes_per_second)
     num_reductions = passes.accumulation if reduces_each else 1
-    exposed += num_reductions * copies_of(
-        GRADIENT_BYTES * passes.num_trained_params, speed.scatter_bytes_per_second
-    )
+    num_scattered = passes.num_trained_params - passes.num_blocks * elsewhere * trained_experts
+    exposed += num_reductions * copies_of(GRADIENT_BYTES * num_scattered, speed.scatter_bytes_per_second)
     for number in range(passes.accumulation):
         gather, first = 0.0, 0.0
         if reshard or number == 0:
-            gather = wire.all_gather(passes.width * block, num_ranks, stride)
+            gather = wire.all_gather(passes.width * (block - experts), num_ranks, stride)
+            if experts:
+                gather += wire.all_gather(passes.width * experts / ep, num_ranks // ep, stride * ep)
             first = wire.all_gather(WEIGHT_BYTES * outside, num_ranks, stride)
-        backward = reduction(passes.trained_block_params, number) + (gather if reshard else 0.0)
+        backward = reduction(passes.trained_block_params, number, trained_experts)
+        backward += gather if reshard else 0.0
         if passes.overlap:
             exposed += first + gather + (passes.num_blocks - 1) * max(0.0, gather - passes.forward_block)
             exposed += passes.num_blocks * max(0.0, backward - passes.backward_block)

@@ -3,19 +3,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
-from mlpipe.plan.tensors import RankTensors
+from mlpipe.plan.tensors import COMPUTE_BYTES, GRADIENT_BYTES, RankTensors
 from mlpipe.plan.wire import Wire
 
 
 def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     """As without: that a rank gathers its own experts only leaves it more room than this says, and that all
-    tokens may want the same ones needs some of that."""
-    return tensors
+    tokens may want the same ones needs some of that. Where nobody has the same ones FSDP casts none: autocast
+    does, and without recomputation its copies stay until the backward pass."""
+    mesh, step = work.layout.mesh, work.step
+    if step.precision == "fp32" or step.checkpointing != "none" or mesh.ep < mesh.dp_shard:
+        return tensors
+    width = COMPUTE_BYTES[step.precision]
+    copies = width * work.parameters.num_blocks * work.expert_params // mesh.ep
+    more = max(0, copies - (3 * width + GRADIENT_BYTES) * work.expert_params)  # what `dp_shard` says it has
+    moments = tuple(replace(moment, alive=moment.alive + more) for moment in tensors.moments)
+    return replace(tensors, buffers=tensors.buffers + more, moments=moments)
 
 
 def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
-    """Experts wait for their rows, so nothing hides them. Weights are gathered as without `ep`."""
+    """Experts wait for their rows, so nothing hides them. Which weights are gathered says `dp_shard`."""
     ep, number = layout.mesh.ep, passes.accumulation * passes.num_blocks
     rows = 4 + (2 if passes.recomputes else 0)
     each = wire.all_to_all(ep * passes.routed_bytes, ep, layout.mesh.tp)
