@@ -7,10 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from kit import plans
+from torch import Tensor
 
 from mlpipe._core.presets import MOE, MoeConfig
-from mlpipe.plan.plan import Entry, Mesh, ModelPlan, Plan
+from mlpipe.plan.axes import ep
+from mlpipe.plan.axes.axis import Layout
+from mlpipe.plan.hardware import detect_hardware
+from mlpipe.plan.plan import Checkpointing, Entry, Mesh, ModelPlan, Plan
+from mlpipe.plan.shapes import experts as shapes
+from mlpipe.plan.shapes.shape import StepShape
+from mlpipe.plan.time import passes
+from mlpipe.plan.wire import Wire
+from mlpipe.train.models.moe import Experts, build_model
+from mlpipe.train.parallel import experts
+from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
+from mlpipe.train.parallel.rank_group import RankGroup
 
 pytestmark = pytest.mark.torch
 
@@ -24,6 +38,41 @@ CONFIG = MoeConfig(
 MODEL = ModelPlan(Entry(MOE, dataclasses.asdict(CONFIG)), "test", 32, ())
 STEPS = 6
 TWO, FOUR = Mesh(dp_shard=2, ep=2), Mesh(dp_shard=4, ep=2)
+
+
+class Counted(Wire):
+    """Bytes of rows that a rank holds, in place of seconds."""
+
+    def all_to_all(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+        return num_bytes / num_ranks
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_what_travels_is_what_the_planner_counts(
+    checkpointing: Checkpointing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is its only neighbour: rows go to it and come back, and their numbers before them."""
+    sent: list[int] = []
+
+    def send(out: Tensor, own: Tensor, *splits: Any, group: Any) -> None:
+        out.copy_(own)
+        sent.append(own.nbytes if own.is_floating_point() else 0)
+
+    monkeypatch.setattr(dist, "all_to_all_single", send)
+    model = build_model(**dataclasses.asdict(CONFIG))
+    model.init_weights()
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.exchange = experts._Exchange(RankGroup(0, 1, None, lambda call: call))
+    if checkpointing == "full":
+        checkpoint_activations(list(model.layers), "full")
+    model(torch.zeros(3, 8, dtype=torch.int64)).square().sum().backward()
+    step = StepShape(8, 3, 1, "fp32", checkpointing, compiled=False)
+    in_a_step = passes(shapes.Experts(CONFIG), step, detect_hardware(None))
+    hardware: Any = None
+    # a mesh with two, whose bytes are of one
+    assert sum(sent) == ep.exposed_seconds(in_a_step, Counted(hardware), Layout(Mesh(dp_shard=2, ep=2)))
+    assert len(sent) == CONFIG.num_layers * (8 if checkpointing == "full" else 5)
 
 
 @pytest.fixture(scope="module")

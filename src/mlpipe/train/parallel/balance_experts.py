@@ -1,6 +1,6 @@
 """Experts that had more tokens than the mean become a little less likely, the others more, without a term in
 the loss (Wang et al., Auxiliary-Loss-Free Load Balancing, 2024): once an optimizer step, by what all ranks
-counted in the forward passes of its microbatches."""
+counted in the forward passes of its microbatches, with those that do not count in the loss."""
 
 from __future__ import annotations
 
