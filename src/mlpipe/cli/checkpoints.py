@@ -133,7 +133,7 @@ def export(
 ) -> None:
     """Write model.safetensors and tokenizer.json.
 
-    Of mlpipe's own models also config.json: transformers loads the folder.
+    Of mlpipe's Llamas also config.json: transformers loads the folder.
     """
     store = session.store_of(run_id)
     found = _find(store, run_id, stage)
@@ -156,7 +156,7 @@ def export(
             hint="pip install 'mlpipe[train]'",
         ) from None
     made = export_checkpoint(store, item.key, out, tokenizer=_tokenizer(store, run_id, item), ema=ema)
-    note = "" if made.transformers else "; a model of your own: its load_state_dict takes them"
+    note = "" if made.transformers else "; the model's own load_state_dict takes them"
     session.result(
         {**asdict(made), "folder": str(made.folder)},
         f"step {made.step}, {made.num_params} parameters, in {made.folder}: {', '.join(made.files)}{note}",

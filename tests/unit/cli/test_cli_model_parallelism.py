@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mlpipe.cli.app import run_app
+
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/how-to/model-parallelism.md").read_text()
@@ -23,3 +25,16 @@ def test_the_page_shows_what_is_printed() -> None:
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
         printed = (done.stdout + done.stderr).splitlines()
         assert [line for line in lines.splitlines() if line not in ["...", *printed]] == [], printed
+
+
+def test_advice_is_what_a_model_with_experts_can_have(capsys: pytest.CaptureFixture[str]) -> None:
+    """No compile."""
+    moe = ["--set", "train.model.preset=moe-2m", "--set", "train.precision=bf16"]
+    told = []
+    for more in ([], moe):
+        argv = ["plan", str(ROOT / "pipelines/quickstart.yaml"), "--stage", "train", "--explain", *more]
+        with pytest.raises(SystemExit):
+            run_app(argv)
+        told.append(capsys.readouterr().out)
+    assert "compile: block is worth" in told[0]
+    assert "compile: block is worth" not in told[1]
