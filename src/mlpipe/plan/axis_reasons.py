@@ -65,9 +65,7 @@ def _never(axis: str, spec: Train, shape: ModelShape) -> str | None:
 def _unused(axis: str, with_it: Sequence[Candidate], chosen: Candidate, found: Found) -> str:
     bound = found.bounds.get(axis)
     if bound is None:
-        return (
-            f"{axis} is not used: no size of it worth a try splits model and batch evenly over these workers."
-        )
+        return f"{axis} is not used: no size worth a try splits model and batch evenly over the workers."
     if with_it:
         ratio = min(candidate.step_seconds for candidate in with_it) / chosen.step_seconds
         return f"{axis} is not used: with it a step takes {ratio:.2f} times the time at the least."
