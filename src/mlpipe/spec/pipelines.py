@@ -36,9 +36,8 @@ def problems(train: Node, num_workers: int) -> Iterator[Problem]:
         return
     if pipeline is not None and isinstance(pipeline.value, dict):
         passes, microbatches = get(train, "accumulation"), get(pipeline, "microbatches")
-        strategy = get(train, "strategy")
-        named = strategy is not None and strategy.value != "auto"
-        if (sizes is None and named) or (sizes is not None and sizes["pp"] == 1):
+        left = get(train, "mesh") is None and not mesh_rules.is_searched(train)
+        if left or (sizes is not None and sizes["pp"] == 1):
             yield problem_of_key(
                 pipeline, "there is a pipeline, but no mesh with pp", "write mesh: {pp: 2}, or remove it"
             )

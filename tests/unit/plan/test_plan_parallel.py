@@ -15,7 +15,7 @@ from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import GPUS, Hardware
 from mlpipe.plan.kernels import copy_seconds
-from mlpipe.plan.memory import rank_tensors
+from mlpipe.plan.memory import MemoryEstimate, rank_tensors
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.pricing import Choices, Pricer, Training
@@ -258,3 +258,27 @@ def test_experts_that_nobody_shares_are_cast_for_the_backward_pass() -> None:
     assert buffers("none", Mesh(dp_shard=2, ep=2)) == without + (2 * 16 // 2 - 10) * experts
     assert buffers("full", Mesh(dp_shard=2, ep=2)) == buffers("full", Mesh(dp_shard=2))
     assert buffers("none", Mesh(dp_shard=4, ep=2)) == buffers("none", Mesh(dp_shard=4))
+
+
+@given(
+    st.sampled_from(["llama-8m", "llama-125m", "llama-8b"]),
+    st.sampled_from(["tp", "dp_shard", "pp", "cp"]),
+    st.sampled_from([1, 2]),
+)
+def test_more_ranks_along_an_axis_never_hold_more(preset: str, axis: str, size: int) -> None:
+    """Of weights and moments (gradients stay whole where there is room); of activations with `tp`, `cp`."""
+    shape = Dense(PRESETS[preset])
+    training = Training(64, 1024, 1000, False, OptimizerCost(8), 1000, None)
+    pricer, choices = Pricer(shape, training, gpus()), Choices(4, "none", "bf16")
+
+    def needs(number: int) -> MemoryEstimate:
+        mesh = Mesh(**{"dp_shard": 2, axis: number})
+        memory = pricer.candidate("fsdp", mesh, choices, asked=True).memory
+        assert memory is not None
+        return memory
+
+    fewer, more = needs(size), needs(2 * size)
+    assert more.parameters <= fewer.parameters
+    assert more.optimizer <= fewer.optimizer
+    if axis in ("tp", "cp"):
+        assert more.activations + more.logits <= fewer.activations + fewer.logits

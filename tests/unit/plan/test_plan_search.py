@@ -207,3 +207,10 @@ def test_fewer_samples_than_workers_are_refused_where_no_axis_shares_them() -> N
     asked(*sized("llama-8m", 2, 8, 1024), "train.compile=off")
     with pytest.raises(SpecErrors, match="a batch of 8 cannot be split evenly over 16 workers"):
         asked(*sized("moe-2m", 2, 8, 1024), "train.compile=off")
+
+
+def test_a_pipeline_that_nothing_could_use_is_refused() -> None:
+    schedule = "train.pipeline={schedule: gpipe}"
+    asked(*sized("llama-8m", 2, 16, 1024), "train.compile=off", schedule)
+    with pytest.raises(SpecErrors, match="there is a pipeline, but no mesh with pp"):
+        asked(*sized("moe-2m", 2, 16, 1024), "train.compile=off", schedule)
