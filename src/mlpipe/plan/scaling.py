@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mlpipe._core.errors import PlanError
+from mlpipe._core.meshes import FILL
 from mlpipe._core.units import format_seconds
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.candidates import pick
@@ -62,8 +63,10 @@ def scale_stage(
 def _scale(
     spec: Train, shape: ModelShape | None, hardware: Hardware, nodes: Sequence[int]
 ) -> list[ScaledPlan]:
-    """The batch stays what it is, so that the run learns the same; the mesh is chosen anew for each."""
-    spec = spec.model_copy(update={"mesh": None})
+    """The batch stays what it is, so that the run learns the same; a mesh that does not fill what there is is
+    chosen anew for each."""
+    if spec.mesh is not None and FILL not in spec.mesh.model_dump().values():
+        spec = spec.model_copy(update={"mesh": None})
     rows: list[ScaledPlan] = []
     first: float | None = None
     stopped = False

@@ -17,6 +17,7 @@ from mlpipe.plan.choose import Candidate, choose
 from mlpipe.plan.hardware import GIB, Hardware
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.pricing import Pricer
+from mlpipe.plan.scaling import scale_stage
 from mlpipe.plan.shapes import dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.training import shape_of, training_of
@@ -214,3 +215,15 @@ def test_a_pipeline_that_nothing_could_use_is_refused() -> None:
     asked(*sized("llama-8m", 2, 16, 1024), "train.compile=off", schedule)
     with pytest.raises(SpecErrors, match="there is a pipeline, but no mesh with pp"):
         asked(*sized("moe-2m", 2, 16, 1024), "train.compile=off", schedule)
+
+
+def test_a_mesh_that_fills_is_kept_on_any_number_of_nodes() -> None:
+    """One of fixed sizes is of one number only."""
+    sizes = sized("llama-8b", 2, 128)
+    pipelines = [
+        load_pipeline(ROOT / "pipelines" / "llm.yaml", overrides=[*sizes, f"train.mesh={mesh}"])
+        for mesh in ("{dp_shard: fill, tp: 4}", "{dp_shard: 4, tp: 4}")
+    ]
+    kept, free = (scale_stage(one, "train", stage_hardware(one, "train"), "2..4") for one in pipelines)
+    assert [row.best and row.best.mesh for row in kept] == [Mesh(dp_shard=4, tp=4), Mesh(dp_shard=8, tp=4)]
+    assert all(row.best and row.best.mesh != Mesh(dp_shard=4, tp=4) for row in free[1:])
