@@ -130,7 +130,8 @@ def _under_another_strategy(store: Store, run: RunState, trained: str, start: st
         train = Plan.from_json(store.get(key)).part(TrainPlan)
     except (MlpipeError, ValueError):
         return []
-    overrides = run.meta.get("set") or []
+    same = tuple(f"{stage}.strategy=" for stage in (trained, f"{trained}.train", f"stages.{trained}.train"))
+    overrides = [one for one in run.meta.get("set") or () if not one.startswith(same)]
     if train is None or len(overrides) > _FEW or train.mesh.ep > 1:
         return []
     if train.mesh.num_data_ranks != train.mesh.world_size:

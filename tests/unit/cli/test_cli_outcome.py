@@ -20,7 +20,7 @@ pytestmark = pytest.mark.unit
     [
         ({}, [], "--set stages.train.train.strategy=ddp"),
         (
-            {"strategy": "ddp", "mesh": Mesh(dp_replicate=2)}, ["train.steps=5"],
+            {"strategy": "ddp", "mesh": Mesh(dp_replicate=2)}, ["train.steps=5", "train.strategy=ddp"],
             "--set train.steps=5 --set stages.train.train.strategy=fsdp",
         ),
         ({"mesh": Mesh(tp=2)}, [], None),
