@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlpipe._core.feasibility import Infeasible
-from mlpipe._core.optimizers import OPTIMIZERS
+from mlpipe._core.optimizers import OPTIMIZERS, QUANTIZED_BLOCK, QUANTIZED_BLOCK_4BIT
 
 FACTORS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # multiply to the workers; outermost first
 AXES = (*FACTORS, "ep")
@@ -166,11 +166,29 @@ def uneven_experts(ep: int, dp_shard: int, num_experts: int | None) -> Infeasibl
     return Infeasible(f"ep {ep} does not divide {', '.join(uneven)}", f"write {_divisors(widths.values())}")
 
 
+def cut_blocks(tp: int, optimizer: Any, figures: Mapping[str, int]) -> Infeasible | None:
+    """Rows of which each rank of `tp` has a part have whole blocks of values that share a scale."""
+    block = {"adamw8bit": QUANTIZED_BLOCK, "adamw4bit": QUANTIZED_BLOCK_4BIT}.get(optimizer)
+    if block is None or tp == 1:
+        return None
+    cut = [f"{name} {figures[name]}" for name in ("dim", "ffn_dim") if figures.get(name, 0) % (tp * block)]
+    if not cut:
+        return None
+    return Infeasible(
+        f"{optimizer} has a scale for each {block} values of a row, and tp {tp} cuts rows of "
+        f"{', '.join(cut)} within them",
+        f"take adamw, or widths that {tp * block} divides",
+    )
+
+
 def unsupported_mix(
-    sizes: Mapping[str, int], settings: Mapping[str, Any]
+    sizes: Mapping[str, int], settings: Mapping[str, Any], figures: Mapping[str, int]
 ) -> Iterator[tuple[str, Infeasible]]:
     """What of a training the trainer cannot do together: the key or axis, and why. `settings`: of the
-    training, as in the file, as far as they are known."""
+    training, as in the file, as far as they are known; `figures`: of the model, dim and ffn_dim."""
+    conflict = cut_blocks(sizes.get("tp", 1), _at(settings, "optimizer.name"), figures)
+    if conflict is not None:
+        yield "optimizer.name", conflict
     for mix in MIXES:
         if sizes.get(mix.axis, 1) == 1:
             continue

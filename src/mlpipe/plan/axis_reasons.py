@@ -57,7 +57,7 @@ def _never(axis: str, spec: Train, shape: ModelShape) -> str | None:
     sizes = dict.fromkeys(AXES, 1) | {"dp_shard": 2, axis: 2}
     refused = [
         *conflicts(sizes, {"num_experts": shape.widths.get("num_experts", 0) and 2}, own_model=False),
-        *unsupported_mix({axis: 2}, spec.model_dump()),
+        *unsupported_mix({axis: 2}, spec.model_dump(), shape.widths),
     ]
     return f"{axis} is not used: {refused[0][1].message}." if refused else None
 

@@ -129,7 +129,7 @@ def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> Fo
     def allows(sizes: dict[str, int]) -> bool:
         refusals = (
             meshes.conflicts(sizes, figures, own_model=False),
-            meshes.unsupported_mix(sizes, settings),
+            meshes.unsupported_mix(sizes, settings, figures),
             _of_pipeline(spec, sizes, figures),
         )
         return not any(True for refusal in refusals for _ in refusal)
@@ -179,7 +179,7 @@ def own_mesh(spec: Train, shape: ModelShape | None, hardware: Hardware) -> Mesh 
     is_own = isinstance(spec.model, OwnModel)
     for _, conflict in meshes.conflicts(sizes, _figures(spec, shape), own_model=is_own):
         refuse(conflict)
-    for _, conflict in meshes.unsupported_mix(sizes, spec.model_dump()):
+    for _, conflict in meshes.unsupported_mix(sizes, spec.model_dump(), _figures(spec, shape)):
         refuse(conflict)
     for _, conflict in _of_pipeline(spec, sizes, _figures(spec, shape)):
         refuse(conflict)

@@ -40,7 +40,7 @@ def problems(train: Node, num_workers: int) -> Iterator[Problem]:
     own = get(train, "model", "entry") is not None
     for axis, conflict in meshes.conflicts(sizes, figures_of(train), own_model=own):
         yield Problem.at((get(mesh, axis) or mesh).place, conflict.message, conflict.remedy)
-    for key, conflict in meshes.unsupported_mix(sizes, train.plain()):
+    for key, conflict in meshes.unsupported_mix(sizes, train.plain(), figures_of(train)):
         node = get(train, *key.split(".")) or get(mesh, key) or mesh
         yield Problem.at(node.place, conflict.message, conflict.remedy)
 
@@ -59,7 +59,7 @@ def figures_of(train: Node) -> dict[str, int]:
     shape = PRESETS.get(preset.value) if preset is not None and isinstance(preset.value, str) else None
     figures: dict[str, Any] = {}
     if shape is not None:
-        names = ("num_heads", "num_kv_heads", "ffn_dim", "num_layers")
+        names = ("dim", "num_heads", "num_kv_heads", "ffn_dim", "num_layers")
         figures = {name: getattr(shape, name) for name in names} | {
             "num_experts": getattr(shape, "num_experts", 0)
         }

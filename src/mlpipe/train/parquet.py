@@ -129,7 +129,7 @@ class ParquetRows(Windowed):
             raise TrainError(
                 f"there is no column {odd!r}",
                 where=f"{self.url.rstrip('/')}/{self.files[number].name}",
-                hint=f"it has {', '.join(there)}; data.columns is {{KEY: COLUMN}}",
+                hint=f"it has {', '.join(there) or 'none'}; data.columns is {{KEY: COLUMN}}",
                 kind="input",
             )
 
