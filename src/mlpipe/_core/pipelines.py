@@ -41,8 +41,6 @@ def conflicts(
     pp, num_layers = sizes.get("pp", 1), figures.get("num_layers")
     if pp == 1:
         return
-    if figures.get("num_experts"):
-        yield "schedule", Infeasible(f"pp {pp} cannot cut a model with experts yet", "make pp 1")
     needed = pp * stages_per_rank(schedule)
     if num_layers is not None and pp <= num_layers < needed:
         yield (
