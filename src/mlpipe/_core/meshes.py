@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlpipe._core.feasibility import Infeasible
-from mlpipe._core.optimizers import OPTIMIZERS, QUANTIZED_BLOCK, QUANTIZED_BLOCK_4BIT
+from mlpipe._core.optimizers import OPTIMIZERS
 
 FACTORS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # multiply to the workers; outermost first
 AXES = (*FACTORS, "ep")
@@ -168,8 +168,8 @@ def uneven_experts(ep: int, dp_shard: int, num_experts: int | None) -> Infeasibl
 
 def cut_blocks(tp: int, optimizer: Any, figures: Mapping[str, int]) -> Infeasible | None:
     """Rows of which each rank of `tp` has a part have whole blocks of values that share a scale."""
-    block = {"adamw8bit": QUANTIZED_BLOCK, "adamw4bit": QUANTIZED_BLOCK_4BIT}.get(optimizer)
-    if block is None or tp == 1:
+    block = OPTIMIZERS[optimizer].block if optimizer in OPTIMIZERS else 0
+    if not block or tp == 1:
         return None
     cut = [f"{name} {figures[name]}" for name in ("dim", "ffn_dim") if figures.get(name, 0) % (tp * block)]
     if not cut:

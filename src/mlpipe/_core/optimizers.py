@@ -57,7 +57,8 @@ class Optimizer:
     `schedule`: defaults of the learning rate. `needs_blocks`: it is for the blocks of a model, and refuses
     one without. `needs_whole_rows`: it cannot update parts of matrices that are cut along both dims (tensor
     parallelism, experts). `keeps_numbers`: besides tensors, of which a checkpoint has one rank's.
-    `averages`: one of its states is an average of the weights, which a checkpoint has in their place."""
+    `averages`: one of its states is an average of the weights, which a checkpoint has in their place.
+    `block`: values of a row that share a scale, if any do."""
 
     title: str
     about: str
@@ -72,6 +73,7 @@ class Optimizer:
     needs_whole_rows: bool = False
     keeps_numbers: bool = False
     averages: bool = False
+    block: int = 0
 
 
 _EPS = Argument(1e-8, "Added to the denominator.", above=0)
@@ -193,6 +195,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         {"betas": _MOMENTS, "eps": _EPS, "weight_decay": _DECAY},
         lambda args: 2,
         states=lambda p: _quantized_states(p, 8, QUANTIZED_BLOCK),
+        block=QUANTIZED_BLOCK,
     ),
     "adamw4bit": Optimizer(
         "AdamW4bit",
@@ -204,6 +207,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         {"betas": _MOMENTS, "eps": _EPS, "weight_decay": _DECAY},
         lambda args: 1,
         states=lambda p: _quantized_states(p, 4, QUANTIZED_BLOCK_4BIT),
+        block=QUANTIZED_BLOCK_4BIT,
     ),
     "schedule_free_adamw": Optimizer(
         "ScheduleFreeAdamW",
