@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +198,9 @@ def test_gradients_of_every_parameter_are_exact(
         torch.testing.assert_close(sum(parts), parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 
     step = StepShape(8 * num_ranks, 3, 1, "fp32", checkpointing, compiled=False, part=Part(cp=num_ranks))
-    in_a_step = passes(Dense(config), step, detect_hardware(None))
-    counted = cp.exposed_seconds(in_a_step, Sent(NO_PLAN), Layout(Mesh(cp=num_ranks)))
+    hardware = replace(detect_hardware(None), devices_per_node=num_ranks)
+    in_a_step = passes(Dense(config), step, hardware)
+    counted = cp.exposed_seconds(in_a_step, Sent(hardware), Layout(Mesh(cp=num_ranks)))
     assert sum(threads.sent.values()) == 2 * counted  # in fp64
 
 

@@ -195,7 +195,7 @@ def test_what_comes_next_names_transformers_only_where_it_loads(store):
         (llama_checkpoint(store, llama()), True),
         (save(store, {"model.a": torch.zeros(2)}, {"entry": "my.module:build", "args": {}}), False),
     ):
-        stage = SimpleNamespace(outcome={"step": 7, "checkpoint": key})
+        stage = SimpleNamespace(attempt=1, outcome={"step": 7, "checkpoint": key})
         run = SimpleNamespace(run_id="r", state="done", backend="local", meta={}, stages={"train": stage})
         assert ("what transformers loads" in "".join(_next(store, run))) is loads
 

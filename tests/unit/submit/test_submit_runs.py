@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from kit.command_runs import Cli, shell, until, write_spec
+from kit.synthetic_run import stage_plan, train_plan
 
 from mlpipe.cli.outcome import summary
 from mlpipe.store import runs
@@ -81,11 +82,13 @@ def test_independent_stages_run_side_by_side(cli: Cli):
 def test_what_comes_next_can_be_pasted(cli: Cli, tmp_path: Path):
     """Into a shell, whatever the folders are called; and it goes where the run went."""
     store = FolderStore(tmp_path / "my runs; touch x")
-    done = {"train": StageState("done", outcome={"step": 3})}
+    done = {"train": StageState("done", attempt=1, outcome={"step": 3})}
     meta = {"spec": "my specs/a.yaml", "stages": ["train"]}
     for backend, start in (("local", ["run"]), ("kubernetes", ["submit", "--to", "kubernetes"])):
         runs.create_run(store, backend, "", "sha", ["train"], backend, meta)
         run = runs.update_run(store, backend, lambda run: replace(run, state="done", stages=done))
+        plan = stage_plan(backend, "train", work=train_plan(3))
+        store.put(f"{run.attempt_key('train')}/plan.json", plan.to_json().encode())
         lines = [line.strip() for line in summary(store, run, None).partition("next:")[2].splitlines()]
         commands = [shlex.split(line, comments=True) for line in lines if line]
         assert commands[0][:-2] == ["mlpipe", *start, "my specs/a.yaml", "--store", store.url]
