@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from mlpipe._core.optimizers import OPTIMIZERS, Parameter, StateTensor, UpdateCost
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.plan.shapes.shape import ParameterCounts
+from mlpipe.plan.shapes.shape import ParameterCounts, by_shape
 from mlpipe.plan.tensors import GRADIENT_BYTES, WEIGHT_BYTES, Group, Tensors, total
 
 
@@ -71,7 +70,7 @@ def traffic_bytes(state_bytes_per_parameter: float) -> float:
 
 def _each(parameters: ParameterCounts) -> Iterator[tuple[Parameter, int]]:
     """Kinds of tensors, and how many there are of each."""
-    inside = Counter({(rows, columns): number for rows, columns, number in parameters.block_matrices})
+    inside = by_shape(parameters.block_matrices)
     for rows, columns, number in parameters.tensors:
         in_block = min(number, inside[rows, columns])
         inside[rows, columns] -= in_block

@@ -67,3 +67,14 @@ def test_a_step() -> None:
 def test_newton_schulz() -> None:
     """Five times: of an m x n matrix the products (m, n) (n, m), (m, m) (m, m) and (m, m) (m, n)."""
     assert newton_schulz_flops(30, 10) == 5 * (2 * 10 * 30 * 10 + 2 * 10 * 10 * 10 + 2 * 10 * 10 * 30)
+
+
+def test_equal_shapes_of_a_block_all_count() -> None:
+    """Without grouped keys and values, q, o, k and v have one shape, and are told as two pairs."""
+    apart, together = (
+        ParameterCounts(90, 36, 54, 1, ((3, 3, 4), (6, 9, 1)), matrices)
+        for matrices in (((3, 3, 2), (3, 3, 2)), ((3, 3, 4),))
+    )
+    muon = OptimizerCost(4, "muon")
+    assert total(muon.states(apart, 1)) == 4 * 36 + 8 * 54
+    assert muon.update_cost(apart) == muon.update_cost(together)

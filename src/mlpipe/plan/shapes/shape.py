@@ -72,7 +72,7 @@ class ParameterCounts:
 def _of_part(whole: ParameterCounts, part: Part) -> ParameterCounts:
     all_blocks = max(1, whole.num_blocks)
     num_blocks = whole.num_blocks if part.num_blocks is None else part.num_blocks
-    inside, all_of_them = _by_shape(whole.block_matrices), _by_shape(whole.tensors)
+    inside, all_of_them = by_shape(whole.block_matrices), by_shape(whole.tensors)
     tensors, block, outside = [], 0, 0
     for (rows, columns), number in all_of_them.items():
         is_vector = columns == 1
@@ -93,7 +93,7 @@ def _of_part(whole: ParameterCounts, part: Part) -> ParameterCounts:
     return ParameterCounts(block * num_blocks + outside, block, outside, num_blocks, there, matrices)
 
 
-def _by_shape(tensors: tuple[tuple[int, int, int], ...]) -> Counter[tuple[int, int]]:
+def by_shape(tensors: tuple[tuple[int, int, int], ...]) -> Counter[tuple[int, int]]:
     """How many of each: an embedding may be as large as a matrix of a block."""
     numbers: Counter[tuple[int, int]] = Counter()
     for rows, columns, number in tensors:
