@@ -1,5 +1,6 @@
 """Plain PyTorch under torchrun."""
 
+import os
 import sys
 from importlib import import_module
 
@@ -58,5 +59,8 @@ for epoch in range(10**6):
                 states = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save({**states, "step": step}, f"{folder}/step-{step}.pt")
         if step == steps:
+            if board is not None:
+                board.close()
+            dist.barrier()
             dist.destroy_process_group()
-            sys.exit()
+            os._exit(0)  # gloo's threads abort an interpreter that ends by itself once in about fifty
