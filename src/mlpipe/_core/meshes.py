@@ -1,6 +1,6 @@
 """What a mesh of the pipeline file means, and why one cannot be trained: for the file (`spec/mesh.py` adds
 the line) and for the planner, which knows the tokens' vocabulary and the workers. `train/parallel/` has a
-technique for each axis of `TRAINED`, and `plan/axes/` its price."""
+technique for each axis, and `plan/axes/` its price."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from mlpipe._core.optimizers import OPTIMIZERS
 FACTORS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # multiply to the workers; outermost first
 AXES = (*FACTORS, "ep")
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks read different samples
-TRAINED = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")  # what the trainer can split over
 FILL = "fill"  # a size: what the others leave of the workers
 
 # What `tp` splits evenly of a model: attention by whole heads, the rest by channels and tokens.
@@ -84,20 +83,14 @@ def _wrong_product(sizes: Mapping[str, int], product: int, num_workers: int) -> 
 def conflicts(
     sizes: Mapping[str, int], figures: Mapping[str, int], *, own_model: bool
 ) -> Iterator[tuple[str, Infeasible]]:
-    """Axes that the trainer does not have, or that do not split the model evenly, and why. `figures`: what is
+    """Axes that do not split the model, or not evenly, and why. `figures`: what is
     known of it: num_heads, num_kv_heads, ffn_dim, vocab_size, num_layers, num_experts (0: it has none),
     seq_len."""
     for axis, size in sizes.items():
         if size == 1:
             continue
         conflict = None
-        if axis not in TRAINED:
-            may = ", ".join(name for name in AXES if name in TRAINED)
-            conflict = Infeasible(
-                f"{axis} {size}: the trainer cannot split over {axis} yet",
-                f"make {axis} 1; these may be larger: {may}",
-            )
-        elif own_model and axis == "tp":
+        if own_model and axis == "tp":
             continue  # by patterns, which the trainer compares with the model
         elif own_model and axis not in DATA_AXES:
             conflict = Infeasible(

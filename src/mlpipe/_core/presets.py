@@ -3,6 +3,7 @@ torch: the planner counts with them, `train/models/` builds them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -111,9 +112,9 @@ class LlamaConfig:
         return [(self.dim, self.dim, 2 * layers), (kv_dim, self.dim, 2 * layers), *self.ffn_matrices()]
 
     def ffn_matrices(self) -> list[tuple[int, int, int]]:
-        """Of these the feed-forwards': gate, up, down."""
-        layers = self.num_layers
-        return [(self.ffn_dim, self.dim, 2 * layers), (self.dim, self.ffn_dim, layers)]
+        """Of these the feed-forwards'."""
+        numbers = Counter((rows, columns) for _, rows, columns in self.ffn_tensors())
+        return [(rows, columns, number * self.num_layers) for (rows, columns), number in numbers.items()]
 
     def matmuls(self) -> list[tuple[int, int]]:
         """Channels in and out of a block's: q, k, v, o, and those of the feed-forward."""
@@ -185,15 +186,6 @@ class MoeConfig(LlamaConfig):
         """Those outside the experts, and of these as many as a token has."""
         idle = self.num_ffn_params() - self._num_ffn_params(self.experts_per_token)
         return self.num_params() - self.num_layers * idle
-
-    def ffn_matrices(self) -> list[tuple[int, int, int]]:
-        """Experts lie one below the other."""
-        dim, layers, stacked = self.dim, self.num_layers, self.num_experts
-        matrices = [(stacked * self.ffn_dim, dim, 2 * layers), (stacked * dim, self.ffn_dim, layers)]
-        matrices.append((self.num_experts, dim, layers))
-        if self.num_shared_experts:
-            matrices += [(self.shared_dim, dim, 2 * layers), (dim, self.shared_dim, layers)]
-        return matrices
 
     def ffn_tensors(self) -> list[tuple[str, int, int]]:
         """Router, experts, one below the other, shared expert."""

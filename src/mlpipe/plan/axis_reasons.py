@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from mlpipe._core.meshes import AXES, DATA_AXES, TRAINED, conflicts, unsupported_mix
+from mlpipe._core.meshes import AXES, DATA_AXES, conflicts, unsupported_mix
 from mlpipe._core.units import format_step_seconds
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.candidates import is_searched, pricer_of, searched
@@ -37,8 +37,6 @@ def axis_reasons(
     for axis in sharing:
         if axis in used:
             yield _used(axis, used[axis], [c for c in open_ if getattr(c.mesh, axis) == 1], chosen)
-        elif axis not in TRAINED:
-            yield f"{axis} is not used: the trainer cannot split over it yet."
         else:
             with_it = [c for c in open_ if getattr(c.mesh, axis) > 1]
             yield _never(axis, spec, shape) or _unused(axis, with_it, chosen, found)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from mlpipe._core import feasibility, meshes, pipelines
 from mlpipe._core.errors import PlanError
@@ -127,12 +127,7 @@ def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> Fo
     figures, settings = _figures(spec, pricer.shape), spec.model_dump()
 
     def allows(sizes: dict[str, int]) -> bool:
-        refusals = (
-            meshes.conflicts(sizes, figures, own_model=False),
-            meshes.unsupported_mix(sizes, settings, figures),
-            _of_pipeline(spec, sizes, figures),
-        )
-        return not any(True for refusal in refusals for _ in refusal)
+        return next(_conflicts(spec, settings, sizes, figures), None) is None
 
     points = []
     for mesh in model_meshes(pricer.hardware, figures, allows):
@@ -176,23 +171,20 @@ def own_mesh(spec: Train, shape: ModelShape | None, hardware: Hardware) -> Mesh 
     sizes = spec.mesh.on(hardware.world_size)
     if isinstance(sizes, Infeasible):
         raise PlanError(sizes.message, hint=sizes.remedy)
-    is_own = isinstance(spec.model, OwnModel)
-    for _, conflict in meshes.conflicts(sizes, _figures(spec, shape), own_model=is_own):
-        refuse(conflict)
-    for _, conflict in meshes.unsupported_mix(sizes, spec.model_dump(), _figures(spec, shape)):
-        refuse(conflict)
-    for _, conflict in _of_pipeline(spec, sizes, _figures(spec, shape)):
+    for _, conflict in _conflicts(spec, spec.model_dump(), sizes, _figures(spec, shape)):
         refuse(conflict)
     return Mesh(**sizes)
 
 
-def _of_pipeline(
-    spec: Train, sizes: dict[str, int], figures: dict[str, int]
+def _conflicts(
+    spec: Train, settings: Mapping[str, Any], sizes: dict[str, int], figures: dict[str, int]
 ) -> Iterator[tuple[str, Infeasible]]:
+    """Why a mesh of these sizes cannot be trained. `settings`: `spec`, as in the file."""
+    yield from meshes.conflicts(sizes, figures, own_model=isinstance(spec.model, OwnModel))
+    yield from meshes.unsupported_mix(sizes, settings, figures)
     number = spec.pipeline.microbatches if spec.pipeline is not None else None
     asked = number if isinstance(number, int) else None
-    settings = {"compile": spec.compile}
-    return pipelines.conflicts(schedule_of(spec), asked, sizes, figures, settings)
+    yield from pipelines.conflicts(schedule_of(spec), asked, sizes, figures, settings)
 
 
 def num_data_ranks(spec: Train, hardware: Hardware) -> int:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from mlpipe._core.meshes import unsupported_mix
 from mlpipe.plan.choose import ROOM_WINDOW, Candidate, is_tight
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import Mesh, Strategy
@@ -92,9 +93,10 @@ def layouts(mesh: Mesh, hardware: Hardware) -> Iterator[tuple[Strategy, Mesh]]:
     for strategy, settings in ORDER.items():
         found = settings.meshes(rest // per_node, per_node)
         for data in () if isinstance(found, str) else found:
-            if data.dp_shard % mesh.ep or mesh.ep > 1 < data.dp_replicate:  # as `_core/meshes.py` has it
+            sizes = vars(mesh) | {"dp_replicate": data.dp_replicate, "dp_shard": data.dp_shard}
+            if data.dp_shard % mesh.ep or next(unsupported_mix(sizes, {}, {}), None) is not None:
                 continue
-            whole = replace(mesh, dp_replicate=data.dp_replicate, dp_shard=data.dp_shard)
+            whole = Mesh(**sizes)
             flags = settings.FLAGS if rest > 1 else {}  # of one data rank the strategies are one
             key = (whole, bool(flags), "reshard_after_forward" in flags)
             if key not in seen:

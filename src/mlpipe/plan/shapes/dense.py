@@ -143,11 +143,7 @@ class Dense:
 
     def weight_gradient_seconds(self, step: StepShape, kernels: Kernels) -> float:
         """Of a block's backward pass: one product for each of its matrices."""
-        dim, tp = self.config.dim, step.part.tp
-        return sum(
-            kernels.matmul(step.num_tokens, *_split(inner, outer, dim, tp))
-            for inner, outer in self.config.matmuls()
-        )
+        return sum(self._matmuls(step, kernels))
 
     def embedding_seconds(self, step: StepShape, kernels: Kernels) -> float:
         """Of its backward pass."""

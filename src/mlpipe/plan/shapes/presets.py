@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mlpipe._core.presets import PRESETS, MoeConfig, built_by
+from mlpipe._core.presets import PRESETS, LlamaConfig, MoeConfig, built_by
 from mlpipe.plan.plan import Entry, ModelPlan
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.experts import Experts
@@ -15,7 +15,10 @@ from mlpipe.plan.shapes.experts import Experts
 def preset(name: str, changes: Mapping[str, Any]) -> Dense:
     """The preset of this name with other sizes. Shapes that make no model are refused by
     `spec/feasibility.py` and its callers."""
-    config = dataclasses.replace(PRESETS[name], **changes)
+    return _of(dataclasses.replace(PRESETS[name], **changes))
+
+
+def _of(config: LlamaConfig) -> Dense:
     return Experts(config) if isinstance(config, MoeConfig) else Dense(config)
 
 
@@ -26,7 +29,4 @@ def model_plan(shape: Dense, name: str, seq_len: int) -> ModelPlan:
 
 def planned(model: ModelPlan) -> Dense | None:
     """The shape of a planned model; None: a user's own."""
-    if model.preset is None:
-        return None
-    config = built_by(model.build.entry, model.build.args)
-    return Experts(config) if isinstance(config, MoeConfig) else Dense(config)
+    return None if model.preset is None else _of(built_by(model.build.entry, model.build.args))
