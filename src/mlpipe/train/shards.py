@@ -34,6 +34,12 @@ def rows_of(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
     return min(rank * per_rank, num_rows), min((rank + 1) * per_rank, num_rows)
 
 
+def local_part(tensor: Any) -> torch.Tensor:
+    """What DTensor leaves this rank of it; a plain tensor as it is."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
 @dataclass
 class LocalShard:
     """The part of one tensor that this rank updates (parameters, states) or at least stores (`is_buffer`: a
@@ -76,16 +82,14 @@ class LocalShard:
 
     def gradient(self) -> torch.Tensor | None:
         """Of `local`, after a backward; None where the parameter took no part in it."""
-        gradient: Any = self.parameter.grad if self.parameter is not None else None
+        gradient = self.parameter.grad if self.parameter is not None else None
         if gradient is None:
             return None
-        if hasattr(gradient, "to_local"):
-            gradient = gradient.to_local()
-        elif self.full_gradient:
-            first = self.offset[0] - self.first_row
-            gradient = gradient[first : first + self.local.shape[0]]
-        own: torch.Tensor = gradient
-        return own
+        own = local_part(gradient)
+        if not self.full_gradient:
+            return own
+        first = self.offset[0] - self.first_row
+        return own[first : first + self.local.shape[0]]
 
     def state(self, kind: str, local: torch.Tensor) -> LocalShard:
         """A state of the optimizer that has the shape of this parameter and is split like it."""

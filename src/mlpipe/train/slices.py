@@ -54,11 +54,7 @@ def keep_slice(module: nn.Module, name: str, cut: Slice, done: dict[int, nn.Para
 
 def slices_of(model: nn.Module) -> dict[int, tuple[Slice, ...]]:
     """By the identity of each parameter that is a slice, in the order in which they were cut."""
-    return {
-        id(module._parameters[name]): cuts
-        for module in model.modules()
-        for name, cuts in module.__dict__.get(_ATTRIBUTE, {}).items()
-    }
+    return {id(module._parameters[name]): cuts for module, name, cuts in places(model)}
 
 
 def places(model: nn.Module) -> list[tuple[nn.Module, str, tuple[Slice, ...]]]:

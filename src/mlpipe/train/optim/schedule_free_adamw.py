@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 
+from mlpipe.train.buckets import buckets
 from mlpipe.train.optim.update import Average, scaled_gradients
 from mlpipe.train.shards import LocalShard
 
@@ -44,7 +46,7 @@ class ScheduleFreeAdamW:
         weight = self.largest_lr**2
         self.sum_of_weights += weight
         share = weight / self.sum_of_weights if weight else 0.0
-        for pairs in _together(scaled_gradients(self.shards, scale)):
+        for pairs in buckets(scaled_gradients(self.shards, scale), _TOGETHER_BYTES, itemgetter(1)):
             names = [shard.name for shard, _ in pairs]
             gradients = [gradient for _, gradient in pairs]
             squares, z = [self._squares[name] for name in names], [self._z[name] for name in names]
@@ -100,18 +102,3 @@ class ScheduleFreeAdamW:
             weights = [shard.local for shard in shards]
             torch._foreach_copy_(weights, [self._z[shard.name] for shard in shards])
             torch._foreach_lerp_(weights, [self._x[shard.name] for shard in shards], self.betas[0])
-
-
-def _together(
-    pairs: Sequence[tuple[LocalShard, torch.Tensor]],
-) -> Iterator[list[tuple[LocalShard, torch.Tensor]]]:
-    group: list[tuple[LocalShard, torch.Tensor]] = []
-    size_bytes = 0
-    for shard, gradient in pairs:
-        if group and size_bytes + gradient.nbytes > _TOGETHER_BYTES:
-            yield group
-            group, size_bytes = [], 0
-        group.append((shard, gradient))
-        size_bytes += gradient.nbytes
-    if group:
-        yield group

@@ -10,6 +10,7 @@ import torch
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.init import some_of
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup
 from mlpipe.train.world import World
@@ -46,9 +47,8 @@ def _check(model: ParallelizedModel, ranks: RankGroup, entry: str) -> None:
     difference = (norms - norms[0]).abs().amax(0)
     differ = (difference > _TOLERANCE * norms.amax(0) + _ROUNDING * norms.norm()).tolist()
     if names := [name for (name, _), one in zip(whole, differ, strict=True) if one]:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise TrainError(
-            f"the ranks of tp have different gradients of {', '.join(names[:5])}{more}, which are not split",
+            f"the ranks of tp have different gradients of {some_of(names)}, which are not split",
             where=entry,
             hint="in model.tensor give what stands between a column and its row, and is whole, the word sum",
             kind="input",

@@ -7,12 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from mlpipe.train.model import BuiltModel
 from mlpipe.train.parallel.waits import Waits
-from mlpipe.train.shards import LocalShard, Split
+from mlpipe.train.shards import LocalShard, Split, local_part
 from mlpipe.train.slices import Slice, slices_of
 from mlpipe.train.world import EXPERT_SHARD, World
 
@@ -23,7 +22,7 @@ def no_gradient_sync(last: bool) -> AbstractContextManager[None]:
 
 
 def nothing() -> None:
-    """For techniques whose parameters are where they belong after the step."""
+    """For techniques whose parameters are where they belong after the step, and who need not hear."""
 
 
 @dataclass
@@ -97,7 +96,7 @@ def _parameter(
 ) -> LocalShard:
     """What DTensor says of it is of the slice that is left after `cuts`."""
     shape, offset, split = list(parameter.shape), [0] * parameter.dim(), []
-    local = _local(parameter).detach()
+    local = local_part(parameter).detach()
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -124,11 +123,6 @@ def _parameter(
         split=split_over(split[0]) if split and split[0] != EXPERT_SHARD else None,
         slices=cuts,
     )
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
 
 
 def persistent_buffers(module: nn.Module, world: World) -> list[LocalShard]:

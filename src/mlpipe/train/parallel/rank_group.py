@@ -32,8 +32,8 @@ class RankGroup:
 
     @staticmethod
     def along(axis: str, world: World, waits: Waits) -> RankGroup:
-        """Of the ranks that differ from this one along `axis` only."""
-        return RankGroup(world.coordinates[axis], world.mesh.axes[axis], world.group(axis), waits.timed)
+        """Of the ranks that differ from this one along `axis`, or joined axes, only."""
+        return RankGroup(*world.place(axis), world.group(axis), waits.timed)
 
     def all_gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks, one behind the other. No gradients."""
@@ -51,6 +51,13 @@ class RankGroup:
         """The sum over all ranks, in place. No gradients."""
         self.timed(dist.all_reduce)(tensor, group=self.group)
         return tensor
+
+    def all_reduce_together(self, tensors: list[Tensor]) -> None:
+        """The sum of each over all ranks, in place, by one collective. No gradients."""
+        flat = self.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        pairs = zip(parts, tensors, strict=True)
+        torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in pairs])
 
 
 def gathered_rows(part: Tensor, ranks: RankGroup) -> Tensor:

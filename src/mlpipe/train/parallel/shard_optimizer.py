@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
+from mlpipe.train.buckets import buckets
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.shards import LocalShard, Split, rows_of
 from mlpipe.train.world import World
@@ -53,28 +54,14 @@ def _slice(item: LocalShard, world: World, split: Split) -> LocalShard:
 def _gatherer(tensors: list[torch.Tensor], world: World) -> Callable[[], None]:
     """All-gathers the slices of `tensors` in place, a bucket of parameters at a time: one collective per
     64 MiB instead of one per parameter."""
-    exchanges = [_Exchange(bucket, world) for bucket in _buckets(tensors)]
+    split = buckets((one for one in tensors if one.dim()), GATHER_BUCKET_BYTES, lambda tensor: tensor)
+    exchanges = [_Exchange(bucket, world) for bucket in split]
 
     def gather() -> None:
         for exchange in exchanges:
             exchange.run()
 
     return gather
-
-
-def _buckets(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    buckets: list[list[torch.Tensor]] = []
-    size_bytes = 0
-    for tensor in tensors:
-        if tensor.dim() == 0:
-            continue
-        is_full = size_bytes + tensor.nbytes > GATHER_BUCKET_BYTES
-        if not buckets or is_full or tensor.dtype != buckets[-1][0].dtype:
-            buckets.append([])
-            size_bytes = 0
-        buckets[-1].append(tensor)
-        size_bytes += tensor.nbytes
-    return buckets
 
 
 class _Exchange:

@@ -27,10 +27,7 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     def sum_over_ranks() -> None:
         gradients = [own for shard in shards if (own := shard.gradient()) is not None]
         if gradients:
-            flat = ranks.all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]))
-            parts = flat.split([gradient.numel() for gradient in gradients])
-            pairs = zip(parts, gradients, strict=True)
-            torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in pairs])
+            ranks.all_reduce_together(gradients)
 
     @contextmanager
     def gradient_sync(last: bool) -> Iterator[None]:

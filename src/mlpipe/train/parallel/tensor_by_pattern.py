@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlpipe._core.errors import TrainError
 from mlpipe._core.patterns import matching, nearest
 from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.contract import broken
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup, copied, embedded_here, summed
 from mlpipe.train.slices import Slice, keep_slice
@@ -37,9 +37,9 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     patterns = plan.model.tensor or _their_plan(own)
     entry = plan.model.build.entry
     if not patterns:
-        raise _wrong(
-            "nobody says how to split this model over tp",
+        raise broken(
             entry,
+            "nobody says how to split this model over tp",
             'write model.tensor, like {"layers.*.attn.q": column, "layers.*.attn.o": row}, or make tp 1',
         )
     ranks = RankGroup.along("tp", world, model.waits)
@@ -50,7 +50,7 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     for pattern, kind in patterns.items():
         names = matching(pattern, modules)
         if not names:
-            raise _wrong(f"model.tensor: {pattern!r} fits no module", entry, nearest(pattern, modules))
+            raise broken(entry, f"model.tensor: {pattern!r} fits no module", nearest(pattern, modules))
         kinds |= {name: kind for name in names if name not in kinds}
     _refuse_ties(own, {id(modules[name]) for name, kind in kinds.items() if kind != "sum"}, entry)
     for name, kind in kinds.items():
@@ -69,9 +69,9 @@ def _their_plan(own: nn.Module) -> dict[str, str]:
     prefix = f"{prefix}." if prefix and hasattr(own, prefix) else ""
     unknown = sorted(set(theirs.values()) - set(_THEIRS))
     if unknown:
-        raise _wrong(
-            f"the plan of {type(own).__name__} for tp has {', '.join(unknown)}, which mlpipe does not have",
+        raise broken(
             type(own).__module__,
+            f"the plan of {type(own).__name__} for tp has {', '.join(unknown)}, which mlpipe does not have",
             "write model.tensor yourself, or make tp 1",
         )
     return {f"{prefix}{pattern}": _THEIRS[kind] for pattern, kind in theirs.items()}
@@ -83,19 +83,19 @@ def _split(
     ranks = shared.ranks
     is_embedding = kind == "row" and _is_plain_embedding(module)
     if type(module) is not nn.Linear and not is_embedding:  # of a subclass nobody knows what it computes
-        raise _wrong(
-            f"{kind} cannot split {name}, a {type(module).__name__}",
+        raise broken(
             entry,
+            f"{kind} cannot split {name}, a {type(module).__name__}",
             "column and row split an nn.Linear, row an nn.Embedding without padding_idx and max_norm as well",
         )
     dim = 0 if kind == "column" or is_embedding else 1
     weight = module.weight
     assert isinstance(weight, Tensor)
     if weight.shape[dim] % ranks.num_ranks:
-        raise _wrong(
+        raise broken(
+            entry,
             f"tp {ranks.num_ranks} does not divide the {weight.shape[dim]} "
             f"{'rows' if is_embedding else 'outputs' if dim == 0 else 'inputs'} of {name}",
-            entry,
             "make it a multiple, or leave this module whole",
         )
     cut = Slice("tp", dim, ranks.rank, ranks.num_ranks, ranks.group)
@@ -153,10 +153,6 @@ def _refuse_ties(own: nn.Module, split: set[int], entry: str) -> None:
     for found in places.values():
         if len({id(module) in split for _, module in found}) > 1:
             names = " and ".join(dict.fromkeys(name for name, _ in found))
-            raise _wrong(
-                f"{names} share a weight, which is to be split in one of them", entry, "name none of them"
+            raise broken(
+                entry, f"{names} share a weight, which is to be split in one of them", "name none of them"
             )
-
-
-def _wrong(message: str, entry: str, hint: str) -> TrainError:
-    return TrainError(message, where=entry, hint=hint, kind="input")

@@ -9,13 +9,9 @@ from torch import Tensor
 
 from mlpipe.train.data import Microbatch, to_device
 from mlpipe.train.model import Batch
-from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel, nothing
 from mlpipe.train.schedules import LossSum
 from mlpipe.train.world import World
-
-
-def nothing() -> None:
-    """For who need not hear."""
 
 
 class Accumulate:

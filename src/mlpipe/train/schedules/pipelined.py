@@ -18,10 +18,10 @@ from mlpipe._core.pipelines import Schedule
 from mlpipe.plan.pipelining import Action, Transfer, with_transfers
 from mlpipe.train.data import Microbatch, to_device
 from mlpipe.train.model import Batch
-from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel, nothing
 from mlpipe.train.parallel.pipeline import StagedLossModule
 from mlpipe.train.schedules import LossSum
-from mlpipe.train.schedules.accumulate import Sums, nothing
+from mlpipe.train.schedules.accumulate import Sums
 from mlpipe.train.schedules.deferred_weights import DeferredWeights
 from mlpipe.train.world import World
 
