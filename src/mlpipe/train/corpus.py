@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from mlpipe._core.errors import EXIT_CODES, MlpipeError, TrainError
+from mlpipe._core.errors import TrainError
 from mlpipe._core.units import format_bytes, parse_bytes
+from mlpipe.train.script import exit_code
 from mlpipe.train.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, train_tokenizer
 from mlpipe.train.tokens import DTYPES, FORMAT, MANIFEST, SHARDED, Shard, Split
 
@@ -277,10 +278,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 2 bad input, 4 the disk, 130 interrupted."""
+    """As `script.exit_code`."""
     args = _parser().parse_args(argv)
     started = time.monotonic()
-    try:
+
+    def work() -> None:
         build_corpus(
             args.out,
             source=args.source,
@@ -291,16 +293,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             validation_fraction=args.validation_fraction,
             seed=args.seed,
         )
-    except MlpipeError as error:
-        sys.stderr.write(f"mlpipe-corpus: {error}\n")
-        return EXIT_CODES[error.kind]
-    except OSError as error:
-        sys.stderr.write(f"mlpipe-corpus: {error.filename or args.out}: {error.strerror or error}\n")
-        return EXIT_CODES["infrastructure"]
-    except KeyboardInterrupt:
-        return EXIT_CODES["interrupted"]
-    _say(f"{args.out} written in {time.monotonic() - started:.0f} s")
-    return 0
+        _say(f"{args.out} written in {time.monotonic() - started:.0f} s")
+
+    return exit_code("mlpipe-corpus", work, args.out)
 
 
 def _bytes(option: str, text: str | None) -> int | None:

@@ -192,12 +192,16 @@ def _open_stream(entry: Entry, plan: DataPlan, split: str) -> Streams:
             kind="input",
         )
     streams = Streams(lambda part: _made(entry, part, plan.splits), plan.splits, entry.entry)
-    if plan.collate is None and not _is_sample(streams[0]) and hasattr(streams.make(0), "with_format"):
+    if plan.collate is not None:
+        return streams
+    sample = streams[0]
+    if not _is_sample(sample) and hasattr(streams.make(0), "with_format"):
         streams = Streams(
             lambda part: _made(entry, part, plan.splits).with_format("torch"), plan.splits, entry.entry
         )
-    if plan.collate is None and not _is_sample(streams[0]):
-        raise _no_sample("", streams[0], entry.entry)
+        sample = streams[0]
+    if not _is_sample(sample):
+        raise _no_sample("", sample, entry.entry)
     return streams
 
 

@@ -20,7 +20,6 @@ from mlpipe.train.shard_cache import CachedFile, check_room
 from mlpipe.train.windows import WINDOW, Windowed
 
 _AT_ONCE = 16
-_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,9 @@ class ParquetRows(Windowed):
 
     def where(self, index: int) -> str:
         """The file of a sample."""
-        file = self.files[self.groups[self.place_of(index)[0]].file]
+        return self._where(self.files[self.groups[self.place_of(index)[0]].file])
+
+    def _where(self, file: DataFile) -> str:
         return f"{self.url.rstrip('/')}/{file.name}"
 
     def expect(self, pieces: list[int]) -> None:
@@ -105,9 +106,8 @@ class ParquetRows(Windowed):
         return table.combine_chunks()
 
     def _fetched(self, file: DataFile, part: CachedFile) -> RangeFile:
-        for _ in range(_TRIES):
-            with suppress(FileNotFoundError):  # another rank has just made room
-                return RangeFile(self.url, file, self.cache.get(part), part.start)
+        with suppress(FileNotFoundError):
+            return self.cache.opened(part, lambda path: RangeFile(self.url, file, path, part.start))
         return RangeFile(self.url, file)
 
     def _read_metadata(self, file: DataFile) -> Any:
@@ -116,8 +116,8 @@ class ParquetRows(Windowed):
         except MlpipeError:
             raise
         except Exception as error:  # pyarrow's are many
-            where = f"{self.url.rstrip('/')}/{file.name}"
-            raise TrainError(f"this is no Parquet file: {error}", where=where, kind="input") from error
+            words = f"this is no Parquet file: {error}"
+            raise TrainError(words, where=self._where(file), kind="input") from error
 
     def _names(self, number: int) -> list[str]:
         return list(self._metadata[number].schema.to_arrow_schema().names)
@@ -128,7 +128,7 @@ class ParquetRows(Windowed):
         if odd is not None:
             raise TrainError(
                 f"there is no column {odd!r}",
-                where=f"{self.url.rstrip('/')}/{self.files[number].name}",
+                where=self._where(self.files[number]),
                 hint=f"it has {', '.join(there) or 'none'}; data.columns is {{KEY: COLUMN}}",
                 kind="input",
             )

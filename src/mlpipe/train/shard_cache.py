@@ -7,10 +7,12 @@ import hashlib
 import os
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from mlpipe._core.errors import DamagedError, StoreError, TrainError
 from mlpipe._core.files import locked
@@ -22,6 +24,8 @@ _FETCH_SECONDS = 3600.0
 _PIECE_BYTES = 16 * 2**20
 _AT_ONCE = 4
 _PARTIAL = ".partial-"
+_TRIES = 3
+Opened = TypeVar("Opened")
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,14 @@ class ShardCache:
             with suppress(StoreError):  # tried again, in which it shows what is still wrong
                 coming.result()
         return self._fetch(file)  # at once, unless it was deleted since it came
+
+    def opened(self, file: CachedFile, open_it: Callable[[Path], Opened]) -> Opened:
+        """What `open_it` makes of its path here; tried again where another rank has just made room. Raises
+        StoreError, FileNotFoundError."""
+        for _ in range(_TRIES):
+            with suppress(FileNotFoundError):
+                return open_it(self.get(file))
+        return open_it(self.get(file))
 
     def expect(self, files: list[CachedFile]) -> None:
         """They will be asked for soon: fetched meanwhile. What goes wrong shows when they are."""

@@ -10,10 +10,10 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from mlpipe._core.errors import EXIT_CODES, MlpipeError
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.train.data_files import DataFile, find_files
+from mlpipe.train.script import exit_code
 from mlpipe.train.tars import INDEX, members_of
 
 _PIECE_BYTES = 16 * 2**20
@@ -54,24 +54,18 @@ def _of(opened: Any, file: DataFile, where: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 2 bad input, 4 no space or permission, or the bucket is away, 130 interrupted."""
+    """As `script.exit_code`."""
     parser = argparse.ArgumentParser(
         prog="mlpipe-index", description="Count the samples of tars, and write index.json beside them."
     )
     parser.add_argument("folder", help="of the tars: a folder, or s3://bucket/prefix")
     folder = parser.parse_args(argv).folder
-    try:
+
+    def work() -> None:
         num_samples = write_index(folder)
-    except MlpipeError as error:
-        sys.stderr.write(f"mlpipe-index: {error}\n")
-        return EXIT_CODES[error.kind]
-    except OSError as error:
-        sys.stderr.write(f"mlpipe-index: {error.filename or folder}: {error.strerror or error}\n")
-        return EXIT_CODES["infrastructure"]
-    except KeyboardInterrupt:
-        return EXIT_CODES["interrupted"]
-    sys.stderr.write(f"{folder.rstrip('/')}/{INDEX}: {num_samples} samples\n")
-    return 0
+        sys.stderr.write(f"{folder.rstrip('/')}/{INDEX}: {num_samples} samples\n")
+
+    return exit_code("mlpipe-index", work, folder)
 
 
 if __name__ == "__main__":

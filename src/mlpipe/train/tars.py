@@ -18,7 +18,6 @@ import re
 import tarfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from mlpipe.train.shard_cache import CachedFile, check_room
 from mlpipe.train.windows import WINDOW, Windowed
 
 INDEX = "index.json"
-_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -136,10 +134,7 @@ class TarSamples(Windowed):
                 return os.open(tar.path, os.O_RDONLY)
             except OSError as error:
                 raise _unread(error, str(tar.path)) from error
-        for _ in range(_TRIES):
-            with suppress(FileNotFoundError):  # another rank has just made room
-                return os.open(self.cache.get(tar.file), os.O_RDONLY)
-        return os.open(self.cache.get(tar.file), os.O_RDONLY)
+        return self.cache.opened(tar.file, lambda path: os.open(path, os.O_RDONLY))
 
     def _bad(self, index: int, key: str, words: str, hint: str | None) -> TrainError:
         return TrainError(f"sample {key!r}: {words}", where=self.where(index), hint=hint, kind="input")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +11,6 @@ from mlpipe._core.errors import TrainError
 from mlpipe.train.shard_cache import CachedFile, ShardCache, check_room
 from mlpipe.train.tokens import DTYPES, Split, TokenDataset, TokenFolder
 from mlpipe.train.windows import WINDOW, Windowed
-
-_TRIES = 3
 
 
 class ShardedTokens(TokenDataset, Windowed):
@@ -65,7 +62,4 @@ class ShardedTokens(TokenDataset, Windowed):
         return self._maps[shard]
 
     def _map(self, file: CachedFile) -> NDArray[np.generic]:
-        for _ in range(_TRIES):
-            with suppress(FileNotFoundError):  # another rank has just made room
-                return np.memmap(self.cache.get(file), dtype=self.dtype, mode="r")
-        return np.memmap(self.cache.get(file), dtype=self.dtype, mode="r")
+        return self.cache.opened(file, lambda path: np.memmap(path, dtype=self.dtype, mode="r"))

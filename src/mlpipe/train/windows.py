@@ -35,8 +35,8 @@ class Windowed(Ordered):
         """They will be read soon."""
 
     def where(self, index: int) -> str:
-        """Of a sample, for messages."""
-        raise NotImplementedError
+        """Of a sample, for messages: its file, of sets that know it."""
+        return type(self).__name__
 
     def place_of(self, index: int) -> tuple[int, int]:
         """The piece in which a sample lies, and its number there."""
