@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from kit import plans, processes
 from kit.command_runs import until
 
 from mlpipe.observe.runview import view_stage
-from mlpipe.plan.plan import Entry, ModelPlan
+from mlpipe.plan.plan import BestPlan, Entry, MetricPlan, ModelPlan, ValidatePlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import StageState
@@ -181,6 +182,67 @@ def test_a_killed_rank_is_restarted_in_place(stage, expected):
         assert seconds[bucket] > 0, seconds
     assert seconds["queue"] == seconds["hang"] == 0
     assert view.ledger.tokens == STEPS * 16 * 32
+
+
+def test_killed_within_a_validation_and_within_the_saves_of_a_best_one_it_ends_as_it_would_have(
+    stage, tokens
+):
+    """Three blows at all processes, each where a rank stands still, and the rest: the losses, the validations
+    and the best checkpoint of a training that nobody struck, and nothing half-written."""
+    nearness = MetricPlan("nearness", "kit.struck:Nearness")
+    validate = ValidatePlan(2, 9 * 32, (nearness,), best=BestPlan("nearness", "max"))
+    asked = {
+        "strategy": "fsdp", "model": ModelPlan(Entry("kit.struck:build_model", {}), None, 32, ()),
+        "steps": 8, "every": 100, "validate": validate,
+    }  # fmt: skip
+    whole = plans.train_plan(stage.folder / "whole", tokens, **asked)
+    plans.run_together([whole], stage.folder / "run")
+    for at in ("validating", "writing", "committing"):
+        stage.next(**asked)
+        there = stage.folder / at
+        env = plans.environment() | {"KIT_STRIKE": json.dumps({"at": at, "step": 4, "file": str(there)})}
+        stage.process = plans.start(stage.plan, stage.scratch, env=env)
+        until(lambda there=there: there.exists() or stage.process.poll() is not None, f"a rank {at}")
+        assert stage.process.poll() is None, stage.log()
+        everything = processes.tree(stage.process.pid)
+        processes.kill(everything)
+        stage.process.wait(300)
+        until(lambda pids=everything: processes.gone(pids), "the end of all")
+        assert processes.steps_of_sound(stage.store, stage.plan) == [2]
+    stage.next(**asked)
+    assert stage.run() == 0, stage.log()
+
+    store = FolderStore(stage.folder / "whole")
+    attempts = [replace(stage.plan, attempt=attempt) for attempt in range(1, stage.attempt + 1)]
+    found = [one for plan in attempts for one in plans.records(stage.folder / "store", plan)]
+    expected = plans.records(stage.folder / "whole", whole)
+    assert told(found) == told(expected)
+    assert len(told(expected)) == 8 + 4
+    # what was struck is gone: the objects, by their prefixes, are those of three checkpoints
+    assert processes.steps_of_sound(stage.store, stage.plan) == [2, 4, 8]
+    prefixes = {
+        info.key.rpartition("/")[0] for info in stage.store.list(f"{stage.plan.stage_key}/checkpoints")
+    }
+    assert prefixes == {one.key for one in catalogue.list_checkpoints(stage.store, stage.plan.stage_key)}
+    best, same = catalogue.best(stage.store, stage.plan.stage_key), catalogue.best(store, whole.stage_key)
+    assert best is not None
+    assert same is not None
+    assert (best.step, processes.digest_of(stage.store, best.key)) == (
+        4,
+        processes.digest_of(store, same.key),
+    )
+    assert catalogue.read_best(stage.store, best.key) == catalogue.read_best(store, same.key)
+    assert stage.final_digest() == processes.digest_of(store, catalogue.latest(store, whole.stage_key).key)
+
+
+def told(records):
+    """What was measured at each step, and in each validation: the last word on it."""
+    fields = ("loss", "grad_norm", "metrics", "best")
+    return {
+        (one["kind"], one["step"]): [one.get(field) for field in fields]
+        for one in records
+        if one["kind"] in ("step", "validation")
+    }
 
 
 def test_twenty_restarts_in_place(stage):
