@@ -43,6 +43,7 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     assert "['corpus', 'train', 'evaluate', 'promote']" in said
     assert "8 steps, the loss from" in said
     assert "step 8 in" in said
+    assert "the least loss at step" in said  # of a frame of pandas
     assert re.search(r"train\.train\.optimizer\.lr 0\.001 0\.003", said), said
     assert "<svg" in (tmp_path / "compare.html").read_text()
     assert not (tmp_path / "runs/models").exists()  # a smoke test registers nothing
