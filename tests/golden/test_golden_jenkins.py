@@ -45,11 +45,14 @@ def case(name: str) -> str:
     if name == "hostile":
         spec = "it's/\u202e\\u0027''' ${params.RUN_ID}\n.yaml"
         return jenkinsfile(pipeline_of("quickstart"), spec, ["name=a'b"], "s3://b/'''")
+    if name == "sweep":
+        text = (ROOT / "tests/unit/spec/good/sweep.yaml").read_text()
+        return jenkinsfile(load_pipeline_text(text, "sweep.yaml"), "sweep.yaml", [], "s3://ml-runs/swept")
     pipeline = pipeline_of(name)
     return jenkinsfile(pipeline, f"pipelines/{name}.yaml", ["train.seed=7"], pipeline.store)
 
 
-CASES = ("quickstart", "llm", "diamond", "many", "hostile")
+CASES = ("quickstart", "llm", "diamond", "many", "hostile", "sweep")
 
 
 @pytest.mark.parametrize("name", CASES)

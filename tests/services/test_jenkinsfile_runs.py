@@ -18,7 +18,7 @@ from kit.command_runs import Cli, shell, until, write_spec
 from kit.jenkinsfile import Workspace
 from kit.servers import ServerMissingError
 
-from mlpipe.render.jenkins import MAX_STAGES
+from mlpipe.render.jenkins import MAX_STAGES, MAX_TRIAL_BRANCHES
 
 pytestmark = pytest.mark.services
 DIAMOND = {"b": ["a"], "c": ["a"], "d": ["b", "c"]}
@@ -201,3 +201,47 @@ def checked(files: Sequence[Path]) -> list[str | None]:
         return groovy.checked(files)
     except ServerMissingError as error:
         pytest.skip(str(error))
+
+
+SIMULATING = f"""#!{sys.executable}
+import sys
+
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from kit import sweep_backend
+from mlpipe.cli import main
+from mlpipe.submit import backends
+
+backends.TABLE[sweep_backend.NAME] = sweep_backend.TARGET
+sys.exit(main())
+"""
+
+
+def test_trials_of_a_sweep_are_branches_and_one_that_fails_is_red_alone(tmp_path: Path) -> None:
+    """The real mlpipe, on a backend whose trials train nothing; with one trial more than branches."""
+    controller = Controller(tmp_path, {"a": writes("a")}, {})
+    over = [*({"floor": number} for number in range(MAX_TRIAL_BRANCHES)), {"fails": True}]
+    fit = {
+        "model": {"entry": "a.b:c", "args": {}}, "data": {"entry": "a.b:d", "batch_size": 8}, "steps": 3,
+    }  # fmt: skip
+    sweep = {"over": {"model.args": over}, "metric": {"name": "loss"}, "max_parallel": 2}
+    spec = {"version": 1, "name": "swept", "stages": [{"name": "fit", "train": fit}], "sweep": sweep}
+    (controller.workspace / "pipeline.yaml").write_text(json.dumps(spec))
+    text = controller.cli("render", "pipeline.yaml", "--for", "jenkins").stdout
+    (tmp_path / "Jenkinsfile").write_text(text)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/mlpipe").write_text(SIMULATING)
+    (tmp_path / "bin/mlpipe").chmod(0o755)
+    controller.environment["PATH"] = f"{tmp_path / 'bin'}:{controller.environment['PATH']}"
+    ran = controller.build(BACKEND="simulated", RUN_ID="s")
+    assert ran.result == "SUCCESS", controller.log()
+    assert [name for name, _ in ran.stages[:3]] == ["Validate", "Plan", "Sweep"]
+    names = [f"{number:03d}" for number in range(len(over))]
+    expected = {name: "FAILURE" if name == names[-1] else "SUCCESS" for name in names}
+    assert dict(ran.stages[3:]) == expected
+    assert len(ran.stages) == 3 + len(names)
+    found = controller.cli.json("status", "s")
+    assert [trial["state"] for trial in found["trials"]] == ["done"] * len(names[1:]) + ["failed"]
+    assert found["best"] == "000"
+    page = (tmp_path / "archived-report.html").read_text()
+    assert "s-000" in page
+    assert "it was asked to fail" in controller.log()

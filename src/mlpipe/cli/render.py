@@ -58,8 +58,6 @@ def command(
     if run_id is not None and not is_name(run_id):
         raise click.UsageError(f"{run_id!r} is no run id: write 1 to 63 of a-z, 0-9, '.', '_', '-'")
     text, pipeline = read_pipeline(spec, overrides=overrides)
-    if pipeline.sweep is not None:
-        raise click.UsageError("a sweep is several runs; what one of them is: --set sweep=null")
     submission = Submission(
         spec=spec,
         text=text,

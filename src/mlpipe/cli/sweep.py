@@ -29,7 +29,16 @@ _PIPED_SECONDS = 10.0
     "--to", type=BackendChoice(), default=backends.DEFAULT, show_default=True, help="Where its trials run."
 )
 @overrides
-@click.option("--sweep-id", metavar="ID", help="Name of the sweep. Default: pipeline, time and chance.")
+@click.option(
+    "--sweep-id",
+    metavar="ID",
+    help="Name of the sweep; one that exists goes on. Default: pipeline, time and chance.",
+)
+@click.option(
+    "--follow",
+    metavar="TRIAL",
+    help="Only follow this trial of --sweep-id, which another process drives, and exit as the trial does.",
+)
 @click.option("--resume", "sweep", metavar="ID", help="Go on with this sweep, instead of a new one.")
 @click.option(
     "--promote-best",
@@ -46,6 +55,7 @@ def command(
     options: dict[str, Any],
     overrides: tuple[str, ...],
     sweep_id: str | None,
+    follow: str | None,
     sweep: str | None,
     promote: str | None,
 ) -> int:
@@ -56,6 +66,12 @@ def command(
     once; with --resume trials that ended are not repeated. A trial that fails stops no other. Exits 0 when a
     trial is done and has its metric, 3 or 4 when none has, 5 when it was cancelled, 130 after Ctrl-C.
     """
+    if follow is not None:
+        if sweep_id is None or spec or sweep or promote or overrides:
+            raise click.UsageError("--follow is of --sweep-id alone: it starts nothing")
+        from mlpipe.cli.sweep_follow import follow_trial
+
+        return follow_trial(session, session.open_store(), sweep_id, follow)
     if (spec is None) == (sweep is None):
         raise click.UsageError("name a pipeline file, or a sweep with --resume")
     if sweep is not None:
@@ -70,7 +86,18 @@ def command(
     url = session.full_store_url(pipeline.store)
     submission = Submission(spec, text, overrides, pipeline, url, os.getcwd(), run_id=sweep_id)
     store = session.open_store(pipeline.store)
-    return drive(session, store, create(session, store, backend, submission), promote)
+    return drive(session, store, claim(session, store, backend, submission), promote)
+
+
+def claim(session: CliSession, store: Store, backend: Backend, submission: Submission) -> str:
+    """The id of a new sweep, or of the one that has the submission's; a word about what will run."""
+    from mlpipe.submit.adopt import is_there
+
+    sweep_id = submission.run_id
+    if sweep_id is not None and is_there(store, sweep_id, submission.pipeline):
+        session.note(f"sweep {sweep_id} in {store.url} is there: it goes on")
+        return sweep_id
+    return create(session, store, backend, submission)
 
 
 def create(session: CliSession, store: Store, backend: Backend, submission: Submission) -> str:
@@ -81,7 +108,8 @@ def create(session: CliSession, store: Store, backend: Backend, submission: Subm
     sweep = sweep_of(submission)
     if isinstance(backend, Delegate):
         raise click.UsageError(
-            f"a sweep does not go to {backend.name}: call `mlpipe sweep --to ...` in a step of a build"
+            f"a sweep is not handed to {backend.name}: have a build do it (mlpipe render {submission.spec} "
+            f"--for {backend.name}), or name the backend of its trials"
         )
     sweep_id = create(store, backend, submission, session)
     from mlpipe.spec.trials import num_trials
@@ -194,24 +222,15 @@ class _Watcher:
         """As often as you like."""
         if self.quiet:
             return
+        from mlpipe.cli.sweep_follow import words
         from mlpipe.observe.sweep_table import said
 
         now = {name: trial.state for name, trial in sweep.stages.items()}
         before, self._seen = self._seen if self._seen is not None else now, now
         for name, state in now.items():
             if state != before.get(name, "pending"):
-                self.note(f"{name}  {said(sweep, name)}  {self._describe(sweep, name)}")
+                self.note(f"{name}  {said(sweep, name)}  {words(sweep, name)}")
         self._show(sweep)
-
-    def _describe(self, sweep: RunState, name: str) -> str:
-        from mlpipe.cli.outcome import describe
-        from mlpipe.observe.sweep_table import format_value
-        from mlpipe.store.sweeps import value_of
-
-        trial = sweep.stages[name]
-        value = value_of(trial)
-        metric = sweep.meta.get("metric", {}).get("name")
-        return describe(trial) + ("" if value is None else f", {metric} {format_value(value)}")
 
     def _show(self, sweep: RunState) -> None:
         """Anew twice a second on a terminal, else every ten seconds."""

@@ -20,11 +20,15 @@ from mlpipe._core.errors import RenderError
 from mlpipe._core.units import parse_seconds
 from mlpipe.kinds.train.spec import Strategy, Train
 from mlpipe.spec.model import Pipeline, Stage
+from mlpipe.spec.sweep import Sweep
+from mlpipe.spec.trials import num_trials
+from mlpipe.store.sweeps import trial_name
 
 HEAD = "// Written by `mlpipe render --for jenkins`: change the pipeline file, not this one.\n"
 MAX_STAGES = 20  # above it, a loop: Jenkins compiles a Declarative model into one method of at most 64 KB
 MAX_DATA_BYTES = 32 * 2**10  # a literal of Java has at most 64 KB
 LABEL = "mlpipe"  # of the agents
+MAX_TRIAL_BRANCHES = 8  # each is a process on the agent; with more trials a branch follows several in turn
 _UNCHANGED = "as in the file"  # the first choice of STRATEGY
 _QUEUE_HOURS = 24  # added to a stage's own timeout, which does not count the time in a queue
 _DEFAULT_HOURS = 7 * 24
@@ -32,6 +36,11 @@ _CANCEL_MINUTES = 12
 _PLAIN = re.compile(r"[ -\[\]-~]*")  # printable ASCII without a backslash
 _DATA_LINES = 7
 _SOURCE = ". ./.mlpipe/arguments"
+
+_STORE_PARAMETER = (  # of a sweep there is none: `submit --to jenkins` takes none
+    "        string(name: 'STORE', defaultValue: '', trim: true,",
+    "            description: 'Of `mlpipe submit --to jenkins`: where RUN_ID and its pipeline are')",
+)
 
 # Constant, so that a review of one Jenkinsfile is a review of all. POSIX: the agent's sh may be dash.
 _ARGUMENTS = r"""# Sourced by each step: "$@" becomes what every verb is given, RUN_ID the run of this build.
@@ -97,11 +106,15 @@ def jenkinsfile(
             hint="run mlpipe render at the top, with a relative path",
         )
     levels = _levels(pipeline)
-    looped = len(pipeline.stages) > MAX_STAGES
+    sweep, looped = pipeline.sweep, len(pipeline.stages) > MAX_STAGES
     stages = _loop(pipeline) if looped else _stages(pipeline, levels)
+    if sweep is not None:
+        stages = _sweep(pipeline, sweep)
     data = _data(pipeline, spec, overrides, store)
     files = ["sh 'rm -rf .mlpipe'", f"writeFile file: '.mlpipe/data', {_text(data)}"]
-    if looped:
+    if sweep is not None:
+        files.append(f"writeFile file: '.mlpipe/trials', text: {_block(_trials(sweep))}")
+    elif looped:
         names = "\n".join("".join(f"{stage.name}\n" for stage in level) for level in levels)
         files.append(f"writeFile file: '.mlpipe/stages', text: {_block(names)}")
     files.append(f"writeFile file: '.mlpipe/arguments', text: {_block(_ARGUMENTS)}")
@@ -121,8 +134,7 @@ def jenkinsfile(
             "        booleanParam(name: 'DRY_RUN', defaultValue: false, description: 'Only plan')",
             "        string(name: 'RUN_ID', defaultValue: '', trim: true,",
             "            description: 'A run to go on with; empty: one of this build')",
-            "        string(name: 'STORE', defaultValue: '', trim: true,",
-            "            description: 'Of `mlpipe submit --to jenkins`: where RUN_ID and its pipeline are')",
+            *(_STORE_PARAMETER if sweep is None else ()),
             "        string(name: 'SPEC_DIGEST', defaultValue: '', trim: true,",
             "            description: 'Refuse any other pipeline; empty: take the one of the checkout')",
             "    }",
@@ -227,6 +239,52 @@ def _loop(pipeline: Pipeline) -> list[str]:
         "                }",
         "                parallel branches",
         "            }",
+        "        }",
+        "    }",
+        "}",
+    ]
+    return [" " * 8 + line for line in lines]
+
+
+def _trials(sweep: Sweep) -> str:
+    """A name a line, an empty line between branches."""
+    names = [trial_name(number) for number in range(num_trials(sweep))]
+    branches = [names[first::MAX_TRIAL_BRANCHES] for first in range(min(MAX_TRIAL_BRANCHES, len(names)))]
+    return "\n".join("".join(f"{name}\n" for name in branch) for branch in branches)
+
+
+def _sweep(pipeline: Pipeline, sweep: Sweep) -> list[str]:
+    """One branch drives the sweep, which says how many trials run at once; the others follow its trials. One
+    that fails is red, and fails neither the others nor the build, which ends as the sweep does."""
+    rounds = math.ceil(num_trials(sweep) / sweep.max_parallel)
+    hours = sum(map(_hours, pipeline.stages)) * rounds
+    lines = [
+        "stage('Sweep') {",
+        "    when { not { expression { params.DRY_RUN } } }",
+        f"    options {{ timeout(time: {hours}, unit: 'HOURS') }}",
+        "    steps {",
+        "        script {",
+        "            def branches = [:]",
+        "            branches['sweep'] = {",
+        *_sh('mlpipe sweep --to "${BACKEND:-local}" --sweep-id "$RUN_ID" "$@"', 16),
+        "            }",
+        "            for (group in readFile('.mlpipe/trials').trim().split('\\n\\n')) {",
+        "                def names = group.split('\\n')",
+        "                branches[names[0]] = {",
+        "                    for (line in names) {",
+        "                        def name = line",
+        "                        stage(name) {",
+        "                            catchError(buildResult: 'SUCCESS', stageResult: 'FAILURE',",
+        "                                       catchInterruptions: false) {",
+        "                                withEnv(['TRIAL=' + name]) {",
+        *_sh('mlpipe sweep --sweep-id "$RUN_ID" --follow "$TRIAL"', 36),
+        "                                }",
+        "                            }",
+        "                        }",
+        "                    }",
+        "                }",
+        "            }",
+        "            parallel branches",
         "        }",
         "    }",
         "}",

@@ -20,6 +20,8 @@ class Running {
     static final List stages = Collections.synchronizedList([])
     static final List events = Collections.synchronizedList([])
     static final ThreadLocal<Map> added = new InheritableThreadLocal<Map>()
+    /** The stage around. */
+    static final ThreadLocal<List> around = new InheritableThreadLocal<List>()
     /** Whether there is an agent. */
     static final ThreadLocal<Boolean> onAgent = new InheritableThreadLocal<Boolean>()
     /** When the timeouts around pass. */
@@ -121,12 +123,31 @@ class Running {
 
     static void stage(String name, Closure body) {
         def entry = [name, 'SUCCESS']
+        def before = around.get()
         stages << entry
+        around.set(entry)
         try {
             body()
         } catch (Throwable error) {
             entry[1] = error instanceof Aborted ? 'ABORTED' : 'FAILURE'
             throw error
+        } finally {
+            around.set(before)
+        }
+    }
+
+    /** Of the step only what ours asks for: the build's result stays, an abort goes on. */
+    static void catchError(Map given, Closure body) {
+        if (given != [buildResult: 'SUCCESS', stageResult: 'FAILURE', catchInterruptions: false]) {
+            throw new RuntimeException("catchError with $given")
+        }
+        try {
+            body()
+        } catch (Aborted error) {
+            throw error
+        } catch (Throwable error) {
+            say("caught: $error")
+            around.get()[1] = given.stageResult
         }
     }
 

@@ -64,6 +64,8 @@ abstract class Steps extends SerializableScript {
 
     Object script(Closure block) { Running.run(block) }
 
+    void catchError(Map given, Closure block) { Running.catchError(given) { Running.run(block) } }
+
     void stage(String name, Closure block) { Running.stage(name) { Running.run(block) } }
 
     Object withEnv(List variables, Closure block) {

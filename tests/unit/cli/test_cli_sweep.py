@@ -78,7 +78,9 @@ def test_in_the_background_a_sweep_goes_on_until_it_is_cancelled_by_its_id(cli: 
 def test_what_is_of_one_run_is_refused_of_a_sweep_and_says_what_to_write(cli: Cli):
     for words in (
         ("submit", "pipeline.yaml", "--wait"),
-        ("render", "pipeline.yaml", "--for", "jenkins"),
+        ("render", "pipeline.yaml", "--for", "kubernetes"),
+        ("sweep", "pipeline.yaml", "--sweep-id", "s", "--follow", "000"),
+        ("sweep", "--follow", "000"),
         ("sweep", "pipeline.yaml", "--resume", "s"),
         ("sweep",),
     ):

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +20,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kit import sweep_backend
+from kit.clock import Clock
 from kit.command_runs import until
 from kit.sweep_backend import Quiet, Simulated
 
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.cli import sweep as verb
+from mlpipe.cli import sweep_follow
 from mlpipe.cli.session import CliSession
 from mlpipe.cli.sweep import exit_code
 from mlpipe.observe import sweep_table
@@ -33,7 +35,7 @@ from mlpipe.plan.hardware import machine_memory_bytes
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store import registry, runs, sweeps
 from mlpipe.store.folder import FolderStore
-from mlpipe.store.runs import RunState
+from mlpipe.store.runs import RunState, StageState
 from mlpipe.submit import backends, driver
 from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.submission import Submission
@@ -116,6 +118,54 @@ def test_as_many_at_once_as_asked_for_and_the_best_is_named(store, tmp_path):
     assert trial["value"] == pytest.approx(0.1 + sum(1 / step for step in range(1, 7)) / 6)
     assert runs.read_run(store, "s-002").meta["sweep"] == "s"
     assert max(Simulated.started.values()) == 1
+
+
+class Scenario(Clock):
+    """Each sleep is a moment at which something happens."""
+
+    def __init__(self, *moments: Callable[[], Any]) -> None:
+        super().__init__()
+        self.moments = list(moments)
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        if self.moments:
+            self.moments.pop(0)()
+
+
+def test_who_follows_a_trial_ends_as_it_does_and_not_as_an_earlier_attempt_did(store, tmp_path, monkeypatch):
+    def stands(sweep: str, trial: str, **more: Any) -> None:
+        def change(run: RunState) -> RunState:
+            one = replace(run.stages["000"], state=trial, **more)
+            return replace(run, state=sweep, stages={**run.stages, "000": one})
+
+        runs.update_run(store, "s", change)
+
+    session = CliSession()
+    session.quiet = True
+    scenario = Scenario(
+        lambda: made(store, tmp_path, {"model.args.floor": [0.3, 0.1]}),  # it has not begun
+        lambda: stands("running", "running"),
+        lambda: stands("cancelled", "cancelled"),  # of the build before, say
+        lambda: runs.reopen(store, "s", (), again=["000"]),
+        lambda: stands("running", "running"),
+        lambda: stands("running", "done", outcome={"value": 0.5}),
+    )
+    monkeypatch.setattr(sweep_follow, "time", scenario)
+    assert sweep_follow.follow_trial(session, store, "s", "000") == 0
+    assert not scenario.moments
+    with pytest.raises(StoreError, match="no trial '002'"):
+        sweep_follow.follow_trial(session, store, "s", "002")
+    before = scenario.now
+    with pytest.raises(SubmitError, match="nobody has driven sweep s for 300 s") as caught:
+        sweep_follow.follow_trial(session, store, "s", "001")  # which waits
+    assert caught.value.kind == "infrastructure"
+    assert 300 < scenario.now - before < 310
+    for state, outcome, code in (
+        ("failed", {}, 3), ("failed", {"kind": "infrastructure"}, 4), ("cancelled", {}, 5),
+        ("cancelled", {"stopped_at": 9}, 0), ("skipped", {}, 5),
+    ):  # fmt: skip
+        assert sweep_follow.exit_code(StageState(state, 1, outcome=outcome)) == code
 
 
 def test_more_is_better_where_the_metric_says_so(store, tmp_path):

@@ -129,4 +129,11 @@ class KubernetesBackend(Backend):
     def render(self, submission: Submission, console: Console) -> Rendered:
         from mlpipe.submit.kubernetes.manifests import rendered
 
+        if submission.pipeline.sweep is not None:
+            raise SubmitError(
+                "a sweep is several runs, each with manifests of its own",
+                where=submission.spec,
+                hint="what one of them is: --set sweep=null",
+                kind="input",
+            )
         return rendered(submission, console)
