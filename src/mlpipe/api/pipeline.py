@@ -66,9 +66,11 @@ def load(path: str | Path, overrides: Overrides = ()) -> LoadedPipeline:
 
 
 def as_overrides(overrides: Overrides) -> tuple[str, ...]:
-    """As `KEY=VALUE`."""
+    """As `KEY=VALUE`, in the order of `side_by_side`."""
+    from mlpipe.spec.overrides import side_by_side
+
     if isinstance(overrides, str):
         return (overrides,)
     if not isinstance(overrides, Mapping):
-        return tuple(overrides)
-    return tuple(f"{key}={json.dumps(value)}" for key, value in overrides.items())
+        return side_by_side(tuple(overrides))
+    return side_by_side([f"{key}={json.dumps(value)}" for key, value in overrides.items()])

@@ -157,10 +157,21 @@ def shared(command: Command) -> Command:
 ignore_not_found = click.option(
     "--ignore-not-found", is_flag=True, help="A run that nobody has ever claimed is no error."
 )
+
+
+def _side_by_side(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    if len(given) < 2:
+        return given
+    from mlpipe.spec.overrides import side_by_side
+
+    return side_by_side(given)
+
+
 overrides = click.option(
     "--set",
     "overrides",
     multiple=True,
+    callback=_side_by_side,
     metavar="KEY=VALUE",
     help="Change the spec, like stages.train.train.strategy=fsdp; KEY=null removes KEY. Repeatable.",
 )

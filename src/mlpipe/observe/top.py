@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from mlpipe._core.errors import DamagedError
-from mlpipe._core.records import Step
+from mlpipe._core.records import Start, Step
 from mlpipe._core.tables import aligned
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.observe.progress import Progress, Summary, format_count, format_loss, format_mfu
@@ -58,11 +58,18 @@ class RankRow:
         return asdict(self)
 
 
-def straggler_scores(local_seconds: Sequence[float]) -> list[float]:
-    """Each rank's own time of a step (data and compute) over the median of all: 1 is like the others. Only a
-    rank's own time says anything: the whole step is equally long on all of them."""
-    middle = median(local_seconds) if local_seconds else 0.0
-    return [seconds / middle if middle else 1.0 for seconds in local_seconds]
+def straggler_scores(local_seconds: Sequence[float], stages: Sequence[int]) -> list[float]:
+    """Each rank's own time of a step (data and compute) over the median of those with the same `stages`: 1 is
+    like the others. Only a rank's own time says anything: the whole step is equally long on all of them; and
+    ranks of different stages of a pipeline have different work."""
+    by_stage: dict[int, list[float]] = {}
+    for seconds, stage in zip(local_seconds, stages, strict=True):
+        by_stage.setdefault(stage, []).append(seconds)
+    middles = {stage: median(found) for stage, found in by_stage.items()}
+    return [
+        seconds / middles[stage] if middles[stage] else 1.0
+        for seconds, stage in zip(local_seconds, stages, strict=True)
+    ]
 
 
 class Top:
@@ -72,6 +79,7 @@ class Top:
         self._store = store
         self._progress: dict[str, tuple[Follower, Progress]] = {}
         self._ranks: dict[str, tuple[Follower, list[Step]]] = {}
+        self._stages: dict[str, int] = {}
 
     def runs(self, most: int) -> list[RunRow]:
         """The runs under way and the newest others, `most` in all, the newest first."""
@@ -110,13 +118,19 @@ class Top:
         for rank in list_ranks(self._store, attempt_key)[:MOST_RANKS]:
             place = f"{attempt_key}/{rank}"
             tail, steps = self._ranks.setdefault(place, (Follower(self._store, attempt_key, rank), []))
-            steps += [record for record in tail.poll() if isinstance(record, Step)]
+            for record in tail.poll():
+                if isinstance(record, Step):
+                    steps.append(record)
+                elif isinstance(record, Start):
+                    self._stages[place] = _pipeline_stage(record, rank)
             del steps[:-_RECENT_STEPS]
             if steps:
                 recent[rank] = steps
         data = [fmean(step.data_seconds or 0.0 for step in steps) for steps in recent.values()]
         compute = [fmean(step.compute_seconds or 0.0 for step in steps) for steps in recent.values()]
-        scores = straggler_scores([waited + computed for waited, computed in zip(data, compute, strict=True)])
+        stages = [self._stages.get(f"{attempt_key}/{rank}", 0) for rank in recent]
+        local = [waited + computed for waited, computed in zip(data, compute, strict=True)]
+        scores = straggler_scores(local, stages)
         return [
             RankRow(
                 rank=rank,
@@ -133,6 +147,13 @@ class Top:
                 recent.items(), data, compute, scores, strict=True
             )
         ]
+
+
+def _pipeline_stage(start: Start, rank: int) -> int:
+    """The rank's place along `pp`, which is the mesh's outermost axis."""
+    if not isinstance(start.mesh, dict) or not start.world_size:
+        return 0
+    return rank * start.mesh.get("pp", 1) // start.world_size
 
 
 def _stages_of(run: RunState) -> list[str]:

@@ -6,7 +6,8 @@ KEY is the path of keys in the file, joined by dots, where an item of `stages` g
 since the schema says which fields are text, nor does a placeholder (`{{stages.corpus.output}}`). Inside
 `args` and patches null is a value like any other.
 
-Another `train.strategy` drops what stood there for the former one alone (`mesh`), and a warning says so.
+Another `train.strategy` drops what stood there for the former one alone (`mesh`), and a warning says so; a
+mesh that is set beside it stays, whichever is written first.
 """
 
 from __future__ import annotations
@@ -26,6 +27,21 @@ from mlpipe.spec.tree import JSON_KEYS, Ambiguous, Node, get, items_of, parse, t
 _log = logging.getLogger(__name__)
 _TOP = set(Pipeline.model_fields)
 _STAGE = set(Stage.model_fields)
+
+
+def side_by_side(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Those of one command in an order that means the same whatever theirs is: a strategy, which may drop the
+    mesh of before, stands ahead of the meshes beside it."""
+    found: list[str] = []
+    for override in overrides:
+        is_strategy = _key(override)[-1:] == ["strategy"]
+        meshes = (at for at, other in enumerate(found) if "mesh" in _key(other)[-2:])
+        found.insert(next(meshes, len(found)) if is_strategy else len(found), override)
+    return tuple(found)
+
+
+def _key(override: str) -> list[str]:
+    return override.partition("=")[0].strip().split(".")
 
 
 def apply(root: Node, override: str) -> list[Problem]:

@@ -161,8 +161,21 @@ def test_top_shows_the_runs_under_way_first_and_marks_the_slow_rank(store):
     table = ranks_table(ranks, now)
     assert [line.endswith("slow") for line in table[1:]] == [False, True]
     assert top.ranks(BAD) == []
-    assert straggler_scores([]) == []
-    assert straggler_scores([0.0, 0.0]) == [1.0, 1.0]
+    assert straggler_scores([], []) == []
+    assert straggler_scores([0.0, 0.0], [0, 0]) == [1.0, 1.0]
+
+
+def test_top_compares_ranks_of_one_stage(tmp_path):
+    """Of a pipeline of two stages with two ranks each, of which the second stage has three times the work."""
+    store = open_store(str(tmp_path))
+    for rank, compute in enumerate((0.1, 0.1, 0.3, 0.9)):
+        start = {"kind": "start", "time": BEGIN, "world_size": 4, "mesh": {"pp": 2, "dp_replicate": 2}}
+        step = {"kind": "step", "time": BEGIN, "step": 1, "data_seconds": 0.0, "compute_seconds": compute}
+        key = "runs/staged/stages/train/attempt-1"
+        records = [{"v": 1, "rank": rank, "restart": 0, **one} for one in (start, step)]
+        write_records(store, key, rank, records)
+    write_run(store, "staged", {"train": stage_state("running")}, state="running")
+    assert [round(row.straggler_score, 2) for row in Top(store).ranks("staged")] == [1, 1, 0.5, 1.5]
 
 
 def test_top_shows_a_damaged_run_as_such_and_skips_records_without_a_time(store, tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mlpipe.api.pipeline import load
 from mlpipe.spec import overrides as override_rules
 from mlpipe.spec.load import load_pipeline, load_pipeline_text
 from mlpipe.spec.model import Pipeline
@@ -185,6 +186,18 @@ def test_another_strategy_drops_the_mesh_and_says_so(strategy: str, caplog: pyte
     assert said == f"--set train.strategy={strategy}: drops the stage's mesh, which is of another strategy"
 
 
+def test_a_strategy_and_a_mesh_of_one_command_have_no_order() -> None:
+    for strategy in ("hsdp", "auto"):
+        both = [f"train.strategy={strategy}", "train.mesh={dp_replicate: 2}", "train.mesh.dp_shard=fill"]
+        pipelines = [
+            load(QUICKSTART, order).spec for order in (both, both[::-1], [both[1], both[0], both[2]])
+        ]
+        assert at(pipelines[0], "train", "train.mesh") is not None
+        assert pipelines[0] == pipelines[2]
+    once = load(QUICKSTART, HSDP)
+    assert at(once.override("train.strategy=fsdp").spec, "train", "train.mesh") is None  # another command
+
+
 def test_a_strategy_keeps_a_mesh_that_is_its_own() -> None:
     for mesh, strategy in (
         ("{dp_shard: 2}", "fsdp"),
@@ -193,8 +206,9 @@ def test_a_strategy_keeps_a_mesh_that_is_its_own() -> None:
     ):
         pipeline = load_pipeline(QUICKSTART, overrides=[f"train.mesh={mesh}", f"train.strategy={strategy}"])
         assert at(pipeline, "train", "train.mesh") is not None
-    with pytest.raises(SpecErrors, match="fsdp has no dp_replicate"):  # asked for after it: a mistake
-        load_pipeline(QUICKSTART, overrides=["train.strategy=fsdp", HSDP[1]])
+    for order in (["train.strategy=fsdp", HSDP[1]], [HSDP[1], "train.strategy=fsdp"]):
+        with pytest.raises(SpecErrors, match="fsdp has no dp_replicate"):  # asked for beside it: a mistake
+            load(QUICKSTART, order)
 
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
