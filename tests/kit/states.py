@@ -1,5 +1,6 @@
 """`python -m kit.states OUT`, of each rank: bytes of parameters, gradients and optimizer states on rank 0 of
-real groups of 8 (if there are so many), 4, 2 and 1 ranks, and of torch's fake one of 64 to 1,024."""
+real groups of 8 (if there are so many), 4, 2 and 1 ranks, and of torch's fake one of 64 to 1,024; and of
+fake ones of 1,024 that share layers and stages of a larger model."""
 
 from __future__ import annotations
 
@@ -12,15 +13,16 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from kit.plans import train_plan, write_tokens
+from kit.plans import model_plan, train_plan, write_tokens
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mlpipe._core.optimizers import OPTIMIZERS
-from mlpipe.plan.plan import STRATEGIES, EmaPlan, Entry, OptimizerPlan, Plan
+from mlpipe.plan.plan import STRATEGIES, EmaPlan, Entry, Mesh, OptimizerPlan, PipelinePlan, Plan
 from mlpipe.train.freezing import freeze
 from mlpipe.train.model import build_model
 from mlpipe.train.optim.make import make_update
 from mlpipe.train.parallel.apply import parallelize
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.shards import LocalShard
 from mlpipe.train.world import World
 
@@ -28,6 +30,20 @@ from mlpipe.train.world import World
 SHAPE = {"vocab_size": 250, "dim": 72, "ffn_dim": 100}
 REAL, PRETENDED = (8, 4, 2, 1), (64, 256, 1024)
 
+
+# of a width that 8 ranks share, and 128 a share of it
+WIDE = {
+    "vocab_size": 2000, "dim": 1024, "ffn_dim": 800, "num_heads": 8, "num_kv_heads": 8, "num_layers": 10,
+    "tied": False,
+}  # fmt: skip
+STAGES = (1, 1, 1, 1, 1, 1, 2, 2)
+MESHES = {
+    "tp 8, dp_shard 128": Mesh(tp=8, dp_shard=128),
+    "tp 8, dp_replicate 128": Mesh(tp=8, dp_replicate=128),
+    "tp 8, cp 4, dp_shard 32": Mesh(tp=8, cp=4, dp_shard=32),
+    "pp 8, dp_shard 128": Mesh(pp=8, dp_shard=128),
+    "pp 8, dp_replicate 128": Mesh(pp=8, dp_replicate=128),
+}
 
 FREEZE = ("embed*", "layers.0.mlp.*", "layers.*.self_attn.k_proj.*")
 
@@ -55,20 +71,53 @@ def measure(plan: Plan, *, reduces: bool, frozen: tuple[str, ...] = ()) -> dict[
     parallel = parallelize(built, world, train)
     update = make_update(train.optimizer, parallel.shards)
     inputs = torch.zeros((1, 8), dtype=torch.int64)
+    batch = {"inputs": inputs, "targets": inputs}
     with parallel.gradient_sync(reduces):
-        parallel.module({"inputs": inputs, "targets": inputs})[0].backward()
+        if train.mesh.pp > 1:
+            _backward_through_stage(parallel, batch, train.mesh.pp - 1)
+        else:
+            parallel.module(batch)[0].backward()
 
     def local(tensor: Any) -> torch.Tensor:
         return cast(torch.Tensor, tensor.to_local() if hasattr(tensor, "to_local") else tensor)
 
     parameters = [local(parameter) for parameter in parallel.module.parameters()]
     gradients = [local(p.grad) for p in parallel.module.parameters() if p.grad is not None]
-    return {
+    found: dict[str, Any] = {
         "parameters": sum(tensor.nbytes for tensor in parameters),
         "gradients": sum(tensor.nbytes for tensor in gradients),
         "optimizer": sum(item.local.nbytes for item in update.state()),
-        "by name": {name: states_of(name, parallel.shards) for name in OPTIMIZERS},
     }
+    if train.mesh.tp * train.mesh.pp == 1:  # with which not every optimizer goes
+        found["by name"] = {name: states_of(name, parallel.shards) for name in OPTIMIZERS}
+    return found
+
+
+def _backward_through_stage(parallel: ParallelizedModel, batch: dict[str, torch.Tensor], last: int) -> None:
+    (stage,) = cast(Any, parallel.built.module).parts
+    received = torch.zeros(1, 8, WIDE["dim"], requires_grad=True) if stage else None
+    output = parallel.module(batch, stage, received)
+    (output[0] if stage == last else output.sum()).backward()
+
+
+def on_meshes(tokens: Path) -> list[list[Any]]:
+    """Of the first rank of each stage, which has the most."""
+    found = []
+    for name, mesh in MESHES.items():
+        for stage in sorted({0, 1, mesh.pp - 1} & set(range(mesh.pp))):
+            rank = stage * (mesh.world_size // mesh.pp)
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
+            strategy: Any = "fsdp" if mesh.dp_shard > 1 else "zero1"
+            pipeline = PipelinePlan("1f1b", STAGES) if mesh.pp > 1 else None
+            plan = train_plan(
+                "unused", tokens, strategy=strategy, world_size=mesh.world_size, mesh=mesh,
+                model=model_plan(**WIDE), pipeline=pipeline, global_batch=1024, micro_batch=1,
+            )  # fmt: skip
+            # as below; stages leave it out themselves
+            reduces = mesh.dp_shard > 1 or mesh.pp > 1
+            found.append([name, stage, measure(plan, reduces=reduces)])
+            dist.destroy_process_group()
+    return found
 
 
 def states_of(name: str, shards: list[LocalShard]) -> int:
@@ -109,6 +158,7 @@ def main() -> None:
             dist.destroy_process_group()
     if rank == 0:
         (folder / "states.json").write_text(json.dumps(found))
+        (folder / "meshes.json").write_text(json.dumps(on_meshes(tokens)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Bytes of parameters, gradients and optimizer states a rank: the planner's numbers are the trainer's, to the
-byte, on 1, 2 and 4 real ranks (8 with RANKS=8) and on 64 to 1,024 pretended ones."""
+byte, on 1, 2 and 4 real ranks (8 with RANKS=8) and on 64 to 1,024 pretended ones, also of those that share
+layers or stages."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
+from kit import states
 from kit.plans import CONFIG, mesh_of, run_ranks
 from kit.shapes import rank_work
 
@@ -16,8 +18,10 @@ from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe.plan.axes.axis import RankWork
 from mlpipe.plan.memory import rank_tensors
 from mlpipe.plan.optimizers import OptimizerCost
+from mlpipe.plan.plan import Strategy
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.frozen import Frozen
+from mlpipe.plan.shapes.shape import Part
 from mlpipe.plan.tensors import total
 
 pytestmark = pytest.mark.torch
@@ -33,11 +37,33 @@ def states_of(name: str, work: RankWork) -> int:
     return total(rank_tensors(dataclasses.replace(work, optimizer=cost)).optimizer)
 
 
-def test_states_are_the_trainers_to_the_byte(tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    code = run_ranks(RANKS, "kit.states", str(tmp_path), output=output)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With what `kit.states` found."""
+    folder = tmp_path_factory.mktemp("states")
+    output = folder / "output"
+    code = run_ranks(RANKS, "kit.states", str(folder), output=output)
     assert code == 0, output.read_text()[-5000:]
-    found = json.loads((tmp_path / "states.json").read_text())
+    return folder
+
+
+def test_states_of_1024_ranks_on_meshes(folder: Path) -> None:
+    """Of every stage the first rank's, in fp32 with AdamW."""
+    found = json.loads((folder / "meshes.json").read_text())
+    whole = Dense(dataclasses.replace(CONFIG, **states.WIDE)).parameters
+    assert {name for name, _, _ in found} == set(states.MESHES)
+    for name, stage, measured in found:
+        mesh = states.MESHES[name]
+        part = Part(tp=mesh.tp, cp=mesh.cp)
+        if mesh.pp > 1:
+            part = Part(num_blocks=states.STAGES[stage], is_first=stage == 0, is_last=stage == mesh.pp - 1)
+        strategy: Strategy = "fsdp" if mesh.dp_shard > 1 else "zero1"
+        tensors = rank_tensors(rank_work(whole.of(part), strategy, mesh, overlap=False))
+        assert {key: total(getattr(tensors, key)) for key in measured} == measured, (name, stage)
+
+
+def test_states_are_the_trainers_to_the_byte(folder: Path) -> None:
+    found = json.loads((folder / "states.json").read_text())
     config = dataclasses.replace(CONFIG, vocab_size=250, dim=72, ffn_dim=100)
     for kind, strategy, world_size, measured in found:
         mesh = mesh_of(strategy, world_size)

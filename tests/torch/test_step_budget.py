@@ -1,16 +1,41 @@
-"""What a step asks of the host and of the network, under every strategy: counts, so that a slower step is
-found on any machine."""
+"""What a step asks of the host and of the network, under every strategy and along every other axis: counts,
+so that a slower step is found on any machine."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kit import budget, plans
 
+from mlpipe._core.presets import MOE, MoeConfig
+from mlpipe.plan.axes.tp import num_collectives
+from mlpipe.plan.plan import Entry, Mesh, ModelPlan, PipelinePlan
+
 pytestmark = pytest.mark.torch
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+# four microbatches each of 2 or, of ep, 4 samples
+EXPERTS = MoeConfig(
+    **{**vars(plans.CONFIG), "ffn_dim": 32}, num_experts=4, experts_per_token=2, num_shared_experts=1,
+    balance_rate=0.01,
+)  # fmt: skip
+PARTED: dict[str, dict[str, Any]] = {"micro_batch": 4, "accumulation": 4}
+AXES: dict[str, dict[str, Any]] = {
+    "tp": {"mesh": Mesh(tp=2), **PARTED},
+    "cp": {"mesh": Mesh(cp=2), **PARTED},
+    "pp, 1f1b": {"mesh": Mesh(pp=2), "pipeline": PipelinePlan("1f1b", (1, 1)), **PARTED},
+    "pp, zero_bubble": {"mesh": Mesh(pp=2), "pipeline": PipelinePlan("zero_bubble", (1, 1)), **PARTED},
+    "ep": {
+        "mesh": Mesh(dp_shard=2, ep=2),
+        "strategy": "fsdp",
+        "model": ModelPlan(Entry(MOE, dataclasses.asdict(EXPERTS)), "test", 32, ()),
+    },
+}
+WORKS: dict[str, dict[str, Any]] = {name: {"strategy": name} for name in STRATEGIES} | AXES
 SHORT, LONG = 4, 8
 
 
@@ -20,30 +45,31 @@ def counted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("counted")
     tokens = plans.write_tokens(folder / "tokens")
     made = [
-        plans.train_plan(
-            folder / "store", tokens, strategy=strategy, steps=steps, every=100, run_id=f"{strategy}-{steps}"
-        )
-        for strategy in STRATEGIES
+        plans.train_plan(folder / "store", tokens, **work, steps=steps, every=100, run_id=f"{number}-{steps}")
+        for number, work in enumerate(WORKS.values())
         for steps in (SHORT, LONG)
     ]
     plans.run_together(made, folder / "runs", worker="kit.counted")
 
-    def counts(strategy, steps):
-        return json.loads((folder / "runs" / f"counts-{strategy}-{steps}.json").read_text())
+    def counts(number, steps):
+        return json.loads((folder / "runs" / f"counts-{number}-{steps}.json").read_text())
 
     return {
-        strategy: {
+        name: {
             figure: more / (LONG - SHORT)
-            for figure, count in counts(strategy, LONG).items()
-            if (more := count - counts(strategy, SHORT).get(figure, 0))
+            for figure, count in counts(number, LONG).items()
+            if (more := count - counts(number, SHORT).get(figure, 0))
         }
-        for strategy in STRATEGIES
+        for number, name in enumerate(WORKS)
     }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_keeps_its_budget(counted, strategy):
-    budget.within(f"a step, {strategy}", counted[strategy])
+@pytest.mark.parametrize("work", WORKS)
+def test_a_step_keeps_its_budget(counted, work):
+    found = dict(counted[work])
+    if work == "ep":  # which rows a rank is sent, the router says; how many bytes: test_expert_parallel.py
+        del found["alltoall_base_ bytes"]
+    budget.within(f"a step, {work}", found)
 
 
 def test_what_is_communicated_is_what_the_strategy_needs(counted):
@@ -55,3 +81,31 @@ def test_what_is_communicated_is_what_the_strategy_needs(counted):
     assert counted["zero2"]["_allgather_base_ bytes"] == 1.5 * parameters  # kept until the backward pass
     assert counted["fsdp"]["_allgather_base_ bytes"] == 3 * parameters
     assert counted["fsdp"]["_reduce_scatter_base_ bytes"] == 1.5 * parameters
+
+
+def test_what_travels_along_an_axis_is_what_the_planner_prices(counted):
+    """In fp32, of four microbatches: what goes in and comes out on each of 2 ranks. Besides, of the loss
+    three numbers a token, and the gradients of the norms."""
+    layers, tokens, dim = plans.CONFIG.num_layers, 16 * 32, plans.CONFIG.dim
+    stream, width = 4 * tokens * dim, dim // plans.CONFIG.num_heads
+    block: Any = SimpleNamespace(num_blocks=layers, recomputes=False)
+    gathers, scatters = num_collectives(block)
+    tp = counted["tp"]
+    assert tp["_allgather_base_ bytes"] == gathers * stream * 3 / 2 + 4 * 3 * tokens * 3
+    assert tp["_reduce_scatter_base_ bytes"] == scatters * stream * 3 / 2
+    assert 0 <= tp["allreduce_ bytes"] - 4 * (2 * layers + 1) * dim < 100
+
+    keys_and_values = 2 * 4 * tokens * plans.CONFIG.num_kv_heads * width  # of all tokens
+    cp = counted["cp"]
+    assert cp["_allgather_base_ bytes"] == layers * 2 * keys_and_values * 3 / 2  # in each pass
+    assert cp["alltoall_base_ bytes"] == layers * keys_and_values * 2
+    assert 0 <= cp["allreduce_ bytes"] - 4 * plans.CONFIG.num_params() < 100
+
+    tied = 4 * plans.CONFIG.vocab_size * dim  # gradients that both ends add up
+    for schedule in ("1f1b", "zero_bubble"):
+        pp = counted[f"pp, {schedule}"]
+        assert pp["send bytes"] == pp["recv_ bytes"] == stream + tied
+        assert pp["send"] == pp["recv_"] == 4 + 1
+
+    ep = counted["ep"]
+    assert ep["alltoall_base_"] == 5 * layers
