@@ -27,10 +27,12 @@ PEERS := training deepspeed validated
 export UV_HTTP_TIMEOUT ?= 180
 # Where PYTHONDONTWRITEBYTECODE is set, every `import torch` would compile its 2,000 files anew: twice the time.
 export UV_COMPILE_BYTECODE ?= 1
+# So would every test process rewrite and compile 400 files of tests, and every command 100 of mlpipe.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 UV := $(BIN)/uv pip
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
@@ -50,6 +52,7 @@ run: install  ## install, then train, evaluate, promote and report on pipelines/
 test: $(VENV)/.dev servers  ## install, then every ring of tests that this machine can run
 	$(PYTEST)
 
+test-unit: TESTS = tests/unit tests/golden  # collecting the others imports torch
 test-unit: $(VENV)/.dev  ## the rings that need neither torch nor a server: seconds
 	$(PYTEST) -m "unit or golden"
 
@@ -59,6 +62,7 @@ test-torch: $(VENV)/.dev  ## real torchrun on CPU
 test-services: $(VENV)/.dev servers  ## real MinIO and versitygw
 	$(PYTEST) -m services
 
+test-cluster: TESTS = tests/cluster
 test-cluster: $(VENV)/.dev cluster-build  ## a real Kubernetes with real pods: needs root
 	$(BIN)/python -m pytest -n $(CLUSTERS) --dist loadfile --no-loadscope-reorder $(TESTS) -m cluster
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 NUM = 40
 
 
 def table(**more: list[Any]) -> Dataset:
+    from datasets import Dataset  # a second, where only tests that need it shall pay
+
     return Dataset.from_dict(
         {"x": [[float(i), 1.0, 2.0] for i in range(NUM)], "index": list(range(NUM)), **more}
     )

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import os
+import random
 import shutil
 import signal
 import socket
@@ -21,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import urllib3
 
@@ -35,6 +37,7 @@ SECRET_KEY = "mlpipe-test-secret"
 REGION = "us-east-1"
 _STUCK_SECONDS = 300.0  # without a tick of CPU time; how long a build takes is the machine's matter
 _READY_SECONDS = 300
+_PORTS = range(20_000, 32_000)
 _NUM_STARTS = 3  # another process may take a free port before the server binds it
 
 
@@ -257,9 +260,23 @@ def _wait_until_ready(name: str, address: str, process: subprocess.Popen[bytes])
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that nobody takes before a server binds it: below those that the kernel gives to connections and to
+    whoever asks for any, and no other test process is given it as long as this one lives."""
+    while True:
+        port = random.choice(_PORTS)
+        try:
+            fcntl.lockf(_ports_given(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return port
+
+
+@functools.cache
+def _ports_given() -> IO[bytes]:
+    """Byte N is locked by the process that was given port N; closing the file would end all its locks."""
+    return (Path(tempfile.gettempdir()) / f"mlpipe-test-ports-{os.getuid()}").open("ab")
 
 
 def die_with_parent() -> None:

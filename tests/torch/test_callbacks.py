@@ -147,7 +147,7 @@ def test_a_training_with_them_is_the_one_without(trained):
 def test_one_that_hangs_is_named(tmp_path):
     tokens = plans.write_tokens(tmp_path / "tokens")
     plan = plans.train_plan(
-        tmp_path / "store", tokens, world_size=1, strategy="single", steps=2, hang_timeout_seconds=10.0,
+        tmp_path / "store", tokens, world_size=1, strategy="single", steps=2,
         callbacks=(CallbackPlan("kit.heard:Sleeps", {}),),
     )  # fmt: skip
     assert plans.launch(plan, tmp_path / "scratch") == 3

@@ -17,7 +17,7 @@ from mlpipe.submit.backends import TABLE
 
 pytestmark = pytest.mark.unit
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "mlpipe"
-MODULES = {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
+Modules = dict[Path, ast.Module]
 
 # Where a name may stand as text, besides files and folders that are called by it.
 HOMES = {
@@ -45,6 +45,11 @@ OF_BACKEND = {
 NAMES = {"strategy": set(STRATEGIES), "optimizer": set(OPTIMIZERS), "backend": set(TABLE)}
 
 
+@pytest.fixture(scope="module")
+def modules() -> Modules:
+    return {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
+
+
 def texts(module: ast.Module) -> Iterator[str]:
     """String literals, less docstrings."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -59,10 +64,10 @@ def texts(module: ast.Module) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("what", NAMES)
-def test_a_name_stands_in_its_own_file_its_table_and_the_enumeration(what: str) -> None:
+def test_a_name_stands_in_its_own_file_its_table_and_the_enumeration(modules: Modules, what: str) -> None:
     elsewhere = {
         f"{path}: {text}"
-        for path, module in MODULES.items()
+        for path, module in modules.items()
         if path.as_posix() not in HOMES[what]
         for text in texts(module)
         if text in NAMES[what] and text not in {*path.parts, path.stem}
@@ -70,12 +75,12 @@ def test_a_name_stands_in_its_own_file_its_table_and_the_enumeration(what: str) 
     assert elsewhere == set()
 
 
-def test_only_a_backend_and_what_is_rendered_of_it_name_it() -> None:
+def test_only_a_backend_and_what_is_rendered_of_it_name_it(modules: Modules) -> None:
     """As a text, as an attribute (`pipeline.kubernetes`), or by importing its modules."""
     assert set(OF_BACKEND) == set(TABLE)
     named = [
         f"{path}:{line} {name}"
-        for path, module in MODULES.items()
+        for path, module in modules.items()
         if path.as_posix() != "submit/backends.py"
         for line, name in backends_named(module)
         if not path.as_posix().startswith(OF_BACKEND[name])
@@ -96,9 +101,9 @@ def backends_named(module: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
-def test_the_trainer_asks_for_no_strategy() -> None:
+def test_the_trainer_asks_for_no_strategy(modules: Modules) -> None:
     """Nor has its name, as no other file has: what is applied follows from the mesh and the plan's flags."""
-    trainer = {path: module for path, module in MODULES.items() if path.parts[0] == "train"}
+    trainer = {path: module for path, module in modules.items() if path.parts[0] == "train"}
     named = [
         f"{path}:{node.lineno}"
         for path, module in trainer.items()
@@ -115,28 +120,28 @@ def test_the_trainer_asks_for_no_strategy() -> None:
     assert named == asked == []
 
 
-def test_the_table_of_techniques_has_each_file_once() -> None:
+def test_the_table_of_techniques_has_each_file_once(modules: Modules) -> None:
     folder = Path("train/parallel")
     named = [
         ast.literal_eval(call.args[0])
-        for call in ast.walk(MODULES[folder / "apply.py"])
+        for call in ast.walk(modules[folder / "apply.py"])
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Technique"
     ]
     have = [
         path.stem
-        for path, module in MODULES.items()
+        for path, module in modules.items()
         if path.parent == folder
         and any(isinstance(node, ast.FunctionDef) and node.name == "apply" for node in module.body)
     ]
     assert sorted(named) == sorted(have)
 
 
-def test_who_a_rank_is_stands_in_the_world_alone() -> None:
+def test_who_a_rank_is_stands_in_the_world_alone(modules: Modules) -> None:
     """A session counts the processes that torchrun started, to compare them with the plan; a calibration
     measures machines and has no mesh."""
     asked = {
         path.name
-        for path, module in MODULES.items()
+        for path, module in modules.items()
         if path.parts[0] == "train"
         for node in ast.walk(module)
         if isinstance(node, ast.Attribute) and node.attr in ("get_rank", "get_world_size")
@@ -165,12 +170,14 @@ def name_of(node: ast.AST) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def outside(folders: Iterable[str]) -> dict[Path, ast.Module]:
-    return {path: module for path, module in MODULES.items() if path.parts[0] not in folders}
+def outside(modules: Modules, folders: Iterable[str]) -> Modules:
+    return {path: module for path, module in modules.items() if path.parts[0] not in folders}
 
 
-def test_nobody_asks_of_which_kind_a_stage_is() -> None:
-    asked = {f"{path}:{one}" for path, module in outside(["kinds"]).items() for one in branches(module)}
+def test_nobody_asks_of_which_kind_a_stage_is(modules: Modules) -> None:
+    asked = {
+        f"{path}:{one}" for path, module in outside(modules, ["kinds"]).items() for one in branches(module)
+    }
     assert asked == set()
 
 

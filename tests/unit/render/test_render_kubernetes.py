@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -68,75 +68,71 @@ def variables(plan: Plan) -> dict[str, Any]:
     return {found["name"]: found.get("value", found.get("valueFrom")) for found in env}
 
 
-def _every_object() -> Iterator[Any]:
-    for name in SHIPPED:
-        for form in ("jobset", "indexed-job"):
-            pipeline = shipped(name, form)
-            plans = [plan_of(pipeline, name) for name in with_pods(pipeline)]
-            for plan in plans:
-                yield pytest.param(stage_objects(plan), id=f"{name}-{form}-{plan.stage}")
-            cluster = cluster_of(plans[0])
-            driver = driver_objects(
-                RUN_ID, plans[0].store_url, cluster, stage=None, spec_digest=pipeline.digest, seal="TEXT:SET"
-            )
-            yield pytest.param(driver, id=f"{name}-{form}-driver")
-
-
-EVERY_OBJECT = list(_every_object())
-
-
-@pytest.mark.parametrize("objects", EVERY_OBJECT)
-def test_pods_are_restricted(objects: list[Json]) -> None:
-    """Pod Security's level `restricted`, and a root file system that nobody writes."""
-    spec = pod_of(objects[-1])
-    assert spec["securityContext"]["runAsNonRoot"] is True
-    assert spec["securityContext"]["runAsUser"] > 10_000
-    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
-    assert all(
-        volume.keys() <= {"name", "emptyDir", "configMap", "persistentVolumeClaim"}
-        for volume in spec["volumes"]
+@pytest.fixture(scope="module", params=itertools.product(SHIPPED, ("jobset", "indexed-job")), ids="-".join)
+def everything(request: pytest.FixtureRequest) -> list[list[Json]]:
+    """Of a shipped pipeline: the objects of each stage, and those of the driver."""
+    name, form = request.param
+    pipeline = shipped(name, form)
+    plans = [plan_of(pipeline, name) for name in with_pods(pipeline)]
+    cluster, digest = cluster_of(plans[0]), pipeline.digest
+    driver = driver_objects(
+        RUN_ID, plans[0].store_url, cluster, stage=None, spec_digest=digest, seal="TEXT:SET"
     )
-    (container,) = spec["containers"]
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounted >= {"/tmp", "/mlpipe/cache"}
-    assert {mount["name"] for mount in container["volumeMounts"]} == {
-        volume["name"] for volume in spec["volumes"]
-    }
+    return [*map(stage_objects, plans), driver]
 
 
-@pytest.mark.parametrize("objects", EVERY_OBJECT)
-def test_only_the_driver_has_a_token(objects: list[Json]) -> None:
-    spec = pod_of(objects[-1])
-    driver = spec["containers"][0]["name"] == "driver"
-    assert spec["automountServiceAccountToken"] is driver
-    assert spec["serviceAccountName"] == ("mlpipe-driver" if driver else "mlpipe-worker")
-    assert "Secret" not in {found["kind"] for found in objects}
-    for variable in spec["containers"][0]["env"]:
-        if variable["name"].startswith(("AWS_ACCESS", "AWS_SECRET", "AWS_SESSION")):
-            optional = {"optional": True} if variable["name"] == "AWS_SESSION_TOKEN" else {}
-            key = {"name": "mlpipe-store", "key": variable["name"], **optional}
-            assert variable["valueFrom"]["secretKeyRef"] == key
+def test_pods_are_restricted(everything: list[list[Json]]) -> None:
+    """Pod Security's level `restricted`, and a root file system that nobody writes."""
+    for objects in everything:
+        spec = pod_of(objects[-1])
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 10_000
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        assert all(
+            volume.keys() <= {"name", "emptyDir", "configMap", "persistentVolumeClaim"}
+            for volume in spec["volumes"]
+        )
+        (container,) = spec["containers"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounted >= {"/tmp", "/mlpipe/cache"}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            volume["name"] for volume in spec["volumes"]
+        }
 
 
-@pytest.mark.parametrize("objects", EVERY_OBJECT)
-def test_objects_are_found_again_by_labels_and_digest(objects: list[Json]) -> None:
-    for found in objects:
-        metadata = found["metadata"]
-        assert metadata["labels"]["mlpipe.dev/run"] == RUN_ID
-        assert metadata["labels"]["app.kubernetes.io/managed-by"] == "mlpipe"
-        assert metadata["annotations"][SPEC_DIGEST] == object_digest(found)
-        other = copy.deepcopy(found)
-        other["metadata"]["labels"]["a"] = "b"
-        assert object_digest(other) != object_digest(found)
-    template = job_of(objects[-1])["template"]["metadata"]
-    assert template["labels"].items() >= {"mlpipe.dev/run": RUN_ID}.items()
-    assert template["annotations"]["sidecar.istio.io/inject"] == "false"
+def test_only_the_driver_has_a_token(everything: list[list[Json]]) -> None:
+    for objects in everything:
+        spec = pod_of(objects[-1])
+        driver = spec["containers"][0]["name"] == "driver"
+        assert spec["automountServiceAccountToken"] is driver
+        assert spec["serviceAccountName"] == ("mlpipe-driver" if driver else "mlpipe-worker")
+        assert "Secret" not in {found["kind"] for found in objects}
+        for variable in spec["containers"][0]["env"]:
+            if variable["name"].startswith(("AWS_ACCESS", "AWS_SECRET", "AWS_SESSION")):
+                optional = {"optional": True} if variable["name"] == "AWS_SESSION_TOKEN" else {}
+                key = {"name": "mlpipe-store", "key": variable["name"], **optional}
+                assert variable["valueFrom"]["secretKeyRef"] == key
+
+
+def test_objects_are_found_again_by_labels_and_digest(everything: list[list[Json]]) -> None:
+    for objects in everything:
+        for found in objects:
+            metadata = found["metadata"]
+            assert metadata["labels"]["mlpipe.dev/run"] == RUN_ID
+            assert metadata["labels"]["app.kubernetes.io/managed-by"] == "mlpipe"
+            assert metadata["annotations"][SPEC_DIGEST] == object_digest(found)
+            other = copy.deepcopy(found)
+            other["metadata"]["labels"]["a"] = "b"
+            assert object_digest(other) != object_digest(found)
+        template = job_of(objects[-1])["template"]["metadata"]
+        assert template["labels"].items() >= {"mlpipe.dev/run": RUN_ID}.items()
+        assert template["annotations"]["sidecar.istio.io/inject"] == "false"
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 from kit.rendered import QUICKSTART, RUN_ID, pipeline_of, plan_of
@@ -33,32 +34,40 @@ def test_nothing_to_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "words"),
+    ("plan", "overrides", "words"),
     [
-        (llm(), "warning: image registry.example.com/team/mlpipe:1.0 is a tag"),
-        (quickstart("kubernetes.shm=4 GiB"), "error: stage train: /dev/shm of 4.0 GiB counts as memory"),
+        (llm, [], "warning: image registry.example.com/team/mlpipe:1.0 is a tag"),
         (
-            quickstart("kubernetes.shm=3 GiB"),
+            quickstart,
+            ["kubernetes.shm=4 GiB"],
+            "error: stage train: /dev/shm of 4.0 GiB counts as memory",
+        ),
+        (
+            quickstart,
+            ["kubernetes.shm=3 GiB"],
             "warning: stage train: /dev/shm of 3.0 GiB may take more than half",
         ),
-        (llm("kubernetes.rdma={resource: rdma/hca}"), "pod-security.kubernetes.io/enforce=privileged"),
+        (llm, ["kubernetes.rdma={resource: rdma/hca}"], "pod-security.kubernetes.io/enforce=privileged"),
         (
-            llm("kubernetes.rdma={resource: rdma/hca}", "train.resources.nodes=1"),
+            llm,
+            ["kubernetes.rdma={resource: rdma/hca}", "train.resources.nodes=1"],
             "warning: stage train: kubernetes.rdma is of no use on one node",
         ),
         (
-            quickstart("kubernetes.store.endpoint=http://127.0.0.1:9000"),
+            quickstart,
+            ["kubernetes.store.endpoint=http://127.0.0.1:9000"],
             "error: kubernetes.store.endpoint http://127.0.0.1:9000 is the pod itself",
         ),
-        (llm("train.resources.gpus_per_node=32"), "error: stage train: no node has 32 GPUs"),
-        (
-            dataclasses.replace(quickstart(), run_id="r" * 40),
-            "warning: stage train: " + "r" * 40 + "-train-a1 has 49 characters",
-        ),
+        (llm, ["train.resources.gpus_per_node=32"], "error: stage train: no node has 32 GPUs"),
     ],
 )
-def test_findings(plan: Plan, words: str) -> None:
-    assert [line for line in lint(plan) if words in line]
+def test_findings(plan: Callable[..., Plan], overrides: list[str], words: str) -> None:
+    assert [line for line in lint(plan(*overrides)) if words in line]
+
+
+def test_a_name_that_is_too_long_is_found() -> None:
+    (found,) = lint(dataclasses.replace(quickstart(), run_id="r" * 40))
+    assert found.startswith("warning: stage train: " + "r" * 40 + "-train-a1 has 49 characters")
 
 
 @pytest.mark.parametrize(
