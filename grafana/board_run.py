@@ -307,6 +307,35 @@ def run_board() -> Dashboard:
             width=12,
         ),
     ]
+    experts = [
+        heat(
+            "Load of the fullest expert of each layer",
+            about(
+                "Tokens of a layer's fullest expert in the last step, over the mean of the layer; one row a"
+                " layer. Nothing for models without experts.",
+                "it falls in the first hundreds of steps, and stays below 2.",
+                "A row that stays dark: raise balance_rate. With ep the fullest worker is waited for.",
+            ),
+            "none",
+            "{{stage}} layer {{layer}}",
+            f"max by (stage, layer) (mlpipe_train_expert_max_load_ratio{{{RUNS}}})",
+        ),
+        curve(
+            "Experts by load",
+            about(
+                "How many experts, over all layers, had at most so many times the mean of their layer, and"
+                " more than the bound before.",
+                "nearly all between 0.75 and 1.5.",
+                "Many at 0.25: they learn nothing; raise balance_rate, or take fewer experts.",
+            ),
+            "short",
+            {
+                "{{stage}} up to {{at_most}}": "max by (stage, at_most)"
+                f" (mlpipe_train_experts_by_load_ratio{{{RUNS}}})"
+            },
+            width=12,
+        ),
+    ]
     spent = f"sum by (bucket) (mlpipe_run_rank_seconds{{{RUNS}}})"
     worth = [
         number(
@@ -527,6 +556,7 @@ def run_board() -> Dashboard:
             "Learning": learning,
             "Speed": speed,
             "Ranks": ranks,
+            "Experts": experts,
             "Goodput and cost": worth,
             "Checkpoints": checkpoints,
             "GPU": gpu,

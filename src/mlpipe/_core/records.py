@@ -17,6 +17,9 @@ from typing import Any, ClassVar, TypeVar
 
 SCHEMA_VERSION = 1
 
+# Upper bounds of an expert's tokens over the mean of its layer; no step of millions of tokens needs more.
+LOAD_BOUNDS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, math.inf)
+
 # A float that may be NaN. JSON has no NaN, hence a line says null.
 MaybeNan = float
 

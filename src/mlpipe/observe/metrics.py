@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mlpipe._core.records import Record, Save, Start, Step, Validation
 from mlpipe.observe.gpu import NvmlGpu, find_gpu
-from mlpipe.observe.series import GPU_METRICS, INFO_LABELS, METRICS
+from mlpipe.observe.series import EXPERT_METRICS, GPU_METRICS, INFO_LABELS, METRICS
 from mlpipe.observe.serve import Serving
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class RankMetrics:
         self._serving: Serving | None = None
         now = time.time()
         own = tuple(m for m in METRICS if m.ranks == "every" or rank == 0)
+        own += EXPERT_METRICS if rank == 0 else ()
         self._served = own if gpu is None else own + GPU_METRICS
         for metric in self._served:
             if metric.type == "histogram":
@@ -149,6 +150,10 @@ class RankMetrics:
         self._set("mlpipe_train_peak_flops", record.peak_flops)
         self._set("mlpipe_train_loss", record.loss)
         self._set("mlpipe_train_grad_norm", record.grad_norm)
+        for layer, ratio in (record.expert_max_load_ratio or {}).items():
+            self._set("mlpipe_train_expert_max_load_ratio", ratio, (layer,))
+        for bound, number in (record.experts_by_load_ratio or {}).items():
+            self._set("mlpipe_train_experts_by_load_ratio", number, (bound,))
         if self._on_gpu:
             self._set("mlpipe_train_gpu_memory_bytes", record.memory_bytes, ("peak",))
         self._set("mlpipe_train_last_step_timestamp_seconds", record.time)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 
 from mlpipe._core.mfu import utilization_query
+from mlpipe._core.records import LOAD_BOUNDS
 from mlpipe.observe import goodput
 from mlpipe.observe.buckets import BUCKETS
 from mlpipe.observe.exporter import RECENT_RUNS
-from mlpipe.observe.series import FLEET_METRICS, GPU_METRICS, METRICS, Metric
+from mlpipe.observe.series import EXPERT_METRICS, FLEET_METRICS, GPU_METRICS, METRICS, Metric
 
 _HEAD = """\
 # Metrics
@@ -24,7 +25,8 @@ Rank 0 has at most {first} series and every other rank {other}, however long the
 {first} + {other} (N - 1). 200 runs of 1,000 ranks are {many} million series in one Prometheus, about half
 of them buckets of step times: drop those of ranks other than 0 (`metric_relabel_configs`) where that is too
 many; no board or rule of mlpipe needs them. The series from NVML, about a dozen for each rank, are there
-where a rank has a GPU and nvidia-ml-py is installed; else they are absent, not 0.
+where a rank has a GPU and nvidia-ml-py is installed, those of experts, one a layer and {loads}, on rank 0
+where the model has experts; else they are absent, not 0.
 
 Ratios must not be averaged. MFU of a run, from its own counters:
 
@@ -65,14 +67,19 @@ def reference_page() -> str:
     other = sum(metric.num_series for metric in METRICS if metric.ranks == "every")
     many = f"{200 * (first + 999 * other) / 1e6:.1f}"
     mfu = utilization_query(by="run", window="5m")
-    head = _HEAD.format(first=first, other=other, many=many, mfu=mfu)
+    head = _HEAD.format(loads=len(LOAD_BOUNDS), first=first, other=other, many=many, mfu=mfu)
     single = sum(
         len(BUCKETS) if metric.labels[-1] == "bucket" else 1
         for metric in FLEET_METRICS
         if metric.labels[:1] == ("run",)
     )
     fleet = _FLEET.format(recent=RECENT_RUNS, single=single) + "".join(map(_fleet_row, FLEET_METRICS))
-    return head + "".join(map(_row, METRICS + GPU_METRICS)) + fleet + _GOODPUT.format(words=_buckets())
+    return (
+        head
+        + "".join(map(_row, METRICS + EXPERT_METRICS + GPU_METRICS))
+        + fleet
+        + _GOODPUT.format(words=_buckets())
+    )
 
 
 def _fleet_row(metric: Metric) -> str:

@@ -170,6 +170,23 @@ METRICS: tuple[Metric, ...] = (
     ),
 )  # fmt: skip
 
+# Of a training with a mixture of experts; else absent. As many as the model has layers, and eight: a series
+# for each expert, of which there are thousands, would say little more.
+EXPERT_METRICS: tuple[Metric, ...] = (
+    Metric(
+        "mlpipe_train_expert_max_load_ratio", "gauge", "ratio", "0",
+        "Tokens of the fullest expert of a layer in the last step, over the mean of its layer; 1: all have as"
+        " many. Under `ep` the worker that has this expert is waited for.",
+        "step: expert_max_load_ratio", ("layer",),
+    ),
+    Metric(
+        "mlpipe_train_experts_by_load_ratio", "gauge", "experts", "0",
+        "How many experts, over all layers, had at most so many times the mean of their layer in the last"
+        " step, and more than the bound before.",
+        "step: experts_by_load_ratio", ("at_most",),
+    ),
+)  # fmt: skip
+
 # Of the rank's GPU, where there is one and nvidia-ml-py is installed (observe/gpu.py); else absent.
 GPU_METRICS: tuple[Metric, ...] = (
     Metric(

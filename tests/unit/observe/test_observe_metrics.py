@@ -182,6 +182,21 @@ def test_the_number_of_series_is_the_one_that_is_stated(serve, rank):
     assert sum(map(len, samples(scrape(metrics)).values())) == stated
 
 
+@pytest.mark.parametrize(("rank", "served"), [(0, {"0": 3.0, "1": 1.5}), (1, {})])
+def test_the_load_of_experts_is_one_series_a_layer_and_a_bound(serve, rank, served):
+    metrics = serve(rank=rank)
+    loads = {"expert_max_load_ratio": {"0": 2.0, "1": 1.5}, "experts_by_load_ratio": {"1.0": 5, "inf": 3}}
+    for record in (START, {**STEP, **loads}, {**STEP, **loads, "expert_max_load_ratio": {"0": 3.0}}):
+        observe(metrics, record)
+    found = samples(scrape(metrics))
+    fullest = found.get("mlpipe_train_expert_max_load_ratio", {})
+    assert {dict(labels)["layer"]: value for labels, value in fullest.items()} == served
+    counts = found.get("mlpipe_train_experts_by_load_ratio", {})
+    assert {dict(labels)["at_most"]: value for labels, value in counts.items()} == (
+        {"1.0": 5, "inf": 3} if served else {}
+    )
+
+
 def test_it_can_only_be_read(serve):
     metrics = serve()
     request = urllib.request.Request(f"http://127.0.0.1:{metrics.port}/metrics", data=b"x 1", method="POST")

@@ -21,6 +21,10 @@ def no_gradient_sync(last: bool) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def nothing_before(counts: bool) -> None:
+    """For models that need not hear of a forward pass."""
+
+
 def nothing() -> None:
     """For techniques whose parameters are where they belong after the step, and who need not hear."""
 
@@ -30,8 +34,9 @@ class ParallelizedModel:
     """A model with the techniques applied to it.
 
     `module(batch)` gives (loss sum, target count) of this rank's microbatch; it is `built.module`, or what a
-    technique wrapped around it. `gradient_sync(last)` is entered around each microbatch; after the backward
-    of the last one the gradients are the mean over `World.num_gradient_ranks`; of a pipeline after
+    technique wrapped around it. `before_forward(counts)` is called before the forward pass of a microbatch,
+    which may not count (see `Microbatch`). `gradient_sync(last)` is entered around each microbatch; after the
+    backward of the last one the gradients are the mean over `World.num_gradient_ranks`; of a pipeline after
     `after_backward()`, once all passes of the step are done and what they send. `after_step()` brings the
     updated parameters to every rank that computes with them, `after_evaluation()` gives up what forward
     passes without a backward leave. `waits` counts the time that all of these spend waiting for other ranks.
@@ -45,6 +50,7 @@ class ParallelizedModel:
     waits: Waits = field(default_factory=Waits)
     shards: list[LocalShard] = field(default_factory=list)
     partial: list[tuple[nn.Module, str]] = field(default_factory=list)
+    before_forward: Callable[[bool], None] = nothing_before
     gradient_sync: Callable[[bool], AbstractContextManager[None]] = no_gradient_sync
     after_backward: Callable[[], None] = nothing
     after_step: Callable[[], None] = nothing

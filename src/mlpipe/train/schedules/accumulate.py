@@ -29,10 +29,12 @@ class Accumulate:
         sums = Sums(self.world)
         for number, microbatch in enumerate(batches, start=1):
             self.before_microbatch()
+            self.model.before_forward(microbatch.counts)
             with self.model.gradient_sync(number == len(batches)):
                 loss, num_targets = self.model.module(to_device(microbatch.batch, self.world.device))
                 (loss if microbatch.counts else loss * 0).backward()
             sums.add(microbatch, loss.detach(), num_targets)
+        self.model.after_backward()
         return sums.counted()
 
     @torch.no_grad()

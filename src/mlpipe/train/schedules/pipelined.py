@@ -86,6 +86,7 @@ class Pipelined:
     def _forward(self, step: _Step, action: Action, microbatch: Microbatch) -> None:
         _, stage, number = action
         self.before_microbatch()
+        self.model.before_forward(microbatch.counts)
         received = None
         if stage > 0:
             received = self._taken(step, ("F", stage - 1, number)).requires_grad_()
