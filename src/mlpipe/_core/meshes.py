@@ -39,6 +39,7 @@ _KEEPS_NUMBERS = tuple(name for name, optimizer in OPTIMIZERS.items() if optimiz
 _STREAM = "stages send each other the residual stream of whole samples"
 MIXES: tuple[Mix, ...] = (
     Mix("tp", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
+    *(Mix(axis, "data.chat", (), "its samples differ in length") for axis in ("pp", "cp", "tp")),
     Mix("pp", "tp", (), _STREAM),
     Mix("pp", "cp", (), _STREAM),
     Mix("pp", "ep", (), "what experts count is of one stage"),

@@ -21,6 +21,7 @@ VERBS = {
     "init": "Write a starter pipeline that runs.",
     "validate": "Report every mistake in a pipeline file at once.",
     "schema": "Print the JSON Schema of pipeline files, for editors.",
+    "data": "Show what a training reads.",
     "plan": "Show what will run and why: strategies compared, memory, time, cost.",
     "calibrate": "Measure what this machine can do, for better plans.",
     "render": "Write manifests to review and commit.",

@@ -11,7 +11,17 @@ from typing import Any
 
 from mlpipe.kinds.train.spec import OwnModel, Train
 from mlpipe.plan.plan import DataPlan, ModelPlan, SourcePlan
-from mlpipe.spec.data import BUCKET, AnySource, MixData, OneSource, OwnData, OwnSource, TokenData, TokenSource
+from mlpipe.spec.data import (
+    BUCKET,
+    AnySource,
+    ChatData,
+    MixData,
+    OneSource,
+    OwnData,
+    OwnSource,
+    TokenData,
+    TokenSource,
+)
 
 _FREE = {"max_seq_len"}  # of a preset: a bound on seq_len, which is compared itself
 
@@ -25,7 +35,10 @@ def meaning(spec: Train, model: ModelPlan, data: DataPlan) -> dict[str, Any]:
         settings |= {f"model.args.{name}": value for name, value in spec.model.args.items()}
     else:
         settings |= {f"model.{name}": value for name, value in model.build.args.items() if name not in _FREE}
-    if isinstance(spec.data, MixData):
+    if isinstance(spec.data, ChatData):
+        told = {"chat": spec.data.chat, "tokenizer": spec.data.tokenizer, "template": spec.data.template}
+        settings |= {f"data.{name}": value for name, value in told.items() if value is not None}
+    elif isinstance(spec.data, MixData):
         for number, (source, planned) in enumerate(zip(spec.data.mix, data.sources, strict=True)):
             settings[f"data.mix.{number}.weight"] = source.weight
             settings |= _source(f"data.mix.{number}", source, planned)

@@ -131,6 +131,18 @@ class FilesPlan:
 
 
 @dataclass(frozen=True)
+class ChatPlan:
+    """Files of JSON lines: conversations, prompts with completions, or text. `tokenizer`: a tokenizer.json,
+    or the folder of one with all that a model's has. `template`: a Jinja file, or `chatml`; None: that
+    folder's."""
+
+    path: str
+    validation: str | None
+    tokenizer: str
+    template: str | None = None
+
+
+@dataclass(frozen=True)
 class SourcePlan:
     """One of several sources, as in `DataPlan`; `weight`: its share of the samples beside the others'."""
 
@@ -150,8 +162,8 @@ class DataPlan:
     `collate`: import path of the user's function that makes a batch of a list of samples; None: stacked.
     `workers`: processes that read ahead beside each rank. `splits`: parts of a set that can
     only be iterated over. `mix`: instead of the first three, of what samples are mixed.
-    `cache_bytes`: on each node's disk for tokens or files in a bucket (an s3:// URL then). `files`: instead
-    of tokens and data set."""
+    `cache_bytes`: on each node's disk for tokens or files in a bucket (an s3:// URL then). `files`, `chat`:
+    instead of tokens and data set."""
 
     tokens: str | None
     dataset: Entry | None
@@ -162,6 +174,7 @@ class DataPlan:
     mix: tuple[SourcePlan, ...] = ()
     cache_bytes: int | None = None
     files: FilesPlan | None = None
+    chat: ChatPlan | None = None
 
     @property
     def sources(self) -> tuple[SourcePlan, ...]:

@@ -31,6 +31,7 @@ from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import (
     BestPlan,
     CallbackPlan,
+    ChatPlan,
     CheckpointPlan,
     DataPlan,
     EmaPlan,
@@ -61,6 +62,7 @@ from mlpipe.spec.data import (
     BUCKET,
     DEFAULT_CACHE,
     AnySource,
+    ChatData,
     MixData,
     OneSource,
     OwnData,
@@ -143,7 +145,7 @@ def meaning_of(pipeline: Pipeline, stage_name: str, inputs: Mapping[str, str]) -
     """What the training of a stage is about, on any hardware (see `plan/meaning.py`); `inputs` as of
     `build_plan`. Raises PlanError."""
     spec, known = training_of(pipeline, stage_name), _outputs(inputs)
-    return meanings.meaning(spec, _model(spec, _preset(spec, known), known), _data(spec, known))
+    return meanings.meaning(spec, _model(spec, _preset(spec, known), known), data_plan(spec, known))
 
 
 def training_of(pipeline: Pipeline, stage_name: str) -> Train:
@@ -163,7 +165,9 @@ def _preset(spec: Train, known: Known) -> Dense | None:
     if not isinstance(spec.model, PresetModel):
         return None
     changes = spec.model.model_dump(exclude_none=True, exclude={"preset", "seq_len"})
-    sizes = [_vocab_size(source.tokens) for source in _data(spec, known).sources if source.tokens is not None]
+    sizes = [
+        _vocab_size(source.tokens) for source in data_plan(spec, known).sources if source.tokens is not None
+    ]
     in_data = max((size for size in sizes if size is not None), default=None)
     if in_data is not None and in_data > changes.get("vocab_size", in_data):
         raise PlanError(
@@ -209,7 +213,7 @@ def _train_plan(
     if chosen.mesh is None or chosen.micro_batch is None:
         raise PlanError(chosen.reason)
     shape = _preset(spec, known)
-    model, data = _model(spec, shape, known), _data(spec, known)
+    model, data = _model(spec, shape, known), data_plan(spec, known)
     every = parse_cadence(spec.checkpoint.every)
     peak = hardware.peak_flops.get(chosen.precision)
     return TrainPlan(
@@ -328,11 +332,15 @@ def _model(spec: Train, shape: Dense | None, known: Known) -> ModelPlan:
     return ModelPlan(Entry(own.entry, fill(own.args, known)), None, own.seq_len, own.blocks, dict(own.tensor))
 
 
-def _data(spec: Train, known: Known) -> DataPlan:
+def data_plan(spec: Train, known: Known) -> DataPlan:
+    """Where its samples come from."""
     data = spec.data
     if isinstance(data, TokenData):
         source = _source(1.0, data, known)
         return DataPlan(source.tokens, None, source.digest, cache_bytes=source.cache_bytes)
+    if isinstance(data, ChatData):
+        paths = (fill(text, known) for text in (data.chat, data.validation, data.tokenizer, data.template))
+        return DataPlan(None, None, None, chat=ChatPlan(*paths))
     read: dict[str, Any] = {"collate": data.collate, "workers": data.workers}
     if isinstance(data, MixData):
         mix = tuple(_source(source.weight, source, known) for source in data.mix)

@@ -15,7 +15,8 @@ from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
 
 BUCKET, DEFAULT_CACHE = "s3://", "20 GiB"
-_PATHS = tuple((key,) for key in ("tokens", "parquet", "tars", "validation", "tokenizer"))
+_KEYS = ("tokens", "parquet", "tars", "chat", "validation", "tokenizer", "template")
+_PATHS = tuple((key,) for key in _KEYS)
 FILES = ("parquet", "tars")  # formats of files that are read as they are
 _TOKENS = (
     "The folder, usually `{{stages.NAME.output}}`, or `s3://bucket/prefix` with what "
@@ -143,6 +144,29 @@ class TarsData(_Read, _Tars):
     """Tars as WebDataset has them: files of one name and several extensions are a sample."""
 
 
+class ChatData(SpecModel):
+    """JSON lines of conversations, of which the assistant's part is learnt."""
+
+    chat: f.Text = Field(
+        description="A file of JSON lines: `messages`, each with `role` and `content`; `prompt` and "
+        "`completion`; or `text`."
+    )
+    validation: f.Text | None = Field(
+        None, description="The held-out file, in the same way; without it nothing is validated with."
+    )
+    tokenizer: f.Text = Field(
+        description="A model's folder as Hugging Face has it, with `tokenizer.json` and its chat template; "
+        "or a `tokenizer.json` alone, as in `{{stages.NAME.output}}` of `mlpipe-corpus`."
+    )
+    template: f.Text | None = Field(
+        None, description="Of conversations: a Jinja file, or `chatml`. Default: the tokenizer's folder's."
+    )
+    batch_size: f.Count = Field(description="Samples in a step, over all workers.")
+    micro_batch: f.CountOrAuto = Field(
+        "auto", description="Samples in one forward pass of one worker; `auto`: the fastest that fits."
+    )
+
+
 class ParquetSource(_Weighted, _Parquet):
     """Rows of Parquet files, in a mixture."""
 
@@ -189,15 +213,18 @@ AnyData = Annotated[
     | Annotated[OwnData, Tag("OwnData")]
     | Annotated[ParquetData, Tag("ParquetData")]
     | Annotated[TarsData, Tag("TarsData")]
+    | Annotated[ChatData, Tag("ChatData")]
     | Annotated[MixData, Tag("MixData")],
-    _by_key(mix=MixData, entry=OwnData, parquet=ParquetData, tars=TarsData, tokens=TokenData),
+    _by_key(mix=MixData, entry=OwnData, parquet=ParquetData, tars=TarsData, chat=ChatData, tokens=TokenData),
 ]
 OneSource = TokenData | OwnData | ParquetData | TarsData
 Files = ParquetData | TarsData | ParquetSource | TarsSource
 
 
-def cache_bytes(data: OneSource | MixData) -> int:
+def cache_bytes(data: OneSource | MixData | ChatData) -> int:
     """On the disk of each node, for copies of what lies in buckets."""
+    if isinstance(data, ChatData):
+        return 0
     sources = data.mix if isinstance(data, MixData) else (data,)
     return sum(
         parse_bytes(source.cache or DEFAULT_CACHE)
@@ -215,11 +242,15 @@ def problems(train: Node) -> Iterator[Problem]:
     data = get(train, "data")
     if data is None or not isinstance(data.value, dict):
         return
-    yield from _one_source(data, "data", ("mix", "entry", *FILES, "tokens"))
+    if get(data, "chat") is not None:
+        from mlpipe.spec import chat  # whoever has none imports none
+
+        yield from chat.problems(train)
+    yield from _one_source(data, "data", ("mix", "entry", "chat", *FILES, "tokens"))
     for source in items_of(data, "mix"):
         if isinstance(source.value, dict):
             yield from _one_source(source, "a source of the mixture", ("entry", *FILES, "tokens"))
-    if not any(get(data, key) is not None for key in ("entry", "mix", *FILES)):
+    if not any(get(data, key) is not None for key in ("entry", "mix", "chat", *FILES)):
         yield from _batch(train, data)
     yield from _divided(data)
     sources = (data, *items_of(data, "mix"))
@@ -327,7 +358,7 @@ def _vocabulary(train: Node, source: Node) -> Iterator[Problem]:
 
 
 def _held_out(train: Node, source: Node) -> Iterator[Problem]:
-    key = next((key for key in FILES if get(source, key) is not None), None)
+    key = next((key for key in (*FILES, "chat") if get(source, key) is not None), None)
     if key is not None and get(train, "validate") is not None and get(source, "validation") is None:
         yield problem_of_key(
             source.value[key],

@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import DataPlan, Entry, SourcePlan
+from mlpipe.train.chat.samples import ChatSamples, open_chat
 from mlpipe.train.mixture import Mixture, Shortened
 from mlpipe.train.model import Batch, load_entry
 from mlpipe.train.order import samples_at
@@ -78,6 +79,8 @@ class Collated:
 
 def open_dataset(plan: DataPlan, *, split: str, seq_len: int) -> Any:
     """Token files, what the user's function returns for `split` ("train", "validation"), or a mixture."""
+    if plan.chat is not None:
+        return open_chat(plan.chat, split, seq_len)
     if plan.tokens is not None:
         return open_tokens(plan.sources[0], split, seq_len)
     sources = [_open_source(source, plan, split, seq_len) for source in plan.sources]
@@ -210,6 +213,8 @@ def fingerprint(dataset: Any) -> str | None:
     None of other data."""
     if isinstance(dataset, Collated):
         return fingerprint(dataset.samples)
+    if isinstance(dataset, ChatSamples):
+        return dataset.identity
     if isinstance(dataset, Mixture):
         told = [words for source in dataset.sources if (words := fingerprint(source)) is not None]
         return ", ".join(told) or None
@@ -225,7 +230,8 @@ def vocab_size_of(dataset: Any) -> int:
         return vocab_size_of(dataset.samples)
     if isinstance(dataset, Mixture):
         return max(map(vocab_size_of, dataset.sources))
-    return getattr(dataset, "vocab_size", None) or 0 if isinstance(dataset, TokenDataset | Windowed) else 0
+    known = isinstance(dataset, TokenDataset | Windowed | ChatSamples)
+    return getattr(dataset, "vocab_size", None) or 0 if known else 0
 
 
 def tokenizer_of(data: DataPlan) -> str | None:
@@ -233,11 +239,12 @@ def tokenizer_of(data: DataPlan) -> str | None:
     if data.tokens is not None:
         path = open_folder(data.tokens).tokenizer_path
         return str(path) if path is not None else None
-    if data.files is None or data.files.tokenizer is None:
+    chosen = data.chat or data.files
+    if chosen is None or chosen.tokenizer is None:
         return None
-    from mlpipe.train.fields import tokenizer_file
+    from mlpipe.train.tokenizer import tokenizer_file
 
-    return tokenizer_file(data.files.tokenizer)
+    return tokenizer_file(chosen.tokenizer)
 
 
 def _is_stream(dataset: Any) -> bool:
@@ -451,6 +458,8 @@ def collate(dataset: Any, indices: NDArray[np.int64]) -> Batch:
     if isinstance(dataset, TokenDataset):
         windows = torch.from_numpy(dataset.windows(indices))
         return {"inputs": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}
+    if isinstance(dataset, ChatSamples):
+        return dataset.padded(indices)
     samples = [_sample(dataset, int(index)) for index in indices]
     reading[0] = -1
     return _joined(dataset, samples, indices)

@@ -11,9 +11,7 @@ import torch
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import FilesPlan
 from mlpipe.train.loss import IGNORED
-from mlpipe.train.tokenizer import END_OF_TEXT, load_tokenizer
-
-_FILE = "tokenizer.json"
+from mlpipe.train.tokenizer import END_OF_TEXT, load_tokenizer, tokenizer_file
 
 
 class Fields:
@@ -66,11 +64,6 @@ class Fields:
 
     def _padded(self, ids: list[int], padding: int) -> torch.Tensor:
         return torch.tensor(ids + [padding] * (self.seq_len - len(ids)), dtype=torch.int64)
-
-
-def tokenizer_file(path: str) -> str:
-    """`path`: of the file, or of its folder."""
-    return path if path.endswith(".json") else f"{path.rstrip('/')}/{_FILE}"
 
 
 def tensor_of(value: Any) -> Any:

@@ -60,6 +60,10 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     world = session.world
     seed_step(plan.seed, 0, 0)
     bf16 = plan.precision == "bf16"
+    if plan.data.chat is not None:
+        from mlpipe.train.chat.tokenised import tokenise_all  # with tokenizers and jinja2
+
+        tokenise_all(plan.data.chat, lambda: session.watchdog.beat("tokenising conversations", progress[0]))
     dataset = open_dataset(plan.data, split="train", seq_len=plan.model.seq_len)
     built = build_model(plan.model, seed=plan.seed, device_type=world.device.type, bf16=bf16)
     notes = []
@@ -213,9 +217,10 @@ def check_files(scalars: dict[str, Any], dataset: Any, plan: TrainPlan, run_id: 
     the order. Raises TrainError (input)."""
     before, now = scalars.get("data_files"), fingerprint(dataset)
     if before is not None and before != now:
+        files = [plan.data.chat, *(source.files for source in plan.data.sources)]
         raise TrainError(
             f"the data were {before} at the checkpoint, and are {now}",
-            where=next(source.files.path for source in plan.data.sources if source.files is not None),
+            where=next(one.path for one in files if one is not None),
             hint=f"put the files back as they were, or begin anew: mlpipe resume {run_id} --from-step 0",
             kind="input",
         )

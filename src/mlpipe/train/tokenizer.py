@@ -51,3 +51,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise TrainError(
             "this is no tokenizer.json", where=str(path), hint=str(error), kind="input"
         ) from error
+
+
+def tokenizer_file(path: str) -> str:
+    """`path`: of the file, or of its folder."""
+    return path if path.endswith(".json") else f"{path.rstrip('/')}/tokenizer.json"

@@ -31,7 +31,8 @@ def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[EvaluatePlan, 
             where=f"{stage.name}.evaluate.checkpoint",
             hint="add 'validate: {every: ..., best: {metric: loss}}' to the training, or evaluate the latest",
         )
-    if any(source.files is not None and source.files.validation is None for source in forwards.data.sources):
+    files = [forwards.data.chat, *(source.files for source in forwards.data.sources)]
+    if any(one is not None and one.validation is None for one in files):
         raise PlanError(
             f"stage {trained.name!r} has no held-out files to evaluate with",
             where=f"{trained.name}.train.data",

@@ -135,7 +135,8 @@ class Train(SpecModel):
         _entry_or("PresetModel", "OwnModel"),
     ] = Field(description="A `preset`, or your own `entry`.")
     data: AnyData = Field(
-        description="A folder of `tokens`, files of `parquet` or `tars`, an `entry` of your own, or a `mix`."
+        description="A folder of `tokens`, files of `parquet` or `tars`, lines of `chat`, an `entry` of "
+        "your own, or a `mix`."
     )
     steps: f.Count = Field(description="Optimizer steps in all.")
     optimizer: AnyOptimizer = Field(

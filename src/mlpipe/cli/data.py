@@ -1,0 +1,87 @@
+"""`mlpipe data preview`: what of a conversation the model reads, and what it learns to say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlpipe._core.errors import PlanError
+from mlpipe.cli.session import CliSession, overrides, shared
+
+if TYPE_CHECKING:
+    from mlpipe.plan.plan import ChatPlan
+
+
+@click.group()
+def command() -> None:
+    """Show what a training reads."""
+
+
+@command.command()
+@click.argument("spec", type=click.Path())
+@click.option("--stage", metavar="NAME", help="Which training, if there are several.")
+@click.option("--sample", metavar="N", type=click.IntRange(min=0), default=0, help="Which sample, from 0.")
+@click.option("--validation", is_flag=True, help="Of the held-out file.")
+@overrides
+@shared
+@click.pass_obj
+def preview(
+    session: CliSession,
+    spec: str,
+    stage: str | None,
+    sample: int,
+    validation: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Print a sample of a training on conversations; what is learnt stands between » and «.
+
+    The whole file is tokenised, as the training would, and kept for it on this machine. Exits 2 with the
+    number and the reason of each line that gives no sample."""
+    plan, seq_len = _chat(spec, stage, overrides)
+    from mlpipe.train.chat.preview import preview as look
+
+    found = look(plan, "validation" if validation else "train", sample, seq_len)
+    lengths = found.lengths
+    lines = [
+        f"{found.num_samples} samples, {found.num_tokens} tokens, of which {found.num_learnt} are learnt",
+        f"tokens of a sample: half have up to {lengths['median']}, nine in ten up to {lengths['p90']}, "
+        f"the longest {lengths['max']}",
+    ]
+    if found.num_cut:
+        lines.append(f"{found.num_cut} are longer than seq_len {seq_len}, and are cut")
+    shown = "".join(
+        click.style(f"»{piece.text}«", fg="green") if piece.learnt else piece.text for piece in found.pieces
+    )
+    lines += ["", f"sample {sample}: {found.num_sample_tokens} tokens", shown]
+    document: dict[str, Any] = {
+        "samples": found.num_samples,
+        "tokens": found.num_tokens,
+        "learnt": found.num_learnt,
+        "cut": found.num_cut,
+        "lengths": lengths,
+        "sample": [{"text": piece.text, "learnt": piece.learnt} for piece in found.pieces],
+    }
+    session.result(document, "\n".join(lines))
+
+
+def _chat(spec: str, stage: str | None, overrides: tuple[str, ...]) -> tuple[ChatPlan, int]:
+    """And `seq_len`. Raises PlanError."""
+    from mlpipe.kinds.train.spec import Train
+    from mlpipe.plan.references import stage_named
+    from mlpipe.plan.training import data_plan, trainings
+    from mlpipe.spec.load import load_pipeline
+
+    pipeline = load_pipeline(spec, overrides=overrides)
+    names = [stage] if stage is not None else list(trainings(pipeline))
+    found = [part for name in names if (part := stage_named(pipeline, name).part(Train)) is not None]
+    plans = [(chat, part.model.seq_len) for part in found if (chat := data_plan(part, {}).chat) is not None]
+    if len(plans) != 1:
+        raise PlanError(
+            "no stage trains on conversations"
+            if not plans
+            else f"{len(plans)} stages train on conversations",
+            where=spec,
+            hint="write data: {chat: ...}" if not plans else f"name one: --stage, of {', '.join(names)}",
+        )
+    return plans[0]

@@ -1,0 +1,26 @@
+"""Rules of a training on conversations, between `data.chat` and other keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mlpipe.spec.problems import Problem
+from mlpipe.spec.tree import Node, get, problem_of_key, text_of
+
+_BUCKET = "s3://"
+
+
+def problems(train: Node) -> Iterator[Problem]:
+    """Of a training that has one."""
+    for key in ("chat", "validation"):
+        if (path := get(train, "data", key)) is not None and (text_of(path) or "").startswith(_BUCKET):
+            yield Problem.at(
+                path.place,
+                "JSON lines are read from this machine's disk, not from a bucket",
+                "fetch the file in a command stage, and write '{{stages.NAME.output}}/train.jsonl'",
+            )
+    compiled = get(train, "compile")
+    if compiled is not None and text_of(compiled) in ("block", "model"):
+        yield problem_of_key(
+            compiled, "conversations differ in length, and each length would be compiled", "remove compile"
+        )

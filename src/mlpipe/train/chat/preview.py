@@ -1,0 +1,71 @@
+"""One sample as text, for people: what of it is learnt, and how long the others are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from mlpipe._core.errors import TrainError
+from mlpipe.plan.plan import ChatPlan
+from mlpipe.train.chat.tokenised import tokenise
+from mlpipe.train.tokenizer import load_tokenizer, tokenizer_file
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Of a sample, neighbouring tokens that are learnt, or not."""
+
+    text: str
+    learnt: bool
+
+
+@dataclass(frozen=True)
+class Preview:
+    """`lengths`: of all samples, in tokens. `num_cut`: samples that are longer than `seq_len`."""
+
+    num_samples: int
+    num_tokens: int
+    num_learnt: int
+    num_cut: int
+    lengths: dict[str, int]
+    num_sample_tokens: int
+    pieces: tuple[Piece, ...]
+
+
+def preview(plan: ChatPlan, split: str, index: int, seq_len: int) -> Preview:
+    """Raises TrainError (input)."""
+    path = plan.path if split == "train" else plan.validation
+    if path is None:
+        raise TrainError("there is no held-out file", hint="write data.validation", kind="input")
+    made = tokenise(plan, path)
+    lengths = np.diff(made.ends, prepend=0)
+    if index >= len(lengths):
+        raise TrainError(
+            f"there is no sample {index}",
+            where=path,
+            hint=f"it has samples 0 to {len(lengths) - 1}",
+            kind="input",
+        )
+    begin, end = int(made.ends[index] - lengths[index]), int(made.ends[index])
+    tokens, learnt = made.tokens[begin:end].tolist(), made.learnt[begin:end].tolist()
+    tokenizer = load_tokenizer(tokenizer_file(plan.tokenizer))
+    pieces = []
+    for is_learnt, group in groupby(zip(tokens, learnt, strict=True), key=lambda pair: bool(pair[1])):
+        text = tokenizer.decode([token for token, _ in group], skip_special_tokens=False)
+        pieces.append(Piece(text, is_learnt))
+    ordered = np.sort(lengths)
+    return Preview(
+        num_samples=len(lengths),
+        num_tokens=made.numbers.num_tokens,
+        num_learnt=made.numbers.num_learnt,
+        num_cut=int((lengths - 1 > seq_len).sum()),
+        lengths={
+            "median": int(ordered[len(ordered) // 2]),
+            "p90": int(ordered[len(ordered) * 9 // 10]),
+            "max": int(ordered[-1]),
+        },
+        num_sample_tokens=len(tokens),
+        pieces=tuple(pieces),
+    )

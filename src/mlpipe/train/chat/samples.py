@@ -1,0 +1,76 @@
+"""Tokenised lines as a map-style set of samples of different lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mlpipe._core.errors import TrainError
+from mlpipe.plan.plan import ChatPlan
+from mlpipe.train.loss import IGNORED
+
+ROUND = 64  # tokens: batches of few different shapes
+
+
+class ChatSamples:
+    """Sample `i` is the `i`th line: `inputs`, and as `targets` the token behind each, or -100 where that is
+    not learnt. Longer ones are cut to `seq_len` tokens."""
+
+    def __init__(self, tokenised: Any, seq_len: int) -> None:
+        self.tokenised = tokenised
+        self.seq_len = seq_len
+        self.vocab_size: int = tokenised.numbers.vocab_size
+        begins = np.concatenate([np.zeros(1, np.int64), tokenised.ends[:-1]])
+        self._begins = begins
+        whole = tokenised.ends - begins - 1
+        self.num_cut = int((whole > seq_len).sum())
+        self.lengths: NDArray[np.int64] = np.minimum(whole, seq_len)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """As long as it is."""
+        inputs, targets = self.sample(index)
+        return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+
+    def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Inputs and targets."""
+        begin, length = int(self._begins[index]), int(self.lengths[index])
+        tokens = self.tokenised.tokens[begin : begin + length + 1].astype(np.int64)
+        learnt = self.tokenised.learnt[begin + 1 : begin + length + 1]
+        return tokens[:-1], np.where(learnt, tokens[1:], IGNORED)
+
+    def padded(self, indices: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """A batch with a sample a row, as long as the longest of them rounded up."""
+        longest = int(self.lengths[indices].max())
+        width = min(self.seq_len, -(-longest // ROUND) * ROUND)
+        inputs = np.zeros((len(indices), width), np.int64)
+        targets = np.full((len(indices), width), IGNORED, np.int64)
+        for row, index in enumerate(indices.tolist()):
+            length = int(self.lengths[index])
+            inputs[row, :length], targets[row, :length] = self.sample(index)
+        return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+
+    @property
+    def identity(self) -> str:
+        """What decides which sample has which number."""
+        return f"{len(self)} conversations ({self.tokenised.digest[:8]})"
+
+
+def open_chat(plan: ChatPlan, split: str, seq_len: int) -> ChatSamples:
+    """Of a split, tokenised where it is not yet. Raises TrainError (input)."""
+    from mlpipe.train.chat.tokenised import tokenise  # with tokenizers and jinja2
+
+    path = plan.path if split == "train" else plan.validation
+    if path is None:
+        raise TrainError(
+            "there are no conversations to validate with",
+            where=plan.path,
+            hint="name them: data.validation",
+            kind="input",
+        )
+    return ChatSamples(tokenise(plan, path), seq_len)

@@ -1,0 +1,108 @@
+"""Trainings on conversations: samples of different lengths on any number of ranks, and going on at the very
+sample."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kit import plans
+
+from mlpipe.plan.plan import ChatPlan, DataPlan, Mesh
+from mlpipe.train.data import MicrobatchLoader, open_dataset
+from mlpipe.train.loss import IGNORED
+from mlpipe.train.order import samples_at
+from mlpipe.train.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
+from mlpipe.train.world import World
+
+pytestmark = pytest.mark.torch
+SEQ_LEN = 96
+
+
+def write_chat(folder: Path, num: int = 24) -> DataPlan:
+    """Conversations of 10 to 200 bytes, a few longer than SEQ_LEN tokens."""
+    draw = random.Random(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    train_tokenizer([], MIN_VOCAB_SIZE).save(str(folder / "tokenizer.json"))
+    for name in ("train", "validation"):
+        lines = []
+        for _ in range(num):
+            said = "".join(draw.choice("ab ") for _ in range(draw.choice((2, 5, 10, 20, 60, 150))))
+            lines.append({"prompt": draw.choice("xyz") * draw.randint(1, 9), "completion": said})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    paths = (str(folder / f"{name}.jsonl") for name in ("train", "validation"))
+    return DataPlan(None, None, None, chat=ChatPlan(*paths, str(folder)))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> DataPlan:
+    return write_chat(tmp_path_factory.mktemp("chat"))
+
+
+def samples_of(dataset, position: int, ranks: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Inputs and targets of a step's samples, without their padding."""
+    found = []
+    for rank in range(ranks):
+        world = World(Mesh(dp_replicate=ranks), rank, torch.device("cpu"))
+        loader = MicrobatchLoader(dataset, world, seed=3, global_batch=6, micro_batch=2, seq_len=SEQ_LEN)
+        for one in loader.step(position):
+            assert one.num_tokens == one.batch["inputs"].numel()
+            if one.counts:
+                rows = zip(one.batch["inputs"].tolist(), one.batch["targets"].tolist(), strict=True)
+                for inputs, targets in rows:
+                    length = max(i for i, target in enumerate(targets) if target != IGNORED) + 1
+                    assert not any(inputs[length:])
+                    found.append((tuple(inputs[:length]), tuple(targets[:length])))
+    return found
+
+
+def test_the_samples_of_a_step_are_the_same_on_any_number_of_ranks(data):
+    dataset = open_dataset(data, split="train", seq_len=SEQ_LEN)
+    assert dataset.num_cut > 0
+    assert dataset.lengths.max() == SEQ_LEN
+    steps = [samples_of(dataset, 6 * step, 1) for step in range(8)]
+    seen = [sample for step in steps for sample in step]
+    everything = [tuple(map(tuple, map(np.ndarray.tolist, dataset.sample(i)))) for i in range(24)]
+    assert sorted(seen[:24]) == sorted(seen[24:]) == sorted(everything)
+    for ranks in (2, 3):
+        assert [samples_of(dataset, 6 * step, ranks) for step in range(8)] == steps
+
+
+def test_a_training_goes_on_at_the_very_sample_on_other_ranks(data, tmp_path):
+    """Two ranks; two of four steps and then one rank: equal losses, and the held-out ones."""
+    model = replace(plans.model_plan(vocab_size=320, max_seq_len=SEQ_LEN), seq_len=SEQ_LEN)
+    whole, half = (
+        plans.train_plan(
+            tmp_path / "store",
+            plans.write_tokens(tmp_path / "tokens"),
+            run_id=name,
+            steps=steps,
+            every=2,
+            model=model,
+            data=data,
+            global_batch=6,
+            micro_batch=1,
+            accumulation=3,
+        )
+        for name, steps in (("whole", 4), ("half", 2))
+    )
+    plans.run_together([whole, half], tmp_path / "two")
+    work = replace(
+        half.work, steps=4, resume=True, mesh=Mesh(), strategy="single", micro_batch=3, accumulation=2
+    )
+    rest = replace(half, attempt=2, work=work, launch=replace(half.launch, nproc_per_node=1))
+    plans.run_together([rest], tmp_path / "one")
+    expected = plans.losses(tmp_path / "store", whole)
+    found = plans.losses(tmp_path / "store", half) + plans.losses(tmp_path / "store", rest)
+    assert len(found) == 4
+    assert found == pytest.approx(expected, abs=1e-5)
+    dataset = open_dataset(data, split="train", seq_len=SEQ_LEN)
+    of_steps = samples_at(dataset, half.work.seed, np.arange(12))
+    learnt = sum(int((dataset.sample(i)[1] != IGNORED).sum()) for i in of_steps.tolist())
+    of_ranks = [record for rank in (0, 1) for record in plans.records(tmp_path / "store", half, rank)]
+    assert sum(record["target_tokens"] for record in of_ranks if record["kind"] == "step") == learnt
