@@ -305,6 +305,12 @@ def _figure_row(row: dict[str, Any], processor: str) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
+def combinations_page() -> str:
+    import combinations  # beside this file
+
+    return combinations.page(_NOTE)
+
+
 def _names(body: Any, definitions: dict[str, Any]) -> list[str]:
     """Of the definitions that `body` leads to, those with keys, in the order of reading."""
     found: dict[str, None] = {}
@@ -363,6 +369,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/metrics.md": metrics_page,
     "docs/reference/records.md": records_page,
     "docs/reference/exit-codes.md": exit_codes_page,
+    "docs/reference/combinations.md": combinations_page,
     "docs/reference/benchmarks.md": benchmarks_page,
 }
 

@@ -282,6 +282,7 @@ def weights(trained: Any, run: str) -> dict[str, Tensor]:
     return {shard.name: shard.local for shard in shards}
 
 
+@pytest.mark.combines("cp", "dp_shard", "resume under another mesh", "optimizer adamw")
 @pytest.mark.parametrize("run", ["two", "sharded", "chain"])
 def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str) -> None:
     assert losses(trained, run) == pytest.approx(losses(trained, "alone"), rel=1e-5)
@@ -291,6 +292,10 @@ def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str) -> 
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-5, msg=name)
 
 
+@pytest.mark.combines("cp", "activation_checkpointing full", "accumulation")
+@pytest.mark.combines("cp", "activation_checkpointing selective")
+@pytest.mark.combines("cp", "dp_replicate", "strategy zero1")
+@pytest.mark.combines("cp", "tp")
 @pytest.mark.parametrize("run", ["recomputed", "selective", "sliced", "tensor"])
 def test_what_it_is_combined_with_changes_nothing(trained: Any, run: str) -> None:
     store, made = trained
@@ -299,10 +304,12 @@ def test_what_it_is_combined_with_changes_nothing(trained: Any, run: str) -> Non
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)  # AdamW hides a scaled gradient
 
 
+@pytest.mark.combines("cp", "precision bf16")
 def test_bf16_means_the_same(trained: Any) -> None:
     assert losses(trained, "low") == pytest.approx(losses(trained, "alone")[:6], rel=1e-3)
 
 
+@pytest.mark.combines("cp", "dp_shard", "validate")
 @pytest.mark.parametrize("run", ["two", "sharded"])
 def test_validation_and_tokens_count_each_once(trained: Any, run: str) -> None:
     """The loss, and a metric that sees outputs and batch of each rank."""

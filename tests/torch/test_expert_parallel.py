@@ -111,6 +111,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
     return found | {"chain": {"loss": [loss for some in steps for loss in some]}}
 
 
+@pytest.mark.combines("ep", "dp_shard", "model with experts", "optimizer adamw")
+@pytest.mark.combines("ep", "activation_checkpointing full", "accumulation")
 @pytest.mark.parametrize("name", ["two", "full", "four"])
 def test_losses_gradients_and_loads_are_those_of_one_rank(trained: Any, name: str) -> None:
     assert len(trained[name]["loss"]) == STEPS
@@ -119,9 +121,11 @@ def test_losses_gradients_and_loads_are_those_of_one_rank(trained: Any, name: st
     assert trained[name]["expert_max_load_ratio"] == trained["alone"]["expert_max_load_ratio"]
 
 
+@pytest.mark.combines("ep", "resume under another mesh")
 def test_a_checkpoint_goes_on_under_any_mesh(trained: Any) -> None:
     assert trained["chain"]["loss"] == pytest.approx(trained["alone"]["loss"], rel=1e-5)
 
 
+@pytest.mark.combines("ep", "precision bf16")
 def test_bf16_is_near(trained: Any) -> None:
     assert trained["low"]["loss"] == pytest.approx(trained["alone"]["loss"], rel=1e-2)

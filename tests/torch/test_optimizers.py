@@ -584,6 +584,8 @@ def contents(store: Path, plan: Plan) -> dict[str, torch.Tensor]:
     return {item.name: item.local for item in whole}
 
 
+@pytest.mark.combines("dp_replicate", "optimizer *", "ema")
+@pytest.mark.combines("dp_shard", "optimizer *", "ema")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_all_strategies_agree(trained: Any, name: str) -> None:
     """In losses, in the average of the weights, and in which tensors there are."""

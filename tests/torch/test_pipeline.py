@@ -119,6 +119,8 @@ def pairs(folder):
     return made
 
 
+@pytest.mark.combines("pp", "accumulation", "pipeline *", "optimizer adamw")
+@pytest.mark.combines("pp", "pipeline interleaved", "activation_checkpointing full")
 @pytest.mark.parametrize("name", [*BLOCKS, "recomputed"])
 def test_a_schedule_computes_what_one_rank_does(folder, single, pairs, name):
     same(folder, pairs[name], single["tied"])
@@ -128,12 +130,15 @@ def test_a_head_of_its_own_lies_on_the_last_stage(folder, single, pairs):
     same(folder, pairs["untied"], single["untied"])
 
 
+@pytest.mark.combines("pp", "pipeline zero_bubble", "deterministic")
 def test_a_resumed_pipeline_is_bit_exact(folder, pairs):
     store = FolderStore(folder / "store")
     whole, parts = (processes.digests(store, pairs[name]) for name in ("zero_bubble", "second half"))
     assert parts[STEPS, 2] == whole[STEPS, 1]
 
 
+@pytest.mark.combines("pp", "dp_shard", "pipeline 1f1b")
+@pytest.mark.combines("pp", "dp_replicate", "pipeline zero_bubble", "strategy zero1")
 def test_pipelines_of_ranks_that_share_the_samples(folder, single):
     """Four ranks: stages whose weights are split, and copies of stages, whose optimizer states are."""
     split = plan(folder, Mesh(pp=2, dp_shard=2), "split", "1f1b")
@@ -143,6 +148,7 @@ def test_pipelines_of_ranks_that_share_the_samples(folder, single):
     same(folder, copied, single["tied"])
 
 
+@pytest.mark.combines("pp", "resume under another mesh")
 def test_a_checkpoint_goes_on_under_any_other_mesh(folder, single):
     """From a pipeline to one rank to shards to a pipeline with other stages, a step each."""
     pipeline = Mesh(pp=2)

@@ -74,6 +74,8 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.combines("dp_replicate", "deterministic")
+@pytest.mark.combines("dp_shard", "deterministic")
 @pytest.mark.parametrize(("strategy", "world"), TARGETS)
 def test_same_strategy_and_world_size_resume_bit_for_bit(folder, strategy, world):
     plan = plans.train_plan(folder, folder / "tokens", run_id=f"{strategy}-{world}")
@@ -113,6 +115,8 @@ def resharded(folder):
     return folder
 
 
+@pytest.mark.combines("dp_replicate", "resume under another mesh")
+@pytest.mark.combines("dp_shard", "resume under another mesh")
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: f"{source[0]}-{source[1]}")
 @pytest.mark.parametrize(("strategy", "world"), TARGETS)
 def test_any_strategy_and_world_size_resumes_under_any_other(resharded, source, strategy, world):
@@ -168,6 +172,7 @@ def test_ranks_that_have_nothing_to_do_wait_for_each_other(folder, tmp_path):
     assert plans.losses(tmp_path / "store", plan) == []
 
 
+@pytest.mark.combines("dp_replicate", "kill of a worker")
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_n_steps_equal_half_then_kill_9_then_the_rest(folder, tmp_path, world):
     """With the real launcher. The kill strikes while the second half is under way."""

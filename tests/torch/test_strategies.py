@@ -63,6 +63,9 @@ def curves(folder):
     return found
 
 
+@pytest.mark.combines("dp_replicate", "dp_shard")
+@pytest.mark.combines("dp_replicate", "strategy zero1")
+@pytest.mark.combines("dp_shard", "strategy zero2")
 def test_all_strategies_and_world_sizes_agree(curves):
     for run, curve in curves.items():
         assert len(curve["loss"]) == 50, run
@@ -169,12 +172,19 @@ def varied(tmp_path_factory):
     return {name: plans.losses(folder / "store", plan) for name, plan in made.items()}
 
 
+@pytest.mark.combines("dp_replicate", "precision bf16")
+@pytest.mark.combines("dp_shard", "precision bf16")
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_bf16_means_the_same_under_every_strategy(varied, strategy):
     near(varied[f"bf16-{strategy}"], varied["bf16-ddp"], 1e-2)
     near(varied[f"bf16-{strategy}"], varied["fp32"], 1e-2)
 
 
+@pytest.mark.combines("dp_replicate", "accumulation")
+@pytest.mark.combines("dp_shard", "accumulation")
+@pytest.mark.combines("dp_replicate", "activation_checkpointing full")
+@pytest.mark.combines("dp_shard", "activation_checkpointing selective")
+@pytest.mark.combines("dp_replicate", "compile")
 @pytest.mark.parametrize(
     "name",
     [
@@ -192,6 +202,8 @@ def test_what_only_saves_memory_or_time_changes_no_loss(varied, name):
     near(varied[name], varied["fp32"], 1e-5)
 
 
+@pytest.mark.combines("dp_replicate", "your own model")
+@pytest.mark.combines("dp_shard", "your own model")
 def test_a_users_model_trains_the_same_under_every_strategy(varied):
     near(varied["user-fsdp"], varied["user-ddp"], 1e-5)
     near(varied["user-loss"], varied["user-ddp"], 1e-5)

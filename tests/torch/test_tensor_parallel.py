@@ -87,6 +87,9 @@ def weights(trained: Any, run: str) -> dict[str, torch.Tensor]:
     return {shard.name: shard.local for shard in shards}
 
 
+@pytest.mark.combines("tp", "dp_shard", "resume under another mesh", "optimizer adamw")
+@pytest.mark.combines("tp", "dp_replicate", "resume under another mesh")
+@pytest.mark.combines("tp", "activation_checkpointing full", "accumulation")
 @pytest.mark.parametrize(("run", "other"), [("two", "alone"), ("chain", "alone"), ("tied", "tied-alone")])
 def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str, other: str) -> None:
     """Also with recomputed blocks, in accumulated microbatches, and where the mesh changes on the way."""
@@ -97,10 +100,12 @@ def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str, oth
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-5, msg=name)
 
 
+@pytest.mark.combines("tp", "precision bf16", "activation_checkpointing selective")
 def test_bf16_means_the_same(trained: Any) -> None:
     assert losses(trained, "low") == pytest.approx(losses(trained, "alone"), rel=1e-2)
 
 
+@pytest.mark.combines("tp", "kill of a worker", "deterministic")
 def test_a_killed_rank_costs_nothing(trained: Any) -> None:
     """A restart in place from the checkpoint of step 3 ends at the same bits."""
     store, made = trained
@@ -110,6 +115,7 @@ def test_a_killed_rank_costs_nothing(trained: Any) -> None:
     assert all(torch.equal(killed[name], value) for name, value in whole.items())
 
 
+@pytest.mark.combines("tp", "validate")
 def test_metrics_see_all_logits_and_each_sample_once(trained: Any) -> None:
     store, made = trained
     found, expected = (
@@ -132,6 +138,7 @@ def passes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.combines("tp", "your own model")
 @pytest.mark.parametrize("model", ["tied", "untied", "patterns", "its own plan"])
 def test_gradients_and_logits_in_fp64(passes: Any, model: str) -> None:
     """The loss itself is fp32 everywhere. Logits also of 7 tokens, which two ranks cannot share."""

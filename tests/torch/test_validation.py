@@ -159,6 +159,8 @@ def test_it_gathers_weights_for_its_own_passes_and_leaves_none_to_the_next_step(
     assert counts[1]["_reduce_scatter_base_"] == counts[0]["_reduce_scatter_base_"]
 
 
+@pytest.mark.combines("dp_replicate", "validate")
+@pytest.mark.combines("dp_shard", "validate")
 def test_metrics_are_equal_on_one_rank_and_on_two(trained):
     alone = of_kind(trained["single"][1], "validation")
     names = set(alone[0]["metrics"])
