@@ -14,18 +14,33 @@ pytestmark = pytest.mark.unit
 PIPELINES = Path(__file__).parents[2] / "pipelines"
 
 
+# What only a search over all axes, or a model of experts, needs.
+_UNASKED = ("search", "pipelining", "axes.tp", "axes.cp", "axes.pp", "axes.ep", "shapes.experts")
+
+
 @pytest.mark.parametrize("arguments", ["--help", "validate", "plan", "render --for kubernetes", "list"])
 def test_a_command_imports_no_more_than_it_needs(tmp_path, arguments):
     words = arguments.split()
     if words[0] in ("validate", "plan", "render"):
         words.append(str(PIPELINES / "llm.yaml"))
+    budget.within("modules imported", {f"mlpipe {arguments}": len(modules_of(tmp_path, *words))})
+
+
+def test_a_plan_whose_strategy_is_named_knows_nothing_of_other_axes(tmp_path):
+    words = ("plan", str(PIPELINES / "quickstart.yaml"), "--set", "train.strategy=ddp")
+    modules = modules_of(tmp_path, *words)
+    assert "mlpipe.plan.axes.dp_replicate" in modules
+    assert not {f"mlpipe.plan.{name}" for name in _UNASKED} & modules
+
+
+def modules_of(folder: Path, *words: str) -> set[str]:
+    """All that a command has imported when it ends."""
     script = (
         "import sys\nfrom mlpipe.cli.app import run_app\n"
-        f"try:\n    run_app({words})\nexcept SystemExit as ended:\n    code = ended.code\n"
-        "print(len(sys.modules), file=sys.stderr)\nsys.exit(code)"
+        f"try:\n    run_app({list(words)})\nexcept SystemExit as ended:\n    code = ended.code\n"
+        "print(*sys.modules, file=sys.stderr)\nsys.exit(code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    budget.within("modules imported", {f"mlpipe {arguments}": int(done.stderr.split()[-1])})
+    return set(done.stderr.splitlines()[-1].split())

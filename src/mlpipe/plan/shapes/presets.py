@@ -9,7 +9,6 @@ from typing import Any
 from mlpipe._core.presets import PRESETS, LlamaConfig, MoeConfig, built_by
 from mlpipe.plan.plan import Entry, ModelPlan
 from mlpipe.plan.shapes.dense import Dense
-from mlpipe.plan.shapes.experts import Experts
 
 
 def preset(name: str, changes: Mapping[str, Any]) -> Dense:
@@ -19,7 +18,11 @@ def preset(name: str, changes: Mapping[str, Any]) -> Dense:
 
 
 def _of(config: LlamaConfig) -> Dense:
-    return Experts(config) if isinstance(config, MoeConfig) else Dense(config)
+    if isinstance(config, MoeConfig):
+        from mlpipe.plan.shapes.experts import Experts  # which most plans do without
+
+        return Experts(config)
+    return Dense(config)
 
 
 def model_plan(shape: Dense, name: str, seq_len: int) -> ModelPlan:
