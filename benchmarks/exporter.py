@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import measure
-from mlpipe._core.records import encode, parse
+from mlpipe._core.record_lines import encode, parse
 from mlpipe._core.serial import to_json
 from mlpipe.observe.exporter import Fleet
 from mlpipe.observe.serve import Serving

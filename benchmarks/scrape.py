@@ -22,7 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from benchmarks import measure
-from mlpipe._core.records import parse
+from mlpipe._core.record_lines import parse
 from mlpipe.observe import scrape
 from mlpipe.observe.metrics import RankMetrics
 

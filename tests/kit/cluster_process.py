@@ -99,14 +99,16 @@ def wait_until(
     watched = list(watched)
     deadline = time.monotonic() + seconds
     while True:
+        began = time.monotonic()
         if answer := check():
             return answer
+        taken = time.monotonic() - began
         if ended := [process for process in watched if not process.running]:
             raise ClusterError(f"while waiting for {what}: {ended[0].tail()}")
         if time.monotonic() > deadline:
             more = explain() if explain else "\n".join(process.tail() for process in watched)
             raise ClusterError(f"{what}: not within {seconds:.0f} s\n{more}")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(max(_POLL_SECONDS, 2 * taken))  # to ask may be a command, which takes what is waited for
 
 
 class Namespaces:

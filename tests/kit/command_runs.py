@@ -19,11 +19,13 @@ T = TypeVar("T")
 def until(condition: Callable[[], T], what: str, seconds: float = 300.0) -> T:
     """Polls until `condition()` is true, and returns it."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while True:
+        began = time.monotonic()
+        if found := condition():
+            return found
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {seconds} s for {what}")
-        time.sleep(0.02)
-    return found
+        time.sleep(max(0.02, time.monotonic() - began))
 
 
 def shell(script: str) -> list[str]:

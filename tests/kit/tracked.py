@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlpipe._core.records import NOT_STARTED, Save, Start, Step, Validation
+from mlpipe._core.record_lines import NOT_STARTED
+from mlpipe._core.records import Save, Start, Step, Validation
 from mlpipe.observe.tracking.tracker import TrackedRun
 
 START = Start(**{**vars(NOT_STARTED), "time": 1000.0, "start_step": 0})

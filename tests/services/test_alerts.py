@@ -20,7 +20,7 @@ from kit.paced_run import DATA_SECONDS, exporter, real_run
 from kit.prometheus import Prometheus, alertmanager, alerts_at, has_data, hasty_rules, prometheus
 from kit.synthetic_run import step_record
 
-from mlpipe._core.records import parse
+from mlpipe._core.record_lines import parse
 from mlpipe.observe.metrics import RankMetrics, start_metrics
 from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mlpipe.store import runs, sweeps
 from mlpipe.submit import backends
 from mlpipe.submit.driver import cancel
-from mlpipe.submit.sweeps.controller import cancel_sweep
+from mlpipe.submit.sweeps.cancel import cancel_sweep
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store

@@ -8,19 +8,8 @@ from collections.abc import Iterable
 from typing import Any, TypedDict
 
 from mlpipe._core.mfu import throughput
-from mlpipe._core.records import (
-    NOT_STARTED,
-    End,
-    Evaluation,
-    Record,
-    Save,
-    Start,
-    Step,
-    StopSignal,
-    Tracked,
-    Validation,
-    own_fields,
-)
+from mlpipe._core.record_lines import NOT_STARTED, own_fields
+from mlpipe._core.records import End, Evaluation, Record, Save, Start, Step, StopSignal, Tracked, Validation
 from mlpipe._core.units import format_seconds
 
 _RECENT_STEPS = 20  # enough to smooth, few enough to follow a change of pace

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from mlpipe._core.records import Evaluation, Record, Save, Start, Step, Validation, decode_line, parse
+from mlpipe._core.record_lines import decode_line, parse
+from mlpipe._core.records import Evaluation, Record, Save, Start, Step, Validation
 from mlpipe.store.base import Store
 
 _RANK = re.compile(r"rank-(\d+)\.jsonl")

@@ -14,16 +14,8 @@ from typing import Any, TypeVar
 
 from mlpipe._core.errors import StoreError
 from mlpipe._core.load import Load
-from mlpipe._core.records import (
-    NOT_STARTED,
-    Evaluation,
-    Fallback,
-    Launched,
-    Record,
-    Start,
-    Submitted,
-    read_fields,
-)
+from mlpipe._core.record_lines import NOT_STARTED, read_fields
+from mlpipe._core.records import Evaluation, Fallback, Launched, Record, Start, Submitted
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.observe.goodput import Attempt, Ledger, account, add
 from mlpipe.observe.records import Timeline, decode_lines, list_attempts, list_ranks, merge, read_records

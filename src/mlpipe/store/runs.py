@@ -19,13 +19,15 @@ import socket
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe._core.ids import is_name
-from mlpipe._core.records import Record, encode
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.store.base import Store
+
+if TYPE_CHECKING:
+    from mlpipe._core.records import Record
 
 SCHEMA_VERSION = 1
 WAITS_FOR_STAGES = "waits for its other stages to be asked for"  # the message of a run that needs no driver
@@ -246,6 +248,8 @@ def reopen(
 
 def append_event(store: Store, attempt_key: str, event: Record) -> None:
     """A line in an attempt's events.jsonl (`_core.records`); its writers take turns."""
+    from mlpipe._core.record_lines import encode  # who only lists runs has no need of it
+
     log = store.open_log(f"{attempt_key}/events.jsonl")
     log.write(encode(event))
     log.close()

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from mlpipe._core.load import Clock
-from mlpipe._core.records import Record, Step, decode_line, encode
+from mlpipe._core.record_lines import decode_line, encode
+from mlpipe._core.records import Record, Step
 from mlpipe.observe.metrics import RankMetrics
 from mlpipe.observe.records import records_key
 from mlpipe.store.base import Store

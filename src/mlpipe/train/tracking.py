@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mlpipe._core.errors import StoreError
-from mlpipe._core.records import End, Record, Save, Start, Step, Validation, decode_line
+from mlpipe._core.record_lines import decode_line
+from mlpipe._core.records import End, Record, Save, Start, Step, Validation
 from mlpipe._core.serial import to_plain
 from mlpipe.observe.records import list_attempts, records_key
 from mlpipe.observe.tracking.mlflow import Mlflow, uri_of

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlpipe._core.records import Record, parse
+from mlpipe._core.record_lines import parse
+from mlpipe._core.records import Record
 from mlpipe.observe.buckets import NAMES
 from mlpipe.observe.goodput import Attempt, Ledger, account, add
 from mlpipe.plan.plan import Mesh

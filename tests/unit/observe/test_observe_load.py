@@ -14,7 +14,7 @@ from kit.command_runs import Cli
 from kit.synthetic_run import Life, stage_state, write_run, write_train_stage
 
 from mlpipe._core.load import Clock, Load
-from mlpipe._core.records import NOT_STARTED, parse
+from mlpipe._core.record_lines import NOT_STARTED, parse
 from mlpipe.observe.progress import live_line, summarize
 from mlpipe.observe.records import read_records
 from mlpipe.observe.report import build_markdown, build_report

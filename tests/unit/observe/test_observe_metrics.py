@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlpipe._core.records import parse
+from mlpipe._core.record_lines import parse
 from mlpipe.observe.metrics import RankMetrics, start_metrics
 from mlpipe.observe.reference import reference_page
 from mlpipe.observe.series import INFO_LABELS, METRICS

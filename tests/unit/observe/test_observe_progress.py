@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlpipe._core.records import parse
+from mlpipe._core.record_lines import parse
 from mlpipe.observe.progress import Progress, format_count, live_line, start_line, summarize
 
 pytestmark = pytest.mark.unit

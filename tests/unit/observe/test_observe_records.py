@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.synthetic_run import Life, life_records, write_records
 
-from mlpipe._core.records import EVENTS, OF_A_RANK, Record, Step, decode_line, encode, parse
+from mlpipe._core.record_lines import decode_line, encode, parse
+from mlpipe._core.records import EVENTS, OF_A_RANK, Record, Step
 from mlpipe.observe.records import (
     Follower,
     list_attempts,

@@ -40,7 +40,8 @@ from mlpipe.submit import backends, driver
 from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.submission import Submission
 from mlpipe.submit.sweeps import controller, slots
-from mlpipe.submit.sweeps.controller import STOPPED, cancel_sweep, drive_sweep
+from mlpipe.submit.sweeps.cancel import cancel_sweep
+from mlpipe.submit.sweeps.controller import STOPPED, drive_sweep
 from mlpipe.submit.sweeps.create import create
 from mlpipe.submit.sweeps.promote import promote_best
 

@@ -23,7 +23,7 @@ from mlpipe.spec.sweep import DEFAULT_ETA
 from mlpipe.store import leases, runs, sweeps
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState, RunStatus, StageState
-from mlpipe.submit import backends, driver, seal
+from mlpipe.submit import backends, seal
 from mlpipe.submit.adopt import DriveRequest, record
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.executor import StopRequest
@@ -402,34 +402,3 @@ class _Controller:
 
     def _update(self, change: Callable[[RunState], RunState]) -> None:
         self.state = update_held(self._store, self._id, self._lease.holder, change)
-
-
-def cancel_sweep(store: Store, sweep_id: str, why: str, *, timeout_seconds: float) -> RunState:
-    """Stop a sweep and all its trials, which save, and wait until they have. Raises SubmitError when
-    `timeout_seconds` are over."""
-    deadline = time.monotonic() + timeout_seconds
-    sweep = runs.read_run(store, sweep_id)
-    while sweep.state not in runs.RUN_ENDED and leases.lease_is_live(sweep.driver):
-        runs.request_cancel(store, sweep_id, why)
-        if time.monotonic() > deadline:
-            raise SubmitError(
-                f"sweep {sweep_id} was asked to stop and has not stopped within {timeout_seconds:.0f} s",
-                hint=f"its trials save before they stop; look again with mlpipe status {sweep_id}",
-            )
-        time.sleep(0.2)
-        sweep = runs.read_run(store, sweep_id)
-    if sweep.state in runs.RUN_ENDED and not sweep.is_under_way:
-        return sweep
-    with HeldLease(store, sweep_id):
-        stages = dict(sweep.stages)
-        for name, trial in sweep.stages.items():
-            run_id = sweeps.trial_run_id(sweep_id, name)
-            if trial.state == "running" and store.exists(f"runs/{run_id}/run.json"):
-                left = max(deadline - time.monotonic(), 1.0)
-                driver.cancel(store, run_id, STOPPED, timeout_seconds=left)
-                stages[name] = replace(trial, state="cancelled", message=STOPPED, ended=time.time())
-            elif trial.state in ("pending", "running"):
-                stages[name] = replace(trial, state="skipped", message=why)
-        return runs.update_run(
-            store, sweep_id, lambda run: replace(run, state="cancelled", message=why, stages=stages)
-        )
