@@ -12,7 +12,7 @@ from kit import plans, processes
 
 from mlpipe._core.pipelines import why_not
 from mlpipe.plan.pipelining import orders
-from mlpipe.plan.plan import Entry, Mesh, ModelPlan, PipelinePlan, Plan
+from mlpipe.plan.plan import Entry, Mesh, ModelPlan, OptimizerPlan, PipelinePlan, Plan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.reshard import load
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.torch
 
 CONFIG = replace(plans.CONFIG, num_layers=5, dim=32, ffn_dim=64)
 STEPS = 4
+OWN = OptimizerPlan(None, "torch.optim:Adam", {"eps": 1e-6}, 8, 1e-3, 1.0, "constant", 0, 0, 0.1)
 BLOCKS = {"gpipe": (3, 2), "1f1b": (2, 3), "interleaved": (2, 1, 1, 1), "zero_bubble": (2, 3)}
 
 
@@ -98,6 +99,7 @@ def folder(tmp_path_factory):
 def single(folder):
     made = {
         "tied": plan(folder, Mesh(), "single"),
+        "own optimizer": plan(folder, Mesh(), "single-own", optimizer=OWN),
         "untied": plan(folder, Mesh(), "single-untied", model=model(tied=False)),
     }
     plans.run_together(list(made.values()), folder / "single")
@@ -148,18 +150,35 @@ def test_pipelines_of_ranks_that_share_the_samples(folder, single):
     same(folder, copied, single["tied"])
 
 
-@pytest.mark.combines("pp", "resume under another mesh")
+@pytest.mark.combines("pp", "tp", "pipeline 1f1b", "pipeline zero_bubble")
+@pytest.mark.combines("pp", "cp", "pipeline interleaved")
+def test_stages_that_share_products_or_sequences(folder, single):
+    """Four ranks: each stage on two, which have a part of every matrix and of the vocabulary, or of every
+    sequence. The parts go on in one rank."""
+    made = {
+        "tp": plan(folder, Mesh(pp=2, tp=2), "tp", "1f1b"),
+        "tp untied": plan(folder, Mesh(pp=2, tp=2), "tp-untied", "zero_bubble", model=model(tied=False)),
+        "cp": plan(folder, Mesh(pp=2, cp=2), "cp", "interleaved"),
+    }
+    plans.run_together(list(made.values()), folder / "sharing")
+    same(folder, made["tp"], single["tied"])
+    same(folder, made["tp untied"], single["untied"])
+    same(folder, made["cp"], single["tied"])
+
+
+@pytest.mark.combines("pp", "resume under another mesh", "your own optimizer")
 def test_a_checkpoint_goes_on_under_any_other_mesh(folder, single):
-    """From a pipeline to one rank to shards to a pipeline with other stages, a step each."""
-    pipeline = Mesh(pp=2)
-    meshes = [(pipeline, "interleaved"), (Mesh(), None), (Mesh(dp_shard=2), None), (pipeline, "1f1b")]
+    """From stages of two ranks each to one rank to shards to a pipeline with other stages, a step each, with
+    an optimizer that keeps a number for each parameter."""
+    both = (Mesh(pp=2, tp=2), "interleaved")
+    meshes = [both, (Mesh(), None), (Mesh(dp_shard=2), None), (Mesh(pp=2), "1f1b")]
     for number, (mesh, schedule) in enumerate(meshes, start=1):
-        last = plan(folder, mesh, "moving", schedule, steps=number, every=1, attempt=number)
+        last = plan(folder, mesh, "moving", schedule, steps=number, every=1, attempt=number, optimizer=OWN)
         plans.run_together([last], folder / f"moving-{number}")
-    mine, theirs = parameters(folder, last), parameters(folder, single["tied"])
+    mine, theirs = parameters(folder, last), parameters(folder, single["own optimizer"])
     assert all((mine[name] - theirs[name]).abs().max() < 2e-4 * theirs[name].abs().max() for name in theirs)
     assert plans.losses(folder / "store", last) == pytest.approx(
-        plans.losses(folder / "store", single["tied"])[-1:], rel=1e-5
+        plans.losses(folder / "store", single["own optimizer"])[-1:], rel=1e-5
     )
 
 

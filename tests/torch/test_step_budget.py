@@ -88,7 +88,7 @@ def test_what_travels_along_an_axis_is_what_the_planner_prices(counted):
     three numbers a token, and the gradients of the norms."""
     layers, tokens, dim = plans.CONFIG.num_layers, 16 * 32, plans.CONFIG.dim
     stream, width = 4 * tokens * dim, dim // plans.CONFIG.num_heads
-    block: Any = SimpleNamespace(num_blocks=layers, recomputes=False)
+    block: Any = SimpleNamespace(num_blocks=layers, recomputes=False, is_first=True, is_last=True)
     gathers, scatters = num_collectives(block)
     tp = counted["tp"]
     assert tp["_allgather_base_ bytes"] == gathers * stream * 3 / 2 + 4 * 3 * tokens * 3

@@ -154,7 +154,9 @@ def test_what_travels_is_the_residual_stream(passes: Any, checkpointing: str) ->
     of the norms."""
     counts = {name: n for name, n in passes["counts"].items() if name.startswith(checkpointing)}
     layers, microbatches, tokens, dim = plans.CONFIG.num_layers, 2, 2 * 32, plans.CONFIG.dim
-    work: Any = SimpleNamespace(num_blocks=layers, recomputes=checkpointing == "full")
+    work: Any = SimpleNamespace(
+        num_blocks=layers, recomputes=checkpointing == "full", is_first=True, is_last=True
+    )
     gathers, scatters = num_collectives(work)
     stream, loss = (
         4 * tokens * dim * 3 // 2,

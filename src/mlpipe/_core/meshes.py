@@ -34,17 +34,10 @@ class Mix:
 
 
 _WHOLE_ROWS = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.needs_whole_rows)
-_STATE_BY_NAME = "what it keeps beside tensors, a checkpoint has of the first stage only"
-_KEEPS_NUMBERS = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.keeps_numbers)
-_STREAM = "stages send each other the residual stream of whole samples"
 MIXES: tuple[Mix, ...] = (
     Mix("tp", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     *(Mix(axis, "data.chat", (), "its samples differ in length") for axis in ("pp", "cp", "tp")),
-    Mix("pp", "tp", (), _STREAM),
-    Mix("pp", "cp", (), _STREAM),
     Mix("pp", "ep", (), "what experts count is of one stage"),
-    Mix("pp", "optimizer.name", _KEEPS_NUMBERS, _STATE_BY_NAME),
-    Mix("pp", "optimizer.entry", (), _STATE_BY_NAME),
     Mix("ep", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     Mix("ep", "dp_replicate", (), "copies of experts are not reduced"),
 )

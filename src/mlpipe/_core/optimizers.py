@@ -56,9 +56,8 @@ class Optimizer:
     tensors of the parameters' shapes in fp32. `update_cost`: besides reading and writing all of these. `lr`,
     `schedule`: defaults of the learning rate. `needs_blocks`: it is for the blocks of a model, and refuses
     one without. `needs_whole_rows`: it cannot update parts of matrices that are cut along both dims (tensor
-    parallelism, experts). `keeps_numbers`: besides tensors, of which a checkpoint has one rank's.
-    `averages`: one of its states is an average of the weights, which a checkpoint has in their place.
-    `block`: values of a row that share a scale, if any do."""
+    parallelism, experts). `averages`: one of its states is an average of the weights, which a checkpoint has
+    in their place. `block`: values of a row that share a scale, if any do."""
 
     title: str
     about: str
@@ -71,7 +70,6 @@ class Optimizer:
     schedule: str = "cosine"
     needs_blocks: bool = False
     needs_whole_rows: bool = False
-    keeps_numbers: bool = False
     averages: bool = False
     block: int = 0
 
@@ -121,7 +119,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
             "weight_decay": Argument(0.0, "Added to the gradient, times the weight.", at_least=0),
         },
         lambda args: 4 if args["momentum"] else 0,  # the sum
-        keeps_numbers=True,
     ),
     "lion": Optimizer(
         "Lion",

@@ -135,6 +135,9 @@ def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> Fo
             sizes = _sizes(spec, mesh)
         except PlanError:  # of samples that so many data ranks cannot share
             continue
+        share = global_batch(spec) // mesh.num_data_ranks
+        # with fewer microbatches than stages a rank is idle for as long as it works
+        sizes = [size for size in sizes if share // size >= mesh.pp] or sizes[-1:]
         points.append((mesh, [Choices(size, mode, precision) for mode in modes for size in sizes]))
     return search(pricer, points, data_parallel) if points else Found()
 

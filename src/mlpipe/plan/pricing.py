@@ -109,9 +109,9 @@ class Pricer:
 
     def bounds(self, mesh: Mesh, choices: Choices) -> tuple[float, int]:
         """Seconds and bytes that no candidate is below which differs from this in its data axes alone (of as
-        many data ranks)."""
-        ranks = [self._on_one_rank(choices, mesh, part) for part in self._parts(mesh)]
-        step, activations, step_passes = max(ranks, key=lambda rank: rank[2].compute)
+        many data ranks). Of a pipeline's ranks those of the one with the most blocks."""
+        fullest = max(self._parts(mesh), key=lambda part: part.num_blocks or 0)
+        step, activations, step_passes = self._on_one_rank(choices, mesh, fullest)
         hardware, parameters = self.hardware, self.shape.parameters.of(step.part)
         layout, wire = Layout(mesh, schedule=self.training.schedule), Wire(hardware)
         shared = sum(axis.exposed_seconds(step_passes, wire, layout) for axis in active(without_data(mesh)))

@@ -215,7 +215,7 @@ class Loop:
                 "args": self.plan.model.build.args,
             },
             "tied": self.model.tied(),
-            "optimizer": optimizer_scalars(self.plan.optimizer, self.update),
+            "optimizer": optimizer_scalars(self.plan.optimizer, self.update, self.session.world),
         }
         if (files := fingerprint(self.reader.loader.dataset)) is not None:
             scalars["data_files"] = files

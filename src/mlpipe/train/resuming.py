@@ -25,6 +25,7 @@ from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.reshard import load
 from mlpipe.train.session import Session
 from mlpipe.train.shards import LocalShard
+from mlpipe.train.world import World
 
 _log = logging.getLogger(__name__)
 
@@ -152,9 +153,33 @@ def stored(parallel: ParallelizedModel, update: Update) -> list[LocalShard]:
     return [*(shard for shard in parallel.shards if shard.name not in instead), *states]
 
 
-def optimizer_scalars(plan: OptimizerPlan, update: Update) -> dict[str, Any]:
-    """What a checkpoint says of its optimizer besides tensors."""
-    return {"name": plan.name or plan.entry, "scalars": update.scalars()}
+def optimizer_scalars(plan: OptimizerPlan, update: Update, world: World) -> dict[str, Any]:
+    """What a checkpoint says of its optimizer besides tensors. Every rank calls it."""
+    scalars = update.scalars()
+    if world.mesh.pp > 1:
+        of_stages: list[Any] = [None] * world.mesh.pp
+        dist.all_gather_object(of_stages, scalars, group=world.group("pp"))
+        scalars = joined(of_stages)
+    return {"name": plan.name or plan.entry, "scalars": scalars}
+
+
+def joined(parts: list[Any]) -> Any:
+    """Values of JSON as one. Raises TrainError (input) for lists of several lengths: groups of an optimizer
+    of one's own that depend on which parameters it is given."""
+    first = parts[0]
+    if isinstance(first, dict):
+        keys = dict.fromkeys(key for part in parts for key in part)
+        return {key: joined([part[key] for part in parts if key in part]) for key in keys}
+    if not isinstance(first, list):
+        return first
+    if len({len(part) for part in parts}) > 1:
+        raise TrainError(
+            f"the optimizer has {', '.join(str(len(part)) for part in parts)} groups of parameters on the "
+            "stages of the pipeline",
+            hint="make as many groups of whatever parameters it is given, perhaps empty ones, or make pp 1",
+            kind="input",
+        )
+    return [joined(list(items)) for items in zip(*parts, strict=True)]
 
 
 def _load_optimizer(plan: OptimizerPlan, update: Update, scalars: dict[str, Any], run_id: str) -> None:

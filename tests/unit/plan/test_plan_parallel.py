@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlpipe._core.presets import PRESETS, MoeConfig
-from mlpipe.plan.axes import dp_replicate, dp_shard
+from mlpipe.plan.axes import dp_replicate, dp_shard, pp, tp
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import GPUS, Hardware
@@ -125,6 +125,27 @@ def test_each_microbatch_of_a_pipeline_keeps_what_is_cast_for_it() -> None:
     assert held(sharded, "none", "bf16") == once + 7 * saved("none", "bf16")
     assert held(alone, "full", "bf16") == held(sharded, "full", "bf16")
     assert held(alone, "none", "fp32") == held(sharded, "none", "fp32")
+
+
+def test_a_pipeline_waits_for_the_collectives_of_its_stages_too() -> None:
+    """Stages of two ranks: while the first microbatch comes and the last one goes, as often as a stage is
+    idle; what is sent is each rank's share. The embedding is one stage's, the head another's."""
+    hardware = gpus(2)
+    wire = Wire(hardware)
+
+    def seconds(mesh: Mesh, part: Part) -> tuple[Passes, float, float]:
+        step = StepShape(8192, 1, 8, "bf16", "none", False, part)
+        each = passes(SHAPE, step, hardware)
+        layout = Layout(mesh)
+        return each, pp.exposed_seconds(each, wire, layout), tp.exposed_seconds(each, wire, layout)
+
+    split = Part(tp=2, num_blocks=16, is_last=False)
+    each, idle, collectives = seconds(Mesh(pp=2, tp=2, dp_shard=4), split)
+    assert tp.num_collectives(each) == (4 * 16 + 1, 4 * 16 + 1)
+    last = seconds(Mesh(pp=2, tp=2, dp_shard=4), Part(tp=2, num_blocks=16, is_first=False))
+    assert tp.num_collectives(last[0]) == (4 * 16 + 1, 4 * 16 + 1)
+    sent = wire.send(8192 * 4096 * 4 // 2, 8)
+    assert idle == pytest.approx(each.forward + each.backward + collectives / 8 + 2 * sent)
 
 
 def test_a_stage_keeps_what_it_has_sent() -> None:

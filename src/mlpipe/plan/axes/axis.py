@@ -107,6 +107,8 @@ class Passes:
     keeps_attention: bool = False
     frozen_block_params: int = 0
     frozen_outside_params: int = 0
+    is_first: bool = True  # it has the embedding
+    is_last: bool = True  # it has the head
 
     @property
     def forward(self) -> float:

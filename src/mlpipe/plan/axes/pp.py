@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlpipe._core.pipelines import stages_per_rank
+from mlpipe.plan.axes import cp, tp
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.pipelining import bubble_passes, num_held
 from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
@@ -50,11 +51,18 @@ def _cast_bytes(work: RankWork) -> int:
 
 def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     """What a rank is idle, with the transfers that stand before the first microbatch and behind the last: on
-    a CPU all of them, as there they take the cores that compute. The residual stream travels in fp32."""
+    a CPU all of them, as there they take the cores that compute. The residual stream travels in fp32, of
+    `tp` each rank's share. A pass of a stage that several ranks share has their collectives in it, as many
+    forward as backward."""
     num_ranks, schedule = layout.mesh.pp, layout.schedule
     forward, backward = bubble_passes(schedule, num_ranks)
-    idle = forward * passes.forward + backward * passes.backward
-    num_bytes = passes.stream_bytes * WEIGHT_BYTES // passes.width
+    shared: float = sum(
+        axis.exposed_seconds(passes, wire, layout) / passes.accumulation / 2
+        for axis, size in ((tp, layout.mesh.tp), (cp, layout.mesh.cp))
+        if size > 1
+    )
+    idle = forward * (passes.forward + shared) + backward * (passes.backward + shared)
+    num_bytes = passes.stream_bytes * WEIGHT_BYTES // passes.width // layout.mesh.tp
     each = wire.send(num_bytes, layout.mesh.world_size // num_ranks)
     number = num_ranks - 1 if passes.overlap else passes.accumulation * stages_per_rank(schedule)
     return idle + 2 * number * each

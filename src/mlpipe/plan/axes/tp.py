@@ -19,7 +19,7 @@ def num_collectives(passes: Passes) -> tuple[int, int]:
     around attention and around the MLP (Korthikanti et al. 2022, section 4.2.2, g and g-bar), and behind the
     embedding a reduce-scatter, before the head an all-gather; in a backward pass each is the other one.
     Recomputation gathers and scatters again, but for the last sum of a block, which nothing needs."""
-    each, outside = 4 * passes.num_blocks, 2
+    each, outside = 4 * passes.num_blocks, passes.is_first + passes.is_last
     again = passes.num_blocks if passes.recomputes else 0
     return each + outside + 2 * again, each + outside + again
 
@@ -29,7 +29,7 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     num_ranks, num_bytes = layout.mesh.tp, passes.stream_bytes
     gathers, scatters = num_collectives(passes)
     exact = num_bytes * WEIGHT_BYTES // passes.width
-    gathering = (gathers - 1) * wire.gather_activations(num_bytes, num_ranks)
-    scattering = (scatters - 1) * wire.scatter_activations(num_bytes, num_ranks)
+    gathering = (gathers - passes.is_first) * wire.gather_activations(num_bytes, num_ranks)
+    scattering = (scatters - passes.is_first) * wire.scatter_activations(num_bytes, num_ranks)
     embedding = wire.gather_activations(exact, num_ranks) + wire.scatter_activations(exact, num_ranks)
-    return passes.accumulation * (gathering + scattering + embedding)
+    return passes.accumulation * (gathering + scattering + passes.is_first * embedding)

@@ -156,11 +156,12 @@ class Llama(nn.Module):
             raise ValueError(f"{num_tokens} tokens, but the model has {self.config.max_seq_len} positions")
         return self.rope_cos[:num_tokens], self.rope_sin[:num_tokens]
 
-    def forward(self, inputs: Tensor, part: Part | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, part: Part | None = None, num_tokens: int | None = None) -> Tensor:
         """Token ids (B, T; int64) -> logits (B, T, V). T is at most `max_seq_len`. A `part` that is not the
-        first takes the output of the part before (B, T, D), and one that is not the last gives such."""
+        first takes the output of the part before (B, T, D), and one that is not the last gives such.
+        `num_tokens`: T, for whoever has the residual stream in another shape."""
         part = part or Part(True, True, self.layers)
-        cos, sin = self.rotations(inputs.shape[1])
+        cos, sin = self.rotations(num_tokens or inputs.shape[1])
         x_BTD = self.embed_tokens(inputs) if part.is_first else inputs
         for block in part.blocks:
             x_BTD = block(x_BTD, cos, sin)

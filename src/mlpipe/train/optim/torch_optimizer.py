@@ -33,7 +33,9 @@ class TorchOptimizer:
         self.name = name
         self._build = build
         self._parameters = {shard.name: nn.Parameter(shard.local) for shard in shards}
-        self._optimizer = build(list(self._parameters.values()))
+        # of a pipeline's stage that is frozen none, which torch's classes refuse
+        self._stand_in = [] if shards else [nn.Parameter(torch.zeros(1))]
+        self._optimizer = build([*self._parameters.values(), *self._stand_in])
         self._settings = _settings(self._optimizer)
         self._expected: list[LocalShard] = []  # before the first step: what it will make
 
@@ -81,10 +83,11 @@ class TorchOptimizer:
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Makes the states that there were, with their numbers. Raises TrainError (input) if the optimizer
         keeps others now."""
-        made = self._rehearsed(scalars["state"])
+        own = {name: numbers for name, numbers in scalars["state"].items() if name in self._parameters}
+        made = self._rehearsed(own)
         self._expected = []
         self._optimizer.state.clear()
-        for name, numbers in scalars["state"].items():
+        for name, numbers in own.items():
             state = made.get(name, {})
             if state.keys() != numbers.keys():
                 raise TrainError(
@@ -103,7 +106,7 @@ class TorchOptimizer:
     def _rehearsed(self, names: Any) -> dict[str, dict[str, Any]]:
         """By parameter the state that a step makes for those of `names`."""
         copies = {name: nn.Parameter(own.detach().clone()) for name, own in self._parameters.items()}
-        optimizer = self._build(list(copies.values()))
+        optimizer = self._build([*copies.values(), *self._stand_in])
         for name in names:
             copies[name].grad = torch.zeros_like(copies[name])
         optimizer.step()

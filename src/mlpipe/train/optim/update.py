@@ -30,7 +30,8 @@ class Update(Protocol):
         of that which is trained; such an Update makes this of its states in `after_load()`."""
 
     def scalars(self) -> dict[str, Any]:
-        """What outlives a step besides, as JSON; the same on every rank."""
+        """What outlives a step besides, as JSON; the same on every rank of a pipeline's stage. A checkpoint
+        has what the stages give in one: dicts joined, lists item by item, of all else the first stage's."""
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Takes what `scalars` gave when the checkpoint was written, before the tensors of `state` are

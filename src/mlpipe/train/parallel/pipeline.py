@@ -34,11 +34,11 @@ class StagedLossModule(LossModule):
         self.__dict__["whole"] = whole
 
     def forward(self, batch: Batch, stage: int = 0, received: Tensor | None = None) -> Any:
-        """Of the last stage as `LossModule`; of others their output (B, T, D). `received`: that of the stage
-        before."""
+        """Of the last stage as `LossModule`; of others their output. `received`: that of the stage before."""
         part = self.parts[stage]
         with torch.autocast(self.device_type, torch.bfloat16, enabled=self.bf16):
-            output = self.whole(batch["inputs"] if part.is_first else received, part)
+            inputs = batch["inputs"]
+            output = self.whole(inputs if part.is_first else received, part, inputs.shape[1])
             if not part.is_last:
                 return output
             logits = logits_of(output, self.entry)

@@ -24,7 +24,7 @@ from mlpipe._core.errors import TrainError
 from mlpipe._core.feasibility import indivisible
 from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train.models.llama import Llama, RMSNorm
+from mlpipe.train.models.llama import Llama, Part, RMSNorm
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup, embedded_here, gathered_rows, scattered_sum
 from mlpipe.train.parallel.sharded_loss import ShardedLoss
@@ -82,14 +82,20 @@ def _check(config: LlamaConfig, seq_len: int, tp: int, entry: str) -> None:
         raise TrainError(message, where=entry, hint="make tp divide them, or smaller", kind="input")
 
 
-def _forward(llama: Llama, ranks: RankGroup, inputs_BT: Tensor) -> Tensor:
-    """Token ids (B, T) -> this rank's part of the vocabulary's logits (B, T, V / tp). A sequence that the
-    ranks cannot share evenly, as of a text that is generated, is longer meanwhile: nothing looks ahead."""
-    num_samples, num_tokens = inputs_BT.shape
-    if missing := -num_tokens % ranks.num_ranks:
-        inputs_BT = F.pad(inputs_BT, (0, missing))
-    logits_NV = Llama.forward(llama, inputs_BT)
-    return logits_NV.view(num_samples, num_tokens + missing, -1)[:, :num_tokens]
+def _forward(
+    llama: Llama, ranks: RankGroup, inputs: Tensor, part: Part | None = None, num_tokens: int | None = None
+) -> Tensor:
+    """Token ids (B, T) -> this rank's part of the vocabulary's logits (B, T, V / tp); between parts of a
+    pipeline this rank's tokens ((B T) / tp, D), of which `num_tokens` says T. A sequence that the ranks
+    cannot share evenly, as of a text that is generated, is longer meanwhile: nothing looks ahead."""
+    num_tokens = num_tokens or inputs.shape[1]
+    missing = -num_tokens % ranks.num_ranks
+    if missing and (part is None or part.is_first):
+        inputs = F.pad(inputs, (0, missing))
+    output = Llama.forward(llama, inputs, part, num_tokens + missing)
+    if part is not None and not part.is_last:
+        return output
+    return output.view(-1, num_tokens + missing, output.shape[-1])[:, :num_tokens]
 
 
 def _embed(embedding: nn.Embedding, ranks: RankGroup, inputs_BT: Tensor) -> Tensor:

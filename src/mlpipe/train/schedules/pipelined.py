@@ -1,7 +1,8 @@
 """The microbatches of a step through the stages of a pipeline, in the order that `plan/pipelining.py` gives.
 
-Sent are outputs of stages and gradients of their inputs, (B, T, D) in fp32, the dtype of the residual stream.
-Their shapes follow from the batch, which every rank of the pipeline has: nothing is agreed upon beforehand.
+Sent are outputs of stages and gradients of their inputs: of a Llama (B, T, D) in fp32, the dtype of the
+residual stream, or what a rank of `tp` or `cp` has of it. The shape of an output follows from that of the
+batch's inputs, which every rank of the pipeline has: it is sent once, before the first output of its kind.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ class Pipelined:
         assert isinstance(module, StagedLossModule)
         self.model, self.world, self.schedule = model, world, schedule
         self.before_microbatch = before_microbatch
-        self.dim: int = module.whole.config.dim
         self.stages = sorted(module.parts)
         self.last = world.mesh.pp * len(self.stages) - 1
         self.deferred = DeferredWeights(module) if schedule == "zero_bubble" else None
+        self.headers: dict[tuple[int, bool, tuple[int, ...]], Tensor] = {}
 
     def forward_backward(self, batches: Sequence[Microbatch]) -> LossSum:
         """As the protocol says."""
@@ -119,24 +120,51 @@ class Pipelined:
         """Begins it."""
         key = transfer.kind, transfer.stage, transfer.microbatch
         if transfer.sends:
-            self._send(step, step.computed.pop(key), transfer.kind, transfer.stage)
+            if transfer.kind == "F":
+                self._send_output(
+                    step, step.computed.pop(key), step.batches[transfer.microbatch], transfer.stage
+                )
+            else:
+                self._send(step, step.computed.pop(key), transfer.stage - 1)
+        elif transfer.kind == "F":
+            step.received[key] = self._receive_output(step.batches[transfer.microbatch], transfer.stage)
         else:
-            step.received[key] = self._receive(
-                step.batches[transfer.microbatch], transfer.kind, transfer.stage
-            )
+            _, output = step.passes[transfer.stage - 1, transfer.microbatch]
+            step.received[key] = self._receive(torch.empty_like(output), transfer.stage)
 
-    def _send(self, step: _Step, tensor: Tensor, kind: str, stage: int) -> None:
-        to = self.world.peer("pp", (stage + (1 if kind == "F" else -1)) % self.world.mesh.pp)
+    def _send_output(self, step: _Step, output: Tensor, batch: Batch, stage: int) -> None:
+        """Of `stage`, to the next one."""
+        key = self._key(batch, stage)
+        if key not in self.headers:
+            self.headers[key] = header_of(output)
+            self._send(step, self.headers[key].to(self.world.device), stage + 1)
+        self._send(step, output, stage + 1)
+
+    def _send(self, step: _Step, tensor: Tensor, to: int) -> None:
+        """Begins it; `to`: a stage."""
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, to)
+        work = dist.isend(tensor, self._rank_of(to))
         assert work is not None
         step.sent = [one for one in step.sent if not one[0].is_completed()] + [(work, tensor)]
 
-    def _receive(self, batch: Batch, kind: str, stage: int) -> tuple[dist.Work | None, Tensor]:
-        """`stage`: whose output or input's gradient it is."""
-        shape = (*batch["inputs"].shape, self.dim)
-        buffer = torch.empty(shape, device=self.world.device)
-        return dist.irecv(buffer, self.world.peer("pp", stage % self.world.mesh.pp)), buffer
+    def _receive_output(self, batch: Batch, stage: int) -> tuple[dist.Work | None, Tensor]:
+        key = self._key(batch, stage)
+        if key not in self.headers:
+            header = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self.world.device)
+            self.model.waits.timed(dist.recv)(header, self._rank_of(stage))
+            self.headers[key] = header.cpu()
+        return self._receive(empty_for(self.headers[key], self.world.device), stage)
+
+    def _receive(self, buffer: Tensor, stage: int) -> tuple[dist.Work | None, Tensor]:
+        """Begins it. `stage`: which sends."""
+        return dist.irecv(buffer, self._rank_of(stage)), buffer
+
+    def _rank_of(self, stage: int) -> int:
+        return self.world.peer("pp", stage % self.world.mesh.pp)
+
+    def _key(self, batch: Batch, stage: int) -> tuple[int, bool, tuple[int, ...]]:
+        """What the shape of a stage's output follows from."""
+        return stage, self.model.module.training, tuple(batch["inputs"].shape)
 
     def _taken(self, step: _Step, key: _Key) -> Tensor:
         work, tensor = step.received.pop(key)
@@ -181,11 +209,28 @@ class Pipelined:
             received = None
             if stage > 0:
                 key = "F", stage - 1, 0
-                step.received[key] = self._receive(batch, "F", stage - 1)
+                step.received[key] = self._receive_output(batch, stage - 1)
                 received = self._taken(step, key)
             output = self.model.module(batch, stage, received)
             if stage == self.last:
                 return output
-            self._send(step, output, "F", stage)
+            self._send_output(step, output, batch, stage)
             self._wait_for_sent(step, 2)
         return None
+
+
+# What an output may be, by its number in a header.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HEADER_LENGTH = 10
+
+
+def header_of(output: Tensor) -> Tensor:
+    """Dtype, number of dims, and these: int64 (10,)."""
+    sizes = [_DTYPES.index(output.dtype), output.dim(), *output.shape]
+    return torch.tensor(sizes + [0] * (HEADER_LENGTH - len(sizes)))
+
+
+def empty_for(header: Tensor, device: torch.device) -> Tensor:
+    """Room for the output that `header` tells of."""
+    dtype, num_dims, *sizes = header.tolist()
+    return torch.empty(sizes[:num_dims], dtype=_DTYPES[dtype], device=device)
