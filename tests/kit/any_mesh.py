@@ -220,7 +220,7 @@ def any_mesh_reads_what_any_other_wrote(change: tuple[str, str, Ways, Ways]) -> 
     written = list(each(sources, updates))
     for shard in itertools.chain(*written):
         shard.local.copy_(expected(shard))
-    save(store, written, optimizer_scalars(plan, updates[0]))
+    save(store, written, optimizer_scalars(plan, [one.scalars() for one in updates]))
     last = catalogue.latest(store, STAGE)
     assert last is not None
     manifest = catalogue.load_manifest(store, last.key)

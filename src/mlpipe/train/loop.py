@@ -25,7 +25,7 @@ from mlpipe.train.optim.update import Update, averages_of
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.recording import Recording
-from mlpipe.train.resuming import Position, optimizer_scalars, stored
+from mlpipe.train.resuming import Position, optimizer_scalars, scalars_of_stages, stored
 from mlpipe.train.schedules import Schedule
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.session import Session
@@ -215,7 +215,9 @@ class Loop:
                 "args": self.plan.model.build.args,
             },
             "tied": self.model.tied(),
-            "optimizer": optimizer_scalars(self.plan.optimizer, self.update, self.session.world),
+            "optimizer": optimizer_scalars(
+                self.plan.optimizer, scalars_of_stages(self.update, self.session.world)
+            ),
         }
         if (files := fingerprint(self.reader.loader.dataset)) is not None:
             scalars["data_files"] = files

@@ -153,14 +153,17 @@ def stored(parallel: ParallelizedModel, update: Update) -> list[LocalShard]:
     return [*(shard for shard in parallel.shards if shard.name not in instead), *states]
 
 
-def optimizer_scalars(plan: OptimizerPlan, update: Update, world: World) -> dict[str, Any]:
-    """What a checkpoint says of its optimizer besides tensors. Every rank calls it."""
-    scalars = update.scalars()
+def optimizer_scalars(plan: OptimizerPlan, of_stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a checkpoint says of its optimizer besides tensors."""
+    return {"name": plan.name or plan.entry, "scalars": joined(of_stages)}
+
+
+def scalars_of_stages(update: Update, world: World) -> list[dict[str, Any]]:
+    """By stage of a pipeline. Every rank calls it."""
+    of_stages = [update.scalars()] * world.mesh.pp
     if world.mesh.pp > 1:
-        of_stages: list[Any] = [None] * world.mesh.pp
-        dist.all_gather_object(of_stages, scalars, group=world.group("pp"))
-        scalars = joined(of_stages)
-    return {"name": plan.name or plan.entry, "scalars": scalars}
+        dist.all_gather_object(of_stages, of_stages[0], group=world.group("pp"))
+    return of_stages
 
 
 def joined(parts: list[Any]) -> Any:
