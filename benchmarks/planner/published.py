@@ -1,19 +1,31 @@
-"""Runs that others measured (`published.json`), from the hardware catalogue, without fitting to them."""
+"""Runs that others measured (`published.json`), as the planner prices them from the hardware catalogue. Split
+by source into those that the time model was learned from and those that it is tested by."""
 
 from __future__ import annotations
 
 import json
+import statistics
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mlpipe._core.presets import PRESETS, LlamaConfig
-from mlpipe.kinds.train.spec import Train
-from mlpipe.plan.candidates import pick
-from mlpipe.plan.hardware import detect_hardware
+from mlpipe.plan.axes import active
+from mlpipe.plan.axes.axis import Layout, Passes
+from mlpipe.plan.choose import Candidate
+from mlpipe.plan.hardware import Hardware, detect_hardware
+from mlpipe.plan.optimizers import OptimizerCost
+from mlpipe.plan.plan import Mesh
+from mlpipe.plan.pricing import Choices, Pricer, Training
 from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.wire import Wire
 from mlpipe.spec.model import Resources
 
 PUBLISHED = Path(__file__).with_name("published.json")
+_BF16_FLOPS = 989e12  # of which nanotron counts `mfu_percent`
+_ENDLESS = 10**15
+_SHOWN_TP = 0.57  # as much as made torchtitan's two runs with asynchronous tensor parallelism faster
 
 
 def published() -> list[dict[str, Any]]:
@@ -23,41 +35,17 @@ def published() -> list[dict[str, Any]]:
 def predict_published(row: dict[str, Any]) -> dict[str, Any]:
     """A row's tokens per second and device, and GiB, from the catalogue and what the source says of the
     machines (`device`)."""
-    spec = {
-        "gpus_per_node": row.get("per_node", 8),
-        "gpu": row["gpu"],
-        "nodes": max(1, row["devices"] // row.get("per_node", 8)),
-        **({"device": row["device"]} if row.get("device") else {}),
-    }
-    if row["devices"] < 8:
-        spec |= {"gpus_per_node": row["devices"], "nodes": 1}
-    hardware = detect_hardware(Resources.model_validate(spec))
-    config = LlamaConfig(**row["config"]) if "config" in row else PRESETS[row["preset"]]
-    asked = Train.model_validate(
-        {
-            "model": {"preset": "llama-1m", "seq_len": row["seq_len"]},
-            "data": {
-                "tokens": "x",
-                "batch_size": row["local_batch"] * row["devices"] * row.get("accumulation", 1),
-                "micro_batch": row["local_batch"],
-            },
-            "steps": 1000,
-            "strategy": row["strategy"],
-            "precision": "bf16",
-            "activation_checkpointing": row["checkpointing"],
-            "compile": "block" if row["compile"] else "off",
-            "checkpoint": {"every": "1000 steps"},
-        }
-    )
-    found, _ = pick(asked, Dense(config), hardware)
+    shape = shape_of(row)
+    found = priced(row, shape)
     assert found.tokens_per_second is not None
     assert found.memory is not None
-    rate = found.tokens_per_second / row["devices"]
+    rate, measured = found.tokens_per_second / row["devices"], measured_rate(row, shape)
     out = {
         **{key: row[key] for key in ("source", "name", "set")},
+        "work": ", ".join([*row["name"].split(", ")[:2], f"{row['seq_len']} tokens"]),
         "predicted_tokens_per_second": rate,
-        "measured_tokens_per_second": row["tokens_per_second"],
-        "seconds_error": row["tokens_per_second"] / rate - 1,
+        "measured_tokens_per_second": measured,
+        "seconds_error": measured / rate - 1,
     }
     if row.get("memory_gib"):
         gib = found.memory.total / 2**30
@@ -67,6 +55,105 @@ def predict_published(row: dict[str, Any]) -> dict[str, Any]:
             "memory_error": gib / row["memory_gib"] - 1,
         }
     return out
+
+
+def shape_of(row: dict[str, Any]) -> Dense:
+    return Dense(LlamaConfig(**row["config"]) if "config" in row else PRESETS[row["preset"]])
+
+
+def measured_rate(row: dict[str, Any], shape: Dense) -> float:
+    """Tokens per second and device. Sources that print FLOP/s count them as `plan/flops.py` does."""
+    if "tokens_per_second" in row:
+        return float(row["tokens_per_second"])
+    flops = row["teraflops"] * 1e12 if "teraflops" in row else row["mfu_percent"] / 100 * _BF16_FLOPS
+    return float(flops) / shape.flops_per_token(row["seq_len"])
+
+
+def hardware_of(row: dict[str, Any]) -> Hardware:
+    per_node = min(8, row["devices"])
+    spec = {
+        "gpus_per_node": per_node,
+        "gpu": row["gpu"],
+        "nodes": row["devices"] // per_node,
+        **({"device": row["device"]} if row.get("device") else {}),
+    }
+    return detect_hardware(Resources.model_validate(spec))
+
+
+class _Bf16Gradients(Wire):
+    """Gradients are sent as they are computed, not in fp32."""
+
+    def reduce_scatter(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+        return super().reduce_scatter(num_bytes / 2, num_ranks, stride)
+
+
+class _Others(Pricer):
+    """What others do that mlpipe does not. `tp_shown`: of what tensor parallelism sends, the share that is
+    not hidden behind pieces of the matrix products; `pp_shown`: of a pipeline's idle time, with more stages a
+    rank."""
+
+    tp_shown = pp_shown = 1.0
+    wire = Wire
+
+    def exposed_seconds(self, step_passes: Passes, layout: Layout, mesh: Mesh) -> float:
+        shown, wire = {"tp": self.tp_shown, "pp": self.pp_shown}, self.wire(self.hardware)
+        return sum(
+            shown.get(axis.__name__.rpartition(".")[2], 1.0) * axis.exposed_seconds(step_passes, wire, layout)
+            for axis in active(mesh)
+        )
+
+
+def priced(row: dict[str, Any], shape: Dense) -> Candidate:
+    """Where a source does not print the micro-batch (`samples` of a data rank alone), the fastest of 1, 2 and
+    4 that fits, as the planner would choose it. `reduces: last`: it says that gradients are sent once a step,
+    so they did fit."""
+    mesh, hardware = Mesh(**row["mesh"]), hardware_of(row)
+    assert mesh.world_size == row["devices"], row["name"]
+    samples = row.get("samples") or row["local_batch"] * row.get("accumulation", 1)
+    if row.get("reduces") == "last":
+        hardware = replace(hardware, memory_bytes=_ENDLESS)
+    training = Training(
+        global_batch=samples * mesh.num_data_ranks,
+        seq_len=row["seq_len"],
+        steps=1000,
+        compiled=row["compile"],
+        optimizer=OptimizerCost(8, "adamw"),
+        save_steps=1000,
+        save_seconds=None,
+        schedule=row.get("schedule", "1f1b"),
+    )
+    pricer = _Others(shape, training, hardware)
+    if row.get("hides_tp"):
+        pricer.tp_shown = _SHOWN_TP
+    if row.get("gradients") == "bf16":
+        pricer.wire = _Bf16Gradients
+    pricer.pp_shown = 1 / row.get("stages_per_rank", 1)
+    sizes = [row["local_batch"]] if "local_batch" in row else [n for n in (1, 2, 4) if samples % n == 0]
+    choices = [Choices(size, row["checkpointing"], "bf16") for size in sizes]
+    ways = [pricer.candidate(row["strategy"], mesh, each, asked=True) for each in choices]
+    room = hardware_of(row).memory_bytes
+    fitting = [way for way in ways if way.memory is not None and way.memory.total <= room]
+    return min(fitting or ways[:1], key=lambda way: way.step_seconds)
+
+
+def ranking(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Of the works that were measured in several ways on as many devices: the rate of the way that is
+    predicted to be the fastest over that of the fastest."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["work"]].append(row)
+    found = {}
+    for work, ways in groups.items():
+        if len(ways) > 1:
+            best = max(ways, key=lambda way: way["predicted_tokens_per_second"])
+            fastest = max(way["measured_tokens_per_second"] for way in ways)
+            found[work] = best["measured_tokens_per_second"] / fastest
+    return found
+
+
+def bias(rows: list[dict[str, Any]]) -> float:
+    """Median of the signed errors of the seconds."""
+    return statistics.median(row["seconds_error"] for row in rows)
 
 
 def published_text(row: dict[str, Any]) -> str:

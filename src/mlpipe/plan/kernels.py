@@ -1,16 +1,22 @@
-"""Seconds of single kernels: a roofline. A matmul takes the longer of its FLOPs at the achievable share of
-the peak and its bytes at the memory's bandwidth; what is between the matmuls takes its bytes; on a GPU an
-eager kernel takes at least its launch. Standard library only."""
+"""Seconds of single kernels. A matmul takes its FLOPs at the achievable share of the peak and its bytes at
+the memory's bandwidth, one after the other: tiles load before they multiply, and store behind: products
+of 4,096 reach 0.66 of an H100's peak, and its best ones 0.80. What is between the matmuls takes its bytes; on
+a GPU an eager kernel takes at least its launch. Standard library only."""
 
 from __future__ import annotations
 
 from mlpipe.plan.speed import Speed
 from mlpipe.plan.tensors import COMPUTE_BYTES
 
-# Share of the matmuls' rate that fused attention reaches. Dao, FlashAttention-2 (2023): up to 73 % of an
-# A100's peak, of which matmuls reach 87 %; Shah et al., FlashAttention-3 (2024): its predecessor, which
-# torch's SDPA runs, 35 % of an H100's, of which they reach 80 %. A CPU's runs as its matmuls do.
-_ATTENTION_RATIO, _ATTENTION_RATIO_HOPPER = 0.73 / 0.87, 0.35 / 0.80
+# Share of the matmuls' rate that fused attention reaches over long sequences. Dao, FlashAttention-2 (2023):
+# up to 73 % of an A100's peak, of which matmuls reach 87 %; Shah et al., FlashAttention-3 (2024), figure 5:
+# its predecessor, which torch's SDPA runs, 335 TFLOP/s on an H100, of whose 989 matmuls reach 80 %. A CPU's
+# runs as its matmuls do.
+_ATTENTION_RATIO, _ATTENTION_RATIO_HOPPER = 0.73 / 0.87, 0.34 / 0.80
+# Tokens of a sequence after which half of that is reached: what tiles on the diagonal compute in vain, and
+# what starts and ends. The same figure, causal, 128 channels a head: 260, 298, 319 and 333 TFLOP/s for 1,024,
+# 2,048, 4,096 and 8,192 tokens.
+_ATTENTION_TOKENS = 285
 _HOPPER_FLOPS = 500e12  # bf16 peak, of Hopper and later
 _STREAM_RATIO = 0.8  # share of the bandwidth that streams get: stas00/ml-engineering, network/README.md
 _LAUNCH = 5e-6  # of CPU a kernel in eager mode (PyTorch's CUDA graphs post, 2021)
@@ -35,17 +41,19 @@ class Kernels:
         if self.measured is not None:  # its points have felt the memory already
             return seconds
         num_bytes = self.width * (rows * inner + inner * outer + rows * outer)
-        return max(seconds, num_bytes / (self.speed.memory_bytes_per_second * _STREAM_RATIO))
+        return seconds + num_bytes / (self.speed.memory_bytes_per_second * _STREAM_RATIO)
 
     def matmul_flops(self, flops: float) -> float:
         return flops / (self.peak * self.speed.matmul_ratio(self.precision, flops))
 
-    def attention(self, flops: float) -> float:
+    def attention(self, flops: float, seq_len: int) -> float:
         if self.measured is not None:
             return flops / self.measured.attention_flops
         ratio = _ATTENTION_RATIO_HOPPER if self.peak >= _HOPPER_FLOPS else _ATTENTION_RATIO
         if self.device == "cpu":
             ratio = 1.0
+        else:
+            ratio *= seq_len / (seq_len + _ATTENTION_TOKENS)
         return flops / (self.peak * self.speed.achievable_ratio * ratio)
 
     def between(self, tokens: int, traffic: list[tuple[int, int]]) -> float:

@@ -22,7 +22,7 @@ from mlpipe.plan.shapes.shape import Activations, ModelShape, Part, StepShape
 from mlpipe.plan.stages import num_blocks_of
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.tensors import WEIGHT_BYTES, total
-from mlpipe.plan.time import StepSeconds, passes, save_seconds, update_seconds, whole_steps
+from mlpipe.plan.time import StepSeconds, passes, save_seconds, slowest_ratio, update_seconds, whole_steps
 from mlpipe.plan.wire import Wire
 
 
@@ -113,14 +113,15 @@ class Pricer:
         fullest = max(self._parts(mesh), key=lambda part: part.num_blocks or 0)
         step, activations, step_passes = self._on_one_rank(choices, mesh, fullest)
         hardware, parameters = self.hardware, self.shape.parameters.of(step.part)
-        layout, wire = Layout(mesh, schedule=self.training.schedule), Wire(hardware)
-        shared = sum(axis.exposed_seconds(step_passes, wire, layout) for axis in active(without_data(mesh)))
+        layout = Layout(mesh, schedule=self.training.schedule)
+        shared = self.exposed_seconds(step_passes, layout, without_data(mesh))
         most = mesh.num_data_ranks * mesh.cp
         states = total(parameters.sharded(most, WEIGHT_BYTES))
         states += total(self.training.optimizer.states(parameters.trained, most))
         held = total(activations.saved) + activations.logit_bytes
         speed = hardware.speed
-        return speed.time_ratio * (step_passes.compute + shared), int(speed.memory_ratio * (states + held))
+        compute = slowest_ratio(hardware) * step_passes.compute
+        return speed.time_ratio * (compute + shared), int(speed.memory_ratio * (states + held))
 
     def _parts(self, mesh: Mesh) -> list[Part]:
         """Of a pipeline those of its first, second and last rank: others have no more to do than the second,
@@ -183,6 +184,11 @@ class Pricer:
         num_passes = training.num_validations * -(-training.validation_samples // together)
         return self.hardware.speed.time_ratio * num_passes * step_passes.forward
 
+    def exposed_seconds(self, step_passes: Passes, layout: Layout, mesh: Mesh) -> float:
+        """What computing does not hide of the communication of this mesh's axes; a pipeline's idle time."""
+        wire = Wire(self.hardware)
+        return sum(axis.exposed_seconds(step_passes, wire, layout) for axis in active(mesh))
+
     def _seconds(
         self, layout: Layout, step: StepShape, activations: Activations, step_passes: Passes
     ) -> StepSeconds:
@@ -194,8 +200,8 @@ class Pricer:
         num_updating = layout.num_updating_ranks
         traffic = training.optimizer.traffic_bytes_per_parameter(trained)
         update = update_seconds(trained.share(num_updating), traffic, hardware)
-        compute = step_passes.compute + step.accumulation * allocating + update
-        exposed = sum(axis.exposed_seconds(step_passes, wire, layout) for axis in active(mesh))
+        compute = slowest_ratio(hardware) * (step_passes.compute + step.accumulation * allocating + update)
+        exposed = self.exposed_seconds(step_passes, layout, mesh)
         cost = training.optimizer.update_cost(trained)
         if cost.flops:
             precision = "bf16" if "bf16" in hardware.speed.peak_flops else step.precision

@@ -15,6 +15,9 @@ from mlpipe.plan.tensors import COMPUTE_BYTES
 # What the trainer waits for a save, per GiB of a rank: benchmarks/results/checkpoint_fsdp.json on CPU; on a
 # GPU copying to pinned memory over PCIe 4 at 20 GB/s.
 _STALL_CPU, _STALL_GPU = 0.1 / 2**30, 1 / 20e9
+# Standard deviation of the speed of equal GPUs: the 8 of a node were seen to differ by 5 % and more
+# (stas00/ml-engineering, compute/accelerator/README.md), which is 2.85 of it (Tippett 1925).
+_SPREAD = 0.05 / 2.85
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,16 @@ def _pass_seconds(shape: ModelShape, step: StepShape, hardware: Hardware) -> Pas
     told = reference.pass_seconds(reference_step(hardware.device, step.precision), of_kernels)
     ratio = measured.passes_seconds / told.total(reference.parameters.num_blocks)
     return seconds.scaled(ratio)
+
+
+def slowest_ratio(hardware: Hardware) -> float:
+    """Seconds of the slowest GPU's kernels over a mean one's: the others wait for it in every step. The
+    largest of so many samples of a normal distribution (Fisher and Tippett 1928). A calibration of a CPU has
+    measured all ranks at work."""
+    if hardware.device == "cpu" or hardware.world_size == 1:
+        return 1.0
+    root = math.sqrt(2 * math.log(hardware.world_size))
+    return 1 + _SPREAD * max(0.0, root - (2 * math.log(root) + math.log(2 * math.pi)) / (2 * root))
 
 
 def update_seconds(num_params: float, traffic_bytes: float, hardware: Hardware) -> float:

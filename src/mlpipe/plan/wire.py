@@ -12,6 +12,9 @@ _WIRE_RATIO = 0.8  # share of their bandwidth that collectives get: stas00/ml-en
 # 14; 8.4 for the call. gloo over loopback: assumed; a calibration measures the call with it.
 _STEP_LINK, _STEP_NETWORK, _CALL = 3.4e-6, 14e-6, 8.4e-6
 _STEP_GLOO = 60e-6
+# Share of a GPU that a collective takes from what computes beside it: NCCL's all-gather 24 of an H100's 132
+# multiprocessors (NVIDIA's developer forum, 337991).
+_BESIDE = 24 / 132
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ class Wire:
         if self.hardware.device == "cuda":
             slowest /= _WIRE_RATIO
         return max(self._ring(share, num_ranks, stride), slowest)
+
+    def beside(self, seconds: float, computing: float) -> tuple[float, float]:
+        """Of a collective of so many seconds beside so many of computing: what is not hidden, and what
+        computing takes longer."""
+        return max(0.0, seconds - computing), _BESIDE * min(seconds, computing)
 
     def send(self, num_bytes: float, stride: int) -> float:
         """To one rank that is so many ranks away."""

@@ -69,6 +69,11 @@ def of(found: list[Candidate], strategy: Strategy) -> list[Candidate]:
     return [c for c in found if c.strategy == strategy]
 
 
+def is_named(mesh: Mesh) -> bool:
+    """By a strategy: of other meshes not all are priced."""
+    return mesh.num_data_ranks == 16 and mesh.ep == 1
+
+
 def mesh_for(strategy: Strategy, ranks: int) -> Mesh:
     if strategy == "hsdp":
         return Mesh(dp_replicate=2, dp_shard=ranks // 2)
@@ -82,7 +87,7 @@ def test_more_memory_never_makes_a_fitting_plan_unfit(preset: str, gib: int, mor
     small = dataclasses.replace(gpus(num_nodes=2), memory_bytes=gib * GIB)
     large = dataclasses.replace(small, memory_bytes=(gib + more) * GIB)
     fits = [
-        {c for c in compare(pipeline, "train", h) if c.fits and c.mesh and c.mesh.num_data_ranks == 16}
+        {c for c in compare(pipeline, "train", h) if c.fits and c.mesh and is_named(c.mesh)}
         for h in (small, large)
     ]
     keys = [
@@ -225,23 +230,30 @@ def test_computing_hides_what_it_can() -> None:
     shown = {name: exposed(name, mesh_for(name, 8), wire) for name in ORDER if name != "single"}
     assert exposed("single", Mesh(), wire) == 0
     bucket = wire.all_reduce(DDP_BUCKET_BYTES, 8)
-    assert shown["ddp"] == pytest.approx(bucket)
+    # what is hidden takes its share of the GPU from what computes: all of ddp's, else what has a neighbour
+    share = 24 / 132
+    beside = share * wire.all_reduce(4 * 5e9, 8)
+    assert shown["ddp"] == pytest.approx(bucket + beside)
     assert shown["zero1"] > shown["ddp"]
     bare = exposed("ddp", mesh_for("ddp", 8), wire, overlap=False)
     assert bare == pytest.approx(wire.all_reduce(4 * 5e9, 8))
     first, block = wire.all_gather(4e9, 8), wire.all_gather(2e9, 8)
     out = copy_seconds(2 * (2 * 4e9 + 4 * 1e9), gpus().speed)  # 4 blocks in bf16 and the rest in fp32, once
     into = copy_seconds(2 * 4 * 5e9, gpus().speed)  # all gradients in fp32
-    assert shown["fsdp"] == pytest.approx(3 * first + block + 2 * out + into)
-    assert shown["zero2"] == pytest.approx(2 * first + block + out + into)
+    scattered = wire.all_gather(4e9, 8)  # of a block's gradients
+    forward, backward = share * 3 * block, share * 4 * scattered
+    fsdp = 3 * first + block + 2 * out + into + forward
+    assert shown["fsdp"] == pytest.approx(fsdp + backward + share * 4 * block)
+    assert shown["zero2"] == pytest.approx(2 * first + block + out + into + forward + backward)
     # with nothing to hide behind all of it shows: 2 gathers a block and a reduction
     bare = exposed("fsdp", eight, wire, overlap=False)
     moved = 3 * first + 4 * (2 * block + wire.all_gather(4e9, 8))
     assert bare == pytest.approx(moved + 2 * out + into)
     several = exposed("fsdp", eight, wire, accumulation=3)
-    assert several == pytest.approx(3 * (2 * first + block) + first + 6 * out + into)
+    gathered = 3 * (forward + share * 4 * block)
+    assert several == pytest.approx(3 * (2 * first + block) + first + 6 * out + into + gathered + backward)
     every = exposed("fsdp", eight, wire, each=True, accumulation=3)
-    assert every == pytest.approx(3 * (3 * first + block) + 6 * out + 3 * into)
+    assert every == pytest.approx(3 * (3 * first + block) + 6 * out + 3 * into + gathered + 3 * backward)
     # gathered once a step, whatever the number of microbatches
     assert exposed("zero2", eight, wire, accumulation=3) == pytest.approx(shown["zero2"])
 

@@ -21,6 +21,7 @@ def test_only_its_own_files_name_the_shape_of_presets() -> None:
     assert naming == {
         "_core/presets.py",
         "plan/shapes/dense.py",
+        "plan/shapes/presets.py",
         "plan/reference.py",  # of calibrations
         "train/models/llama.py",
         "train/parallel/tensor.py",  # splits it

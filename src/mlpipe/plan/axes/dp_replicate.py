@@ -44,7 +44,8 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
         last = wire.all_reduce(
             min(DDP_BUCKET_BYTES, GRADIENT_BYTES * passes.num_trained_params), num_ranks, stride
         )
-        exposed = max(last, exposed - passes.backward)
+        left, slower = wire.beside(exposed, passes.backward)
+        exposed = max(last, left) + slower
     if layout.shard_optimizer:
         num_bytes = WEIGHT_BYTES * passes.num_trained_params
         exposed += wire.all_gather(num_bytes, layout.num_updating_ranks, stride * layout.mesh.cp)

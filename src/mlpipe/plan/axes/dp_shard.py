@@ -122,8 +122,9 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
         backward = reduction(passes.trained_block_params, number, trained_experts)
         backward += gather if reshard else 0.0
         if passes.overlap:
-            exposed += first + gather + (passes.num_blocks - 1) * max(0.0, gather - passes.forward_block)
-            exposed += passes.num_blocks * max(0.0, backward - passes.backward_block)
+            exposed += first + gather
+            exposed += (passes.num_blocks - 1) * sum(wire.beside(gather, passes.forward_block))
+            exposed += passes.num_blocks * sum(wire.beside(backward, passes.backward_block))
         else:
             exposed += first + passes.num_blocks * (gather + backward)
         exposed += (first if reshard else 0.0) + reduction(passes.trained_outside_params, number)

@@ -160,7 +160,8 @@ class Dense:
         matmuls = self._matmuls(step, kernels)
         # forward; causal kernels skip the upper half
         attention = kernels.attention(
-            2.0 * step.micro_batch * config.num_heads * config.head_dim * step.seq_len**2 / (tp * part.cp)
+            2.0 * step.micro_batch * config.num_heads * config.head_dim * step.seq_len**2 / (tp * part.cp),
+            step.seq_len,
         )
         between = kernels.between(tokens, traffic_by_width(dim // tp, kv_dim // tp, self._ffn_channels // tp))
         forward = kernels.at_least(sum(matmuls) + attention + between, _KERNELS_FORWARD)

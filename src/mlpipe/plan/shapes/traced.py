@@ -68,7 +68,7 @@ class Traced:
             matmuls = ops.num_matmuls * kernels.matmul_flops(each) if each else 0.0
             other_bytes = step.micro_batch * ops.other_bytes
             others = kernels.stream(other_bytes, large=other_bytes > CACHED_BYTES * ops.num_kernels)
-            attention = kernels.attention(step.micro_batch * ops.attention_flops)
+            attention = kernels.attention(step.micro_batch * ops.attention_flops, step.seq_len)
             return kernels.at_least(matmuls + attention + others, ops.num_kernels) / number
 
         return PassSeconds(seconds(traced.forward), seconds(traced.backward), 0.0, 0.0)
