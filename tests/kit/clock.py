@@ -20,6 +20,10 @@ class Clock:
         """Seconds."""
         return self.now
 
+    def time(self) -> float:
+        """Likewise, since 1970."""
+        return self.now
+
     def sleep(self, seconds: float) -> None:
         """Lets other threads go on, no more."""
         self.now += seconds
