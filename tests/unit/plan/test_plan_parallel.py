@@ -195,8 +195,8 @@ def test_what_is_for_other_nodes_leaves_by_a_port_of_its_own() -> None:
 
 
 def test_updated_slices_are_gathered_from_those_that_have_them() -> None:
-    """Ranks of a context group update the same ones (`train/parallel/shard_optimizer.py`)."""
-    wire, passes = Wire(gpus()), _passes()
+    """Ranks of a context group update the same ones (`train/parallel/shard_optimizer.py`), here a node's."""
+    wire, passes = Wire(gpus(2, 4)), _passes()
     layout = Layout(Mesh(dp_replicate=2, cp=4), shard_optimizer=True)
     plain = dataclasses.replace(layout, shard_optimizer=False)
     gathering = dp_replicate.exposed_seconds(passes, wire, layout)

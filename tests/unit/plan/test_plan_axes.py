@@ -1,0 +1,127 @@
+"""What each axis sends and holds, collective by collective: a wire on which a byte takes a second, and a call
+one more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from kit.shapes import rank_work
+
+from mlpipe.plan.axes import active, cp, dp_replicate, ep, pp, tp
+from mlpipe.plan.axes.axis import Layout, Passes
+from mlpipe.plan.hardware import GPUS, Hardware
+from mlpipe.plan.memory import rank_tensors
+from mlpipe.plan.plan import Mesh
+from mlpipe.plan.shapes.shape import ParameterCounts
+from mlpipe.plan.wire import Wire
+
+pytestmark = pytest.mark.unit
+PASSES = Passes(
+    num_blocks=5, forward_block=1.0, backward_block=2.0, forward_outside=0.5, backward_outside=0.5,
+    accumulation=3, block_params=10, outside_params=20, width=2, overlap=True,
+)  # fmt: skip
+PARAMETERS = ParameterCounts(total=70, block=10, outside=20, num_blocks=5, tensors=((10, 1, 5), (20, 1, 1)))
+
+
+class Slow:
+    """As `Wire`; `seen`: number of ranks and stride of each call."""
+
+    def __init__(self) -> None:
+        gpu = GPUS["H100-80GB"]
+        self.hardware = Hardware("cuda", 2, 4, gpu.memory_bytes, "H100", gpu.speed.peak_flops, 96, gpu.speed)
+        self.seen: set[tuple[int, int]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        def collective(num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+            self.seen.add((num_ranks, stride))
+            return 1 + num_bytes
+
+        return collective
+
+    def beside(self, seconds: float, computing: float) -> tuple[float, float]:
+        return max(0.0, seconds - computing), 0.0
+
+
+def exposed(axis: Any, mesh: Mesh, passes: Passes) -> tuple[float, set[tuple[int, int]]]:
+    wire = Slow()
+    return axis.exposed_seconds(passes, cast(Wire, wire), Layout(mesh)), wire.seen
+
+
+@pytest.mark.parametrize(
+    ("recomputes", "keeps_attention", "gathers"), [(False, False, 2), (True, False, 3), (True, True, 2)]
+)
+def test_keys_and_values_are_gathered_for_each_pass_of_attention(
+    recomputes: bool, keeps_attention: bool, gathers: int
+) -> None:
+    passes = replace(PASSES, kv_bytes=7, recomputes=recomputes, keeps_attention=keeps_attention)
+    seconds, seen = exposed(cp, Mesh(cp=4, tp=2), passes)
+    assert seconds == 3 * 5 * (gathers * (1 + 7) + 1 + 4 * 7)
+    assert seen == {(4, 2)}
+
+
+def test_keys_and_values_of_whole_sequences_are_alive_three_times() -> None:
+    """With their gradients, and those of one chunk."""
+    work = replace(rank_work(PARAMETERS, mesh=Mesh(cp=4), saved=50), kv_bytes=7)
+    before = rank_tensors(replace(work, kv_bytes=0))
+    assert cp.divide(before, work).peak == before.peak + 21
+
+
+@pytest.mark.parametrize(("recomputes", "rows", "counts"), [(False, 4, 1), (True, 6, 2)])
+def test_tokens_go_to_their_experts_and_back_in_every_pass(recomputes: bool, rows: int, counts: int) -> None:
+    """Five all-to-alls a block, eight where the forward pass is computed again."""
+    passes = replace(PASSES, routed_bytes=7, recomputes=recomputes)
+    seconds, seen = exposed(ep, Mesh(dp_shard=4, ep=4, tp=2), passes)
+    assert seconds == 3 * 5 * (rows * (1 + 4 * 7) + counts)
+    assert seen == {(4, 2)}
+
+
+def test_recomputation_gathers_and_scatters_again_but_for_what_nothing_needs() -> None:
+    assert tp.num_collectives(PASSES) == (22, 22)
+    assert tp.num_collectives(replace(PASSES, recomputes=True)) == (32, 27)
+    inner = replace(PASSES, is_first=False, is_last=False, stream_bytes=7)
+    assert exposed(tp, Mesh(tp=4), inner) == (3 * 40 * (1 + 7), {(4, 1)})
+    first = replace(PASSES, is_last=False, stream_bytes=7)  # the embedding's travel in fp32
+    assert exposed(tp, Mesh(tp=4), first) == (3 * (40 * (1 + 7) + 2 * (1 + 14)), {(4, 1)})
+
+
+def test_gradients_of_replicas_travel_beside_the_last_backward_pass_but_for_those_of_a_pipeline() -> None:
+    long = replace(PASSES, backward_block=1e9)
+    last = 1 + 4 * (5 * 10 + 20)
+    assert exposed(dp_replicate, Mesh(dp_replicate=2), replace(PASSES, backward_block=0.0))[0] == last
+    hidden, seen = exposed(dp_replicate, Mesh(dp_replicate=2, tp=2), long)
+    assert (hidden, seen) == (last, {(2, 2)})  # all in one bucket, which nothing hides
+    many = replace(long, block_params=10**8)
+    hidden, _ = exposed(dp_replicate, Mesh(dp_replicate=2), many)
+    assert hidden == 1 + 25 * 2**20
+    whole, _ = exposed(dp_replicate, Mesh(dp_replicate=2, pp=2), many)
+    assert whole == 1 + 4 * (5 * 10**8 + 20)
+
+
+def test_a_pipeline_holds_the_microbatches_that_are_under_way() -> None:
+    """Of 4 ranks with 1F1B the first has 4: of each but one what is saved, and its logits' gradient."""
+    work = rank_work(PARAMETERS, mesh=Mesh(pp=4), saved=50, logits=40, accumulation=8)
+    before = rank_tensors(replace(work, layout=Layout(Mesh())))
+    divided = pp.divide(before, work)
+    assert divided.peak == before.peak + 3 * (50 + 20)
+    assert divided.buffers == before.buffers  # nobody else has these weights
+    replicas = replace(work, layout=Layout(Mesh(pp=4, dp_replicate=2)))
+    assert pp.divide(before, replicas).buffers == before.buffers + 4 * 70  # all gradients, in one bucket
+    shards = replace(work, layout=Layout(Mesh(pp=4, dp_shard=2)))
+    assert pp.divide(before, shards).buffers == before.buffers
+
+
+@pytest.mark.parametrize(("overlap", "number"), [(True, 3), (False, 8)])
+def test_what_goes_from_stage_to_stage_travels_beside_computing_where_that_is_possible(
+    overlap: bool, number: int
+) -> None:
+    """On a GPU all but what fills and drains the pipeline; in fp32, a share of each rank of `tp`."""
+    idle = dict.fromkeys(("forward_block", "backward_block", "forward_outside", "backward_outside"), 0.0)
+    passes = replace(PASSES, **idle, accumulation=8, overlap=overlap, stream_bytes=70)
+    assert exposed(pp, Mesh(pp=4, dp_shard=2), passes) == (2 * number * (1 + 140), {(2, 1)})
+
+
+def test_ranks_of_a_context_group_reduce_gradients_as_replicas_do_unless_they_are_sharded() -> None:
+    assert active(Mesh(cp=4)) == (dp_replicate, cp)
+    assert [axis.__name__.rpartition(".")[2] for axis in active(Mesh(cp=4, dp_shard=2))] == ["dp_shard", "cp"]
