@@ -7,6 +7,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,9 +15,13 @@ import torch
 from kit import plans
 
 from mlpipe.plan.plan import ChatPlan, DataPlan, Mesh
+from mlpipe.train.chat_loader import chat_loader
 from mlpipe.train.data import MicrobatchLoader, open_dataset
 from mlpipe.train.loss import IGNORED
+from mlpipe.train.model import DOCUMENTS, LossModule
+from mlpipe.train.models.llama import build_model
 from mlpipe.train.order import samples_at
+from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 from mlpipe.train.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from mlpipe.train.world import World
 
@@ -42,6 +47,11 @@ def write_chat(folder: Path, num: int = 24) -> DataPlan:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> DataPlan:
     return write_chat(tmp_path_factory.mktemp("chat"))
+
+
+def packed(data: DataPlan, packing: Literal["best_fit", "balanced"]) -> DataPlan:
+    assert data.chat is not None
+    return replace(data, chat=replace(data.chat, packing=packing))
 
 
 def samples_of(dataset, position: int, ranks: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -73,8 +83,69 @@ def test_the_samples_of_a_step_are_the_same_on_any_number_of_ranks(data):
         assert [samples_of(dataset, 6 * step, ranks) for step in range(8)] == steps
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_samples_of_a_row_see_nothing_of_each_other(num_kv_heads):
+    """Losses and gradients of a row are those of its samples, each for itself; however it is recomputed."""
+    torch.manual_seed(0)
+    lengths = [3, 1, 40, 7]
+    inputs, targets = torch.randint(0, 64, (2, sum(lengths)))
+    expected = None
+    for mode in (None, "none", "selective", "full"):
+        model = build_model(
+            vocab_size=64, dim=16, num_layers=2, num_heads=2, num_kv_heads=num_kv_heads, ffn_dim=32,
+            max_seq_len=40, rope_theta=1e4, norm_eps=1e-5, tied=True,
+        )  # fmt: skip
+        torch.manual_seed(1)
+        model.init_weights()
+        module = LossModule(model, "cpu", bf16=False)
+        if mode not in (None, "none"):
+            checkpoint_activations(list(model.layers), mode)
+        rows = [{"inputs": inputs, "targets": targets, DOCUMENTS: torch.tensor(lengths)}]
+        if mode is None:
+            parts = zip(inputs.split(lengths), targets.split(lengths), strict=True)
+            rows = [{"inputs": one, "targets": other} for one, other in parts]
+        batches = [{key: x if key == DOCUMENTS else x[None] for key, x in row.items()} for row in rows]
+        loss = sum(module(batch)[0] for batch in batches)
+        loss.backward()
+        found = [loss, *(parameter.grad for parameter in model.parameters())]
+        expected = expected or found
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_rows_are_the_samples_and_the_probe_sees_the_largest(data):
+    """Nothing is padded; a rank for whom nothing is left computes one that does not count."""
+    dataset = open_dataset(data, split="train", seq_len=SEQ_LEN)
+    made = plans.train_plan("store", plans.write_tokens(Path(data.chat.path).parent / "tokens")).work
+    model = replace(plans.model_plan(vocab_size=320, max_seq_len=SEQ_LEN), seq_len=SEQ_LEN)
+    work = replace(made, model=model, global_batch=3, data=packed(data, "balanced"))
+    indices = samples_at(dataset, work.seed, np.arange(3))
+    expected = sorted(tuple(map(tuple, map(np.ndarray.tolist, dataset.sample(i)))) for i in indices.tolist())
+    found, counts = [], []
+    for rank in range(4):
+        loader = chat_loader(work, dataset, World(Mesh(dp_shard=4), rank, torch.device("cpu")), 1)
+        counts.append([one.counts for one in loader.step(0)])
+        for one in loader.step(0):
+            assert one.num_padding == 0
+            assert one.num_tokens == int(one.batch[DOCUMENTS].sum()) == one.batch["inputs"].numel()
+            if one.counts:
+                lengths = one.batch[DOCUMENTS].tolist()
+                inputs, targets = (one.batch[key][0].split(lengths) for key in ("inputs", "targets"))
+                found += [
+                    (tuple(a.tolist()), tuple(b.tolist())) for a, b in zip(inputs, targets, strict=True)
+                ]
+    assert sorted(found) == expected
+    assert sorted(counts) == [[False], [True], [True], [True]]
+    loader = chat_loader(work, dataset, World(Mesh(), 0, torch.device("cpu")), 2)
+    assert [one.num_tokens for one in loader.largest()] == [2 * SEQ_LEN] * 2
+    padded = chat_loader(replace(work, data=data), dataset, World(Mesh(), 0, torch.device("cpu")), 3)
+    [one] = padded.step(0)
+    lengths = dataset.lengths[indices]
+    assert one.num_padding == one.batch["inputs"].numel() - lengths.sum() > 0
+
+
 def test_a_training_goes_on_at_the_very_sample_on_other_ranks(data, tmp_path):
-    """Two ranks; two of four steps and then one rank: equal losses, and the held-out ones."""
+    """And the losses are those of samples that are padded, however they are packed: four steps of two ranks
+    with a sample a row; two balanced ones of two others, that share the weights, and two of one, packed."""
     model = replace(plans.model_plan(vocab_size=320, max_seq_len=SEQ_LEN), seq_len=SEQ_LEN)
     whole, half = (
         plans.train_plan(
@@ -88,9 +159,11 @@ def test_a_training_goes_on_at_the_very_sample_on_other_ranks(data, tmp_path):
             global_batch=6,
             micro_batch=1,
             accumulation=3,
+            strategy=strategy,
         )
-        for name, steps in (("whole", 4), ("half", 2))
+        for name, steps, strategy in (("whole", 4, "ddp"), ("half", 2, "fsdp"))
     )
+    half = replace(half, work=replace(half.work, data=packed(data, "balanced")))
     plans.run_together([whole, half], tmp_path / "two")
     work = replace(
         half.work, steps=4, resume=True, mesh=Mesh(), strategy="single", micro_batch=3, accumulation=2

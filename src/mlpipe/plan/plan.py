@@ -134,12 +134,14 @@ class FilesPlan:
 class ChatPlan:
     """Files of JSON lines: conversations, prompts with completions, or text. `tokenizer`: a tokenizer.json,
     or the folder of one with all that a model's has. `template`: a Jinja file, or `chatml`; None: that
-    folder's."""
+    folder's. `packing`: several samples in a row of up to `micro_batch * seq_len` tokens, see
+    `train/chat/dealing.py`; None: a sample a row, padded."""
 
     path: str
     validation: str | None
     tokenizer: str
     template: str | None = None
+    packing: Literal["best_fit", "balanced"] | None = None
 
 
 @dataclass(frozen=True)

@@ -339,8 +339,7 @@ def data_plan(spec: Train, known: Known) -> DataPlan:
         source = _source(1.0, data, known)
         return DataPlan(source.tokens, None, source.digest, cache_bytes=source.cache_bytes)
     if isinstance(data, ChatData):
-        paths = (fill(text, known) for text in (data.chat, data.validation, data.tokenizer, data.template))
-        return DataPlan(None, None, None, chat=ChatPlan(*paths))
+        return DataPlan(None, None, None, chat=_chat(spec, data, known))
     read: dict[str, Any] = {"collate": data.collate, "workers": data.workers}
     if isinstance(data, MixData):
         mix = tuple(_source(source.weight, source, known) for source in data.mix)
@@ -349,6 +348,16 @@ def data_plan(spec: Train, known: Known) -> DataPlan:
         read["splits"] = data.splits
     source = _source(1.0, data, known)
     return DataPlan(None, source.dataset, None, **read, cache_bytes=source.cache_bytes, files=source.files)
+
+
+def _chat(spec: Train, data: ChatData, known: Known) -> ChatPlan:
+    packing = data.packing
+    if packing == "auto":
+        packing = "balanced" if isinstance(spec.model, PresetModel) else "off"
+    path, validation, tokenizer, template = (
+        fill(text, known) for text in (data.chat, data.validation, data.tokenizer, data.template)
+    )
+    return ChatPlan(path, validation, tokenizer, template, None if packing == "off" else packing)
 
 
 def _source(weight: float, source: AnySource | OneSource, known: Known) -> SourcePlan:

@@ -19,6 +19,14 @@ def problems(train: Node) -> Iterator[Problem]:
                 "JSON lines are read from this machine's disk, not from a bucket",
                 "fetch the file in a command stage, and write '{{stages.NAME.output}}/train.jsonl'",
             )
+    packing = get(train, "data", "packing")
+    if get(train, "model", "entry") is not None and text_of(packing) in ("best_fit", "balanced"):
+        assert packing is not None
+        yield Problem.at(
+            packing.place,
+            "only mlpipe's own models keep several samples of a row apart",
+            "write packing: off, or leave it away",
+        )
     compiled = get(train, "compile")
     if compiled is not None and text_of(compiled) in ("block", "model"):
         yield problem_of_key(

@@ -158,6 +158,11 @@ class ChatData(SpecModel):
         description="A model's folder as Hugging Face has it, with `tokenizer.json` and its chat template; "
         "or a `tokenizer.json` alone, as in `{{stages.NAME.output}}` of `mlpipe-corpus`."
     )
+    packing: Literal["auto", "off", "best_fit", "balanced"] = Field(
+        "auto",
+        description="`balanced`: several samples in a row, so that workers have equal work; `best_fit`: as "
+        "few rows as it takes; `off`: a sample a row, padded. `auto`: `balanced` for a preset.",
+    )
     template: f.Text | None = Field(
         None, description="Of conversations: a Jinja file, or `chatml`. Default: the tokenizer's folder's."
     )

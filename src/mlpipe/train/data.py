@@ -302,13 +302,15 @@ def _no_sample(of: str, found: Any, where: str) -> TrainError:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What goes through the model at a time. `num_tokens`: in it, whether they are targets or not. One that
+    """What goes through the model at a time. `num_tokens`: in it, whether they are targets or not;
+    `num_padding`: of these, how many fill up shorter samples, as far as the data tell. One that
     does not `count` only keeps this rank in step with others that have more of them, since passes of a
     sharded model need all ranks: its loss, gradient and tokens count for nothing."""
 
     batch: Batch
     num_tokens: int
     counts: bool = True
+    num_padding: int = 0
 
 
 def own_part(batch: Batch, world: World, seq_len: int) -> Microbatch:
@@ -353,6 +355,10 @@ class MicrobatchLoader:
             return own
         other = own[0] if own else self._microbatch(self._order(position, 1))
         return own + [uncounted(other)] * (most - len(own))
+
+    def largest(self) -> list[Microbatch]:
+        """Some of the size that a step's may have, for the memory probe: equally many on every rank."""
+        return self.step(0)
 
     def _order(self, start: int, count: int) -> NDArray[np.int64]:
         samples = self.dataset.samples if isinstance(self.dataset, Collated) else self.dataset

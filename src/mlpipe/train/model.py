@@ -31,6 +31,7 @@ from mlpipe.train.loss import cross_entropy_sum
 
 _log = logging.getLogger(__name__)
 Batch = dict[str, torch.Tensor]
+DOCUMENTS = "document_lengths"  # of a row with several samples (train/models/documents.py)
 
 
 def _as_it_is(logits: Any) -> Any:
@@ -60,7 +61,8 @@ class LossModule(nn.Module):
                 return sum_and_count(self.model.loss(batch), batch, self.entry, "loss")
             if "inputs" not in batch:
                 return sum_and_count(self.model(**batch), batch, self.entry, "forward")
-            logits = logits_of(self.model(batch["inputs"]), self.entry)
+            packed = {DOCUMENTS: batch[DOCUMENTS]} if DOCUMENTS in batch else {}
+            logits = logits_of(self.model(batch["inputs"], **packed), self.entry)
         return self.loss_of(logits, batch)
 
     def loss_of(self, logits: torch.Tensor, batch: Batch) -> Any:

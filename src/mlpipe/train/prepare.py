@@ -88,6 +88,10 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     schedule = make_schedule(plan, model, world, lambda: session.watchdog.beat("computing", progress[0] + 1))
 
     def loader_of(micro_batch: int) -> MicrobatchLoader:
+        if plan.data.chat is not None:
+            from mlpipe.train.chat_loader import chat_loader
+
+            return chat_loader(plan, dataset, world, micro_batch)
         return MicrobatchLoader(
             dataset,
             world,
@@ -98,7 +102,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         )
 
     def first_step(micro_batch: int) -> list[Microbatch]:
-        return loader_of(micro_batch).step(0)
+        return loader_of(micro_batch).largest()
 
     if is_due(plan, world.device):
         session.watchdog.beat("probing memory", 0)

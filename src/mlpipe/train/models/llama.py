@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mlpipe._core.presets import LlamaConfig
+from mlpipe.train.models.documents import Documents
 
 
 class RMSNorm(nn.Module):
@@ -73,12 +74,13 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
         q_BTHC = rotate(self.q_proj(x_BTD).view(heads), cos, sin)
         k_BTKC = rotate(self.k_proj(x_BTD).view(heads), cos, sin)
         v_BTKC = self.v_proj(x_BTD).view(heads)
-        y_BHTC = self.attend(q_BTHC.transpose(1, 2), k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2))
+        attend = self.attend if documents is None else documents.attend
+        y_BHTC = attend(q_BTHC.transpose(1, 2), k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2))
         return self.o_proj(y_BHTC.transpose(1, 2).flatten(2))
 
 
@@ -101,8 +103,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = mlp(config)
 
-    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin)
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin, documents)
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
@@ -156,15 +158,28 @@ class Llama(nn.Module):
             raise ValueError(f"{num_tokens} tokens, but the model has {self.config.max_seq_len} positions")
         return self.rope_cos[:num_tokens], self.rope_sin[:num_tokens]
 
-    def forward(self, inputs: Tensor, part: Part | None = None, num_tokens: int | None = None) -> Tensor:
+    def rotations_of(self, documents: Documents) -> tuple[Tensor, Tensor]:
+        """Where each sample of a row begins anew."""
+        return self.rope_cos[documents.positions_T], self.rope_sin[documents.positions_T]
+
+    def forward(
+        self,
+        inputs: Tensor,
+        part: Part | None = None,
+        num_tokens: int | None = None,
+        document_lengths: Tensor | None = None,
+    ) -> Tensor:
         """Token ids (B, T; int64) -> logits (B, T, V). T is at most `max_seq_len`. A `part` that is not the
         first takes the output of the part before (B, T, D), and one that is not the last gives such.
-        `num_tokens`: T, for whoever has the residual stream in another shape."""
+        `num_tokens`: T, for whoever has the residual stream in another shape. `document_lengths`: of several
+        samples in one row (B = 1), of at most `max_seq_len` tokens each."""
         part = part or Part(True, True, self.layers)
-        cos, sin = self.rotations(num_tokens or inputs.shape[1])
+        num_tokens = num_tokens or inputs.shape[1]
+        documents = None if document_lengths is None else Documents(document_lengths, num_tokens)
+        cos, sin = self.rotations(num_tokens) if documents is None else self.rotations_of(documents)
         x_BTD = self.embed_tokens(inputs) if part.is_first else inputs
         for block in part.blocks:
-            x_BTD = block(x_BTD, cos, sin)
+            x_BTD = block(x_BTD, cos, sin) if documents is None else block(x_BTD, cos, sin, documents)
         if not part.is_last:
             return x_BTD
         x_BTD = self.norm(x_BTD)

@@ -1,0 +1,84 @@
+"""The microbatches of conversations: padded, a sample a row; or packed, several in one row, and balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.shapes import presets
+from mlpipe.train.chat.dealing import Mode, deal
+from mlpipe.train.chat.samples import ChatSamples
+from mlpipe.train.data import Microbatch, MicrobatchLoader, uncounted
+from mlpipe.train.model import DOCUMENTS
+from mlpipe.train.world import World
+
+
+class ChatLoader(MicrobatchLoader):
+    """Rows of a packed microbatch, of which it has one, hold `micro_batch * seq_len` tokens at the most."""
+
+    samples: ChatSamples
+    packing: Mode | None
+    cost: Callable[[int], float]
+
+    def step(self, position: int) -> list[Microbatch]:
+        """As the base class says."""
+        if self.packing is None:
+            return super().step(position)
+        indices = self._order(position, self.global_batch)
+        lengths = self.samples.lengths[indices].tolist()
+        costs = [self.cost(length) for length in lengths]
+        capacity = self.micro_batch * self.seq_len
+        rows = deal(lengths, costs, self.world.num_data_ranks, capacity, self.packing)[self.world.data_rank]
+        least = [int(np.argmin(lengths))]
+        return [
+            self._packed(indices[row]) if row else uncounted(self._packed(indices[least])) for row in rows
+        ]
+
+    def largest(self) -> list[Microbatch]:
+        """Two of the most tokens that a microbatch may have, for the memory probe."""
+        longest = np.argsort(-self.samples.lengths, kind="stable")[: self.micro_batch]
+        one = self._microbatch(longest) if self.packing is None else self._packed(longest)
+        return [one, one]
+
+    def _microbatch(self, indices: NDArray[np.int64]) -> Microbatch:
+        one = super()._microbatch(indices)
+        return replace(one, num_padding=one.num_tokens - int(self.samples.lengths[indices].sum()))
+
+    def _packed(self, indices: NDArray[np.int64]) -> Microbatch:
+        found = [self.samples.sample(index) for index in indices.tolist()]
+        inputs, targets = (np.concatenate(parts)[None] for parts in zip(*found, strict=True))
+        batch = {
+            "inputs": torch.from_numpy(inputs),
+            "targets": torch.from_numpy(targets),
+            DOCUMENTS: torch.from_numpy(self.samples.lengths[indices]),
+        }
+        return Microbatch(batch, inputs.size)
+
+
+def cost_of(plan: TrainPlan) -> Callable[[int], float]:
+    """FLOPs of a sample of so many tokens: of attention they grow with the square, and a token looks at half
+    of the sample on the mean."""
+    shape = presets.planned(plan.model)
+    if shape is None:
+        return float
+    return lambda length: length * shape.flops_per_token((length + 1) // 2)
+
+
+def chat_loader(plan: TrainPlan, samples: ChatSamples, world: World, micro_batch: int) -> ChatLoader:
+    """As the plan says."""
+    assert plan.data.chat is not None
+    loader = ChatLoader(
+        samples,
+        world,
+        seed=plan.seed,
+        global_batch=plan.global_batch,
+        micro_batch=micro_batch,
+        seq_len=plan.model.seq_len,
+    )
+    loader.samples, loader.packing, loader.cost = samples, plan.data.chat.packing, cost_of(plan)
+    return loader

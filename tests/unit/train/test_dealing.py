@@ -1,0 +1,71 @@
+"""Samples to rows, and rows to ranks."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlpipe.train.chat.dealing import best_fit_decreasing, deal
+
+pytestmark = pytest.mark.unit
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=30)
+
+
+@settings(deadline=None)
+@given(
+    lengths=LENGTHS,
+    num_ranks=st.integers(1, 5),
+    room=st.integers(0, 100),
+    mode=st.sampled_from(["best_fit", "balanced"]),
+)
+def test_each_sample_is_dealt_once_and_all_ranks_have_equally_many_rows(lengths, num_ranks, room, mode):
+    capacity = max(lengths) + room
+    dealt = deal(lengths, [float(length**2) for length in lengths], num_ranks, capacity, mode)
+    rows = [row for rank in dealt for row in rank]
+    assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
+    assert all(sum(lengths[sample] for sample in row) <= capacity for row in rows)
+    assert len(dealt) == num_ranks
+    assert len({len(rank) for rank in dealt}) == 1
+    assert any(dealt[rank][-1] for rank in range(num_ranks))  # no pass in which nobody computes
+
+
+@given(lengths=LENGTHS, room=st.integers(0, 50))
+def test_of_best_fit_no_two_rows_fit_into_one(lengths, room):
+    capacity = max(lengths) + room
+    fill = [sum(lengths[sample] for sample in row) for row in best_fit_decreasing(lengths, capacity)]
+    assert all(one + other > capacity for one, other in combinations(fill, 2))
+
+
+def test_best_fit_takes_the_fullest_row_that_has_room():
+    assert best_fit_decreasing([4, 6, 3, 7], 10) == [[2, 3], [0, 1]]
+    assert best_fit_decreasing([7, 8, 2], 10) == [[1, 2], [0]]
+
+
+@given(costs=st.lists(st.integers(1, 1000), min_size=1, max_size=30), num_ranks=st.integers(1, 5))
+def test_balanced_work_keeps_the_bound_of_graham(costs, num_ranks):
+    """Of list scheduling: the mean, and the largest without its part in that."""
+    dealt = deal([1] * len(costs), [float(cost) for cost in costs], num_ranks, 1000, "balanced")
+    work = [sum(costs[sample] for row in rank for sample in row) for rank in dealt]
+    assert max(work) <= sum(costs) / num_ranks + max(costs) * (1 - 1 / num_ranks) + 1e-9
+
+
+def test_like_work_is_computed_at_the_same_time():
+    """The worst case of ranks that meet at each microbatch: [8, 1, 8, 1] beside [1, 8, 1, 8]."""
+    lengths = [8, 1, 8, 1, 1, 8, 1, 8]
+    dealt = deal(lengths, [float(length) for length in lengths], 2, 9, "balanced")
+    work = [[sum(lengths[sample] for sample in row) for row in rank] for rank in dealt]
+    assert work == [[9, 9], [9, 9]]
+    # a sample that fills a row: the others are computed beside it, and beside each other
+    lengths = [16, 4, 4, 4, 4]
+    dealt = deal(lengths, [float(length**2) for length in lengths], 2, 16, "balanced")
+    work = [[sum(lengths[sample] for sample in row) for row in rank] for rank in dealt]
+    assert sorted(work) == [[16], [16]]
+
+
+def test_the_rank_with_less_so_far_gets_the_heavier_row():
+    lengths = [10, 9, 5, 4]
+    dealt = deal(lengths, [float(length) for length in lengths], 2, 10, "balanced")
+    assert [[sum(lengths[i] for i in row) for row in rank] for rank in dealt] == [[10, 4], [9, 5]]
