@@ -15,16 +15,21 @@ from mlpipe.plan.axes import active
 from mlpipe.plan.axes.axis import Layout, Passes
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware, detect_hardware
+from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.pricing import Choices, Pricer, Training
 from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.wire import Wire
 from mlpipe.spec.model import Resources
 
 PUBLISHED = Path(__file__).with_name("published.json")
 _BF16_FLOPS = 989e12  # of which nanotron counts `mfu_percent`
 _ENDLESS = 10**15
+# An H100's best bf16 matmul over its best fp8 one: 794 and 1,403 TFLOP/s (stas00/ml-engineering,
+# compute/accelerator/README.md).
+_FP8_RATIO = 794 / 1402.6
 _SHOWN_TP = 0.57  # as much as made torchtitan's two runs with asynchronous tensor parallelism faster
 
 
@@ -57,8 +62,18 @@ def predict_published(row: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+class _Fp8(Dense):
+    """The matmuls of its blocks are in fp8, which is cast from and to bf16; head and attention are not."""
+
+    def _matmuls(self, step: StepShape, kernels: Kernels) -> list[float]:
+        counts = [2 * step.num_tokens * n * m / step.part.tp for n, m in self.config.matmuls()]
+        slow = zip(super()._matmuls(step, kernels), counts, strict=True)
+        return [seconds - (1 - _FP8_RATIO) * kernels.matmul_flops(flops) for seconds, flops in slow]
+
+
 def shape_of(row: dict[str, Any]) -> Dense:
-    return Dense(LlamaConfig(**row["config"]) if "config" in row else PRESETS[row["preset"]])
+    shape = _Fp8 if row.get("matmuls") == "fp8" else Dense
+    return shape(LlamaConfig(**row["config"]) if "config" in row else PRESETS[row["preset"]])
 
 
 def measured_rate(row: dict[str, Any], shape: Dense) -> float:
