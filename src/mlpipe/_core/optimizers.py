@@ -111,9 +111,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     "sgd": Optimizer(
         "SGD",
-        "Stochastic gradient descent (torch.optim.SGD) and its learning-rate schedule. Matrices decay, "
-        "vectors do not. Its first step takes 3 CPU seconds longer than AdamW's, for imports.",
-        "mlpipe.train.optim.sgd:sgd",
+        "Stochastic gradient descent, by the formula of torch.optim.SGD, and its learning-rate schedule. "
+        "Matrices decay, vectors do not.",
+        "mlpipe.train.optim.sgd:SGD",
         {
             "momentum": Argument(0.9, "Decay of the sum of gradients.", at_least=0, below=1),
             "weight_decay": Argument(0.0, "Added to the gradient, times the weight.", at_least=0),
