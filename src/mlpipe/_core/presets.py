@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import KW_ONLY, asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from mlpipe._core.feasibility import Infeasible, indivisible, too_many_experts
 
@@ -34,6 +34,11 @@ class LlamaConfig:
 
     `num_kv_heads` divides `num_heads` divides `dim`. `tied`: the head is the input embedding's matrix.
     `max_seq_len`: longest sequence the positions were meant for.
+
+    All that follows is of open weights. `head_channels`: of a head, where they are not dim / num_heads.
+    `qkv_bias`, `o_bias`, `mlp_bias`: whether these projections have one. `qk_norm`: RMSNorm of each head's
+    query and key. `rope_scaling`: how the rotary frequencies are stretched, by `rope_factor`; `llama3` those
+    below `rope_low` turns in `rope_original` positions, none above `rope_high`, and in between in part.
     """
 
     entry: ClassVar[str] = LLAMA  # what builds it, with these fields
@@ -48,17 +53,60 @@ class LlamaConfig:
     rope_theta: float
     norm_eps: float
     tied: bool
+    _: KW_ONLY
+    head_channels: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    rope_factor: float = 1.0
+    rope_low: float = 1.0
+    rope_high: float = 4.0
+    rope_original: int = 8192
+
+    def args(self) -> dict[str, Any]:
+        """What builds the model again; of open weights' fields those that say something."""
+        silent = {one.name: one.default for one in fields(self) if one.kw_only}
+        return {
+            name: value for name, value in asdict(self).items() if name not in silent or value != silent[name]
+        }
 
     @property
     def head_dim(self) -> int:
         """Channels of one attention head."""
-        return self.dim // self.num_heads
+        return self.head_channels or self.dim // self.num_heads
+
+    @property
+    def q_dim(self) -> int:
+        """Channels of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Channels of all key heads."""
+        return self.num_kv_heads * self.head_dim
 
     def num_layer_params(self) -> int:
-        """Of one block: q and o, k and v, feed-forward, two norms."""
-        q_and_o = 2 * self.dim * self.dim
-        k_and_v = 2 * self.dim * self.num_kv_heads * self.head_dim
-        return q_and_o + k_and_v + self.num_ffn_params() + 2 * self.dim
+        """Of one block: q and o, k and v, feed-forward, norms and biases."""
+        q_and_o = 2 * self.dim * self.q_dim
+        k_and_v = 2 * self.dim * self.kv_dim
+        return q_and_o + k_and_v + self.num_ffn_params() + sum(size for _, size in self.block_vectors())
+
+    def block_vectors(self) -> list[tuple[str, int]]:
+        """Norms and biases of a block, with their sizes."""
+        vectors = [("input_layernorm.weight", self.dim), ("post_attention_layernorm.weight", self.dim)]
+        if self.qkv_bias:
+            sizes = (("q", self.q_dim), ("k", self.kv_dim), ("v", self.kv_dim))
+            vectors += [(f"self_attn.{name}_proj.bias", size) for name, size in sizes]
+        if self.o_bias:
+            vectors.append(("self_attn.o_proj.bias", self.dim))
+        if self.qk_norm:
+            vectors += [(f"self_attn.{name}_norm.weight", self.head_dim) for name in ("q", "k")]
+        if self.mlp_bias:
+            sizes = (("gate", self.ffn_dim), ("up", self.ffn_dim), ("down", self.dim))
+            vectors += [(f"mlp.{name}_proj.bias", size) for name, size in sizes]
+        return vectors
 
     def num_ffn_params(self) -> int:
         """Of a block's feed-forward: gate, up, down."""
@@ -80,19 +128,38 @@ class LlamaConfig:
     def tensors(self) -> list[tuple[int, int, int]]:
         """Rows, parameters a row, and how many such tensors there are."""
         outside = (self.vocab_size, self.dim, 1 if self.tied else 2)
-        return [outside, *self.block_matrices(), (self.dim, 1, 2 * self.num_layers + 1)]
+        vectors = Counter({self.dim: 1})  # the last norm
+        for _, size in self.block_vectors():
+            vectors[size] += self.num_layers
+        return [outside, *self.block_matrices(), *((size, 1, number) for size, number in vectors.items())]
 
     def named_tensors(self) -> Iterator[Named]:
         """What `named_parameters()` gives of the model in `train/models/`, in its order."""
-        dim, kv_dim = self.dim, self.num_kv_heads * self.head_dim
+        dim, q_dim, kv_dim = self.dim, self.q_dim, self.kv_dim
+        sizes = dict(self.block_vectors())
+
+        def vectors(*names: str) -> list[tuple[str, int, int]]:
+            return [(name, sizes[name], 1) for name in names if name in sizes]
+
+        def matrix(name: str, rows: int, columns: int) -> list[tuple[str, int, int]]:
+            return [(f"{name}.weight", rows, columns), *vectors(f"{name}.bias")]
+
         of_block = (
-            ("input_layernorm.weight", dim, 1),
-            ("self_attn.q_proj.weight", dim, dim),
-            ("self_attn.k_proj.weight", kv_dim, dim),
-            ("self_attn.v_proj.weight", kv_dim, dim),
-            ("self_attn.o_proj.weight", dim, dim),
-            ("post_attention_layernorm.weight", dim, 1),
-            *((f"mlp.{name}", rows, columns) for name, rows, columns in self.ffn_tensors()),
+            *vectors("input_layernorm.weight"),
+            *matrix("self_attn.q_proj", q_dim, dim),
+            *matrix("self_attn.k_proj", kv_dim, dim),
+            *matrix("self_attn.v_proj", kv_dim, dim),
+            *matrix("self_attn.o_proj", dim, q_dim),
+            *vectors("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+            *vectors("post_attention_layernorm.weight"),
+            *(
+                one
+                for name, rows, columns in self.ffn_tensors()
+                for one in (
+                    (f"mlp.{name}", rows, columns),
+                    *vectors(f"mlp.{name.removesuffix('.weight')}.bias"),
+                )
+            ),
         )
         yield Named("embed_tokens.weight", self.vocab_size, dim, None)
         for block in range(self.num_layers):
@@ -108,8 +175,10 @@ class LlamaConfig:
 
     def block_matrices(self) -> list[tuple[int, int, int]]:
         """Of these the blocks' matrices."""
-        kv_dim, layers = self.num_kv_heads * self.head_dim, self.num_layers
-        return [(self.dim, self.dim, 2 * layers), (kv_dim, self.dim, 2 * layers), *self.ffn_matrices()]
+        dim, q_dim, layers = self.dim, self.q_dim, self.num_layers
+        q_and_o = Counter([(q_dim, dim), (dim, q_dim)])
+        attention = [(rows, columns, number * layers) for (rows, columns), number in q_and_o.items()]
+        return [*attention, (self.kv_dim, dim, 2 * layers), *self.ffn_matrices()]
 
     def ffn_matrices(self) -> list[tuple[int, int, int]]:
         """Of these the feed-forwards'."""
@@ -118,8 +187,8 @@ class LlamaConfig:
 
     def matmuls(self) -> list[tuple[int, int]]:
         """Channels in and out of a block's: q, k, v, o, and those of the feed-forward."""
-        dim, kv_dim = self.dim, self.num_kv_heads * self.head_dim
-        return [(dim, dim), *[(dim, kv_dim)] * 2, (dim, dim), *self.ffn_matmuls()]
+        dim, q_dim = self.dim, self.q_dim
+        return [(dim, q_dim), *[(dim, self.kv_dim)] * 2, (q_dim, dim), *self.ffn_matmuls()]
 
     def ffn_matmuls(self) -> list[tuple[int, int]]:
         """Of these the feed-forward's: gate, up, down."""
@@ -128,8 +197,9 @@ class LlamaConfig:
     def conflicts(self) -> list[Infeasible]:
         """Why these numbers make no model; empty if they do."""
         heads, kv_heads = ("num_heads", self.num_heads), ("num_kv_heads", self.num_kv_heads)
-        conflicts = [indivisible(heads, ("dim", self.dim)), indivisible(kv_heads, heads)]
-        if conflicts[0] is None and self.head_dim % 2:
+        even = None if self.head_channels else indivisible(heads, ("dim", self.dim))
+        conflicts = [even, indivisible(kv_heads, heads)]
+        if even is None and self.head_dim % 2:
             odd = f"dim/num_heads={self.head_dim} is odd; rotary positions turn pairs"
             conflicts.append(Infeasible(odd, "choose num_heads so that dim is an even multiple of it"))
         return [conflict for conflict in conflicts if conflict is not None]

@@ -11,7 +11,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.pipelines import DEFAULT, Schedule, why_not
 from mlpipe._core.units import parse_cadence
-from mlpipe.kinds.train.spec import DATA_AXES, OwnModel, PresetModel, Train
+from mlpipe.kinds.train.spec import DATA_AXES, OwnModel, Train
 from mlpipe.plan.choose import Candidate, choose, smallest
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.optimizers import OptimizerCost, optimizer_cost
@@ -154,8 +154,8 @@ def pricer_of(spec: Train, shape: ModelShape, hardware: Hardware) -> Pricer:
 
 
 def is_searched(spec: Train) -> bool:
-    """Whether all axes are open: of a preset, for which the file names neither mesh nor strategy."""
-    return spec.mesh is None and spec.strategy == "auto" and isinstance(spec.model, PresetModel)
+    """Whether all axes are open: of a model of mlpipe's, where the file names neither mesh nor strategy."""
+    return spec.mesh is None and spec.strategy == "auto" and not isinstance(spec.model, OwnModel)
 
 
 def _figures(spec: Train, shape: ModelShape | None) -> dict[str, int]:

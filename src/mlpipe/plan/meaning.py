@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlpipe.kinds.train.spec import OwnModel, Train
+from mlpipe.kinds.train.spec import OwnModel, PretrainedModel, Train
 from mlpipe.plan.plan import DataPlan, ModelPlan, SourcePlan
 from mlpipe.spec.data import (
     BUCKET,
@@ -35,6 +35,8 @@ def meaning(spec: Train, model: ModelPlan, data: DataPlan) -> dict[str, Any]:
         settings |= {f"model.args.{name}": value for name, value in spec.model.args.items()}
     else:
         settings |= {f"model.{name}": value for name, value in model.build.args.items() if name not in _FREE}
+    if isinstance(spec.model, PretrainedModel):
+        settings["model.pretrained"] = spec.model.pretrained
     if isinstance(spec.data, ChatData):
         told = {"chat": spec.data.chat, "tokenizer": spec.data.tokenizer, "template": spec.data.template}
         settings |= {f"data.{name}": value for name, value in told.items() if value is not None}

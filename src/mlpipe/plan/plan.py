@@ -105,9 +105,9 @@ class ModelPlan:
     """`build(**args)` returns the plain module. For a preset, `build` is mlpipe's own Llama.
 
     `blocks` names the modules to shard, checkpoint and compile ("layers", or "encoder.layers"); empty:
-    the model's ModuleLists. `seq_len`: tokens a sample. `preset`: name, or None for a user's own. `tensor`:
-    how the axis `tp` splits a user's own, `column`, `row` or `sum` by patterns of modules; empty: by the plan
-    that the model brings.
+    the model's ModuleLists. `seq_len`: tokens a sample. `preset`: name, of open weights that of
+    their folder, or None for a user's own. `tensor`: how the axis `tp` splits a user's own, `column`, `row`
+    or `sum` by patterns of modules; empty: by the plan that the model brings.
     """
 
     build: Entry
@@ -271,13 +271,14 @@ class FoundWeights:
 class InitPlan:
     """`asked`: as in the file, one of `path`, `model`, or `run` and `stage`. `path`: that one with its
     placeholders filled. `map`: patterns of names there and what they are here. `strict`: every tensor here is
-    there, none besides. `found`: None before somebody looked."""
+    there, none besides. `found`: None before somebody looked. `config`: of open weights their config.json."""
 
     asked: dict[str, Any]
     path: str | None
     map: dict[str, str]
     strict: bool
     found: FoundWeights | None = None
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

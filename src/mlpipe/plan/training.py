@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, cast
 
 from mlpipe._core.errors import PlanError
@@ -15,7 +15,7 @@ from mlpipe._core.feasibility import too_long
 from mlpipe._core.gate import BUILT_IN
 from mlpipe._core.pipelines import stages_per_rank, why_not
 from mlpipe._core.units import parse_bytes, parse_cadence, parse_seconds
-from mlpipe.kinds.train.spec import OwnModel, PresetModel, Train
+from mlpipe.kinds.train.spec import OwnModel, PresetModel, PretrainedModel, Train
 from mlpipe.plan import meaning as meanings
 from mlpipe.plan.candidates import (
     enumerate_candidates,
@@ -161,14 +161,14 @@ def _outputs(inputs: Mapping[str, str]) -> Known:
 
 
 def _preset(spec: Train, known: Known) -> Dense | None:
-    """The preset's shape with the user's changes and the tokens' vocabulary; None for a model of theirs."""
+    """The preset's shape with the user's changes and the tokens' vocabulary, or that of open weights; None
+    for a model of theirs."""
+    if isinstance(spec.model, PretrainedModel):
+        return _pretrained(spec.model, _vocab_in_data(spec, known))
     if not isinstance(spec.model, PresetModel):
         return None
     changes = spec.model.model_dump(exclude_none=True, exclude={"preset", "seq_len"})
-    sizes = [
-        _vocab_size(source.tokens) for source in data_plan(spec, known).sources if source.tokens is not None
-    ]
-    in_data = max((size for size in sizes if size is not None), default=None)
+    in_data = _vocab_in_data(spec, known)
     if in_data is not None and in_data > changes.get("vocab_size", in_data):
         raise PlanError(
             f"model.vocab_size is {changes['vocab_size']}, but there are {in_data} tokens in the data",
@@ -182,6 +182,29 @@ def _preset(spec: Train, known: Known) -> Dense | None:
         refuse(conflict, where=spec.model.preset)
     refuse(too_long(spec.model.seq_len, shape.config.max_seq_len), where=spec.model.preset)
     return shape
+
+
+def _pretrained(model: PretrainedModel, in_data: int | None) -> Dense:
+    from mlpipe.plan.shapes import pretrained  # of few plans
+
+    config = pretrained.read_config(model.pretrained)
+    sizes = pretrained.sizes_of(config, model.pretrained)
+    if in_data is not None and in_data > sizes.vocab_size:
+        raise PlanError(
+            f"the model knows {sizes.vocab_size} tokens, but there are {in_data} in the data",
+            where=model.pretrained,
+            hint="make the tokens with the model's own tokenizer",
+        )
+    refuse(too_long(model.seq_len, pretrained.longest(config, sizes)), where=model.pretrained)
+    return presets.of(sizes)
+
+
+def _vocab_in_data(spec: Train, known: Known) -> int | None:
+    """The most tokens that a folder of these knows; None before they exist."""
+    sizes = [
+        _vocab_size(source.tokens) for source in data_plan(spec, known).sources if source.tokens is not None
+    ]
+    return max((size for size in sizes if size is not None), default=None)
 
 
 def _vocab_size(folder: str) -> int | None:
@@ -317,6 +340,11 @@ def _predicted(chosen: Candidate, hardware: Hardware) -> Prediction | None:
 
 def init_plan(spec: Train, known: Known) -> InitPlan | None:
     """Where its weights come from, as it is asked for; nobody has looked there."""
+    if isinstance(spec.model, PretrainedModel):
+        from mlpipe.plan.shapes import pretrained
+
+        folder = spec.model.pretrained
+        return InitPlan({"path": folder}, folder, {}, strict=True, config=pretrained.read_config(folder))
     if spec.init_from is None:
         return None
     asked = spec.init_from.model_dump(mode="json", exclude_none=True, exclude={"map", "strict"})
@@ -328,6 +356,8 @@ def _model(spec: Train, shape: Dense | None, known: Known) -> ModelPlan:
     model = spec.model
     if isinstance(model, PresetModel) and shape is not None:
         return presets.model_plan(shape, model.preset, model.seq_len)
+    if isinstance(model, PretrainedModel) and shape is not None:
+        return presets.model_plan(shape, PurePath(model.pretrained).name, model.seq_len)
     own = cast(OwnModel, model)
     return ModelPlan(Entry(own.entry, fill(own.args, known)), None, own.seq_len, own.blocks, dict(own.tensor))
 

@@ -69,10 +69,11 @@ def _weights(init: InitPlan, cluster: ClusterPlan) -> Iterator[str]:
     place = init.path or init.asked.get("store")
     if place is None or "://" in place.replace("file://", "") or "{{" in place:
         return
+    key = "model.pretrained" if init.config else "init_from"
     folder = PurePosixPath(normpath(place.removeprefix("file://")))
     if not any(folder.is_relative_to(volume.path) for volume in cluster.volumes):
         yield (
-            f"error: init_from {place} is a place that the pods do not share; write s3://bucket/..., or "
+            f"error: {key} {place} is a place that the pods do not share; write s3://bucket/..., or "
             f"mount a claim there with 'kubernetes.volumes: [{{claim: NAME, path: {folder.parent}}}]'"
         )
 

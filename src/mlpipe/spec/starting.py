@@ -84,6 +84,9 @@ def starts_outside(start: InitFrom | None) -> bool:
 def problems(stage: Node) -> Iterator[Problem]:
     """What is wrong in a training stage's `init_from`."""
     start = get(stage, "train", "init_from")
+    if start is not None and get(stage, "train", "model", "pretrained") is not None:
+        words = "model.pretrained says already which weights the training starts from"
+        yield problem_of_key(start, words, "keep one of them")
     if start is not None and (place := text_of(start)) is not None:
         yield Problem.at(start.place, f"{place!r} does not say what it is", f'write {{path: "{place}"}}')
     if start is None or not isinstance(start.value, dict):

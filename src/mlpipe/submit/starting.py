@@ -88,8 +88,9 @@ def _line(submission: Submission, stage: str) -> str:
     for override in submission.overrides:
         override_rules.apply(root, override)
     for each in items_of(root, "stages"):
-        if text_of(get(each, "name")) == stage and (node := get(each, "train", "init_from")) is not None:
-            return str(node.key or node.place)
+        found = get(each, "train", "init_from") or get(each, "train", "model", "pretrained")
+        if text_of(get(each, "name")) == stage and found is not None:
+            return str(found.key or found.place)
     return submission.spec
 
 

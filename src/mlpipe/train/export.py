@@ -20,18 +20,25 @@ from typing import Any
 
 import numpy as np
 
-from mlpipe._core.errors import TrainError
+from mlpipe._core.errors import StoreError, TrainError
 from mlpipe._core.presets import LLAMA, LlamaConfig
 from mlpipe.store import safetensors
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import load_manifest, read_blob
 from mlpipe.store.manifest import DTYPE_BYTES, Blob, Manifest, Tensor
+from mlpipe.store.open import open_store
 from mlpipe.train.tokenizer import END_OF_TEXT
 
 _SHARD_BYTES = 5_000_000_000  # what the Hub's tools cut at
 _CACHED_BLOCKS = 32  # of 16 MiB: small tensors share a block, and sharded ones have one in each blob
 _DTYPES = {ours: theirs for theirs, ours in safetensors.DTYPES.items()}
 _PREFIX = "model."
+_BESIDES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
+_MAX_TOKENIZER_BYTES = 100_000_000
 
 Reader = Callable[[Blob, int, memoryview], None]
 
@@ -79,8 +86,16 @@ def export_checkpoint(
         names |= {name.removeprefix(_PREFIX): weights[stored] for name, stored in tied.items()}
     with _new_folder(out) as folder:
         _write_weights(folder, names, manifest["blobs"], _cached_reader(store), shard_bytes)
-        end = _write_tokenizer(folder, tokenizer, config) if tokenizer else None
-        if config:
+        start = manifest["scalars"].get("init_from") or {}
+        base = start.get("config") if config else None
+        has_tokenizer = bool(base) and copy_tokenizer(folder, start)
+        end = None
+        if tokenizer and not has_tokenizer:
+            end = _write_tokenizer(folder, tokenizer, config)
+        if base:
+            dtype = weights["model.embed_tokens.weight"]["dtype"]
+            _write_json(folder / "config.json", {**base, "dtype": dtype, "torch_dtype": dtype})
+        elif config:
             _write_json(folder / "config.json", _transformers_config(config, end, weights))
             _write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
         files = tuple(sorted(path.name for path in folder.iterdir()))
@@ -117,12 +132,7 @@ def _llama_config(manifest: Manifest) -> LlamaConfig | None:
 
 def _check_names(weights: Iterable[str], config: LlamaConfig, where: str) -> None:
     """`transformers` draws at random what it does not find."""
-    attention, mlp = ("q", "k", "v", "o"), ("gate", "up", "down")
-    block = [*(f"self_attn.{x}_proj" for x in attention), *(f"mlp.{x}_proj" for x in mlp)]
-    block += ["input_layernorm", "post_attention_layernorm"]
-    expected = {f"layers.{i}.{name}" for i in range(config.num_layers) for name in block}
-    expected |= {"embed_tokens", "norm"} | (set() if config.tied else {"lm_head"})
-    missing = sorted({f"{_PREFIX}{name}.weight" for name in expected} - set(weights))
+    missing = sorted({f"{_PREFIX}{one.name}" for one in config.named_tensors()} - set(weights))
     if missing:
         raise TrainError(
             f"the checkpoint lacks {len(missing)} tensors of its model, like {missing[0]}",
@@ -162,6 +172,21 @@ def _transformers_config(config: LlamaConfig, end: int | None, weights: dict[str
         "torch_dtype": dtype,  # transformers 4
         "dtype": dtype,
     }
+
+
+def copy_tokenizer(folder: Path, start: dict[str, Any]) -> bool:
+    """What lies beside open weights besides these and config.json, where they still are. `start`: an
+    InitPlan, as a checkpoint says it. Whether a tokenizer is among it."""
+    try:
+        base = open_store(start["found"]["store_url"])
+        there = {
+            info.key for info in base.list("", recursive=False) if info.size_bytes <= _MAX_TOKENIZER_BYTES
+        }
+        for name in sorted(there & set(_BESIDES)):
+            (folder / name).write_bytes(base.get(name, length=_MAX_TOKENIZER_BYTES))
+    except (StoreError, KeyError, TypeError):
+        return False
+    return bool(there & {"tokenizer.json", "tokenizer.model", "vocab.json"})
 
 
 def _write_tokenizer(folder: Path, tokenizer: Path, config: LlamaConfig | None) -> int | None:

@@ -8,7 +8,7 @@ Checkpoints of the training itself go before: a restart or a resume does not loo
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ def start(session: Session, plan: TrainPlan, model: ParallelizedModel) -> list[s
         raise TrainError("nobody looked for the weights to start from", where="train.init_from")
     session.watchdog.beat(f"loading {found.words}", 0)
     source = _open(session, found)
+    if plan.init_from.config:
+        _drop_derived(source, plan.model.build.args)
     names = plan.init_from.map
     if not names and found.format == "safetensors" and plan.model.build.entry == LLAMA:
         names = _FILE_NAMES
@@ -95,6 +97,14 @@ def _open(session: Session, found: FoundWeights) -> Weights:
             kind="input",
         )
     return source
+
+
+def _drop_derived(source: Weights, sizes: dict[str, Any]) -> None:
+    """What some files of open weights have besides, and `transformers` leaves: a head that is the embedding,
+    rotary frequencies."""
+    for name in list(source.tensors):
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and sizes.get("tied")):
+            del source.tensors[name]
 
 
 def _here(model: ParallelizedModel, shards: dict[str, LocalShard]) -> dict[str, Here]:

@@ -22,6 +22,7 @@ def test_only_its_own_files_name_the_shape_of_presets() -> None:
         "_core/presets.py",
         "plan/shapes/dense.py",
         "plan/shapes/presets.py",
+        "plan/shapes/pretrained.py",  # reads it off a config.json
         "plan/reference.py",  # of calibrations
         "train/models/llama.py",
         "train/parallel/tensor.py",  # splits it

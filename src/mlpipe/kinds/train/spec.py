@@ -70,6 +70,17 @@ class PresetModel(SpecModel):
     )
 
 
+class PretrainedModel(SpecModel):
+    """Open weights of the architectures `llama`, `mistral`, `qwen2` and `qwen3`: config.json says the shape,
+    and the training starts from the weights."""
+
+    pretrained: f.WeightsPath = Field(
+        description="Folder of Hugging Face's layout, a path or `s3://bucket/...`: config.json and "
+        "*.safetensors, with an index where there are several."
+    )
+    seq_len: f.Count = Field(description="Tokens in a sample.")
+
+
 class OwnModel(SpecModel):
     """A function of yours that returns a plain `nn.Module`."""
 
@@ -117,23 +128,22 @@ class MeshSizes(SpecModel):
         return meshes.resolve(self.model_dump(), num_workers)
 
 
-def _entry_or(other: str, own: str) -> Discriminator:
-    def choose(value: Any) -> str:
-        return own if isinstance(value, OwnModel) or "entry" in value else other
-
-    def tag(value: Any) -> str:
-        return choose(value) if isinstance(value, dict | SpecModel) else other
-
-    return Discriminator(tag)
+def _model_tag(value: Any) -> str:
+    if isinstance(value, SpecModel):
+        return type(value).__name__
+    keys = value if isinstance(value, dict) else {}
+    return "OwnModel" if "entry" in keys else "PretrainedModel" if "pretrained" in keys else "PresetModel"
 
 
 class Train(SpecModel):
     """Train a model with torchrun."""
 
     model: Annotated[
-        Annotated[PresetModel, Tag("PresetModel")] | Annotated[OwnModel, Tag("OwnModel")],
-        _entry_or("PresetModel", "OwnModel"),
-    ] = Field(description="A `preset`, or your own `entry`.")
+        Annotated[PresetModel, Tag("PresetModel")]
+        | Annotated[PretrainedModel, Tag("PretrainedModel")]
+        | Annotated[OwnModel, Tag("OwnModel")],
+        Discriminator(_model_tag),
+    ] = Field(description="A `preset`, open weights (`pretrained`), or your own `entry`.")
     data: AnyData = Field(
         description="A folder of `tokens`, files of `parquet` or `tars`, lines of `chat`, an `entry` of "
         "your own, or a `mix`."
@@ -209,12 +219,18 @@ def _problems(stage: Node) -> Iterator[Problem]:
         return
     model = get(train, "model")
     if model is not None and isinstance(model.value, dict):
-        own, ours = get(model, "entry"), get(model, "preset")
-        if own is not None and ours is not None:
-            yield problem_of_key(ours, "model has both 'entry' and 'preset'", "keep one of them")
-        if own is None and ours is None:
+        named = [key for key in ("entry", "pretrained", "preset") if key in model.value]
+        if len(named) > 1:
             yield problem_of_key(
-                model, "model has neither 'preset' nor 'entry'", "add 'preset: ...' or 'entry: ...'"
+                model.value[named[-1]],
+                f"model has both {' and '.join(map(repr, named[-2:]))}",
+                "keep one of them",
+            )
+        if not named:
+            yield problem_of_key(
+                model,
+                "model has neither 'preset', 'pretrained' nor 'entry'",
+                "add 'preset: ...', 'pretrained: ...' or 'entry: ...'",
             )
     yield from data.problems(train)
     yield from tracking.problems(train)

@@ -117,14 +117,14 @@ class Dense:
         of every rank read whole (Korthikanti et al. 2022, section 4.2.2, who gather them once more
         instead)."""
         width, dim, tp = COMPUTE_BYTES[step.precision], self.config.dim, step.part.tp
-        kv_dim = self.config.num_kv_heads * self.config.head_dim
+        q_dim, kv_dim = self.config.q_dim, self.config.kv_dim
         norm = [4 * dim // tp, width * dim] + ([4 * dim // tp] if device == "cpu" else [])
         if checkpointing == "none":
-            split = [*2 * [width * dim], *2 * [width * kv_dim], *self._saved_in_ffn(width)]
+            split = [*2 * [width * q_dim], *2 * [width * kv_dim], *self._saved_in_ffn(width)]
             return norm, [*2 * norm, *(size // tp for size in split)]
         kept = [4 * dim]  # the block's input
         if not recomputes_attention(checkpointing):
-            kept.append(width * dim)
+            kept.append(width * q_dim)
             outers = enumerate(outer for _, outer in self.config.matmuls())
             kept += [width * outer for index, outer in outers if keeps_matmul(index)]
         return norm, [size // tp for size in kept]

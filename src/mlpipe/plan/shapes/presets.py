@@ -14,10 +14,11 @@ from mlpipe.plan.shapes.dense import Dense
 def preset(name: str, changes: Mapping[str, Any]) -> Dense:
     """The preset of this name with other sizes. Shapes that make no model are refused by
     `spec/feasibility.py` and its callers."""
-    return _of(dataclasses.replace(PRESETS[name], **changes))
+    return of(dataclasses.replace(PRESETS[name], **changes))
 
 
-def _of(config: LlamaConfig) -> Dense:
+def of(config: LlamaConfig) -> Dense:
+    """The shape of a model with these sizes."""
     if isinstance(config, MoeConfig):
         from mlpipe.plan.shapes.experts import Experts  # which most plans do without
 
@@ -27,9 +28,9 @@ def _of(config: LlamaConfig) -> Dense:
 
 def model_plan(shape: Dense, name: str, seq_len: int) -> ModelPlan:
     """What builds it."""
-    return ModelPlan(Entry(shape.config.entry, dataclasses.asdict(shape.config)), name, seq_len, ())
+    return ModelPlan(Entry(shape.config.entry, shape.config.args()), name, seq_len, ())
 
 
 def planned(model: ModelPlan) -> Dense | None:
     """The shape of a planned model; None: a user's own."""
-    return None if model.preset is None else _of(built_by(model.build.entry, model.build.args))
+    return None if model.preset is None else of(built_by(model.build.entry, model.build.args))

@@ -10,8 +10,9 @@ B batch · T tokens · D dim · H query heads · K key/value heads · C channels
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,10 +45,23 @@ def rope_tables(config: LlamaConfig, device: torch.device) -> tuple[Tensor, Tens
         shape = (config.max_seq_len, 1, config.head_dim // 2)
         return torch.empty(shape, device=device), torch.empty(shape, device=device)
     channels = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
-    frequencies = 1.0 / config.rope_theta ** (channels / config.head_dim)
+    frequencies = _stretched(1.0 / config.rope_theta ** (channels / config.head_dim), config)
     positions = torch.arange(config.max_seq_len, device=device, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)[:, None, :]
     return angles.cos(), angles.sin()
+
+
+def _stretched(frequencies: Tensor, config: LlamaConfig) -> Tensor:
+    """For more positions than the model was trained on first: all alike, or as Llama 3.1 has it (Dubey et
+    al., The Llama 3 Herd of Models, 2024; `_compute_llama3_parameters` of `transformers`)."""
+    if config.rope_scaling == "none":
+        return frequencies
+    slow = frequencies / config.rope_factor
+    if config.rope_scaling == "linear":
+        return slow
+    turns = config.rope_original * frequencies / (2 * math.pi)
+    share = ((turns - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0.0, 1.0)
+    return (1.0 - share) * slow + share * frequencies
 
 
 def rotate(x_BTHC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -68,16 +82,19 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         # where the tokens lie on several ranks, what brings these together
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
-        kv_dim = config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.q_proj = nn.Linear(config.dim, config.q_dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.dim, config.kv_dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.dim, config.kv_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.q_dim, config.dim, bias=config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
-        q_BTHC = rotate(self.q_proj(x_BTD).view(heads), cos, sin)
-        k_BTKC = rotate(self.k_proj(x_BTD).view(heads), cos, sin)
+        q_BTHC, k_BTKC = self.q_proj(x_BTD).view(heads), self.k_proj(x_BTD).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
+        q_BTHC, k_BTKC = rotate(q_BTHC, cos, sin), rotate(k_BTKC, cos, sin)
         v_BTKC = self.v_proj(x_BTD).view(heads)
         attend = self.attend if documents is None else documents.attend
         y_BHTC = attend(q_BTHC.transpose(1, 2), k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2))
@@ -87,9 +104,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=config.mlp_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
@@ -148,6 +165,8 @@ class Llama(nn.Module):
             elif isinstance(module, (nn.Linear, nn.Embedding)):
                 writes_residual = name.endswith(("o_proj", "down_proj"))
                 nn.init.normal_(module.weight, std=residual_std if writes_residual else std)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
         cos, sin = rope_tables(self.config, self.rope_cos.device)
         self.rope_cos.copy_(cos)
         self.rope_sin.copy_(sin)
@@ -188,9 +207,9 @@ class Llama(nn.Module):
         return self.lm_head(x_BTD)
 
 
-def build_model(**fields: int | float | bool) -> Llama:
+def build_model(**fields: Any) -> Llama:
     """The fields of `LlamaConfig`. Raises ValueError when they do not fit together."""
-    config = LlamaConfig(**fields)  # type: ignore[arg-type]
+    config = LlamaConfig(**fields)
     if conflicts := config.conflicts():
         raise ValueError("; ".join(conflict.message for conflict in conflicts))
     return Llama(config)

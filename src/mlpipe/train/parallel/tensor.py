@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,12 +47,18 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     ranks = RankGroup.along("tp", world, model.waits)
     done: dict[int, nn.Parameter] = {}
 
-    def cut(module: nn.Module, dim: int) -> None:
-        keep_slice(module, "weight", Slice("tp", dim, ranks.rank, ranks.num_ranks, ranks.group), done)
+    def cut(module: nn.Module, dim: int, name: str = "weight") -> None:
+        keep_slice(module, name, Slice("tp", dim, ranks.rank, ranks.num_ranks, ranks.group), done)
 
     for block in llama.layers:
         for name, dim in _CUTS.items():
-            cut(block.get_submodule(name), dim)
+            projection = cast(nn.Linear, block.get_submodule(name))
+            cut(projection, dim)
+            if projection.bias is not None and dim == 0:
+                cut(projection, 0, "bias")
+            elif projection.bias is not None:
+                projection.forward = partial(_with_share, projection, ranks.num_ranks)  # type: ignore[method-assign]
+                model.partial.append((projection, "bias"))
         for part in map(block.get_submodule, ("self_attn", "mlp")):
             part.register_forward_pre_hook(_gather(ranks))
             part.register_forward_hook(lambda module, args, y: scattered_sum(y.flatten(0, -2), ranks))
@@ -101,6 +107,11 @@ def _forward(
 def _embed(embedding: nn.Embedding, ranks: RankGroup, inputs_BT: Tensor) -> Tensor:
     """This rank's tokens ((B T) / tp, D), each out of the rows of whichever rank has it."""
     return scattered_sum(embedded_here(embedding, inputs_BT.flatten(), ranks), ranks)
+
+
+def _with_share(projection: nn.Linear, num_ranks: int, x: Tensor) -> Tensor:
+    """Each rank adds as much of the bias as makes one of it in the sum over the ranks."""
+    return F.linear(x, projection.weight, projection.bias / num_ranks)
 
 
 def _gather(ranks: RankGroup) -> Callable[..., tuple[Any, ...]]:

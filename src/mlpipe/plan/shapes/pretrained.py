@@ -1,0 +1,191 @@
+"""Open weights as their folder describes them (Hugging Face's layout): of its config.json the sizes of the
+model that mlpipe builds. No value of a weight is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlpipe._core.errors import PlanError
+from mlpipe._core.presets import LlamaConfig
+
+FILE = "config.json"
+_MAX_BYTES = 2**20
+_NEVER_STRETCHED = {None, "default"}
+# What the architectures of mlpipe's own model say, by `model_type`, where their config.json is silent.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072},
+    "qwen2": {"qkv_bias": True, "num_key_value_heads": 32, "max_position_embeddings": 32_768},
+    "qwen3": {
+        "qk_norm": True,
+        "head_dim": 128,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768,
+    },
+}
+_COMMON = {
+    "max_position_embeddings": 2_048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+_LARGEST = 2**31  # of any size
+
+
+def read_config(folder: str) -> dict[str, Any]:
+    """The config.json of `folder`, a path or an `s3://` URL. Raises PlanError for what is none, StoreError
+    for a bucket that does not answer."""
+    data, where = _bytes(folder)
+    if len(data) > _MAX_BYTES:
+        raise PlanError(f"{FILE} has more than {_MAX_BYTES} bytes", where=where)
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"no JSON: {error}", where=where, hint="copy the folder again") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise PlanError("this config.json does not say which model it is of (model_type)", where=where)
+    return config
+
+
+def _bytes(folder: str) -> tuple[bytes, str]:
+    hint = "name a folder with config.json and *.safetensors, as `save_pretrained` writes it"
+    if folder.startswith("s3://"):
+        from mlpipe._core.errors import StoreError
+        from mlpipe.store.open import open_store
+
+        where = f"{folder.rstrip('/')}/{FILE}"
+        try:
+            return open_store(folder.rstrip("/")).get(FILE, length=_MAX_BYTES + 1), where
+        except StoreError as error:
+            if error.kind != "input":
+                raise
+            raise PlanError(f"cannot be read: {error.message}", where=where, hint=hint) from None
+    path = Path(folder.removeprefix("file://")).expanduser() / FILE
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_BYTES + 1), str(path)
+    except OSError as error:
+        raise PlanError(f"cannot be read: {error.strerror}", where=str(path), hint=hint) from None
+
+
+def sizes_of(config: Mapping[str, Any], where: str) -> LlamaConfig:
+    """Raises PlanError for an architecture that mlpipe's own model does not compute, and for what makes no
+    model."""
+    family = str(config["model_type"])
+    if family not in _FAMILIES:
+        raise PlanError(
+            f"{family!r} is none of the architectures that mlpipe's own model computes",
+            where=where,
+            hint=f"these are {', '.join(_FAMILIES)}; of another name a function that builds it: entry",
+        )
+    given = {key: value for key, value in config.items() if value is not None}
+    said = _Said({**_COMMON, **_FAMILIES[family], **given}, where)
+    said.only("hidden_act", ("silu", "swish"))
+    for key in ("quantization_config", "auto_map"):
+        if config.get(key):
+            raise PlanError(f"{key} is not supported", where=where, hint="save the model in bf16 or fp32")
+    has_bias = said.flag("attention_bias") and family in ("llama", "qwen3")
+    dim, num_heads = said.size("hidden_size"), said.size("num_attention_heads")
+    head_dim = said.size("head_dim") if "head_dim" in said.values else None
+    sizes = LlamaConfig(
+        vocab_size=said.size("vocab_size"),
+        dim=dim,
+        num_layers=said.size("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=said.size("num_key_value_heads", num_heads),
+        ffn_dim=said.size("intermediate_size"),
+        max_seq_len=said.size("max_position_embeddings"),
+        rope_theta=said.rope("rope_theta", 10_000.0),
+        norm_eps=said.number("rms_norm_eps"),
+        tied=said.flag("tie_word_embeddings"),
+        head_channels=None if head_dim is None or head_dim * num_heads == dim else head_dim,
+        qkv_bias=said.flag("qkv_bias") or has_bias,
+        o_bias=has_bias,
+        mlp_bias=said.flag("mlp_bias") and family == "llama",
+        qk_norm=said.flag("qk_norm"),
+        **said.stretch(),
+    )
+    if conflicts := sizes.conflicts():
+        raise PlanError(conflicts[0].message, where=where, hint="copy the folder again")
+    return sizes
+
+
+def longest(config: Mapping[str, Any], sizes: LlamaConfig) -> int:
+    """Tokens of a sequence that mlpipe's model computes as `transformers` does: attention that looks back
+    without a limit is the same below the window."""
+    window = config.get("sliding_window")
+    slides = config.get("use_sliding_window", config["model_type"] == "mistral")
+    return min(sizes.max_seq_len, window) if slides and isinstance(window, int) else sizes.max_seq_len
+
+
+class _Said:
+    """What a config.json says, by its keys, checked."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self.values, self.where = values, where
+        # transformers 5 has all of the rotation in one, 4 apart
+        scaling = values.get("rope_parameters", values.get("rope_scaling")) or {}
+        if not isinstance(scaling, dict):
+            raise self._wrong("rope_scaling", scaling)
+        self.scaling: dict[str, Any] = scaling
+
+    def _wrong(self, key: str, value: Any) -> PlanError:
+        told = f"{key} {str(value)[:40]!r} cannot be"
+        return PlanError(told, where=self.where, hint="copy the folder again")
+
+    def size(self, key: str, otherwise: int | None = None) -> int:
+        value = self.values.get(key, otherwise)
+        if type(value) is not int or not 0 < value < _LARGEST:
+            raise self._wrong(key, value)
+        return value
+
+    def flag(self, key: str) -> bool:
+        value = self.values.get(key, False)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value)
+        return value
+
+    def number(self, key: str) -> float:
+        return self._positive(key, self.values.get(key))
+
+    def rope(self, key: str, otherwise: float) -> float:
+        return self._positive(key, self.scaling.get(key, self.values.get(key, otherwise)))
+
+    def _positive(self, key: str, value: Any) -> float:
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not math.isfinite(value) or value <= 0:
+            raise self._wrong(key, value)
+        return float(value)
+
+    def only(self, key: str, allowed: tuple[str, ...]) -> None:
+        if self.values.get(key) not in allowed:
+            value = str(self.values.get(key))[:40]
+            raise PlanError(
+                f"{key} {value!r} is not what mlpipe's model computes ({allowed[0]})", where=self.where
+            )
+
+    def stretch(self) -> dict[str, Any]:
+        """The fields of `LlamaConfig` that say how the rotary frequencies are scaled."""
+        kind = self.scaling.get("rope_type", self.scaling.get("type"))
+        if kind in _NEVER_STRETCHED:
+            return {}
+        if kind not in ("linear", "llama3"):
+            raise PlanError(
+                f"rotary frequencies scaled as {str(kind)[:40]!r} are not supported",
+                where=self.where,
+                hint="linear and llama3 are",
+            )
+        found: dict[str, Any] = {"rope_scaling": kind, "rope_factor": self.rope("factor", 0.0)}
+        if kind == "llama3":
+            original = self.scaling.get("original_max_position_embeddings")
+            if type(original) is not int or not 0 < original < _LARGEST:
+                raise self._wrong("original_max_position_embeddings", original)
+            low, high = self.rope("low_freq_factor", 0.0), self.rope("high_freq_factor", 0.0)
+            if low >= high:
+                raise self._wrong("high_freq_factor", high)
+            found |= {"rope_original": original, "rope_low": low, "rope_high": high}
+        return found

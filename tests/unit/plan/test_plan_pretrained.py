@@ -1,0 +1,140 @@
+"""Open weights: what their config.json says of the model, and what of it is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlpipe._core.errors import MlpipeError, SpecError
+from mlpipe.plan.build import build_plan, stage_hardware
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.shapes import pretrained
+from mlpipe.spec.load import load_pipeline_text
+
+pytestmark = pytest.mark.unit
+
+QWEN: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu",
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+TEXT = """
+version: 1
+name: tune
+stages:
+  - name: train
+    train:
+      model: {{pretrained: {folder}, seq_len: {seq_len}}}
+      data: {{tokens: tokens, batch_size: 8}}
+      steps: 3
+"""
+
+
+def planned(folder: Path, config: Any, seq_len: int = 32, text: str = TEXT) -> Plan:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    pipeline = load_pipeline_text(text.format(folder=folder, seq_len=seq_len), "tune.yaml")
+    hardware = stage_hardware(pipeline, "train")
+    return build_plan(
+        pipeline, "train", run_id="r", attempt=1, store_url="runs", inputs={}, hardware=hardware
+    )
+
+
+def test_the_plan_has_the_models_sizes_and_starts_from_its_folder(tmp_path: Path) -> None:
+    """Numbers by hand: embedding 256 x 64; a block's q and o 2 x 64 x 128, k and v 2 x 64 x 64, feed-forward
+    3 x 64 x 96, norms 2 x 64 + 2 x 32; the last norm 64."""
+    plan = planned(tmp_path / "qwen", QWEN)
+    train = plan.work.training
+    sizes = pretrained.sizes_of(QWEN, "")
+    block = 2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 96 + 2 * 64 + 2 * 32
+    assert sizes.num_params() == 256 * 64 + 2 * block + 64
+    assert sum(rows * columns * number for rows, columns, number in sizes.tensors()) == sizes.num_params()
+    assert sum(one.size for one in sizes.named_tensors()) == sizes.num_params()
+    assert train.model.preset == "qwen"
+    assert train.model.build.args == sizes.args()
+    assert train.init_from is not None
+    assert (train.init_from.path, train.init_from.config) == (str(tmp_path / "qwen"), QWEN)
+    assert train.meaning["model.qk_norm"] is True
+    assert train.meaning["model.pretrained"] == str(tmp_path / "qwen")
+    assert train.predicted is not None
+    assert train.num_flops_per_token == 6 * sizes.num_params() + 12 * 2 * 4 * 32 * 32
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_rotations_of_both_spellings_are_read() -> None:
+    old = {**QWEN, "rope_theta": 5e5, "rope_scaling": {**LLAMA3}}
+    del old["rope_parameters"]
+    new = {**QWEN, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}}
+    assert pretrained.sizes_of(old, "") == pretrained.sizes_of(new, "")
+    assert pretrained.sizes_of(new, "").args()["rope_original"] == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2' is none of the architectures"),
+        ({"model_type": 7}, "does not say which model"),
+        ({"hidden_size": "64"}, "hidden_size '64' cannot be"),
+        ({"hidden_size": 2**31}, "cannot be"),
+        ({"num_hidden_layers": True}, "num_hidden_layers 'True' cannot be"),
+        ({"num_key_value_heads": 3}, "num_kv_heads 3 does not divide num_heads 4"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not what"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' are not supported"),
+        ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
+        ({"rope_parameters": {**LLAMA3, "factor": float("nan")}}, "factor"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"auto_map": {"AutoModel": "own.Model"}}, "auto_map is not supported"),
+    ],
+)
+def test_what_the_model_does_not_compute_is_refused(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(MlpipeError, match=words) as caught:
+        planned(tmp_path / "m", {**QWEN, **change})
+    assert caught.value.kind == "input"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [("{", "no JSON"), ("[]", "model_type"), ("[" * 10**5, "no JSON"), (" " * 2**21, "bytes")],
+)
+def test_what_is_no_config_is_refused(tmp_path: Path, config: str, words: str) -> None:
+    with pytest.raises(MlpipeError, match=words):
+        planned(tmp_path / "m", config)
+
+
+def test_a_folder_without_one_is_refused_by_name(tmp_path: Path) -> None:
+    pipeline = load_pipeline_text(TEXT.format(folder=tmp_path, seq_len=8), "tune.yaml")
+    with pytest.raises(MlpipeError, match="cannot be read") as caught:
+        build_plan(
+            pipeline, "train", run_id="r", attempt=1, store_url="runs", inputs={},
+            hardware=stage_hardware(pipeline, "train"),
+        )  # fmt: skip
+    assert caught.value.where == f"{tmp_path}/config.json"
+
+
+def test_sequences_are_as_long_as_positions_and_window_allow(tmp_path: Path) -> None:
+    with pytest.raises(MlpipeError, match="seq_len 200 is more than the 128 positions"):
+        planned(tmp_path / "m", QWEN, seq_len=200)
+    mistral = {**QWEN, "model_type": "mistral", "sliding_window": 48}
+    assert planned(tmp_path / "m", mistral, seq_len=48)
+    with pytest.raises(MlpipeError, match="seq_len 49 is more than the 48"):
+        planned(tmp_path / "m", mistral, seq_len=49)
+
+
+def test_two_sources_of_weights_and_pickles_are_refused_with_the_line() -> None:
+    both = TEXT.format(folder="base", seq_len=8) + "      init_from: {model: a@b}\n"
+    with pytest.raises(SpecError, match=r"tune.yaml:10:7: model.pretrained says already which weights"):
+        load_pipeline_text(both, "tune.yaml")
+    with pytest.raises(SpecError, match="a pickle runs the code that it holds"):
+        load_pipeline_text(TEXT.format(folder="base/model.bin", seq_len=8), "tune.yaml")
