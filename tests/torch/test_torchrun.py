@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from kit.plans import environment, train_plan
+
+from mlpipe.train import torchrun
 
 pytestmark = pytest.mark.torch
 
@@ -99,3 +102,18 @@ def test_a_rank_is_a_fork_with_nothing_of_torchruns_but_its_modules(tmp_path: Pa
     assert output.read_text() == "standard output of 0\n"
     assert "exitcode: 1) local_rank: 1" in done.stderr.replace("failed (", "")
     assert "exitcode: 7) local_rank: 1" in done.stderr.replace("failed (", "")
+
+
+def test_a_rank_that_was_buried_and_not_told_of_ends_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server waits for a rank, then writes its code: between the two torchrun signals nobody."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    handler = subprocess_handler.SubprocessHandler
+    monkeypatch.setattr(subprocess_handler, "Popen", subprocess_handler.Popen)
+    monkeypatch.setattr(handler, "close", handler.close)
+    torchrun._fork_in(subprocess_handler)
+    buried = subprocess.Popen(["true"])
+    buried.wait()
+    closed = object.__new__(handler)
+    closed.proc, closed._stdout, closed._stderr = buried, None, None
+    closed.close(signal.SIGTERM)

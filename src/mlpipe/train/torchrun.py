@@ -17,6 +17,7 @@ import gc
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import traceback
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import IO, NoReturn
 
 from mlpipe.train import debugger, without_dynamo
@@ -46,7 +48,7 @@ def main(argv: list[str]) -> int:
 
     gc.freeze()  # so that collections in a rank do not write to, and so copy, what it shares
     _start_fork_server()
-    subprocess_handler.Popen = Forked  # type: ignore[assignment,misc]
+    _fork_in(subprocess_handler)
     node = GangNode.from_environment()
     if node.index and not _first_node_listens(node.rendezvous):
         words = f"node 0 did not listen at {node.rendezvous} within {RENDEZVOUS_SECONDS:.0f} s"
@@ -54,6 +56,19 @@ def main(argv: list[str]) -> int:
         return 1
     run.main(argv)
     return 0
+
+
+def _fork_in(subprocess_handler: ModuleType) -> None:
+    """Ranks of torchrun's handlers are forks from now on."""
+    handler = subprocess_handler.SubprocessHandler
+    close = handler.close
+
+    def close_if_there(self: object, death_sig: signal.Signals | None = None) -> None:
+        # The fork server has buried a rank a moment before it says so: poll() is None, its group is gone.
+        with contextlib.suppress(ProcessLookupError):
+            close(self, death_sig)
+
+    subprocess_handler.Popen, handler.close = Forked, close_if_there  # type: ignore[attr-defined]
 
 
 def _start_fork_server() -> None:
