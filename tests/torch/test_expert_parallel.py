@@ -16,7 +16,7 @@ from mlpipe._core.presets import MOE, MoeConfig
 from mlpipe.plan.axes import ep
 from mlpipe.plan.axes.axis import Layout
 from mlpipe.plan.hardware import detect_hardware
-from mlpipe.plan.plan import Checkpointing, Entry, Mesh, ModelPlan, Plan
+from mlpipe.plan.plan import Checkpointing, Entry, Mesh, ModelPlan, PipelinePlan, Plan
 from mlpipe.plan.shapes import experts as shapes
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.time import passes
@@ -38,6 +38,13 @@ CONFIG = MoeConfig(
 MODEL = ModelPlan(Entry(MOE, dataclasses.asdict(CONFIG)), "test", 32, ())
 STEPS = 6
 TWO, FOUR = Mesh(dp_shard=2, ep=2), Mesh(dp_shard=4, ep=2)
+MIXED = {
+    "tp": Mesh(tp=2),
+    "cp": Mesh(cp=2),
+    "pp": Mesh(pp=2),
+    "copies": Mesh(dp_replicate=2, dp_shard=2, ep=2),
+    "stages": Mesh(pp=2, dp_shard=2, ep=2),
+}
 
 
 class Counted(Wire):
@@ -98,14 +105,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
         plan("full", TWO, activation_checkpointing="full", micro_batch=4, accumulation=2),
         plan("low", TWO, precision="bf16"),
     ]
-    four = plan("four", FOUR)
-    plans.run_together([four, chain[0]], folder / "four")
+    four = [plan("four", FOUR)]
+    staged = {"pipeline": PipelinePlan("1f1b", (1, 1)), "micro_batch": 4}
+    for name, mesh in MIXED.items():
+        more = {**staged, "accumulation": 4 // mesh.dp_shard} if mesh.pp > 1 else {}
+        (two if mesh.world_size == 2 else four).append(plan(name, mesh, **more))
+    plans.run_together([*four, chain[0]], folder / "four")
     plans.run_together([alone, chain[1]], folder / "one")
     plans.run_together([*two, chain[2]], folder / "two")
     fields = ("loss", "grad_norm", "expert_max_load_ratio")
     found = {
         one.run_id: {field: plans.by_step(folder / "store", one, field) for field in fields}
-        for one in [alone, *two, four]
+        for one in [alone, *two, *four]
     }
     steps = [plans.by_step(folder / "store", one, "loss") for one in chain]
     return found | {"chain": {"loss": [loss for some in steps for loss in some]}}
@@ -113,7 +124,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
 
 @pytest.mark.combines("ep", "dp_shard", "model with experts", "optimizer adamw")
 @pytest.mark.combines("ep", "activation_checkpointing full", "accumulation")
-@pytest.mark.parametrize("name", ["two", "full", "four"])
+@pytest.mark.combines("ep", "dp_replicate", "dp_shard", "model with experts")
+@pytest.mark.combines("ep", "pp", "dp_shard", "pipeline 1f1b", "model with experts")
+@pytest.mark.combines("tp", "model with experts")
+@pytest.mark.combines("cp", "model with experts")
+@pytest.mark.parametrize("name", ["two", "full", "four", *MIXED])
 def test_losses_gradients_and_loads_are_those_of_one_rank(trained: Any, name: str) -> None:
     assert len(trained[name]["loss"]) == STEPS
     assert trained[name]["loss"] == pytest.approx(trained["alone"]["loss"], rel=1e-5)

@@ -14,7 +14,7 @@ import torch
 from kit import own
 
 from mlpipe._core.errors import MlpipeError, StoreError, TrainError
-from mlpipe._core.presets import LLAMA
+from mlpipe._core.presets import LLAMA, MOE
 from mlpipe.cli.outcome import _next
 from mlpipe.plan.plan import Mesh
 from mlpipe.store import catalogue
@@ -24,6 +24,7 @@ from mlpipe.train.corpus import build_corpus
 from mlpipe.train.export import export_checkpoint
 from mlpipe.train.init import initialize
 from mlpipe.train.model import BuiltModel, LossModule
+from mlpipe.train.models import moe
 from mlpipe.train.models.llama import build_model
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel, local_shards
 from mlpipe.train.tokenizer import END_OF_TEXT, load_tokenizer
@@ -135,6 +136,34 @@ def test_transformers_gives_the_same_logits(
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.eos_token == END_OF_TEXT
     assert theirs.config.eos_token_id == tokenizer.eos_token_id == own.token_to_id(END_OF_TEXT)
+
+
+@pytest.mark.parametrize(("shared", "cuts"), [(2, (3, 2)), (0, (1, 1))])
+def test_transformers_computes_experts_alike(tmp_path, store, shared, cuts, transformers):
+    """Biases decide, too; ranks' cuts do not lie between experts."""
+    of_experts = {"num_experts": 4, "experts_per_token": 2, "num_shared_experts": shared, "balance_rate": 0.1}
+    model = moe.build_model(**{**FIELDS, **of_experts})
+    initialize(model, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):
+                buffer.copy_(torch.tensor([0.5, 0.0, -0.5, 0.2]))
+    args = asdict(model.config)
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+    key = save(store, tensors, {"entry": MOE, "args": args, "preset": None}, cuts=cuts)
+    done = export_checkpoint(store, key, tmp_path / "out")
+    assert done.transformers
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert type(theirs).__name__ == "Glm4MoeForCausalLM"
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    inputs = torch.randint(0, 300, (4, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(inputs).logits, model(inputs), atol=1e-4, rtol=1e-4)
 
 
 def test_the_exported_model_generates(tmp_path, store, tokens, transformers):

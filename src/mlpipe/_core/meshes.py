@@ -17,8 +17,9 @@ AXES = (*FACTORS, "ep")
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks read different samples
 FILL = "fill"  # a size: what the others leave of the workers
 
-# What `tp` splits evenly of a model: attention by whole heads, the rest by channels and tokens.
-_TENSOR_WIDTHS = ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size", "seq_len")
+# What `tp` splits evenly of a model: attention by whole heads, experts by whole ones, the rest by channels
+# and tokens.
+_TENSOR_WIDTHS = ("num_heads", "num_kv_heads", "num_experts", "ffn_dim", "vocab_size", "seq_len")
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ _WHOLE_ROWS = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.
 MIXES: tuple[Mix, ...] = (
     Mix("tp", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     *(Mix(axis, "data.chat", (), "its samples differ in length") for axis in ("pp", "cp", "tp")),
-    Mix("pp", "ep", (), "what experts count is of one stage"),
     Mix("ep", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
-    Mix("ep", "dp_replicate", (), "copies of experts are not reduced"),
+    Mix("ep", "tp", (), "both lay experts over ranks"),
+    Mix("ep", "cp", (), "who shares the experts of a rank is not its neighbour"),
 )
 
 
@@ -91,12 +92,8 @@ def conflicts(
                 f"{axis} {size} splits mlpipe's own models, not yours",
                 f"make {axis} 1, or use a preset",
             )
-        elif axis in ("tp", "cp", "pp") and figures.get("num_experts"):
-            conflict = Infeasible(
-                f"{axis} {size} does not go with experts yet", f"make {axis} 1, or take a llama-* preset"
-            )
         elif axis == "tp":
-            conflict = uneven_tensors(size, {k: figures[k] for k in _TENSOR_WIDTHS if k in figures})
+            conflict = uneven_tensors(size, {k: figures[k] for k in _TENSOR_WIDTHS if figures.get(k)})
         elif axis == "cp":
             conflict = uneven_context(size, figures.get("seq_len"), sizes["tp"])
         elif axis == "pp":

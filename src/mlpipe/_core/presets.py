@@ -12,6 +12,7 @@ from mlpipe._core.feasibility import Infeasible, indivisible, too_many_experts
 
 LLAMA = "mlpipe.train.models.llama:build_model"  # the entries of mlpipe's own models
 MOE = "mlpipe.train.models.moe:build_model"
+OWN = (LLAMA, MOE)
 OF_EXPERTS = ("num_experts", "experts_per_token", "num_shared_experts", "balance_rate")
 
 

@@ -46,11 +46,10 @@ def problems(train: Node, num_workers: int) -> Iterator[Problem]:
 
 
 def is_searched(train: Node) -> bool:
-    """Whether the planner may choose axes whose workers share samples: for a preset without experts, whose
-    strategy the file leaves open."""
+    """Whether the planner may choose axes whose workers share samples: for a preset whose strategy the file
+    leaves open."""
     open_ = text_of(get(train, "strategy")) in (None, "auto") and get(train, "mesh") is None
-    figures = figures_of(train)
-    return open_ and get(train, "model", "preset") is not None and not figures.get("num_experts")
+    return open_ and get(train, "model", "preset") is not None
 
 
 def figures_of(train: Node) -> dict[str, int]:

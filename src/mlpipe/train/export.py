@@ -1,4 +1,4 @@
-"""A committed checkpoint -> a folder with safetensors and tokenizer.json; of mlpipe's own Llama besides with
+"""A committed checkpoint -> a folder with safetensors and tokenizer.json; of mlpipe's own models besides with
 config.json, so that `transformers` loads it.
 
 Needs no torch and no model: tensors are read from the store one at a time, verified, and streamed into the
@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 
 from mlpipe._core.errors import StoreError, TrainError
-from mlpipe._core.presets import LLAMA, LlamaConfig
+from mlpipe._core.presets import LLAMA, MOE, LlamaConfig, MoeConfig, built_by
 from mlpipe.store import safetensors
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import load_manifest, read_blob
 from mlpipe.store.manifest import DTYPE_BYTES, Blob, Manifest, Tensor
 from mlpipe.store.open import open_store
+from mlpipe.train import export_experts
 from mlpipe.train.tokenizer import END_OF_TEXT
 
 _SHARD_BYTES = 5_000_000_000  # what the Hub's tools cut at
@@ -66,7 +67,7 @@ def export_checkpoint(
     """Writes the weights of the checkpoint under the prefix `key` into the new folder `out`, all or nothing.
 
     `tokenizer`: a tokenizer.json to put beside them. `ema`: the average of the weights instead of the last
-    ones; buffers, and what was not trained, as they are. A model that is not mlpipe's own Llama gets its
+    ones; buffers, and what was not trained, as they are. A model that is not mlpipe's own gets its
     weights under their own names, tied ones under each of theirs as its `load_state_dict` expects, and no
     config.json (transformers ties by its own). Raises TrainError (input) when `out` is there and not empty,
     StoreError when the checkpoint is absent or damaged.
@@ -81,6 +82,8 @@ def export_checkpoint(
     if config:
         _check_names(weights, config, key)
     names = {_exported_name(name, config): tensor for name, tensor in weights.items()}
+    if isinstance(config, MoeConfig):
+        names = dict(export_experts.file_tensors(config, names))
     if config is None:
         tied = manifest["scalars"].get("tied") or {}
         names |= {name.removeprefix(_PREFIX): weights[stored] for name, stored in tied.items()}
@@ -118,21 +121,28 @@ def _averages(manifest: Manifest, weights: dict[str, Tensor], key: str) -> dict[
 def is_for_transformers(manifest: Manifest) -> bool:
     """Whether the export of this checkpoint is what `AutoModelForCausalLM.from_pretrained` loads."""
     model = manifest["scalars"].get("model")
-    return isinstance(model, dict) and model.get("entry") == LLAMA
+    if not isinstance(model, dict):
+        return False
+    of_experts = model.get("entry") == MOE and (model.get("args") or {}).get("num_experts", 0) > 1
+    return of_experts or model.get("entry") == LLAMA
 
 
 def _llama_config(manifest: Manifest) -> LlamaConfig | None:
     if not is_for_transformers(manifest):
         return None
     try:
-        return LlamaConfig(**manifest["scalars"]["model"]["args"])
+        return built_by(manifest["scalars"]["model"]["entry"], manifest["scalars"]["model"]["args"])
     except (KeyError, TypeError) as error:
         raise TrainError(f"the checkpoint's model has other fields than this mlpipe's: {error}") from error
 
 
 def _check_names(weights: Iterable[str], config: LlamaConfig, where: str) -> None:
     """`transformers` draws at random what it does not find."""
-    missing = sorted({f"{_PREFIX}{one.name}" for one in config.named_tensors()} - set(weights))
+    expected = {f"{_PREFIX}{one.name}" for one in config.named_tensors()}
+    if isinstance(config, MoeConfig):
+        bias = "mlp.gate.e_score_correction_bias"
+        expected |= {f"{_PREFIX}layers.{block}.{bias}" for block in range(config.num_layers)}
+    missing = sorted(expected - set(weights))
     if missing:
         raise TrainError(
             f"the checkpoint lacks {len(missing)} tensors of its model, like {missing[0]}",
@@ -171,6 +181,7 @@ def _transformers_config(config: LlamaConfig, end: int | None, weights: dict[str
         "eos_token_id": end,
         "torch_dtype": dtype,  # transformers 4
         "dtype": dtype,
+        **(export_experts.config_fields(config) if isinstance(config, MoeConfig) else {}),
     }
 
 

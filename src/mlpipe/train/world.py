@@ -109,10 +109,12 @@ class World:
 
     @cached_property
     def experts(self) -> DeviceMesh:
-        """The ranks of `dp_shard`, which are all: those that have the same experts, and those that have
-        different ones (`ep`)."""
-        shards = self.mesh.dp_shard // self.mesh.ep
-        return init_device_mesh(self.device.type, (shards, self.mesh.ep), mesh_dim_names=(EXPERT_SHARD, "ep"))
+        """The ranks of `dp_shard` cut in two: those that have the same experts, and those that have different
+        ones (`ep`); around them the axes of other stages and copies. `tp` and `cp` are 1."""
+        mesh = self.mesh
+        sizes = (mesh.pp, mesh.dp_replicate, mesh.dp_shard // mesh.ep, mesh.ep)
+        names = ("pp", "dp_replicate", EXPERT_SHARD, "ep")
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
 
     def _larger(self, axis: str) -> str:
         """The axis without parts of one rank."""

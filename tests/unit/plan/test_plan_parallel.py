@@ -258,8 +258,9 @@ def test_experts_are_gathered_by_who_has_the_same_ones() -> None:
 
 
 def test_experts_that_nobody_shares_are_cast_for_the_backward_pass() -> None:
-    """On two ranks half of moe-7b's stay cast in all 16 blocks: more than what FSDP would gather of two."""
-    shape = Experts(cast(MoeConfig, PRESETS["moe-7b"]))
+    """On two ranks half of moe-7b's stay cast in all 16 blocks, or of one that is computed again; without ep
+    FSDP gathers two blocks' in bf16 and holds one's gradients twice. Of four ranks two share half of them."""
+    shape = Experts(dataclasses.replace(cast(MoeConfig, PRESETS["moe-7b"]), vocab_size=64))
     experts = 3 * shape.config.num_experts * shape.config.dim * shape.config.ffn_dim
 
     def buffers(mode: str, mesh: Mesh) -> int:
@@ -277,8 +278,9 @@ def test_experts_that_nobody_shares_are_cast_for_the_backward_pass() -> None:
 
     without = buffers("none", Mesh(dp_shard=2))
     assert buffers("none", Mesh(dp_shard=2, ep=2)) == without + (2 * 16 // 2 - 10) * experts
-    assert buffers("full", Mesh(dp_shard=2, ep=2)) == buffers("full", Mesh(dp_shard=2))
-    assert buffers("none", Mesh(dp_shard=4, ep=2)) == buffers("none", Mesh(dp_shard=4))
+    assert buffers("full", Mesh(dp_shard=2, ep=2)) == without + (2 // 2 - 10) * experts
+    for mesh in (Mesh(dp_shard=4, ep=2), Mesh(dp_replicate=2, dp_shard=2, ep=2)):
+        assert buffers("none", mesh) == without - 10 * experts // 2
 
 
 @given(

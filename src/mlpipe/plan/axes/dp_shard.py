@@ -12,11 +12,25 @@ from mlpipe.plan.tensors import (
     COMPUTE_BYTES,
     GRADIENT_BYTES,
     WEIGHT_BYTES,
+    Group,
     Moment,
     RankTensors,
+    Tensors,
     total,
 )
 from mlpipe.plan.wire import Wire
+
+
+def _absent_experts(work: RankWork) -> tuple[int, int]:
+    """Parameters of a block's experts that never come together on a rank under `ep`, and of these the trained
+    ones: those of others, and its own if nobody else has them, which FSDP need not gather."""
+    mesh, experts = work.layout.mesh, work.expert_params
+    if mesh.ep == 1:
+        return 0, 0
+    is_shared = mesh.dp_shard * mesh.dp_replicate > mesh.ep
+    absent = experts - (experts // mesh.ep if is_shared else 0)
+    frozen = work.parameters.block - work.parameters.trained.block
+    return absent, max(0, absent - frozen)
 
 
 def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
@@ -24,21 +38,27 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     resharding of the current and the prefetched one, what is outside the blocks in fp32 with its gradients,
     and the larger of what reductions hold: a block's gradients with their fp32 input, or the fp32 input of
     what is outside. Accumulation keeps the gradients of all micro-batches whole, in fp32, until the last one
-    sends them, unless each does."""
+    sends them, unless each does. Under `ep` whole means without the experts of others."""
     layout, parameters = work.layout, work.parameters
     width, num_ranks = COMPUTE_BYTES[work.step.precision], layout.num_shards
-    block, outside, trained = parameters.block, parameters.outside, parameters.trained
+    outside, trained = parameters.outside, parameters.trained
+    absent, absent_trained = _absent_experts(work)
+    block, absent_everywhere = parameters.block - absent, parameters.num_blocks * absent
+    inside = parameters.total - outside - absent_everywhere
     sends_late = work.step.accumulation > 1 and layout.reduce_gradients == "last"
-    gathered = width * (2 * block if layout.reshard_after_forward else parameters.total - outside)
+    gathered = width * (2 * block if layout.reshard_after_forward else inside)
     gathered += WEIGHT_BYTES * outside + GRADIENT_BYTES * trained.outside
-    reducing = max((width + GRADIENT_BYTES) * trained.block, GRADIENT_BYTES * trained.outside)
+    reducing = max(
+        (width + GRADIENT_BYTES) * (trained.block - absent_trained), GRADIENT_BYTES * trained.outside
+    )
+    unsent_ratio = 1 - parameters.num_blocks * absent_trained / max(1, trained.total)
     divided = replace(
         tensors,
         parameters=parameters.sharded(num_ranks, WEIGHT_BYTES),
         gradients=trained.sharded(num_ranks, GRADIENT_BYTES),
-        unsent=trained.sharded(1, GRADIENT_BYTES) if sends_late else (),
+        unsent=_scaled(trained.sharded(1, GRADIENT_BYTES), unsent_ratio) if sends_late else (),
         optimizer=work.optimizer_states(num_ranks),
-        copies=parameters.sharded(1, width),
+        copies=_scaled(parameters.sharded(1, width), 1 - absent_everywhere / max(1, parameters.total)),
         buffers=gathered + reducing,
     )
     at_once = total(divided.gradients) + total(divided.unsent) + work.held_bytes + divided.buffers
@@ -46,15 +66,21 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     return replace(divided, moments=moments)
 
 
+def _scaled(group: Group, ratio: float) -> Group:
+    return group if ratio == 1 else tuple(Tensors(int(ratio * one.num_bytes), one.number) for one in group)
+
+
 def _one_after_another(tensors: RankTensors, work: RankWork) -> tuple[Moment, ...]:
     """Where nothing runs ahead the peak is that of one of four moments: the loss, with the buffer of the last
     gathering; the backward pass of the last block; the reduction of its gradients, and of those that are
     outside the blocks."""
     parameters, unsent, saved = work.parameters, total(tensors.unsent), total(tensors.saved)
-    width, block, outside = COMPUTE_BYTES[work.step.precision], parameters.block, parameters.outside
+    absent, absent_trained = _absent_experts(work)
+    width, block, outside = COMPUTE_BYTES[work.step.precision], parameters.block - absent, parameters.outside
     num_blocks = max(1, parameters.num_blocks)
-    stays = 0 if work.layout.reshard_after_forward else width * (parameters.total - outside)
-    reduced, reduced_outside = parameters.trained.block, parameters.trained.outside
+    inside = parameters.total - outside - parameters.num_blocks * absent
+    stays = 0 if work.layout.reshard_after_forward else width * inside
+    reduced, reduced_outside = parameters.trained.block - absent_trained, parameters.trained.outside
     whole = WEIGHT_BYTES * outside + GRADIENT_BYTES * reduced_outside
     current = stays or width * block
     loss = saved + work.activations.logit_bytes + WEIGHT_BYTES * outside + stays + width * block

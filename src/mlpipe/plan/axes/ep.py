@@ -6,20 +6,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
-from mlpipe.plan.tensors import COMPUTE_BYTES, GRADIENT_BYTES, RankTensors
+from mlpipe.plan.tensors import COMPUTE_BYTES, RankTensors
 from mlpipe.plan.wire import Wire
 
 
 def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
-    """As without: that a rank gathers its own experts only leaves it more room than this says, and that all
-    tokens may want the same ones needs some of that. Where nobody has the same ones FSDP casts none: autocast
-    does, and without recomputation its copies stay until the backward pass."""
+    """What a rank gathers says `dp_shard`. Where nobody has the same experts FSDP casts none: autocast does,
+    and its copies stay until the backward pass of their block; with recomputation there is one at a time.
+    Tokens are taken to be spread evenly."""
     mesh, step = work.layout.mesh, work.step
-    if step.precision == "fp32" or step.checkpointing != "none" or mesh.ep < mesh.dp_shard:
+    if step.precision == "fp32" or mesh.ep < mesh.dp_shard * mesh.dp_replicate:
         return tensors
-    width = COMPUTE_BYTES[step.precision]
-    copies = width * work.parameters.num_blocks * work.expert_params // mesh.ep
-    more = max(0, copies - (3 * width + GRADIENT_BYTES) * work.expert_params)  # what `dp_shard` says it has
+    num_blocks = work.parameters.num_blocks if step.checkpointing == "none" else 1
+    more = COMPUTE_BYTES[step.precision] * num_blocks * work.expert_params // mesh.ep
     moments = tuple(replace(moment, alive=moment.alive + more) for moment in tensors.moments)
     return replace(tensors, buffers=tensors.buffers + more, moments=moments)
 

@@ -94,15 +94,15 @@ class Dense:
         """That a token has in a block's feed-forward."""
         return self.config.ffn_dim
 
-    def _saved_in_ffn(self, width: int) -> list[int]:
+    def _saved_in_ffn(self, width: int, tp: int) -> list[int]:
         """Bytes a token of each tensor that autograd saves there: gate, up, silu(gate) and their product."""
-        return 4 * [width * self.config.ffn_dim]
+        return 4 * [width * self.config.ffn_dim // tp]
 
     def _matmuls(self, step: StepShape, kernels: Kernels) -> list[float]:
         """Seconds of those of a block."""
         dim, tp = self.config.dim, step.part.tp
         return [
-            kernels.matmul(step.num_tokens, *_split(inner, outer, dim, tp))
+            kernels.matmul(step.num_tokens, *split(inner, outer, dim, tp))
             for inner, outer in self.config.matmuls()
         ]
 
@@ -120,8 +120,8 @@ class Dense:
         q_dim, kv_dim = self.config.q_dim, self.config.kv_dim
         norm = [4 * dim // tp, width * dim] + ([4 * dim // tp] if device == "cpu" else [])
         if checkpointing == "none":
-            split = [*2 * [width * q_dim], *2 * [width * kv_dim], *self._saved_in_ffn(width)]
-            return norm, [*2 * norm, *(size // tp for size in split)]
+            split = [*2 * [width * q_dim], *2 * [width * kv_dim]]
+            return norm, [*2 * norm, *(size // tp for size in split), *self._saved_in_ffn(width, tp)]
         kept = [4 * dim]  # the block's input
         if not recomputes_attention(checkpointing):
             kept.append(width * q_dim)
@@ -184,7 +184,7 @@ class Dense:
         return PassSeconds(forward + casts, backward, head + loss, 2 * head + embedding)
 
 
-def _split(inner: int, outer: int, dim: int, tp: int) -> tuple[int, int]:
+def split(inner: int, outer: int, dim: int, tp: int) -> tuple[int, int]:
     """Of a block's product: by what comes out where the residual stream goes in, else by what goes in. Of
     dim x dim either is as long."""
     return (inner, outer // tp) if inner == dim else (inner // tp, outer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mlpipe._core.presets import MoeConfig
 from mlpipe.plan.kernels import Kernels
-from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.dense import Dense, split
 from mlpipe.plan.shapes.shape import StepShape
 
 
@@ -28,18 +28,21 @@ class Experts(Dense):
     def _ffn_channels(self) -> int:
         return self.config.experts_per_token * self.config.ffn_dim + self.config.shared_dim
 
-    def _saved_in_ffn(self, width: int) -> list[int]:
+    def _saved_in_ffn(self, width: int, tp: int) -> list[int]:
         """As a feed-forward's; besides what comes to and from the experts of a token, the router's affinities
-        in fp32 with what is biased of them, and the order of the rows and its inverse."""
+        in fp32 with what is biased of them, and the order of the rows and its inverse. Under `tp` each rank
+        has its experts, and all tokens with all that stands around the experts."""
         config, k = self.config, self.config.experts_per_token
-        shared = 4 * [width * config.shared_dim] if config.num_shared_experts else []
-        routed = [*4 * [width * k * config.ffn_dim], *2 * [width * k * config.dim]]
+        shared = 4 * [width * config.shared_dim // tp] if config.num_shared_experts else []
+        routed = [*4 * [width * k * config.ffn_dim // tp], *2 * [width * k * config.dim]]
         return [*shared, *routed, *2 * [4 * config.num_experts], *2 * [8 * k]]
 
     def _matmuls(self, step: StepShape, kernels: Kernels) -> list[float]:
-        """Of the experts' each is of few rows, and all weights are read."""
-        config, tokens = self.config, step.num_tokens
-        *others, _, _, _ = config.matmuls()
+        """Of the experts' each is of few rows, and all weights are read. Under `tp` a rank has whole experts
+        of its own, and the router of all."""
+        config, tokens, tp = self.config, step.num_tokens, step.part.tp
+        others, router = config.matmuls()[:-3], (config.dim, config.num_experts)
         rows = -(-tokens * config.experts_per_token // config.num_experts)
-        routed = config.num_experts * kernels.matmul(rows, config.dim, config.ffn_dim)
-        return [*(kernels.matmul(tokens, inner, outer) for inner, outer in others), *3 * [routed]]
+        routed = config.num_experts // tp * kernels.matmul(rows, config.dim, config.ffn_dim)
+        parts = [one if one == router else split(*one, config.dim, tp) for one in others]
+        return [*(kernels.matmul(tokens, inner, outer) for inner, outer in parts), *3 * [routed]]

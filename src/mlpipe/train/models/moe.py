@@ -54,7 +54,7 @@ class Router(nn.Module):
 
 class Experts(nn.Module):
     """SwiGLU of each expert for its own rows. `exchange`: of a technique that has put the experts on several
-    ranks; called with `compute`, the rows and their ends."""
+    ranks; called with `compute`, the rows and their ends, it gives results, or this rank's part of sums."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -143,7 +143,8 @@ class MoE(nn.Module):
         self.counted: Tensor | None = None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        x_ND = x_BTD.flatten(0, 1)
+        """Tokens of any number of dims in front of the last."""
+        x_ND = x_BTD.flatten(0, -2)
         share_Nk, experts_Nk = self.gate(x_ND)
         shared_ND = self.shared_experts(x_ND) if self.shared_experts is not None else None
         experts_S, order_S = experts_Nk.flatten().sort(stable=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple, Protocol, cast
 
-from mlpipe._core.presets import LLAMA, MOE
+from mlpipe._core.presets import MOE, OWN
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.model import BuiltModel
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
@@ -28,8 +28,8 @@ class Technique(NamedTuple):
 
 TECHNIQUES = (
     Technique("pipeline", lambda plan: plan.mesh.pp > 1),
-    Technique("tensor", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry == LLAMA),
-    Technique("tensor_by_pattern", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry != LLAMA),
+    Technique("tensor", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry in OWN),
+    Technique("tensor_by_pattern", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry not in OWN),
     Technique("context", lambda plan: plan.mesh.cp > 1),
     Technique("experts", lambda plan: plan.mesh.ep > 1),
     Technique("activation_checkpointing", lambda plan: plan.activation_checkpointing != "none"),
@@ -44,7 +44,7 @@ TECHNIQUES = (
     ),
     Technique("shard_optimizer", lambda plan: plan.shard_optimizer and plan.mesh.dp_replicate > 1),
     Technique("sum_partial_gradients", lambda plan: plan.mesh.tp > 1),
-    Technique("check_gradients", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry != LLAMA),
+    Technique("check_gradients", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry not in OWN),
     Technique("pipeline_gradients", lambda plan: plan.mesh.pp > 1),
     Technique("balance_experts", lambda plan: plan.model.build.entry == MOE),
 )

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.models.moe import Compute, Experts, Rows
@@ -28,12 +29,31 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Before `fully_shard`; parameters may still be on the meta device."""
     rank, num_ranks = world.coordinates["ep"], world.mesh.ep
     ranks = RankGroup(rank, num_ranks, world.experts["ep"].get_group(), model.waits.timed)
-    done: dict[int, nn.Parameter] = {}
     for module in model.built.model.modules():
         if isinstance(module, Experts):
-            for name in list(module._parameters):
-                keep_slice(module, name, Slice("ep", 0, rank, num_ranks, ranks.group), done)
+            keep_experts(module, "ep", ranks)
             module.exchange = _Exchange(ranks)
+
+
+def keep_experts(module: Experts, axis: str, ranks: RankGroup) -> None:
+    """Of each parameter the rows of this rank's experts, which are whole."""
+    for name in list(module._parameters):
+        keep_slice(module, name, Slice(axis, 0, ranks.rank, ranks.num_ranks, ranks.group), {})
+
+
+class OwnRows:
+    """What `Experts` calls where each rank has all tokens, and the sum of what comes out is taken anyway: the
+    rows of this rank's experts, which lie side by side; those of others count as 0."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self.ranks = ranks
+
+    def __call__(self, compute: Compute, x_SD: Tensor, ends_E: Tensor) -> Tensor:
+        own = ends_E.shape[0] // self.ranks.num_ranks
+        first = self.ranks.rank * own
+        begin, end = F.pad(ends_E, (1, 0))[[first, first + own]].tolist()
+        y_SD = compute(x_SD[begin:end], ends_E[first : first + own] - begin)
+        return F.pad(y_SD, (0, 0, begin, x_SD.shape[0] - end))
 
 
 class _Exchange:

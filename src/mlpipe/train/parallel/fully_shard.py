@@ -60,12 +60,14 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
 def _shard_experts(
     module: nn.Module, world: World, policy: MixedPrecisionPolicy, reshard: bool
 ) -> set[nn.Parameter]:
-    """Over the ranks that have the same ones; those that nobody else has are given back."""
+    """Over the ranks that have the same ones, with copies along `dp_replicate`; those that nobody else has
+    are given back."""
     mine = [(owner, name) for owner, name, cuts in places(module) if any(cut.axis == "ep" for cut in cuts)]
-    if world.mesh.dp_shard == world.mesh.ep:
+    if world.mesh.dp_shard == world.mesh.ep and world.mesh.dp_replicate == 1:
         return {parameter for owner, name in mine if (parameter := owner._parameters[name]) is not None}
+    axes = ("dp_replicate", EXPERT_SHARD) if world.mesh.dp_replicate > 1 else (EXPERT_SHARD,)
     for owner in {owner: None for owner, _ in mine}:
-        fully_shard(owner, mesh=world.experts[EXPERT_SHARD], mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(owner, mesh=world.experts[axes], mp_policy=policy, reshard_after_forward=reshard)
     return set()
 
 

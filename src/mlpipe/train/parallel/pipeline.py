@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mlpipe._core.errors import TrainError
-from mlpipe._core.presets import LLAMA
+from mlpipe._core.presets import OWN
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.contract import logits_of
 from mlpipe.train.model import Batch, LossModule
@@ -55,7 +55,7 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Cuts the model, which must still be on the meta device."""
     built, pipeline = model.built, plan.pipeline
     whole = built.model
-    if plan.model.build.entry != LLAMA or not isinstance(whole, Llama) or pipeline is None:
+    if plan.model.build.entry not in OWN or not isinstance(whole, Llama) or pipeline is None:
         raise TrainError(
             "only mlpipe's own models are cut into pipeline stages",
             where=plan.model.build.entry,

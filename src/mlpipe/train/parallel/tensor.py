@@ -2,7 +2,8 @@
 
 Of mlpipe's Llama (Shoeybi et al., Megatron-LM, 2019) heads and the width of the MLP are split over the ranks:
 q, k, v, gate and up by rows of their weights (columns of the matrix that x is multiplied with), o and down by
-columns; embedding and head by the vocabulary, and no rank ever has all logits (parallel/sharded_loss.py).
+columns; experts by whole ones; embedding and head by the vocabulary, and no rank ever has all logits
+(parallel/sharded_loss.py).
 Between them, in norms and on the residual stream, each rank has its share of the tokens (sequence
 parallelism, Korthikanti et al., 2022): not an all-reduce, but a reduce-scatter and, later, an all-gather.
 
@@ -22,20 +23,20 @@ from torch import Tensor, nn
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.feasibility import indivisible
-from mlpipe._core.presets import LlamaConfig
+from mlpipe._core.presets import LlamaConfig, MoeConfig
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train.models.llama import Llama, Part, RMSNorm
+from mlpipe.train.models.llama import MLP, Attention, Llama, Part, RMSNorm
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup, embedded_here, gathered_rows, scattered_sum
 from mlpipe.train.parallel.sharded_loss import ShardedLoss
 from mlpipe.train.slices import Slice, keep_slice
 from mlpipe.train.world import World
 
-# By the name of a module in a block the dim of its weight that is cut.
-_CUTS = {
-    "self_attn.q_proj": 0, "self_attn.k_proj": 0, "self_attn.v_proj": 0, "self_attn.o_proj": 1,
-    "mlp.gate_proj": 0, "mlp.up_proj": 0, "mlp.down_proj": 1,
-}  # fmt: skip
+# By the name of a module in an attention, or a feed-forward, the dim of its weight that is cut.
+_CUTS: dict[type[nn.Module], dict[str, int]] = {
+    Attention: {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1},
+    MLP: {"gate_proj": 0, "up_proj": 0, "down_proj": 1},
+}
 
 
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
@@ -51,14 +52,15 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
         keep_slice(module, name, Slice("tp", dim, ranks.rank, ranks.num_ranks, ranks.group), done)
 
     for block in llama.layers:
-        for name, dim in _CUTS.items():
-            projection = cast(nn.Linear, block.get_submodule(name))
-            cut(projection, dim)
-            if projection.bias is not None and dim == 0:
-                cut(projection, 0, "bias")
-            elif projection.bias is not None:
-                projection.forward = partial(_with_share, projection, ranks.num_ranks)  # type: ignore[method-assign]
-                model.partial.append((projection, "bias"))
+        for module in block.modules():
+            for name, dim in _CUTS.get(type(module), {}).items():
+                projection = cast(nn.Linear, module.get_submodule(name))
+                cut(projection, dim)
+                if projection.bias is not None and dim == 0:
+                    cut(projection, 0, "bias")
+                elif projection.bias is not None:
+                    projection.forward = partial(_with_share, projection, ranks.num_ranks)  # type: ignore[method-assign]
+                    model.partial.append((projection, "bias"))
         for part in map(block.get_submodule, ("self_attn", "mlp")):
             part.register_forward_pre_hook(_gather(ranks))
             part.register_forward_hook(lambda module, args, y: scattered_sum(y.flatten(0, -2), ranks))
@@ -68,10 +70,26 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     if llama.lm_head is not None:
         cut(llama.lm_head, 0)
     llama.forward = partial(_forward, llama, ranks)  # type: ignore[method-assign]
+    if isinstance(llama.config, MoeConfig):
+        _split_experts(model, llama, ranks)
     model.partial += [(one, "weight") for one in llama.modules() if isinstance(one, RMSNorm)]
     loss = ShardedLoss(ranks)
     model.built.module.cross_entropy = loss.cross_entropy_sum
     model.built.module.whole_logits = loss.whole_logits
+
+
+def _split_experts(model: ParallelizedModel, llama: Llama, ranks: RankGroup) -> None:
+    """Whole ones: like a feed-forward's channels, those of each rank see all tokens. So does the router,
+    whose gradient on each rank is of its own experts' part."""
+    from mlpipe.train.models.moe import Experts, Router
+    from mlpipe.train.parallel.experts import OwnRows, keep_experts
+
+    for module in llama.modules():
+        if isinstance(module, Experts):
+            keep_experts(module, "tp", ranks)
+            module.exchange = OwnRows(ranks)
+        elif isinstance(module, Router):
+            model.partial.append((module, "weight"))
 
 
 def _check(config: LlamaConfig, seq_len: int, tp: int, entry: str) -> None:
@@ -82,6 +100,8 @@ def _check(config: LlamaConfig, seq_len: int, tp: int, entry: str) -> None:
         "vocab_size": config.vocab_size,
         "seq_len": seq_len,
     }
+    if isinstance(config, MoeConfig):
+        figures["num_experts"] = config.num_experts
     conflicts = [indivisible(("tp", tp), figure) for figure in figures.items()]
     if found := [conflict for conflict in conflicts if conflict is not None]:
         message = "; ".join(conflict.message for conflict in found)

@@ -1,0 +1,78 @@
+"""What `transformers` calls a mixture of experts of mlpipe's: Glm4Moe, with experts in every block, rotary
+positions in all channels of a head and neither groups nor tokens predicted ahead. A file has each expert's
+matrices apart. Without a shared expert Glm4Moe has one of no channels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from mlpipe._core.presets import MoeConfig
+from mlpipe.store.manifest import DTYPE_BYTES, Tensor
+
+_STACKED = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+_SHARED = ("gate_proj", "up_proj", "down_proj")
+
+
+def file_tensors(config: MoeConfig, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """By their names in the file, of `weights` by their names there but for the experts'."""
+    for name, tensor in weights.items():
+        if not name.endswith(_STACKED):
+            yield name, tensor
+            continue
+        stem, _, projection = name.rpartition(".")
+        rows = tensor["shape"][0] // config.num_experts
+        for expert in range(config.num_experts):
+            yield f"{stem}.{expert}.{projection}.weight", _rows(tensor, expert * rows, (expert + 1) * rows)
+    if not config.num_shared_experts:
+        dtype = weights["model.embed_tokens.weight"]["dtype"]
+        for block in range(config.num_layers):
+            for projection in _SHARED:
+                shape = [config.dim, 0] if projection == "down_proj" else [0, config.dim]
+                name = f"model.layers.{block}.mlp.shared_experts.{projection}.weight"
+                yield name, {"dtype": dtype, "shape": shape, "chunks": []}
+
+
+def _rows(tensor: Tensor, begin: int, end: int) -> Tensor:
+    """Those rows of it, out of the same chunks."""
+    chunks = []
+    for chunk in tensor["chunks"]:
+        offset, length = chunk["offset"][0], chunk["shape"][0]
+        low, high = max(offset, begin), min(offset + length, end)
+        if low < high:
+            row_bytes = math.prod(chunk["shape"][1:]) * DTYPE_BYTES[tensor["dtype"]]
+            chunks.append(
+                {
+                    "blob": chunk["blob"],
+                    "byte_offset": chunk["byte_offset"] + (low - offset) * row_bytes,
+                    "offset": [low - begin, *chunk["offset"][1:]],
+                    "shape": [high - low, *chunk["shape"][1:]],
+                }
+            )
+    return {**tensor, "shape": [end - begin, *tensor["shape"][1:]], "chunks": chunks}  # type: ignore[typeddict-item]
+
+
+def config_fields(config: MoeConfig) -> dict[str, Any]:
+    """Of config.json, over those of a Llama."""
+    return {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": config.ffn_dim,
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "n_shared_experts": config.num_shared_experts,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
+        "partial_rotary_factor": 1.0,
+        "num_nextn_predict_layers": 0,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": config.rope_theta,
+            "partial_rotary_factor": 1.0,
+        },
+    }
