@@ -145,12 +145,13 @@ bench-tools: $(TOOLS:%=.venv-bench-%/.done)  ## the tools that ours are compared
 bench-validated: $(VENV)/.dev .venv-bench-validated/.done  ## a CNN and a GPT to the first validated checkpoint beside Lightning, Accelerate and Trainer: half an hour
 	$(BIN)/python -m benchmarks.validated
 
-bench-peers: $(VENV)/.dev .venv-bench-training/.done .venv-bench-deepspeed/.done  ## training beside these and raw torchrun: half an hour on two idle cores
+bench-peers: $(VENV)/.dev .venv-bench-training/.done .venv-bench-deepspeed/.done .venv-bench-titan/.done  ## training beside these and raw torchrun: half an hour on two idle cores
 	for precision in fp32 bf16; do \
 	  $(BIN)/python -m benchmarks.peers.rates same --precision $$precision || exit 1; \
 	  $(BIN)/python -m benchmarks.peers.rates same --model 21M --steps 1 --precision $$precision || exit 1; done
 	$(BIN)/python -m benchmarks.peers.rates newcomer
 	$(BIN)/python -m benchmarks.peers.rates compiled
+	$(BIN)/python -m benchmarks.peers.meshes
 	$(BIN)/python -m benchmarks.peers.starts first
 	$(BIN)/python -m benchmarks.peers.starts restart --rounds 2
 
@@ -189,6 +190,8 @@ lock: $(VENV)/.bootstrap  ## compile requirements/*.txt anew (UPGRADE=1: to the 
 	  -c requirements/torch.in -o requirements/bench/$$tool.txt || exit 1; done
 	for peer in $(PEERS); do $(LOCK:pyproject.toml=requirements/bench/$$peer.in) \
 	  -c requirements/train.txt -o requirements/bench/$$peer.txt || exit 1; done
+	$(LOCK:pyproject.toml=requirements/bench/titan.in) --override requirements/bench/titan.override \
+	  -c requirements/train.txt -o requirements/bench/titan.txt
 
 clean:  ## remove the environments and caches; runs stay
 	rm -rf $(VENV) $(OLDEST) $(CHECKOV) .venv-bench-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -224,5 +227,5 @@ $(CHECKOV)/.checkov: requirements/checkov.txt $(CHECKOV)/.bootstrap
 
 .venv-bench-%/.done: requirements/bench/%.txt $(VENV)/.bootstrap
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-bench-$*
-	$(UV) install --python .venv-bench-$*/bin/python --quiet --require-hashes -r $<
+	$(UV) install --python .venv-bench-$*/bin/python --quiet --no-deps --require-hashes -r $<
 	@touch $@

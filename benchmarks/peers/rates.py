@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -46,7 +46,7 @@ class Side:
     ranks: dict[int, Any] = field(default_factory=dict)
 
     def ask(self, **command: Any) -> list[dict[str, Any]]:
-        """To both ranks; their answers."""
+        """To all ranks; their answers."""
         for connection in self.ranks.values():
             connection.write(json.dumps(command) + "\n")
             connection.flush()
@@ -73,6 +73,25 @@ class Side:
 @contextlib.contextmanager
 def running(folder: Path, works: dict[str, tuple[str, Work]], **overrides: Any) -> Iterator[dict[str, Side]]:
     """All sides, by name; `works`: (script or "mlpipe", its work). They end with the block."""
+
+    def command(script: str, work: Work, mine: Path) -> list[str]:
+        if script == "mlpipe":
+            plan = sides.mlpipe_plan(work, mine, **overrides)
+            return sides.launcher(plan, mine, "benchmarks.peers.mlpipe_worker")
+        return sides.torchrun(script)
+
+    with started(folder, works, command, num_ranks=2) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path,
+    works: dict[str, tuple[str, Work]],
+    command: Callable[[str, Work, Path], list[str]],
+    num_ranks: int,
+) -> Iterator[dict[str, Side]]:
+    """As `running`; `command(script, work, folder)` starts a side."""
     path = folder / "socket"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
@@ -81,14 +100,10 @@ def running(folder: Path, works: dict[str, tuple[str, Work]], **overrides: Any) 
     try:
         for name, (script, work) in works.items():
             mine = folder / name.replace(" ", "-")
-            if script == "mlpipe":
-                plan = sides.mlpipe_plan(work, mine, **overrides)
-                argv = sides.launcher(plan, mine, "benchmarks.peers.mlpipe_worker")
-            else:
-                mine.mkdir()
-                argv = sides.torchrun(script)
+            mine.mkdir()
+            argv = command(script, work, mine)
             found[name] = Side(name, sides.start(argv, work, mine / "out.log"), mine / "out.log")
-            _connect(listener, found[name])
+            _connect(listener, found[name], num_ranks)
         yield found
     finally:
         for side in found.values():
@@ -101,11 +116,11 @@ def running(folder: Path, works: dict[str, tuple[str, Work]], **overrides: Any) 
         path.unlink(missing_ok=True)  # a SIGTERM may come while it is done
 
 
-def _connect(listener: socket.socket, side: Side) -> None:
-    """Waits for both ranks of the side that was just started."""
+def _connect(listener: socket.socket, side: Side, num_ranks: int) -> None:
+    """Waits for all ranks of the side that was just started."""
     deadline = time.monotonic() + _START_SECONDS
     listener.settimeout(1.0)
-    while len(side.ranks) < 2:
+    while len(side.ranks) < num_ranks:
         try:
             connection, _ = listener.accept()
         except TimeoutError:

@@ -24,6 +24,7 @@ SCRIPTS = {
     "deepspeed_zero1": "deepspeed",
     "hf_trainer": "training",
 }
+ON_MESHES = {"titan_mesh": "titan"}  # of `meshes.py`
 NAMES = {
     "raw_ddp": "raw DDP",
     "raw_fsdp": "raw FSDP2",
@@ -38,7 +39,7 @@ WIDE = GPT | {"dim": 512, "num_heads": 8}  # 21M
 
 def python_of(script: str) -> str:
     """Raises FileNotFoundError that says how the environment is made."""
-    environment = SCRIPTS[script]
+    environment = {**SCRIPTS, **ON_MESHES}[script]
     if environment is None:
         return sys.executable
     path = ROOT / f".venv-bench-{environment}" / "bin" / "python"
@@ -65,9 +66,9 @@ def environment(work: Work) -> dict[str, str]:
     }
 
 
-def torchrun(script: str, *options: str) -> list[str]:
+def torchrun(script: str, *options: str, num_ranks: int = 2) -> list[str]:
     return [
-        python_of(script), "-m", "torch.distributed.run", "--nproc-per-node", "2",
+        python_of(script), "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks),
         *(options or ("--standalone",)), "-m", f"benchmarks.peers.{script}",
     ]  # fmt: skip
 

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ class Work:
     log: str = ""
     checkpoint: str = ""
     save_every: int = 0
+    # of `meshes.py`: sizes of axes, mlpipe's Llama, names of the modules of each stage, parts of a batch
+    mesh: dict[str, int] = field(default_factory=dict)
+    llama: dict[str, Any] = field(default_factory=dict)
+    stages: list[list[str]] = field(default_factory=list)
+    microbatches: int = 1
 
     @property
     def bf16(self) -> bool:

@@ -37,13 +37,15 @@ def test_every_peer_has_a_script_a_name_and_an_environment():
     assert isinstance(scripts, dict)
     assert isinstance(known["NAMES"], dict)
     assert scripts.keys() == known["NAMES"].keys()
-    for script, environment in scripts.items():
+    on_meshes = known["ON_MESHES"]
+    assert isinstance(on_meshes, dict)
+    for script, environment in {**scripts, **on_meshes}.items():
         tree = ast.parse((PEERS / f"{script}.py").read_text())
         assert ast.get_docstring(tree)
         assert environment is None or (REQUIREMENTS / f"{environment}.txt").exists()
 
 
-@pytest.mark.parametrize("environment", ["training", "deepspeed", "validated"])
+@pytest.mark.parametrize("environment", ["training", "deepspeed", "titan", "validated"])
 def test_peers_run_on_the_same_torch_and_numpy(environment: str):
     def pins(path: Path) -> set[str]:
         return set(re.findall(r"^(?:torch|numpy)==[^\\]+", path.read_text(), flags=re.MULTILINE))
