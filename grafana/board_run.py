@@ -311,14 +311,14 @@ def run_board() -> Dashboard:
         heat(
             "Load of the fullest expert of each layer",
             about(
-                "Tokens of a layer's fullest expert in the last step, over the mean of the layer; one row a"
-                " layer. Nothing for models without experts.",
-                "it falls in the first hundreds of steps, and stays below 2.",
+                "Tokens of a layer's fullest expert in about the last 20 steps, over the mean of the layer;"
+                " one row a layer. Nothing for models without experts.",
+                "it falls in the first hundred steps, and stays below 1.5.",
                 "A row that stays dark: raise balance_rate. With ep the fullest worker is waited for.",
             ),
             "none",
             "{{stage}} layer {{layer}}",
-            f"max by (stage, layer) (mlpipe_train_expert_max_load_ratio{{{RUNS}}})",
+            f"max by (stage, layer) (mlpipe_train_expert_max_average_load_ratio{{{RUNS}}})",
         ),
         curve(
             "Experts by load",

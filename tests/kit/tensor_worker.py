@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kit.counted import Counts
 from torch import Tensor, nn
 
 from mlpipe._core.errors import MlpipeError
+from mlpipe._core.presets import MOE, MoeConfig
 from mlpipe.plan.plan import Entry, Mesh, ModelPlan, TrainPlan
 from mlpipe.train.data import Microbatch
 from mlpipe.train.init import initialize
@@ -78,6 +79,36 @@ def own(**patterns: str) -> ModelPlan:
     return ModelPlan(Entry("kit.models:with_heads", {}), None, SEQ_LEN, (), patterns)
 
 
+def of_experts() -> ModelPlan:
+    config = MoeConfig(
+        **vars(plans.CONFIG) | {"dim": 32, "ffn_dim": 32},
+        num_experts=4,
+        experts_per_token=2,
+        num_shared_experts=1,
+        balance_rate=0.0,
+    )
+    return ModelPlan(Entry(MOE, asdict(config)), None, SEQ_LEN, ())
+
+
+def apart(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+    """The largest difference of any, relative to the largest value of all in its tensor."""
+    differences = {name: (value - expected[name]).abs().max() for name, value in found.items()}
+    return max(float(difference / expected[name].abs().max()) for name, difference in differences.items())
+
+
+def spread(rank: int) -> float:
+    """Gradients in fp64 where each rank has half of the experts, and half of the samples."""
+    one, alone = parallelized(plan_of(Mesh(), model=of_experts()), 0)
+    two, world = parallelized(plan_of(Mesh(dp_shard=2, ep=2), strategy="fsdp", model=of_experts()), rank)
+    for model in (one, two):
+        model.built.module.double()
+    step(one, alone)
+    own = {key: value[rank::2] for key, value in batch().items()}
+    Accumulate(two, world).forward_backward([Microbatch(own, BATCH // 2 * SEQ_LEN, counts=True)])
+    expected = gradients(one)
+    return apart(expected, {name: 2 * mean for name, mean in gradients(two).items()})
+
+
 def compared(plan: ModelPlan, rank: int) -> dict[str, Any]:
     """The largest difference of any gradient in fp64, relative to the largest value of all in its tensor, and
     of the logits of a text whose length the ranks cannot share."""
@@ -86,11 +117,7 @@ def compared(plan: ModelPlan, rank: int) -> dict[str, Any]:
     for model in (one, two):
         model.built.module.double()
     losses = step(one, alone), step(two, world)
-    expected = gradients(one)
-    worst = max(
-        float((found - expected[name]).abs().max() / expected[name].abs().max())
-        for name, found in gradients(two).items()
-    )
+    worst = apart(gradients(one), gradients(two))
     text = {"inputs": batch()["inputs"][:1, :7]}
     with torch.no_grad():
         logits, right = two.module(text), one.module(text)
@@ -167,8 +194,9 @@ def main() -> None:
     as_it_is = Tensor.float
     Tensor.float = Tensor.double  # type: ignore[method-assign]
     models = {"untied": plans.model_plan(tied=False), "tied": plans.model_plan(), "patterns": own(**PATTERNS)}
-    models["its own plan"] = own()
+    models |= {"its own plan": own(), "experts": of_experts()}
     found |= {name: compared(model, rank) for name, model in models.items()}
+    found["spread"] = spread(rank)
     found["refused"] = {name: refused(patterns, rank) for name, patterns in MISTAKES.items()}
     Tensor.float = as_it_is  # type: ignore[method-assign]
     if rank == 0:

@@ -16,7 +16,7 @@ from mlpipe._core.presets import MOE, MoeConfig
 from mlpipe.plan.axes import ep
 from mlpipe.plan.axes.axis import Layout
 from mlpipe.plan.hardware import detect_hardware
-from mlpipe.plan.plan import Checkpointing, Entry, Mesh, ModelPlan, PipelinePlan, Plan
+from mlpipe.plan.plan import CallbackPlan, Checkpointing, Entry, Mesh, ModelPlan, PipelinePlan, Plan
 from mlpipe.plan.shapes import experts as shapes
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.time import passes
@@ -43,6 +43,8 @@ MIXED = {
     "cp": Mesh(cp=2),
     "pp": Mesh(pp=2),
     "copies": Mesh(dp_replicate=2, dp_shard=2, ep=2),
+    "sequences": Mesh(dp_shard=2, cp=2, ep=2),
+    "layers": Mesh(dp_shard=2, tp=2, ep=2),
     "stages": Mesh(pp=2, dp_shard=2, ep=2),
 }
 
@@ -113,10 +115,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
     plans.run_together([*four, chain[0]], folder / "four")
     plans.run_together([alone, chain[1]], folder / "one")
     plans.run_together([*two, chain[2]], folder / "two")
+    kill = CallbackPlan("kit.heard:Kills", {"rank": 1, "step": 5}, "all")
+    killed = plan("killed", TWO, callbacks=(kill,), every=3, launch={"max_restarts": 1})
+    assert plans.launch(killed, folder / "killed") == 0, plans.log_of(folder / "killed")
+    assert plans.outcome(folder / "store", killed)["restarts"] == 1
     fields = ("loss", "grad_norm", "expert_max_load_ratio")
     found = {
         one.run_id: {field: plans.by_step(folder / "store", one, field) for field in fields}
-        for one in [alone, *two, *four]
+        for one in [alone, *two, *four, killed]
     }
     steps = [plans.by_step(folder / "store", one, "loss") for one in chain]
     return found | {"chain": {"loss": [loss for some in steps for loss in some]}}
@@ -126,8 +132,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
 @pytest.mark.combines("ep", "activation_checkpointing full", "accumulation")
 @pytest.mark.combines("ep", "dp_replicate", "dp_shard", "model with experts")
 @pytest.mark.combines("ep", "pp", "dp_shard", "pipeline 1f1b", "model with experts")
-@pytest.mark.combines("tp", "model with experts")
-@pytest.mark.combines("cp", "model with experts")
+@pytest.mark.combines("tp", "ep", "dp_shard", "model with experts")
+@pytest.mark.combines("cp", "ep", "dp_shard", "model with experts")
 @pytest.mark.parametrize("name", ["two", "full", "four", *MIXED])
 def test_losses_gradients_and_loads_are_those_of_one_rank(trained: Any, name: str) -> None:
     assert len(trained[name]["loss"]) == STEPS
@@ -139,6 +145,12 @@ def test_losses_gradients_and_loads_are_those_of_one_rank(trained: Any, name: st
 @pytest.mark.combines("ep", "resume under another mesh")
 def test_a_checkpoint_goes_on_under_any_mesh(trained: Any) -> None:
     assert trained["chain"]["loss"] == pytest.approx(trained["alone"]["loss"], rel=1e-5)
+
+
+@pytest.mark.combines("ep", "kill of a worker", "deterministic")
+def test_a_killed_rank_costs_nothing(trained: Any) -> None:
+    """A restart in place from the checkpoint of step 3, which has the biases: the same bits to the end."""
+    assert trained["killed"] == trained["two"]
 
 
 @pytest.mark.combines("ep", "precision bf16")

@@ -148,9 +148,12 @@ def test_biases_take_tokens_from_the_experts_that_have_most(rate, most):
             model.before_forward(False)  # of a microbatch that only keeps ranks in step
             moe(-x_BTD)
         model.after_backward()
-        loads.append(model.step_metrics()["expert_max_load_ratio"]["0"])
+        told = model.step_metrics()
+        loads.append(told["expert_max_load_ratio"]["0"])
     assert loads[0] > 3.5
     assert (loads[-1] < most) == (rate > 0)
+    if not rate:  # the same tokens in each step
+        assert told["expert_max_average_load_ratio"]["0"] == pytest.approx(loads[0])
     if rate:
         biases = moe.gate.e_score_correction_bias
         assert biases[:2].max() < 0 < biases[2:].max()

@@ -139,13 +139,18 @@ def passes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.combines("tp", "your own model")
-@pytest.mark.parametrize("model", ["tied", "untied", "patterns", "its own plan"])
+@pytest.mark.parametrize("model", ["tied", "untied", "patterns", "its own plan", "experts"])
 def test_gradients_and_logits_in_fp64(passes: Any, model: str) -> None:
     """The loss itself is fp32 everywhere. Logits also of 7 tokens, which two ranks cannot share."""
     found = passes[model]
     assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6)
     assert found["gradient"] < 1e-6
     assert found["logits"] < 1e-12
+
+
+@pytest.mark.combines("ep", "dp_shard", "model with experts")
+def test_gradients_of_experts_on_two_ranks_in_fp64(passes: Any) -> None:
+    assert passes["spread"] < 1e-6
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

@@ -39,8 +39,6 @@ MIXES: tuple[Mix, ...] = (
     Mix("tp", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     *(Mix(axis, "data.chat", (), "its samples differ in length") for axis in ("pp", "cp", "tp")),
     Mix("ep", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
-    Mix("ep", "tp", (), "both lay experts over ranks"),
-    Mix("ep", "cp", (), "who shares the experts of a rank is not its neighbour"),
 )
 
 
@@ -99,7 +97,7 @@ def conflicts(
         elif axis == "pp":
             conflict = too_many_stages(size, figures.get("num_layers"))
         elif axis == "ep":
-            conflict = uneven_experts(size, sizes["dp_shard"], figures.get("num_experts"))
+            conflict = uneven_experts(size, sizes["dp_shard"], figures.get("num_experts"), sizes["tp"])
         if conflict is not None:
             yield axis, conflict
 
@@ -137,13 +135,17 @@ def too_many_stages(pp: int, num_layers: int | None) -> Infeasible | None:
     )
 
 
-def uneven_experts(ep: int, dp_shard: int, num_experts: int | None) -> Infeasible | None:
-    """`ep` groups neighbours along `dp_shard`, which hold equally many experts."""
+def uneven_experts(ep: int, dp_shard: int, num_experts: int | None, tp: int = 1) -> Infeasible | None:
+    """`ep` groups neighbours along `dp_shard`, which hold equally many experts, of those that `tp` leaves."""
     if num_experts == 0:
         return Infeasible(
             f"ep {ep} splits experts, and this model has none", "make ep 1, or use a model with experts"
         )
     widths = {"dp_shard": dp_shard} | ({"num_experts": num_experts} if num_experts else {})
+    if num_experts and tp > 1 and num_experts % (ep * tp):
+        left = num_experts // tp
+        message = f"ep {ep} does not divide the experts that tp {tp} leaves a worker, {left}"
+        return Infeasible(message, f"write {_divisors([dp_shard, max(1, left)])}")
     uneven = [f"{name} {width}" for name, width in widths.items() if width % ep]
     if not uneven:
         return None

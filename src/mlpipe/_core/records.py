@@ -135,6 +135,9 @@ class Step(Record):
     """FLOP/s of the best large matrix product, measured on a device."""
     expert_max_load_ratio: dict[str, float] | None = None
     """Of a mixture of experts, by layer: tokens of its fullest expert over the mean; of rank 0 only."""
+    expert_max_average_load_ratio: dict[str, float] | None = None
+    """The same of tokens averaged over about the last 20 steps of the process: of a single step some of it is
+    chance; of rank 0 only."""
     experts_by_load_ratio: dict[str, int] | None = None
     """How many experts, over all layers, had at most so many times the mean, and more than the bound before;
     of rank 0 only."""

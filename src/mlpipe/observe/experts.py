@@ -10,18 +10,22 @@ _LAST_STEPS = 10
 
 
 def table(stage: StageView) -> Piece | None:
-    """The fullest expert of each layer at first and at last, and how full all were in the last step."""
+    """The fullest expert of each layer at first and at last, in single steps and averaged over some, and how
+    full all were in the last step."""
     steps = [step for step in stage.lead.steps if step.expert_max_load_ratio]
     if not steps:
         return None
     last = steps[-_LAST_STEPS:]
+    averages = last[-1].expert_max_average_load_ratio or {}
     rows: list[list[Cell]] = [
-        [layer, _ratio(steps[:1], layer), _ratio(last, layer)]
+        [layer, _ratio(steps[:1], layer), _ratio(last, layer), _number(averages.get(layer))]
         for layer in steps[-1].expert_max_load_ratio or {}
     ]
-    head = ("Layer", f"Step {steps[0].step}", f"Mean of steps {last[0].step} to {last[-1].step}")
-    words = "Tokens of the fullest expert, over the mean of its layer: 1 where all have as many."
-    blocks: list[Piece] = [Paragraph(words, is_faint=True), Table(head, rows, frozenset({0, 1, 2}))]
+    mean = f"Mean of steps {last[0].step} to {last[-1].step}"
+    head = ("Layer", f"Step {steps[0].step}", mean, "Of tokens of about 20")
+    words = "Tokens of the fullest expert, over the mean of its layer: 1 where all have as many. Of one step"
+    words += " some of it is chance, of tokens added up over about 20 steps less."
+    blocks: list[Piece] = [Paragraph(words, is_faint=True), Table(head, rows, frozenset({0, 1, 2, 3}))]
     full = last[-1].experts_by_load_ratio or {}
     counts = ", ".join(f"{full[bound]} up to {bound}" for bound in full if full[bound] and bound != "inf")
     more = f", {full['inf']} above" if full.get("inf") else ""
@@ -34,4 +38,8 @@ def table(stage: StageView) -> Piece | None:
 def _ratio(steps: list[Step], layer: str) -> str | None:
     found = [step.expert_max_load_ratio or {} for step in steps]
     ratios = [one[layer] for one in found if layer in one]
-    return f"{sum(ratios) / len(ratios):.2f}" if ratios else None
+    return _number(sum(ratios) / len(ratios) if ratios else None)
+
+
+def _number(ratio: float | None) -> str | None:
+    return None if ratio is None else f"{ratio:.2f}"

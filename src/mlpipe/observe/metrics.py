@@ -152,6 +152,8 @@ class RankMetrics:
         self._set("mlpipe_train_grad_norm", record.grad_norm)
         for layer, ratio in (record.expert_max_load_ratio or {}).items():
             self._set("mlpipe_train_expert_max_load_ratio", ratio, (layer,))
+        for layer, ratio in (record.expert_max_average_load_ratio or {}).items():
+            self._set("mlpipe_train_expert_max_average_load_ratio", ratio, (layer,))
         for bound, number in (record.experts_by_load_ratio or {}).items():
             self._set("mlpipe_train_experts_by_load_ratio", number, (bound,))
         if self._on_gpu:

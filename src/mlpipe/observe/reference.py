@@ -25,7 +25,7 @@ Rank 0 has at most {first} series and every other rank {other}, however long the
 {first} + {other} (N - 1). 200 runs of 1,000 ranks are {many} million series in one Prometheus, about half
 of them buckets of step times: drop those of ranks other than 0 (`metric_relabel_configs`) where that is too
 many; no board or rule of mlpipe needs them. The series from NVML, about a dozen for each rank, are there
-where a rank has a GPU and nvidia-ml-py is installed, those of experts, one a layer and {loads}, on rank 0
+where a rank has a GPU and nvidia-ml-py is installed, those of experts, two a layer and {loads}, on rank 0
 where the model has experts; else they are absent, not 0.
 
 Ratios must not be averaged. MFU of a run, from its own counters:

@@ -170,14 +170,20 @@ METRICS: tuple[Metric, ...] = (
     ),
 )  # fmt: skip
 
-# Of a training with a mixture of experts; else absent. As many as the model has layers, and eight: a series
-# for each expert, of which there are thousands, would say little more.
+# Of a training with a mixture of experts; else absent. Twice as many as the model has layers, and eight: a
+# series for each expert, of which there are thousands, would say little more.
 EXPERT_METRICS: tuple[Metric, ...] = (
     Metric(
         "mlpipe_train_expert_max_load_ratio", "gauge", "ratio", "0",
         "Tokens of the fullest expert of a layer in the last step, over the mean of its layer; 1: all have as"
         " many. Under `ep` the worker that has this expert is waited for.",
         "step: expert_max_load_ratio", ("layer",),
+    ),
+    Metric(
+        "mlpipe_train_expert_max_average_load_ratio", "gauge", "ratio", "0",
+        "The same of tokens averaged over about the last 20 steps: what is left when chance is out. Whether"
+        " experts are balanced, this one says.",
+        "step: expert_max_average_load_ratio", ("layer",),
     ),
     Metric(
         "mlpipe_train_experts_by_load_ratio", "gauge", "experts", "0",

@@ -41,6 +41,8 @@ def passes(shape: ModelShape, step: StepShape, hardware: Hardware) -> Passes:
     num_blocks, width, widths = max(1, parameters.num_blocks), COMPUTE_BYTES[step.precision], shape.widths
     frozen = parameters.total - parameters.trained.total
     frozen_outside = parameters.outside - parameters.trained.outside
+    dim = widths.get("dim", 0)
+    routed, expert = widths.get("experts_per_token", 0) * dim, widths.get("ffn_dim", 0) * dim
     channels = widths.get("num_kv_heads", 0) * widths.get("head_dim", 0)
     return Passes(
         num_blocks=num_blocks,
@@ -53,10 +55,10 @@ def passes(shape: ModelShape, step: StepShape, hardware: Hardware) -> Passes:
         outside_params=parameters.outside,
         width=width,
         overlap=hardware.device == "cuda",
-        stream_bytes=step.num_tokens * widths.get("dim", 0) * width,
+        stream_bytes=step.num_tokens * dim * width,
         kv_bytes=2 * step.micro_batch * step.seq_len * channels // step.part.tp * width,
-        routed_bytes=step.num_tokens * widths.get("experts_per_token", 0) * widths.get("dim", 0) * width,
-        expert_params=3 * widths.get("num_experts", 0) * widths.get("ffn_dim", 0) * widths.get("dim", 0),
+        routed_bytes=step.num_tokens * routed * width // step.part.tp,
+        expert_params=3 * widths.get("num_experts", 0) * expert // step.part.tp,
         recomputes=step.checkpointing != "none",
         keeps_attention=step.checkpointing == "selective",
         frozen_block_params=(frozen - frozen_outside) // num_blocks,

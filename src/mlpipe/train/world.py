@@ -109,12 +109,24 @@ class World:
 
     @cached_property
     def experts(self) -> DeviceMesh:
-        """The ranks of `dp_shard` cut in two: those that have the same experts, and those that have different
-        ones (`ep`); around them the axes of other stages and copies. `tp` and `cp` are 1."""
+        """The mesh with the ranks of `dp_shard` cut in two: those that have the same experts, and those that
+        have different ones (`ep`)."""
         mesh = self.mesh
-        sizes = (mesh.pp, mesh.dp_replicate, mesh.dp_shard // mesh.ep, mesh.ep)
-        names = ("pp", "dp_replicate", EXPERT_SHARD, "ep")
-        return init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        sizes = {**mesh.axes, EXPERT_SHARD: mesh.dp_shard // mesh.ep, "ep": mesh.ep}
+        names = ("pp", "dp_replicate", EXPERT_SHARD, "ep", "cp", "tp")
+        return init_device_mesh(self.device.type, tuple(map(sizes.__getitem__, names)), mesh_dim_names=names)
+
+    @cached_property
+    def expert_shards(self) -> DeviceMesh | None:
+        """Over which FSDP2 shares a rank's experts: the ranks that have the same ones, with copies along
+        `dp_replicate`; None: nobody else has them."""
+        mesh, axes = self.mesh, self.experts
+        if mesh.dp_replicate * mesh.dp_shard * mesh.cp == mesh.ep:
+            return None
+        shards = axes[EXPERT_SHARD]
+        if mesh.cp > 1:
+            shards = axes[(EXPERT_SHARD, "cp")]._flatten(f"{EXPERT_SHARD}+cp")
+        return DeviceMesh._concatenate([axes["dp_replicate"], shards]) if mesh.dp_replicate > 1 else shards
 
     def _larger(self, axis: str) -> str:
         """The axis without parts of one rank."""

@@ -185,12 +185,18 @@ def test_the_number_of_series_is_the_one_that_is_stated(serve, rank):
 @pytest.mark.parametrize(("rank", "served"), [(0, {"0": 3.0, "1": 1.5}), (1, {})])
 def test_the_load_of_experts_is_one_series_a_layer_and_a_bound(serve, rank, served):
     metrics = serve(rank=rank)
-    loads = {"expert_max_load_ratio": {"0": 2.0, "1": 1.5}, "experts_by_load_ratio": {"1.0": 5, "inf": 3}}
+    loads = {
+        "expert_max_load_ratio": {"0": 2.0, "1": 1.5},
+        "expert_max_average_load_ratio": {"0": 1.2, "1": 1.1},
+        "experts_by_load_ratio": {"1.0": 5, "inf": 3},
+    }
     for record in (START, {**STEP, **loads}, {**STEP, **loads, "expert_max_load_ratio": {"0": 3.0}}):
         observe(metrics, record)
     found = samples(scrape(metrics))
     fullest = found.get("mlpipe_train_expert_max_load_ratio", {})
     assert {dict(labels)["layer"]: value for labels, value in fullest.items()} == served
+    averages = found.get("mlpipe_train_expert_max_average_load_ratio", {})
+    assert sorted(averages.values()) == ([1.1, 1.2] if served else [])
     counts = found.get("mlpipe_train_experts_by_load_ratio", {})
     assert {dict(labels)["at_most"]: value for labels, value in counts.items()} == (
         {"1.0": 5, "inf": 3} if served else {}

@@ -361,6 +361,7 @@ def test_the_mesh_the_pipeline_and_the_experts_load_are_shown(store):
     records[0]["mesh"] = {"pp": 2, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "ep": 2}
     for load, record in zip((3.0, 2.0, 1.0), [one for one in records if one["kind"] == "step"], strict=True):
         record["expert_max_load_ratio"] = {"0": load, "1": 1.5}
+        record["expert_max_average_load_ratio"] = {"0": load / 2, "1": 1.25}
         record["experts_by_load_ratio"] = {"1.0": 5, "2.0": 0, "inf": 3}
     write_records(store, "runs/moe-1/stages/train/attempt-1", 0, records)
     work = train_plan(3, mesh=Mesh(pp=2, dp_shard=4, ep=2), pipeline=PipelinePlan("1f1b", (5, 3)))
@@ -372,6 +373,7 @@ def test_the_mesh_the_pipeline_and_the_experts_load_are_shown(store):
     text = read(build_report(store, "moe-1"))
     for expected in (
         "(pp 2 x dp_shard 4, ep 2)", "fsdp (pp 2, ep 2) 2 cpu", "1f1b, stages of 5, 3 blocks",
-        "Mean of steps 1 to 3 0 3.00 2.00 1 1.50 1.50", "in step 3, by the same ratio: 5 up to 1.0, 3 above.",
+        "Mean of steps 1 to 3 Of tokens of about 20 0 3.00 2.00 0.50 1 1.50 1.50 1.25",
+        "in step 3, by the same ratio: 5 up to 1.0, 3 above.",
     ):  # fmt: skip
         assert expected in text, expected

@@ -243,6 +243,8 @@ def test_experts_are_gathered_by_who_has_the_same_ones() -> None:
         own = passes(shape, step, hardware)
         experts = 3 * config.num_experts * config.dim * config.ffn_dim
         assert own.expert_params == experts
+        half = passes(shape, dataclasses.replace(step, part=Part(tp=2)), hardware)
+        assert (half.routed_bytes, half.expert_params) == (own.routed_bytes // 2, experts // 2)
         free = dataclasses.replace(
             own, block_params=own.block_params - experts, expert_params=0, routed_bytes=0
         )

@@ -27,7 +27,7 @@ def _absent_experts(work: RankWork) -> tuple[int, int]:
     mesh, experts = work.layout.mesh, work.expert_params
     if mesh.ep == 1:
         return 0, 0
-    is_shared = mesh.dp_shard * mesh.dp_replicate > mesh.ep
+    is_shared = work.layout.num_shards * mesh.dp_replicate > mesh.ep
     absent = experts - (experts // mesh.ep if is_shared else 0)
     frozen = work.parameters.block - work.parameters.trained.block
     return absent, max(0, absent - frozen)

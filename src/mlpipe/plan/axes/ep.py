@@ -15,7 +15,7 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     and its copies stay until the backward pass of their block; with recomputation there is one at a time.
     Tokens are taken to be spread evenly."""
     mesh, step = work.layout.mesh, work.step
-    if step.precision == "fp32" or mesh.ep < mesh.dp_shard * mesh.dp_replicate:
+    if step.precision == "fp32" or mesh.ep < work.layout.num_shards * mesh.dp_replicate:
         return tensors
     num_blocks = work.parameters.num_blocks if step.checkpointing == "none" else 1
     more = COMPUTE_BYTES[step.precision] * num_blocks * work.expert_params // mesh.ep
@@ -26,6 +26,7 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
 def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     """Experts wait for their rows, so nothing hides them. Which weights are gathered says `dp_shard`."""
     ep, number = layout.mesh.ep, passes.accumulation * passes.num_blocks
+    stride = layout.mesh.tp * layout.mesh.cp
     rows = 4 + (2 if passes.recomputes else 0)
-    each = wire.all_to_all(ep * passes.routed_bytes, ep, layout.mesh.tp)
-    return number * (rows * each + (2 if passes.recomputes else 1) * wire.all_to_all(0, ep, layout.mesh.tp))
+    each = wire.all_to_all(ep * passes.routed_bytes, ep, stride)
+    return number * (rows * each + (2 if passes.recomputes else 1) * wire.all_to_all(0, ep, stride))

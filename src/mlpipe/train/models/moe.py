@@ -26,6 +26,7 @@ from mlpipe._core.presets import MoeConfig
 from mlpipe.train.models.llama import MLP, Llama
 
 Compute = Callable[[Tensor, Tensor], Tensor]
+Exchange = Callable[[Compute, Tensor, Tensor], Tensor]
 
 
 class Router(nn.Module):
@@ -62,7 +63,7 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(rows * config.ffn_dim, config.dim))
         self.up_proj = nn.Parameter(torch.empty(rows * config.ffn_dim, config.dim))
         self.down_proj = nn.Parameter(torch.empty(rows * config.dim, config.ffn_dim))
-        self.exchange: Callable[[Compute, Tensor, Tensor], Tensor] | None = None
+        self.exchange: Exchange | None = None
 
     def forward(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
         """Rows in the order of their experts, and where those of each end -> rows."""

@@ -25,9 +25,13 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     model.after_backward, model.step_metrics = balance.after_backward, balance.end_step
 
 
+_KEPT = 0.95  # of the average's tokens a step, so that it is of about 20 steps
+
+
 class _Balance:
     """`counts_LE`: rows of each expert of all layers, of which this rank may have some, since the first
-    microbatch of the step; `told_LE`: the same of all ranks, on the host of the rank that tells."""
+    microbatch of the step; `told_LE`: the same of all ranks, on the host of the rank that tells, and
+    `average_LE` of the last steps, times a number."""
 
     def __init__(self, model: ParallelizedModel, rate: float, world: World) -> None:
         self.after_others = model.after_backward
@@ -36,20 +40,21 @@ class _Balance:
         shape = (len(layers), layers[0].num_experts)
         self.counts_LE = torch.zeros(shape, dtype=torch.int64, device=world.device)
         self.own = [number for number, layer in enumerate(layers) if not layer.gate.weight.is_meta]
-        self.layers = [layers[number] for number in self.own]
-        self.biases = [layer.gate.e_score_correction_bias for layer in self.layers]
+        self.layers = [(layers[number], self.counts_LE[number]) for number in self.own]
+        self.biases = [layer.gate.e_score_correction_bias for layer, _ in self.layers]
         self.all_reduce = model.waits.timed(dist.all_reduce)
         self.first = True
         on_gpu = world.device.type == "cuda"
         self.told_LE = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu) if world.rank == 0 else None
+        self.average_LE = torch.zeros(shape)
 
     def before_forward(self, counts: bool) -> None:
         """`counts`: whether the tokens of this microbatch do. Steps that only probe leave counts behind."""
         if self.first:
             self.counts_LE.zero_()
             self.first = False
-        for number, layer in zip(self.own, self.layers, strict=True):
-            layer.counted = self.counts_LE[number] if counts else None
+        for layer, counts_E in self.layers:
+            layer.counted = counts_E if counts else None
 
     @torch.no_grad()
     def after_backward(self) -> None:
@@ -71,11 +76,19 @@ class _Balance:
         torch._foreach_add_(self.biases, list((mean_L1 - counts_LE).sign()), alpha=self.rate)
         if self.told_LE is None:
             return {}
-        load_LE = (self.told_LE / self.told_LE.float().mean(1, keepdim=True)).tolist()
+        self.average_LE.mul_(_KEPT).add_(self.told_LE)
+        load_LE, average_LE = _over_mean(self.told_LE.float()), _over_mean(self.average_LE)
         counts = [0] * len(LOAD_BOUNDS)
         for load in chain.from_iterable(load_LE):
             counts[bisect_left(LOAD_BOUNDS, load)] += 1
         return {
             "expert_max_load_ratio": {str(layer): max(loads) for layer, loads in enumerate(load_LE)},
+            "expert_max_average_load_ratio": {str(layer): max(own) for layer, own in enumerate(average_LE)},
             "experts_by_load_ratio": dict(zip(map(str, LOAD_BOUNDS), counts, strict=True)),
         }
+
+
+def _over_mean(counts_LE: torch.Tensor) -> list[list[float]]:
+    """Of each layer."""
+    loads: list[list[float]] = (counts_LE / counts_LE.mean(1, keepdim=True)).tolist()
+    return loads

@@ -4,12 +4,13 @@ theirs.
 A rank's rows lie in the order of their experts, so those of each other rank are one piece. How many they are
 is told by one small all-to-all, the rows go by another; what the experts make of them comes back the same
 way, and so do gradients (Lepikhin et al., GShard, 2020). Along `dp_shard`, within which `ep` groups
-neighbours, ranks of the same experts share their rows by FSDP2; if there is one of them only, its experts
-stay whole.
+neighbours, and `cp`, ranks of the same experts share their rows by FSDP2; if there is one of them only, its
+experts stay whole. Under `tp` all this is of the experts that a rank has by that.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train.models.moe import Compute, Experts, Rows
+from mlpipe.train.models.moe import Compute, Exchange, Experts, Rows
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup
 from mlpipe.train.slices import Slice, keep_slice
@@ -32,7 +33,14 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     for module in model.built.model.modules():
         if isinstance(module, Experts):
             keep_experts(module, "ep", ranks)
-            module.exchange = _Exchange(ranks)
+            module.exchange = _within(module.exchange, _Exchange(ranks))
+
+
+def _within(outer: Exchange | None, inner: Exchange) -> Exchange:
+    """Of the experts that `outer` leaves a rank."""
+    if outer is None:
+        return inner
+    return lambda compute, x_SD, ends_E: outer(partial(inner, compute), x_SD, ends_E)
 
 
 def keep_experts(module: Experts, axis: str, ranks: RankGroup) -> None:

@@ -23,7 +23,7 @@ from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.waits import Waits
 from mlpipe.train.slices import places
-from mlpipe.train.world import EXPERT_SHARD, World
+from mlpipe.train.world import World
 
 
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
@@ -63,11 +63,10 @@ def _shard_experts(
     """Over the ranks that have the same ones, with copies along `dp_replicate`; those that nobody else has
     are given back."""
     mine = [(owner, name) for owner, name, cuts in places(module) if any(cut.axis == "ep" for cut in cuts)]
-    if world.mesh.dp_shard == world.mesh.ep and world.mesh.dp_replicate == 1:
+    if world.expert_shards is None:
         return {parameter for owner, name in mine if (parameter := owner._parameters[name]) is not None}
-    axes = ("dp_replicate", EXPERT_SHARD) if world.mesh.dp_replicate > 1 else (EXPERT_SHARD,)
     for owner in {owner: None for owner, _ in mine}:
-        fully_shard(owner, mesh=world.experts[axes], mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(owner, mesh=world.expert_shards, mp_policy=policy, reshard_after_forward=reshard)
     return set()
 
 

@@ -126,7 +126,7 @@ def _parameter(
         num_replicas,
         parameter,
         # what needs whole rows is refused for experts that lie on several ranks
-        split=split_over(split[0]) if split and split[0] != EXPERT_SHARD else None,
+        split=split_over(split[0]) if split and EXPERT_SHARD not in split[0] else None,
         slices=cuts,
     )
 
