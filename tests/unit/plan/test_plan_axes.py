@@ -108,7 +108,7 @@ def test_a_pipeline_holds_the_microbatches_that_are_under_way() -> None:
     assert divided.buffers == before.buffers  # nobody else has these weights
     replicas = replace(work, layout=Layout(Mesh(pp=4, dp_replicate=2)))
     assert pp.divide(before, replicas).buffers == before.buffers + 4 * 70  # all gradients, in one bucket
-    shards = replace(work, layout=Layout(Mesh(pp=4, dp_shard=2)))
+    shards = replace(work, layout=Layout(Mesh(pp=4, dp_replicate=2, dp_shard=2)))
     assert pp.divide(before, shards).buffers == before.buffers
 
 
