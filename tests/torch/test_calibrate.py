@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from kit import plans
+from kit import plans, processes
+from kit.command_runs import until
+from kit.servers import free_port
 
 from mlpipe.train import calibrate
 
@@ -74,3 +78,31 @@ def test_two_ranks_measure_what_they_exchange(tmp_path: Path) -> None:
     check_positive(found)
     for rates in found["kernels"].values():
         assert rates["passes_seconds"] > 0
+
+
+_ENDLESS = """
+import subprocess, sys, time
+if sys.argv[1:]:
+    from mlpipe.train import calibrate
+    calibrate.measure = lambda store: print("measuring", flush=True) or time.sleep(600)
+    calibrate.main()
+print(subprocess.Popen([sys.executable, __file__, "rank", "store"]).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_rank_does_not_outlive_who_started_it(tmp_path: Path) -> None:
+    """As the command kills a torchrun that takes too long."""
+    (tmp_path / "endless.py").write_text(_ENDLESS)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    parent = subprocess.Popen(
+        [sys.executable, tmp_path / "endless.py"], env=plans.environment() | alone, stdout=subprocess.PIPE
+    )
+    try:
+        assert parent.stdout is not None
+        rank = int(parent.stdout.readline())
+        assert parent.stdout.readline() == b"measuring\n"
+    finally:
+        parent.kill()
+        parent.wait(300)
+    until(lambda: processes.gone([rank]), "the rank's end")

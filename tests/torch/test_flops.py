@@ -94,4 +94,4 @@ def test_a_model_that_cannot_run_on_meta_has_no_count():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_measured_peak_is_that_of_a_machine(dtype):
-    assert 1e8 < measure_peak(torch.device("cpu"), dtype, seconds=0.05) < 1e15
+    assert 1e6 < measure_peak(torch.device("cpu"), dtype, seconds=0.05) < 1e15

@@ -53,7 +53,7 @@ def command(session: CliSession, out: str, ranks: int | None, from_run: str | No
         device, most = _devices()
         measured, loads = {}, []
         for number in _numbers(ranks or most):
-            session.note(f"measuring with {number} rank{'s' if number > 1 else ''}")
+            session.note(f"measuring with {_ranks(number)}")
             work = partial(_measure, session, number, max(1, _cores() // number))
             measured[str(number)], seen = _load_during(work)
             _refuse_foreign(seen, force)
@@ -89,6 +89,10 @@ def _refuse_foreign(load: Load | None, force: bool) -> None:
 def _numbers(most: int) -> list[int]:
     """1, 2, 4, ... and `most`."""
     return sorted({1 << i for i in range(7) if 1 << i <= most} | {most})
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' if number > 1 else ''}"
 
 
 def _cores() -> int:
@@ -145,14 +149,14 @@ def _measure(session: CliSession, ranks: int, threads: int) -> Measured:
             )
         except subprocess.TimeoutExpired:
             raise TrainError(
-                f"measuring with {ranks} ranks took over {_DEADLINE_SECONDS:.0f} s",
+                f"measuring with {_ranks(ranks)} took over {_DEADLINE_SECONDS:.0f} s",
                 hint="is the machine busy?",
                 kind="infrastructure",
             ) from None
         if done.returncode or not written.exists():
             tail = "\n".join(done.stderr.strip().splitlines()[-5:])
             raise TrainError(
-                f"measuring with {ranks} ranks failed: {tail}", hint="mlpipe doctor says what is missing"
+                f"measuring with {_ranks(ranks)} failed: {tail}", hint="mlpipe doctor says what is missing"
             )
         return from_plain(Measured, json.loads(written.read_bytes()))
 

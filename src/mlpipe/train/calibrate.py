@@ -35,6 +35,7 @@ from mlpipe.store.open import open_store
 from mlpipe.train.loss import cross_entropy_sum
 from mlpipe.train.model import LossModule
 from mlpipe.train.models.llama import Llama, RMSNorm, rope_tables, rotate
+from mlpipe.train.stop import die_with_parent
 
 _BOX_SECONDS, _PASSES_SECONDS = 0.15, 1.0  # for one figure; for one look at the whole passes
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -366,6 +367,7 @@ def measure(store_url: str) -> Measured:
 
 
 def main() -> None:
+    die_with_parent(os.getppid())  # `mlpipe calibrate` kills a torchrun that takes too long
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     measured = measure(sys.argv[2])

@@ -194,7 +194,9 @@ def test_an_evaluation_on_one_node_is_a_plain_job_and_on_more_a_gang() -> None:
 
 
 def test_what_would_come_again_ends_a_jobset_before_a_disruption_restarts_it() -> None:
-    jobset = stage_objects(quickstart("train", "train.timeout=3599.2 s", "kubernetes.max_gang_restarts=7"))[-1]
+    jobset = stage_objects(quickstart("train", "train.timeout=3599.2 s", "kubernetes.max_gang_restarts=7"))[
+        -1
+    ]
     policy = jobset["spec"]["failurePolicy"]
     assert [(rule["name"], rule["action"]) for rule in policy["rules"]] == [
         ("overdue", "FailJobSet"),
