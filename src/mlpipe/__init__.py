@@ -21,6 +21,8 @@ _HOMES = {
     "submit": "mlpipe.api.start",
     "Run": "mlpipe.api.run",
     "SavedCheckpoint": "mlpipe.api.run",
+    "sweep": "mlpipe.api.sweep",
+    "Sweep": "mlpipe.api.sweep",
     "runs": "mlpipe.api.listing",
     "compare": "mlpipe.api.comparing",
     "Table": "mlpipe.api.table",

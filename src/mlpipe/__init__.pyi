@@ -18,6 +18,8 @@ from mlpipe.api.run import Run as Run
 from mlpipe.api.run import SavedCheckpoint as SavedCheckpoint
 from mlpipe.api.start import run as run
 from mlpipe.api.start import submit as submit
+from mlpipe.api.sweep import Sweep as Sweep
+from mlpipe.api.sweep import sweep as sweep
 from mlpipe.api.table import Table as Table
 from mlpipe.plan.ahead import StagePlan as StagePlan
 

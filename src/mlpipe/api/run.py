@@ -185,7 +185,7 @@ class Run:
         run, lines = self.state(), Lines(quiet=quiet)
         if sweeps.is_sweep(run):
             raise SubmitError(
-                f"{self.id} is a sweep", hint=f"go on with mlpipe sweep --resume {self.id}", kind="input"
+                f"{self.id} is a sweep", hint=f"go on with mlpipe.Sweep({self.id!r}).resume()", kind="input"
             )
         options = DriveOptions(changes=Changes(as_overrides(overrides), tuple(allow_change), from_step))
         backend = backends.of_run(run)

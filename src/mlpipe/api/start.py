@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mlpipe.api.pipeline import LoadedPipeline
     from mlpipe.api.run import Run
     from mlpipe.store.base import Store
+    from mlpipe.submit.backend import Backend
     from mlpipe.submit.submission import Submission
 
 
@@ -32,7 +33,7 @@ def run(
     from mlpipe.submit.driver import DriveOptions
 
     _check_single(pipeline)
-    there, lines = _open(pipeline, store), Lines(quiet=quiet)
+    there, lines = open_store_of(pipeline, store), Lines(quiet=quiet)
     backend = backends.load(backends.DEFAULT)({})
     run_id = create(there, backend, submission_of(pipeline, there, run_id), lines)
     lines.note(f"run {run_id} in {there.url}")
@@ -53,11 +54,26 @@ def submit(
     package's; `options`: those that it adds to `mlpipe submit`, such as `namespace="team"`. A `run_id` that
     exists is adopted if it is of the same pipeline. Raises SpecError, PlanError or SubmitError."""
     from mlpipe.api.run import Run
-    from mlpipe.submit import backends
     from mlpipe.submit.adopt import DriveRequest, claim
     from mlpipe.submit.delegate import Delegate
 
     _check_single(pipeline)
+    place = chosen_backend(pipeline, backend, options)
+    there, lines = open_store_of(pipeline, store), Lines(quiet=True)
+    asked_for = submission_of(pipeline, there, run_id)
+    if isinstance(place, Delegate):
+        handed = place.hand_over(asked_for, there, lines, wait=False)
+        return Run.of(there, handed.document["run_id"])
+    made = claim(there, place, asked_for, lines)
+    DriveRequest(place, there, made, pipeline.spec, None, lines).start_driver()
+    return Run.of(there, made)
+
+
+def chosen_backend(pipeline: LoadedPipeline, backend: str, options: dict[str, Any]) -> Backend:
+    """The backend of this name, the default one for none, with what `options` say of it. Raises SubmitError
+    (input) for an option that it does not have, and for one that it needs."""
+    from mlpipe.submit import backends
+
     chosen = backends.load(backend or backends.DEFAULT)
     known = {option.name: option for option in chosen.options}
     if odd := sorted(options.keys() - known):
@@ -68,15 +84,7 @@ def submit(
     ]:
         raise SubmitError(f"{chosen.name} needs {lacking[0]}", kind="input")
     given = {name: options.get(name, () if option.repeated else None) for name, option in known.items()}
-    place = chosen.of_submission(pipeline.spec, given)
-    there, lines = _open(pipeline, store), Lines(quiet=True)
-    asked_for = submission_of(pipeline, there, run_id)
-    if isinstance(place, Delegate):
-        handed = place.hand_over(asked_for, there, lines, wait=False)
-        return Run.of(there, handed.document["run_id"])
-    made = claim(there, place, asked_for, lines)
-    DriveRequest(place, there, made, pipeline.spec, None, lines).start_driver()
-    return Run.of(there, made)
+    return chosen.of_submission(pipeline.spec, given)
 
 
 def _check_single(pipeline: LoadedPipeline) -> None:
@@ -84,12 +92,13 @@ def _check_single(pipeline: LoadedPipeline) -> None:
         raise SubmitError(
             "the pipeline has a sweep, which is not one run",
             where=pipeline.path,
-            hint="run it with mlpipe sweep, or without: pipeline.override({'sweep': None})",
+            hint="mlpipe.sweep(pipeline) runs it; pipeline.override({'sweep': None}) makes it one run",
             kind="input",
         )
 
 
-def _open(pipeline: LoadedPipeline, store: str | None) -> Store:
+def open_store_of(pipeline: LoadedPipeline, store: str | None) -> Store:
+    """`store`, else MLPIPE_STORE, else the pipeline's, else ./runs."""
     from mlpipe.store.open import default_url, open_store
 
     return open_store(default_url(store, pipeline.spec.store))
