@@ -8,7 +8,8 @@ it their rows, it computes, and sends them theirs of the result, two all-to-alls
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -49,19 +50,31 @@ class Muon:
     @torch.no_grad()
     def step(self, *, lr: float, scale: float) -> None:
         """One update with the gradients multiplied by `scale`."""
-        pairs = scaled_gradients(self.matrices, scale)
-        directions = []
-        for shard, gradient in pairs:
-            momentum = self._momenta[shard.name]
-            momentum.lerp_(gradient, 1 - self.momentum)
-            ahead = gradient.lerp_(momentum, self.momentum) if self.nesterov else momentum
-            directions.append(ahead.to(torch.bfloat16))
-        shards = [shard for shard, _ in pairs]
-        for shard, update in zip(shards, _orthogonal(shards, directions), strict=True):
+        for shard, update in self._updates(scaled_gradients(self.matrices, scale)):
             if shard.is_decayed and self.weight_decay:
                 shard.local.mul_(1 - lr * self.weight_decay)
             shard.local.add_(update, alpha=-lr * 0.2 * math.sqrt(max(shard.shape)))
         self.adamw.step(lr=lr, scale=scale)
+
+    def _updates(
+        self, pairs: list[tuple[LocalShard, torch.Tensor]]
+    ) -> Iterator[tuple[LocalShard, torch.Tensor]]:
+        """With whole matrices one after the other, so that copies of one are alive; else all, which travel
+        together."""
+        split = next((shard.split for shard, _ in pairs if shard.split is not None), None)
+        if split is None:
+            for shard, gradient in pairs:
+                yield shard, orthogonalized(self._direction(shard, gradient))
+            return
+        shards = [shard for shard, _ in pairs]
+        yield from zip(shards, _orthogonal(shards, list(starmap(self._direction, pairs)), split), strict=True)
+
+    def _direction(self, shard: LocalShard, gradient: torch.Tensor) -> torch.Tensor:
+        """In bf16."""
+        momentum = self._momenta[shard.name]
+        momentum.lerp_(gradient, 1 - self.momentum)
+        ahead = gradient.lerp_(momentum, self.momentum) if self.nesterov else momentum
+        return ahead.to(torch.bfloat16)
 
     def state(self) -> list[LocalShard]:
         """The momenta of matrices, and AdamW's moments of all else."""
@@ -94,11 +107,10 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     return found.T if is_tall else found
 
 
-def _orthogonal(shards: Sequence[LocalShard], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _orthogonal(
+    shards: Sequence[LocalShard], parts: Sequence[torch.Tensor], split: Split
+) -> list[torch.Tensor]:
     """This rank's rows of each matrix made orthogonal. `parts`: its rows of them, in bf16."""
-    split = next((shard.split for shard in shards if shard.split is not None), None)
-    if split is None:
-        return [orthogonalized(part) for part in parts]
     owners = _owners(shards, split.num_ranks)
     order = sorted(range(len(shards)), key=lambda index: (owners[index], index))
     mine = [index for index in order if owners[index] == split.rank]
