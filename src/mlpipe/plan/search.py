@@ -20,8 +20,8 @@ from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.pricing import Choices, Pricer
 from mlpipe.plan.strategies import ORDER
 
-# By how much predicted seconds of a step may be wrong (the median of benchmarks/planner's published runs): a
-# mesh with more axes has to win by more.
+# By how much predicted seconds of a step may be wrong (of benchmarks/planner's published runs from which
+# nothing was learned seven of ten are within): a mesh with more axes has to win by more.
 MODEL_ERROR = 0.12
 _LEAST_CHUNK = 128  # tokens of a sequence that a rank of `cp` has in one piece
 _MOST_CP = 32

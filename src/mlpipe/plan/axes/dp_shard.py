@@ -138,8 +138,10 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     num_reductions = passes.accumulation if reduces_each else 1
     num_scattered = passes.num_trained_params - passes.num_blocks * elsewhere * trained_experts
     exposed += num_reductions * copies_of(GRADIENT_BYTES * num_scattered, speed.scatter_bytes_per_second)
-    for number in range(passes.accumulation):
-        gather, first = 0.0, 0.0
+    last = passes.accumulation - 1
+    alike = {0: 1, 1: last - 1, last: 1} if last > 1 else {0: 1, last: 1}  # micro-batches like this one
+    for number, times in alike.items():
+        gather, first, shown = 0.0, 0.0, 0.0
         if reshard or number == 0:
             gather = wire.all_gather(passes.width * (block - experts), num_ranks, stride)
             if experts:
@@ -148,10 +150,11 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
         backward = reduction(passes.trained_block_params, number, trained_experts)
         backward += gather if reshard else 0.0
         if passes.overlap:
-            exposed += first + gather
-            exposed += (passes.num_blocks - 1) * sum(wire.beside(gather, passes.forward_block))
-            exposed += passes.num_blocks * sum(wire.beside(backward, passes.backward_block))
+            shown += first + gather
+            shown += (passes.num_blocks - 1) * sum(wire.beside(gather, passes.forward_block))
+            shown += passes.num_blocks * sum(wire.beside(backward, passes.backward_block))
         else:
-            exposed += first + passes.num_blocks * (gather + backward)
-        exposed += (first if reshard else 0.0) + reduction(passes.trained_outside_params, number)
+            shown += first + passes.num_blocks * (gather + backward)
+        shown += (first if reshard else 0.0) + reduction(passes.trained_outside_params, number)
+        exposed += times * shown
     return exposed
