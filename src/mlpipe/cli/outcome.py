@@ -39,6 +39,7 @@ def exit_code(run: RunState, only: str | None = None) -> int:
 
 
 def colour(state: str) -> str:
+    """The state, coloured where the terminal takes colours."""
     return click.style(state, fg=_COLOURS.get(state))
 
 
@@ -60,12 +61,14 @@ def document(store: Store, run: RunState) -> dict[str, Any]:
 
 
 def last_checkpoint(store: Store, run: RunState, stage: str) -> Checkpoint | None:
+    """The newest committed one of a stage, if there is any."""
     from mlpipe.store import catalogue
 
     return catalogue.latest(store, f"runs/{run.run_id}/stages/{stage}")
 
 
 def stage_lines(run: RunState) -> list[str]:
+    """A line for each stage: its name and how it stands."""
     width = max(len(name) for name in run.stages)
     return [f"{name.ljust(width)}  {describe(stage)}" for name, stage in run.stages.items()]
 

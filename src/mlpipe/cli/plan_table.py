@@ -38,6 +38,7 @@ def chosen_of(candidates: Sequence[Candidate], train: TrainPlan) -> Candidate | 
 
 
 def table(candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
+    """The choice, the best of each other strategy, and why: a line each, below a head."""
     from mlpipe.plan.choose import verdict
 
     shown = [chosen, *_best_of_each(candidates, chosen)]

@@ -35,6 +35,8 @@ class Compared:
 
 @dataclass(frozen=True)
 class Calibration:
+    """The file: see above."""
+
     schema_version: int
     name: str
     device: str
@@ -91,4 +93,5 @@ def load(path: str | Path) -> Calibration:
 
 
 def save(path: str | Path, calibration: Calibration) -> None:
+    """Writes the file, whole or not at all."""
     write_whole(Path(path), to_json(calibration))

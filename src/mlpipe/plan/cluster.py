@@ -22,6 +22,8 @@ class Topology:
 
 @dataclass(frozen=True)
 class Toleration:
+    """As of a pod; None: not said."""
+
     key: str | None
     operator: Literal["Exists", "Equal"]
     value: str | None
@@ -31,6 +33,8 @@ class Toleration:
 
 @dataclass(frozen=True)
 class Volume:
+    """A claim of the namespace, mounted at `path`."""
+
     claim: str
     path: str
     sub_path: str | None
@@ -39,12 +43,16 @@ class Volume:
 
 @dataclass(frozen=True)
 class EnvFrom:
+    """All keys of a Secret or ConfigMap as variables."""
+
     kind: Literal["secret", "config_map"]
     name: str
 
 
 @dataclass(frozen=True)
 class SecretKey:
+    """One value in a Secret."""
+
     secret: str
     key: str
 
@@ -62,12 +70,16 @@ class WebIdentity:
 
 @dataclass(frozen=True)
 class CaBundle:
+    """Where in a ConfigMap the certificates stand that are trusted besides."""
+
     config_map: str
     key: str
 
 
 @dataclass(frozen=True)
 class Proxy:
+    """Of requests that leave the cluster."""
+
     http: str | None
     https: str | None
     no_proxy: tuple[str, ...]
@@ -75,6 +87,8 @@ class Proxy:
 
 @dataclass(frozen=True)
 class Rdma:
+    """Devices of a pod of a gang, by the name of their resource."""
+
     resource: str
     count: int
 

@@ -373,6 +373,8 @@ AnyWork = TypeVar("AnyWork", bound=StageWork)
 
 @dataclass(frozen=True)
 class TrainPlan(StageWork):
+    """All that the trainer is told."""
+
     kind: ClassVar[str] = "train"
 
     model: ModelPlan

@@ -20,6 +20,7 @@ from mlpipe.spec.tree import Ambiguous
 
 
 def wrong(message: str, hint: str) -> PydanticCustomError:
+    """A mistake that pydantic reports with a hint."""
     return PydanticCustomError("mlpipe", "{what}", {"what": message, "hint": hint})
 
 

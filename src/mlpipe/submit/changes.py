@@ -129,6 +129,7 @@ def apply(store: Store, run_id: str, prepared: Prepared) -> RunState:
 
 
 def under_way(run_id: str) -> SubmitError:
+    """The refusal of a change to a run that somebody drives."""
     return _refused(
         f"run {run_id} is under way, and what it was asked for does not change meanwhile",
         f"mlpipe cancel {run_id} (it saves), then resume it",

@@ -26,6 +26,7 @@ def scratch_folder(store_url: str, run_id: str) -> Path:
 
 
 def needs(pipeline: Pipeline) -> dict[str, tuple[str, ...]]:
+    """By stage, in the order of the file."""
     return {stage.name: stage.needs for stage in pipeline.stages}
 
 

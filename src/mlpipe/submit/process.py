@@ -60,6 +60,7 @@ def members(driver: str, stage: str | None = None, run_id: str | None = None) ->
 
 
 def send(pids: Sequence[int], signum: signal.Signals) -> None:
+    """The signal to each process that is still there."""
     for pid in pids:
         try:
             os.kill(pid, signum)

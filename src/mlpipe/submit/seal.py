@@ -141,6 +141,7 @@ def check_plan(store: Store, plan: Plan) -> None:
 
 
 def changed(seal: Seal, more: Sequence[str]) -> Seal:
+    """The seal with more overrides behind its own."""
     return replace(seal, overrides=(*seal.overrides, *more))
 
 

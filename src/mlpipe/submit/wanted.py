@@ -12,6 +12,8 @@ _LOOK_SECONDS = 2.0  # a LIST each
 
 
 class Wanted:
+    """Stages that `submit --stage` has asked for, as the driver of the run sees them."""
+
     def __init__(self, store: Store, run_id: str) -> None:
         self._store = store
         self._run_id = run_id

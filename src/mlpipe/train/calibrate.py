@@ -72,6 +72,8 @@ print(mean(more))
 
 
 class Bench:
+    """This rank's device, and the works that are timed on it."""
+
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
@@ -342,6 +344,7 @@ class Bench:
 
 
 def measure(store_url: str) -> Measured:
+    """All figures of this number of ranks; those of the store are rank 0's."""
     bench = Bench()
     link, call = bench.collective()
     bench.look()

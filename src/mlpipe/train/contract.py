@@ -96,6 +96,7 @@ def sum_and_count(output: Any, batch: Mapping[str, Tensor], entry: str, of: str)
 
 
 def broken(entry: str, message: str, hint: str) -> TrainError:
+    """The error that says which rule of the contract `entry` breaks."""
     return TrainError(message, where=entry or None, hint=hint, kind="input")
 
 

@@ -64,6 +64,7 @@ def refuse_unwritten(model: nn.Module, entry: str) -> None:
 
 
 def some_of(names: list[str]) -> str:
+    """The first five names, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 

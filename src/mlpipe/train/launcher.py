@@ -80,6 +80,8 @@ class GangNode:
 
 
 class Launcher:
+    """Of one node: runs torchrun to its end, once."""
+
     def __init__(self, plan: Plan, plan_path: Path, scratch: Path) -> None:
         self.plan = plan
         self.node = GangNode.from_environment()

@@ -36,6 +36,7 @@ class Outcome:
 
 
 def failed(error: BaseException, *, rank: int, step: int) -> Outcome:
+    """What a rank leaves of an exception."""
     if isinstance(error, MlpipeError):
         return Outcome(
             "failed",
@@ -75,10 +76,12 @@ def hang(rank: int, step: int, words: str, *, waiting: bool = False) -> Outcome:
 
 
 def any_hang(scratch: Path) -> bool:
+    """Whether a rank has said that it, or another one, hangs."""
     return any(read(path).cause == "hang" for path in fatal_files(scratch))
 
 
 def write(scratch: Path, outcome: Outcome, *, fatal: bool = False) -> None:
+    """Leaves it for the launcher, whole. `fatal`: no restart would help, so the run is over."""
     name = f"{'fatal' if fatal else 'outcome'}-{outcome.rank}.json"
     temporary = scratch / f".{name}.{os.getpid()}"
     temporary.write_text(json.dumps(asdict(outcome)))
@@ -91,8 +94,10 @@ def forget(scratch: Path, rank: int) -> None:
 
 
 def read(path: Path) -> Outcome:
+    """Of a file that `write` left."""
     return Outcome(**json.loads(path.read_text()))
 
 
 def fatal_files(scratch: Path) -> list[Path]:
+    """What ranks have left that ends the run."""
     return sorted(scratch.glob("fatal-*.json"))

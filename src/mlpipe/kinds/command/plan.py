@@ -11,6 +11,8 @@ from mlpipe.plan.plan import StageWork
 
 @dataclass(frozen=True)
 class CommandPlan(StageWork):
+    """A program with its arguments."""
+
     kind: ClassVar[str] = "command"
 
     argv: tuple[str, ...]

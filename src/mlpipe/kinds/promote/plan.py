@@ -10,6 +10,8 @@ from mlpipe.plan.plan import StageWork, TrackerPlan
 
 @dataclass(frozen=True)
 class PromotePlan(StageWork):
+    """Which checkpoint becomes a version of which model."""
+
     kind: ClassVar[str] = "promote"
 
     train_stage: str

@@ -16,6 +16,8 @@ from mlpipe.plan.strategies import ddp, fsdp, hsdp, single, zero1, zero2
 
 
 class StrategyFile(Protocol):
+    """A file of this folder: see above."""
+
     SHARDS: str
     FLAGS: dict[str, bool]
 

@@ -124,6 +124,7 @@ def selector(run_id: str, stage: str | None = None, attempt: int | None = None) 
 
 
 def driver_labels(run_id: str) -> dict[str, str]:
+    """That select the drivers of a run, and nothing else of it."""
     return {**selector(run_id), "app.kubernetes.io/component": "driver"}
 
 
