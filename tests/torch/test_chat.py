@@ -22,6 +22,7 @@ from mlpipe.train.model import DOCUMENTS, LossModule
 from mlpipe.train.models.llama import build_model
 from mlpipe.train.order import samples_at
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
+from mlpipe.train.recording import of_samples
 from mlpipe.train.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from mlpipe.train.world import World
 
@@ -90,7 +91,7 @@ def test_samples_of_a_row_see_nothing_of_each_other(num_kv_heads):
     lengths = [3, 1, 40, 7]
     inputs, targets = torch.randint(0, 64, (2, sum(lengths)))
     expected = None
-    for mode in (None, "none", "selective", "full"):
+    for mode in (None, "selective", "full"):
         model = build_model(
             vocab_size=64, dim=16, num_layers=2, num_heads=2, num_kv_heads=num_kv_heads, ffn_dim=32,
             max_seq_len=40, rope_theta=1e4, norm_eps=1e-5, tied=True,
@@ -98,7 +99,7 @@ def test_samples_of_a_row_see_nothing_of_each_other(num_kv_heads):
         torch.manual_seed(1)
         model.init_weights()
         module = LossModule(model, "cpu", bf16=False)
-        if mode not in (None, "none"):
+        if mode is not None:
             checkpoint_activations(list(model.layers), mode)
         rows = [{"inputs": inputs, "targets": targets, DOCUMENTS: torch.tensor(lengths)}]
         if mode is None:
@@ -121,8 +122,9 @@ def test_packed_rows_are_the_samples_and_the_probe_sees_the_largest(data):
     indices = samples_at(dataset, work.seed, np.arange(3))
     expected = sorted(tuple(map(tuple, map(np.ndarray.tolist, dataset.sample(i)))) for i in indices.tolist())
     found, counts = [], []
-    for rank in range(4):
-        loader = chat_loader(work, dataset, World(Mesh(dp_shard=4), rank, torch.device("cpu")), 1)
+    worlds = [World(Mesh(dp_shard=4), rank, torch.device("cpu")) for rank in range(4)]
+    for world in worlds:
+        loader = chat_loader(work, dataset, world, 1)
         counts.append([one.counts for one in loader.step(0)])
         for one in loader.step(0):
             assert one.num_padding == 0
@@ -135,6 +137,11 @@ def test_packed_rows_are_the_samples_and_the_probe_sees_the_largest(data):
                 ]
     assert sorted(found) == expected
     assert sorted(counts) == [[False], [True], [True], [True]]
+    told = [of_samples(chat_loader(work, dataset, world, 1).step(0)) for world in worlds]
+    idle = sorted(one["idle_predicted_ratio"] for one in told)
+    assert [one["padding_tokens"] for one in told if one.get("padding_tokens") is not None] == [0, 0, 0]
+    assert idle[0] == 0.0
+    assert idle[1] > 0.0
     loader = chat_loader(work, dataset, World(Mesh(), 0, torch.device("cpu")), 2)
     assert [one.num_tokens for one in loader.largest()] == [2 * SEQ_LEN] * 2
     padded = chat_loader(replace(work, data=data), dataset, World(Mesh(), 0, torch.device("cpu")), 3)

@@ -89,6 +89,8 @@ class Start(Record):
     """What that peak is."""
     restore_seconds: float | None = None
     """Of `seconds_since_spawn`, loading the checkpoint."""
+    sample_lengths: dict[str, int] | None = None
+    """Of data that tell: how many samples have up to so many tokens, and more than the bound before."""
     notes: list[str] = field(default_factory=list)
     """What a person should know, such as damaged checkpoints that were passed over."""
 
@@ -141,6 +143,12 @@ class Step(Record):
     experts_by_load_ratio: dict[str, int] | None = None
     """How many experts, over all layers, had at most so many times the mean, and more than the bound before;
     of rank 0 only."""
+    padding_tokens: int | None = None
+    """Of the tokens that this rank computed, those that fill up shorter samples; absent where the data do not
+    tell."""
+    idle_predicted_ratio: float | None = None
+    """Share of the step's work for which this rank is expected to wait for others, by the lengths of samples
+    that are packed."""
     cpu_others_ratio: float | None = None
     """Share of the CPUs that the node's ranks may use which went to other processes, since the last line that
     says so; of the first rank of a node, every 5 s or more."""

@@ -33,11 +33,14 @@ class ChatLoader(MicrobatchLoader):
         lengths = self.samples.lengths[indices].tolist()
         costs = [self.cost(length) for length in lengths]
         capacity = self.micro_batch * self.seq_len
-        rows = deal(lengths, costs, self.world.num_data_ranks, capacity, self.packing)[self.world.data_rank]
+        dealt = deal(lengths, costs, self.world.num_data_ranks, capacity, self.packing)
         least = [int(np.argmin(lengths))]
-        return [
-            self._packed(indices[row]) if row else uncounted(self._packed(indices[least])) for row in rows
-        ]
+        packed = []
+        for number, row in enumerate(dealt[self.world.data_rank]):
+            work = [sum(costs[sample] for sample in rows[number] or least) for rows in dealt]
+            one = replace(self._packed(indices[row or least]), work=(work[self.world.data_rank], max(work)))
+            packed.append(one if row else uncounted(one))
+        return packed
 
     def largest(self) -> list[Microbatch]:
         """Two of the most tokens that a microbatch may have, for the memory probe."""
@@ -57,7 +60,7 @@ class ChatLoader(MicrobatchLoader):
             "targets": torch.from_numpy(targets),
             DOCUMENTS: torch.from_numpy(self.samples.lengths[indices]),
         }
-        return Microbatch(batch, inputs.size)
+        return Microbatch(batch, inputs.size, num_padding=0)
 
 
 def cost_of(plan: TrainPlan) -> Callable[[int], float]:

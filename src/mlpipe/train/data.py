@@ -303,14 +303,16 @@ def _no_sample(of: str, found: Any, where: str) -> TrainError:
 @dataclass(frozen=True)
 class Microbatch:
     """What goes through the model at a time. `num_tokens`: in it, whether they are targets or not;
-    `num_padding`: of these, how many fill up shorter samples, as far as the data tell. One that
+    `num_padding`: of these, how many fill up shorter samples; None: the data do not tell. `work`: in any
+    unit, of this one, and of the largest that a rank computes at the same time. One that
     does not `count` only keeps this rank in step with others that have more of them, since passes of a
     sharded model need all ranks: its loss, gradient and tokens count for nothing."""
 
     batch: Batch
     num_tokens: int
     counts: bool = True
-    num_padding: int = 0
+    num_padding: int | None = None
+    work: tuple[float, float] | None = None
 
 
 def own_part(batch: Batch, world: World, seq_len: int) -> Microbatch:

@@ -24,7 +24,7 @@ from mlpipe.train.optim.learning_rate import learning_rate
 from mlpipe.train.optim.update import Update, averages_of
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
-from mlpipe.train.recording import Recording
+from mlpipe.train.recording import Recording, of_samples
 from mlpipe.train.resuming import Position, optimizer_scalars, scalars_of_stages, stored
 from mlpipe.train.schedules import Schedule
 from mlpipe.train.seeding import seed_step
@@ -154,6 +154,7 @@ class Loop:
             compute_seconds=busy,
             collective_seconds=agreed - computed,
             memory_bytes=None,
+            **of_samples(batches),
         )
         if not all(map(math.isfinite, (total_loss, total_targets, total_squared))):
             self.checkpointer.finish()  # of an earlier step, sound, and perhaps the last good one

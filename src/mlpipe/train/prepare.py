@@ -143,7 +143,10 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     restored = time.perf_counter()
     position.notes += notes
     recording.start(
-        position, num_params=num_params, restore_seconds=restored - restoring + started - starting
+        position,
+        num_params=num_params,
+        restore_seconds=restored - restoring + started - starting,
+        sample_lengths=getattr(dataset, "length_counts", None),
     )
     return Loop(
         session=session,

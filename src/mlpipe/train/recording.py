@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import resource
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from mlpipe.plan.flops import CONVENTION
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.callbacks import Callbacks
 from mlpipe.train.checkpoint import Saved
+from mlpipe.train.data import Microbatch
 from mlpipe.train.parallel.waits import Waits
 from mlpipe.train.resuming import Position
 from mlpipe.train.session import Session
@@ -45,8 +48,8 @@ class Recording:
         self.achievable_flops: float | None = None
         self.failed_saves: list[MlpipeError] = []
 
-    def start(self, position: Position, *, num_params: int, restore_seconds: float) -> None:
-        """Before the first step, at `position`."""
+    def start(self, position: Position, *, num_params: int, restore_seconds: float, **told: Any) -> None:
+        """Before the first step, at `position`. `told`: more fields of the record."""
         flops, again = self.num_flops_per_token, self._recomputed_flops_per_token()
         start = self.session.record_start(
             self.plan,
@@ -60,6 +63,7 @@ class Recording:
             resumed_from=position.resumed_from,
             restore_seconds=restore_seconds,
             notes=position.notes,
+            **told,
         )
         if self.callbacks:
             self.callbacks.on_start(start)
@@ -143,6 +147,19 @@ class Recording:
         rate, flops = total_tokens / record.seconds, self.num_flops_per_token
         mfu = mfu_ratio(flops, rate, self.peak_flops * world.size) if flops else None
         return replace(record, tokens_per_second=rate, mfu_ratio=mfu)
+
+
+def of_samples(batches: Sequence[Microbatch]) -> dict[str, Any]:
+    """What the data tell of the lengths in a step, by fields of its record."""
+    told: dict[str, Any] = {}
+    padding = [one.num_padding for one in batches if one.num_padding is not None and one.counts]
+    if padding:
+        told["padding_tokens"] = sum(padding)
+    work = [one.work for one in batches if one.work is not None]
+    if work:
+        own, most = map(sum, zip(*work, strict=True))
+        told["idle_predicted_ratio"] = 1 - own / most
+    return told
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -377,3 +377,30 @@ def test_the_mesh_the_pipeline_and_the_experts_load_are_shown(store):
         "in step 3, by the same ratio: 5 up to 1.0, 3 above.",
     ):  # fmt: skip
         assert expected in text, expected
+
+
+def test_padding_targets_and_waits_of_samples_of_different_lengths_are_shown(store):
+    """Of each rank what is expected beside what was measured."""
+    for rank in (0, 1):
+        records = life_records(Life(1, 0, 0, 2), rank, steps=2)
+        records[0]["sample_lengths"] = {"16": 7, "64": 2}
+        for record in records:
+            if record["kind"] == "step":
+                expected = {"padding_tokens": 25, "idle_predicted_ratio": 0.1 * rank}
+                record |= {
+                    "tokens": 100,
+                    "target_tokens": 50,
+                    "seconds": 0.5,
+                    "collective_seconds": 0.1,
+                    **expected,
+                }
+        write_records(store, "runs/chat-1/stages/train/attempt-1", rank, records)
+    plan = stage_plan("chat-1", "train", work=train_plan(2))
+    store.put("runs/chat-1/stages/train/attempt-1/plan.json", plan.to_json().encode())
+    write_run(store, "chat-1", {"train": stage_state()})
+    text = read(build_report(store, "chat-1"))
+    for expected in (
+        "7 up to 16, 2 up to 64", "25.0 % of the tokens computed", "200 a second, over all ranks",
+        "0 0.0 % 20.0 % 1 10.0 % 20.0 %",
+    ):  # fmt: skip
+        assert expected in text

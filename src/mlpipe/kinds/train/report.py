@@ -6,7 +6,7 @@ from mlpipe import __version__
 from mlpipe._core.mfu import throughput
 from mlpipe._core.records import Tracked
 from mlpipe._core.units import format_bytes, format_seconds
-from mlpipe.observe import experts, validations
+from mlpipe.observe import experts, samples, validations
 from mlpipe.observe.blocks import (
     Card,
     Cell,
@@ -44,7 +44,7 @@ def section(stage: StageView) -> Section:
         blocks += [Paragraph(f"Attempt {attempt}, restart {start.restart}: {note}.") for note in start.notes]
     blocks += [validations.table(stage)]
     blocks += [_goodput(stage), _mfu(stage), comparison(stage), _ranks(stage)]
-    blocks += [experts.table(stage), _starts(stage)]
+    blocks += [samples.table(stage), experts.table(stage), _starts(stage)]
     blocks.append(_checkpoints(stage))
     return Section([block for block in blocks if block is not None], _facts(stage))
 

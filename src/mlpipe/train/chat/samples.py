@@ -56,6 +56,13 @@ class ChatSamples:
         return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
 
     @property
+    def length_counts(self) -> dict[str, int]:
+        """How many samples have up to 16, 32, ... tokens, and more than the bound before."""
+        bounds = [16 << i for i in range(max(1, int(self.lengths.max() - 1).bit_length() - 3))]
+        counts = np.bincount(np.searchsorted(bounds, self.lengths), minlength=len(bounds))
+        return {str(bound): int(count) for bound, count in zip(bounds, counts, strict=True) if count}
+
+    @property
     def identity(self) -> str:
         """What decides which sample has which number."""
         return f"{len(self)} conversations ({self.tokenised.digest[:8]})"
