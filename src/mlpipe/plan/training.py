@@ -383,9 +383,10 @@ def data_plan(spec: Train, known: Known) -> DataPlan:
 def _chat(spec: Train, data: ChatData, known: Known) -> ChatPlan:
     packing = data.packing
     if packing == "auto":
-        packing = "balanced" if isinstance(spec.model, PresetModel) else "off"
+        packing = "off" if isinstance(spec.model, OwnModel) else "balanced"
+    tokenizer = data.tokenizer or getattr(spec.model, "pretrained", None)
     path, validation, tokenizer, template = (
-        fill(text, known) for text in (data.chat, data.validation, data.tokenizer, data.template)
+        fill(text, known) for text in (data.chat, data.validation, tokenizer, data.template)
     )
     return ChatPlan(path, validation, tokenizer, template, None if packing == "off" else packing)
 

@@ -19,6 +19,13 @@ def problems(train: Node) -> Iterator[Problem]:
                 "JSON lines are read from this machine's disk, not from a bucket",
                 "fetch the file in a command stage, and write '{{stages.NAME.output}}/train.jsonl'",
             )
+    no_folder = get(train, "model") is not None and get(train, "model", "pretrained") is None
+    if no_folder and get(train, "data", "tokenizer") is None:
+        yield problem_of_key(
+            train.value["data"],
+            "conversations are read with a tokenizer, and none is named",
+            "add 'tokenizer: ...', the folder of a model or a tokenizer.json",
+        )
     packing = get(train, "data", "packing")
     if get(train, "model", "entry") is not None and text_of(packing) in ("best_fit", "balanced"):
         assert packing is not None

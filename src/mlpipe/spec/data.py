@@ -154,14 +154,17 @@ class ChatData(SpecModel):
     validation: f.Text | None = Field(
         None, description="The held-out file, in the same way; without it nothing is validated with."
     )
-    tokenizer: f.Text = Field(
+    tokenizer: f.Text | None = Field(
+        None,
         description="A model's folder as Hugging Face has it, with `tokenizer.json` and its chat template; "
-        "or a `tokenizer.json` alone, as in `{{stages.NAME.output}}` of `mlpipe-corpus`."
+        "or a `tokenizer.json` alone, as in `{{stages.NAME.output}}` of `mlpipe-corpus`. "
+        "Default: the folder of `model.pretrained`.",
     )
     packing: Literal["auto", "off", "best_fit", "balanced"] = Field(
         "auto",
         description="`balanced`: several samples in a row, so that workers have equal work; `best_fit`: as "
-        "few rows as it takes; `off`: a sample a row, padded. `auto`: `balanced` for a preset.",
+        "few rows as it takes; `off`: a sample a row, padded. `auto`: `off` for your own "
+        "models, else `balanced`.",
     )
     template: f.Text | None = Field(
         None, description="Of conversations: a Jinja file, or `chatml`. Default: the tokenizer's folder's."
