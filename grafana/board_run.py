@@ -248,6 +248,7 @@ def run_board() -> Dashboard:
             {
                 "forward, backward, update": share("mlpipe_train_compute_seconds_total"),
                 "waits for other ranks": share("mlpipe_train_collective_wait_seconds_total"),
+                "waits for other stages": share("mlpipe_train_bubble_seconds_total"),
                 "data": share("mlpipe_train_data_wait_seconds_total"),
                 "checkpoint stall": share("mlpipe_checkpoint_stall_seconds_total"),
             },

@@ -334,7 +334,7 @@ def test_waiting_while_the_averages_go_back_is_no_part_of_the_next_step(monkeypa
         position=SimpleNamespace(step=3),
     )
     assert Loop.validate(loop)  # type: ignore[arg-type]
-    assert waits.take() == 0.0
+    assert waits.take() == (0.0, 0.0)
 
 
 def test_a_save_of_the_best_is_marked_when_it_is_committed_or_not_at_all(tmp_path: Path):

@@ -122,7 +122,9 @@ class Step(Record):
     compute_seconds: float | None
     """This rank's own forward, backward and update."""
     collective_seconds: float | None
-    """This rank waiting for others, or for bytes on the way."""
+    """This rank waiting for others, or for bytes on the way; in a pipeline without `bubble_seconds`."""
+    bubble_seconds: float | None = None
+    """Of a pipeline, this rank waiting for other stages: between their passes, and at the end of the step."""
     checkpoint_seconds: float | None = None
     """Standing still for a checkpoint before the update."""
     memory_bytes: int | None

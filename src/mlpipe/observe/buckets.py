@@ -30,6 +30,10 @@ BUCKETS: tuple[Bucket, ...] = (
         "communication", "exposed: waiting for other ranks, or for bytes on the way", "amber",
         lambda step: step.collective_seconds, is_good=True,
     ),
+    Bucket(
+        "bubble", "waiting for other stages of a pipeline", "pink",
+        lambda step: step.bubble_seconds, is_good=True,
+    ),
     Bucket("data", "waiting for the next batch", "teal", lambda step: step.data_seconds),
     Bucket("save", "training stood still for a checkpoint", "violet", lambda step: step.checkpoint_seconds),
     Bucket("validate", "measuring on held-out samples in the middle of the training", "green"),

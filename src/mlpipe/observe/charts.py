@@ -133,7 +133,11 @@ def _breakdown(steps: Sequence[Step], marks: Sequence[Mark]) -> Chart | None:
     if not any(finite(step.seconds) for step in steps):
         return None
     unit, name = _unit(_known(steps, lambda step: step.seconds), _SECONDS)
-    series = [Series(part, colour, points(steps, field, unit)) for part, colour, field in PARTS]
+    series = [
+        Series(part, colour, points(steps, field, unit))
+        for part, colour, field in PARTS
+        if part != "bubble" or any(step.bubble_seconds is not None for step in steps)
+    ]
     other: list[Point] = []
     for step in steps:
         rest = (step.seconds or 0.0) - sum(field(step) or 0.0 for _, _, field in PARTS)

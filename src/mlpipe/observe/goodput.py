@@ -5,8 +5,9 @@ attempt to the end of the last. Each belongs to exactly one bucket, so the bucke
 over restarts and attempts (which may differ in their number of ranks). Only while an attempt is open, from
 its submission to its end, a device is paid for.
 
-The buckets stand in `buckets.py`. Goodput is the share of compute and communication of steps that are kept,
-the rest is badput (after Google's ml-goodput-measurement, whose buckets these are, with queue and hang
+The buckets stand in `buckets.py`. Goodput is the share of compute, communication and a pipeline's bubble of
+steps that are kept: what a step takes where nothing goes wrong, well laid out or not, which MFU tells. The
+rest is badput (after Google's ml-goodput-measurement, whose buckets these are, with queue, hang and bubble
 added).
 """
 

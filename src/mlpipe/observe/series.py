@@ -71,6 +71,11 @@ METRICS: tuple[Metric, ...] = (
         " exposed communication. A slow rank waits least.", "step: collective_seconds",
     ),
     Metric(
+        "mlpipe_train_bubble_seconds_total", "counter", "seconds", "every",
+        "Time in which this rank waited for other stages of its pipeline; 0 without one.",
+        "step: bubble_seconds",
+    ),
+    Metric(
         "mlpipe_train_steps_total", "counter", "steps", "0",
         "Optimizer steps done by this process. Steps done again after a restart count again.", "step",
     ),

@@ -139,7 +139,7 @@ class Top:
                 seconds=fmean(step.seconds or 0.0 for step in steps),
                 data_seconds=waited,
                 compute_seconds=computed,
-                collective_seconds=fmean(step.collective_seconds or 0.0 for step in steps),
+                collective_seconds=fmean(map(_waited, steps)),
                 memory_bytes=steps[-1].memory_bytes,
                 straggler_score=score,
             )
@@ -216,3 +216,8 @@ def ranks_table(rows: Sequence[RankRow], now: float) -> list[str]:
             )
         )
     return aligned(cells, left=())
+
+
+def _waited(step: Step) -> float:
+    """For other ranks, of whatever kind."""
+    return (step.collective_seconds or 0.0) + (step.bubble_seconds or 0.0)

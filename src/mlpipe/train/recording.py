@@ -70,12 +70,15 @@ class Recording:
 
     def step(self, record: Step, total_tokens: float) -> None:
         """`record`: as the loop's clock tells it; of the seconds in forward, backward and update this rank's
-        own work is what it did not wait in collectives there. `total_tokens`: computed by all ranks."""
-        waited = self.waits.take()
+        own work is what it did not wait for others there. What a rank of a pipeline waits at the end of a
+        step is for stages that are not done. `total_tokens`: computed by all ranks."""
+        waited, at_end = self.waits.take(), record.collective_seconds or 0.0
+        piped = self.plan.mesh.pp > 1
         record = replace(
             record,
-            compute_seconds=(record.compute_seconds or 0.0) - waited,
-            collective_seconds=(record.collective_seconds or 0.0) + waited,
+            compute_seconds=(record.compute_seconds or 0.0) - sum(waited),
+            collective_seconds=waited.collective + (0.0 if piped else at_end),
+            bubble_seconds=waited.stages + at_end if piped else None,
             memory_bytes=peak_memory_bytes(self.session.device),
         )
         written = self.session.recorder.write(self._with_rates(record, total_tokens))

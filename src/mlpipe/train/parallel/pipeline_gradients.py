@@ -37,7 +37,8 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
         if replicas is not None:
             _average(_gradients(model.shards), replicas)
         if tied is not None and tied.parameter is not None and tied.parameter.requires_grad:
-            model.waits.timed(_add)(local_part(tied.parameter.grad), last if world.rank == first else first)
+            exchange = model.waits.timed(_add, for_stages=True)
+            exchange(local_part(tied.parameter.grad), last if world.rank == first else first)
 
     model.after_backward = after_backward
 

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -24,17 +24,25 @@ Result = TypeVar("Result")
 _MOST_PENDING = 8192
 
 
+class Waited(NamedTuple):
+    """Seconds. `stages`: for other stages of a pipeline, which is no part of `collective`."""
+
+    collective: float
+    stages: float
+
+
 class Waits:
     """Spans of waiting; inner ones of a nest are part of the outermost. `device`: of the computation."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._cuda = device is not None and device.type == "cuda"
         self._depth = 0
+        self._for_stages = False
         self._began = 0.0
-        self._seconds = 0.0
+        self._seconds = {True: 0.0, False: 0.0}  # for stages, for others
         self._mark: torch.cuda.Event | None = None
         # bounded: an evaluation records spans and never asks for them
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_MOST_PENDING)
+        self._pending: deque[tuple[bool, torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_MOST_PENDING)
         self._free: list[torch.cuda.Event] = []
 
     @property
@@ -42,10 +50,11 @@ class Waits:
         """Whether this rank waits now; on CUDA, where the host does not, False."""
         return self._depth > 0 and not self._cuda
 
-    def begin(self) -> None:
+    def begin(self, for_stages: bool = False) -> None:
         """This rank waits from now on."""
         self._depth += 1
         if self._depth == 1:
+            self._for_stages = for_stages
             if self._cuda:
                 self._mark = self._record()
             else:
@@ -58,17 +67,18 @@ class Waits:
         self._depth -= 1
         if self._depth == 0:
             if self._mark is not None:
-                self._pending.append((self._mark, self._record()))
+                self._pending.append((self._for_stages, self._mark, self._record()))
                 self._mark = None
             else:
-                self._seconds += time.perf_counter() - self._began
+                self._seconds[self._for_stages] += time.perf_counter() - self._began
 
-    def timed(self, function: Callable[..., Result]) -> Callable[..., Result]:
-        """The same function; while it runs, this rank waits."""
+    def timed(self, function: Callable[..., Result], *, for_stages: bool = False) -> Callable[..., Result]:
+        """The same function; while it runs, this rank waits: for other stages of a pipeline, or in a
+        collective."""
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Result:
-            self.begin()
+            self.begin(for_stages)
             try:
                 return function(*args, **kwargs)
             finally:
@@ -92,14 +102,15 @@ class Waits:
 
         module.register_forward_hook(after_forward, prepend=True)
 
-    def take(self) -> float:
-        """Seconds since the last call; on CUDA of the spans that the device has passed by now."""
-        while self._pending and self._pending[0][1].query():
-            begin, end = self._pending.popleft()
-            self._seconds += begin.elapsed_time(end) / 1000
+    def take(self) -> Waited:
+        """Since the last call; on CUDA of the spans that the device has passed by now."""
+        while self._pending and self._pending[0][2].query():
+            for_stages, begin, end = self._pending.popleft()
+            self._seconds[for_stages] += begin.elapsed_time(end) / 1000
             self._free += (begin, end)
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+        waited = Waited(collective=self._seconds[False], stages=self._seconds[True])
+        self._seconds = {True: 0.0, False: 0.0}
+        return waited
 
     def _record(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)

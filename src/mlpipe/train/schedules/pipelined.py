@@ -151,7 +151,7 @@ class Pipelined:
         key = self._key(batch, stage)
         if key not in self.headers:
             header = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self.world.device)
-            self.model.waits.timed(dist.recv)(header, self._rank_of(stage))
+            self.model.waits.timed(dist.recv, for_stages=True)(header, self._rank_of(stage))
             self.headers[key] = header.cpu()
         return self._receive(empty_for(self.headers[key], self.world.device), stage)
 
@@ -169,14 +169,14 @@ class Pipelined:
     def _taken(self, step: _Step, key: _Key) -> Tensor:
         work, tensor = step.received.pop(key)
         if work is not None:
-            self.model.waits.timed(work.wait)()
+            self.model.waits.timed(work.wait, for_stages=True)()
         return tensor
 
     def _wait_for_sent(self, step: _Step, most: int) -> None:
         """Until at most so many are under way."""
         while len(step.sent) > most:
             work, _ = step.sent.pop(0)
-            self.model.waits.timed(work.wait)()
+            self.model.waits.timed(work.wait, for_stages=True)()
 
     @torch.no_grad()
     def forward(
