@@ -139,6 +139,16 @@ def test_a_resumed_pipeline_is_bit_exact(folder, pairs):
     assert parts[STEPS, 2] == whole[STEPS, 1]
 
 
+def test_waiting_for_other_stages_is_told_apart_from_collectives(folder, single, pairs):
+    """On every rank; without a pipeline nothing is said of it."""
+    parts = ("compute_seconds", "collective_seconds", "bubble_seconds", "data_seconds")
+    for trained, rank in ((pairs["1f1b"], 0), (pairs["zero_bubble"], 1), (single["tied"], 0)):
+        found = plans.records(folder / "store", trained, rank)
+        steps = [one for one in found if one["kind"] == "step"]
+        assert all((one.get("bubble_seconds", 0) > 0) == (trained is not single["tied"]) for one in steps)
+        assert all(sum(one.get(part, 0) for part in parts) <= one["seconds"] * 1.001 for one in steps)
+
+
 @pytest.mark.combines("pp", "dp_shard", "pipeline 1f1b")
 @pytest.mark.combines("pp", "dp_replicate", "pipeline zero_bubble", "strategy zero1")
 def test_pipelines_of_ranks_that_share_the_samples(folder, single):

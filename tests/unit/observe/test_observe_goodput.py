@@ -36,15 +36,15 @@ def test_one_attempt_second_by_second():
     records = [
         start(110, spawn=5, restore=2),
         step(120, 1, data_seconds=1, compute_seconds=6, collective_seconds=2),
-        step(130, 2, data_seconds=1, compute_seconds=6, collective_seconds=2),
+        step(130, 2, data_seconds=1, compute_seconds=5, collective_seconds=2, bubble_seconds=1),
         line("checkpoint", 130, step=1, stall_seconds=0.5),
         step(140, 3, data_seconds=1, compute_seconds=5, collective_seconds=2, checkpoint_seconds=1),
         line("end", 143),
     ]
     ledger = account([Attempt(100, 103, 145, 2, {0: records, 1: records})], price_usd_per_device_hour=36.0)
     one = {
-        "queue": 3, "startup": 2, "init": 3, "restore": 2, "data": 3, "compute": 17, "communication": 6,
-        "save": 1 + 3, "validate": 0, "lost": 0, "hang": 0, "idle": 3 + 2,
+        "queue": 3, "startup": 2, "init": 3, "restore": 2, "data": 3, "compute": 16, "communication": 6,
+        "bubble": 1, "save": 1 + 3, "validate": 0, "lost": 0, "hang": 0, "idle": 3 + 2,
         "stopped": 0,
     }  # fmt: skip
     assert ledger.seconds == pytest.approx({name: 2 * seconds for name, seconds in one.items()})

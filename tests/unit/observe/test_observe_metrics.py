@@ -32,7 +32,7 @@ START = {
 STEP = {
     "kind": "step", "time": 1234.5, "step": 101, "loss": 3.5, "grad_norm": 0.7, "lr": 1e-3, "tokens": 1000,
     "seconds": 0.25, "data_seconds": 0.01, "compute_seconds": 0.2, "collective_seconds": 0.03,
-    "mfu_ratio": 0.4, "memory_bytes": 2**30, "achievable_flops": 8e8,
+    "bubble_seconds": 0.02, "mfu_ratio": 0.4, "memory_bytes": 2**30, "achievable_flops": 8e8,
 }  # fmt: skip
 SAVED = {
     "kind": "checkpoint",
@@ -136,6 +136,7 @@ def test_values(serve):
     assert value(text, "mlpipe_train_tokens_total") == 2000
     assert value(text, "mlpipe_train_model_flops_total") == 2000 * 600
     assert value(text, "mlpipe_train_collective_wait_seconds_total") == pytest.approx(0.06)
+    assert value(text, "mlpipe_train_bubble_seconds_total") == pytest.approx(0.04)
     assert value(text, "mlpipe_train_mfu_ratio") == 0.4
     assert value(text, "mlpipe_train_last_step_timestamp_seconds") == 1234.5
     assert value(text, "mlpipe_checkpoint_last_success_timestamp_seconds") == 2345.5
