@@ -163,6 +163,8 @@ def _feature_rows(cells: _Cells) -> Iterator[tuple[str, list[str]]]:
                 mesh["dp_shard"] = 2
             model = {"tensor": {"*.q": "column"}} if axis == "tp" and train.get("model") == _OWN else {}
             changed = {**train, "model": {**_OWN, **model}} if model else train
+            if axis == "pp" and train.get("model") == _OWN:
+                changed = {**train, "pipeline": {"cut": ["layers.1"]}}
             found.append(cells.cell((name, axis), why_not(changed, mesh)))
         yield name, found
     for name in _AFTERWARDS:

@@ -65,6 +65,33 @@ class Initialized(Plain):
         self.num_forwards.zero_()
 
 
+class Sequence(nn.Module):
+    """x = child(x), which a pipeline can be cut between; a head of its own."""
+
+    def __init__(self, vocab_size: int = 256, dim: int = 32, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(Block(dim, 0.0) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+class InitializedSequence(Sequence):
+    """The same on the meta device."""
+
+    def init_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm):
+                module.reset_parameters()
+
+
 class WithLoss(Plain):
     def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         targets = batch["targets"].flatten()

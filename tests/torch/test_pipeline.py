@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from kit import plans, processes
+from kit.models import Sequence, WithLoss
 
+from mlpipe._core.errors import TrainError
 from mlpipe._core.pipelines import why_not
 from mlpipe.plan.pipelining import orders
 from mlpipe.plan.plan import Entry, Mesh, ModelPlan, OptimizerPlan, PipelinePlan, Plan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
+from mlpipe.train.parallel.sequence import check_sequence, stages_of
 from mlpipe.train.reshard import load
 from mlpipe.train.shards import LocalShard
 
@@ -22,6 +25,7 @@ pytestmark = pytest.mark.torch
 
 CONFIG = replace(plans.CONFIG, num_layers=5, dim=32, ffn_dim=64)
 STEPS = 4
+SEQUENCE = ModelPlan(Entry("kit.models:InitializedSequence", {}), None, 32, ())
 OWN = OptimizerPlan(None, "torch.optim:Adam", {"eps": 1e-6}, 8, 1e-3, 1.0, "constant", 0, 0, 0.1)
 BLOCKS = {"gpipe": (3, 2), "1f1b": (2, 3), "interleaved": (2, 1, 1, 1), "zero_bubble": (2, 3)}
 
@@ -99,6 +103,7 @@ def folder(tmp_path_factory):
 def single(folder):
     made = {
         "tied": plan(folder, Mesh(), "single"),
+        "own model": plan(folder, Mesh(), "single-own-model", model=SEQUENCE),
         "own optimizer": plan(folder, Mesh(), "single-own", optimizer=OWN),
         "untied": plan(folder, Mesh(), "single-untied", model=model(tied=False)),
     }
@@ -109,11 +114,15 @@ def single(folder):
 @pytest.fixture(scope="module")
 def pairs(folder):
     """On two ranks: each schedule; one with what else a training may do, and one in two parts."""
+    cut = PipelinePlan("interleaved", (), ("blocks.0", "blocks.2", "norm"))
+    two = PipelinePlan("zero_bubble", (), ("blocks.1",))
     half = plan(folder, Mesh(pp=2), "halves", "zero_bubble", steps=2)
     made = {
         **{schedule: plan(folder, Mesh(pp=2), schedule, schedule) for schedule in BLOCKS},
         "untied": plan(folder, Mesh(pp=2), "untied", "zero_bubble", model=model(tied=False)),
         "recomputed": plan(folder, Mesh(pp=2), "recomputed", "interleaved", activation_checkpointing="full"),
+        "own model": plan(folder, Mesh(pp=2), "own-model", model=SEQUENCE, pipeline=cut),
+        "own model in halves": plan(folder, Mesh(pp=2), "own-model-halves", model=SEQUENCE, pipeline=two),
         "half": half,
         "second half": plan(folder, Mesh(pp=2), "halves", "zero_bubble", attempt=2),
     }
@@ -137,6 +146,68 @@ def test_a_resumed_pipeline_is_bit_exact(folder, pairs):
     store = FolderStore(folder / "store")
     whole, parts = (processes.digests(store, pairs[name]) for name in ("zero_bubble", "second half"))
     assert parts[STEPS, 2] == whole[STEPS, 1]
+
+
+@pytest.mark.combines("pp", "your own model", "pipeline interleaved", "pipeline zero_bubble")
+@pytest.mark.parametrize("name", ["own model", "own model in halves"])
+def test_a_model_of_ones_own_is_cut_between_its_children(folder, single, pairs, name):
+    same(folder, pairs[name], single["own model"])
+
+
+class Skipping(Sequence):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        return self.head(self.norm(x + self.blocks[0](x)))
+
+
+class Scaled(Sequence):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(inputs)
+
+
+class Added(Sequence):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = block(x) + x
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Skipping, "its forward calls norm, not its children one after the other: embed, blocks.0, blocks.1"),
+        (Added, "blocks.1 is given something else than what the child before it gives"),
+        (Scaled, "its forward does not return what head gives"),
+        (WithLoss, "a model that computes its own loss cannot be cut"),
+    ],
+)
+def test_what_happens_between_children_is_refused(kind, words):
+    with torch.device("meta"), pytest.raises(TrainError, match=words):
+        check_sequence(kind(), {"inputs": torch.zeros((2, 8), dtype=torch.int64, device="cpu")}, "a:b")
+
+
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        (("blocks.1", "block.2"), "'block.2' is no child of the model"),
+        (("norm", "blocks.1"), "'blocks.1' comes too late in the list"),
+        (("embed",), "before 'embed' there is nothing"),
+    ],
+)
+def test_cuts_are_children_in_their_order(cut, words):
+    with torch.device("meta"), pytest.raises(TrainError, match=words):
+        stages_of(Sequence(), cut, "a:b")
+
+
+def test_what_stages_would_share_is_refused():
+    with torch.device("meta"):
+        tied, loose = Sequence(), Sequence()
+    tied.head.weight = tied.embed.weight
+    loose.scale = torch.nn.Parameter(torch.ones(1))
+    for odd, words in ((tied, "embed.weight is shared by children on two"), (loose, "scale belongs to none")):
+        with pytest.raises(TrainError, match=words):
+            stages_of(odd, ("norm",), "a:b")
 
 
 def test_waiting_for_other_stages_is_told_apart_from_collectives(folder, single, pairs):

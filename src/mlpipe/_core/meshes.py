@@ -83,8 +83,8 @@ def conflicts(
         if size == 1:
             continue
         conflict = None
-        if own_model and axis == "tp":
-            continue  # by patterns, which the trainer compares with the model
+        if own_model and axis in ("tp", "pp"):
+            continue  # by patterns and cuts, which the trainer compares with the model
         elif own_model and axis not in DATA_AXES:
             conflict = Infeasible(
                 f"{axis} {size} splits mlpipe's own models, not yours",

@@ -42,6 +42,7 @@ def conflicts(
     if pp == 1:
         return
     needed = pp * stages_per_rank(schedule)
+    yield from _cuts(_at(settings, "pipeline", "cut"), needed, sizes, _at(settings, "model", "entry"))
     if num_layers is not None and pp <= num_layers < needed:
         yield (
             "schedule",
@@ -71,3 +72,34 @@ def conflicts(
                 f"take {DEFAULT}, or compile: off",
             ),
         )
+
+
+def _cuts(
+    cut: Any, num_stages: int, sizes: Mapping[str, int], entry: Any
+) -> Iterator[tuple[str, Infeasible]]:
+    """Of a user's own model, which `entry` builds; mlpipe's are cut by FLOPs."""
+    names = [name for name in cut if isinstance(name, str)] if isinstance(cut, list | tuple) else []
+    if entry is None:
+        if names:
+            yield "cut", Infeasible("mlpipe cuts its own models, by FLOPs", "remove it")
+        return
+    if sizes.get("tp", 1) > 1:
+        why = "stages of your own model cannot be shared by tp yet"
+        yield "cut", Infeasible(why, "make tp or pp 1")
+    if len(names) == num_stages - 1 and len(set(names)) == len(names):
+        return
+    word = "module" if num_stages == 2 else "modules"
+    yield (
+        "cut",
+        Infeasible(
+            f"{num_stages} stages of your own model begin with the first module and {num_stages - 1} others, "
+            f"and cut names {len(set(names))}",
+            f"write cut: the {word} with which later stages begin, like [layers.4]",
+        ),
+    )
+
+
+def _at(settings: Any, *keys: str) -> Any:
+    for key in keys:
+        settings = settings.get(key) if isinstance(settings, Mapping) else None
+    return settings

@@ -71,7 +71,8 @@ def enumerate_candidates(
     precision, _ = precision_on(spec, hardware)
     if precision not in peaks:
         raise PlanError(f"{hardware.name} has no {precision}", hint="write precision: fp32")
-    pricer = pricer_of(spec, shape, hardware) if shape is not None else None
+    cut = own is not None and own.pp > 1 and isinstance(spec.model, OwnModel)  # where nobody knows it
+    pricer = pricer_of(spec, shape, hardware) if shape is not None and not cut else None
     modes = modes_of(spec)
     candidates: list[Candidate] = []
     uneven: PlanError | None = None
@@ -97,6 +98,8 @@ def enumerate_candidates(
             continue
         if pricer is None:
             reason = "the size of your own model is not known before it is built"
+            if cut:
+                reason = "what your own model's stages take is not predicted"
             candidates.append(
                 Candidate(strategy, possible[0], sizes[0][0], modes[0], precision, wanted, None, True, reason)
             )

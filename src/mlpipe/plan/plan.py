@@ -334,10 +334,12 @@ class ValidatePlan:
 @dataclass(frozen=True)
 class PipelinePlan:
     """How the ranks of the axis `pp` share a step, see `plan/pipelining.py`. Its microbatches are those of
-    the step's gradient accumulation. `num_blocks`: of each stage; stage `s` lies on rank `s % pp`."""
+    the step's gradient accumulation. `num_blocks`: of each stage; stage `s` lies on rank `s % pp`. `cut`: of
+    a user's own model instead the modules with which the stages behind the first begin."""
 
     schedule: Schedule
     num_blocks: tuple[int, ...]
+    cut: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -283,9 +283,11 @@ def _train_plan(
 
 
 def _pipeline(spec: Train, shape: Dense | None, mesh: Mesh) -> PipelinePlan | None:
+    schedule = schedule_of(spec)
+    if mesh.pp > 1 and spec.pipeline is not None and spec.pipeline.cut:
+        return PipelinePlan(schedule, (), spec.pipeline.cut)
     if mesh.pp == 1 or shape is None:
         return None
-    schedule = schedule_of(spec)
     num_stages = mesh.pp * stages_per_rank(schedule)
     return PipelinePlan(schedule, num_blocks_of(shape, spec.model.seq_len, num_stages))
 

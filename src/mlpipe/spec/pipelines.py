@@ -24,6 +24,12 @@ class Pipelining(SpecModel):
         "microbatches), `interleaved` (two stages a worker, half as idle, twice the transfers) or "
         "`zero_bubble` (weights' gradients are computed when nothing else can be).",
     )
+    cut: tuple[f.Text, ...] = Field(
+        (),
+        strict=False,
+        description="Of a model of your own, the modules with which its stages begin, but for the first: "
+        "names of children, like `layers.4`, between which its forward does nothing.",
+    )
     microbatches: f.CountOrAuto = Field(
         "auto", description="Of a step on each data rank: the same as `accumulation`."
     )

@@ -119,7 +119,8 @@ class Loop:
         batches = self.reader.take(number, position.samples)
         data_done = time.perf_counter()
 
-        seed_step(plan.seed, number, world.data_rank)
+        stream = world.data_rank + world.num_data_ranks * world.coordinates["pp"]  # each stage draws its own
+        seed_step(plan.seed, number, stream)
         sums = self.schedule.forward_backward(batches)
         squared, reading = squared_norm(self.model.shards), 0.0
         if number < plan.steps:

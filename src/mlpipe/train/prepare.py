@@ -212,6 +212,10 @@ def try_out(plan: TrainPlan, model: torch.nn.Module, dataset: Any) -> float | No
     sample = collate(dataset, np.zeros(2, dtype=np.int64))
     _check_vocabulary(plan, dataset)
     check_call(model, sample, plan.model.build.entry)
+    if plan.pipeline is not None and plan.pipeline.cut:
+        from mlpipe.train.parallel.sequence import check_sequence
+
+        check_sequence(model, sample, plan.model.build.entry)
     if plan.num_flops_per_token is not None:
         return plan.num_flops_per_token
     from mlpipe.train.flops import count_flops_per_token

@@ -130,6 +130,8 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
 
 
 def _pipeline(pipeline: PipelinePlan) -> str:
+    if pipeline.cut:
+        return f"{pipeline.schedule}, cut before {', '.join(pipeline.cut)}"
     return f"{pipeline.schedule}, stages of {', '.join(map(str, pipeline.num_blocks))} blocks"
 
 

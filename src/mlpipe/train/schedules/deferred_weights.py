@@ -24,7 +24,8 @@ class DeferredWeights:
         self._put_off: dict[tuple[int, int], list[_Product]] = {}
         self._current: list[_Product] | None = None
         for part in module.modules():
-            if type(part) is nn.Linear and part.bias is None:
+            changed = "forward" in part.__dict__  # by another technique
+            if type(part) is nn.Linear and part.bias is None and not changed:
                 part.__dict__["_deferred"] = self
                 part.forward = MethodType(_forward, part)  # type: ignore[method-assign]
 
