@@ -101,8 +101,8 @@ def rows_of(num_ranks: int, found: list[dict[str, Any]]) -> list[dict[str, Any]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="once, with short blocks: does it run?")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a stage's forward pass")
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=0.4, help="of a stage's forward pass")
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     arguments = parser.parse_args()
     seconds, steps = (0.01, 1) if arguments.quick else (arguments.seconds, arguments.steps)

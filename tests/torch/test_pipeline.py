@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,17 @@ def test_pipelines_of_ranks_that_share_the_samples(folder, single):
     plans.run_together([split, copied], folder / "fours")
     same(folder, split, single["tied"])
     same(folder, copied, single["tied"])
+
+
+def test_gradients_are_those_of_the_whole_model_in_fp64(folder, single, tmp_path):
+    """Of every parameter, each schedule with stages of two ranks; along tp the loss itself is in fp32."""
+    output = tmp_path / "output"
+    code = plans.run_ranks(4, "kit.pipeline_worker", str(folder / "tokens"), output=output)
+    text = output.read_text(errors="replace")
+    assert code == 0, text[-4000:]
+    found = json.loads(text.splitlines()[-1])
+    assert found.keys() == {*(f"tp {schedule}" for schedule in BLOCKS), "cp zero_bubble"}
+    assert all(worst < (1e-6 if work.startswith("tp") else 1e-12) for work, worst in found.items()), found
 
 
 @pytest.mark.combines("pp", "tp", "pipeline 1f1b", "pipeline zero_bubble")
