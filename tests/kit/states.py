@@ -43,6 +43,7 @@ MESHES = {
     "tp 8, cp 4, dp_shard 32": Mesh(tp=8, cp=4, dp_shard=32),
     "pp 8, dp_shard 128": Mesh(pp=8, dp_shard=128),
     "pp 8, dp_replicate 128": Mesh(pp=8, dp_replicate=128),
+    "tp 8, pp 8, dp_shard 16": Mesh(tp=8, pp=8, dp_shard=16),
 }
 
 FREEZE = ("embed*", "layers.0.mlp.*", "layers.*.self_attn.k_proj.*")
@@ -74,7 +75,7 @@ def measure(plan: Plan, *, reduces: bool, frozen: tuple[str, ...] = ()) -> dict[
     batch = {"inputs": inputs, "targets": inputs}
     with parallel.gradient_sync(reduces):
         if train.mesh.pp > 1:
-            _backward_through_stage(parallel, batch, train.mesh.pp - 1)
+            _backward_through_stage(parallel, batch, train.mesh)
         else:
             parallel.module(batch)[0].backward()
 
@@ -93,11 +94,12 @@ def measure(plan: Plan, *, reduces: bool, frozen: tuple[str, ...] = ()) -> dict[
     return found
 
 
-def _backward_through_stage(parallel: ParallelizedModel, batch: dict[str, torch.Tensor], last: int) -> None:
+def _backward_through_stage(parallel: ParallelizedModel, batch: dict[str, torch.Tensor], mesh: Mesh) -> None:
     (stage,) = cast(Any, parallel.built.module).parts
-    received = torch.zeros(1, 8, WIDE["dim"], requires_grad=True) if stage else None
+    shape = (8 // mesh.tp, WIDE["dim"]) if mesh.tp > 1 else (1, 8, WIDE["dim"])
+    received = torch.zeros(shape, requires_grad=True) if stage else None
     output = parallel.module(batch, stage, received)
-    (output[0] if stage == last else output.sum()).backward()
+    (output[0] if stage == mesh.pp - 1 else output.sum()).backward()
 
 
 def on_meshes(tokens: Path) -> list[list[Any]]:

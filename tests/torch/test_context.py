@@ -251,6 +251,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
             plan("sliced", Mesh(dp_replicate=2, cp=2), steps=6, shard_optimizer=True),
             plan("tensor", Mesh(cp=2, tp=2), steps=6),
         ],
+        8: [plan("triple", Mesh(dp_shard=2, cp=2, tp=2), steps=3)],
     }
     for number, one in enumerate(chain):
         if number in (0, 1, 3):
@@ -259,6 +260,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
     plans.run_together(made[1], folder / "one")
     plans.run_together([chain[2]], folder / "third")
     plans.run_together(made[4], folder / "four")
+    plans.run_together(made[8], folder / "eight")
     found = {one.run_id: [one] for several in made.values() for one in several}
     return folder / "store", found | {"chain": chain}
 
@@ -295,12 +297,13 @@ def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str) -> 
 @pytest.mark.combines("cp", "activation_checkpointing full", "accumulation")
 @pytest.mark.combines("cp", "activation_checkpointing selective")
 @pytest.mark.combines("cp", "dp_replicate", "strategy zero1")
-@pytest.mark.combines("cp", "tp")
-@pytest.mark.parametrize("run", ["recomputed", "selective", "sliced", "tensor"])
+@pytest.mark.combines("cp", "tp", "dp_shard")
+@pytest.mark.parametrize("run", ["recomputed", "selective", "sliced", "tensor", "triple"])
 def test_what_it_is_combined_with_changes_nothing(trained: Any, run: str) -> None:
     store, made = trained
-    assert losses(trained, run) == pytest.approx(losses(trained, "alone")[:6], rel=1e-5)
-    norms = [plans.by_step(store, made[one][0], "grad_norm")[:6] for one in (run, "alone")]
+    steps = made[run][0].work.training.steps
+    assert losses(trained, run) == pytest.approx(losses(trained, "alone")[:steps], rel=1e-5)
+    norms = [plans.by_step(store, made[one][0], "grad_norm")[:steps] for one in (run, "alone")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)  # AdamW hides a scaled gradient
 
 

@@ -56,7 +56,8 @@ def test_states_of_1024_ranks_on_meshes(folder: Path) -> None:
         mesh = states.MESHES[name]
         part = Part(tp=mesh.tp, cp=mesh.cp)
         if mesh.pp > 1:
-            part = Part(num_blocks=states.STAGES[stage], is_first=stage == 0, is_last=stage == mesh.pp - 1)
+            ends = {"is_first": stage == 0, "is_last": stage == mesh.pp - 1}
+            part = Part(tp=mesh.tp, cp=mesh.cp, num_blocks=states.STAGES[stage], **ends)
         strategy: Strategy = "fsdp" if mesh.dp_shard > 1 else "zero1"
         tensors = rank_tensors(rank_work(whole.of(part), strategy, mesh, overlap=False))
         assert {key: total(getattr(tensors, key)) for key in measured} == measured, (name, stage)

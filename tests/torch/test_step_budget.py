@@ -36,7 +36,7 @@ AXES: dict[str, dict[str, Any]] = {
     },
 }
 WORKS: dict[str, dict[str, Any]] = {name: {"strategy": name} for name in STRATEGIES} | AXES
-SHORT, LONG = 4, 8
+SHORT, LONG = 3, 5
 
 
 @pytest.fixture(scope="module")
