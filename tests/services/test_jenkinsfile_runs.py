@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from kit import groovy
 from kit.command_runs import Cli, shell, until, write_spec
-from kit.jenkinsfile import Workspace
+from kit.jenkinsfile import Workspace, jenkinsfile
 from kit.servers import ServerMissingError
 
-from mlpipe.render.jenkins import MAX_STAGES, MAX_TRIAL_BRANCHES
+from mlpipe.render import jenkins
+from mlpipe.render.jenkins import MAX_STAGES
+from mlpipe.spec.load import load_pipeline_text
 
 pytestmark = pytest.mark.services
 DIAMOND = {"b": ["a"], "c": ["a"], "d": ["b", "c"]}
@@ -216,18 +218,21 @@ sys.exit(main())
 """
 
 
-def test_trials_of_a_sweep_are_branches_and_one_that_fails_is_red_alone(tmp_path: Path) -> None:
+def test_trials_of_a_sweep_are_branches_and_one_that_fails_is_red_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The real mlpipe, on a backend whose trials train nothing; with one trial more than branches."""
     controller = Controller(tmp_path, {"a": writes("a")}, {})
-    over = [*({"floor": number} for number in range(MAX_TRIAL_BRANCHES)), {"fails": True}]
+    over = [*({"floor": number} for number in range(2)), {"fails": True}]
     fit = {
         "model": {"entry": "a.b:c", "args": {}}, "data": {"entry": "a.b:d", "batch_size": 8}, "steps": 3,
     }  # fmt: skip
     sweep = {"over": {"model.args": over}, "metric": {"name": "loss"}, "max_parallel": 2}
     spec = {"version": 1, "name": "swept", "stages": [{"name": "fit", "train": fit}], "sweep": sweep}
     (controller.workspace / "pipeline.yaml").write_text(json.dumps(spec))
-    text = controller.cli("render", "pipeline.yaml", "--for", "jenkins").stdout
-    (tmp_path / "Jenkinsfile").write_text(text)
+    monkeypatch.setattr(jenkins, "MAX_TRIAL_BRANCHES", 2)
+    pipeline = load_pipeline_text(json.dumps(spec), "pipeline.yaml")
+    (tmp_path / "Jenkinsfile").write_text(jenkinsfile(pipeline, "pipeline.yaml", [], "runs"))
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/mlpipe").write_text(SIMULATING)
     (tmp_path / "bin/mlpipe").chmod(0o755)
