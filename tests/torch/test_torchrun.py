@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from kit.plans import environment, train_plan
@@ -117,3 +118,15 @@ def test_a_rank_that_was_buried_and_not_told_of_ends_no_torchrun(monkeypatch: py
     closed = object.__new__(handler)
     closed.proc, closed._stdout, closed._stderr = buried, None, None
     closed.close(signal.SIGTERM)
+
+
+def test_a_fork_server_that_has_just_been_killed_is_asked_again() -> None:
+    answers = iter([EOFError("unexpected EOF"), ConnectionRefusedError(), None])
+
+    class Process:
+        def start(self) -> None:
+            if (answer := next(answers)) is not None:
+                raise answer
+
+    torchrun._start(cast(Any, Process()))
+    assert next(answers, "none left") == "none left"

@@ -95,6 +95,18 @@ def _start_fork_server() -> None:
         util.spawnv_passfds = spawn
 
 
+def _start(process: multiprocessing.process.BaseProcess) -> None:
+    """A fork server that was killed a moment ago may still be there, and hears nothing: another one will."""
+    deadline = time.monotonic() + _FORK_SECONDS
+    while True:
+        try:
+            return process.start()
+        except (EOFError, ConnectionError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
 class Forked:
     """What torchrun uses of a subprocess.Popen, for `args`: python -u -m MODULE ARGUMENTS."""
 
@@ -105,7 +117,7 @@ class Forked:
         begun, begins = context.Pipe(duplex=False)
         self._args = args
         self._process = context.Process(target=rank, args=(args, env, stdout.name, stderr.name, begins))
-        self._process.start()
+        _start(self._process)
         begins.close()
         if not begun.poll(_FORK_SECONDS):  # until it leads the session to which signals are sent
             self._process.kill()
