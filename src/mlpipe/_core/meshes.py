@@ -35,9 +35,11 @@ class Mix:
 
 
 _WHOLE_ROWS = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.needs_whole_rows)
+_OWN_MATRICES = "it splits the model's own matrices only"
 MIXES: tuple[Mix, ...] = (
     Mix("tp", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     *(Mix(axis, "data.chat", (), "its samples differ in length") for axis in ("pp", "cp", "tp")),
+    *(Mix(axis, "adapter.lora", (), _OWN_MATRICES) for axis in ("pp", "tp", "ep")),
     Mix("ep", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
 )
 
@@ -180,10 +182,11 @@ def unsupported_mix(
             continue
         what = sizes.get(mix.key, 1) if mix.key in AXES else _at(settings, mix.key)
         if what in mix.values or (not mix.values and what not in (1, None)):
+            shown = "" if isinstance(what, Mapping) else f" {what}"
             yield (
                 mix.key,
                 Infeasible(
-                    f"{mix.key} {what} cannot be combined with {mix.axis} {sizes[mix.axis]} yet: {mix.why}",
+                    f"{mix.key}{shown} cannot be combined with {mix.axis} {sizes[mix.axis]} yet: {mix.why}",
                     f"change {mix.key}, or make {mix.axis} 1",
                 ),
             )

@@ -133,7 +133,8 @@ def export(
 ) -> None:
     """Write model.safetensors and tokenizer.json.
 
-    Of mlpipe's Llamas also config.json: transformers loads the folder.
+    Of mlpipe's Llamas also config.json: transformers loads the folder. Of a training with adapters these
+    alone, in peft's format.
     """
     store = session.store_of(run_id)
     found = _find(store, run_id, stage)
@@ -157,6 +158,8 @@ def export(
         ) from None
     made = export_checkpoint(store, item.key, out, tokenizer=_tokenizer(store, run_id, item), ema=ema)
     note = "" if made.transformers else "; the model's own load_state_dict takes them"
+    if "adapter_config.json" in made.files:
+        note = "; peft puts them beside the weights that the training started from"
     session.result(
         {**asdict(made), "folder": str(made.folder)},
         f"step {made.step}, {made.num_params} parameters, in {made.folder}: {', '.join(made.files)}{note}",

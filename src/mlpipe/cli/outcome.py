@@ -150,7 +150,8 @@ def _is_llama(store: Store, outcome: dict[str, Any] | None) -> bool:
     from mlpipe.store.catalogue import load_manifest
 
     try:
-        model = load_manifest(store, (outcome or {})["checkpoint"])["scalars"]["model"]
+        scalars = load_manifest(store, (outcome or {})["checkpoint"])["scalars"]
+        model = scalars["model"]
     except (MlpipeError, KeyError, TypeError):
         return False
-    return isinstance(model, dict) and model.get("entry") == LLAMA
+    return "adapter" not in scalars and isinstance(model, dict) and model.get("entry") == LLAMA

@@ -62,7 +62,7 @@ def explanation(
 def _frozen(train: TrainPlan) -> Iterator[str]:
     """What is trained, where that is not all."""
     shape = frozen.planned(train)
-    if train.freeze and shape is not None:
+    if (train.freeze or train.adapter is not None) and shape is not None:
         counts = shape.parameters
         yield (
             f"Of {counts.total:,} parameters {counts.trained.total:,} are trained: the others have weights "

@@ -53,6 +53,10 @@ def meaning(spec: Train, model: ModelPlan, data: DataPlan) -> dict[str, Any]:
     if spec.init_from is not None:
         asked = spec.init_from.model_dump(mode="json", exclude_none=True)
         settings |= {f"init_from.{name}": value for name, value in asked.items()}
+    if spec.adapter is not None:
+        settings |= {
+            f"adapter.lora.{key}": value for key, value in spec.adapter.lora.model_dump(mode="json").items()
+        }
     if spec.freeze is not None:
         settings["freeze"] = list(spec.freeze)
     return settings

@@ -110,7 +110,9 @@ def estimate(work: RankWork, device: str) -> MemoryEstimate:
 def saved_bytes(parameters: ParameterCounts, optimizer: OptimizerCost, num_ranks: int) -> int:
     """Of a checkpoint, what each of all ranks writes under any layout: weights and states are written once,
     and ranks that hold replicas of the same share the writing (`train/checkpoint.py`)."""
-    trained, weights = parameters.trained, WEIGHT_BYTES * parameters.share(num_ranks)
+    trained = parameters.trained
+    written = trained if parameters.base_elsewhere else parameters
+    weights = WEIGHT_BYTES * written.share(num_ranks)
     if optimizer.replaces_weights:
         weights -= WEIGHT_BYTES * trained.share(num_ranks)
     return weights + total(optimizer.states(trained, num_ranks))

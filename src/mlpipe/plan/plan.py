@@ -253,6 +253,18 @@ class CallbackPlan:
 
 
 @dataclass(frozen=True)
+class AdapterPlan:
+    """Low-rank adapters, see `_core/adapters.py`. `targets`: patterns of layers; empty: all linear layers
+    of the blocks. `dropout`: of what goes into an adapter."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()
+    dropout: float = 0.0
+    rslora: bool = False
+
+
+@dataclass(frozen=True)
 class FoundWeights:
     """What `init_from` led to when it was looked up first, which is what every attempt starts from. `words`:
     for people. `format`, `store_url`, `key`: a checkpoint's prefix there, or a file or folder of safetensors.
@@ -415,6 +427,7 @@ class TrainPlan(StageWork):
     smaller_micro_batches: tuple[int, ...] = ()
     init_from: InitPlan | None = None  # None: the seed's weights
     freeze: tuple[str, ...] = ()  # patterns of parameters that are not trained, see `_core/patterns.py`
+    adapter: AdapterPlan | None = None  # None: the model's own parameters are trained
     meaning: dict[str, Any] = field(default_factory=dict)  # see `plan/meaning.py`; kept with each checkpoint
     callbacks: tuple[CallbackPlan, ...] = ()
     track: tuple[TrackerPlan, ...] = ()

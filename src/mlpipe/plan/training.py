@@ -29,6 +29,7 @@ from mlpipe.plan.candidates import (
 from mlpipe.plan.choose import Candidate, rank
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import (
+    AdapterPlan,
     BestPlan,
     CallbackPlan,
     ChatPlan,
@@ -91,6 +92,15 @@ def train_plan(
     return dataclasses.replace(plan, init_from=init_plan(spec, known), freeze=spec.freeze or ())
 
 
+def adapter_plan(spec: Train) -> AdapterPlan | None:
+    """None: there is none."""
+    if spec.adapter is None:
+        return None
+    lora = spec.adapter.lora
+    patterns = () if lora.targets == "auto" else lora.targets
+    return AdapterPlan(lora.rank, lora.alpha or float(lora.rank), patterns, lora.dropout, lora.rslora)
+
+
 def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resources: bool) -> TrainPlan:
     """For an evaluation of what `spec` trains. On its own resources the strategy is chosen anew, since they
     may be of another number. The batch need not be the training's: as many whole sequences as one pass takes.
@@ -117,7 +127,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
 
 def shape_of(spec: Train, known: Known, traced: Traced | None = None) -> ModelShape | None:
     """What the model's size is read off; None: a user's own that nobody has traced. Raises PlanError."""
-    return frozen.without(_preset(spec, known) or traced, spec.freeze)
+    return frozen.without(_preset(spec, known) or traced, spec.freeze, adapter_plan(spec))
 
 
 def trainings(pipeline: Pipeline) -> dict[str, Train]:
@@ -272,6 +282,7 @@ def _train_plan(
         predicted=_predicted(chosen, hardware),
         memory_bytes=hardware.memory_bytes,
         smaller_micro_batches=_smaller(spec, chosen, batch),
+        adapter=adapter_plan(spec),
         meaning=meanings.meaning(spec, model, data),
         callbacks=tuple(
             CallbackPlan(one.entry, fill(one.args, known), one.ranks) for one in spec.callbacks or ()

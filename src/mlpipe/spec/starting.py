@@ -1,4 +1,5 @@
-"""`train.init_from` and `train.freeze`: weights that a training starts from, and what of them stays."""
+"""`train.init_from`, `train.freeze` and `train.adapter`: weights that a training starts from, what of them
+stays, and what is trained beside them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from mlpipe._core.presets import PRESETS, MoeConfig
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
 from mlpipe.spec.problems import Problem
@@ -76,6 +78,30 @@ InitFrom = Annotated[
 ]
 
 
+class Lora(SpecModel):
+    """Low-rank adapters (LoRA) beside linear layers."""
+
+    rank: f.Count = Field(16, description="Columns between the two matrices of an adapter.")
+    alpha: f.Positive | None = Field(
+        None, description="The adapters' sum is multiplied by alpha / rank. Default: the rank."
+    )
+    targets: Literal["auto"] | Annotated[tuple[f.Text, ...], Field(min_length=1, strict=False)] = Field(
+        "auto",
+        description="Which layers have one: patterns of whole names, or of what follows the last dot, like "
+        "`[q_proj, v_proj]`; `auto`: all linear layers of the blocks.",
+    )
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.0, description="Share of what goes into an adapter that is left out while it is trained."
+    )
+    rslora: bool = Field(False, description="Multiply by alpha / sqrt(rank) instead.")
+
+
+class Adapter(SpecModel):
+    """What is trained beside the model."""
+
+    lora: Lora = Field(description="Low-rank adapters.")
+
+
 def starts_outside(start: InitFrom | None) -> bool:
     """Whether the weights are not made by the run itself."""
     return start is not None and not (isinstance(start, RunWeights) and start.run is None)
@@ -116,3 +142,24 @@ def problems(stage: Node) -> Iterator[Problem]:
                 f"{here.value!r} has {here.value.count('*')} '*', {there!r} has {there.count('*')}",
                 "write as many on both sides",
             )
+
+
+def adapter_problems(stage: Node) -> Iterator[Problem]:
+    """What does not go with a training stage's `adapter`."""
+    train = get(stage, "train")
+    adapter = get(train, "adapter") if train is not None else None
+    if train is None or adapter is None:
+        return
+    if get(train, "init_from") is None and get(train, "model", "pretrained") is None:
+        words = "an adapter is trained beside weights that are there, and this model begins with the seed's"
+        yield problem_of_key(adapter, words, "add 'init_from', or write 'model: {pretrained: ...}'")
+    freeze, mode = get(train, "freeze"), get(train, "activation_checkpointing")
+    if freeze is not None:
+        words = "beside an adapter all of the model is frozen already"
+        yield problem_of_key(freeze, words, "remove freeze, or the adapter")
+    if mode is not None and mode.value in ("selective", "auto"):
+        words = f"{mode.value} does not go with an adapter yet: it tells a block's products by their order"
+        yield Problem.at(mode.place, words, "write full or none")
+    preset = get(train, "model", "preset")
+    if preset is not None and isinstance(PRESETS.get(str(preset.value)), MoeConfig):
+        yield Problem.at(preset.place, "an adapter does not go with experts yet", "take a llama-* preset")

@@ -15,7 +15,7 @@ from mlpipe._core.errors import DamagedError, TrainError
 from mlpipe._core.gate import BUILT_IN, METRICS, check, parse_gate
 from mlpipe._core.records import End, Evaluation, Record, Start
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
-from mlpipe.plan.plan import Plan
+from mlpipe.plan.plan import InitPlan, Plan, TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.store.catalogue import Checkpoint
 from mlpipe.store.manifest import Manifest
@@ -51,9 +51,12 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
     built = build_model(part.model, seed=part.seed, device_type=session.device.type, bf16=bf16)
     model = parallelize(built, session.world, part)
     key = chosen.key
+    if part.adapter is not None:
+        _read_base(session, part, model, key)
 
     def weights_of(manifest: Manifest) -> list[LocalShard]:
-        return averaged(model.shards, manifest, key) if plan.weights == "ema" else model.shards
+        own = model.stored()
+        return averaged(own, manifest, key) if plan.weights == "ema" else own
 
     _, damage = load_or_damage(session.store, key, weights_of)
     if damage:
@@ -70,6 +73,15 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
     start = session.record_start(part, start_step=chosen.step, resumed_from=chosen.key, num_params=None)
     with _told(session, plan, start) as tell:
         return _measured(session, plan, model, chosen, tell)
+
+
+def _read_base(session: Session, part: TrainPlan, model: ParallelizedModel, key: str) -> None:
+    """The weights that the adapters of the checkpoint `key` lie beside, by what it says of them."""
+    from mlpipe._core.serial import from_plain
+    from mlpipe.train.starting import read
+
+    scalars = catalogue.load_manifest(session.store, key)["scalars"]
+    read(session, part, model, from_plain(InitPlan, scalars["init_from"]))
 
 
 def _told(session: Session, plan: EvaluatePlan, start: Start) -> AbstractContextManager[Tell]:

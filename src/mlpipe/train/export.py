@@ -28,6 +28,7 @@ from mlpipe.store.catalogue import load_manifest, read_blob
 from mlpipe.store.manifest import DTYPE_BYTES, Blob, Manifest, Tensor
 from mlpipe.store.open import open_store
 from mlpipe.train import export_experts
+from mlpipe.train.export_adapter import CONFIG, WEIGHTS, adapter_config, adapter_names
 from mlpipe.train.tokenizer import END_OF_TEXT
 
 _SHARD_BYTES = 5_000_000_000  # what the Hub's tools cut at
@@ -69,8 +70,9 @@ def export_checkpoint(
     `tokenizer`: a tokenizer.json to put beside them. `ema`: the average of the weights instead of the last
     ones; buffers, and what was not trained, as they are. A model that is not mlpipe's own gets its
     weights under their own names, tied ones under each of theirs as its `load_state_dict` expects, and no
-    config.json (transformers ties by its own). Raises TrainError (input) when `out` is there and not empty,
-    StoreError when the checkpoint is absent or damaged.
+    config.json (transformers ties by its own). Of a training with adapters it is these, as peft has them.
+    Raises TrainError (input) when `out` is there and not empty, StoreError when the checkpoint is absent or
+    damaged.
     """
     manifest = load_manifest(store, key)
     weights = {name: tensor for name, tensor in manifest["tensors"].items() if name.startswith(_PREFIX)}
@@ -79,6 +81,8 @@ def export_checkpoint(
     if ema:
         weights = _averages(manifest, weights, key)
     config = _llama_config(manifest)
+    if "adapter" in manifest["scalars"]:
+        return _export_adapter(store, manifest, weights, key, out)
     if config:
         _check_names(weights, config, key)
     names = {_exported_name(name, config): tensor for name, tensor in weights.items()}
@@ -106,6 +110,19 @@ def export_checkpoint(
     return Exported(out, files, num_params, manifest["step"], config is not None)
 
 
+def _export_adapter(
+    store: Store, manifest: Manifest, weights: dict[str, Tensor], key: str, out: Path
+) -> Exported:
+    exported = {_exported_name(name, _llama_config(manifest)): tensor for name, tensor in weights.items()}
+    names = adapter_names(exported, key)
+    tensors = {names[name]: exported[name] for name in names}
+    with _new_folder(out) as folder:
+        _write_safetensors(folder / WEIGHTS, tensors, manifest["blobs"], _cached_reader(store))
+        _write_json(folder / CONFIG, adapter_config(manifest["scalars"], names))
+    num_params = sum(math.prod(tensor["shape"]) for tensor in tensors.values())
+    return Exported(out, (CONFIG, WEIGHTS), num_params, manifest["step"], transformers=False)
+
+
 def _averages(manifest: Manifest, weights: dict[str, Tensor], key: str) -> dict[str, Tensor]:
     found = {name: manifest["tensors"].get(f"optim.{name}.ema", tensor) for name, tensor in weights.items()}
     if found == weights:
@@ -121,6 +138,11 @@ def _averages(manifest: Manifest, weights: dict[str, Tensor], key: str) -> dict[
 def is_for_transformers(manifest: Manifest) -> bool:
     """Whether the export of this checkpoint is what `AutoModelForCausalLM.from_pretrained` loads."""
     model = manifest["scalars"].get("model")
+    return "adapter" not in manifest["scalars"] and _is_known(model)
+
+
+def _is_known(model: Any) -> bool:
+    """Whether `transformers` has this model of mlpipe's own as well."""
     if not isinstance(model, dict):
         return False
     of_experts = model.get("entry") == MOE and (model.get("args") or {}).get("num_experts", 0) > 1
@@ -128,10 +150,11 @@ def is_for_transformers(manifest: Manifest) -> bool:
 
 
 def _llama_config(manifest: Manifest) -> LlamaConfig | None:
-    if not is_for_transformers(manifest):
+    model = manifest["scalars"].get("model")
+    if not _is_known(model):
         return None
     try:
-        return built_by(manifest["scalars"]["model"]["entry"], manifest["scalars"]["model"]["args"])
+        return built_by(model["entry"], model["args"])
     except (KeyError, TypeError) as error:
         raise TrainError(f"the checkpoint's model has other fields than this mlpipe's: {error}") from error
 

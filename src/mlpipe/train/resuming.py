@@ -150,7 +150,7 @@ def stored(parallel: ParallelizedModel, update: Update) -> list[LocalShard]:
     """All tensors of a checkpoint. LossModule's one child is `model`, hence the names `model.<fqn>`."""
     states = update.state()
     instead = {state.name for state in states}
-    return [*(shard for shard in parallel.shards if shard.name not in instead), *states]
+    return [*(shard for shard in parallel.stored() if shard.name not in instead), *states]
 
 
 def optimizer_scalars(plan: OptimizerPlan, of_stages: list[dict[str, Any]]) -> dict[str, Any]:

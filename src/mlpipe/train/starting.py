@@ -13,9 +13,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from mlpipe._core.adapters import is_adapter
 from mlpipe._core.errors import DamagedError, StoreError, TrainError
 from mlpipe._core.presets import LLAMA
-from mlpipe.plan.plan import FoundWeights, TrainPlan
+from mlpipe.plan.plan import FoundWeights, InitPlan, TrainPlan
 from mlpipe.store import catalogue, weights
 from mlpipe.store.open import open_store
 from mlpipe.store.weights import PREFIX, Weights
@@ -30,25 +31,31 @@ _FILE_NAMES = {"model.*": "*"}  # of mlpipe's own Llama in files, as `transforme
 
 
 def start(session: Session, plan: TrainPlan, model: ParallelizedModel) -> list[str]:
-    """Fills the model with the weights of `plan.init_from`, unless there is a checkpoint to go on from; what
-    a person should know of it. To be called before an optimizer looks at the weights. Raises TrainError
-    (input) where they do not fit, StoreError where they cannot be read."""
-    if not _is_due(session, plan):
-        return []
+    """Fills the model with the weights of `plan.init_from`, unless there is a checkpoint to go on from, which
+    beside adapters has none of them; what a person should know of it. To be called before an optimizer looks
+    at the weights. Raises TrainError (input) where they do not fit, StoreError where they cannot be read."""
     assert plan.init_from is not None
-    found = plan.init_from.found
+    if plan.adapter is None and not _is_due(session, plan):
+        return []
+    return read(session, plan, model, plan.init_from)
+
+
+def read(session: Session, plan: TrainPlan, model: ParallelizedModel, init: InitPlan) -> list[str]:
+    """As `start`, without asking for a checkpoint."""
+    found = init.found
     if found is None:
         raise TrainError("nobody looked for the weights to start from", where="train.init_from")
     session.watchdog.beat(f"loading {found.words}", 0)
     source = _open(session, found)
-    if plan.init_from.config:
+    if init.config:
         _drop_derived(source, plan.model.build.args)
-    names = plan.init_from.map
+    names = init.map
     if not names and found.format == "safetensors" and plan.model.build.entry == LLAMA:
         names = _FILE_NAMES
-    shards = {item.name.removeprefix(PREFIX): item for item in model.shards}
+    own = [item for item in model.shards if not is_adapter(item.name)]
+    shards = {item.name.removeprefix(PREFIX): item for item in own}
     fitting = match(_here(model, shards), source.tensors, names)
-    if (plan.init_from.strict and fitting.words()) or not fitting.pairs:
+    if (init.strict and fitting.words()) or not fitting.pairs:
         raise TrainError(
             f"{found.words} does not fit the model: {'; '.join(fitting.words())}",
             where=source.where,
@@ -57,7 +64,7 @@ def start(session: Session, plan: TrainPlan, model: ParallelizedModel) -> list[s
         )
     with torch.no_grad():
         _fill(source, [(shards[here], there) for here, there in fitting.pairs if here in shards])
-        if plan.init_from.strict:
+        if init.strict:
             _check_doubles(source, shards, fitting)
     model.after_step()
     return [f"started from {found.words}: {len(fitting.pairs)} tensors", *fitting.words()]

@@ -17,6 +17,7 @@ from mlpipe.plan.memory import rank_tensors, saved_bytes
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.pricing import Choices, Pricer, Training, layout_of
+from mlpipe.plan.shapes.adapted import Adapted
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.frozen import Frozen, without
 from mlpipe.plan.shapes.shape import Part, StepShape
@@ -116,3 +117,31 @@ def test_patterns_that_are_refused(patterns: tuple[str, ...], says: str, hint: s
         without(TINY, patterns)
     assert caught.value.where == "train.freeze"
     assert hint in (caught.value.hint or "")
+
+
+def test_adapters_by_hand() -> None:
+    """Rank 2, of two blocks: q and o 4 x 4, k and v 2 x 4, gate and up 6 x 4, down 4 x 6."""
+    block = 2 * 2 * (4 + 4) + 2 * 2 * (2 + 4) + 3 * 2 * (6 + 4)
+    counts = Adapted(TINY, (), 2).parameters
+    assert (counts.total, counts.block, counts.outside) == (300 + 2 * block, 128 + block, 44)
+    assert (counts.trained.total, counts.trained.block, counts.trained.outside) == (2 * block, block, 0)
+    tensors = rank_tensors(rank_work(counts))
+    assert total(tensors.parameters) == 4 * (300 + 2 * block)
+    assert total(tensors.gradients) == 4 * 2 * block
+    assert total(tensors.optimizer) == 8 * 2 * block
+    assert saved_bytes(counts, OptimizerCost(8), 1) == (4 + 8) * 2 * block
+    named = Adapted(TINY, ("q_proj", "layers.1.mlp.*"), 2)
+    assert [one.name for one in named.trained][::2] == [
+        "layers.0.self_attn.q_proj.lora_A", "layers.1.self_attn.q_proj.lora_A",
+        "layers.1.mlp.gate_proj.lora_A", "layers.1.mlp.up_proj.lora_A", "layers.1.mlp.down_proj.lora_A",
+    ]  # fmt: skip
+    with pytest.raises(PlanError, match="'head' fits no linear layer"):
+        _ = Adapted(TINY, ("head",), 2).trained
+
+
+def test_a_backward_pass_beside_adapters_computes_no_gradient_of_the_weights() -> None:
+    kernels = Kernels("fp32", False, "cuda", HARDWARE.speed)
+    whole, adapted = TINY.pass_seconds(STEP, kernels), Adapted(TINY, (), 2).pass_seconds(STEP, kernels)
+    assert adapted.forward_block > whole.forward_block
+    some = Adapted(TINY, ("q_proj",), 2).pass_seconds(STEP, kernels)
+    assert some.backward_block < adapted.backward_block

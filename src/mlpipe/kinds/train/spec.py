@@ -165,6 +165,9 @@ class Train(SpecModel):
         None,
         description="Parameters that stay as they are, by patterns of their names, like `embed_tokens.*`.",
     )
+    adapter: starting.Adapter | None = Field(
+        None, description="Train small matrices beside the model's own, which stay as they are."
+    )
     strategy: Strategy = Field("auto", description="How to split the work; `auto`: the fastest that fits.")
     mesh: MeshSizes | None = Field(
         None, description="Sizes of the axes that the workers are laid out on. Default: the strategy's."
@@ -214,6 +217,7 @@ class Train(SpecModel):
 def _problems(stage: Node) -> Iterator[Problem]:
     yield from feasibility.problems(stage)
     yield from starting.problems(stage)
+    yield from starting.adapter_problems(stage)
     train = get(stage, "train")
     if train is None or not isinstance(train.value, dict):
         return

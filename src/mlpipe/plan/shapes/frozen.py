@@ -11,7 +11,7 @@ from functools import cached_property
 from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import Named
 from mlpipe.plan.kernels import Kernels
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.plan import AdapterPlan, TrainPlan
 from mlpipe.plan.shapes import presets
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import Activations, ModelShape, ParameterCounts, PassSeconds, StepShape
@@ -111,8 +111,15 @@ def _counted(tensors: Counter[tuple[int, int]]) -> tuple[tuple[int, int, int], .
     return tuple((rows, columns, number) for (rows, columns), number in tensors.items())
 
 
-def without(shape: ModelShape | None, patterns: Sequence[str] | None) -> ModelShape | None:
-    """What is planned where so much is frozen: of a model whose parameters have no names here, all."""
+def without(
+    shape: ModelShape | None, patterns: Sequence[str] | None, adapter: AdapterPlan | None = None
+) -> ModelShape | None:
+    """What is planned where so much is frozen, or all but an adapter: of a model whose parameters have no
+    names here, all."""
+    if adapter is not None and isinstance(shape, Dense):
+        from mlpipe.plan.shapes.adapted import Adapted  # of few plans, and made of this
+
+        return Adapted(shape, adapter.targets, adapter.rank)
     if not patterns or not isinstance(shape, Dense):
         return shape
     found = Frozen(shape, tuple(patterns))
@@ -122,4 +129,4 @@ def without(shape: ModelShape | None, patterns: Sequence[str] | None) -> ModelSh
 
 def planned(train: TrainPlan) -> ModelShape | None:
     """The shape of a planned training; None: of a user's own model."""
-    return without(presets.planned(train.model), train.freeze)
+    return without(presets.planned(train.model), train.freeze, train.adapter)

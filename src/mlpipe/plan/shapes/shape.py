@@ -35,7 +35,7 @@ class ParameterCounts:
     """A model in numbers of parameters: in all, of its largest block, and of all that is in no block
     (embedding, last norm, head). `tensors`: rows, parameters a row, and how many such tensors there are;
     `block_matrices`: of these the blocks' matrices, of two dims. `trained_only`: the same of those that are
-    trained; None: all are."""
+    trained; None: all are. `base_elsewhere`: the others are in no checkpoint."""
 
     total: int
     block: int
@@ -44,6 +44,7 @@ class ParameterCounts:
     tensors: tuple[tuple[int, int, int], ...]
     block_matrices: tuple[tuple[int, int, int], ...] = ()
     trained_only: ParameterCounts | None = None
+    base_elsewhere: bool = False
 
     @property
     def trained(self) -> ParameterCounts:

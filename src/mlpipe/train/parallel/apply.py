@@ -27,6 +27,7 @@ class Technique(NamedTuple):
 
 
 TECHNIQUES = (
+    Technique("lora", lambda plan: plan.adapter is not None),
     Technique("pipeline", lambda plan: plan.mesh.pp > 1),
     Technique("tensor", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry in OWN),
     Technique("tensor_by_pattern", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry not in OWN),

@@ -42,7 +42,8 @@ class ParallelizedModel:
     passes without a backward leave. `waits` counts the time that all of these spend waiting for other ranks.
     `shards`: what this rank updates and stores. `step_metrics()` ends a step, and gives fields of its record
     that only this model knows, of rank 0. `partial`: modules and names of parameters whose gradients a rank
-    has of its own tokens only, for `sum_partial_gradients`.
+    has of its own tokens only, for `sum_partial_gradients`. `base`: names of parameters that have adapters
+    beside them: no checkpoint has these.
     """
 
     built: BuiltModel
@@ -50,12 +51,17 @@ class ParallelizedModel:
     waits: Waits = field(default_factory=Waits)
     shards: list[LocalShard] = field(default_factory=list)
     partial: list[tuple[nn.Module, str]] = field(default_factory=list)
+    base: frozenset[str] = frozenset()
     before_forward: Callable[[bool], None] = nothing_before
     gradient_sync: Callable[[bool], AbstractContextManager[None]] = no_gradient_sync
     after_backward: Callable[[], None] = nothing
     after_step: Callable[[], None] = nothing
     after_evaluation: Callable[[], None] = nothing
     step_metrics: Callable[[], dict[str, Any]] = dict
+
+    def stored(self) -> list[LocalShard]:
+        """Of the shards those that a checkpoint has."""
+        return [shard for shard in self.shards if shard.name not in self.base]
 
     def tied(self) -> dict[str, str]:
         """Further names of tied parameters, and the one under which each is stored."""

@@ -1,0 +1,120 @@
+"""Low-rank adapters (Hu et al., LoRA, 2021): beside the weight W of a linear layer of a block, which is
+not trained, stand A (rank x in) and B (out x rank), and the layer gives x W^T + scale * (x A^T) B^T. B begins
+as 0.
+
+The names of the model's own parameters stay; they are not stored in checkpoints, since each attempt reads
+them where the training started from (`train/starting.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mlpipe._core.adapters import A, B, is_adapter, scale, targets
+from mlpipe._core.errors import PlanError, TrainError
+from mlpipe.plan.plan import AdapterPlan, TrainPlan
+from mlpipe.train.init import same_weights
+from mlpipe.train.model import BuiltModel
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.world import World
+
+
+def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
+    """Before any other technique: what splits the model splits the adapters as well. Raises TrainError
+    (input) for targets that it does not have."""
+    assert plan.adapter is not None
+    built, adapter = model.built, plan.adapter
+    own = built.model
+    model.base = frozenset(f"model.{name}" for name, _ in own.named_parameters())
+    adapted = _adapt(own, built.blocks, adapter)
+    if built.on_meta:
+        init: Any = own.init_weights
+
+        def init_weights() -> None:
+            init()
+            _fill(adapted)
+
+        own.init_weights = init_weights  # type: ignore[assignment]
+    else:
+        with torch.no_grad(), same_weights(plan.seed):
+            _fill(adapted)
+    _build_again(built, adapter)
+
+
+def _build_again(built: BuiltModel, adapter: AdapterPlan) -> None:
+    """What is built once more has them, too."""
+    construct, numbers = built.construct, [_number_of(built.model, block) for block in built.blocks]
+
+    def with_adapters() -> nn.Module:
+        again = construct()
+        _adapt(again, [list(again.modules())[number] for number in numbers], adapter)
+        return again
+
+    built.construct = with_adapters
+
+
+def _number_of(model: nn.Module, block: nn.Module) -> int:
+    return next(number for number, module in enumerate(model.modules()) if module is block)
+
+
+def _adapt(model: nn.Module, blocks: list[nn.Module], adapter: AdapterPlan) -> list[nn.Linear]:
+    """In place; the layers that have one now."""
+    model.requires_grad_(False)
+    inside = {id(module) for block in blocks for module in block.modules()}
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in inside
+    }
+    try:
+        chosen = targets(adapter.targets, layers)
+    except PlanError as error:
+        raise TrainError(error.message, where=error.where, hint=error.hint, kind="input") from None
+    if not chosen:
+        raise TrainError(
+            "no block of the model has a linear layer",
+            where="train.adapter",
+            hint="name the modules that are blocks in model.blocks",
+            kind="input",
+        )
+    factor = scale(adapter.alpha, adapter.rank, rslora=adapter.rslora)
+    for name in chosen:
+        layer = layers[name]
+        weight: Any = layer.weight
+        for key, shape in ((A, (adapter.rank, layer.in_features)), (B, (layer.out_features, adapter.rank))):
+            empty = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+            layer.register_parameter(key, nn.Parameter(empty))
+        layer.__dict__.update(lora_scale=factor, lora_dropout=adapter.dropout)
+        layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
+    return [layers[name] for name in chosen]
+
+
+@torch.no_grad()
+def _fill(layers: list[nn.Linear]) -> None:
+    """As peft does."""
+    for layer in layers:
+        nn.init.kaiming_uniform_(layer.lora_A, a=math.sqrt(5))  # type: ignore[arg-type]
+        nn.init.zeros_(layer.lora_B)  # type: ignore[arg-type]
+
+
+def _forward(self: Any, x: Tensor) -> Tensor:
+    """Of an nn.Linear with an adapter."""
+    y = F.linear(x, self.weight, self.bias)
+    if self.lora_dropout:
+        x = F.dropout(x, self.lora_dropout, self.training)
+    added: Tensor = F.linear(F.linear(x, self.lora_A), self.lora_B) * self.lora_scale
+    return y + added
+
+
+def trained_shards(model: ParallelizedModel) -> list[Any]:
+    """Of `model.shards` those that a checkpoint has: of a model without adapters all."""
+    return [shard for shard in model.shards if shard.name not in model.base]
+
+
+__all__ = ["apply", "is_adapter", "trained_shards"]

@@ -1,0 +1,151 @@
+"""Adapters beside open weights: the same training however it is split, checkpoints of adapters alone that go
+on under another strategy, and an export whose product with the weights is what was trained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from kit import plans
+
+from mlpipe.plan.plan import AdapterPlan, Entry, InitPlan, Mesh, ModelPlan, Plan
+from mlpipe.plan.shapes import pretrained
+from mlpipe.store import catalogue
+from mlpipe.store.folder import FolderStore
+from mlpipe.submit.starting import find
+from mlpipe.train.data import MicrobatchLoader, open_dataset
+from mlpipe.train.export import export_checkpoint
+from mlpipe.train.init import initialize
+from mlpipe.train.models.llama import Llama, build_model
+from mlpipe.train.world import World
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen2", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu",
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 1e4,
+}  # fmt: skip
+SIZES = pretrained.sizes_of(CONFIG, "")
+ALL, SOME = AdapterPlan(4, 6.0), AdapterPlan(4, 6.0, ("q_proj", "layers.1.mlp.*"), rslora=True)
+
+
+def model_of(state: dict[str, torch.Tensor]) -> Llama:
+    model = build_model(**SIZES.args())
+    initialize(model, 0)
+    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
+    return model
+
+
+def plan_of(folder: Path, run: str, strategy: Any, steps: int, adapter: AdapterPlan, **changes: Any) -> Plan:
+    init = InitPlan({"path": "base"}, "base", {}, strict=True, config=CONFIG)
+    init = replace(init, found=find(FolderStore(folder / "store"), "", init, str(folder)))
+    model = ModelPlan(Entry("mlpipe.train.models.llama:build_model", SIZES.args()), "base", 32, ())
+    plan = plans.train_plan(
+        folder / "store", folder / "tokens", run_id=run, strategy=strategy, steps=steps, every=2, model=model,
+        init_from=init, adapter=adapter, **changes,
+    )  # fmt: skip
+    optimizer = replace(plan.work.training.optimizer, lr=1e-2)
+    return replace(plan, work=replace(plan.work.training, optimizer=optimizer))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, dict[str, Plan]]:
+    folder = tmp_path_factory.mktemp("lora")
+    plans.write_tokens(folder / "tokens")
+    (folder / "base").mkdir()
+    (folder / "base" / "config.json").write_text(json.dumps(CONFIG))
+    model = build_model(**SIZES.args())
+    initialize(model, 5)
+    state = {f"model.{name}": tensor.detach() * 2 for name, tensor in model.named_parameters()}
+    safetensors.torch.save_file(state, folder / "base" / "model.safetensors")
+    made = {
+        "fsdp": plan_of(folder, "fsdp", "fsdp", 5, ALL),
+        "zero1": plan_of(folder, "zero1", "zero1", 3, ALL),
+        "begun": plan_of(folder, "half", "ddp", 2, ALL),
+        "half": plan_of(folder, "half", "fsdp", 4, ALL, attempt=2),
+        "some": plan_of(folder, "some", "ddp", 3, SOME),
+        "none": plan_of(folder, "none", "ddp", 1, AdapterPlan(4, 6.0, ("nothing",))),
+        "judged": plans.evaluate_plan(plan_of(folder, "fsdp", "ddp", 5, ALL)),
+    }
+    plans.run_together(list(made.values()), folder / "run", may_fail=True)
+    return folder, made
+
+
+def losses(trained: tuple[Path, dict[str, Plan]], name: str) -> list[float]:
+    return plans.losses(trained[0] / "store", trained[1][name])
+
+
+def loss_of(plan: Plan, model: Llama, step: int) -> float:
+    """Of the samples of a step, from 0, outside of any trainer."""
+    train = plan.work.training
+    loader = MicrobatchLoader(
+        open_dataset(train.data, split="train", seq_len=32), World(Mesh(), 0, torch.device("cpu")),
+        seed=train.seed, global_batch=train.global_batch, micro_batch=99, seq_len=1,
+    )  # fmt: skip
+    (batch,) = loader.step(step * train.global_batch)
+    with torch.no_grad():
+        logits = model(batch.batch["inputs"]).flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, batch.batch["targets"].flatten().long()).item()
+
+
+def test_strategies_agree_and_a_checkpoint_goes_on_under_another(trained):
+    expected = losses(trained, "fsdp")
+    assert losses(trained, "zero1") == pytest.approx(expected[:3], rel=1e-5)
+    assert losses(trained, "begun") == pytest.approx(expected[:2], rel=1e-5)
+    assert losses(trained, "half") == pytest.approx(expected[2:4], rel=1e-5)
+    assert expected[4] < expected[0] - 0.05
+
+
+def test_checkpoints_have_adapters_and_their_states_alone(trained):
+    folder, made = trained
+    store = FolderStore(folder / "store")
+    names = catalogue.load_manifest(store, catalogue.latest(store, made["fsdp"].stage_key).key)["tensors"]
+    modules = {name.removeprefix("optim.").rpartition(".lora_")[0] for name in names}
+    of_block = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    assert modules == {f"model.layers.{block}.{name}" for block in range(2) for name in of_block}
+    assert len(names) == 3 * 2 * len(modules)  # A and B, each with two means of AdamW
+
+
+@pytest.mark.parametrize(("run", "adapter", "step"), [("fsdp", ALL, 4), ("some", SOME, 2)])
+def test_the_export_added_to_the_weights_is_what_was_trained(trained, run, adapter, step):
+    """In peft's names and with its formula; B was 0 at first."""
+    folder, made = trained
+    base = safetensors.torch.load_file(folder / "base" / "model.safetensors")
+    assert losses(trained, run)[0] == pytest.approx(loss_of(made[run], model_of(base), 0), rel=1e-6)
+    store = FolderStore(folder / "store")
+    (item,) = [one for one in catalogue.list_checkpoints(store, made[run].stage_key) if one.step == step]
+    done = export_checkpoint(store, item.key, folder / "out" / run)
+    assert done.files == ("adapter_config.json", "adapter_model.safetensors")
+    config = json.loads((folder / "out" / run / "adapter_config.json").read_text())
+    parts = safetensors.torch.load_file(folder / "out" / run / "adapter_model.safetensors")
+    factor = config["lora_alpha"] / config["r"] ** (0.5 if config["use_rslora"] else 1)
+    prefix = "base_model.model."
+    modules = {name.removeprefix(prefix).partition(".lora_")[0] for name in parts}
+    assert len(modules) == (14 if adapter is ALL else 5)
+    assert all(any(f".{name}".endswith(f".{end}") for end in config["target_modules"]) for name in modules)
+    for name in modules:
+        a, b = (parts[f"{prefix}{name}.lora_{part}.weight"] for part in "AB")
+        base[f"{name}.weight"] += factor * b @ a
+    expected = loss_of(made[run], model_of(base), step)
+    assert losses(trained, run)[step] == pytest.approx(expected, rel=1e-5)
+
+
+def outcome(trained: tuple[Path, dict[str, Plan]], name: str) -> dict[str, Any]:
+    """Of rank 0."""
+    folder, made = trained
+    path = folder / "run" / f"scratch-{list(made).index(name)}" / "outcome-0.json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_an_evaluation_reads_the_weights_again_and_targets_that_fit_nothing_are_refused(trained):
+    folder, made = trained
+    (told,) = [one for one in plans.records(folder / "store", made["judged"]) if one["kind"] == "evaluation"]
+    assert told["val_loss"] == pytest.approx(losses(trained, "fsdp")[4], abs=0.3)
+    assert "'nothing' fits no linear layer" in outcome(trained, "none")["message"]
