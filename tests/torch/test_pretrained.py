@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from mlpipe.train.data import MicrobatchLoader, open_dataset
 from mlpipe.train.export import export_checkpoint
 from mlpipe.train.init import initialize
 from mlpipe.train.models.llama import Llama, build_model
+from mlpipe.train.starting import _drop_derived
 from mlpipe.train.world import World
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
@@ -163,3 +165,11 @@ def test_the_export_is_the_same_architecture_for_transformers(bases, trained, ru
     logits = theirs(inputs).logits
     torch.testing.assert_close(logits, ours(folder / "out" / run)(inputs), atol=1e-5, rtol=0)
     assert (logits - made[name](inputs).logits).abs().max() > 1e-3  # it was trained
+
+
+@pytest.mark.parametrize(("tied", "left"), [(True, {"n"}), (False, {"n", "lm_head.weight"})])
+def test_a_head_that_is_the_embedding_and_frequencies_are_left_as_transformers_leaves_them(tied, left):
+    names = ("n", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
+    source = SimpleNamespace(tensors=dict.fromkeys(names))
+    _drop_derived(source, {"tied": tied})
+    assert set(source.tensors) == left

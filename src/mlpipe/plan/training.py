@@ -351,6 +351,11 @@ def _predicted(chosen: Candidate, hardware: Hardware) -> Prediction | None:
     return Prediction(chosen.memory.total, float(f"{chosen.step_seconds:.5g}"), *ratios)
 
 
+def starts_from_weights(spec: Train) -> bool:
+    """Other ones than the seed's."""
+    return spec.init_from is not None or isinstance(spec.model, PretrainedModel)
+
+
 def init_plan(spec: Train, known: Known) -> InitPlan | None:
     """Where its weights come from, as it is asked for; nobody has looked there."""
     if isinstance(spec.model, PretrainedModel):

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from mlpipe._core.errors import StoreError
 from mlpipe._core.files import check_name
 from mlpipe._core.ids import new_run_id
-from mlpipe.plan.training import trainings
+from mlpipe.plan.training import starts_from_weights, trainings
 from mlpipe.spec.model import Pipeline
 from mlpipe.store import leases, runs, wanted
 from mlpipe.store.base import Store
@@ -91,7 +91,7 @@ def record(store: Store, backend: Backend, submission: Submission, stages: list[
 
 def _starts(backend: Backend, submission: Submission) -> dict[str, Any]:
     """The weights that its trainings start from, as far as they are seen from here."""
-    if not any(training.init_from for training in trainings(submission.pipeline).values()):
+    if not any(starts_from_weights(training) for training in trainings(submission.pipeline).values()):
         return {}
     from mlpipe.submit.starting import look_ahead
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,3 +221,54 @@ def test_a_resume_is_compared_by_where_it_started_and_what_was_frozen(store):
     assert not [
         key for key in meaning_of(submission(store, "{run: old}").pipeline, "base", {}) if "init" in key
     ]
+
+
+OPEN = """
+version: 1
+name: tune
+stages:
+  - name: train
+    train:
+      model: {pretrained: weights, seq_len: 8}
+      data: {entry: "a.b:c", batch_size: 8}
+      steps: 4
+"""
+LLAMA = {
+    "model_type": "llama", "vocab_size": 8, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8,
+}  # fmt: skip
+
+
+def write_index(folder: Path, file: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda folder: (folder / "pytorch_model.bin").write_bytes(b"x"), "is a pickle, which runs the code"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"PK\x03\x04" * 9), "a pickle, whatever"),
+        (lambda folder: write_index(folder, "../store/x.safetensors"), "do not lie beside it"),
+        (lambda folder: write_index(folder, "/etc/x.safetensors"), "do not lie beside it"),
+        (lambda folder: write_index(folder, "model-2.safetensors"), "which is not there"),
+        (lambda folder: os.truncate(weights_file(folder / "model.safetensors"), 60), "or cut off"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes((10**10).to_bytes(8, "little") * 9),
+            "or cut off",
+        ),
+        (lambda folder: None, r"no \*.safetensors is there"),
+    ],
+)
+def test_a_folder_of_open_weights_that_harms_is_refused_with_the_line(
+    store, tmp_path, monkeypatch, harm, words
+):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    harm(folder)
+    pipeline = load_pipeline_text(OPEN, "p.yaml")
+    submission = Submission("p.yaml", OPEN, (), pipeline, store.url, str(tmp_path))
+    with pytest.raises(SubmitError, match=words) as caught:
+        look_ahead(submission, lambda place: True)
+    assert (caught.value.where, caught.value.kind) == ("p.yaml:7:15", "input")
