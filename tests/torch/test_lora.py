@@ -144,6 +144,4 @@ def outcome(trained: tuple[Path, dict[str, Plan]], name: str) -> dict[str, Any]:
 
 
 def test_targets_that_fit_nothing_are_refused(trained):
-    (told,) = [one for one in plans.records(folder / "store", made["judged"]) if one["kind"] == "evaluation"]
-    assert told["val_loss"] == pytest.approx(losses(trained, "fsdp")[4], abs=0.3)
     assert "'nothing' fits no linear layer" in outcome(trained, "none")["message"]
