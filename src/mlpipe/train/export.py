@@ -151,7 +151,7 @@ def _is_known(model: Any) -> bool:
 
 def _llama_config(manifest: Manifest) -> LlamaConfig | None:
     model = manifest["scalars"].get("model")
-    if not _is_known(model):
+    if model is None or not _is_known(model):
         return None
     try:
         return built_by(model["entry"], model["args"])
