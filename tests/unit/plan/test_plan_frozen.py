@@ -17,9 +17,8 @@ from mlpipe.plan.memory import rank_tensors, saved_bytes
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.pricing import Choices, Pricer, Training, layout_of
-from mlpipe.plan.shapes.adapted import Adapted
 from mlpipe.plan.shapes.dense import Dense
-from mlpipe.plan.shapes.frozen import Frozen, without
+from mlpipe.plan.shapes.frozen import Adapted, Frozen, without
 from mlpipe.plan.shapes.shape import Part, StepShape
 from mlpipe.plan.tensors import total
 from mlpipe.plan.time import passes

@@ -1,5 +1,6 @@
-"""A preset of which some parameters are not trained (`train.freeze`): these have no gradients and no states
-of the optimizer, nothing of them is reduced, and the backward pass computes no gradients of theirs."""
+"""A preset of which some parameters are not trained (`train.freeze`), or all but adapters (`train.adapter`):
+these have no gradients and no states of the optimizer, nothing of them is reduced, and the backward pass
+computes no gradients of theirs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.plan import AdapterPlan, TrainPlan
 from mlpipe.plan.shapes import presets
 from mlpipe.plan.shapes.dense import Dense
-from mlpipe.plan.shapes.shape import Activations, ModelShape, ParameterCounts, PassSeconds, StepShape
+from mlpipe.plan.shapes.shape import (
+    Activations,
+    ModelShape,
+    ParameterCounts,
+    PassSeconds,
+    StepShape,
+    by_shape,
+)
+from mlpipe.plan.tensors import COMPUTE_BYTES, Tensors
 
 
 @dataclass(frozen=True)
@@ -111,14 +120,89 @@ def _counted(tensors: Counter[tuple[int, int]]) -> tuple[tuple[int, int, int], .
     return tuple((rows, columns, number) for (rows, columns), number in tensors.items())
 
 
+@dataclass(frozen=True)
+class Adapted(Frozen):
+    """A model of which adapters alone are trained (`train.adapter`): all its weights, and beside matrices of
+    its blocks two small ones each, which have gradients and states. `patterns`: which matrices have an
+    adapter; empty: all."""
+
+    rank: int
+
+    @cached_property
+    def _targets(self) -> list[Named]:
+        from mlpipe._core.adapters import targets  # of few plans
+
+        layers = {
+            one.name.removesuffix(".weight"): one
+            for one in self.whole.config.named_tensors()
+            if one.block is not None and one.columns > 1 and one.name.endswith(".weight")
+        }
+        return [layers[name] for name in targets(self.patterns, layers)]
+
+    @cached_property
+    def trained(self) -> tuple[Named, ...]:
+        """Raises PlanError for a pattern that fits nothing."""
+        from mlpipe._core.adapters import A, B
+
+        return tuple(
+            Named(f"{one.name.removesuffix('.weight')}.{name}", rows, columns, one.block)
+            for one in self._targets
+            for name, rows, columns in ((A, self.rank, one.columns), (B, one.rows, self.rank))
+        )
+
+    @cached_property
+    def parameters(self) -> ParameterCounts:
+        whole, by_block = self.whole.parameters, Counter[int | None]()
+        numbers: Counter[tuple[int, int]] = Counter()
+        for one in self.trained:
+            by_block[one.block] += one.size
+            numbers[one.rows, one.columns] += 1
+        added = tuple((rows, columns, number) for (rows, columns), number in numbers.items())
+        matrices = tuple(one for one in added if one[1] > 1)
+        block = max(by_block.values())
+        own = ParameterCounts(by_block.total(), block, 0, whole.num_blocks, added, matrices)
+        return replace(
+            whole,
+            total=whole.total + own.total,
+            block=whole.block + block,
+            tensors=_together(whole.tensors, added),
+            block_matrices=_together(whole.block_matrices, matrices),
+            trained_only=own,
+            base_elsewhere=True,
+        )
+
+    def activations(self, step: StepShape, device: str) -> Activations:
+        """Besides, what comes out of each A."""
+        found = super().activations(step, device)
+        width = COMPUTE_BYTES[step.precision]
+        size = step.num_tokens * width * self.rank * len(self._targets)
+        return replace(found, saved=(*found.saved, Tensors(size, len(self._targets))))
+
+    def pass_seconds(self, step: StepShape, kernels: Kernels) -> PassSeconds:
+        """Besides, two small products for each target, and twice as many in the backward pass."""
+        found = super().pass_seconds(step, kernels)
+        products = sum(kernels.matmul(step.num_tokens, one.columns, one.rows) for one in self.trained)
+        each = products / self.whole.config.num_layers
+        return replace(
+            found,
+            forward_block=found.forward_block + each,
+            backward_block=found.backward_block + 2 * each,
+        )
+
+
+def _together(
+    some: tuple[tuple[int, int, int], ...], others: tuple[tuple[int, int, int], ...]
+) -> tuple[tuple[int, int, int], ...]:
+    numbers = by_shape((*some, *others))
+    return tuple((rows, columns, number) for (rows, columns), number in numbers.items())
+
+
 def without(
     shape: ModelShape | None, patterns: Sequence[str] | None, adapter: AdapterPlan | None = None
 ) -> ModelShape | None:
     """What is planned where so much is frozen, or all but an adapter: of a model whose parameters have no
     names here, all."""
     if adapter is not None and isinstance(shape, Dense):
-        from mlpipe.plan.shapes.adapted import Adapted  # of few plans, and made of this
-
         return Adapted(shape, adapter.targets, adapter.rank)
     if not patterns or not isinstance(shape, Dense):
         return shape
