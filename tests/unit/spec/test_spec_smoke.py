@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -14,12 +15,20 @@ from mlpipe.spec.smoke import Smoke, overrides
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[3]
+QWEN = {
+    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}  # fmt: skip
 FILES = [*(ROOT / "pipelines").rglob("*.yaml"), *(ROOT / "tests/unit/spec/good").glob("*.yaml")]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_pipeline_shrinks_and_can_be_planned(path, ranks):
+def test_every_pipeline_shrinks_and_can_be_planned(path, ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3-0.6b").mkdir()  # of chat.yaml
+    (tmp_path / "qwen3-0.6b" / "config.json").write_text(json.dumps(QWEN))
     small = mlpipe.load(path).smoke(ranks=ranks, steps=3, tiny=True)
     for name, planned in mlpipe.plan(small, store="runs").items():
         plan = planned.plan
