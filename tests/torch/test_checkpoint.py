@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -60,3 +62,26 @@ def test_a_buffer_that_the_next_forward_writes_is_saved_as_it_was(tmp_path, monk
     )
     assert tensors[0].local.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     assert tensors[1].local.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_rank_0_stays_until_all_have_heard_of_the_commit(tmp_path):
+    """Its process has the store by which the others hear: one that it leaves early saves in vain."""
+    exchange, saved = dist.HashStore(), []
+    settings = SaveSettings(STAGE, attempt=1, restart=0, code_digest="", keep=2, asynchronous=True)
+    checkpointer = Checkpointer(
+        FolderStore(tmp_path),
+        settings,
+        Coordination(exchange, rank=0, world_size=2),
+        on_saved=saved.append,
+        while_waiting=lambda: None,
+    )
+    checkpointer.save(1, [shard("model.w", torch.ones(3))], {"step": 1})
+    of_step = dist.PrefixStore("1", checkpointer.coordination_store)
+    of_step.set("rank-1", json.dumps({"parts": [], "problem": ""}))
+    of_step.wait(["committed"], timedelta(minutes=5))
+    save = checkpointer._current
+    save.thread.join(0.2)
+    assert save.thread.is_alive()
+    of_step.set("heard-1", "")
+    checkpointer.finish()
+    assert [found.error for found in saved] == [None]

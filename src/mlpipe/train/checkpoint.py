@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 _ALIGNMENT = 64
 _CHUNK_BYTES = 16 * 2**20
 _COMMIT_TIMEOUT = timedelta(minutes=30)
+_HEARD_TIMEOUT = timedelta(minutes=1)
 
 
 @dataclass
@@ -238,6 +239,10 @@ class Checkpointer:
             self._commit(save, exchange)
         exchange.wait(["committed"], _COMMIT_TIMEOUT)
         problem = exchange.get("committed").decode()
+        exchange.set(f"heard-{self.rank}", "")
+        if self.rank == 0:  # whose process has the TCPStore, and may end with this save
+            with suppress(dist.DistError):  # a peer that is gone ends the run elsewhere; this is committed
+                exchange.wait([f"heard-{rank}" for rank in range(self.world_size)], _HEARD_TIMEOUT)
         if problem:
             raise StoreError(problem)
 
