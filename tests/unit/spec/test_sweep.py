@@ -130,7 +130,8 @@ def test_another_seed_draws_otherwise_and_a_logarithm_spreads_over_magnitudes():
         st.sampled_from(["a", "b"]),
         st.lists(
             st.one_of(
-                st.booleans(), st.integers(), st.floats(-1e9, 1e9), st.text("ab 'é:#{}", max_size=5),
+                st.booleans(), st.integers(), st.floats(-1e9, 1e9),
+                st.text("ab 'é:#{}", max_size=5).filter(lambda text: "{{" not in text),
                 st.lists(st.integers(), max_size=2), st.dictionaries(st.sampled_from("xy"), st.integers()),
             ),
             min_size=1, max_size=3, unique_by=json.dumps,
