@@ -9,7 +9,7 @@ from mlpipe._core.meshes import AXES, DATA_AXES, conflicts, unsupported_mix
 from mlpipe._core.units import format_step_seconds
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.candidates import is_searched, pricer_of, searched
-from mlpipe.plan.choose import Candidate
+from mlpipe.plan.choose import Candidate, is_tight
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.search import MODEL_ERROR, Found
 from mlpipe.plan.shapes.shape import ModelShape
@@ -46,8 +46,16 @@ def _used(axis: str, size: int, without: Sequence[Candidate], chosen: Candidate)
     least = min((candidate.step_seconds for candidate in without), default=math.inf)
     if math.isinf(least):
         return f"{axis} {size} is used: nothing fits without it."
+    if least < chosen.step_seconds and not is_tight(chosen):
+        roomy = [candidate for candidate in without if not is_tight(candidate)]
+        if not roomy:
+            return f"{axis} {size} is used: what fits without it leaves little memory free."
+        least = min(candidate.step_seconds for candidate in roomy)
+        words = "without it a step that leaves memory free takes"
+    else:
+        words = "without it a step takes"
     ratio = least / chosen.step_seconds
-    return f"{axis} {size} is used: without it a step takes {ratio:.2f} times the time at the least."
+    return f"{axis} {size} is used: {words} {ratio:.2f} times the time at the least."
 
 
 def _never(axis: str, spec: Train, shape: ModelShape) -> str | None:

@@ -84,8 +84,17 @@ def choose(candidates: Sequence[Candidate], equal: float = _EQUAL) -> tuple[Cand
     elif shards == "nothing":
         why = "none is faster, and nothing needs to be sharded"
     else:
-        why = f"the fastest of {len(others) + 1} that fit (shards {shards})"
+        why = f"{_rank_of(best, fastest)} of {len(others) + 1} that fit (shards {shards})"
     return best, f"{best.strategy}: {best.reason} per worker; {why}"
+
+
+def _rank_of(best: Candidate, fastest: float) -> str:
+    """In words, among all that fit. `fastest`: seconds of a step of theirs."""
+    if best.step_seconds == fastest:
+        return "the fastest"
+    if best.step_seconds <= fastest * (1 + _EQUAL):
+        return "as fast as any"
+    return f"leaves memory free and is within {ROOM_WINDOW - 1:.0%} of the fastest"
 
 
 def is_tight(candidate: Candidate) -> bool:
@@ -102,6 +111,15 @@ def simplicity(candidate: Candidate) -> tuple[bool, int, int, int, int, float]:
     shared = mesh.world_size // mesh.num_data_ranks
     micro = -(candidate.micro_batch or 0)
     return is_tight(candidate), shared, order, recompute, micro, candidate.step_seconds
+
+
+_LESS_SIMPLE = (
+    "leaves little memory free",
+    "more workers share samples",
+    "shards more",
+    "recomputes more",
+    "has smaller micro-batches",
+)
 
 
 def smallest(candidates: Sequence[Candidate]) -> Candidate:
@@ -137,4 +155,7 @@ def verdict(other: Candidate, chosen: Candidate) -> str:
     ratio = other.step_seconds / chosen.step_seconds
     if ratio > 1 + _EQUAL:
         return f"{ratio:.2f} times the time"
-    return "as fast, and shards more" if other.strategy != chosen.strategy else "as fast"
+    speed = "as fast" if ratio >= 1 - _EQUAL else f"{ratio:.2f} times the time"
+    pairs = zip(simplicity(other), simplicity(chosen), _LESS_SIMPLE, strict=False)
+    first = next(((mine > theirs, word) for mine, theirs, word in pairs if mine != theirs), None)
+    return f"{speed}, and {first[1]}" if first and first[0] else speed

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from mlpipe.kinds.train.spec import Train
-from mlpipe.plan import candidates, search
-from mlpipe.plan.axis_reasons import axis_reasons
+from mlpipe.plan import axis_reasons, candidates, search
 from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.candidates import enumerate_candidates, pick
-from mlpipe.plan.choose import Candidate, choose
+from mlpipe.plan.choose import Candidate, choose, verdict
 from mlpipe.plan.hardware import GIB, Hardware
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.pricing import Pricer
@@ -158,6 +157,30 @@ def test_what_fills_the_memory_is_chosen_only_where_nothing_else_is_as_fast(
     assert choose(found)[0] == found[chosen]
 
 
+def test_words_are_those_of_what_decided() -> None:
+    """Nothing is the fastest that is not, and nothing shards more that only leaves less memory free."""
+    shared = Mesh(dp_shard=4, tp=2)
+    best, full, near = candidate(1.04, 0.5), candidate(1.0, 0.97, shared), candidate(1.05, 0.5, shared)
+    chosen, reason = choose([best, full, near])
+    assert chosen == best
+    assert "leaves memory free and is within 5% of the fastest of 2 that fit" in reason
+    assert verdict(full, best) == "0.96 times the time, and leaves little memory free"
+    assert verdict(near, best) == "as fast, and more workers share samples"
+    assert verdict(dataclasses.replace(best, strategy="ddp"), best) == "as fast"
+    assert (
+        "; as fast as any of 2 that fit"
+        in choose([candidate(1.01, 0.5), near, candidate(1.0, 0.5, shared)])[1]
+    )
+    assert "; the fastest of 2 that fit" in choose([candidate(1.0, 0.5), near])[1]
+    told = axis_reasons._used("tp", 2, [candidate(1.0, 0.97)], near)
+    assert told == "tp 2 is used: what fits without it leaves little memory free."
+    told = axis_reasons._used("tp", 2, [candidate(1.0, 0.97), candidate(2.1, 0.5)], near)
+    assert (
+        told
+        == "tp 2 is used: without it a step that leaves memory free takes 2.00 times the time at the least."
+    )
+
+
 def test_sizes_stay_within_a_node_and_the_model() -> None:
     _, shape, hardware = asked(*sized("llama-8b", 4, 64))
     assert isinstance(shape, dense.Dense)
@@ -193,7 +216,7 @@ def test_what_model_and_settings_rule_out_is_said_in_words() -> None:
     def told(*changes: str) -> str:
         spec, shape, hardware = asked(*changes, "train.compile=off")
         found = enumerate_candidates(spec, shape, hardware, every=False)
-        return " ".join(axis_reasons(spec, shape, hardware, found, choose(found)[0]))
+        return " ".join(axis_reasons.axis_reasons(spec, shape, hardware, found, choose(found)[0]))
 
     dense = told(*sized("llama-8m", 1, 16, 1024), "train.optimizer.name=muon")
     assert "tp is not used: optimizer.name muon cannot be combined with tp 2 yet" in dense
