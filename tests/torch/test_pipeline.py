@@ -174,12 +174,27 @@ class Added(Sequence):
         return self.head(self.norm(x))
 
 
+class AddedInPlace(Sequence):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = block(x).add_(x)
+        return self.head(self.norm(x))
+
+
+class ScaledInPlace(Sequence):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs).mul_(2)
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         (Skipping, "its forward calls norm, not its children one after the other: embed, blocks.0, blocks.1"),
         (Added, "blocks.1 is given something else than what the child before it gives"),
         (Scaled, "its forward does not return what head gives"),
+        (AddedInPlace, "blocks.1 is given something else than what the child before it gives"),
+        (ScaledInPlace, "its forward does not return what head gives"),
         (WithLoss, "a model that computes its own loss cannot be cut"),
     ],
 )

@@ -72,23 +72,24 @@ def check_sequence(model: nn.Module, batch: Batch, entry: str) -> None:
         )
     children = list(children_of(model))
     device = next(model.parameters()).device
-    given: list[tuple[str, Any]] = []  # what a child was given, in the order of calls
-    gave: list[Any] = []
+    given: list[tuple[str, _Seen]] = []  # what a child was given, in the order of calls
+    gave: list[_Seen] = []
 
     def before(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            given.append((name, args[0] if len(args) == 1 and not kwargs else (args, kwargs)))
+            given.append((name, _seen(args[0] if len(args) == 1 and not kwargs else (args, kwargs))))
 
         return hook
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        gave.append(output)
+        gave.append(_seen(output))
 
     hooks = [child.register_forward_pre_hook(before(name), with_kwargs=True) for name, child in children]
     hooks += [child.register_forward_hook(after) for _, child in children]
     inputs = batch["inputs"][:1].to(device)
+    first = _seen(inputs)
     try:
-        output = model(inputs)
+        output = _seen(model(inputs))
     except Exception as error:
         raise broken(
             entry,
@@ -108,8 +109,20 @@ def check_sequence(model: nn.Module, batch: Batch, entry: str) -> None:
             f"{', '.join(expected)}",
             _HINT,
         )
-    for (name, found), wanted in zip(given, [inputs, *gave], strict=False):
-        if found is not wanted or not isinstance(found, Tensor):
+    for (name, found), wanted in zip(given, [first, *gave], strict=False):
+        if not _same(found, wanted) or not isinstance(found[0], Tensor):
             raise broken(entry, f"{name} is given something else than what the child before it gives", _HINT)
-    if output is not gave[-1]:
+    if not _same(output, gave[-1]):
         raise broken(entry, f"its forward does not return what {expected[-1]} gives", _HINT)
+
+
+_Seen = tuple[Any, int]  # a value, and how often it had been written to, if it is a tensor
+
+
+def _seen(value: Any) -> _Seen:
+    return value, value._version if isinstance(value, Tensor) else 0
+
+
+def _same(one: _Seen, other: _Seen) -> bool:
+    """The same object, which nobody wrote to in between."""
+    return one[0] is other[0] and one[1] == other[1]
