@@ -39,6 +39,7 @@ def preview(
     The whole file is tokenised, as the training would, and kept for it on this machine. Exits 2 with the
     number and the reason of each line that gives no sample."""
     plan, seq_len = _chat(spec, stage, overrides)
+    from mlpipe.train.chat.jsonl import printable
     from mlpipe.train.chat.preview import preview as look
 
     found = look(plan, "validation" if validation else "train", sample, seq_len)
@@ -50,9 +51,8 @@ def preview(
     ]
     if found.num_cut:
         lines.append(f"{found.num_cut} are longer than seq_len {seq_len}, and are cut")
-    shown = "".join(
-        click.style(f"»{piece.text}«", fg="green") if piece.learnt else piece.text for piece in found.pieces
-    )
+    texts = [(printable(piece.text), piece.learnt) for piece in found.pieces]
+    shown = "".join(click.style(f"»{text}«", fg="green") if learnt else text for text, learnt in texts)
     lines += ["", f"sample {sample}: {found.num_sample_tokens} tokens", shown]
     document: dict[str, Any] = {
         "samples": found.num_samples,
@@ -70,18 +70,34 @@ def _chat(spec: str, stage: str | None, overrides: tuple[str, ...]) -> tuple[Cha
     from mlpipe.kinds.train.spec import Train
     from mlpipe.plan.references import stage_named
     from mlpipe.plan.training import data_plan, trainings
+    from mlpipe.spec import placeholders
     from mlpipe.spec.load import load_pipeline
 
     pipeline = load_pipeline(spec, overrides=overrides)
     names = [stage] if stage is not None else list(trainings(pipeline))
-    found = [part for name in names if (part := stage_named(pipeline, name).part(Train)) is not None]
-    plans = [(chat, part.model.seq_len) for part in found if (chat := data_plan(part, {}).chat) is not None]
+    found = [(name, part) for name in names if (part := stage_named(pipeline, name).part(Train)) is not None]
+    plans = [
+        (name, chat, part.model.seq_len)
+        for name, part in found
+        if (chat := data_plan(part, {}).chat) is not None
+    ]
     if len(plans) != 1:
         raise PlanError(
             "no stage trains on conversations"
             if not plans
             else f"{len(plans)} stages train on conversations",
             where=spec,
-            hint="write data: {chat: ...}" if not plans else f"name one: --stage, of {', '.join(names)}",
+            hint="write data: {chat: ...}"
+            if not plans
+            else f"name one: --stage, of {', '.join(name for name, *_ in plans)}",
         )
-    return plans[0]
+    [(name, chat, seq_len)] = plans
+    told = {"chat": chat.path, "validation": chat.validation, "tokenizer": chat.tokenizer}
+    for key, path in (told | {"template": chat.template}).items():
+        if path is not None and placeholders.names(path):
+            raise PlanError(
+                f"{path} is known in a run only",
+                where=f"stages.{name}.train.data.{key}",
+                hint=f"say where it is: --set stages.{name}.train.data.{key}=PATH",
+            )
+    return chat, seq_len

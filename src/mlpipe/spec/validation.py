@@ -102,7 +102,10 @@ def problems(train: Node) -> Iterator[Problem]:
                 "add 'mode: max' or 'mode: min'",
             )
     sample = get(validate, "sample")
-    if sample is not None and not any(get(train, "data", key) is not None for key in ("tokens", "tokenizer")):
+    sources = [("data", "tokens"), ("data", "tokenizer")]
+    if get(train, "data", "chat") is not None:
+        sources.append(("model", "pretrained"))  # whose tokenizer conversations are read with
+    if sample is not None and not any(get(train, *path) is not None for path in sources):
         words = "a text is generated with a tokenizer only, that of token files or data.tokenizer"
         yield problem_of_key(sample, words, "remove sample")
 

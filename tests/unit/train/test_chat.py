@@ -99,8 +99,20 @@ def test_a_template_gets_what_transformers_gives_it_and_reaches_nothing_else(fol
     for hostile in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ raise_exception('no!') }}"):
         with pytest.raises(BadLine, match="refuses it"):
             Template(hostile, {}, "x").render([])
-    with pytest.raises(TrainError, match="no chat template"):
-        Template("{% for %}", {}, "x")
+    with pytest.raises(BadLine, match="refuses it: TemplateError"):
+        Template("{{ raise_exception('') }}", {}, "x").render([])
+    nested = "{% for i in [1] %}" * 25 + "{% endfor %}" * 25  # more than Python compiles
+    for source in ("{% for %}", nested):
+        with pytest.raises(TrainError, match=r"no chat template: .+"):
+            Template(source, {}, "x")
+
+
+def test_what_a_template_writes_at_the_end_of_a_prompt_moves_no_mark(folder):
+    """As templates that end each text with a sign."""
+    (folder / "chat_template.jinja").write_text(CHATML + "{{ '<|the end of it all|>' }}")
+    plan = plan_of(folder, [], template=None)
+    line = {"prompt": says("a", "b", "c"), "completion": [{"role": "assistant", "content": "d"}]}
+    assert learnt_text(plan, line) == ["d<|im_end|>"]
 
 
 def test_the_folder_of_a_model_says_template_and_special_tokens(folder):
@@ -159,7 +171,9 @@ def test_every_bad_line_is_told_by_its_number_and_no_sample_is_kept(folder, monk
 
 
 def test_thousands_of_bad_lines_are_one_bounded_message(folder):
-    plan = plan_of(folder, b"[]\n" * 5000)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception(messages[0].content) }}")
+    line = {"messages": says("\x1b[2J" * 10_000, "a")}
+    plan = plan_of(folder, json.dumps(line).encode() + b"\n" + b"[]\n" * 4999, template=None)
     with pytest.raises(TrainError) as caught:
         tokenise(plan, plan.path)
     told = str(caught.value)
@@ -167,6 +181,8 @@ def test_thousands_of_bad_lines_are_one_bounded_message(folder):
     assert "and lines 21, 22, " in told
     assert "1020 and 3980 others" in told
     assert len(told) < 10_000
+    assert r"refuses it: \x1b[2J\x1b[2J" in told  # and no terminal obeys it
+    assert "\x1b" not in told
 
 
 def test_a_template_that_changes_what_was_said_is_refused(folder):
@@ -194,6 +210,36 @@ def test_tokens_are_made_once_for_one_content_tokenizer_and_template(folder, mon
     ]
     assert len({made.digest, *(other.digest for other in others)}) == 3
     assert len(calls) == 2
+
+
+def test_what_is_not_whole_in_the_cache_is_made_again(folder):
+    plan = plan_of(folder, [{"text": "abc"}, {"text": "de"}])
+    made = tokenise(plan, plan.path)
+    expected = made.tokens.tolist(), made.learnt.tolist()
+    kept = folder.parent / "cache" / "chat" / made.digest
+    killed = kept.with_name(f".{kept.name}.partial")
+    killed.mkdir()
+    (killed / "tokens.bin").write_bytes(b"half")
+    for name, left in (("tokens.bin", 4), ("ends.bin", 8), ("learnt.bin", 0), ("manifest.json", 9)):
+        whole = (kept / name).read_bytes()
+        (kept / name).unlink()
+        (kept / name).write_bytes(whole[:left])
+        again = tokenise(plan, plan.path)
+        assert (again.tokens.tolist(), again.learnt.tolist()) == expected
+    assert not killed.exists()
+
+
+def test_ids_of_a_tokenizer_may_have_gaps(folder):
+    path = folder / "tokenizer.json"
+    said = json.loads(path.read_text())
+    last = {**said["added_tokens"][0], "id": 70_000, "content": "<far>"}
+    said["added_tokens"].append(last)
+    said["model"]["vocab"]["<far>"] = 70_000
+    path.write_text(json.dumps(said))
+    plan = plan_of(folder, [{"text": "a<far>"}])
+    made = tokenise(plan, plan.path)
+    assert made.numbers.vocab_size == 70_001
+    assert 70_000 in made.tokens.tolist()
 
 
 def _written(folder: Path, template: str) -> str:

@@ -61,7 +61,8 @@ class Encoder:
         self.where = where
         # of all that decides which tokens a line gives
         self.identity = json.dumps([self.tokenizer.to_str(), source, special, self.end])
-        self.vocab_size = self.tokenizer.get_vocab_size(with_added_tokens=True)
+        # not how many tokens there are: their ids may have gaps
+        self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
 
     def spoken(self, line: dict[str, Any]) -> _Spoken:
         """Raises BadLine."""

@@ -13,6 +13,7 @@ from mlpipe._core.errors import TrainError
 MAX_LINE_BYTES = 16 * 2**20  # as Python objects it may be twenty times as much
 _MAX_TOLD = 20  # of bad lines, with their reasons
 _MAX_NUMBERS = 1000  # of more bad lines
+_MAX_REASON = 500  # characters, since a line says what stands in it
 _PIECE_BYTES = 2**20
 
 
@@ -66,6 +67,11 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), type(value).__name__)
 
 
+def printable(text: str) -> str:
+    """What a line says, without signs that a terminal obeys."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 class BadLines:
     """Those of a file, of which the first are kept with their reasons."""
 
@@ -79,7 +85,10 @@ class BadLines:
         """Of line `number`."""
         self.count += 1
         if len(self._told) < _MAX_TOLD:
-            self._told.append(f"{self.path}:{number}: {why}")
+            reason = str(why)
+            if len(reason) > _MAX_REASON:
+                reason = reason[:_MAX_REASON] + "..."
+            self._told.append(f"{self.path}:{number}: {printable(reason)}")
         elif len(self._numbers) < _MAX_NUMBERS:
             self._numbers.append(number)
 

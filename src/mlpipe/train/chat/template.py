@@ -49,9 +49,9 @@ class Template:
         environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        except Exception as error:  # also of Python's compiler, which takes twenty nested blocks at the most
             raise TrainError(
-                f"this is no chat template: {error}",
+                f"this is no chat template: {_words(error)}",
                 where=where,
                 hint="write the Jinja of a model's chat_template, or template: chatml",
                 kind="input",
@@ -64,8 +64,7 @@ class Template:
         if self.marks:
             text, spans = self.render(messages, tools)
             if first:
-                begin = len(self.render(messages[:first], tools)[0])
-                spans = [span for span in spans if span[0] >= begin]
+                spans = spans[len(self.render(messages[:first], tools)[1]) :]
             return text, spans
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
         if len(answers) > _MAX_TURNS:
@@ -107,10 +106,14 @@ class Template:
         except RecursionError:
             raise BadLine("the chat template does not end") from None
         except Exception as error:  # a template may fail in any way
-            raise BadLine(f"the chat template refuses it: {error or type(error).__name__}") from None
+            raise BadLine(f"the chat template refuses it: {_words(error)}") from None
         if _BEGIN not in marked:
             return marked, []
         return _without_signs(marked)
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _without_signs(marked: str) -> tuple[str, list[Span]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from mlpipe.train.chat.jsonl import BadLine, BadLines, parsed, read_lines
 _FORMAT = 1
 _MANIFEST = "manifest.json"
 _BATCH_CHARACTERS = 1_000_000  # of text that is encoded at a time: what bounds memory
+_LINE_CHARACTERS = 100  # that an empty one counts for, since it takes memory, too
 _WAIT_SECONDS, _LOOK_SECONDS = 4 * 3600.0, 10.0  # for another process of the node that makes it
 _CHUNK_BYTES = 2**20
 
@@ -72,19 +72,18 @@ def tokenise(plan: ChatPlan, path: str, beat: Callable[[], None] = _nothing) -> 
     base = cache_folder() / "chat"
     folder, deadline = base / digest, time.monotonic() + _WAIT_SECONDS
     base.mkdir(parents=True, exist_ok=True)
-    while not (folder / _MANIFEST).is_file():
+    while (made := _opened(folder, digest)) is None:
         beat()
         turn = False
         try:
-            lock = base / f".{digest}.lock"
-            with locked(lock, _LOOK_SECONDS, "been tokenising this", unless=folder / _MANIFEST):
+            with locked(base / f".{digest}.lock", _LOOK_SECONDS, "been tokenising this"):
                 turn = True
-                if not (folder / _MANIFEST).is_file():
+                if _opened(folder, digest) is None:
                     _make(source, content, encoder, folder, beat)
         except StoreError:
             if turn or time.monotonic() > deadline:
                 raise
-    return _opened(folder, digest)
+    return made
 
 
 def tokenise_all(plan: ChatPlan, beat: Callable[[], None]) -> None:
@@ -94,10 +93,19 @@ def tokenise_all(plan: ChatPlan, beat: Callable[[], None]) -> None:
             tokenise(plan, path, beat)
 
 
-def _opened(folder: Path, digest: str) -> Tokenised:
-    numbers = Numbers(**json.loads((folder / _MANIFEST).read_bytes()))
-    mapped = (np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _files(numbers.dtype).items())
-    return Tokenised(digest, numbers, *mapped)
+def _opened(folder: Path, digest: str) -> Tokenised | None:
+    """None: it is not there; or not whole, after a disk was full or a machine lost power."""
+    try:
+        numbers = Numbers(**json.loads((folder / _MANIFEST).read_bytes()))
+        tokens, learnt, ends = (
+            np.memmap(folder / f"{name}.bin", dtype, "r") for name, dtype in _files(numbers.dtype).items()
+        )
+    except (OSError, ValueError, TypeError):
+        return None
+    sizes = len(tokens), len(learnt), len(ends), int(ends[-1])
+    if sizes != (numbers.num_tokens, numbers.num_tokens, numbers.num_samples, numbers.num_tokens):
+        return None
+    return Tokenised(digest, numbers, tokens, learnt, ends)
 
 
 def _files(dtype: str) -> dict[str, Any]:
@@ -126,10 +134,11 @@ def _sha256(path: Path, beat: Callable[[], None]) -> str:
 
 
 def _make(source: Path, content: str, encoder: Encoder, folder: Path, beat: Callable[[], None]) -> None:
-    """Whole or not at all."""
+    """Whole or not at all; by one process of the node at a time."""
     dtype = "uint16" if encoder.vocab_size <= 2**16 else "uint32"
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-    partial.mkdir(exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    partial.mkdir()
     num_tokens = num_learnt = num_samples = 0
     bad = BadLines(source)
     try:
@@ -153,7 +162,7 @@ def _make(source: Path, content: str, encoder: Encoder, folder: Path, beat: Call
             raise TrainError("it changed while it was read", where=str(source), kind="input")
         numbers = Numbers(dtype, encoder.vocab_size, num_samples, num_tokens, num_learnt)
         (partial / _MANIFEST).write_text(json.dumps(asdict(numbers), indent=2) + "\n")
-        shutil.rmtree(folder, ignore_errors=True)  # without a manifest, of nobody
+        shutil.rmtree(folder, ignore_errors=True)  # not whole, of nobody
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -181,7 +190,7 @@ def _samples(source: Path, encoder: Encoder, bad: BadLines, beat: Callable[[], N
             bad.add(number, why)
             continue
         waiting.append((number, spoken))
-        characters += len(spoken.text)
+        characters += len(spoken.text) + _LINE_CHARACTERS
         if characters >= _BATCH_CHARACTERS:
             yield from encoded()
             waiting, characters = [], 0
