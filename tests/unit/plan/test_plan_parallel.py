@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlpipe._core.presets import PRESETS, MoeConfig
-from mlpipe.plan.axes import dp_replicate, dp_shard, pp, tp
+from mlpipe.plan.axes import dp_replicate, dp_shard, ep, pp, tp
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import GPUS, Hardware
@@ -146,6 +146,10 @@ def test_a_pipeline_waits_for_the_collectives_of_its_stages_too() -> None:
     assert tp.num_collectives(last[0]) == (4 * 16 + 1, 4 * 16 + 1)
     sent = wire.send(8192 * 4096 * 4 // 2, 8)
     assert idle == pytest.approx(each.forward + each.backward + collectives / 8 + 2 * sent)
+    routed = dataclasses.replace(each, routed_bytes=2**20)
+    layout = Layout(Mesh(pp=2, tp=2, dp_shard=4, ep=4))
+    exchanges = ep.exposed_seconds(routed, wire, layout)
+    assert pp.exposed_seconds(routed, wire, layout) == pytest.approx(idle + exchanges / 8)
 
 
 def test_a_stage_keeps_what_it_has_sent() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlpipe._core.pipelines import stages_per_rank
-from mlpipe.plan.axes import cp, tp
+from mlpipe.plan.axes import cp, ep, tp
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.pipelining import bubble_passes, num_held
 from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
@@ -58,7 +58,7 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     forward, backward = bubble_passes(schedule, num_ranks)
     shared: float = sum(
         axis.exposed_seconds(passes, wire, layout) / passes.accumulation / 2
-        for axis, size in ((tp, layout.mesh.tp), (cp, layout.mesh.cp))
+        for axis, size in ((tp, layout.mesh.tp), (cp, layout.mesh.cp), (ep, layout.mesh.ep))
         if size > 1
     )
     idle = forward * (passes.forward + shared) + backward * (passes.backward + shared)
