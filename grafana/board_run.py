@@ -272,7 +272,8 @@ def run_board() -> Dashboard:
         curve(
             "Straggler score",
             about(
-                "Own time of a rank (data and compute) over the median of all ranks; the five highest.",
+                "Own time of a rank (data and compute) over the median of all ranks, of a pipeline those of"
+                " its stage; the five highest.",
                 "1 on every rank.",
                 "Above 1.2 the named rank holds up all others: look at its node and GPU.",
                 "MlpipeStraggler",

@@ -62,9 +62,11 @@ def local(by: str, where: str = RUNS) -> str:
 
 
 def straggler(where: str = RUNS) -> str:
-    """Of each rank: its own time over the median of its training's ranks."""
-    by = "namespace, run, stage"
-    ranks = local(f"{by}, rank", where)
+    """Of each rank: its own time over the median of its training's ranks, of a pipeline its stage's."""
+    by = "namespace, run, stage, pipeline_stage"
+    keys = "namespace, run, stage, rank"
+    stages = f"max by ({keys}, pipeline_stage) (mlpipe_run_info{{{where}}})"
+    ranks = f"({local(keys, where)} * on ({keys}) group_left (pipeline_stage) {stages})"
     return f"{ranks} / on ({by}) group_left () quantile by ({by}) (0.5, {ranks})"
 
 

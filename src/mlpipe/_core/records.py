@@ -94,6 +94,12 @@ class Start(Record):
     notes: list[str] = field(default_factory=list)
     """What a person should know, such as damaged checkpoints that were passed over."""
 
+    def pipeline_stage(self, rank: int) -> int:
+        """The place of `rank` along `pp`, which is the mesh's outermost axis."""
+        if not isinstance(self.mesh, dict) or not self.world_size:
+            return 0
+        return rank * self.mesh.get("pp", 1) // self.world_size
+
 
 @dataclass(kw_only=True)
 class Step(Record):

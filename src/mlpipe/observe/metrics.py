@@ -64,6 +64,7 @@ class RankMetrics:
         """`info`: values for labels of mlpipe_run_info that records do not know (git_sha, jenkins_build)."""
         self.port = 0
         self._gpu = gpu
+        self._rank = rank
         self._labels = (run, stage, str(rank))
         self._info = dict(info or {})
         self._lock = threading.Lock()  # a scrape sees whole steps
@@ -125,6 +126,7 @@ class RankMetrics:
         known = {
             "strategy": record.strategy,
             "world_size": record.world_size,
+            "pipeline_stage": record.pipeline_stage(self._rank),
             "device": record.device,
             "precision": record.precision,
             **self._info,

@@ -13,7 +13,9 @@ from typing import Literal
 _RUN = ("run", "pipeline")
 _STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
 _SAVE_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
-INFO_LABELS = ("strategy", "world_size", "device", "precision", "git_sha", "jenkins_build")
+INFO_LABELS = (
+    "strategy", "world_size", "pipeline_stage", "device", "precision", "git_sha", "jenkins_build",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Metric:
 METRICS: tuple[Metric, ...] = (
     Metric(
         "mlpipe_run_info", "gauge", "1", "every",
-        "What runs here, as labels; always 1.", "start", INFO_LABELS,
+        "What runs here, as labels; always 1. pipeline_stage: the rank's place along `pp`; 0 without.",
+        "start", INFO_LABELS,
     ),
     Metric(
         "mlpipe_train_world_size", "gauge", "ranks", "every",

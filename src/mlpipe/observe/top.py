@@ -122,7 +122,7 @@ class Top:
                 if isinstance(record, Step):
                     steps.append(record)
                 elif isinstance(record, Start):
-                    self._stages[place] = _pipeline_stage(record, rank)
+                    self._stages[place] = record.pipeline_stage(rank)
             del steps[:-_RECENT_STEPS]
             if steps:
                 recent[rank] = steps
@@ -147,13 +147,6 @@ class Top:
                 recent.items(), data, compute, scores, strict=True
             )
         ]
-
-
-def _pipeline_stage(start: Start, rank: int) -> int:
-    """The rank's place along `pp`, which is the mesh's outermost axis."""
-    if not isinstance(start.mesh, dict) or not start.world_size:
-        return 0
-    return rank * start.mesh.get("pp", 1) // start.world_size
 
 
 def _stages_of(run: RunState) -> list[str]:

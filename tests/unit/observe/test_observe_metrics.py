@@ -151,9 +151,16 @@ def test_values(serve):
     ((info, one),) = samples(text)["mlpipe_run_info"].items()
     assert one == 1
     assert {name: dict(info).get(name) for name in INFO_LABELS} == {
-        "strategy": "fsdp", "world_size": "2", "device": "a GPU", "precision": "bf16", "git_sha": "abc",
-        "jenkins_build": "",
+        "strategy": "fsdp", "world_size": "2", "pipeline_stage": "0", "device": "a GPU", "precision": "bf16",
+        "git_sha": "abc", "jenkins_build": "",
     }  # fmt: skip
+
+
+def test_ranks_say_which_stage_of_a_pipeline_is_theirs(serve):
+    metrics = serve(rank=2)
+    observe(metrics, {**START, "world_size": 4, "mesh": {"pp": 2, "dp_replicate": 2}})
+    ((info, _),) = samples(scrape(metrics))["mlpipe_run_info"].items()
+    assert dict(info)["pipeline_stage"] == "1"
 
 
 def test_a_peak_that_is_measured_later_is_served_on_every_rank(serve):
