@@ -67,7 +67,7 @@ def command(
     trial is done and has its metric, 3 or 4 when none has, 5 when it was cancelled, 130 after Ctrl-C.
     """
     if follow is not None:
-        if sweep_id is None or spec or sweep or promote or overrides:
+        if sweep_id is None or spec or sweep or promote or overrides or _is_given("to"):
             raise click.UsageError("--follow is of --sweep-id alone: it starts nothing")
         from mlpipe.cli.sweep_follow import follow_trial
 
@@ -75,8 +75,8 @@ def command(
     if (spec is None) == (sweep is None):
         raise click.UsageError("name a pipeline file, or a sweep with --resume")
     if sweep is not None:
-        if overrides or sweep_id:
-            raise click.UsageError("--set and --sweep-id are for a new sweep")
+        if overrides or sweep_id or _is_given("to"):
+            raise click.UsageError("--set, --sweep-id and --to are for a new sweep")
         return drive(session, session.store_of(sweep), sweep, promote)
     from mlpipe.spec.load import read_pipeline
 
@@ -87,6 +87,11 @@ def command(
     submission = Submission(spec, text, overrides, pipeline, url, os.getcwd(), run_id=sweep_id)
     store = session.open_store(pipeline.store)
     return drive(session, store, claim(session, store, backend, submission), promote)
+
+
+def _is_given(option: str) -> bool:
+    source = click.get_current_context().get_parameter_source(option)
+    return source is click.core.ParameterSource.COMMANDLINE
 
 
 def claim(session: CliSession, store: Store, backend: Backend, submission: Submission) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mlpipe.store.runs import RunState, StageState
 
 _DRIVER_SECONDS = 300.0  # for the sweep to begin, to go on, or to get another driver
+_REOPEN_SECONDS = 60.0  # for one that has ended, before this process saw anybody drive it, to go on
 _LOOK_SECONDS = 1.0
 _ENDED = ("done", "failed", "cancelled", "skipped")
 
@@ -54,12 +55,13 @@ def exit_code(trial: StageState) -> int:
 
 
 def _until_ended(session: CliSession, store: Store, sweep_id: str, name: str) -> RunState:
-    """What was left of an earlier attempt counts only once somebody drives the sweep, or nobody comes."""
+    """What was left of an earlier attempt counts only once somebody drives the sweep, or nobody comes; of a
+    sweep whose end was seen nobody needs to."""
     from mlpipe.api.watch import Watcher
     from mlpipe.cli.outcome import describe
     from mlpipe.store import leases, runs, sweeps
 
-    run_id, driven = sweeps.trial_run_id(sweep_id, name), time.monotonic()
+    run_id, driven, was_driven = sweeps.trial_run_id(sweep_id, name), time.monotonic(), False
     watcher: Watcher | None = None
     try:
         while True:
@@ -68,10 +70,11 @@ def _until_ended(session: CliSession, store: Store, sweep_id: str, name: str) ->
             if sweep is not None:
                 _check(store, sweep, name)
                 ended = sweep.stages[name].state in _ENDED
-                if ended and (sweep.state in ("running", "done") or waited > _DRIVER_SECONDS):
+                is_over = sweep.state in runs.RUN_ENDED and (was_driven or waited > _REOPEN_SECONDS)
+                if ended and (sweep.state in ("running", "done") or is_over):
                     return sweep
                 if leases.lease_is_live(sweep.driver):
-                    driven = time.monotonic()
+                    driven, was_driven = time.monotonic(), True
                 if sweep.stages[name].state == "running" and store.exists(f"runs/{run_id}/run.json"):
                     run = runs.read_run(store, run_id)
                     watcher = watcher or Watcher(session, store, run, None, describe)

@@ -22,6 +22,7 @@ from mlpipe.spec.model import Pipeline
 from mlpipe.store import known, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState
+from mlpipe.store.sweeps import is_sweep
 from mlpipe.submit import backends
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.submission import Submission
@@ -110,10 +111,13 @@ def vouched(store: Store, run: RunState, pipeline: Pipeline) -> Seal:
     current = read(store, run)
     stored = current.load(run.run_id)
     if stored.digest != pipeline.digest:
+        hint = f"choose another --run-id, or change it on the way: mlpipe resume {run.run_id} --set ..."
+        if is_sweep(run):
+            hint = f"choose another id, or go on with it as it is: mlpipe sweep --resume {run.run_id}"
         raise SubmitError(
             f"run {run.run_id} exists and was started with another pipeline: {_differing(pipeline, stored)}",
             where=store.url,
-            hint=f"choose another --run-id, or change it on the way: mlpipe resume {run.run_id} --set ...",
+            hint=hint,
             kind="input",
         )
     keep(store, run.run_id, current)

@@ -70,8 +70,9 @@ def test_a_sweep_is_run_looked_at_and_found_again(folder, capsys):
             wrong()
     with pytest.raises(SubmitError, match="goes on as it is"):
         mlpipe.Sweep("s").resume(from_step=1)
-    with pytest.raises(SubmitError, match="another"):
+    with pytest.raises(SubmitError, match="another") as refused:
         mlpipe.sweep(asked.override({"name": "other"}), "simulated", sweep_id="s")
+    assert "mlpipe sweep --resume s" in str(refused.value.hint)
 
 
 def test_a_sweep_whose_trials_all_fail_raises_and_one_in_the_background_has_a_driver(folder, monkeypatch):

@@ -81,6 +81,8 @@ def test_what_is_of_one_run_is_refused_of_a_sweep_and_says_what_to_write(cli: Cl
         ("render", "pipeline.yaml", "--for", "kubernetes"),
         ("sweep", "pipeline.yaml", "--sweep-id", "s", "--follow", "000"),
         ("sweep", "--follow", "000"),
+        ("sweep", "--sweep-id", "s", "--follow", "000", "--to", "kubernetes"),
+        ("sweep", "--resume", "s", "--to", "kubernetes"),
         ("sweep", "pipeline.yaml", "--resume", "s"),
         ("sweep",),
     ):

@@ -33,7 +33,7 @@ from mlpipe.observe import sweep_table
 from mlpipe.observe.sweep_report import build_report
 from mlpipe.plan.hardware import machine_memory_bytes
 from mlpipe.spec.load import load_pipeline_text
-from mlpipe.store import registry, runs, sweeps
+from mlpipe.store import leases, registry, runs, sweeps
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import RunState, StageState
 from mlpipe.submit import backends, driver
@@ -162,6 +162,20 @@ def test_who_follows_a_trial_ends_as_it_does_and_not_as_an_earlier_attempt_did(s
         sweep_follow.follow_trial(session, store, "s", "001")  # which waits
     assert caught.value.kind == "infrastructure"
     assert 300 < scenario.now - before < 310
+    # a sweep that was driven and has ended goes on no more; one that ended before may, for a minute
+    runs.reopen(store, "s", (), again=["000"])
+    stands("running", "running")
+    stands("failed", "failed")
+    before = scenario.now
+    assert sweep_follow.follow_trial(session, store, "s", "000") == 3
+    assert 60 < scenario.now - before < 70
+    runs.reopen(store, "s", (), again=["000"])
+    stands("running", "running")
+    leases.take_lease(store, "s", "me", 1e9)
+    scenario.moments = [lambda: stands("failed", "failed")]
+    before = scenario.now
+    assert sweep_follow.follow_trial(session, store, "s", "000") == 3
+    assert scenario.now - before < 5
     for state, outcome, code in (
         ("failed", {}, 3), ("failed", {"kind": "infrastructure"}, 4), ("cancelled", {}, 5),
         ("cancelled", {"stopped_at": 9}, 0), ("skipped", {}, 5),
