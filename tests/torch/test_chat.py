@@ -14,6 +14,7 @@ import pytest
 import torch
 from kit import plans
 
+from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import ChatPlan, DataPlan, Mesh
 from mlpipe.train.chat_loader import chat_loader
 from mlpipe.train.data import MicrobatchLoader, open_dataset
@@ -84,6 +85,26 @@ def test_the_samples_of_a_step_are_the_same_on_any_number_of_ranks(data):
         assert [samples_of(dataset, 6 * step, ranks) for step in range(8)] == steps
 
 
+def test_data_of_which_nothing_is_learnt_and_data_that_differ_are_refused(data, tmp_path, monkeypatch):
+    chat = write_chat(tmp_path).chat
+    assert chat is not None
+    Path(chat.path).write_text(json.dumps({"prompt": "x" * 50, "completion": "y"}) + "\n")
+    with pytest.raises(TrainError, match="nothing in it is learnt: every sample is cut to seq_len 49"):
+        open_dataset(replace(data, chat=chat), split="train", seq_len=49)
+    assert open_dataset(replace(data, chat=chat), split="train", seq_len=50).notes == [
+        "1 of 1 samples cut to 50 tokens"
+    ]
+
+    def gathered(found, own):
+        found[:] = [own, "other"]
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+    with pytest.raises(TrainError, match=r"24 conversations .* worker 1 other"):
+        open_dataset(data, split="train", seq_len=SEQ_LEN)
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_samples_of_a_row_see_nothing_of_each_other(num_kv_heads):
     """Losses and gradients of a row are those of its samples, each for itself; however it is recomputed."""
@@ -144,6 +165,9 @@ def test_packed_rows_are_the_samples_and_the_probe_sees_the_largest(data):
     assert idle[1] > 0.0
     loader = chat_loader(work, dataset, World(Mesh(), 0, torch.device("cpu")), 2)
     assert [one.num_tokens for one in loader.largest()] == [2 * SEQ_LEN] * 2
+    many = replace(work, global_batch=8, model=replace(model, seq_len=8 * SEQ_LEN))  # that lie in one row
+    loader = chat_loader(many, dataset, World(Mesh(), 0, torch.device("cpu")), 1)
+    assert [one.num_tokens for one in loader.largest()] == [np.sort(dataset.lengths)[-8:].sum()] * 2
     padded = chat_loader(replace(work, data=data), dataset, World(Mesh(), 0, torch.device("cpu")), 3)
     [one] = padded.step(0)
     lengths = dataset.lengths[indices]

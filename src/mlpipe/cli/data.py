@@ -50,7 +50,8 @@ def preview(
         f"the longest {lengths['max']}",
     ]
     if found.num_cut:
-        lines.append(f"{found.num_cut} are longer than seq_len {seq_len}, and are cut")
+        mute = f"; nothing is left to learn of {found.num_mute}" if found.num_mute else ""
+        lines.append(f"{found.num_cut} are longer than seq_len {seq_len}, and are cut{mute}")
     texts = [(printable(piece.text), piece.learnt) for piece in found.pieces]
     shown = "".join(click.style(f"»{text}«", fg="green") if learnt else text for text, learnt in texts)
     lines += ["", f"sample {sample}: {found.num_sample_tokens} tokens", shown]
@@ -59,6 +60,7 @@ def preview(
         "tokens": found.num_tokens,
         "learnt": found.num_learnt,
         "cut": found.num_cut,
+        "mute": found.num_mute,
         "lengths": lengths,
         "sample": [{"text": piece.text, "learnt": piece.learnt} for piece in found.pieces],
     }

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.shapes import presets
-from mlpipe.train.chat.dealing import Mode, deal
+from mlpipe.train.chat.dealing import Mode, best_fit_decreasing, deal
 from mlpipe.train.chat.samples import ChatSamples
 from mlpipe.train.data import Microbatch, MicrobatchLoader, uncounted
 from mlpipe.train.model import DOCUMENTS
@@ -44,8 +44,13 @@ class ChatLoader(MicrobatchLoader):
 
     def largest(self) -> list[Microbatch]:
         """Two of the most tokens that a microbatch may have, for the memory probe."""
-        longest = np.argsort(-self.samples.lengths, kind="stable")[: self.micro_batch]
-        one = self._microbatch(longest) if self.packing is None else self._packed(longest)
+        longest = np.argsort(-self.samples.lengths, kind="stable")[: self.global_batch]
+        if self.packing is None:
+            one = self._microbatch(longest[: self.micro_batch])
+        else:
+            lengths = self.samples.lengths[longest].tolist()
+            rows = best_fit_decreasing(lengths, self.micro_batch * self.seq_len)
+            one = self._packed(longest[max(rows, key=lambda row: sum(lengths[sample] for sample in row))])
         return [one, one]
 
     def _microbatch(self, indices: NDArray[np.int64]) -> Microbatch:

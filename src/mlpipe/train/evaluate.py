@@ -47,6 +47,11 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
             where=stage_key,
             kind="input",
         )
+    if plan.data.chat is not None and plan.data.chat.validation is not None:
+        from mlpipe.train.chat.tokenised import tokenise  # with tokenizers and jinja2
+
+        beat = session.watchdog.beat
+        tokenise(plan.data.chat, plan.data.chat.validation, lambda: beat("tokenising conversations", 0))
     bf16 = part.precision == "bf16"
     built = build_model(part.model, seed=part.seed, device_type=session.device.type, bf16=bf16)
     model = parallelize(built, session.world, part)

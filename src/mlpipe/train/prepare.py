@@ -141,7 +141,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     if validation is not None:
         validation.load(position.scalars)
     restored = time.perf_counter()
-    position.notes += notes
+    position.notes += notes + getattr(dataset, "notes", [])
     recording.start(
         position,
         num_params=num_params,

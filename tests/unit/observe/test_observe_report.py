@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 from kit.synthetic_run import (
@@ -28,7 +29,7 @@ from mlpipe._core.records import Fallback
 from mlpipe.kinds.command.plan import CommandPlan
 from mlpipe.observe.report import build_markdown, build_report, write_report
 from mlpipe.observe.runview import MOST_RANKS, view_run
-from mlpipe.plan.plan import Mesh, PipelinePlan
+from mlpipe.plan.plan import ChatPlan, DataPlan, Mesh, PipelinePlan
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import StageState, append_event
 
@@ -395,11 +396,14 @@ def test_padding_targets_and_waits_of_samples_of_different_lengths_are_shown(sto
                     **expected,
                 }
         write_records(store, "runs/chat-1/stages/train/attempt-1", rank, records)
-    plan = stage_plan("chat-1", "train", work=train_plan(2))
+    chat = ChatPlan("data.jsonl", None, "model", packing="balanced")
+    work = replace(train_plan(2), data=DataPlan(None, None, None, chat=chat))
+    plan = stage_plan("chat-1", "train", work=work)
     store.put("runs/chat-1/stages/train/attempt-1/plan.json", plan.to_json().encode())
     write_run(store, "chat-1", {"train": stage_state()})
     text = read(build_report(store, "chat-1"))
     for expected in (
+        "packed (balanced) into rows of up to",
         "7 up to 16, 2 up to 64", "25.0 % of the tokens computed", "200 a second, over all ranks",
         "0 0.0 % 20.0 % 1 10.0 % 20.0 %",
     ):  # fmt: skip

@@ -199,6 +199,10 @@ def test_tokens_are_made_once_for_one_content_tokenizer_and_template(folder, mon
     assert made.numbers.num_samples == 2
     assert made.ends.tolist() == [len(made.tokens) - 4, len(made.tokens)]
     assert made.learnt.sum() == made.numbers.num_learnt
+    assert made.num_cut(len(made.tokens)) == (0, 0)
+    assert made.num_cut(10) == (1, 1)  # of the conversation, before anybody answers
+    assert made.num_cut(len(made.tokens) - 6) == (1, 0)
+    assert made.num_cut(1) == (2, 1)
     calls: list[object] = []
     make = tokenised._make
     monkeypatch.setattr(tokenised, "_make", lambda *given: (calls.append(given), make(*given)))

@@ -76,15 +76,26 @@ def _facts(stage: StageView) -> list[str]:
     return facts
 
 
+def _batch(plan: TrainPlan) -> str:
+    chat, num_tokens, num_ranks = plan.data.chat, plan.model.seq_len, plan.mesh.num_data_ranks
+    if chat is not None and chat.packing is not None:
+        return (
+            f"{plan.global_batch} samples of up to {num_tokens} tokens, packed ({chat.packing}) into rows of"
+            f" up to {plan.micro_batch * num_tokens}, over {num_ranks} data ranks"
+        )
+    return (
+        f"{plan.global_batch} sequences of {'up to ' if chat is not None else ''}{num_tokens} tokens = "
+        f"micro-batch {plan.micro_batch} x {num_ranks} data ranks x {plan.accumulation} gradient "
+        "accumulation steps"
+    )
+
+
 def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
     """What the plan says, and on what it runs."""
     start, mesh = stage.start, plan.mesh
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.axes.items() if size > 1) or "one worker"
     sizes += f", ep {mesh.ep}" if mesh.ep > 1 else ""
-    batch = (
-        f"{plan.global_batch} sequences of {plan.model.seq_len} tokens = micro-batch {plan.micro_batch} x"
-        f" {mesh.num_data_ranks} data ranks x {plan.accumulation} gradient accumulation steps"
-    )
+    batch = _batch(plan)
     every = (
         f"{plan.checkpoint.every_steps} steps"
         if plan.checkpoint.every_steps is not None

@@ -23,12 +23,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Preview:
-    """`lengths`: of all samples, in tokens. `num_cut`: samples that are longer than `seq_len`."""
+    """`lengths`: of all samples, in tokens. `num_cut`: samples that are longer than `seq_len`, of which
+    `num_mute` have nothing to learn in what is left."""
 
     num_samples: int
     num_tokens: int
     num_learnt: int
     num_cut: int
+    num_mute: int
     lengths: dict[str, int]
     num_sample_tokens: int
     pieces: tuple[Piece, ...]
@@ -56,11 +58,13 @@ def preview(plan: ChatPlan, split: str, index: int, seq_len: int) -> Preview:
         text = tokenizer.decode([token for token, _ in group], skip_special_tokens=False)
         pieces.append(Piece(text, is_learnt))
     ordered = np.sort(lengths)
+    num_cut, num_mute = made.num_cut(seq_len)
     return Preview(
         num_samples=len(lengths),
         num_tokens=made.numbers.num_tokens,
         num_learnt=made.numbers.num_learnt,
-        num_cut=int((lengths - 1 > seq_len).sum()),
+        num_cut=num_cut,
+        num_mute=num_mute,
         lengths={
             "median": int(ordered[len(ordered) // 2]),
             "p90": int(ordered[len(ordered) * 9 // 10]),

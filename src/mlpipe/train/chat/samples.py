@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from mlpipe._core.errors import TrainError
@@ -26,7 +27,7 @@ class ChatSamples:
         begins = np.concatenate([np.zeros(1, np.int64), tokenised.ends[:-1]])
         self._begins = begins
         whole = tokenised.ends - begins - 1
-        self.num_cut = int((whole > seq_len).sum())
+        self.num_cut, self.num_mute = tokenised.num_cut(seq_len)
         self.lengths: NDArray[np.int64] = np.minimum(whole, seq_len)
 
     def __len__(self) -> int:
@@ -63,13 +64,22 @@ class ChatSamples:
         return {str(bound): int(count) for bound, count in zip(bounds, counts, strict=True) if count}
 
     @property
+    def notes(self) -> list[str]:
+        """What a report says of them."""
+        if not self.num_cut:
+            return []
+        mute = f"; nothing is left to learn of {self.num_mute}" if self.num_mute else ""
+        return [f"{self.num_cut} of {len(self)} samples cut to {self.seq_len} tokens{mute}"]
+
+    @property
     def identity(self) -> str:
         """What decides which sample has which number."""
         return f"{len(self)} conversations ({self.tokenised.digest[:8]})"
 
 
 def open_chat(plan: ChatPlan, split: str, seq_len: int) -> ChatSamples:
-    """Of a split, tokenised where it is not yet. Raises TrainError (input)."""
+    """Of a split, tokenised where it is not yet. Raises TrainError (input): also where the workers read
+    different ones."""
     from mlpipe.train.chat.tokenised import tokenise  # with tokenizers and jinja2
 
     path = plan.path if split == "train" else plan.validation
@@ -80,4 +90,30 @@ def open_chat(plan: ChatPlan, split: str, seq_len: int) -> ChatSamples:
             hint="name them: data.validation",
             kind="input",
         )
-    return ChatSamples(tokenise(plan, path), seq_len)
+    samples = ChatSamples(tokenise(plan, path), seq_len)
+    if samples.num_mute == len(samples):
+        raise TrainError(
+            f"nothing in it is learnt: every sample is cut to seq_len {seq_len} before the assistant says "
+            "anything",
+            where=path,
+            hint="write a larger seq_len; `mlpipe data preview` tells how long the samples are",
+            kind="input",
+        )
+    _check_alike(samples, path)
+    return samples
+
+
+def _check_alike(samples: ChatSamples, path: str) -> None:
+    """On all ranks: nodes may have different copies, and a file may change while a run starts."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, samples.identity)
+    odd = next((rank for rank, identity in enumerate(found) if identity != found[0]), None)
+    if odd is not None:
+        raise TrainError(
+            f"the workers do not read the same: worker 0 has {found[0]}, worker {odd} {found[odd]}",
+            where=path,
+            hint="put the same file, tokenizer and template on every node, and change none as a run starts",
+            kind="input",
+        )

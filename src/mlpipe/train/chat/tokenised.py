@@ -57,6 +57,13 @@ class Tokenised:
     learnt: NDArray[np.uint8]
     ends: NDArray[np.int64]
 
+    def num_cut(self, seq_len: int) -> tuple[int, int]:
+        """How many samples are longer than `seq_len` tokens; and of how many of these nothing is learnt."""
+        begins = np.concatenate([np.zeros(1, np.int64), self.ends[:-1]])
+        cut = begins[self.ends - begins - 1 > seq_len].tolist()
+        learnt = np.asarray(self.learnt)
+        return len(cut), sum(not learnt[begin + 1 : begin + seq_len + 1].any() for begin in cut)
+
 
 def _nothing() -> None:
     pass
