@@ -46,6 +46,7 @@ MIXED = {
     "sequences": Mesh(dp_shard=2, cp=2, ep=2),
     "layers": Mesh(dp_shard=2, tp=2, ep=2),
     "stages": Mesh(pp=2, dp_shard=2, ep=2),
+    "layers-of-stages": Mesh(pp=2, tp=2),
 }
 
 
@@ -108,9 +109,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
         plan("low", TWO, precision="bf16"),
     ]
     four = [plan("four", FOUR)]
-    staged = {"pipeline": PipelinePlan("1f1b", (1, 1)), "micro_batch": 4}
     for name, mesh in MIXED.items():
-        more = {**staged, "accumulation": 4 // mesh.dp_shard} if mesh.pp > 1 else {}
+        schedule = PipelinePlan("zero_bubble" if mesh.tp > 1 else "1f1b", (1, 1))
+        staged = {"pipeline": schedule, "micro_batch": 4, "accumulation": 4 // mesh.dp_shard}
+        more = staged if mesh.pp > 1 else {}
         (two if mesh.world_size == 2 else four).append(plan(name, mesh, **more))
     plans.run_together([*four, chain[0]], folder / "four")
     plans.run_together([alone, chain[1]], folder / "one")
@@ -132,6 +134,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
 @pytest.mark.combines("ep", "activation_checkpointing full", "accumulation")
 @pytest.mark.combines("ep", "dp_replicate", "dp_shard", "model with experts")
 @pytest.mark.combines("ep", "pp", "dp_shard", "pipeline 1f1b", "model with experts")
+@pytest.mark.combines("pp", "tp", "pipeline zero_bubble", "model with experts")
 @pytest.mark.combines("tp", "ep", "dp_shard", "model with experts")
 @pytest.mark.combines("cp", "ep", "dp_shard", "model with experts")
 @pytest.mark.parametrize("name", ["two", "full", "four", *MIXED])
