@@ -204,6 +204,7 @@ def test_killed_within_a_validation_and_within_the_saves_of_a_best_one_it_ends_a
         stage.process = plans.start(stage.plan, stage.scratch, env=env)
         until(lambda there=there: there.exists() or stage.process.poll() is not None, f"a rank {at}")
         assert stage.process.poll() is None, stage.log()
+        until(lambda: processes.steps_of_sound(stage.store, stage.plan), "the save of step 2, beside it")
         everything = processes.tree(stage.process.pid)
         processes.kill(everything)
         stage.process.wait(300)
