@@ -65,6 +65,19 @@ class Kills:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Patient:
+    """W&B's package is told the rest, and starts its service, however slow the machine is."""
+
+    def __init__(self) -> None:
+        from mlpipe.observe.tracking import tracking, wandb
+
+        tracking.END_SECONDS = wandb._FINISH_SECONDS = 300.0
+        os.environ |= {"WANDB__SERVICE_WAIT": "300", "WANDB_INIT_TIMEOUT": "300"}
+
+    def on_start(self, start: Any) -> None:
+        pass
+
+
 class Deaf:
     pass
 

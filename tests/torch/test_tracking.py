@@ -8,7 +8,7 @@ import pytest
 from kit import plans, wandb_files
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mlpipe.plan.plan import MetricPlan, TrackerPlan, ValidatePlan
+from mlpipe.plan.plan import CallbackPlan, MetricPlan, TrackerPlan, ValidatePlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.tracking import history
@@ -56,7 +56,7 @@ def test_wandbs_own_package_has_every_step_once_also_of_a_resumed_training(tmp_p
     attempts = [
         plans.train_plan(
             tmp_path, tokens, world_size=2, steps=steps, every=2, attempt=attempt, track=track,
-            validate=validate,
+            validate=validate, callbacks=(CallbackPlan("kit.heard:Patient", {}),),
         )
         for attempt, steps in ((1, 4), (2, 6))
     ]  # fmt: skip
