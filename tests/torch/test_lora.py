@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find
 from mlpipe.train.data import MicrobatchLoader, open_dataset
 from mlpipe.train.export import export_checkpoint
+from mlpipe.train.export_adapter import adapter_config
 from mlpipe.train.init import initialize
 from mlpipe.train.models.llama import Llama, build_model
+from mlpipe.train.parallel import lora
 from mlpipe.train.world import World
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
@@ -145,3 +148,32 @@ def outcome(trained: tuple[Path, dict[str, Plan]], name: str) -> dict[str, Any]:
 
 def test_targets_that_fit_nothing_are_refused(trained):
     assert "'nothing' fits no linear layer" in outcome(trained, "none")["message"]
+
+
+def test_layers_of_an_encoder_have_theirs_in_evaluation_too():
+    """Its fast path reads the weights of its layers, and attention those of its projection always."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True))
+    built = SimpleNamespace(model=model, blocks=[model[0]], on_meta=False, construct=None)
+    plan: Any = SimpleNamespace(adapter=ALL, seed=0)
+    try:
+        lora.apply(SimpleNamespace(built=built, base=None), None, plan)  # type: ignore[arg-type]
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        assert names == [f"0.linear{i}.lora_{part}" for i in (1, 2) for part in "AB"]
+        for i in (1, 2):
+            model.get_parameter(f"0.linear{i}.lora_B").data.normal_()
+        x = torch.randn(2, 5, 16)
+        trained = model.train()(x)
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval()(x), trained)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def test_layers_of_a_model_of_ones_own_are_named_whole_for_peft():
+    """By their last words, which are numbers here, it would take others for them."""
+    scalars = {"adapter": {"targets": [], "rank": 4, "alpha": 6.0, "dropout": 0.0, "rslora": False}}
+    names = [f"layers.{i}.{j}.lora_A" for i in (0, 1) for j in (0, 2)]
+    told = adapter_config(scalars, names, for_transformers=False)
+    assert told["target_modules"] == ["layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2"]
+    assert told["task_type"] is None

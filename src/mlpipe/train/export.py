@@ -113,12 +113,14 @@ def export_checkpoint(
 def _export_adapter(
     store: Store, manifest: Manifest, weights: dict[str, Tensor], key: str, out: Path
 ) -> Exported:
-    exported = {_exported_name(name, _llama_config(manifest)): tensor for name, tensor in weights.items()}
+    config = _llama_config(manifest)
+    exported = {_exported_name(name, config): tensor for name, tensor in weights.items()}
     names = adapter_names(exported, key)
     tensors = {names[name]: exported[name] for name in names}
     with _new_folder(out) as folder:
         _write_safetensors(folder / WEIGHTS, tensors, manifest["blobs"], _cached_reader(store))
-        _write_json(folder / CONFIG, adapter_config(manifest["scalars"], names))
+        told = adapter_config(manifest["scalars"], names, for_transformers=config is not None)
+        _write_json(folder / CONFIG, told)
     num_params = sum(math.prod(tensor["shape"]) for tensor in tensors.values())
     return Exported(out, (CONFIG, WEIGHTS), num_params, manifest["step"], transformers=False)
 

@@ -20,17 +20,19 @@ def adapter_names(exported: Iterable[str], where: str) -> dict[str, str]:
     return names
 
 
-def adapter_config(scalars: dict[str, Any], exported: Iterable[str]) -> dict[str, Any]:
-    """`scalars`: of the checkpoint. With `targets: auto` layers are named by their last word, else
-    each by its whole name."""
+def adapter_config(
+    scalars: dict[str, Any], exported: Iterable[str], *, for_transformers: bool
+) -> dict[str, Any]:
+    """`scalars`: of the checkpoint. With `targets: auto` layers of mlpipe's own models, which `transformers`
+    has as well, are named by their last word, all others each by its whole name."""
     adapter = scalars["adapter"]
     layers = sorted({name.rpartition(".")[0] for name in exported})
-    if not adapter["targets"]:
+    if for_transformers and not adapter["targets"]:
         layers = sorted({name.rpartition(".")[2] for name in layers})
     found = (scalars.get("init_from") or {}).get("found") or {}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if for_transformers else None,
         "base_model_name_or_path": found.get("words"),
         "r": adapter["rank"],
         "lora_alpha": adapter["alpha"],

@@ -86,7 +86,9 @@ def test_rotations_of_both_spellings_are_read() -> None:
         ({"hidden_size": 2**31}, "cannot be"),
         ({"num_hidden_layers": True}, "num_hidden_layers 'True' cannot be"),
         ({"num_key_value_heads": 3}, "num_kv_heads 3 does not divide num_heads 4"),
+        ({"num_hidden_layers": 2**20}, "num_hidden_layers '1048576' cannot be"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not what"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' are not supported"),
@@ -121,6 +123,10 @@ def test_a_folder_without_one_is_refused_by_name(tmp_path: Path) -> None:
             hardware=stage_hardware(pipeline, "train"),
         )  # fmt: skip
     assert caught.value.where == f"{tmp_path}/config.json"
+    with pytest.raises(MlpipeError, match="cannot be read") as caught:
+        pretrained.read_config("not/here")
+    assert caught.value.hint is not None
+    assert f"not/here begins in {Path.cwd()}" in caught.value.hint
 
 
 def test_sequences_are_as_long_as_positions_and_window_allow(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ model that mlpipe builds. No value of a weight is read."""
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,8 @@ _COMMON = {
     "hidden_act": "silu",
 }
 _LARGEST = 2**31  # of any size
+_LARGEST_NUMBER = 1e30
+_MOST_LAYERS = 10_000  # each is planned by itself
 
 
 def read_config(folder: str) -> dict[str, Any]:
@@ -53,6 +54,8 @@ def read_config(folder: str) -> dict[str, Any]:
 
 def _bytes(folder: str) -> tuple[bytes, str]:
     hint = "name a folder with config.json and *.safetensors, as `save_pretrained` writes it"
+    if not folder.startswith(("/", "~", "s3://", "file://")):
+        hint += f"; {folder} begins in {Path.cwd()}: go where the run was started, or write the whole path"
     if folder.startswith("s3://"):
         from mlpipe._core.errors import StoreError
         from mlpipe.store.open import open_store
@@ -94,7 +97,7 @@ def sizes_of(config: Mapping[str, Any], where: str) -> LlamaConfig:
     sizes = LlamaConfig(
         vocab_size=said.size("vocab_size"),
         dim=dim,
-        num_layers=said.size("num_hidden_layers"),
+        num_layers=said.size("num_hidden_layers", largest=_MOST_LAYERS),
         num_heads=num_heads,
         num_kv_heads=said.size("num_key_value_heads", num_heads),
         ffn_dim=said.size("intermediate_size"),
@@ -137,9 +140,9 @@ class _Said:
         told = f"{key} {str(value)[:40]!r} cannot be"
         return PlanError(told, where=self.where, hint="copy the folder again")
 
-    def size(self, key: str, otherwise: int | None = None) -> int:
+    def size(self, key: str, otherwise: int | None = None, *, largest: int = _LARGEST) -> int:
         value = self.values.get(key, otherwise)
-        if type(value) is not int or not 0 < value < _LARGEST:
+        if type(value) is not int or not 0 < value < largest:
             raise self._wrong(key, value)
         return value
 
@@ -157,7 +160,7 @@ class _Said:
 
     def _positive(self, key: str, value: Any) -> float:
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or value <= 0:
+        if not good or not 0 < value < _LARGEST_NUMBER:  # NaN is in no range
             raise self._wrong(key, value)
         return float(value)
 

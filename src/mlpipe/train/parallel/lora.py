@@ -24,11 +24,16 @@ from mlpipe.train.model import BuiltModel
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.world import World
 
+# inside nn.MultiheadAttention, which computes with its weight and never calls it
+_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
+
 
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Before any other technique: what splits the model splits the adapters as well. Raises TrainError
     (input) for targets that it does not have."""
     assert plan.adapter is not None
+    # else an nn.TransformerEncoderLayer computes with the weights of its layers when it is evaluated
+    torch.backends.mha.set_fastpath_enabled(False)
     built, adapter = model.built, plan.adapter
     own = built.model
     model.base = frozenset(f"model.{name}" for name, _ in own.named_parameters())
@@ -70,7 +75,7 @@ def _adapt(model: nn.Module, blocks: list[nn.Module], adapter: AdapterPlan) -> l
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and id(module) in inside
+        if isinstance(module, nn.Linear) and id(module) in inside and not isinstance(module, _OF_ATTENTION)
     }
     try:
         chosen = targets(adapter.targets, layers)
