@@ -1,9 +1,10 @@
 """A real Prometheus with the committed rules over a real 2-rank run: every query of every board has data.
 
 Real: Prometheus (this machine's, and a 3.x where `kit.prometheus build-3` made one), the run (torchrun on
-gloo, CPU), its /metrics and the exporter. Made up: the labels that a PodMonitor adds, and the series of
-DCGM's exporter and of NVML, named as their documentation says; they are there so that the queries of
-the GPU panels run, not to say what a GPU does. The alerts are in test_alerts.py.
+gloo, CPU), its /metrics and the exporter. Made up: the labels that a PodMonitor adds, the series of
+DCGM's exporter and of NVML, named as their documentation says, and those of a model with experts, which
+this run has not; they are there so that the queries of these panels run, not to say what a GPU or an
+expert does. The alerts are in test_alerts.py.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ pytestmark = [pytest.mark.services, pytest.mark.usefixtures("prometheus_programs
 
 
 @contextlib.contextmanager
-def made_up_dcgm() -> Iterator[int]:
-    """Two GPUs of the pods r-0 and r-1, one labelled as with honorLabels true, one as without."""
+def made_up_series() -> Iterator[int]:
+    """Two GPUs of the pods r-0 and r-1, one labelled as with honorLabels true, one as without; a layer of
+    experts."""
     fields = {
         "DCGM_FI_DEV_GPU_UTIL": 97, "DCGM_FI_DEV_FB_USED": 61_000, "DCGM_FI_DEV_POWER_USAGE": 640.5,
         "DCGM_FI_DEV_GPU_TEMP": 61, "DCGM_FI_DEV_XID_ERRORS": 0, "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": 0.43,
@@ -41,6 +43,10 @@ def made_up_dcgm() -> Iterator[int]:
     nvml = 'run="%s",stage="train",rank="0"' % RUN  # noqa: UP031
     rest += f"mlpipe_gpu_power_watts{{{nvml}}} 640.5\nmlpipe_gpu_temperature_celsius{{{nvml}}} 61\n"
     rest += f'mlpipe_gpu_throttled{{{nvml},reason="thermal"}} 0\n'
+    # of rank 0, as `observe/metrics.py` has them
+    rest += f'mlpipe_train_expert_max_load_ratio{{{nvml},layer="0"}} 1.6\n'
+    rest += f'mlpipe_train_expert_max_average_load_ratio{{{nvml},layer="0"}} 1.2\n'
+    rest += f'mlpipe_train_experts_by_load_ratio{{{nvml},at_most="1.5"}} 3\n'
     body = rest + "".join(
         f"{name}{{{gpu},{pod}}} {value}\n" for name, value in fields.items() for pod in pods
     )
@@ -66,7 +72,7 @@ def live(tmp_path_factory) -> Iterator[Prometheus]:
     folder = tmp_path_factory.mktemp("run")
     with (
         prometheus(tmp_path_factory.mktemp("prometheus") / "server", rules=RULES) as server,
-        made_up_dcgm() as gpus,
+        made_up_series() as gpus,
         real_run(folder, validates=True) as ports,
     ):
         server.scrape([gpus])

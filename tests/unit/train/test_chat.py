@@ -109,7 +109,7 @@ def test_a_template_gets_what_transformers_gives_it_and_reaches_nothing_else(fol
 
 def test_what_a_template_writes_at_the_end_of_a_prompt_moves_no_mark(folder):
     """As templates that end each text with a sign."""
-    (folder / "chat_template.jinja").write_text(CHATML + "{{ '<|the end of it all|>' }}")
+    (folder / "chat_template.jinja").write_text(CHATML + "{{ '<|the end|>' * 9 }}")
     plan = plan_of(folder, [], template=None)
     line = {"prompt": says("a", "b", "c"), "completion": [{"role": "assistant", "content": "d"}]}
     assert learnt_text(plan, line) == ["d<|im_end|>"]
