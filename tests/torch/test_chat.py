@@ -95,14 +95,18 @@ def test_data_of_which_nothing_is_learnt_and_data_that_differ_are_refused(data, 
         "1 of 1 samples cut to 50 tokens"
     ]
 
-    def gathered(found, own):
-        found[:] = [own, "other"]
-
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
-    with pytest.raises(TrainError, match=r"24 conversations .* worker 1 other"):
-        open_dataset(data, split="train", seq_len=SEQ_LEN)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)  # all have the same
+    assert len(open_dataset(data, split="train", seq_len=SEQ_LEN)) == 24
+    for other in (1, -1):  # in whose place this one may be
+
+        def larger(bounds, op, other=other):
+            assert op == torch.distributed.ReduceOp.MAX
+            bounds.copy_(torch.maximum(bounds, torch.tensor([bounds[0] + other, bounds[1] - other])))
+
+        monkeypatch.setattr(torch.distributed, "all_reduce", larger)
+        with pytest.raises(TrainError, match=r"this one has 24 conversations"):
+            open_dataset(data, split="train", seq_len=SEQ_LEN)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2])

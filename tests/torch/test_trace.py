@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +45,7 @@ def test_our_llama_as_an_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     source.write_text("from mlpipe.train.models.llama import build_model as build\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLPIPE_CACHE", str(tmp_path / "cache"))
-    pipeline = load_pipeline_text(_SPEC.format(args=asdict(CONFIG)).replace("True", "true"), "own.yaml")
+    pipeline = load_pipeline_text(_SPEC.format(args=json.dumps(asdict(CONFIG))), "own.yaml")
     where = stage_hardware(pipeline, "train")
     plan = build_plan(pipeline, "train", run_id="r", attempt=1, store_url="./runs", inputs={}, hardware=where)
     found = traced(plan)

@@ -25,8 +25,10 @@ def active(mesh: Mesh) -> tuple[Axis, ...]:
     sizes = {name: size for name, size in vars(mesh).items() if size > 1}
     if mesh.cp > 1 == mesh.dp_shard:
         sizes["dp_replicate"] = mesh.dp_replicate * mesh.cp
-    return tuple(
-        cast(Axis, import_module(f"mlpipe.plan.axes.{name}"))  # only of who has it
-        for name in AXES
-        if name in sizes
-    )
+    return tuple(by_name(name) for name in AXES if name in sizes)
+
+
+@lru_cache
+def by_name(name: str) -> Axis:
+    """Imported only for who has it."""
+    return cast(Axis, import_module(f"mlpipe.plan.axes.{name}"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlpipe._core.pipelines import stages_per_rank
-from mlpipe.plan.axes import cp, ep, tp
+from mlpipe.plan.axes import by_name
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.pipelining import bubble_passes, num_held
 from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
@@ -57,9 +57,9 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     num_ranks, schedule = layout.mesh.pp, layout.schedule
     forward, backward = bubble_passes(schedule, num_ranks)
     shared: float = sum(
-        axis.exposed_seconds(passes, wire, layout) / passes.accumulation / 2
-        for axis, size in ((tp, layout.mesh.tp), (cp, layout.mesh.cp), (ep, layout.mesh.ep))
-        if size > 1
+        by_name(axis).exposed_seconds(passes, wire, layout) / passes.accumulation / 2
+        for axis in ("tp", "cp", "ep")
+        if getattr(layout.mesh, axis) > 1
     )
     idle = forward * (passes.forward + shared) + backward * (passes.backward + shared)
     num_bytes = passes.stream_bytes * WEIGHT_BYTES // passes.width // layout.mesh.tp
