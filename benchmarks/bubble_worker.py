@@ -73,6 +73,7 @@ def pipeline_plan(schedule: Schedule, num_ranks: int) -> Any:
     )  # fmt: skip
     own = stages_per_rank(schedule)
     return SimpleNamespace(
+        adapter=None,
         model=ModelPlan(Entry(LLAMA, asdict(config)), None, TOKENS, ()),
         mesh=Mesh(pp=num_ranks),
         pipeline=PipelinePlan(schedule, (BLOCKS_PER_RANK // own,) * (own * num_ranks)),
