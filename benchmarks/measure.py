@@ -196,6 +196,13 @@ def merge(name: str, rows: list[dict[str, Any]], folder: Path = RESULTS, **setti
     return write(name, {**about, "figures": kept + [{**row, "run": run} for row in rows]}, folder)
 
 
+def tell(name: str, rows: list[dict[str, Any]], folder: Path = RESULTS, **settings: Any) -> None:
+    """Merges the rows, and prints them."""
+    path = merge(name, rows, folder, **settings)
+    print(table({"figures": rows}))
+    print(f"merged into {path}")
+
+
 def table(body: dict[str, Any]) -> str:
     lines = []
     for row in body["figures"]:

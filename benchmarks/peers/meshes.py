@@ -141,12 +141,10 @@ def main() -> int:
         for number, one in enumerate(arguments.only or MESHES):
             (here := folder / str(number)).mkdir()
             rows += row(here, one, base, shape, arguments)
-    path = measure.merge(
+    measure.tell(
         "peers", rows, arguments.results, rounds=arguments.rounds, steps_per_block=arguments.steps,
         batch=arguments.batch, load_before=load_before,
     )  # fmt: skip
-    print(measure.table({"figures": rows}))
-    print(f"merged into {path}")
     return 0
 
 

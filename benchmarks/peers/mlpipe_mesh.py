@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import as_worker
-from benchmarks.peers.work import Turns, read_work
+from benchmarks.peers.mlpipe_worker import take_turns
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train import prepare
 from mlpipe.train.outcome import Outcome
@@ -15,7 +15,6 @@ from mlpipe.train.session import Session
 
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
     """Instead of the trainer's: the same steps, each when it is this side's turn."""
-    work = read_work()
     running = prepare.prepare(session, plan, progress, prepare.make_callbacks(session, plan))
     losses: list[float | None] = [None]
     record = running.recording.step
@@ -25,11 +24,7 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
         record(done, total_tokens)
 
     running.recording.step = step  # type: ignore[method-assign]
-    waiting = Turns(work.socket, work.side, session.rank, lambda: losses[-1])
-    while True:
-        session.watchdog.beat("waiting for its turn", progress[0])
-        waiting.before_step()
-        running.step()
+    take_turns(session, running, progress, lambda: losses[-1])
 
 
 if __name__ == "__main__":

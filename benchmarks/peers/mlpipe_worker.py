@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NoReturn
+
 import torch
 
 from benchmarks import as_worker
 from benchmarks.peers.work import Turns, read_work, validation_batches
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train import prepare
+from mlpipe.train.loop import Loop
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session
 
@@ -23,6 +27,14 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
         found = [running.model.module({"inputs": x, "targets": y}) for x, y in batches]
         return sum(float(loss) / float(count) for loss, count in found) / len(found)
 
+    take_turns(session, running, progress, validate)
+
+
+def take_turns(
+    session: Session, running: Loop, progress: list[int], validate: Callable[[], float | None]
+) -> NoReturn:
+    """A step whenever the benchmark says so, until it ends this process."""
+    work = read_work()
     waiting = Turns(work.socket, work.side, session.rank, validate)
     while True:
         session.watchdog.beat("waiting for its turn", progress[0])

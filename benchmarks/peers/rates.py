@@ -263,12 +263,10 @@ def main() -> int:
             rows = newcomer(folder, base, arguments)
         else:
             rows = compiled(folder, Work(**{**base.__dict__, "precision": "bf16"}), arguments)
-    path = measure.merge(
+    measure.tell(
         "peers", rows, arguments.results, rounds=arguments.rounds, steps_per_block=arguments.steps,
         batch_per_rank=arguments.batch, load_before=load_before,
     )  # fmt: skip
-    print(measure.table({"figures": rows}))
-    print(f"merged into {path}")
     return 0
 
 

@@ -52,9 +52,7 @@ def main() -> int:
             lr=1e-3, grad_clip=1.0,
         )  # fmt: skip
         rows = (first if arguments.part == "first" else restart)(folder, work, num_rounds)
-    path = measure.merge("peers", rows, arguments.results, rounds=num_rounds, load_before=load_before)
-    print(measure.table({"figures": rows}))
-    print(f"merged into {path}")
+    measure.tell("peers", rows, arguments.results, rounds=num_rounds, load_before=load_before)
     return 0
 
 

@@ -119,7 +119,7 @@ class Turns:
     """The benchmark's side of a rank. `before_step` returns when this rank may do one more step; meanwhile it
     sleeps in a read, so that a side that waits costs the others nothing."""
 
-    def __init__(self, path: str, side: str, rank: int, validate: Callable[[], float]) -> None:
+    def __init__(self, path: str, side: str, rank: int, validate: Callable[[], float | None]) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         self._lines = self._socket.makefile("r")
