@@ -1,7 +1,7 @@
 """A training that stands still at a chosen moment of its validations and saves, until it is killed there.
 
 KIT_STRIKE in a rank's environment: JSON with `at`, `step`, `file`. Who gets there writes the file, and waits
-for ever: a `validating` rank 0 between two microbatches, rank 1 `writing` half of its first blob, rank 0
+to be killed: a `validating` rank 0 between two microbatches, rank 1 `writing` half of its first blob, rank 0
 `committing` when all bytes are there and the mark of the best one, too.
 """
 
@@ -33,7 +33,8 @@ def _is_here(at: str, rank: int) -> bool:
 
 def _stand_still() -> None:
     Path(_STRIKE["file"]).touch()
-    threading.Event().wait()
+    threading.Event().wait(600)
+    raise TimeoutError(f"nobody killed the rank that stood {_STRIKE['at']} for 600 s")
 
 
 def build_model() -> nn.Module:

@@ -114,7 +114,7 @@ def test_a_rank_that_was_buried_and_not_told_of_ends_no_torchrun(monkeypatch: py
     monkeypatch.setattr(handler, "close", handler.close)
     torchrun._fork_in(subprocess_handler)
     buried = subprocess.Popen(["true"])
-    buried.wait()
+    buried.wait(timeout=300)
     closed = object.__new__(handler)
     closed.proc, closed._stdout, closed._stderr = buried, None, None
     closed.close(signal.SIGTERM)
