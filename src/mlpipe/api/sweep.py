@@ -118,10 +118,9 @@ def sweep(
     metric.
     """
     from mlpipe.api.start import chosen_backend, open_store_of, submission_of
-    from mlpipe.store import leases
     from mlpipe.submit.adopt import is_there
     from mlpipe.submit.delegate import Delegate
-    from mlpipe.submit.detach import detach
+    from mlpipe.submit.detach import detach_unless_driven
     from mlpipe.submit.sweeps.create import create
 
     place = chosen_backend(pipeline, backend, options)
@@ -139,8 +138,7 @@ def sweep(
     if wait:
         _drive(there, sweep_id, lines)
         return Sweep.of(there, sweep_id).check()
-    if not leases.lease_is_live(runs.read_run(there, sweep_id).driver):
-        detach(there, sweep_id)
+    detach_unless_driven(there, sweep_id)
     return Sweep.of(there, sweep_id)
 
 

@@ -117,13 +117,11 @@ def command(
 def _submit_sweep(session: CliSession, backend: Backend, submission: Submission) -> int:
     """Its controller is a process on this machine, wherever its trials run."""
     from mlpipe.cli.sweep import claim
-    from mlpipe.store import leases, runs
-    from mlpipe.submit.detach import detach
+    from mlpipe.submit.detach import detach_unless_driven
 
     store = session.open_store(submission.pipeline.store)
     sweep_id = claim(session, store, backend, submission)
-    if not leases.lease_is_live(runs.read_run(store, sweep_id).driver):
-        detach(store, sweep_id)
+    detach_unless_driven(store, sweep_id)
     session.result({"sweep_id": sweep_id, "store": store.url}, sweep_id)
     session.note(f"see it with `mlpipe status {sweep_id}`, stop it with `mlpipe cancel {sweep_id}`")
     return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, SubmitError
-from mlpipe.store import outputs, runs
+from mlpipe.store import leases, outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState
 
@@ -43,6 +43,12 @@ def driver_log(store: Store, run_id: str) -> Path:
     """In the run's folder; for a store that is no folder, in this machine's cache."""
     folder = store.local_path(f"runs/{run_id}")
     return (folder or outputs.cache_folder() / "drivers" / run_id) / "driver.log"
+
+
+def detach_unless_driven(store: Store, run_id: str) -> None:
+    """`detach`, of a run or sweep that another process may be driving."""
+    if not leases.lease_is_live(runs.read_run(store, run_id).driver):
+        detach(store, run_id)
 
 
 def detach(store: Store, run_id: str, only: str | None = None) -> None:
