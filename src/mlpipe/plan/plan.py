@@ -185,6 +185,12 @@ class DataPlan:
         return self.mix or (own,)
 
     @property
+    def all_files(self) -> tuple[FilesPlan | ChatPlan, ...]:
+        """Of conversations, and of all sources that are files."""
+        found = (self.chat, *(source.files for source in self.sources))
+        return tuple(one for one in found if one is not None)
+
+    @property
     def functions(self) -> tuple[Entry, ...]:
         """Of the user: those that make data sets, and the one that makes batches."""
         made = tuple(source.dataset for source in self.sources if source.dataset is not None)

@@ -228,10 +228,9 @@ def check_files(scalars: dict[str, Any], dataset: Any, plan: TrainPlan, run_id: 
     the order. Raises TrainError (input)."""
     before, now = scalars.get("data_files"), fingerprint(dataset)
     if before is not None and before != now:
-        files = [plan.data.chat, *(source.files for source in plan.data.sources)]
         raise TrainError(
             f"the data were {before} at the checkpoint, and are {now}",
-            where=next(one.path for one in files if one is not None),
+            where=plan.data.all_files[0].path,
             hint=f"put the files back as they were, or begin anew: mlpipe resume {run_id} --from-step 0",
             kind="input",
         )

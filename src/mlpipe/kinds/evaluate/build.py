@@ -31,8 +31,7 @@ def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[EvaluatePlan, 
             where=f"{stage.name}.evaluate.checkpoint",
             hint="add 'validate: {every: ..., best: {metric: loss}}' to the training, or evaluate the latest",
         )
-    files = [forwards.data.chat, *(source.files for source in forwards.data.sources)]
-    if any(one is not None and one.validation is None for one in files):
+    if any(files.validation is None for files in forwards.data.all_files):
         raise PlanError(
             f"stage {trained.name!r} has no held-out files to evaluate with",
             where=f"{trained.name}.train.data",
