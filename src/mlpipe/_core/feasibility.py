@@ -4,7 +4,9 @@ same words for the pipeline file (`spec/feasibility.py` adds the line), for the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mlpipe._core.optimizers import OPTIMIZERS
 
@@ -27,6 +29,13 @@ class Infeasible:
 
     message: str
     remedy: str
+
+
+def setting(settings: Any, key: str) -> Any:
+    """What a file says at a key like `optimizer.name`; None where it, or a part of its way, is not there."""
+    for part in key.split("."):
+        settings = settings.get(part) if isinstance(settings, Mapping) else None
+    return settings
 
 
 def indivisible(part: tuple[str, int], whole: tuple[str, int]) -> Infeasible | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlpipe._core.feasibility import Infeasible
+from mlpipe._core.feasibility import Infeasible, setting
 from mlpipe._core.optimizers import OPTIMIZERS
 
 FACTORS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # multiply to the workers; outermost first
@@ -19,7 +19,7 @@ FILL = "fill"  # a size: what the others leave of the workers
 
 # What `tp` splits evenly of a model: attention by whole heads, experts by whole ones, the rest by channels
 # and tokens.
-_TENSOR_WIDTHS = ("num_heads", "num_kv_heads", "num_experts", "ffn_dim", "vocab_size", "seq_len")
+TENSOR_WIDTHS = ("num_heads", "num_kv_heads", "num_experts", "ffn_dim", "vocab_size", "seq_len")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def conflicts(
                 f"make {axis} 1, or use a preset",
             )
         elif axis == "tp":
-            conflict = uneven_tensors(size, {k: figures[k] for k in _TENSOR_WIDTHS if figures.get(k)})
+            conflict = uneven_tensors(size, {k: figures[k] for k in TENSOR_WIDTHS if figures.get(k)})
         elif axis == "cp":
             conflict = uneven_context(size, figures.get("seq_len"), sizes["tp"])
         elif axis == "pp":
@@ -174,13 +174,13 @@ def unsupported_mix(
 ) -> Iterator[tuple[str, Infeasible]]:
     """What of a training the trainer cannot do together: the key or axis, and why. `settings`: of the
     training, as in the file, as far as they are known; `figures`: of the model, dim and ffn_dim."""
-    conflict = cut_blocks(sizes.get("tp", 1), _at(settings, "optimizer.name"), figures)
+    conflict = cut_blocks(sizes.get("tp", 1), setting(settings, "optimizer.name"), figures)
     if conflict is not None:
         yield "optimizer.name", conflict
     for mix in MIXES:
         if sizes.get(mix.axis, 1) == 1:
             continue
-        what = sizes.get(mix.key, 1) if mix.key in AXES else _at(settings, mix.key)
+        what = sizes.get(mix.key, 1) if mix.key in AXES else setting(settings, mix.key)
         if what in mix.values or (not mix.values and what not in (1, None)):
             shown = "" if isinstance(what, Mapping) else f" {what}"
             yield (
@@ -190,12 +190,6 @@ def unsupported_mix(
                     f"change {mix.key}, or make {mix.axis} 1",
                 ),
             )
-
-
-def _at(settings: Any, key: str) -> Any:
-    for part in key.split("."):
-        settings = settings.get(part) if isinstance(settings, Mapping) else None
-    return settings
 
 
 def _divisors(numbers: Any) -> str:

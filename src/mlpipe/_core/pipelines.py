@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
-from mlpipe._core.feasibility import Infeasible
+from mlpipe._core.feasibility import Infeasible, setting
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -42,7 +42,7 @@ def conflicts(
     if pp == 1:
         return
     needed = pp * stages_per_rank(schedule)
-    yield from _cuts(_at(settings, "pipeline", "cut"), needed, sizes, _at(settings, "model", "entry"))
+    yield from _cuts(setting(settings, "pipeline.cut"), needed, sizes, setting(settings, "model.entry"))
     if num_layers is not None and pp <= num_layers < needed:
         yield (
             "schedule",
@@ -97,9 +97,3 @@ def _cuts(
             f"write cut: the {word} with which later stages begin, like [layers.4]",
         ),
     )
-
-
-def _at(settings: Any, *keys: str) -> Any:
-    for key in keys:
-        settings = settings.get(key) if isinstance(settings, Mapping) else None
-    return settings

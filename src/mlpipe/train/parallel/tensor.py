@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mlpipe._core.errors import TrainError
-from mlpipe._core.feasibility import indivisible
+from mlpipe._core.meshes import TENSOR_WIDTHS, uneven_tensors
 from mlpipe._core.presets import LlamaConfig, MoeConfig
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.models.llama import MLP, Attention, Llama, Part, RMSNorm
@@ -93,19 +93,10 @@ def _split_experts(model: ParallelizedModel, llama: Llama, ranks: RankGroup) -> 
 
 
 def _check(config: LlamaConfig, seq_len: int, tp: int, entry: str) -> None:
-    figures = {
-        "num_kv_heads": config.num_kv_heads,
-        "num_heads": config.num_heads,
-        "ffn_dim": config.ffn_dim,
-        "vocab_size": config.vocab_size,
-        "seq_len": seq_len,
-    }
-    if isinstance(config, MoeConfig):
-        figures["num_experts"] = config.num_experts
-    conflicts = [indivisible(("tp", tp), figure) for figure in figures.items()]
-    if found := [conflict for conflict in conflicts if conflict is not None]:
-        message = "; ".join(conflict.message for conflict in found)
-        raise TrainError(message, where=entry, hint="make tp divide them, or smaller", kind="input")
+    figures = {name: getattr(config, name, None) for name in TENSOR_WIDTHS} | {"seq_len": seq_len}
+    conflict = uneven_tensors(tp, {name: figure for name, figure in figures.items() if figure})
+    if conflict is not None:
+        raise TrainError(conflict.message, where=entry, hint=conflict.remedy, kind="input")
 
 
 def _forward(
