@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlpipe._core.adapters import A, B, is_adapter, scale, targets
+from mlpipe._core.adapters import A, B, scale, targets
 from mlpipe._core.errors import PlanError, TrainError
 from mlpipe.plan.plan import AdapterPlan, TrainPlan
 from mlpipe.train.init import same_weights
@@ -115,11 +115,3 @@ def _forward(self: Any, x: Tensor) -> Tensor:
         x = F.dropout(x, self.lora_dropout, self.training)
     added: Tensor = F.linear(F.linear(x, self.lora_A), self.lora_B) * self.lora_scale
     return y + added
-
-
-def trained_shards(model: ParallelizedModel) -> list[Any]:
-    """Of `model.shards` those that a checkpoint has: of a model without adapters all."""
-    return [shard for shard in model.shards if shard.name not in model.base]
-
-
-__all__ = ["apply", "is_adapter", "trained_shards"]
