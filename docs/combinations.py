@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from mlpipe._core.compression import COMPRESSIONS
 from mlpipe._core.meshes import AXES
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.pipelines import SCHEDULES
@@ -44,6 +45,7 @@ _FEATURES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     **{f"optimizer {name}": ({"optimizer": {"name": name}}, {}) for name in OPTIMIZERS},
     "your own optimizer": ({"optimizer": {"entry": "package.optim:Own", "lr": 1e-3}}, {}),
     "your own model": ({"model": _OWN}, {}),
+    **{f"compress {name}": ({"compress": name}, {}) for name in COMPRESSIONS},
     "model with experts": ({"model": _EXPERTS}, {}),
 }  # fmt: skip
 # No key of a training: what else is done with it. No rule refuses these.

@@ -41,6 +41,7 @@ MIXES: tuple[Mix, ...] = (
     *(Mix(axis, "data.chat", (), "its samples differ in length") for axis in ("pp", "cp", "tp")),
     *(Mix(axis, "adapter.lora", (), _OWN_MATRICES) for axis in ("pp", "tp", "ep")),
     Mix("ep", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
+    *(Mix(axis, "compress", (), "it is for gradients of whole models") for axis in ("pp", "dp_shard", "tp")),
 )
 
 

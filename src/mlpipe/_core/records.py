@@ -157,6 +157,11 @@ class Step(Record):
     idle_predicted_ratio: float | None = None
     """Share of the step's work for which this rank is expected to wait for others, by the lengths of samples
     that are packed."""
+    exchanged_bytes: int | None = None
+    """Of gradients that are compressed, or of what islands have learnt: bytes that the rank gave to others;
+    absent where gradients are sent as they are; of rank 0 only."""
+    exchanged_plain_bytes: int | None = None
+    """What averaging all gradients in fp32 would have sent."""
     cpu_others_ratio: float | None = None
     """Share of the CPUs that the node's ranks may use which went to other processes, since the last line that
     says so; of the first rank of a node, every 5 s or more."""

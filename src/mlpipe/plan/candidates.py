@@ -15,16 +15,19 @@ from mlpipe.kinds.train.spec import DATA_AXES, OwnModel, Train
 from mlpipe.plan.choose import Candidate, choose, smallest
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.optimizers import OptimizerCost, optimizer_cost
-from mlpipe.plan.plan import CHECKPOINTING, Checkpointing, Mesh, Precision, TrainPlan
+from mlpipe.plan.plan import CHECKPOINTING, Checkpointing, CompressPlan, Mesh, Precision, TrainPlan
 from mlpipe.plan.pricing import Choices, Pricer, Training
 from mlpipe.plan.shapes import frozen
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
+from mlpipe.spec import links
 from mlpipe.spec.data import TokenData
 from mlpipe.spec.optimizer import OwnOptimizer
 
 if TYPE_CHECKING:
     from mlpipe.plan.search import Found
+
+_SPLITS = "compress is for workers with copies of the model, and {} splits it"
 
 
 def global_batch(spec: Train) -> int:
@@ -81,6 +84,9 @@ def enumerate_candidates(
         possible = settings.meshes(hardware.num_nodes, hardware.devices_per_node)
         if own is not None and wanted:
             possible = [own]
+        if spec.compress is not None and not isinstance(possible, str):
+            # what a mesh of the file's own cannot do was refused by now
+            possible = [mesh for mesh in possible if mesh.dp_shard == 1] or _SPLITS.format(strategy)
         if isinstance(possible, str):
             candidates.append(
                 Candidate(strategy, None, None, modes[0], precision, wanted, None, False, possible)
@@ -281,6 +287,7 @@ def _training(spec: Train) -> Training:
         save_seconds=every.seconds,
         asynchronous=spec.checkpoint.asynchronous,
         schedule=schedule_of(spec),
+        compress=compress_plan(spec),
         **_validations(spec),
     )
 
@@ -295,6 +302,11 @@ def _validations(spec: Train) -> dict[str, int]:
         "num_validations": -(-spec.steps // every),
         "validation_samples": max(1, validate.max_tokens // spec.model.seq_len),
     }
+
+
+def compress_plan(spec: Train) -> CompressPlan | None:
+    """None: gradients are sent as they are."""
+    return None if spec.compress is None else CompressPlan(*links.settings_of(spec.compress))
 
 
 def schedule_of(spec: Train) -> Schedule:
@@ -316,6 +328,7 @@ def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
         save_seconds=plan.checkpoint.every_seconds,
         asynchronous=plan.checkpoint.asynchronous,
         schedule=plan.pipeline.schedule if plan.pipeline is not None else DEFAULT,
+        compress=plan.compress,
     )
     choices = Choices(plan.micro_batch, plan.activation_checkpointing, plan.precision)
     return Pricer(shape, training, hardware).candidate(plan.strategy, plan.mesh, choices, asked=True)

@@ -217,6 +217,26 @@ class EmaPlan:
 
 
 @dataclass(frozen=True)
+class CompressPlan:
+    """How gradients are sent: `name` and `args` as in `_core/compression.py`."""
+
+    name: str
+    args: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """Each island updates by its own gradients, and every `sync_every` steps all agree on the weights, see
+    `train/optim/local.py`. `compress`: of what they learnt, a code of `_core/compression.py`; None: fp32."""
+
+    sync_every: int
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    compress: str | None = None
+    fragments: int = 1
+
+
+@dataclass(frozen=True)
 class OptimizerPlan:
     """`name`: of `_core/optimizers.py`; None: the user's own function, by `entry`. `args`: its arguments,
     whichever it is; learning rate and clipping are not among them. `state_bytes_per_parameter`: what it keeps
@@ -439,6 +459,8 @@ class TrainPlan(StageWork):
     track: tuple[TrackerPlan, ...] = ()
     validate: ValidatePlan | None = None  # None: nobody measures while it trains
     pipeline: PipelinePlan | None = None  # where `mesh.pp` is above 1
+    compress: CompressPlan | None = None  # None: gradients are sent as they are
+    local: LocalPlan | None = None  # None: gradients are averaged in every step
 
     @property
     def summary(self) -> str:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from mlpipe._core.compression import COMPRESSIONS
 from mlpipe._core.mfu import mfu_ratio
 from mlpipe._core.pipelines import DEFAULT, Schedule, stages_per_rank
 from mlpipe._core.units import format_bytes
 from mlpipe.plan import memory
 from mlpipe.plan.allocators import allocation_seconds
 from mlpipe.plan.axes import active
-from mlpipe.plan.axes.axis import Layout, Passes, RankWork
+from mlpipe.plan.axes.axis import Exchanged, Layout, Passes, RankWork
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.memory import MemoryEstimate
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.plan import Mesh, Strategy
+from mlpipe.plan.plan import CompressPlan, Mesh, Strategy
 from mlpipe.plan.shapes.shape import Activations, ModelShape, Part, StepShape
 from mlpipe.plan.stages import num_blocks_of
 from mlpipe.plan.strategies import ORDER
@@ -42,6 +43,7 @@ class Training:
     num_validations: int = 0
     validation_samples: int = 0  # of each, over all ranks
     schedule: Schedule = DEFAULT  # of pipelines
+    compress: CompressPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ class Pricer:
         ranks = [self._on_one_rank(choices, mesh, part) for part in self._parts(mesh)]
         step, activations, step_passes = max(ranks, key=lambda rank: rank[2].compute)
         hardware, training = self.hardware, self.training
-        layout = replace(layout_of(strategy, mesh), schedule=training.schedule)
+        layout = replace(
+            layout_of(strategy, mesh), schedule=training.schedule, exchanged=self._exchanged(step.part)
+        )
         needs = self._fullest(ranks, layout)
         if needs.total > hardware.memory_bytes and step.accumulation > 1 and mesh.dp_shard > 1:
             layout = replace(layout, reduce_gradients="every")  # more to send, less to keep
@@ -155,6 +159,18 @@ class Pricer:
             activations = self.shape.activations(step, hardware.device)
             self._known[key] = (step, activations, passes(self.shape, step, hardware))
         return self._known[key]
+
+    def _exchanged(self, part: Part) -> Exchanged | None:
+        compress, trained = self.training.compress, self.shape.parameters.of(part).trained
+        if compress is None:
+            return None
+        sent = COMPRESSIONS[compress.name].sent
+        each = [(sent(rows, columns, compress.args), many) for rows, columns, many in trained.tensors]
+        return Exchanged(
+            sum(one.reduced_bits * many for one, many in each) / 8,
+            sum(one.gathered_bits * many for one, many in each) / 8,
+            trained.total,
+        )
 
     def _fullest(self, ranks: list[tuple[StepShape, Activations, Passes]], layout: Layout) -> MemoryEstimate:
         """What the fullest of these ranks needs."""

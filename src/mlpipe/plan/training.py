@@ -18,6 +18,7 @@ from mlpipe._core.units import parse_bytes, parse_cadence, parse_seconds
 from mlpipe.kinds.train.spec import OwnModel, PresetModel, PretrainedModel, Train
 from mlpipe.plan import meaning as meanings
 from mlpipe.plan.candidates import (
+    compress_plan,
     enumerate_candidates,
     global_batch,
     micro_batches,
@@ -110,7 +111,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
         free = spec.pipeline.model_copy(update={"microbatches": "auto"})
         spec = spec.model_copy(update={"pipeline": free})
     if own_resources:
-        spec = spec.model_copy(update={"mesh": None, "strategy": "auto"})
+        spec = spec.model_copy(update={"mesh": None, "strategy": "auto", "compress": None})
     num_readers = num_data_ranks(spec, hardware)
     share = -(-global_batch(spec) // num_readers)
     update: dict[str, Any] = {"batch_size": share * num_readers, "micro_batch": "auto"}
@@ -121,7 +122,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     batch = (chosen.micro_batch or 1) * num_readers
     train = _train_plan(spec, hardware, known, chosen, reason, batch, resume=True)
     # these are of training's steps
-    off: dict[str, Any] = {"callbacks": (), "track": (), "validate": None}
+    off: dict[str, Any] = {"callbacks": (), "track": (), "validate": None, "compress": None}
     return dataclasses.replace(train, predicted=None, memory_bytes=None, **off)
 
 
@@ -290,6 +291,7 @@ def _train_plan(
         track=trackers(spec),
         validate=None if spec.validate_ is None else _validate(spec.validate_, known),
         pipeline=_pipeline(spec, shape, chosen.mesh),
+        compress=compress_plan(spec),
     )
 
 

@@ -225,6 +225,8 @@ class Loop:
             scalars["data_files"] = files
         if (streams := self.reader.state(position.step)) is not None:
             scalars["streams"] = streams
+        if self.model.kept is not None:
+            scalars["kept"] = self.model.kept.scalars()
         if self.plan.adapter is not None:
             scalars["adapter"] = asdict(self.plan.adapter)
         if self.plan.init_from is not None:

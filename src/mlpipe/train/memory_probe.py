@@ -97,7 +97,9 @@ def dry_steps(model: ParallelizedModel, schedule: Schedule, batches: Sequence[Mi
     """Two steps without an update, then everything they left is undone. DDP sorts its buckets anew after the
     first backward, which changes the order of additions: a resumed run equals an uninterrupted one bit for
     bit only if both have done so before the first step that counts."""
-    buffers = [(item.local, item.local.clone()) for item in model.shards if item.is_buffer]
+    kept = [] if model.kept is None else model.kept.state()
+    written = [*(item for item in model.shards if item.is_buffer), *kept]
+    buffers = [(item.local, item.local.clone()) for item in written]
     try:
         for _ in range(2):
             schedule.forward_backward(batches)

@@ -66,6 +66,8 @@ def resume(
     def state_of(manifest: Manifest) -> list[LocalShard]:
         optimizer = session.plan.work.training.optimizer
         _load_optimizer(optimizer, update, manifest["scalars"], session.plan.run_id)
+        if parallel.kept is not None:
+            parallel.kept.load_scalars(manifest["scalars"].get("kept", {}))
         return stored(parallel, update)
 
     for index, key in enumerate(keys):
@@ -85,6 +87,8 @@ def resume(
         return Position()
     scalars = manifest["scalars"]
     after_load(update)
+    if parallel.kept is not None:
+        parallel.kept.after_load()
     parallel.after_step()
     checkpointer.in_use.add(key)
     notes = _schedule_notes(session.plan.work.training, scalars)
@@ -150,7 +154,8 @@ def stored(parallel: ParallelizedModel, update: Update) -> list[LocalShard]:
     """All tensors of a checkpoint. LossModule's one child is `model`, hence the names `model.<fqn>`."""
     states = update.state()
     instead = {state.name for state in states}
-    return [*(shard for shard in parallel.stored() if shard.name not in instead), *states]
+    kept = parallel.kept.state() if parallel.kept is not None else []
+    return [*(shard for shard in parallel.stored() if shard.name not in instead), *states, *kept]
 
 
 def optimizer_scalars(plan: OptimizerPlan, of_stages: list[dict[str, Any]]) -> dict[str, Any]:

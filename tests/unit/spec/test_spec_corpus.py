@@ -37,6 +37,7 @@ BEYOND_THE_SCHEMA = {
     "decay.yaml": "decay_steps without wsd",
     "track-twice.yaml": "a tracker that stands there twice",
     "optimizer-rules.yaml": "figures of an optimizer that do not go together",
+    "links-rules.yaml": "what is sent compressed by workers that have no copies",
     "hang.yaml": "a hang_timeout in which no step is done",
     "gpu.yaml": "GPUs without a model",
     "seq_len.yaml": "a model of one's own, fed with tokens, without seq_len",

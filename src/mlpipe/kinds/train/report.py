@@ -28,7 +28,7 @@ from mlpipe.observe.goodput import Ledger
 from mlpipe.observe.predicted import comparison
 from mlpipe.observe.progress import format_count, format_flops, format_loss, format_mfu, split_words
 from mlpipe.observe.runview import MOST_RANKS, StageView, worst_load
-from mlpipe.plan.plan import InitPlan, OptimizerPlan, PipelinePlan, TrainPlan
+from mlpipe.plan.plan import CompressPlan, InitPlan, OptimizerPlan, PipelinePlan, TrainPlan
 
 
 def section(stage: StageView) -> Section:
@@ -126,6 +126,7 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
                     "optimizer": f"{optimizer.name or optimizer.entry}, lr {optimizer.lr:g}"
                     f" ({_schedule(optimizer)}, {optimizer.warmup_steps} warm-up steps),"
                     f" {_clipping(optimizer)}",
+                    "gradients": None if plan.compress is None else _compression(plan.compress),
                     "average of weights": f"decay {plan.ema.decay:g}, every {plan.ema.every} steps"
                     if plan.ema
                     else None,
@@ -138,6 +139,11 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
             )
         ],
     )
+
+
+def _compression(compress: CompressPlan) -> str:
+    settings = ", ".join(f"{key} {value:g}" for key, value in compress.args.items())
+    return f"sent as {compress.name}{f' ({settings})' if settings else ''}"
 
 
 def _pipeline(pipeline: PipelinePlan) -> str:

@@ -12,7 +12,7 @@ from mlpipe._core import meshes
 from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.pipelines import DEFAULT, stages_per_rank
 from mlpipe._core.units import parse_seconds
-from mlpipe.spec import data, feasibility, pipelines, starting, tracking, validation
+from mlpipe.spec import data, feasibility, links, pipelines, starting, tracking, validation
 from mlpipe.spec import fields as f
 from mlpipe.spec import optimizer as optimizers
 from mlpipe.spec.base import SpecModel
@@ -41,6 +41,8 @@ DATA_AXES: dict[str, tuple[str, ...]] = {
     "fsdp": ("dp_shard",),
     "hsdp": ("dp_replicate", "dp_shard"),
 }
+# Strategies that have what these keys need.
+_WITH_COPIES = {"compress": ("single", "ddp", "zero1"), "update": ("single", "ddp", "hsdp")}
 _TINY_SEQ_LEN = 64
 _SHORTEST_HANG_SECONDS = 1.0  # the watchdog looks twice a second
 
@@ -175,6 +177,11 @@ class Train(SpecModel):
     pipeline: pipelines.Pipelining | None = Field(
         None, description="How the stages work together, where the mesh has `pp`. Default: `schedule: 1f1b`."
     )
+    compress: links.Compress | None = Field(
+        None,
+        description="Send gradients in fewer bytes, by name or `{powersgd: {rank: 8}}`; what that leaves "
+        "out is sent later. Default: as they are.",
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto",
         description="Of the matmuls; weights, gradients and loss stay fp32. `auto`: bf16 where the hardware "
@@ -247,6 +254,7 @@ def _problems(stage: Node) -> Iterator[Problem]:
             patience, f"hang_timeout {patience.value!r} would end any run", "write 1 s or more"
         )
     yield from optimizers.problems(train)
+    yield from links.problems(train, _WITH_COPIES)
 
 
 def _disagreement(train: Node) -> Iterator[Problem]:

@@ -14,6 +14,16 @@ from mlpipe.plan.wire import Wire
 
 
 @dataclass(frozen=True)
+class Exchanged:
+    """What replicas send of gradients, where that is not the gradients themselves: bytes in all-reduces and
+    in all-gathers, each rank's own part. `coded_params`: so many values are read and written to make it."""
+
+    reduced_bytes: float
+    gathered_bytes: float
+    coded_params: int
+
+
+@dataclass(frozen=True)
 class Layout:
     """How the work lies on the ranks: the mesh and the flags of the TrainPlan, which say there what they
     mean."""
@@ -23,6 +33,7 @@ class Layout:
     shard_optimizer: bool = False
     reduce_gradients: Literal["last", "every"] = "last"
     schedule: Schedule = DEFAULT  # of a pipeline
+    exchanged: Exchanged | None = None  # None: gradients, in fp32
 
     @property
     def num_shards(self) -> int:

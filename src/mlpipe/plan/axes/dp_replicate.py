@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mlpipe.plan.axes.axis import Layout, Passes, RankWork
+from mlpipe.plan.axes.axis import Exchanged, Layout, Passes, RankWork
 from mlpipe.plan.kernels import copy_seconds
 from mlpipe.plan.sizes import DDP_BUCKET_BYTES, GATHER_BUCKET_BYTES
 from mlpipe.plan.tensors import GRADIENT_BYTES, WEIGHT_BYTES, Moment, RankTensors, total
 from mlpipe.plan.wire import Wire
+
+_CODING_PASSES = 12  # over the gradients in fp32, read or written
 
 
 def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
@@ -20,6 +22,8 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     if work.layout.mesh.dp_shard > 1:  # FSDP reduces over the replicas what it has scattered, in place
         return tensors
     gradients, buffers = total(tensors.gradients), tensors.buffers
+    if work.layout.exchanged is not None:  # what a rank has not told the others, and a bucket that arrives
+        buffers += gradients + min(gradients, DDP_BUCKET_BYTES)
     optimizer, moments = tensors.optimizer, []
     if work.layout.shard_optimizer:
         num_ranks = work.layout.num_updating_ranks
@@ -40,7 +44,9 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     if layout.mesh.dp_shard > 1:  # travels with what FSDP reduces
         return 0.0
     exposed = wire.all_reduce(GRADIENT_BYTES * passes.num_trained_params, num_ranks, stride)
-    if passes.overlap and layout.mesh.pp == 1:  # a pipeline's are reduced when all its passes are done
+    if layout.exchanged is not None:
+        exposed = _exchange_seconds(layout.exchanged, wire, num_ranks, stride)
+    elif passes.overlap and layout.mesh.pp == 1:  # a pipeline's are reduced when all its passes are done
         last = wire.all_reduce(
             min(DDP_BUCKET_BYTES, GRADIENT_BYTES * passes.num_trained_params), num_ranks, stride
         )
@@ -52,3 +58,12 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
         if not wire.hardware.speed.gather_bytes_per_second:  # else measured with it
             exposed += copy_seconds(2 * num_bytes, wire.hardware.speed)
     return exposed
+
+
+def _exchange_seconds(exchanged: Exchanged, wire: Wire, num_ranks: int, stride: int) -> float:
+    """Behind the backward pass, and making it: adding up, coding, decoding twice, and what is left over."""
+    coding = copy_seconds(_CODING_PASSES * GRADIENT_BYTES * exchanged.coded_params, wire.hardware.speed)
+    seconds = wire.all_reduce(exchanged.reduced_bytes, num_ranks, stride)
+    if exchanged.gathered_bytes:
+        seconds += wire.gather_activations(exchanged.gathered_bytes * num_ranks, num_ranks, stride)
+    return seconds + coding

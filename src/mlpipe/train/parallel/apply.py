@@ -26,6 +26,12 @@ class Technique(NamedTuple):
     applies: Callable[[TrainPlan], bool]
 
 
+def _averages(plan: TrainPlan) -> bool:
+    """Whether ranks have copies of all that they compute with, and average gradients as they come."""
+    mesh = plan.mesh
+    return mesh.dp_replicate * mesh.cp > 1 == mesh.dp_shard == mesh.pp and plan.local is None
+
+
 TECHNIQUES = (
     Technique("lora", lambda plan: plan.adapter is not None),
     Technique("pipeline", lambda plan: plan.mesh.pp > 1),
@@ -39,10 +45,8 @@ TECHNIQUES = (
     # from here on the weights are real: until then they may be on the meta device
     Technique("materialize", lambda plan: True),
     # copies of what is split are the affair of fully_shard, those of stages of pipeline_gradients
-    Technique(
-        "replicate",
-        lambda plan: plan.mesh.dp_replicate * plan.mesh.cp > 1 == plan.mesh.dp_shard == plan.mesh.pp,
-    ),
+    Technique("replicate", lambda plan: _averages(plan) and plan.compress is None),
+    Technique("compress", lambda plan: _averages(plan) and plan.compress is not None),
     Technique("shard_optimizer", lambda plan: plan.shard_optimizer and plan.mesh.dp_replicate > 1),
     Technique("sum_partial_gradients", lambda plan: plan.mesh.tp > 1),
     Technique("check_gradients", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry not in OWN),

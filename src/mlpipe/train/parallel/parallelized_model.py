@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -29,6 +29,19 @@ def nothing() -> None:
     """For techniques whose parameters are where they belong after the step, and who need not hear."""
 
 
+class Kept(Protocol):
+    """What a technique keeps between steps and a checkpoint has: as of an `Update`."""
+
+    def state(self) -> list[LocalShard]: ...
+
+    def scalars(self) -> dict[str, Any]: ...
+
+    def load_scalars(self, scalars: dict[str, Any]) -> None:
+        """Empty: the checkpoint has none of it."""
+
+    def after_load(self) -> None: ...
+
+
 @dataclass
 class ParallelizedModel:
     """A model with the techniques applied to it.
@@ -43,7 +56,7 @@ class ParallelizedModel:
     `shards`: what this rank updates and stores. `step_metrics()` ends a step, and gives fields of its record
     that only this model knows, of rank 0. `partial`: modules and names of parameters whose gradients a rank
     has of its own tokens only, for `sum_partial_gradients`. `base`: names of parameters that have adapters
-    beside them: no checkpoint has these.
+    beside them: no checkpoint has these. `kept`: of a technique that keeps something between steps.
     """
 
     built: BuiltModel
@@ -58,6 +71,7 @@ class ParallelizedModel:
     after_step: Callable[[], None] = nothing
     after_evaluation: Callable[[], None] = nothing
     step_metrics: Callable[[], dict[str, Any]] = dict
+    kept: Kept | None = None
 
     def stored(self) -> list[LocalShard]:
         """Of the shards those that a checkpoint has."""

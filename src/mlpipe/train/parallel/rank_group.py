@@ -47,6 +47,12 @@ class RankGroup:
         self.timed(dist.reduce_scatter_tensor)(part, whole.contiguous(), group=self.group)
         return part
 
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """Row r goes to rank r; back comes a row from each. No gradients."""
+        received = torch.empty_like(rows)
+        self.timed(dist.all_to_all_single)(received, rows.contiguous(), group=self.group)
+        return received
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place. No gradients."""
         self.timed(dist.all_reduce)(tensor, group=self.group)
@@ -58,6 +64,17 @@ class RankGroup:
         parts = flat.split([tensor.numel() for tensor in tensors])
         pairs = zip(parts, tensors, strict=True)
         torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in pairs])
+
+    def broadcast_together(self, tensors: list[Tensor]) -> None:
+        """What the first of these ranks has, in place: those of one dtype by one collective."""
+        first = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            some = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in some])
+            self.timed(dist.broadcast)(flat, first, group=self.group)
+            parts = flat.split([tensor.numel() for tensor in some])
+            for tensor, part in zip(some, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
 
 
 def gathered_rows(part: Tensor, ranks: RankGroup) -> Tensor:
