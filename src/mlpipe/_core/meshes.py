@@ -156,11 +156,17 @@ def uneven_experts(ep: int, dp_shard: int, num_experts: int | None, tp: int = 1)
 
 
 def cut_blocks(tp: int, optimizer: Any, figures: Mapping[str, int]) -> Infeasible | None:
-    """Rows of which each rank of `tp` has a part have whole blocks of values that share a scale."""
+    """Rows of which each rank of `tp` has a part, of what heads and feed-forward give, have whole blocks of
+    values that share a scale."""
     block = OPTIMIZERS[optimizer].block if optimizer in OPTIMIZERS else 0
     if not block or tp == 1:
         return None
-    cut = [f"{name} {figures[name]}" for name in ("dim", "ffn_dim") if figures.get(name, 0) % (tp * block)]
+    widths = {name: figures[name] for name in ("dim", "ffn_dim") if name in figures}
+    if {"num_heads", "head_dim"} <= figures.keys() and (
+        channels := figures["num_heads"] * figures["head_dim"]
+    ) != figures.get("dim"):
+        widths = {"num_heads x head_dim": channels, "ffn_dim": figures.get("ffn_dim", 0)}
+    cut = [f"{name} {width}" for name, width in widths.items() if width % (tp * block)]
     if not cut:
         return None
     return Infeasible(
@@ -174,7 +180,7 @@ def unsupported_mix(
     sizes: Mapping[str, int], settings: Mapping[str, Any], figures: Mapping[str, int]
 ) -> Iterator[tuple[str, Infeasible]]:
     """What of a training the trainer cannot do together: the key or axis, and why. `settings`: of the
-    training, as in the file, as far as they are known; `figures`: of the model, dim and ffn_dim."""
+    training, as in the file, as far as they are known; `figures`: of the model, as of `conflicts`."""
     conflict = cut_blocks(sizes.get("tp", 1), setting(settings, "optimizer.name"), figures)
     if conflict is not None:
         yield "optimizer.name", conflict

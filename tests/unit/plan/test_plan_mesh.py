@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlpipe._core import meshes
 from mlpipe.plan.plan import Mesh
 
 pytestmark = pytest.mark.unit
@@ -60,3 +61,17 @@ def test_what_is_no_mesh_is_refused(sizes: dict[str, int]) -> None:
 def test_a_rank_that_is_not_there_has_no_place(rank: int) -> None:
     with pytest.raises(ValueError, match="not one of 4"):
         Mesh(tp=4).coordinates(rank)
+
+
+def test_scales_of_a_row_are_counted_over_the_channels_of_all_heads() -> None:
+    """Open weights may have more of them than the model is wide: it is they that tp shares."""
+    figures = {"dim": 768, "ffn_dim": 2048, "num_heads": 16, "head_dim": 64}
+    assert meshes.cut_blocks(2, "adamw8bit", figures) is None
+    assert meshes.cut_blocks(1, "adamw8bit", {"dim": 768}) is None
+    assert meshes.cut_blocks(2, "adamw", {"dim": 768}) is None
+    refused = meshes.cut_blocks(2, "adamw8bit", figures | {"dim": 1024, "head_dim": 40})
+    assert refused is not None
+    assert "num_heads x head_dim 640 within" in refused.message
+    refused = meshes.cut_blocks(2, "adamw8bit", {"dim": 768, "ffn_dim": 2048})
+    assert refused is not None
+    assert "dim 768 within" in refused.message
