@@ -21,6 +21,7 @@ from kit.warm import Popen
 from mlpipe._core.presets import LlamaConfig
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.plan.plan import (
+    CallbackPlan,
     CheckpointPlan,
     DataPlan,
     Entry,
@@ -218,6 +219,18 @@ def launch(plan: Plan, scratch: Path, *, timeout: float = 600.0) -> int:
     finally:
         process.kill()
         process.wait(300)
+
+
+def dying(step: int = 5, every: int = 3) -> dict[str, Any]:
+    """Changes of a plan: rank 1 is killed after `step`, and all ranks start once more from the checkpoint."""
+    kill = CallbackPlan("kit.heard:Kills", {"rank": 1, "step": step}, "all")
+    return {"callbacks": (kill,), "every": every, "launch": {"max_restarts": 1}}
+
+
+def launch_dying(plan: Plan, store: Path, scratch: Path) -> None:
+    """Of a plan with `dying`: it ends well, in its second start."""
+    assert launch(plan, scratch) == 0, log_of(scratch)
+    assert outcome(store, plan)["restarts"] == 1
 
 
 def log_of(scratch: Path) -> str:

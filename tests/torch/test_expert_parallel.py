@@ -16,7 +16,7 @@ from mlpipe._core.presets import MOE, MoeConfig
 from mlpipe.plan.axes import ep
 from mlpipe.plan.axes.axis import Layout
 from mlpipe.plan.hardware import detect_hardware
-from mlpipe.plan.plan import CallbackPlan, Checkpointing, Entry, Mesh, ModelPlan, PipelinePlan, Plan
+from mlpipe.plan.plan import Checkpointing, Entry, Mesh, ModelPlan, PipelinePlan, Plan
 from mlpipe.plan.shapes import experts as shapes
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.time import passes
@@ -117,10 +117,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
     plans.run_together([*four, chain[0]], folder / "four")
     plans.run_together([alone, chain[1]], folder / "one")
     plans.run_together([*two, chain[2]], folder / "two")
-    kill = CallbackPlan("kit.heard:Kills", {"rank": 1, "step": 5}, "all")
-    killed = plan("killed", TWO, callbacks=(kill,), every=3, launch={"max_restarts": 1})
-    assert plans.launch(killed, folder / "killed") == 0, plans.log_of(folder / "killed")
-    assert plans.outcome(folder / "store", killed)["restarts"] == 1
+    killed = plan("killed", TWO, **plans.dying())
+    plans.launch_dying(killed, folder / "store", folder / "killed")
     fields = ("loss", "grad_norm", "expert_max_load_ratio")
     found = {
         one.run_id: {field: plans.by_step(folder / "store", one, field) for field in fields}

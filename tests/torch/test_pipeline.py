@@ -149,6 +149,17 @@ def test_a_resumed_pipeline_is_bit_exact(folder, pairs):
     assert parts[STEPS, 2] == whole[STEPS, 1]
 
 
+@pytest.mark.combines("pp", "kill of a worker", "pipeline 1f1b", "deterministic")
+def test_a_killed_stage_costs_nothing(folder, pairs):
+    """Its neighbour waits for what it would have sent; both start again from the checkpoint of step 2."""
+    killed = plan(folder, Mesh(pp=2), "killed", "1f1b", **plans.dying(step=3, every=2))
+    plans.launch_dying(killed, folder / "store", folder / "killed")
+    found, expected = (
+        processes.digests(FolderStore(folder / "store"), one) for one in (killed, pairs["1f1b"])
+    )
+    assert found[STEPS, 1] == expected[STEPS, 1]
+
+
 @pytest.mark.combines("pp", "your own model", "pipeline interleaved", "pipeline zero_bubble")
 @pytest.mark.parametrize("name", ["own model", "own model in halves"])
 def test_a_model_of_ones_own_is_cut_between_its_children(folder, single, pairs, name):

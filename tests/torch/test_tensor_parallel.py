@@ -13,7 +13,7 @@ from kit import plans
 from kit.init_worker import INITS, Own
 
 from mlpipe.plan.axes.tp import num_collectives
-from mlpipe.plan.plan import CallbackPlan, Mesh, MetricPlan, Plan, ValidatePlan
+from mlpipe.plan.plan import Mesh, MetricPlan, Plan, ValidatePlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.init import initialize
@@ -55,9 +55,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
     plans.run_together([*two, chain[0]], folder / "two")
     for number, one in enumerate(chain[1:], start=2):
         plans.run_together([one], folder / f"chain-{number}")
-    kill = CallbackPlan("kit.heard:Kills", {"rank": 1, "step": 5}, "all")
-    killed = plan("killed", CHAIN[0], callbacks=(kill,), every=3, launch={"max_restarts": 1})
-    assert plans.launch(killed, folder / "killed") == 0, plans.log_of(folder / "killed")
+    killed = plan("killed", CHAIN[0], **plans.dying())
+    plans.launch_dying(killed, folder / "store", folder / "killed")
     found = {one.run_id: [one] for one in (alone, *two, killed)}
     return folder / "store", found | {"chain": chain, "tied-alone": [plan("tied-alone", Mesh())]}
 
