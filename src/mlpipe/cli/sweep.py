@@ -39,6 +39,9 @@ _PIPED_SECONDS = 10.0
     metavar="TRIAL",
     help="Only follow this trial of --sweep-id, which another process drives, and exit as the trial does.",
 )
+@click.option(
+    "--driver-ended", is_flag=True, help="With --follow: nobody drives the sweep any more; wait for nobody."
+)
 @click.option("--resume", "sweep", metavar="ID", help="Go on with this sweep, instead of a new one.")
 @click.option(
     "--promote-best",
@@ -56,6 +59,7 @@ def command(
     overrides: tuple[str, ...],
     sweep_id: str | None,
     follow: str | None,
+    driver_ended: bool,
     sweep: str | None,
     promote: str | None,
 ) -> int:
@@ -66,12 +70,14 @@ def command(
     once; with --resume trials that ended are not repeated. A trial that fails stops no other. Exits 0 when a
     trial is done and has its metric, 3 or 4 when none has, 5 when it was cancelled, 130 after Ctrl-C.
     """
+    if driver_ended and follow is None:
+        raise click.UsageError("--driver-ended is of --follow")
     if follow is not None:
         if sweep_id is None or spec or sweep or promote or overrides or _is_given("to"):
             raise click.UsageError("--follow is of --sweep-id alone: it starts nothing")
         from mlpipe.cli.sweep_follow import follow_trial
 
-        return follow_trial(session, session.open_store(), sweep_id, follow)
+        return follow_trial(session, session.open_store(), sweep_id, follow, waits=not driver_ended)
     if (spec is None) == (sweep is None):
         raise click.UsageError("name a pipeline file, or a sweep with --resume")
     if sweep is not None:

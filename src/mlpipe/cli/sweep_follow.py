@@ -19,13 +19,14 @@ _LOOK_SECONDS = 1.0
 _ENDED = ("done", "failed", "cancelled", "skipped")
 
 
-def follow_trial(session: CliSession, store: Store, sweep_id: str, name: str) -> int:
-    """Until the trial has ended; its exit code: 0 also of one that its sweep stopped early. Raises StoreError
-    (input) for what the sweep does not have, and SubmitError (infrastructure) where nobody drives it."""
+def follow_trial(session: CliSession, store: Store, sweep_id: str, name: str, *, waits: bool = True) -> int:
+    """Until the trial has ended; its exit code: 0 also of one that its sweep stopped early. `waits`: for a
+    driver to come, where there is none. Raises StoreError (input) for what the sweep does not have, and
+    SubmitError (infrastructure) where nobody drives it."""
     from mlpipe.observe import sweep_table
     from mlpipe.store import sweeps
 
-    sweep = _until_ended(session, store, sweep_id, name)
+    sweep = _until_ended(session, store, sweep_id, name, waits)
     trial = sweep.stages[name]
     document = {
         "sweep_id": sweep_id, "trial": name, "run_id": sweeps.trial_run_id(sweep_id, name),
@@ -54,7 +55,7 @@ def exit_code(trial: StageState) -> int:
     return EXIT_CODES[(trial.outcome.get("kind") or "failed") if trial.state == "failed" else "cancelled"]
 
 
-def _until_ended(session: CliSession, store: Store, sweep_id: str, name: str) -> RunState:
+def _until_ended(session: CliSession, store: Store, sweep_id: str, name: str, waits: bool) -> RunState:
     """What was left of an earlier attempt counts only once somebody drives the sweep, or nobody comes; of a
     sweep whose end was seen nobody needs to."""
     from mlpipe.api.watch import Watcher
@@ -70,7 +71,8 @@ def _until_ended(session: CliSession, store: Store, sweep_id: str, name: str) ->
             if sweep is not None:
                 _check(store, sweep, name)
                 ended = sweep.stages[name].state in _ENDED
-                is_over = sweep.state in runs.RUN_ENDED and (was_driven or waited > _REOPEN_SECONDS)
+                known = was_driven or not waits or waited > _REOPEN_SECONDS
+                is_over = sweep.state in runs.RUN_ENDED and known
                 if ended and (sweep.state in ("running", "done") or is_over):
                     return sweep
                 if leases.lease_is_live(sweep.driver):
@@ -79,9 +81,11 @@ def _until_ended(session: CliSession, store: Store, sweep_id: str, name: str) ->
                     run = runs.read_run(store, run_id)
                     watcher = watcher or Watcher(session, store, run, None, describe)
                     watcher.watch(run)
-            if waited > _DRIVER_SECONDS:
+            if waited > (patience := _DRIVER_SECONDS if waits else 0.0):
                 raise SubmitError(
-                    f"nobody has driven sweep {sweep_id} for {_DRIVER_SECONDS:.0f} s",
+                    f"nobody has driven sweep {sweep_id} for {patience:.0f} s"
+                    if waits
+                    else f"trial {name} has not ended, and nobody drives sweep {sweep_id} any more",
                     where=store.url,
                     hint=f"go on with mlpipe sweep --resume {sweep_id}",
                     kind="infrastructure",

@@ -169,6 +169,12 @@ def test_who_follows_a_trial_ends_as_it_does_and_not_as_an_earlier_attempt_did(s
     before = scenario.now
     assert sweep_follow.follow_trial(session, store, "s", "000") == 3
     assert 60 < scenario.now - before < 70
+    # of one whose driver has ended, as the build knows that had it, nothing more is awaited
+    before = scenario.now
+    assert sweep_follow.follow_trial(session, store, "s", "000", waits=False) == 3
+    with pytest.raises(SubmitError, match="trial 001 has not ended, and nobody drives sweep s any more"):
+        sweep_follow.follow_trial(session, store, "s", "001", waits=False)
+    assert scenario.now - before < 5
     runs.reopen(store, "s", (), again=["000"])
     stands("running", "running")
     leases.take_lease(store, "s", "me", 1e9)
