@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kit import plans
+from kit import plans, processes
 from torch import Tensor
 
 from mlpipe._core.errors import TrainError
@@ -224,8 +224,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
 
     def plan(run_id: str, mesh: Mesh, **changes: Any) -> Plan:
         return plans.train_plan(
-            folder / "store", tokens, world_size=mesh.world_size, mesh=mesh, run_id=run_id, every=100,
-            strategy="fsdp" if mesh.dp_shard > 1 else "ddp", **{"steps": STEPS} | changes,
+            folder / "store", tokens, world_size=mesh.world_size, mesh=mesh, run_id=run_id,
+            strategy="fsdp" if mesh.dp_shard > 1 else "ddp", **{"steps": STEPS, "every": 100} | changes,
         )  # fmt: skip
 
     chain = [
@@ -261,7 +261,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
     plans.run_together([chain[2]], folder / "third")
     plans.run_together(made[4], folder / "four")
     plans.run_together(made[8], folder / "eight")
-    found = {one.run_id: [one] for several in made.values() for one in several}
+    killed = plan("killed", CHAIN[0], **plans.dying(step=14, every=10))
+    plans.launch_dying(killed, folder / "store", folder / "killed")
+    found = {one.run_id: [one] for several in [*made.values(), [killed]] for one in several}
     return folder / "store", found | {"chain": chain}
 
 
@@ -305,6 +307,14 @@ def test_what_it_is_combined_with_changes_nothing(trained: Any, run: str) -> Non
     assert losses(trained, run) == pytest.approx(losses(trained, "alone")[:steps], rel=1e-5)
     norms = [plans.by_step(store, made[one][0], "grad_norm")[:steps] for one in (run, "alone")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)  # AdamW hides a scaled gradient
+
+
+@pytest.mark.combines("cp", "kill of a worker", "deterministic")
+def test_a_killed_rank_costs_nothing(trained: Any) -> None:
+    """A restart in place from the checkpoint of step 10 ends at the same bits."""
+    store, made = trained
+    killed, whole = (processes.digests(FolderStore(store), made[run][0]) for run in ("killed", "two"))
+    assert killed[STEPS, 1] == whole[STEPS, 1]
 
 
 @pytest.mark.combines("cp", "precision bf16")
