@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -21,6 +24,8 @@ from mlpipe.train.flops import count_flops_per_token
 from mlpipe.train.init import same_weights
 from mlpipe.train.model import LossModule, build_model
 from mlpipe.train.parallel.materialize import materialize
+from mlpipe.train.parallel.pipeline import StagedLossModule, _of_children
+from mlpipe.train.parallel.sequence import check_sequence, stages_of
 from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch
@@ -117,6 +122,54 @@ def test_models_of_transformers_are_built_and_loaded(tmp_path):
     loss, count = LossModule(model, "cpu", bf16=False)(ids)
     assert count == 4
     torch.testing.assert_close(loss, 4 * model(**ids).loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("Llama", {}),
+        # which of its layers look how far back is said by their numbers
+        ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 3}),
+        ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_stages_of_a_class_of_transformers_compute_what_it_does(name, config):
+    """By its own plan, two stages on each of two ranks: the same loss and gradients, bit for bit."""
+    import transformers
+
+    sizes = own.LLAMA | {"num_hidden_layers": 3, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    whole = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**sizes, **config)
+    )
+    copies = [copy.deepcopy(whole) for _ in range(2)]
+    loss, _ = LossModule(whole, "cpu", bf16=False)(BATCH)
+    loss.backward()
+    cut, ranks = ("model.layers.0", "model.layers.2", "model.norm"), []
+    check_sequence(whole, BATCH, "a:b")
+    for rank, model in enumerate(copies):
+        world: Any = SimpleNamespace(mesh=Mesh(pp=2), coordinates={"pp": rank})
+        staged = StagedLossModule(
+            LossModule(model, "cpu", bf16=False), model, *_of_children(model, cut, world, "a:b")
+        )
+        ranks.append(staged)
+    given = None
+    for stage in range(4):
+        given = ranks[stage % 2](BATCH, stage, given)
+    given[0].backward()
+    assert torch.equal(given[0], loss)
+    found = {key: one.grad for module in ranks for key, one in module.model.named_parameters()}
+    expected = {key: one.grad for key, one in whole.named_parameters()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], gradient) for key, gradient in expected.items())
+    assert all([name for name, _ in model.named_parameters()] == list(expected) for model in copies)
+
+
+def test_a_tied_head_of_a_class_of_transformers_is_on_no_two_stages():
+    with pytest.raises(
+        TrainError, match=r"model.embed_tokens.weight is shared.*\n.*tie_word_embeddings: false"
+    ):
+        stages_of(own.from_config(), ("model.layers.1",), "a:b")
 
 
 def check(model: torch.nn.Module, batch=BATCH) -> torch.Tensor:

@@ -28,7 +28,8 @@ class Pipelining(SpecModel):
         (),
         strict=False,
         description="Of a model of your own, the modules with which its stages begin, but for the first: "
-        "names of children, like `layers.4`, between which its forward does nothing.",
+        "names of children, like `layers.4`, between which its forward does nothing, or layers of a "
+        "class of `transformers` that brings a plan, like `model.layers.4`.",
     )
     microbatches: f.CountOrAuto = Field(
         "auto", description="Of a step on each data rank: the same as `accumulation`."

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
+import mlpipe
 from mlpipe._core.ids import NAME_PATTERN
 from mlpipe.render.names import config_name, driver_name, gang_name, label_value, labels
 
@@ -82,3 +83,34 @@ def test_labels_of_a_driver_are_among_those_of_its_stage(run_id: str, stage: str
     assert own.items() >= {"mlpipe.dev/attempt": "3", "app.kubernetes.io/part-of": "mlpipe"}.items()
     assert own["mlpipe.dev/run"] == labels(run_id, None, None, "driver")["mlpipe.dev/run"]
     assert all(LABEL_VALUE.fullmatch(value) for value in own.values())
+
+
+@pytest.mark.parametrize(
+    ("run_id", "stage", "name"),
+    [
+        ("run--", None, "run---driver"),
+        ("a" * 35, None, f"{'a' * 35}-driver"),  # as long as may be
+        ("a" * 36, None, f"{'a' * 25}-driver-x"),
+        ("demo", "train", "demo-train-driver-xd1bb0ff0"),
+        ("Team.A_run", "train", "team-a-run-train-driver-x28750057"),
+        ("0--run", "train", "r-0-run-train-driver-x77a49a26"),
+        ("r" * 40, "train", f"{'r' * 19}-train-driver-xf0c336b0"),
+        (f"{'a' * 14}-----{'b' * 20}", "s_t.a", f"{'a' * 14}-bbbb-s-t-a-driver-x26f7c569"),
+        ("a-team-20260101-000000-0000", "a-stage-of-a-long-name", "a-team-20260101-long-name-driver-x"),
+    ],
+)
+def test_names_stay_what_they_were(run_id: str, stage: str | None, name: str) -> None:
+    """A newer mlpipe finds what an older one made."""
+    assert driver_name(run_id, stage).startswith(name)
+
+
+def test_labels_stay_what_they_were() -> None:
+    found = labels("demo", "train", 2, "worker")
+    assert {key.partition("/")[2]: value for key, value in found.items() if key.startswith("app.")} == {
+        "name": "mlpipe", "instance": "demo", "version": label_value(mlpipe.__version__),
+        "component": "worker", "part-of": "mlpipe", "managed-by": "mlpipe",
+    }  # fmt: skip
+    assert config_name("demo", "{}") == "demo-plan-44136fa3"
+    assert label_value("a/B C") == "a-B-C.x" + label_value("a/B C")[-8:]
+    assert label_value("x-" * 32) == f"{'x-' * 26}x.x" + label_value("x-" * 32)[-8:]
+    assert label_value("Ok_1.x") == "Ok_1.x"

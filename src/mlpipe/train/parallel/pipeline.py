@@ -1,6 +1,7 @@
 """The axis `pp`: each rank keeps the blocks of its stages; the first stage has the embedding, the last one
 norm and head. What runs when is said by `train/schedules/pipelined.py`. Of a user's own module a stage has
-the children between two cuts (sequence.py).
+the children between two cuts (sequence.py), of a class of `transformers` those of its plan
+(stages_by_plan.py).
 
 The whole model stays, on the meta device but for what this rank keeps: so names, and the numbers of the draws
 that initialise (see `train/init.py`), are those of the whole model.
@@ -21,6 +22,7 @@ from mlpipe.train.model import Batch, LossModule
 from mlpipe.train.models.llama import Llama, Part
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.sequence import stages_of
+from mlpipe.train.parallel.stages_by_plan import base_of, forward_stage, of_all_stages
 from mlpipe.train.world import World
 
 
@@ -45,6 +47,9 @@ class StagedLossModule(LossModule):
             output = inputs if part.is_first else received
             if isinstance(self.whole, Llama):
                 output = self.whole(output, part, inputs.shape[1])
+            elif (base := base_of(self.whole)) is not None:
+                assert isinstance(output, Tensor)
+                output = forward_stage(self.whole, base, part, output)
             else:
                 for child in part.blocks:
                     output = child(output)
@@ -125,15 +130,21 @@ def _of_children(
                 child.to("meta")
             continue
         parts[stage] = Part(stage == 0, stage == last, list(children.values()))
-        for name, child in children.items():
-            *path, last_name = name.split(".")
-            parent = own
-            for key in path:
-                if key not in parent._modules:
-                    parent.add_module(key, nn.Module())
-                parent = parent.get_submodule(key)
-            parent.add_module(last_name, child)
+        _add(own, children)
+    _add(own, of_all_stages(whole))
     return own, parts
+
+
+def _add(own: nn.Module, children: dict[str, nn.Module]) -> None:
+    """Under their names."""
+    for name, child in children.items():
+        *path, last_name = name.split(".")
+        parent = own
+        for key in path:
+            if key not in parent._modules:
+                parent.add_module(key, nn.Module())
+            parent = parent.get_submodule(key)
+        parent.add_module(last_name, child)
 
 
 def shares_embedding(model: ParallelizedModel) -> bool:

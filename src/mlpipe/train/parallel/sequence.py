@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mlpipe.train.contract import broken
 from mlpipe.train.model import Batch
+from mlpipe.train.parallel.stages_by_plan import base_of, children_by_plan, of_all_stages
 
 _HINT = (
     "let the forward be x = child(x) for each of its children in their order, with all else, like positions "
@@ -35,7 +36,8 @@ def stages_of(model: nn.Module, cut: tuple[str, ...], entry: str) -> list[dict[s
     """Children by name, by stage; each of `cut` begins one. Raises TrainError (input) for names that are none
     of a child, or not in their order, and for what lies on no stage or on two."""
     stages: list[dict[str, nn.Module]] = [{}]
-    children = dict(children_of(model))
+    base = base_of(model)
+    children = dict(children_of(model) if base is None else children_by_plan(model, base))
     for name, child in children.items():
         if len(stages) <= len(cut) and name == cut[len(stages) - 1]:
             stages.append({})
@@ -47,11 +49,15 @@ def stages_of(model: nn.Module, cut: tuple[str, ...], entry: str) -> list[dict[s
     if not stages[0]:
         raise broken(entry, f"pipeline.cut: before {cut[0]!r} there is nothing", "begin with a later child")
     inside = [{id(one) for child in stage.values() for one in _tensors(child)} for stage in stages]
+    everywhere = {id(one) for child in of_all_stages(model).values() for one in _tensors(child)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if id(tensor) in everywhere:
+            continue
         number = sum(id(tensor) in those for those in inside)
         if number != 1:
             what = "belongs to none of its children" if number == 0 else "is shared by children on two stages"
-            raise broken(entry, f"{name} {what}, so no stage can have it", _HINT)
+            hint = _HINT if base is None else "write tie_word_embeddings: false into its config, or make pp 1"
+            raise broken(entry, f"{name} {what}, so no stage can have it", hint)
     return stages
 
 
@@ -63,13 +69,16 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 @torch.no_grad()
 def check_sequence(model: nn.Module, batch: Batch, entry: str) -> None:
     """Passes a sample through the whole model, which may be on the meta device. Raises TrainError (input)
-    where a child is given anything but what the one before gave."""
+    where a child is given anything but what the one before gave. Of a class that brings a plan its plan says
+    it."""
     if hasattr(model, "loss") or "inputs" not in batch:
         raise broken(
             entry,
             "a model that computes its own loss cannot be cut into stages",
             "let the forward take `inputs` and return logits, and the data have inputs and targets",
         )
+    if base_of(model) is not None:
+        return
     children = list(children_of(model))
     device = next(model.parameters()).device
     given: list[tuple[str, _Seen]] = []  # what a child was given, in the order of calls
