@@ -5,6 +5,7 @@ over torch's fake process group; nothing is computed."""
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import os
 import sys
@@ -42,6 +43,7 @@ from mlpipe.train.shards import LocalShard
 from mlpipe.train.world import World
 
 MOST_RANKS, SEQ_LEN, STAGE = 4, 32, "runs/r/stages/train"
+CHANGE_SECONDS = 240  # of one change, of which an idle machine does several a second
 # what `tp` splits 4 ranks share evenly, and not much else; stages of five blocks are not equally long
 DENSE = replace(
     plans.CONFIG, vocab_size=52, dim=40, num_layers=5, num_heads=4, num_kv_heads=4, ffn_dim=44,
@@ -211,6 +213,7 @@ def changes(draw: st.DrawFn) -> tuple[str, str, Ways, Ways]:
 @given(changes())
 @torch.no_grad()
 def any_mesh_reads_what_any_other_wrote(change: tuple[str, str, Ways, Ways]) -> None:
+    faulthandler.dump_traceback_later(CHANGE_SECONDS, exit=True)  # where every thread waits
     model, name, before, after = change
     plan = optimizer_plan(name)
     folder = FOLDER / str(len(list(FOLDER.iterdir())))

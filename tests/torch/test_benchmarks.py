@@ -7,8 +7,13 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from kit.warm import Popen
+
+from benchmarks import bubble
+from mlpipe._core.pipelines import SCHEDULES
 
 pytestmark = pytest.mark.torch
 ROOT = Path(__file__).parents[2]
@@ -33,3 +38,22 @@ def test_a_quick_run_writes_its_results(name: str, tmp_path: Path):
             assert low <= row["ratio"] <= high
         assert row["met"] is None or isinstance(row["met"], bool)
     assert any(row["work"] and row["figure"].startswith("control") for row in body["figures"])
+
+
+def test_the_idle_shares_of_pipelines_are_written_with_theory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Two stages, in ranks forked from a warm process."""
+    warm = SimpleNamespace(Popen=lambda argv, env: Popen("ranks", argv, env=env, cwd=ROOT))
+    monkeypatch.setattr(bubble, "subprocess", warm)
+    monkeypatch.setattr(bubble, "NUM_RANKS", (2,))
+    monkeypatch.setattr(sys, "argv", ["bubble", "--quick", "--results", str(tmp_path)])
+    assert bubble.main() == 0
+    rows = json.loads((tmp_path / "bubble.json").read_text())["figures"]
+    shares = [row for row in rows if row["peer"] == "theory"]
+    assert len(shares) == 2 * len(bubble.works(2))
+    assert {row["work"].split(",")[0] for row in shares} == set(SCHEDULES)
+    assert all(0 < row["ours"] < 1 and row["goal"] > 0 for row in shares)
+    assert all(
+        row["work"].startswith("zero_bubble over 1f1b, 2 stages") for row in rows if row["peer"] == "1f1b"
+    )
