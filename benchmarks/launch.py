@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlpipe.plan.build import build_plan, stage_hardware
+from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.plan import Plan
 from mlpipe.spec.load import load_pipeline
 from mlpipe.train.corpus import main as make_corpus
@@ -41,11 +41,8 @@ def train_plan(folder: Path, tokens: Path, name: str, **overrides: Any) -> Plan:
     plan = build_plan(
         pipeline,
         "train",
-        run_id=name,
-        attempt=1,
-        store_url=str(folder / "store"),
-        inputs={"corpus": str(tokens)},
-        hardware=stage_hardware(pipeline, "train"),
+        Start(name, 1, str(folder / "store"), {"corpus": str(tokens)}),
+        stage_hardware(pipeline, "train"),
     )
     # The corpus lies here already; there is no stage to fetch it from.
     return replace(plan, inputs=(), launch=replace(plan.launch, metrics_port=0))

@@ -25,7 +25,7 @@ from typing import Any
 from mlpipe._core.records import Step
 from mlpipe.kinds.train.spec import Train
 from mlpipe.observe.records import decode_lines
-from mlpipe.plan.build import build_plan, stage_hardware
+from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.candidates import pick
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.plan import Plan
@@ -119,11 +119,8 @@ def run_plan(pipeline: Pipeline, folder: Path, name: str, *, may_fail: bool = Fa
     plan = build_plan(
         pipeline,
         "train",
-        run_id=name,
-        attempt=1,
-        store_url=str(folder / "store"),
-        inputs={},
-        hardware=stage_hardware(pipeline, "train"),
+        Start(name, 1, str(folder / "store")),
+        stage_hardware(pipeline, "train"),
     )
     scratch = folder / name
     scratch.mkdir()
@@ -146,11 +143,8 @@ def chosen(pipeline: Pipeline) -> Candidate:
     plan = build_plan(
         pipeline,
         "train",
-        run_id="r",
-        attempt=1,
-        store_url="./runs",
-        inputs={},
-        hardware=stage_hardware(pipeline, "train"),
+        Start("r", 1, "./runs"),
+        stage_hardware(pipeline, "train"),
     )
     found, _ = pick(spec, planned(plan.work.training.model), stage_hardware(pipeline, "train"))
     return found

@@ -21,7 +21,7 @@ from kit import manifests
 from kit.helm import binary, helm
 from kit.servers import ServerMissingError
 
-from mlpipe.plan.build import build_plan
+from mlpipe.plan.build import Start, build_plan
 from mlpipe.plan.hardware import GIB, Hardware
 from mlpipe.render.kubernetes import labels, stage_objects
 from mlpipe.render.patches import SELECTED
@@ -410,9 +410,7 @@ def test_boards_go_where_the_sidecar_looks_and_runbooks_where_people_read_them()
 def test_what_mlpipe_renders_is_what_the_chart_selects():
     pipeline = load_pipeline(ROOT / "pipelines" / "llm.yaml")
     hardware = Hardware("cuda", 2, 8, 80 * GIB, "H100-80GB", {"bf16": 989e12}, 96)
-    plan = build_plan(
-        pipeline, "train", run_id="r", attempt=1, store_url=pipeline.store, inputs={}, hardware=hardware
-    )
+    plan = build_plan(pipeline, "train", Start("r", 1, pipeline.store), hardware)
     (job,) = [one for one in stage_objects(plan) if one["kind"] == "JobSet"]
     template = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
     ports = [port["name"] for port in template["spec"]["containers"][0]["ports"]]

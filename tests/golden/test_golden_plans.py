@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlpipe.plan.build import build_plan, stage_hardware
+from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.hardware import GIB, Hardware
 from mlpipe.spec.load import load_pipeline
 
@@ -33,11 +33,8 @@ def test_plan(name: str, hardware: Hardware, stage: str) -> None:
     plan = build_plan(
         pipeline,
         stage,
-        run_id=f"{name}-20260101-000000-0000",
-        attempt=1,
-        store_url=pipeline.store,
-        inputs={},
-        hardware=hardware,
+        Start(f"{name}-20260101-000000-0000", 1, pipeline.store),
+        hardware,
     )
     text = dataclasses.replace(plan, code_digest="0" * 64).to_json()
     expected = HERE / "plans" / f"{name}-{stage}.json"

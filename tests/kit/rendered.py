@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from mlpipe.plan.build import build_plan, stage_hardware
+from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.plan import Plan
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
@@ -33,11 +33,7 @@ def plan_of(pipeline: Pipeline, stage: str, *, run_id: str = RUN_ID, attempt: in
     plan = build_plan(
         pipeline,
         stage,
-        run_id=run_id,
-        attempt=attempt,
-        store_url=pipeline.store,
-        inputs={},
-        hardware=stage_hardware(pipeline, stage, cluster=True),
-        resume=True,
+        Start(run_id, attempt, pipeline.store, resume=True),
+        stage_hardware(pipeline, stage, cluster=True),
     )
     return dataclasses.replace(plan, code_digest="0" * 64)

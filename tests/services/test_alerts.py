@@ -36,7 +36,7 @@ class Ranks:
         self.fault: dict[str, Any] = {}
         self.ranks: list[RankMetrics] = []
         for rank in range(2):
-            metrics = start_metrics(run=run, stage="train", rank=rank, port=0)
+            metrics = start_metrics(RankMetrics(run, "train", rank), 0)
             assert metrics is not None
             start = {"kind": "start", "world_size": 2, "steps": 1000, "start_step": 0, "device": "cpu"}
             metrics.observe(

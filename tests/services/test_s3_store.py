@@ -13,6 +13,7 @@ from mlpipe._core.errors import StoreError
 from mlpipe.store.blobs import read_blob, write_blob
 from mlpipe.store.open import open_store
 from mlpipe.store.s3 import S3Store
+from mlpipe.store.s3_http import Request
 
 pytestmark = pytest.mark.services
 
@@ -86,9 +87,9 @@ def test_of_many_writers_exactly_one_creates_and_no_update_is_lost(store):
 def test_the_server_refuses_bytes_that_changed_on_the_way(store):
     wrong = base64.b64encode(b"\0\0\0\1").decode()
     client = store._client
-    reply = client.call(
-        "PUT", store._name("x"), headers={"x-amz-checksum-crc32c": wrong}, body=[b"data"], accept=(200, 400)
-    )
+    headers = {"x-amz-checksum-crc32c": wrong}
+    request = Request("PUT", store._name("x"), headers=headers, body=[b"data"], accept=(200, 400))
+    reply = client.call(request)
     assert reply.status == 400
     assert not store.exists("x")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mlpipe._core.errors import TrainError
-from mlpipe.train.generate import generate
+from mlpipe.train.generate import Sampling, generate
 from mlpipe.train.models.llama import build_model
 from mlpipe.train.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, train_tokenizer
 
@@ -16,8 +16,9 @@ TOKENIZER = train_tokenizer([], MIN_VOCAB_SIZE)  # one token a byte
 
 
 def run(forward, prompt="ab", **changes):
-    options = {"max_new_tokens": 5, "max_context": 100, "seed": 0, "device": torch.device("cpu")}
-    return generate(forward, TOKENIZER, prompt, **{**options, **changes})
+    agreed = changes.pop("agreed", int)
+    sampling = Sampling(**{"max_new_tokens": 5, "max_context": 100, "seed": 0, **changes})
+    return generate(forward, TOKENIZER, prompt, sampling, device=torch.device("cpu"), agreed=agreed)
 
 
 def next_letter(inputs):
@@ -87,10 +88,7 @@ def test_an_empty_prompt_without_an_end_token_is_an_error():
     from tokenizers import Tokenizer, models
 
     with pytest.raises(TrainError, match="empty prompt"):
-        generate(
-            next_letter, Tokenizer(models.BPE()), "", max_new_tokens=1, max_context=4, seed=0,
-            device=torch.device("cpu"),
-        )  # fmt: skip
+        generate(next_letter, Tokenizer(models.BPE()), "", Sampling(1, 4, 0), device=torch.device("cpu"))
 
 
 def test_what_counts_is_the_token_that_the_ranks_agreed_on():

@@ -15,7 +15,7 @@ from torch import nn
 
 from mlpipe._core.errors import TrainError
 from mlpipe.cli.plan_trace import traced
-from mlpipe.plan.build import build_plan, stage_hardware
+from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.plan import CHECKPOINTING, DataPlan, Entry, ModelPlan
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import StepShape
@@ -47,7 +47,7 @@ def test_our_llama_as_an_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MLPIPE_CACHE", str(tmp_path / "cache"))
     pipeline = load_pipeline_text(_SPEC.format(args=json.dumps(asdict(CONFIG))), "own.yaml")
     where = stage_hardware(pipeline, "train")
-    plan = build_plan(pipeline, "train", run_id="r", attempt=1, store_url="./runs", inputs={}, hardware=where)
+    plan = build_plan(pipeline, "train", Start("r", 1, "./runs"), where)
     found = traced(plan)
     assert found is not None
     mine = Dense(CONFIG).parameters

@@ -42,6 +42,17 @@ OF_BACKEND = {
     "jenkins": ("submit/jenkins/", "render/jenkins.py"),
     "local": ("submit/local/",),
 }
+MOST_PARAMETERS = 6
+# Those with more, and why no dataclass says it better; a verb has as many as it has options.
+MANY_PARAMETERS = {
+    "_core/presets.py:_llama": "a row of a table of figures",
+    "store/runs.py:create_run": "what a run's first state is made of, in one place",
+    "submit/sweeps/controller.py:drive_sweep": "switches of `mlpipe sweep`, beside what every driver has",
+    "train/corpus.py:build_corpus": "the options of mlpipe-corpus",
+    "train/parallel/context_attention.py:_attend_backward": "the tensors of an attention",
+    "train/parallel/context_attention.py:_backward": "an operator of torch, whose schema has no structures",
+    "train/parallel/context_attention.py:_backward_shapes": "of that operator",
+}
 NAMES = {"strategy": set(STRATEGIES), "optimizer": set(OPTIMIZERS), "backend": set(TABLE)}
 
 
@@ -147,6 +158,25 @@ def test_who_a_rank_is_stands_in_the_world_alone(modules: Modules) -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("get_rank", "get_world_size")
     }
     assert asked <= {"session.py", "calibrate.py"}
+
+
+def test_a_function_has_few_parameters(modules: Modules) -> None:
+    many = {
+        f"{path}:{node.name}"
+        for path, module in modules.items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and num_parameters(node) > MOST_PARAMETERS
+        and not any(ast.unparse(one).startswith("click.") for one in node.decorator_list)
+    }
+    assert many == set(MANY_PARAMETERS)
+
+
+def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Less `self` and `cls`."""
+    arguments = function.args
+    given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return sum(one.arg not in ("self", "cls") for one in given)
 
 
 def branches(module: ast.Module) -> Iterator[str]:

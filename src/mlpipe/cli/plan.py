@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +11,7 @@ import click
 from mlpipe.cli.session import CliSession, overrides, shared
 
 if TYPE_CHECKING:
+    from mlpipe.plan.ahead import StagePlan
     from mlpipe.plan.choose import Candidate
     from mlpipe.plan.hardware import Hardware
     from mlpipe.plan.plan import Plan, TrainPlan
@@ -76,8 +77,8 @@ def command(
             document["model"] = shape.words
             lines.append(f"  figures of {plan.work.training.model.build.entry}: {shape.words}")
         if candidates and (explain or nodes or budget_usd is not None or deadline):
-            options = (explain, nodes, budget_usd, deadline)
-            lines += _more(pipeline, plan, where, candidates, document, shape, *options)
+            asked = _Asked(explain, nodes, budget_usd, deadline)
+            lines += _more(pipeline, planned, asked, document)
         documents.append(document)
         texts.append("\n".join([f"{click.style(name, bold=True)} ({plan.kind})", *lines]))
     session.result({"pipeline": pipeline.name, "stages": documents}, "\n\n".join(texts))
@@ -108,43 +109,43 @@ def _starts(
     return words
 
 
-def _more(
-    pipeline: Pipeline,
-    plan: Plan,
-    hardware: Hardware,
-    candidates: list[Candidate],
-    document: dict[str, Any],
-    traced: Traced | None,
-    explain: bool,
-    nodes: str | None,
-    budget_usd: float | None,
-    deadline: str | None,
-) -> list[str]:
+@dataclass(frozen=True)
+class _Asked:
+    """By the options of the same names."""
+
+    explain: bool
+    nodes: str | None
+    budget_usd: float | None
+    deadline: str | None
+
+
+def _more(pipeline: Pipeline, planned: StagePlan, asked: _Asked, document: dict[str, Any]) -> list[str]:
     """Lines for the options, and their keys in `document`."""
     from mlpipe._core.units import parse_seconds
     from mlpipe.cli.plan_table import chosen_of
 
+    plan, candidates, hardware = planned.plan, planned.candidates, planned.hardware
     lines: list[str] = []
     chosen = chosen_of(candidates, plan.work.training)
-    if explain and chosen is not None:
+    if asked.explain and chosen is not None:
         from mlpipe.plan.explain import explanation
 
         told = explanation(pipeline, plan, chosen, candidates, hardware)
         document["explanation"] = told
         lines += ["", *(f"  {line}" for line in told)]
-    if nodes or budget_usd is not None or deadline:
+    if asked.nodes or asked.budget_usd is not None or asked.deadline:
         from mlpipe.cli.plan_table import scaling
         from mlpipe.plan.scaling import scale_stage, within
 
-        rows = scale_stage(pipeline, plan.stage, hardware, nodes or "1..64", traced)
+        rows = scale_stage(pipeline, plan.stage, hardware, asked.nodes or "1..64", planned.traced)
         document["nodes"] = [asdict(row) for row in rows]
         lines += ["", *scaling(rows)]
-        if budget_usd is not None or deadline:
+        if asked.budget_usd is not None or asked.deadline:
             try:
-                limit = parse_seconds(deadline) if deadline else None
+                limit = parse_seconds(asked.deadline) if asked.deadline else None
             except ValueError as error:
                 raise click.BadParameter(str(error), param_hint="--deadline") from None
-            row, why = within(rows, budget_usd, limit)
+            row, why = within(rows, asked.budget_usd, limit)
             document["within"] = {"nodes": row.num_nodes, "reason": why}
             lines += [f"  {why}"]
     return lines

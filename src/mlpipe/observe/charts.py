@@ -27,18 +27,16 @@ def stage_charts(stage: StageView) -> Charts:
     """Charts side by side, each over steps; those without a value are left out."""
     steps, marks = stage.lead.steps, stage_marks(stage)
     rate, rate_unit = _unit(_known(steps, lambda step: step.tokens_per_second), _COUNTS)
+    throughput = _Line(lambda step: step.tokens_per_second, rate, f"{rate_unit}tok/s", "teal")
+    norm = _Line(lambda step: step.grad_norm, 1.0, "", "amber")
     charts = [
         _loss(stage, marks),
         *validations.charts(stage.lead.validations, marks),
-        _single(
-            steps, marks, "Throughput", lambda step: step.tokens_per_second, rate, f"{rate_unit}tok/s", "teal"
-        ),
-        _single(steps, marks, "MFU", lambda step: step.mfu_ratio, 0.01, "%", "violet"),
+        _single(steps, marks, "Throughput", throughput),
+        _single(steps, marks, "MFU", _Line(lambda step: step.mfu_ratio, 0.01, "%", "violet")),
         _breakdown(steps, marks),
         _memory(stage, marks),
-        _single(
-            steps, marks, "Gradient norm, before clipping", lambda step: step.grad_norm, 1.0, "", "amber"
-        ),
+        _single(steps, marks, "Gradient norm, before clipping", norm),
     ]
     return Charts([chart for chart in charts if chart is not None], _marks_legend(marks))
 
@@ -114,19 +112,21 @@ def _loss(stage: StageView, marks: Sequence[Mark]) -> Chart | None:
     return Chart("Loss", "nats per token", line_plot(lines, marks, unit="nats"), legend)
 
 
-def _single(
-    steps: Sequence[Step],
-    marks: Sequence[Mark],
-    title: str,
-    field: Field,
-    unit: float,
-    name: str,
-    colour: str,
-) -> Chart | None:
-    if not any(finite(field(step)) for step in steps):
+@dataclass(frozen=True)
+class _Line:
+    """`unit`: what is drawn as 1, which is called `name`."""
+
+    field: Field
+    unit: float
+    name: str
+    colour: str
+
+
+def _single(steps: Sequence[Step], marks: Sequence[Mark], title: str, line: _Line) -> Chart | None:
+    if not any(finite(line.field(step)) for step in steps):
         return None
-    series = [Series("", colour, points(steps, field, unit))]
-    return Chart(title, name, line_plot(series, marks, unit=name, zero=True))
+    series = [Series("", line.colour, points(steps, line.field, line.unit))]
+    return Chart(title, line.name, line_plot(series, marks, unit=line.name, zero=True))
 
 
 def _breakdown(steps: Sequence[Step], marks: Sequence[Mark]) -> Chart | None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from mlpipe._core.records import Record, Save, Start, Step, Validation
-from mlpipe.observe.gpu import NvmlGpu, find_gpu
+from mlpipe.observe.gpu import find_gpu
 from mlpipe.observe.series import EXPERT_METRICS, GPU_METRICS, INFO_LABELS, METRICS
 from mlpipe.observe.serve import Serving
 
@@ -59,11 +59,11 @@ class RankMetrics:
         rank: int,
         *,
         info: Mapping[str, str] | None = None,
-        gpu: NvmlGpu | None = None,
+        gpu_uuid: str | None = None,
     ) -> None:
         """`info`: values for labels of mlpipe_run_info that records do not know (git_sha, jenkins_build)."""
         self.port = 0
-        self._gpu = gpu
+        self._gpu = gpu = find_gpu(gpu_uuid)
         self._rank = rank
         self._labels = (run, stage, str(rank))
         self._info = dict(info or {})
@@ -220,22 +220,13 @@ class RankMetrics:
             self._serving = None
 
 
-def start_metrics(
-    *,
-    run: str,
-    stage: str,
-    rank: int,
-    port: int,
-    address: str = "127.0.0.1",
-    info: Mapping[str, str] | None = None,
-    gpu_uuid: str | None = None,
-) -> RankMetrics | None:
-    """Serve `/metrics` on `address:port` (0: any free port; the real one is `.port`) from a daemon thread.
+def start_metrics(metrics: RankMetrics, port: int, address: str = "127.0.0.1") -> RankMetrics | None:
+    """Serve them as `/metrics` on `address:port` (0: any free port; the real one is `.port`) from a daemon
+    thread.
 
     Pods need the address 0.0.0.0. Metrics never stop a training: without prometheus_client, or when the
     port is taken, one line says that they are off and None comes back.
     """
-    metrics = RankMetrics(run, stage, rank, info=info, gpu=find_gpu(gpu_uuid))
     try:
         metrics.serve(address, port)
     except ImportError:

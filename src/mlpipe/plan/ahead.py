@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlpipe._core.errors import PlanError
-from mlpipe.plan.build import build_plan, stage_hardware
+from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.training import compare
 from mlpipe.spec.model import Pipeline
@@ -33,13 +33,9 @@ def plan_ahead(
     return build_plan(
         pipeline,
         stage_name,
-        run_id=run_id,
-        attempt=1,
-        store_url=store_url,
-        inputs={},
-        hardware=stage_hardware(pipeline, stage_name, cluster=cluster),
-        resume=True,
-        traced=traced,
+        Start(run_id, 1, store_url, resume=True),
+        stage_hardware(pipeline, stage_name, cluster=cluster),
+        traced,
     )
 
 

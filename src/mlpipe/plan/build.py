@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,37 +36,41 @@ def _resources(pipeline: Pipeline, stage: Stage) -> Resources | None:
     return stage.resources
 
 
+@dataclass(frozen=True)
+class Start:
+    """Which start of a stage is planned. `inputs`: stage name -> local folder of its output;
+    `{{stages.NAME.output}}` of a stage that is not among them stays as it is, so that a pipeline can be
+    planned before it has run. `resume`: from the latest checkpoint of the stage, if it has one."""
+
+    run_id: str
+    attempt: int
+    store_url: str
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    resume: bool = False
+
+
 def build_plan(
-    pipeline: Pipeline,
-    stage_name: str,
-    *,
-    run_id: str,
-    attempt: int,
-    store_url: str,
-    inputs: Mapping[str, str],
-    hardware: Hardware,
-    resume: bool = False,
-    traced: Traced | None = None,
+    pipeline: Pipeline, stage_name: str, start: Start, hardware: Hardware, traced: Traced | None = None
 ) -> Plan:
-    """`inputs`: stage name -> local folder of its output; `{{stages.NAME.output}}` of a stage that is not
-    among them stays as it is, so that a pipeline can be planned before it has run. The same arguments (and
-    token manifests) give the same bytes. `traced`: the numbers of a user's own model. Raises PlanError."""
+    """The same arguments (and token manifests) give the same bytes. `traced`: the numbers of a user's own
+    model. Raises PlanError."""
     stage = stage_named(pipeline, stage_name)
-    known = {"store": store_url, "run.id": run_id}
-    known |= {f"stages.{name}.output": folder for name, folder in inputs.items()}
-    work, launch = stage.kind.part("build").plan(pipeline, stage, Given(hardware, known, resume, traced))
+    known = {"store": start.store_url, "run.id": start.run_id}
+    known |= {f"stages.{name}.output": folder for name, folder in start.inputs.items()}
+    given = Given(hardware, known, start.resume, traced)
+    work, launch = stage.kind.part("build").plan(pipeline, stage, given)
     return Plan(
         schema_version=SCHEMA_VERSION,
-        run_id=run_id,
+        run_id=start.run_id,
         pipeline=pipeline.name,
         stage=stage_name,
-        attempt=attempt,
-        store_url=store_url,
+        attempt=start.attempt,
+        store_url=start.store_url,
         spec_digest=pipeline.digest,
         code_digest=code_digest(),
         launch=launch,
         work=work,
-        inputs=tuple(f"runs/{run_id}/stages/{name}" for name in sorted(inputs)),
+        inputs=tuple(f"runs/{start.run_id}/stages/{name}" for name in sorted(start.inputs)),
         cluster=cluster_plan(pipeline, stage, _resources(pipeline, stage)),
         price_usd_per_device_hour=hardware.price_usd_per_device_hour,
     )

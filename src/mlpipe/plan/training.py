@@ -89,8 +89,10 @@ def train_plan(
 ) -> TrainPlan:
     """The best way to train it. `traced`: the numbers of a user's own model. Raises PlanError."""
     chosen, reason = pick(spec, shape_of(spec, known, traced), hardware)
-    plan = _train_plan(spec, hardware, known, chosen, reason, global_batch(spec), resume=resume)
-    return dataclasses.replace(plan, init_from=init_plan(spec, known), freeze=spec.freeze or ())
+    plan = _train_plan(spec, hardware, known, chosen, reason, global_batch(spec))
+    return dataclasses.replace(
+        plan, resume=resume, init_from=init_plan(spec, known), freeze=spec.freeze or ()
+    )
 
 
 def adapter_plan(spec: Train) -> AdapterPlan | None:
@@ -120,7 +122,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     spec = spec.model_copy(update={"data": spec.data.model_copy(update=update)})
     chosen, reason = pick(spec, shape_of(spec, known), hardware, simplest=True)
     batch = (chosen.micro_batch or 1) * num_readers
-    train = _train_plan(spec, hardware, known, chosen, reason, batch, resume=True)
+    train = _train_plan(spec, hardware, known, chosen, reason, batch)
     # these are of training's steps
     off: dict[str, Any] = {"callbacks": (), "track": (), "validate": None, "compress": None}
     return dataclasses.replace(train, predicted=None, memory_bytes=None, **off)
@@ -235,14 +237,7 @@ def _vocab_size(folder: str) -> int | None:
 
 
 def _train_plan(
-    spec: Train,
-    hardware: Hardware,
-    known: Known,
-    chosen: Candidate,
-    reason: str,
-    batch: int,
-    *,
-    resume: bool,
+    spec: Train, hardware: Hardware, known: Known, chosen: Candidate, reason: str, batch: int
 ) -> TrainPlan:
     if chosen.mesh is None or chosen.micro_batch is None:
         raise PlanError(chosen.reason)
@@ -276,7 +271,7 @@ def _train_plan(
         num_flops_per_token=shape.flops_per_token(spec.model.seq_len) if shape else None,
         peak_flops=peak,
         peak_name=f"{hardware.name} datasheet, dense {chosen.precision}" if peak else "measured matmul peak",
-        resume=resume,
+        resume=True,
         **cast(Any, ORDER[chosen.strategy].FLAGS),
         reduce_gradients=chosen.reduce_gradients,
         ema=EmaPlan(spec.ema.decay, spec.ema.every) if spec.ema else None,

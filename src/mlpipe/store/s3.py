@@ -23,7 +23,7 @@ from mlpipe._core.ids import BUCKET_RULE, is_bucket
 from mlpipe.store import s3_identity
 from mlpipe.store.base import Buffer, LogWriter, ObjectInfo, check_key, check_prefix
 from mlpipe.store.checksum import crc32c as sum_of
-from mlpipe.store.s3_http import Endpoint, Reply, S3Client
+from mlpipe.store.s3_http import Endpoint, Reply, Request, S3Client
 from mlpipe.store.s3_log import S3LogWriter, chunks_of, logs_in
 
 DEADLINE_SECONDS = 90.0
@@ -80,13 +80,13 @@ class S3Store:
 
     def put_pieces(self, key: str, pieces: Iterable[Buffer], *, crc32c: int | None = None) -> int:
         body = list(pieces)
-        self._client.call("PUT", self._name(key), headers=_summed(body, crc32c), body=body)
+        self._client.call(Request("PUT", self._name(key), headers=_summed(body, crc32c), body=body))
         return sum(len(memoryview(piece).cast("B")) for piece in body)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         headers = {"If-None-Match": "*", **_summed([data])}
         reply = self._client.call(
-            "PUT", self._name(key), headers=headers, body=[data], accept=(200, 204, 412)
+            Request("PUT", self._name(key), headers=headers, body=[data], accept=(200, 204, 412))
         )
         if reply.status != 412:
             return True
@@ -95,7 +95,7 @@ class S3Store:
     def put_if_match(self, key: str, data: bytes, etag: str) -> bool:
         headers = {"If-Match": etag, **_summed([data])}
         reply = self._client.call(
-            "PUT", self._name(key), headers=headers, body=[data], accept=(200, 204, 404, 412)
+            Request("PUT", self._name(key), headers=headers, body=[data], accept=(200, 204, 404, 412))
         )
         if reply.status in (200, 204):
             return True
@@ -109,7 +109,7 @@ class S3Store:
 
     def copy(self, source: str, target: str) -> None:
         where = quote(f"/{self._client.endpoint.bucket}/{self._name(source)}", safe="/-_.~")
-        reply = self._client.call("PUT", self._name(target), headers={"x-amz-copy-source": where})
+        reply = self._client.call(Request("PUT", self._name(target), headers={"x-amz-copy-source": where}))
         if b"<Error>" in reply.data:  # S3 may find out after it has answered 200
             raise StoreError(f"copying failed: {reply.data[:200].decode(errors='replace')}", where=source)
 
@@ -120,7 +120,7 @@ class S3Store:
             body = f"<Delete><Quiet>true</Quiet>{objects}</Delete>".encode()
             digest = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
             reply = self._client.call(
-                "POST", query={"delete": ""}, headers={"Content-MD5": digest}, body=[body]
+                Request("POST", query={"delete": ""}, headers={"Content-MD5": digest}, body=[body])
             )
             for error in _elements(reply.data, "Error"):
                 if error.get("Code") != "NoSuchKey":
@@ -133,10 +133,10 @@ class S3Store:
         if length == 0:
             return b""
         if start == 0 and length is None:
-            return self._client.call("GET", self._name(key)).data
+            return self._client.call(Request("GET", self._name(key))).data
         end = "" if length is None else str(start + length - 1)
         headers = {"Range": f"bytes={start}-{end}"}
-        reply = self._client.call("GET", self._name(key), headers=headers, accept=(200, 206, 416))
+        reply = self._client.call(Request("GET", self._name(key), headers=headers, accept=(200, 206, 416)))
         if reply.status == 416:
             return b""  # starts at or after the end
         data = reply.data
@@ -147,7 +147,9 @@ class S3Store:
         view = memoryview(buffer).cast("B")
         if len(view):
             headers = {"Range": f"bytes={start}-{start + len(view) - 1}"}
-            reply = self._client.call("GET", self._name(key), headers=headers, into=view, accept=(206,))
+            reply = self._client.call(
+                Request("GET", self._name(key), headers=headers, into=view, accept=(206,))
+            )
             self._check_start(key, reply, start)
 
     def _check_start(self, key: str, reply: Reply, start: int) -> None:
@@ -158,18 +160,18 @@ class S3Store:
             raise StoreError(words, where=f"{self.url}/{key}", hint="look at what stands between")
 
     def get_with_etag(self, key: str) -> tuple[bytes, str]:
-        reply = self._client.call("GET", self._name(key))
+        reply = self._client.call(Request("GET", self._name(key)))
         return reply.data, reply.headers["ETag"]
 
     def exists(self, key: str) -> bool:
-        return self._client.call("HEAD", self._name(key), accept=(200, 404)).status == 200
+        return self._client.call(Request("HEAD", self._name(key), accept=(200, 404))).status == 200
 
     def list(self, prefix: str, *, recursive: bool = True) -> Iterator[ObjectInfo]:
         query = {"list-type": "2", "prefix": self._prefix + check_prefix(prefix)}
         if not recursive:
             query["delimiter"] = "/"
         while True:
-            data = self._client.call("GET", query=query).data
+            data = self._client.call(Request("GET", query=query)).data
             listed = [self._info(item) for item in _elements(data, "Contents")]
             listed += [
                 ObjectInfo(item["Prefix"][len(self._prefix) :], 0, 0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http.client import HTTPException
 from typing import Any
@@ -76,6 +76,24 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
+class Request:
+    """`accept`: the statuses that are answers. With `into`, the reply's body fills it exactly."""
+
+    method: str
+    key: str = ""
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: Sequence[Buffer] = ()
+    into: memoryview | None = None
+    accept: Sequence[int] = (200, 204, 206)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of the body."""
+        return sum(len(memoryview(piece).cast("B")) for piece in self.body)
+
+
+@dataclass(frozen=True)
 class Reply:
     """`ambiguous`: an earlier try of the same call may have been applied though its reply was lost."""
 
@@ -99,29 +117,18 @@ class S3Client:
             ca_certs=endpoint.ca_file,
         )
 
-    def call(
-        self,
-        method: str,
-        key: str = "",
-        *,
-        query: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-        body: Sequence[Buffer] = (),
-        into: memoryview | None = None,
-        accept: Sequence[int] = (200, 204, 206),
-    ) -> Reply:
-        """One request, repeated while the store is away or busy, until the deadline. A status outside
-        `accept` becomes StoreError. With `into`, the reply's body fills it exactly."""
-        size_bytes = sum(len(memoryview(piece).cast("B")) for piece in body) + (len(into) if into else 0)
+    def call(self, request: Request) -> Reply:
+        """One request, repeated while the store is away or busy, until the deadline. A status that it does
+        not accept becomes StoreError."""
+        method, key, accept = request.method, request.key, request.accept
+        size_bytes = request.sent_bytes + (len(request.into) if request.into else 0)
         allowed = self.deadline_seconds + size_bytes / SLOWEST_BYTES_PER_SECOND
         where = f"s3://{self.endpoint.bucket}/{key}"
         tries = Tries(allowed, max_pause_seconds=_MAX_PAUSE_SECONDS)
         while True:
             try:
                 keys = self._keys()
-                status, reply_headers, data = self._once(
-                    method, key, query or {}, headers or {}, body, into, accept, tries.deadline, keys
-                )
+                status, reply_headers, data = self._once(request, tries.deadline, keys)
                 if status in accept:
                     return Reply(status, reply_headers, data, tries.ambiguous)
                 code, detail = _error_code(data)
@@ -145,26 +152,17 @@ class S3Client:
                     ) from None
 
     def _once(
-        self,
-        method: str,
-        key: str,
-        query: Mapping[str, str],
-        headers: Mapping[str, str],
-        body: Sequence[Buffer],
-        into: memoryview | None,
-        accept: Sequence[int],
-        deadline: float,
-        keys: Credentials,
+        self, request: Request, deadline: float, keys: Credentials
     ) -> tuple[int, Mapping[str, str], bytes]:
-        url = self._url(key, query)
+        url = self._url(request.key, request.query)
         left = max(deadline - time.monotonic(), 0.1)
         timeout = urllib3.Timeout(connect=min(CONNECT_SECONDS, left), read=min(READ_SECONDS, left))
         try:
             response = self._pool.urlopen(
-                method,
+                request.method,
                 url.geturl(),
-                body=_sent(body, deadline) if body else None,
-                headers=self._signed(method, url, headers, body, keys),
+                body=_sent(request.body, deadline) if request.body else None,
+                headers=self._signed(request, url, keys),
                 timeout=timeout,
                 preload_content=False,
                 redirect=False,
@@ -182,8 +180,8 @@ class S3Client:
             raise AwayError(_short(error), applied=True) from error
         sound = False
         try:
-            if into is not None and response.status in accept:
-                _receive_into(response, into, deadline, f"{self.endpoint.bucket}/{key}")
+            if request.into is not None and response.status in request.accept:
+                _receive_into(response, request.into, deadline, f"{self.endpoint.bucket}/{request.key}")
                 data = b""
             else:
                 data = _receive(response, deadline)
@@ -208,7 +206,7 @@ class S3Client:
             return False
         query = {"list-type": "2", "prefix": key, "max-keys": "1"}
         try:
-            listed = ElementTree.fromstring(self.call("GET", query=query).data)
+            listed = ElementTree.fromstring(self.call(Request("GET", query=query)).data)
         except (StoreError, ElementTree.ParseError):
             return False
         return all(element.text != key for element in listed.iterfind(".//{*}Key"))
@@ -219,27 +217,20 @@ class S3Client:
         except TokenServiceAwayError as error:
             raise AwayError(str(error), applied=False) from None
 
-    def _signed(
-        self,
-        method: str,
-        url: SplitResult,
-        headers: Mapping[str, str],
-        body: Sequence[Buffer],
-        keys: Credentials,
-    ) -> dict[str, str]:
+    def _signed(self, request: Request, url: SplitResult, keys: Credentials) -> dict[str, str]:
         now = datetime.now(UTC)
         signed: dict[str, Any] = {
             "Host": url.netloc,
             "x-amz-date": now.strftime("%Y%m%dT%H%M%SZ"),
             "x-amz-content-sha256": "UNSIGNED-PAYLOAD",
-            **headers,
+            **request.headers,
         }
-        if body or method in ("PUT", "POST"):
-            signed["Content-Length"] = str(sum(len(memoryview(piece).cast("B")) for piece in body))
+        if request.body or request.method in ("PUT", "POST"):
+            signed["Content-Length"] = str(request.sent_bytes)
         if keys.session_token:
             signed["x-amz-security-token"] = keys.session_token
         sign_v4_s3(
-            method=method,
+            method=request.method,
             url=url,
             region=self.endpoint.region,
             headers=signed,

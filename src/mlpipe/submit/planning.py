@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from mlpipe._core.errors import SubmitError
-from mlpipe.plan.build import build_plan
+from mlpipe.plan.build import Start, build_plan
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.plan.references import lender
@@ -68,12 +68,14 @@ def planner(
         planned = build_plan(
             pipeline,
             stage_name,
-            run_id=run_id,
-            attempt=attempt,
-            store_url=store.url,
-            inputs=_inputs(store, run_id, pipeline, stage_name, fetch=fetch),
-            hardware=hardware(pipeline, stage_name),
-            resume=True,  # from the latest checkpoint of the stage, if it has one
+            Start(
+                run_id,
+                attempt,
+                store.url,
+                _inputs(store, run_id, pipeline, stage_name, fetch=fetch),
+                resume=True,
+            ),
+            hardware(pipeline, stage_name),
         )
         training = planned.part(TrainPlan)
         if training is None or training.init_from is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
@@ -12,21 +13,28 @@ from mlpipe._core.errors import TrainError
 from mlpipe.train.tokenizer import END_OF_TEXT
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature 0 takes the likeliest token. The same seed gives the same text."""
+
+    max_new_tokens: int
+    max_context: int
+    seed: int
+    temperature: float = 0.8
+
+
 @torch.no_grad()
 def generate(
     forward: Callable[[Tensor], Tensor | None],
     tokenizer: Tokenizer,
     prompt: str,
+    sampling: Sampling,
     *,
-    max_new_tokens: int,
-    max_context: int,
-    seed: int,
     device: torch.device,
-    temperature: float = 0.8,
     agreed: Callable[[int], int] = int,
 ) -> str:
     """The prompt and what `forward` (token ids (1, T) -> logits (1, T, V)) makes of it, up to the end of the
-    document. Temperature 0 takes the likeliest token. The same seed gives the same text; on every
+    document. The text is the same on every
     rank by `agreed`, which makes of the token that a rank drew the one that counts: logits may differ in
     their last bit, and where `forward` gives None another rank has them.
 
@@ -38,17 +46,17 @@ def generate(
     if not ids:
         raise TrainError("an empty prompt, and a tokenizer without an end-of-text token", kind="input")
     num_prompt = len(ids)
-    length = min(max_context, num_prompt + max_new_tokens)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(max_new_tokens):
+    length = min(sampling.max_context, num_prompt + sampling.max_new_tokens)
+    generator = torch.Generator().manual_seed(sampling.seed)
+    for _ in range(sampling.max_new_tokens):
         context = ids[-length:]
         inputs = torch.tensor([context + [0] * (length - len(context))], device=device)
         all_logits = forward(inputs)
         token = 0
         if all_logits is not None:
             logits = all_logits[0, len(context) - 1, : tokenizer.get_vocab_size()].float().cpu()
-            if temperature:
-                probabilities = torch.softmax(logits / temperature, dim=-1)
+            if sampling.temperature:
+                probabilities = torch.softmax(logits / sampling.temperature, dim=-1)
                 token = int(torch.multinomial(probabilities, 1, generator=generator))
             else:
                 token = int(logits.argmax())

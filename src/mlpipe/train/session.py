@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mlpipe._core import environment
 from mlpipe._core.errors import StoreError, TrainError
 from mlpipe._core.records import Start
-from mlpipe.observe.metrics import start_metrics
+from mlpipe.observe.metrics import RankMetrics, start_metrics
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import read_run
@@ -47,7 +47,10 @@ class Session:
         part = plan.work.training
         self.world = World(part.mesh, process.rank, self._device())
         if part.deterministic:
-            torch.use_deterministic_algorithms(True)
+            if part.compile == "off":  # as below, but for inductor's own setting, whose import costs 1 s
+                torch.set_deterministic_debug_mode("error")
+            else:
+                torch.use_deterministic_algorithms(True)
         timeout = timedelta(seconds=max(part.hang_timeout_seconds, STARTING_SECONDS)) + _AFTER_WATCHDOG
         watchdog.beat("meeting the other ranks", 0, waiting=True)
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -64,13 +67,11 @@ class Session:
             # In a pod the ports are fixed and seen from outside, whatever the spec says.
             port = int(os.environ.get(environment.METRICS_PORT) or plan.launch.metrics_port)
             metrics = start_metrics(
-                run=plan.run_id,
-                stage=plan.stage,
-                rank=self.rank,
-                port=port + process.local_rank if port else 0,
-                address=os.environ.get(environment.METRICS_ADDRESS) or "127.0.0.1",
-                info=self._info(),
-                gpu_uuid=gpu_uuid(self.device),
+                RankMetrics(
+                    plan.run_id, plan.stage, self.rank, info=self._info(), gpu_uuid=gpu_uuid(self.device)
+                ),
+                port + process.local_rank if port else 0,
+                os.environ.get(environment.METRICS_ADDRESS) or "127.0.0.1",
             )
         self.metrics_port = metrics.port if metrics else None
         self.recorder = Recorder(

@@ -108,7 +108,7 @@ class HeldOut:
         path = tokenizer_of(self.data)
         if path is None or hasattr(self.model.built.model, "loss"):
             return None
-        from mlpipe.train.generate import generate  # tokenizers costs every rank a while
+        from mlpipe.train.generate import Sampling, generate  # tokenizers costs every rank a while
         from mlpipe.train.tokenizer import load_tokenizer
 
         def forward(inputs: torch.Tensor) -> torch.Tensor | None:
@@ -126,9 +126,7 @@ class HeldOut:
             forward,
             load_tokenizer(path),
             prompt,
-            max_new_tokens=num_tokens,
-            max_context=self.plan.model.seq_len,
-            seed=self.plan.seed,
+            Sampling(num_tokens, self.plan.model.seq_len, self.plan.seed),
             device=self.session.device,
             agreed=agreed if world.size > 1 else int,
         )

@@ -34,7 +34,7 @@ def read(one: gpu.NvmlGpu) -> dict[str, float]:
 
 def test_a_rank_serves_what_its_card_says(monkeypatch):
     use(monkeypatch, FakeNvml(xids=[79, 94]))
-    metrics = start_metrics(run="r", stage="train", rank=0, port=0, gpu_uuid=UUID.removeprefix("GPU-"))
+    metrics = start_metrics(RankMetrics("r", "train", 0, gpu_uuid=UUID.removeprefix("GPU-")), 0)
     assert metrics is not None
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=300) as answer:
@@ -57,7 +57,7 @@ def test_a_card_that_fell_off_the_bus_is_absent_and_its_last_error_is_kept(monke
     monkeypatch.setattr(gpu, "_AGE_SECONDS", -1.0)
     fake = FakeNvml(xids=[79])
     use(monkeypatch, fake)
-    metrics = RankMetrics("r", "train", 0, gpu=gpu.NvmlGpu(UUID))
+    metrics = RankMetrics("r", "train", 0, gpu_uuid=UUID)
 
     def served() -> set[str]:
         return {s.name for family in metrics.collect() for s in family.samples if "_gpu_" in s.name}

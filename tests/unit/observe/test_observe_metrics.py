@@ -50,7 +50,7 @@ def serve():
     started = []
 
     def start(rank=0, **options):
-        metrics = start_metrics(run="r-1", stage="train", rank=rank, port=0, **options)
+        metrics = start_metrics(RankMetrics("r-1", "train", rank, **options), 0)
         assert metrics is not None
         started.append(metrics)
         return metrics
@@ -274,7 +274,7 @@ def test_without_prometheus_client_it_says_so_and_goes_on(monkeypatch, caplog):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with caplog.at_level(logging.WARNING):
-        assert start_metrics(run="r", stage="s", rank=0, port=0) is None
+        assert start_metrics(RankMetrics("r", "s", 0), 0) is None
     assert caplog.messages == ["/metrics is off: install prometheus-client"]
 
 
@@ -283,7 +283,7 @@ def test_a_taken_port_is_a_line_and_no_error(caplog):
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        assert start_metrics(run="r", stage="s", rank=0, port=port) is None
+        assert start_metrics(RankMetrics("r", "s", 0), port) is None
     assert f"cannot listen on 127.0.0.1:{port}" in caplog.text
 
 

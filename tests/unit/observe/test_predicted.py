@@ -17,7 +17,7 @@ from mlpipe.cli.session import CliSession
 from mlpipe.observe.exporter import Fleet
 from mlpipe.observe.report import build_report
 from mlpipe.observe.runview import view_run
-from mlpipe.plan.build import build_plan, stage_hardware
+from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.calibration import Calibration, Compared, load, save
 from mlpipe.plan.hardware import CPU_CORE
 from mlpipe.plan.plan import Plan, Prediction, TrainPlan
@@ -59,15 +59,7 @@ stages:
 def planned(file: Path | None = None) -> TrainPlan:
     overrides = [f"train.resources.hardware={file}"] if file else []
     pipeline = load_pipeline_text(PIPELINE, "q.yaml", overrides=overrides)
-    plan = build_plan(
-        pipeline,
-        "train",
-        run_id=RUN,
-        attempt=1,
-        store_url="x",
-        inputs={},
-        hardware=stage_hardware(pipeline, "train"),
-    )
+    plan = build_plan(pipeline, "train", Start(RUN, 1, "x"), stage_hardware(pipeline, "train"))
     return plan.work.training
 
 
@@ -187,12 +179,7 @@ def test_a_plan_says_what_it_was_calibrated_by_and_is_byte_stable(tmp_path: Path
         )
         hardware = stage_hardware(pipeline, "train")
         texts.append(hardware.speed.calibrated)
-        made = [
-            build_plan(
-                pipeline, "train", run_id="r", attempt=1, store_url="x", inputs={}, hardware=hardware
-            ).to_json()
-            for _ in range(2)
-        ]
+        made = [build_plan(pipeline, "train", Start("r", 1, "x"), hardware).to_json() for _ in range(2)]
         assert made[0] == made[1]
         steps.append(json.loads(made[0])["train"]["predicted"]["step_seconds"])
     assert texts == [

@@ -17,7 +17,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import PRESETS
 from mlpipe.kinds.train.spec import Preset, Strategy
 from mlpipe.plan.allocators import glibc
-from mlpipe.plan.build import build_plan, stage_hardware
+from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.candidates import micro_batches, precision_on
 from mlpipe.plan.hardware import CATALOGUE, CPU_CORE, GIB, GPUS, Hardware, detect_hardware
 from mlpipe.plan.optimizers import traffic_bytes
@@ -41,9 +41,7 @@ def cpu(num_workers: int = 2, memory_bytes: int = 4 * GIB, num_nodes: int = 1) -
 
 
 def plan_of(pipeline: Pipeline, stage: str, hardware: Hardware, **inputs: str) -> Plan:
-    return build_plan(
-        pipeline, stage, run_id="r", attempt=1, store_url="./runs", inputs=inputs, hardware=hardware
-    )
+    return build_plan(pipeline, stage, Start("r", 1, "./runs", inputs), hardware)
 
 
 def quickstart(*overrides: str) -> Pipeline:
@@ -74,8 +72,7 @@ def test_same_bytes_in_another_process() -> None:
         f"p = load_pipeline({str(QUICKSTART)!r})\n"
         "h = Hardware('cpu', 1, 2, 4 * 2**30, 'CPU worker', {}, 4)\n"
         "for s in p.stages:\n"
-        "    sys.stdout.write(build_plan(p, s.name, run_id='r', attempt=1, store_url='./runs', inputs={},"
-        " hardware=h).to_json())\n"
+        "    sys.stdout.write(build_plan(p, s.name, Start('r', 1, './runs'), h).to_json())\n"
         "assert not {'torch', 'numpy', 'minio', 'click'} & sys.modules.keys()\n"
     )
     outputs = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlpipe._core.errors import MlpipeError, SpecError
-from mlpipe.plan.build import build_plan, stage_hardware
+from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.shapes import pretrained
 from mlpipe.spec.load import load_pipeline_text
@@ -43,9 +43,7 @@ def planned(folder: Path, config: Any, seq_len: int = 32, text: str = TEXT) -> P
     (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     pipeline = load_pipeline_text(text.format(folder=folder, seq_len=seq_len), "tune.yaml")
     hardware = stage_hardware(pipeline, "train")
-    return build_plan(
-        pipeline, "train", run_id="r", attempt=1, store_url="runs", inputs={}, hardware=hardware
-    )
+    return build_plan(pipeline, "train", Start("r", 1, "runs"), hardware)
 
 
 def test_the_plan_has_the_models_sizes_and_starts_from_its_folder(tmp_path: Path) -> None:
@@ -118,10 +116,7 @@ def test_what_is_no_config_is_refused(tmp_path: Path, config: str, words: str) -
 def test_a_folder_without_one_is_refused_by_name(tmp_path: Path) -> None:
     pipeline = load_pipeline_text(TEXT.format(folder=tmp_path, seq_len=8), "tune.yaml")
     with pytest.raises(MlpipeError, match="cannot be read") as caught:
-        build_plan(
-            pipeline, "train", run_id="r", attempt=1, store_url="runs", inputs={},
-            hardware=stage_hardware(pipeline, "train"),
-        )  # fmt: skip
+        build_plan(pipeline, "train", Start("r", 1, "runs"), stage_hardware(pipeline, "train"))
     assert caught.value.where == f"{tmp_path}/config.json"
     with pytest.raises(MlpipeError, match="cannot be read") as caught:
         pretrained.read_config("not/here")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
-from mlpipe.plan.build import build_plan, stage_hardware
+from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.plan import InitPlan, Plan
 from mlpipe.plan.training import meaning_of
 from mlpipe.spec.load import load_pipeline_text
@@ -146,9 +146,11 @@ def submission(store: FolderStore, start: str, *overrides: str, needs: str = "[]
 
 def planned(store: FolderStore, asked: Submission) -> Plan:
     plan = build_plan(
-        asked.pipeline, "tune", run_id="new", attempt=1, store_url=store.url, inputs={},
-        hardware=stage_hardware(asked.pipeline, "tune"), resume=True,
-    )  # fmt: skip
+        asked.pipeline,
+        "tune",
+        Start("new", 1, store.url, resume=True),
+        stage_hardware(asked.pipeline, "tune"),
+    )
     return with_weights(store, plan)
 
 

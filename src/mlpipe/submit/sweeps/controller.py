@@ -25,7 +25,6 @@ from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState, RunStatus, StageState
 from mlpipe.submit import backends, seal
 from mlpipe.submit.adopt import DriveRequest, record
-from mlpipe.submit.backend import Backend
 from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.held_lease import HeldLease, update_held
 from mlpipe.submit.submission import Console, Submission
@@ -85,9 +84,7 @@ def drive_sweep(
         if former.state in runs.RUN_ENDED and not (again or waits or lacks):
             return former
         runs.reopen(store, sweep_id, (), again=again)
-        return _Controller(store, backends.of_run(former), submission, lease, stop, console, promotes).run(
-            watch
-        )
+        return _Controller(store, submission, lease, stop, console, promotes).run(watch)
 
 
 def _waits_again(store: Store, sweep: RunState) -> list[str]:
@@ -119,7 +116,6 @@ class _Controller:
     def __init__(
         self,
         store: Store,
-        backend: Backend,
         submission: Submission,
         lease: HeldLease,
         stop: StopRequest,
@@ -127,11 +123,12 @@ class _Controller:
         promotes: bool,
     ) -> None:
         self._promotes = promotes
-        self._store, self._backend, self._console = store, backend, console
+        self._store, self._console = store, console
         self._submission, self._lease, self._stop = submission, lease, stop
         self._sweep, self._id = sweep_of(submission), submission.run_id or ""
         self._rungs = _rungs(submission)
         self.state = runs.read_run(store, self._id)
+        self._backend = backends.of_run(self.state)
         self._num_slots = slots_of(self._sweep)
         self._following: dict[str, _Following] = {}
         self._look_seconds = _LOOK_SECONDS[store.local_path("runs") is None]
