@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from kit.clock import Clock
 
 from mlpipe._core import environment
 from mlpipe._core.errors import StoreError
@@ -156,8 +157,9 @@ def test_a_lease_is_kept_from_others_until_it_expires(store):
     create(store)
     run = leases.take_lease(store, "r-1", "one", 60)
     assert leases.lease_is_live(run.driver)
-    with pytest.raises(StoreError, match="is driven by process"):
+    with pytest.raises(StoreError, match="is driven by process") as caught:
         leases.take_lease(store, "r-1", "two", 60)
+    assert (caught.value.kind, caught.value.where) == ("input", store.url)
     leases.take_lease(store, "r-1", "one", -1)  # renewed by its holder, into the past
     leases.take_lease(store, "r-1", "two", 60)
     with pytest.raises(StoreError, match="was lost"):
@@ -167,6 +169,28 @@ def test_a_lease_is_kept_from_others_until_it_expires(store):
     assert runs.read_run(store, "r-1").driver.holder == "two"
     leases.release_lease(store, "r-1", "two")
     assert runs.read_run(store, "r-1").driver is None
+
+
+def test_a_run_that_nobody_drives_is_told_from_one_that_is_about_to_be(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(leases, "time", clock)
+    now = clock.time()
+    lease = runs.Lease("one", "elsewhere", 1, now - 500, "another namespace", 1.0, "", "")
+    stages = {"a": runs.StageState()}
+    left = runs.RunState(
+        1, "r-1", "p", "local", "running", now - 900, now - 600, "sha", 2, stages, lease, "", {}
+    )
+    assert leases.undriven_since(left) == now - 500
+    assert leases.undriven_since(replace(left, driver=None)) == now - 600
+    for fine in (
+        {"state": "done"}, {"message": runs.WAITS_FOR_STAGES}, {"driver": replace(lease, expires=now + 1)},
+    ):  # fmt: skip
+        assert leases.undriven_since(replace(left, **fine)) is None
+    # a cluster may be about to start one, for a while
+    there = replace(left, backend="kubernetes", meta={"kubernetes": {"namespace": "ns"}})
+    assert leases.undriven_since(there) == now - 500
+    assert leases.undriven_since(replace(there, driver=replace(lease, expires=now - 100))) is None
+    assert leases.undriven_since(replace(left, driver=replace(lease, expires=now - 100))) == now - 100
 
 
 def test_the_lease_of_a_dead_process_on_this_host_is_taken_over(store, tmp_path):

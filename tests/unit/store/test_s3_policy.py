@@ -27,6 +27,32 @@ def test_a_workers_policy_names_its_run(url, run_id, readable):
     assert all(key.startswith(f"arn:aws:s3:::bkt/{readable[:-1]}stages/*/") for key in written["Resource"])
 
 
+def test_a_drivers_policy_is_all_below_the_stores_prefix_and_no_more():
+    """The whole document, as IAM spells it; and where a worker may write."""
+    arn = "arn:aws:s3:::bkt"
+    allow = {"Effect": "Allow"}
+    assert policy("s3://bkt/team", "driver") == {
+        "Version": "2012-10-17",
+        "Statement": [
+            {
+                "Sid": "List", **allow, "Action": ["s3:ListBucket"], "Resource": [arn],
+                "Condition": {"StringLike": {"s3:prefix": ["team/*"]}},
+            },
+            {"Sid": "Read", **allow, "Action": ["s3:GetObject"], "Resource": [f"{arn}/team/*"]},
+            {
+                "Sid": "Write", **allow, "Action": ["s3:PutObject", "s3:DeleteObject"],
+                "Resource": [f"{arn}/team/*"],
+            },
+        ],
+    }  # fmt: skip
+    below = f"{arn}/runs/*/stages/*"
+    assert policy("s3://bkt", "worker")["Statement"][2]["Resource"] == [
+        f"{below}/checkpoints/*", f"{below}/outputs/*", f"{below}/attempt-*/logs/*",
+        f"{below}/attempt-*/records/*", f"{below}/attempt-*/postmortem/*",
+        f"{below}/attempt-*/events.jsonl/*", f"{below}/attempt-*/outcome*.json",
+    ]  # fmt: skip
+
+
 def test_documents_fit_where_they_go():
     """A managed policy of AWS has at most 6,144 characters without white space."""
     for who in ("worker", "driver"):
