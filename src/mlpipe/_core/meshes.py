@@ -45,6 +45,13 @@ MIXES: tuple[Mix, ...] = (
 )
 
 
+# Of a user's own model.
+UNSPLIT = Infeasible(
+    "nobody says how to split this model over tp",
+    'write model.tensor, like {"layers.*.attn.q": column, "layers.*.attn.o": row}, or make tp 1',
+)
+
+
 def resolve(sizes: Mapping[str, int | str], num_workers: int) -> dict[str, int] | Infeasible:
     """Sizes of all axes for so many workers, of those that the file says: what is left out is 1."""
     written = {axis: sizes.get(axis, 1) for axis in AXES}

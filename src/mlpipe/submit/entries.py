@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
 from mlpipe._core.errors import SubmitError
+from mlpipe._core.meshes import UNSPLIT
 from mlpipe.plan.plan import Entry, Plan
+
+_PLAIN = sys.stdlib_module_names - {"importlib"} | {"torch", "numpy"}
 
 
 def check_entries(plans: Iterable[Plan], folder: str) -> None:
@@ -27,7 +31,9 @@ def check_entries(plans: Iterable[Plan], folder: str) -> None:
         training = plan.work.training
         path = [folder, *filter(None, plan.launch.env.get("PYTHONPATH", "").split(os.pathsep))]
         if training.model.preset is None:
-            _check(training.model.build, path)
+            tree = _check(training.model.build, path)
+            if tree is not None and training.mesh.tp > 1 and not training.model.tensor:
+                _check_split(training.model.build, tree)
         for source in training.data.sources:
             if source.dataset is not None:
                 _check(source.dataset, path, passed=("split",), offered=("rank", "world_size"))
@@ -48,9 +54,9 @@ def _check(
     passed: Sequence[str] = (),
     num_positional: int = 0,
     offered: Sequence[str] = (),
-) -> None:
-    """`passed`, `num_positional`: arguments that mlpipe adds to the user's, by name and in front; `offered`:
-    those that it adds for a function that takes them."""
+) -> ast.Module | None:
+    """What the module says, where it is Python. `passed`, `num_positional`: arguments that mlpipe adds to the
+    user's, by name and in front; `offered`: those that it adds for a function that takes them."""
     module, _, name = entry.entry.partition(":")
     spec = _find(module, search)
     if spec is None:
@@ -60,7 +66,7 @@ def _check(
             f"start mlpipe where `python -c 'import {module}'` works, or install the package",
         )
     if spec.origin is None or not spec.origin.endswith(".py"):
-        return  # compiled, or a namespace: nothing to read
+        return None  # compiled, or a namespace: nothing to read
     path = Path(spec.origin)
     try:
         tree = ast.parse(path.read_bytes(), str(path))
@@ -78,6 +84,19 @@ def _check(
             del node.args.args[:num_positional]
             named = {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
             _check_arguments(entry, node, path, {*entry.args, *passed, *named.intersection(offered)})
+    return tree
+
+
+def _check_split(entry: Entry, tree: ast.Module) -> None:
+    """Over tp, of a model for which the file has no patterns: a class of `transformers` brings them. It comes
+    out of no module that imports nothing but torch and what Python has itself."""
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {
+        "." if node.level else str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+    }
+    is_plain = {name.partition(".")[0] for name in imported} <= _PLAIN
+    if is_plain and "base_model_tp_plan" not in ast.dump(tree):
+        raise _broken(entry, UNSPLIT.message, UNSPLIT.remedy)
 
 
 def _find(module: str, search: Sequence[str]) -> ModuleSpec | None:

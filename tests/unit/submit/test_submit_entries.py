@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from kit.command_runs import Cli
 
 from mlpipe._core.errors import MlpipeError
 from mlpipe.plan.plan import Entry
-from mlpipe.submit.entries import _check
+from mlpipe.submit.entries import _check, _check_split
 
 pytestmark = pytest.mark.unit
 
@@ -54,6 +56,23 @@ def folder(tmp_path: Path) -> str:
 )
 def test_what_may_work_passes(folder: str, entry: str, args: dict[str, object]):
     _check(Entry(entry, args), [folder])
+
+
+@pytest.mark.parametrize(
+    ("imports", "known"),
+    [
+        ("import math\nimport torch.nn as nn\nfrom torch import Tensor", True),
+        ("from transformers import LlamaForCausalLM", False),
+        ("from .parts import Base", False),  # which may well be a class of transformers
+        ("import torch\nimport importlib", False),
+        ("import torch\nPLAN = {'base_model_tp_plan': {}}", False),
+    ],
+)
+def test_a_model_that_nothing_splits_over_tp_is_refused_before_it_starts(imports: str, known: bool):
+    tree = ast.parse(f"{imports}\ndef build(): ...\n")
+    refused = pytest.raises(MlpipeError, match="nobody says how to split this model over tp")
+    with refused if known else contextlib.nullcontext():
+        _check_split(Entry("own.model:build", {}), tree)
 
 
 def test_an_optimizer_is_given_the_parameters_in_front(folder: str):

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mlpipe._core.meshes import UNSPLIT
 from mlpipe._core.patterns import matching, nearest
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.contract import broken
@@ -37,11 +38,7 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     patterns = plan.model.tensor or _their_plan(own)
     entry = plan.model.build.entry
     if not patterns:
-        raise broken(
-            entry,
-            "nobody says how to split this model over tp",
-            'write model.tensor, like {"layers.*.attn.q": column, "layers.*.attn.o": row}, or make tp 1',
-        )
+        raise broken(entry, UNSPLIT.message, UNSPLIT.remedy)
     ranks = RankGroup.along("tp", world, model.waits)
     done: dict[int, nn.Parameter] = {}
     shared = _Shared(ranks)
