@@ -17,6 +17,7 @@ from mlpipe._core.compression import COMPRESSIONS
 from mlpipe._core.meshes import AXES
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.pipelines import SCHEDULES
+from mlpipe.spec.links import ROUNDS
 
 TESTS = Path(__file__).resolve().parents[1] / "tests" / "torch"
 _ABOUT_AXES = {
@@ -46,6 +47,7 @@ _FEATURES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "your own optimizer": ({"optimizer": {"entry": "package.optim:Own", "lr": 1e-3}}, {}),
     "your own model": ({"model": _OWN}, {}),
     **{f"compress {name}": ({"compress": name}, {}) for name in COMPRESSIONS},
+    **{f"update {name}": ({"update": name}, {"dp_replicate": 2}) for name in ROUNDS},
     "model with experts": ({"model": _EXPERTS}, {}),
 }  # fmt: skip
 # No key of a training: what else is done with it. No rule refuses these.

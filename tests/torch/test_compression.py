@@ -3,8 +3,6 @@ and a training goes on with what it owes."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,56 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import plans
+from kit.thread_ranks import on_ranks
 from torch import Tensor
 
 from mlpipe._core.compression import BLOCK, CODES, COMPRESSIONS
 from mlpipe.plan.plan import CompressPlan
 from mlpipe.train.parallel.compression.averager import Link, averager_maker, code_of, padded
-from mlpipe.train.parallel.rank_group import RankGroup
 from mlpipe.train.rank_rows import RankRows
 from mlpipe.train.shards import LocalShard
 
 pytestmark = pytest.mark.torch
 SHAPES = ((40, 32), (7,), (3, 5, 40), ())
 ARGUMENTS: dict[str, dict[str, float]] = {"powersgd": {"rank": 2}, "topk": {"ratio": 0.1}}
-
-
-class _Ranks(RankGroup):
-    """Ranks that are threads of this process."""
-
-    meeting: Any
-
-    def _told(self, tensor: Tensor) -> list[Tensor]:
-        barrier, table = self.meeting
-        table[self.rank] = tensor
-        barrier.wait(60)
-        told = [table[rank] for rank in range(self.num_ranks)]
-        barrier.wait(60)
-        return told
-
-    def all_gather(self, part: Tensor) -> Tensor:
-        return torch.cat(self._told(part))
-
-    def all_to_all(self, rows: Tensor) -> Tensor:
-        return torch.stack([theirs[self.rank] for theirs in self._told(rows)])
-
-
-def on_ranks(num_ranks: int, work: Callable[[Link], Any]) -> list[Any]:
-    """What `work` gives on each of so many ranks."""
-    meeting: Any = threading.Barrier(num_ranks), {}
-    found: dict[int, Any] = {}
-
-    def run(rank: int) -> None:
-        ranks = _Ranks(rank, num_ranks, None, lambda function: function)
-        object.__setattr__(ranks, "meeting", meeting)
-        found[rank] = work(Link(ranks))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return [found[rank] for rank in range(num_ranks)]
 
 
 def said(rank: int, num_ranks: int, seed: int = 0) -> Tensor:

@@ -42,6 +42,7 @@ MIXES: tuple[Mix, ...] = (
     *(Mix(axis, "adapter.lora", (), _OWN_MATRICES) for axis in ("pp", "tp", "ep")),
     Mix("ep", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     *(Mix(axis, "compress", (), "it is for gradients of whole models") for axis in ("pp", "dp_shard", "tp")),
+    *(Mix(axis, "update", (), "an island has one worker, or shards") for axis in ("pp", "cp", "tp", "ep")),
 )
 
 

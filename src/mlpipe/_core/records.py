@@ -162,6 +162,8 @@ class Step(Record):
     absent where gradients are sent as they are; of rank 0 only."""
     exchanged_plain_bytes: int | None = None
     """What averaging all gradients in fp32 would have sent."""
+    rounds: int | None = None
+    """Of islands: how often all have agreed on weights so far; of rank 0 only."""
     cpu_others_ratio: float | None = None
     """Share of the CPUs that the node's ranks may use which went to other processes, since the last line that
     says so; of the first rank of a node, every 5 s or more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from mlpipe._core import feasibility, meshes, pipelines
@@ -15,7 +15,15 @@ from mlpipe.kinds.train.spec import DATA_AXES, OwnModel, Train
 from mlpipe.plan.choose import Candidate, choose, smallest
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.optimizers import OptimizerCost, optimizer_cost
-from mlpipe.plan.plan import CHECKPOINTING, Checkpointing, CompressPlan, Mesh, Precision, TrainPlan
+from mlpipe.plan.plan import (
+    CHECKPOINTING,
+    Checkpointing,
+    CompressPlan,
+    IslandsPlan,
+    Mesh,
+    Precision,
+    TrainPlan,
+)
 from mlpipe.plan.pricing import Choices, Pricer, Training
 from mlpipe.plan.shapes import frozen
 from mlpipe.plan.shapes.shape import ModelShape
@@ -27,7 +35,7 @@ from mlpipe.spec.optimizer import OwnOptimizer
 if TYPE_CHECKING:
     from mlpipe.plan.search import Found
 
-_SPLITS = "compress is for workers with copies of the model, and {} splits it"
+_UNFIT = "{} leaves none of the copies of a model that `compress` and `update` need"
 
 
 def global_batch(spec: Train) -> int:
@@ -84,9 +92,9 @@ def enumerate_candidates(
         possible = settings.meshes(hardware.num_nodes, hardware.devices_per_node)
         if own is not None and wanted:
             possible = [own]
-        if spec.compress is not None and not isinstance(possible, str):
+        if not isinstance(possible, str) and (unfit := _unfit_for_links(spec, settings.FLAGS)) is not None:
             # what a mesh of the file's own cannot do was refused by now
-            possible = [mesh for mesh in possible if mesh.dp_shard == 1] or _SPLITS.format(strategy)
+            possible = [mesh for mesh in possible if not unfit(mesh)] or _UNFIT.format(strategy)
         if isinstance(possible, str):
             candidates.append(
                 Candidate(strategy, None, None, modes[0], precision, wanted, None, False, possible)
@@ -288,6 +296,7 @@ def _training(spec: Train) -> Training:
         asynchronous=spec.checkpoint.asynchronous,
         schedule=schedule_of(spec),
         compress=compress_plan(spec),
+        islands=islands_plan(spec),
         **_validations(spec),
     )
 
@@ -302,6 +311,21 @@ def _validations(spec: Train) -> dict[str, int]:
         "num_validations": -(-spec.steps // every),
         "validation_samples": max(1, validate.max_tokens // spec.model.seq_len),
     }
+
+
+def _unfit_for_links(spec: Train, flags: Mapping[str, bool]) -> Callable[[Mesh], bool] | None:
+    """Meshes on which gradients cannot be compressed, or there is one island of many workers; None: any will
+    do."""
+    if spec.compress is not None:
+        return lambda mesh: mesh.dp_shard > 1
+    if spec.update is not None:
+        return lambda mesh: mesh.dp_replicate == 1 < mesh.world_size or bool(flags.get("shard_optimizer"))
+    return None
+
+
+def islands_plan(spec: Train) -> IslandsPlan | None:
+    """None: gradients are averaged in every step."""
+    return None if spec.update is None else IslandsPlan(**links.round_of(spec.update))
 
 
 def compress_plan(spec: Train) -> CompressPlan | None:
@@ -329,6 +353,7 @@ def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
         asynchronous=plan.checkpoint.asynchronous,
         schedule=plan.pipeline.schedule if plan.pipeline is not None else DEFAULT,
         compress=plan.compress,
+        islands=plan.islands,
     )
     choices = Choices(plan.micro_batch, plan.activation_checkpointing, plan.precision)
     return Pricer(shape, training, hardware).candidate(plan.strategy, plan.mesh, choices, asked=True)

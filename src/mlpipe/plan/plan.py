@@ -225,9 +225,9 @@ class CompressPlan:
 
 
 @dataclass(frozen=True)
-class LocalPlan:
+class IslandsPlan:
     """Each island updates by its own gradients, and every `sync_every` steps all agree on the weights, see
-    `train/optim/local.py`. `compress`: of what they learnt, a code of `_core/compression.py`; None: fp32."""
+    `train/optim/islands.py`. `compress`: a code of `_core/compression.py`; None: fp32."""
 
     sync_every: int
     outer_lr: float = 1.0
@@ -460,7 +460,7 @@ class TrainPlan(StageWork):
     validate: ValidatePlan | None = None  # None: nobody measures while it trains
     pipeline: PipelinePlan | None = None  # where `mesh.pp` is above 1
     compress: CompressPlan | None = None  # None: gradients are sent as they are
-    local: LocalPlan | None = None  # None: gradients are averaged in every step
+    islands: IslandsPlan | None = None  # None: gradients are averaged in every step
 
     @property
     def summary(self) -> str:

@@ -18,11 +18,11 @@ from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.memory import MemoryEstimate
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.plan import CompressPlan, Mesh, Strategy
-from mlpipe.plan.shapes.shape import Activations, ModelShape, Part, StepShape
+from mlpipe.plan.plan import CompressPlan, IslandsPlan, Mesh, Strategy
+from mlpipe.plan.shapes.shape import Activations, ModelShape, ParameterCounts, Part, StepShape
 from mlpipe.plan.stages import num_blocks_of
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.tensors import WEIGHT_BYTES, total
+from mlpipe.plan.tensors import GRADIENT_BYTES, WEIGHT_BYTES, total
 from mlpipe.plan.time import StepSeconds, passes, save_seconds, slowest_ratio, update_seconds, whole_steps
 from mlpipe.plan.wire import Wire
 
@@ -44,6 +44,7 @@ class Training:
     validation_samples: int = 0  # of each, over all ranks
     schedule: Schedule = DEFAULT  # of pipelines
     compress: CompressPlan | None = None
+    islands: IslandsPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,16 @@ def layout_of(strategy: Strategy, mesh: Mesh) -> Layout:
 def without_data(mesh: Mesh) -> Mesh:
     """Its axes that share samples."""
     return replace(mesh, dp_replicate=1, dp_shard=1, ep=1)
+
+
+def _of_islands(local: IslandsPlan, trained: ParameterCounts) -> Exchanged:
+    """A step's share of a round, in which an island sends what it learnt: anchors, outer momentum and what
+    was not told are kept."""
+    bits = 8.0 * GRADIENT_BYTES * trained.total
+    if local.compress is not None:
+        bits = COMPRESSIONS[local.compress].sent(trained.total, 1, {}).reduced_bits
+    kept = 1 + (local.outer_momentum > 0) + (local.compress is not None)
+    return Exchanged(bits / 8 / local.sync_every, 0.0, trained.total / local.sync_every, kept)
 
 
 class Pricer:
@@ -162,6 +173,8 @@ class Pricer:
 
     def _exchanged(self, part: Part) -> Exchanged | None:
         compress, trained = self.training.compress, self.shape.parameters.of(part).trained
+        if (local := self.training.islands) is not None:
+            return _of_islands(local, trained)
         if compress is None:
             return None
         sent = COMPRESSIONS[compress.name].sent

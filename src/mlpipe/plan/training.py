@@ -21,6 +21,7 @@ from mlpipe.plan.candidates import (
     compress_plan,
     enumerate_candidates,
     global_batch,
+    islands_plan,
     micro_batches,
     num_data_ranks,
     pick,
@@ -108,12 +109,12 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     """For an evaluation of what `spec` trains. On its own resources the strategy is chosen anew, since they
     may be of another number. The batch need not be the training's: as many whole sequences as one pass takes.
     Raises PlanError."""
-    spec = spec.model_copy(update={"accumulation": None})
+    spec = spec.model_copy(update={"accumulation": None, "compress": None, "update": None})
     if spec.pipeline is not None:
         free = spec.pipeline.model_copy(update={"microbatches": "auto"})
         spec = spec.model_copy(update={"pipeline": free})
     if own_resources:
-        spec = spec.model_copy(update={"mesh": None, "strategy": "auto", "compress": None})
+        spec = spec.model_copy(update={"mesh": None, "strategy": "auto"})
     num_readers = num_data_ranks(spec, hardware)
     share = -(-global_batch(spec) // num_readers)
     update: dict[str, Any] = {"batch_size": share * num_readers, "micro_batch": "auto"}
@@ -124,7 +125,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     batch = (chosen.micro_batch or 1) * num_readers
     train = _train_plan(spec, hardware, known, chosen, reason, batch)
     # these are of training's steps
-    off: dict[str, Any] = {"callbacks": (), "track": (), "validate": None, "compress": None}
+    off: dict[str, Any] = {"callbacks": (), "track": (), "validate": None, "compress": None, "islands": None}
     return dataclasses.replace(train, predicted=None, memory_bytes=None, **off)
 
 
@@ -287,6 +288,7 @@ def _train_plan(
         validate=None if spec.validate_ is None else _validate(spec.validate_, known),
         pipeline=_pipeline(spec, shape, chosen.mesh),
         compress=compress_plan(spec),
+        islands=islands_plan(spec),
     )
 
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
 
-from mlpipe._core.compression import COMPRESSIONS, Argument, Compression
+from mlpipe._core.compression import CODES, COMPRESSIONS, Argument, Compression
+from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.presets import PRESETS, MoeConfig
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
 from mlpipe.spec.problems import Problem, closest
-from mlpipe.spec.tree import Node, get, text_of
+from mlpipe.spec.tree import Node, get, problem_of_key, text_of
 
 
 def _field(argument: Argument) -> Any:
@@ -71,12 +72,121 @@ def settings_of(compress: Compress) -> tuple[str, dict[str, float]]:
     return name, {**defaults, **said}
 
 
+class LocalSgd(SpecModel):
+    """Workers take the mean of their weights now and then (Stich, Local SGD, 2019)."""
+
+    sync_every: f.Count = Field(20, description="Steps between two means.")
+
+
+class DiLoCo(SpecModel):
+    """What workers have learnt since they agreed last is the gradient of an outer step with Nesterov momentum
+    (Douillard et al., DiLoCo, 2023)."""
+
+    sync_every: f.Count = Field(50, description="Steps between two outer steps.")
+    outer_lr: f.Positive = Field(0.7, description="Learning rate of the outer step.")
+    outer_momentum: f.BelowOne = Field(
+        0.5, description="Its momentum. The paper's 0.9 is for runs of many hundred rounds."
+    )
+    compress: Literal[CODES] | None = Field(  # type: ignore[valid-type]
+        None, description="How what was learnt is sent. Default: in fp32."
+    )
+    fragments: f.FewCount = Field(
+        1,
+        description="Parts of the model that take turns within `sync_every` steps, to spread the sending.",
+    )
+
+
+class LocalSgdUpdate(SpecModel):
+    """local_sgd, with settings."""
+
+    local_sgd: LocalSgd = Field(description="How often.")
+
+
+class DiLoCoUpdate(SpecModel):
+    """diloco, with settings."""
+
+    diloco: DiLoCo = Field(description="How often, and the outer step.")
+
+
+ROUNDS = {"local_sgd": LocalSgd, "diloco": DiLoCo}
+
+
+def _known_update(value: Any) -> Any:
+    names = [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
+    for name in names:
+        if name not in ROUNDS:
+            raise f.wrong(f"unknown update {str(name)!r}", closest(str(name), [*ROUNDS]))
+    if isinstance(value, dict) and len(names) != 1:
+        raise f.wrong("an update is one name", "keep one of them")
+    return value
+
+
+def _tag_of_update(value: Any) -> str:
+    if isinstance(value, LocalSgdUpdate) or (isinstance(value, dict) and "local_sgd" in value):
+        return "LocalSgdUpdate"
+    return "DiLoCoUpdate" if isinstance(value, dict | DiLoCoUpdate) else "name"
+
+
+if TYPE_CHECKING:
+    Update = str | LocalSgdUpdate | DiLoCoUpdate
+else:
+    Update = Annotated[
+        Annotated[Literal[tuple(ROUNDS)], Tag("name")]
+        | Annotated[LocalSgdUpdate, Tag("LocalSgdUpdate")]
+        | Annotated[DiLoCoUpdate, Tag("DiLoCoUpdate")],
+        Discriminator(_tag_of_update),
+        BeforeValidator(_known_update),
+    ]
+
+
+def round_of(update: Update) -> dict[str, Any]:
+    """Figures of a round, as the plan has them: local SGD is an outer step of learning rate 1 without
+    momentum."""
+    if isinstance(update, str):
+        settings: SpecModel = ROUNDS[update]()
+    else:
+        settings = update.local_sgd if isinstance(update, LocalSgdUpdate) else update.diloco
+    return settings.model_dump(mode="json")
+
+
 def problems(train: Node, strategies: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
-    """Of a training: what does not go with `compress`. `strategies`: by key those that it goes with."""
-    compress = get(train, "compress")
-    if compress is None or compress.value is None:
+    """Of a training: what does not go with `compress`, and with `update`. `strategies`: by key those that it
+    goes with."""
+    compress, update = get(train, "compress"), get(train, "update")
+    if compress is not None and compress.value is not None:
+        yield from _needs_copies(train, "compress", strategies["compress"])
+        if update is not None and update.value is not None:
+            yield problem_of_key(
+                compress,
+                "compress is of gradients, which are not sent with update",
+                "remove it, or write 'update: {diloco: {compress: int8}}'",
+            )
+    if update is None or update.value is None:
         return
-    yield from _needs_copies(train, "compress", strategies["compress"])
+    yield from _needs_copies(train, "update", strategies["update"])
+    ema, optimizer = get(train, "ema"), get(train, "optimizer", "name")
+    if ema is not None and ema.value is not None:
+        yield problem_of_key(ema, "update keeps weights of its own to validate and save", "remove ema")
+    known = OPTIMIZERS.get(text_of(optimizer) or "")
+    if optimizer is not None and known is not None and known.averages:
+        yield Problem.at(
+            optimizer.place, f"{text_of(optimizer)} averages the weights itself, as update does", "take adamw"
+        )
+    settings = get(update, "diloco")
+    every, fragments = (
+        (get(settings, key) if settings is not None else None) for key in ("sync_every", "fragments")
+    )
+    most = every.value if every is not None else DiLoCo.model_fields["sync_every"].default
+    if (
+        fragments is not None
+        and all(type(n) is int for n in (most, fragments.value))
+        and fragments.value > most
+    ):
+        yield Problem.at(
+            fragments.place,
+            f"{fragments.value} fragments have no turns of their own in {most} steps",
+            f"write {most} at most",
+        )
 
 
 def _needs_copies(train: Node, key: str, strategies: Sequence[str]) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from mlpipe.train.checkpoint import Checkpointer
 from mlpipe.train.data import ReadAhead, fingerprint
 from mlpipe.train.optim.clipping import clip_factor, clip_values, squared_norm
 from mlpipe.train.optim.learning_rate import learning_rate
-from mlpipe.train.optim.update import Update, averages_of
+from mlpipe.train.optim.update import Update, averages_of, finish
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.recording import Recording, of_samples
@@ -168,6 +168,8 @@ class Loop:
         lr = learning_rate(plan.optimizer, number, plan.steps)
         updating = time.perf_counter()
         self.update.step(lr=lr, scale=scale)
+        if number == plan.steps:
+            finish(self.update)
         clear_gradients(self.model.shards)
         self.model.after_step()
         ended = time.perf_counter()

@@ -83,6 +83,10 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     started = time.perf_counter()
     check_schedule(plan.optimizer, plan.steps)
     update = make_update(plan.optimizer, model.shards, plan.ema, trained)
+    if plan.islands is not None:
+        from mlpipe.train.optim.islands import local_updates
+
+        update = local_updates(plan.islands, update, model, world)
     # before the first pass, so that they do not lie among what it leaves in the heap
     update.state()
     schedule = make_schedule(plan, model, world, lambda: session.watchdog.beat("computing", progress[0] + 1))

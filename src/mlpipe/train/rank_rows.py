@@ -35,14 +35,19 @@ class RankRows:
         """The checkpoint that is loaded has none of these."""
         return self._saved == 0
 
-    def row(self, own: LocalShard) -> list[LocalShard]:
-        """`own`, which other ranks have otherwise, as a checkpoint has it: nothing, where it has not."""
+    def row(self, own: LocalShard, *, mean: bool = True) -> list[LocalShard]:
+        """`own`, which other ranks have otherwise, as a checkpoint has it: nothing, where it has not. Where a
+        mean has no sense (`mean` False) each of another number of ranks takes a row, in turn."""
         if self.is_loading_nothing:
             return []
         number = self.num_ranks if self._saved is None else self._saved
         shape = (number, *own.shape)
         if number == self.num_ranks:
             return [replace(own, local=own.local[None], shape=shape, offset=(self.rank, *own.offset))]
+        if not mean:
+            return [
+                replace(own, local=own.local[None], shape=shape, offset=(self.rank % number, *own.offset))
+            ]
         rows = own.local.new_empty((number, *own.local.shape))
         self._loaded.append((own.local, rows))
         return [replace(own, local=rows, shape=shape, offset=(0, *own.offset))]

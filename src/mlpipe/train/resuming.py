@@ -20,7 +20,7 @@ from mlpipe.store.manifest import Manifest
 from mlpipe.store.runs import append_event
 from mlpipe.train.checkpoint import Checkpointer
 from mlpipe.train.optim.learning_rate import learning_rate
-from mlpipe.train.optim.update import GROUPS, Update, after_load
+from mlpipe.train.optim.update import GROUPS, ISLANDS, Update, after_load
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.reshard import load
 from mlpipe.train.session import Session
@@ -64,8 +64,9 @@ def resume(
     damages: list[str] = []
 
     def state_of(manifest: Manifest) -> list[LocalShard]:
-        optimizer = session.plan.work.training.optimizer
-        _load_optimizer(optimizer, update, manifest["scalars"], session.plan.run_id)
+        part = session.plan.work.training
+        is_local = part.islands is not None
+        _load_optimizer(part.optimizer, update, manifest["scalars"], session.plan.run_id, is_local)
         if parallel.kept is not None:
             parallel.kept.load_scalars(manifest["scalars"].get("kept", {}))
         return stored(parallel, update)
@@ -190,7 +191,9 @@ def joined(parts: list[Any]) -> Any:
     return [joined(list(items)) for items in zip(*parts, strict=True)]
 
 
-def _load_optimizer(plan: OptimizerPlan, update: Update, scalars: dict[str, Any], run_id: str) -> None:
+def _load_optimizer(
+    plan: OptimizerPlan, update: Update, scalars: dict[str, Any], run_id: str, is_local: bool
+) -> None:
     """From what `optimizer_scalars` gave. Before there was a choice it was AdamW, with a step an update."""
     ours = plan.name or plan.entry
     saved = scalars.get("optimizer", {"name": "adamw", "scalars": {"num_updates": scalars["step"]}})
@@ -206,6 +209,14 @@ def _load_optimizer(plan: OptimizerPlan, update: Update, scalars: dict[str, Any]
             "the checkpoint's optimizer had groups of parameters, there are none now",
             where=f"step {scalars['step']}",
             hint=f"go on with its `groups`, or begin anew: mlpipe resume {run_id} --from-step 0",
+            kind="input",
+        )
+    if ISLANDS in saved["scalars"] and not is_local:
+        raise TrainError(
+            "the checkpoint's ranks had weights of their own, of which there is one now",
+            where=f"step {scalars['step']}",
+            hint="go on with its `update`, or start from its weights in a new run: "
+            f"`init_from: {{run: {run_id}}}`",
             kind="input",
         )
     update.load_scalars(saved["scalars"])

@@ -28,7 +28,7 @@ from mlpipe.observe.goodput import Ledger
 from mlpipe.observe.predicted import comparison
 from mlpipe.observe.progress import format_count, format_flops, format_loss, format_mfu, split_words
 from mlpipe.observe.runview import MOST_RANKS, StageView, worst_load
-from mlpipe.plan.plan import CompressPlan, InitPlan, OptimizerPlan, PipelinePlan, TrainPlan
+from mlpipe.plan.plan import CompressPlan, InitPlan, IslandsPlan, OptimizerPlan, PipelinePlan, TrainPlan
 
 
 def section(stage: StageView) -> Section:
@@ -127,6 +127,7 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
                     f" ({_schedule(optimizer)}, {optimizer.warmup_steps} warm-up steps),"
                     f" {_clipping(optimizer)}",
                     "gradients": None if plan.compress is None else _compression(plan.compress),
+                    "islands": None if plan.islands is None else _islands(plan.islands),
                     "average of weights": f"decay {plan.ema.decay:g}, every {plan.ema.every} steps"
                     if plan.ema
                     else None,
@@ -144,6 +145,13 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
 def _compression(compress: CompressPlan) -> str:
     settings = ", ".join(f"{key} {value:g}" for key, value in compress.args.items())
     return f"sent as {compress.name}{f' ({settings})' if settings else ''}"
+
+
+def _islands(local: IslandsPlan) -> str:
+    words = f"agree every {local.sync_every} steps, outer lr {local.outer_lr:g}"
+    words += f", momentum {local.outer_momentum:g}" if local.outer_momentum else ""
+    words += f", {local.fragments} fragments" if local.fragments > 1 else ""
+    return words + (f", sent as {local.compress}" if local.compress else "")
 
 
 def _pipeline(pipeline: PipelinePlan) -> str:

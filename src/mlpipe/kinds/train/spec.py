@@ -182,6 +182,11 @@ class Train(SpecModel):
         description="Send gradients in fewer bytes, by name or `{powersgd: {rank: 8}}`; what that leaves "
         "out is sent later. Default: as they are.",
     )
+    update: links.Update | None = Field(
+        None,
+        description="Let workers learn by themselves for several steps before they agree on the weights: "
+        "`local_sgd` or `diloco`, by name or with settings. Default: they average gradients in every step.",
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto",
         description="Of the matmuls; weights, gradients and loss stay fp32. `auto`: bf16 where the hardware "

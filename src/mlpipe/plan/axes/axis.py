@@ -16,11 +16,14 @@ from mlpipe.plan.wire import Wire
 @dataclass(frozen=True)
 class Exchanged:
     """What replicas send of gradients, where that is not the gradients themselves: bytes in all-reduces and
-    in all-gathers, each rank's own part. `coded_params`: so many values are read and written to make it."""
+    in all-gathers, each rank's own part. `coded_params`: so many values are read and written to make it.
+    `kept_copies`: of the gradients' size, between steps. Of islands, which do so once in many steps: a step's
+    share."""
 
     reduced_bytes: float
     gathered_bytes: float
-    coded_params: int
+    coded_params: float
+    kept_copies: int = 1
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,14 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     """Gradients are views of the communication buckets (`gradient_as_bucket_view`), so the buckets cost
     nothing more; but they live from the first step on, so gradients take no other's place. Updated slices are
     gathered through buffers that hold the model once more, and a slice, when the activations are gone."""
+    if (exchanged := work.layout.exchanged) is not None:  # what is kept for it, and a bucket that arrives
+        own = total(work.parameters.trained.sharded(work.layout.num_shards, GRADIENT_BYTES))
+        tensors = replace(
+            tensors, buffers=tensors.buffers + exchanged.kept_copies * own + min(own, DDP_BUCKET_BYTES)
+        )
     if work.layout.mesh.dp_shard > 1:  # FSDP reduces over the replicas what it has scattered, in place
         return tensors
     gradients, buffers = total(tensors.gradients), tensors.buffers
-    if work.layout.exchanged is not None:  # what a rank has not told the others, and a bucket that arrives
-        buffers += gradients + min(gradients, DDP_BUCKET_BYTES)
     optimizer, moments = tensors.optimizer, []
     if work.layout.shard_optimizer:
         num_ranks = work.layout.num_updating_ranks
@@ -42,7 +45,9 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     sent and unpacked."""
     num_ranks, stride = layout.num_replicas, layout.replica_stride
     if layout.mesh.dp_shard > 1:  # travels with what FSDP reduces
-        return 0.0
+        if layout.exchanged is None:
+            return 0.0
+        return _exchange_seconds(layout.exchanged, wire, num_ranks, stride) / layout.num_shards
     exposed = wire.all_reduce(GRADIENT_BYTES * passes.num_trained_params, num_ranks, stride)
     if layout.exchanged is not None:
         exposed = _exchange_seconds(layout.exchanged, wire, num_ranks, stride)

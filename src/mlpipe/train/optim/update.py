@@ -13,6 +13,7 @@ import torch
 from mlpipe.train.shards import LocalShard
 
 Average = tuple[LocalShard, torch.Tensor]  # what is trained, and its average of the same shape
+ISLANDS = "islands"  # in the scalars of an optimizer whose ranks have weights of their own
 GROUPS = "groups_of_parameters"  # in the scalars of an optimizer with groups
 
 
@@ -47,6 +48,11 @@ def averages_of(update: Update) -> list[Average]:
 def after_load(update: Update) -> None:
     """To be called when the tensors of `state` have been filled from a checkpoint."""
     getattr(update, "after_load", list)()
+
+
+def finish(update: Update) -> None:
+    """To be called after the last step of a training."""
+    getattr(update, "finish", list)()
 
 
 def scaled_gradients(shards: Iterable[LocalShard], scale: float) -> list[tuple[LocalShard, torch.Tensor]]:

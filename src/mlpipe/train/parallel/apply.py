@@ -29,7 +29,7 @@ class Technique(NamedTuple):
 def _averages(plan: TrainPlan) -> bool:
     """Whether ranks have copies of all that they compute with, and average gradients as they come."""
     mesh = plan.mesh
-    return mesh.dp_replicate * mesh.cp > 1 == mesh.dp_shard == mesh.pp and plan.local is None
+    return mesh.dp_replicate * mesh.cp > 1 == mesh.dp_shard == mesh.pp and plan.islands is None
 
 
 TECHNIQUES = (

@@ -44,7 +44,8 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     # On a CPU torch's norms refuse fp32 inputs with bf16 weights; mlpipe's own models see to that
     expects = plan.model.preset is not None or world.device.type != "cpu"
     of_blocks = low if plan.precision == "bf16" and expects else exact
-    mesh, reshard = world.device_mesh("dp_replicate", "dp_shard+cp"), plan.reshard_after_forward
+    axes = ("dp_replicate", "dp_shard+cp") if plan.islands is None else ("dp_shard",)
+    mesh, reshard = world.device_mesh(*axes), plan.reshard_after_forward
     whole = _shard_experts(module, world, of_blocks, reshard) if plan.mesh.ep > 1 else set()
     for block in model.built.blocks:
         fully_shard(
@@ -89,7 +90,7 @@ class _GradientSync:
         self.root = cast(FSDPModule, model.built.module)
         self.reduces_each = plan.reduce_gradients == "every"
         self.reshards = plan.reshard_after_forward
-        self.has_copies = plan.mesh.dp_replicate > 1
+        self.has_copies = plan.mesh.dp_replicate > 1 and plan.islands is None
         self.told = True
         self.first = True
         self.buffers: list[torch.Tensor] | None = None

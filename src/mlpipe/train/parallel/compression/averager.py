@@ -23,6 +23,11 @@ class Link:
     ranks: RankGroup
     sent_bytes: int = 0
 
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum, in place."""
+        self.sent_bytes += 2 * tensor.nbytes * (self.ranks.num_ranks - 1) // self.ranks.num_ranks
+        return self.ranks.all_reduce(tensor)
+
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Row r goes to rank r; back comes a row from each."""
         num_ranks = self.ranks.num_ranks

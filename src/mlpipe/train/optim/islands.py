@@ -1,0 +1,238 @@
+"""Islands: ranks that update by their own gradients for many steps, and then agree on the weights. An island
+is what has one copy of the model: a rank, or with `dp_shard` those that share one.
+
+Every `sync_every` steps each says how far it has gone from the weights on which all agreed last (the anchor),
+and the mean of that is the gradient of an outer step: with Nesterov momentum DiLoCo (Douillard et al., 2023),
+with learning rate 1 and without momentum local SGD (Stich, 2019). In `fragments` one part of the model after
+the other does so, spread evenly over the steps (Douillard et al., Streaming DiLoCo, 2025, without its
+overlap).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlpipe._core.errors import TrainError
+from mlpipe.plan.plan import IslandsPlan
+from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
+from mlpipe.train.buckets import buckets
+from mlpipe.train.optim.update import ISLANDS, Average, Update, after_load
+from mlpipe.train.parallel.compression.averager import Link, code_of, coded_mean, padded
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.parallel.rank_group import RankGroup
+from mlpipe.train.rank_rows import RankRows
+from mlpipe.train.shards import LocalShard
+from mlpipe.train.world import World
+
+
+def local_updates(plan: IslandsPlan, update: Update, model: ParallelizedModel, world: World) -> LocalUpdates:
+    """`update`: of one island. Raises TrainError (input) for a model that forward passes write to: what its
+    islands have seen cannot be put together."""
+    buffers = [shard.name for shard in model.shards if shard.is_buffer]
+    if buffers:
+        raise TrainError(
+            f"the model has buffers that a forward pass may write ({', '.join(buffers[:3])}), of which "
+            "islands would have different ones",
+            where="train.update",
+            hint="use layers without running statistics, or remove `update`",
+            kind="input",
+        )
+    trained = [
+        shard for shard in model.shards if shard.parameter is not None and shard.parameter.requires_grad
+    ]
+    found = LocalUpdates(plan, update, trained, RankGroup.along("dp_replicate", world, model.waits))
+    model.step_metrics = found.end_step
+    return found
+
+
+class LocalUpdates:
+    """An Update of the shards of an island, which `update` updates. What a checkpoint has as the model's
+    weights, and what is validated, are the anchors: equal on all islands."""
+
+    def __init__(
+        self, plan: IslandsPlan, update: Update, shards: Sequence[LocalShard], ranks: RankGroup
+    ) -> None:
+        self.plan = plan
+        self.update = update
+        self.shards = shards
+        self.link = Link(ranks)
+        self.rows = RankRows(ranks.rank, ranks.num_ranks)
+        self.num_steps = 0
+        self.num_rounds = 0
+        self._anchors = [shard.local.detach().clone() for shard in shards]
+        self._parts = [_Part(plan, some, ranks.num_ranks) for some in self._fragments()]
+        self._loads_momentum = self._loads_unsent = True
+
+    def _fragments(self) -> list[list[tuple[LocalShard, Tensor]]]:
+        """Neighbours, of about as many bytes each; with as many fragments as wanted, some perhaps empty."""
+        ends, so_far = [], 0
+        whole = sum(anchor.nbytes for anchor in self._anchors) or 1
+        for anchor in self._anchors:
+            ends.append(min(self.plan.fragments - 1, so_far * self.plan.fragments // whole))
+            so_far += anchor.nbytes
+        pairs = list(zip(self.shards, self._anchors, strict=True))
+        return [
+            [pair for pair, end in zip(pairs, ends, strict=True) if end == fragment]
+            for fragment in range(self.plan.fragments)
+        ]
+
+    @torch.no_grad()
+    def step(self, *, lr: float, scale: float) -> None:
+        """One of the island's own updates; then those fragments agree whose turn it is."""
+        self.update.step(lr=lr, scale=scale)
+        self.num_steps += 1
+        self.link.sent_bytes = 0
+        every = self.plan.sync_every
+        for number in range(self.plan.fragments):
+            if (self.num_steps - number * every // self.plan.fragments) % every == 0:
+                self._agree(number)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After the last step: all agree on what was learnt since."""
+        for number, part in enumerate(self._parts):
+            if part.agreed_at != self.num_steps:
+                self._agree(number)
+
+    def _agree(self, fragment: int) -> None:
+        self._parts[fragment].agree(self.link)
+        self._parts[fragment].agreed_at = self.num_steps
+        self.num_rounds += fragment == 0
+
+    def end_step(self) -> dict[str, Any]:
+        """Fields of a step's record."""
+        num_ranks, whole = self.link.ranks.num_ranks, sum(anchor.nbytes for anchor in self._anchors)
+        return {
+            "exchanged_bytes": self.link.sent_bytes,
+            "exchanged_plain_bytes": 2 * whole * (num_ranks - 1) // num_ranks,
+            "rounds": self.num_rounds,
+        }
+
+    def averages(self) -> list[Average]:
+        """The anchors."""
+        return list(zip(self.shards, self._anchors, strict=True))
+
+    def state(self) -> list[LocalShard]:
+        """The anchors by the names of the parameters; of each island its weights, what it has not told and
+        the states of its optimizer; the outer momentum."""
+        kept = [
+            replace(shard, local=anchor, parameter=None)
+            for shard, anchor in zip(self.shards, self._anchors, strict=True)
+        ]
+        if self.rows.is_loading_nothing:
+            return [*self.update.state(), *kept]
+        for shard in self.shards:
+            kept += self.rows.row(self._of_island(shard.state("island", shard.local)))
+        for part in self._parts:
+            if part.momentum and self._loads_momentum:
+                kept += [
+                    one.state("outer_momentum", own)
+                    for one, own in zip(part.shards, part.momentum, strict=True)
+                ]
+            if part.code is not None and self._loads_unsent:
+                for shard, unsent in zip(part.shards, part.unsent, strict=True):
+                    kept += self.rows.row(self._of_island(shard.state("unsent", unsent)))
+        for state in self.update.state():
+            kept += self.rows.row(self._of_island(state), mean=False)
+        return kept
+
+    def _of_island(self, state: LocalShard) -> LocalShard:
+        """The replicas of a tensor within the island. `dp_replicate` is the outermost axis that counts
+        them."""
+        number = max(1, state.num_replicas // self.rows.num_ranks)
+        return replace(state, replica_id=state.replica_id % number, num_replicas=number)
+
+    def scalars(self) -> dict[str, Any]:
+        """How many islands, and where in a round they stand; what each island's optimizer says."""
+        return {
+            ISLANDS: self.rows.num_ranks,
+            "num_steps": self.num_steps,
+            "num_rounds": self.num_rounds,
+            "agreed_at": [part.agreed_at for part in self._parts],
+            "outer_momentum": bool(self.plan.outer_momentum),
+            "unsent": self.plan.compress is not None,
+            "update": self.update.scalars(),
+        }
+
+    def load_scalars(self, scalars: dict[str, Any]) -> None:
+        """As `scalars` gave them; or of a training without islands, whose weights all begin a round with."""
+        self.rows.begin_load(scalars.get(ISLANDS, 0))
+        self.num_steps = scalars.get("num_steps", 0) if ISLANDS in scalars else 0
+        self.num_rounds = scalars.get("num_rounds", 0) if ISLANDS in scalars else 0
+        self._loads_momentum = scalars.get("outer_momentum", False)
+        self._loads_unsent = scalars.get("unsent", False)
+        agreed_at = scalars.get("agreed_at", [])
+        for number, part in enumerate(self._parts):
+            part.agreed_at = agreed_at[number] if len(agreed_at) == len(self._parts) else 0
+            for tensor in (*part.momentum, *part.unsent):
+                tensor.zero_()
+        self.update.load_scalars(scalars["update"] if ISLANDS in scalars else scalars)
+
+    @torch.no_grad()
+    def after_load(self) -> None:
+        """With another number of islands each begins where their mean was, and has the states of one of
+        them."""
+        if self.rows.is_loading_nothing:
+            for shard, anchor in zip(self.shards, self._anchors, strict=True):
+                shard.local.copy_(anchor)
+        self.rows.after_load()
+        self._loads_momentum = self._loads_unsent = True
+        after_load(self.update)
+
+
+class _Part:
+    """A fragment: shards and their anchors, the outer momentum and what was not told of each."""
+
+    def __init__(self, plan: IslandsPlan, pairs: list[tuple[LocalShard, Tensor]], num_ranks: int) -> None:
+        self.plan = plan
+        self.shards = [shard for shard, _ in pairs]
+        self.anchors = [anchor for _, anchor in pairs]
+        self.momentum = [torch.zeros_like(anchor) for anchor in self.anchors] if plan.outer_momentum else []
+        self.code = None if plan.compress is None else code_of(plan.compress)
+        self.unsent = [torch.zeros_like(anchor) for anchor in self.anchors] if self.code is not None else []
+        self.agreed_at = 0  # after which step
+
+    def agree(self, link: Link) -> None:
+        """The outer step: b = m b + d, anchor -= lr (d + m b), where d is the mean of how far the anchor is
+        from each island's weights."""
+        if not self.shards:
+            return
+        weights = [shard.local for shard in self.shards]
+        gone = list(torch._foreach_sub(self.anchors, weights))
+        for some in buckets(range(len(gone)), GATHER_BUCKET_BYTES, gone.__getitem__):
+            self._average(some, gone, link)
+        momentum, steps = self.plan.outer_momentum, gone
+        if momentum:
+            torch._foreach_mul_(self.momentum, momentum)
+            torch._foreach_add_(self.momentum, gone)
+            steps = list(torch._foreach_add(gone, self.momentum, alpha=momentum))
+        torch._foreach_add_(self.anchors, steps, alpha=-self.plan.outer_lr)
+        torch._foreach_copy_(weights, self.anchors)
+
+    def _average(self, some: Sequence[int], gone: list[Tensor], link: Link) -> None:
+        """In place, over the islands, of those at `some`."""
+        own = [gone[index] for index in some]
+        sizes = [tensor.numel() for tensor in own]
+        num_ranks = link.ranks.num_ranks
+        if not sum(sizes):
+            return
+        flat = torch.zeros(padded(sum(sizes), num_ranks), dtype=torch.float32, device=own[0].device)
+        parts = [
+            part.view_as(tensor)
+            for part, tensor in zip(flat.split([*sizes, flat.numel() - sum(sizes)]), own, strict=False)
+        ]
+        torch._foreach_copy_(parts, own)
+        if self.code is None:
+            mean = link.all_reduce(flat).div_(num_ranks)
+        else:
+            unsent = [self.unsent[index] for index in some]
+            torch._foreach_add_(parts, unsent)
+            mean = coded_mean(flat, self.code, link)
+            torch._foreach_copy_(unsent, parts)
+        told = mean.split([*sizes, flat.numel() - sum(sizes)])
+        torch._foreach_copy_(own, [part.view_as(tensor) for part, tensor in zip(told, own, strict=False)])

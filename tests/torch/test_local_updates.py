@@ -1,0 +1,141 @@
+"""Islands that learn by themselves and agree now and then: the same as averaged gradients where that is
+exact, the same after a resume in the middle of a round, and every island has the same weights in a
+checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from kit import plans
+from kit.thread_ranks import on_ranks
+
+from mlpipe.plan.plan import IslandsPlan, OptimizerPlan, ValidatePlan
+from mlpipe.train.optim.islands import LocalUpdates
+from mlpipe.train.optim.make import make_update
+from mlpipe.train.shards import LocalShard
+
+pytestmark = pytest.mark.torch
+STEPS = 8
+DILOCO = IslandsPlan(sync_every=3, outer_lr=0.7, outer_momentum=0.5, compress="int8", fragments=2)
+
+
+def sgd(momentum: float = 0.0) -> OptimizerPlan:
+    args = {"momentum": momentum, "weight_decay": 0.0}
+    return OptimizerPlan("sgd", None, args, 0, 1e-2, 0.0, "constant", 0, 0, 0.0)
+
+
+def test_the_outer_step_is_torchs_nesterov() -> None:
+    """Two islands over several rounds beside `torch.optim.SGD(nesterov=True)` of the mean of what they
+    learnt."""
+    plan, rounds, every = IslandsPlan(2, outer_lr=0.7, outer_momentum=0.5), 4, 2
+    start = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+
+    def gradient(rank: int, step: int) -> torch.Tensor:
+        return torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+
+    def work(link: Any) -> torch.Tensor:
+        parameter = torch.nn.Parameter(start.clone())
+        shard = LocalShard("a", parameter.detach(), (5, 3), (0, 0), 0, 2, parameter)
+        update = LocalUpdates(plan, make_update(sgd(), [shard]), [shard], link.ranks)
+        for step in range(rounds * every):
+            parameter.grad = gradient(link.ranks.rank, step)
+            update.step(lr=0.1, scale=1.0)
+        return shard.local
+
+    outer = torch.nn.Parameter(start.clone())
+    reference = torch.optim.SGD([outer], lr=0.7, momentum=0.5, nesterov=True)
+    for first in range(0, rounds * every, every):
+        told = [0.1 * gradient(rank, first + step) for step in range(every) for rank in range(2)]
+        outer.grad = torch.stack(told).sum(0) / 2
+        reference.step()
+    found = on_ranks(2, work)
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], outer.detach())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("islands")
+    tokens, store = plans.write_tokens(folder / "tokens"), folder / "store"
+
+    def plan_of(run_id: str, local: IslandsPlan | None = None, *, steps: int = STEPS, **changes: Any) -> Any:
+        changes = {"every": STEPS // 2, "islands": local, **changes}
+        return plans.train_plan(store, tokens, steps=steps, run_id=run_id, **changes)
+
+    def forget_the_last(plan: Any) -> None:
+        (newest,) = (store / plan.stage_key / "checkpoints").glob(f"step-*{STEPS}")
+        shutil.rmtree(newest)
+
+    nesterov = IslandsPlan(3, outer_lr=0.7, outer_momentum=0.5)
+    made = [
+        plan_of("ddp", optimizer=sgd()),
+        plan_of("every-step", IslandsPlan(1), optimizer=sgd()),
+        plan_of("adamw"),
+        plan_of("pair", nesterov),
+        plan_of("diloco", DILOCO),
+        plan_of("watched", DILOCO, validate=ValidatePlan(4, 512, ())),
+        plan_of("begun", steps=STEPS // 2),
+        plan_of("begun", DILOCO, attempt=2),
+    ]
+    plans.run_together(made, folder / "two")
+    hsdp: dict[str, Any] = {"world_size": 4, "strategy": "hsdp"}
+    of_four = [plan_of("hsdp", nesterov, **hsdp)]
+    plans.run_together(of_four, folder / "four")
+    for plan in (made[4], made[5], of_four[0]):
+        forget_the_last(plan)
+    again = [plan_of("diloco", DILOCO, attempt=2)]
+    plans.run_together(again, folder / "two-again")
+    more = [plan_of("hsdp", nesterov, attempt=2, **hsdp), plan_of("watched", DILOCO, attempt=2, world_size=4)]
+    plans.run_together(more, folder / "four-again")
+    return {(plan.run_id, plan.attempt): plan for plan in made + of_four + again + more}, store
+
+
+@pytest.mark.combines("dp_replicate", "update local_sgd")
+def test_agreeing_in_every_step_is_averaging_gradients(trained) -> None:
+    """Of an optimizer that is linear in the gradient."""
+    made, store = trained
+    assert plans.losses(store, made["every-step", 1]) == pytest.approx(
+        plans.losses(store, made["ddp", 1]), rel=1e-5
+    )
+
+
+@pytest.mark.combines("dp_replicate", "update diloco")
+@pytest.mark.combines("validate", "update diloco")
+def test_islands_learn(trained) -> None:
+    made, store = trained
+    plain, islands = (plans.losses(store, made[name, 1]) for name in ("adamw", "diloco"))
+    assert islands[0] == plain[0]
+    assert islands == pytest.approx(plain, rel=0.03)
+    # a validation measures the anchors, and puts the island's weights back
+    assert plans.losses(store, made["watched", 1]) == islands
+    steps = [one for one in plans.records(store, made["diloco", 1]) if one["kind"] == "step"]
+    assert [one["rounds"] for one in steps] == [0, 0, 1, 1, 1, 2, 2, 3]
+    sent = [one["exchanged_bytes"] for one in steps]
+    assert [bool(number) for number in sent] == [True, False, True, True, False, True, True, True]
+    assert steps[0]["exchanged_plain_bytes"] == 4 * plans.CONFIG.num_params()
+
+
+@pytest.mark.combines("dp_shard", "update diloco")
+@pytest.mark.combines("dp_shard", "update local_sgd")
+def test_an_island_may_be_several_workers(trained) -> None:
+    made, store = trained
+    pair = plans.losses(store, made["pair", 1])
+    assert plans.losses(store, made["hsdp", 1]) == pytest.approx(pair, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["diloco", "hsdp"])
+def test_a_resume_in_the_middle_of_a_round_repeats_it(trained, name: str) -> None:
+    made, store = trained
+    assert plans.losses(store, made[name, 2]) == plans.losses(store, made[name, 1])[STEPS // 2 :]
+
+
+@pytest.mark.combines("resume under another mesh", "update diloco")
+def test_others_go_on_with_it(trained) -> None:
+    """Four islands with what two had in the middle of a round; and islands with what one training had."""
+    made, store = trained
+    plain = plans.losses(store, made["adamw", 1])[STEPS // 2 :]
+    for name in ("begun", "watched"):
+        assert plans.losses(store, made[name, 2]) == pytest.approx(plain, rel=0.03), name
