@@ -34,6 +34,7 @@ HOMES = {
     "backend": {
         "submit/backends.py",  # the table
         "spec/kubernetes_rules.py",  # a key of the pipeline's file is called so, too
+        "spec/slurm_rules.py",
     },
 }
 # A backend's own folder, the specification's section, and what is rendered of it.
@@ -41,6 +42,7 @@ OF_BACKEND = {
     "kubernetes": ("submit/kubernetes/", "spec/", "render/", "plan/pods.py", "plan/cluster.py"),
     "jenkins": ("submit/jenkins/", "render/jenkins.py"),
     "local": ("submit/local/",),
+    "slurm": ("submit/slurm/", "spec/slurm", "render/slurm.py", "plan/slurm.py"),
 }
 MOST_PARAMETERS = 6
 # Those with more, and why no dataclass says it better; a verb has as many as it has options.
@@ -102,7 +104,9 @@ def test_only_a_backend_and_what_is_rendered_of_it_name_it(modules: Modules) -> 
 def backends_named(module: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(module):
         match node:
-            case ast.Constant(value=str(name)) | ast.Attribute(attr="kubernetes" | "jenkins" as name):
+            case (
+                ast.Constant(value=str(name)) | ast.Attribute(attr="kubernetes" | "jenkins" | "slurm" as name)
+            ):
                 pass
             case ast.ImportFrom(module=str(imported)) if imported.startswith("mlpipe.submit."):
                 name = imported.split(".")[2]

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 def stage_hardware(pipeline: Pipeline, stage_name: str, *, cluster: bool = False) -> Hardware:
     """What the stage runs on. What its resources leave open is on a `cluster` a pod's default, else what this
     machine has."""
-    resources = _resources(pipeline, stage_named(pipeline, stage_name))
+    resources = stage_resources(pipeline, stage_named(pipeline, stage_name))
     return detect_hardware(pod_resources(resources) if cluster else resources, elsewhere=cluster)
 
 
-def _resources(pipeline: Pipeline, stage: Stage) -> Resources | None:
+def stage_resources(pipeline: Pipeline, stage: Stage) -> Resources | None:
     """Its own, or those of the stage that it is about."""
     if stage.resources is None and (other := lender(pipeline, stage)) is not None:
         return other.resources
@@ -71,7 +71,7 @@ def build_plan(
         launch=launch,
         work=work,
         inputs=tuple(f"runs/{start.run_id}/stages/{name}" for name in sorted(start.inputs)),
-        cluster=cluster_plan(pipeline, stage, _resources(pipeline, stage)),
+        cluster=cluster_plan(pipeline, stage, stage_resources(pipeline, stage)),
         price_usd_per_device_hour=hardware.price_usd_per_device_hour,
     )
 

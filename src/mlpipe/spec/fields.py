@@ -211,6 +211,14 @@ SubPath = _text(
     "a path inside a volume",
     "write like 'team/data', without '..'",
 )
+# What stands in a line `#SBATCH --option=value`, where nothing is quoted.
+SlurmName = _text(
+    r"[A-Za-z0-9][A-Za-z0-9_.,:@%+/-]{0,127}", "a name in Slurm", "write letters, digits, '_', '-', '.', ','"
+)
+SlurmConstraint = _text(
+    r"[A-Za-z0-9_.&|*,()\[\]-]{1,255}", "a constraint", "write features like 'a100&nvlink', without blanks"
+)
+SbatchOption = _text(r"[a-z][a-z0-9-]{1,40}", "an option of sbatch", "write its long name without '--'")
 HttpUrl = _text(
     r"https?://[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?(?::[0-9]{1,5})?(?:/[!-z|~]*)?",
     "a URL",

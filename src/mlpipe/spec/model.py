@@ -17,6 +17,7 @@ from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel, one_of
 from mlpipe.spec.kubernetes import Kubernetes
 from mlpipe.spec.part import spec_part
+from mlpipe.spec.slurm import Slurm
 from mlpipe.spec.sweep import Sweep
 
 AnyModel = TypeVar("AnyModel")
@@ -142,6 +143,7 @@ class Pipeline(SpecModel):
     image: f.Image | None = Field(None, description="Container image; cluster backends only.")
     store: f.StoreUrl = Field("./runs", description="A folder, or `s3://bucket/prefix`.")
     kubernetes: Kubernetes | None = Field(None, description="How a run looks on a cluster.")
+    slurm: Slurm | None = Field(None, description="How a run looks on a Slurm cluster.")
     on_orphan: Literal["continue", "cancel"] | None = Field(
         None, description="When whoever waited for the run with `--wait` is gone. Default: `continue`."
     )

@@ -25,6 +25,7 @@ TABLE = {
     "local": "mlpipe.submit.local:LocalBackend",
     "kubernetes": "mlpipe.submit.kubernetes:KubernetesBackend",
     "jenkins": "mlpipe.submit.jenkins:JenkinsBackend",
+    "slurm": "mlpipe.submit.slurm:SlurmBackend",
 }
 DEFAULT = next(iter(TABLE))
 GROUP = "mlpipe.backends"

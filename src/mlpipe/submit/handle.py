@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from mlpipe._core.errors import MlpipeError
 from mlpipe.plan.plan import Plan
 from mlpipe.store.base import Store
-from mlpipe.store.outcome import AttemptOutcome
+from mlpipe.store.outcome import AttemptOutcome, read_outcome
 from mlpipe.submit.executor import Ended
 
 
@@ -69,3 +70,18 @@ def ended_by(outcome: AttemptOutcome) -> Ended:
         text = str(MlpipeError(words, where=outcome.where, hint=outcome.hint))
         return Ended("failed", text, kind=outcome.kind or "failed", exit_code=code, outcome=plain)
     return Ended("done", words, exit_code=code, outcome=plain)
+
+
+def outcomes_of(store: Store, plan: Plan) -> list[AttemptOutcome]:
+    """Of all nodes' launchers, as far as they left any."""
+    names = ["outcome.json"]
+    names += [f"outcome-node-{index}.json" for index in range(1, plan.launch.num_nodes)]
+    outcomes = (read_outcome(store, f"{plan.attempt_key}/{name}") for name in names)
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def blamed(outcomes: Sequence[AttemptOutcome]) -> AttemptOutcome | None:
+    """The first whose node is itself to blame, not its infrastructure or a peer; of ranks that hang, one that
+    waited for the others knows least."""
+    to_blame = [one for one in outcomes if one.kind not in (None, "infrastructure", "cancelled")]
+    return min(to_blame, key=lambda outcome: ("waiting" in outcome.details, outcome.time), default=None)

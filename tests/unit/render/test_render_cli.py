@@ -77,7 +77,7 @@ def test_to_standard_output(cli: Cli) -> None:
 def test_bad_input(cli: Cli) -> None:
     assert "add --out DIR" in cli(*RENDER, "--check", code=2).stderr
     assert "is no run id" in cli(*RENDER, "--run-id", "A B", code=2).stderr
-    assert "'slurm' is not" in cli("render", "x", "--for", "slurm", code=2).stderr
+    assert "'local' is not" in cli("render", "x", "--for", "local", code=2).stderr
     folder = cli(*RENDER[:4], "--set", "image=x", "--store", "./runs", code=2).stderr
     assert "is a folder that the pods do not share" in folder
     patch = "kubernetes.patches=[{target: {kind: Pod}, json: [{op: remove, path: /spec/no}]}]"

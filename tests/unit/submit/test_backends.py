@@ -40,7 +40,7 @@ def of_another_package(cli: Cli) -> Cli:
 
 def test_a_backend_of_another_package(of_another_package: Cli) -> None:
     cli = of_another_package
-    assert "kubernetes|jenkins|toy]" in cli("submit", "--help").stdout
+    assert "kubernetes|jenkins|slurm|toy]" in cli("submit", "--help").stdout
     assert "--queue FOLDER" in cli("submit", "--help", "--to", "toy").stdout
     planned = cli.json(*SUBMIT, "r", "--dry-run")
     assert planned["stages"][0]["argv"][1:3] == ["-m", "mlpipe.submit.pod"]
@@ -71,8 +71,11 @@ def test_options_belong_to_the_backend_that_is_named(cli: Cli) -> None:
         (["submit", "pipeline.yaml", "--context", "c"], "--context is for --to kubernetes"),
         (["submit", "pipeline.yaml", "--to", "jenkins"], "--to jenkins needs --job FOLDER/JOB"),
         (["submit", "pipeline.yaml", "--to", "kubernetes", "--job", "j"], "--job is for --to jenkins"),
-        (["submit", "pipeline.yaml", "--dry-run=server"], "--dry-run=server is for --to kubernetes"),
-        (["submit", "pipeline.yaml", "--to", "slurm"], "'slurm' is not one of 'local', 'kubernetes'"),
+        (
+            ["submit", "pipeline.yaml", "--dry-run=server"],
+            "--dry-run=server is for --to kubernetes and slurm",
+        ),
+        (["submit", "pipeline.yaml", "--to", "pbs"], "'pbs' is not one of 'local', 'kubernetes'"),
         (["doctor", "--context", "c"], "--context is for --for kubernetes"),
         (["render", "pipeline.yaml", "--for", "local"], "'local' is not one of 'kubernetes', 'jenkins'"),
     ):

@@ -16,9 +16,8 @@ from mlpipe._core.errors import SubmitError
 from mlpipe.plan.plan import Plan
 from mlpipe.render.kubernetes import stage_objects
 from mlpipe.store.base import Store
-from mlpipe.store.outcome import AttemptOutcome, read_outcome
 from mlpipe.submit.executor import Ended, Slots
-from mlpipe.submit.handle import ThreadedHandle, ended_by
+from mlpipe.submit.handle import ThreadedHandle, blamed, ended_by, outcomes_of
 from mlpipe.submit.kubernetes.api import ClusterApi, Object, is_away
 from mlpipe.submit.kubernetes.objects import GANGS, create_all, finished, remove_all, selector
 from mlpipe.submit.kubernetes.pending import why_pending
@@ -161,16 +160,8 @@ class Gang(ThreadedHandle):
         words = "restarted once" if times == 1 else f"restarted {times} times"
         return f"{words}; {self._postmortem.last}" if self._postmortem.last else words
 
-    def _outcomes(self) -> list[AttemptOutcome]:
-        """Of all nodes' launchers, as far as they left any."""
-        key = self._plan.attempt_key
-        names = ["outcome.json"]
-        names += [f"outcome-node-{index}.json" for index in range(1, self._plan.launch.num_nodes)]
-        outcomes = (read_outcome(self._store, f"{key}/{name}") for name in names)
-        return [outcome for outcome in outcomes if outcome is not None]
-
     def _result(self, state: str) -> Ended:
-        outcomes = self._outcomes()
+        outcomes = outcomes_of(self._store, self._plan)
         if state == "Complete":
             done = [outcome for outcome in outcomes if outcome.outcome == "done"]
             if done:
@@ -178,10 +169,8 @@ class Gang(ThreadedHandle):
             return Ended("failed", f"{self._kind} {self._name} is complete, but left no outcome", kind="bug")
         pods = self._api.list("Pod", self._labels)  # as of now: a watch may be a moment late
         self._postmortem.look(pods, at_the_end=True)
-        blamed = [one for one in outcomes if one.kind not in (None, "infrastructure", "cancelled")]
-        if blamed:
-            # of ranks that hang, one that waited for the others knows least
-            return ended_by(min(blamed, key=lambda outcome: ("waiting" in outcome.details, outcome.time)))
+        if (culprit := blamed(outcomes)) is not None:
+            return ended_by(culprit)
         if (reason := termination_reason(pods)) is not None:
             return reason
         failed = [outcome for outcome in outcomes if outcome.outcome == "failed"]
@@ -193,7 +182,7 @@ class Gang(ThreadedHandle):
         return Ended("failed", f"{self._kind} {self._name} failed: {words}", kind="infrastructure")
 
     def _result_of_gone(self) -> Ended:
-        outcomes = self._outcomes()
+        outcomes = outcomes_of(self._store, self._plan)
         ended = ended_by(outcomes[0]) if outcomes else None
         if ended is not None and ended.state in ("done", "cancelled"):
             return ended

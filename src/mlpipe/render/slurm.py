@@ -1,0 +1,130 @@
+"""A Plan to the script that `sbatch` takes, one an attempt: a pure function, the same bytes each time.
+
+The script holds the plan, and hands it to `mlpipe.submit.slurm.node` on every node by srun's standard input.
+Signals go to it alone (`--signal=B:`, `scancel --batch`): it tells the launchers, by their pids. A signal to
+the whole step reaches every rank twice, once from Slurm and once from torchrun: that means "leave at once".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import shlex
+
+from mlpipe._core import environment
+from mlpipe._core.errors import NON_RETRIABLE_CODES, SAVED_CODE, RenderError
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.slurm import SlurmJob
+
+NODE_MODULE = "mlpipe.submit.slurm.node"
+NON_RETRIABLE_BASE = 10  # a node adds it to its code: of all nodes' codes srun returns the highest
+SIGNAL_SECONDS = 60  # Slurm looks at limits about once a minute, and may be late by as much
+MAX_BYTES = 4 * 2**20  # slurmctld's default of max_script_size
+_PREFIX = "mlpipe"
+_END = "END_OF_PLAN"
+_PATH = r"[A-Za-z0-9_.,@+=/-]+"  # neither blanks nor the % of patterns
+_COMMENT = "#SBATCH --comment="
+
+
+def job_name(run_id: str, stage: str = "", attempt: int | None = None) -> str:
+    """`mlpipe/RUN/STAGE/ATTEMPT`; what is left out ends it, so that it begins the names of all of a run."""
+    return f"{_PREFIX}/{run_id}/" + (f"{stage}/{attempt}" if stage else "")
+
+
+def script(plan: Plan, job: SlurmJob, output: str) -> str:
+    """`output`: the file for what the job says besides its logs, as the nodes see it. Raises RenderError."""
+    if re.fullmatch(_PATH, output) is None:
+        raise RenderError(
+            f"{output!r} is no path that stands in a script for Slurm",
+            where=plan.stage,
+            hint="write a store whose path has letters, digits and any of '_.,@+=/-' alone",
+        )
+    name = job_name(plan.run_id, plan.stage, plan.attempt)
+    head = [f"#SBATCH --{option}" for option in _options(plan, job, name, output)]
+    text = "\n".join(["#!/bin/bash", *head, "", _body(plan, job), ""])
+    if len(text.encode()) > MAX_BYTES:
+        raise RenderError(
+            f"the script has {len(text.encode())} bytes, Slurm takes {MAX_BYTES}",
+            where=plan.stage,
+            hint="shorten the arguments of the stage, or read them from a file",
+        )
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return text.replace("#!/bin/bash\n", f"#!/bin/bash\n{_COMMENT}{_PREFIX}:{digest}\n", 1)
+
+
+def comment(text: str) -> str:
+    """Of a script: by it a job is known as the very same."""
+    return text.split(_COMMENT, 1)[1].split("\n", 1)[0]
+
+
+def _options(plan: Plan, job: SlurmJob, name: str, output: str) -> list[str]:
+    nodes = plan.launch.num_nodes
+    options = [f"job-name={name}", f"nodes={nodes}", f"ntasks={nodes}", "ntasks-per-node=1"]
+    options += [f"cpus-per-task={job.cpus}", f"mem={job.memory_mib}M"]
+    if job.gpus:
+        options.append("gres=" + ":".join(filter(None, ("gpu", job.gpu_type, str(job.gpus)))))
+    for option in ("partition", "account", "qos", "reservation", "constraint"):
+        if (value := getattr(job, option)) is not None:
+            options.append(f"{option}={value}")
+    if job.time_seconds is not None:
+        options.append(f"time={math.ceil(job.time_seconds / 60)}")
+    ahead = math.ceil(min(plan.launch.shutdown_seconds + SIGNAL_SECONDS, (job.time_seconds or math.inf) / 2))
+    options.append(f"signal=B:USR1@{min(ahead, 65535)}")
+    options += ["requeue", "open-mode=append", f"output={output}", "export=ALL"]
+    options.append("dependency=singleton")  # one that was submitted twice never runs beside itself
+    options += [f"{option}={value}" if value else option for option, value in job.options]
+    return options
+
+
+def _body(plan: Plan, job: SlurmJob) -> str:
+    nodes = plan.launch.num_nodes
+    scratch = '"${TMPDIR:-/tmp}"' if job.scratch is None else shlex.quote(job.scratch)
+    codes = "|".join(str(NON_RETRIABLE_BASE + code) for code in NON_RETRIABLE_CODES)
+    modules = "".join(f"module load -- {shlex.quote(name)} || exit 4\n" for name in job.modules)
+    every_node = f"--nodes={nodes} --ntasks={nodes} --ntasks-per-node=1"
+    return f"""\
+# Written by mlpipe: change the pipeline file, not this one.
+scratch={scratch}/{_PREFIX}-$SLURM_JOB_ID
+asked=
+ask() {{  # the launchers of all nodes tell their ranks to save and stop
+  [ -n "$asked" ] || srun --overlap {every_node} --mem=0 --gres=none sh -c \\
+    'pid=$0-$SLURM_NODEID/pid n=60; until [ -s "$pid" ] || [ $((n -= 1)) = 0 ]; do sleep 1; done
+    kill -TERM "$(cat "$pid")"' "$scratch"
+  asked=$1
+}}
+trap 'ask requeue' USR1  # the time limit is near
+trap 'ask cancel' USR2  # mlpipe cancel
+trap 'asked=${{asked:-cancel}}' TERM  # scancel, preemption: the ranks have heard it themselves
+{modules}export {environment.RENDEZVOUS}="$SLURMD_NODENAME:$((10000 + SLURM_JOB_ID % 20000))"
+srun {every_node} --cpus-per-task={job.cpus} --kill-on-bad-exit=0 {_command(job)} <<'{_END}' &
+{plan.to_json().rstrip()}
+{_END}
+step=$!
+until wait "$step"; code=$?; [ "$code" -le 128 ] || ! kill -0 "$step" 2>/dev/null; do :; done
+case "$code:$asked" in
+  0:*) exit 0 ;;
+  {codes.replace("|", ":*|")}:*) exit $((code - {NON_RETRIABLE_BASE})) ;;  # it would come again
+  *:cancel) exit {SAVED_CODE} ;;
+esac
+if [ "$asked" = requeue ] || [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_requeues} ]; then
+  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+fi
+exit "$code"\
+"""
+
+
+def _command(job: SlurmJob) -> str:
+    command = shlex.join([job.python, "-m", NODE_MODULE]) + ' --scratch "$scratch"'
+    container = job.container
+    if container is None:
+        return command
+    mounts = ",".join(f"{folder}:{folder}" for folder in container.mounts)
+    scratch = '"${scratch%/*}:${scratch%/*}"'
+    if container.runtime == "pyxis":
+        also = f"{scratch}{',' + shlex.quote(mounts) if mounts else ''}"
+        image = shlex.quote(container.image)
+        return f"--container-image={image} --container-mounts={also} {command}"
+    binds = f"--bind {scratch}" + (f" --bind {shlex.quote(mounts)}" if mounts else "")
+    nv = " --nv" if job.gpus else ""
+    return f"apptainer exec{nv} {binds} {shlex.quote(container.image)} {command}"

@@ -1,0 +1,155 @@
+"""Slurm's own commands, each with a deadline; of squeue, the fields that are asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlpipe._core import environment
+from mlpipe._core.errors import SubmitError
+from mlpipe.submit.slurm.pending import remedy
+
+_COMMAND_SECONDS = 60.0
+_AWAY = re.compile(
+    r"unable to contact slurm controller|socket timed out|connection (refused|timed out|reset)|"
+    r"zero bytes were transmitted|unexpected message received|connection failure|temporarily unable|"
+    r"transport endpoint|slurm_receive_msg|unable to establish controller",
+    re.IGNORECASE,
+)
+_GONE = re.compile(r"invalid job id|already completing|already finished|not found", re.IGNORECASE)
+_FIELDS = ("jobid", "state", "reason", "restartcnt", "exit_code", "nodelist", "name", "comment")
+_ENDED = [
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+]
+# They would stand above what the script says.
+_OVERRIDES = ("SBATCH_", "SRUN_", "SLURM_")
+_OF_A_STAGE = (environment.DRIVER, environment.RUN_ID, environment.STAGE, environment.OUTPUT)
+_KEPT = ("SLURM_CONF",)
+
+
+@dataclass(frozen=True)
+class Job:
+    """As squeue tells of it. `reason`: why it waits, or what ended it. `restarts`: times it was requeued."""
+
+    id: int
+    state: str
+    reason: str
+    restarts: int
+    exit_code: int
+    nodes: str
+    name: str
+    comment: str
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in _ENDED
+
+
+class AwayError(SubmitError):
+    """The controller does not answer; what was asked may have been done."""
+
+
+def jobs(prefix: str) -> list[Job]:
+    """The user's own whose name begins so, in the order of their ids: those under way, and those that Slurm
+    still remembers. Raises SubmitError."""
+    asked = ",".join(f"{field}:|" for field in _FIELDS)
+    text = run(["squeue", "--me", "--noheader", "--states=all", f"--Format={asked}"])
+    found = [_job(line) for line in text.splitlines() if line.strip()]
+    return sorted((job for job in found if job.name.startswith(prefix)), key=lambda job: job.id)
+
+
+def _job(line: str) -> Job:
+    fields = [field.strip() for field in line.split("|")]
+    if len(fields) < len(_FIELDS) or not fields[0].isdigit():
+        raise SubmitError(f"squeue said {line[:200]!r}", hint="is it of Slurm 20.11 or later?")
+    number, state, reason, restarts, code, nodes, name, comment = fields[: len(_FIELDS)]
+    count = int(restarts) if restarts.isdigit() else 0
+    status = int(code) if code.lstrip("-").isdigit() else 0
+    return Job(int(number), state, reason, count, status, nodes, name, comment)
+
+
+def submit(script: str, folder: str, *, test_only: bool = False) -> int:
+    """The job's id; `test_only`: 0, after the controller has checked it. Raises AwayError when nobody knows
+    whether it was taken, else SubmitError (input)."""
+    argv = ["sbatch", "--parsable", *(["--test-only"] if test_only else [])]
+    text = run(argv, stdin=script, folder=folder)
+    number = text.strip().partition(";")[0]
+    return int(number) if number.isdigit() and not test_only else 0
+
+
+def signal(job_id: int, name: str) -> None:
+    """To the job's script alone."""
+    _unless_gone(["scancel", "--batch", f"--signal={name}", str(job_id)])
+
+
+def cancel(job_id: int) -> None:
+    """Also of a job that waits. Its processes get SIGTERM, and SIGKILL a little later."""
+    _unless_gone(["scancel", str(job_id)])
+
+
+def kill(job_id: int) -> None:
+    """At once."""
+    _unless_gone(["scancel", "--full", "--signal=KILL", str(job_id)])
+    cancel(job_id)
+
+
+def start_now(job_id: int) -> None:
+    """Slurm lets a job that was requeued wait for two minutes."""
+    run(["scontrol", "update", f"JobId={job_id}", "StartTime=now"])
+
+
+def _unless_gone(argv: Sequence[str]) -> None:
+    try:
+        run(argv)
+    except AwayError:
+        raise
+    except SubmitError as error:
+        if not _GONE.search(error.message):
+            raise
+
+
+def run(argv: Sequence[str], *, stdin: str = "", folder: str | None = None) -> str:
+    """What the command prints. Raises AwayError, or SubmitError with what it complained of."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or not (name.startswith(_OVERRIDES) or name in _OF_A_STAGE)
+    }
+    try:
+        done = subprocess.run(
+            argv,
+            input=stdin,
+            cwd=folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_COMMAND_SECONDS,
+        )
+    except FileNotFoundError:
+        raise SubmitError(
+            f"there is no {argv[0]} here",
+            hint="run mlpipe on a login node of the cluster; mlpipe doctor --for slurm looks",
+            kind="input",
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise AwayError(f"{argv[0]} did not answer within {_COMMAND_SECONDS:.0f} s") from None
+    if done.returncode == 0:
+        return done.stdout
+    lines = [line.removeprefix(f"{argv[0]}: ").removeprefix("error: ") for line in done.stderr.splitlines()]
+    words = "; ".join(line for line in lines if line.strip()) or f"exit code {done.returncode}"
+    if _AWAY.search(words):
+        raise AwayError(f"Slurm's controller does not answer: {words}", hint="look with scontrol ping")
+    raise SubmitError(f"{argv[0]}: {words}", hint=remedy(words), kind="input")

@@ -1,0 +1,243 @@
+"""The Slurm job of one attempt of one stage, followed to its end.
+
+Its name follows from run, stage and attempt, and its comment holds the digest of its script, so that whoever
+comes again (another driver, or this one after an answer of sbatch was lost) adopts what is there. What became
+of a stage is read from the outcomes that its launchers left in the store: Slurm forgets a job after minutes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mlpipe._core.errors import SubmitError
+from mlpipe.plan.plan import Plan
+from mlpipe.render.slurm import comment, job_name
+from mlpipe.store.base import Store
+from mlpipe.store.outcome import AttemptOutcome
+from mlpipe.submit.executor import Ended, Slots
+from mlpipe.submit.handle import ThreadedHandle, blamed, ended_by, outcomes_of
+from mlpipe.submit.slurm import client
+from mlpipe.submit.slurm.client import AwayError, Job
+from mlpipe.submit.slurm.pending import why_waiting
+
+_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 1.0, 15.0  # a controller serves thousands: ask less and less
+_LOOK_SECONDS = 0.2  # whether the stage was asked to stop
+_AWAY_SECONDS = 1800.0  # the controller may be away for this long; jobs go on without it
+_GONE_POLLS = 2  # so many times a job is not listed before it is believed to be gone
+_LAST_LINES = 15  # of what a job said that left no outcome
+_TAIL_BYTES = 8192
+
+
+class SlurmExecutor:
+    """Starts stages by the scripts that `render` makes of their plans, in `folder`."""
+
+    def __init__(self, store: Store, folder: str, render: Callable[[Plan], str]) -> None:
+        self._store, self._folder, self._render = store, folder, render
+
+    def capacity(self) -> Slots:
+        """Slurm knows better."""
+        return Slots(cpus=2**31, gpus=2**31)
+
+    def check(self, plan: Plan) -> None:
+        """Raises RenderError for what can never run there."""
+        if plan.kind.runs != "driver":
+            self._render(plan)
+
+    def start(self, plan: Plan, scratch: Path) -> JobHandle:
+        return JobHandle(self._store, plan, self._folder, self._render(plan))
+
+
+class JobHandle(ThreadedHandle):
+    """One attempt's job, submitted or adopted."""
+
+    def __init__(self, store: Store, plan: Plan, folder: str, script: str) -> None:
+        super().__init__(store, plan)
+        self._folder, self._script = folder, script
+        self._name, self._comment = job_name(plan.run_id, plan.stage, plan.attempt), comment(script)
+        self._output = Path(folder, output_file(plan))
+        self._killing = False
+        self._note = ""
+        self._thread.start()
+
+    def note(self) -> str:
+        return "" if self._stopping else self._note
+
+    def kill(self) -> None:
+        super().kill()
+        self._killing = True
+
+    def _work(self) -> Ended:
+        self._output.parent.mkdir(parents=True, exist_ok=True)
+        if not self._submit():
+            return Ended("cancelled", "stopped before it was submitted")
+        return self._follow_job()
+
+    def _submit(self) -> bool:
+        """Unless it is there, or was and has left an outcome. After a lost answer it is looked for first: no
+        second one is submitted beside one that is known. False: the stage was asked to stop meanwhile."""
+        began = time.monotonic()
+        while True:
+            try:
+                if self._jobs() or outcomes_of(self._store, self._plan):
+                    return True
+                if self._stopping:
+                    return False
+                client.submit(self._script, self._folder)
+                return True
+            except AwayError as error:
+                if time.monotonic() - began > _AWAY_SECONDS:
+                    raise
+                self._note = error.message
+                self._wait(_FIRST_POLL_SECONDS)
+
+    def _jobs(self) -> list[Job]:
+        """Of this attempt. Raises SubmitError (input) for one of the same name that is another."""
+        found = [job for job in client.jobs(self._name) if job.name == self._name]
+        for job in found:
+            if job.comment != self._comment and not job.has_ended:
+                raise SubmitError(
+                    f"another job has the name {self._name}",
+                    where=f"Slurm job {job.id}",
+                    hint="a run of this id in another store, or by another version of mlpipe: scancel it, or "
+                    "choose another --run-id",
+                    kind="input",
+                )
+        return [job for job in found if job.comment == self._comment]
+
+    def _follow_job(self) -> Ended:
+        answered = time.monotonic()
+        interval, missing = _FIRST_POLL_SECONDS, 0
+        seen: tuple[str, int] | None = None
+        asked: set[tuple[int, int, str]] = set()  # what each start of a job was told already
+        while True:
+            try:
+                job = self._one(self._jobs())
+                answered = time.monotonic()
+                missing = 0 if job is not None else missing + 1
+                if job is None and missing >= _GONE_POLLS:
+                    return self._result_of_gone()
+                if job is not None:
+                    if job.has_ended:
+                        return self._result(job)
+                    changed = (job.state, job.restarts) != seen
+                    seen = (job.state, job.restarts)
+                    interval = _FIRST_POLL_SECONDS if changed else min(interval * 1.3, _LAST_POLL_SECONDS)
+                    self._note = why_waiting(job.id, job.state, job.reason) or _restarted(job)
+                    self._act(job, asked)
+            except AwayError as error:
+                if time.monotonic() - answered > _AWAY_SECONDS:
+                    raise
+                self._note = error.message
+            self._wait(_FIRST_POLL_SECONDS if self._stopping or missing else interval)
+
+    def _one(self, jobs: list[Job]) -> Job | None:
+        """The first of those under way; a second one is the child of an answer that came too late, and has
+        not begun: by its name it waits for the first."""
+        alive = [job for job in jobs if not job.has_ended]
+        for twin in alive[1:]:
+            client.cancel(twin.id)
+        return alive[0] if alive else (jobs[0] if jobs else None)
+
+    def _act(self, job: Job, asked: set[tuple[int, int, str]]) -> None:
+        """What is asked of the job, once for each of its starts."""
+
+        def once(what: str) -> bool:
+            new = (job.id, job.restarts, what) not in asked
+            asked.add((job.id, job.restarts, what))
+            return new
+
+        if self._killing:
+            if once("kill"):
+                client.kill(job.id)
+        elif self._stopping:
+            if job.state == "RUNNING":
+                if once("stop"):
+                    client.signal(job.id, "USR2")
+            elif job.state != "COMPLETING" and once("cancel"):
+                client.cancel(job.id)
+        elif job.state == "PENDING" and job.reason == "BeginTime" and job.restarts and once("start"):
+            client.start_now(job.id)
+
+    def _wait(self, seconds: float) -> None:
+        """Less when the stage is asked to stop meanwhile."""
+        stopping, killing = self._stopping, self._killing
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and (stopping, killing) == (self._stopping, self._killing):
+            time.sleep(_LOOK_SECONDS)
+
+    def _result(self, job: Job) -> Ended:
+        outcomes = outcomes_of(self._store, self._plan)
+        done = [outcome for outcome in outcomes if outcome.outcome == "done"]
+        if job.state == "COMPLETED" and done:
+            return ended_by(done[0])
+        if (culprit := blamed(outcomes)) is not None:
+            return ended_by(culprit)
+        if job.state == "OUT_OF_MEMORY":
+            words = f"Slurm job {job.id} took more memory than it had; ask for more: resources.memory"
+            return Ended("failed", words, kind="infrastructure", exit_code=job.exit_code)
+        if job.state in ("TIMEOUT", "DEADLINE"):
+            words = f"Slurm job {job.id} reached its time limit and could not save and queue again before"
+            return Ended("failed", words, kind="infrastructure")
+        saved = [outcome for outcome in outcomes if outcome.outcome == "saved" or outcome.kind == "cancelled"]
+        if saved:
+            return ended_by(saved[0])
+        if self._stopping:
+            return Ended("cancelled", "stopped before a checkpoint could be saved")
+        if job.state == "CANCELLED":
+            return Ended(
+                "cancelled", f"somebody cancelled Slurm job {job.id} before a checkpoint could be saved"
+            )
+        return self._failure(job, outcomes)
+
+    def _failure(self, job: Job, outcomes: list[AttemptOutcome]) -> Ended:
+        if outcomes:
+            return ended_by(min(outcomes, key=lambda outcome: outcome.time))
+        how = {"NODE_FAIL": "lost a node", "BOOT_FAIL": "got nodes that did not start"}.get(
+            job.state, f"ended as {job.state} with exit code {job.exit_code}"
+        )
+        how += f" ({job.reason})" if job.reason not in ("", "None") else ""
+        return Ended(
+            "failed",
+            f"Slurm job {job.id} {how}{self._last_lines()}",
+            kind="infrastructure",
+            exit_code=job.exit_code,
+        )
+
+    def _result_of_gone(self) -> Ended:
+        outcomes = outcomes_of(self._store, self._plan)
+        if (culprit := blamed(outcomes)) is not None:
+            return ended_by(culprit)
+        if outcomes:
+            return ended_by(outcomes[0])
+        if self._stopping:
+            return Ended("cancelled", "stopped before a checkpoint could be saved")
+        words = f"Slurm knows no job {self._name} any more, and it left no outcome{self._last_lines()}"
+        return Ended("failed", words, kind="infrastructure")
+
+    def _last_lines(self) -> str:
+        """Of what the job itself said, where this machine sees it."""
+        try:
+            tail = (
+                self._output.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").splitlines()[-_LAST_LINES:]
+            )
+        except OSError:
+            return ""
+        return "; its last lines:" + "".join(f"\n  | {line}" for line in tail) if tail else ", silently"
+
+
+def output_file(plan: Plan) -> str:
+    """Where the job's own words go: beside the logs where the store is a folder, else into the folder where
+    the run was asked for, as Slurm's own files do."""
+    if "://" in plan.store_url:
+        return f"slurm-{plan.run_id}-{plan.stage}-{plan.attempt}.out"
+    return f"{plan.store_url}/{plan.attempt_key}/logs/slurm.log"
+
+
+def _restarted(job: Job) -> str:
+    if not job.restarts:
+        return ""
+    return f"Slurm job {job.id} was queued again " + (
+        "once" if job.restarts == 1 else f"{job.restarts} times"
+    )

@@ -1,0 +1,101 @@
+"""`python -m mlpipe.submit.slurm.node --scratch FOLDER <plan.json`: what srun starts on each node of a job.
+
+Puts the plan where the stage's own process finds it, tells that process who it is, by the variables that a
+pod has, and waits for it. Of all nodes' codes srun returns the highest, so those that end a run for good
+stand above those that a restart may mend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlpipe._core import environment
+from mlpipe._core.errors import EXIT_CODES, NON_RETRIABLE_CODES, MlpipeError
+from mlpipe.plan.plan import Plan
+from mlpipe.render.slurm import NON_RETRIABLE_BASE
+from mlpipe.store.open import open_store
+
+_PRIVATE = 0o700
+
+
+def main() -> int:
+    """The exit code for srun."""
+    parser = argparse.ArgumentParser(prog="mlpipe.submit.slurm.node", description=__doc__)
+    parser.add_argument("--scratch", required=True)
+    folder = Path(f"{parser.parse_args().scratch}-{os.environ['SLURM_NODEID']}")
+    # Slurm signals every process of a step that it ends: the stage's own process saves, and is waited for.
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    try:
+        plan = Plan.from_json(sys.stdin.buffer.read())
+        check_store(plan, os.environ.get("SLURMD_NODENAME", "this node"))
+        return _code(_run(plan, folder))
+    except MlpipeError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        return _code(EXIT_CODES[error.kind])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_store(plan: Plan, node: str) -> None:
+    """Raises MlpipeError (input) where the store is a folder of the submitter's machine alone."""
+    key = f"{plan.attempt_key}/plan.json"
+    store = open_store(plan.store_url)
+    if not store.exists(key):
+        raise MlpipeError(
+            f"{node} does not find the run in its store",
+            where=f"{plan.store_url}/{key}",
+            hint="a folder must lie on a file system that all nodes share; or write store: s3://...",
+            kind="input",
+        )
+
+
+def variables(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
+    """Of the stage's process: Slurm's `env`, and what a pod of a gang is told."""
+    own = {**env, **plan.launch.env, environment.RUN_ID: plan.run_id, environment.STAGE: plan.stage}
+    if node := env.get("SLURMD_NODENAME"):
+        own[environment.NODE_NAME] = node
+    if plan.launch.num_nodes > 1:
+        own["JOB_COMPLETION_INDEX"] = env["SLURM_NODEID"]
+        own[environment.GANG_RESTART] = env.get("SLURM_RESTART_COUNT") or "0"
+    else:
+        own.pop(environment.RENDEZVOUS, None)
+    return own
+
+
+def _run(plan: Plan, folder: Path) -> int:
+    """The exit code of the stage's process."""
+    shutil.rmtree(folder, ignore_errors=True)  # of this job's start before, on this node
+    try:
+        folder.mkdir(mode=_PRIVATE, parents=True)
+        (folder / "plan.json").write_text(plan.to_json())
+        argv = [sys.executable, "-m", plan.kind.module]
+        argv += ["--plan", str(folder / "plan.json"), "--scratch", str(folder / "scratch")]
+        (folder / "scratch").mkdir()
+        process = subprocess.Popen(argv, env=variables(plan, os.environ), stdin=subprocess.DEVNULL)
+        (folder / "pid").write_text(str(process.pid))
+    except OSError as error:
+        raise MlpipeError(
+            f"the scratch folder cannot be used: {error.strerror}",
+            where=str(error.filename or folder),
+            hint="write another one: slurm.scratch",
+            kind="infrastructure",
+        ) from None
+    return process.wait()
+
+
+def _code(code: int) -> int:
+    """A process that a signal ended has the code of its infrastructure."""
+    if code < 0:
+        return EXIT_CODES["infrastructure"]
+    return NON_RETRIABLE_BASE + code if code in NON_RETRIABLE_CODES else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

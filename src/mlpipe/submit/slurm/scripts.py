@@ -1,0 +1,60 @@
+"""All scripts of a run, ahead: one for each stage that has a job."""
+
+from __future__ import annotations
+
+from mlpipe._core.errors import PlanError, SubmitError
+from mlpipe.plan.ahead import plan_ahead
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.slurm import slurm_job
+from mlpipe.render.slurm import script
+from mlpipe.spec.model import Pipeline
+from mlpipe.store.open import full_url
+from mlpipe.submit.slurm import client
+from mlpipe.submit.slurm.jobs import output_file
+from mlpipe.submit.submission import Preview, Rendered, Submission
+
+Files = dict[str, str]
+
+
+def of_plan(pipeline: Pipeline, plan: Plan) -> str:
+    """The script of one attempt. Raises RenderError."""
+    return script(plan, slurm_job(pipeline, plan.stage), output_file(plan))
+
+
+def scripts(submission: Submission) -> Files:
+    """File name -> script. Raises PlanError, RenderError."""
+    pipeline, only = submission.pipeline, submission.stage
+    run_id = submission.run_id or f"{pipeline.name[:40]}-{pipeline.digest[:8]}"
+    names = [stage.name for stage in pipeline.stages]
+    if only is not None and only not in names:
+        raise PlanError(f"the pipeline has no stage {only!r}", hint=f"it has {', '.join(names)}")
+    store_url = full_url(submission.store_url)
+    width = max(2, len(str(len(names))))
+    files = {}
+    for number, name in enumerate(names, start=1):
+        plan = plan_ahead(pipeline, name, store_url, run_id, cluster=True)
+        if plan.kind.runs != "driver" and only in (None, name):
+            files[f"{number:0{width}}-{name}.sbatch"] = of_plan(pipeline, plan)
+    return files
+
+
+def preview(files: Files) -> Preview:
+    """The very scripts, in the order in which they are sent."""
+    return Preview(list(files.values()), "\n".join(files.values()).rstrip("\n"))
+
+
+def rendered(submission: Submission) -> Rendered:
+    """To commit: a file for each stage."""
+    files = scripts(submission)
+    shown = preview(files)
+    return Rendered(files=files, preview=Preview({"scripts": shown.document}, shown.text))
+
+
+def server_dry_run(files: Files, folder: str) -> None:
+    """Raises SubmitError for what Slurm refuses, before anything is written down anywhere."""
+    for name, text in files.items():
+        try:
+            client.submit(text, folder, test_only=True)
+        except SubmitError as error:
+            error.where = error.where or name
+            raise

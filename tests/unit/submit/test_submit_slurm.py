@@ -1,0 +1,206 @@
+"""`--to slurm` against stand-ins of its commands: what is asked and understood, when answers are lost."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from kit.rendered import pipeline_of, plan_of
+
+from mlpipe._core.errors import MlpipeError, RenderError
+from mlpipe.plan.slurm import slurm_job
+from mlpipe.render.slurm import script
+from mlpipe.spec.load import load_pipeline_text
+from mlpipe.spec.problems import SpecErrors
+from mlpipe.store.folder import FolderStore
+from mlpipe.submit.executor import Ended
+from mlpipe.submit.slurm import client, jobs, node
+from mlpipe.submit.slurm.pending import remedy, why_waiting
+
+pytestmark = pytest.mark.unit
+PIPELINE = """\
+version: 1
+name: p
+stages:
+  - name: a
+    command: [make]
+slurm:
+"""
+# Of 22.05.8, as its squeue and sbatch say them.
+WAITS = {
+    "Priority": "higher priority",
+    "Resources": "not enough nodes",
+    "ReqNodeNotAvail, UnavailableNodes:n1": "sinfo -R",
+    "BadConstraints": "slurm.constraint",
+    "PartitionTimeLimit": "slurm.time",
+    "PartitionConfig": "resources.nodes",
+    "QOSMaxGRESPerUser": "GPUs",
+    "QOSGrpGRES": "GPUs",
+    "AssocGrpCPUMinutesLimit": "",
+    "AssocMaxJobsLimit": "jobs",
+    "QOSMaxWallDurationPerJobLimit": "time",
+    "JobHeldUser": "scontrol release",
+    "launch failed requeued held": "its start failed",
+    "SomethingNew": "SomethingNew",
+}
+
+
+@pytest.mark.parametrize("reason", WAITS)
+def test_why_a_job_waits_stands_in_words(reason: str) -> None:
+    said = why_waiting(7, "PENDING", reason)
+    assert said.startswith("Slurm job 7 waits: ")
+    assert WAITS[reason] in said
+    assert reason.partition(",")[0] in said
+    assert why_waiting(7, "RUNNING", "None") == ""
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "  options: {comment: mine}",
+        "  options: {signal: 'B:TERM@10'}",
+        "  options: {time: '10'}",
+        "  options: {--exclusive: ''}",
+        '  options: {mail-user: "a\\nrm"}',
+        '  partition: "gpu\\n#SBATCH --uid=0"',
+        "  partition: gpu --uid=0",
+        "  constraint: a100; rm -rf",
+        "  stages: {b: {partition: gpu}}",
+        "  stages: {a: {options: {nodes: '2'}}}",
+        "  container: {runtime: pyxis}",
+        "  modules: ['$(id)']",
+    ],
+)
+def test_what_would_break_a_job_is_refused_with_its_line(section: str) -> None:
+    with pytest.raises(SpecErrors) as refused:
+        load_pipeline_text(PIPELINE + section + "\n", "p.yaml")
+    assert [problem.line for problem in refused.value.problems] == [7]
+
+
+def test_a_path_that_slurm_would_read_otherwise_is_refused() -> None:
+    spec = pipeline_of("llm")
+    for output in ("/a b/log", "/a/%j/log", "/a\n#SBATCH --uid=0"):
+        with pytest.raises(RenderError, match="path"):
+            script(plan_of(spec, "train"), slurm_job(spec, "train"), output)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of stand-ins: each is a line of shell, and writes its arguments down."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(jobs, "_FIRST_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(jobs, "_LOOK_SECONDS", 0.01)
+    return folder
+
+
+def stand_in(folder: Path, name: str, line: str) -> None:
+    path = folder / name
+    path.write_text(f'#!/bin/sh\necho "{name} $*" >>"{folder}/calls"\n{line}\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def followed(tmp_path: Path, folder: Path, *, stopping: bool = False) -> tuple[Ended, list[str]]:
+    """The end of a stage, and what was called for it."""
+    spec = pipeline_of("llm")
+    plan = plan_of(spec, "corpus")
+    text = script(plan, slurm_job(spec, "corpus"), "slurm.out")
+    handle = jobs.JobHandle(FolderStore(tmp_path / "store"), plan, str(tmp_path), text)
+    if stopping:
+        handle.terminate()
+    handle._thread.join(60)
+    ended = handle.poll()
+    assert ended is not None
+    return ended, (folder / "calls").read_text().splitlines()
+
+
+def listed(tmp_path: Path, state: str, number: int = 7) -> str:
+    """A line of squeue, of the stage's job."""
+    spec = pipeline_of("llm")
+    plan = plan_of(spec, "corpus")
+    text = script(plan, slurm_job(spec, "corpus"), "slurm.out")
+    return f"{number}|{state}|None|0|1|n1|mlpipe/{plan.run_id}/corpus/1|{jobs.comment(text)}|"
+
+
+def test_an_answer_that_was_lost_submits_no_second_job(tmp_path: Path, commands: Path) -> None:
+    """sbatch says that it timed out, and the job is there."""
+    there = f"echo '{listed(tmp_path, 'FAILED')}'"
+    stand_in(commands, "squeue", f"if [ -e '{commands}/sent' ]; then {there}; fi")
+    error = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    stand_in(commands, "sbatch", f"touch '{commands}/sent'; echo '{error}' >&2; exit 1")
+    ended, calls = followed(tmp_path, commands)
+    assert (ended.state, ended.kind) == ("failed", "infrastructure")
+    assert "Slurm job 7 ended as FAILED" in ended.message
+    assert sum(call.startswith("sbatch") for call in calls) == 1
+
+
+def test_of_two_jobs_of_one_attempt_the_later_one_goes(tmp_path: Path, commands: Path) -> None:
+    """The first answer came so late that the stage was submitted again."""
+    both = [listed(tmp_path, "RUNNING"), listed(tmp_path, "PENDING", 8)]
+    line = "\n".join(f"echo '{one}'" for one in both)
+    end = f"echo '{listed(tmp_path, 'FAILED')}'"
+    stand_in(commands, "squeue", f"if [ -e '{commands}/gone' ]; then {end}; else {line}\nfi")
+    stand_in(commands, "scancel", f"touch '{commands}/gone'")
+    _, calls = followed(tmp_path, commands)
+    assert "scancel 8" in calls
+    assert not any(call.startswith("sbatch") for call in calls)
+
+
+def test_a_stranger_of_the_same_name_is_not_adopted(tmp_path: Path, commands: Path) -> None:
+    other = listed(tmp_path, "RUNNING").replace("mlpipe:", "other:")
+    stand_in(commands, "squeue", f"echo '{other}'")
+    ended, _ = followed(tmp_path, commands)
+    assert ended.kind == "input"
+    assert "another job has the name" in ended.message
+
+
+def test_a_job_that_waits_is_cancelled_and_one_that_runs_is_told(tmp_path: Path, commands: Path) -> None:
+    for state, call in (("PENDING", "scancel 7"), ("RUNNING", "scancel --batch --signal=USR2 7")):
+        told, end = f"'{commands}/told'", f"echo '{listed(tmp_path, 'CANCELLED')}'"
+        stand_in(
+            commands, "squeue", f"if [ -e {told} ]; then {end}; else echo '{listed(tmp_path, state)}'; fi"
+        )
+        stand_in(commands, "scancel", f"touch {told}")
+        ended, calls = followed(tmp_path, commands, stopping=True)
+        assert ended.state == "cancelled"
+        assert call in calls
+        (commands / "told").unlink()
+
+
+def test_a_refusal_has_its_remedy(commands: Path) -> None:
+    stand_in(
+        commands,
+        "sbatch",
+        "echo 'sbatch: error: Batch job submission failed: Invalid qos specification' >&2; exit 1",
+    )
+    with pytest.raises(MlpipeError) as refused:
+        client.submit("#!/bin/bash\n", ".", test_only=True)
+    assert refused.value.kind == "input"
+    assert "slurm.qos" in (refused.value.hint or "")
+    assert remedy("never heard of") is None
+
+
+def test_what_would_stand_above_the_script_is_not_inherited(
+    commands: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(commands, "sbatch", "env; echo 5")
+    for name in ("SBATCH_PARTITION", "SLURM_NNODES", "MLPIPE_DRIVER", "SLURM_CONF", "AWS_REGION"):
+        monkeypatch.setenv(name, "here")
+    said = client.run(["sbatch"])
+    assert [
+        name for name in ("SBATCH_PARTITION", "SLURM_NNODES", "MLPIPE_DRIVER") if f"{name}=" in said
+    ] == []
+    assert "SLURM_CONF=here" in said
+    assert "AWS_REGION=here" in said
+
+
+def test_a_store_that_a_node_does_not_see_is_named(tmp_path: Path) -> None:
+    plan = plan_of(pipeline_of("quickstart", f"store={tmp_path}"), "train")
+    with pytest.raises(MlpipeError, match="n2 does not find the run") as refused:
+        node.check_store(plan, "n2")
+    assert refused.value.kind == "input"
+    assert "s3://" in (refused.value.hint or "")
+    assert [node._code(code) for code in (0, 2, 3, 4, 5, -9)] == [0, 12, 13, 4, 5, 4]
