@@ -34,6 +34,8 @@ _FEATURES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         f"pipeline {name}": ({"pipeline": {"schedule": name, "microbatches": 4}}, {"pp": 2})
         for name in SCHEDULES
     },
+    "communication resident": ({"communication": "resident"}, {}),
+    "communication on_demand": ({"communication": "on_demand"}, {"dp_shard": 2}),
     "precision bf16": ({"precision": "bf16"}, {}),
     "accumulation": ({"accumulation": 2}, {}),
     "activation_checkpointing selective": ({"activation_checkpointing": "selective"}, {}),

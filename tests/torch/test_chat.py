@@ -4,18 +4,17 @@ sample."""
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from kit import plans
+from kit.conversations import SEQ_LEN, packed, write_chat
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import ChatPlan, DataPlan, Mesh
+from mlpipe.plan.plan import DataPlan, Mesh
 from mlpipe.train.chat_loader import chat_loader
 from mlpipe.train.data import MicrobatchLoader, open_dataset
 from mlpipe.train.loss import IGNORED
@@ -24,36 +23,14 @@ from mlpipe.train.models.llama import build_model
 from mlpipe.train.order import samples_at
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 from mlpipe.train.recording import of_samples
-from mlpipe.train.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch
-SEQ_LEN = 96
-
-
-def write_chat(folder: Path, num: int = 24) -> DataPlan:
-    """Conversations of 10 to 200 bytes, a few longer than SEQ_LEN tokens."""
-    draw = random.Random(1)
-    folder.mkdir(parents=True, exist_ok=True)
-    train_tokenizer([], MIN_VOCAB_SIZE).save(str(folder / "tokenizer.json"))
-    for name in ("train", "validation"):
-        lines = []
-        for _ in range(num):
-            said = "".join(draw.choice("ab ") for _ in range(draw.choice((2, 5, 10, 20, 60, 150))))
-            lines.append({"prompt": draw.choice("xyz") * draw.randint(1, 9), "completion": said})
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    paths = (str(folder / f"{name}.jsonl") for name in ("train", "validation"))
-    return DataPlan(None, None, None, chat=ChatPlan(*paths, str(folder)))
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> DataPlan:
     return write_chat(tmp_path_factory.mktemp("chat"))
-
-
-def packed(data: DataPlan, packing: Literal["best_fit", "balanced"]) -> DataPlan:
-    assert data.chat is not None
-    return replace(data, chat=replace(data.chat, packing=packing))
 
 
 def samples_of(dataset, position: int, ranks: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -35,11 +35,15 @@ class Mix:
 
 
 _WHOLE_ROWS = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.needs_whole_rows)
+_FREE = ("resident", "on_demand")
+_TOGETHER = "its workers compute the same micro-batches together"
 _OWN_MATRICES = "it splits the model's own matrices only"
 MIXES: tuple[Mix, ...] = (
     Mix("tp", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     *(Mix(axis, "data.chat", (), "its samples differ in length") for axis in ("pp", "cp", "tp")),
     *(Mix(axis, "adapter.lora", (), _OWN_MATRICES) for axis in ("pp", "tp", "ep")),
+    *(Mix(axis, "communication", _FREE, _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
+    Mix("dp_replicate", "communication", ("on_demand",), "weights that are copied have several owners"),
     Mix("ep", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     *(Mix(axis, "compress", (), "it is for gradients of whole models") for axis in ("pp", "dp_shard", "tp")),
     *(Mix(axis, "update", (), "an island has one worker, or shards") for axis in ("pp", "cp", "tp", "ep")),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import mlpipe
 from mlpipe.plan.hardware import Hardware, detect_hardware
 from mlpipe.plan.launch import Given
-from mlpipe.plan.plan import SCHEMA_VERSION, Plan
+from mlpipe.plan.plan import SCHEMA_VERSION, Plan, StageWork, TrainPlan
 from mlpipe.plan.pods import cluster_plan, pod_resources
 from mlpipe.plan.references import lender, stage_named
 from mlpipe.spec.model import Pipeline, Resources, Stage
@@ -71,9 +71,13 @@ def build_plan(
         launch=launch,
         work=work,
         inputs=tuple(f"runs/{start.run_id}/stages/{name}" for name in sorted(start.inputs)),
-        cluster=cluster_plan(pipeline, stage, stage_resources(pipeline, stage)),
+        cluster=cluster_plan(pipeline, stage, stage_resources(pipeline, stage), _shared_memory_bytes(work)),
         price_usd_per_device_hour=hardware.price_usd_per_device_hour,
     )
+
+
+def _shared_memory_bytes(work: StageWork) -> int:
+    return work.shared_memory_bytes or 0 if isinstance(work, TrainPlan) else 0
 
 
 @lru_cache(maxsize=1)

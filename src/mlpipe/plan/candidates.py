@@ -18,6 +18,7 @@ from mlpipe.plan.optimizers import OptimizerCost, optimizer_cost
 from mlpipe.plan.plan import (
     CHECKPOINTING,
     Checkpointing,
+    Communication,
     CompressPlan,
     IslandsPlan,
     Mesh,
@@ -84,7 +85,7 @@ def enumerate_candidates(
         raise PlanError(f"{hardware.name} has no {precision}", hint="write precision: fp32")
     cut = own is not None and own.pp > 1 and isinstance(spec.model, OwnModel)  # where nobody knows it
     pricer = pricer_of(spec, shape, hardware) if shape is not None and not cut else None
-    modes = modes_of(spec)
+    modes, wanted_communication = modes_of(spec), communication_of(spec)
     candidates: list[Candidate] = []
     uneven: PlanError | None = None
     for strategy, settings in ORDER.items():
@@ -95,6 +96,9 @@ def enumerate_candidates(
         if not isinstance(possible, str) and (unfit := _unfit_for_links(spec, settings.FLAGS)) is not None:
             # what a mesh of the file's own cannot do was refused by now
             possible = [mesh for mesh in possible if not unfit(mesh)] or _UNFIT.format(strategy)
+        if wanted_communication == "on_demand" and not isinstance(possible, str):
+            owned = [mesh for mesh in possible if mesh.dp_shard == mesh.world_size]
+            possible = owned or "communication: on_demand needs workers that each own a part of the weights"
         if isinstance(possible, str):
             candidates.append(
                 Candidate(strategy, None, None, modes[0], precision, wanted, None, False, possible)
@@ -122,10 +126,8 @@ def enumerate_candidates(
             for each in peaks if every else (precision,):
                 for mode in CHECKPOINTING if every else modes:
                     open_ = wanted and each == precision and mode in modes
-                    candidates += [
-                        pricer.candidate(strategy, mesh, Choices(size, mode, each), asked=open_)
-                        for size in micro
-                    ]
+                    choices = [Choices(size, mode, each, wanted_communication) for size in micro]
+                    candidates += [pricer.candidate(strategy, mesh, one, asked=open_) for one in choices]
     if pricer is not None and is_searched(spec):
         candidates += searched(spec, pricer, candidates).candidates
         if uneven is not None and not any(c.asked and c.mesh is not None for c in candidates):
@@ -163,6 +165,11 @@ def modes_of(spec: Train) -> tuple[Checkpointing, ...]:
     """Of activation checkpointing, those that the file leaves open."""
     asked = spec.activation_checkpointing
     return CHECKPOINTING if asked == "auto" else (asked,)
+
+
+def communication_of(spec: Train) -> Communication:
+    """What `auto` means, or what the file says."""
+    return "collective" if spec.communication == "auto" else spec.communication
 
 
 def pricer_of(spec: Train, shape: ModelShape, hardware: Hardware) -> Pricer:
@@ -355,5 +362,5 @@ def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
         compress=plan.compress,
         islands=plan.islands,
     )
-    choices = Choices(plan.micro_batch, plan.activation_checkpointing, plan.precision)
+    choices = Choices(plan.micro_batch, plan.activation_checkpointing, plan.precision, plan.communication)
     return Pricer(shape, training, hardware).candidate(plan.strategy, plan.mesh, choices, asked=True)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from mlpipe._core.errors import PlanError
 from mlpipe.plan.memory import MemoryEstimate
-from mlpipe.plan.plan import CHECKPOINTING, Mesh, Strategy
+from mlpipe.plan.plan import CHECKPOINTING, Communication, Mesh, Strategy
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import StepSeconds
 
@@ -42,6 +42,7 @@ class Candidate:
     usd: float | None = None
     usd_per_million_tokens: float | None = None
     reduce_gradients: Literal["last", "every"] = "last"
+    communication: Communication = "collective"
     used_ratio: float = 0.0  # of the device's memory
 
     @property

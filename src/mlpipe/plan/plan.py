@@ -23,6 +23,7 @@ STRATEGIES: tuple[Strategy, ...] = ("single", "ddp", "zero1", "zero2", "fsdp", "
 Checkpointing = Literal["none", "selective", "full"]
 Compile = Literal["off", "block", "model"]
 Precision = Literal["fp32", "bf16"]
+Communication = Literal["collective", "resident", "on_demand"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")  # by what is computed again
 
 
@@ -135,7 +136,7 @@ class ChatPlan:
     """Files of JSON lines: conversations, prompts with completions, or text. `tokenizer`: a tokenizer.json,
     or the folder of one with all that a model's has. `template`: a Jinja file, or `chatml`; None: that
     folder's. `packing`: several samples in a row of up to `micro_batch * seq_len` tokens, see
-    `train/chat/dealing.py`; None: a sample a row, padded."""
+    `plan/dealing.py`; None: a sample a row, padded."""
 
     path: str
     validation: str | None
@@ -446,6 +447,11 @@ class TrainPlan(StageWork):
     # With accumulation, where parameters are split: `last` keeps whole gradients (4 bytes a parameter) until
     # the last microbatch and reduces once; `every` reduces after each and keeps its own shard.
     reduce_gradients: Literal["last", "every"] = "last"
+    # `collective`: all ranks pass each microbatch together, and have equally many. `resident`: a rank meets
+    # the others at its first and its last microbatch of a step only, and has as many as its work takes.
+    # `on_demand`: it meets them at the ends of a step only, and may have no microbatch.
+    communication: Communication = "collective"
+    shared_memory_bytes: int | None = None  # of /dev/shm that this needs; None: none, or unknown
     ema: EmaPlan | None = None  # None: no average of the weights is kept
     predicted: Prediction | None = None  # None: a user's own model
     memory_bytes: int | None = None  # what a worker may use; None: nobody looks

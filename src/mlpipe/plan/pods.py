@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from mlpipe._core.units import parse_bytes, parse_seconds
+from mlpipe._core.errors import PlanError
+from mlpipe._core.units import format_bytes, parse_bytes, parse_seconds
 from mlpipe.plan import cluster as c
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 MIB, GIB = 2**20, 2**30
 MAX_SHM_BYTES = 32 * GIB
+BESIDE_SHARED_BYTES = 64 * MIB  # of torch's own, and data workers'
 BESIDE_CACHE_BYTES = 8 * GIB
 
 # What GPU feature discovery puts into the label nvidia.com/gpu.product: the board's name in NVML, with '-'
@@ -49,8 +51,11 @@ def pod_resources(resources: Resources | None, *, workers: bool = True) -> Resou
     )
 
 
-def cluster_plan(pipeline: Pipeline, stage: Stage, resources: Resources | None) -> c.ClusterPlan | None:
-    """`resources`: those the stage runs on. None for a pipeline without an image and without the section."""
+def cluster_plan(
+    pipeline: Pipeline, stage: Stage, resources: Resources | None, shared_bytes: int = 0
+) -> c.ClusterPlan | None:
+    """`resources`: those the stage runs on. `shared_bytes`: what its workers need of /dev/shm. None for a
+    pipeline without an image and without the section."""
     from mlpipe.spec.kubernetes import Kubernetes
 
     if pipeline.image is None and pipeline.kubernetes is None:
@@ -89,7 +94,7 @@ def cluster_plan(pipeline: Pipeline, stage: Stage, resources: Resources | None) 
         patches=tuple(map(_patch, spec.patches)),
         cpus=pod.cpus or 0.0,
         memory_bytes=memory_bytes,
-        shm_bytes=_shm_bytes(spec.shm, memory_bytes),
+        shm_bytes=_shm_bytes(spec.shm, memory_bytes, shared_bytes),
         gpus_per_node=pod.gpus_per_node,
         gpu_product=_gpu_product(spec, pod),
         disk_bytes=parse_bytes(pod.disk) if pod.disk else _disk_bytes(pipeline, stage),
@@ -136,10 +141,18 @@ def _disk_bytes(pipeline: Pipeline, stage: Stage) -> int | None:
     return cached + BESIDE_CACHE_BYTES if cached else None
 
 
-def _shm_bytes(asked: str | None, memory_bytes: int) -> int:
-    if asked is not None:
-        return parse_bytes(asked)
-    return max(MIB, min(memory_bytes // 4, MAX_SHM_BYTES) // MIB * MIB)
+def _shm_bytes(asked: str | None, memory_bytes: int, shared_bytes: int) -> int:
+    needed = shared_bytes + BESIDE_SHARED_BYTES if shared_bytes else 0
+    if asked is None:
+        usual = max(MIB, min(memory_bytes // 4, MAX_SHM_BYTES) // MIB * MIB)
+        return max(usual, -(-needed // MIB) * MIB)
+    if parse_bytes(asked) < needed:
+        raise PlanError(
+            f"/dev/shm of {asked} is too small: communication: on_demand needs {format_bytes(needed)}",
+            where="kubernetes.shm",
+            hint="leave it away, or write communication: resident",
+        )
+    return parse_bytes(asked)
 
 
 def _gpu_product(spec: k.Kubernetes, resources: Resources) -> str | None:

@@ -18,7 +18,7 @@ from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.memory import MemoryEstimate
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.plan import CompressPlan, IslandsPlan, Mesh, Strategy
+from mlpipe.plan.plan import Communication, CompressPlan, IslandsPlan, Mesh, Strategy
 from mlpipe.plan.shapes.shape import Activations, ModelShape, ParameterCounts, Part, StepShape
 from mlpipe.plan.stages import num_blocks_of
 from mlpipe.plan.strategies import ORDER
@@ -54,11 +54,19 @@ class Choices:
     micro_batch: int
     checkpointing: str
     precision: str
+    communication: Communication = "collective"
 
 
-def layout_of(strategy: Strategy, mesh: Mesh) -> Layout:
-    """What the strategy's name stands for on this mesh."""
-    return Layout(mesh, **cast(Any, ORDER[strategy].FLAGS))
+def flags_of(strategy: Strategy, communication: Communication = "collective") -> dict[str, bool]:
+    """Of a TrainPlan, what the names stand for: weights that are resident stay until a step's last backward
+    pass."""
+    flags = ORDER[strategy].FLAGS
+    return {**flags, "reshard_after_forward": False} if communication == "resident" else flags
+
+
+def layout_of(strategy: Strategy, mesh: Mesh, communication: Communication = "collective") -> Layout:
+    """Likewise, on this mesh."""
+    return Layout(mesh, **cast(Any, flags_of(strategy, communication)), communication=communication)
 
 
 def without_data(mesh: Mesh) -> Mesh:
@@ -88,10 +96,13 @@ class Pricer:
         step, activations, step_passes = max(ranks, key=lambda rank: rank[2].compute)
         hardware, training = self.hardware, self.training
         layout = replace(
-            layout_of(strategy, mesh), schedule=training.schedule, exchanged=self._exchanged(step.part)
+            layout_of(strategy, mesh, choices.communication),
+            schedule=training.schedule,
+            exchanged=self._exchanged(step.part),
         )
         needs = self._fullest(ranks, layout)
-        if needs.total > hardware.memory_bytes and step.accumulation > 1 and mesh.dp_shard > 1:
+        often = choices.communication != "resident"
+        if often and needs.total > hardware.memory_bytes and step.accumulation > 1 and mesh.dp_shard > 1:
             layout = replace(layout, reduce_gradients="every")  # more to send, less to keep
             needs = self._fullest(ranks, layout)
         seconds = self._seconds(layout, step, activations, step_passes)
@@ -119,6 +130,7 @@ class Pricer:
             usd=usd,
             usd_per_million_tokens=None if usd is None else usd / (training.steps * num_tokens / 1e6),
             reduce_gradients=layout.reduce_gradients,
+            communication=choices.communication,
             used_ratio=needs.total / hardware.memory_bytes,
         )
 

@@ -17,6 +17,7 @@ from mlpipe._core.pipelines import stages_per_rank, why_not
 from mlpipe._core.units import parse_bytes, parse_cadence, parse_seconds
 from mlpipe.kinds.train.spec import OwnModel, PresetModel, PretrainedModel, Train
 from mlpipe.plan import meaning as meanings
+from mlpipe.plan.axes import dp_shard
 from mlpipe.plan.candidates import (
     compress_plan,
     enumerate_candidates,
@@ -55,12 +56,13 @@ from mlpipe.plan.plan import (
     ValidatePlan,
     compiled,
 )
+from mlpipe.plan.pricing import flags_of
 from mlpipe.plan.references import stage_named
 from mlpipe.plan.shapes import frozen, presets
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.stages import num_blocks_of
-from mlpipe.plan.strategies import ORDER
+from mlpipe.plan.tensors import COMPUTE_BYTES
 from mlpipe.spec.data import (
     BUCKET,
     DEFAULT_CACHE,
@@ -109,7 +111,8 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     """For an evaluation of what `spec` trains. On its own resources the strategy is chosen anew, since they
     may be of another number. The batch need not be the training's: as many whole sequences as one pass takes.
     Raises PlanError."""
-    spec = spec.model_copy(update={"accumulation": None, "compress": None, "update": None})
+    alone: dict[str, Any] = {"accumulation": None, "compress": None, "update": None}
+    spec = spec.model_copy(update={**alone, "communication": "collective"})
     if spec.pipeline is not None:
         free = spec.pipeline.model_copy(update={"microbatches": "auto"})
         spec = spec.model_copy(update={"pipeline": free})
@@ -273,7 +276,9 @@ def _train_plan(
         peak_flops=peak,
         peak_name=f"{hardware.name} datasheet, dense {chosen.precision}" if peak else "measured matmul peak",
         resume=True,
-        **cast(Any, ORDER[chosen.strategy].FLAGS),
+        **cast(Any, flags_of(chosen.strategy, chosen.communication)),
+        communication=chosen.communication,
+        shared_memory_bytes=_shared(chosen, shape),
         reduce_gradients=chosen.reduce_gradients,
         ema=EmaPlan(spec.ema.decay, spec.ema.every) if spec.ema else None,
         predicted=_predicted(chosen, hardware),
@@ -290,6 +295,12 @@ def _train_plan(
         compress=compress_plan(spec),
         islands=islands_plan(spec),
     )
+
+
+def _shared(chosen: Candidate, shape: ModelShape | None) -> int | None:
+    if chosen.communication != "on_demand" or shape is None:
+        return None
+    return dp_shard.shown_bytes(shape.parameters, COMPUTE_BYTES[chosen.precision])
 
 
 def _pipeline(spec: Train, shape: Dense | None, mesh: Mesh) -> PipelinePlan | None:

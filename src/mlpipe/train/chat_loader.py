@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.dealing import Mode, Row, best_fit_decreasing, deal, deal_freely
+from mlpipe.plan.plan import Communication, TrainPlan
 from mlpipe.plan.shapes import presets
-from mlpipe.train.chat.dealing import Mode, best_fit_decreasing, deal
 from mlpipe.train.chat.samples import ChatSamples
 from mlpipe.train.data import Microbatch, MicrobatchLoader, uncounted
 from mlpipe.train.model import DOCUMENTS
@@ -24,6 +24,7 @@ class ChatLoader(MicrobatchLoader):
     samples: ChatSamples
     packing: Mode | None
     cost: Callable[[int], float]
+    communication: Communication
 
     def step(self, position: int) -> list[Microbatch]:
         """As the base class says."""
@@ -33,14 +34,33 @@ class ChatLoader(MicrobatchLoader):
         lengths = self.samples.lengths[indices].tolist()
         costs = [self.cost(length) for length in lengths]
         capacity = self.micro_batch * self.seq_len
-        dealt = deal(lengths, costs, self.world.num_data_ranks, capacity, self.packing)
         least = [int(np.argmin(lengths))]
+        if self.communication != "collective":
+            dealt = deal_freely(lengths, costs, self.world.num_data_ranks, capacity, self.packing)
+            return self._freely(indices, costs, dealt, least)
+        dealt = deal(lengths, costs, self.world.num_data_ranks, capacity, self.packing)
         packed = []
         for number, row in enumerate(dealt[self.world.data_rank]):
             work = [sum(costs[sample] for sample in rows[number] or least) for rows in dealt]
             one = replace(self._packed(indices[row or least]), work=(work[self.world.data_rank], max(work)))
             packed.append(one if row else uncounted(one))
         return packed
+
+    def _freely(
+        self, indices: NDArray[np.int64], costs: Sequence[float], dealt: list[list[Row]], least: Row
+    ) -> list[Microbatch]:
+        """One at the least where the rank meets the others in it. `work`: of all of a step, against the rank
+        with the most."""
+        rows = dealt[self.world.data_rank]
+        if not rows and self.communication == "on_demand":
+            return []
+        each = [sum(costs[sample] for sample in row) for row in rows or [least]]
+        most = max(sum(costs[sample] for row in rows for sample in row) for rows in dealt)
+        packed = [
+            replace(self._packed(indices[row]), work=(work, work * max(1.0, most / sum(each))))
+            for row, work in zip(rows or [least], each, strict=True)
+        ]
+        return packed if rows else [uncounted(packed[0])]
 
     def largest(self) -> list[Microbatch]:
         """Two of the most tokens that a microbatch may have, for the memory probe."""
@@ -89,4 +109,5 @@ def chat_loader(plan: TrainPlan, samples: ChatSamples, world: World, micro_batch
         seq_len=plan.model.seq_len,
     )
     loader.samples, loader.packing, loader.cost = samples, plan.data.chat.packing, cost_of(plan)
+    loader.communication = plan.communication
     return loader

@@ -34,6 +34,7 @@ from mlpipe.store.runs import append_event
 from mlpipe.train import outcome, stop
 from mlpipe.train.logs import LogShipper
 from mlpipe.train.outcome import Outcome
+from mlpipe.train.room import check_room
 from mlpipe.train.stop import STOP_FILE, any_alive, die_with_parent
 
 _POLL_SECONDS = 0.1
@@ -108,6 +109,7 @@ class Launcher:
         signal.signal(signal.SIGINT, self._on_signal)
         self.store.delete([self.outcome_key])  # of this node's pod before a restart of the gang
         fetch_inputs(self.store, self.plan)
+        check_room(self.plan.work.training.shared_memory_bytes)
         self._event(Launched())
         torchrun_log = self.scratch / "torchrun.log"
         with torchrun_log.open("wb") as log:

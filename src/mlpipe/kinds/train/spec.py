@@ -12,7 +12,7 @@ from mlpipe._core import meshes
 from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.pipelines import DEFAULT, stages_per_rank
 from mlpipe._core.units import parse_seconds
-from mlpipe.spec import data, feasibility, links, pipelines, starting, tracking, validation
+from mlpipe.spec import communication, data, feasibility, links, pipelines, starting, tracking, validation
 from mlpipe.spec import fields as f
 from mlpipe.spec import optimizer as optimizers
 from mlpipe.spec.base import SpecModel
@@ -43,6 +43,7 @@ DATA_AXES: dict[str, tuple[str, ...]] = {
 }
 # Strategies that have what these keys need.
 _WITH_COPIES = {"compress": ("single", "ddp", "zero1"), "update": ("single", "ddp", "hsdp")}
+_WITH_SHARDS = tuple(name for name, axes in DATA_AXES.items() if axes == ("dp_shard",))
 _TINY_SEQ_LEN = 64
 _SHORTEST_HANG_SECONDS = 1.0  # the watchdog looks twice a second
 
@@ -171,6 +172,13 @@ class Train(SpecModel):
         None, description="Train small matrices beside the model's own, which stay as they are."
     )
     strategy: Strategy = Field("auto", description="How to split the work; `auto`: the fastest that fits.")
+    communication: Literal["auto", "collective", "resident", "on_demand"] = Field(
+        "auto",
+        description="How often workers wait for each other. `collective`: at each block of a micro-batch; "
+        "all have equally many. `resident`: once a step, for which weights stay gathered; who has long "
+        "samples has fewer micro-batches. `on_demand`: the same, with weights read from their owners when "
+        "they are needed; on the CPUs of one node. `auto`: `collective`.",
+    )
     mesh: MeshSizes | None = Field(
         None, description="Sizes of the axes that the workers are laid out on. Default: the strategy's."
     )
@@ -248,6 +256,7 @@ def _problems(stage: Node) -> Iterator[Problem]:
                 "model has neither 'preset', 'pretrained' nor 'entry'",
                 "add 'preset: ...', 'pretrained: ...' or 'entry: ...'",
             )
+    yield from communication.problems(stage, _WITH_SHARDS)
     yield from data.problems(train)
     yield from tracking.problems(train)
     yield from validation.problems(train)

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from mlpipe._core.pipelines import DEFAULT, Schedule
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.plan import Mesh
+from mlpipe.plan.plan import Communication, Mesh
 from mlpipe.plan.shapes.shape import Activations, ParameterCounts, StepShape
 from mlpipe.plan.tensors import Group, RankTensors, total
 from mlpipe.plan.wire import Wire
@@ -36,6 +36,7 @@ class Layout:
     shard_optimizer: bool = False
     reduce_gradients: Literal["last", "every"] = "last"
     schedule: Schedule = DEFAULT  # of a pipeline
+    communication: Communication = "collective"
     exchanged: Exchanged | None = None  # None: gradients, in fp32
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.kernels import copy_seconds
+from mlpipe.plan.shapes.shape import ParameterCounts
 from mlpipe.plan.tensors import (
     COMPUTE_BYTES,
     GRADIENT_BYTES,
@@ -54,7 +55,7 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     unsent_ratio = 1 - parameters.num_blocks * absent_trained / max(1, trained.total)
     divided = replace(
         tensors,
-        parameters=parameters.sharded(num_ranks, WEIGHT_BYTES),
+        parameters=parameters.sharded(num_ranks, WEIGHT_BYTES) + _shown(work),
         gradients=trained.sharded(num_ranks, GRADIENT_BYTES),
         unsent=_scaled(trained.sharded(1, GRADIENT_BYTES), unsent_ratio) if sends_late else (),
         optimizer=work.optimizer_states(num_ranks),
@@ -64,6 +65,20 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     at_once = total(divided.gradients) + total(divided.unsent) + work.held_bytes + divided.buffers
     moments = (Moment(at_once),) if work.overlap else _one_after_another(divided, work)
     return replace(divided, moments=moments)
+
+
+def shown_bytes(parameters: ParameterCounts, width: int) -> int:
+    """What ranks show each other, of all of them: weights as they travel, and sums of gradients."""
+    inside = parameters.total - parameters.outside
+    return width * inside + WEIGHT_BYTES * parameters.outside + GRADIENT_BYTES * parameters.trained.total
+
+
+def _shown(work: RankWork) -> Group:
+    """A rank's own part of that. Each maps the others' parts as well, which are in memory once."""
+    if work.layout.communication != "on_demand":
+        return ()
+    width = COMPUTE_BYTES[work.step.precision]
+    return (Tensors(shown_bytes(work.parameters, width) // work.layout.num_shards, 1),)
 
 
 def _scaled(group: Group, ratio: float) -> Group:

@@ -54,7 +54,19 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard, ignored_params=whole)
     model.waits.time_end_of_backward(module)
     time_collectives(module, model.waits)
-    model.gradient_sync = _GradientSync(model, plan).around
+    sync = _GradientSync(model, plan)
+    model.gradient_sync = sync.around
+    if plan.communication == "on_demand":
+        from mlpipe.train.parallel import on_demand
+
+        on_demand.apply(model, world)
+        begin = model.before_passes
+
+        def before_passes() -> None:
+            begin()
+            sync.send_buffers()
+
+        model.before_passes = before_passes
     model.after_evaluation = lambda: _forget_forwards(module)
 
 
@@ -91,6 +103,7 @@ class _GradientSync:
         self.reduces_each = plan.reduce_gradients == "every"
         self.reshards = plan.reshard_after_forward
         self.has_copies = plan.mesh.dp_replicate > 1 and plan.islands is None
+        self.meets = plan.communication != "on_demand"
         self.told = True
         self.first = True
         self.buffers: list[torch.Tensor] | None = None
@@ -98,8 +111,8 @@ class _GradientSync:
     @contextmanager
     def around(self, last: bool) -> Iterator[None]:
         """Around the forward and backward of a microbatch."""
-        if self.first:
-            self._send_buffers()
+        if self.first and self.meets:
+            self.send_buffers()
         self.first = last
         if last != self.told:  # each of these calls walks all modules
             # copies are reduced once in any case: until then the sums of each lie in its parts
@@ -112,7 +125,7 @@ class _GradientSync:
         yield
         self.model.waits.end()
 
-    def _send_buffers(self) -> None:
+    def send_buffers(self) -> None:
         """As DDP's, which sends them at the same moment: rank 0's to all, in place, before the first
         microbatch of a step; by the call and the bucket's bytes of DDP."""
         if self.buffers is None:  # not before the weights are real

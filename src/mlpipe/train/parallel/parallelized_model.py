@@ -48,15 +48,17 @@ class ParallelizedModel:
 
     `module(batch)` gives (loss sum, target count) of this rank's microbatch; it is `built.module`, or what a
     technique wrapped around it. `before_forward(counts)` is called before the forward pass of a microbatch,
-    which may not count (see `Microbatch`). `gradient_sync(last)` is entered around each microbatch; after the
-    backward of the last one the gradients are the mean over `World.num_gradient_ranks`; of a pipeline after
-    `after_backward()`, once all passes of the step are done and what they send. `after_step()` brings the
-    updated parameters to every rank that computes with them, `after_evaluation()` gives up what forward
-    passes without a backward leave. `waits` counts the time that all of these spend waiting for other ranks.
-    `shards`: what this rank updates and stores. `step_metrics()` ends a step, and gives fields of its record
-    that only this model knows, of rank 0. `partial`: modules and names of parameters whose gradients a rank
-    has of its own tokens only, for `sum_partial_gradients`. `base`: names of parameters that have adapters
-    beside them: no checkpoint has these. `kept`: of a technique that keeps something between steps.
+    which may not count (see `Microbatch`). `before_passes()` is called on all ranks before the first pass of
+    a step or an evaluation, also of a rank without a microbatch. `gradient_sync(last)` is entered around each
+    microbatch; after the backward of the last one the gradients are the mean over `World.num_gradient_ranks`;
+    where `after_backward()` does something, after that, once all passes of the step are done and what they
+    send. `after_step()` brings the updated parameters to every rank that computes with them,
+    `after_evaluation()` gives up what forward passes without a backward leave. `waits` counts the time that
+    all of these spend waiting for other ranks. `shards`: what this rank updates and stores. `step_metrics()`
+    ends a step, and gives fields of its record that only this model knows, of rank 0. `partial`: modules and
+    names of parameters whose gradients a rank has of its own tokens only, for `sum_partial_gradients`.
+    `base`: names of parameters that have adapters beside them: no checkpoint has these. `kept`: of a
+    technique that keeps something between steps.
     """
 
     built: BuiltModel
@@ -66,6 +68,7 @@ class ParallelizedModel:
     partial: list[tuple[nn.Module, str]] = field(default_factory=list)
     base: frozenset[str] = frozenset()
     before_forward: Callable[[bool], None] = nothing_before
+    before_passes: Callable[[], None] = nothing
     gradient_sync: Callable[[bool], AbstractContextManager[None]] = no_gradient_sync
     after_backward: Callable[[], None] = nothing
     after_step: Callable[[], None] = nothing

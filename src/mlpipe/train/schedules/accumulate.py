@@ -27,6 +27,7 @@ class Accumulate:
     def forward_backward(self, batches: Sequence[Microbatch]) -> LossSum:
         """As the protocol says."""
         sums = Sums(self.world)
+        self.model.before_passes()
         for number, microbatch in enumerate(batches, start=1):
             self.before_microbatch()
             self.model.before_forward(microbatch.counts)
@@ -43,6 +44,7 @@ class Accumulate:
     ) -> LossSum:
         """As the protocol says."""
         sums = Sums(self.world)
+        self.model.before_passes()
         for microbatch in batches:
             self.before_microbatch()
             batch = to_device(microbatch.batch, self.world.device)
@@ -55,6 +57,7 @@ class Accumulate:
     @torch.no_grad()
     def logits(self, inputs: Tensor) -> Tensor | None:
         """As the protocol says."""
+        self.model.before_passes()
         logits: Tensor = self.model.module({"inputs": inputs})
         return logits
 

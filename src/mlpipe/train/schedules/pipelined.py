@@ -63,6 +63,7 @@ class Pipelined:
 
     def forward_backward(self, batches: Sequence[Microbatch]) -> LossSum:
         """As the protocol says."""
+        self.model.before_passes()
         actions = with_transfers(self.schedule, self.world.mesh.pp, len(batches))[
             self.world.coordinates["pp"]
         ]
@@ -183,6 +184,7 @@ class Pipelined:
         self, batches: Iterable[Microbatch], after: Callable[[Microbatch, Batch], None] | None = None
     ) -> LossSum:
         """As the protocol says; `after` on the ranks of the last stage."""
+        self.model.before_passes()
         step = _Step([], Sums(self.world))
         for microbatch in batches:
             self.before_microbatch()
@@ -198,6 +200,7 @@ class Pipelined:
     @torch.no_grad()
     def logits(self, inputs: Tensor) -> Tensor | None:
         """As the protocol says."""
+        self.model.before_passes()
         step = _Step([], Sums(self.world))
         logits: Tensor | None = self._through(step, {"inputs": inputs})
         self._wait_for_sent(step, 0)

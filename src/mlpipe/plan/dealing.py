@@ -5,6 +5,9 @@ Rows hold several samples behind each other (packing). `best_fit`: best-fit decr
 as they come. `balanced`: samples go to the row with the least work so far, the longest first (LPT; Graham,
 1969), and of equally many rows a rank all ranks compute at the same time those of like work. Every rank gets
 equally many, as collectives need it. Which samples make a step is not touched: only who computes which.
+
+Ranks that need not meet at each microbatch (`deal_freely`) have as many rows as it takes: balanced is then
+what each of them computes in all, and rows are as full as they can be.
 """
 
 from __future__ import annotations
@@ -33,6 +36,28 @@ def deal(
     while (balanced := _least_loaded(lengths, costs, each * num_ranks, capacity)) is None:
         each += 1
     return _like_meets_like(balanced, costs, num_ranks)
+
+
+def deal_freely(
+    lengths: Sequence[int], costs: Sequence[float], num_ranks: int, capacity: int, mode: Mode
+) -> list[list[Row]]:
+    """As `deal`, but a rank may have any number of rows, also none, and none of them is empty. `balanced`:
+    LPT over the ranks, which pack what they got; a rank's lightest row is its last, behind which the
+    gradients travel."""
+    if mode == "best_fit":
+        return [[row for row in rows if row] for rows in deal(lengths, costs, num_ranks, capacity, mode)]
+    loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap
+    mine: list[Row] = [[] for _ in range(num_ranks)]
+    for sample in _decreasing(costs):
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + costs[sample], rank))
+        mine[rank].append(sample)
+    dealt = []
+    for samples in mine:
+        rows = best_fit_decreasing([lengths[sample] for sample in samples], capacity)
+        named = [sorted(samples[i] for i in row) for row in rows]
+        dealt.append(sorted(named, key=lambda row: -sum(costs[sample] for sample in row)))
+    return dealt
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlpipe.train.chat.dealing import best_fit_decreasing, deal
+from mlpipe.plan.dealing import best_fit_decreasing, deal, deal_freely
 
 pytestmark = pytest.mark.unit
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=30)
@@ -69,3 +69,32 @@ def test_the_rank_with_less_so_far_gets_the_heavier_row():
     lengths = [10, 9, 5, 4]
     dealt = deal(lengths, [float(length) for length in lengths], 2, 10, "balanced")
     assert [[sum(lengths[i] for i in row) for row in rank] for rank in dealt] == [[10, 4], [9, 5]]
+
+
+@settings(deadline=None)
+@given(
+    lengths=LENGTHS,
+    num_ranks=st.integers(1, 5),
+    room=st.integers(0, 100),
+    mode=st.sampled_from(["best_fit", "balanced"]),
+)
+def test_ranks_that_run_freely_have_each_sample_once_and_no_empty_row(lengths, num_ranks, room, mode):
+    """Balanced work keeps the bound of Graham, whatever the rows may hold; the lightest row is the last."""
+    capacity, costs = max(lengths) + room, [float(length**2) for length in lengths]
+    dealt = deal_freely(lengths, costs, num_ranks, capacity, mode)
+    rows = [row for rank in dealt for row in rank]
+    assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
+    assert all(row and sum(lengths[sample] for sample in row) <= capacity for row in rows)
+    assert len(dealt) == num_ranks
+    if mode == "balanced":
+        work = [[sum(costs[sample] for sample in row) for row in rank] for rank in dealt]
+        most = max(map(sum, work))
+        assert most <= sum(costs) / num_ranks + max(costs) * (1 - 1 / num_ranks) + 1e-6
+        assert all(rank == sorted(rank, reverse=True) for rank in work)
+
+
+def test_a_rank_with_a_long_sample_has_fewer_rows():
+    lengths = [16, 9, 9, 3]
+    dealt = deal_freely(lengths, [float(length**2) for length in lengths], 2, 16, "balanced")
+    assert dealt == [[[0]], [[1, 3], [2]]]
+    assert deal_freely([5], [25.0], 3, 8, "balanced") == [[[0]], [], []]

@@ -1,0 +1,34 @@
+"""Conversations of very different lengths, and a tokenizer that reads them."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from mlpipe.plan.plan import ChatPlan, DataPlan
+from mlpipe.train.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
+
+SEQ_LEN = 96
+
+
+def write_chat(folder: Path, num: int = 24) -> DataPlan:
+    """Conversations of 10 to 200 bytes, a few longer than SEQ_LEN tokens."""
+    draw = random.Random(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    train_tokenizer([], MIN_VOCAB_SIZE).save(str(folder / "tokenizer.json"))
+    for name in ("train", "validation"):
+        lines = []
+        for _ in range(num):
+            said = "".join(draw.choice("ab ") for _ in range(draw.choice((2, 5, 10, 20, 60, 150))))
+            lines.append({"prompt": draw.choice("xyz") * draw.randint(1, 9), "completion": said})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chat = ChatPlan(str(folder / "train.jsonl"), str(folder / "validation.jsonl"), str(folder))
+    return DataPlan(None, None, None, chat=chat)
+
+
+def packed(data: DataPlan, packing: Literal["best_fit", "balanced"]) -> DataPlan:
+    assert data.chat is not None
+    return replace(data, chat=replace(data.chat, packing=packing))

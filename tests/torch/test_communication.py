@@ -1,0 +1,164 @@
+"""Ranks that wait for each other less often compute the same training."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import plans
+from kit.conversations import SEQ_LEN, packed, write_chat
+from safetensors.torch import load_file
+
+from mlpipe._core.errors import TrainError
+from mlpipe.plan.plan import DataPlan, Entry, ModelPlan, Plan, Strategy, ValidatePlan
+from mlpipe.store import catalogue
+from mlpipe.store.folder import FolderStore
+from mlpipe.train.export import export_checkpoint
+from mlpipe.train.parallel import shared_memory
+from mlpipe.train.room import FOLDER
+
+pytestmark = pytest.mark.torch
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> DataPlan:
+    return write_chat(tmp_path_factory.mktemp("chat"))
+
+
+def weights(store: Path, plan: Plan, scratch: Path) -> dict[str, torch.Tensor]:
+    """After the last step."""
+    folder = FolderStore(store)
+    latest = catalogue.latest(folder, plan.stage_key)
+    assert latest is not None
+    assert latest.step == STEPS
+    export_checkpoint(folder, latest.key, out := scratch / plan.run_id)
+    return load_file(out / "model.safetensors")
+
+
+@pytest.mark.combines("dp_shard", "communication resident")
+@pytest.mark.combines("dp_replicate", "communication resident")
+@pytest.mark.combines("dp_shard", "communication on_demand")
+@pytest.mark.combines("validate", "communication on_demand")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_ways_to_wait_train_the_same(world_size, data, tmp_path):
+    """Padded, packed and balanced, with equally many microbatches and not, also none: the same parameters,
+    and validations."""
+    free, dense = packed(data, "balanced"), packed(data, "best_fit")
+    resident: dict[str, Any] = {"communication": "resident", "reshard_after_forward": False}
+    on_demand: dict[str, Any] = {"communication": "on_demand", "deterministic": False}
+    validate = {"validate": ValidatePlan(every_steps=5, max_tokens=500, metrics=())}
+    ways: dict[str, tuple[Strategy, DataPlan, dict[str, Any]]] = {
+        "padded": ("fsdp", data, validate),
+        "packed": ("fsdp", dense, {}),
+        "resident": ("fsdp", free, resident),
+        "as_they_come": ("fsdp", dense, resident),
+        "copies": ("ddp", free, resident),
+        "on_demand": ("fsdp", free, {**on_demand, **validate}),
+        "padded_on_demand": ("fsdp", data, on_demand),
+        "stays": ("zero2", free, on_demand),
+        "each": ("fsdp", dense, {**on_demand, "reduce_gradients": "every"}),
+    }
+    if world_size == 4:
+        ways["hsdp"] = "hsdp", free, resident
+        for name in ("few", "few_resident", "few_on_demand"):  # fewer samples than ranks
+            way = {"few": "padded", "few_resident": "resident", "few_on_demand": "on_demand"}[name]
+            ways[name] = *ways[way][:2], {**ways[way][2], "validate": None, "global_batch": 3}
+    model = replace(plans.model_plan(vocab_size=320, max_seq_len=SEQ_LEN), seq_len=SEQ_LEN)
+    common = {"model": model, "global_batch": 8, "micro_batch": 1, "accumulation": 8 // world_size}
+    tokens = plans.write_tokens(tmp_path / "tokens")
+    made = {
+        name: plans.train_plan(
+            tmp_path / "store",
+            tokens,
+            run_id=name,
+            world_size=world_size,
+            strategy=strategy,
+            steps=STEPS,
+            every=STEPS,
+            **{**common, "data": of, **changes},
+        )
+        for name, (strategy, of, changes) in ways.items()
+    }
+    plans.run_together(list(made.values()), tmp_path / "ranks")
+    expected = {name: weights(tmp_path / "store", plan, tmp_path / "out") for name, plan in made.items()}
+    for name, found in expected.items():
+        for tensor, value in expected["few" if name.startswith("few") else "padded"].items():
+            torch.testing.assert_close(found[tensor], value, rtol=0, atol=1e-5, msg=f"{name} {tensor}")
+    measured = []
+    for name in ("padded", "on_demand"):
+        records = plans.records(tmp_path / "store", made[name])
+        measured.append([record["metrics"] for record in records if record["kind"] == "validation"])
+    assert len(measured[0]) == 2
+    for found, value in zip(*measured, strict=True):
+        assert found == pytest.approx(value, abs=1e-5)
+
+
+def left() -> list[Path]:
+    """Of anybody's shared memory for weights."""
+    return list(FOLDER.glob(f"{shared_memory.PREFIX}*"))
+
+
+def test_killed_within_a_step_it_goes_on_and_leaves_nothing(tmp_path):
+    """Rank 1 between its microbatches of step 8, once. Weights and gradients in shared memory have no names
+    by then; and what a start leaves that was killed before is removed by the next one."""
+    (dead := FOLDER / f"{shared_memory.PREFIX}{os.getuid()}-dead").mkdir()
+    (dead / "alive").touch()
+    tokens = plans.write_tokens(tmp_path / "tokens")
+    args = {"what": "kill", "at": 16, "rank": 1, "counter": str(tmp_path / "counter")}
+    model = ModelPlan(Entry("kit.models:misbehaving", args), None, 32, ())
+    never = replace(model, build=Entry("kit.models:misbehaving", {**args, "at": 10**9}))
+    common: dict[str, Any] = {
+        "steps": 12,
+        "every": 4,
+        "micro_batch": 4,
+        "accumulation": 2,
+        "strategy": "fsdp",
+    }
+    struck = plans.train_plan(
+        tmp_path / "store", tokens, run_id="struck", model=model, launch={"max_restarts": 1},
+        communication="on_demand", deterministic=False, **common,
+    )  # fmt: skip
+    whole = plans.train_plan(tmp_path / "store", tokens, run_id="whole", model=never, **common)
+    before = set(left())
+    assert plans.launch(struck, tmp_path / "struck") == 0, plans.log_of(tmp_path / "struck")
+    assert (tmp_path / "counter").read_text() == "x"
+    assert not dead.exists()
+    assert not set(left()) - before
+    plans.run_together([whole], tmp_path / "whole")
+    found, expected = (plans.losses(tmp_path / "store", plan) for plan in (struck, whole))
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_is_in_use_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    first, alive = shared_memory._new_folder()
+    second, other = shared_memory._new_folder()
+    assert Path(first).exists()
+    alive.close()
+    third, last = shared_memory._new_folder()
+    assert sorted(map(str, tmp_path.iterdir())) == sorted([second, third])
+    other.close()
+    last.close()
+    monkeypatch.setattr(shared_memory, "_SWEEP_SECONDS", -1.0)
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(TrainError, match="has been locked for"):
+        shared_memory._new_folder()
+    os.close(handle)
+
+
+def test_no_rank_starts_where_shared_memory_is_too_small(tmp_path):
+    plan = plans.train_plan(
+        tmp_path / "store", plans.write_tokens(tmp_path / "tokens"), strategy="fsdp",
+        communication="on_demand", shared_memory_bytes=10**18,
+    )  # fmt: skip
+    assert plans.launch(plan, tmp_path / "scratch") == 2
+    log = plans.log_of(tmp_path / "scratch")
+    assert "communication: on_demand needs 909494.7 TiB of shared memory" in log
+    assert not (tmp_path / "scratch" / "torchrun.log").exists()
