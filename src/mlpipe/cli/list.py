@@ -50,7 +50,7 @@ def command(session: CliSession, where: str | None, sort: str | None) -> None:
             one.summary.run_id: {name: value for name, value in one.values.items() if name not in OF_INDEX}
             for one in listed
         }
-    width = max([len(run.run_id) for run in summaries], default=3)
+    width = max([3, *(len(run.run_id) for run in summaries)])
     now = time.time()
     notes = {run.run_id: _note(store, run) for run in summaries}
     columns = _columns(values)

@@ -27,7 +27,7 @@ def list_(session: CliSession) -> None:
 
     store = session.open_store()
     registered, damaged = registry.list_models(store)
-    width = max([len(model.name) for model in registered], default=5)
+    width = max([5, *(len(model.name) for model in registered)])
     lines = [f"{'MODEL'.ljust(width)}  {'VERSION':>7}  {'STEP':>8}  {'SIZE':>10}  {'ALIASES':12}  RUN"]
     lines += [
         f"{model.name.ljust(width)}  {model.version:>7}  {model.step:>8}  "

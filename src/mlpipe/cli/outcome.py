@@ -114,11 +114,12 @@ def _next(store: Store, run: RunState) -> list[str]:
     if any((stage.outcome or {}).get("step") for stage in run.stages.values()):
         trained = next(name for name, stage in run.stages.items() if (stage.outcome or {}).get("step"))
         loads = "    # what transformers loads" if _is_llama(store, run.stages[trained].outcome) else ""
+        has_models = any("version" in stage.outcome for stage in run.stages.values())
         start = "run" if run.backend == backends.DEFAULT else f"submit --to {run.backend}"
         return [
             *_under_another_strategy(store, run, trained, f"mlpipe {start}", where),
             f"mlpipe checkpoints export {run.run_id} --out model{where}{loads}",
-            f"mlpipe models list{where}",
+            *([f"mlpipe models list{where}"] if has_models else []),
         ]
     return [f"mlpipe status {run.run_id}{where}", f"mlpipe logs {run.run_id}{where}"]
 

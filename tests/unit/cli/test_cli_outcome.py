@@ -39,3 +39,14 @@ def test_the_same_under_another_strategy(tmp_path, changes, overrides, expected)
     shown = [line for line in summary(store, run, None).splitlines() if "another strategy" in line]
     command = f"  mlpipe run 'a b.yaml' --store {store.url} {expected}    # the same under another strategy"
     assert shown == ([command] if expected else [])
+
+
+def test_models_are_shown_where_the_run_made_one(tmp_path):
+    """Not after a promotion that only tried, nor without one."""
+    store = open_store(str(tmp_path))
+    trained = dataclasses.replace(stage_state(), outcome={"step": 5})
+    made = {"model": "m", "version": 2}
+    for name, more, shown in (("a", {}, False), ("b", {"message": "dry run"}, False), ("c", made, True)):
+        promoted = dataclasses.replace(stage_state(), outcome=more)
+        write_run(store, name, {"train": trained, "promote": promoted})
+        assert ("mlpipe models list" in summary(store, read_run(store, name), None)) is shown
