@@ -18,6 +18,7 @@ from mlpipe._core.record_lines import NOT_STARTED, read_fields
 from mlpipe._core.records import Evaluation, Fallback, Launched, Record, Start, Submitted
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.observe.goodput import Attempt, Ledger, account, add
+from mlpipe.observe.profiles.stored import StoredProfile, profiles_of_stage
 from mlpipe.observe.records import Timeline, decode_lines, list_attempts, list_ranks, merge, read_records
 from mlpipe.plan.plan import AnyWork, Plan, TrainPlan
 from mlpipe.store.base import Store
@@ -49,6 +50,7 @@ class StageView:
     num_ranks: int = 0  # that wrote records
     timelines: dict[int, Timeline] = field(default_factory=dict)  # by rank, the first MOST_RANKS
     checkpoints: list[Checkpoint] = field(default_factory=list)  # committed now
+    profiles: list[StoredProfile] = field(default_factory=list)
     ledger: Ledger | None = None  # of a training that was started
 
     @property
@@ -202,6 +204,11 @@ def view_stage(store: Store, run_id: str, name: str, state: StageState, problems
         stage.checkpoints = list_checkpoints(store, stage_key)
     except StoreError as error:
         problems.append(f"The checkpoints of stage {name} cannot be listed: {error.message}.")
+    if stage.training is not None:
+        try:
+            stage.profiles = profiles_of_stage(store, stage_key)
+        except (StoreError, ValueError) as error:
+            problems.append(f"The profiles of stage {name} cannot be read: {error}.")
     return stage
 
 

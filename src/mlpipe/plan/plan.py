@@ -413,6 +413,15 @@ AnyWork = TypeVar("AnyWork", bound=StageWork)
 
 
 @dataclass(frozen=True)
+class ProfilePlan:
+    """From step `at` on so many are profiled, unasked."""
+
+    at: int
+    steps: int
+    memory: bool = False
+
+
+@dataclass(frozen=True)
 class TrainPlan(StageWork):
     """All that the trainer is told."""
 
@@ -467,6 +476,7 @@ class TrainPlan(StageWork):
     pipeline: PipelinePlan | None = None  # where `mesh.pp` is above 1
     compress: CompressPlan | None = None  # None: gradients are sent as they are
     islands: IslandsPlan | None = None  # None: gradients are averaged in every step
+    profile: ProfilePlan | None = None  # None: only when somebody asks
 
     @property
     def summary(self) -> str:

@@ -49,6 +49,7 @@ from mlpipe.plan.plan import (
     ParameterGroup,
     PipelinePlan,
     Prediction,
+    ProfilePlan,
     SourcePlan,
     StopPlan,
     TrackerPlan,
@@ -129,6 +130,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     train = _train_plan(spec, hardware, known, chosen, reason, batch)
     # these are of training's steps
     off: dict[str, Any] = {"callbacks": (), "track": (), "validate": None, "compress": None, "islands": None}
+    off |= {"profile": None}
     return dataclasses.replace(train, predicted=None, memory_bytes=None, **off)
 
 
@@ -294,6 +296,9 @@ def _train_plan(
         pipeline=_pipeline(spec, shape, chosen.mesh),
         compress=compress_plan(spec),
         islands=islands_plan(spec),
+        profile=None
+        if spec.profile is None
+        else ProfilePlan(spec.profile.at, spec.profile.steps, spec.profile.memory),
     )
 
 

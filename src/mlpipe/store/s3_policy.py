@@ -19,6 +19,7 @@ _WORKERS_WRITE = (
     "attempt-*/logs/*",
     "attempt-*/records/*",
     "attempt-*/postmortem/*",
+    "attempt-*/profiles/*",
     "attempt-*/events.jsonl/*",
     "attempt-*/outcome*.json",
 )

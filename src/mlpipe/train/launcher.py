@@ -34,6 +34,7 @@ from mlpipe.store.runs import append_event
 from mlpipe.train import outcome, stop
 from mlpipe.train.logs import LogShipper
 from mlpipe.train.outcome import Outcome
+from mlpipe.train.profile_watch import PROFILE_FILE, ProfileWatch
 from mlpipe.train.room import check_room
 from mlpipe.train.stop import STOP_FILE, any_alive, die_with_parent
 
@@ -100,7 +101,15 @@ class Launcher:
 
     def run(self) -> int:
         self.scratch.mkdir(parents=True, exist_ok=True)
-        for stale in ("outcome-*.json", "fatal-*.json", "pid-*", "stacks-*", "flight-rank-*", STOP_FILE):
+        for stale in (
+            "outcome-*.json",
+            "fatal-*.json",
+            "pid-*",
+            "stacks-*",
+            "flight-rank-*",
+            STOP_FILE,
+            PROFILE_FILE,
+        ):
             for path in self.scratch.glob(stale):
                 path.unlink()
         log_dir = self.scratch / "logs"
@@ -121,6 +130,9 @@ class Launcher:
                 stderr=subprocess.STDOUT,
                 preexec_fn=partial(die_with_parent, os.getpid()),  # before any thread exists here
             )
+        watch = (
+            ProfileWatch(self.store, self.plan.attempt_key, self.scratch) if self.node.index == 0 else None
+        )
         shipper = LogShipper(
             self.store,
             self.plan.attempt_key,
@@ -134,6 +146,8 @@ class Launcher:
             self._name_stopped()
             self._end_if_overdue(process)
             time.sleep(_POLL_SECONDS)
+        if watch is not None:
+            watch.close()
         shipper.ship()
         restarts = self._num_restarts(log_dir)
         ended = self._outcome(process.returncode, torchrun_log.read_text(errors="replace"), restarts)

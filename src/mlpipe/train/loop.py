@@ -24,6 +24,7 @@ from mlpipe.train.optim.learning_rate import learning_rate
 from mlpipe.train.optim.update import Update, averages_of, finish
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.profiling import Profiling
 from mlpipe.train.recording import Recording, of_samples
 from mlpipe.train.resuming import Position, optimizer_scalars, scalars_of_stages, stored
 from mlpipe.train.schedules import Schedule
@@ -49,6 +50,7 @@ class Loop:
     recording: Recording
     position: Position
     progress: list[int]
+    profiling: Profiling
     validation: Validation | None = None
     last_save: float = field(default_factory=time.monotonic)
 
@@ -64,13 +66,16 @@ class Loop:
             self.save(best=True)
         while position.step < plan.steps and not (stopping or self.early()):
             self.progress[0] = position.step
+            self.profiling.before(position.step + 1, self)
             stopping, save_now = self.step()
+            self.profiling.after(position.step)
             if position.step == first:  # what lives now stays: later collections need not walk through it all
                 gc.collect()
                 gc.freeze()
             best = self.is_validation_due(stopping) and self.validate()
             if save_now or stopping or best or position.step == plan.steps or self.early():
                 self.save(best=best)
+        self.profiling.finish()
         self.session.watchdog.beat("committing the last checkpoint", position.step)
         self.checkpointer.finish()
         if self.recording.failed_saves:
@@ -134,11 +139,13 @@ class Loop:
         session.watchdog.beat("agreeing with the other ranks", number, waiting=True)
         wants_stop = session.stop.requested()
         wants_save = world.rank == 0 and self.is_save_due(number)
-        asked = [float(wants_stop), float(wants_save)]
+        # Rank 0's alone, in one number: a step that nobody profiles sends no more.
+        wants = int(wants_save) + 2 * int(self.profiling.asked())
+        asked = [float(wants_stop), float(wants)]
         totals = torch.tensor([*local, float(sums.num_tokens), *asked], dtype=torch.float64)
         dist.all_reduce(totals)
         agreed = time.perf_counter()
-        total_loss, total_targets, total_squared, total_tokens, stop, save = totals.tolist()
+        total_loss, total_targets, total_squared, total_tokens, stop, asks = totals.tolist()
         # Techniques average over ranks; the loss is a mean over the global batch's targets.
         scale = world.num_gradient_ranks / max(total_targets, 1.0)
         grad_norm = total_squared**0.5 * scale
@@ -189,7 +196,9 @@ class Loop:
         self.recording.step(done, total_tokens)
         if stop:
             session.recorder.write(StopSignal(step=number, signal="SIGTERM"))
-        return bool(stop), bool(save)
+        if int(asks) & 2:
+            self.profiling.agreed(number)
+        return bool(stop), bool(int(asks) & 1)
 
     def is_save_due(self, step: int) -> bool:
         """Whether the plan wants a checkpoint after `step`."""

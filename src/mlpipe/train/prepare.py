@@ -33,6 +33,7 @@ from mlpipe.train.optim.make import make_update
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.profiling import Profiling
 from mlpipe.train.recording import Recording
 from mlpipe.train.resuming import Position, resume
 from mlpipe.train.schedules.make import make_schedule
@@ -163,6 +164,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         recording=recording,
         position=position,
         progress=progress,
+        profiling=Profiling(session, plan.profile),
         validation=validation,
     )
 

@@ -39,6 +39,7 @@ BEYOND_THE_SCHEMA = {
     "optimizer-rules.yaml": "figures of an optimizer that do not go together",
     "links-rules.yaml": "what is sent compressed by workers that have no copies",
     "hang.yaml": "a hang_timeout in which no step is done",
+    "profile.yaml": "a step to profile behind the last one",
     "gpu.yaml": "GPUs without a model",
     "seq_len.yaml": "a model of one's own, fed with tokens, without seq_len",
     "no-train.yaml": "an evaluation that needs no training",

@@ -26,6 +26,7 @@ from mlpipe.observe.buckets import BUCKETS
 from mlpipe.observe.charts import PARTS, rank_means, stage_charts
 from mlpipe.observe.goodput import Ledger
 from mlpipe.observe.predicted import comparison
+from mlpipe.observe.profiles.piece import profile_piece
 from mlpipe.observe.progress import format_count, format_flops, format_loss, format_mfu, split_words
 from mlpipe.observe.runview import MOST_RANKS, StageView, worst_load
 from mlpipe.plan.plan import CompressPlan, InitPlan, IslandsPlan, OptimizerPlan, PipelinePlan, TrainPlan
@@ -44,6 +45,7 @@ def section(stage: StageView) -> Section:
         blocks += [Paragraph(f"Attempt {attempt}, restart {start.restart}: {note}.") for note in start.notes]
     blocks += [validations.table(stage)]
     blocks += [_goodput(stage), _mfu(stage), comparison(stage), _ranks(stage)]
+    blocks += map(profile_piece, stage.profiles)
     blocks += [samples.table(stage), experts.table(stage), _starts(stage)]
     blocks.append(_checkpoints(stage))
     return Section([block for block in blocks if block is not None], _facts(stage))

@@ -113,6 +113,14 @@ class Checkpoint(SpecModel):
     asynchronous: bool = Field(True, description="Write while the training goes on.")
 
 
+class Profile(SpecModel):
+    """Steps that torch's profiler traces, unasked."""
+
+    at: f.Count = Field(description="The first of them; not the very first ones, which are slower.")
+    steps: f.Count = Field(5, description="How many.")
+    memory: bool = Field(False, description="Trace memory, too: on a GPU a snapshot of the allocator.")
+
+
 class MeshSizes(SpecModel):
     """How the workers are laid out. The sizes of all axes but `ep` multiply to nodes x workers per node; one
     may be `fill`, which takes what the others leave."""
@@ -218,6 +226,9 @@ class Train(SpecModel):
     validate_: validation.Validate | None = Field(
         None, alias="validate", description="Measure on held-out samples while training."
     )
+    profile: Profile | None = Field(
+        None, description="Trace some steps, and say what to change. Default: when `mlpipe profile` asks."
+    )
     max_restarts: f.FewOrZero = Field(3, description="Restarts of crashed workers within an attempt.")
     hang_timeout: f.Duration = Field("10 min", description="A longer step ends the run; 1 s or more.")
     metrics_port: f.Port | Literal["off"] = Field(
@@ -269,6 +280,17 @@ def _problems(stage: Node) -> Iterator[Problem]:
         )
     yield from optimizers.problems(train)
     yield from links.problems(train, _WITH_COPIES)
+    yield from _never_profiled(train)
+
+
+def _never_profiled(train: Node) -> Iterator[Problem]:
+    """Steps that there are not."""
+    at, steps = get(train, "profile", "at"), get(train, "steps")
+    if at is None or steps is None or not isinstance(at.value, int) or not isinstance(steps.value, int):
+        return
+    if at.value > steps.value:
+        words = f"profile.at is {at.value}, and the training ends at step {steps.value}"
+        yield problem_of_key(at, words, f"write {max(1, steps.value // 2)}, or leave profile away")
 
 
 def _disagreement(train: Node) -> Iterator[Problem]:
@@ -352,6 +374,8 @@ def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
         changes["pipeline"] = None
     if smoke.steps is not None:
         changes["steps"] = smoke.steps
+        if train.profile is not None and train.profile.at > smoke.steps:
+            changes["profile"] = None
         for key in ("warmup_steps", "decay_steps"):
             if (getattr(train.optimizer, key) or 0) > smoke.steps:
                 changes[f"optimizer.{key}"] = smoke.steps
