@@ -19,7 +19,7 @@ from mlpipe.cli.outcome import _next
 from mlpipe.plan.plan import Mesh
 from mlpipe.store import catalogue
 from mlpipe.store.open import open_store
-from mlpipe.train import export
+from mlpipe.train import write_safetensors
 from mlpipe.train.corpus import build_corpus
 from mlpipe.train.export import export_checkpoint
 from mlpipe.train.init import initialize
@@ -231,8 +231,10 @@ def test_what_comes_next_names_transformers_only_where_it_loads(store):
 
 def test_small_tensors_share_the_blocks_that_were_read(tmp_path, store, monkeypatch):
     reads = []
-    real = export.read_blob
-    monkeypatch.setattr(export, "read_blob", lambda *args: (reads.append(args[1]["key"]), real(*args)))
+    real = write_safetensors.read_blob
+    monkeypatch.setattr(
+        write_safetensors, "read_blob", lambda *args: (reads.append(args[1]["key"]), real(*args))
+    )
     key = llama_checkpoint(store, llama(), cuts=(2, 1))
     export_checkpoint(store, key, tmp_path / "out")
     assert len(reads) == 2

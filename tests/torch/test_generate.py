@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mlpipe._core.errors import TrainError
-from mlpipe.train.generate import Sampling, generate
+from mlpipe.plan.plan import ChatPlan
+from mlpipe.train.generate import Model, Sampling, answer, generate
 from mlpipe.train.models.llama import build_model
 from mlpipe.train.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, train_tokenizer
 
@@ -18,7 +19,7 @@ TOKENIZER = train_tokenizer([], MIN_VOCAB_SIZE)  # one token a byte
 def run(forward, prompt="ab", **changes):
     agreed = changes.pop("agreed", int)
     sampling = Sampling(**{"max_new_tokens": 5, "max_context": 100, "seed": 0, **changes})
-    return generate(forward, TOKENIZER, prompt, sampling, device=torch.device("cpu"), agreed=agreed)
+    return generate(Model(forward, torch.device("cpu"), agreed), TOKENIZER, prompt, sampling)
 
 
 def next_letter(inputs):
@@ -88,7 +89,7 @@ def test_an_empty_prompt_without_an_end_token_is_an_error():
     from tokenizers import Tokenizer, models
 
     with pytest.raises(TrainError, match="empty prompt"):
-        generate(next_letter, Tokenizer(models.BPE()), "", Sampling(1, 4, 0), device=torch.device("cpu"))
+        generate(Model(next_letter, torch.device("cpu")), Tokenizer(models.BPE()), "", Sampling(1, 4, 0))
 
 
 def test_what_counts_is_the_token_that_the_ranks_agreed_on():
@@ -100,3 +101,16 @@ def test_what_counts_is_the_token_that_the_ranks_agreed_on():
 
     assert run(next_letter, max_new_tokens=3, agreed=agreed) == "abxxx"
     assert seen == [TOKENIZER.token_to_id(letter) for letter in "cyy"]
+
+
+def test_of_conversations_the_answer_ends_where_the_assistant_does(tmp_path):
+    """The template asks; what it writes is not shown."""
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "z"}')
+    template = tmp_path / "chat_template.jinja"
+    template.write_text("<{{ messages[0].content }}>{% if add_generation_prompt %}a{% endif %}")
+    plan = ChatPlan("train.jsonl", None, str(tmp_path), None)
+    model, sampling = Model(next_letter, torch.device("cpu")), Sampling(40, 100, 0, 0.0)
+    assert answer(model, plan, "why?", sampling) == "why?\nbcdefghijklmnopqrstuvwxy"
+    template.write_text("{{ raise_exception('no') }}")
+    assert answer(model, plan, "wx", sampling).startswith("wxyz{")

@@ -4,23 +4,28 @@ on under another strategy, and an export whose product with the weights is what 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from kit import plans
 
+from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import AdapterPlan, Entry, InitPlan, Mesh, ModelPlan, Plan
 from mlpipe.plan.shapes import pretrained
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find
+from mlpipe.train import export
+from mlpipe.train import export_merged as merging
 from mlpipe.train.data import MicrobatchLoader, open_dataset
-from mlpipe.train.export import export_checkpoint
+from mlpipe.train.export import export_checkpoint, export_merged
 from mlpipe.train.export_adapter import adapter_config
 from mlpipe.train.init import initialize
 from mlpipe.train.models.llama import Llama, build_model
@@ -136,6 +141,47 @@ def test_the_export_added_to_the_weights_is_what_was_trained(trained, run, adapt
         base[f"{name}.weight"] += factor * b @ a
     expected = loss_of(made[run], model_of(base), step)
     assert losses(trained, run)[step] == pytest.approx(expected, rel=1e-5)
+    done = export_merged(store, item.key, folder / "merged" / run)
+    assert (done.transformers, done.num_params) == (True, SIZES.num_params())
+    merged = safetensors.torch.load_file(folder / "merged" / run / "model.safetensors")
+    torch.testing.assert_close(merged, base, atol=1e-6, rtol=0)
+
+
+def test_merging_rounds_to_the_dtype_of_the_weights_as_torch_does():
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(2)) * 10.0 ** torch.arange(
+        -20, 20
+    ).repeat(25)
+    values[:4] = torch.tensor([math.nan, math.inf, 1.00390625, 1.01171875])  # the last two lie half-way
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        name, expected = str(dtype).removeprefix("torch."), values.to(dtype)
+        with np.errstate(over="ignore"):
+            made = torch.frombuffer(bytearray(merging._bytes(values.numpy(), name)), dtype=dtype)
+        torch.testing.assert_close(made, expected, rtol=0, atol=0, equal_nan=True)
+        raw = expected.view(torch.uint8).numpy().data
+        back = merging._floats(raw, {"dtype": name, "shape": [1000], "chunks": []})
+        torch.testing.assert_close(torch.from_numpy(back), expected.float(), rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(TrainError, match="cannot be merged into weights of int8"):
+        merging._floats(memoryview(b"1"), {"dtype": "int8", "shape": [1], "chunks": []})
+
+
+def test_what_cannot_be_merged_is_refused(trained, tmp_path, monkeypatch):
+    """Weights that changed under the adapters, and a checkpoint that has all of them."""
+    folder, made = trained
+    store = FolderStore(folder / "store")
+    key = catalogue.latest(store, made["some"].stage_key).key
+    manifest = catalogue.load_manifest(store, key)
+    start = manifest["scalars"]["init_from"]
+    for change, words in (
+        ({"found": {**start["found"], "digest": "0"}}, "changed since the run was asked for"),
+        ({"strict": False}, "some of the weights beside the adapters may be the seed's"),
+    ):
+        scalars = {**manifest["scalars"], "init_from": {**start, **change}}
+        with pytest.raises(TrainError, match=words):
+            merging.Merged(store, {**manifest, "scalars": scalars}, str, {}, key)
+    whole = {name: one for name, one in manifest["scalars"].items() if name != "adapter"}
+    monkeypatch.setattr(export, "load_manifest", lambda store, key: {**manifest, "scalars": whole})
+    with pytest.raises(TrainError, match="no adapter to merge"):
+        export_merged(store, key, tmp_path / "out")
 
 
 def outcome(trained: tuple[Path, dict[str, Plan]], name: str) -> dict[str, Any]:

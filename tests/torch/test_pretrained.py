@@ -19,11 +19,11 @@ from mlpipe.plan.shapes import pretrained
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find
+from mlpipe.train.base_weights import _drop_derived
 from mlpipe.train.data import MicrobatchLoader, open_dataset
 from mlpipe.train.export import export_checkpoint
 from mlpipe.train.init import initialize
 from mlpipe.train.models.llama import Llama, build_model
-from mlpipe.train.starting import _drop_derived
 from mlpipe.train.world import World
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]

@@ -126,15 +126,23 @@ def discard(session: CliSession, run_id: str, step: int, stage: str | None) -> N
     "--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder to write into."
 )
 @click.option("--ema", is_flag=True, help="The average of the weights instead of the last ones.")
+@click.option("--merged", is_flag=True, help="Adapters added to the weights that they stand beside.")
 @shared
 @click.pass_obj
 def export(
-    session: CliSession, run_id: str, stage: str | None, step: int | None, best: bool, out: Path, ema: bool
+    session: CliSession,
+    run_id: str,
+    stage: str | None,
+    step: int | None,
+    best: bool,
+    out: Path,
+    ema: bool,
+    merged: bool,
 ) -> None:
     """Write model.safetensors and tokenizer.json.
 
     Of mlpipe's Llamas also config.json: transformers loads the folder. Of a training with adapters these
-    alone, in peft's format.
+    alone, in peft's format, or `--merged` the whole model.
     """
     store = session.store_of(run_id)
     found = _find(store, run_id, stage)
@@ -150,13 +158,16 @@ def export(
             )
     item = _chosen(found, step, run_id)[-1]
     try:
-        from mlpipe.train.export import export_checkpoint
+        from mlpipe.train.export import export_checkpoint, export_merged
     except ImportError as error:
         raise StoreError(
             f"exporting needs {error.name}, which is not installed here",
             hint="pip install 'mlpipe[train]'",
         ) from None
-    made = export_checkpoint(store, item.key, out, tokenizer=_tokenizer(store, run_id, item), ema=ema)
+    if merged:
+        made = export_merged(store, item.key, out, ema=ema)
+    else:
+        made = export_checkpoint(store, item.key, out, tokenizer=_tokenizer(store, run_id, item), ema=ema)
     note = "" if made.transformers else "; the model's own load_state_dict takes them"
     if "adapter_config.json" in made.files:
         note = "; peft puts them beside the weights that the training started from"

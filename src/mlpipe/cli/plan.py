@@ -89,24 +89,26 @@ def _starts(
 ) -> dict[str, str]:
     """Of each stage that starts from weights, which; those on this machine are looked at. `spec`: path and
     text. Raises SubmitError for what is not there."""
-    from mlpipe.plan.training import init_plan, trainings
+    from mlpipe.plan.training import starts_from_weights, trainings
 
-    asked = {name: init_plan(training, {}) for name, training in trainings(pipeline).items()}
-    words = {
-        name: ", ".join(f"{key} {value}" for key, value in init.asked.items())
+    starting = {name: part for name, part in trainings(pipeline).items() if starts_from_weights(part)}
+    if not starting:
+        return {}
+    from mlpipe.submit import backends
+    from mlpipe.submit.starting import asked_for, look_ahead
+    from mlpipe.submit.submission import Submission
+
+    submission = Submission(*spec, overrides, pipeline, url, ".")
+    asked = {name: asked_for(submission, name, part) for name, part in starting.items()}
+    here = backends.takers(pipeline) == [backends.DEFAULT]  # else a path may be one of there
+    found = look_ahead(submission, lambda place: here and not place.startswith("s3://"))
+    return {
+        name: found[name]["found"]["words"]
+        if name in found
+        else ", ".join(f"{key} {value}" for key, value in init.asked.items())
         for name, init in asked.items()
-        if init
+        if init is not None
     }
-    if words:
-        from mlpipe.submit import backends
-        from mlpipe.submit.starting import look_ahead
-        from mlpipe.submit.submission import Submission
-
-        submission = Submission(*spec, overrides, pipeline, url, ".")
-        here = backends.takers(pipeline) == [backends.DEFAULT]  # else a path may be one of there
-        found = look_ahead(submission, lambda place: here and not place.startswith("s3://"))
-        words |= {name: one["found"]["words"] for name, one in found.items()}
-    return words
 
 
 @dataclass(frozen=True)

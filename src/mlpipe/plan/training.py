@@ -207,7 +207,7 @@ def _pretrained(model: PretrainedModel, in_data: int | None) -> Dense:
     from mlpipe.plan.shapes import pretrained  # of few plans
 
     config = pretrained.read_config(model.pretrained)
-    sizes = pretrained.sizes_of(config, model.pretrained)
+    sizes = pretrained.sizes_of(config, f"{model.pretrained.rstrip('/')}/{pretrained.FILE}")
     if in_data is not None and in_data > sizes.vocab_size:
         raise PlanError(
             f"the model knows {sizes.vocab_size} tokens, but there are {in_data} in the data",
@@ -377,7 +377,9 @@ def init_plan(spec: Train, known: Known) -> InitPlan | None:
         from mlpipe.plan.shapes import pretrained
 
         folder = spec.model.pretrained
-        return InitPlan({"path": folder}, folder, {}, strict=True, config=pretrained.read_config(folder))
+        config = pretrained.read_config(folder)
+        pretrained.sizes_of(config, f"{folder.rstrip('/')}/{pretrained.FILE}")
+        return InitPlan({"path": folder}, folder, {}, strict=True, config=config)
     if spec.init_from is None:
         return None
     asked = spec.init_from.model_dump(mode="json", exclude_none=True, exclude={"map", "strict"})

@@ -4,9 +4,10 @@ in files of safetensors. What is here reads no values; `read` does, any bytes of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from mlpipe._core.adapters import is_adapter
 from mlpipe._core.errors import StoreError
 from mlpipe.store import safetensors
 from mlpipe.store.base import Buffer, Store
@@ -42,6 +43,7 @@ def of_checkpoint(store: Store, key: str) -> Weights:
     }
     if not tensors:
         raise StoreError("the checkpoint holds no model", where=key, kind="input")
+    _refuse_adapters(tensors, where)
     for name, stored in (manifest["scalars"].get("tied") or {}).items():
         tensors[name.removeprefix(PREFIX)] = tensors[stored.removeprefix(PREFIX)]
     digest = hashlib.sha256(data).hexdigest()
@@ -54,7 +56,18 @@ def of_files(store: Store, name: str) -> Weights:
     files = safetensors.find(store, name)
     tensors, blobs, digest = safetensors.read_headers(store, files)
     where = f"{store.url}/{name}" if name else store.url
+    _refuse_adapters((one.removesuffix(".weight") for one in tensors), where)
     return Weights(store, tensors, blobs, _read_plain, digest, where)
+
+
+def _refuse_adapters(names: Iterable[str], where: str) -> None:
+    if any(map(is_adapter, names)):
+        raise StoreError(
+            "these are adapters, without the weights that they stand beside",
+            where=where,
+            hint="start from both: mlpipe checkpoints export RUN --merged --out FOLDER, then that folder",
+            kind="input",
+        )
 
 
 def _read_plain(store: Store, blob: Blob, start: int, buffer: Buffer) -> None:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from mlpipe._core.errors import MlpipeError, SubmitError
+from mlpipe._core.errors import MlpipeError, PlanError, SubmitError
 from mlpipe._core.serial import from_plain, to_plain
+from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.plan import FoundWeights, InitPlan, Plan, TrainPlan
 from mlpipe.plan.training import init_plan, trainings
 from mlpipe.spec import overrides as override_rules
@@ -64,7 +65,7 @@ def look_ahead(submission: Submission, reaches: Callable[[str], bool]) -> dict[s
     kept: dict[str, Any] = {}
     store = open_store(submission.store_url)
     for stage, training in trainings(submission.pipeline).items():
-        init = init_plan(training, {})
+        init = asked_for(submission, stage, training)
         if init is None or not ({"path", "model", "run"} & init.asked.keys()):
             continue
         place = init.path or init.asked.get("store", store.url)
@@ -78,6 +79,17 @@ def look_ahead(submission: Submission, reaches: Callable[[str], bool]) -> dict[s
                 where = _line(submission, stage)
                 raise SubmitError(told, where=where, hint=error.hint, kind="input") from None
     return kept
+
+
+def asked_for(submission: Submission, stage: str, training: Train) -> InitPlan | None:
+    """Where a stage's weights come from. Raises SubmitError (input), with the line, for open weights whose
+    config.json makes no model."""
+    try:
+        return init_plan(training, {})
+    except PlanError as error:
+        told = f"{error.where}: {error.message}"
+        where = _line(submission, stage)
+        raise SubmitError(told, where=where, hint=error.hint, kind="input") from None
 
 
 def _line(submission: Submission, stage: str) -> str:

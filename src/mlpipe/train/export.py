@@ -1,8 +1,7 @@
 """A committed checkpoint -> a folder with safetensors and tokenizer.json; of mlpipe's own models besides with
 config.json, so that `transformers` loads it.
 
-Needs no torch and no model: tensors are read from the store one at a time, verified, and streamed into the
-safetensors format (huggingface/safetensors, README "Format"), which has no streaming writer of its own.
+Needs no torch and no model: tensors are read from the store one at a time, verified, and written.
 """
 
 from __future__ import annotations
@@ -11,29 +10,24 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from mlpipe._core.errors import StoreError, TrainError
 from mlpipe._core.presets import LLAMA, MOE, LlamaConfig, MoeConfig, built_by
-from mlpipe.store import safetensors
 from mlpipe.store.base import Store
-from mlpipe.store.catalogue import load_manifest, read_blob
-from mlpipe.store.manifest import DTYPE_BYTES, Blob, Manifest, Tensor
+from mlpipe.store.catalogue import load_manifest
+from mlpipe.store.manifest import Manifest, Tensor
 from mlpipe.store.open import open_store
 from mlpipe.train import export_experts
 from mlpipe.train.export_adapter import CONFIG, WEIGHTS, adapter_config, adapter_names
+from mlpipe.train.export_merged import Merged
 from mlpipe.train.tokenizer import END_OF_TEXT
+from mlpipe.train.write_safetensors import SHARD_BYTES, Reader, reader, write_file, write_json, write_weights
 
-_SHARD_BYTES = 5_000_000_000  # what the Hub's tools cut at
-_CACHED_BLOCKS = 32  # of 16 MiB: small tensors share a block, and sharded ones have one in each blob
-_DTYPES = {ours: theirs for theirs, ours in safetensors.DTYPES.items()}
 _PREFIX = "model."
 _BESIDES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
@@ -41,8 +35,6 @@ _BESIDES = (
     "generation_config.json",
 )  # fmt: skip
 _MAX_TOKENIZER_BYTES = 100_000_000
-
-Reader = Callable[[Blob, int, memoryview], None]
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ def export_checkpoint(
     out: Path,
     *,
     tokenizer: Path | None = None,
-    shard_bytes: int = _SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,
     ema: bool = False,
 ) -> Exported:
     """Writes the weights of the checkpoint under the prefix `key` into the new folder `out`, all or nothing.
@@ -74,15 +66,52 @@ def export_checkpoint(
     Raises TrainError (input) when `out` is there and not empty, StoreError when the checkpoint is absent or
     damaged.
     """
+    manifest, weights = _weights(store, key, ema)
+    if "adapter" in manifest["scalars"]:
+        return _export_adapter(store, manifest, weights, key, out)
+    whole = _Whole(manifest, weights, reader(store, manifest["blobs"]))
+    return _export_whole(whole, key, out, tokenizer, shard_bytes)
+
+
+def export_merged(
+    store: Store, key: str, out: Path, *, shard_bytes: int = SHARD_BYTES, ema: bool = False
+) -> Exported:
+    """As `export_checkpoint`, of a training with adapters: the weights that it started from, with what the
+    adapters add to them, in their own dtype."""
+    manifest, weights = _weights(store, key, ema)
+    if "adapter" not in manifest["scalars"]:
+        raise TrainError(
+            "there is no adapter to merge: the checkpoint holds all weights",
+            where=key,
+            hint="export it without --merged",
+            kind="input",
+        )
+    config = _llama_config(manifest)
+    own = {_exported_name(name, config): tensor for name, tensor in weights.items()}
+    merged = Merged(store, manifest, lambda name: _exported_name(f"{_PREFIX}{name}", config), own, key)
+    stored = {_stored_name(name, config): tensor for name, tensor in merged.weights.items()}
+    return _export_whole(_Whole(manifest, stored, merged.read), key, out, None, shard_bytes)
+
+
+class _Whole(NamedTuple):
+    """All weights of a model, by their names in a checkpoint, and who reads them."""
+
+    manifest: Manifest
+    weights: dict[str, Tensor]
+    read: Reader
+
+
+def _weights(store: Store, key: str, ema: bool) -> tuple[Manifest, dict[str, Tensor]]:
     manifest = load_manifest(store, key)
     weights = {name: tensor for name, tensor in manifest["tensors"].items() if name.startswith(_PREFIX)}
     if not weights:
         raise TrainError("this checkpoint holds no model", where=key, kind="input")
-    if ema:
-        weights = _averages(manifest, weights, key)
+    return manifest, _averages(manifest, weights, key) if ema else weights
+
+
+def _export_whole(whole: _Whole, key: str, out: Path, tokenizer: Path | None, shard_bytes: int) -> Exported:
+    manifest, weights, read = whole
     config = _llama_config(manifest)
-    if "adapter" in manifest["scalars"]:
-        return _export_adapter(store, manifest, weights, key, out)
     if config:
         _check_names(weights, config, key)
     names = {_exported_name(name, config): tensor for name, tensor in weights.items()}
@@ -90,9 +119,10 @@ def export_checkpoint(
         names = dict(export_experts.file_tensors(config, names))
     if config is None:
         tied = manifest["scalars"].get("tied") or {}
-        names |= {name.removeprefix(_PREFIX): weights[stored] for name, stored in tied.items()}
+        for name, stored in tied.items():
+            names.setdefault(name.removeprefix(_PREFIX), weights[stored])
     with _new_folder(out) as folder:
-        _write_weights(folder, names, manifest["blobs"], _cached_reader(store), shard_bytes)
+        write_weights(folder, names, read, shard_bytes)
         start = manifest["scalars"].get("init_from") or {}
         base = start.get("config") if config else None
         has_tokenizer = bool(base) and copy_tokenizer(folder, start)
@@ -101,10 +131,10 @@ def export_checkpoint(
             end = _write_tokenizer(folder, tokenizer, config)
         if base:
             dtype = weights["model.embed_tokens.weight"]["dtype"]
-            _write_json(folder / "config.json", {**base, "dtype": dtype, "torch_dtype": dtype})
+            write_json(folder / "config.json", {**base, "dtype": dtype, "torch_dtype": dtype})
         elif config:
-            _write_json(folder / "config.json", _transformers_config(config, end, weights))
-            _write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
+            write_json(folder / "config.json", _transformers_config(config, end, weights))
+            write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
         files = tuple(sorted(path.name for path in folder.iterdir()))
     num_params = sum(math.prod(tensor["shape"]) for tensor in weights.values())
     return Exported(out, files, num_params, manifest["step"], config is not None)
@@ -118,9 +148,9 @@ def _export_adapter(
     names = adapter_names(exported, key)
     tensors = {names[name]: exported[name] for name in names}
     with _new_folder(out) as folder:
-        _write_safetensors(folder / WEIGHTS, tensors, manifest["blobs"], _cached_reader(store))
+        write_file(folder / WEIGHTS, tensors, reader(store, manifest["blobs"]))
         told = adapter_config(manifest["scalars"], names, for_transformers=config is not None)
-        _write_json(folder / CONFIG, told)
+        write_json(folder / CONFIG, told)
     num_params = sum(math.prod(tensor["shape"]) for tensor in tensors.values())
     return Exported(out, (CONFIG, WEIGHTS), num_params, manifest["step"], transformers=False)
 
@@ -180,6 +210,11 @@ def _check_names(weights: Iterable[str], config: LlamaConfig, where: str) -> Non
 def _exported_name(name: str, config: LlamaConfig | None) -> str:
     """`transformers` keeps the head beside `model`, we keep all of the model under it."""
     return name if config and not name.startswith("model.lm_head.") else name.removeprefix(_PREFIX)
+
+
+def _stored_name(name: str, config: LlamaConfig | None) -> str:
+    """What a checkpoint calls a tensor that is exported as `name`."""
+    return name if name.startswith(_PREFIX) and config else f"{_PREFIX}{name}"
 
 
 def _transformers_config(config: LlamaConfig, end: int | None, weights: dict[str, Tensor]) -> dict[str, Any]:
@@ -243,104 +278,8 @@ def _write_tokenizer(folder: Path, tokenizer: Path, config: LlamaConfig | None) 
         settings["model_max_length"] = config.max_seq_len
     if END_OF_TEXT in added:
         settings |= {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-    _write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "tokenizer_config.json", settings)
     return added.get(END_OF_TEXT)
-
-
-def _write_weights(
-    folder: Path, tensors: dict[str, Tensor], blobs: list[Blob], read: Reader, shard_bytes: int
-) -> None:
-    shards = _shards(tensors, shard_bytes)
-    if len(shards) == 1:
-        _write_safetensors(folder / "model.safetensors", tensors, blobs, read)
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_safetensors(folder / file, {name: tensors[name] for name in names}, blobs, read)
-        weight_map |= dict.fromkeys(names, file)
-    total = sum(_num_bytes(tensor) for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _shards(tensors: dict[str, Tensor], shard_bytes: int) -> list[list[str]]:
-    """Names in order, cut before `shard_bytes` are passed (a larger tensor stands alone)."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + _num_bytes(tensor) > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += _num_bytes(tensor)
-    return shards
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return math.prod(tensor["shape"]) * DTYPE_BYTES[tensor["dtype"]]
-
-
-def _write_safetensors(path: Path, tensors: dict[str, Tensor], blobs: list[Blob], read: Reader) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + _num_bytes(tensor)
-        dtype = _DTYPES.get(tensor["dtype"])
-        if dtype is None:
-            raise TrainError(f"safetensors knows no {tensor['dtype']}", where=name, kind="input")
-        header[name] = {"dtype": dtype, "shape": tensor["shape"], "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            file.write(_assemble(tensor, blobs, read))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _assemble(tensor: Tensor, blobs: list[Blob], read: Reader) -> memoryview:
-    """The whole tensor's bytes, row-major, out of its chunks."""
-    item = np.dtype(f"V{DTYPE_BYTES[tensor['dtype']]}")
-    whole = np.empty(tensor["shape"], dtype=item)
-    for chunk in tensor["chunks"]:
-        box = np.empty(chunk["shape"], dtype=item)
-        read(blobs[chunk["blob"]], chunk["byte_offset"], _bytes_of(box))
-        where = tuple(slice(o, o + n) for o, n in zip(chunk["offset"], chunk["shape"], strict=True))
-        whole[where] = box
-    return _bytes_of(whole)
-
-
-def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
-
-
-def _cached_reader(store: Store) -> Reader:
-    """`read_blob`, but what is smaller than a block comes out of the last blocks read."""
-    blobs: dict[str, Blob] = {}
-
-    @lru_cache(maxsize=_CACHED_BLOCKS)
-    def block(key: str, index: int) -> memoryview:
-        start = index * blobs[key]["block_bytes"]
-        data = memoryview(bytearray(min(blobs[key]["block_bytes"], blobs[key]["size_bytes"] - start)))
-        read_blob(store, blobs[key], start, data)
-        return data
-
-    def read(blob: Blob, start: int, buffer: memoryview) -> None:
-        size = blob["block_bytes"]
-        if len(buffer) >= size:
-            read_blob(store, blob, start, buffer)
-            return
-        blobs[blob["key"]] = blob
-        filled = 0
-        while filled < len(buffer):
-            index, offset = divmod(start + filled, size)
-            part = block(blob["key"], index)[offset : offset + len(buffer) - filled]
-            buffer[filled : filled + len(part)] = part
-            filled += len(part)
-
-    return read
 
 
 @contextmanager
@@ -363,7 +302,3 @@ def _new_folder(out: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

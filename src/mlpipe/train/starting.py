@@ -8,18 +8,17 @@ Checkpoints of the training itself go before: a restart or a resume does not loo
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from mlpipe._core.adapters import is_adapter
-from mlpipe._core.errors import DamagedError, StoreError, TrainError
-from mlpipe._core.presets import LLAMA
-from mlpipe.plan.plan import FoundWeights, InitPlan, TrainPlan
-from mlpipe.store import catalogue, weights
-from mlpipe.store.open import open_store
+from mlpipe._core.errors import TrainError
+from mlpipe.plan.plan import InitPlan, TrainPlan
+from mlpipe.store import catalogue
 from mlpipe.store.weights import PREFIX, Weights
+from mlpipe.train.base_weights import names_here, open_found
 from mlpipe.train.matching import Here, Match, hint, match
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.reshard import fill
@@ -27,7 +26,6 @@ from mlpipe.train.session import Session
 from mlpipe.train.shards import LocalShard
 
 _CONVERTED_BYTES = 2**28  # of values on their way to another dtype, at a time
-_FILE_NAMES = {"model.*": "*"}  # of mlpipe's own Llama in files, as `transformers` and our exports have them
 
 
 def start(session: Session, plan: TrainPlan, model: ParallelizedModel) -> list[str]:
@@ -42,22 +40,16 @@ def start(session: Session, plan: TrainPlan, model: ParallelizedModel) -> list[s
 
 def read(session: Session, plan: TrainPlan, model: ParallelizedModel, init: InitPlan) -> list[str]:
     """As `start`, without asking for a checkpoint."""
-    found = init.found
-    if found is None:
-        raise TrainError("nobody looked for the weights to start from", where="train.init_from")
-    session.watchdog.beat(f"loading {found.words}", 0)
-    source = _open(session, found)
-    if init.config:
-        _drop_derived(source, plan.model.build.args)
-    names = init.map
-    if not names and found.format == "safetensors" and plan.model.build.entry == LLAMA:
-        names = _FILE_NAMES
+    words = init.found.words if init.found is not None else "weights"
+    session.watchdog.beat(f"loading {words}", 0)
+    source = open_found(session.store, init, plan.model.build.args)
+    names = names_here(init, plan.model.build.entry)
     own = [item for item in model.shards if not is_adapter(item.name)]
     shards = {item.name.removeprefix(PREFIX): item for item in own}
     fitting = match(_here(model, shards), source.tensors, names)
     if (init.strict and fitting.words()) or not fitting.pairs:
         raise TrainError(
-            f"{found.words} does not fit the model: {'; '.join(fitting.words())}",
+            f"{words} does not fit the model: {'; '.join(fitting.words())}",
             where=source.where,
             hint=hint(fitting),
             kind="input",
@@ -67,7 +59,7 @@ def read(session: Session, plan: TrainPlan, model: ParallelizedModel, init: Init
         if init.strict:
             _check_doubles(source, shards, fitting)
     model.after_step()
-    return [f"started from {found.words}: {len(fitting.pairs)} tensors", *fitting.words()]
+    return [f"started from {words}: {len(fitting.pairs)} tensors", *fitting.words()]
 
 
 def _is_due(session: Session, plan: TrainPlan) -> bool:
@@ -77,41 +69,6 @@ def _is_due(session: Session, plan: TrainPlan) -> bool:
         own += catalogue.latest(session.store, session.plan.stage_key) is not None
     dist.all_reduce(own)
     return not own.item()
-
-
-def _open(session: Session, found: FoundWeights) -> Weights:
-    store = session.store if found.store_url == session.store.url else open_store(found.store_url)
-    read = weights.of_checkpoint if found.format == "checkpoint" else weights.of_files
-    try:
-        source = read(store, found.key)
-    except DamagedError:
-        raise
-    except StoreError as error:
-        if error.kind != "input":
-            raise
-        gone = "its run keeps the newest only: start from a model, which is kept (mlpipe models promote RUN)"
-        raise TrainError(
-            f"{found.words} is gone: {error.message}",
-            where=error.where,
-            hint=gone if found.format == "checkpoint" else error.hint or "put it back, or start a new run",
-            kind="input",
-        ) from None
-    if found.digest not in (None, source.digest):
-        raise TrainError(
-            f"{found.words} changed since the run was asked for",
-            where=source.where,
-            hint="put back what was there, or start a new run",
-            kind="input",
-        )
-    return source
-
-
-def _drop_derived(source: Weights, sizes: dict[str, Any]) -> None:
-    """What some files of open weights have besides, and `transformers` leaves: a head that is the embedding,
-    rotary frequencies."""
-    for name in list(source.tensors):
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and sizes.get("tied")):
-            del source.tensors[name]
 
 
 def _here(model: ParallelizedModel, shards: dict[str, LocalShard]) -> dict[str, Here]:

@@ -103,12 +103,17 @@ class HeldOut:
         return Measured(values, int(num_targets), self.num_samples)
 
     def sample(self, schedule: Schedule, prompt: str, num_tokens: int, step: int) -> str | None:
-        """Text that begins with `prompt`; None without a tokenizer, and of a model with a loss of its own.
-        Every rank generates the same, since a sharded model needs all of them."""
+        """Text that begins with `prompt`, of conversations the answer to it; None without a tokenizer, and of
+        a model with a loss of its own. Every rank generates the same, since a sharded model needs all."""
         path = tokenizer_of(self.data)
         if path is None or hasattr(self.model.built.model, "loss"):
             return None
-        from mlpipe.train.generate import Sampling, generate  # tokenizers costs every rank a while
+        from mlpipe.train.generate import (  # tokenizers costs every rank a while
+            Model,
+            Sampling,
+            answer,
+            generate,
+        )
         from mlpipe.train.tokenizer import load_tokenizer
 
         def forward(inputs: torch.Tensor) -> torch.Tensor | None:
@@ -122,14 +127,11 @@ class HeldOut:
             dist.broadcast(told, world.first_with_loss)
             return int(told)
 
-        return generate(
-            forward,
-            load_tokenizer(path),
-            prompt,
-            Sampling(num_tokens, self.plan.model.seq_len, self.plan.seed),
-            device=self.session.device,
-            agreed=agreed if world.size > 1 else int,
-        )
+        model = Model(forward, self.session.device, agreed if world.size > 1 else int)
+        sampling = Sampling(num_tokens, self.plan.model.seq_len, self.plan.seed)
+        if self.data.chat is not None:
+            return answer(model, self.data.chat, prompt, sampling)
+        return generate(model, load_tokenizer(path), prompt, sampling)
 
     def _dealt(self, doing: str, step: int) -> Iterator[Microbatch]:
         """The samples cut into microbatches in order, which are dealt to the data ranks. All ranks run the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,27 @@ def test_what_the_model_does_not_compute_is_refused(
     with pytest.raises(MlpipeError, match=words) as caught:
         planned(tmp_path / "m", {**QWEN, **change})
     assert caught.value.kind == "input"
+
+
+def test_as_many_key_heads_as_query_heads_where_the_config_says_null() -> None:
+    old = {**QWEN, "model_type": "mistral", "num_key_value_heads": None}
+    assert pretrained.sizes_of(old, "").num_kv_heads == 4
+    with pytest.raises(MlpipeError, match="num_kv_heads 8 does not divide"):  # mistral's own default
+        pretrained.sizes_of({key: one for key, one in old.items() if key != "num_key_value_heads"}, "")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "config.json"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(MlpipeError, match="cannot be read") as caught:
+        pretrained.read_config(str(tmp_path))
+    assert (caught.value.kind, caught.value.where) == ("input", str(path))
 
 
 @pytest.mark.parametrize(

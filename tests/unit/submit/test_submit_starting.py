@@ -274,3 +274,37 @@ def test_a_folder_of_open_weights_that_harms_is_refused_with_the_line(
     with pytest.raises(SubmitError, match=words) as caught:
         look_ahead(submission, lambda place: True)
     assert (caught.value.where, caught.value.kind) == ("p.yaml:7:15", "input")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, "weights/config.json: cannot be read"),
+        ("{", "weights/config.json: no JSON"),
+        ('{"model_type": "llama"}', "weights/config.json: hidden_size 'None' cannot be"),
+    ],
+)
+def test_open_weights_without_a_config_that_makes_a_model_are_refused_with_the_line(
+    store, tmp_path, monkeypatch, config, words
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    if config is not None:
+        (tmp_path / "weights" / "config.json").write_text(config)
+    pipeline = load_pipeline_text(OPEN, "p.yaml")
+    submission = Submission("p.yaml", OPEN, (), pipeline, store.url, str(tmp_path))
+    with pytest.raises(SubmitError, match=words) as caught:
+        look_ahead(submission, lambda place: True)
+    assert (caught.value.where, caught.value.kind) == ("p.yaml:7:15", "input")
+
+
+@pytest.mark.parametrize("name", ["w.lora_A", "base_model.model.w.lora_A.weight"])
+def test_adapters_are_no_start_of_another_training(tmp_path, name):
+    """Of a checkpoint and of peft's file."""
+    header = json.dumps({name: {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    path = tmp_path / "adapter_model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"four")
+    with pytest.raises(StoreError, match="adapters, without the weights") as caught:
+        find(FolderStore(tmp_path / "store"), "new", init(path=str(path)), ".")
+    assert caught.value.hint is not None
+    assert "--merged" in caught.value.hint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +169,16 @@ def test_every_bad_line_is_told_by_its_number_and_no_sample_is_kept(folder, monk
         assert f"data.jsonl:{number}: " in told
         assert why in told
     assert not list((folder.parent / "cache").rglob("*.bin"))
+
+
+def test_a_file_that_has_no_lines_is_not_read_to_its_end(folder, monkeypatch):
+    """Of ten gigabytes, a gap in the file, the first pieces; not in memory, and not hashed."""
+    plan = plan_of(folder, b"{}\n\n")
+    os.truncate(plan.path, 10 * 2**30)
+    read = []
+    with pytest.raises(TrainError, match=r"data.jsonl:3: the line is longer than 16 MiB"):
+        tokenise(plan, plan.path, lambda: read.append(1))
+    assert len(read) == 5
 
 
 def test_thousands_of_bad_lines_are_one_bounded_message(folder):

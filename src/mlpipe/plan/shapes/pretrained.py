@@ -4,6 +4,8 @@ model that mlpipe builds. No value of a weight is read."""
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,10 @@ def _bytes(folder: str) -> tuple[bytes, str]:
             raise PlanError(f"cannot be read: {error.message}", where=where, hint=hint) from None
     path = Path(folder.removeprefix("file://")).expanduser() / FILE
     try:
-        with path.open("rb") as file:
+        # a pipe that nobody writes into would be waited for
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise PlanError("cannot be read: it is no regular file", where=str(path), hint=hint)
             return file.read(_MAX_BYTES + 1), str(path)
     except OSError as error:
         raise PlanError(f"cannot be read: {error.strerror}", where=str(path), hint=hint) from None
@@ -86,6 +91,8 @@ def sizes_of(config: Mapping[str, Any], where: str) -> LlamaConfig:
             hint=f"these are {', '.join(_FAMILIES)}; of another name a function that builds it: entry",
         )
     given = {key: value for key, value in config.items() if value is not None}
+    if "num_key_value_heads" in config:  # null: as many as query heads
+        given.setdefault("num_key_value_heads", config.get("num_attention_heads"))
     said = _Said({**_COMMON, **_FAMILIES[family], **given}, where)
     said.only("hidden_act", ("silu", "swish"))
     for key in ("quantization_config", "auto_map"):

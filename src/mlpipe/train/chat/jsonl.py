@@ -31,9 +31,14 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes | BadLine]]:
             if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
                 while (rest := file.readline(_PIECE_BYTES)) and not rest.endswith(b"\n"):
                     pass
-                yield number, BadLine(f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB")
+                yield number, too_long()
             elif not line.isspace():
                 yield number, line
+
+
+def too_long() -> BadLine:
+    """Of a line of more than MAX_LINE_BYTES."""
+    return BadLine(f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB")
 
 
 def parsed(line: bytes) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from mlpipe._core.files import locked
 from mlpipe.plan.plan import ChatPlan
 from mlpipe.store.outputs import cache_folder
 from mlpipe.train.chat.encode import Encoder, Sample
-from mlpipe.train.chat.jsonl import BadLine, BadLines, parsed, read_lines
+from mlpipe.train.chat.jsonl import BadLine, BadLines, parsed, read_lines, too_long
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -34,6 +34,7 @@ _BATCH_CHARACTERS = 1_000_000  # of text that is encoded at a time: what bounds 
 _LINE_CHARACTERS = 100  # that an empty one counts for, since it takes memory, too
 _WAIT_SECONDS, _LOOK_SECONDS = 4 * 3600.0, 10.0  # for another process of the node that makes it
 _CHUNK_BYTES = 2**20
+_NO_LINE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,18 @@ def _file(path: str) -> Path:
 
 
 def _sha256(path: Path, beat: Callable[[], None]) -> str:
-    summed = hashlib.sha256()
+    """Raises TrainError (input) at a line so long that the file is something else, and reads no further."""
+    summed, number, begun = hashlib.sha256(), 1, 0  # of the line that a piece begins within, its bytes so far
     with path.open("rb") as file:
-        while piece := file.read(64 * _CHUNK_BYTES):
+        while piece := file.read(64 * _CHUNK_BYTES):  # no line within is so long
             beat()
+            end = piece.find(b"\n")
+            if begun + (len(piece) if end < 0 else end) > _NO_LINE_BYTES:
+                bad = BadLines(path)
+                bad.add(number, too_long())
+                bad.refuse()
+            begun = begun + len(piece) if end < 0 else len(piece) - piece.rfind(b"\n") - 1
+            number += piece.count(b"\n")
             summed.update(piece)
     return summed.hexdigest()
 

@@ -1,0 +1,66 @@
+"""The weights that a training starts from, opened for it, and what the model calls them; without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlpipe._core.errors import DamagedError, StoreError, TrainError
+from mlpipe._core.presets import LLAMA
+from mlpipe.plan.plan import InitPlan
+from mlpipe.store import weights
+from mlpipe.store.base import Store
+from mlpipe.store.open import open_store
+from mlpipe.store.weights import Weights
+
+_FILE_NAMES = {"model.*": "*"}  # of mlpipe's own Llama in files, as `transformers` and our exports have them
+
+
+def open_found(store: Store, init: InitPlan, sizes: Mapping[str, Any]) -> Weights:
+    """`store`: the run's own. `sizes`: the model's arguments. Raises TrainError (input) when they are gone,
+    or others than those that the run was asked for with."""
+    found = init.found
+    if found is None:
+        raise TrainError("nobody looked for the weights to start from", where="train.init_from")
+    own = store if found.store_url == store.url else open_store(found.store_url)
+    read = weights.of_checkpoint if found.format == "checkpoint" else weights.of_files
+    try:
+        source = read(own, found.key)
+    except DamagedError:
+        raise
+    except StoreError as error:
+        if error.kind != "input":
+            raise
+        gone = "its run keeps the newest only: start from a model, which is kept (mlpipe models promote RUN)"
+        raise TrainError(
+            f"{found.words} is gone: {error.message}",
+            where=error.where,
+            hint=gone if found.format == "checkpoint" else error.hint or "put it back, or start a new run",
+            kind="input",
+        ) from None
+    if found.digest not in (None, source.digest):
+        raise TrainError(
+            f"{found.words} changed since the run was asked for",
+            where=source.where,
+            hint="put back what was there, or start a new run",
+            kind="input",
+        )
+    if init.config:
+        _drop_derived(source, sizes)
+    return source
+
+
+def _drop_derived(source: Weights, sizes: Mapping[str, Any]) -> None:
+    """What some files of open weights have besides, and `transformers` leaves: a head that is the embedding,
+    rotary frequencies."""
+    for name in list(source.tensors):
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and sizes.get("tied")):
+            del source.tensors[name]
+
+
+def names_here(init: InitPlan, entry: str) -> Mapping[str, str]:
+    """Patterns of names there, and what they are called in the model that `entry` builds."""
+    assert init.found is not None
+    if not init.map and init.found.format == "safetensors" and entry == LLAMA:
+        return _FILE_NAMES
+    return init.map
