@@ -4,6 +4,7 @@ step however it is split, and what is exported is what `transformers` loads agai
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,16 +15,18 @@ import safetensors.torch
 import torch
 from kit import plans
 
-from mlpipe.plan.plan import Entry, InitPlan, Mesh, ModelPlan, Plan
+from mlpipe._core.presets import MoeConfig
+from mlpipe.plan.plan import AdapterPlan, Entry, InitPlan, Mesh, ModelPlan, Plan
 from mlpipe.plan.shapes import pretrained
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find
 from mlpipe.train.base_weights import _drop_derived
 from mlpipe.train.data import MicrobatchLoader, open_dataset
-from mlpipe.train.export import export_checkpoint
+from mlpipe.train.export import export_checkpoint, export_merged
 from mlpipe.train.init import initialize
 from mlpipe.train.models.llama import Llama, build_model
+from mlpipe.train.models.moe import build_model as build_moe
 from mlpipe.train.world import World
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
@@ -43,7 +46,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"head_dim": 16, "sliding_window": 64}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
 }
+FILE_WORDS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj", "block_sparse_moe": "mlp"}
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +75,18 @@ def bases(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
 
 def ours(folder: Path) -> Llama:
     """mlpipe's model with the weights of a folder, by nothing of the trainer's."""
-    model = build_model(**pretrained.sizes_of(pretrained.read_config(str(folder)), "").args())
+    sizes = pretrained.sizes_of(pretrained.read_config(str(folder)), "")
+    model = (build_moe if isinstance(sizes, MoeConfig) else build_model)(**sizes.args())
     initialize(model, 0)
     files = folder.glob("*.safetensors")
     state = {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
-    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
+    stacked: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for file_name, tensor in sorted(state.items()):  # of fewer than ten experts in their order
+        words = [FILE_WORDS.get(word, word) for word in file_name.removeprefix("model.").split(".")]
+        if "experts" in words:
+            words = [*words[:4], words[5]]
+        stacked[".".join(words)].append(tensor)
+    model.load_state_dict({name: torch.cat(parts) for name, parts in stacked.items()})
     return model
 
 
@@ -91,10 +107,10 @@ def test_the_logits_are_those_of_transformers(bases, name):
 
 def plan_of(folder: Path, name: str, strategy: Any, world_size: int, **changes: Any) -> Plan:
     config = pretrained.read_config(str(folder / name))
-    args = pretrained.sizes_of(config, "").args()
+    sizes = pretrained.sizes_of(config, "")
     init = InitPlan({"path": name}, name, {}, strict=True, config=config)
     init = replace(init, found=find(FolderStore(folder / "store"), "", init, str(folder)))
-    model = ModelPlan(Entry("mlpipe.train.models.llama:build_model", args), name, 32, ())
+    model = ModelPlan(Entry(sizes.entry, sizes.args()), name, 32, ())
     run = f"{name}-{strategy}-{changes.get('mesh', Mesh()).tp}"
     return plans.train_plan(
         folder / "store", folder / "tokens", run_id=run, strategy=strategy, world_size=world_size, steps=2,
@@ -111,6 +127,9 @@ def trained(bases) -> dict[str, Plan]:
         plan_of(folder, "biased", "ddp", 2),
         plan_of(folder, "biased", "single", 2, mesh=Mesh(tp=2)),
         plan_of(folder, "qwen3", "single", 2, mesh=Mesh(tp=2)),
+        plan_of(folder, "mixtral", "fsdp", 2, mesh=Mesh(dp_shard=2, ep=2)),
+        plan_of(folder, "mixtral", "single", 2, mesh=Mesh(tp=2)),
+        plan_of(folder, "qwen3_moe", "ddp", 2, adapter=AdapterPlan(4, 400.0)),
     ]
     plans.run_together(made, folder / "run")
     return {plan.run_id: plan for plan in made}
@@ -128,12 +147,12 @@ def first_loss(plan: Plan, model: Llama) -> float:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets).item()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "biased"])
+@pytest.mark.parametrize("name", ["qwen3", "biased", "mixtral"])
 @torch.no_grad()
 def test_training_begins_with_these_weights_however_it_is_split(bases, trained, name):
     """The second loss tells whether gradients of biases and of norms of heads are whole."""
     folder, _ = bases
-    first, second = (plan for run, plan in trained.items() if run.startswith(name))
+    first, second = (plan for run, plan in trained.items() if run.startswith(f"{name}-"))
     assert plans.losses(folder / "store", first)[0] == pytest.approx(
         first_loss(first, ours(folder / name)), rel=1e-5
     )
@@ -142,7 +161,7 @@ def test_training_begins_with_these_weights_however_it_is_split(bases, trained, 
     )
 
 
-@pytest.mark.parametrize("run", ["qwen3-fsdp-1", "biased-single-2"])
+@pytest.mark.parametrize("run", ["qwen3-fsdp-1", "biased-single-2", "mixtral-fsdp-1"])
 @torch.no_grad()
 def test_the_export_is_the_same_architecture_for_transformers(bases, trained, run):
     import transformers
@@ -165,6 +184,28 @@ def test_the_export_is_the_same_architecture_for_transformers(bases, trained, ru
     logits = theirs(inputs).logits
     torch.testing.assert_close(logits, ours(folder / "out" / run)(inputs), atol=1e-5, rtol=0)
     assert (logits - made[name](inputs).logits).abs().max() > 1e-3  # it was trained
+
+
+@torch.no_grad()
+def test_adapters_stand_beside_the_attention_of_a_mixture_of_experts(bases, trained):
+    import transformers
+
+    folder, made = bases
+    plan = trained["qwen3_moe-ddp-1"]
+    assert plans.losses(folder / "store", plan)[0] == pytest.approx(
+        first_loss(plan, ours(folder / "qwen3_moe")), rel=1e-5
+    )
+    store = FolderStore(folder / "store")
+    key = catalogue.latest(store, plan.stage_key).key
+    names = catalogue.load_manifest(store, key)["tensors"]
+    assert len(names) == 2 * 4 * 2 * 3  # blocks, projections, A and B, each with two means of AdamW
+    done = export_merged(store, key, folder / "out" / "experts")
+    assert done.transformers
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "out" / "experts")
+    inputs = torch.randint(0, 256, (3, 60), generator=torch.Generator().manual_seed(1))
+    logits = theirs(inputs).logits
+    torch.testing.assert_close(logits, ours(folder / "out" / "experts")(inputs), atol=1e-5, rtol=0)
+    assert (logits - made["qwen3_moe"](inputs).logits).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("tied", "left"), [(True, {"n"}), (False, {"n", "lm_head.weight"})])

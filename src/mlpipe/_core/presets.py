@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, asdict, dataclass, fields
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from mlpipe._core.feasibility import Infeasible, indivisible, too_many_experts
@@ -231,6 +231,9 @@ class MoeConfig(LlamaConfig):
     likes best; `num_shared_experts` more, which are one as wide as all of them, every token has.
     `balance_rate`: by which a step moves the bias of an expert that had more, or fewer, tokens than the mean
     (Wang et al., Auxiliary-Loss-Free Load Balancing, 2024); 0: never.
+
+    Of open weights: `router`: what makes affinities of its products; of `softmax`, over all experts, there is
+    no bias to balance with. `normalised`: whether a token's affinities are made to sum to 1.
     """
 
     entry = MOE
@@ -239,6 +242,8 @@ class MoeConfig(LlamaConfig):
     experts_per_token: int
     num_shared_experts: int
     balance_rate: float
+    router: Literal["sigmoid", "softmax"] = field(default="sigmoid", kw_only=True)
+    normalised: bool = field(default=True, kw_only=True)
 
     @property
     def shared_dim(self) -> int:

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from mlpipe._core.presets import PRESETS, MoeConfig
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
 from mlpipe.spec.problems import Problem
@@ -160,6 +159,3 @@ def adapter_problems(stage: Node) -> Iterator[Problem]:
     if mode is not None and mode.value in ("selective", "auto"):
         words = f"{mode.value} does not go with an adapter yet: it tells a block's products by their order"
         yield Problem.at(mode.place, words, "write full or none")
-    preset = get(train, "model", "preset")
-    if preset is not None and isinstance(PRESETS.get(str(preset.value)), MoeConfig):
-        yield Problem.at(preset.place, "an adapter does not go with experts yet", "take a llama-* preset")

@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlpipe._core.errors import DamagedError, StoreError, TrainError
-from mlpipe._core.presets import LLAMA
-from mlpipe.plan.plan import InitPlan
+from mlpipe._core.presets import MOE, OWN, MoeConfig, built_by
+from mlpipe.plan.plan import Entry, InitPlan
 from mlpipe.store import weights
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.store.weights import Weights
+from mlpipe.train import expert_files
 
-_FILE_NAMES = {"model.*": "*"}  # of mlpipe's own Llama in files, as `transformers` and our exports have them
+_FILE_NAMES = {"model.*": "*"}  # of mlpipe's own models in files, as `transformers` and our exports have them
 
 
-def open_found(store: Store, init: InitPlan, sizes: Mapping[str, Any]) -> Weights:
-    """`store`: the run's own. `sizes`: the model's arguments. Raises TrainError (input) when they are gone,
+def open_found(store: Store, init: InitPlan, model: Entry) -> Weights:
+    """`store`: the run's own. `model`: what builds the model. Raises TrainError (input) when they are gone,
     or others than those that the run was asked for with."""
     found = init.found
     if found is None:
@@ -46,7 +47,11 @@ def open_found(store: Store, init: InitPlan, sizes: Mapping[str, Any]) -> Weight
             kind="input",
         )
     if init.config:
-        _drop_derived(source, sizes)
+        _drop_derived(source, model.args)
+    if found.format == "safetensors" and model.entry == MOE:
+        sizes = built_by(model.entry, model.args)
+        assert isinstance(sizes, MoeConfig)
+        expert_files.stack(sizes, source.tensors, init.config.get("model_type", expert_files.GLM))
     return source
 
 
@@ -61,6 +66,6 @@ def _drop_derived(source: Weights, sizes: Mapping[str, Any]) -> None:
 def names_here(init: InitPlan, entry: str) -> Mapping[str, str]:
     """Patterns of names there, and what they are called in the model that `entry` builds."""
     assert init.found is not None
-    if not init.map and init.found.format == "safetensors" and entry == LLAMA:
+    if not init.map and init.found.format == "safetensors" and entry in OWN:
         return _FILE_NAMES
     return init.map

@@ -22,7 +22,7 @@ from mlpipe.store.base import Store
 from mlpipe.store.catalogue import load_manifest
 from mlpipe.store.manifest import Manifest, Tensor
 from mlpipe.store.open import open_store
-from mlpipe.train import export_experts
+from mlpipe.train import expert_files
 from mlpipe.train.export_adapter import CONFIG, WEIGHTS, adapter_config, adapter_names
 from mlpipe.train.export_merged import Merged
 from mlpipe.train.tokenizer import END_OF_TEXT
@@ -116,7 +116,7 @@ def _export_whole(whole: _Whole, key: str, out: Path, tokenizer: Path | None, sh
         _check_names(weights, config, key)
     names = {_exported_name(name, config): tensor for name, tensor in weights.items()}
     if isinstance(config, MoeConfig):
-        names = dict(export_experts.file_tensors(config, names))
+        names = dict(expert_files.file_tensors(config, names, _model_type(manifest)))
     if config is None:
         tied = manifest["scalars"].get("tied") or {}
         for name, stored in tied.items():
@@ -191,10 +191,16 @@ def _llama_config(manifest: Manifest) -> LlamaConfig | None:
         raise TrainError(f"the checkpoint's model has other fields than this mlpipe's: {error}") from error
 
 
+def _model_type(manifest: Manifest) -> str:
+    """Of open weights their own."""
+    start = manifest["scalars"].get("init_from") or {}
+    return str((start.get("config") or {}).get("model_type", expert_files.GLM))
+
+
 def _check_names(weights: Iterable[str], config: LlamaConfig, where: str) -> None:
     """`transformers` draws at random what it does not find."""
     expected = {f"{_PREFIX}{one.name}" for one in config.named_tensors()}
-    if isinstance(config, MoeConfig):
+    if isinstance(config, MoeConfig) and config.router == "sigmoid":
         bias = "mlp.gate.e_score_correction_bias"
         expected |= {f"{_PREFIX}layers.{block}.{bias}" for block in range(config.num_layers)}
     missing = sorted(expected - set(weights))
@@ -241,7 +247,7 @@ def _transformers_config(config: LlamaConfig, end: int | None, weights: dict[str
         "eos_token_id": end,
         "torch_dtype": dtype,  # transformers 4
         "dtype": dtype,
-        **(export_experts.config_fields(config) if isinstance(config, MoeConfig) else {}),
+        **(expert_files.config_fields(config) if isinstance(config, MoeConfig) else {}),
     }
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mlpipe._core.adapters import A, B, is_adapter, scale
 from mlpipe._core.errors import TrainError
 from mlpipe._core.serial import from_plain
-from mlpipe.plan.plan import AdapterPlan, InitPlan
+from mlpipe.plan.plan import AdapterPlan, Entry, InitPlan
 from mlpipe.store.base import Store
 from mlpipe.store.manifest import Manifest, Tensor
 from mlpipe.train.base_weights import names_here, open_found
@@ -46,8 +46,9 @@ class Merged:
                 hint="only a training with init_from.strict: true can be merged",
                 kind="input",
             )
-        source = open_found(store, init, scalars["model"]["args"])
-        names = rename(source.tensors, names_here(init, scalars["model"]["entry"]))
+        model = Entry(scalars["model"]["entry"], scalars["model"]["args"])
+        source = open_found(store, init, model)
+        names = rename(source.tensors, names_here(init, model.entry))
         self._adapters = {name: tensor for name, tensor in own.items() if is_adapter(name)}
         self._buffers = {name: tensor for name, tensor in own.items() if not is_adapter(name)}
         there = {exported(here): source.tensors[name] for here, name in names.items()}

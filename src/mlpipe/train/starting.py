@@ -42,7 +42,7 @@ def read(session: Session, plan: TrainPlan, model: ParallelizedModel, init: Init
     """As `start`, without asking for a checkpoint."""
     words = init.found.words if init.found is not None else "weights"
     session.watchdog.beat(f"loading {words}", 0)
-    source = open_found(session.store, init, plan.model.build.args)
+    source = open_found(session.store, init, plan.model.build)
     names = names_here(init, plan.model.build.entry)
     own = [item for item in model.shards if not is_adapter(item.name)]
     shards = {item.name.removeprefix(PREFIX): item for item in own}

@@ -11,8 +11,8 @@ import pytest
 
 from mlpipe._core.errors import MlpipeError, SpecError
 from mlpipe.plan.build import Start, build_plan, stage_hardware
-from mlpipe.plan.plan import Plan
-from mlpipe.plan.shapes import pretrained
+from mlpipe.plan.plan import AdapterPlan, Plan
+from mlpipe.plan.shapes import frozen, presets, pretrained
 from mlpipe.spec.load import load_pipeline_text
 
 pytestmark = pytest.mark.unit
@@ -110,6 +110,42 @@ def test_as_many_key_heads_as_query_heads_where_the_config_says_null() -> None:
     assert pretrained.sizes_of(old, "").num_kv_heads == 4
     with pytest.raises(MlpipeError, match="num_kv_heads 8 does not divide"):  # mistral's own default
         pretrained.sizes_of({key: one for key, one in old.items() if key != "num_key_value_heads"}, "")
+
+
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 256, "hidden_size": 64, "moe_intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8,
+    "num_experts_per_tok": 2, "norm_topk_prob": True, "intermediate_size": 7, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def test_experts_are_planned_by_what_the_config_says(tmp_path: Path) -> None:
+    """By hand: a block's attention 2 x 64 x 64 + 2 x 64 x 32, norms 2 x 64 + 2 x 16, router 64 x 8, experts
+    8 x 3 x 64 x 96; adapters beside attention alone."""
+    plan = planned(tmp_path / "m", MOE)
+    sizes = pretrained.sizes_of(MOE, "")
+    block = 2 * 64 * 64 + 2 * 64 * 32 + 2 * 64 + 2 * 16 + 64 * 8 + 8 * 3 * 64 * 96
+    assert sizes.num_params() == 2 * 256 * 64 + 2 * block + 64
+    args = plan.work.training.model.build.args
+    assert (args["router"], args["balance_rate"], "normalised" in args) == ("softmax", 0.0, False)
+    assert pretrained.sizes_of({**MOE, "norm_topk_prob": False}, "").args()["normalised"] is False
+    adapted = frozen.without(presets.planned(plan.work.training.model), (), AdapterPlan(4, 4.0))
+    assert isinstance(adapted, frozen.Adapted)
+    assert sum(one.size for one in adapted.trained) == 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"decoder_sparse_step": 2}, r"blocks without experts \(decoder_sparse_step\)"),
+        ({"mlp_only_layers": [0]}, r"blocks without experts \(mlp_only_layers\)"),
+        ({"num_experts": 1, "num_experts_per_tok": 2}, "experts_per_token 2"),
+        ({"num_experts": "8"}, "num_experts '8' cannot be"),
+    ],
+)
+def test_mixtures_of_experts_that_are_others_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(MlpipeError, match=words):
+        pretrained.sizes_of({**MOE, **change}, "")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device"])

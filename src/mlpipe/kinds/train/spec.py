@@ -74,8 +74,8 @@ class PresetModel(SpecModel):
 
 
 class PretrainedModel(SpecModel):
-    """Open weights of the architectures `llama`, `mistral`, `qwen2` and `qwen3`: config.json says the shape,
-    and the training starts from the weights."""
+    """Open weights of the architectures `llama`, `mistral`, `qwen2`, `qwen3`, `mixtral` and `qwen3_moe`:
+    config.json says the shape, and the training starts from the weights."""
 
     pretrained: f.WeightsPath = Field(
         description="Folder of Hugging Face's layout, a path or `s3://bucket/...`: config.json and "

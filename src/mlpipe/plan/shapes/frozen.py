@@ -132,10 +132,10 @@ class Adapted(Frozen):
     def _targets(self) -> list[Named]:
         from mlpipe._core.adapters import targets  # of few plans
 
-        layers = {
+        layers = {  # neither a router nor experts, whose matrices are no layers of their own
             one.name.removesuffix(".weight"): one
             for one in self.whole.config.named_tensors()
-            if one.block is not None and one.columns > 1 and one.name.endswith(".weight")
+            if one.block is not None and one.columns > 1 and one.name.endswith("_proj.weight")
         }
         return [layers[name] for name in targets(self.patterns, layers)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlpipe._core.errors import PlanError
-from mlpipe._core.presets import LlamaConfig
+from mlpipe._core.presets import LlamaConfig, MoeConfig
 
 FILE = "config.json"
 _MAX_BYTES = 2**20
@@ -27,7 +27,25 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 32,
         "max_position_embeddings": 32_768,
     },
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe": {
+        "qk_norm": True,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32_768,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
 }
+_OF_EXPERTS = ("mixtral", "qwen3_moe")
 _COMMON = {
     "max_position_embeddings": 2_048,
     "rms_norm_eps": 1e-6,
@@ -98,16 +116,16 @@ def sizes_of(config: Mapping[str, Any], where: str) -> LlamaConfig:
     for key in ("quantization_config", "auto_map"):
         if config.get(key):
             raise PlanError(f"{key} is not supported", where=where, hint="save the model in bf16 or fp32")
-    has_bias = said.flag("attention_bias") and family in ("llama", "qwen3")
+    has_bias = said.flag("attention_bias") and family in ("llama", "qwen3", "qwen3_moe")
     dim, num_heads = said.size("hidden_size"), said.size("num_attention_heads")
     head_dim = said.size("head_dim") if "head_dim" in said.values else None
-    sizes = LlamaConfig(
+    common: dict[str, Any] = dict(
         vocab_size=said.size("vocab_size"),
         dim=dim,
         num_layers=said.size("num_hidden_layers", largest=_MOST_LAYERS),
         num_heads=num_heads,
         num_kv_heads=said.size("num_key_value_heads", num_heads),
-        ffn_dim=said.size("intermediate_size"),
+        ffn_dim=said.size("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
         max_seq_len=said.size("max_position_embeddings"),
         rope_theta=said.rope("rope_theta", 10_000.0),
         norm_eps=said.number("rms_norm_eps"),
@@ -119,16 +137,34 @@ def sizes_of(config: Mapping[str, Any], where: str) -> LlamaConfig:
         qk_norm=said.flag("qk_norm"),
         **said.stretch(),
     )
+    sizes = LlamaConfig(**common) if family not in _OF_EXPERTS else _with_experts(common, said)
     if conflicts := sizes.conflicts():
         raise PlanError(conflicts[0].message, where=where, hint="copy the folder again")
     return sizes
+
+
+def _with_experts(common: dict[str, Any], said: _Said) -> MoeConfig:
+    """A mixture of experts in every block."""
+    for key, plain in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if said.values.get(key, plain) != plain:
+            raise PlanError(f"blocks without experts ({key}) are not supported", where=said.where)
+    number = "num_experts" if "num_experts" in said.values else "num_local_experts"
+    return MoeConfig(
+        **common,
+        num_experts=said.size(number),
+        experts_per_token=said.size("num_experts_per_tok"),
+        num_shared_experts=0,
+        balance_rate=0.0,
+        router="softmax",
+        normalised=said.flag("norm_topk_prob"),
+    )
 
 
 def longest(config: Mapping[str, Any], sizes: LlamaConfig) -> int:
     """Tokens of a sequence that mlpipe's model computes as `transformers` does: attention that looks back
     without a limit is the same below the window."""
     window = config.get("sliding_window")
-    slides = config.get("use_sliding_window", config["model_type"] == "mistral")
+    slides = config.get("use_sliding_window", config["model_type"] in ("mistral", "mixtral"))
     return min(sizes.max_seq_len, window) if slides and isinstance(window, int) else sizes.max_seq_len
 
 

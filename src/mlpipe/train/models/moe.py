@@ -1,12 +1,13 @@
 """The Llama of `llama.py` with a mixture of experts in each block (DeepSeek-V3, 2024, section 2.1.2).
 
-A token's affinity to an expert is the sigmoid of a dot product. It goes to the experts of the largest sum of
+A token's affinity to an expert is the sigmoid of a dot product, of some open weights (Mixtral, Jiang et al.,
+2024; Qwen3) the softmax of all of them. It goes to the experts of the largest sum of
 affinity and bias; their results are added by affinities that are made to sum to 1. No token is dropped: they
 are sorted by expert, and each expert computes all that it has. The bias, which no gradient reaches, balances
 the experts (`train/parallel/balance_experts.py`).
 
-Parameters are named as in `transformers`' Glm4Moe, which computes the same; but the matrices of all experts
-are one, one below the other, so that any number of ranks can share its rows.
+Parameters are named as in `transformers`' Glm4Moe, which computes the same with sigmoids; but the matrices of
+all experts are one, one below the other, so that any number of ranks can share its rows.
 
 B batch · T tokens · D dim · N = B x T · k experts_per_token · S = N x k rows · E experts · F ffn_dim
 """
@@ -38,19 +39,24 @@ class Router(nn.Module):
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
         self.experts_per_token = config.experts_per_token
+        self.softmax, self.normalised = config.router == "softmax", config.normalised
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
-        self.register_buffer("e_score_correction_bias", torch.empty(config.num_experts))
+        bias = torch.empty(config.num_experts)  # of softmax always 0
+        self.register_buffer("e_score_correction_bias", bias, persistent=not self.softmax)
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """What the experts of each token count (N, k), and which they are (N, k)."""
         device, dtype = x_ND.device.type, torch.promote_types(x_ND.dtype, torch.float32)
         known = torch.amp.is_autocast_available(device)
         with torch.autocast(device, enabled=False) if known else nullcontext():
-            affinity_NE = F.linear(x_ND.to(dtype), self.weight.to(dtype)).sigmoid()
+            product_NE = F.linear(x_ND.to(dtype), self.weight.to(dtype))
+            affinity_NE = product_NE.softmax(-1) if self.softmax else product_NE.sigmoid()
         biased_NE = affinity_NE.detach() + self.e_score_correction_bias
         experts_Nk = biased_NE.topk(self.experts_per_token, dim=-1).indices
         chosen_Nk = affinity_NE.gather(-1, experts_Nk)
-        return chosen_Nk / chosen_Nk.sum(-1, keepdim=True), experts_Nk
+        if self.normalised:
+            chosen_Nk = chosen_Nk / chosen_Nk.sum(-1, keepdim=True)
+        return chosen_Nk, experts_Nk
 
 
 class Experts(nn.Module):
@@ -187,7 +193,7 @@ class MoeLlama(Llama):
                 nn.init.normal_(module.down_proj, std=std / (2 * self.config.num_layers) ** 0.5)
 
 
-def build_model(**fields: int | float | bool) -> MoeLlama:
+def build_model(**fields: int | float | bool | str) -> MoeLlama:
     """The fields of `MoeConfig`. Raises ValueError when they do not fit together."""
     config = MoeConfig(**fields)  # type: ignore[arg-type]
     if conflicts := config.conflicts():
