@@ -208,7 +208,8 @@ def start(
         if not warm:
             return subprocess.Popen(argv, env=env, **streams)
         env = {"OMP_NUM_THREADS": threads_of(plan.launch.nproc_per_node), **env}
-        return Popen("torchrun", argv, env=env, **streams)
+        sharded = plan.work.training.mesh.dp_shard > 1
+        return Popen("sharded" if sharded else "torchrun", argv, env=env, **streams)
 
 
 def launch(plan: Plan, scratch: Path, *, timeout: float = 600.0) -> int:

@@ -50,7 +50,12 @@ KINDS = {
     "torchrun": (
         "mlpipe.train.without_dynamo", "mlpipe.train.launcher", "torch.distributed.run", *_TRAIN,
     ),
-    # ranks of any strategy: FSDP imports the compiler
+    # with what it imports for ranks of FSDP before it forks them
+    "sharded": (
+        "mlpipe.train.without_dynamo", "mlpipe.train.launcher", "torch.distributed.run", *_TRAIN,
+        "mlpipe.train.parallel.fully_shard",
+    ),
+    # ranks of any strategy
     "ranks": ("torch._dynamo", "torch.distributed.fsdp", *_TRAIN),
 }  # fmt: skip
 _START_SECONDS = 300.0

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
+import torch._dynamo  # as its first operation on a DTensor does, a second in each rank: here once a node
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
