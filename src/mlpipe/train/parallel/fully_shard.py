@@ -60,7 +60,7 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     if plan.communication == "on_demand":
         from mlpipe.train.parallel import on_demand
 
-        on_demand.apply(model, world)
+        on_demand.meet_seldom(model, world)
         begin = model.before_passes
 
         def before_passes() -> None:

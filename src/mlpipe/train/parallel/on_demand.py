@@ -134,7 +134,7 @@ class _Scatter(_Unit):
         output_tensor.zero_()
 
 
-def apply(model: ParallelizedModel, world: World) -> None:
+def meet_seldom(model: ParallelizedModel, world: World) -> None:
     """Behind `fully_shard`."""
     ranks = OnDemand(model.built.module, world)
     model.before_passes = model.waits.timed(ranks.begin)
