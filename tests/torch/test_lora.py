@@ -17,7 +17,7 @@ import torch
 from kit import plans
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import AdapterPlan, Entry, InitPlan, Mesh, ModelPlan, Plan
+from mlpipe.plan.plan import AdapterPlan, Entry, InitPlan, Mesh, ModelPlan, PipelinePlan, Plan
 from mlpipe.plan.shapes import pretrained
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
@@ -78,6 +78,18 @@ def trained(tmp_path_factory) -> tuple[Path, dict[str, Plan]]:
         "begun": plan_of(folder, "half", "ddp", 2, ALL),
         "half": plan_of(folder, "half", "fsdp", 4, ALL, attempt=2),
         "some": plan_of(folder, "some", "ddp", 3, SOME),
+        "tp": plan_of(folder, "tp", "single", 3, ALL, mesh=Mesh(tp=2)),
+        "pp": plan_of(
+            folder,
+            "pp",
+            "single",
+            3,
+            ALL,
+            mesh=Mesh(pp=2),
+            pipeline=PipelinePlan("1f1b", (1, 1)),
+            micro_batch=4,
+            accumulation=4,
+        ),
         "none": plan_of(folder, "none", "ddp", 1, AdapterPlan(4, 6.0, ("nothing",))),
     }
     plans.run_together(list(made.values()), folder / "run", may_fail=True)
@@ -104,6 +116,8 @@ def loss_of(plan: Plan, model: Llama, step: int) -> float:
 def test_strategies_agree_and_a_checkpoint_goes_on_under_another(trained):
     expected = losses(trained, "fsdp")
     assert losses(trained, "zero1") == pytest.approx(expected[:3], rel=1e-5)
+    for axis in ("tp", "pp"):
+        assert losses(trained, axis) == pytest.approx(expected[:3], rel=1e-5)
     assert losses(trained, "begun") == pytest.approx(expected[:2], rel=1e-5)
     assert losses(trained, "half") == pytest.approx(expected[2:4], rel=1e-5)
     assert expected[4] < expected[0] - 0.05

@@ -41,7 +41,7 @@ _OWN_MATRICES = "it splits the model's own matrices only"
 MIXES: tuple[Mix, ...] = (
     Mix("tp", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     *(Mix(axis, "data.chat", (), "its samples differ in length") for axis in ("pp", "cp", "tp")),
-    *(Mix(axis, "adapter.lora", (), _OWN_MATRICES) for axis in ("pp", "tp", "ep")),
+    *(Mix(axis, "adapter.lora", (), _OWN_MATRICES) for axis in ("ep",)),
     *(Mix(axis, "communication", _FREE, _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
     Mix("dp_replicate", "communication", ("on_demand",), "weights that are copied have several owners"),
     Mix("ep", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),

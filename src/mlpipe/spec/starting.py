@@ -152,6 +152,14 @@ def adapter_problems(stage: Node) -> Iterator[Problem]:
     if get(train, "init_from") is None and get(train, "model", "pretrained") is None:
         words = "an adapter is trained beside weights that are there, and this model begins with the seed's"
         yield problem_of_key(adapter, words, "add 'init_from', or write 'model: {pretrained: ...}'")
+    if get(train, "model", "entry") is not None:
+        for axis in ("tp", "pp"):
+            size = get(train, "mesh", axis)
+            if size is not None and size.value != 1:
+                words = f"an adapter does not go with {axis} of a model of your own yet"
+                yield Problem.at(
+                    size.place, words, f"make {axis} 1, or take open weights by model.pretrained"
+                )
     freeze, mode = get(train, "freeze"), get(train, "activation_checkpointing")
     if freeze is not None:
         words = "beside an adapter all of the model is frozen already"

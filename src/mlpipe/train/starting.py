@@ -79,7 +79,7 @@ def _here(model: ParallelizedModel, shards: dict[str, LocalShard]) -> dict[str, 
     elsewhere = {
         name: Here(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in model.built.model.state_dict().items()
-        if tensor.is_meta
+        if tensor.is_meta and not is_adapter(name)
     }
     return elsewhere | {
         name: Here(str(item.local.dtype).removeprefix("torch."), item.shape, tuple(others.get(name, ())))

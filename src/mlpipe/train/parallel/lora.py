@@ -110,8 +110,12 @@ def _fill(layers: list[nn.Linear]) -> None:
 
 def _forward(self: Any, x: Tensor) -> Tensor:
     """Of an nn.Linear with an adapter."""
-    y = F.linear(x, self.weight, self.bias)
-    if self.lora_dropout:
-        x = F.dropout(x, self.lora_dropout, self.training)
-    added: Tensor = F.linear(F.linear(x, self.lora_A), self.lora_B) * self.lora_scale
-    return y + added
+    return F.linear(x, self.weight, self.bias) + added(self, x)
+
+
+def added(layer: Any, x: Tensor) -> Tensor:
+    """What the adapter of a layer adds to what the layer gives."""
+    if layer.lora_dropout:
+        x = F.dropout(x, layer.lora_dropout, layer.training)
+    y: Tensor = F.linear(F.linear(x, layer.lora_A), layer.lora_B) * layer.lora_scale
+    return y

@@ -21,11 +21,13 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mlpipe._core.adapters import A, B
 from mlpipe._core.errors import TrainError
 from mlpipe._core.meshes import TENSOR_WIDTHS, uneven_tensors
 from mlpipe._core.presets import LlamaConfig, MoeConfig
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.models.llama import MLP, Attention, Llama, Part, RMSNorm
+from mlpipe.train.parallel.lora import added
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup, embedded_here, gathered_rows, scattered_sum
 from mlpipe.train.parallel.sharded_loss import ShardedLoss
@@ -56,6 +58,9 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
             for name, dim in _CUTS.get(type(module), {}).items():
                 projection = cast(nn.Linear, module.get_submodule(name))
                 cut(projection, dim)
+                if A in projection._parameters:  # of the product of both the same part
+                    cut(projection, dim, B if dim == 0 else A)
+                    model.partial.append((projection, A if dim == 0 else B))
                 if projection.bias is not None and dim == 0:
                     cut(projection, 0, "bias")
                 elif projection.bias is not None:
@@ -122,7 +127,8 @@ def _embed(embedding: nn.Embedding, ranks: RankGroup, inputs_BT: Tensor) -> Tens
 
 def _with_share(projection: nn.Linear, num_ranks: int, x: Tensor) -> Tensor:
     """Each rank adds as much of the bias as makes one of it in the sum over the ranks."""
-    return F.linear(x, projection.weight, projection.bias / num_ranks)
+    y = F.linear(x, projection.weight, projection.bias / num_ranks)
+    return y + added(projection, x) if A in projection._parameters else y
 
 
 def _gather(ranks: RankGroup) -> Callable[..., tuple[Any, ...]]:

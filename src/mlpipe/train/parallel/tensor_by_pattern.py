@@ -39,6 +39,8 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     entry = plan.model.build.entry
     if not patterns:
         raise broken(entry, UNSPLIT.message, UNSPLIT.remedy)
+    if plan.adapter is not None:
+        raise broken(entry, "an adapter does not go with tp of this model yet", "make tp 1")
     ranks = RankGroup.along("tp", world, model.waits)
     done: dict[int, nn.Parameter] = {}
     shared = _Shared(ranks)
