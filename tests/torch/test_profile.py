@@ -33,8 +33,7 @@ RECOMPUTED: dict[str, Any] = {"full": {"strategy": "ddp", "activation_checkpoint
 FAULTY: dict[str, dict[str, Any]] = {
     "synchronisation": wasteful("syncs"),
     "tiny operators": wasteful("tiny"),
-    # a deterministic training fills each new tensor, which costs more than the copy
-    "copies": {**wasteful("copies"), "deterministic": False},
+    "copies": wasteful("copies"),
     "straggler": wasteful("lags"),
     "data": {**wasteful(""), "data": DataPlan(None, Entry("kit.profiled:starved", {}), None)},
     # the last: the ranks keep their threads

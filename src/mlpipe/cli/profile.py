@@ -71,6 +71,7 @@ def command(
     name = _training_now(store, run, stage)
     if name is None:
         stored = _last(store, run, stage)
+        session.note(f"nothing of {run_id} trains now; this is its last profile")
     else:
         request = ProfileRequest(uuid4().hex[:12], steps, ranks, memory)
         stored = _profiled(session, store, (run_id, name), request, timeout)

@@ -65,7 +65,7 @@ def test_a_step_is_divided_into_computing_and_causes_of_idleness():
     assert found.seconds == pytest.approx(0.1)
     assert found.busy == pytest.approx(0.066)  # 18 + 18 + 30 ms of operators
     assert found.idle == pytest.approx(
-        {"data": 0.01, "collectives": 0.01, "synchronisation": 0, "host": 0.014}
+        {"data": 0.01, "collectives": 0.01, "stages": 0, "synchronisation": 0, "host": 0.014}
     )
     assert found.communication == pytest.approx(0.015)
     assert found.hidden_communication == pytest.approx(0.005)
@@ -115,6 +115,39 @@ def test_on_a_gpu_idle_is_when_no_kernel_computes():
     assert found.tiny_count == 1
     named = {one.cause: one.what for one in findings([found])}
     assert named["synchronisation"].startswith("head reads numbers out of tensors")
+
+
+def test_an_operator_that_waits_for_others_within_computes_only_what_operators_in_it_do():
+    found = profile(
+        span("mlpipe::gather_and_multiply", 0, 80),
+        span("c10d::_allgather_base_", 5, 6),
+        note("gloo:all_gather", 5, 50) | {"tid": 9},
+        span("aten::mm", 50, 80),
+    )
+    assert found.busy == pytest.approx(0.03)
+    assert found.idle["collectives"] == pytest.approx(0.045)
+
+
+def test_a_pipeline_waits_for_stages_and_no_rank_of_it_is_slow_for_that():
+    waits = [span("aten::mm", 0, 40), note("gloo:recv", 30, 100) | {"tid": 9}]
+    first, second = (profile(*waits, device="cpu", rank=rank) for rank in range(2))
+    assert first.idle["stages"] == pytest.approx(0.06)
+    assert [one.cause for one in findings([first, second])] == ["stages"]
+
+
+def test_a_straggler_is_named_with_the_layer_in_which_it_is_slow():
+    """A layer that waits between its operators is the layer's affair, not Python's."""
+
+    def rank(number: int, end: float) -> RankProfile:
+        events = [note("layer: layers.3", 0, end), span("aten::mm", 0, 10)]
+        wire = note("gloo:all_reduce", end, 100) | {"tid": 9}
+        return profile(*events, wire, rank=number, device="cpu", host="node-7")
+
+    named = {one.cause: one for one in findings([rank(0, 40), rank(1, 40), rank(2, 90)])}
+    assert named["straggler"].what.startswith("rank 2 on node-7 takes 50.0 ms")
+    assert "in layers.3" in named["straggler"].what
+    assert named["straggler"].gain == pytest.approx(0.5)
+    assert "straggler" not in {one.cause for one in findings([rank(0, 90), rank(1, 90)])}
 
 
 def test_threads_that_cross_nodes_or_outnumber_the_cpus_are_named():

@@ -31,6 +31,7 @@ class Finding:
 def findings(ranks: Sequence[RankProfile]) -> list[Finding]:
     """What costs most first."""
     found = [*_data(ranks), *_stragglers(ranks), *_threads(ranks), *_machine(ranks)]
+    found += _stages(max(ranks, key=lambda one: one.idle.get("stages", 0.0) / one.seconds))
     found += _collectives(max(ranks, key=own_seconds))
     for cause in (_syncs, _tiny, _copies):  # of the rank that has most of it
         of_ranks = [one for rank in ranks for one in cause(rank)]
@@ -40,7 +41,7 @@ def findings(ranks: Sequence[RankProfile]) -> list[Finding]:
 
 def own_seconds(rank: RankProfile) -> float:
     """Of a step, what the rank does not wait for others."""
-    return rank.seconds - rank.idle.get("collectives", 0.0)
+    return rank.seconds - rank.idle.get("collectives", 0.0) - rank.idle.get("stages", 0.0)
 
 
 def kinds_of_layers(rank: RankProfile) -> dict[str, LayerTime]:
@@ -66,20 +67,21 @@ def _data(ranks: Sequence[RankProfile]) -> Iterator[Finding]:
 
 
 def _stragglers(ranks: Sequence[RankProfile]) -> Iterator[Finding]:
-    if len(ranks) < 2:
-        return
     slow = max(ranks, key=own_seconds)
-    others = [one for one in ranks if one is not slow]
+    others = [one for one in ranks if one.rank != slow.rank]
+    if not others:
+        return
     usual = median(map(own_seconds, others))
     more = own_seconds(slow) - usual
     if own_seconds(slow) < _SLOWER * usual or more < _WORTH * slow.seconds:
         return
     peer = min(others, key=lambda one: abs(own_seconds(one) - usual))
-    where = {f"in {name}": layer.seconds - _of(peer, name) for name, layer in slow.layers.items()}
-    where["for data"] = slow.idle.get("data", 0.0) - peer.idle.get("data", 0.0)
-    where["between operators"] = slow.idle.get("host", 0.0) - peer.idle.get("host", 0.0)
-    place, costs = max(where.items(), key=lambda item: item[1])
-    named = f", {1000 * costs:.1f} ms of it {place}" if costs > 0.3 * more else ""
+    layers = {f"in {name}": layer.seconds - _of(peer, name) for name, layer in slow.layers.items()}
+    causes = {"for data": "data", "between operators": "host"}
+    others_of = {words: slow.idle.get(one, 0.0) - peer.idle.get(one, 0.0) for words, one in causes.items()}
+    # a layer first: what it does between its operators is its own
+    worst = (max(where.items(), key=lambda item: item[1]) for where in (layers, others_of) if where)
+    named = next((f", {1000 * costs:.1f} ms of it {place}" for place, costs in worst if costs > more / 2), "")
     host = f" on {slow.facts['host']}" if slow.facts.get("host") else ""
     yield Finding(
         "straggler",
@@ -155,6 +157,19 @@ def _collectives(rank: RankProfile) -> Iterator[Finding]:
             share,
             "send less often (accumulation, a larger batch) or less (a strategy that shards less): "
             "`mlpipe plan` compares them",
+        )
+
+
+def _stages(rank: RankProfile) -> Iterator[Finding]:
+    share = rank.idle.get("stages", 0.0) / rank.seconds
+    if share >= 2 * _WORTH:
+        yield Finding(
+            "stages",
+            f"rank {rank.rank} waits {1000 * rank.idle['stages']:.1f} ms of a step for other stages of the "
+            "pipeline",
+            share,
+            "more micro-batches (pipeline.microbatches), a schedule that waits less (zero_bubble), or a cut "
+            "that is more even",
         )
 
 

@@ -99,7 +99,8 @@ def measure(trace: Trace) -> RankProfile:
     work = trace.kernels if trace.kernels else own
     num = trace.num_steps
     whole = union(trace.steps)
-    busy_spans = union(_span(one) for one in work if not _communicates(one))
+    waiting = set() if trace.kernels else _around_communication(own)
+    busy_spans = union(_span(one) for one in work if not _communicates(one) and id(one) not in waiting)
     busy, idle = _busy_and_idle(trace, whole, busy_spans)
     wire = union([_span(one) for one in (trace.kernels or trace.gloo) if _communicates(one)])
     tiny = [one for one in work if _is_tiny(one, bool(trace.kernels))]
@@ -133,6 +134,21 @@ def _communicates(one: Event) -> bool:
     return class_of(one.name) == "communication"
 
 
+def _around_communication(operators: Iterable[Event]) -> set[int]:
+    """Operators of ours that send and wait within: what they do besides, operators in them do."""
+    around: set[int] = set()
+    for one in operators:
+        above = one.parent if _communicates(one) else None
+        while above is not None and id(above) not in around:
+            around.add(id(above))
+            above = above.parent
+    return around
+
+
+def _is_of_stages(one: Event) -> bool:
+    return "send" in one.name.lower() or "recv" in one.name.lower()
+
+
 def class_of(name: str) -> str:
     """Of an operator or a kernel."""
     lowered = name.lower()
@@ -141,15 +157,15 @@ def class_of(name: str) -> str:
 
 def _busy_and_idle(trace: Trace, whole: list[Span], busy_spans: list[Span]) -> tuple[float, dict[str, float]]:
     data = union(_span(one) for one in trace.host if one.name == f"{PART}data")
-    wire = union(
-        [_span(one) for one in trace.gloo]
-        + [_span(one) for one in (*trace.kernels, *trace.operators) if _communicates(one)]
-    )
+    sent = [*trace.gloo, *(one for one in (*trace.kernels, *trace.operators) if _communicates(one))]
+    wire = union(_span(one) for one in sent if not _is_of_stages(one))
+    stages = union(_span(one) for one in sent if _is_of_stages(one))
     syncs = union(_span(one) for one in trace.runtime if one.name in _RUNTIME_SYNCS)
     # on a CPU reading is done by the thread that trains: its operators are no training either
     computing = both(minus(busy_spans, data) if not trace.kernels else busy_spans, whole)
     left, idle = minus(whole, computing), {}
-    for cause, spans in (("data", data), ("collectives", wire), ("synchronisation", syncs)):
+    causes = (("data", data), ("collectives", wire), ("stages", stages), ("synchronisation", syncs))
+    for cause, spans in causes:
         idle[cause] = length(both(left, spans))
         left = minus(left, spans)
     idle["host"] = length(left)
