@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import re
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -198,6 +199,66 @@ def test_a_manifest_with_anything_in_any_place_is_sound_or_one_clear_error(data)
     for tensor in sound["tensors"].values():
         for chunk in tensor["chunks"]:
             assert chunk["byte_offset"] <= sound["blobs"][chunk["blob"]]["size_bytes"]
+
+
+_CHUNK = ("tensors", "model.w", "chunks", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("format",), 2, "its format is not 1"),
+        (("step",), True, "manifest: 'step' is not int"),
+        (("step",), 2**63, "manifest: 'step' is out of range"),
+        (("attempt",), None, "manifest: 'attempt' is not int"),
+        (("uuid",), 7, "manifest: 'uuid' is not str"),
+        (("time",), "now", "manifest: 'time' is not a number"),
+        (("code",), [], "manifest: 'code' is not dict"),
+        (("lineage",), "", "manifest: 'lineage' is not dict"),
+        (("blobs",), SOUND["blobs"] * 2, "blob 1: its key stands twice"),
+        (("blobs", 0), [], "blob 0 is not an object"),
+        (("blobs", 0, "key"), "elsewhere", f"blob 0: 'elsewhere' is not under '{PREFIX}/'"),
+        (("blobs", 0, "key"), f"{PREFIX}/MANIFEST.json", "is not under"),
+        (("blobs", 0, "key"), f"{PREFIX}/../x", f"blob 0: '{PREFIX}/../x' is not a key"),
+        (("blobs", 0, "block_bytes"), 0, "blob 0: 'block_bytes' is out of range"),
+        (("blobs", 0, "part_bytes"), 8, "blob 0: 'part_bytes' does not fit"),
+        (("blobs", 0, "crc32c"), [0] * 6, "blob 0: 'crc32c' has the wrong length"),
+        (("blobs", 0, "crc32c"), [-1] * 7, "blob 0: 'crc32c' is not a list of sizes"),
+        (("blobs", 0, "crc32c"), [2**32] * 7, "blob 0: 'crc32c' is out of range"),
+        (("tensors", "model.w", "dtype"), "text", "tensor 'model.w': unknown dtype 'text'"),
+        (
+            ("tensors", "model.w", "chunks", 0, "offset"),
+            [0, 0],
+            "tensor 'model.w': 'offset' has the wrong length",
+        ),
+        ((*_CHUNK, "blob"), 1, "tensor 'model.w': there is no blob 1"),
+        (
+            ("tensors", "model.w", "chunks", 0, "shape"),
+            [101],
+            "tensor 'model.w': a chunk reaches out of its shape",
+        ),
+        (("tensors", "model.w", "chunks"), [], "tensor 'model.w': its chunks do not tile it"),
+    ],
+)
+def test_what_is_not_sound_is_named(path, value, words):
+    """In a prefix with or without its last '/'."""
+    for prefix in (PREFIX, f"{PREFIX}/"):
+        with pytest.raises(DamagedError, match=re.escape(words)) as caught:
+            check(_replaced(SOUND, path, value), prefix, "m")
+        assert caught.value.where == "m"
+        assert caught.value.message.startswith("not a sound manifest: ")
+        assert caught.value.hint == "it was altered or written by another program"
+    check(_replaced(SOUND, ("step",), 2**63 - 1), PREFIX, "m")
+
+
+def test_a_checksum_is_of_these_very_bytes():
+    """Checkpoints of an older mlpipe stay readable, and those of a newer one by it."""
+    assert add_checksum({"a": [1, 2.5]}) == b'{"crc32c":"%08x","manifest":{"a":[1,2.5]}}\n' % crc32c(
+        b'{"a":[1,2.5]}'
+    )
+    with pytest.raises(DamagedError, match="corrupt: its checksum does not fit") as caught:
+        strip_checksum(add_checksum({"a": 1}).replace(b"1}}", b"2}}"), "m")
+    assert caught.value.where == "m"
 
 
 @pytest.mark.parametrize(
