@@ -60,20 +60,27 @@ def test_documents_fit_where_they_go():
         assert len(text) <= 6144
 
 
+_BUCKET = "give --store s3://bucket/prefix; a bucket's name has 3 to 63 of"
+_ID = "use a-z, 0-9, '.', '_' and '-'"
+
+
 @pytest.mark.parametrize(
-    ("url", "who", "run_id"),
+    ("url", "who", "run_id", "words", "hint"),
     [
-        ("./runs", "driver", None),
-        ("s3://", "driver", None),
-        ("s3://b", "driver", None),
-        ("s3://bkt/*", "driver", None),
-        ("s3://bkt/${jwt:sub}", "worker", None),
-        ("s3://bkt", "worker", "../x"),
-        ("s3://bkt", "worker", "*"),
-        ("s3://bkt", "driver", "r"),
+        ("./runs", "driver", None, "'./runs' names no bucket", _BUCKET),
+        ("s3://", "driver", None, "'s3://' names no bucket", _BUCKET),
+        ("s3://b", "driver", None, "'s3://b' names no bucket", _BUCKET),
+        ("s3://bkt/*", "driver", None, "'s3://bkt/*' means more than one store in a policy", ""),
+        ("s3://bkt/a?", "driver", None, "'s3://bkt/a?' means more than one store in a policy", ""),
+        ("s3://bkt/${jwt:sub}", "worker", None, "'s3://bkt/${jwt:sub}' means more than one store", ""),
+        ("s3://bkt", "worker", "../x", "'../x' is not a run id", _ID),
+        ("s3://bkt", "worker", "*", "'*' is not a run id", _ID),
+        ("s3://bkt", "driver", "r", "a driver's policy is of all runs", "leave --run out"),
     ],
 )
-def test_what_would_open_more_than_asked_is_refused(url, who, run_id):
+def test_what_would_open_more_than_asked_is_refused(url, who, run_id, words, hint):
     with pytest.raises(StoreError) as caught:
         policy(url, who, run_id)
     assert caught.value.kind == "input"
+    assert caught.value.message.startswith(words)
+    assert (caught.value.hint or "").startswith(hint)
