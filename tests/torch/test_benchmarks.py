@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from kit.warm import Popen
 
-from benchmarks import bubble
+from benchmarks import bubble, uneven
 from mlpipe._core.pipelines import SCHEDULES
 
 pytestmark = pytest.mark.torch
@@ -38,6 +38,19 @@ def test_a_quick_run_writes_its_results(name: str, tmp_path: Path):
             assert low <= row["ratio"] <= high
         assert row["met"] is None or isinstance(row["met"], bool)
     assert any(row["work"] and row["figure"].startswith("control") for row in body["figures"])
+
+
+def test_gains_of_ranks_that_wait_less_are_written_with_what_was_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    warm = SimpleNamespace(Popen=lambda argv, env: Popen("ranks", argv, env=env, cwd=ROOT))
+    monkeypatch.setattr(uneven, "subprocess", warm)
+    monkeypatch.setattr(uneven, "MIXES", {})
+    monkeypatch.setattr(sys, "argv", ["uneven", "--quick", "--results", str(tmp_path)])
+    assert uneven.main() == 0
+    rows = json.loads((tmp_path / "uneven.json").read_text())["figures"]
+    assert [row["side"] for row in rows] == ["control", "on_demand", "resident", "on_demand", "resident"]
+    assert {row["figure"] for row in rows[3:]} == {"gain, off the expected 1.78 by"}
 
 
 def test_the_idle_shares_of_pipelines_are_written_with_theory(

@@ -192,9 +192,10 @@ def _choice(plan: Plan, train: TrainPlan) -> list[str]:
         else f"every {train.checkpoint.every_seconds:.0f} s"
     )
     launch = plan.launch
+    waiting = "" if train.communication == "collective" else f"; communication: {train.communication}"
     return [
         f"  {train.reason}",
-        f"  {launch.num_nodes} x {launch.nproc_per_node} workers on {launch.device}; mesh: {mesh}",
+        f"  {launch.num_nodes} x {launch.nproc_per_node} workers on {launch.device}; mesh: {mesh}{waiting}",
         f"  batch {train.global_batch} = micro-batch {train.micro_batch} x {train.mesh.num_data_ranks} data "
         f"ranks x {train.accumulation} gradient accumulation steps",
         f"  {train.steps} steps, {train.precision}; checkpoint {saves}",

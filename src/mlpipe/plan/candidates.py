@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from mlpipe._core import feasibility, meshes, pipelines
 from mlpipe._core.errors import PlanError
@@ -30,7 +31,7 @@ from mlpipe.plan.shapes import frozen
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec import links
-from mlpipe.spec.data import TokenData
+from mlpipe.spec.data import ChatData, TokenData
 from mlpipe.spec.optimizer import OwnOptimizer
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def enumerate_candidates(
         raise PlanError(f"{hardware.name} has no {precision}", hint="write precision: fp32")
     cut = own is not None and own.pp > 1 and isinstance(spec.model, OwnModel)  # where nobody knows it
     pricer = pricer_of(spec, shape, hardware) if shape is not None and not cut else None
-    modes, wanted_communication = modes_of(spec), communication_of(spec)
+    modes = modes_of(spec)
     candidates: list[Candidate] = []
     uneven: PlanError | None = None
     for strategy, settings in ORDER.items():
@@ -96,7 +97,7 @@ def enumerate_candidates(
         if not isinstance(possible, str) and (unfit := _unfit_for_links(spec, settings.FLAGS)) is not None:
             # what a mesh of the file's own cannot do was refused by now
             possible = [mesh for mesh in possible if not unfit(mesh)] or _UNFIT.format(strategy)
-        if wanted_communication == "on_demand" and not isinstance(possible, str):
+        if spec.communication == "on_demand" and not isinstance(possible, str):
             owned = [mesh for mesh in possible if mesh.dp_shard == mesh.world_size]
             possible = owned or "communication: on_demand needs workers that each own a part of the weights"
         if isinstance(possible, str):
@@ -118,16 +119,20 @@ def enumerate_candidates(
             reason = "the size of your own model is not known before it is built"
             if cut:
                 reason = "what your own model's stages take is not predicted"
-            candidates.append(
-                Candidate(strategy, possible[0], sizes[0][0], modes[0], precision, wanted, None, True, reason)
+            unpriced = Candidate(
+                strategy, possible[0], sizes[0][0], modes[0], precision, wanted, None, True, reason
             )
+            way = communications_of(spec, possible[0])[-1]
+            candidates.append(replace(unpriced, communication=way))
             continue
         for mesh, micro in zip(possible, sizes, strict=True):
             for each in peaks if every else (precision,):
                 for mode in CHECKPOINTING if every else modes:
                     open_ = wanted and each == precision and mode in modes
-                    choices = [Choices(size, mode, each, wanted_communication) for size in micro]
-                    candidates += [pricer.candidate(strategy, mesh, one, asked=open_) for one in choices]
+                    for size in micro:
+                        ways = [Choices(size, mode, each, way) for way in communications_of(spec, mesh)]
+                        tried = (pricer.candidate(strategy, mesh, way, asked=open_) for way in ways)
+                        candidates.append(_first_fitting(tried))
     if pricer is not None and is_searched(spec):
         candidates += searched(spec, pricer, candidates).candidates
         if uneven is not None and not any(c.asked and c.mesh is not None for c in candidates):
@@ -167,9 +172,31 @@ def modes_of(spec: Train) -> tuple[Checkpointing, ...]:
     return CHECKPOINTING if asked == "auto" else (asked,)
 
 
-def communication_of(spec: Train) -> Communication:
-    """What `auto` means, or what the file says."""
-    return "collective" if spec.communication == "auto" else spec.communication
+def _first_fitting(candidates: Iterable[Candidate]) -> Candidate:
+    """Else the last one."""
+    last = None
+    for last in candidates:
+        if last.fits:
+            break
+    assert last is not None
+    return last
+
+
+def communications_of(spec: Train, mesh: Mesh) -> tuple[Communication, ...]:
+    """What the file says; of `auto` the first that fits. Packed conversations give workers uneven work, which
+    costs no time where they meet once a step: weights that stay gathered cost memory instead."""
+    if spec.communication != "auto":
+        return (spec.communication,)
+    is_packed = isinstance(spec.data, ChatData) and packing_of(spec, spec.data) is not None
+    runs_free = is_packed and spec.update is None and mesh.num_data_ranks == mesh.world_size and mesh.ep == 1
+    return ("resident", "collective") if runs_free else ("collective",)
+
+
+def packing_of(spec: Train, data: ChatData) -> Literal["best_fit", "balanced"] | None:
+    """What `auto` means, or what the file says; None: samples are not packed."""
+    if data.packing == "auto":
+        return None if isinstance(spec.model, OwnModel) else "balanced"
+    return None if data.packing == "off" else data.packing
 
 
 def pricer_of(spec: Train, shape: ModelShape, hardware: Hardware) -> Pricer:

@@ -25,6 +25,7 @@ from mlpipe.plan.candidates import (
     islands_plan,
     micro_batches,
     num_data_ranks,
+    packing_of,
     pick,
     refuse,
     schedule_of,
@@ -416,14 +417,11 @@ def data_plan(spec: Train, known: Known) -> DataPlan:
 
 
 def _chat(spec: Train, data: ChatData, known: Known) -> ChatPlan:
-    packing = data.packing
-    if packing == "auto":
-        packing = "off" if isinstance(spec.model, OwnModel) else "balanced"
     tokenizer = data.tokenizer or getattr(spec.model, "pretrained", None)
     path, validation, tokenizer, template = (
         fill(text, known) for text in (data.chat, data.validation, tokenizer, data.template)
     )
-    return ChatPlan(path, validation, tokenizer, template, None if packing == "off" else packing)
+    return ChatPlan(path, validation, tokenizer, template, packing_of(spec, data))
 
 
 def _source(weight: float, source: AnySource | OneSource, known: Known) -> SourcePlan:

@@ -185,7 +185,8 @@ class Train(SpecModel):
         description="How often workers wait for each other. `collective`: at each block of a micro-batch; "
         "all have equally many. `resident`: once a step, for which weights stay gathered; who has long "
         "samples has fewer micro-batches. `on_demand`: the same, with weights read from their owners when "
-        "they are needed; on the CPUs of one node. `auto`: `collective`.",
+        "they are needed; on the CPUs of one node. `auto`: for packed conversations `resident` where that "
+        "fits, else `collective`.",
     )
     mesh: MeshSizes | None = Field(
         None, description="Sizes of the axes that the workers are laid out on. Default: the strategy's."

@@ -1,0 +1,176 @@
+"""`python -m benchmarks.uneven`: what it saves that ranks with uneven work do not wait at every block.
+
+The trainer's FSDP2 and schedule pass microbatches through blocks that sleep, as long as the microbatch's work
+takes; so the ranks need no cores, and what is measured is who waits for whom. Three works:
+
+- [8, 1, 8, 1] beside [1, 8, 1, 8]: with collectives each microbatch takes as long as the longer one;
+- a mix of lengths like LongAlign's (Bai et al., 2024): half conversations, half long documents;
+- one like those of agents that repair software (SWE): long ones of nearly the same kind.
+
+Lengths are drawn from log-normal distributions with a fixed seed; their quantiles stand in the results, for
+nobody's data are here. Samples are packed and dealt by the trainer's own functions: with equally many rows by
+whichever of its ways is expected to be the faster, and freely. Work: FLOPs, with attention's quadratic term,
+of a 7B model as measured by the paper (arXiv 2601.19362): 4.348 x^2 + 8.768 x of x = tokens / 32,000.
+
+`control`: collectives against a second copy of the same. `expected`: the ratio that follows from the works
+alone; measured over expected is to be within 10 % of 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import measure
+from mlpipe.plan.dealing import best_of_equal, deal_freely
+
+Works = list[list[list[float]]]  # of each step, each rank, each microbatch
+GOALS = {"on_demand": 1.7, "resident": None}
+MIXED_GOAL, TOLERANCE = 1.3, 0.10
+NUM_SAMPLES = 8  # a rank and step
+
+
+def longalign(draw: random.Random) -> int:
+    median, sigma = (700, 1.0) if draw.random() < 0.5 else (14_000, 0.6)
+    return int(min(65_536, max(32, draw.lognormvariate(math.log(median), sigma))))
+
+
+def swe(draw: random.Random) -> int:
+    return int(min(32_768, max(256, draw.lognormvariate(math.log(9_000), 0.75))))
+
+
+MIXES = {"LongAlign-like": (longalign, 65_536), "SWE-like": (swe, 32_768)}
+
+
+def cost(length: int) -> float:
+    share = length / 32_000
+    return 4.348357 * share**2 + 8.768377 * share
+
+
+def mixed(name: str, num_ranks: int, num_steps: int) -> tuple[Works, Works, list[int]]:
+    """With equally many rows, and freely; and the lengths."""
+    length, capacity = MIXES[name]
+    draw = random.Random(7)
+    equal, free, seen = [], [], []
+    for _ in range(num_steps):
+        lengths = [length(draw) for _ in range(NUM_SAMPLES * num_ranks)]
+        costs = [cost(one) for one in lengths]
+        seen += lengths
+        for works, dealt in (
+            (equal, best_of_equal(lengths, costs, num_ranks, capacity)),
+            (free, deal_freely(lengths, costs, num_ranks, capacity, "balanced")),
+        ):
+            works.append([[sum(costs[sample] for sample in row) for row in rows] for rows in dealt])
+    return equal, free, seen
+
+
+def expected(equal: Works, free: Works) -> float:
+    """The time of ranks that meet at each microbatch, over that of ranks that meet once a step."""
+    together = sum(max(ranks[k] for ranks in step) for step in equal for k in range(len(step[0])))
+    return together / sum(max(map(sum, step)) for step in free)
+
+
+def measured(sides: dict[str, tuple[str, Works]], num_ranks: int, rounds: int) -> list[measure.Round]:
+    asked: dict[str, Any] = {"sides": sides, "rounds": rounds}
+    with tempfile.TemporaryDirectory() as name:
+        asked["out"] = str(Path(name) / "found.json")
+        (asked_file := Path(name) / "asked.json").write_text(json.dumps(asked))
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.uneven_worker", str(asked_file)],
+                env={
+                    **os.environ,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(num_ranks),
+                    "STORE": f"{name}/store",
+                    "OMP_NUM_THREADS": "1",
+                },
+            )
+            for rank in range(num_ranks)
+        ]
+        try:
+            codes = [rank.wait(timeout=1800) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            raise RuntimeError(f"ranks ended with {codes}")
+        found: list[measure.Round] = json.loads(Path(asked["out"]).read_text())
+    return found
+
+
+def scaled(works: Works, seconds: float) -> Works:
+    return [[[seconds * work for work in rank] for rank in step] for step in works]
+
+
+def rows_of(
+    work: str, equal: Works, free: Works, num_ranks: int, rounds: int, goals: dict[str, float | None]
+) -> list[dict[str, Any]]:
+    """Work of all ranks a second, over that of collectives."""
+    sides = {"collective": ("collective", equal), "control": ("collective", equal)}
+    sides |= {name: (name, free) for name in goals}
+    found = measured(sides, num_ranks, rounds)
+    whole = sum(sum(map(sum, step)) for step in equal) / num_ranks
+    rates = [{side: {"rate": whole / one["seconds"]} for side, one in each.items()} for each in found]
+    rows = [
+        measure.figure(
+            work, "work a second", "ratio", rates, "rate", ours=side, peer="collective",
+            goal=goals.get(side), higher_is_better=True,
+        )
+        for side in ("control", *goals)
+    ]  # fmt: skip
+    told = expected(equal, free)
+    return rows + [
+        measure.alone(
+            work, f"gain, off the expected {told:.3g} by", "ratio", [abs(row["ratio"] / told - 1)],
+            side=row["side"], goal=TOLERANCE,
+        )
+        for row in rows[1:]
+    ]  # fmt: skip
+
+
+def quantiles(lengths: Sequence[int]) -> dict[str, int]:
+    cuts = statistics.quantiles(lengths, n=100)
+    return {f"p{p}": round(cuts[p - 1]) for p in (1, 10, 25, 50, 75, 90, 99)} | {"max": max(lengths)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="once, with short blocks: does it run?")
+    parser.add_argument("--seconds", type=float, default=0.06, help="of a unit of work")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=4, help="that share a mix of lengths")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS)
+    arguments = parser.parse_args()
+    seconds, rounds = (0.002, 1) if arguments.quick else (arguments.seconds, arguments.rounds)
+    load_before = os.getloadavg()[0]
+    crafted: Works = [[[8, 1, 8, 1], [1, 8, 1, 8]]]
+    crafted = scaled(crafted, seconds)
+    rows = rows_of("[8, 1, 8, 1] beside [1, 8, 1, 8]", crafted, crafted, 2, rounds, GOALS)
+    drawn = {}
+    for name in MIXES:
+        equal, free, lengths = mixed(name, arguments.ranks, 3)
+        drawn[name] = quantiles(lengths)
+        # one step in about a second
+        unit = 20 * seconds / (sum(sum(map(sum, step)) for step in equal) / arguments.ranks / len(equal))
+        work = f"{name}, {NUM_SAMPLES} samples a rank, {arguments.ranks} ranks"
+        goals = dict.fromkeys(GOALS, MIXED_GOAL)
+        rows += rows_of(work, scaled(equal, unit), scaled(free, unit), arguments.ranks, rounds, goals)
+    body = measure.document(rows, unit_seconds=seconds, rounds=rounds, lengths=drawn, load_before=load_before)
+    print(measure.table(body))
+    print(f"written to {measure.write('uneven', body, arguments.results)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
