@@ -58,8 +58,8 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
     submission = replace(submission, run_id=submission.run_id or new_run_id(pipeline.name))
     for name in (submission.folder, submission.spec):
         check_name(name)
+    starts = _starts(backend, submission)  # first, since it says the line
     backend.check(submission, console, is_new=True)
-    starts = _starts(backend, submission)
     more = {"init_from": starts} if starts else {}
     store.probe()
     return record(store, backend, submission, [stage.name for stage in pipeline.stages], **more)

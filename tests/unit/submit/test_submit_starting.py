@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
+from mlpipe.cli.session import CliSession
 from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.plan import InitPlan, Plan
 from mlpipe.plan.training import meaning_of
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store import catalogue, registry, runs
 from mlpipe.store.folder import FolderStore
+from mlpipe.submit import backends
+from mlpipe.submit.adopt import create
 from mlpipe.submit.starting import find, look_ahead, with_weights
 from mlpipe.submit.submission import Submission
 
@@ -308,3 +311,12 @@ def test_adapters_are_no_start_of_another_training(tmp_path, name):
         find(FolderStore(tmp_path / "store"), "new", init(path=str(path)), ".")
     assert caught.value.hint is not None
     assert "--merged" in caught.value.hint
+
+
+def test_a_run_tells_the_line_before_it_is_planned(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pipeline = load_pipeline_text(OPEN, "p.yaml")
+    asked = Submission("p.yaml", OPEN, (), pipeline, store.url, str(tmp_path))
+    with pytest.raises(SubmitError, match=r"weights/config.json: cannot be read") as caught:
+        create(store, backends.load(backends.DEFAULT)({}), asked, CliSession())
+    assert caught.value.where == "p.yaml:7:15"
