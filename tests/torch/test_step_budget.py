@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from kit import budget, plans
 
+from mlpipe._core.compression import COMPRESSIONS
 from mlpipe._core.presets import MOE, MoeConfig
 from mlpipe.plan.axes.tp import num_collectives
-from mlpipe.plan.plan import Entry, Mesh, ModelPlan, PipelinePlan
+from mlpipe.plan.plan import CompressPlan, Entry, IslandsPlan, Mesh, ModelPlan, PipelinePlan
 
 pytestmark = pytest.mark.torch
 
@@ -35,7 +36,13 @@ AXES: dict[str, dict[str, Any]] = {
         "model": ModelPlan(Entry(MOE, dataclasses.asdict(EXPERTS)), "test", 32, ()),
     },
 }
-WORKS: dict[str, dict[str, Any]] = {name: {"strategy": name} for name in STRATEGIES} | AXES
+LINKS: dict[str, dict[str, Any]] = {
+    "ddp, int8": {"compress": CompressPlan("int8")},
+    "ddp, powersgd": {"compress": CompressPlan("powersgd", {"rank": 4})},
+    # two steps are a round
+    "islands, int8": {"islands": IslandsPlan(2, 0.7, 0.5, "int8")},
+}
+WORKS: dict[str, dict[str, Any]] = {name: {"strategy": name} for name in STRATEGIES} | AXES | LINKS
 SHORT, LONG = 3, 5
 
 
@@ -81,6 +88,18 @@ def test_what_is_communicated_is_what_the_strategy_needs(counted):
     assert counted["zero2"]["_allgather_base_ bytes"] == 1.5 * parameters  # kept until the backward pass
     assert counted["fsdp"]["_allgather_base_ bytes"] == 3 * parameters
     assert counted["fsdp"]["_reduce_scatter_base_ bytes"] == 1.5 * parameters
+
+
+def test_what_is_sent_compressed_is_what_the_planner_prices(counted):
+    """Of P parameters, padded: each rank gives its code to an all-to-all, and the code of its half to an
+    all-gather; in and out are counted both. Of islands in every second step."""
+    parameters = plans.CONFIG.num_params()
+    bits = COMPRESSIONS["int8"].sent(parameters, 1, {}).reduced_bits
+    for name, steps in (("ddp, int8", 1), ("islands, int8", 2)):
+        expected = bits / 8 / steps
+        assert counted[name]["alltoall_base_ bytes"] == pytest.approx(2 * expected, rel=0.02), name
+        assert counted[name]["_allgather_base_ bytes"] == pytest.approx(1.5 * expected, rel=0.02), name
+        assert counted[name]["allreduce_ bytes"] < 100, name
 
 
 def test_what_travels_along_an_axis_is_what_the_planner_prices(counted):

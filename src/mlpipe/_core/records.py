@@ -158,12 +158,12 @@ class Step(Record):
     """Share of the step's work for which this rank is expected to wait for others, by the lengths of samples
     that are packed."""
     exchanged_bytes: int | None = None
-    """Of gradients that are compressed, or of what islands have learnt: bytes that the rank gave to others;
-    absent where gradients are sent as they are; of rank 0 only."""
+    """Of gradients that are compressed, or of what islands have learnt: bytes that this rank gave to others;
+    absent where gradients are sent as they are."""
     exchanged_plain_bytes: int | None = None
     """What averaging all gradients in fp32 would have sent."""
     rounds: int | None = None
-    """Of islands: how often all have agreed on weights so far; of rank 0 only."""
+    """Of islands: how often all have agreed on weights so far."""
     cpu_others_ratio: float | None = None
     """Share of the CPUs that the node's ranks may use which went to other processes, since the last line that
     says so; of the first rank of a node, every 5 s or more."""

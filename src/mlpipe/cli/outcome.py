@@ -136,7 +136,7 @@ def _under_another_strategy(store: Store, run: RunState, trained: str, start: st
         return []
     same = tuple(f"{stage}.strategy=" for stage in (trained, f"{trained}.train", f"stages.{trained}.train"))
     overrides = [one for one in run.meta.get("set") or () if not one.startswith(same)]
-    if train is None or len(overrides) > _FEW or train.mesh.ep > 1:
+    if train is None or len(overrides) > _FEW or train.mesh.ep > 1 or train.compress or train.islands:
         return []
     if train.mesh.num_data_ranks != train.mesh.world_size:
         return []

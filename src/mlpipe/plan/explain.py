@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from mlpipe._core.units import format_bytes
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.axis_reasons import axis_reasons
-from mlpipe.plan.candidates import precision_on
+from mlpipe.plan.candidates import precision_on, priced
 from mlpipe.plan.choose import Candidate, smallest
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.optimizers import optimizer_cost
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import CompressPlan, Plan, TrainPlan
 from mlpipe.plan.shapes import frozen, presets
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec.model import Pipeline
 
+_MILDEST = "int8"  # of compressions that send less than half
 _TILES = "NVIDIA, Matrix Multiplication Background User's Guide: full tiles want multiples of 64 bf16 values"
 _HEADS = "Dao, FlashAttention-2 (2023): kernels for heads of 64 and 128 channels; others are padded"
 _FUSION = "torchtitan, benchmarks/llama3_h100_202412: 5,762 -> 6,667 tok/s of Llama-8B on 8 H100"
@@ -55,7 +57,8 @@ def explanation(
     told += _rejected(asked, chosen)
     told += axis_reasons(spec, frozen.planned(train), hardware, candidates, chosen)
     told.append(f"So {train.reason}.")
-    advice = list(lint(train, chosen, candidates))
+    told += _links(train, chosen, hardware)
+    advice = [*lint(train, chosen, candidates), *_link_advice(train, chosen, hardware)]
     return told + ([f"Advice: {line}" for line in advice] or ["No advice: the shapes suit the hardware."])
 
 
@@ -101,6 +104,31 @@ def _state_bytes(train: TrainPlan) -> float:
     if shape is None:
         return train.optimizer.state_bytes_per_parameter
     return optimizer_cost(train).state_bytes_per_parameter(shape.parameters.trained)
+
+
+def _links(train: TrainPlan, chosen: Candidate, hardware: Hardware) -> Iterator[str]:
+    """What sending less, or more rarely, is worth on these links."""
+    if train.compress is None and train.islands is None:
+        return
+    plain = priced(replace(train, compress=None, islands=None), hardware)
+    ratio = plain.step_seconds / chosen.step_seconds
+    what = "update" if train.compress is None else "compress"
+    verdict = f"{ratio:.3g} times as fast" if ratio >= 1 else f"{1 / ratio:.3g} times as slow"
+    yield f"Without {what} a step would take {plain.step_seconds:.3g} s: with it training is {verdict}."
+
+
+def _link_advice(train: TrainPlan, chosen: Candidate, hardware: Hardware) -> Iterator[str]:
+    """Of copies that send all of their gradients in every step."""
+    copies = train.mesh.dp_replicate == train.mesh.world_size > 1
+    if not copies or train.compress is not None or train.islands is not None:
+        return
+    shape = frozen.planned(train)
+    if shape is None or shape.widths.get("num_experts"):
+        return
+    coded = priced(replace(train, compress=CompressPlan(_MILDEST)), hardware)
+    gain = chosen.step_seconds / coded.step_seconds
+    if gain > 1.1:
+        yield f"compress: {_MILDEST} would be {gain:.2g} times as fast (docs/how-to/slow-links.md)"
 
 
 def _rejected(asked: Sequence[Candidate], chosen: Candidate) -> Iterator[str]:

@@ -130,6 +130,7 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
                     f" {_clipping(optimizer)}",
                     "gradients": None if plan.compress is None else _compression(plan.compress),
                     "islands": None if plan.islands is None else _islands(plan.islands),
+                    "sent": _sent(stage),
                     "average of weights": f"decay {plan.ema.decay:g}, every {plan.ema.every} steps"
                     if plan.ema
                     else None,
@@ -142,6 +143,16 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
             )
         ],
     )
+
+
+def _sent(stage: StageView) -> str | None:
+    """By a worker, where that is not its gradients as they are."""
+    steps = [step for step in stage.lead.steps if step.exchanged_plain_bytes]
+    sent = sum(step.exchanged_bytes or 0 for step in steps)
+    if not sent:
+        return None
+    plain = sum(step.exchanged_plain_bytes or 0 for step in steps)
+    return f"{format_bytes(sent // len(steps))} a step, {plain / sent:.3g} times less than gradients in fp32"
 
 
 def _compression(compress: CompressPlan) -> str:

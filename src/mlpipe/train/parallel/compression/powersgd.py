@@ -77,7 +77,8 @@ class _PowerSgd(Averager):
 
 
 def _orthogonal(p: Tensor) -> Tensor:
-    """An orthonormal basis of the columns; of what is not finite it is not either (LAPACK may refuse it)."""
-    if not bool(p.isfinite().all()):
-        return torch.full_like(p, torch.nan)
-    return torch.linalg.qr(p).Q
+    """An orthonormal basis of the columns. Of what is not finite nan: LAPACK may refuse it, and asking here
+    would make the host wait for the device."""
+    finite = p.isfinite().all()
+    basis: Tensor = torch.linalg.qr(torch.where(finite, p, 1.0)).Q
+    return torch.where(finite, basis, torch.nan)
