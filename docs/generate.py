@@ -105,7 +105,8 @@ Of every kind:
 
 _TYPES_OF_JSON = {
     "int": "integer", "float": "number", "MaybeNan": "number, null if not finite", "str": "text",
-    "bool": "true or false", "list[str]": "list of texts", "dict[str, int]": "integers by name",
+    "bool": "true or false", "list[str]": "list of texts", "list[int]": "list of integers",
+    "dict[str, int]": "integers by name",
     "dict[str, float]": "numbers by name, null if not finite",
 }  # fmt: skip
 

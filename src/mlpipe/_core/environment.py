@@ -26,6 +26,11 @@ PLAN = "MLPIPE_PLAN"
 SCRATCH = "MLPIPE_SCRATCH"
 FIRST_RESTART = "MLPIPE_FIRST_RESTART"
 
+# Of an elastic training, set by train/supervisor.py for the launcher of each replica.
+COORDINATOR = "MLPIPE_COORDINATOR"  # host:port; read by train/replicas/member.py
+REPLICA = "MLPIPE_REPLICA"  # its number; read by train/launcher.py and train/session.py
+SUPERVISOR = "MLPIPE_SUPERVISOR"  # its pid; read by train/launcher.py
+
 # Set by render/pod.py for a stage.
 RENDEZVOUS = "MLPIPE_RENDEZVOUS"  # read by train/launcher.py
 GANG_RESTART = "MLPIPE_GANG_RESTART"  # read by train/launcher.py

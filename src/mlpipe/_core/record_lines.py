@@ -14,7 +14,7 @@ _R = TypeVar("_R", bound=Record)
 # JSON writes 1.0 as 1, and some writers do.
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (float, int), "MaybeNan": (float, int), "str": (str,), "bool": (bool,),
-    "list[str]": (list,), "dict[str, int]": (dict,), "dict[str, float]": (dict,),
+    "list[str]": (list,), "list[int]": (list,), "dict[str, int]": (dict,), "dict[str, float]": (dict,),
 }  # fmt: skip
 
 
@@ -108,8 +108,8 @@ def read_fields(kind: type[_R], line: Mapping[str, Any]) -> _R:
 
 
 def _is_plain(value: Any, declared: str) -> bool:
-    if declared == "list[str]":
-        return all(type(item) is str for item in value)
+    if declared.startswith("list"):
+        return all(type(item) is (str if declared == "list[str]" else int) for item in value)
     kinds = (int,) if declared == "dict[str, int]" else (int, float, type(None))
     return all(type(item) in kinds for item in value.values())
 

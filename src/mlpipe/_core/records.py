@@ -292,6 +292,20 @@ class Launched(Record):
 
 
 @dataclass(kw_only=True)
+class Membership(Record):
+    """The supervisor of an elastic training, when other replicas than before take part."""
+
+    kind = "membership"
+
+    members: list[int] | None
+    """Their numbers; the first one leads, which writes the checkpoints."""
+    step: int | None
+    """Steps that are done."""
+    why: str | None
+    """What has changed."""
+
+
+@dataclass(kw_only=True)
 class Fallback(Record):
     """Rank 0, when it went back to an earlier checkpoint because newer ones are damaged."""
 
@@ -328,4 +342,4 @@ class Unknown(Record):
 OF_A_RANK: tuple[type[Record], ...] = (
     Start, Step, Save, Validation, Evaluation, StopSignal, End, Tracked,
 )  # fmt: skip
-EVENTS: tuple[type[Record], ...] = (Submitted, Launched, Fallback, LaunchEnded)
+EVENTS: tuple[type[Record], ...] = (Submitted, Launched, Membership, Fallback, LaunchEnded)

@@ -32,6 +32,7 @@ VERBS = {
     "status": "Show where a run stands.",
     "logs": "Print or follow the logs of a run.",
     "cancel": "Stop a run; what it learnt is saved first.",
+    "scale": "Change how many nodes an elastic training has, while it runs.",
     "spec": "Print the pipeline of a run, as it was asked for.",
     "resume": "Go on with a run that was stopped or failed.",
     "report": "Write one HTML page about a run.",

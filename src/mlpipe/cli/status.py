@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.pass_obj
 def command(session: CliSession, run_id: str) -> None:
     """Show where a run stands: its stages, the progress of its training, its last checkpoint."""
+    from mlpipe.observe.members import in_words, members
     from mlpipe.observe.progress import live_line
     from mlpipe.store import leases, runs, sweeps
     from mlpipe.submit import backends
@@ -45,6 +46,8 @@ def command(session: CliSession, run_id: str) -> None:
         document["waits_for"] = backends.of_run(run).why_undriven(run)
     for name, stage in document["stages"].items():
         stage["progress"] = progress(store, run, name)
+        change = members(store, run.attempt_key(name)) if stage["progress"] is not None else None
+        stage["members"] = None if change is None else {"numbers": change.members, "words": in_words(change)}
     session.result(document, _text(run, document, live_line))
 
 
@@ -78,6 +81,8 @@ def _text(run: RunState, document: dict[str, Any], live_line: Any) -> str:
             lines += [f"      {note}" for note in stage["progress"]["notes"]]
             lines.append(f"      {live_line(stage['progress'], width=100)}")
             lines += [f"      {name}: {url}" for name, url in stage["progress"]["trackers"].items() if url]
+        if stage["members"] is not None:
+            lines.append(f"      {stage['members']['words']}")
         if (last := stage["last_checkpoint"]) is not None:
             lines.append(
                 f"      last checkpoint: step {last['step']}, {format_bytes(last['size_bytes'])}, "

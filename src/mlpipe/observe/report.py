@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mlpipe import __version__
 from mlpipe._core.mfu import throughput
-from mlpipe._core.records import Fallback, Record, Unknown
+from mlpipe._core.records import Fallback, Membership, Record, Unknown
 from mlpipe._core.units import format_seconds
 from mlpipe.observe import plots
 from mlpipe.observe.blocks import (
@@ -33,6 +33,7 @@ from mlpipe.observe.blocks import (
     timestamp,
     utc,
 )
+from mlpipe.observe.members import in_words
 from mlpipe.observe.progress import format_count, format_loss, format_mfu
 from mlpipe.observe.runview import RunView, StageView, view_run
 from mlpipe.store.base import Store
@@ -317,6 +318,8 @@ def _describe(event: Record) -> tuple[str, str]:
             event.kind,
             f"went back to the checkpoint of step {event.step}; damaged and given up: {damaged}",
         )
+    if isinstance(event, Membership):
+        return event.kind, in_words(event)
     kind, known = (event.kind_name, event.line) if isinstance(event, Unknown) else (event.kind, vars(event))
     hidden = ("v", "kind", "time", "message")
     told = {name: value for name, value in known.items() if name not in hidden and value is not None}

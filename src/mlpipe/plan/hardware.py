@@ -97,7 +97,7 @@ def detect_hardware(resources: Resources | None, *, elsewhere: bool = False) -> 
     `resources.device`; CPUs by this machine's cores and memory (or its cgroup's) where the resources do not
     say. `elsewhere`: it will run on another machine, so this one's processor says nothing. Raises PlanError
     for an unknown GPU that is not described."""
-    nodes = resources.nodes if resources else 1
+    nodes = resources.gang_nodes if resources else 1
     cpus = max(1, int(resources.cpus)) if resources and resources.cpus else num_cpus()
     asked = resources.price_usd_per_gpu_hour if resources else None
     measured = None

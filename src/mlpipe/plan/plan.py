@@ -496,9 +496,19 @@ def compiled(asked: Compile, mesh: Mesh, checkpointing: str) -> Compile:
 
 
 @dataclass(frozen=True)
+class Replicas:
+    """Of an elastic training: how many replicas of the model may take part, each launched by itself. Fewer
+    than `fewest` wait for others."""
+
+    fewest: int
+    most: int
+
+
+@dataclass(frozen=True)
 class Launch:
     """How workers are started: `nproc_per_node` of them on each of `num_nodes` nodes, each of them Python
-    with `argv` and with `env` besides what it inherits. Without workers: one node, one process, no `argv`."""
+    with `argv` and with `env` besides what it inherits. Without workers: one node, one process, no `argv`.
+    `replicas`: all this is of one of them; None: there is one, and it is the whole training."""
 
     num_nodes: int
     nproc_per_node: int
@@ -509,6 +519,7 @@ class Launch:
     timeout_seconds: float | None  # of the whole stage
     shutdown_seconds: float  # between SIGTERM and SIGKILL: above a step plus a save
     metrics_port: int | None  # base port of /metrics, plus the local rank; 0: any free port; None: off
+    replicas: Replicas | None = None
 
 
 @dataclass(frozen=True)
@@ -539,6 +550,11 @@ class Plan:
     def part(self, plan: type[AnyWork]) -> AnyWork | None:
         """`work`, if it is of this class; None for a stage of another kind."""
         return self.work if isinstance(self.work, plan) else None
+
+    @property
+    def module(self) -> str:
+        """What runs it: `python -m MODULE --plan PLAN --scratch DIR`."""
+        return self.kind.module if self.launch.replicas is None else "mlpipe.train.supervisor"
 
     @property
     def stage_key(self) -> str:

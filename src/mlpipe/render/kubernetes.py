@@ -38,6 +38,12 @@ def stage_objects(plan: Plan) -> list[Json]:
         )
     if plan.kind.runs == "driver":
         return []
+    if plan.launch.replicas is not None:
+        raise RenderError(
+            "an elastic training runs on one machine; on a cluster its nodes start and end together",
+            where=f"stage {plan.stage!r}",
+            hint=f"write one number: --set stages.{plan.stage}.resources.nodes={plan.launch.replicas.most}",
+        )
     name, own = gang_name(plan), labels(plan.run_id, plan.stage, plan.attempt, "worker")
     text = plan.to_json()
     if len(text.encode()) > MAX_CONFIG_BYTES:

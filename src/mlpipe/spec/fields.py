@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mlpipe._core.gate import GATE_PATTERN, parse_gate
@@ -245,6 +245,16 @@ Count = Annotated[int, Field(ge=1, le=10**12)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**12)]
 FewCount = Annotated[int, Field(ge=1, le=100_000)]
 FewOrZero = Annotated[int, Field(ge=0, le=100_000)]
+_NODES = r"0*[1-9][0-9]{0,4}\.\.0*[1-9][0-9]{0,4}"
+NodeRange = Annotated[
+    Text,
+    AfterValidator(_matches(_NODES, "a range of nodes", "write the fewest and the most, like 2..8")),
+    _schema(_NODES),
+]
+Nodes = Annotated[
+    Annotated[FewCount, Tag("number")] | Annotated[NodeRange, Tag("range")],
+    Discriminator(lambda value: "range" if isinstance(value, str) and ".." in value else "number"),
+]
 CountOrAuto = Count | Literal["auto"]
 CountOrFill = Count | Literal["fill"]
 Workers = Annotated[int, Field(ge=0, le=1_000)] | Literal["auto"]

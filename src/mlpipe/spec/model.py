@@ -47,7 +47,11 @@ class Device(SpecModel):
 class Resources(SpecModel):
     """What a stage gets, on each node and in all."""
 
-    nodes: f.FewCount = Field(1, description="Machines.")
+    nodes: f.Nodes = Field(
+        1,
+        description="Machines. A range like `2..8`: an elastic training, which goes on with those that are "
+        "there; each holds the whole model, shared among its workers.",
+    )
     workers_per_node: f.FewCount | None = Field(
         None,
         description="Worker processes on each node. Default: one per GPU, or 1 without GPUs.",
@@ -78,6 +82,19 @@ class Resources(SpecModel):
     price_usd_per_gpu_hour: f.NotNegative | None = Field(
         None, description="Of one GPU, or CPU worker, for estimates of cost. Default: of the catalogue."
     )
+
+    @property
+    def replicas(self) -> tuple[int, int] | None:
+        """The fewest and the most machines of an elastic training, each with a replica of the model."""
+        if isinstance(self.nodes, int):
+            return None
+        fewest, most = self.nodes.split("..")
+        return int(fewest), int(most)
+
+    @property
+    def gang_nodes(self) -> int:
+        """Machines whose workers start and end together."""
+        return self.nodes if isinstance(self.nodes, int) else 1
 
 
 class _Head(SpecModel):

@@ -59,4 +59,4 @@ def _few(resources: Resources | None, ranks: int, num_gpus: int) -> dict[str, An
 def _num_workers(resources: Resources | None) -> int:
     if resources is None:
         return 1
-    return resources.nodes * (resources.gpus_per_node or resources.workers_per_node or 1)
+    return resources.gang_nodes * (resources.gpus_per_node or resources.workers_per_node or 1)

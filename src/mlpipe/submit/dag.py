@@ -45,7 +45,8 @@ def requests(plan: Plan) -> Slots:
     of."""
     if plan.kind.runs == "driver":
         return Slots(cpus=0, gpus=0)
-    workers = plan.launch.nproc_per_node
+    replicas = plan.launch.replicas
+    workers = plan.launch.nproc_per_node * (replicas.fewest if replicas is not None else 1)
     return Slots(cpus=0, gpus=workers) if plan.launch.device == "cuda" else Slots(cpus=workers, gpus=0)
 
 

@@ -71,7 +71,9 @@ class ProcessExecutor:
             return []
         self._taken = [(handle, gpus) for handle, gpus in self._taken if handle.poll() is None]
         taken = {gpu for _, gpus in self._taken for gpu in gpus}
-        return [gpu for gpu in self._gpus if gpu not in taken][: plan.launch.nproc_per_node]
+        replicas = plan.launch.replicas
+        number = plan.launch.nproc_per_node * (replicas.most if replicas is not None else 1)
+        return [gpu for gpu in self._gpus if gpu not in taken][:number]
 
 
 def check_fits(plan: Plan, num_gpus: int) -> None:
@@ -84,9 +86,10 @@ def check_fits(plan: Plan, num_gpus: int) -> None:
             hint=f"run it with --set {key}.nodes=1",
             kind="input",
         )
-    if launch.device == "cuda" and launch.nproc_per_node > num_gpus:
+    asked = launch.nproc_per_node * (launch.replicas.fewest if launch.replicas is not None else 1)
+    if launch.device == "cuda" and asked > num_gpus:
         raise SubmitError(
-            f"asks for {launch.nproc_per_node} GPUs, this machine shows {num_gpus}",
+            f"asks for {asked} GPUs, this machine shows {num_gpus}",
             where=f"stage {plan.stage!r}",
             hint=f"run it with --set {key}.gpus_per_node={num_gpus}"
             + ("" if num_gpus else " (then it trains on the CPU)"),

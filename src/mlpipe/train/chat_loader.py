@@ -34,15 +34,16 @@ class ChatLoader(MicrobatchLoader):
         lengths = self.samples.lengths[indices].tolist()
         costs = [self.cost(length) for length in lengths]
         capacity = self.micro_batch * self.seq_len
+        rank, num_ranks = self.share
         least = [int(np.argmin(lengths))]
         if self.communication != "collective":
-            dealt = deal_freely(lengths, costs, self.world.num_data_ranks, capacity, self.packing)
+            dealt = deal_freely(lengths, costs, num_ranks, capacity, self.packing)
             return self._freely(indices, costs, dealt, least)
-        dealt = deal(lengths, costs, self.world.num_data_ranks, capacity, self.packing)
+        dealt = deal(lengths, costs, num_ranks, capacity, self.packing)
         packed = []
-        for number, row in enumerate(dealt[self.world.data_rank]):
+        for number, row in enumerate(dealt[rank]):
             work = [sum(costs[sample] for sample in rows[number] or least) for rows in dealt]
-            one = replace(self._packed(indices[row or least]), work=(work[self.world.data_rank], max(work)))
+            one = replace(self._packed(indices[row or least]), work=(work[rank], max(work)))
             packed.append(one if row else uncounted(one))
         return packed
 
@@ -51,7 +52,7 @@ class ChatLoader(MicrobatchLoader):
     ) -> list[Microbatch]:
         """One at the least where the rank meets the others in it. `work`: of all of a step, against the rank
         with the most."""
-        rows = dealt[self.world.data_rank]
+        rows = dealt[self.share[0]]
         if not rows and self.communication == "on_demand":
             return []
         each = [sum(costs[sample] for sample in row) for row in rows or [least]]

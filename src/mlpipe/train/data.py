@@ -342,10 +342,12 @@ class MicrobatchLoader:
         self.global_batch = global_batch
         self.micro_batch = micro_batch
         self.seq_len = seq_len
+        # Which part of the samples is this rank's, and of how many; replicas that come and go change it.
+        self.share = (world.data_rank, world.num_data_ranks)
 
     def step(self, position: int) -> list[Microbatch]:
         """Of the step that starts at sample number `position`, equally many on every rank."""
-        num_ranks, rank = self.world.num_data_ranks, self.world.data_rank
+        rank, num_ranks = self.share
         start, stop = (self.global_batch * part // num_ranks for part in (rank, rank + 1))
         indices = self._order(position + start, stop - start)
         own = [
@@ -380,7 +382,7 @@ class MicrobatchLoader:
 def seeded_step(loader: MicrobatchLoader, number: int, position: int) -> list[Microbatch]:
     """Step `number`, which starts at sample number `position`. What a data set draws at random is a function
     of the seed, the step and the data rank, whenever and wherever it is read."""
-    seed_step(loader.seed, number, loader.world.data_rank)
+    seed_step(loader.seed, number, loader.share[0])
     return loader.step(position)
 
 
@@ -434,6 +436,10 @@ class ReadAhead:
         if self.reader is not None:
             self.reader.waited(lost)
         return lost
+
+    def forget(self) -> None:
+        """What was read: the share is another one."""
+        self._next = None
 
     def state(self, number: int) -> list[Any] | None:
         """As `StepReader.state`; all ranks ask together."""

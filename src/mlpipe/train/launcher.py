@@ -50,6 +50,8 @@ _SECOND_SIGNAL_SECONDS = 0.5
 
 
 def main(argv: list[str] | None = None) -> int:
+    if environment.SUPERVISOR in os.environ:
+        die_with_parent(int(os.environ[environment.SUPERVISOR]))
     return main_of_stage("mlpipe.train.launcher", __doc__, argv, _run)
 
 
@@ -62,11 +64,13 @@ def _run(plan: Plan, path: Path, scratch: Path) -> int:
 @dataclass(frozen=True)
 class GangNode:
     """Which node of the gang this is, by the variables of its pod; on a laptop none is set. `rendezvous`:
-    host:port of node 0's torchrun. `gang_restart`: how often all pods were restarted together."""
+    host:port of node 0's torchrun. `gang_restart`: how often all pods were restarted together. `replica`: of
+    an elastic training, in which each has launchers of its own; else None."""
 
     index: int
     rendezvous: str
     gang_restart: int
+    replica: int | None = None
 
     @staticmethod
     def from_environment() -> GangNode:
@@ -74,10 +78,13 @@ class GangNode:
             index=int(os.environ.get("JOB_COMPLETION_INDEX") or "0"),
             rendezvous=os.environ.get(environment.RENDEZVOUS) or "localhost:0",
             gang_restart=int(os.environ.get(environment.GANG_RESTART) or "0"),
+            replica=int(os.environ[environment.REPLICA]) if environment.REPLICA in os.environ else None,
         )
 
     def name(self, stem: str, suffix: str) -> str:
         """Of a file that every node writes: node 0's has the plain name."""
+        if self.replica is not None:
+            stem = f"{stem}-replica-{self.replica}"
         return f"{stem}{suffix}" if self.index == 0 else f"{stem}-node-{self.index}{suffix}"
 
 
@@ -140,6 +147,7 @@ class Launcher:
             self.scratch,
             first_restart=self.first_restart,
             first_rank=self.node.index * self.plan.launch.nproc_per_node,
+            rank_offset=(self.node.replica or 0) * self.plan.launch.nproc_per_node,
         )
         while process.poll() is None:
             shipper.ship()
@@ -169,8 +177,8 @@ class Launcher:
         return exit_code
 
     def _event(self, event: Record) -> None:
-        """Into events.jsonl, of the first node only: one writer at a time."""
-        if self.node.index == 0:
+        """Into events.jsonl, of the first node only: one writer at a time. For replicas: the supervisor."""
+        if self.node.index == 0 and self.node.replica is None:
             append_event(self.store, self.plan.attempt_key, event)
 
     def _store_outcome(self, ended: Outcome, restarts: int, exit_code: int) -> None:
@@ -302,7 +310,8 @@ class Launcher:
         for kept in ("stacks-rank-*.txt", "flight-rank-*", "outcome-*.json", "fatal-*.json"):
             paths += self.scratch.glob(kept)
         for path in paths:
-            self.store.put(f"{self.plan.attempt_key}/postmortem/{path.name}", path.read_bytes())
+            name = self.node.name(path.stem, path.suffix) if self.node.replica is not None else path.name
+            self.store.put(f"{self.plan.attempt_key}/postmortem/{name}", path.read_bytes())
 
 
 def torchrun_argv(plan: Plan, log_dir: Path, node: GangNode) -> list[str]:

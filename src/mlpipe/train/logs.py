@@ -23,14 +23,17 @@ class LogShipper:
         *,
         first_restart: int = 0,
         first_rank: int = 0,
+        rank_offset: int = 0,
     ) -> None:
-        """`first_rank`: of this node, for workers that die before they say theirs."""
+        """`first_rank`: of this node, for workers that die before they say theirs. `rank_offset`: added to
+        ranks in the names of their logs."""
         self._store = store
         self._attempt_key = attempt_key
         self._log_dir = log_dir
         self._scratch = scratch
         self._first_restart = first_restart
         self._first_rank = first_rank
+        self._rank_offset = rank_offset
         self._offsets: dict[Path, int] = {}
         self._writers: dict[int, LogWriter] = {}
 
@@ -52,9 +55,10 @@ class LogShipper:
     def _global_rank(self, restart: int, local_rank: int) -> int:
         """A worker writes it beside its pid. Two nodes must never write one log: chunks would interleave."""
         try:
-            return int((self._scratch / f"pid-{restart}-{local_rank}").read_text().split()[1])
+            rank = int((self._scratch / f"pid-{restart}-{local_rank}").read_text().split()[1])
         except (OSError, IndexError, ValueError):
-            return self._first_rank + local_rank
+            rank = self._first_rank + local_rank
+        return self._rank_offset + rank
 
     def _write(self, rank: int, data: bytes) -> None:
         if rank not in self._writers:

@@ -6,19 +6,21 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.records import End, Step, StopSignal
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.train.checkpoint import Checkpointer
-from mlpipe.train.data import ReadAhead, fingerprint
+from mlpipe.train.data import Microbatch, ReadAhead, fingerprint
 from mlpipe.train.optim.clipping import clip_factor, clip_values, squared_norm
 from mlpipe.train.optim.learning_rate import learning_rate
 from mlpipe.train.optim.update import Update, averages_of, finish
@@ -27,7 +29,7 @@ from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.profiling import Profiling
 from mlpipe.train.recording import Recording, of_samples
 from mlpipe.train.resuming import Position, optimizer_scalars, scalars_of_stages, stored
-from mlpipe.train.schedules import Schedule
+from mlpipe.train.schedules import LossSum, Schedule
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.session import Session
 from mlpipe.train.shards import clear_gradients
@@ -76,8 +78,7 @@ class Loop:
             if save_now or stopping or best or position.step == plan.steps or self.early():
                 self.save(best=best)
         self.profiling.finish()
-        self.session.watchdog.beat("committing the last checkpoint", position.step)
-        self.checkpointer.finish()
+        self.finish_saving()
         if self.recording.failed_saves:
             raise self.recording.failed_saves[-1]
         key = self.last_key()
@@ -88,6 +89,19 @@ class Loop:
         return Outcome(
             outcome, position.step, self.session.rank, message=message, checkpoint=key, time=time.time()
         )
+
+    def finish_saving(self) -> None:
+        """Until the last checkpoint is committed."""
+        self.session.watchdog.beat("committing the last checkpoint", self.position.step)
+        self.checkpointer.finish()
+
+    def gradients(self, number: int, batches: Sequence[Microbatch]) -> LossSum:
+        """Of step `number`."""
+        return self.schedule.forward_backward(batches)
+
+    def total(self, totals: Tensor) -> None:
+        """Loss sum, targets, squared norm, tokens, and who wants to stop and to save, summed in place."""
+        dist.all_reduce(totals)
 
     def early(self) -> str:
         """Why the training is over before its last step, else empty."""
@@ -124,9 +138,10 @@ class Loop:
         batches = self.reader.take(number, position.samples)
         data_done = time.perf_counter()
 
-        stream = world.data_rank + world.num_data_ranks * world.coordinates["pp"]  # each stage draws its own
+        data_rank, num_data_ranks = self.reader.loader.share
+        stream = data_rank + num_data_ranks * world.coordinates["pp"]  # each stage draws its own
         seed_step(plan.seed, number, stream)
-        sums = self.schedule.forward_backward(batches)
+        sums = self.gradients(number, batches)
         squared, reading = squared_norm(self.model.shards), 0.0
         if number < plan.steps:
             session.watchdog.beat("reading data", number + 1)
@@ -143,7 +158,7 @@ class Loop:
         wants = int(wants_save) + 2 * int(self.profiling.asked())
         asked = [float(wants_stop), float(wants)]
         totals = torch.tensor([*local, float(sums.num_tokens), *asked], dtype=torch.float64)
-        dist.all_reduce(totals)
+        self.total(totals)
         agreed = time.perf_counter()
         total_loss, total_targets, total_squared, total_tokens, stop, asks = totals.tolist()
         # Techniques average over ranks; the loss is a mean over the global batch's targets.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -140,9 +141,21 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     )
     position = Position()
     restoring = time.perf_counter()
-    if plan.resume or session.process.restart:
-        position = resume(session, checkpointer, model, update, coordination_store)
-        check_files(position.scalars, dataset, plan, session.plan.run_id)
+
+    def restore() -> Position:
+        found = resume(session, checkpointer, model, update, coordination_store)
+        check_files(found.scalars, dataset, plan, session.plan.run_id)
+        return found
+
+    loader = loader_of(plan.micro_batch)
+    loop_of: Callable[..., Loop] = Loop
+    if session.plan.launch.replicas is not None:
+        _refuse_stream(dataset, plan)
+        from mlpipe.train.replicas.elastic_loop import enter
+
+        position, loop_of = enter(session, plan, (model, update, loader), validation, restore)
+    elif plan.resume or session.process.restart:
+        position = restore()
     if validation is not None:
         validation.load(position.scalars)
     restored = time.perf_counter()
@@ -153,13 +166,13 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         restore_seconds=restored - restoring + started - starting,
         sample_lengths=getattr(dataset, "length_counts", None),
     )
-    return Loop(
+    return loop_of(
         session=session,
         plan=plan,
         model=model,
         update=update,
         schedule=schedule,
-        reader=read_ahead(session, plan, loader_of(plan.micro_batch), position),
+        reader=read_ahead(session, plan, loader, position),
         checkpointer=checkpointer,
         recording=recording,
         position=position,
@@ -185,6 +198,17 @@ def _validation(session: Session, plan: TrainPlan, model: ParallelizedModel) -> 
     from mlpipe.train.validation import Validation  # with tokenizers and all
 
     return Validation(session, plan, plan.validate, model)
+
+
+def _refuse_stream(dataset: Any, plan: TrainPlan) -> None:
+    samples = dataset.samples if isinstance(dataset, Collated) else dataset
+    if isinstance(samples, Streams):
+        raise TrainError(
+            "a data set that can only be iterated over cannot be dealt to nodes that come and go",
+            where=samples.where,
+            hint="return an object with len() and [i], or write one number in resources.nodes",
+            kind="input",
+        )
 
 
 def read_ahead(session: Session, plan: TrainPlan, loader: MicrobatchLoader, position: Position) -> ReadAhead:

@@ -148,7 +148,11 @@ class Recording:
         if world.rank or not total_tokens or not record.seconds or not self.peak_flops:
             return record
         rate, flops = total_tokens / record.seconds, self.num_flops_per_token
-        mfu = mfu_ratio(flops, rate, self.peak_flops * world.size) if flops else None
+        mfu = (
+            mfu_ratio(flops, rate, self.peak_flops * world.size * self.session.num_replicas)
+            if flops
+            else None
+        )
         return replace(record, tokens_per_second=rate, mfu_ratio=mfu)
 
 

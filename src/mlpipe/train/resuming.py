@@ -57,7 +57,7 @@ def resume(
     Raises TrainError if there are checkpoints and none is sound.
     """
     name = f"resume/{session.plan.attempt}/{session.process.restart}"
-    if session.rank == 0:
+    if session.world.rank == 0:
         checkpoints = catalogue.list_checkpoints(session.store, session.plan.stage_key)
         coordination_store.set(name, json.dumps([item.key for item in reversed(checkpoints)]))
     keys: list[str] = json.loads(coordination_store.get(name))
@@ -66,7 +66,7 @@ def resume(
     def state_of(manifest: Manifest) -> list[LocalShard]:
         part = session.plan.work.training
         is_local = part.islands is not None
-        _load_optimizer(part.optimizer, update, manifest["scalars"], session.plan.run_id, is_local)
+        load_optimizer(part.optimizer, update, manifest["scalars"], session.plan.run_id, is_local)
         if parallel.kept is not None:
             parallel.kept.load_scalars(manifest["scalars"].get("kept", {}))
         return stored(parallel, update)
@@ -120,7 +120,7 @@ def _fall_back(session: Session, keys: list[str], damages: list[str], step: int)
         f"{newest - step} steps are computed again"
     )
     _log.warning(text)
-    if session.rank == 0:
+    if session.world.rank == 0:
         for key, damage in zip(keys, damages, strict=True):
             catalogue.give_up(session.store, key, f"damaged: {damage}")
         append_event(session.store, session.plan.attempt_key, Fallback(step=step, given_up=keys, why=damages))
@@ -191,7 +191,7 @@ def joined(parts: list[Any]) -> Any:
     return [joined(list(items)) for items in zip(*parts, strict=True)]
 
 
-def _load_optimizer(
+def load_optimizer(
     plan: OptimizerPlan, update: Update, scalars: dict[str, Any], run_id: str, is_local: bool
 ) -> None:
     """From what `optimizer_scalars` gave. Before there was a choice it was AdamW, with a step an update."""

@@ -62,6 +62,9 @@ class Session:
                 kind="input",
             )
         self.store = open_store(plan.store_url)
+        # of an elastic training: which one this is, and how many take part
+        self.replica = int(os.environ[environment.REPLICA]) if plan.launch.replicas is not None else 0
+        self.num_replicas = 1
         metrics = None
         if plan.launch.metrics_port is not None:
             # In a pod the ports are fixed and seen from outside, whatever the spec says.
@@ -70,7 +73,7 @@ class Session:
                 RankMetrics(
                     plan.run_id, plan.stage, self.rank, info=self._info(), gpu_uuid=gpu_uuid(self.device)
                 ),
-                port + process.local_rank if port else 0,
+                port + process.local_rank + self.replica * self.world.size if port else 0,
                 os.environ.get(environment.METRICS_ADDRESS) or "127.0.0.1",
             )
         self.metrics_port = metrics.port if metrics else None
@@ -86,7 +89,7 @@ class Session:
     @property
     def rank(self) -> int:
         """Of all ranks, by which logs and records are named."""
-        return self.world.rank
+        return self.world.rank + self.replica * self.world.size
 
     @property
     def device(self) -> torch.device:
@@ -132,7 +135,7 @@ class Session:
     def record_start(self, part: TrainPlan, **fields: Any) -> Start:
         """The start record, as it was written: what the session knows, and `fields` of `Start`."""
         start = Start(
-            world_size=self.world.size,
+            world_size=self.world.size * self.num_replicas,
             strategy=part.strategy,
             mesh=asdict(part.mesh),
             device="cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),

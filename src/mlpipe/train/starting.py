@@ -65,7 +65,7 @@ def read(session: Session, plan: TrainPlan, model: ParallelizedModel, init: Init
 def _is_due(session: Session, plan: TrainPlan) -> bool:
     """Rank 0 looks, and all go the same way."""
     own = torch.zeros(1)
-    if session.rank == 0 and (plan.resume or session.process.restart):
+    if session.world.rank == 0 and (plan.resume or session.process.restart):
         own += catalogue.latest(session.store, session.plan.stage_key) is not None
     dist.all_reduce(own)
     return not own.item()

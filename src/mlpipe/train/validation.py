@@ -296,7 +296,7 @@ class Validation:
             name: math.nan if value is None else value for name, value in state.get("metrics", {}).items()
         }
         self.judge.load(state.get("judge", {}))
-        if self.session.rank == 0 and self.judge.step is not None:  # whose word holds
+        if self.session.world.rank == 0 and self.judge.step is not None:  # whose word holds
             self._look_for_best()
         self.stopped = self.judge.why_stop
         self._again_without_best(scalars.get("step"))

@@ -179,7 +179,12 @@ def test_lines_that_lie_are_read_as_far_as_they_are_true():
 @pytest.mark.parametrize("kind", [*OF_A_RANK, *EVENTS], ids=lambda kind: kind.kind)
 def test_what_is_written_is_read_and_no_other_name_can_be(kind):
     told = {"int": 3, "float": 0.5, "MaybeNan": 0.5, "str": "x", "bool": True}
-    told |= {"list[str]": ["x"], "dict[str, int]": {"x": 3}, "dict[str, float]": {"x": 0.5, "y": 1}}
+    told |= {
+        "list[str]": ["x"],
+        "list[int]": [3],
+        "dict[str, int]": {"x": 3},
+        "dict[str, float]": {"x": 0.5, "y": 1},
+    }
     full = kind(**{field.name: told[field.type.removesuffix(" | None")] for field in fields(kind)})
     assert decode_line(encode(full)) == full
     assert json.loads(encode(full)).keys() == {"v", "kind", *(field.name for field in fields(kind))}

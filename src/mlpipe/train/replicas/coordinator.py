@@ -1,0 +1,97 @@
+"""Serves a Membership over TCP: a JSON object a line in both directions, one connection a rank.
+
+A rank says hello, then asks, a request at a time, and says each second that it is there: when the connection
+ends, or nothing comes for `LOST_SECONDS` (a stopped process, a cut cable), the rank is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+
+from mlpipe.train.replicas.membership import Membership, Message, Rank
+
+BEAT_SECONDS = 1.0
+LOST_SECONDS = 15.0
+# The first quorum waits so long for replicas beyond the fewest.
+_FIRST_SECONDS = 60.0
+_TICK_SECONDS = 0.5
+_LINE_BYTES = 2**26  # scalars of a state
+
+
+class Coordinator:
+    """Runs in a thread of its own. `lonely_seconds`: a training that has had too few replicas for so long
+    fails."""
+
+    def __init__(self, membership: Membership, address: str, port: int, lonely_seconds: float) -> None:
+        self.membership = membership
+        self._lonely_seconds = lonely_seconds
+        self._writers: dict[Rank, asyncio.StreamWriter] = {}
+        self._heard: dict[Rank, float] = {}
+        self._loop = asyncio.new_event_loop()
+        self._began = self._lonely_since = time.monotonic()
+        serving = asyncio.start_server(self._serve, address, port, limit=_LINE_BYTES)
+        server = self._loop.run_until_complete(serving)
+        self.port: int = server.sockets[0].getsockname()[1]
+        self._ticking = self._loop.create_task(self._tick())
+        threading.Thread(target=self._loop.run_forever, name="coordinator", daemon=True).start()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        who: Rank | None = None
+        try:
+            hello = json.loads(await reader.readline() or "{}")
+            if "hello" not in hello:
+                return
+            who = (hello["hello"][0], hello["hello"][1])
+            if (before := self._writers.pop(who, None)) is not None:
+                before.close()
+            self._writers[who], self._heard[who] = writer, time.monotonic()
+            self.membership.connect(*who, hello["life"])
+            self._send()
+            while line := await reader.readline():
+                self._heard[who] = time.monotonic()
+                message = json.loads(line)
+                if "ask" in message:
+                    self.membership.receive(*who, message)
+                    self._send()
+        except (OSError, ValueError, KeyError, asyncio.IncompleteReadError):
+            pass  # what is no rank of ours, or is gone
+        finally:
+            if who is not None and self._writers.get(who) is writer:
+                self._lose(who, f"replica {who[0]} was lost")
+            writer.close()
+
+    def _lose(self, who: Rank, why: str) -> None:
+        writer = self._writers.pop(who)
+        writer.close()
+        self.membership.disconnect(*who, why)
+        self._send()
+
+    def _send(self) -> None:
+        for who, message in self.membership.take_replies():
+            if (writer := self._writers.get(who)) is not None:
+                writer.write(_line(message))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            now = time.monotonic()
+            for who in [who for who in self._writers if now - self._heard[who] > LOST_SECONDS]:
+                with contextlib.suppress(KeyError):
+                    self._lose(who, f"replica {who[0]} was silent for {LOST_SECONDS:.0f} s")
+            if now - self._began > _FIRST_SECONDS:
+                self.membership.hurry()
+            if self.membership.quorum is not None:
+                self._lonely_since = now
+            elif now - self._lonely_since > self._lonely_seconds:
+                self.membership.fail(
+                    f"no quorum within {self._lonely_seconds:.0f} s: {self.membership.waits_for()}"
+                )
+            self._send()
+
+
+def _line(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"

@@ -1,0 +1,101 @@
+"""The loop of an elastic training: a step that the other replicas did not commit is taken again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.data import Microbatch, MicrobatchLoader
+from mlpipe.train.loop import Loop
+from mlpipe.train.optim.update import Update
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.replicas.exchange import MembershipChanged
+from mlpipe.train.replicas.replicas import Replicas
+from mlpipe.train.resuming import Position
+from mlpipe.train.schedules import LossSum
+from mlpipe.train.session import Session
+from mlpipe.train.shards import clear_gradients
+
+if TYPE_CHECKING:
+    from mlpipe.train.validation import Validation
+
+
+@dataclass
+class ElasticLoop(Loop):
+    """Of one replica. The one that leads writes the checkpoints."""
+
+    replicas: Replicas = field(default_factory=lambda: cast(Replicas, None))
+
+    def step(self) -> tuple[bool, bool]:
+        """Until it is committed."""
+        while True:
+            if self.replicas.void:
+                self.rejoin()
+            try:
+                stopping, save = super().step()
+            except MembershipChanged:
+                clear_gradients(self.model.shards)
+                self.model.waits.take()
+                self.replicas.void = True
+                continue
+            return stopping, save
+
+    def rejoin(self) -> None:
+        """Those who are there now; what was read for the share before is of no use."""
+        self.checkpointer.wait_for_staging()
+        position = self.replicas.take_part(self.position)
+        self.position.step, self.position.samples = position.step, position.samples
+        if position is not self.position and self.validation is not None:
+            self.validation.load(position.scalars)
+        self.reader.forget()
+
+    def gradients(self, number: int, batches: Sequence[Microbatch]) -> LossSum:
+        """Of all replicas."""
+        sums = super().gradients(number, batches)
+        self.replicas.commit(number, sums)
+        return sums
+
+    def total(self, totals: Tensor) -> None:
+        """Of all replicas; a replica stops if it was asked to before the step was committed."""
+        totals[[0, 1, 3]] = self.replicas.totals
+        totals[4] = float(self.replicas.leaves)
+        dist.all_reduce(totals)
+
+    def save(self, *, best: bool = False) -> None:
+        """One replica is enough."""
+        if self.replicas.leads:
+            super().save(best=best)
+
+    def finish_saving(self) -> None:
+        """Nobody leaves before what they have computed is safe: if the one that leads is lost, another one
+        does."""
+        while True:
+            super().finish_saving()
+            try:
+                if not self.replicas.void:
+                    self.replicas.meet("the end")
+                return
+            except MembershipChanged:
+                self.rejoin()
+                self.save()
+
+
+def enter(
+    session: Session,
+    plan: TrainPlan,
+    parts: tuple[ParallelizedModel, Update, MicrobatchLoader],
+    validation: Validation | None,
+    restore: Callable[[], Position],
+) -> tuple[Position, Callable[..., ElasticLoop]]:
+    """Takes part in the training: where it stands, and what makes its loop. `restore`: from the store, where
+    no replica has anything."""
+    replicas = Replicas(session, plan, *parts)
+    if validation is not None:
+        replicas.more_scalars = lambda: {"validation": validation.scalars()}
+    return replicas.enter(restore), partial(ElasticLoop, replicas=replicas)

@@ -1,0 +1,113 @@
+"""What replicas send each other: sums of gradients, and the state that heals one that is behind. Rank i of a
+replica talks to rank i of the others, over a process group that lives as long as the quorum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mlpipe.train.replicas.member import Member
+
+_BUCKET_BYTES = 25 * 2**20
+# An operation begins when all are ready for it: what takes longer has lost somebody. The slowest link that
+# is waited for carries so many bytes a second.
+_LOST_SECONDS = 15.0
+_LEAST_BYTES_PER_SECOND = 10**6
+
+
+class MembershipChanged(Exception):  # no error: the step is taken again
+    """The quorum is void, and nothing was updated."""
+
+
+class Exchange:
+    """Of one quorum. `index`: this replica's place among its `size` members."""
+
+    def __init__(self, member: Member, quorum: int, index: int, size: int) -> None:
+        """Raises MembershipChanged."""
+        self.member, self.quorum, self.index, self.size = member, quorum, index, size
+        self._group: dist.ProcessGroup | None = None
+        if size > 1:
+            seconds = _LOST_SECONDS + _BUCKET_BYTES / _LEAST_BYTES_PER_SECOND
+            values = _Values(member, quorum)
+            self._group = self._try(
+                lambda: dist.ProcessGroupGloo(values, index, size, timedelta(seconds=seconds))
+            )
+
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Over the replicas, in place; bit-equal on all of them. Raises MembershipChanged, with some of the
+        tensors summed."""
+        if self._group is None:
+            return
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            # one after the other: a group with nothing under way closes its connections at once, by which
+            # the others hear of it
+            self._do("allreduce", [flat])
+            for tensor, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
+        """To the member with that index. Raises MembershipChanged."""
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in bucket])
+            self._do("send", [flat.cpu()], to, 0)
+
+    def receive(self, tensors: Sequence[torch.Tensor], of: int) -> None:
+        """Into tensors of the same shapes. Raises MembershipChanged, with some of them overwritten."""
+        for bucket in _buckets(tensors):
+            flat = torch.empty(sum(one.nbytes for one in bucket), dtype=torch.uint8)
+            self._do("recv", [flat], of, 0)
+            for tensor, part in zip(bucket, flat.split([one.nbytes for one in bucket]), strict=True):
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+    def _do(self, what: str, *arguments: Any) -> None:
+        self._try(lambda: getattr(self._group, what)(*arguments).wait())
+
+    def _try(self, action: Any) -> Any:
+        try:
+            return action()
+        except (RuntimeError, MembershipChanged) as error:
+            self._group = None
+            text = str(error).splitlines()[0]
+        raise MembershipChanged(text)  # outside, so that nothing of the group outlives it
+
+
+class _Values(dist.Store):
+    """The coordinator's, as gloo wants a store."""
+
+    def __init__(self, member: Member, quorum: int) -> None:
+        super().__init__()
+        self._member, self._quorum = member, quorum
+
+    def set(self, key: str, value: bytes) -> None:
+        name = f"{self._member.rank}/{key}"
+        self._member.ask("set", quorum=self._quorum, key=name, value=bytes(value).hex())
+
+    def get(self, key: str) -> bytes:
+        reply = self._member.ask("get", quorum=self._quorum, key=f"{self._member.rank}/{key}")
+        if "value" not in reply:
+            raise RuntimeError("the quorum is void")
+        return bytes.fromhex(reply["value"])
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Of one dtype and device each, and of a bounded number of bytes where no tensor is larger."""
+    buckets: list[list[torch.Tensor]] = []
+    size, kind = 0, None
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        if kind != (tensor.dtype, tensor.device) or size + tensor.nbytes > _BUCKET_BYTES:
+            buckets.append([])
+            size, kind = 0, (tensor.dtype, tensor.device)
+        buckets[-1].append(tensor)
+        size += tensor.nbytes
+    return buckets

@@ -1,0 +1,168 @@
+"""This rank's replica among the others: takes part, is healed or heals, and commits steps."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.data import MicrobatchLoader
+from mlpipe.train.optim.update import Update, after_load
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.replicas.exchange import Exchange, MembershipChanged
+from mlpipe.train.replicas.member import Member
+from mlpipe.train.resuming import Position, load_optimizer, optimizer_scalars, stored
+from mlpipe.train.schedules import LossSum
+from mlpipe.train.session import Session
+
+_NOTHING = -1  # steps that a rank has done that has nothing to go on from
+
+
+class Replicas:
+    """`validation`: its state, for those who are behind, and how it is taken up."""
+
+    def __init__(
+        self,
+        session: Session,
+        plan: TrainPlan,
+        model: ParallelizedModel,
+        update: Update,
+        loader: MicrobatchLoader,
+    ) -> None:
+        life = f"{os.environ['MASTER_PORT']}-{session.process.restart}"
+        self.member = Member(session.replica, session.world.rank, life, session.watchdog.still)
+        self.session, self.plan, self.model, self.update, self.loader = session, plan, model, update, loader
+        self.members: list[int] = []
+        self.leaving: list[int] = []
+        self.void = True
+        self.totals = torch.zeros(3, dtype=torch.float64)
+        self.more_scalars: Callable[[], dict[str, Any]] = dict
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica writes checkpoints: the first of those that stay, or of all if none does."""
+        staying = [one for one in self.members if one not in self.leaving] or self.members
+        return staying[0] == self.member.replica
+
+    @property
+    def leaves(self) -> bool:
+        """Whether this replica does, after the step that was committed last."""
+        return self.member.replica in self.leaving
+
+    def enter(self, restore: Callable[[], Position]) -> Position:
+        """The position of the others, with their state; where nobody has one, what `restore` gives."""
+        position = self.take_part(Position(step=_NOTHING))
+        while position.step == _NOTHING:  # nobody has; who restores another one is healed by the highest
+            position = self.take_part(restore())
+        return position
+
+    def take_part(self, position: Position) -> Position:
+        """In the next quorum, at the position of those of its members that are ahead. All ranks of a replica
+        call it together. Their collectives have ended by then."""
+        healthy = True
+        while True:
+            self.session.watchdog.beat("waiting for the other replicas", max(position.step, 0), waiting=True)
+            reply = self.member.ask("join", step=position.step if healthy else _NOTHING)
+            self.members, self.leaving, self.void = reply["members"], [], False
+            index, size = self.members.index(self.member.replica), len(self.members)
+            world, self.session.num_replicas = self.session.world, size
+            self.loader.share = (index * world.num_data_ranks + world.data_rank, size * world.num_data_ranks)
+            steps = reply["steps"]
+            highest = max(steps)
+            behind = [one for one, step in enumerate(steps) if step < highest]
+            try:
+                self.exchange = Exchange(self.member, reply["quorum"], index, size)
+                if index == (donor := steps.index(highest)):
+                    self._heal(position, behind)
+                elif index in behind:
+                    healthy = False
+                    position = self._healed(donor)
+                    healthy = True
+                # else ranks of one replica would go different ways where only some have met the others
+                self.meet("all are whole")
+            except MembershipChanged:
+                continue
+            return position if healthy else Position(step=_NOTHING)
+
+    def commit(self, number: int, sums: LossSum) -> None:
+        """Sums gradients and `sums` over the replicas, or raises MembershipChanged with garbage in the
+        gradients. What a parameter has no gradient of here it may have elsewhere: zeros stand for it."""
+        self.totals = torch.stack([sums.loss_sum, sums.num_targets]).double().cpu()
+        self.totals = torch.cat([self.totals, torch.tensor([float(sums.num_tokens)], dtype=torch.float64)])
+        gradients = []
+        for shard in self.model.shards:
+            if shard.parameter is not None and shard.parameter.requires_grad:
+                if shard.parameter.grad is None:
+                    shard.parameter.grad = torch.zeros_like(shard.parameter)
+                gradient = shard.gradient()
+                assert gradient is not None
+                gradients.append(gradient)
+        quorum = self.exchange.quorum
+        self.session.watchdog.beat("waiting for the other replicas", number, waiting=True)
+        with self._waiting():
+            self._agree(number, quorum, gradients)
+
+    def _agree(self, number: int, quorum: int, gradients: list[torch.Tensor]) -> None:
+        if self.member.ask("ready", quorum=quorum, step=number)["void"]:
+            raise MembershipChanged
+        ok = True
+        try:
+            self.exchange.sum_([*gradients, self.totals])
+        except MembershipChanged:
+            ok = False
+        leaves = self.session.stop.requested()
+        vote = self.member.ask("vote", quorum=quorum, step=number, ok=ok, leaves=leaves)
+        if not vote.get("commit"):
+            raise MembershipChanged
+        self.void, self.leaving = vote["void"], vote["leaving"]
+
+    def meet(self, where: str) -> None:
+        """Until all have come there. Raises MembershipChanged."""
+        if self.member.ask("ready", quorum=self.exchange.quorum, step=where)["void"]:
+            raise MembershipChanged
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """What this rank's own work is not."""
+        self.model.waits.begin()
+        try:
+            yield
+        finally:
+            self.model.waits.end()
+
+    # -- healing ------------------------------------------------------------------------------------
+
+    def _heal(self, position: Position, behind: list[int]) -> None:
+        if not behind or position.step == _NOTHING:
+            return
+        scalars = {
+            "step": position.step,
+            "samples": position.samples,
+            "optimizer": optimizer_scalars(self.plan.optimizer, [self.update.scalars()]),
+            **self.more_scalars(),
+        }
+        self.member.ask("set", quorum=self.exchange.quorum, key=self._key, value=json.dumps(scalars))
+        for index in behind:
+            self.exchange.send([item.local for item in stored(self.model, self.update)], index)
+
+    def _healed(self, donor: int) -> Position:
+        reply = self.member.ask("get", quorum=self.exchange.quorum, key=self._key)
+        if "value" not in reply:
+            raise MembershipChanged
+        scalars = json.loads(reply["value"])
+        load_optimizer(self.plan.optimizer, self.update, scalars, self.session.plan.run_id, False)
+        with torch.no_grad():
+            self.exchange.receive([item.local for item in stored(self.model, self.update)], donor)
+        after_load(self.update)
+        self.model.after_step()
+        return replace(Position(scalars["step"], scalars["samples"]), scalars=scalars)
+
+    @property
+    def _key(self) -> str:
+        return f"state/{self.member.rank}"

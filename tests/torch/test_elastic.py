@@ -1,0 +1,127 @@
+"""An elastic training: replicas are killed, come back and join, and the losses are those of one that nobody
+disturbed."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kit import plans, processes
+from kit.command_runs import until
+
+from mlpipe.plan.plan import Entry, ModelPlan, Replicas
+from mlpipe.store import catalogue, replicas
+from mlpipe.store.folder import FolderStore
+from mlpipe.train.data import MicrobatchLoader
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
+STEPS = 120
+
+
+class Numbers:
+    """Sample i is the number i."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def order_at(self, seed, positions):
+        return positions
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=8),
+    batch=st.integers(1, 20),
+    micro=st.integers(1, 4),
+)
+def test_under_any_membership_each_sample_is_computed_once(sizes, batch, micro):
+    """`sizes`: how many data ranks there are in each step. Whoever pads, pads what does not count."""
+    world = SimpleNamespace(num_data_ranks=1, data_rank=0, mesh=SimpleNamespace(cp=1))
+    loader = MicrobatchLoader(Numbers(), world, seed=0, global_batch=batch, micro_batch=micro, seq_len=1)
+    loader._order = lambda start, count: np.arange(start, start + count)
+    loader._microbatch = lambda indices: SimpleNamespace(samples=list(indices), counts=True)
+    import mlpipe.train.data as data
+
+    seen = []
+    original, data.uncounted = data.uncounted, lambda one: SimpleNamespace(samples=[], counts=False)
+    try:
+        for step, size in enumerate(sizes):
+            counts = set()
+            for rank in range(size):
+                loader.share = (rank, size)
+                dealt = loader.step(step * batch)
+                counts.add(len(dealt))
+                seen += [sample for one in dealt if one.counts for sample in one.samples]
+            assert len(counts) == 1
+    finally:
+        data.uncounted = original
+    assert sorted(seen) == list(range(len(sizes) * batch))
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return plans.write_tokens(tmp_path_factory.mktemp("elastic") / "tokens")
+
+
+def members(store: FolderStore, plan) -> list[list[int]]:
+    lines, _ = store.read_log(f"{plan.attempt_key}/events.jsonl")
+    return [one["members"] for one in map(json.loads, lines.splitlines()) if one["kind"] == "membership"]
+
+
+def test_killed_and_joined_while_the_others_go_on(tmp_path, tokens):
+    """Replica 1 is killed and comes back, replica 2 joins. Replica 0 never begins again, nothing is lost, and
+    losses and weights are those of a training that nobody disturbed."""
+    slow = tmp_path / "slow"
+    slow.touch()
+    model = ModelPlan(
+        Entry("kit.models:slow", {"seconds": 1.0, "while_file": str(slow), "dropout": 0.0}), None, 32, ()
+    )
+    common = {
+        "strategy": "single",
+        "world_size": 1,
+        "steps": STEPS,
+        "every": 1000,
+        "model": model,
+        "micro_batch": 16,
+    }
+    launch = {"replicas": Replicas(2, 3), "max_restarts": 3}
+    plan = plans.train_plan(tmp_path / "store", tokens, launch=launch, **common)
+    store, scratch = FolderStore(tmp_path / "store"), tmp_path / "scratch"
+    process = plans.start(plan, scratch)
+
+    def step() -> int:
+        assert process.poll() is None, plans.log_of(scratch)
+        found = plans.records(tmp_path / "store", plan)
+        return max((one["step"] for one in found if one["kind"] == "step"), default=0)
+
+    try:
+        until(lambda: step() >= 3, "step 3")
+        killed = step()
+        processes.kill([processes.worker_of(scratch / "replica-1", 0)])
+        until(lambda: len(members(store, plan)) > 1 and members(store, plan)[-1] == [0, 1], "its return")
+        replicas.want(store, plan.attempt_key, 3)
+        until(lambda: members(store, plan)[-1] == [0, 1, 2], "the third")
+        slow.unlink()
+        assert process.wait(600) == 0, plans.log_of(scratch)
+    finally:
+        processes.kill(processes.tree(process.pid))
+        process.wait(300)
+    starts = {
+        rank: [one for one in plans.records(tmp_path / "store", plan, rank) if one["kind"] == "start"]
+        for rank in range(3)
+    }
+    assert [len(starts[rank]) for rank in range(3)] == [1, 2, 1]
+    assert min(starts[1][1]["start_step"], starts[2][0]["start_step"]) >= killed
+    assert not starts[1][1]["resumed_from"], "healed by a peer, not by the store"
+    steps = [one["step"] for one in plans.records(tmp_path / "store", plan) if one["kind"] == "step"]
+    assert steps == list(range(1, STEPS + 1)), "no step lost, none twice"
+
+    alone = plans.train_plan(tmp_path / "alone", tokens, **common)
+    plans.run_together([alone], tmp_path / "run")
+    expected, got = plans.losses(tmp_path / "alone", alone), plans.losses(tmp_path / "store", plan)
+    assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(expected, got, strict=True)), (expected, got)
+    assert catalogue.latest(store, plan.stage_key).step == STEPS

@@ -1,0 +1,199 @@
+"""Who takes part in an elastic training, under any sequence of deaths, returns and silences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlpipe.train.replicas.membership import Membership
+
+pytestmark = pytest.mark.unit
+STEPS = 4
+
+
+@dataclass
+class Replica:
+    """What the ranks of a replica do, one rank a replica more or less: `done` has the steps that were
+    committed while it was there, or that it was healed to."""
+
+    number: int
+    num_ranks: int
+    life: int = 0
+    alive: bool = True
+    step: int = 0
+    quorum: int = 0
+    waits: dict[int, dict[str, Any]] = field(default_factory=dict)
+    next: dict[int, str] = field(default_factory=dict)
+
+
+class World:
+    """Replicas around a Membership. `committed`: by step the quorum in which it was."""
+
+    def __init__(self, num_replicas: int, num_ranks: int, fewest: int) -> None:
+        self.membership = Membership(num_ranks, fewest, num_replicas, fewest)
+        self.num_ranks = num_ranks
+        self.replicas = [Replica(number, num_ranks) for number in range(num_replicas)]
+        self.committed: dict[int, int] = {}
+        self.heard: dict[tuple[int, int], set[bool]] = {}
+        for one in self.replicas:
+            self.begin(one)
+
+    def begin(self, one: Replica) -> None:
+        one.alive, one.life, one.step, one.waits = True, one.life + 1, 0, {}
+        one.next = dict.fromkeys(range(self.num_ranks), "join")
+        for rank in range(self.num_ranks):
+            self.membership.connect(one.number, rank, str(one.life))
+
+    def kill(self, one: Replica) -> None:
+        one.alive = False
+        for rank in range(self.num_ranks):
+            self.membership.disconnect(one.number, rank, "killed")
+
+    def act(self, one: Replica, rank: int, ok: bool = True) -> None:
+        """The rank asks what comes next, unless it waits for an answer."""
+        if not one.alive or rank in one.waits or rank not in one.next:
+            return
+        what = one.next[rank]
+        message: dict[str, Any] = {"ask": what, "step": one.step if what == "join" else one.step + 1}
+        if what != "join":
+            message["quorum"] = one.quorum
+        if what == "vote":
+            message |= {"ok": ok, "leaves": False}
+        one.waits[rank] = message
+        self.membership.receive(one.number, rank, message)
+
+    def hear(self) -> None:
+        for (number, rank), reply in self.membership.take_replies():
+            one = self.replicas[number]
+            asked = one.waits.pop(rank)
+            what = asked["ask"]
+            if what == "vote":
+                self.heard.setdefault((asked["quorum"], asked["step"]), set()).add(reply.get("commit", False))
+                if reply.get("commit"):
+                    before = self.committed.setdefault(asked["step"], asked["quorum"])
+                    assert before == asked["quorum"], "a step is committed once"
+            one.next[rank] = {"join": "ready", "ready": "vote", "vote": "ready"}[what]
+            if reply.get("void"):
+                one.next[rank] = "join"
+            if what == "join":
+                if max(reply["steps"]) < max(self.committed, default=0):
+                    assert not self.anyone_had(), "who has done more is listened to"
+                    # all who had it are gone: it is computed again
+                    self.committed = {
+                        step: quorum for step, quorum in self.committed.items() if step <= max(reply["steps"])
+                    }
+                one.quorum, one.step = reply["quorum"], max(reply["steps"])  # healed
+            elif what == "vote" and reply.get("commit") and asked["step"] > one.step:
+                one.step = asked["step"]
+
+    def anyone_had(self) -> bool:
+        """Whether a replica that has what was committed last is still there."""
+        return any(one.alive and one.step >= max(self.committed, default=0) for one in self.replicas)
+
+    def settle(self) -> None:
+        """Nobody dies any more."""
+        for one in self.replicas:
+            if not one.alive:
+                self.begin(one)
+        self.hear()
+        for _ in range(200):
+            for one in self.replicas:
+                for rank in range(self.num_ranks):
+                    self.act(one, rank)
+                    self.hear()
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["act", "act", "act", "act", "fails", "kill", "begin"]),
+        st.integers(0, 2),
+        st.integers(0, 1),
+    ),
+    max_size=120,
+)  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(events=EVENTS, num_ranks=st.integers(1, 2), fewest=st.integers(1, 3))
+def test_a_step_is_committed_by_all_of_a_quorum_or_none_and_the_training_goes_on(events, num_ranks, fewest):
+    world = World(3, num_ranks, fewest)
+    for what, number, rank in events:
+        one = world.replicas[number]
+        if what in ("act", "fails"):
+            world.act(one, rank % num_ranks, ok=what == "act")
+        elif what == "kill" and one.alive:
+            world.kill(one)
+        elif what == "begin" and not one.alive:
+            world.begin(one)
+        world.hear()
+    world.settle()
+    assert all(len(said) == 1 for said in world.heard.values()), "commit for all that heard, or for none"
+    assert len({one.step for one in world.replicas}) == 1, "nobody is left behind"
+    assert world.replicas[0].step > 50, "it goes on"
+    assert world.membership.quorum is not None
+    assert set(world.membership.quorum.members) == {0, 1, 2}
+
+
+def replies(membership: Membership) -> dict[tuple[int, int], dict[str, Any]]:
+    return dict(membership.take_replies())
+
+
+def formed(members: int = 3) -> Membership:
+    membership = Membership(1, 2, 4, members)
+    for number in range(members):
+        membership.connect(number, 0, "a")
+        membership.receive(number, 0, {"ask": "join", "step": 0})
+    assert set(replies(membership)) == {(number, 0) for number in range(members)}
+    return membership
+
+
+def vote(membership: Membership, number: int, **fields: Any) -> None:
+    membership.receive(
+        number, 0, {"ask": "vote", "quorum": 1, "step": 1, "ok": True, "leaves": False, **fields}
+    )
+
+
+def test_too_few_wait_and_say_for_whom():
+    membership = formed(2)
+    membership.disconnect(1, 0, "replica 1 was lost")
+    membership.receive(0, 0, {"ask": "join", "step": 0})
+    assert replies(membership) == {}
+    assert membership.waits_for() == "1 of at least 2 replicas are there (replica 1 was lost)"
+    membership.fail("nobody came")
+    assert replies(membership) == {(0, 0): {"failed": "nobody came"}}
+
+
+def test_who_missed_the_commit_hears_it_on_asking_again():
+    membership = formed()
+    for number in range(3):
+        vote(membership, number)
+    membership.take_replies()  # lost on the way to replica 2, which was stopped
+    membership.disconnect(2, 0, "silent")
+    membership.connect(2, 0, "a")
+    vote(membership, 2)
+    assert replies(membership)[2, 0] == {"commit": True, "void": True, "leaving": []}
+
+
+def test_one_that_leaves_and_one_that_comes_change_the_quorum_after_a_committed_step():
+    membership = formed()
+    membership.connect(3, 0, "a")
+    membership.receive(3, 0, {"ask": "join", "step": -1})
+    for number in range(3):
+        vote(membership, number, leaves=number == 0)
+    said = replies(membership)
+    assert said == {(number, 0): {"commit": True, "void": True, "leaving": [0]} for number in range(3)}
+    for number in (1, 2):
+        membership.receive(number, 0, {"ask": "join", "step": 1})
+    assert replies(membership)[1, 0] == {"quorum": 2, "members": [1, 2, 3], "steps": [1, 1, -1]}
+
+
+def test_a_sum_that_failed_on_one_replica_counts_on_none():
+    membership = formed()
+    for number in range(3):
+        vote(membership, number, ok=number != 1)
+    assert {one["commit"] for one in replies(membership).values()} == {False}
+    assert (membership.quorum, membership.committed) == (None, None)
