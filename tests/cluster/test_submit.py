@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import contextmanager
 
 import pytest
 from kit import budget
 from kit.place import ROOT, RUN_SECONDS
-from kit.undisturbed import workers_of
+from kit.undisturbed import check_processes, workers_of
 
 from mlpipe._core.records import Start
 from mlpipe.observe.records import read_records
 from mlpipe.store import catalogue
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-# torchrun's own variables, and what tells one machine from another
-OWN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME")
-OWN += ("LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCHELASTIC_", "TORCH_", "HOSTNAME")
-OWN += ("HOME", "USER", "PATH", "LANG", "PWD", "SHLVL", "_", "KUBERNETES_", "AWS_", "JOB_COMPLETION_")
-PLACES = ("MLPIPE_PLAN", "MLPIPE_SCRATCH", "MLPIPE_CACHE")  # the same names, other folders
-LOCAL_ONLY = ("MLPIPE_DRIVER", "MLPIPE_STORE")
-POD_ONLY = ("MLPIPE_POD_NAME", "MLPIPE_NODE_NAME", "MLPIPE_RENDEZVOUS", "MLPIPE_GANG_RESTART")
-POD_ONLY += ("MLPIPE_METRICS_ADDRESS", "MLPIPE_METRICS_PORT")
 
 
 def test_one_spec_everywhere(place, hold, undisturbed):
@@ -32,20 +23,7 @@ def test_one_spec_everywhere(place, hold, undisturbed):
     with hold:
         place.submit(undisturbed.spec, "everywhere")
         there = workers_of("everywhere", 2)
-    for rank, (argv, env) in undisturbed.workers.items():
-        assert there[rank][0] == argv
-        ours, theirs = (
-            {
-                name: value
-                for name, value in found.items()
-                if not name.startswith(OWN) and name not in (*PLACES, "MLPIPE_RUN_ID")
-            }
-            for found in (env, there[rank][1])
-        )
-        ours = {name: value for name, value in ours.items() if name not in os.environ or name in theirs}
-        assert {name: value for name, value in ours.items() if name not in LOCAL_ONLY} == {
-            name: value for name, value in theirs.items() if name not in POD_ONLY
-        }
+    check_processes(undisturbed.workers, there)
     done = place.submit(undisturbed.spec, "everywhere", "--wait")
     assert "train  done" in done
     undisturbed.check(place, "everywhere")

@@ -26,6 +26,25 @@ STEPS = 24
 RUN_SECONDS = 600  # of a run of seconds, on a machine that others use, too
 
 
+def training(
+    model: dict[str, Any], resources: dict[str, Any], *, env: dict[str, str] | None = None, **changes: Any
+) -> dict[str, Any]:
+    """The stage `train` of a model of the kit, on data that need no files. `changes`: of the training."""
+    train = {
+        "model": {**model, "seq_len": 32},
+        "data": {"entry": "kit.models:numbers", "batch_size": 8},
+        "steps": STEPS,
+        "strategy": "ddp",
+        "deterministic": True,
+        "precision": "fp32",
+        "max_restarts": 0,
+        "checkpoint": {"every": "4 steps", "keep": 20},
+        **changes,
+    }
+    environment = {"PYTHONPATH": str(ROOT / "tests"), **(env or {})}
+    return {"name": "train", "train": train, "resources": resources, "env": environment}
+
+
 class Place:
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
@@ -120,19 +139,7 @@ class Place:
         but for `kubernetes`, `resources` and `env`."""
         cluster = {"store": {"endpoint": self.cluster.minio.endpoint}, **changes.pop("kubernetes", {})}
         resources = {"nodes": nodes, "cpus": 0.25, "memory": "2 GiB", **changes.pop("resources", {})}
-        environment = {"PYTHONPATH": str(ROOT / "tests"), **changes.pop("env", {})}
-        train = {
-            "model": {**model, "seq_len": 32},
-            "data": {"entry": "kit.models:numbers", "batch_size": 8},
-            "steps": STEPS,
-            "strategy": "ddp",
-            "deterministic": True,
-            "precision": "fp32",
-            "max_restarts": 0,
-            "checkpoint": {"every": "4 steps", "keep": 20},
-            **changes,
-        }
-        stage = {"name": "train", "train": train, "resources": resources, "env": environment}
+        stage = training(model, resources, **changes)
         document = {
             "version": 1,
             "name": name,

@@ -39,9 +39,10 @@ class Slurm:
         self.folder, self._pid = folder, pid
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
 
-    def argv(self, argv: Sequence[object]) -> list[str]:
-        """The command, as on the login node."""
-        return ["nsenter", "--target", str(self._pid), *_NAMESPACES, "--", *map(str, argv)]
+    def argv(self, argv: Sequence[object], folder: Path | str = ".") -> list[str]:
+        """The command, as in `folder` on the login node."""
+        enter = ["nsenter", "--target", str(self._pid), *_NAMESPACES, "--"]
+        return [*enter, "env", f"--chdir={Path(folder).absolute()}", *map(str, argv)]
 
     def run(self, *argv: object) -> str:
         """One of Slurm's commands; what it prints."""

@@ -19,6 +19,29 @@ from mlpipe.store.folder import FolderStore
 
 STAGE = "stages/train"
 WORKER = "mlpipe.train.worker"
+# torchrun's own variables, and what tells one machine from another
+OWN: tuple[str, ...] = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "ROLE_NAME",
+)
+OWN += ("LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCHELASTIC_", "TORCH_", "HOSTNAME")
+OWN += ("HOME", "USER", "PATH", "LANG", "PWD", "SHLVL", "_", "KUBERNETES_", "AWS_", "JOB_COMPLETION_")
+OWN += ("SLURM", "SRUN_", "ENVIRONMENT", "XDG_")
+PLACES = ("MLPIPE_PLAN", "MLPIPE_SCRATCH", "MLPIPE_CACHE")  # the same names, other folders
+LOCAL_ONLY = ("MLPIPE_DRIVER",)
+GANG_ONLY: tuple[str, ...] = (
+    "MLPIPE_POD_NAME",
+    "MLPIPE_NODE_NAME",
+    "MLPIPE_RENDEZVOUS",
+    "MLPIPE_GANG_RESTART",
+)
+GANG_ONLY += ("MLPIPE_METRICS_ADDRESS", "MLPIPE_METRICS_PORT")
+Processes = dict[int, tuple[list[str], dict[str, str]]]  # by rank: argv, environment
 
 
 class Hold:
@@ -85,10 +108,30 @@ def last_digest(store: Store, run_id: str) -> str:
     return processes.digest_of(store, last.key)
 
 
-def workers_of(run_id: str, count: int) -> dict[int, tuple[list[str], dict[str, str]]]:
+def check_processes(here: Processes, there: Processes) -> None:
+    """Rank processes of one machine and of a gang are the same, but for what tells places apart and for what
+    they inherit from whoever runs the tests."""
+    for rank, (argv, env) in here.items():
+        assert there[rank][0] == argv
+        ours, theirs = (
+            {
+                name: value
+                for name, value in found.items()
+                if not name.startswith(OWN) and name not in (*PLACES, "MLPIPE_RUN_ID", "MLPIPE_STORE")
+            }
+            for found in (env, there[rank][1])
+        )
+        ours = {name: value for name, value in ours.items() if name not in os.environ or name in theirs}
+        ours = {name: value for name, value in ours.items() if name not in LOCAL_ONLY}
+        theirs = {name: value for name, value in theirs.items() if name not in GANG_ONLY}
+        different = {name for name, _ in ours.items() ^ theirs.items()}
+        assert not different, sorted(different)
+
+
+def workers_of(run_id: str, count: int) -> Processes:
     """argv and environment by rank, of the rank processes of a run on this machine, in a pod or not."""
 
-    def seen() -> dict[int, tuple[list[str], dict[str, str]]]:
+    def seen() -> Processes:
         found = {rank: (argv, env) for _, rank, argv, env in ranks(run_id)}
         return found if len(found) == count else {}
 

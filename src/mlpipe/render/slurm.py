@@ -95,7 +95,7 @@ ask() {{  # the launchers of all nodes tell their ranks to save and stop
 }}
 trap 'ask requeue' USR1  # the time limit is near
 trap 'ask cancel' USR2  # mlpipe cancel
-trap 'asked=${{asked:-cancel}}' TERM  # scancel, preemption: the ranks have heard it themselves
+trap 'asked=${{asked:-cancel}}' TERM  # scancel: the ranks have heard it themselves
 {modules}export {environment.RENDEZVOUS}="$SLURMD_NODENAME:$((10000 + SLURM_JOB_ID % 20000))"
 srun {every_node} --cpus-per-task={job.cpus} --kill-on-bad-exit=0 {_command(job)} <<'{_END}' &
 {plan.to_json().rstrip()}

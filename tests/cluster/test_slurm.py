@@ -1,0 +1,159 @@
+"""`mlpipe submit --to slurm` on a real Slurm of three nodes: as on a laptop; refusals, waiting, cancels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.command_runs import Cli, until
+from kit.place import training
+from kit.servers import ServerMissingError
+from kit.slurm import Slurm, slurm
+from kit.undisturbed import Hold, Undisturbed, check_processes, last_digest, losses, workers_of
+
+from mlpipe._core.records import Step
+from mlpipe.observe.records import read_records
+from mlpipe.store import catalogue, runs
+from mlpipe.store.folder import FolderStore
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+class Login(Cli):
+    """A person on the login node."""
+
+    def __init__(self, folder: Path, cluster: Slurm) -> None:
+        super().__init__(folder)
+        self.cluster = cluster
+        self.env |= cluster.environment
+        self.env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        argv = self.cluster.argv([sys.executable, "-m", "mlpipe.cli", *arguments], self.folder)
+        return subprocess.Popen(argv, env=self.env, text=True, **{**pipes, **options})
+
+    @property
+    def there(self) -> FolderStore:
+        return FolderStore(self.store)
+
+    def submit(self, spec: Path, run_id: str, *more: str) -> str:
+        return self("submit", str(spec), "--to", "slurm", "--run-id", run_id, *more).stderr
+
+    def until_step(self, run_id: str, step: int, attempt: int = 1) -> None:
+        def reached() -> bool:
+            found = read_records(self.there, f"runs/{run_id}/stages/train/attempt-{attempt}", 0)
+            return max((one.step for one in found if isinstance(one, Step)), default=0) >= step
+
+        until(reached, f"step {step} of {run_id}")
+
+    def until_note(self, run_id: str, words: str, stage: str = "train") -> None:
+        until(lambda: words in runs.read_run(self.there, run_id).stages[stage].message, f"status: {words}")
+
+    def last_saved(self, run_id: str) -> int:
+        last = catalogue.latest(self.there, f"runs/{run_id}/stages/train")
+        return 0 if last is None else last.step
+
+    def job(self, run_id: str) -> str:
+        """The id of its one job under way."""
+        lines = self.cluster.run("squeue", "--noheader", "--format=%A %j").splitlines()
+        (found,) = [line.split()[0] for line in lines if line.split()[1].startswith(f"mlpipe/{run_id}/")]
+        return found
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    # Slurm's daemons want paths that are shorter than pytest's
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
+        try:
+            with slurm(Path(folder)) as one:
+                yield one
+        except ServerMissingError as error:
+            pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def hold():
+    one = Hold()
+    yield one
+    one.release()
+
+
+@pytest.fixture(scope="module")
+def person(tmp_path_factory, cluster):
+    return Login(tmp_path_factory.mktemp("login"), cluster)
+
+
+@pytest.fixture(scope="module")
+def spec(person, hold):
+    """Nothing is saved but when the training is asked to stop."""
+    resources = {"nodes": 2, "cpus": 1, "memory": "2 GiB"}
+    stage = training(hold.model, resources, checkpoint={"every": "1000 steps"})
+    document = {"version": 1, "name": "p", "slurm": {"time": "30 min"}, "stages": [stage]}
+    path = person.folder / "pipeline.yaml"
+    path.write_text(json.dumps(document, indent=1))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, spec):
+    return Undisturbed(tmp_path_factory.mktemp("local"), spec)
+
+
+def check(person: Login, undisturbed: Undisturbed, run_id: str) -> None:
+    assert losses(person.there, run_id) == undisturbed.losses
+    assert last_digest(person.there, run_id) == undisturbed.digest
+
+
+def test_one_spec_everywhere(person, hold, spec, undisturbed):
+    """Rank processes have the same argv and environment; losses are the same to the bit."""
+    with hold:
+        person.submit(spec, "everywhere")
+        there = workers_of("everywhere", 2)
+    check_processes(undisturbed.workers, there)
+    assert "train done" in " ".join(person.submit(spec, "everywhere", "--wait").split())
+    check(person, undisturbed, "everywhere")
+    person.submit(spec, "everywhere", "--wait")  # it is done: nothing starts
+    listed = person.cluster.run("squeue", "--states=all", "--noheader", "--format=%j")
+    assert listed.count("mlpipe/everywhere/") == 1
+
+
+def test_what_slurm_refuses_leaves_no_run_and_what_waits_says_why(person, tmp_path):
+    path = tmp_path / "command.yaml"
+    stage = {"name": "c", "command": ["true"], "resources": {"cpus": 1}}
+    document = {"version": 1, "name": "c", "stages": [stage], "slurm": {"partition": "nowhere"}}
+    path.write_text(json.dumps(document))
+    said = person("submit", str(path), "--to", "slurm", "--run-id", "refused", code=2).stderr
+    assert "slurm.partition" in said
+    assert not (person.store / "runs" / "refused").exists()
+    document["slurm"] = {"options": {"begin-not": "x"}}
+    path.write_text(json.dumps(document))
+    assert "slurm.options" in person("submit", str(path), "--to", "slurm", code=2).stderr
+    document["slurm"] = {"partition": "short", "time": "20 min"}
+    path.write_text(json.dumps(document))
+    person.submit(path, "waits")
+    person.until_note("waits", "slurm.time", "c")
+    assert person.json("cancel", "waits")["state"] == "cancelled"
+    assert "waits" not in person.cluster.run("squeue", "--noheader", "--format=%j")
+
+
+def test_a_cancel_saves_and_one_by_hand_is_a_cancel_too(person, hold, spec):
+    with hold:
+        person.submit(spec, "cancelled")
+        person.until_step("cancelled", 2)
+        assert person.json("cancel", "cancelled")["state"] == "cancelled"
+        first = person.last_saved("cancelled")
+        assert first >= 2
+        resumed = person.start("resume", "cancelled")
+        person.until_step("cancelled", first + 1, attempt=2)
+        person.cluster.run("scancel", person.job("cancelled"))  # every process is signalled: no rank saves
+        resumed.communicate(timeout=300)
+        assert resumed.returncode == 5
+    assert person.json("status", "cancelled")["state"] == "cancelled"
+    assert person.last_saved("cancelled") == first
