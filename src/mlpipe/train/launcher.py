@@ -147,8 +147,8 @@ class Launcher:
             self.scratch,
             first_restart=self.first_restart,
             first_rank=self.node.index * self.plan.launch.nproc_per_node,
-            rank_offset=(self.node.replica or 0) * self.plan.launch.nproc_per_node,
         )
+        shipper.rank_offset = (self.node.replica or 0) * self.plan.launch.nproc_per_node
         while process.poll() is None:
             shipper.ship()
             self._name_stopped()

@@ -23,17 +23,15 @@ class LogShipper:
         *,
         first_restart: int = 0,
         first_rank: int = 0,
-        rank_offset: int = 0,
     ) -> None:
-        """`first_rank`: of this node, for workers that die before they say theirs. `rank_offset`: added to
-        ranks in the names of their logs."""
+        """`first_rank`: of this node, for workers that die before they say theirs."""
         self._store = store
         self._attempt_key = attempt_key
         self._log_dir = log_dir
         self._scratch = scratch
         self._first_restart = first_restart
         self._first_rank = first_rank
-        self._rank_offset = rank_offset
+        self.rank_offset = 0  # of a replica, whose ranks count from 0: added in the names of their logs
         self._offsets: dict[Path, int] = {}
         self._writers: dict[int, LogWriter] = {}
 
@@ -58,7 +56,7 @@ class LogShipper:
             rank = int((self._scratch / f"pid-{restart}-{local_rank}").read_text().split()[1])
         except (OSError, IndexError, ValueError):
             rank = self._first_rank + local_rank
-        return self._rank_offset + rank
+        return self.rank_offset + rank
 
     def _write(self, rank: int, data: bytes) -> None:
         if rank not in self._writers:

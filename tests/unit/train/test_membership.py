@@ -189,6 +189,7 @@ def test_one_that_leaves_and_one_that_comes_change_the_quorum_after_a_committed_
     for number in (1, 2):
         membership.receive(number, 0, {"ask": "join", "step": 1})
     assert replies(membership)[1, 0] == {"quorum": 2, "members": [1, 2, 3], "steps": [1, 1, -1]}
+    assert membership.quorums[-1].step == 1
 
 
 def test_a_sum_that_failed_on_one_replica_counts_on_none():
