@@ -12,7 +12,7 @@ from mlpipe._core import meshes
 from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.pipelines import DEFAULT, stages_per_rank
 from mlpipe._core.units import parse_seconds
-from mlpipe.spec import communication, data, feasibility, links, pipelines, starting, tracking, validation
+from mlpipe.spec import data, feasibility, links, pipelines, starting, tracking, validation
 from mlpipe.spec import fields as f
 from mlpipe.spec import optimizer as optimizers
 from mlpipe.spec.base import SpecModel
@@ -268,7 +268,10 @@ def _problems(stage: Node) -> Iterator[Problem]:
                 "model has neither 'preset', 'pretrained' nor 'entry'",
                 "add 'preset: ...', 'pretrained: ...' or 'entry: ...'",
             )
-    yield from communication.problems(stage, _WITH_SHARDS)
+    if get(train, "communication") is not None:
+        from mlpipe.spec import communication  # of few files
+
+        yield from communication.problems(stage, _WITH_SHARDS)
     yield from data.problems(train)
     yield from tracking.problems(train)
     yield from validation.problems(train)
