@@ -1,4 +1,4 @@
-"""`mlpipe submit --to slurm` on a real Slurm of three nodes: as on a laptop; refusals, waiting, cancels."""
+"""`mlpipe submit --to slurm` on a real Slurm of three nodes: as on a laptop; limits, lost nodes, cancels."""
 
 from __future__ import annotations
 
@@ -65,6 +65,10 @@ class Login(Cli):
         lines = self.cluster.run("squeue", "--noheader", "--format=%A %j").splitlines()
         (found,) = [line.split()[0] for line in lines if line.split()[1].startswith(f"mlpipe/{run_id}/")]
         return found
+
+    def restarts(self, job: str) -> int:
+        text = self.cluster.run("scontrol", "show", "job", job)
+        return int(text.partition("Restarts=")[2].split()[0])
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +161,27 @@ def test_a_cancel_saves_and_one_by_hand_is_a_cancel_too(person, hold, spec):
         assert resumed.returncode == 5
     assert person.json("status", "cancelled")["state"] == "cancelled"
     assert person.last_saved("cancelled") == first
+
+
+def test_a_limit_a_dead_driver_and_a_lost_node_lose_nothing(person, hold, spec, undisturbed):
+    cluster = person.cluster
+    with hold:
+        person.submit(spec, "faults")
+        person.until_step("faults", 2)
+        job = person.job("faults")
+        # the driver dies, and what Slurm sends before the limit comes
+        driver = runs.read_run(person.there, "faults").driver
+        cluster.run("kill", "-9", driver.pid)
+        cluster.run("scancel", "--batch", "--signal=USR1", job)
+        until(lambda: person.last_saved("faults") >= 2, "a save before the limit")
+        saved = person.last_saved("faults")
+        waiting = person.start("submit", str(spec), "--to", "slurm", "--run-id", "faults", "--wait")
+        person.until_step("faults", saved + 1)  # the next driver found it, and let it start again
+        assert (person.job("faults"), person.restarts(job)) == (job, 1)
+        restarts = person.restarts(job)
+        cluster.kill_node(cluster.nodes_of(job)[1])
+        until(lambda: person.restarts(job) > restarts, "another start of the job")
+    out, err = waiting.communicate(timeout=300)
+    assert waiting.returncode == 0, err + out
+    assert runs.read_run(person.there, "faults").stages["train"].attempt == 1
+    check(person, undisturbed, "faults")
