@@ -8,12 +8,12 @@ from mlpipe._core.record_lines import NOT_STARTED
 from mlpipe._core.records import Save, Start, Step, Validation
 from mlpipe.observe.tracking.tracker import TrackedRun
 
-START = Start(**{**vars(NOT_STARTED), "time": 1000.0, "start_step": 0})
+START = Start(**{**NOT_STARTED.values(), "time": 1000.0, "start_step": 0})
 
 
 def resumed(at: int, restart: int = 0) -> Start:
     return Start(
-        **{**vars(START), "start_step": at, "restart": restart, "resumed_from": f"checkpoints/step-{at}"}
+        **{**START.values(), "start_step": at, "restart": restart, "resumed_from": f"checkpoints/step-{at}"}
     )
 
 

@@ -39,14 +39,14 @@ _SCHEMAS[Record] = _Schema(Record)
 def own_fields(record: Record) -> dict[str, Any]:
     """What records of its kind say, without what all records say."""
     common = _SCHEMAS[Record].types
-    return {name: value for name, value in vars(record).items() if name not in common}
+    return {name: value for name, value in record.values().items() if name not in common}
 
 
 def encode(record: Record) -> bytes:
     """One line with its newline. Floats that are not finite become null: JSON has none. What is None by
     default is left out."""
     absent = _SCHEMAS[type(record)].absent
-    known = {name: value for name, value in vars(record).items() if value is not None or name in absent}
+    known = {name: value for name, value in record.values().items() if value is not None or name in absent}
     line = {"v": SCHEMA_VERSION, "kind": record.kind, **known}
     try:
         text = json.dumps(line, allow_nan=False)
@@ -83,7 +83,7 @@ def parse(value: Any) -> Record | None:
         if kind is not None:
             return read_fields(kind, value)
         known = read_fields(Record, value)
-        return Unknown(**vars(known), kind_name=value["kind"], line=value)
+        return Unknown(**known.values(), kind_name=value["kind"], line=value)
     except KeyError:
         return None
 

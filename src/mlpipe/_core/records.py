@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 SCHEMA_VERSION = 1
@@ -23,7 +23,7 @@ LOAD_BOUNDS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, math.inf)
 MaybeNan = float
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Record:
     """Of every kind."""
 
@@ -36,8 +36,13 @@ class Record:
     restart: int = 0
     """torchrun's count of restarts within the attempt."""
 
+    def values(self) -> dict[str, Any]:
+        """By name. Records have slots: with over 30 attributes each would have a dictionary of its own, and
+        trackers that hang keep ten thousand."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
-@dataclass(kw_only=True)
+
+@dataclass(kw_only=True, slots=True)
 class Start(Record):
     """Every rank, when it is ready for its first step; again after each restart."""
 
@@ -101,7 +106,7 @@ class Start(Record):
         return rank * self.mesh.get("pp", 1) // self.world_size
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Step(Record):
     """Every rank, after each update. A step whose loss or gradient is not finite updated nothing and is the
     last one of its attempt."""
@@ -173,7 +178,7 @@ class Step(Record):
     """Share of the same time in which something waited for a CPU."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Save(Record):
     """Every rank, when a checkpoint is committed, or has failed to be."""
 
@@ -193,7 +198,7 @@ class Save(Record):
     """Why it was not committed, else null."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Validation(Record):
     """Every rank, when the model was measured on held-out samples in the middle of its training."""
 
@@ -213,7 +218,7 @@ class Validation(Record):
     """Text that the model generated, or null; of rank 0 only."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Evaluation(Record):
     """Rank 0 of an evaluate stage, when it is done."""
 
@@ -239,7 +244,7 @@ class Evaluation(Record):
     """Of the checkpoint that was evaluated."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class StopSignal(Record):
     """Every rank, at the step boundary at which the ranks agreed to stop."""
 
@@ -251,7 +256,7 @@ class StopSignal(Record):
     """Its name."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class End(Record):
     """Every rank, when its work is done."""
 
@@ -265,7 +270,7 @@ class End(Record):
     """Why it failed, or ended before its last step; else empty."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Tracked(Record):
     """Rank 0, when a tracker has taken the training up."""
 
@@ -277,21 +282,21 @@ class Tracked(Record):
     """Its page of the training; null where it has none."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Submitted(Record):
     """The driver, before the attempt starts."""
 
     kind = "submitted"
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Launched(Record):
     """The first node's launcher, before it starts the workers; again if a gang is restarted."""
 
     kind = "launched"
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Membership(Record):
     """The supervisor of an elastic training, when other replicas than before take part."""
 
@@ -305,7 +310,7 @@ class Membership(Record):
     """What has changed."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Fallback(Record):
     """Rank 0, when it went back to an earlier checkpoint because newer ones are damaged."""
 
@@ -319,7 +324,7 @@ class Fallback(Record):
     """What is damaged of each."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class LaunchEnded(Record):
     """The first node's launcher, when the workers are gone."""
 
@@ -331,7 +336,7 @@ class LaunchEnded(Record):
     """Why it failed, else empty."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Unknown(Record):
     """A line of a kind that this version does not know, as it stands."""
 

@@ -320,7 +320,9 @@ def _describe(event: Record) -> tuple[str, str]:
         )
     if isinstance(event, Membership):
         return event.kind, in_words(event)
-    kind, known = (event.kind_name, event.line) if isinstance(event, Unknown) else (event.kind, vars(event))
+    kind, known = (
+        (event.kind_name, event.line) if isinstance(event, Unknown) else (event.kind, event.values())
+    )
     hidden = ("v", "kind", "time", "message")
     told = {name: value for name, value in known.items() if name not in hidden and value is not None}
     if told.get("rank") == -1:  # the launcher itself

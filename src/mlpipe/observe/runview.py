@@ -117,7 +117,7 @@ class StageView:
             return None
         plan = self.part(EvaluatePlan)
         gate = plan.gate if plan is not None else None
-        recorded = vars(self.lead.evaluation) if self.lead.evaluation is not None else {"time": 0.0}
+        recorded = self.lead.evaluation.values() if self.lead.evaluation is not None else {"time": 0.0}
         known = {name: value for name, value in recorded.items() if value is not None}
         return read_fields(Evaluation, {"gate": gate, **known, **told})
 

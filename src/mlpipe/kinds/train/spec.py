@@ -371,7 +371,8 @@ def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
     """Models and data sets of the user's own stay as they are, but for the samples in a step."""
     changes: dict[str, Any] = {}
     if train.mesh is not None and smoke.ranks is not None:
-        replicas = 2 if num_workers % 2 == 0 else 1
+        alone = num_workers if train.update is not None else 1  # islands are copies, of which some are needed
+        replicas = 2 if num_workers % 2 == 0 else alone
         both = {"dp_replicate": replicas, "dp_shard": num_workers // replicas}
         changes["mesh"] = both if len(DATA_AXES.get(train.strategy, ())) == 2 else None
     if train.pipeline is not None and smoke.ranks is not None:
