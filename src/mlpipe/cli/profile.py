@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,14 @@ import click
 from mlpipe.cli.session import CliSession, shared
 
 if TYPE_CHECKING:
+    from mlpipe._core.records import Record
     from mlpipe.observe.profiles.stored import StoredProfile
     from mlpipe.store.base import Store
-    from mlpipe.store.profiles import ProfileRequest
+    from mlpipe.store.profiles import Profile, ProfileRequest
     from mlpipe.store.runs import RunState
 
 _POLL_SECONDS = 1.0
-_MOST_STEPS = 100  # a trace of more is larger than any viewer likes
+_MOST_STEPS = 100  # as in store/profiles.py, which --help does not import
 
 
 def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...]:
@@ -119,18 +121,28 @@ def _profiled(
     """Waits until all ranks have written what they were asked for. `of`: run and stage."""
     from mlpipe._core.errors import MlpipeError
     from mlpipe.observe.profiles.stored import read_profile
+    from mlpipe.observe.records import Follower
     from mlpipe.store import profiles, runs
 
     run_id, stage = of
     key = runs.read_run(store, run_id).attempt_key(stage)
-    profiles.ask(store, key, request)
+    _check_ranks(store, key, request.ranks)
+    if not profiles.ask(store, key, request):
+        raise MlpipeError(
+            "somebody asks for a profile already",
+            where=run_id,
+            hint="wait for it, and ask again",
+            kind="input",
+        )
     session.note(f"asked {run_id} to profile {request.steps} steps of {stage}")
     deadline, waits_for = time.monotonic() + timeout, "its launcher to hear of it"
+    follower, records = Follower(store, key), []
     try:
         while time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             run = runs.read_run(store, run_id)
             is_over = run.stages[stage].state != "running" or run.attempt_key(stage) != key
+            records += follower.poll()
             begun = [one for one in profiles.list_profiles(store, key) if one.id == request.id]
             if begun:
                 stored = read_profile(store, key, begun[-1])
@@ -138,6 +150,14 @@ def _profiled(
                     return stored
                 last = begun[-1].first_step + begun[-1].steps - 1
                 waits_for = f"steps {begun[-1].first_step} to {last}, and the traces of all ranks"
+                if _is_lost(begun[-1], records):
+                    raise MlpipeError(
+                        f"steps {begun[-1].first_step} to {last} are over, or were broken off by a restart, "
+                        "and not all ranks stored a trace",
+                        where=run_id,
+                        hint="ask again; `mlpipe logs` says what a rank could not store",
+                        kind="infrastructure",
+                    )
             elif not profiles.is_asked(store, key):
                 waits_for = "the next step"
             if is_over:
@@ -148,12 +168,38 @@ def _profiled(
                     kind="input",
                 )
     finally:
-        profiles.withdraw(store, key)
+        profiles.withdraw(store, key, request.id)
     raise MlpipeError(
         f"waited {timeout} s for {waits_for}",
         where=run_id,
         hint="`mlpipe status` says whether it moves; a slow step needs a longer --timeout",
         kind="infrastructure",
+    )
+
+
+def _check_ranks(store: Store, key: str, ranks: Sequence[int]) -> None:
+    """Raises UsageError for those that there are not."""
+    from mlpipe.plan.plan import Plan
+    from mlpipe.store.profiles import MOST_NAMED_RANKS
+
+    launch = Plan.from_json(store.get(f"{key}/plan.json")).launch
+    size = launch.num_nodes * launch.nproc_per_node
+    if odd := [rank for rank in ranks if not 0 <= rank < size]:
+        raise click.UsageError(f"--ranks: there is no rank {odd[0]}; there are 0 to {size - 1}")
+    if len(ranks) > MOST_NAMED_RANKS:
+        raise click.UsageError(f"--ranks: {len(ranks)} are named; {MOST_NAMED_RANKS} at most can be")
+
+
+def _is_lost(profile: Profile, records: Sequence[Record]) -> bool:
+    """`records`: rank 0's. It is two steps further, for which all ranks had to have stored theirs; or began
+    anew since."""
+    from mlpipe._core.records import Start, Step
+
+    last = profile.first_step + profile.steps - 1
+    return any(
+        one.time > profile.time
+        and (isinstance(one, Start) or (isinstance(one, Step) and one.step > last + 1))
+        for one in records
     )
 
 

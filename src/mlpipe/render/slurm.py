@@ -40,6 +40,12 @@ def script(plan: Plan, job: SlurmJob, output: str) -> str:
             where=plan.stage,
             hint="write a store whose path has letters, digits and any of '_.,@+=/-' alone",
         )
+    if (replicas := plan.launch.replicas) is not None:
+        raise RenderError(
+            "an elastic training runs on one machine, not as a job of Slurm",
+            where=plan.stage,
+            hint=f"write one number: --set stages.{plan.stage}.resources.nodes={replicas.most}",
+        )
     name = job_name(plan.run_id, plan.stage, plan.attempt)
     head = [f"#SBATCH --{option}" for option in _options(plan, job, name, output)]
     text = "\n".join(["#!/bin/bash", *head, "", _body(plan, job), ""])
@@ -69,8 +75,10 @@ def _options(plan: Plan, job: SlurmJob, name: str, output: str) -> list[str]:
             options.append(f"{option}={value}")
     if job.time_seconds is not None:
         options.append(f"time={math.ceil(job.time_seconds / 60)}")
-    ahead = math.ceil(min(plan.launch.shutdown_seconds + SIGNAL_SECONDS, (job.time_seconds or math.inf) / 2))
-    options.append(f"signal=B:USR1@{min(ahead, 65535)}")
+    if plan.kind.is_training:  # what begins anew would reach the limit anew, and queue for ever
+        shutdown = plan.launch.shutdown_seconds
+        ahead = math.ceil(min(shutdown + SIGNAL_SECONDS, (job.time_seconds or math.inf) / 2))
+        options.append(f"signal=B:USR1@{min(ahead, 65535)}")
     options += ["requeue", "open-mode=append", f"output={output}", "export=ALL"]
     options.append("dependency=singleton")  # one that was submitted twice never runs beside itself
     options += [f"{option}={value}" if value else option for option, value in job.options]
@@ -86,12 +94,16 @@ def _body(plan: Plan, job: SlurmJob) -> str:
     return f"""\
 # Written by mlpipe: change the pipeline file, not this one.
 scratch={scratch}/{_PREFIX}-$SLURM_JOB_ID
-asked=
-ask() {{  # the launchers of all nodes tell their ranks to save and stop
-  [ -n "$asked" ] || srun --overlap {every_node} --mem=0 --gres=none sh -c \\
+asked= step=
+tell() {{  # the launchers of all nodes tell their ranks to save and stop
+  srun --overlap {every_node} --mem=0 --gres=none sh -c \\
     'pid=$0-$SLURM_NODEID/pid n=60; until [ -s "$pid" ] || [ $((n -= 1)) = 0 ]; do sleep 1; done
     kill -TERM "$(cat "$pid")"' "$scratch"
-  asked=$1
+}}
+ask() {{  # told once, whatever comes meanwhile; what was cancelled is not queued again
+  local before=$asked
+  [ "$before" = cancel ] || asked=$1
+  [ -n "$before" ] || [ -z "$step" ] || tell
 }}
 trap 'ask requeue' USR1  # the time limit is near
 trap 'ask cancel' USR2  # mlpipe cancel
@@ -100,7 +112,8 @@ trap 'asked=${{asked:-cancel}}' TERM  # scancel: the ranks have heard it themsel
 srun {every_node} --cpus-per-task={job.cpus} --kill-on-bad-exit=0 {_command(job)} <<'{_END}' &
 {plan.to_json().rstrip()}
 {_END}
-step=$!
+step=$! early=$asked
+[ -z "$early" ] || tell  # whoever asked before there were launchers
 until wait "$step"; code=$?; [ "$code" -le 128 ] || ! kill -0 "$step" 2>/dev/null; do :; done
 case "$code:$asked" in
   0:*) exit 0 ;;

@@ -243,6 +243,7 @@ GateText = Annotated[Text, AfterValidator(_parses(parse_gate)), _schema(GATE_PAT
 # Bounds that no one meets, so that arithmetic on nonsense ends.
 Count = Annotated[int, Field(ge=1, le=10**12)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**12)]
+HundredAtMost = Annotated[int, Field(ge=1, le=100)]
 FewCount = Annotated[int, Field(ge=1, le=100_000)]
 FewOrZero = Annotated[int, Field(ge=0, le=100_000)]
 _NODES = r"0*[1-9][0-9]{0,4}\.\.0*[1-9][0-9]{0,4}"

@@ -58,7 +58,9 @@ class Slurm(SlurmJobKeys):
         None, description="Folder on each node's own disk. Default: `$TMPDIR`, or /tmp."
     )
     max_requeues: f.FewOrZero = Field(
-        3, description="Of a job that failed by its infrastructure; those by limit and preemption are free."
+        3,
+        description="Of a job that fails by its infrastructure. Slurm counts those by limit and preemption, "
+        "too, which have no bound themselves.",
     )
     stages: dict[f.Name, SlurmJobKeys] = Field(
         {},

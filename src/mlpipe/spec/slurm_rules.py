@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from mlpipe.spec.problems import Problem, closest
@@ -71,6 +72,8 @@ _NOT_YOURS = [
     "wrap",
 ]
 
+_VALUE = r"""[!$-&(-\[\]-~]*"""  # else a second option could stand in it
+
 
 def check(root: Node) -> list[Problem]:
     """Every violated rule of the section."""
@@ -92,8 +95,12 @@ def _options(keys: Node) -> Iterator[Problem]:
             yield problem_of_key(
                 node, f"without its own --{name}, mlpipe does not find, stop or follow the job", "remove it"
             )
-        elif (text := text_of(node)) is not None and not (text.isprintable() and text.isascii()):
-            yield Problem.at(node.place, "a line of a script is printable ASCII", "write it otherwise")
+        elif whole := [one for one in (*_SAID_BY, *_NOT_YOURS) if one.startswith(name)]:
+            words = f"sbatch takes --{name} for the beginning of --{whole[0]}"
+            yield problem_of_key(node, words, "write the whole name of the option that you mean")
+        elif (text := text_of(node)) is not None and re.fullmatch(_VALUE, text) is None:
+            words = "in a line of a script nothing is quoted"
+            yield Problem.at(node.place, words, "write printable ASCII without blanks, quotes, '\\' and '#'")
 
 
 def _stages(section: Node, stages: list[Node]) -> Iterator[Problem]:

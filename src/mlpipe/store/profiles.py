@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlpipe._core.errors import StoreError
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.store.base import Store
 
 _MOST_RANKS = 8
+MOST_STEPS = 100  # a trace of more is larger than any viewer likes
+MOST_NAMED_RANKS = 64  # a request travels between ranks in one short message
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class ProfileRequest:
     def ranks_of(self, world_size: int) -> list[int]:
         """Those that there are."""
         asked = self.ranks or range(_MOST_RANKS)
-        return [rank for rank in asked if rank < world_size]
+        return [rank for rank in asked if 0 <= rank < world_size]
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,9 @@ class Profile:
     time: float
 
 
-def ask(store: Store, attempt_key: str, request: ProfileRequest) -> None:
-    """Replaces what was asked for and not taken up yet."""
-    store.put(_wanted_key(attempt_key), to_json(request).encode())
+def ask(store: Store, attempt_key: str, request: ProfileRequest) -> bool:
+    """False: somebody asked before, which nobody has taken up yet."""
+    return store.put_if_absent(_wanted_key(attempt_key), to_json(request).encode())
 
 
 def take(store: Store, attempt_key: str) -> ProfileRequest | None:
@@ -58,9 +61,10 @@ def take(store: Store, attempt_key: str) -> ProfileRequest | None:
     data = store.get(key)
     store.delete([key])
     try:
-        return from_json(ProfileRequest, data)
+        request = from_json(ProfileRequest, data)
     except ValueError:  # of another version
         return None
+    return request if 0 < request.steps <= MOST_STEPS and len(request.ranks) <= MOST_NAMED_RANKS else None
 
 
 def is_asked(store: Store, attempt_key: str) -> bool:
@@ -68,9 +72,15 @@ def is_asked(store: Store, attempt_key: str) -> bool:
     return store.exists(_wanted_key(attempt_key))
 
 
-def withdraw(store: Store, attempt_key: str) -> None:
-    """No error where it was taken up."""
-    store.delete([_wanted_key(attempt_key)])
+def withdraw(store: Store, attempt_key: str, request_id: str) -> None:
+    """Leaves what somebody else asked for since. No error where it was taken up."""
+    key = _wanted_key(attempt_key)
+    try:
+        is_mine = from_json(ProfileRequest, store.get(key)).id == request_id
+    except (StoreError, ValueError):  # taken up, or of another version
+        return
+    if is_mine:
+        store.delete([key])
 
 
 def folder_of(attempt_key: str, first_step: int) -> str:
@@ -87,7 +97,7 @@ def write_profile(store: Store, attempt_key: str, profile: Profile) -> None:
 def list_profiles(store: Store, attempt_key: str) -> list[Profile]:
     """Those that were begun, in the order of their steps."""
     keys = [one.key for one in store.list(f"{attempt_key}/profiles") if one.key.endswith("/profile.json")]
-    return [from_json(Profile, store.get(key)) for key in sorted(keys)]
+    return sorted((from_json(Profile, store.get(key)) for key in keys), key=lambda one: one.first_step)
 
 
 def trace_key(attempt_key: str, first_step: int, rank: int) -> str:

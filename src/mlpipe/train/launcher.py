@@ -138,7 +138,9 @@ class Launcher:
                 preexec_fn=partial(die_with_parent, os.getpid()),  # before any thread exists here
             )
         watch = (
-            ProfileWatch(self.store, self.plan.attempt_key, self.scratch) if self.node.index == 0 else None
+            ProfileWatch(self.store, self.plan.attempt_key, self.scratch)
+            if self.node.index == 0 and not self.node.replica  # where rank 0 is
+            else None
         )
         shipper = LogShipper(
             self.store,

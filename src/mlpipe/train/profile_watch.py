@@ -36,6 +36,8 @@ class ProfileWatch:
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_SECONDS):
             try:
+                if self._file.exists():  # the one before was not begun yet
+                    continue
                 if (request := profiles.take(self._store, self._attempt_key)) is not None:
                     write_whole(self._file, to_json(request))
             except (MlpipeError, OSError) as error:

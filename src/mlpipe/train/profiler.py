@@ -22,7 +22,6 @@ import torch
 from torch.nn.modules import module as hooks
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from mlpipe._core.errors import MlpipeError
 from mlpipe._core.serial import to_json
 from mlpipe.observe.profiles.measure import measure
 from mlpipe.observe.profiles.trace import LAYER, PART, STEP, Trace
@@ -92,8 +91,11 @@ class Profiler:
         self._profiler.stop()
         try:
             self._store()
-        except (MlpipeError, OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # a full disk ends a trace in its midst: EOFError, zlib.error
             _log.warning("the profile of step %d is lost: %s", self.profile.first_step, error)
+        finally:
+            if self._cuda and self.profile.memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def _store(self) -> None:
         session, first = self._session, self.profile.first_step
@@ -106,7 +108,6 @@ class Profiler:
             if self._cuda and self.profile.memory:
                 snapshot = Path(folder) / "memory.pickle"
                 torch.cuda.memory._dump_snapshot(str(snapshot))
-                torch.cuda.memory._record_memory_history(enabled=None)
                 store.put(profiles.memory_key(key, first, rank), snapshot.read_bytes())
         summary = measure(Trace.of(data))
         store.put(profiles.summary_key(key, first, rank), to_json(summary).encode())

@@ -64,7 +64,7 @@ class Profiling:
         """Of each step."""
         if self._profiler is not None:
             self._profiler.step_ends()
-        if step == self._end:
+        if self._end != _NEVER and step >= self._end:  # replicas that join go on from a later step
             self.finish()
 
     def finish(self) -> None:

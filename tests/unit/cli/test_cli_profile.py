@@ -20,7 +20,7 @@ from mlpipe.observe.profiles.measure import measure
 from mlpipe.observe.profiles.trace import Trace
 from mlpipe.store import profiles, runs
 from mlpipe.store.open import open_store
-from mlpipe.store.profiles import Profile
+from mlpipe.store.profiles import Profile, ProfileRequest
 from mlpipe.store.runs import StageState
 
 pytestmark = pytest.mark.unit
@@ -106,5 +106,41 @@ def test_one_that_nobody_hears_is_given_up(training):
     assert not profiles.is_asked(training, "runs/run/stages/train/attempt-1")
 
 
-def test_ranks_are_numbers(training):
+def test_one_that_a_restart_broke_off_is_not_waited_for(training):
+    key = "runs/run/stages/train/attempt-1"
+
+    def lose():
+        request = until(lambda: profiles.take(training, key), "the request")
+        made = Profile(request.id, 3, request.steps, (0, 1), request.memory, 1.0)
+        profiles.write_profile(training, key, made)
+        with_start = b'{"v": 1, "kind": "start", "time": 2.0, "rank": 0, "restart": 1}\n'
+        training.put(f"{key}/records/rank-0.jsonl", with_start)
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    error = profile(training).exception
+    thread.join()
+    assert isinstance(error, MlpipeError), error
+    assert "broken off by a restart" in error.message
+
+
+def test_what_somebody_else_asks_for_stays(training):
+    key = "runs/run/stages/train/attempt-1"
+    assert profiles.ask(training, key, ProfileRequest("other", 5))
+    assert "asks for a profile already" in str(profile(training).exception)
+    profiles.withdraw(training, key, "mine")
+    assert profiles.take(training, key) == ProfileRequest("other", 5)
+    profiles.withdraw(training, key, "other")
+
+
+@pytest.mark.parametrize("odd", [b"{", b"[]", b'{"id": "a", "steps": 0}', b'{"id": "a", "steps": 1000000}'])
+def test_a_request_that_nobody_can_mean_is_dropped(training, odd):
+    training.put("runs/run/attempt-1/profiles/wanted.json", odd)
+    assert profiles.take(training, "runs/run/attempt-1") is None
+    assert not profiles.is_asked(training, "runs/run/attempt-1")
+
+
+def test_ranks_are_numbers_of_ranks(training):
+    assert "there is no rank -1" in str(profile(training, "--ranks=-1,0").exception)
+    assert "there is no rank 99" in str(profile(training, "--ranks", "0,99").exception)
     assert "is no list of ranks" in str(profile(training, "--ranks", "all").exception)

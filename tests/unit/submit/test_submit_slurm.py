@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from kit.rendered import pipeline_of, plan_of
 
 from mlpipe._core.errors import MlpipeError, RenderError
+from mlpipe.plan.plan import Replicas
 from mlpipe.plan.slurm import slurm_job
 from mlpipe.render.slurm import script
 from mlpipe.spec.load import load_pipeline_text
@@ -66,6 +69,9 @@ def test_why_a_job_waits_stands_in_words(reason: str) -> None:
         '  options: {mail-user: "a\\nrm"}',
         '  partition: "gpu\\n#SBATCH --uid=0"',
         "  partition: gpu --uid=0",
+        "  options: {mail-user: me --uid=0}",
+        "  options: {mail-user: 'me#'}",
+        "  options: {comm: mine}",
         "  constraint: a100; rm -rf",
         "  stages: {b: {partition: gpu}}",
         "  stages: {a: {options: {nodes: '2'}}}",
@@ -147,6 +153,55 @@ def test_of_two_jobs_of_one_attempt_the_later_one_goes(tmp_path: Path, commands:
     _, calls = followed(tmp_path, commands)
     assert "scancel 8" in calls
     assert not any(call.startswith("sbatch") for call in calls)
+
+
+def test_what_slurm_fails_to_say_once_ends_no_stage_and_is_asked_again(
+    tmp_path: Path, commands: Path
+) -> None:
+    """squeue and scancel each fail with words that nobody knows; another job's comment has two lines."""
+    once = "[ -e '{0}' ] || {{ touch '{0}'; echo 'error: RPC limit exceeded' >&2; exit 1; }}"
+    told, end = f"'{commands}/told'", f"echo '{listed(tmp_path, 'CANCELLED')}'"
+    listing = f"printf '9|RUNNING|None|0|0|n1|mine|two\\nlines|\\n'; if [ -e {told} ]; then {end}; else "
+    listing += f"echo '{listed(tmp_path, 'PENDING')}'; fi"
+    first = f"'{commands}/first'"
+    asked = f"[ -e {first} ] || {{ touch {first}; {listing}; exit; }}"
+    stand_in(commands, "squeue", f"{asked}\n{once.format(commands / 'squeued')}\n{listing}")
+    stand_in(commands, "scancel", f"{once.format(commands / 'scancelled')}\ntouch {told}")
+    ended, calls = followed(tmp_path, commands, stopping=True)
+    assert ended.state == "cancelled", ended
+    assert calls.count("scancel 7") == 2
+
+
+def test_a_job_that_is_cancelled_near_its_limit_is_told_once_and_not_queued_again(
+    tmp_path: Path, commands: Path
+) -> None:
+    """The limit's signal comes while the ranks are being told."""
+    spec = pipeline_of("llm")
+    text = script(plan_of(spec, "train"), slurm_job(spec, "train"), "slurm.out")
+    told = f"'{commands}/told'"
+    step = f"cat >/dev/null; kill -USR2 $PPID; until [ -e {told} ]; do sleep 0.05; done; exit 5"
+    stand_in(commands, "srun", f'case "$*" in *--overlap*) kill -USR1 $PPID; touch {told};; *) {step};; esac')
+    stand_in(commands, "scontrol", "exit 1")
+    env = {**os.environ, "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+    done = subprocess.run(["bash"], input=text, env=env, text=True, check=False, timeout=120)
+    calls = (commands / "calls").read_text().splitlines()
+    assert done.returncode == 5
+    assert [call.split()[1] for call in calls if "--overlap" in call] == ["--overlap"]
+    assert not any(call.startswith("scontrol") for call in calls)
+
+
+def test_a_stage_that_cannot_go_on_is_not_queued_again_by_its_limit() -> None:
+    spec = pipeline_of("llm", "slurm.time=20 min")
+    texts = {name: script(plan_of(spec, name), slurm_job(spec, name), "o") for name in ("corpus", "train")}
+    assert ["--signal=B:USR1" in texts[name] for name in texts] == [False, True]
+
+
+def test_an_elastic_training_is_refused() -> None:
+    spec = pipeline_of("quickstart")
+    plan = plan_of(spec, "train")
+    plan = replace(plan, launch=replace(plan.launch, replicas=Replicas(1, 2)))
+    with pytest.raises(RenderError, match="elastic"):
+        script(plan, slurm_job(spec, "train"), "o")
 
 
 def test_a_stranger_of_the_same_name_is_not_adopted(tmp_path: Path, commands: Path) -> None:

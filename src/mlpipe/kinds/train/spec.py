@@ -117,7 +117,9 @@ class Profile(SpecModel):
     """Steps that torch's profiler traces, unasked."""
 
     at: f.Count = Field(description="The first of them; not the very first ones, which are slower.")
-    steps: f.Count = Field(5, description="How many.")
+    steps: f.HundredAtMost = Field(
+        5, description="How many: a trace of more is larger than any viewer likes."
+    )
     memory: bool = Field(False, description="Trace memory, too: on a GPU a snapshot of the allocator.")
 
 

@@ -66,7 +66,8 @@ def jobs(prefix: str) -> list[Job]:
     still remembers. Raises SubmitError."""
     asked = ",".join(f"{field}:|" for field in _FIELDS)
     text = run(["squeue", "--me", "--noheader", "--states=all", f"--Format={asked}"])
-    found = [_job(line) for line in text.splitlines() if line.strip()]
+    # Of the user's other jobs a name or comment may hold anything, ends of lines included.
+    found = [_job(line) for line in text.splitlines() if line.strip() and prefix in line]
     return sorted((job for job in found if job.name.startswith(prefix)), key=lambda job: job.id)
 
 
@@ -134,7 +135,7 @@ def run(argv: Sequence[str], *, stdin: str = "", folder: str | None = None) -> s
             cwd=folder,
             env=env,
             capture_output=True,
-            text=True,
+            encoding="utf-8",  # of the plan, whatever the locale says
             errors="replace",
             timeout=_COMMAND_SECONDS,
         )

@@ -114,7 +114,6 @@ class JobHandle(ThreadedHandle):
         while True:
             try:
                 job = self._one(self._jobs())
-                answered = time.monotonic()
                 missing = 0 if job is not None else missing + 1
                 if job is None and missing >= _GONE_POLLS:
                     return self._result_of_gone()
@@ -126,7 +125,8 @@ class JobHandle(ThreadedHandle):
                     interval = _FIRST_POLL_SECONDS if changed else min(interval * 1.3, _LAST_POLL_SECONDS)
                     self._note = why_waiting(job.id, job.state, job.reason) or _restarted(job)
                     self._act(job, asked)
-            except AwayError as error:
+                answered = time.monotonic()
+            except SubmitError as error:  # of any words: what Slurm fails to say does not end a job
                 if time.monotonic() - answered > _AWAY_SECONDS:
                     raise
                 self._note = error.message
@@ -141,24 +141,22 @@ class JobHandle(ThreadedHandle):
         return alive[0] if alive else (jobs[0] if jobs else None)
 
     def _act(self, job: Job, asked: set[tuple[int, int, str]]) -> None:
-        """What is asked of the job, once for each of its starts."""
+        """What is asked of the job, once for each of its starts; again where no answer came."""
 
-        def once(what: str) -> bool:
-            new = (job.id, job.restarts, what) not in asked
-            asked.add((job.id, job.restarts, what))
-            return new
+        def once(what: str, do: Callable[[int], None]) -> None:
+            if (job.id, job.restarts, what) not in asked:
+                do(job.id)
+                asked.add((job.id, job.restarts, what))
 
         if self._killing:
-            if once("kill"):
-                client.kill(job.id)
+            once("kill", client.kill)
         elif self._stopping:
             if job.state == "RUNNING":
-                if once("stop"):
-                    client.signal(job.id, "USR2")
-            elif job.state != "COMPLETING" and once("cancel"):
-                client.cancel(job.id)
-        elif job.state == "PENDING" and job.reason == "BeginTime" and job.restarts and once("start"):
-            client.start_now(job.id)
+                once("stop", lambda number: client.signal(number, "USR2"))
+            elif job.state != "COMPLETING":
+                once("cancel", client.cancel)
+        elif job.state == "PENDING" and job.reason == "BeginTime" and job.restarts:
+            once("start", client.start_now)
 
     def _wait(self, seconds: float) -> None:
         """Less when the stage is asked to stop meanwhile."""

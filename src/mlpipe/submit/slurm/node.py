@@ -74,7 +74,7 @@ def _run(plan: Plan, folder: Path) -> int:
     shutil.rmtree(folder, ignore_errors=True)  # of this job's start before, on this node
     try:
         folder.mkdir(mode=_PRIVATE, parents=True)
-        (folder / "plan.json").write_text(plan.to_json())
+        (folder / "plan.json").write_bytes(plan.to_json().encode())
         argv = [sys.executable, "-m", plan.kind.module]
         argv += ["--plan", str(folder / "plan.json"), "--scratch", str(folder / "scratch")]
         (folder / "scratch").mkdir()
