@@ -10,10 +10,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from mlpipe._core.optimizers import OPTIMIZERS
-from mlpipe.spec import kubernetes_rules, rules
+from mlpipe.spec import kubernetes_rules, rules, slurm
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.problems import Place, Problem, SpecErrors, closest
-from mlpipe.spec.tree import JSON_KEYS, MAX_BYTES, Ambiguous, Node, get, parse
+from mlpipe.spec.tree import JSON_KEYS, MAX_BYTES, Ambiguous, Node, parse
 
 
 def load_pipeline(path: str | Path, *, overrides: Sequence[str] = ()) -> Pipeline:
@@ -74,11 +74,7 @@ def _with_sweep(root: Node, name: str) -> tuple[Pipeline | None, list[Problem]]:
 def _check(root: Node, name: str, problems: list[Problem]) -> tuple[Pipeline | None, list[Problem]]:
     """Added to those that are known."""
     pipeline, more = _validate(root, name)
-    said = rules.check(root) + kubernetes_rules.check(root)
-    if get(root, "slurm") is not None:  # of few files, and every command reads one
-        from mlpipe.spec import slurm_rules
-
-        said += slurm_rules.check(root)
+    said = rules.check(root) + kubernetes_rules.check(root) + slurm.problems(root)
     ruled = _elsewhere(said, problems)
     return pipeline, problems + _elsewhere(_elsewhere(more, problems), ruled, but=("unknown key",)) + ruled
 
