@@ -138,6 +138,12 @@ def trained(tmp_path_factory):
         made.append(plan_of(f"{name}-again", name, attempt=2))
     made.append(plan_of("begun", steps=STEPS // 2))
     made.append(plan_of("begun", "int4", attempt=2))
+    made.append(plan_of("turned", "int8", steps=STEPS // 2))
+    turns = CompressPlan("powersgd", {"rank": 4}), CompressPlan("powersgd", {"rank": 2})
+    made += [
+        plan_of("turned", steps=STEPS // 2 + turn, attempt=1 + turn, compress=to)
+        for turn, to in enumerate(turns, start=1)
+    ]
     made.append(plan_of("grown", "int4", steps=STEPS // 2))
     plans.run_together(made, folder / "two")
     more = [plan_of("grown", "int4", attempt=2, world_size=4)]
@@ -188,3 +194,11 @@ def test_others_go_on_with_it(trained) -> None:
     plain = plans.losses(store, made["ddp", 1])[STEPS // 2 :]
     for run in ("begun", "grown"):
         assert plans.losses(store, made[run, 2]) == pytest.approx(plain, rel=2e-2), run
+
+
+def test_the_method_may_change_at_a_resume(trained) -> None:
+    """To one that keeps tensors of its own, and to one whose tensors have other shapes."""
+    made, store = trained
+    for turn in (1, 2):
+        (loss,) = plans.losses(store, made["turned", 1 + turn])
+        assert loss == pytest.approx(plans.losses(store, made["ddp", 1])[STEPS // 2 + turn - 1], rel=2e-2)

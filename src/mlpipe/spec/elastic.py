@@ -53,6 +53,13 @@ def _impossible(train: Node) -> Iterator[Problem]:
             yield problem_of_key(
                 slow, f"{key} keeps what only one replica has, and replicas come and go", f"remove {key}"
             )
+    asked = get(train, "communication")
+    if asked is not None and text_of(asked) == "on_demand":
+        yield Problem.at(
+            asked.place,
+            "on_demand is for workers that stay: nobody has tried it with nodes that come and go",
+            "write communication: resident, or one number of nodes",
+        )
     reading = get(train, "data", "workers")
     if reading is not None and reading.value != 0:
         yield problem_of_key(

@@ -10,6 +10,7 @@ training, and a checkpoint has it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -30,18 +31,21 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Leaves the module as it is: its gradients stay the rank's own until `after_backward`."""
     assert plan.compress is not None
     ranks = RankGroup.along("dp_replicate+cp", world, model.waits)
-    gradients = CompressedGradients(model.shards, ranks, averager_maker(plan.compress))
+    gradients = CompressedGradients(model.shards, ranks, averager_maker(plan.compress), asdict(plan.compress))
     model.after_backward, model.kept = gradients.average, gradients
     model.step_metrics = gradients.end_step
 
 
 class CompressedGradients:
     """Of those of `shards` that are trained, bucket by bucket. Buffers that a forward may write are rank 0's,
-    as DDP sends them. `kept` of a model."""
+    as DDP sends them. `kept` of a model. `method`: name and arguments of what `make` makes."""
 
-    def __init__(self, shards: Sequence[LocalShard], ranks: RankGroup, make: MakeAverager) -> None:
+    def __init__(
+        self, shards: Sequence[LocalShard], ranks: RankGroup, make: MakeAverager, method: dict[str, Any]
+    ) -> None:
         trained = [shard for shard in shards if shard.parameter is not None and shard.parameter.requires_grad]
-        self.link = Link(ranks)
+        self.link, self.method = Link(ranks), method
+        self.loads_states = True  # of averagers: those of another method fit none of this one
         self.rows = RankRows(ranks.rank, ranks.num_ranks)
         self.buckets = [
             _Bucket(some, make, ranks.num_ranks)
@@ -73,7 +77,7 @@ class CompressedGradients:
                 kept += self.rows.row(
                     LocalShard(f"optim.{shard.name}.unsent", unsent, shard.shape, shard.offset)
                 )
-            if self.rows.is_loading_nothing:
+            if self.rows.is_loading_nothing or not self.loads_states:
                 continue
             for index, tensor in bucket.averager.states().items():
                 shape = tuple(tensor.shape)
@@ -81,16 +85,18 @@ class CompressedGradients:
         return kept
 
     def scalars(self) -> dict[str, Any]:
-        """How many ranks have something that they have not told."""
-        return {"num_ranks": self.rows.num_ranks}
+        """How many ranks have something that they have not told, and what averaged it."""
+        return {"num_ranks": self.rows.num_ranks, "method": self.method}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Of the checkpoint that is to be loaded; empty: gradients were not compressed then."""
         self.rows.begin_load(scalars.get("num_ranks", 0))
+        self.loads_states = scalars.get("method") == self.method
 
     def after_load(self) -> None:
         """When `state` was filled."""
         self.rows.after_load()
+        self.loads_states = True
 
 
 class _Bucket:
