@@ -9,15 +9,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit import plans, processes
 from kit.command_runs import until
 
+from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import Entry, ModelPlan, Replicas
 from mlpipe.store import catalogue, replicas
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.data import MicrobatchLoader
+from mlpipe.train.replicas.elastic_loop import ElasticLoop
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 STEPS = 120
@@ -125,3 +128,26 @@ def test_killed_and_joined_while_the_others_go_on(tmp_path, tokens):
     expected, got = plans.losses(tmp_path / "alone", alone), plans.losses(tmp_path / "store", plan)
     assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(expected, got, strict=True)), (expected, got)
     assert catalogue.latest(store, plan.stage_key).step == STEPS
+
+
+@pytest.mark.parametrize(
+    ("buffer", "refused"), [(torch.zeros(2), True), (torch.zeros(2, dtype=torch.int64), False)]
+)
+def test_running_averages_of_each_replica_are_refused(buffer, refused):
+    def forward_backward(batches):
+        buffer.add_(1)
+        return "sums"
+
+    loop = object.__new__(ElasticLoop)
+    loop.model = SimpleNamespace(shards=[SimpleNamespace(name="norm.mean", is_buffer=True, local=buffer)])
+    loop.plan = SimpleNamespace(model=SimpleNamespace(build=SimpleNamespace(entry="mine:build")))
+    loop.schedule = SimpleNamespace(forward_backward=forward_backward)
+    committed = []
+    loop.replicas = SimpleNamespace(commit=lambda number, sums: committed.append((number, sums)))
+    if refused:
+        with pytest.raises(TrainError, match=r"norm\.mean") as caught:
+            loop.gradients(1, [])
+        assert caught.value.kind == "input"
+    else:
+        loop.gradients(1, [])
+    assert committed == ([] if refused else [(1, "sums")])

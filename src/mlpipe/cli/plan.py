@@ -193,7 +193,17 @@ def _choice(plan: Plan, train: TrainPlan) -> list[str]:
     )
     launch = plan.launch
     waiting = "" if train.communication == "collective" else f"; communication: {train.communication}"
+    replicas = launch.replicas
+    each = (
+        [
+            f"  elastic, {replicas.fewest} to {replicas.most} nodes: all here is of one node that has the "
+            "whole batch, its time and cost too"
+        ]
+        if replicas is not None
+        else []
+    )
     return [
+        *each,
         f"  {train.reason}",
         f"  {launch.num_nodes} x {launch.nproc_per_node} workers on {launch.device}; mesh: {mesh}{waiting}",
         f"  batch {train.global_batch} = micro-batch {train.micro_batch} x {train.mesh.num_data_ranks} data "

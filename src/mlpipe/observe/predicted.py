@@ -31,11 +31,11 @@ def measured(stage: StageView) -> tuple[float, float] | None:
 
 def predicted_usd(stage: StageView) -> float | None:
     """What the steps that are done should have cost, on the ranks and at the price of the last plan; None
-    without a prediction or a price."""
+    without a prediction or a price, and of an elastic training, whose ranks come and go."""
     plan, training = stage.plan, stage.training
     if plan is None or training is None or training.predicted is None or not stage.lead.steps:
         return None
-    if plan.price_usd_per_device_hour is None:
+    if plan.price_usd_per_device_hour is None or plan.launch.replicas is not None:
         return None
     num_steps = stage.lead.steps[-1].step
     rank_seconds = num_steps * training.predicted.step_seconds * training.mesh.world_size
@@ -57,13 +57,16 @@ def comparison(stage: StageView) -> Piece | None:
             format_bytes(memory),
             _error(plan.predicted.memory_bytes, memory),
         ],
-        [
-            "seconds a step",
-            format_step_seconds(plan.predicted.step_seconds),
-            format_step_seconds(seconds),
-            _error(plan.predicted.step_seconds, seconds),
-        ],
     ]
+    if stage.plan is None or stage.plan.launch.replicas is None:  # else it is of one that has the whole batch
+        rows.append(
+            [
+                "seconds a step",
+                format_step_seconds(plan.predicted.step_seconds),
+                format_step_seconds(seconds),
+                _error(plan.predicted.step_seconds, seconds),
+            ]
+        )
     told, spent = predicted_usd(stage), stage.ledger.cost_usd if stage.ledger is not None else None
     if told is not None and spent:  # the plan knows steps; what was paid has starts, saves and lost work too
         num = stage.lead.steps[-1].step
@@ -82,13 +85,14 @@ def _error(predicted: float, real: float) -> str:
 
 def compared(store: Store, run_id: str, predict: Callable[[Plan], Candidate]) -> list[Compared]:
     """The run's finished training stages that had a prediction, beside what `predict` says of them now: they
-    may have been planned by other figures than those that are to be corrected. Raises StoreError."""
+    may have been planned by other figures than those that are to be corrected. Not of elastic ones: they are
+    planned as one replica, and ran as several. Raises StoreError."""
     rows = []
     for stage in view_run(store, run_id).stages:
         plan, training, real = stage.plan, stage.training, measured(stage)
         if plan is None or training is None or training.predicted is None:
             continue
-        if real is None or stage.state.state != "done":
+        if real is None or stage.state.state != "done" or plan.launch.replicas is not None:
             continue
         told = predict(plan)
         assert told.memory is not None

@@ -252,7 +252,9 @@ def _ledger(stage: StageView, records: Mapping[int, Mapping[int, list[Record]]])
         mesh, hung = view.plan.work.training.mesh, view.outcome.get("cause") == "hang"
         counting = frozenset(filter(mesh.holds_loss, range(mesh.world_size)))
         attempts.append(Attempt(began, launched, ended, mesh.world_size, own, hung, counting))
-    return account(attempts, plan.price_usd_per_device_hour)
+    # Of an elastic training the first replica is counted: how long which others were paid, nobody has summed.
+    price = plan.price_usd_per_device_hour if plan.launch.replicas is None else None
+    return account(attempts, price)
 
 
 def _readable(store: Store, key: str, parse: Callable[[bytes], T], problems: list[str]) -> T | None:

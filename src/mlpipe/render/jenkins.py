@@ -105,6 +105,13 @@ def jenkinsfile(
             where=spec,
             hint="run mlpipe render at the top, with a relative path",
         )
+    for one in pipeline.stages:
+        if one.resources is not None and one.resources.replicas is not None:
+            raise RenderError(
+                "an elastic training is for `mlpipe run` and the backend local, not for a build",
+                where=f"stage {one.name!r}",
+                hint=f"write one number of nodes: {one.resources.replicas[1]}",
+            )
     levels = _levels(pipeline)
     sweep, looped = pipeline.sweep, len(pipeline.stages) > MAX_STAGES
     stages = _loop(pipeline) if looped else _stages(pipeline, levels)

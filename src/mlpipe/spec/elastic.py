@@ -37,9 +37,35 @@ def problems(stage: Node) -> Iterator[Problem]:
 
 
 def _impossible(train: Node) -> Iterator[Problem]:
-    pp = get(train, "mesh", "pp")
-    if pp is not None and pp.value != 1:
-        yield problem_of_key(pp, "nodes that come and go hold whole models, and pp cuts them", "make pp 1")
+    for axis in ("pp", "cp", "tp", "ep"):
+        size = get(train, "mesh", axis)
+        if size is not None and size.value != 1:
+            yield problem_of_key(
+                size,
+                f"nodes that come and go have the data axes alone, and {axis} is none",
+                f"make {axis} 1, or write one number of nodes",
+            )
+    asked = get(train, "communication")
+    if asked is not None and text_of(asked) in ("resident", "on_demand"):
+        yield problem_of_key(
+            asked,
+            f"nodes that come and go do not have communication: {asked.value} within",
+            "write communication: collective",
+        )
+    deterministic = get(train, "deterministic")
+    if deterministic is not None and deterministic.value is True:
+        yield problem_of_key(
+            deterministic,
+            "who takes part in which step differs each time, and with it the last digits of sums",
+            "remove deterministic, or write one number of nodes",
+        )
+    stop = get(train, "validate", "stop")
+    if stop is not None and stop.value is not None:
+        yield problem_of_key(
+            stop,
+            "each node measures for itself, and may see another end than the others",
+            "remove stop, or write one number of nodes",
+        )
     preset = get(train, "model", "preset")
     if (text_of(preset) or "").startswith("moe-") and preset is not None:
         yield problem_of_key(
@@ -53,13 +79,6 @@ def _impossible(train: Node) -> Iterator[Problem]:
             yield problem_of_key(
                 slow, f"{key} keeps what only one replica has, and replicas come and go", f"remove {key}"
             )
-    asked = get(train, "communication")
-    if asked is not None and text_of(asked) == "on_demand":
-        yield Problem.at(
-            asked.place,
-            "on_demand is for workers that stay: nobody has tried it with nodes that come and go",
-            "write communication: resident, or one number of nodes",
-        )
     reading = get(train, "data", "workers")
     if reading is not None and reading.value != 0:
         yield problem_of_key(
@@ -71,6 +90,18 @@ def _impossible(train: Node) -> Iterator[Problem]:
             splits,
             "a stream cannot be dealt to nodes that come and go",
             "use a data set with [i], or one number of nodes",
+        )
+
+
+def strategy_problem(stage: Node, tried: tuple[str, ...]) -> Iterator[Problem]:
+    """`tried`: strategies of the workers of a node that may come and go, with `auto`."""
+    nodes, strategy = get(stage, "resources", "nodes"), get(stage, "train", "strategy")
+    name = text_of(strategy) if strategy is not None else None
+    if nodes is None or strategy is None or name is None or ".." not in (text_of(nodes) or ""):
+        return
+    if name not in ("auto", *tried):
+        yield problem_of_key(
+            strategy, f"nodes that come and go do not have {name} within", f"write one of {', '.join(tried)}"
         )
 
 

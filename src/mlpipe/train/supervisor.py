@@ -120,7 +120,7 @@ class Supervisor:
         scratch.mkdir(exist_ok=True)
         env = {
             **os.environ,
-            environment.COORDINATOR: f"{_ADDRESS}:{self.coordinator.port}",
+            environment.COORDINATOR: self.coordinator.where,
             environment.REPLICA: str(number),
             environment.SUPERVISOR: str(os.getpid()),
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlpipe.train.replicas.coordinator import Coordinator
 from mlpipe.train.replicas.membership import Membership
 
 pytestmark = pytest.mark.unit
@@ -198,3 +201,56 @@ def test_a_sum_that_failed_on_one_replica_counts_on_none():
         vote(membership, number, ok=number != 1)
     assert {one["commit"] for one in replies(membership).values()} == {False}
     assert (membership.quorum, membership.committed) == (None, None)
+
+
+def test_who_asks_again_over_another_connection_has_one_reply():
+    membership = formed()
+    vote(membership, 0)
+    membership.connect(0, 0, "a")  # before it is known that the one before has ended
+    for number in (1, 2):
+        vote(membership, number)
+    assert replies(membership) == {}
+    vote(membership, 0)
+    assert {number for number, _ in replies(membership)} == {0, 1, 2}
+    vote(membership, 0)
+    assert replies(membership) == {(0, 0): {"commit": True, "void": False, "leaving": []}}
+
+
+def test_who_missed_that_one_leaves_hears_it_too():
+    membership = formed()
+    for number in range(3):
+        vote(membership, number, leaves=number == 2)
+    membership.take_replies()
+    vote(membership, 1)
+    assert replies(membership) == {(1, 0): {"commit": True, "void": True, "leaving": [2]}}
+
+
+def test_nobody_waits_for_a_rank_that_could_not_reach_the_others():
+    membership = formed()
+    membership.receive(0, 0, {"ask": "ready", "quorum": 1, "step": "all are whole"})
+    membership.receive(1, 0, {"ask": "spoil", "quorum": 1})
+    assert replies(membership) == {(0, 0): {"void": True}, (1, 0): {}}
+    membership.receive(2, 0, {"ask": "spoil", "quorum": 1})  # it had not heard
+    assert replies(membership) == {(2, 0): {}}
+
+
+def test_strangers_do_no_harm_to_a_coordinator_and_are_not_heard():
+    membership = Membership(1, 1, 2, 1)
+    coordinator = Coordinator(membership, "127.0.0.1", 0, 900.0)
+    token, _, where = coordinator.where.partition("@")
+    host, _, port = where.partition(":")
+    hello = b'{"hello": [0, 0], "life": "a"}\n'
+    join = b'{"ask": "join", "step": 0}\n'
+    known = token.encode()
+    all_garbage = [b"\0" * 100, b"x" * len(token) + hello, b"GET / HTTP/1.1\r\n\r\n" * 9]
+    all_garbage += [known + b"[]\n", known + b'{"hello": []}\n', known + b"7\n"]
+    for garbage in all_garbage:
+        with socket.create_connection((host, int(port)), timeout=10.0) as stranger:
+            stranger.sendall(garbage)
+            with contextlib.suppress(ConnectionError):
+                assert stranger.recv(1) == b"", "closed, without a word"
+    assert membership.quorums == []
+    assert membership.waits_for().startswith("0 of")
+    with socket.create_connection((host, int(port)), timeout=10.0) as rank:
+        rank.sendall(known + hello + join)
+        assert b'"quorum": 1' in rank.recv(1000)

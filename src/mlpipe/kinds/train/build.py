@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mlpipe.kinds.train.spec import Train
+from mlpipe._core.errors import PlanError
+from mlpipe.kinds.train.spec import ELASTIC, Train
 from mlpipe.plan.launch import Given, workers
 from mlpipe.plan.plan import Launch, Replicas, TrainPlan
 from mlpipe.plan.training import train_plan
@@ -18,4 +19,14 @@ def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[TrainPlan, Lau
     port = None if spec.metrics_port == "off" else spec.metrics_port
     launch = workers(stage, given, training, saves=True, max_restarts=spec.max_restarts, metrics_port=port)
     replicas = stage.resources.replicas if stage.resources is not None else None
-    return training, launch if replicas is None else replace(launch, replicas=Replicas(*replicas))
+    if replicas is None:
+        return training, launch
+    if training.strategy not in ELASTIC or training.communication != "collective":
+        what = training.strategy if training.strategy not in ELASTIC else training.communication
+        raise PlanError(
+            f"{what} is the fastest that fits, and nodes that come and go do not have it within",
+            where=f"stage {stage.name!r}",
+            hint=f"write communication: collective and one of strategy: {', '.join(ELASTIC)}; "
+            "or one number of nodes",
+        )
+    return training, replace(launch, replicas=Replicas(*replicas))

@@ -12,7 +12,7 @@ from mlpipe._core import meshes
 from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.pipelines import DEFAULT, stages_per_rank
 from mlpipe._core.units import parse_seconds
-from mlpipe.spec import data, feasibility, links, pipelines, starting, tracking, validation
+from mlpipe.spec import data, elastic, feasibility, links, pipelines, starting, tracking, validation
 from mlpipe.spec import fields as f
 from mlpipe.spec import optimizer as optimizers
 from mlpipe.spec.base import SpecModel
@@ -43,6 +43,8 @@ DATA_AXES: dict[str, tuple[str, ...]] = {
 }
 # Strategies that have what these keys need.
 _WITH_COPIES = {"compress": ("single", "ddp", "zero1"), "update": ("single", "ddp", "hsdp")}
+# Of the workers of one node of an elastic training.
+ELASTIC: tuple[str, ...] = ("single", "ddp", "fsdp")
 _WITH_SHARDS = tuple(name for name, axes in DATA_AXES.items() if axes == ("dp_shard",))
 _TINY_SEQ_LEN = 64
 _SHORTEST_HANG_SECONDS = 1.0  # the watchdog looks twice a second
@@ -274,6 +276,7 @@ def _problems(stage: Node) -> Iterator[Problem]:
         from mlpipe.spec import communication  # of few files
 
         yield from communication.problems(stage, _WITH_SHARDS)
+    yield from elastic.strategy_problem(stage, ELASTIC)
     yield from data.problems(train)
     yield from tracking.problems(train)
     yield from validation.problems(train)

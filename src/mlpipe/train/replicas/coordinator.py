@@ -1,14 +1,17 @@
 """Serves a Membership over TCP: a JSON object a line in both directions, one connection a rank.
 
-A rank says hello, then asks, a request at a time, and says each second that it is there: when the connection
-ends, or nothing comes for `LOST_SECONDS` (a stopped process, a cut cable), the rank is lost.
+A rank says the token of its environment and hello, then asks, a request at a time, and says each second
+that it is there: when the connection ends, or nothing comes for `LOST_SECONDS` (a stopped process, a cut
+cable), the rank is lost. Who does not know the token is not heard.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
+import secrets
 import threading
 import time
 
@@ -19,6 +22,7 @@ LOST_SECONDS = 15.0
 # The first quorum waits so long for replicas beyond the fewest.
 _FIRST_SECONDS = 60.0
 _TICK_SECONDS = 0.5
+_HELLO_SECONDS = 5.0  # for a stranger to go away
 _LINE_BYTES = 2**26  # scalars of a state
 
 
@@ -28,6 +32,7 @@ class Coordinator:
 
     def __init__(self, membership: Membership, address: str, port: int, lonely_seconds: float) -> None:
         self.membership = membership
+        self.token = secrets.token_hex(16)  # whoever connects says it first
         self._lonely_seconds = lonely_seconds
         self._writers: dict[Rank, asyncio.StreamWriter] = {}
         self._heard: dict[Rank, float] = {}
@@ -35,16 +40,18 @@ class Coordinator:
         self._began = self._lonely_since = time.monotonic()
         serving = asyncio.start_server(self._serve, address, port, limit=_LINE_BYTES)
         server = self._loop.run_until_complete(serving)
-        self.port: int = server.sockets[0].getsockname()[1]
+        port = server.sockets[0].getsockname()[1]
+        self.where = f"{self.token}@{address}:{port}"  # for the environment of ranks
         self._ticking = self._loop.create_task(self._tick())
         threading.Thread(target=self._loop.run_forever, name="coordinator", daemon=True).start()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         who: Rank | None = None
         try:
-            hello = json.loads(await reader.readline() or "{}")
-            if "hello" not in hello:
-                return
+            async with asyncio.timeout(_HELLO_SECONDS):
+                if not hmac.compare_digest(await reader.readexactly(len(self.token)), self.token.encode()):
+                    return
+                hello = json.loads(await reader.readline())
             who = (hello["hello"][0], hello["hello"][1])
             if (before := self._writers.pop(who, None)) is not None:
                 before.close()
@@ -57,8 +64,8 @@ class Coordinator:
                 if "ask" in message:
                     self.membership.receive(*who, message)
                     self._send()
-        except (OSError, ValueError, KeyError, asyncio.IncompleteReadError):
-            pass  # what is no rank of ours, or is gone
+        except (OSError, ValueError, LookupError, TypeError, EOFError):
+            pass  # what is no rank of ours, or is gone; a timeout is an OSError
         finally:
             if who is not None and self._writers.get(who) is writer:
                 self._lose(who, f"replica {who[0]} was lost")

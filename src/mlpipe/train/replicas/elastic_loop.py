@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.data import Microbatch, MicrobatchLoader
 from mlpipe.train.loop import Loop
@@ -31,6 +33,7 @@ class ElasticLoop(Loop):
     """Of one replica. The one that leads writes the checkpoints."""
 
     replicas: Replicas = field(default_factory=lambda: cast(Replicas, None))
+    looked: bool = False  # at whether the model writes its buffers
 
     def step(self) -> tuple[bool, bool]:
         """Until it is committed."""
@@ -56,16 +59,34 @@ class ElasticLoop(Loop):
         self.reader.forget()
 
     def gradients(self, number: int, batches: Sequence[Microbatch]) -> LossSum:
-        """Of all replicas."""
+        """Of all replicas. Raises TrainError (input) if the model keeps running averages in buffers: each
+        replica would have its own. Counters are the same."""
+        buffers = [one for one in self.model.shards if one.is_buffer and one.local.is_floating_point()]
+        buffers = buffers if not self.looked else []
+        before = [one.local.clone() for one in buffers]
         sums = super().gradients(number, batches)
+        self.looked = True
+        for one, was in zip(buffers, before, strict=True):
+            if not torch.equal(one.local, was):
+                raise TrainError(
+                    f"the model writes its buffer {one.name!r} in forward, and nodes that come and go would "
+                    "each have another",
+                    where=self.plan.model.build.entry,
+                    hint="take a norm without running averages, or write one number of nodes",
+                    kind="input",
+                )
         self.replicas.commit(number, sums)
         return sums
 
     def total(self, totals: Tensor) -> None:
-        """Of all replicas; a replica stops if it was asked to before the step was committed."""
+        """Of all replicas; a replica stops if it was asked to before the step was committed. Its ranks go the
+        same way afterwards: one of them may have heard of the commit after the quorum was void."""
         totals[[0, 1, 3]] = self.replicas.totals
         totals[4] = float(self.replicas.leaves)
-        dist.all_reduce(totals)
+        told = torch.cat([totals, totals.new_tensor([float(self.replicas.void)])])
+        dist.all_reduce(told)
+        totals.copy_(told[:-1])
+        self.replicas.void = bool(told[-1])
 
     def save(self, *, best: bool = False) -> None:
         """One replica is enough."""
@@ -77,13 +98,17 @@ class ElasticLoop(Loop):
         does."""
         while True:
             super().finish_saving()
-            try:
-                if not self.replicas.void:
-                    self.replicas.meet("the end")
+            if self.replicas.void:
                 return
+            met = True
+            try:
+                self.replicas.meet("the end")
             except MembershipChanged:
-                self.rejoin()
-                self.save()
+                met = False
+            if self.replicas.agreed(met):
+                return
+            self.rejoin()
+            self.save()
 
 
 def enter(

@@ -28,7 +28,6 @@ class Exchange:
 
     def __init__(self, member: Member, quorum: int, index: int, size: int) -> None:
         """Raises MembershipChanged."""
-        self.member, self.quorum, self.index, self.size = member, quorum, index, size
         self._group: dist.ProcessGroup | None = None
         if size > 1:
             seconds = _LOST_SECONDS + _BUCKET_BYTES / _LEAST_BYTES_PER_SECOND

@@ -26,7 +26,8 @@ class Member:
     def __init__(self, replica: int, rank: int, life: str, beat: Callable[[], None]) -> None:
         self.replica, self.rank, self.life = replica, rank, life
         self.beat = beat
-        host, _, port = os.environ[environment.COORDINATOR].rpartition(":")
+        self._token, _, where = os.environ[environment.COORDINATOR].partition("@")
+        host, _, port = where.rpartition(":")
         self._address = host, int(port)
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
@@ -74,7 +75,7 @@ class Member:
                     made.settimeout(BEAT_SECONDS)
                     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     hello = {"hello": [self.replica, self.rank], "life": self.life}
-                    made.sendall(json.dumps(hello).encode() + b"\n")
+                    made.sendall(self._token.encode() + json.dumps(hello).encode() + b"\n")
                     self._socket, self._received = made, b""
                     return
                 if time.monotonic() > deadline:

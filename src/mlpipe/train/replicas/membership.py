@@ -7,6 +7,8 @@ ranks that are there `join` the next one. A step goes through two meetings of al
     ready    all have their gradients: the sum over replicas may begin, and nobody waits in it for a slow one
     vote     all have the sum, or some have not: the step is committed on all of them or on none
 
+A rank that comes to neither says `spoil`, so that nobody waits for it.
+
 There is one coordinator, and a step counts only when it says so: two parts of a divided network cannot both
 go on. Whoever missed what it said asks again (`vote` may be repeated), and is healed if it is behind.
 """
@@ -45,6 +47,7 @@ class Membership:
         self.quorum: Quorum | None = None
         self.quorums: list[Quorum] = []
         self.committed: tuple[int, int] | None = None  # number of the quorum, step
+        self._left: list[int] = []  # who left after the step that was committed last
         self.reason = "the training begins"
         self._last: tuple[int, ...] = ()  # members of the quorum before
         self._lives: dict[Rank, str] = {}  # which life of its replica a connected rank is of
@@ -60,6 +63,9 @@ class Membership:
             for other in [other for other in self._lives if other[0] == replica]:
                 self.disconnect(*other, why=f"replica {replica} was started again")
         self._lives[replica, rank] = life
+        self._asked.pop(
+            (replica, rank), None
+        )  # it asks again, and a second reply would be taken for another's
 
     def disconnect(self, replica: int, rank: int, why: str) -> None:
         """A rank is gone, or has been silent for too long."""
@@ -77,14 +83,19 @@ class Membership:
             self._set(message)
             self._reply(who, {})
             return
+        if what == "spoil":
+            if current is not None and current.number == message["quorum"]:
+                self._void(f"replica {replica} has to begin again" if current.step >= 0 else current.why)
+            self._reply(who, {})
+            return
         self._asked[who] = message
         if what == "join":
             if current is not None and replica in current.members:
                 self._void(f"replica {replica} has to begin again" if current.step >= 0 else current.why)
             self._form()
         elif what == "vote" and self.committed == (message["quorum"], message["step"]):
-            if current is None or current.number != message["quorum"]:
-                self._reply(who, {"commit": True, "void": True, "leaving": []})  # it had missed that
+            void = current is None or current.number != message["quorum"]
+            self._reply(who, {"commit": True, "void": void, "leaving": self._left})  # it had missed that
         elif current is None or message["quorum"] != current.number:
             self._reply(who, {"void": True})
         elif what == "get":
@@ -133,7 +144,7 @@ class Membership:
         newcomers = [replica for replica in self._joined() if replica not in members]
         grows = bool(newcomers) and len(staying) < self.most
         if commit:
-            self.committed = self.quorum.number, message["step"]
+            self.committed, self._left = (self.quorum.number, message["step"]), leaving
         void = not commit or grows or bool(leaving)
         for who in asked:
             self._reply(who, {"commit": commit, "void": void, "leaving": leaving})

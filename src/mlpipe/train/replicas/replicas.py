@@ -10,7 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.optim.update import Update, after_load
@@ -38,6 +40,7 @@ class Replicas:
         life = f"{os.environ['MASTER_PORT']}-{session.process.restart}"
         self.member = Member(session.replica, session.world.rank, life, session.watchdog.still)
         self.session, self.plan, self.model, self.update, self.loader = session, plan, model, update, loader
+        self.quorum = 0
         self.members: list[int] = []
         self.leaving: list[int] = []
         self.void = True
@@ -69,15 +72,21 @@ class Replicas:
         while True:
             self.session.watchdog.beat("waiting for the other replicas", max(position.step, 0), waiting=True)
             reply = self.member.ask("join", step=position.step if healthy else _NOTHING)
-            self.members, self.leaving, self.void = reply["members"], [], False
+            self.quorum, self.members, self.leaving, self.void = reply["quorum"], reply["members"], [], False
             index, size = self.members.index(self.member.replica), len(self.members)
             world, self.session.num_replicas = self.session.world, size
             self.loader.share = (index * world.num_data_ranks + world.data_rank, size * world.num_data_ranks)
             steps = reply["steps"]
             highest = max(steps)
             behind = [one for one, step in enumerate(steps) if step < highest]
+            if highest == _NOTHING and (position.step != _NOTHING or not healthy):
+                raise TrainError(  # who begins anew has the weights of the seed, or of a checkpoint
+                    f"replica {self.member.replica} was half healed when those who had the state were lost",
+                    kind="infrastructure",
+                )
+            met = True
             try:
-                self.exchange = Exchange(self.member, reply["quorum"], index, size)
+                self.exchange = Exchange(self.member, self.quorum, index, size)
                 if index == (donor := steps.index(highest)):
                     self._heal(position, behind)
                 elif index in behind:
@@ -87,8 +96,9 @@ class Replicas:
                 # else ranks of one replica would go different ways where only some have met the others
                 self.meet("all are whole")
             except MembershipChanged:
-                continue
-            return position if healthy else Position(step=_NOTHING)
+                met = False
+            if self.agreed(met):
+                return position
 
     def commit(self, number: int, sums: LossSum) -> None:
         """Sums gradients and `sums` over the replicas, or raises MembershipChanged with garbage in the
@@ -103,13 +113,12 @@ class Replicas:
                 gradient = shard.gradient()
                 assert gradient is not None
                 gradients.append(gradient)
-        quorum = self.exchange.quorum
         self.session.watchdog.beat("waiting for the other replicas", number, waiting=True)
         with self._waiting():
-            self._agree(number, quorum, gradients)
+            self._agree(number, gradients)
 
-    def _agree(self, number: int, quorum: int, gradients: list[torch.Tensor]) -> None:
-        if self.member.ask("ready", quorum=quorum, step=number)["void"]:
+    def _agree(self, number: int, gradients: list[torch.Tensor]) -> None:
+        if self.member.ask("ready", quorum=self.quorum, step=number)["void"]:
             raise MembershipChanged
         ok = True
         try:
@@ -117,14 +126,25 @@ class Replicas:
         except MembershipChanged:
             ok = False
         leaves = self.session.stop.requested()
-        vote = self.member.ask("vote", quorum=quorum, step=number, ok=ok, leaves=leaves)
+        vote = self.member.ask("vote", quorum=self.quorum, step=number, ok=ok, leaves=leaves)
         if not vote.get("commit"):
             raise MembershipChanged
         self.void, self.leaving = vote["void"], vote["leaving"]
 
+    def agreed(self, met: bool) -> bool:
+        """Whether all ranks of this replica have met the others. One may have been stopped when they were
+        told so, and hear that the quorum is void: then all of them take part anew."""
+        if self.session.world.size == 1:
+            return met
+        if not met:  # nobody waits for this rank in what it has left
+            self.member.ask("spoil", quorum=self.quorum)
+        missed = torch.tensor([float(not met)])
+        dist.all_reduce(missed)
+        return not missed.item()
+
     def meet(self, where: str) -> None:
         """Until all have come there. Raises MembershipChanged."""
-        if self.member.ask("ready", quorum=self.exchange.quorum, step=where)["void"]:
+        if self.member.ask("ready", quorum=self.quorum, step=where)["void"]:
             raise MembershipChanged
 
     @contextmanager
@@ -147,12 +167,12 @@ class Replicas:
             "optimizer": optimizer_scalars(self.plan.optimizer, [self.update.scalars()]),
             **self.more_scalars(),
         }
-        self.member.ask("set", quorum=self.exchange.quorum, key=self._key, value=json.dumps(scalars))
+        self.member.ask("set", quorum=self.quorum, key=self._key, value=json.dumps(scalars))
         for index in behind:
             self.exchange.send([item.local for item in stored(self.model, self.update)], index)
 
     def _healed(self, donor: int) -> Position:
-        reply = self.member.ask("get", quorum=self.exchange.quorum, key=self._key)
+        reply = self.member.ask("get", quorum=self.quorum, key=self._key)
         if "value" not in reply:
             raise MembershipChanged
         scalars = json.loads(reply["value"])
