@@ -30,26 +30,35 @@ def command(session: CliSession, run_id: str, nodes: int, stage: str | None) -> 
         raise SubmitError(
             f"no stage {stage!r} runs", where=run_id, hint=f"see mlpipe status {run_id}", kind="input"
         )
+    elastic = {}
     for name in sorted(running if stage is None else {stage}):
-        plan = Plan.from_json(store.get(f"{run.attempt_key(name)}/plan.json"))
-        limits = plan.launch.replicas
-        if limits is None:
-            continue
-        if not limits.fewest <= nodes <= limits.most:
-            raise SubmitError(
-                f"{nodes} is not between the {limits.fewest} and {limits.most} nodes of stage {name!r}",
-                where=run_id,
-                hint="write one of these, or resume with another range: --set resources.nodes=2..8",
-                kind="input",
-            )
-        replicas.want(store, run.attempt_key(name), nodes)
-        session.result(
-            {"run_id": run_id, "stage": name, "nodes": nodes}, f"{run_id}  {name} goes on with {nodes} nodes"
+        key = f"{run.attempt_key(name)}/plan.json"
+        replicas_of = Plan.from_json(store.get(key)).launch.replicas if store.exists(key) else None
+        if replicas_of is not None:
+            elastic[name] = replicas_of
+    if not elastic:
+        raise SubmitError(
+            "no elastic training runs",
+            where=run_id,
+            hint="an elastic one has a range: resources: {nodes: 2..8}",
+            kind="input",
         )
-        return
-    raise SubmitError(
-        "no elastic training runs",
-        where=run_id,
-        hint="an elastic one has a range: resources: {nodes: 2..8}",
-        kind="input",
+    if len(elastic) > 1:
+        raise SubmitError(
+            f"several elastic trainings run: {', '.join(elastic)}",
+            where=run_id,
+            hint="add --stage",
+            kind="input",
+        )
+    ((name, limits),) = elastic.items()
+    if not limits.fewest <= nodes <= limits.most:
+        raise SubmitError(
+            f"{nodes} is not between the {limits.fewest} and {limits.most} nodes of stage {name!r}",
+            where=run_id,
+            hint=f"write one of them, or resume with --set stages.{name}.resources.nodes=A..B",
+            kind="input",
+        )
+    replicas.want(store, run.attempt_key(name), nodes)
+    session.result(
+        {"run_id": run_id, "stage": name, "nodes": nodes}, f"{run_id}  {name} is told to have {nodes} nodes"
     )
