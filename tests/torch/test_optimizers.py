@@ -29,7 +29,7 @@ from mlpipe.train.optim.learning_rate import check_schedule, learning_rate
 from mlpipe.train.optim.make import make_update
 from mlpipe.train.optim.update import after_load
 from mlpipe.train.reshard import load
-from mlpipe.train.resuming import _load_optimizer
+from mlpipe.train.resuming import load_optimizer
 from mlpipe.train.shards import LocalShard, clear_gradients
 
 pytestmark = pytest.mark.torch
@@ -410,7 +410,7 @@ def test_a_checkpoint_of_other_groups_is_refused() -> None:
         grouped.load_scalars(plain.scalars())
     saved = {"step": 3, "optimizer": {"name": "adamw", "scalars": grouped.scalars()}}
     with pytest.raises(TrainError, match="had groups of parameters, there are none now"):
-        _load_optimizer(plan, plain, saved, "run")
+        load_optimizer(plan, plain, saved, "run", False)
 
 
 # -- an average, schedules, clipping --------------------------------------------------------------

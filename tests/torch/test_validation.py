@@ -281,7 +281,9 @@ def test_a_best_one_that_is_gone_need_not_be_beaten(monkeypatch, left, expected)
     monkeypatch.setattr(catalogue, "best", lambda store, stage_key: found)
     monkeypatch.setattr(catalogue, "read_best", lambda store, key: {} if left == 15 else marked)
     one = object.__new__(Validation)
-    one.session = SimpleNamespace(rank=0, store=None, plan=SimpleNamespace(stage_key="s"))
+    one.session = SimpleNamespace(
+        world=SimpleNamespace(rank=0), store=None, plan=SimpleNamespace(stage_key="s")
+    )
     one.judge = Judge(BestPlan("loss", "min"), StopPlan(2, 0.0))
     one.load({"validation": {"step": 30, "metrics": {"loss": 2.5}, "judge": judge.state()}})
     assert (one.judge.value, one.judge.step) == expected
@@ -306,7 +308,9 @@ def test_at_the_end_without_a_best_one_it_is_measured_again(monkeypatch, steps, 
         broadcast = told.append if rank == 0 else lambda mine: mine.copy_(told[0])
         monkeypatch.setattr("torch.distributed.broadcast", lambda mine, src, send=broadcast: send(mine))
         one = object.__new__(Validation)
-        one.session = SimpleNamespace(rank=rank, store=None, plan=SimpleNamespace(stage_key="s"))
+        one.session = SimpleNamespace(
+            world=SimpleNamespace(rank=rank), store=None, plan=SimpleNamespace(stage_key="s")
+        )
         one.plan = SimpleNamespace(steps=steps)
         one.validate = SimpleNamespace(every_steps=10)
         one.judge = Judge(BestPlan("loss", "min"), StopPlan(patience, 0.0))

@@ -232,6 +232,7 @@ def test_one_that_refuses_a_record_still_hears_of_the_end(quick, caplog):
     until(lambda: one._has_begun, "the begin")
     fake.away = [MlpipeError("not so", kind="infrastructure")]
     one.on_step(step(1))
+    one.on_step(step(2))
     until(lambda: one._is_off, "the refusal")
     one.on_end(DONE)
     assert fake.ended == ["done"]
@@ -257,6 +258,28 @@ def test_trackers_that_hang_share_one_deadline(quick, monkeypatch):
     assert len(beats) == 6
     for fake in fakes:
         fake.gate.set()
+
+
+def test_a_step_and_its_validation_are_told_at_once(quick, monkeypatch):
+    """Of a process that is killed between the two, the next one would miss the validation for ever: trackers
+    know the last step that they were told."""
+    monkeypatch.setattr(tracking, "_BATCH", 3)
+    calls: list[list[str]] = []
+    fake = Fake()
+    fake.log = lambda records: calls.append([f"{one.kind} {one.step}" for one in records])  # type: ignore[method-assign]
+    missed = [step(1), step(2), step(3), validation(3), step(4)]
+    one = tracking_of(fake, lambda first, last: missed)
+    one.on_start(resumed(4))
+    for number in (5, 6, 7):
+        one.on_step(step(number))
+    until(lambda: sum(map(len, calls)) == 7, "all but the last step, which a validation may follow")
+    one.on_validation(validation(7))
+    one.on_step(step(8))
+    until(lambda: sum(map(len, calls)) == 9, "the validation")
+    one.on_end(DONE)
+    with_validation = [call for call in calls if any("validation" in told for told in call)]
+    assert [call[-2:] for call in with_validation] == [["step 3", "validation 3"], ["step 7", "validation 7"]]
+    assert calls[-1] == ["step 8"]
 
 
 def test_a_hundred_thousand_steps_keep_no_memory(quick):

@@ -12,10 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from mlpipe._core.errors import MlpipeError, StoreError
-from mlpipe._core.records import End, Record, Start, Tracked
+from mlpipe._core.records import End, Record, Start, Step, Tracked
 from mlpipe._core.retry import FIRST_PAUSE_SECONDS, AwayError, Tries
 from mlpipe.observe.tracking.tracker import Tracker
 
@@ -120,8 +121,8 @@ class Tracking:
     def _follow(self, start: Start) -> None:
         self._begin(start)
         while not self._ending.event.wait(FLUSH_SECONDS):
-            self._tell_waiting()
-        self._tell_waiting()
+            self._tell(self._waiting, self._whole_steps())
+        self._tell(self._waiting, len(self._waiting))
 
     def _unless_refused(self, call: Callable[[], None]) -> None:
         try:
@@ -137,17 +138,24 @@ class Tracking:
         self._news.append(Tracked(tracker=self._tracker.name, url=self._tracker.url))
         if (at := start.start_step or 0) > known:
             missing = self._patiently(lambda: self._history(known + 1, at))
-            for first in range(0, len(missing), _BATCH):
-                self._tell(missing[first : first + _BATCH])
+            self._tell(deque(missing), len(missing))
 
-    def _tell_waiting(self) -> None:
-        while self._waiting:
-            count = min(_BATCH, len(self._waiting))
-            self._tell([self._waiting.popleft() for _ in range(count)])
+    def _whole_steps(self) -> int:
+        """How many wait, but for the last step and what follows it. After a kill only the last step that was
+        told is known: its validation must have been told with it."""
+        for count in range(len(self._waiting) - 1, -1, -1):
+            if isinstance(self._waiting[count], Step):
+                return count
+        return 0
 
-    def _tell(self, records: Sequence[Record]) -> None:
-        if records:
-            self._patiently(lambda: self._tracker.log(records))
+    def _tell(self, records: deque[Record], count: int) -> None:
+        """The first ones, in batches that end where a step's do."""
+        while count:
+            batch: list[Record] = []
+            while count and (len(batch) < _BATCH or not isinstance(records[0], Step)):
+                batch.append(records.popleft())
+                count -= 1
+            self._patiently(partial(self._tracker.log, batch))
 
     def _patiently(self, call: Callable[[], T]) -> T:
         """Until it is through: nobody waits for this thread for ever, and it ends with its process."""
