@@ -7,16 +7,18 @@ and parentheses, such as `state == done and train.lr < 1e-3`.
     operator    = "<" | "<=" | ">" | ">=" | "==" | "=" | "!="
 
 A field is a path of names joined by dots. A value is a number, `true`, `false`, `null`, or a text, with
-quotes unless it is one word. Nothing is executed. What is not there (null) is neither below nor above
-anything, and equals only null.
+quotes unless it is one word; of a field that is a time a date or a moment, as ISO 8601 has them, of this
+machine's clock unless it says otherwise. Nothing is executed. What is not there (null) is neither below nor
+above anything, and equals only null.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from mlpipe._core.errors import SubmitError
@@ -54,14 +56,16 @@ class Where:
     holds: Callable[[Lookup], bool]
 
 
-def parse(text: str) -> Where:
-    """Raises SubmitError (input) with the place of the first thing that cannot be understood."""
-    return _Parser(text).whole()
+def parse(text: str, times: Collection[str] = ()) -> Where:
+    """`times`: fields that are Unix seconds. Raises SubmitError (input) with the place of the first thing
+    that cannot be understood."""
+    return _Parser(text, times).whole()
 
 
 class _Parser:
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, times: Collection[str]) -> None:
         self._text = text
+        self._times = times
         self._next = 0
         self._depth = 0
         self._fields: list[str] = []
@@ -130,11 +134,21 @@ class _Parser:
         given = self._pop("a value")
         if given.kind not in ("word", "text") or (given.kind == "word" and given.text in _JOINING):
             raise self._odd(given, "a value")
-        field, value, holds = token.text, _value(given), _OPERATORS[sign.text]
+        field, holds = token.text, _OPERATORS[sign.text]
+        value = self._time(given) if field in self._times else _value(given)
         if sign.text[0] in "<>" and (value is None or isinstance(value, bool)):
             raise self._odd(given, f"a number or a text behind {sign.text}")
         self._fields.append(field)
         return lambda lookup: _compare(holds, lookup(field), value)
+
+    def _time(self, given: _Token) -> Any:
+        value = _value(given)
+        if not isinstance(value, str):
+            return value
+        try:
+            return datetime.fromisoformat(value).timestamp()
+        except (ValueError, OverflowError, OSError):
+            raise self._odd(given, "a time, such as 2026-11-23 or '2026-11-23 15:30',") from None
 
     def _peek(self) -> _Token | None:
         return self._tokens[self._next] if self._next < len(self._tokens) else None

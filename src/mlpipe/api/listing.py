@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from mlpipe.api.run import Run
     from mlpipe.store.base import Store
 
-OF_INDEX = ("run", "state", "created", "updated")
+_TIMES = ("created", "updated")
+OF_INDEX = ("run", "state", *_TIMES)
 OF_RUN = ("pipeline", "backend", "seconds", "user", "host", "git_commit", "message")
 OF_RECORDS = ("step", "loss", "grad_norm", "tokens_per_second", "mfu_ratio")
 _NUM_READERS = 8
@@ -55,7 +56,7 @@ def select(
     store: Store, where: str | None, sort: str | None, note: Callable[[str], None] = lambda text: None
 ) -> list[Listed]:
     """See `runs`. `note`: told how far the reading is, where it takes long."""
-    holds = parse(where) if where is not None else Where((), lambda lookup: True)
+    holds = parse(where, _TIMES) if where is not None else Where((), lambda lookup: True)
     by = (sort or "").removeprefix("-")
     shown = tuple(dict.fromkeys([*holds.fields, *filter(None, [by])]))
     summaries = stored.list_runs(store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from mlpipe._core.errors import SubmitError
 from mlpipe._core.where import parse
 
 pytestmark = pytest.mark.unit
+MIDNIGHT = 1795392000  # of 2026-11-23 in UTC
 FIELDS: dict[str, Any] = {
     "a": 1,
     "b.c": 2.5,
@@ -63,6 +65,28 @@ def holds(text: str) -> bool:
 )
 def test_what_holds(text, expected):
     assert holds(text) is expected
+
+
+def test_times_are_this_machines_unless_they_say_otherwise(monkeypatch):
+    monkeypatch.setenv("TZ", "UTC-02:00")
+    time.tzset()
+    try:
+        for text, expected in {
+            "created >= 2026-11-23": True,
+            "created > '2026-11-23 02:00'": False,
+            "created == 2026-11-23T00:00Z": True,
+            "created < '2026-11-23 01:00+00:00'": True,
+            "created < 2026-11-23": False,
+            f"created == {MIDNIGHT}": True,
+            "created != null": True,
+        }.items():
+            assert parse(text, {"created"}).holds({"created": MIDNIGHT}.get) is expected, text
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    for wrong in ("yesterday", "2026-13-01", "5m"):
+        with pytest.raises(SubmitError, match=r"column 17: .* where a time, such as 2026-11-23"):
+            parse(f"a>1 or created> {wrong}", {"created"})
 
 
 comparisons = st.tuples(
