@@ -214,6 +214,6 @@ def unsupported_mix(
 def _divisors(numbers: Any) -> str:
     """Common ones, in words."""
     common = math.gcd(*numbers)
-    found = [n for n in range(1, min(common, 4096) + 1) if common % n == 0]
-    *rest, last = [str(n) for n in found[:12]]
+    divisors = [n for n in range(1, min(common, 4096) + 1) if common % n == 0]
+    *rest, last = [str(n) for n in divisors[:12]]
     return f"{', '.join(rest)} or {last}" if rest else last

@@ -133,7 +133,7 @@ def leaves(value: Any, at: str = "") -> dict[str, Any]:
     value = _named(value)
     if not isinstance(value, dict):
         return {at: value}
-    found: dict[str, Any] = {}
+    by_path: dict[str, Any] = {}
     for key, item in value.items():
-        found |= leaves(item, f"{at}.{key}" if at else str(key))
-    return found
+        by_path |= leaves(item, f"{at}.{key}" if at else str(key))
+    return by_path

@@ -109,9 +109,9 @@ class _Parser:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise self._bad(0, f"more than {_MAX_DEPTH} parentheses and `not`s around each other")
-        found = self._condition()
+        condition = self._condition()
         self._depth -= 1
-        return found
+        return condition
 
     def _condition(self) -> Callable[[Lookup], bool]:
         if self._take("not"):
@@ -189,14 +189,14 @@ def _value(token: _Token) -> Any:
     return _WORDS.get(token.text.lower(), token.text)
 
 
-def _compare(holds: Callable[[Any, Any], bool], found: Any, value: Any) -> bool:
+def _compare(holds: Callable[[Any, Any], bool], actual: Any, value: Any) -> bool:
     equality = holds in (operator.eq, operator.ne)
-    if found is None or value is None:
-        return equality and holds(found, value)
-    if isinstance(found, bool) is not isinstance(value, bool):
+    if actual is None or value is None:
+        return equality and holds(actual, value)
+    if isinstance(actual, bool) is not isinstance(value, bool):
         return holds is operator.ne
-    if isinstance(found, int | float) and isinstance(value, int | float):
-        return holds(found, value)
-    if isinstance(found, str) and isinstance(value, str):
-        return holds(found, value)
-    return equality and holds(str(found), str(value))
+    if isinstance(actual, int | float) and isinstance(value, int | float):
+        return holds(actual, value)
+    if isinstance(actual, str) and isinstance(value, str):
+        return holds(actual, value)
+    return equality and holds(str(actual), str(value))

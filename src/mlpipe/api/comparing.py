@@ -14,12 +14,12 @@ def compare(runs: Sequence[Run | str], *, every: bool = False, page: str | Path 
     """A row each thing in which the runs differed, and each that came of them: `group`, `key`, and a value a
     run by its id (None: it has none). `every`: also the rows in which they are alike. `page`: an HTML file to
     write, with their curves over each other. Raises StoreError for a run that is not there."""
-    found = compared([run if isinstance(run, Run) else Run(run) for run in runs])
+    comparison = compared([run if isinstance(run, Run) else Run(run) for run in runs])
     if page is not None:
-        write_page(found, Path(page))
-    shown = found.shown(every=every)
+        write_page(comparison, Path(page))
+    shown = comparison.shown(every=every)
     return Table(
-        {"group": row.group, "key": row.key, **dict(zip(found.run_ids, row.values, strict=True))}
+        {"group": row.group, "key": row.key, **dict(zip(comparison.run_ids, row.values, strict=True))}
         for row in shown
     )
 

@@ -109,13 +109,13 @@ class _Known:
     """Which of the fields that were asked for some run had, and which keys there are."""
 
     def __init__(self) -> None:
-        self.found: dict[str, bool] = {}
+        self.seen: dict[str, bool] = {}
         self.keys: set[str] = {*OF_INDEX, *OF_RUN, *OF_RECORDS}
 
     def check(self) -> None:
         """Raises SubmitError (input) for a field that no run has, which is a slip."""
-        for name, found in self.found.items():
-            if not found and name not in self.keys:
+        for name, was_seen in self.seen.items():
+            if not was_seen and name not in self.keys:
                 from difflib import get_close_matches
 
                 close = get_close_matches(name, sorted(self.keys), n=1, cutoff=0.5)
@@ -136,7 +136,7 @@ class _Facts:
 
     def __call__(self, name: str) -> Any:
         value = self._value(name)
-        self._known.found[name] = self._known.found.get(name, False) or value is not None
+        self._known.seen[name] = self._known.seen.get(name, False) or value is not None
         return value
 
     def _value(self, name: str) -> Any:
@@ -166,26 +166,26 @@ class _Facts:
     @cached_property
     def _outcomes(self) -> dict[str, Any]:
         """Metrics of evaluations, of several the last one's."""
-        found: dict[str, Any] = {}
+        outcomes: dict[str, Any] = {}
         for stage in self._run.stages.values() if self._run is not None else ():
             told = (stage.outcome or {}).get("metrics")
             if isinstance(told, dict):
-                found |= {**told, **{column(name): value for name, value in told.items()}}
-        self._known.keys |= found.keys()
-        return found
+                outcomes |= {**told, **{column(name): value for name, value in told.items()}}
+        self._known.keys |= outcomes.keys()
+        return outcomes
 
     @cached_property
     def _last(self) -> dict[str, Any]:
         """Of the last step, and of the last validation."""
-        found: dict[str, Any] = {}
+        last: dict[str, Any] = {}
         try:
             if self._run is not None:
                 for row in metrics(self._store, self._run, self._run.stages):
-                    found |= row
+                    last |= row
         except MlpipeError:
             return {}
-        self._known.keys |= found.keys()
-        return found
+        self._known.keys |= last.keys()
+        return last
 
     @cached_property
     def _spec(self) -> dict[str, Any]:

@@ -24,10 +24,12 @@ def metrics(store: Store, run: RunState, stages: Iterable[str]) -> Table:
         for step in read.steps:
             row = rows[step.step] = {"stage": stage, "step": step.step}
             row |= {name: value for name in _OF_STEP if (value := getattr(step, name)) is not None}
-        for found in read.validations:
-            if found.step is not None and found.metrics:
-                row = rows.setdefault(found.step, {"stage": stage, "step": found.step, "time": found.time})
-                row |= {column(name): value for name, value in found.metrics.items()}
+        for validation in read.validations:
+            if validation.step is not None and validation.metrics:
+                row = rows.setdefault(
+                    validation.step, {"stage": stage, "step": validation.step, "time": validation.time}
+                )
+                row |= {column(name): value for name, value in validation.metrics.items()}
         table += [rows[step] for step in sorted(rows)]
         told = (run.stages[stage].outcome or {}).get("metrics")
         if isinstance(told, dict):

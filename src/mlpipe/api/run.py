@@ -137,10 +137,12 @@ class Run:
 
         find = catalogue.best if which == "best" else catalogue.latest
         for name in reversed(self._named(stage)):
-            found = find(self._store, f"runs/{self.id}/stages/{name}")
-            if found is not None:
-                path = self._store.local_path(found.key)
-                return SavedCheckpoint(name, found.step, found.key, path, found.time, found.size_bytes)
+            checkpoint = find(self._store, f"runs/{self.id}/stages/{name}")
+            if checkpoint is not None:
+                path = self._store.local_path(checkpoint.key)
+                return SavedCheckpoint(
+                    name, checkpoint.step, checkpoint.key, path, checkpoint.time, checkpoint.size_bytes
+                )
         return None
 
     def logs(self, stage: str | None = None, rank: int | None = None, tail: int | None = None) -> str:

@@ -145,18 +145,18 @@ def export(
     alone, in peft's format, or `--merged` the whole model.
     """
     store = session.store_of(run_id)
-    found = _find(store, run_id, stage)
+    checkpoints = _find(store, run_id, stage)
     if best and step is not None:
         raise click.UsageError("--step and --best name a checkpoint each: write one of them")
     if best:
-        found = [item for item in found if item.best]
-        if not found:
+        checkpoints = [item for item in checkpoints if item.best]
+        if not checkpoints:
             raise StoreError(
                 f"run {run_id} has no best checkpoint",
                 hint="its training says which one that is: 'validate: {every: ..., best: {metric: loss}}'",
                 kind="input",
             )
-    item = _chosen(found, step, run_id)[-1]
+    item = _chosen(checkpoints, step, run_id)[-1]
     try:
         from mlpipe.train.export import export_checkpoint, export_merged
     except ImportError as error:

@@ -29,26 +29,26 @@ def command(session: CliSession, run_ids: tuple[str, ...], every: bool, out: Pat
 
     if len(set(run_ids)) < 2:
         raise click.UsageError("name two runs or more")
-    found = compared([Run.of(session.store_of(run_id), run_id) for run_id in dict.fromkeys(run_ids)])
-    lines = _lines(found, every=every)
+    comparison = compared([Run.of(session.store_of(run_id), run_id) for run_id in dict.fromkeys(run_ids)])
+    lines = _lines(comparison, every=every)
     if out is not None:
-        write_page(found, out)
+        write_page(comparison, out)
         lines += ["", str(out)]
-    for problem in found.problems:
+    for problem in comparison.problems:
         session.note(problem)
     document = {
-        "runs": list(found.run_ids),
-        "rows": [row.document() for row in found.shown(every=every)],
+        "runs": list(comparison.run_ids),
+        "rows": [row.document() for row in comparison.shown(every=every)],
         "page": None if out is None else str(out),
     }
     session.result(document, "\n".join(lines))
 
 
-def _lines(found: Comparison, *, every: bool) -> list[str]:
+def _lines(comparison: Comparison, *, every: bool) -> list[str]:
     from mlpipe._core.tables import aligned
 
-    rows = found.shown(every=every)
-    body = [("", *found.run_ids), *((row.key, *row.texts) for row in rows)]
+    rows = comparison.shown(every=every)
+    body = [("", *comparison.run_ids), *((row.key, *row.texts) for row in rows)]
     table = aligned(body, left=range(len(body[0])))
     lines, group = [table[0]], ""
     for row, line in zip(rows, table[1:], strict=True):

@@ -42,27 +42,27 @@ def preview(
     from mlpipe.train.chat.jsonl import printable
     from mlpipe.train.chat.preview import preview as look
 
-    found = look(plan, "validation" if validation else "train", sample, seq_len)
-    lengths = found.lengths
+    seen = look(plan, "validation" if validation else "train", sample, seq_len)
+    lengths = seen.lengths
     lines = [
-        f"{found.num_samples} samples, {found.num_tokens} tokens, of which {found.num_learnt} are learnt",
+        f"{seen.num_samples} samples, {seen.num_tokens} tokens, of which {seen.num_learnt} are learnt",
         f"tokens of a sample: half have up to {lengths['median']}, nine in ten up to {lengths['p90']}, "
         f"the longest {lengths['max']}",
     ]
-    if found.num_cut:
-        mute = f"; nothing is left to learn of {found.num_mute}" if found.num_mute else ""
-        lines.append(f"{found.num_cut} are longer than seq_len {seq_len}, and are cut{mute}")
-    texts = [(printable(piece.text), piece.learnt) for piece in found.pieces]
+    if seen.num_cut:
+        mute = f"; nothing is left to learn of {seen.num_mute}" if seen.num_mute else ""
+        lines.append(f"{seen.num_cut} are longer than seq_len {seq_len}, and are cut{mute}")
+    texts = [(printable(piece.text), piece.learnt) for piece in seen.pieces]
     shown = "".join(click.style(f"»{text}«", fg="green") if learnt else text for text, learnt in texts)
-    lines += ["", f"sample {sample}: {found.num_sample_tokens} tokens", shown]
+    lines += ["", f"sample {sample}: {seen.num_sample_tokens} tokens", shown]
     document: dict[str, Any] = {
-        "samples": found.num_samples,
-        "tokens": found.num_tokens,
-        "learnt": found.num_learnt,
-        "cut": found.num_cut,
-        "mute": found.num_mute,
+        "samples": seen.num_samples,
+        "tokens": seen.num_tokens,
+        "learnt": seen.num_learnt,
+        "cut": seen.num_cut,
+        "mute": seen.num_mute,
         "lengths": lengths,
-        "sample": [{"text": piece.text, "learnt": piece.learnt} for piece in found.pieces],
+        "sample": [{"text": piece.text, "learnt": piece.learnt} for piece in seen.pieces],
     }
     session.result(document, "\n".join(lines))
 
@@ -77,10 +77,10 @@ def _chat(spec: str, stage: str | None, overrides: tuple[str, ...]) -> tuple[Cha
 
     pipeline = load_pipeline(spec, overrides=overrides)
     names = [stage] if stage is not None else list(trainings(pipeline))
-    found = [(name, part) for name in names if (part := stage_named(pipeline, name).part(Train)) is not None]
+    parts = [(name, part) for name in names if (part := stage_named(pipeline, name).part(Train)) is not None]
     plans = [
         (name, chat, part.model.seq_len)
-        for name, part in found
+        for name, part in parts
         if (chat := data_plan(part, {}).chat) is not None
     ]
     if len(plans) != 1:

@@ -101,10 +101,10 @@ def _starts(
     submission = Submission(*spec, overrides, pipeline, url, ".")
     asked = {name: asked_for(submission, name, part) for name, part in starting.items()}
     here = backends.takers(pipeline) == [backends.DEFAULT]  # else a path may be one of there
-    found = look_ahead(submission, lambda place: here and not place.startswith("s3://"))
+    weights = look_ahead(submission, lambda place: here and not place.startswith("s3://"))
     return {
-        name: found[name]["found"]["words"]
-        if name in found
+        name: weights[name]["found"]["words"]
+        if name in weights
         else ", ".join(f"{key} {value}" for key, value in init.asked.items())
         for name, init in asked.items()
         if init is not None

@@ -85,18 +85,18 @@ def _training_now(store: Store, run: RunState, stage: str | None) -> str | None:
     from mlpipe._core.errors import MlpipeError
     from mlpipe.plan.plan import Plan, TrainPlan
 
-    found = []
+    stages = []
     for name, state in run.stages.items():
         key = f"{run.attempt_key(name)}/plan.json"
         if state.state != "running" or stage not in (None, name) or not store.exists(key):
             continue
         if Plan.from_json(store.get(key)).part(TrainPlan) is not None:
-            found.append(name)
-    if len(found) > 1:
+            stages.append(name)
+    if len(stages) > 1:
         raise MlpipeError(
-            f"several stages train: {', '.join(found)}", where=run.run_id, hint="add --stage", kind="input"
+            f"several stages train: {', '.join(stages)}", where=run.run_id, hint="add --stage", kind="input"
         )
-    return found[0] if found else None
+    return stages[0] if stages else None
 
 
 def _last(store: Store, run: RunState, stage: str | None) -> StoredProfile:

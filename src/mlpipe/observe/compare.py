@@ -178,10 +178,10 @@ def _outcome(view: RunView) -> dict[tuple[Group, str], Fact]:
 
 def validated(stage: StageView) -> list[tuple[str, float | None, float | None]]:
     """Name, last value and the value at the best step, of each metric of validations in the training."""
-    found = stage.lead.validations
-    ends = (found[-1] if found else None, best_of(stage))
+    validations = stage.lead.validations
+    ends = (validations[-1] if validations else None, best_of(stage))
     last, best = ((one.metrics if one is not None else None) or {} for one in ends)
-    return [(name, last.get(name), best.get(name)) for name in names(found)]
+    return [(name, last.get(name), best.get(name)) for name in names(validations)]
 
 
 def _text(value: Any) -> str:

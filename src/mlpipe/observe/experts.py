@@ -36,8 +36,8 @@ def table(stage: StageView) -> Piece | None:
 
 
 def _ratio(steps: list[Step], layer: str) -> str | None:
-    found = [step.expert_max_load_ratio or {} for step in steps]
-    ratios = [one[layer] for one in found if layer in one]
+    loads = [step.expert_max_load_ratio or {} for step in steps]
+    ratios = [one[layer] for one in loads if layer in one]
     return _number(sum(ratios) / len(ratios) if ratios else None)
 
 

@@ -18,18 +18,18 @@ _RECENT_STEPS = 20  # that the training's loss is a mean over
 def metrics_of(store: Store, run: RunState) -> dict[str, float]:
     """Of all stages, of several that measure the same the last one's: the training's `loss`, what its last
     validation found as `val_NAME`, and what an evaluation found."""
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
     for name, stage in run.stages.items():
         lead = timeline(store, run.run_id, name)
         if curve := smoothed(lead.steps):
-            found[LOSS] = curve[-1][1]
+            measured[LOSS] = curve[-1][1]
         for record in lead.validations[-1:]:
-            found |= {f"val_{metric}": value for metric, value in _of_validation(record).items()}
+            measured |= {f"val_{metric}": value for metric, value in _of_validation(record).items()}
         metrics = (stage.outcome or {}).get("metrics")
         for metric, value in metrics.items() if isinstance(metrics, dict) else ():
             if isinstance(value, int | float) and finite(value):
-                found[metric] = float(value)
-    return found
+                measured[metric] = float(value)
+    return measured
 
 
 def timeline(store: Store, run_id: str, stage: str) -> Timeline:

@@ -65,7 +65,7 @@ def straggler_scores(local_seconds: Sequence[float], stages: Sequence[int]) -> l
     by_stage: dict[int, list[float]] = {}
     for seconds, stage in zip(local_seconds, stages, strict=True):
         by_stage.setdefault(stage, []).append(seconds)
-    middles = {stage: median(found) for stage, found in by_stage.items()}
+    middles = {stage: median(of_stage) for stage, of_stage in by_stage.items()}
     return [
         seconds / middles[stage] if middles[stage] else 1.0
         for seconds, stage in zip(local_seconds, stages, strict=True)

@@ -59,10 +59,10 @@ def facts(stage: StageView) -> list[str]:
 
 def table(stage: StageView) -> Piece | None:
     """Every validation, the last of them and the best in words, and the last text that was generated."""
-    found = stage.lead.validations
-    if not found:
+    validations = stage.lead.validations
+    if not validations:
         return None
-    shown = names(found)
+    shown = names(validations)
     best = best_of(stage)
     rows: list[list[Cell]] = [
         [
@@ -74,23 +74,23 @@ def table(stage: StageView) -> Piece | None:
             {True: "best", False: "", None: None}[one.best] if one is best or not one.best else "best so far",
             None if one.seconds is None else format_seconds(one.seconds),
         ]
-        for one in found[-_MOST_ROWS:]
+        for one in validations[-_MOST_ROWS:]
     ]
     done = stage.outcome.get("outcome") == "done"
     known: dict[str, Cell] = {
         "best": None if best is None else f"step {best.step}: {_told(best)}",
-        "held-out samples": found[-1].num_samples,
+        "held-out samples": validations[-1].num_samples,
         "stopped early": (stage.outcome.get("message") or None) if done else None,
     }
     blocks: list[Piece] = [
         Facts(known),
         Table(("Step", *shown, "", "Took"), rows, frozenset({0, *range(1, len(shown) + 1), len(shown) + 2})),
     ]
-    if found[-1].sample:
-        blocks.append(Preformatted(found[-1].sample, f"Generated at step {found[-1].step}"))
-    if len(found) > _MOST_ROWS:
-        return Details(f"Validation (the last {_MOST_ROWS} of {len(found)})", blocks, is_open=True)
-    return Details(f"Validation ({len(found)})", blocks, is_open=len(found) <= 12)
+    if validations[-1].sample:
+        blocks.append(Preformatted(validations[-1].sample, f"Generated at step {validations[-1].step}"))
+    if len(validations) > _MOST_ROWS:
+        return Details(f"Validation (the last {_MOST_ROWS} of {len(validations)})", blocks, is_open=True)
+    return Details(f"Validation ({len(validations)})", blocks, is_open=len(validations) <= 12)
 
 
 def _told(one: Validation) -> str:

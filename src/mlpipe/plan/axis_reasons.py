@@ -11,7 +11,7 @@ from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.candidates import is_searched, pricer_of, searched
 from mlpipe.plan.choose import Candidate, is_tight
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.search import MODEL_ERROR, Found
+from mlpipe.plan.search import MODEL_ERROR, SearchResult
 from mlpipe.plan.shapes.shape import ModelShape
 
 
@@ -33,13 +33,13 @@ def axis_reasons(
         yield "Only data parallelism is considered, as the strategy or the model asks."
         return
     open_ = [c for c in candidates if c.asked and c.fits]
-    found = searched(spec, pricer_of(spec, shape, hardware), [c for c in candidates if c.asked])
+    search = searched(spec, pricer_of(spec, shape, hardware), [c for c in candidates if c.asked])
     for axis in sharing:
         if axis in used:
             yield _used(axis, used[axis], [c for c in open_ if getattr(c.mesh, axis) == 1], chosen)
         else:
             with_it = [c for c in open_ if getattr(c.mesh, axis) > 1]
-            yield _never(axis, spec, shape) or _unused(axis, with_it, chosen, found)
+            yield _never(axis, spec, shape) or _unused(axis, with_it, chosen, search)
 
 
 def _used(axis: str, size: int, without: Sequence[Candidate], chosen: Candidate) -> str:
@@ -68,8 +68,8 @@ def _never(axis: str, spec: Train, shape: ModelShape) -> str | None:
     return f"{axis} is not used: {refused[0][1].message}." if refused else None
 
 
-def _unused(axis: str, with_it: Sequence[Candidate], chosen: Candidate, found: Found) -> str:
-    bound = found.bounds.get(axis)
+def _unused(axis: str, with_it: Sequence[Candidate], chosen: Candidate, search: SearchResult) -> str:
+    bound = search.bounds.get(axis)
     if bound is None:
         return f"{axis} is not used: no size worth a try splits model and batch evenly over the workers."
     if with_it:

@@ -35,7 +35,7 @@ from mlpipe.spec.data import ChatData, TokenData
 from mlpipe.spec.optimizer import OwnOptimizer
 
 if TYPE_CHECKING:
-    from mlpipe.plan.search import Found
+    from mlpipe.plan.search import SearchResult
 
 _UNFIT = "{} leaves none of the copies of a model that `compress` and `update` need"
 
@@ -140,12 +140,12 @@ def enumerate_candidates(
     return candidates
 
 
-def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> Found:
+def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> SearchResult:
     """Other axes of the mesh, for a preset under `auto`. `candidates`: in which those without are."""
-    from mlpipe.plan.search import Found, model_meshes, search
+    from mlpipe.plan.search import SearchResult, model_meshes, search
 
     if "num_heads" not in pricer.shape.widths:  # nobody knows what of it can be split
-        return Found()
+        return SearchResult()
     modes, precision = modes_of(spec), precision_on(spec, pricer.hardware)[0]
     data_parallel = [c for c in candidates if c.mesh and c.mesh.num_data_ranks == c.mesh.world_size]
     figures, settings = _figures(spec, pricer.shape), spec.model_dump()
@@ -163,7 +163,7 @@ def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> Fo
         # with fewer microbatches than stages a rank is idle for as long as it works
         sizes = [size for size in sizes if share // size >= mesh.pp] or sizes[-1:]
         points.append((mesh, [Choices(size, mode, precision) for mode in modes for size in sizes]))
-    return search(pricer, points, data_parallel) if points else Found()
+    return search(pricer, points, data_parallel) if points else SearchResult()
 
 
 def modes_of(spec: Train) -> tuple[Checkpointing, ...]:

@@ -84,12 +84,12 @@ def _states(cost: OptimizerCost, parameters: ParameterCounts, num_ranks: int) ->
     known: Callable[[Parameter], tuple[StateTensor, ...]] | None = None
     if cost.name is not None:
         known = OPTIMIZERS[cost.name].states
-    found: Group = parameters.sharded(num_ranks, WEIGHT_BYTES) if cost.averages else ()
+    states: Group = parameters.sharded(num_ranks, WEIGHT_BYTES) if cost.averages else ()
     if known is None:  # as many fp32 tensors a parameter as make these bytes
         number, rest = divmod(cost.bytes_per_parameter, WEIGHT_BYTES)
-        found += number * parameters.sharded(num_ranks, WEIGHT_BYTES)
-        return found + parameters.sharded(num_ranks, rest) if rest else found
-    return found + tuple(
+        states += number * parameters.sharded(num_ranks, WEIGHT_BYTES)
+        return states + parameters.sharded(num_ranks, rest) if rest else states
+    return states + tuple(
         Tensors(number * (-(-parameter.rows // num_ranks) * kept.row_bytes + kept.whole_bytes), number)
         for parameter, number in _each(parameters)
         for kept in known(parameter)

@@ -188,8 +188,8 @@ class DataPlan:
     @property
     def all_files(self) -> tuple[FilesPlan | ChatPlan, ...]:
         """Of conversations, and of all sources that are files."""
-        found = (self.chat, *(source.files for source in self.sources))
-        return tuple(one for one in found if one is not None)
+        files = (self.chat, *(source.files for source in self.sources))
+        return tuple(one for one in files if one is not None)
 
     @property
     def functions(self) -> tuple[Entry, ...]:

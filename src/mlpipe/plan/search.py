@@ -38,7 +38,7 @@ class Point:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """`candidates`: priced. `bounds`: by axis the least seconds that any mesh with it could take, fitting or
     not; an axis that is missing splits nothing here. `num_points`, `num_priced`: what it cost."""
 
@@ -91,8 +91,8 @@ def layouts(mesh: Mesh, hardware: Hardware) -> Iterator[tuple[Strategy, Mesh]]:
         per_node = rest
     seen: set[tuple[Mesh, bool, bool]] = set()
     for strategy, settings in ORDER.items():
-        found = settings.meshes(rest // per_node, per_node)
-        for data in () if isinstance(found, str) else found:
+        meshes = settings.meshes(rest // per_node, per_node)
+        for data in () if isinstance(meshes, str) else meshes:
             sizes = vars(mesh) | {"dp_replicate": data.dp_replicate, "dp_shard": data.dp_shard}
             if data.dp_shard % mesh.ep or next(unsupported_mix(sizes, {}, {}), None) is not None:
                 continue
@@ -110,19 +110,19 @@ def search(
     data_parallel: Sequence[Candidate],
     *,
     prune: bool = True,
-) -> Found:
+) -> SearchResult:
     """What may be chosen instead of `data_parallel`, the candidates without other axes. `points`: meshes with
     their choices. `prune`: off for the test that it loses nothing."""
-    found = Found()
+    result = SearchResult()
     limit = _limit(data_parallel)
     queue: list[Point] = []
     for mesh, choices in points:
         for each in choices:
             seconds, num_bytes = pricer.bounds(mesh, each)
-            found.num_points += 1
+            result.num_points += 1
             for axis in ("pp", "cp", "tp", "ep"):
                 if getattr(mesh, axis) > 1:
-                    found.bounds[axis] = min(seconds, found.bounds.get(axis, math.inf))
+                    result.bounds[axis] = min(seconds, result.bounds.get(axis, math.inf))
             if not prune or num_bytes <= pricer.hardware.memory_bytes:
                 queue.append(Point(mesh, each, seconds))
     best = math.inf
@@ -132,15 +132,15 @@ def search(
             break
         for strategy, mesh in layouts(point.mesh, pricer.hardware):
             candidate = pricer.candidate(strategy, mesh, point.choices, asked=True)
-            found.num_priced += 1
+            result.num_priced += 1
             if candidate.fits and candidate.step_seconds <= limit:
                 best = min(best, candidate.step_seconds)
-                found.candidates.append(candidate)
+                result.candidates.append(candidate)
             elif candidate.fits and not is_tight(candidate):
                 roomy.append(candidate)
-    if found.candidates:
-        found.candidates += [one for one in roomy if one.step_seconds <= best * ROOM_WINDOW]
-    return found
+    if result.candidates:
+        result.candidates += [one for one in roomy if one.step_seconds <= best * ROOM_WINDOW]
+    return result
 
 
 def _limit(data_parallel: Sequence[Candidate]) -> float:

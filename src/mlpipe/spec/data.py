@@ -297,12 +297,12 @@ def disk_problems(stage: Node) -> Iterator[Problem]:
 
 
 def _one_source(data: Node, what: str, keys: tuple[str, ...]) -> Iterator[Problem]:
-    found = [key for key in keys if key in data.value]
-    if len(found) > 1:
+    present = [key for key in keys if key in data.value]
+    if len(present) > 1:
         yield problem_of_key(
-            data.value[found[-1]], f"{what} has both {found[0]!r} and {found[1]!r}", "keep one of them"
+            data.value[present[-1]], f"{what} has both {present[0]!r} and {present[1]!r}", "keep one of them"
         )
-    if not found:
+    if not present:
         names = [repr(key) for key in reversed(keys)]
         yield problem_of_key(
             data,

@@ -106,5 +106,5 @@ def strategy_problem(stage: Node, tried: tuple[str, ...]) -> Iterator[Problem]:
 
 
 def _number(node: Node, *path: str) -> int | None:
-    found: Any = get(node, *path)
-    return found.value if found is not None and type(found.value) is int and found.value > 0 else None
+    written: Any = get(node, *path)
+    return written.value if written is not None and type(written.value) is int and written.value > 0 else None

@@ -32,12 +32,12 @@ _STAGE = set(Stage.model_fields)
 def side_by_side(overrides: Sequence[str]) -> tuple[str, ...]:
     """Those of one command in an order that means the same whatever theirs is: a strategy, which may drop the
     mesh of before, stands ahead of the meshes beside it."""
-    found: list[str] = []
+    ordered: list[str] = []
     for override in overrides:
         is_strategy = _key(override)[-1:] == ["strategy"]
-        meshes = (at for at, other in enumerate(found) if "mesh" in _key(other)[-2:])
-        found.insert(next(meshes, len(found)) if is_strategy else len(found), override)
-    return tuple(found)
+        meshes = (at for at, other in enumerate(ordered) if "mesh" in _key(other)[-2:])
+        ordered.insert(next(meshes, len(ordered)) if is_strategy else len(ordered), override)
+    return tuple(ordered)
 
 
 def _key(override: str) -> list[str]:

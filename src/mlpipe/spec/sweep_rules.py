@@ -67,8 +67,8 @@ def check_trials(root: Node, sweep: Sweep, problems_of: Check) -> Iterator[Probl
 def _written(node: Node, value: Any) -> Node:
     """A value of an axis, where it is written."""
     if isinstance(node.value, list):
-        found = next(item for item in node.value if json.dumps(item.plain()) == json.dumps(value))
-        return Node(found.value, found.place, node.key, text=found.text)
+        written = next(item for item in node.value if json.dumps(item.plain()) == json.dumps(value))
+        return Node(written.value, written.place, node.key, text=written.text)
     return Node(value, node.place, node.key)
 
 

@@ -71,14 +71,14 @@ def find(store: Store, name: str) -> list[ObjectInfo]:
 
 def _chosen(store: Store, there: Iterable[str]) -> str:
     for suffix in (INDEX, SUFFIX):
-        found = [key for key in there if key.endswith(suffix)]
-        if len(found) > 1 and f"model{suffix}" in found:
-            found = [f"model{suffix}"]
-        if len(found) == 1:
-            return found[0]
-        if found:
+        matches = [key for key in there if key.endswith(suffix)]
+        if len(matches) > 1 and f"model{suffix}" in matches:
+            matches = [f"model{suffix}"]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
             raise StoreError(
-                f"several sets of weights: {', '.join(found[:5])}",
+                f"several sets of weights: {', '.join(matches[:5])}",
                 where=store.url,
                 hint="name one of these files",
                 kind="input",

@@ -32,10 +32,10 @@ def with_weights(store: Store, plan: Plan) -> Plan:
         return plan
     init = training.init_from
     run = runs.read_run(store, plan.run_id)
-    found = _kept(run, plan.stage, init)
-    if found is None:
-        found = find(store, plan.run_id, init, str(run.meta.get("folder", ".")))
-        entry = kept_as(init, found)
+    source = _kept(run, plan.stage, init)
+    if source is None:
+        source = find(store, plan.run_id, init, str(run.meta.get("folder", ".")))
+        entry = kept_as(init, source)
         runs.update_run(
             store,
             plan.run_id,
@@ -43,7 +43,7 @@ def with_weights(store: Store, plan: Plan) -> Plan:
                 now, meta={**now.meta, "init_from": {**now.meta.get("init_from", {}), plan.stage: entry}}
             ),
         )
-    return replace(plan, work=replace(training, init_from=replace(init, found=found)))
+    return replace(plan, work=replace(training, init_from=replace(init, found=source)))
 
 
 def _kept(run: RunState, stage: str, init: InitPlan) -> FoundWeights | None:
@@ -53,9 +53,9 @@ def _kept(run: RunState, stage: str, init: InitPlan) -> FoundWeights | None:
     return from_plain(FoundWeights, entry["found"])
 
 
-def kept_as(init: InitPlan, found: FoundWeights) -> dict[str, Any]:
+def kept_as(init: InitPlan, source: FoundWeights) -> dict[str, Any]:
     """What run.json says of a stage."""
-    return {"asked": init.asked, "found": to_plain(found)}
+    return {"asked": init.asked, "found": to_plain(source)}
 
 
 def look_ahead(submission: Submission, reaches: Callable[[str], bool]) -> dict[str, Any]:
@@ -100,9 +100,9 @@ def _line(submission: Submission, stage: str) -> str:
     for override in submission.overrides:
         override_rules.apply(root, override)
     for each in items_of(root, "stages"):
-        found = get(each, "train", "init_from") or get(each, "train", "model", "pretrained")
-        if text_of(get(each, "name")) == stage and found is not None:
-            return str(found.key or found.place)
+        node = get(each, "train", "init_from") or get(each, "train", "model", "pretrained")
+        if text_of(get(each, "name")) == stage and node is not None:
+            return str(node.key or node.place)
     return submission.spec
 
 

@@ -20,13 +20,13 @@ _FILE_NAMES = {"model.*": "*"}  # of mlpipe's own models in files, as `transform
 def open_found(store: Store, init: InitPlan, model: Entry) -> Weights:
     """`store`: the run's own. `model`: what builds the model. Raises TrainError (input) when they are gone,
     or others than those that the run was asked for with."""
-    found = init.found
-    if found is None:
+    wanted = init.found
+    if wanted is None:
         raise TrainError("nobody looked for the weights to start from", where="train.init_from")
-    own = store if found.store_url == store.url else open_store(found.store_url)
-    read = weights.of_checkpoint if found.format == "checkpoint" else weights.of_files
+    own = store if wanted.store_url == store.url else open_store(wanted.store_url)
+    read = weights.of_checkpoint if wanted.format == "checkpoint" else weights.of_files
     try:
-        source = read(own, found.key)
+        source = read(own, wanted.key)
     except DamagedError:
         raise
     except StoreError as error:
@@ -34,21 +34,21 @@ def open_found(store: Store, init: InitPlan, model: Entry) -> Weights:
             raise
         gone = "its run keeps the newest only: start from a model, which is kept (mlpipe models promote RUN)"
         raise TrainError(
-            f"{found.words} is gone: {error.message}",
+            f"{wanted.words} is gone: {error.message}",
             where=error.where,
-            hint=gone if found.format == "checkpoint" else error.hint or "put it back, or start a new run",
+            hint=gone if wanted.format == "checkpoint" else error.hint or "put it back, or start a new run",
             kind="input",
         ) from None
-    if found.digest not in (None, source.digest):
+    if wanted.digest not in (None, source.digest):
         raise TrainError(
-            f"{found.words} changed since the run was asked for",
+            f"{wanted.words} changed since the run was asked for",
             where=source.where,
             hint="put back what was there, or start a new run",
             kind="input",
         )
     if init.config:
         _drop_derived(source, model.args)
-    if found.format == "safetensors" and model.entry == MOE:
+    if wanted.format == "safetensors" and model.entry == MOE:
         sizes = built_by(model.entry, model.args)
         assert isinstance(sizes, MoeConfig)
         expert_files.stack(sizes, source.tensors, init.config.get("model_type", expert_files.GLM))

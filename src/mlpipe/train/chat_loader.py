@@ -79,8 +79,8 @@ class ChatLoader(MicrobatchLoader):
         return replace(one, num_padding=one.num_tokens - int(self.samples.lengths[indices].sum()))
 
     def _packed(self, indices: NDArray[np.int64]) -> Microbatch:
-        found = [self.samples.sample(index) for index in indices.tolist()]
-        inputs, targets = (np.concatenate(parts)[None] for parts in zip(*found, strict=True))
+        samples = [self.samples.sample(index) for index in indices.tolist()]
+        inputs, targets = (np.concatenate(parts)[None] for parts in zip(*samples, strict=True))
         batch = {
             "inputs": torch.from_numpy(inputs),
             "targets": torch.from_numpy(targets),

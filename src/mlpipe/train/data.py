@@ -66,11 +66,11 @@ class Collated:
 
     def batch(self, samples: list[Any]) -> Batch:
         """Raises TrainError (input) where the function gives no batch."""
-        found = self.function(samples)
-        if isinstance(found, Mapping) and found and all(map(torch.is_tensor, found.values())):
-            return dict(found)
+        batch = self.function(samples)
+        if isinstance(batch, Mapping) and batch and all(map(torch.is_tensor, batch.values())):
+            return dict(batch)
         raise TrainError(
-            f"of a list of samples it made {_form(found)}, not a dict of tensors",
+            f"of a list of samples it made {_form(batch)}, not a dict of tensors",
             where=self.where,
             hint='return {"inputs": tensor, "targets": tensor}, with the samples along dim 0',
             kind="input",
@@ -290,9 +290,9 @@ def _is_sample(value: Any) -> bool:
     return isinstance(value, dict) and bool(value) and all(map(torch.is_tensor, value.values()))
 
 
-def _no_sample(of: str, found: Any, where: str) -> TrainError:
+def _no_sample(of: str, sample: Any, where: str) -> TrainError:
     return TrainError(
-        f"its data set {of}gives {_form(found)}, not a dict of tensors",
+        f"its data set {of}gives {_form(sample)}, not a dict of tensors",
         where=where,
         hint='return {"inputs": tensor, "targets": tensor} for each index, or name a function that makes a '
         "batch of such samples: data.collate",

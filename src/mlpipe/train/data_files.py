@@ -136,14 +136,14 @@ class RangeFile(io.RawIOBase):
         count = left if size is None or size < 0 else min(size, left)
         begin = self.position - self.start
         if begin >= 0 and begin + count <= len(self.copy):
-            found = self.copy[begin : begin + count]
+            data = self.copy[begin : begin + count]
         else:
-            found = self.store.get(self.file.name, start=self.position, length=count) if count else b""
-            if len(found) != count:  # who reads has room for these
+            data = self.store.get(self.file.name, start=self.position, length=count) if count else b""
+            if len(data) != count:  # who reads has room for these
                 raise StoreError(
-                    f"{len(found)} bytes came of {count} from byte {self.position} on",
+                    f"{len(data)} bytes came of {count} from byte {self.position} on",
                     where=f"{self.store.url.rstrip('/')}/{self.file.name}",
                     hint="it has changed since it was listed, or the server gives other bytes than asked for",
                 )
-        self.position += len(found)
-        return found
+        self.position += len(data)
+        return data

@@ -109,13 +109,13 @@ class DataWorkers:
                 raise one.stands_still(now - began)
         try:
             kind, sent = one.connection.recv()
-            found = _unpack(sent, reduction.recv_handle(one.connection)) if kind == "done" else sent
+            answer = _unpack(sent, reduction.recv_handle(one.connection)) if kind == "done" else sent
         except (EOFError, OSError):
             raise one.ended() from None
         one.num_asked -= 1
         if kind == "failed":
-            raise found.as_error()
-        return found
+            raise answer.as_error()
+        return answer
 
     def least_asked(self) -> int:
         """The worker with the fewest jobs before it."""

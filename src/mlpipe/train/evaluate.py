@@ -115,7 +115,7 @@ def _measured(
     if plan.prompt is not None:
         sample = held_out.sample(schedule, plan.prompt, plan.generate_tokens, 0)
     passed = _passes(plan, metrics)
-    found = session.recorder.write(
+    record = session.recorder.write(
         Evaluation(
             val_loss=metrics["val_loss"],
             val_perplexity=metrics["val_perplexity"],
@@ -128,7 +128,7 @@ def _measured(
             step=chosen.step,
         )
     )
-    tell(found)
+    tell(record)
     message = "" if passed else _failed_gate(plan, metrics)
     session.recorder.write(End(outcome="done" if passed else "failed", step=chosen.step, message=message))
     return Outcome(

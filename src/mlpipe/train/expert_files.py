@@ -62,13 +62,13 @@ def stack(config: MoeConfig, tensors: dict[str, Tensor], model_type: str) -> Non
             projection = stacked.rpartition(".")[2]
             word = matrices.get(projection, projection)
             names = [f"{stem}.{expert}.{word}.weight" for expert in range(config.num_experts)]
-            found = [tensors[name] for name in names if name in tensors]
-            kinds = {(one["dtype"], tuple(one["shape"])) for one in found}
-            if len(found) < len(names) or len(kinds) > 1 or len(found[0]["shape"]) != 2:
+            experts = [tensors[name] for name in names if name in tensors]
+            kinds = {(one["dtype"], tuple(one["shape"])) for one in experts}
+            if len(experts) < len(names) or len(kinds) > 1 or len(experts[0]["shape"]) != 2:
                 continue
             for name in names:
                 del tensors[name]
-            tensors[f"{stem}.{projection}"] = _below_each_other(found)
+            tensors[f"{stem}.{projection}"] = _below_each_other(experts)
 
 
 def _below_each_other(matrices: list[Tensor]) -> Tensor:

@@ -156,15 +156,17 @@ def _export_adapter(
 
 
 def _averages(manifest: Manifest, weights: dict[str, Tensor], key: str) -> dict[str, Tensor]:
-    found = {name: manifest["tensors"].get(f"optim.{name}.ema", tensor) for name, tensor in weights.items()}
-    if found == weights:
+    averages = {
+        name: manifest["tensors"].get(f"optim.{name}.ema", tensor) for name, tensor in weights.items()
+    }
+    if averages == weights:
         raise TrainError(
             "this checkpoint holds no average of the weights",
             where=key,
             hint="it is kept where the training says `ema: {decay: 0.999}`",
             kind="input",
         )
-    return found
+    return averages
 
 
 def is_for_transformers(manifest: Manifest) -> bool:

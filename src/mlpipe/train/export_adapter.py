@@ -29,11 +29,11 @@ def adapter_config(
     layers = sorted({name.rpartition(".")[0] for name in exported})
     if for_transformers and not adapter["targets"]:
         layers = sorted({name.rpartition(".")[2] for name in layers})
-    found = (scalars.get("init_from") or {}).get("found") or {}
+    base = (scalars.get("init_from") or {}).get("found") or {}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if for_transformers else None,
-        "base_model_name_or_path": found.get("words"),
+        "base_model_name_or_path": base.get("words"),
         "r": adapter["rank"],
         "lora_alpha": adapter["alpha"],
         "lora_dropout": adapter["dropout"],

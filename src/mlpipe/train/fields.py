@@ -28,14 +28,14 @@ class Fields:
             self.vocab_size = self.tokenizer.get_vocab_size()
             self.end = self.tokenizer.token_to_id(END_OF_TEXT)
 
-    def sample(self, found: Mapping[str, Any]) -> dict[str, Any]:
+    def sample(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """By the sample's keys. Numbers, and lists of such, are tensors; text is tokens, cut or padded to
         `seq_len`, and the `inputs` of a sample without `targets` are text to go on with: these are the next
         token of each, and nothing where there is none. What else there is stays as it is, for a `collate`."""
-        keys = self.columns or {name: name for name in found}
+        keys = self.columns or {name: name for name in raw}
         sample: dict[str, Any] = {}
         for key, name in keys.items():
-            value = found[name]
+            value = raw[name]
             if value is None:
                 raise ValueError(f"{name!r} is null")
             if not isinstance(value, str) or self.tokenizer is None:

@@ -35,14 +35,14 @@ class Frame:
 def own_frames(error: BaseException, packages: Collection[str]) -> list[Frame]:
     """Outermost first, of the first cause that has any. `packages`: whose modules are the user's, also where
     they are installed; so is whatever lies in no library's folder."""
-    found: list[Frame] = []
+    frames: list[Frame] = []
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        found = _of(cause, packages) or found
+        frames = _of(cause, packages) or frames
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    return found
+    return frames
 
 
 def _of(error: BaseException, packages: Collection[str]) -> list[Frame]:

@@ -49,17 +49,17 @@ def match(here: Mapping[str, Here], there: Mapping[str, Tensor], names: Mapping[
     result = Match([], [], [], [], [])
     used: set[str] = set()
     for name, tensor in here.items():
-        found = [other for other in (name, *tensor.others) if other in renamed]
-        used.update(found)
-        if not found:
+        matches = [other for other in (name, *tensor.others) if other in renamed]
+        used.update(matches)
+        if not matches:
             result.missing.append(name)
-        elif why := _unlike(tensor, there[renamed[found[0]]]):
+        elif why := _unlike(tensor, there[renamed[matches[0]]]):
             result.unlike.append(f"{name} ({why})")
         else:
-            first = renamed[found[0]]
+            first = renamed[matches[0]]
             result.pairs.append((name, first))
             result.doubles.extend(
-                (name, renamed[other]) for other in found[1:] if there[renamed[other]] is not there[first]
+                (name, renamed[other]) for other in matches[1:] if there[renamed[other]] is not there[first]
             )
     result.left_over.extend(old for new, old in renamed.items() if new not in used)
     return result
@@ -90,8 +90,8 @@ def rename(there: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _put(pattern: re.Pattern[str], target: str, name: str) -> str:
-    found = pattern.fullmatch(name)
-    groups = iter(found.groups() if found else ())
+    matched = pattern.fullmatch(name)
+    groups = iter(matched.groups() if matched else ())
     return re.sub(r"\*", lambda star: next(groups), target)
 
 
@@ -102,16 +102,16 @@ def _unlike(here: Here, there: Tensor) -> str | None:
     return f"{here.dtype}{list(here.shape)} here, {there['dtype']}{there['shape']} there"
 
 
-def hint(found: Match) -> str:
+def hint(result: Match) -> str:
     """What to write instead."""
     for short, long, written in (
-        (found.missing, found.left_over, '{{"{0}*": "*"}}'),
-        (found.left_over, found.missing, '{{"*": "{0}*"}}'),
+        (result.missing, result.left_over, '{{"{0}*": "*"}}'),
+        (result.left_over, result.missing, '{{"*": "{0}*"}}'),
     ):
         prefix = _prefix(short, long)
         if prefix:
             return f"the names differ by what they begin with: map: {written.format(prefix)}"
-    if found.missing and found.left_over:
+    if result.missing and result.left_over:
         return 'map: {"there.*": "here.*"} renames; strict: false loads what fits and lists the rest'
     return "strict: false loads what fits and lists the rest"
 

@@ -258,11 +258,11 @@ class Metrics:
         if self.world.size > 1:
             gathered = [None] * self.world.size
             dist.all_gather_object(gathered, mine)
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for number, metric in enumerate(self.metrics):
             beat(f"the metric {metric.name}")
-            found |= metric.values([states[number] for states in gathered])
-        return found
+            values |= metric.values([states[number] for states in gathered])
+        return values
 
 
 def _logits_and_targets(outputs: Any, batch: Batch, entry: str) -> tuple[Tensor, Tensor]:
@@ -309,10 +309,10 @@ def _reduced(values: list[Any], initial: Any, how: str) -> Any:
     if isinstance(first, dict):
         before = initial if isinstance(initial, dict) else {}
         keys = dict.fromkeys(key for value in values for key in value)
-        found = copy.copy(first)  # of its class
+        reduced = copy.copy(first)  # of its class
         for key in keys:
-            found[key] = _reduced([value[key] for value in values if key in value], before.get(key), how)
-        return _CANNOT if any(value is _CANNOT for value in found.values()) else found
+            reduced[key] = _reduced([value[key] for value in values if key in value], before.get(key), how)
+        return _CANNOT if any(value is _CANNOT for value in reduced.values()) else reduced
     if isinstance(first, list):
         return _reduced_lists(values, initial if isinstance(initial, list) else [], how)
     if not isinstance(first, int | float | Tensor | np.ndarray | np.generic):
@@ -328,8 +328,8 @@ def _reduced_lists(values: list[list[Any]], before: list[Any], how: str) -> Any:
     """Item by item where each still has as many as before; else what was appended, rank after rank."""
     if before and all(len(value) == len(before) for value in values):
         items = zip(*values, strict=True)
-        found = [_reduced(list(each), one, how) for each, one in zip(items, before, strict=True)]
-        return _CANNOT if any(item is _CANNOT for item in found) else found
+        reduced = [_reduced(list(each), one, how) for each, one in zip(items, before, strict=True)]
+        return _CANNOT if any(item is _CANNOT for item in reduced) else reduced
     if not all(_same(before, value[: len(before)]) for value in values):
         return _CANNOT
     return before + [item for value in values for item in value[len(before) :]]

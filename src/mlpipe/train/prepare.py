@@ -143,9 +143,9 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     restoring = time.perf_counter()
 
     def restore() -> Position:
-        found = resume(session, checkpointer, model, update, coordination_store)
-        check_files(found.scalars, dataset, plan, session.plan.run_id)
-        return found
+        resumed = resume(session, checkpointer, model, update, coordination_store)
+        check_files(resumed.scalars, dataset, plan, session.plan.run_id)
+        return resumed
 
     loader = loader_of(plan.micro_batch)
     loop_of: Callable[..., Loop] = Loop

@@ -180,15 +180,15 @@ class Machine:
 
 def _numa_nodes() -> dict[str, list[int]]:
     """CPUs by node; empty where the kernel does not say."""
-    found = {}
+    nodes = {}
     for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"):
         cpus: list[int] = []
         for part in path.read_text().strip().split(","):
             first, _, last = part.partition("-")
             if first:
                 cpus += range(int(first), int(last or first) + 1)
-        found[path.parent.name.removeprefix("node")] = cpus
-    return found
+        nodes[path.parent.name.removeprefix("node")] = cpus
+    return nodes
 
 
 def _plain(name: str) -> str:

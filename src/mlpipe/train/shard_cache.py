@@ -149,11 +149,11 @@ class ShardCache:
         kept = []
         for path in self.folder.iterdir():
             with suppress(OSError):  # of one that another process has just deleted
-                found = path.stat()
-                if path.name.startswith(_PARTIAL) and found.st_mtime < time.time() - _FETCH_SECONDS:
+                stat = path.stat()
+                if path.name.startswith(_PARTIAL) and stat.st_mtime < time.time() - _FETCH_SECONDS:
                     path.unlink()
                 elif not path.name.startswith(".") or path.name.startswith(_PARTIAL):
-                    kept.append((found.st_mtime, found.st_size, path))
+                    kept.append((stat.st_mtime, stat.st_size, path))
         used = sum(size for _, size, _ in kept)
         for _, size, path in sorted(kept):
             if used + size_bytes <= self.limit_bytes:

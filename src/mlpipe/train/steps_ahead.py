@@ -51,10 +51,10 @@ class StepsAhead:
             if ahead not in self._asked:
                 worker = self._asked[ahead] = self.workers.least_asked()
                 self.workers.ask(worker, (ahead, position + (ahead - number) * self.loader.global_batch))
-        found: list[Microbatch] = self.workers.answer(self._asked.pop(number))
+        microbatches: list[Microbatch] = self.workers.answer(self._asked.pop(number))
         if number == self.num_steps:
             self.workers.close()
-        return found
+        return microbatches
 
     def state(self, number: int) -> None:
         """The position says all."""

@@ -213,8 +213,8 @@ class StreamReader:
         count = self.loader.global_batch
         samples: dict[int, Any] = {}
         states: dict[int, Any] = {}
-        for found, stands in self._read(number, position, count):
-            samples |= found
+        for part, stands in self._read(number, position, count):
+            samples |= part
             states |= stands
         self._states = {n: kept for n, kept in self._states.items() if n > number - _KEPT} | {number: states}
         seed_host(self.loader.seed, number, self.loader.world.data_rank)  # for a `collate` that draws
@@ -247,7 +247,7 @@ class StreamReader:
             for worker in range(len(self.workers)):
                 self.workers.ask(worker, (worker, position + (ahead - number) * count, count))
             self._asked = ahead
-        found = [self.workers.answer(worker) for worker in range(len(self.workers))]
+        answers = [self.workers.answer(worker) for worker in range(len(self.workers))]
         if number == self.num_steps:
             self.workers.close()
-        return found
+        return answers

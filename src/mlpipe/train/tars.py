@@ -78,14 +78,14 @@ class TarSamples(Windowed):
         member = members[own]
         name = ""
         try:
-            found = {}
+            sample = {}
             for name in self.wanted or member.places:
                 begin, size = member.places[name]
                 data = os.pread(file, size, begin)
                 if len(data) < size:
                     raise ValueError("its tar ends within it")
-                found[name] = decoded(name, data)
-            return self.fields.sample(found)
+                sample[name] = decoded(name, data)
+            return self.fields.sample(sample)
         except KeyError as error:
             has = ", ".join(member.places)
             raise self._bad(index, member.key, f"has no {error}", f"it has {has}") from error
@@ -156,8 +156,8 @@ def find_tars(path: str) -> list[Tar]:
     else:
         folder = Path(base)
         if not (folder / INDEX).is_file():
-            found = find_files(path, ".tar")[1]
-            return [_counted(one.path, one.name) for one in found if one.path is not None]
+            files = find_files(path, ".tar")[1]
+            return [_counted(one.path, one.name) for one in files if one.path is not None]
         text = (folder / INDEX).read_bytes()
     tars = [tar for tar in read_index(text, f"{base}/{INDEX}") if matches(tar.file.name, pattern, ".tar")]
     if not tars:

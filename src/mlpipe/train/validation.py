@@ -170,15 +170,15 @@ class _Outputs:
 
     def taken(self, entry: str) -> Any:
         """Once: the next batch has its own."""
-        found, self.last = self.last, None
-        if found is None:
+        outputs, self.last = self.last, None
+        if outputs is None:
             raise TrainError(
                 "its model's `loss` does not call the model, so there are no outputs for metrics",
                 where=entry,
                 hint="call `self(...)` in `loss`, or measure the loss only",
                 kind="input",
             )
-        return self.whole(found)
+        return self.whole(outputs)
 
 
 @contextmanager

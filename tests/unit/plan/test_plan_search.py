@@ -94,10 +94,10 @@ def test_a_thousand_devices_are_searched_by_few_candidates(monkeypatch: pytest.M
     """Under a second of CPU: a candidate costs less than 0.2 ms, a point less than that."""
     spec, shape, hardware = asked(*sized("llama-70b", 128, 2048), "train.activation_checkpointing=auto")
     assert hardware.world_size == 1024
-    found: list[search.Found] = []
+    found: list[search.SearchResult] = []
     real = search.search
 
-    def spy(*args: object) -> search.Found:
+    def spy(*args: object) -> search.SearchResult:
         found.append(real(*args))  # type: ignore[arg-type]
         return found[-1]
 

@@ -30,13 +30,13 @@ class Finding:
 
 def findings(ranks: Sequence[RankProfile]) -> list[Finding]:
     """What costs most first."""
-    found = [*_data(ranks), *_stragglers(ranks), *_threads(ranks), *_machine(ranks)]
-    found += _stages(max(ranks, key=lambda one: one.idle.get("stages", 0.0) / one.seconds))
-    found += _collectives(max(ranks, key=own_seconds))
+    causes = [*_data(ranks), *_stragglers(ranks), *_threads(ranks), *_machine(ranks)]
+    causes += _stages(max(ranks, key=lambda one: one.idle.get("stages", 0.0) / one.seconds))
+    causes += _collectives(max(ranks, key=own_seconds))
     for cause in (_syncs, _tiny, _copies):  # of the rank that has most of it
         of_ranks = [one for rank in ranks for one in cause(rank)]
-        found += sorted(of_ranks, key=lambda one: -(one.gain or 0.0))[:1]
-    return sorted(found, key=lambda one: -(one.gain if one.gain is not None else 1.0))
+        causes += sorted(of_ranks, key=lambda one: -(one.gain or 0.0))[:1]
+    return sorted(causes, key=lambda one: -(one.gain if one.gain is not None else 1.0))
 
 
 def own_seconds(rank: RankProfile) -> float:

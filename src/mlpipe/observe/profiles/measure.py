@@ -179,16 +179,16 @@ def _parts(trace: Trace, whole: list[Span]) -> dict[str, float]:
         if one.name.startswith(PART) and one.thread == trace.main:
             spans[one.name.removeprefix(PART)].append(_span(one))
     num = trace.num_steps
-    parts = {name: length(union(found)) / num for name, found in spans.items()}
-    others = union(span for found in spans.values() for span in found)
+    parts = {name: length(union(of_part)) / num for name, of_part in spans.items()}
+    others = union(span for of_part in spans.values() for span in of_part)
     return {**parts, "other": length(minus(whole, others)) / num}
 
 
 def _classes(work: Iterable[Event], num: int) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
+    seconds: dict[str, float] = defaultdict(float)
     for one in work:
-        found[class_of(one.name)] += _own(one) / num
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        seconds[class_of(one.name)] += _own(one) / num
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def _own(one: Event) -> float:
@@ -251,26 +251,26 @@ def _tiny_seconds(trace: Trace, tiny: list[Event]) -> float:
 
 def _syncs(trace: Trace, num: int) -> tuple[Place, ...]:
     """In the layers only: what the loop itself reads, it reads once a step."""
-    found: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    syncs: dict[tuple[str, str], list[Event]] = defaultdict(list)
     for one in trace.host:
         named = one.name in _SYNCS or one.name in _RUNTIME_SYNCS
         if named and one.layer and one.part == "forward and backward":
-            found[one.layer, one.name].append(one)
-    return _places(found, num)
+            syncs[one.layer, one.name].append(one)
+    return _places(syncs, num)
 
 
 def _copies(trace: Trace, num: int) -> tuple[Place, ...]:
-    found: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    copies: dict[tuple[str, str], list[Event]] = defaultdict(list)
     for one in trace.operators:
         if one.name in ("aten::copy_", "aten::cat") and one.part == "forward and backward":
-            found[one.layer, one.name].append(one)
+            copies[one.layer, one.name].append(one)
     for one in trace.kernels:
         if one.kind == "gpu_memcpy" and "DtoD" not in one.name:
-            found[one.layer, one.name].append(one)
-    return _places(found, num)[:_MOST_OPERATORS]
+            copies[one.layer, one.name].append(one)
+    return _places(copies, num)[:_MOST_OPERATORS]
 
 
-def _places(found: dict[tuple[str, str], list[Event]], num: int) -> tuple[Place, ...]:
+def _places(by_place: dict[tuple[str, str], list[Event]], num: int) -> tuple[Place, ...]:
     places = [
         Place(
             layer,
@@ -279,7 +279,7 @@ def _places(found: dict[tuple[str, str], list[Event]], num: int) -> tuple[Place,
             sum(one.seconds for one in events) / num,
             sum(map(_num_bytes, events)) / num,
         )
-        for (layer, name), events in found.items()
+        for (layer, name), events in by_place.items()
     ]
     return tuple(sorted(places, key=lambda place: -place.seconds))
 

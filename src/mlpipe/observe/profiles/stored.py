@@ -28,11 +28,11 @@ class StoredProfile:
 
 def read_profile(store: Store, attempt_key: str, profile: Profile) -> StoredProfile:
     """What there is of it."""
-    found = []
+    ranks = []
     for rank in profiles.finished_ranks(store, attempt_key, profile):
         data = store.get(profiles.summary_key(attempt_key, profile.first_step, rank))
-        found.append(from_json(RankProfile, data))
-    return StoredProfile(attempt_key, profile, tuple(found))
+        ranks.append(from_json(RankProfile, data))
+    return StoredProfile(attempt_key, profile, tuple(ranks))
 
 
 def profiles_of_stage(store: Store, stage_key: str) -> list[StoredProfile]:

@@ -18,9 +18,9 @@ def profile_text(ranks: Sequence[RankProfile]) -> str:
         f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''}: {1000 * slow.seconds:.1f} ms a step while "
         f"profiled, of which rank {slow.rank} computes {100 * slow.busy / slow.seconds:.0f} %"
     ]
-    found = findings(ranks)
-    lines += ["", "What to change"] if found else ["", "Nothing stands out."]
-    for number, one in enumerate(found, 1):
+    causes = findings(ranks)
+    lines += ["", "What to change"] if causes else ["", "Nothing stands out."]
+    for number, one in enumerate(causes, 1):
         lines += [f"{number:2d}. {one.what}{gain_words(one)}", f"    {one.remedy}"]
     lines += ["", f"Where the time went (rank {slow.rank})"]
     lines += _shares(

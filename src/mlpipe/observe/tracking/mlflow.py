@@ -49,19 +49,19 @@ class MlflowApi:
     MLFLOW_TRACKING_PASSWORD. Raises AwayError or RefusedError."""
 
     def __init__(self, uri: str, environment: Mapping[str, str] | None = None) -> None:
-        found = os.environ if environment is None else environment
+        variables = os.environ if environment is None else environment
         self.uri = uri.rstrip("/")
         self._headers: dict[str, str] = {}
-        user, password = found.get("MLFLOW_TRACKING_USERNAME"), found.get("MLFLOW_TRACKING_PASSWORD")
+        user, password = variables.get("MLFLOW_TRACKING_USERNAME"), variables.get("MLFLOW_TRACKING_PASSWORD")
         if user and password:
             login = base64.b64encode(f"{user}:{password}".encode()).decode()
             self._headers["Authorization"] = f"Basic {login}"
-        if token := found.get("MLFLOW_TRACKING_TOKEN"):
+        if token := variables.get("MLFLOW_TRACKING_TOKEN"):
             self._headers["Authorization"] = f"Bearer {token}"
         self._pool = urllib3.PoolManager(
             retries=False,
             timeout=urllib3.Timeout(connect=5.0, read=20.0),
-            ca_certs=found.get("MLFLOW_TRACKING_SERVER_CERT_PATH"),
+            ca_certs=variables.get("MLFLOW_TRACKING_SERVER_CERT_PATH"),
         )
 
     def get(self, path: str, **query: str) -> dict[str, Any]:
@@ -105,15 +105,15 @@ class MlflowApi:
     def experiment(self, name: str) -> str:
         """Its id; made if there is none."""
         try:
-            found = self.get("experiments/get-by-name", experiment_name=name)["experiment"]
+            experiment = self.get("experiments/get-by-name", experiment_name=name)["experiment"]
         except RefusedError as error:
             if error.code != "RESOURCE_DOES_NOT_EXIST":
                 raise
         else:
-            if found.get("lifecycle_stage") == "deleted":
+            if experiment.get("lifecycle_stage") == "deleted":
                 words = f"the experiment {name!r} was deleted"
                 raise RefusedError(words, where=self.uri, hint="restore it, or name another", code="deleted")
-            return str(found["experiment_id"])
+            return str(experiment["experiment_id"])
         try:
             return str(self.post("experiments/create", name=name)["experiment_id"])
         except RefusedError as error:
@@ -124,14 +124,14 @@ class MlflowApi:
     def find_run(self, experiment: str, run_id: str, stage: str) -> dict[str, Any] | None:
         """The run of a training, with its `info` and `data`."""
         wanted = f"tags.`mlpipe.run_id` = '{run_id}' and tags.`mlpipe.stage` = '{stage}'"
-        found = self.post(
+        runs = self.post(
             "runs/search",
             experiment_ids=[experiment],
             filter=wanted,
             max_results=1,
             order_by=["start_time ASC"],
         ).get("runs")
-        return found[0] if found else None
+        return runs[0] if runs else None
 
 
 class Mlflow:
@@ -154,17 +154,17 @@ class Mlflow:
         """Finds the run, or makes it."""
         run = self._run
         experiment = self._api.experiment(self._experiment)
-        found = self._api.find_run(experiment, run.run_id, run.stage)
-        if found is None:
+        mlflow_run = self._api.find_run(experiment, run.run_id, run.stage)
+        if mlflow_run is None:
             tags = {"mlpipe.run_id": run.run_id, "mlpipe.stage": run.stage, "mlpipe.store": run.store_url}
-            found = self._api.post(
+            mlflow_run = self._api.post(
                 "runs/create",
                 experiment_id=experiment,
                 run_name=f"{run.run_id}/{run.stage}",
                 start_time=_milliseconds(start.time),
                 tags=_pairs(tags),
             )["run"]
-        info, data = found["info"], found.get("data", {})
+        info, data = mlflow_run["info"], mlflow_run.get("data", {})
         self._id = info["run_id"]
         self._known = {one["key"]: int(one.get("step", 0)) for one in data.get("metrics", ())}
         self.url = f"{self._api.uri}/#/experiments/{experiment}/runs/{self._id}"
@@ -269,10 +269,10 @@ def name_of(name: str) -> str:
 
 def _named(values: Mapping[str, T]) -> dict[str, T]:
     """By names that MLflow takes; of two that become the same the first."""
-    found: dict[str, T] = {}
+    renamed: dict[str, T] = {}
     for name, value in values.items():
-        found.setdefault(name_of(name), value)
-    return found
+        renamed.setdefault(name_of(name), value)
+    return renamed
 
 
 def _pairs(values: Mapping[str, str]) -> list[dict[str, str]]:

@@ -56,10 +56,10 @@ class Tracker(Protocol):
 
 def scalars(record: Record) -> dict[str, float]:
     """Numbers of a record, by the name that trackers show."""
-    found: dict[str, float | None] = {}
+    values: dict[str, float | None] = {}
     match record:
         case Step():
-            found = {
+            values = {
                 "train/loss": record.loss,
                 "train/grad_norm": record.grad_norm,
                 "train/lr": record.lr,
@@ -70,20 +70,20 @@ def scalars(record: Record) -> dict[str, float]:
                 "train/data_seconds": record.data_seconds,
             }
         case Save(error=None):
-            found = {
+            values = {
                 "checkpoint/seconds": record.save_seconds,
                 "checkpoint/stall_seconds": record.stall_seconds,
             }
         case Validation():
-            found = {f"validation/{name}": value for name, value in (record.metrics or {}).items()}
+            values = {f"validation/{name}": value for name, value in (record.metrics or {}).items()}
         case Evaluation():
-            found = {
+            values = {
                 "evaluation/loss": record.val_loss,
                 "evaluation/perplexity": record.val_perplexity,
                 "evaluation/bits_per_byte": record.val_bits_per_byte,
                 **{f"evaluation/{name}": value for name, value in (record.metrics or {}).items()},
             }
-    return {name: float(value) for name, value in found.items() if value is not None}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def _flat(value: Any, at: str = "") -> list[tuple[str, str]]:

@@ -42,14 +42,14 @@ class Frozen:
         everything = {one.name: one for one in self.whole.config.named_tensors()}
         left = dict(everything)
         for pattern in self.patterns:
-            found = matching(pattern, everything)
-            if not found:
+            names = matching(pattern, everything)
+            if not names:
                 raise PlanError(
                     f"{pattern!r} fits no parameter of the model",
                     where="train.freeze",
                     hint=nearest(pattern, everything),
                 )
-            for name in found:
+            for name in names:
                 left.pop(name, None)
         if not left:
             raise PlanError(
@@ -173,20 +173,20 @@ class Adapted(Frozen):
 
     def activations(self, step: StepShape, device: str) -> Activations:
         """Besides, what comes out of each A."""
-        found = super().activations(step, device)
+        activations = super().activations(step, device)
         width = COMPUTE_BYTES[step.precision]
         size = step.num_tokens * width * self.rank * len(self._targets)
-        return replace(found, saved=(*found.saved, Tensors(size, len(self._targets))))
+        return replace(activations, saved=(*activations.saved, Tensors(size, len(self._targets))))
 
     def pass_seconds(self, step: StepShape, kernels: Kernels) -> PassSeconds:
         """Besides, two small products for each target, and twice as many in the backward pass."""
-        found = super().pass_seconds(step, kernels)
+        seconds = super().pass_seconds(step, kernels)
         products = sum(kernels.matmul(step.num_tokens, one.columns, one.rows) for one in self.trained)
         each = products / self.whole.config.num_layers
         return replace(
-            found,
-            forward_block=found.forward_block + each,
-            backward_block=found.backward_block + 2 * each,
+            seconds,
+            forward_block=seconds.forward_block + each,
+            backward_block=seconds.backward_block + 2 * each,
         )
 
 
@@ -206,9 +206,9 @@ def without(
         return Adapted(shape, adapter.targets, adapter.rank)
     if not patterns or not isinstance(shape, Dense):
         return shape
-    found = Frozen(shape, tuple(patterns))
-    _ = found.trained  # patterns that say nothing are refused at once
-    return found
+    frozen = Frozen(shape, tuple(patterns))
+    _ = frozen.trained  # patterns that say nothing are refused at once
+    return frozen
 
 
 def planned(train: TrainPlan) -> ModelShape | None:

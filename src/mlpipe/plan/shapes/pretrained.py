@@ -225,7 +225,7 @@ class _Said:
                 where=self.where,
                 hint="linear and llama3 are",
             )
-        found: dict[str, Any] = {"rope_scaling": kind, "rope_factor": self.rope("factor", 0.0)}
+        scaling: dict[str, Any] = {"rope_scaling": kind, "rope_factor": self.rope("factor", 0.0)}
         if kind == "llama3":
             original = self.scaling.get("original_max_position_embeddings")
             if type(original) is not int or not 0 < original < _LARGEST:
@@ -233,5 +233,5 @@ class _Said:
             low, high = self.rope("low_freq_factor", 0.0), self.rope("high_freq_factor", 0.0)
             if low >= high:
                 raise self._wrong("high_freq_factor", high)
-            found |= {"rope_original": original, "rope_low": low, "rope_high": high}
-        return found
+            scaling |= {"rope_original": original, "rope_low": low, "rope_high": high}
+        return scaling

@@ -239,7 +239,7 @@ class ClusterApi:
             if error.status == 404:
                 return None
             raise
-        served = [found["version"] for found in group["versions"]]
+        served = [version["version"] for version in group["versions"]]
         return next((one for one in _KUEUE_VERSIONS if one in served), served[0])
 
     def _path(self, kind: str, name: str = "") -> str:
@@ -306,7 +306,9 @@ class ClusterApi:
         with configuration_errors():
             settings = self._configuration.auth_settings().values()
         return {
-            found["key"]: found["value"] for found in settings if found["in"] == "header" and found["value"]
+            setting["key"]: setting["value"]
+            for setting in settings
+            if setting["in"] == "header" and setting["value"]
         }
 
     def _error(self, what: str, status: int, answer: Object | None) -> ApiError:

@@ -27,7 +27,7 @@ def find_cluster(context: str | None, namespace: str | None) -> tuple[Any, str, 
             return configuration, namespace or _NAMESPACE_FILE.read_text().strip(), None
         path = os.environ.get("KUBECONFIG")  # the package would read it once, when it is imported
         contexts, active = config.list_kube_config_contexts(path)
-        known = {found["name"]: found.get("context") or {} for found in contexts}
+        known = {entry["name"]: entry.get("context") or {} for entry in contexts}
         chosen = context or (active or {}).get("name", "")
         if chosen not in known:
             raise SubmitError(

@@ -67,8 +67,8 @@ def jobs(prefix: str) -> list[Job]:
     asked = ",".join(f"{field}:|" for field in _FIELDS)
     text = run(["squeue", "--me", "--noheader", "--states=all", f"--Format={asked}"])
     # Of the user's other jobs a name or comment may hold anything, ends of lines included.
-    found = [_job(line) for line in text.splitlines() if line.strip() and prefix in line]
-    return sorted((job for job in found if job.name.startswith(prefix)), key=lambda job: job.id)
+    parsed = [_job(line) for line in text.splitlines() if line.strip() and prefix in line]
+    return sorted((job for job in parsed if job.name.startswith(prefix)), key=lambda job: job.id)
 
 
 def _job(line: str) -> Job:

@@ -67,8 +67,8 @@ def _partitions() -> Finding:
 
 
 def _jobs() -> Finding:
-    found = attempt("jobs", lambda: client.jobs(""))
-    if isinstance(found, Finding):
-        return found
-    alive = [job for job in found if not job.has_ended]
+    jobs = attempt("jobs", lambda: client.jobs(""))
+    if isinstance(jobs, Finding):
+        return jobs
+    alive = [job for job in jobs if not job.has_ended]
     return Finding("jobs", "ok", f"you have {len(alive)} under way")

@@ -94,8 +94,8 @@ class JobHandle(ThreadedHandle):
 
     def _jobs(self) -> list[Job]:
         """Of this attempt. Raises SubmitError (input) for one of the same name that is another."""
-        found = [job for job in client.jobs(self._name) if job.name == self._name]
-        for job in found:
+        jobs = [job for job in client.jobs(self._name) if job.name == self._name]
+        for job in jobs:
             if job.comment != self._comment and not job.has_ended:
                 raise SubmitError(
                     f"another job has the name {self._name}",
@@ -104,7 +104,7 @@ class JobHandle(ThreadedHandle):
                     "choose another --run-id",
                     kind="input",
                 )
-        return [job for job in found if job.comment == self._comment]
+        return [job for job in jobs if job.comment == self._comment]
 
     def _follow_job(self) -> Ended:
         answered = time.monotonic()

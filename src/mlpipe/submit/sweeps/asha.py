@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 def rungs(min_steps: int, steps: int, eta: int) -> list[int]:
     """Steps at which trials are judged: from `min_steps` on, below the last step."""
-    found = []
+    rung_steps = []
     while min_steps < steps:
-        found.append(min_steps)
+        rung_steps.append(min_steps)
         min_steps *= eta
-    return found
+    return rung_steps
 
 
 def goes_on(value: float, others: Iterable[float], eta: int, *, less_is_better: bool) -> bool:

@@ -84,14 +84,14 @@ class Encoder:
 
     def encode(self, spoken: Sequence[_Spoken]) -> list[Sample | BadLine]:
         """Of several lines at once, by all cores."""
-        found: list[Sample | BadLine] = [BadLine("")] * len(spoken)
+        samples: list[Sample | BadLine] = [BadLine("")] * len(spoken)
         for whole in (True, False):
             chosen = [i for i, one in enumerate(spoken) if one.whole is whole]
             texts = [spoken[i].text for i in chosen]
             encodings = self.tokenizer.encode_batch(texts, add_special_tokens=not whole) if texts else []
             for i, encoding in zip(chosen, encodings, strict=True):
-                found[i] = self._sample(spoken[i], encoding)
-        return found
+                samples[i] = self._sample(spoken[i], encoding)
+        return samples
 
     def _sample(self, spoken: _Spoken, encoding: Any) -> Sample | BadLine:
         ids = np.array(encoding.ids, dtype=np.uint32)
@@ -136,8 +136,8 @@ def _messages(value: Any, key: str) -> Messages:
             raise BadLine(f"{what} has no 'role'")
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            found = f"{kind_of(content)}, not text" if "content" in message else "not there"
-            raise BadLine(f"the 'content' of {what} is {found}")
+            instead = f"{kind_of(content)}, not text" if "content" in message else "not there"
+            raise BadLine(f"the 'content' of {what} is {instead}")
     return value
 
 
@@ -167,11 +167,11 @@ def _beside(folder: str, name: str) -> str | None:
 def _config(folder: str) -> dict[str, Any]:
     text = _beside(folder, "tokenizer_config.json")
     try:
-        found = json.loads(text) if text is not None else {}
+        config = json.loads(text) if text is not None else {}
     except (ValueError, RecursionError) as error:
-        found = error
-    if isinstance(found, dict):
-        return found
+        config = error
+    if isinstance(config, dict):
+        return config
     raise TrainError(
         "this is no configuration of a tokenizer", where=f"{folder}/tokenizer_config.json", kind="input"
     )
@@ -195,8 +195,8 @@ def _template(plan: ChatPlan, folder: str, config: dict[str, Any]) -> tuple[str 
         return text, plan.template
     if (text := _beside(folder, "chat_template.jinja")) is not None:
         return text, f"{folder}/chat_template.jinja"
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several, by their names
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None, f"{folder}/tokenizer_config.json"
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by their names
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None, f"{folder}/tokenizer_config.json"

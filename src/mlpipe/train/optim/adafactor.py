@@ -78,11 +78,11 @@ class Adafactor:
                 rows = kept["row_var"].sum().view(1)
             weights = torch.linalg.vector_norm(shard.local).square_().view(1)
             parts.append((shard.split, torch.cat([columns, weights, rows])))
-        found = []
+        sums = []
         for (shard, _), whole in zip(pairs, _summed(parts), strict=True):
             number = shard.shape[1] if len(shard.shape) == 2 else 0
-            found.append((whole[:number], whole[number], whole[number + 1 :]))
-        return found
+            sums.append((whole[:number], whole[number], whole[number + 1 :]))
+        return sums
 
     def _updated(
         self, shard: LocalShard, gradient: torch.Tensor, columns: torch.Tensor, _: Any, rows: torch.Tensor
@@ -108,19 +108,19 @@ class Adafactor:
 
     def state(self) -> list[LocalShard]:
         """The moments of rows, split as they are, and of columns, which a matrix has whole on every rank."""
-        found = []
+        shards = []
         for shard in self.shards:
             for kind, moment in self._kept[shard.name].items():
                 if kind == "variance":
-                    found.append(shard.state(kind, moment))
+                    shards.append(shard.state(kind, moment))
                 elif kind == "col_var" and len(shard.shape) == 2:
-                    found.append(shard.whole_state(kind, moment))
+                    shards.append(shard.whole_state(kind, moment))
                 else:
                     cut = -1 if kind == "row_var" else -2
                     shape, offset = list(shard.shape), list(shard.offset)
                     shape[cut], offset[cut] = 1, 0
-                    found.append(shard.state_like(kind, moment, tuple(shape), tuple(offset)))
-        return found
+                    shards.append(shard.state_like(kind, moment, tuple(shape), tuple(offset)))
+        return shards
 
     def scalars(self) -> dict[str, Any]:
         """The number of updates."""

@@ -70,15 +70,15 @@ def averaged(shards: Sequence[LocalShard], manifest: Manifest, where: str) -> li
     """The same tensors, to be filled with the checkpoint's averages; what it keeps none of (buffers, frozen
     parameters) as it is. Raises TrainError (input) where there is none."""
     names = {shard.name: f"optim.{shard.name}.{KIND}" for shard in shards}
-    found = [
+    kept = [
         replace(shard, name=names[shard.name]) if names[shard.name] in manifest["tensors"] else shard
         for shard in shards
     ]
-    if found == list(shards):
+    if kept == list(shards):
         raise TrainError(
             "the checkpoint has no average of the weights",
             where=where,
             hint="it is kept where the training says `ema: {decay: 0.999}`",
             kind="input",
         )
-    return found
+    return kept

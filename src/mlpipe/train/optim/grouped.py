@@ -34,9 +34,9 @@ class Grouped:
         self.parts: list[tuple[Update, float]] = []
         for number, group in enumerate(groups):
             where = f"train.optimizer.groups[{number}].match"
-            found = matching(group.match, names)
-            fresh = [name for name in found if name in rest]
-            if not found:
+            matches = matching(group.match, names)
+            fresh = [name for name in matches if name in rest]
+            if not matches:
                 raise TrainError(
                     f"{group.match!r} fits no parameter that is trained",
                     where=where,

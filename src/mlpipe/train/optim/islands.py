@@ -45,9 +45,9 @@ def local_updates(plan: IslandsPlan, update: Update, model: ParallelizedModel, w
     trained = [
         shard for shard in model.shards if shard.parameter is not None and shard.parameter.requires_grad
     ]
-    found = LocalUpdates(plan, update, trained, RankGroup.along("dp_replicate", world, model.waits))
-    model.step_metrics = found.end_step
-    return found
+    updates = LocalUpdates(plan, update, trained, RankGroup.along("dp_replicate", world, model.waits))
+    model.step_metrics = updates.end_step
+    return updates
 
 
 class LocalUpdates:

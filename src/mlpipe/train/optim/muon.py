@@ -99,12 +99,12 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     """U S' V^T of a bf16 matrix U S V^T, with singular values S' between about 0.5 and 1.5."""
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.T if is_tall else matrix
-    found = found / found.norm().clamp(min=_EPS)
+    estimate = matrix.T if is_tall else matrix
+    estimate = estimate / estimate.norm().clamp(min=_EPS)
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if is_tall else found
+        gram = estimate @ estimate.T
+        estimate = torch.addmm(estimate, torch.addmm(gram, gram, gram, beta=b, alpha=c), estimate, beta=a)
+    return estimate.T if is_tall else estimate
 
 
 def _orthogonal(
@@ -128,10 +128,10 @@ def _orthogonal(
     cut = [result.split([of_rank[i][0] for of_rank in shapes]) for i, result in enumerate(results)]
     back = [rows[rank].reshape(-1) for rank in range(split.num_ranks) for rows in cut]
     returned = _exchanged(torch.cat(back) if back else arrived[:0], received, sent, split)
-    found = list(parts)
+    own_rows = list(parts)
     for index, piece in zip(order, returned.split([parts[i].numel() for i in order]), strict=True):
-        found[index] = piece.view(parts[index].shape)
-    return found
+        own_rows[index] = piece.view(parts[index].shape)
+    return own_rows
 
 
 def _owners(shards: Sequence[LocalShard], num_ranks: int) -> list[int]:

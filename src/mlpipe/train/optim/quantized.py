@@ -119,15 +119,15 @@ class QuantizedAdamW:
     def state(self) -> list[LocalShard]:
         """The codes, of the parameter's shape where each is a byte, and a scale for each block; AdamW's of
         all else."""
-        found = []
+        shards = []
         for shard in self.quantized:
             for kind, moment in zip(("exp_avg", "exp_avg_sq"), self._moments[shard.name], strict=True):
                 if moment.codes_per_byte == 1:
-                    found.append(shard.state(f"{kind}_codes", moment.codes.view(shard.local.shape)))
+                    shards.append(shard.state(f"{kind}_codes", moment.codes.view(shard.local.shape)))
                 else:
-                    found.append(_by_rows(shard, f"{kind}_codes", moment.codes))
-                found.append(_by_rows(shard, f"{kind}_scales", moment.scales))
-        return [*found, *self.adamw.state()]
+                    shards.append(_by_rows(shard, f"{kind}_codes", moment.codes))
+                shards.append(_by_rows(shard, f"{kind}_scales", moment.scales))
+        return [*shards, *self.adamw.state()]
 
     def scalars(self) -> dict[str, Any]:
         """AdamW's."""
@@ -149,22 +149,22 @@ def dynamic_numbers(num_bits: int, signed: bool) -> Numbers:
     bitsandbytes' and torchao's `create_dynamic_map`), ascending: of each power of ten, one less than there
     are bits, the middles of so many equal parts of [0.1, 1] as there are bits left; 0 and 1; with their
     opposites where `signed`."""
-    found = [0.0, 1.0]
+    numbers = [0.0, 1.0]
     for exponent in range(num_bits - 1):
         parts = 2**exponent if signed else 2 ** (exponent + 1)
         edges = torch.linspace(0.1, 1, parts + 1)
         middle = (10.0 ** (exponent - (num_bits - 2))) * (edges[:-1] + edges[1:]) / 2
-        found += middle.tolist()
+        numbers += middle.tolist()
         if signed:
-            found += (-middle).tolist()
-    return tuple(sorted(found))
+            numbers += (-middle).tolist()
+    return tuple(sorted(numbers))
 
 
 @cache
 def middles(numbers: Numbers) -> Numbers:
     """Borders between each two neighbours, in fp32."""
-    found = torch.tensor(numbers, dtype=torch.float32)
-    return tuple(((found[:-1] + found[1:]) / 2).tolist())
+    values = torch.tensor(numbers, dtype=torch.float32)
+    return tuple(((values[:-1] + values[1:]) / 2).tolist())
 
 
 def _by_rows(shard: LocalShard, kind: str, local: torch.Tensor) -> LocalShard:

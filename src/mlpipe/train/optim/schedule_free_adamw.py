@@ -76,12 +76,12 @@ class ScheduleFreeAdamW:
 
     def state(self) -> list[LocalShard]:
         """x in the place of the parameters, z, and the second moments."""
-        found = []
+        shards = []
         for shard in self.shards:
-            found.append(replace(shard, local=self._x[shard.name], parameter=None))
-            found.append(shard.state("z", self._z[shard.name]))
-            found.append(shard.state("exp_avg_sq", self._squares[shard.name]))
-        return found
+            shards.append(replace(shard, local=self._x[shard.name], parameter=None))
+            shards.append(shard.state("z", self._z[shard.name]))
+            shards.append(shard.state("exp_avg_sq", self._squares[shard.name]))
+        return shards
 
     def scalars(self) -> dict[str, Any]:
         """What the next member of the average weighs, and the number of updates."""

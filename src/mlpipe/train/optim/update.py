@@ -41,8 +41,8 @@ class Update(Protocol):
 
 def averages_of(update: Update) -> list[Average]:
     """What a validation measures instead of the weights: the `averages()` of an Update that has any."""
-    found: list[Average] = getattr(update, "averages", list)()
-    return found
+    averages: list[Average] = getattr(update, "averages", list)()
+    return averages
 
 
 def after_load(update: Update) -> None:

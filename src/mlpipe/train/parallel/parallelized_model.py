@@ -132,10 +132,10 @@ def _parameter(
         axes = zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True)
         split = [axis for axis, placement in axes if placement.is_shard()]
         if local.numel():  # else the offset of nothing, which is 0
-            _, found = compute_local_shape_and_global_offset(
+            _, global_offset = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
-            offset = list(found)
+            offset = list(global_offset)
     for cut in reversed(cuts):
         offset[cut.dim] += cut.rank * shape[cut.dim]
         shape[cut.dim] *= cut.num_ranks

@@ -118,8 +118,8 @@ def check_sequence(model: nn.Module, batch: Batch, entry: str) -> None:
             f"{', '.join(expected)}",
             _HINT,
         )
-    for (name, found), wanted in zip(given, [first, *gave], strict=False):
-        if not _same(found, wanted) or not isinstance(found[0], Tensor):
+    for (name, got), wanted in zip(given, [first, *gave], strict=False):
+        if not _same(got, wanted) or not isinstance(got[0], Tensor):
             raise broken(entry, f"{name} is given something else than what the child before it gives", _HINT)
     if not _same(output, gave[-1]):
         raise broken(entry, f"its forward does not return what {expected[-1]} gives", _HINT)

@@ -134,9 +134,9 @@ class _Shared:
     def __call__(self, x: Tensor) -> Tensor:
         if self.last is not None:
             given, made, with_gradients = self.last
-            found: Tensor | None = made()
-            if given() is x and found is not None and with_gradients == torch.is_grad_enabled():
-                return found
+            shared: Tensor | None = made()
+            if given() is x and shared is not None and with_gradients == torch.is_grad_enabled():
+                return shared
         copy = copied(x, self.ranks)
         self.last = weakref.ref(x), weakref.ref(copy), torch.is_grad_enabled()
         return copy
@@ -149,9 +149,9 @@ def _refuse_ties(own: nn.Module, split: set[int], entry: str) -> None:
         for parameter in module._parameters.values():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((name, module))
-    for found in places.values():
-        if len({id(module) in split for _, module in found}) > 1:
-            names = " and ".join(dict.fromkeys(name for name, _ in found))
+    for uses in places.values():
+        if len({id(module) in split for _, module in uses}) > 1:
+            names = " and ".join(dict.fromkeys(name for name, _ in uses))
             raise broken(
                 entry, f"{names} share a weight, which is to be split in one of them", "name none of them"
             )
