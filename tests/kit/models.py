@@ -283,6 +283,14 @@ def with_heads() -> WithHeads:
     return WithHeads()
 
 
+class SequenceOfHeads(InitializedSequence):
+    """Which a pipeline can be cut between, and patterns split."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=0)
+        self.blocks = nn.ModuleList(Heads() for _ in range(3))
+
+
 class TwoInputs(nn.Module):
     def forward(self, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return inputs * mask

@@ -91,10 +91,10 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 
 
-def from_config() -> Any:
+def from_config(**changes: Any) -> Any:
     import transformers
 
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA | changes))
 
 
 def from_pretrained(path: str) -> Any:

@@ -55,8 +55,10 @@ KINDS = {
         "mlpipe.train.without_dynamo", "mlpipe.train.launcher", "torch.distributed.run", *_TRAIN,
         "mlpipe.train.parallel.fully_shard",
     ),
-    # ranks of any strategy
-    "ranks": ("torch._dynamo", "torch.distributed.fsdp", *_TRAIN),
+    # ranks of any strategy, and a class of `transformers`: two seconds for each of four
+    "ranks": (
+        "torch._dynamo", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", *_TRAIN,
+    ),
 }  # fmt: skip
 _START_SECONDS = 300.0
 _PADDING = 16_384  # bytes that /proc/PID/cmdline and environ may show

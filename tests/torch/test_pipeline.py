@@ -27,6 +27,14 @@ pytestmark = pytest.mark.torch
 CONFIG = replace(plans.CONFIG, num_layers=5, dim=32, ffn_dim=64)
 STEPS = 4
 SEQUENCE = ModelPlan(Entry("kit.models:InitializedSequence", {}), None, 32, ())
+PATTERNS = {
+    "embed": "row", **dict.fromkeys((f"*.attn.{name}" for name in "qkv"), "column"), "*.attn.o": "row",
+    "*.head_norm": "sum", "*.mlp.1": "column", "*.mlp.3": "row",
+}  # fmt: skip
+HEADS = ModelPlan(Entry("kit.models:SequenceOfHeads", {}), None, 32, (), PATTERNS)
+LLAMA = ModelPlan(
+    Entry("kit.own:from_config", {"num_key_value_heads": 2, "tie_word_embeddings": False}), None, 32, ()
+)
 OWN = OptimizerPlan(None, "torch.optim:Adam", {"eps": 1e-6}, 8, 1e-3, 1.0, "constant", 0, 0, 0.1)
 BLOCKS = {"gpipe": (3, 2), "1f1b": (2, 3), "interleaved": (2, 1, 1, 1), "zero_bubble": (2, 3)}
 
@@ -107,6 +115,8 @@ def single(folder):
         "own model": plan(folder, Mesh(), "single-own-model", model=SEQUENCE),
         "own optimizer": plan(folder, Mesh(), "single-own", optimizer=OWN),
         "untied": plan(folder, Mesh(), "single-untied", model=model(tied=False)),
+        "heads": plan(folder, Mesh(), "single-heads", model=HEADS),
+        "transformers": plan(folder, Mesh(), "single-transformers", model=LLAMA),
     }
     plans.run_together(list(made.values()), folder / "single")
     return made
@@ -283,6 +293,25 @@ def test_stages_that_share_products_or_sequences(folder, single):
     same(folder, made["tp"], single["tied"])
     same(folder, made["tp untied"], single["untied"])
     same(folder, made["cp"], single["tied"])
+
+
+@pytest.mark.combines("pp", "tp", "your own model")
+def test_stages_of_a_model_of_ones_own_that_share_products(folder, single):
+    """Split by patterns, or as a class of `transformers` brings it; each rank has modules of its stage."""
+    cuts = {"heads": ("1f1b", ("blocks.1",)), "transformers": ("zero_bubble", ("model.layers.1",))}
+    made = {
+        name: plan(
+            folder,
+            Mesh(pp=2, tp=2),
+            name,
+            model=model,
+            pipeline=PipelinePlan(cuts[name][0], (), cuts[name][1]),
+        )
+        for name, model in (("heads", HEADS), ("transformers", LLAMA))
+    }
+    plans.run_together(list(made.values()), folder / "own-sharing")
+    for name, found in made.items():
+        same(folder, found, single[name])
 
 
 @pytest.mark.combines("pp", "resume under another mesh", "your own optimizer")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from kit import plans
 from kit.init_worker import INITS, Own
+from kit.tensor_worker import Twice
 
 from mlpipe.plan.axes.tp import num_collectives
 from mlpipe.plan.plan import Mesh, MetricPlan, Plan, ValidatePlan
@@ -207,3 +208,13 @@ def test_a_slice_begins_as_that_slice_of_the_whole(how: str) -> None:
         initialize(part, 0)
         assert torch.equal(part.weight, cut.of(whole.weight))
         assert torch.equal(part.scale, whole.scale)
+
+
+def test_a_slice_of_another_stage_is_asked_for_by_nobody() -> None:
+    """init_weights() comes back to it; its other parts, on other ranks, have no memory either."""
+    with torch.device("meta"):
+        part = Twice()
+    for name, dim in (("first", 0), ("second", 1)):
+        keep_slice(part, name, Slice("tp", dim, 0, 2), {})
+    initialize(part, 0)
+    assert [parameter.shape for parameter in part.parameters()] == [(4, 4), (4, 3)]

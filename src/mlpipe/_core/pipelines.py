@@ -42,7 +42,7 @@ def conflicts(
     if pp == 1:
         return
     needed = pp * stages_per_rank(schedule)
-    yield from _cuts(setting(settings, "pipeline.cut"), needed, sizes, setting(settings, "model.entry"))
+    yield from _cuts(setting(settings, "pipeline.cut"), needed, setting(settings, "model.entry"))
     if num_layers is not None and pp <= num_layers < needed:
         yield (
             "schedule",
@@ -74,18 +74,13 @@ def conflicts(
         )
 
 
-def _cuts(
-    cut: Any, num_stages: int, sizes: Mapping[str, int], entry: Any
-) -> Iterator[tuple[str, Infeasible]]:
+def _cuts(cut: Any, num_stages: int, entry: Any) -> Iterator[tuple[str, Infeasible]]:
     """Of a user's own model, which `entry` builds; mlpipe's are cut by FLOPs."""
     names = [name for name in cut if isinstance(name, str)] if isinstance(cut, list | tuple) else []
     if entry is None:
         if names:
             yield "cut", Infeasible("mlpipe cuts its own models, by FLOPs", "remove it")
         return
-    if sizes.get("tp", 1) > 1:
-        why = "stages of your own model cannot be shared by tp yet"
-        yield "cut", Infeasible(why, "make tp or pp 1")
     if len(names) == num_stages - 1 and len(set(names)) == len(names):
         return
     word = "module" if num_stages == 2 else "modules"

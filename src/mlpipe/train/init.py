@@ -141,7 +141,7 @@ class Wholes:
         if key != self.current:
             self._keep()
             parameter, cuts = self.sliced[key]
-            if self.again or key in self.written:
+            if not parameter.is_meta and (self.again or key in self.written):
                 self.whole = whole_of(parameter, cuts)
             else:
                 self.whole = mark_unwritten(torch.empty(value.shape, dtype=value.dtype, device=value.device))
