@@ -44,9 +44,11 @@ def manifest_of(prefix, blobs, step=1, attempt=1, size=100):
     }  # fmt: skip
 
 
-def save(store, step, attempt=1, data=bytes(range(100)), commit=True):
+def save(store, step, attempt=1, data=bytes(range(100)), commit=True, best=False):
     prefix = catalogue.new_prefix(STAGE, step, attempt)
     blob = write_blob(store, f"{prefix}/model-0", [data], block_bytes=16)
+    if best:
+        catalogue.mark_best(store, prefix, {"at": step})
     if commit:
         assert catalogue.commit(store, prefix, manifest_of(prefix, [blob], step, attempt, len(data)))
     return prefix
@@ -117,8 +119,54 @@ def test_prune_counts_committed_ones_and_spares_what_is_in_use(store):
     assert left == {prefixes[1], prefixes[3], prefixes[4], in_flight, beside, newer}
     for prefix in (prefixes[1], prefixes[3], prefixes[4]):
         assert catalogue.verify(store, prefix) == []
-    with pytest.raises(StoreError, match="at least one"):
+    with pytest.raises(StoreError, match="at least one") as caught:
         catalogue.prune(store, STAGE, keep=0)
+    assert caught.value.kind == "input"
+
+
+def test_where_nothing_is_committed_nothing_is_pruned_and_a_fence_is_at_the_start(store):
+    for step in (0, 1):
+        save(store, step, commit=False)
+    assert catalogue.prune(store, STAGE, keep=1) == []
+    assert catalogue.fence(store, STAGE, 1) == 0
+    save(store, 1)
+    assert catalogue.latest(store, STAGE) is None
+
+
+def test_the_newest_that_was_marked_and_committed_is_the_best_and_stays(store):
+    assert catalogue.best(store, STAGE) is None
+    save(store, 1, best=True)
+    plain, marked = save(store, 2), save(store, 3, best=True)
+    save(store, 4, commit=False, best=True)
+    last = save(store, 5)
+    found = catalogue.list_checkpoints(store, STAGE)
+    assert {item.step: item.best for item in found} == {1: False, 2: False, 3: True, 5: False}
+    for item in found:
+        objects = {info.key: info for info in store.list(item.key)}
+        assert item.size_bytes == sum(info.size_bytes for info in objects.values())
+        assert item.time == objects[f"{item.key}/MANIFEST.json"].modified
+    best = catalogue.best(store, STAGE)
+    assert (best.key, catalogue.step_of(best.key)) == (marked, 3)
+    assert catalogue.read_best(store, marked) == {"at": 3}
+    assert catalogue.read_best(store, plain) == {}
+    store.put("odd/BEST", b"[1]")
+    assert catalogue.read_best(store, "odd") == {}
+    catalogue.prune(store, STAGE, keep=1, in_use=[f"{plain}/"])
+    kept = [item.key for item in catalogue.list_checkpoints(store, STAGE)]
+    assert kept == [plain, marked, last]
+
+
+def test_a_manifest_that_could_not_be_read_back_is_not_committed(store, monkeypatch):
+    prefix = save(store, 1, commit=False)
+    manifest = manifest_of(prefix, [write_blob(store, f"{prefix}/model-1", [b"x" * 100], block_bytes=16)])
+    size = len(add_checksum(check(manifest, prefix, "m")))
+    monkeypatch.setattr(catalogue, "MAX_BYTES", size - 1)
+    with pytest.raises(StoreError, match="the manifest is larger than"):
+        catalogue.commit(store, prefix, manifest)
+    assert catalogue.latest(store, STAGE) is None
+    monkeypatch.setattr(catalogue, "MAX_BYTES", size)
+    assert catalogue.commit(store, prefix, manifest)
+    assert catalogue.load_manifest(store, prefix)["step"] == 1
 
 
 def test_discard_takes_one_away(store):

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kit.store_race import race
 
 from mlpipe._core.errors import StoreError
+from mlpipe.store import folder
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.open import open_store
 
@@ -151,10 +152,11 @@ def test_a_failed_write_leaves_the_old_object_and_no_file_behind(tmp_path):
 def test_stray_temporary_files_are_never_listed_and_are_swept_by_age(tmp_path):
     store = FolderStore(tmp_path)
     store.put("f/x", b"1")
-    (tmp_path / "f" / ".mlpipe-tmp-0123").write_bytes(b"half")
+    for number in range(2):
+        (tmp_path / "f" / f".mlpipe-tmp-{number}").write_bytes(b"half")
     assert [info.key for info in store.list("")] == ["f/x"]
     assert store.sweep("", older_than_seconds=3600) == 0
-    assert store.sweep("", older_than_seconds=0) == 1
+    assert store.sweep("", older_than_seconds=0) == 2
     assert os.listdir(tmp_path / "f") == ["x"]
 
 
@@ -178,6 +180,7 @@ def test_logs_append_and_are_read_on_from_an_offset(tmp_path):
     second = store.open_log("logs/rank-0.log")  # a restarted worker goes on
     second.write(b"two\n")
     assert store.read_log("logs/rank-0.log", offset=offset) == (b"two\n", 8)
+    store.put("logs/older/rank-0.log", b"")
     assert store.list_logs("logs") == ["logs/rank-0.log"]
     first.close()
     second.close()
@@ -187,6 +190,64 @@ def test_logs_append_and_are_read_on_from_an_offset(tmp_path):
 def test_probe_accepts_a_folder_and_leaves_nothing(tmp_path):
     FolderStore(tmp_path / "new").probe()
     assert os.listdir(tmp_path / "new") == []
+
+
+def test_a_folder_that_does_not_keep_conditions_is_refused_and_left_clean(tmp_path):
+    lies = {
+        "put_if_absent": [lambda key, data: True, lambda key, data: False],
+        "put_if_match": [lambda key, data, etag: True, lambda key, data, etag: False],
+        "get_with_etag": [lambda key: (b"other", FolderStore.get_with_etag(store, key)[1])],
+    }
+    for name, answers in lies.items():
+        for answer in answers:
+            store = FolderStore(tmp_path)
+            setattr(store, name, answer)
+            with pytest.raises(StoreError, match=r"ignores conditions|does not read back") as caught:
+                store.probe()
+            assert caught.value.where == str(tmp_path)
+            assert os.listdir(tmp_path) == []
+
+
+def test_what_is_deleted_takes_its_empty_folders_along_and_no_other(tmp_path):
+    store = FolderStore(tmp_path)
+    for key in ("a/b/c/x", "a/b/y", "z"):
+        store.put(key, b"1")
+    store.delete(["z/below", "a/b/c/x"])
+    assert sorted(os.listdir(tmp_path / "a" / "b")) == ["y"]
+    store.delete(["a/b/y"])
+    assert os.listdir(tmp_path) == ["z"]
+    store.delete(["z"])
+    assert os.listdir(tmp_path) == []
+
+
+def test_every_error_says_where(tmp_path, monkeypatch):
+    store = FolderStore(tmp_path)
+    for read in (store.get, lambda key: store.get_into(key, bytearray(1)), lambda key: store.copy(key, "y")):
+        with pytest.raises(StoreError, match="no such object") as caught:
+            read("f/x")
+        assert (caught.value.where, caught.value.kind) == (str(tmp_path / "f" / "x"), "input")
+    (tmp_path / "full").symlink_to("/dev/full")
+    log = store.open_log("full")
+    with pytest.raises(StoreError, match="no space left") as caught:
+        log.write(b"x")
+    assert caught.value.where == str(tmp_path / "full")
+    log.close()
+
+    def gone(path, flags):
+        raise FileNotFoundError(path)
+
+    store.put("f/x", b"1")
+    etag = store.get_with_etag("f/x")[1]
+    monkeypatch.setattr(folder, "_open", gone)
+    for write in (
+        lambda key: store.put(key, b""),
+        lambda key: store.put_if_absent(key, b""),
+        lambda key: store.put_if_match(key, b"", etag),
+        store.open_log,
+    ):
+        with pytest.raises(StoreError, match="somebody deleted the folder") as caught:
+            write("f/x")
+        assert (caught.value.where, caught.value.kind) == (str(tmp_path / "f" / "x"), "infrastructure")
 
 
 @pytest.mark.parametrize("url", ["", "http://x/y", "file://elsewhere/x", "gs://b"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import threading
@@ -24,8 +26,8 @@ def store(tmp_path):
     return FolderStore(tmp_path)
 
 
-def create(store, run_id="r-1"):
-    runs.create_run(store, run_id, "version: 1\n", "sha", ["a", "b"], "local", {"pipeline": "p"})
+def create(store, run_id="r-1", stages=("a", "b")):
+    runs.create_run(store, run_id, "version: 1\n", "sha", list(stages), "local", {"pipeline": "p"})
     return run_id
 
 
@@ -86,6 +88,79 @@ def test_of_two_who_take_over_a_half_claimed_id_one_does(store, monkeypatch):
     assert not runs.clear_claim(store, "r-2")
 
 
+def test_a_claim_without_a_run_is_told_waited_for_taken_over_or_freed(store, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(runs, "time", clock)
+    store.put("index/r-1/000000-claimed", b"")
+    store.put("runs/r-1/pipeline.yaml", b"version: 1\n")
+    with pytest.raises(StoreError, match="claimed and not begun") as caught:
+        runs.read_run(store, "r-1")
+    assert caught.value.kind == "input"
+    create(store)  # the same client once more
+    assert not clock.pauses
+    store.put("runs/r-2/pipeline.yaml", b"of another")
+    create(store, "r-2")
+    assert sum(clock.pauses) >= runs._CLAIM_SECONDS
+    assert runs.read_pipeline(store, "r-2") == "version: 1\n"
+
+    def begun(seconds):
+        create(store, "r-4")
+        store.copy("runs/r-4/run.json", "runs/r-3/run.json")
+
+    store.put("runs/r-3/pipeline.yaml", b"of another")
+    monkeypatch.setattr(clock, "sleep", begun)
+    with pytest.raises(StoreError, match="exists already"):
+        create(store, "r-3")
+    assert runs.read_pipeline(store, "r-3") == "of another"
+    for key in ("index/r-5/000000-claimed", "runs/r-5/pipeline.yaml"):
+        store.put(key, b"")
+        assert runs.clear_claim(store, "r-5")
+        assert not store.exists(key)
+        assert not runs.clear_claim(store, "r-5")
+    assert not runs.clear_claim(store, "../r-5")
+    assert not runs.clear_claim(store, "r-4")
+    assert runs.read_run(store, "r-4").pipeline == "p"
+
+
+def test_runs_are_listed_as_they_were_begun_with_their_last_change(store, tmp_path):
+    for time_of, name in enumerate(["r-2/000001-pending", "r-1/000001-pending", "r-1/000002-done", "odd/x"]):
+        store.put(f"index/{name}", b"")
+        os.utime(tmp_path / "index" / name, (time_of, time_of))
+    found = [(run.run_id, run.state, run.created, run.updated) for run in runs.list_runs(store)]
+    assert found == [("r-2", "pending", 0.0, 0.0), ("r-1", "done", 1.0, 2.0)]
+
+
+def test_stages_keep_the_order_of_the_pipelines_file(store):
+    create(store, stages=("b", "c", "a"))
+    runs.update_run(store, "r-1", stage_to("c", "running"))
+    assert list(runs.read_run(store, "r-1").stages) == ["b", "c", "a"]
+
+
+def test_whose_fault_it_is_that_there_is_no_run(store):
+    """The exit code follows from it."""
+    create(store)
+    newer = json.loads(store.get("runs/r-1/run.json")) | {"schema_version": 9}
+    store.put("runs/r-1/run.json", json.dumps(newer).encode())
+    for act, kind in (
+        (lambda: create(store, "../r"), "input"),
+        (lambda: runs.read_run(store, "gone"), "input"),
+        (lambda: runs.read_run(store, "gone", known=True), "infrastructure"),
+        (lambda: runs.update_run(store, "gone", to("running")), "infrastructure"),
+        (lambda: runs.read_run(store, "r-1"), "input"),
+    ):
+        with pytest.raises(StoreError) as caught:
+            act()
+        assert caught.value.kind == kind
+    assert "another version of mlpipe (schema 9)" in caught.value.message
+    store.get_with_etag = unreachable
+    with pytest.raises(StoreError, match="away"):
+        runs.read_run(store, "r-1")
+
+
+def unreachable(key):
+    raise StoreError("away")
+
+
 def test_listing_reads_no_object(store, monkeypatch):
     create(store)
     monkeypatch.setattr(store, "get", None)
@@ -120,8 +195,10 @@ def test_states_only_move_forward(store):
         with pytest.raises(StoreError, match="only move forward"):
             runs.update_run(store, "r-1", change)
     runs.update_run(store, "r-1", to("failed"))
-    with pytest.raises(StoreError, match="only move forward"):
-        runs.update_run(store, "r-1", to("running"))
+    for state in ("running", "done"):
+        with pytest.raises(StoreError, match="only move forward") as caught:
+            runs.update_run(store, "r-1", to(state))
+        assert caught.value.kind == "bug"
 
 
 def test_reopen_keeps_what_is_done_and_forgets_the_rest(store):
@@ -138,8 +215,26 @@ def test_reopen_keeps_what_is_done_and_forgets_the_rest(store):
     assert runs.cancel_requested(store, "r-1") is None
     assert runs.list_runs(store)[0].state == "running"
     runs.update_run(store, "r-1", to("done"))
-    with pytest.raises(StoreError, match="is done"):
+    with pytest.raises(StoreError, match="is done") as caught:
         runs.reopen(store, "r-1")
+    assert caught.value.kind == "input"
+    assert runs.reopen(store, "r-1", again=["a"]).stages["a"].state == "pending"
+
+
+def test_of_two_who_resume_what_they_saw_one_does_and_of_some_stages_the_others_stay(store):
+    create(store)
+    failed = runs.update_run(store, "r-1", lambda run: replace(to("failed")(run), message="by a"))
+    run = runs.reopen(store, "r-1", ["b"], seen=failed)
+    assert (run.state, run.message, run.updated >= failed.updated) == ("running", "", True)
+    runs.request_cancel(store, "r-1", "of the first")
+    with pytest.raises(StoreError, match="was resumed meanwhile") as caught:
+        runs.reopen(store, "r-1", seen=failed)
+    assert caught.value.kind == "input"
+    assert runs.cancel_requested(store, "r-1") == "of the first"
+    for name in ("a", "b"):
+        runs.update_run(store, "r-1", stage_to(name, "failed"))
+    states = {name: stage.state for name, stage in runs.reopen(store, "r-1", ["b"]).stages.items()}
+    assert states == {"a": "failed", "b": "pending"}
 
 
 def test_an_unknown_or_damaged_run_is_one_clear_error(store, tmp_path):
