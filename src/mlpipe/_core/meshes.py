@@ -35,14 +35,14 @@ class Mix:
 
 
 _WHOLE_ROWS = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.needs_whole_rows)
-_FREE = ("resident", "on_demand")
+UNEVEN = ("resident", "on_demand")  # of `communication`: ranks need not have equally many microbatches
 _TOGETHER = "its workers compute the same micro-batches together"
 _OWN_MATRICES = "it splits the model's own matrices only"
 MIXES: tuple[Mix, ...] = (
     Mix("tp", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     *(Mix(axis, "data.chat", (), "its samples differ in length") for axis in ("pp", "cp", "tp")),
-    *(Mix(axis, "adapter.lora", (), _OWN_MATRICES) for axis in ("ep",)),
-    *(Mix(axis, "communication", _FREE, _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
+    Mix("ep", "adapter.lora", (), _OWN_MATRICES),
+    *(Mix(axis, "communication", UNEVEN, _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
     Mix("dp_replicate", "communication", ("on_demand",), "weights that are copied have several owners"),
     Mix("ep", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     *(Mix(axis, "compress", (), "it is for gradients of whole models") for axis in ("pp", "dp_shard", "tp")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mlpipe._core.meshes import UNEVEN
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, text_of
 
@@ -15,7 +16,7 @@ def problems(stage: Node, with_shards: tuple[str, ...]) -> Iterator[Problem]:
     """Of a stage that trains. `with_shards`: strategies under which each worker owns a part of weights."""
     asked = get(stage, "train", "communication")
     name = text_of(asked) if asked is not None else None
-    if asked is None or name not in ("resident", "on_demand"):
+    if asked is None or name not in UNEVEN:
         return
     if (update := get(stage, "train", "update")) is not None and update.value is not None:
         yield Problem.at(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
+from mlpipe._core.meshes import UNEVEN
+from mlpipe.spec import fields as f
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, problem_of_key, text_of
 
@@ -13,10 +14,10 @@ from mlpipe.spec.tree import Node, get, problem_of_key, text_of
 def problems(stage: Node) -> Iterator[Problem]:
     """Of a range in `resources.nodes`."""
     nodes = get(stage, "resources", "nodes")
-    limits = re.fullmatch(r"0*([1-9]\d{0,4})\.\.0*([1-9]\d{0,4})", text_of(nodes) or "")
+    limits = f.limits_of(text_of(nodes) or "")
     if nodes is None or limits is None:
         return
-    fewest, most = map(int, limits.groups())
+    fewest, most = limits
     train = get(stage, "train")
     if train is None or not isinstance(train.value, dict):
         yield problem_of_key(nodes, "only a training is elastic", f"write a number, like {fewest}")
@@ -46,7 +47,7 @@ def _impossible(train: Node) -> Iterator[Problem]:
                 f"make {axis} 1, or write one number of nodes",
             )
     asked = get(train, "communication")
-    if asked is not None and text_of(asked) in ("resident", "on_demand"):
+    if asked is not None and text_of(asked) in UNEVEN:
         yield problem_of_key(
             asked,
             f"nodes that come and go do not have communication: {asked.value} within",

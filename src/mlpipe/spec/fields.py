@@ -6,7 +6,7 @@ Each check has its twin in the JSON Schema (a pattern or a bound), and the tests
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
@@ -16,12 +16,30 @@ from mlpipe._core.gate import GATE_PATTERN, parse_gate
 from mlpipe._core.gate import NAME_PATTERN as METRIC_PATTERN
 from mlpipe._core.ids import BUCKET_PATTERN, BUCKET_RULE, NAME_PATTERN, is_bucket, is_name
 from mlpipe._core.units import parse_bytes, parse_cadence, parse_seconds
+from mlpipe.spec.problems import closest
 from mlpipe.spec.tree import Ambiguous
 
 
 def wrong(message: str, hint: str) -> PydanticCustomError:
     """A mistake that pydantic reports with a hint."""
     return PydanticCustomError("mlpipe", "{what}", {"what": message, "hint": hint})
+
+
+def name_with_settings(
+    value: Any, what: str, names: Iterable[str], several: str = "keep one of them"
+) -> str | None:
+    """Of a value that is one of `names` alone, or a mapping of one of them to its settings: the name that has
+    settings, None where there is no mapping. `what`: it is, with its article; `several`: what to do where
+    there are several names. Raises the mistake."""
+    written = [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
+    for name in written:
+        if name not in names:
+            raise wrong(f"unknown {what.split()[-1]} {str(name)!r}", closest(str(name), [*names]))
+    if not isinstance(value, dict):
+        return None
+    if len(written) != 1:
+        raise wrong(f"{what} is one name", several)
+    return str(written[0])
 
 
 def _unambiguous(value: Any) -> Any:
@@ -247,6 +265,16 @@ HundredAtMost = Annotated[int, Field(ge=1, le=100)]
 FewCount = Annotated[int, Field(ge=1, le=100_000)]
 FewOrZero = Annotated[int, Field(ge=0, le=100_000)]
 _NODES = r"0*[1-9][0-9]{0,4}\.\.0*[1-9][0-9]{0,4}"
+
+
+def limits_of(nodes: str) -> tuple[int, int] | None:
+    """The fewest and the most of a range like `2..8`; None for what is none."""
+    if re.fullmatch(_NODES, nodes) is None:
+        return None
+    fewest, most = nodes.split("..")
+    return int(fewest), int(most)
+
+
 NodeRange = Annotated[
     Text,
     AfterValidator(_matches(_NODES, "a range of nodes", "write the fewest and the most, like 2..8")),

@@ -12,7 +12,7 @@ from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.presets import PRESETS, MoeConfig
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
-from mlpipe.spec.problems import Problem, closest
+from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, problem_of_key, text_of
 
 
@@ -37,14 +37,9 @@ _OF_SETTINGS = {name: _with_settings(name, one) for name, one in COMPRESSIONS.it
 
 
 def _known(value: Any) -> Any:
-    names = [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
-    for name in names:
-        if name not in COMPRESSIONS:
-            raise f.wrong(f"unknown compression {str(name)!r}", closest(str(name), [*COMPRESSIONS]))
-    if isinstance(value, dict) and len(names) != 1:
-        raise f.wrong("a compression is one name", "keep one of them")
-    if isinstance(value, dict) and names[0] not in _OF_SETTINGS:
-        raise f.wrong(f"{names[0]} has no settings", f"write the name alone: compress: {names[0]}")
+    name = f.name_with_settings(value, "a compression", COMPRESSIONS)
+    if name is not None and name not in _OF_SETTINGS:
+        raise f.wrong(f"{name} has no settings", f"write the name alone: compress: {name}")
     return value
 
 
@@ -112,12 +107,7 @@ ROUNDS = {"local_sgd": LocalSgd, "diloco": DiLoCo}
 
 
 def _known_update(value: Any) -> Any:
-    names = [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
-    for name in names:
-        if name not in ROUNDS:
-            raise f.wrong(f"unknown update {str(name)!r}", closest(str(name), [*ROUNDS]))
-    if isinstance(value, dict) and len(names) != 1:
-        raise f.wrong("an update is one name", "keep one of them")
+    f.name_with_settings(value, "an update", ROUNDS)
     return value
 
 

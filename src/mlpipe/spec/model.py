@@ -86,10 +86,7 @@ class Resources(SpecModel):
     @property
     def replicas(self) -> tuple[int, int] | None:
         """The fewest and the most machines of an elastic training, each with a replica of the model."""
-        if isinstance(self.nodes, int):
-            return None
-        fewest, most = self.nodes.split("..")
-        return int(fewest), int(most)
+        return None if isinstance(self.nodes, int) else f.limits_of(self.nodes)
 
     @property
     def gang_nodes(self) -> int:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
-from mlpipe.spec.problems import Problem, closest
+from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, items_of
 
 NAMES = ("tensorboard", "mlflow", "wandb")
@@ -46,13 +46,8 @@ class WandbTracker(SpecModel):
 
 
 def _known(value: Any) -> Any:
-    names = [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
-    for name in names:
-        if name not in NAMES:
-            raise f.wrong(f"unknown tracker {str(name)!r}", closest(str(name), [*NAMES]))
-    if isinstance(value, dict) and len(names) != 1:
-        raise f.wrong("a tracker is one name", "write each as an item of its own: [tensorboard, mlflow]")
-    if isinstance(value, dict) and names == ["tensorboard"]:
+    several = "write each as an item of its own: [tensorboard, mlflow]"
+    if f.name_with_settings(value, "a tracker", NAMES, several) == "tensorboard":
         raise f.wrong("tensorboard has no settings", "write the name alone: [tensorboard]")
     return value
 
