@@ -71,6 +71,11 @@ class LocalShard:
     is_copy: bool = False
 
     @property
+    def is_trained(self) -> bool:
+        """Whether the optimizer updates it."""
+        return self.parameter is not None and self.parameter.requires_grad
+
+    @property
     def is_decayed(self) -> bool:
         """By weight decay, if there is any."""
         return len(self.shape) >= 2 if self.decays is None else self.decays

@@ -20,7 +20,7 @@ from torch import Tensor
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import IslandsPlan
 from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
-from mlpipe.train.buckets import buckets
+from mlpipe.train.buckets import buckets, views
 from mlpipe.train.optim.update import ISLANDS, Average, Update, after_load
 from mlpipe.train.parallel.compression.averager import Link, code_of, coded_mean, padded
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
@@ -42,9 +42,7 @@ def local_updates(plan: IslandsPlan, update: Update, model: ParallelizedModel, w
             hint="use layers without running statistics, or remove `update`",
             kind="input",
         )
-    trained = [
-        shard for shard in model.shards if shard.parameter is not None and shard.parameter.requires_grad
-    ]
+    trained = [shard for shard in model.shards if shard.is_trained]
     updates = LocalUpdates(plan, update, trained, RankGroup.along("dp_replicate", world, model.waits))
     model.step_metrics = updates.end_step
     return updates
@@ -106,10 +104,9 @@ class LocalUpdates:
 
     def end_step(self) -> dict[str, Any]:
         """Fields of a step's record."""
-        num_ranks, whole = self.link.ranks.num_ranks, sum(anchor.nbytes for anchor in self._anchors)
         return {
             "exchanged_bytes": self.link.sent_bytes,
-            "exchanged_plain_bytes": 2 * whole * (num_ranks - 1) // num_ranks,
+            "exchanged_plain_bytes": self.link.all_reduced_bytes(sum(one.nbytes for one in self._anchors)),
             "rounds": self.num_rounds,
         }
 
@@ -217,15 +214,11 @@ class _Part:
     def _average(self, some: Sequence[int], gone: list[Tensor], link: Link) -> None:
         """In place, over the islands, of those at `some`."""
         own = [gone[index] for index in some]
-        sizes = [tensor.numel() for tensor in own]
-        num_ranks = link.ranks.num_ranks
-        if not sum(sizes):
+        num_values, num_ranks = sum(tensor.numel() for tensor in own), link.ranks.num_ranks
+        if not num_values:
             return
-        flat = torch.zeros(padded(sum(sizes), num_ranks), dtype=torch.float32, device=own[0].device)
-        parts = [
-            part.view_as(tensor)
-            for part, tensor in zip(flat.split([*sizes, flat.numel() - sum(sizes)]), own, strict=False)
-        ]
+        flat = torch.zeros(padded(num_values, num_ranks), dtype=torch.float32, device=own[0].device)
+        parts = views(flat, own)
         torch._foreach_copy_(parts, own)
         if self.code is None:
             mean = link.all_reduce(flat).div_(num_ranks)
@@ -234,5 +227,4 @@ class _Part:
             torch._foreach_add_(parts, unsent)
             mean = coded_mean(flat, self.code, link)
             torch._foreach_copy_(unsent, parts)
-        told = mean.split([*sizes, flat.numel() - sum(sizes)])
-        torch._foreach_copy_(own, [part.view_as(tensor) for part, tensor in zip(told, own, strict=False)])
+        torch._foreach_copy_(own, views(mean, own))

@@ -23,7 +23,7 @@ def make_update(
     """The plan's optimizer over those of `shards` that are trained, with an average of them if there is an
     `ema`. `everywhere`: names of all that is trained, and whether it is in a block, where other ranks have
     other parameters. Raises TrainError (input) where a user's own does not keep the rules."""
-    trained = [shard for shard in shards if shard.parameter is not None and shard.parameter.requires_grad]
+    trained = [shard for shard in shards if shard.is_trained]
     needs_blocks = plan.name is not None and OPTIMIZERS[plan.name].needs_blocks
     if everywhere is None:
         everywhere = {shard.name: shard.in_block for shard in trained}

@@ -14,11 +14,10 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.sizes import DDP_BUCKET_BYTES
-from mlpipe.train.buckets import buckets
+from mlpipe.train.buckets import buckets, views
 from mlpipe.train.parallel.compression.averager import Averager, Link, MakeAverager, averager_maker, padded
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup
@@ -43,7 +42,7 @@ class CompressedGradients:
     def __init__(
         self, shards: Sequence[LocalShard], ranks: RankGroup, make: MakeAverager, method: dict[str, Any]
     ) -> None:
-        trained = [shard for shard in shards if shard.parameter is not None and shard.parameter.requires_grad]
+        trained = [shard for shard in shards if shard.is_trained]
         self.link, self.method = Link(ranks), method
         self.loads_states = True  # of averagers: those of another method fit none of this one
         self.rows = RankRows(ranks.rank, ranks.num_ranks)
@@ -64,9 +63,7 @@ class CompressedGradients:
 
     def end_step(self) -> dict[str, Any]:
         """What this rank sent in it, and what an all-reduce in fp32 sends (a ring's)."""
-        num_ranks = self.link.ranks.num_ranks
-        whole = sum(4 * bucket.num_values for bucket in self.buckets)
-        plain = 2 * whole * (num_ranks - 1) // num_ranks
+        plain = self.link.all_reduced_bytes(sum(4 * bucket.num_values for bucket in self.buckets))
         return {"exchanged_bytes": self.link.sent_bytes, "exchanged_plain_bytes": plain}
 
     def state(self) -> list[LocalShard]:
@@ -104,17 +101,12 @@ class _Bucket:
 
     def __init__(self, shards: list[LocalShard], make: MakeAverager, num_ranks: int) -> None:
         self.shards = shards
-        sizes = [shard.local.numel() for shard in shards]
-        self.num_values = sum(sizes)
+        self.tensors = [shard.local for shard in shards]
+        self.num_values = sum(tensor.numel() for tensor in self.tensors)
         length = padded(self.num_values, num_ranks)
         self.unsent = torch.zeros(length, dtype=torch.float32, device=shards[0].local.device)
-        self.sizes = [*sizes, length - self.num_values]
-        self.parts = self._cut(self.unsent)
-        self.averager: Averager = make([shard.local for shard in shards])
-
-    def _cut(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split(self.sizes)[: len(self.shards)]
-        return [part.view(shard.local.shape) for part, shard in zip(parts, self.shards, strict=True)]
+        self.parts = views(self.unsent, self.tensors)
+        self.averager: Averager = make(self.tensors)
 
     def average(self, link: Link) -> None:
         """A parameter that took no part in this rank's passes adds nothing, but what is left of before."""
@@ -124,4 +116,4 @@ class _Bucket:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         torch._foreach_add_(self.parts, gradients)
-        torch._foreach_copy_(gradients, self._cut(self.averager.mean(self.unsent, link)))
+        torch._foreach_copy_(gradients, views(self.averager.mean(self.unsent, link), self.tensors))

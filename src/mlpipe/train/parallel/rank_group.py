@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mlpipe.train.buckets import views
 from mlpipe.train.parallel.waits import Waits
 from mlpipe.train.world import World
 
@@ -61,9 +62,7 @@ class RankGroup:
     def all_reduce_together(self, tensors: list[Tensor]) -> None:
         """The sum of each over all ranks, in place, by one collective. No gradients."""
         flat = self.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        pairs = zip(parts, tensors, strict=True)
-        torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in pairs])
+        torch._foreach_copy_(tensors, views(flat, tensors))
 
     def broadcast_together(self, tensors: list[Tensor]) -> None:
         """What the first of these ranks has, in place: those of one dtype by one collective."""
@@ -72,9 +71,8 @@ class RankGroup:
             some = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in some])
             self.timed(dist.broadcast)(flat, first, group=self.group)
-            parts = flat.split([tensor.numel() for tensor in some])
-            for tensor, part in zip(some, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+            for tensor, part in zip(some, views(flat, some), strict=True):
+                tensor.copy_(part)
 
 
 def gathered_rows(part: Tensor, ranks: RankGroup) -> Tensor:

@@ -26,13 +26,9 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     slice."""
     rank, num_ranks = world.coordinates["dp_replicate"], world.mesh.dp_replicate
     split = Split(rank, num_ranks, world.group("dp_replicate"), model.waits.timed)
-    whole = [item.local for item in model.shards if _is_trained(item)]
-    model.shards = [_slice(item, world, split) if _is_trained(item) else item for item in model.shards]
+    whole = [item.local for item in model.shards if item.is_trained]
+    model.shards = [_slice(item, world, split) if item.is_trained else item for item in model.shards]
     model.after_step = model.waits.timed(_gatherer(whole, world))
-
-
-def _is_trained(item: LocalShard) -> bool:
-    return item.parameter is not None and item.parameter.requires_grad
 
 
 def _slice(item: LocalShard, world: World, split: Split) -> LocalShard:

@@ -3,13 +3,14 @@ replica talks to rank i of the others, over a process group that lives as long a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mlpipe.train.buckets import buckets, views
 from mlpipe.train.replicas.member import Member
 
 _BUCKET_BYTES = 25 * 2**20
@@ -46,8 +47,8 @@ class Exchange:
             # one after the other: a group with nothing under way closes its connections at once, by which
             # the others hear of it
             self._do("allreduce", [flat])
-            for tensor, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+            for tensor, part in zip(bucket, views(flat, bucket), strict=True):
+                tensor.copy_(part)
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         """To the member with that index. Raises MembershipChanged."""
@@ -97,16 +98,5 @@ class _Values(dist.Store):
             self.get(key)
 
 
-def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Of one dtype and device each, and of a bounded number of bytes where no tensor is larger."""
-    buckets: list[list[torch.Tensor]] = []
-    size, kind = 0, None
-    for tensor in tensors:
-        if not tensor.numel():
-            continue
-        if kind != (tensor.dtype, tensor.device) or size + tensor.nbytes > _BUCKET_BYTES:
-            buckets.append([])
-            size, kind = 0, (tensor.dtype, tensor.device)
-        buckets[-1].append(tensor)
-        size += tensor.nbytes
-    return buckets
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    return buckets((one for one in tensors if one.numel()), _BUCKET_BYTES, lambda tensor: tensor)

@@ -23,9 +23,13 @@ class Link:
     ranks: RankGroup
     sent_bytes: int = 0
 
+    def all_reduced_bytes(self, num_bytes: int) -> int:
+        """What a rank sends in a ring that sums a tensor of so many bytes."""
+        return 2 * num_bytes * (self.ranks.num_ranks - 1) // self.ranks.num_ranks
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum, in place."""
-        self.sent_bytes += 2 * tensor.nbytes * (self.ranks.num_ranks - 1) // self.ranks.num_ranks
+        self.sent_bytes += self.all_reduced_bytes(tensor.nbytes)
         return self.ranks.all_reduce(tensor)
 
     def all_to_all(self, rows: Tensor) -> Tensor:

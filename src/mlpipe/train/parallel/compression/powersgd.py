@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mlpipe._core.compression import is_factored
+from mlpipe.train.buckets import views
 from mlpipe.train.parallel.compression.averager import (
     Averager,
     Link,
@@ -69,11 +70,10 @@ class _PowerSgd(Averager):
         """Rounded to fp16: what that lacks stays in the matrices' own errors."""
         if not tensors:
             return []
-        sizes = [tensor.numel() for tensor in tensors]
-        flat = torch.zeros(padded(sum(sizes), link.ranks.num_ranks), device=tensors[0].device)
-        torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat[: sum(sizes)])
-        told = coded_mean(flat, self.code, link)[: sum(sizes)].split(sizes)
-        return [one.view_as(tensor) for one, tensor in zip(told, tensors, strict=True)]
+        num_values = sum(tensor.numel() for tensor in tensors)
+        flat = torch.zeros(padded(num_values, link.ranks.num_ranks), device=tensors[0].device)
+        torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat[:num_values])
+        return views(coded_mean(flat, self.code, link), tensors)
 
 
 def _orthogonal(p: Tensor) -> Tensor:
