@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from mlpipe._core.errors import MlpipeError
+from mlpipe._core.errors import MlpipeError, SubmitError
 from mlpipe._core.ids import spec_seal
 
 if TYPE_CHECKING:
@@ -61,6 +61,17 @@ class Submission:
     def digests(self) -> str:
         """What a driver elsewhere is sealed with (`seal.py`)."""
         return spec_seal(self.text, self.overrides)
+
+
+def refuse_sweep(submission: Submission, what: str) -> None:
+    """By who renders `what`, which is of one run. Raises SubmitError (input)."""
+    if submission.pipeline.sweep is not None:
+        raise SubmitError(
+            f"a sweep is several runs, each with {what} of its own",
+            where=submission.spec,
+            hint="what one of them is: --set sweep=null",
+            kind="input",
+        )
 
 
 @dataclass(frozen=True)

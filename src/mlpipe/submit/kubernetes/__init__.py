@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlpipe._core.errors import MlpipeError, SubmitError
 from mlpipe.submit.backend import Backend
-from mlpipe.submit.submission import Console, Finding, Option, Preview, Rendered, Submission
+from mlpipe.submit.submission import Console, Finding, Option, Preview, Rendered, Submission, refuse_sweep
 
 if TYPE_CHECKING:
     from mlpipe.plan.hardware import Hardware
@@ -129,11 +129,5 @@ class KubernetesBackend(Backend):
     def render(self, submission: Submission, console: Console) -> Rendered:
         from mlpipe.submit.kubernetes.manifests import rendered
 
-        if submission.pipeline.sweep is not None:
-            raise SubmitError(
-                "a sweep is several runs, each with manifests of its own",
-                where=submission.spec,
-                hint="what one of them is: --set sweep=null",
-                kind="input",
-            )
+        refuse_sweep(submission, "manifests")
         return rendered(submission, console)

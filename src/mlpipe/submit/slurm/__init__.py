@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlpipe._core.errors import SubmitError
 from mlpipe.submit.backend import Backend
-from mlpipe.submit.submission import Console, Finding, Preview, Rendered, Submission
+from mlpipe.submit.submission import Console, Finding, Preview, Rendered, Submission, refuse_sweep
 
 if TYPE_CHECKING:
     from mlpipe.plan.hardware import Hardware
@@ -77,11 +77,5 @@ class SlurmBackend(Backend):
     def render(self, submission: Submission, console: Console) -> Rendered:
         from mlpipe.submit.slurm.scripts import rendered
 
-        if submission.pipeline.sweep is not None:
-            raise SubmitError(
-                "a sweep is several runs, each with scripts of its own",
-                where=submission.spec,
-                hint="what one of them is: --set sweep=null",
-                kind="input",
-            )
+        refuse_sweep(submission, "scripts")
         return rendered(submission)
