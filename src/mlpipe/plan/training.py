@@ -113,7 +113,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     """For an evaluation of what `spec` trains. On its own resources the strategy is chosen anew, since they
     may be of another number. The batch need not be the training's: as many whole sequences as one pass takes.
     Raises PlanError."""
-    alone: dict[str, Any] = {"accumulation": None, "compress": None, "update": None}
+    alone: dict[str, Any] = {"accumulation": None, "compress": None, "update": None, "profile": None}
     spec = spec.model_copy(update={**alone, "communication": "collective"})
     if spec.pipeline is not None:
         free = spec.pipeline.model_copy(update={"microbatches": "auto"})
@@ -130,8 +130,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     batch = (chosen.micro_batch or 1) * num_readers
     train = _train_plan(spec, hardware, known, chosen, reason, batch)
     # these are of training's steps
-    off: dict[str, Any] = {"callbacks": (), "track": (), "validate": None, "compress": None, "islands": None}
-    off |= {"profile": None}
+    off: dict[str, Any] = {"callbacks": (), "track": (), "validate": None}
     return dataclasses.replace(train, predicted=None, memory_bytes=None, **off)
 
 
@@ -207,8 +206,7 @@ def _preset(spec: Train, known: Known) -> Dense | None:
 def _pretrained(model: PretrainedModel, in_data: int | None) -> Dense:
     from mlpipe.plan.shapes import pretrained  # of few plans
 
-    config = pretrained.read_config(model.pretrained)
-    sizes = pretrained.sizes_of(config, f"{model.pretrained.rstrip('/')}/{pretrained.FILE}")
+    config, sizes = pretrained.described(model.pretrained)
     if in_data is not None and in_data > sizes.vocab_size:
         raise PlanError(
             f"the model knows {sizes.vocab_size} tokens, but there are {in_data} in the data",
@@ -378,8 +376,7 @@ def init_plan(spec: Train, known: Known) -> InitPlan | None:
         from mlpipe.plan.shapes import pretrained
 
         folder = spec.model.pretrained
-        config = pretrained.read_config(folder)
-        pretrained.sizes_of(config, f"{folder.rstrip('/')}/{pretrained.FILE}")
+        config, _ = pretrained.described(folder)
         return InitPlan({"path": folder}, folder, {}, strict=True, config=config)
     if spec.init_from is None:
         return None

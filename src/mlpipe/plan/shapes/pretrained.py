@@ -57,6 +57,12 @@ _LARGEST_NUMBER = 1e30
 _MOST_LAYERS = 10_000  # each is planned by itself
 
 
+def described(folder: str) -> tuple[dict[str, Any], LlamaConfig]:
+    """What `read_config` gives of `folder`, and the sizes that it says."""
+    config = read_config(folder)
+    return config, sizes_of(config, _file(folder))
+
+
 def read_config(folder: str) -> dict[str, Any]:
     """The config.json of `folder`, a path or an `s3://` URL. Raises PlanError for what is none, StoreError
     for a bucket that does not answer."""
@@ -72,6 +78,10 @@ def read_config(folder: str) -> dict[str, Any]:
     return config
 
 
+def _file(folder: str) -> str:
+    return f"{folder.rstrip('/')}/{FILE}"
+
+
 def _bytes(folder: str) -> tuple[bytes, str]:
     hint = "name a folder with config.json and *.safetensors, as `save_pretrained` writes it"
     if not folder.startswith(("/", "~", "s3://", "file://")):
@@ -80,7 +90,7 @@ def _bytes(folder: str) -> tuple[bytes, str]:
         from mlpipe._core.errors import StoreError
         from mlpipe.store.open import open_store
 
-        where = f"{folder.rstrip('/')}/{FILE}"
+        where = _file(folder)
         try:
             return open_store(folder.rstrip("/")).get(FILE, length=_MAX_BYTES + 1), where
         except StoreError as error:
