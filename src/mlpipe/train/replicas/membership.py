@@ -85,13 +85,13 @@ class Membership:
             return
         if what == "spoil":
             if current is not None and current.number == message["quorum"]:
-                self._void(f"replica {replica} has to begin again" if current.step >= 0 else current.why)
+                self._void_for(replica)
             self._reply(who, {})
             return
         self._asked[who] = message
         if what == "join":
             if current is not None and replica in current.members:
-                self._void(f"replica {replica} has to begin again" if current.step >= 0 else current.why)
+                self._void_for(replica)
             self._form()
         elif what == "vote" and self.committed == (message["quorum"], message["step"]):
             void = current is None or current.number != message["quorum"]
@@ -153,6 +153,12 @@ class Membership:
             self._last = tuple(staying)
             why = f"replica {names} leaves" if leaving else f"replica {names} comes"
             self._void(why if commit else "a sum over the replicas failed")
+
+    def _void_for(self, replica: int) -> None:
+        """One of the quorum cannot go on with the step."""
+        assert self.quorum is not None
+        has_begun = self.quorum.step >= 0
+        self._void(f"replica {replica} has to begin again" if has_begun else self.quorum.why)
 
     def _void(self, why: str) -> None:
         assert self.quorum is not None
