@@ -13,16 +13,13 @@ Theory, of p ranks and m microbatches, where a backward pass takes twice as long
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks import measure
+from benchmarks import measure, ranks
 from mlpipe._core.pipelines import SCHEDULES, Schedule, stages_per_rank, why_not
 
 NUM_RANKS = (2, 4)
@@ -49,30 +46,8 @@ def measured(num_ranks: int, seconds: float, steps: int) -> list[dict[str, Any]]
     """Of each work the idle share of each of its steps, by a clock around them (`idle`), and by the clocks of
     the trainer's records (`bubble`)."""
     asked = {"works": works(num_ranks), "seconds": seconds, "steps": steps}
-    with tempfile.TemporaryDirectory() as name:
-        asked["out"] = str(Path(name) / "found.json")
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.bubble_worker", json.dumps(asked)],
-                env={
-                    **os.environ,
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(num_ranks),
-                    "STORE": f"{name}/store",
-                    "OMP_NUM_THREADS": "1",
-                },
-            )
-            for rank in range(num_ranks)
-        ]
-        try:
-            codes = [rank.wait(timeout=1800) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            raise RuntimeError(f"ranks ended with {codes}")
-        found: list[dict[str, Any]] = json.loads(Path(asked["out"]).read_text())
-    return found
+    told: list[dict[str, Any]] = ranks.measured("benchmarks.bubble_worker", num_ranks, asked)
+    return told
 
 
 def rows_of(num_ranks: int, found: list[dict[str, Any]]) -> list[dict[str, Any]]:

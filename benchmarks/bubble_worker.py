@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.ranks import run
 from mlpipe._core.pipelines import Schedule, stages_per_rank
 from mlpipe._core.presets import LLAMA, PRESETS
 from mlpipe.plan.plan import Entry, Mesh, ModelPlan, PipelinePlan
@@ -133,21 +130,9 @@ def measure(schedule: Schedule, num_microbatches: int, seconds: float, steps: in
     return found
 
 
-def main() -> int:
-    asked = json.loads(sys.argv[1])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['STORE']}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
-    found = [measure(*work, asked["seconds"], asked["steps"]) for work in asked["works"]]
-    if dist.get_rank() == 0:
-        Path(asked["out"]).write_text(json.dumps(found))
-    dist.barrier()
-    return 0
+def measured(asked: dict[str, Any]) -> list[dict[str, Any]]:
+    return [measure(*work, asked["seconds"], asked["steps"]) for work in asked["works"]]
 
 
 if __name__ == "__main__":
-    code = main()
-    os._exit(code)  # gloo's threads may abort at the interpreter's end
+    run(measured)

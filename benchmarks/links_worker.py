@@ -35,13 +35,7 @@ def main() -> int:
         os.environ["MASTER_PORT"] = str(port)
         scratch = Path(folder)
         scratch.mkdir(parents=True, exist_ok=True)
-        stop = Stop(
-            scratch,
-            rank=process.rank,
-            local_rank=process.local_rank,
-            local_world_size=process.local_world_size,
-            restart=0,
-        )
+        stop = Stop(scratch, process)
         plan = Plan.from_json(Path(path).read_bytes())
         before = sent_bytes(interface)
         watchdog = Watchdog(scratch, rank=process.rank, timeout_seconds=1800)

@@ -19,19 +19,16 @@ alone; measured over expected is to be within 10 % of 1.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import measure
+from benchmarks import measure, ranks
 from mlpipe.plan.dealing import best_of_equal, deal_freely
 
 Works = list[list[list[float]]]  # of each step, each rank, each microbatch
@@ -81,32 +78,9 @@ def expected(equal: Works, free: Works) -> float:
 
 
 def measured(sides: dict[str, tuple[str, Works]], num_ranks: int, rounds: int) -> list[measure.Round]:
-    asked: dict[str, Any] = {"sides": sides, "rounds": rounds}
-    with tempfile.TemporaryDirectory() as name:
-        asked["out"] = str(Path(name) / "found.json")
-        (asked_file := Path(name) / "asked.json").write_text(json.dumps(asked))
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.uneven_worker", str(asked_file)],
-                env={
-                    **os.environ,
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(num_ranks),
-                    "STORE": f"{name}/store",
-                    "OMP_NUM_THREADS": "1",
-                },
-            )
-            for rank in range(num_ranks)
-        ]
-        try:
-            codes = [rank.wait(timeout=1800) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            raise RuntimeError(f"ranks ended with {codes}")
-        found: list[measure.Round] = json.loads(Path(asked["out"]).read_text())
-    return found
+    asked = {"sides": sides, "rounds": rounds}
+    told: list[measure.Round] = ranks.measured("benchmarks.uneven_worker", num_ranks, asked)
+    return told
 
 
 def scaled(works: Works, seconds: float) -> Works:

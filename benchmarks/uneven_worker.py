@@ -3,12 +3,8 @@ microbatch's work says."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.measure import rounds
+from benchmarks.measure import Round, rounds
+from benchmarks.ranks import run
 from mlpipe._core.presets import LLAMA, PRESETS
 from mlpipe.plan.plan import Entry, Mesh, ModelPlan
 from mlpipe.train.data import Microbatch, uncounted
@@ -111,23 +108,10 @@ class Side:
         return {"seconds": time.perf_counter() - began}
 
 
-def main() -> int:
-    asked = json.loads(Path(sys.argv[1]).read_text())
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['STORE']}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
+def measured(asked: dict[str, Any]) -> list[Round]:
     sides = {name: Side(*side) for name, side in asked["sides"].items()}
-    found = rounds({name: side.steps for name, side in sides.items()}, asked["rounds"])
-    if dist.get_rank() == 0:
-        Path(asked["out"]).write_text(json.dumps(found))
-    dist.barrier()
-    return 0
+    return rounds({name: side.steps for name, side in sides.items()}, asked["rounds"])
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # gloo's threads may abort at the interpreter's end
+    run(measured)

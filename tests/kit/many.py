@@ -50,13 +50,7 @@ def main() -> int:
         os.environ["MASTER_PORT"] = shared.get(f"port-{number}").decode()
         scratch = Path(folder)
         scratch.mkdir(parents=True, exist_ok=True)
-        stop = Stop(
-            scratch,
-            rank=process.rank,
-            local_rank=process.local_rank,
-            local_world_size=process.local_world_size,
-            restart=0,
-        )
+        stop = Stop(scratch, process)
         plan = Plan.from_json(Path(path).read_bytes())
         watchdog = Watchdog(scratch, rank=process.rank, timeout_seconds=600)
         progress = [0]

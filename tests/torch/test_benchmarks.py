@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from kit.warm import Popen
 
-from benchmarks import bubble, uneven
+from benchmarks import bubble, ranks, uneven
 from mlpipe._core.pipelines import SCHEDULES
 
 pytestmark = pytest.mark.torch
@@ -50,7 +50,7 @@ def test_gains_of_ranks_that_wait_less_are_written_with_what_was_expected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     warm = SimpleNamespace(Popen=lambda argv, env: Popen("ranks", argv, env=env, cwd=ROOT))
-    monkeypatch.setattr(uneven, "subprocess", warm)
+    monkeypatch.setattr(ranks, "subprocess", warm)
     monkeypatch.setattr(uneven, "MIXES", {})
     monkeypatch.setattr(sys, "argv", ["uneven", "--quick", "--results", str(tmp_path)])
     assert uneven.main() == 0
@@ -64,7 +64,7 @@ def test_the_idle_shares_of_pipelines_are_written_with_theory(
 ):
     """Two stages, in ranks forked from a warm process."""
     warm = SimpleNamespace(Popen=lambda argv, env: Popen("ranks", argv, env=env, cwd=ROOT))
-    monkeypatch.setattr(bubble, "subprocess", warm)
+    monkeypatch.setattr(ranks, "subprocess", warm)
     monkeypatch.setattr(bubble, "NUM_RANKS", (2,))
     monkeypatch.setattr(sys, "argv", ["bubble", "--quick", "--results", str(tmp_path)])
     assert bubble.main() == 0

@@ -21,6 +21,8 @@ import threading
 import time
 from pathlib import Path
 
+from mlpipe.train.rank_process import RankProcess
+
 STOP_FILE = "stop"
 _POLL_SECONDS = 0.2
 _PR_SET_PDEATHSIG = 1
@@ -37,15 +39,16 @@ def die_with_parent(parent_pid: int) -> None:
 class Stop:
     """Must be made in the main thread."""
 
-    def __init__(
-        self, scratch: Path, *, rank: int, local_rank: int, local_world_size: int, restart: int
-    ) -> None:
+    def __init__(self, scratch: Path, process: RankProcess) -> None:
         self._file = scratch / STOP_FILE
         self._terminated = threading.Event()
         self._peers = [
-            _pid_file(scratch, restart, peer) for peer in range(local_world_size) if peer != local_rank
+            _pid_file(scratch, process.restart, peer)
+            for peer in range(process.local_world_size)
+            if peer != process.local_rank
         ]
-        _pid_file(scratch, restart, local_rank).write_text(f"{os.getpid()} {rank}")
+        own = _pid_file(scratch, process.restart, process.local_rank)
+        own.write_text(f"{os.getpid()} {process.rank}")
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)

@@ -41,13 +41,7 @@ def main() -> int:
     if outcome.fatal_files(scratch):
         return 1
     outcome.forget(scratch, process.rank)
-    stop = Stop(
-        scratch,
-        rank=process.rank,
-        local_rank=process.local_rank,
-        local_world_size=process.local_world_size,
-        restart=process.restart,
-    )
+    stop = Stop(scratch, process)
     timeout_seconds = plan.work.training.hang_timeout_seconds
     watchdog = Watchdog(scratch, rank=process.rank, timeout_seconds=timeout_seconds)
     progress = [0]
