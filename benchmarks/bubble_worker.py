@@ -15,7 +15,7 @@ from benchmarks.ranks import run
 from mlpipe._core.pipelines import Schedule, stages_per_rank
 from mlpipe._core.presets import LLAMA, PRESETS
 from mlpipe.plan.plan import Entry, Mesh, ModelPlan, PipelinePlan
-from mlpipe.train.data import Microbatch
+from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.model import build_model
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.schedules import deferred_weights

@@ -16,7 +16,7 @@ from benchmarks.measure import Round, rounds
 from benchmarks.ranks import run
 from mlpipe._core.presets import LLAMA, PRESETS
 from mlpipe.plan.plan import Entry, Mesh, ModelPlan
-from mlpipe.train.data import Microbatch, uncounted
+from mlpipe.train.microbatch import Microbatch, uncounted
 from mlpipe.train.model import build_model
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.schedules.make import make_schedule

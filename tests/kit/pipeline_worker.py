@@ -16,7 +16,7 @@ from kit import plans
 from torch import Tensor
 
 from mlpipe.plan.plan import Mesh, PipelinePlan, TrainPlan
-from mlpipe.train.data import Microbatch, own_part
+from mlpipe.train.microbatch import Microbatch, own_part
 from mlpipe.train.model import build_model
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.schedules.make import make_schedule

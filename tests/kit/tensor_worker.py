@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from mlpipe._core.errors import MlpipeError
 from mlpipe._core.presets import MOE, MoeConfig
 from mlpipe.plan.plan import Entry, Mesh, ModelPlan, TrainPlan
-from mlpipe.train.data import Microbatch
 from mlpipe.train.init import initialize
+from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.model import build_model
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel

@@ -9,7 +9,7 @@ from kit import sample_files
 from mlpipe.plan.plan import DataPlan, FilesPlan
 from mlpipe.store.s3 import S3Store
 from mlpipe.train import tar_index
-from mlpipe.train.data import open_dataset
+from mlpipe.train.datasets import open_dataset
 from mlpipe.train.order import samples_at
 
 pytestmark = pytest.mark.services

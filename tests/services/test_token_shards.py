@@ -15,7 +15,8 @@ from kit import plans
 
 from mlpipe.plan.plan import DataPlan, Mesh
 from mlpipe.store.s3 import S3Store
-from mlpipe.train.data import MicrobatchLoader, open_dataset
+from mlpipe.train.data import MicrobatchLoader
+from mlpipe.train.datasets import open_dataset
 from mlpipe.train.token_shards import WINDOW
 from mlpipe.train.world import World
 

@@ -16,7 +16,8 @@ from kit.conversations import SEQ_LEN, packed, write_chat
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import DataPlan, Mesh
 from mlpipe.train.chat_loader import chat_loader
-from mlpipe.train.data import MicrobatchLoader, open_dataset
+from mlpipe.train.data import MicrobatchLoader
+from mlpipe.train.datasets import open_dataset
 from mlpipe.train.loss import IGNORED
 from mlpipe.train.model import DOCUMENTS, LossModule
 from mlpipe.train.models.llama import build_model

@@ -23,9 +23,11 @@ from mlpipe._core.errors import StoreError, TrainError
 from mlpipe.plan.plan import DataPlan, Entry, FilesPlan, Mesh, ModelPlan, SourcePlan
 from mlpipe.store.open import open_store
 from mlpipe.train import data_files, parquet, shard_cache, tar_index, tars
-from mlpipe.train.data import MicrobatchLoader, ReadAhead, collate, fingerprint, open_dataset
+from mlpipe.train.data import MicrobatchLoader, ReadAhead
 from mlpipe.train.data_files import base_of, matches
+from mlpipe.train.datasets import fingerprint, open_dataset
 from mlpipe.train.fields import Fields
+from mlpipe.train.microbatch import collate
 from mlpipe.train.prepare import check_files
 from mlpipe.train.steps_ahead import steps_ahead
 from mlpipe.train.tokenizer import train_tokenizer

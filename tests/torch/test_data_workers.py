@@ -19,7 +19,9 @@ from kit import own_data, plans
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import DataPlan, Entry, Mesh, ModelPlan
-from mlpipe.train.data import Microbatch, MicrobatchLoader, ReadAhead, collate, open_dataset
+from mlpipe.train.data import MicrobatchLoader, ReadAhead
+from mlpipe.train.datasets import open_dataset
+from mlpipe.train.microbatch import Microbatch, collate
 from mlpipe.train.steps_ahead import Growth, StepsAhead, steps_ahead
 from mlpipe.train.world import World
 

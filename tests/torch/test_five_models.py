@@ -18,7 +18,8 @@ from kit.command_runs import Cli
 from torch import Tensor, nn
 
 from mlpipe.plan.plan import DataPlan, Entry, Mesh, ModelPlan, Plan, TrainPlan
-from mlpipe.train.data import MicrobatchLoader, open_dataset
+from mlpipe.train.data import MicrobatchLoader
+from mlpipe.train.datasets import open_dataset
 from mlpipe.train.model import build_model
 from mlpipe.train.parallel.materialize import materialize
 from mlpipe.train.world import World

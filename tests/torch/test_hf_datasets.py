@@ -11,8 +11,9 @@ from kit import hf, plans
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import DataPlan, Entry, Mesh, ModelPlan
-from mlpipe.train.data import MicrobatchLoader, open_dataset
+from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.data_workers import DataWorkers
+from mlpipe.train.datasets import open_dataset
 from mlpipe.train.streams import StreamReader
 from mlpipe.train.world import World
 

@@ -14,8 +14,8 @@ from kit.plans import losses, run_together, train_plan, write_tokens
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import Entry, Mesh, Plan, Prediction, Strategy, TrainPlan
 from mlpipe.train import memory_probe
-from mlpipe.train.data import Microbatch
 from mlpipe.train.memory_probe import _peak_bytes, fitting_plan, is_due
+from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.model import build_model
 from mlpipe.train.optim.make import make_update
 from mlpipe.train.parallel.apply import parallelize

@@ -14,7 +14,9 @@ from kit import own_data, plans
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import DataPlan, Entry, Mesh, SourcePlan
-from mlpipe.train.data import MicrobatchLoader, collate, open_dataset
+from mlpipe.train.data import MicrobatchLoader
+from mlpipe.train.datasets import open_dataset
+from mlpipe.train.microbatch import collate
 from mlpipe.train.mixture import Mixture, Shortened, shares
 from mlpipe.train.order import order, order_at
 from mlpipe.train.world import World

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mlpipe.plan.plan import Mesh
-from mlpipe.train.data import Microbatch, MicrobatchLoader, ReadAhead
+from mlpipe.train.data import MicrobatchLoader, ReadAhead
+from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.world import World
 

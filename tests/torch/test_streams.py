@@ -14,8 +14,10 @@ from kit import own_data, plans
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import DataPlan, Entry, Mesh, ModelPlan
-from mlpipe.train.data import Collated, MicrobatchLoader, open_dataset
+from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.data_workers import DataWorkers
+from mlpipe.train.datasets import open_dataset
+from mlpipe.train.microbatch import Collated
 from mlpipe.train.streams import Share, StreamReader
 from mlpipe.train.world import World
 

@@ -13,7 +13,8 @@ from mlpipe.plan.dealing import Mode, Row, best_fit_decreasing, deal, deal_freel
 from mlpipe.plan.plan import Communication, TrainPlan
 from mlpipe.plan.shapes import presets
 from mlpipe.train.chat.samples import ChatSamples
-from mlpipe.train.data import Microbatch, MicrobatchLoader, uncounted
+from mlpipe.train.data import MicrobatchLoader
+from mlpipe.train.microbatch import Microbatch, uncounted
 from mlpipe.train.model import DOCUMENTS
 from mlpipe.train.world import World
 

@@ -30,7 +30,7 @@ import torch
 
 from mlpipe._core.errors import MlpipeError, TrainError
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train import data
+from mlpipe.train import microbatch
 from mlpipe.train.stop import die_with_parent
 
 _PR_SET_NAME = 15
@@ -238,7 +238,7 @@ def _work(
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"data {number}".encode())
     torch.set_num_threads(1)  # those of the rank's OpenMP are not here
-    data.reading = sample
+    microbatch.reading = sample
     while True:
         try:
             job = jobs.recv()

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import ModelPlan, TrainPlan
 from mlpipe.plan.shapes import presets
-from mlpipe.train.data import num_tokens
+from mlpipe.train.microbatch import num_tokens
 from mlpipe.train.model import Batch, LossModule, construct, load_entry
 
 _SIDE_CPU, _SIDE = 1024, 8192  # of the matrices: a few, and about 1.5, milliseconds each

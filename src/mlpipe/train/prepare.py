@@ -15,19 +15,11 @@ from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.callbacks import Callbacks, make_callbacks
 from mlpipe.train.checkpoint import Checkpointer, Coordination, Saved, SaveSettings
 from mlpipe.train.contract import check_call
-from mlpipe.train.data import (
-    Collated,
-    Microbatch,
-    MicrobatchLoader,
-    ReadAhead,
-    Streams,
-    collate,
-    fingerprint,
-    open_dataset,
-    vocab_size_of,
-)
+from mlpipe.train.data import MicrobatchLoader, ReadAhead
+from mlpipe.train.datasets import Streams, fingerprint, open_dataset, vocab_size_of
 from mlpipe.train.loop import Loop
 from mlpipe.train.memory_probe import dry_steps, fitting_plan, is_due
+from mlpipe.train.microbatch import Collated, Microbatch, collate
 from mlpipe.train.model import BuiltModel, build_model
 from mlpipe.train.optim.learning_rate import check_schedule
 from mlpipe.train.optim.make import make_update

@@ -18,7 +18,7 @@ from mlpipe.plan.flops import CONVENTION
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.callbacks import Callbacks
 from mlpipe.train.checkpoint import Saved
-from mlpipe.train.data import Microbatch
+from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.parallel.waits import Waits
 from mlpipe.train.resuming import Position
 from mlpipe.train.session import Session

@@ -20,8 +20,11 @@ from typing import Any
 import torch.distributed as dist
 
 from mlpipe._core.errors import TrainError
-from mlpipe.train import data
+from mlpipe.train import microbatch
+from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.data_workers import DataWorkers
+from mlpipe.train.datasets import Streams
+from mlpipe.train.microbatch import Microbatch, uncounted
 from mlpipe.train.seeding import seed_host
 
 _log = logging.getLogger(__name__)
@@ -33,7 +36,7 @@ class Cursor:
     """One part of a stream, and where it stands. It begins anew where it ends; `set_epoch` of the set is told
     the number, if there is one. `saved`: what `state` gave."""
 
-    def __init__(self, streams: data.Streams, part: int, seed: int, saved: dict[str, Any] | None) -> None:
+    def __init__(self, streams: Streams, part: int, seed: int, saved: dict[str, Any] | None) -> None:
         self.where = streams.where
         self.part = part
         self.seed = seed
@@ -145,7 +148,7 @@ class Share:
 class Parts:
     """Some of the parts that a rank reads, in one process. Opened when the first step is asked for."""
 
-    def __init__(self, streams: data.Streams, numbers: list[int], seed: int, saved: list[Any] | None) -> None:
+    def __init__(self, streams: Streams, numbers: list[int], seed: int, saved: list[Any] | None) -> None:
         self.streams = streams
         self.numbers = numbers
         self.seed = seed
@@ -162,9 +165,9 @@ class Parts:
                 self.cursors[part] = Cursor(self.streams, part, self.seed, saved)
             first = position + (part - position) % splits
             for i in range(first, position + count, splits):
-                data.reading[0] = i
+                microbatch.reading[0] = i
                 samples[i] = self.cursors[part].take()
-            data.reading[0] = -1
+            microbatch.reading[0] = -1
             states[part] = self.cursors[part].state()
         return samples, states
 
@@ -175,8 +178,8 @@ class StreamReader:
 
     def __init__(
         self,
-        loader: data.MicrobatchLoader,
-        streams: data.Streams,
+        loader: MicrobatchLoader,
+        streams: Streams,
         *,
         num_steps: int,
         num_workers: int,
@@ -208,7 +211,7 @@ class StreamReader:
         self._asked = 0
         self._states: dict[int, dict[int, Any]] = {}
 
-    def step(self, number: int, position: int) -> list[data.Microbatch]:
+    def step(self, number: int, position: int) -> list[Microbatch]:
         """Of the samples that are this rank's, equally many microbatches on every rank."""
         count = self.loader.global_batch
         samples: dict[int, Any] = {}
@@ -222,9 +225,9 @@ class StreamReader:
         # a rank without samples of its own has read those of others
         batches = [
             self.loader.microbatch(samples, own[first : first + size]) for first in range(0, len(own), size)
-        ] or [data.uncounted(self.loader.microbatch(samples, [position]))]
+        ] or [uncounted(self.loader.microbatch(samples, [position]))]
         most = math.ceil(math.ceil(count / self.share.num_ranks) / size)
-        return batches + [data.uncounted(batches[0])] * (most - len(batches))
+        return batches + [uncounted(batches[0])] * (most - len(batches))
 
     def waited(self, seconds: float) -> None:
         """The number of processes stays."""

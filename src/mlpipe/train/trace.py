@@ -30,7 +30,8 @@ from mlpipe.plan.plan import CHECKPOINTING, DataPlan, ModelPlan
 from mlpipe.plan.shapes.shape import ParameterCounts
 from mlpipe.plan.shapes.traced import Ops, Traced, TracedPass
 from mlpipe.train import loss as losses
-from mlpipe.train.data import collate, open_dataset
+from mlpipe.train.datasets import open_dataset
+from mlpipe.train.microbatch import collate
 from mlpipe.train.model import Batch, LossModule, find_blocks, load_entry
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 

@@ -25,8 +25,9 @@ from mlpipe._core.gate import BUILT_IN, is_better
 from mlpipe.plan.plan import BestPlan, DataPlan, MetricPlan, StopPlan, TrainPlan, ValidatePlan
 from mlpipe.store import catalogue
 from mlpipe.train.contract import check_call
-from mlpipe.train.data import Microbatch, collate, open_dataset, own_part, tokenizer_of, uncounted
+from mlpipe.train.datasets import open_dataset, tokenizer_of
 from mlpipe.train.metrics import Metrics
+from mlpipe.train.microbatch import Microbatch, collate, own_part, uncounted
 from mlpipe.train.model import Batch
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.schedules import Schedule

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import TrainPlan
-from mlpipe.train.data import Microbatch, MicrobatchLoader
+from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.loop import Loop
+from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.optim.update import Update
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.replicas.exchange import MembershipChanged
