@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from mlpipe._core.errors import ErrorKind, StoreError, SubmitError, TrainError
 from mlpipe.api.stores import store_of
@@ -47,14 +47,14 @@ class Run:
         self.id = run_id
 
     @classmethod
-    def of(cls, store: Store, run_id: str) -> Run:
-        """The run of a store that is open."""
+    def of(cls, store: Store, run_id: str) -> Self:
+        """The one of a store that is open."""
         made = cls.__new__(cls)
         made._store, made.id = store, run_id
         return made
 
     def __repr__(self) -> str:
-        return f"Run({self.id!r}, store={self.store!r})"
+        return f"{type(self).__name__}({self.id!r}, store={self.store!r})"
 
     @property
     def store(self) -> str:

@@ -28,9 +28,6 @@ class Sweep(Run):
         super().__init__(sweep_id, store)
         _check(self.state())
 
-    def __repr__(self) -> str:
-        return f"Sweep({self.id!r}, store={self.store!r})"
-
     @property
     def trials(self) -> list[Run]:
         """Those that have begun, in the order of their numbers."""
@@ -77,13 +74,6 @@ class Sweep(Run):
             raise SubmitError("a sweep goes on as it is", hint="change a trial, which is a run", kind="input")
         _drive(self._store, self.id, Lines(quiet=quiet))
         return Sweep.of(self._store, self.id).check()
-
-    @classmethod
-    def of(cls, store: Store, run_id: str) -> Sweep:
-        """The sweep of a store that is open."""
-        made = cls.__new__(cls)
-        made._store, made.id = store, run_id
-        return made
 
     def check(self) -> Sweep:
         """The sweep itself, if it is done: one of its trials is, with its metric. Raises TrainError for one
