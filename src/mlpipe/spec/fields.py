@@ -6,10 +6,10 @@ Each check has its twin in the JSON Schema (a pattern or a bound), and the tests
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Union
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mlpipe._core.gate import GATE_PATTERN, parse_gate
@@ -25,21 +25,37 @@ def wrong(message: str, hint: str) -> PydanticCustomError:
     return PydanticCustomError("mlpipe", "{what}", {"what": message, "hint": hint})
 
 
-def name_with_settings(
-    value: Any, what: str, names: Iterable[str], several: str = "keep one of them"
-) -> str | None:
-    """Of a value that is one of `names` alone, or a mapping of one of them to its settings: the name that has
-    settings, None where there is no mapping. `what`: it is, with its article; `several`: what to do where
-    there are several names. Raises the mistake."""
-    written = [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
-    for name in written:
-        if name not in names:
-            raise wrong(f"unknown {what.split()[-1]} {str(name)!r}", closest(str(name), [*names]))
-    if not isinstance(value, dict):
-        return None
-    if len(written) != 1:
-        raise wrong(f"{what} is one name", several)
-    return str(written[0])
+def name_or_settings(
+    what: str,
+    names: Sequence[str],
+    models: Mapping[str, type[BaseModel]],
+    *,
+    alone: str = "{}",
+    several: str = "keep one of them",
+) -> Any:
+    """The type of a value that is one of `names`, or, of those that `models` has, a mapping of one to its
+    settings. `what` it is, with its article; in hints: how a name is written `alone`, what to do with
+    `several`."""
+
+    def check(value: Any) -> Any:
+        written = [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
+        for name in written:
+            if name not in names:
+                raise wrong(f"unknown {what.split()[-1]} {str(name)!r}", closest(str(name), names))
+        if isinstance(value, dict) and len(written) != 1:
+            raise wrong(f"{what} is one name", several)
+        if isinstance(value, dict) and written[0] not in models:
+            raise wrong(f"{written[0]} has no settings", f"write the name alone: {alone.format(*written)}")
+        return value
+
+    def tag(value: Any) -> str:
+        if isinstance(value, dict):
+            return next((models[name].__name__ for name in value if name in models), "name")
+        return type(value).__name__ if isinstance(value, BaseModel) else "name"
+
+    tagged = [Annotated[model, Tag(model.__name__)] for model in models.values()]
+    name: Any = Annotated[Literal[tuple(names)], Tag("name")]
+    return Annotated[Union[(name, *tagged)], Discriminator(tag), BeforeValidator(check)]
 
 
 def _unambiguous(value: Any) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
+from pydantic import Field, create_model
 
 from mlpipe._core.compression import CODES, COMPRESSIONS, Argument, Compression
 from mlpipe._core.optimizers import OPTIMIZERS
@@ -36,27 +36,10 @@ def _with_settings(name: str, known: Compression) -> type[SpecModel]:
 _OF_SETTINGS = {name: _with_settings(name, one) for name, one in COMPRESSIONS.items() if one.arguments}
 
 
-def _known(value: Any) -> Any:
-    name = f.name_with_settings(value, "a compression", COMPRESSIONS)
-    if name is not None and name not in _OF_SETTINGS:
-        raise f.wrong(f"{name} has no settings", f"write the name alone: compress: {name}")
-    return value
-
-
-def _tag(value: Any) -> str:
-    if isinstance(value, SpecModel):
-        return type(value).__name__
-    if isinstance(value, dict):
-        return next((_OF_SETTINGS[name].__name__ for name in value if name in _OF_SETTINGS), "name")
-    return "name"
-
-
 if TYPE_CHECKING:
     Compress = str | SpecModel
 else:
-    _TAGGED = tuple(Annotated[model, Tag(model.__name__)] for model in _OF_SETTINGS.values())
-    _NAMES = Annotated[Literal[tuple(COMPRESSIONS)], Tag("name")]
-    Compress = Annotated[Union[(_NAMES, *_TAGGED)], Discriminator(_tag), BeforeValidator(_known)]
+    Compress = f.name_or_settings("a compression", tuple(COMPRESSIONS), _OF_SETTINGS, alone="compress: {}")
 
 
 def settings_of(compress: Compress) -> tuple[str, dict[str, float]]:
@@ -106,27 +89,12 @@ class DiLoCoUpdate(SpecModel):
 ROUNDS = {"local_sgd": LocalSgd, "diloco": DiLoCo}
 
 
-def _known_update(value: Any) -> Any:
-    f.name_with_settings(value, "an update", ROUNDS)
-    return value
-
-
-def _tag_of_update(value: Any) -> str:
-    if isinstance(value, LocalSgdUpdate) or (isinstance(value, dict) and "local_sgd" in value):
-        return "LocalSgdUpdate"
-    return "DiLoCoUpdate" if isinstance(value, dict | DiLoCoUpdate) else "name"
-
-
 if TYPE_CHECKING:
     Update = str | LocalSgdUpdate | DiLoCoUpdate
 else:
-    Update = Annotated[
-        Annotated[Literal[tuple(ROUNDS)], Tag("name")]
-        | Annotated[LocalSgdUpdate, Tag("LocalSgdUpdate")]
-        | Annotated[DiLoCoUpdate, Tag("DiLoCoUpdate")],
-        Discriminator(_tag_of_update),
-        BeforeValidator(_known_update),
-    ]
+    Update = f.name_or_settings(
+        "an update", tuple(ROUNDS), {"local_sgd": LocalSgdUpdate, "diloco": DiLoCoUpdate}
+    )
 
 
 def round_of(update: Update) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Field
 
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
@@ -45,29 +45,16 @@ class WandbTracker(SpecModel):
     wandb: Wandb = Field(description="Whose project it is.")
 
 
-def _known(value: Any) -> Any:
-    several = "write each as an item of its own: [tensorboard, mlflow]"
-    if f.name_with_settings(value, "a tracker", NAMES, several) == "tensorboard":
-        raise f.wrong("tensorboard has no settings", "write the name alone: [tensorboard]")
-    return value
-
-
-def _tag(value: Any) -> str:
-    if isinstance(value, MlflowTracker) or (isinstance(value, dict) and "mlflow" in value):
-        return "MlflowTracker"
-    return "WandbTracker" if isinstance(value, dict | WandbTracker) else "name"
-
-
 if TYPE_CHECKING:
     Tracker = str | MlflowTracker | WandbTracker
 else:
-    Tracker = Annotated[
-        Annotated[Literal["tensorboard", "mlflow", "wandb"], Tag("name")]
-        | Annotated[MlflowTracker, Tag("MlflowTracker")]
-        | Annotated[WandbTracker, Tag("WandbTracker")],
-        Discriminator(_tag),
-        BeforeValidator(_known),
-    ]
+    Tracker = f.name_or_settings(
+        "a tracker",
+        NAMES,
+        {"mlflow": MlflowTracker, "wandb": WandbTracker},
+        alone="[{}]",
+        several="write each as an item of its own: [tensorboard, mlflow]",
+    )
 
 
 def settings_of(tracker: Tracker) -> tuple[str, dict[str, Any]]:
