@@ -4,13 +4,32 @@ names that `named_parameters()` of the user's own module gives, a dot being a ch
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
+
+from mlpipe._core.errors import MlpipeError
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
     """Those of `names` that fit, in their order."""
     return [name for name in names if fnmatchcase(name, pattern)]
+
+
+def frozen(patterns: Iterable[str], names: Collection[str], error: type[MlpipeError]) -> list[str]:
+    """Those of a model's parameters that `train.freeze` fits. Raises `error` (input) for a pattern that fits
+    none."""
+    fitting: list[str] = []
+    for pattern in patterns:
+        some = matching(pattern, names)
+        if not some:
+            raise error(
+                f"{pattern!r} fits no parameter of the model",
+                where="train.freeze",
+                hint=nearest(pattern, names),
+                kind="input",
+            )
+        fitting += some
+    return fitting
 
 
 def nearest(pattern: str, names: Iterable[str]) -> str:

@@ -8,24 +8,15 @@ from collections.abc import Sequence
 from torch import nn
 
 from mlpipe._core.errors import TrainError
-from mlpipe._core.patterns import matching, nearest
+from mlpipe._core.patterns import frozen
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> str:
     """In place, by the names of the model's own parameters, tied ones by each of theirs; what it came to, in
     words. Raises TrainError (input) for a pattern that fits nothing, and when nothing is left."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for pattern in patterns:
-        names = matching(pattern, parameters)
-        if not names:
-            raise TrainError(
-                f"{pattern!r} fits no parameter of the model",
-                where="train.freeze",
-                hint=nearest(pattern, parameters),
-                kind="input",
-            )
-        for name in names:
-            parameters[name].requires_grad_(False)
+    for name in frozen(patterns, parameters, TrainError):
+        parameters[name].requires_grad_(False)
     own = list(model.parameters())
     total, trained = sum(one.numel() for one in own), sum(one.numel() for one in own if one.requires_grad)
     if not trained:

@@ -37,27 +37,18 @@ class Frozen:
     @cached_property
     def trained(self) -> tuple[Named, ...]:
         """Raises PlanError for a pattern that fits nothing, and where nothing is left."""
-        from mlpipe._core.patterns import matching, nearest  # of few plans
+        from mlpipe._core.patterns import frozen  # of few plans
 
         everything = {one.name: one for one in self.whole.config.named_tensors()}
-        left = dict(everything)
-        for pattern in self.patterns:
-            names = matching(pattern, everything)
-            if not names:
-                raise PlanError(
-                    f"{pattern!r} fits no parameter of the model",
-                    where="train.freeze",
-                    hint=nearest(pattern, everything),
-                )
-            for name in names:
-                left.pop(name, None)
+        fixed = set(frozen(self.patterns, everything, PlanError))
+        left = tuple(one for name, one in everything.items() if name not in fixed)
         if not left:
             raise PlanError(
                 "all parameters are frozen, so nothing is trained",
                 where="train.freeze",
                 hint="leave some out",
             )
-        return tuple(left.values())
+        return left
 
     @cached_property
     def parameters(self) -> ParameterCounts:
