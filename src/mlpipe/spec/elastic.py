@@ -94,11 +94,12 @@ def _impossible(train: Node) -> Iterator[Problem]:
         )
 
 
-def strategy_problem(stage: Node, tried: tuple[str, ...]) -> Iterator[Problem]:
-    """`tried`: strategies of the workers of a node that may come and go, with `auto`."""
-    nodes, strategy = get(stage, "resources", "nodes"), get(stage, "train", "strategy")
-    name = text_of(strategy) if strategy is not None else None
-    if nodes is None or strategy is None or name is None or ".." not in (text_of(nodes) or ""):
+def strategy_problem(train: Node, tried: tuple[str, ...]) -> Iterator[Problem]:
+    """Of a training on a range. `tried`: strategies of the workers of a node that may come and go, besides
+    `auto`."""
+    strategy = get(train, "strategy")
+    name = text_of(strategy)
+    if strategy is None or name is None:
         return
     if name not in ("auto", *tried):
         yield problem_of_key(

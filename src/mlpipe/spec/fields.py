@@ -283,6 +283,11 @@ FewOrZero = Annotated[int, Field(ge=0, le=100_000)]
 _NODES = r"0*[1-9][0-9]{0,4}\.\.0*[1-9][0-9]{0,4}"
 
 
+def is_range(nodes: Any) -> bool:
+    """Whether it is meant as one."""
+    return isinstance(nodes, str) and ".." in nodes
+
+
 def limits_of(nodes: str) -> tuple[int, int] | None:
     """The fewest and the most of a range like `2..8`; None for what is none."""
     if re.fullmatch(_NODES, nodes) is None:
@@ -298,7 +303,7 @@ NodeRange = Annotated[
 ]
 Nodes = Annotated[
     Annotated[FewCount, Tag("number")] | Annotated[NodeRange, Tag("range")],
-    Discriminator(lambda value: "range" if isinstance(value, str) and ".." in value else "number"),
+    Discriminator(lambda value: "range" if is_range(value) else "number"),
 ]
 CountOrAuto = Count | Literal["auto"]
 CountOrFill = Count | Literal["fill"]

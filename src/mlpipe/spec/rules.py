@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mlpipe.kinds import KINDS, Kind
-from mlpipe.spec import elastic, placeholders
+from mlpipe.spec import fields, placeholders
 from mlpipe.spec.graph import Graph
 from mlpipe.spec.part import kind_of, spec_part
 from mlpipe.spec.problems import Problem, closest
@@ -34,7 +34,11 @@ def check(root: Node) -> list[Problem]:
         problems += _kinds(stage)
         problems += _resources(stage)
         problems += _env(stage)
-        problems += elastic.problems(stage)
+        nodes = get(stage, "resources", "nodes")
+        if nodes is not None and fields.is_range(nodes.value):
+            from mlpipe.spec import elastic  # of few files
+
+            problems += elastic.problems(stage)
         for kind in KINDS.values():
             if kind.name in stage.value:
                 problems += spec_part(kind).problems(stage)

@@ -12,7 +12,7 @@ from mlpipe._core import meshes
 from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.pipelines import DEFAULT, stages_per_rank
 from mlpipe._core.units import parse_seconds
-from mlpipe.spec import data, elastic, feasibility, links, pipelines, starting, tracking, validation
+from mlpipe.spec import data, feasibility, links, pipelines, starting, tracking, validation
 from mlpipe.spec import fields as f
 from mlpipe.spec import optimizer as optimizers
 from mlpipe.spec.base import SpecModel
@@ -276,7 +276,11 @@ def _problems(stage: Node) -> Iterator[Problem]:
         from mlpipe.spec import communication  # of few files
 
         yield from communication.problems(stage, _WITH_SHARDS)
-    yield from elastic.strategy_problem(stage, ELASTIC)
+    nodes = get(stage, "resources", "nodes")
+    if nodes is not None and f.is_range(nodes.value):
+        from mlpipe.spec import elastic  # of few files
+
+        yield from elastic.strategy_problem(train, ELASTIC)
     yield from data.problems(train)
     yield from tracking.problems(train)
     yield from validation.problems(train)
