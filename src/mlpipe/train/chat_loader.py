@@ -102,14 +102,7 @@ def cost_of(plan: TrainPlan) -> Callable[[int], float]:
 def chat_loader(plan: TrainPlan, samples: ChatSamples, world: World, micro_batch: int) -> ChatLoader:
     """As the plan says."""
     assert plan.data.chat is not None
-    loader = ChatLoader(
-        samples,
-        world,
-        seed=plan.seed,
-        global_batch=plan.global_batch,
-        micro_batch=micro_batch,
-        seq_len=plan.model.seq_len,
-    )
+    loader = ChatLoader.of(plan, samples, world, micro_batch)
     loader.samples, loader.packing, loader.cost = samples, plan.data.chat.packing, cost_of(plan)
     loader.communication = plan.communication
     return loader

@@ -11,12 +11,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.datasets import Streams
 from mlpipe.train.microbatch import Collated, Microbatch, collate, joined, own_part, pinned, uncounted
 from mlpipe.train.order import samples_at
@@ -39,6 +40,18 @@ class MicrobatchLoader:
         self.seq_len = seq_len
         # Which part of the samples is this rank's, and of how many; replicas that come and go change it.
         self.share = (world.data_rank, world.num_data_ranks)
+
+    @classmethod
+    def of(cls, plan: TrainPlan, dataset: Any, world: World, micro_batch: int) -> Self:
+        """As the plan says, but for `micro_batch`."""
+        return cls(
+            dataset,
+            world,
+            seed=plan.seed,
+            global_batch=plan.global_batch,
+            micro_batch=micro_batch,
+            seq_len=plan.model.seq_len,
+        )
 
     def step(self, position: int) -> list[Microbatch]:
         """Of the step that starts at sample number `position`, equally many on every rank."""

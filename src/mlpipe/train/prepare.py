@@ -90,14 +90,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
             from mlpipe.train.chat_loader import chat_loader
 
             return chat_loader(plan, dataset, world, micro_batch)
-        return MicrobatchLoader(
-            dataset,
-            world,
-            seed=plan.seed,
-            global_batch=plan.global_batch,
-            micro_batch=micro_batch,
-            seq_len=plan.model.seq_len,
-        )
+        return MicrobatchLoader.of(plan, dataset, world, micro_batch)
 
     def first_step(micro_batch: int) -> list[Microbatch]:
         return loader_of(micro_batch).largest()
