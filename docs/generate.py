@@ -32,8 +32,14 @@ _MEANINGS = {
 }
 
 
+_NODE_FAULT = (
+    "Of a launcher alone: a machine of its gang did not pass the preflight. A run that ends so has the "
+    "code of infrastructure."
+)
+
+
 def exit_codes_page() -> str:
-    from mlpipe._core.errors import EXIT_CODES, NON_RETRIABLE_CODES, SAVED_CODE
+    from mlpipe._core.errors import EXIT_CODES, NODE_FAULT_CODE, NON_RETRIABLE_CODES, SAVED_CODE
 
     again = dict.fromkeys(EXIT_CODES.values(), "is started again, `max_gang_restarts` times at most")
     again |= dict.fromkeys(NON_RETRIABLE_CODES, "is not started again")
@@ -41,6 +47,8 @@ def exit_codes_page() -> str:
     rows = "".join(
         f"| {code} | {kind} | {_MEANINGS[kind]} | {again[code]} |\n" for kind, code in EXIT_CODES.items()
     )
+    again_elsewhere = "is not started again; the driver starts the stage anew elsewhere"
+    fault = f"| {NODE_FAULT_CODE} | | {_NODE_FAULT} | {again_elsewhere} |"
     return f"""# Exit codes
 
 {_NOTE.format("mlpipe._core.errors")}
@@ -51,7 +59,8 @@ training.
 | Code | Name | Meaning | A pod that ends so |
 |---|---|---|---|
 | 0 | done | {_MEANINGS["done"]} | has done its part |
-{rows}
+{rows}{fault}
+
 Under `--output json` a command that fails also prints one document with the message, where it happened, what
 to do about it and the name from this table.
 """

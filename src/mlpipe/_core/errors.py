@@ -33,7 +33,10 @@ EXIT_CODES: dict[ErrorKind, int] = {
 FATAL_KINDS: tuple[ErrorKind, ...] = ("input", "bug")
 # Kubernetes, which starts pods anew when all that is used up: these codes would come again. A launcher that
 # was stopped by a signal and has saved goes on, which costs a JobSet nothing. All else counts.
-NON_RETRIABLE_CODES = (EXIT_CODES["input"], EXIT_CODES["failed"])
+# A launcher whose machine did not pass its preflight says so by a code of its own: the driver starts the
+# stage elsewhere, since pods that start anew may stand on the same machine.
+NODE_FAULT_CODE = 6
+NON_RETRIABLE_CODES = (EXIT_CODES["input"], EXIT_CODES["failed"], NODE_FAULT_CODE)
 SAVED_CODE = EXIT_CODES["cancelled"]
 
 

@@ -297,6 +297,20 @@ class Launched(Record):
 
 
 @dataclass(kw_only=True, slots=True)
+class Preflight(Record):
+    """The first node's launcher, when the machines were checked, before it starts the workers."""
+
+    kind = "preflight"
+
+    seconds: float | None
+    """That it took, from when all machines were there."""
+    nodes: list[str] | None
+    """Names of the machines; what each can do stands in preflight.json of the attempt."""
+    faults: list[str] = field(default_factory=list)
+    """Machines and links that did not pass, each with what is wrong; empty: all passed."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Membership(Record):
     """The supervisor of an elastic training, when other replicas than before take part."""
 
@@ -347,4 +361,4 @@ class Unknown(Record):
 OF_A_RANK: tuple[type[Record], ...] = (
     Start, Step, Save, Validation, Evaluation, StopSignal, End, Tracked,
 )  # fmt: skip
-EVENTS: tuple[type[Record], ...] = (Submitted, Launched, Membership, Fallback, LaunchEnded)
+EVENTS: tuple[type[Record], ...] = (Submitted, Launched, Preflight, Membership, Fallback, LaunchEnded)

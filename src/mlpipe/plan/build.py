@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mlpipe
 from mlpipe.plan.hardware import Hardware, detect_hardware
-from mlpipe.plan.launch import Given
+from mlpipe.plan.launch import Given, preflight_plan
 from mlpipe.plan.plan import SCHEMA_VERSION, Plan, StageWork, TrainPlan
 from mlpipe.plan.pods import cluster_plan, pod_resources
 from mlpipe.plan.references import lender, stage_named
@@ -59,6 +59,9 @@ def build_plan(
     known |= {f"stages.{name}.output": folder for name, folder in start.inputs.items()}
     given = Given(hardware, known, start.resume, traced)
     work, launch = stage.kind.part("build").plan(pipeline, stage, given)
+    resources = stage_resources(pipeline, stage)
+    if stage.kind.runs == "workers":
+        launch = replace(launch, preflight=preflight_plan(resources, hardware, work.training.precision))
     return Plan(
         schema_version=SCHEMA_VERSION,
         run_id=start.run_id,
@@ -71,7 +74,7 @@ def build_plan(
         launch=launch,
         work=work,
         inputs=tuple(f"runs/{start.run_id}/stages/{name}" for name in sorted(start.inputs)),
-        cluster=cluster_plan(pipeline, stage, stage_resources(pipeline, stage), _shared_memory_bytes(work)),
+        cluster=cluster_plan(pipeline, stage, resources, _shared_memory_bytes(work)),
         price_usd_per_device_hour=hardware.price_usd_per_device_hour,
     )
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlpipe._core.units import parse_seconds
+from mlpipe._core.units import parse_bytes, parse_seconds
 from mlpipe.plan import allocators, grace
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.plan import Launch, Mesh, TrainPlan
-from mlpipe.spec.model import Stage
+from mlpipe.plan.plan import Launch, Mesh, PreflightPlan, TrainPlan
+from mlpipe.spec.model import Resources, Stage
 from mlpipe.spec.placeholders import fill, resolve
 
 if TYPE_CHECKING:
@@ -74,6 +74,27 @@ def workers(
         timeout_seconds=_timeout_seconds(stage),
         shutdown_seconds=grace.shutdown_seconds(plan if saves else None, hardware.devices_per_node),
         metrics_port=metrics_port,
+    )
+
+
+def preflight_plan(resources: Resources | None, hardware: Hardware, precision: str) -> PreflightPlan | None:
+    """None: its machines are not checked."""
+    asked = resources.preflight if resources is not None else None
+    if asked is None or asked == "off":
+        return None
+    from mlpipe.spec.model import Preflight
+
+    limits = Preflight.model_construct() if isinstance(asked, str) else asked
+    peak = hardware.peak_flops.get(precision) if hardware.device == "cuda" else None
+    speed = hardware.speed
+    return PreflightPlan(
+        slow_ratio=limits.slow_ratio,
+        clock_seconds=parse_seconds(limits.clock),
+        disk_bytes=parse_bytes(limits.disk),
+        store_bytes_per_second=limits.store_mb_per_second * 1e6,
+        link_bytes_per_second=None if (link := limits.link_gb_per_second) is None else link * 1e9,
+        expected_flops=None if peak is None else peak * speed.achievable_ratio,
+        expected_memory_bytes_per_second=speed.memory_bytes_per_second if peak is not None else None,
     )
 
 

@@ -505,6 +505,20 @@ class Replicas:
 
 
 @dataclass(frozen=True)
+class PreflightPlan:
+    """What each machine must be able to do before ranks start. `slow_ratio`: of the speed of the others.
+    `expected_*`: of one GPU, by the catalogue; None: nobody knows, as of CPUs."""
+
+    slow_ratio: float
+    clock_seconds: float
+    disk_bytes: int
+    store_bytes_per_second: float
+    link_bytes_per_second: float | None = None
+    expected_flops: float | None = None  # of a matmul, at the training's precision
+    expected_memory_bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True)
 class Launch:
     """How workers are started: `nproc_per_node` of them on each of `num_nodes` nodes, each of them Python
     with `argv` and with `env` besides what it inherits. Without workers: one node, one process, no `argv`.
@@ -520,6 +534,8 @@ class Launch:
     shutdown_seconds: float  # between SIGTERM and SIGKILL: above a step plus a save
     metrics_port: int | None  # base port of /metrics, plus the local rank; 0: any free port; None: off
     replicas: Replicas | None = None
+    preflight: PreflightPlan | None = None  # None: machines are trusted
+    avoid: tuple[str, ...] = ()  # nodes on which it is not to run: they did not pass an earlier preflight
 
 
 @dataclass(frozen=True)

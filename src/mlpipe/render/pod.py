@@ -234,9 +234,16 @@ def _place(spec: Json, plan: Plan, cluster: ClusterPlan, labels: Json) -> None:
     tolerations = _tolerations(cluster, cluster.gpus_per_node)
     if tolerations:
         spec["tolerations"] = tolerations
+    terms: Json = {}
     if cluster.gpus_per_node and cluster.gpu_product is not None:
         term = {"key": "nvidia.com/gpu.product", "operator": "In", "values": [cluster.gpu_product]}
-        required = {"nodeSelectorTerms": [{"matchExpressions": [term]}]}
+        terms["matchExpressions"] = [term]
+    if plan.launch.avoid:  # a name each: the API server takes no more in one term
+        terms["matchFields"] = [
+            {"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in plan.launch.avoid
+        ]
+    if terms:
+        required = {"nodeSelectorTerms": [terms]}
         spec["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
     if plan.launch.num_nodes > 1:  # softly: a cluster of one node is a cluster
         spec["topologySpreadConstraints"] = [

@@ -81,7 +81,10 @@ def _options(plan: Plan, job: SlurmJob, name: str, output: str) -> list[str]:
         options.append(f"signal=B:USR1@{min(ahead, 65535)}")
     options += ["requeue", "open-mode=append", f"output={output}", "export=ALL"]
     options.append("dependency=singleton")  # one that was submitted twice never runs beside itself
-    options += [f"{option}={value}" if value else option for option, value in job.options]
+    own = dict(job.options)
+    if plan.launch.avoid:
+        own["exclude"] = ",".join(filter(None, (own.get("exclude"), *plan.launch.avoid)))
+    options += [f"{option}={value}" if value else option for option, value in sorted(own.items())]
     return options
 
 

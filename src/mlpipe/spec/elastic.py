@@ -27,6 +27,8 @@ def problems(stage: Node) -> Iterator[Problem]:
         yield problem_of_key(nodes, f"{nodes.value!r} is no range", hint)
         return
     yield from _impossible(train)
+    if (preflight := get(stage, "resources", "preflight")) is not None and text_of(preflight) != "off":
+        yield problem_of_key(preflight, "machines that come and go are not checked", "remove it")
     batch, workers = _number(train, "data", "batch_size"), _number(stage, "resources", "gpus_per_node")
     workers = workers or _number(stage, "resources", "workers_per_node") or 1
     if batch and batch < most * workers:

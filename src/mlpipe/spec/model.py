@@ -10,7 +10,7 @@ import hashlib
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, create_model
+from pydantic import ConfigDict, Discriminator, Field, Tag, create_model
 
 from mlpipe.kinds import KINDS, Kind
 from mlpipe.spec import fields as f
@@ -42,6 +42,31 @@ class Device(SpecModel):
     network_gb_per_second: f.Positive | None = Field(
         None, description="To other nodes, of one GPU, in one direction, such as 50 for 400 Gb/s."
     )
+
+
+class Preflight(SpecModel):
+    """What a machine must be able to do before it is trusted with ranks. Its speeds are compared with those
+    of the gang's other machines, a GPU's also with the catalogue's."""
+
+    slow_ratio: f.PositiveRatio = Field(
+        0.5, description="A machine or link with less than this share of the others' speed is at fault."
+    )
+    clock: f.Duration = Field("1 s", description="By which a clock may differ from the others'.")
+    disk: f.Size = Field("1 GiB", description="Free where the stage has its scratch folder.")
+    store_mb_per_second: f.Positive = Field(
+        1.0, description="Speed at which a machine writes to the store and reads from it, at least."
+    )
+    link_gb_per_second: f.Positive | None = Field(
+        None,
+        description="Speed between any two machines, over TCP, in one direction, at least. Default: it is "
+        "only compared with the gang's other links, of which two machines have none.",
+    )
+
+
+_Preflight = Annotated[
+    Annotated[Literal["auto", "off"], Tag("word")] | Annotated[Preflight, Tag("limits")],
+    Discriminator(lambda value: "limits" if isinstance(value, dict | Preflight) else "word"),
+]
 
 
 class Resources(SpecModel):
@@ -78,6 +103,12 @@ class Resources(SpecModel):
     )
     device: Device | None = Field(
         None, description="Figures of the GPU, where the catalogue's are not yours."
+    )
+    preflight: _Preflight | None = Field(
+        None,
+        description="Machines are checked before ranks start: GPUs, speed, links, store, disk, clocks. One "
+        "that does not pass is named, and left out where the stage starts again. `auto`: by the limits that "
+        "are defaults. Default: `off`.",
     )
     price_usd_per_gpu_hour: f.NotNegative | None = Field(
         None, description="Of one GPU, or CPU worker, for estimates of cost. Default: of the catalogue."

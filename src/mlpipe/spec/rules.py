@@ -88,6 +88,10 @@ def _resources(stage: Node) -> Iterator[Problem]:
             )
         if workers is not None and workers.value != num_gpus:
             yield problem_of_key(workers, "a worker drives exactly one GPU", "remove workers_per_node")
+    preflight = get(resources, "preflight")
+    ranks = any(kind.runs == "workers" for name, kind in KINDS.items() if name in stage.value)
+    if preflight is not None and not ranks:
+        yield problem_of_key(preflight, "a preflight is for stages that run as ranks", "remove it")
     device = get(resources, "device")
     if device is not None and num_gpus == 0:
         yield problem_of_key(

@@ -42,6 +42,14 @@ class _Running:
     timed_out: bool = False
 
 
+def _avoids(plan: Plan) -> str:
+    if not plan.launch.avoid:
+        return ""
+    return (
+        f"leaves out {', '.join(plan.launch.avoid)}, which did not pass the preflight of an earlier attempt"
+    )
+
+
 @dataclass(frozen=True)
 class Drive:
     """One driver's hold on a run, under the lease `holder`. `scratch`: a folder of the run on this machine.
@@ -192,7 +200,7 @@ class DagRunner:
             if ended is not None:
                 self._record(name, ended)
                 continue
-            if (note := running.handle.note()) != self.state.stages[name].message:
+            if (note := running.handle.note() or _avoids(running.plan)) != self.state.stages[name].message:
                 self._change(name, message=note)
             limit = running.plan.launch.timeout_seconds
             if limit is not None and now - running.started > limit and not running.timed_out:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mlpipe._core.errors import MlpipeError
 from mlpipe.plan.plan import Plan
 from mlpipe.store.base import Store
-from mlpipe.store.outcome import AttemptOutcome, read_outcome
+from mlpipe.store.outcome import NODE_FAULT, AttemptOutcome, read_outcome
 from mlpipe.submit.executor import Ended
+
+_MOST_AVOIDED = 8  # machines
 
 
 class ThreadedHandle(ABC):
@@ -70,6 +73,15 @@ def ended_by(outcome: AttemptOutcome) -> Ended:
         text = str(MlpipeError(words, where=outcome.where, hint=outcome.hint))
         return Ended("failed", text, kind=outcome.kind or "failed", exit_code=code, outcome=plain)
     return Ended("done", words, exit_code=code, outcome=plain)
+
+
+def elsewhere(plan: Plan, outcomes: Sequence[AttemptOutcome]) -> Ended | None:
+    """Of a gang whose preflight named machines that did not pass: it is started anew without them, unless so
+    many were left out already that the machines are not to blame."""
+    found = next((outcome for outcome in outcomes if outcome.cause == NODE_FAULT), None)
+    if found is None:
+        return None
+    return replace(ended_by(found), lost=len(plan.launch.avoid) < _MOST_AVOIDED)
 
 
 def outcomes_of(store: Store, plan: Plan) -> list[AttemptOutcome]:

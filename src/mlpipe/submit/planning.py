@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -77,6 +78,11 @@ def planner(
             ),
             hardware(pipeline, stage_name),
         )
+        if planned.launch.preflight is not None:
+            from mlpipe.store.preflight import nodes_to_avoid
+
+            avoid = nodes_to_avoid(store, planned.stage_key, attempt)
+            planned = replace(planned, launch=replace(planned.launch, avoid=avoid))
         training = planned.part(TrainPlan)
         if training is None or training.init_from is None:
             return planned

@@ -18,18 +18,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from mlpipe._core import environment
-from mlpipe._core.errors import EXIT_CODES, SAVED_CODE, MlpipeError, StoreError
-from mlpipe._core.records import Launched, LaunchEnded, Record
+from mlpipe._core.errors import EXIT_CODES, NODE_FAULT_CODE, SAVED_CODE, MlpipeError, StoreError
+from mlpipe._core.records import Launched, LaunchEnded, Preflight, Record
+from mlpipe.plan.gang_node import GangNode
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.process import fetch_inputs, main_of_stage
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
-from mlpipe.store.outcome import AttemptOutcome, write_outcome
+from mlpipe.store.outcome import NODE_FAULT, AttemptOutcome, write_outcome
 from mlpipe.store.runs import append_event
 from mlpipe.train import outcome, stop
 from mlpipe.train.logs import LogShipper
@@ -59,33 +60,6 @@ def _run(plan: Plan, path: Path, scratch: Path) -> int:
     if plan.kind.runs != "workers":
         raise ValueError(f"a {plan.kind} stage has no workers")
     return Launcher(plan, path, scratch).run()
-
-
-@dataclass(frozen=True)
-class GangNode:
-    """Which node of the gang this is, by the variables of its pod; on a laptop none is set. `rendezvous`:
-    host:port of node 0's torchrun. `gang_restart`: how often all pods were restarted together. `replica`: of
-    an elastic training, in which each has launchers of its own; else None."""
-
-    index: int
-    rendezvous: str
-    gang_restart: int
-    replica: int | None = None
-
-    @staticmethod
-    def from_environment() -> GangNode:
-        return GangNode(
-            index=int(os.environ.get("JOB_COMPLETION_INDEX") or "0"),
-            rendezvous=os.environ.get(environment.RENDEZVOUS) or "localhost:0",
-            gang_restart=int(os.environ.get(environment.GANG_RESTART) or "0"),
-            replica=int(os.environ[environment.REPLICA]) if environment.REPLICA in os.environ else None,
-        )
-
-    def name(self, stem: str, suffix: str) -> str:
-        """Of a file that every node writes: node 0's has the plain name."""
-        if self.replica is not None:
-            stem = f"{stem}-replica-{self.replica}"
-        return f"{stem}{suffix}" if self.index == 0 else f"{stem}-node-{self.index}{suffix}"
 
 
 class Launcher:
@@ -127,6 +101,8 @@ class Launcher:
         fetch_inputs(self.store, self.plan)
         check_room(self.plan.work.training.shared_memory_bytes)
         self._event(Launched())
+        if self.plan.launch.preflight is not None and (failed := self._preflight()) is not None:
+            return self._end_before_ranks(failed)
         torchrun_log = self.scratch / "torchrun.log"
         with torchrun_log.open("wb") as log:
             process = subprocess.Popen(
@@ -176,6 +152,35 @@ class Launcher:
             return exit_code or EXIT_CODES[error.kind]
         if self.plan.launch.num_nodes > 1 and (ended.kind == "infrastructure" or "waiting" in ended.details):
             _wait_until(lambda: self.num_signals > 0, _BLAMELESS_SECONDS)
+        return exit_code
+
+    def _preflight(self) -> Outcome | None:
+        """None: the machines passed."""
+        from mlpipe.store.preflight import write_checked
+        from mlpipe.train.preflight.start import at_fault, run_preflight
+
+        alone = self.plan.launch.num_nodes == 1
+        found = run_preflight(
+            self.plan_path,
+            self.scratch,
+            self._environment(),
+            alone=alone,
+            stopped=lambda: self.num_signals > 0,
+        )
+        if isinstance(found, Outcome):
+            return found
+        if self.node.index == 0:
+            write_checked(self.store, self.plan.attempt_key, found)
+            self._event(Preflight(seconds=found.seconds, nodes=list(found.nodes), faults=found.words))
+        return at_fault(found) if found.words else None
+
+    def _end_before_ranks(self, ended: Outcome) -> int:
+        """The exit code."""
+        exit_code = _exit_code(ended)
+        failure = MlpipeError(ended.message, where=ended.where, hint=ended.hint)
+        print(f"error: {failure}", file=sys.stderr, flush=True)  # noqa: T201
+        self._event(LaunchEnded(outcome=ended.outcome, message=ended.message))
+        self._store_outcome(ended, 0, exit_code)
         return exit_code
 
     def _event(self, event: Record) -> None:
@@ -368,6 +373,8 @@ def _end(process: subprocess.Popen[bytes], *, grace_seconds: float) -> None:
 def _exit_code(ended: Outcome) -> int:
     if ended.outcome == "saved":
         return SAVED_CODE
+    if ended.cause == NODE_FAULT:
+        return NODE_FAULT_CODE
     return 0 if ended.outcome == "done" else EXIT_CODES[ended.kind or "failed"]
 
 

@@ -20,7 +20,7 @@ from mlpipe._core.errors import ErrorKind, MlpipeError
 @dataclass
 class Outcome:
     """`outcome`: "done", "saved" (on a signal, before the last step) or "failed". `cause`, besides `kind`:
-    "not_finite" or "hang", which are told apart from other failures."""
+    "not_finite", "hang" or `store/outcome.py`'s NODE_FAULT, which are told apart from other failures."""
 
     outcome: str
     step: int = 0

@@ -29,8 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, NoReturn
 
+from mlpipe.plan.gang_node import GangNode
 from mlpipe.train import debugger, without_dynamo
-from mlpipe.train.launcher import GangNode
 from mlpipe.train.stop import die_with_parent
 
 RENDEZVOUS_SECONDS = 900.0

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -204,18 +205,19 @@ def test_what_would_come_again_ends_a_jobset_before_a_disruption_restarts_it() -
         ("disruption", "RestartJobSetAndIgnoreMaxRestarts"),
     ]
     assert policy["maxRestarts"] == 7
-    assert policy["rules"][1]["onJobFailureMessagePatterns"] == ["exit code 2 ", "exit code 3 "]
+    patterns = [f"exit code {code} " for code in (2, 3, 6)]
+    assert policy["rules"][1]["onJobFailureMessagePatterns"] == patterns
     job = job_of(jobset)
     assert (job["backoffLimit"], job["activeDeadlineSeconds"]) == (0, 3600)
     codes, condition = job["podFailurePolicy"]["rules"]
-    assert codes["onExitCodes"] == {"containerName": "worker", "operator": "In", "values": [2, 3, 5]}
+    assert codes["onExitCodes"] == {"containerName": "worker", "operator": "In", "values": [2, 3, 6, 5]}
     assert (codes["action"], condition["action"]) == ("FailJob", "FailJob")
 
 
 def test_what_would_come_again_ends_a_job_and_a_disruption_is_free() -> None:
     job = stage_objects(quickstart("train", "kubernetes.form=indexed-job"))[-1]["spec"]
     codes, condition = job["podFailurePolicy"]["rules"]
-    assert (codes["action"], codes["onExitCodes"]["values"]) == ("FailJob", [2, 3])
+    assert (codes["action"], codes["onExitCodes"]["values"]) == ("FailJob", [2, 3, 6])
     assert (condition["action"], condition["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
     assert job["backoffLimit"] == 3 * 2
     assert "activeDeadlineSeconds" not in job
@@ -254,6 +256,18 @@ def test_gpu_pods_have_all_of_it() -> None:
     amd = stage_objects(plan_of(pipeline_of("llm", "kubernetes.gpu_resource=amd.com/gpu"), "train"))[-1]
     assert "affinity" not in pod_of(amd)
     assert pod_of(amd)["tolerations"][0]["key"] == "amd.com/gpu"
+
+
+def test_nodes_that_did_not_pass_a_preflight_are_left_out() -> None:
+    """A name each: the API server refuses a list of several in matchFields."""
+    plan = plan_of(pipeline_of("llm"), "train")
+    plan = replace(plan, launch=replace(plan.launch, avoid=("n1", "n2")))
+    affinity = pod_of(stage_objects(plan)[-1])["affinity"]["nodeAffinity"]
+    (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert term["matchFields"] == [
+        {"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in ("n1", "n2")
+    ]
+    assert term["matchExpressions"][0]["values"] == ["NVIDIA-H100-80GB-HBM3"]
 
 
 def test_rdma_only_between_nodes() -> None:

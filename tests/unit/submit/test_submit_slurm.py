@@ -18,7 +18,9 @@ from mlpipe.render.slurm import script
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.problems import SpecErrors
 from mlpipe.store.folder import FolderStore
+from mlpipe.store.outcome import NODE_FAULT, AttemptOutcome
 from mlpipe.submit.executor import Ended
+from mlpipe.submit.handle import elsewhere
 from mlpipe.submit.slurm import client, jobs, node
 from mlpipe.submit.slurm.pending import remedy, why_waiting
 
@@ -202,6 +204,26 @@ def test_an_elastic_training_is_refused() -> None:
     plan = replace(plan, launch=replace(plan.launch, replicas=Replicas(1, 2)))
     with pytest.raises(RenderError, match="elastic"):
         script(plan, slurm_job(spec, "train"), "o")
+
+
+def test_nodes_that_did_not_pass_a_preflight_are_left_out_beside_ones_own() -> None:
+    pipeline = pipeline_of("llm", "slurm.options={exclude: n9}")
+    plan = plan_of(pipeline, "train")
+    plan = replace(plan, launch=replace(plan.launch, avoid=("n1", "n2")))
+    text = script(plan, slurm_job(pipeline, "train"), "out")
+    assert [line for line in text.splitlines() if "--exclude" in line] == ["#SBATCH --exclude=n9,n1,n2"]
+
+
+@pytest.mark.parametrize(("avoided", "lost"), [(0, True), (7, True), (8, False)])
+def test_a_preflight_that_names_machines_is_tried_elsewhere_for_a_while(avoided: int, lost: bool) -> None:
+    plan = plan_of(pipeline_of("llm"), "train")
+    plan = replace(plan, launch=replace(plan.launch, avoid=tuple(f"n{i}" for i in range(avoided))))
+    waited = AttemptOutcome("failed", kind="infrastructure", message="a peer is gone", time=1.0)
+    fault = AttemptOutcome("failed", kind="infrastructure", cause=NODE_FAULT, message="n2: slow", time=2.0)
+    ended = elsewhere(plan, [waited, fault])
+    assert ended is not None
+    assert (ended.lost, ended.state, ended.message) == (lost, "failed", "n2: slow")
+    assert elsewhere(plan, [waited]) is None
 
 
 def test_a_stranger_of_the_same_name_is_not_adopted(tmp_path: Path, commands: Path) -> None:

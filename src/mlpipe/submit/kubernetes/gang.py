@@ -17,7 +17,7 @@ from mlpipe.plan.plan import Plan
 from mlpipe.render.kubernetes import stage_objects
 from mlpipe.store.base import Store
 from mlpipe.submit.executor import Ended, Slots
-from mlpipe.submit.handle import ThreadedHandle, blamed, ended_by, outcomes_of
+from mlpipe.submit.handle import ThreadedHandle, blamed, elsewhere, ended_by, outcomes_of
 from mlpipe.submit.kubernetes.api import ClusterApi, Object, is_away
 from mlpipe.submit.kubernetes.objects import GANGS, create_all, finished, remove_all, selector
 from mlpipe.submit.kubernetes.pending import why_pending
@@ -169,6 +169,8 @@ class Gang(ThreadedHandle):
             return Ended("failed", f"{self._kind} {self._name} is complete, but left no outcome", kind="bug")
         pods = self._api.list("Pod", self._labels)  # as of now: a watch may be a moment late
         self._postmortem.look(pods, at_the_end=True)
+        if (again := elsewhere(self._plan, outcomes)) is not None:
+            return again
         if (culprit := blamed(outcomes)) is not None:
             return ended_by(culprit)
         if (reason := termination_reason(pods)) is not None:

@@ -17,7 +17,7 @@ from mlpipe.render.slurm import comment, job_name
 from mlpipe.store.base import Store
 from mlpipe.store.outcome import AttemptOutcome
 from mlpipe.submit.executor import Ended, Slots
-from mlpipe.submit.handle import ThreadedHandle, blamed, ended_by, outcomes_of
+from mlpipe.submit.handle import ThreadedHandle, blamed, elsewhere, ended_by, outcomes_of
 from mlpipe.submit.slurm import client
 from mlpipe.submit.slurm.client import AwayError, Job
 from mlpipe.submit.slurm.pending import why_waiting
@@ -170,6 +170,8 @@ class JobHandle(ThreadedHandle):
         done = [outcome for outcome in outcomes if outcome.outcome == "done"]
         if job.state == "COMPLETED" and done:
             return ended_by(done[0])
+        if (again := elsewhere(self._plan, outcomes)) is not None:
+            return again
         if (culprit := blamed(outcomes)) is not None:
             return ended_by(culprit)
         if job.state == "OUT_OF_MEMORY":
@@ -205,6 +207,8 @@ class JobHandle(ThreadedHandle):
 
     def _result_of_gone(self) -> Ended:
         outcomes = outcomes_of(self._store, self._plan)
+        if (again := elsewhere(self._plan, outcomes)) is not None:
+            return again
         if (culprit := blamed(outcomes)) is not None:
             return ended_by(culprit)
         if outcomes:

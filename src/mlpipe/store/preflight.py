@@ -1,0 +1,78 @@
+"""`preflight.json` of an attempt: what its machines could do before ranks started, and which were at fault.
+The launcher of its first node writes it; the driver of the next attempt leaves out who was at fault."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mlpipe.store.base import Store
+
+# What workers write is taken for the name of a machine only if it is one: it stands in manifests and scripts.
+_NODE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """`nodes`: what each can do. `faults`: what is wrong with one. `pairs`: two of them and what is wrong
+    between them, where nobody can tell which of them is to blame."""
+
+    nodes: dict[str, dict[str, float]] = field(default_factory=dict)
+    faults: dict[str, list[str]] = field(default_factory=dict)
+    pairs: list[tuple[str, str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def words(self) -> list[str]:
+        """A line for each machine and each pair that did not pass."""
+        named = [f"{node}: {'; '.join(words)}" for node, words in self.faults.items()]
+        return named + [f"{one} and {other}: {words}" for one, other, words in self.pairs]
+
+
+def write_checked(store: Store, attempt_key: str, checked: Checked) -> None:
+    """Raises StoreError."""
+    store.put(f"{attempt_key}/preflight.json", json.dumps(asdict(checked), indent=2).encode())
+
+
+def read_checked(store: Store, attempt_key: str) -> Checked | None:
+    """None: no preflight ended, or what stands there is none. Raises StoreError."""
+    key = f"{attempt_key}/preflight.json"
+    if not store.exists(key):
+        return None
+    try:
+        return checked_from(json.loads(store.get(key)))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def checked_from(document: Any) -> Checked:
+    """Raises ValueError, TypeError or KeyError."""
+    return Checked(
+        {str(node): dict(figures) for node, figures in document["nodes"].items()},
+        {str(node): [str(word) for word in words] for node, words in document["faults"].items()},
+        [(str(one), str(other), str(words)) for one, other, words in document["pairs"]],
+        float(document["seconds"]),
+    )
+
+
+def nodes_to_avoid(store: Store, stage_key: str, attempt: int) -> tuple[str, ...]:
+    """In an attempt, after those before it."""
+    found = [read_checked(store, f"{stage_key}/attempt-{number}") for number in range(1, attempt)]
+    return to_avoid([checked for checked in found if checked is not None])
+
+
+def to_avoid(found: Sequence[Checked]) -> tuple[str, ...]:
+    """Of each pair the one that was in another pair, too, and while none was, the second: the next attempt
+    may have the first one with another machine, which tells who it is."""
+    faulty = {node for checked in found for node in checked.faults}
+    pairs = [(one, other) for checked in found for one, other, _ in checked.pairs]
+    times = Counter(node for pair in pairs for node in pair)
+    for one, other in pairs:
+        again = {node for node in (one, other) if times[node] > 1}
+        if not faulty & {one, other}:
+            faulty |= again or {other}
+    return tuple(sorted(node for node in faulty if _NODE.fullmatch(node)))

@@ -1,0 +1,166 @@
+"""What the machines of a gang tell each other before there are ranks: who is there, what each has found, how
+fast the links between them are and how far their clocks differ.
+
+They meet at the address of torchrun's rendezvous, which is free until the preflight is over: the first
+machine's process has to be gone before any torchrun starts, or one would meet the wrong server.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mlpipe._core.errors import TrainError
+from mlpipe.train.preflight.verdict import Report
+
+COME_SECONDS = 600.0  # images are pulled at different speeds; as torchrun's own rendezvous
+CHECK_SECONDS = 60.0
+_GONE_SECONDS = 30.0
+_LOOK_SECONDS = 0.2
+_FIRST_BYTES, _BYTES = 2**18, 2**22
+_LEAST_TIMES, _MOST_TIMES, _LINK_SECONDS = 3, 20, 0.4
+_SLOW_SECONDS = 0.25  # for the first bytes: more of them would say the same
+_MOST_ROUNDS = 8  # with so many others a machine tries its link
+_PINGS = 5
+
+
+class Gang:
+    """Machine `index` of `size`. Making it waits for the others. Raises TrainError (infrastructure) naming
+    who did not come."""
+
+    def __init__(self, endpoint: str, index: int, size: int, node: str) -> None:
+        host, _, port = endpoint.rpartition(":")
+        self.index, self.size = index, size
+        patience = timedelta(seconds=COME_SECONDS)
+        self._store = dist.TCPStore(
+            host, int(port), size, is_master=index == 0, timeout=patience, wait_for_workers=False
+        )
+        self._store.set(f"here/{index}", node)
+        missing = self._wait("here", COME_SECONDS)
+        if missing:
+            raise TrainError(
+                f"the preflight waited {COME_SECONDS:.0f} s for {_listed(missing)} of {size}",
+                where=node,
+                hint="look at what the others' pods or jobs wait for: mlpipe status",
+                kind="infrastructure",
+            )
+        self.nodes = [self._store.get(f"here/{other}").decode() for other in range(size)]
+        self.began = time.monotonic()
+
+    def exchange(self, key: str, value: Any) -> dict[int, Any]:
+        """Everybody's `value` by index, of those who told it before the time of all checks was up."""
+        self._store.set(f"{key}/{self.index}", json.dumps(value))
+        left = max(1.0, self.began + CHECK_SECONDS - time.monotonic())
+        missing = self._wait(key, left)
+        there = [index for index in range(self.size) if index not in missing]
+        return {index: json.loads(self._store.get(f"{key}/{index}")) for index in there}
+
+    def _wait(self, key: str, seconds: float) -> list[int]:
+        """Who has not told it when they are over."""
+        deadline = time.monotonic() + seconds
+        while missing := [index for index in range(self.size) if not self._store.check([f"{key}/{index}"])]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_SECONDS / 4)
+        return missing
+
+    def look_at_links(self, report: Report) -> None:
+        """Into `report`: speeds between this machine and others, the best that was seen so far; its clock."""
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore("gloo", self._store),
+                rank=self.index,
+                world_size=self.size,
+                timeout=timedelta(seconds=CHECK_SECONDS),
+            )
+        for other in rounds(self.index, self.size):
+            rate = self._link(other)
+            report.links[other] = max(rate, report.links.get(other, 0.0))
+        report.figures["link_bytes_per_second"] = max(report.links.values())
+        report.clock_seconds = self._clock()
+        report.figures["clock_seconds"] = report.clock_seconds
+
+    def _link(self, other: int) -> float:
+        """Bytes a second in one direction, while as many go in the other, as in an all-reduce of two."""
+        took = min(self._swap(other, _FIRST_BYTES) for _ in range(_LEAST_TIMES))
+        slower = torch.tensor([took], dtype=torch.float64)
+        theirs = torch.empty_like(slower)
+        self._send_both(slower, theirs, other)
+        if (slowest := max(took, theirs.item())) > _SLOW_SECONDS:
+            return _FIRST_BYTES / took
+        times = int(_LINK_SECONDS / slowest * _FIRST_BYTES / _BYTES)
+        best = min(self._swap(other, _BYTES) for _ in range(min(_MOST_TIMES, max(_LEAST_TIMES, times))))
+        return _BYTES / best
+
+    def _swap(self, other: int, num_bytes: int) -> float:
+        sent = torch.zeros(num_bytes, dtype=torch.uint8)
+        began = time.perf_counter()
+        self._send_both(sent, torch.empty_like(sent), other)
+        return time.perf_counter() - began
+
+    def _send_both(self, sent: torch.Tensor, received: torch.Tensor, other: int) -> None:
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
+        )
+        for work in works:
+            work.wait()
+
+    def _clock(self) -> float:
+        """Seconds by which this machine's clock is ahead of the first one's: of the quickest of a few
+        questions, halfway between question and answer."""
+        if self.index == 0:
+            for other in range(1, self.size):
+                for _ in range(_PINGS):
+                    dist.recv(torch.empty(1), other)
+                    dist.send(torch.tensor([time.time()], dtype=torch.float64), other)
+            return 0.0
+        found = []
+        for _ in range(_PINGS):
+            asked, began = time.time(), time.perf_counter()
+            dist.send(torch.zeros(1), 0)
+            answer = torch.empty(1, dtype=torch.float64)
+            dist.recv(answer, 0)
+            took = time.perf_counter() - began
+            found.append((took, asked + took / 2 - answer.item()))
+        return min(found)[1]
+
+    def leave(self) -> None:
+        """The first machine when all have read what they need; the others when its server is gone."""
+        self._store.set(f"over/{self.index}", "")
+        if self.index == 0:
+            self._wait("over", _GONE_SECONDS)
+            return
+        deadline = time.monotonic() + _GONE_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                self._store.check(["here/0"])
+            except (RuntimeError, OSError):
+                return
+            time.sleep(_LOOK_SECONDS)
+
+
+def rounds(index: int, size: int) -> Iterator[int]:
+    """With whom `index` tries its link, one after the other: in each round all are in pairs (of an odd number
+    one rests). After the tables by which chess tournaments are paired."""
+    even = size + size % 2
+    step = max(1, -(-(even - 1) // _MOST_ROUNDS))
+    for turn in range(0, even - 1, step):
+        if index == even - 1:
+            other = turn
+        else:
+            other = (2 * turn - index) % (even - 1)
+            if other == index:
+                other = even - 1
+        if other < size:
+            yield other
+
+
+def _listed(indices: list[int]) -> str:
+    return "machines " + ", ".join(map(str, indices)) if len(indices) > 1 else f"machine {indices[0]}"

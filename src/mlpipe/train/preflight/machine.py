@@ -1,0 +1,213 @@
+"""What one machine can do: its GPUs, its speed, its disk, and the store as it sees it.
+
+A speed is the best of three looks, each long enough to feel a limit of CPU time, which Linux enforces in
+periods of 100 ms: others on the machine make a look slow now and then, a fault makes all of them slow. On
+CPUs each core works by itself: threads that wait for each other would measure who else is there.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from mlpipe._core.cpus import num_cpus
+from mlpipe._core.errors import StoreError
+from mlpipe._core.units import format_bytes
+from mlpipe.plan.plan import Plan, PreflightPlan
+from mlpipe.store.base import Store
+from mlpipe.train.preflight.start import DOING
+from mlpipe.train.preflight.verdict import Report
+
+_LOOKS, _LOOK_SECONDS = 3, 0.35
+_MOST_THREADS = 8
+_STORE_BYTES = 4 * 2**20
+_DISK_BYTES = 2**20
+_SMI_SECONDS = 20.0
+_SMI = "index,name,ecc.errors.uncorrected.volatile.total"
+_SMI_SLOW = "clocks_throttle_reasons.hw_slowdown"  # of newer drivers an older name, which they still take
+
+
+def look(plan: Plan, limits: PreflightPlan, scratch: Path, store: Store, report: Report) -> None:
+    """All of these into `report`; what it is at stands in a file of `scratch`."""
+
+    def at(what: str) -> None:
+        (scratch / DOING).write_text(what)
+
+    at("the disk")
+    report.faults += disk(scratch, limits, report)
+    at("the GPUs" if plan.launch.device == "cuda" else "a matmul")
+    if plan.launch.device == "cuda":
+        report.faults += gpus(plan.launch.nproc_per_node)
+    speed(plan, limits, report)
+    at("the store")
+    report.faults += reach_store(store, _key(plan, report), limits, report)
+
+
+def look_again(plan: Plan, limits: PreflightPlan, store: Store, report: Report) -> None:
+    """At what is compared with others', which are busy now and then: the best of both looks counts."""
+    again = Report(report.index, report.node, report.figures)
+    speed(plan, limits, again)
+    reach_store(store, _key(plan, report), limits, again)
+
+
+def _key(plan: Plan, report: Report) -> str:
+    return f"{plan.attempt_key}/preflight/node-{report.index}"
+
+
+def disk(scratch: Path, limits: PreflightPlan, report: Report) -> list[str]:
+    """Whether `scratch` has room and takes what is written."""
+    free = shutil.disk_usage(scratch).free
+    report.figures["disk_free_bytes"] = free
+    if free < limits.disk_bytes:
+        return [
+            f"{format_bytes(free)} are free in {scratch}, of {format_bytes(limits.disk_bytes)} that it needs"
+        ]
+    path = scratch / "preflight-disk"
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(_DISK_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return [f"{scratch} cannot be written: {error.strerror}"]
+    finally:
+        path.unlink(missing_ok=True)
+    return []
+
+
+def gpus(expected: int) -> list[str]:
+    """What `nvidia-smi` says of them, if it is there, and how many of them torch sees."""
+    faults = _told_by_smi(expected)
+    if not faults and (seen := torch.cuda.device_count()) < expected:
+        faults = [f"torch sees {seen} GPUs of {expected}"]
+    return faults
+
+
+def _told_by_smi(expected: int) -> list[str]:
+    try:
+        lines = _smi(_SMI)
+        held = {fields[0] for fields in _smi(f"index,{_SMI_SLOW}") if fields[-1] == "Active"}
+    except FileNotFoundError:
+        return []
+    except subprocess.TimeoutExpired:
+        return [f"nvidia-smi did not answer within {_SMI_SECONDS:.0f} s: a GPU or its driver hangs"]
+    except subprocess.CalledProcessError as error:
+        words = (error.stdout + error.stderr).strip().splitlines()
+        return [f"nvidia-smi ended with {error.returncode}: {words[-1] if words else 'silently'}"]
+    faults = []
+    if len(lines) < expected:
+        faults.append(f"nvidia-smi shows {len(lines)} GPUs of {expected}")
+    for index, name, errors in lines:
+        if errors.isdigit() and int(errors):
+            faults.append(f"GPU {index} ({name}) has {errors} memory errors that ECC could not correct")
+        if index in held:
+            faults.append(f"GPU {index} ({name}) is slowed down by its hardware (heat or power)")
+    return faults
+
+
+def _smi(query: str) -> list[list[str]]:
+    argv = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True)
+    width = query.count(",") + 1
+    rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines()]
+    return [row for row in rows if len(row) == width]
+
+
+def speed(plan: Plan, limits: PreflightPlan, report: Report) -> None:
+    """Of a matmul and of copies in memory: of the CPUs, or of the slowest of the GPUs. Kept in the report is
+    the best that was seen so far."""
+    dtype = torch.bfloat16 if plan.work.training.precision == "bf16" else torch.float32
+    devices = [torch.device("cpu")]
+    if plan.launch.device == "cuda":
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    found = [_device_speed(device, dtype) for device in devices]
+    for name, expected in (
+        ("flops", limits.expected_flops),
+        ("memory_bytes_per_second", limits.expected_memory_bytes_per_second),
+    ):
+        rates = [one[name] for one in found]
+        if not rates:
+            continue
+        report.figures[name] = max(report.figures.get(name, 0.0), min(rates))
+        for index, rate in enumerate(rates):
+            if expected is not None and rate < limits.slow_ratio * expected:
+                report.faults.append(f"GPU {index}: {name} {rate:.3g}, of {expected:.3g} by the catalogue")
+
+
+def _device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    is_cpu = device.type == "cpu"
+    size, num_bytes = (256, 2**24) if is_cpu else (8192, 2**28)
+    threads = min(num_cpus(), _MOST_THREADS) if is_cpu else 1
+
+    def multiply() -> Callable[[], object]:
+        kind = torch.float32 if is_cpu else dtype
+        left, right = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
+        product = torch.empty_like(left)
+        return lambda: torch.mm(left, right, out=product)
+
+    def copy() -> Callable[[], object]:
+        source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            return {
+                "flops": 2 * size**3 * _rate([multiply() for _ in range(threads)], device, pool),
+                "memory_bytes_per_second": 2
+                * num_bytes
+                * _rate([copy() for _ in range(threads)], device, pool),
+            }
+    finally:
+        torch.set_num_threads(before)
+
+
+def _rate(works: Sequence[Callable[[], object]], device: torch.device, pool: ThreadPoolExecutor) -> float:
+    """Times a second that any of `works` is done, each in a thread of its own."""
+
+    def once(work: Callable[[], object]) -> float:
+        done, began = 0, time.perf_counter()
+        while (took := time.perf_counter() - began) < _LOOK_SECONDS or not done:
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            done += 1
+        return done / took
+
+    for work in works:
+        work()
+    return max(sum(pool.map(once, works)) for _ in range(_LOOKS))
+
+
+def reach_store(store: Store, key: str, limits: PreflightPlan, report: Report) -> list[str]:
+    """Writes, reads and deletes `key` there."""
+    sent = secrets.token_bytes(_STORE_BYTES)
+    try:
+        began, at = time.perf_counter(), time.time()
+        store.put(key, sent)
+        put = time.time()
+        received = store.get(key)
+        took = time.perf_counter() - began
+        if "://" in store.url:  # a folder's times are this machine's own
+            changed = [info.modified for info in store.list(key.rpartition("/")[0]) if info.key == key]
+            report.store_clock_seconds = (at + put) / 2 - changed[0] if changed else None
+        store.delete([key])
+    except StoreError as error:
+        return [f"the store cannot be used: {error.message}"]
+    if received != sent:
+        return ["the store gave back other bytes than were written"]
+    rate = 2 * _STORE_BYTES / took
+    report.figures["store_bytes_per_second"] = max(rate, report.figures.get("store_bytes_per_second", 0.0))
+    if rate < limits.store_bytes_per_second:
+        return [f"store {rate / 1e6:.3g} MB/s, of {limits.store_bytes_per_second / 1e6:.3g} that it needs"]
+    return []

@@ -1,0 +1,94 @@
+"""Starts a node's preflight and says what came of it. No torch: the launcher's part of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from mlpipe._core.errors import EXIT_CODES, ErrorKind
+from mlpipe.store.outcome import NODE_FAULT
+from mlpipe.store.preflight import Checked, checked_from
+from mlpipe.train.outcome import Outcome
+from mlpipe.train.stop import die_with_parent
+
+RESULT, DOING, LOG = "preflight-result.json", "preflight-doing", "preflight.log"
+_POLL_SECONDS = 0.1
+_ALONE_SECONDS = 60.0
+# Of a gang: for the others to come, for the checks, and for the last of them to leave.
+_TOGETHER_SECONDS = 600.0 + 2 * 60.0 + 30.0
+_KINDS: dict[int, ErrorKind] = {code: kind for kind, code in EXIT_CODES.items()}
+
+
+def run_preflight(
+    plan_path: Path,
+    scratch: Path,
+    env: Mapping[str, str],
+    *,
+    alone: bool,
+    stopped: Callable[[], bool],
+) -> Checked | Outcome:
+    """What was found, or how it failed to find anything."""
+    for name in (RESULT, DOING):
+        (scratch / name).unlink(missing_ok=True)
+    argv = [
+        sys.executable,
+        "-m",
+        "mlpipe.train.preflight",
+        "--plan",
+        str(plan_path),
+        "--scratch",
+        str(scratch),
+    ]
+    with (scratch / LOG).open("wb") as log:
+        process = subprocess.Popen(
+            argv,
+            env={
+                name: value for name, value in env.items() if name != "OMP_NUM_THREADS"
+            },  # alone on its node
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
+    seconds = _ALONE_SECONDS if alone else _TOGETHER_SECONDS
+    deadline = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < deadline and not stopped():
+        time.sleep(_POLL_SECONDS)
+    late = process.poll() is None
+    if late:
+        process.kill()
+        process.wait()
+    if stopped():
+        return _failed("cancelled", "stopped in its preflight")
+    if (scratch / RESULT).exists():
+        return checked_from(json.loads((scratch / RESULT).read_bytes()))
+    doing = (scratch / DOING).read_text() if (scratch / DOING).exists() else "the start"
+    if late:
+        return _failed(
+            "infrastructure", f"the preflight did not end within {seconds:.0f} s: it was at {doing}"
+        )
+    words = (scratch / LOG).read_text(errors="replace").strip().removeprefix("error: ")
+    kind = _KINDS.get(process.returncode, "infrastructure") if process.returncode != 1 else "infrastructure"
+    return _failed(kind, f"the preflight failed at {doing}: {words[-2000:] or process.returncode}")
+
+
+def at_fault(checked: Checked) -> Outcome:
+    """Of machines that did not pass."""
+    return Outcome(
+        "failed",
+        kind="infrastructure",
+        cause=NODE_FAULT,
+        message="the machines did not pass the preflight: " + " | ".join(checked.words),
+        hint="mend or drain what is named; or write other limits: resources.preflight",
+        time=time.time(),
+    )
+
+
+def _failed(kind: ErrorKind, message: str) -> Outcome:
+    return Outcome("failed", kind=kind, message=message, time=time.time())

@@ -1,0 +1,130 @@
+"""Machines are checked before ranks start. Here they are processes of one machine, so that the limits of what
+must pass are far below what a busy one reaches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kit import plans
+from kit.servers import free_port
+
+from mlpipe._core.errors import NODE_FAULT_CODE
+from mlpipe.plan.plan import PreflightPlan
+from mlpipe.store.folder import FolderStore
+from mlpipe.store.outcome import NODE_FAULT, read_outcome
+from mlpipe.store.preflight import read_checked
+from mlpipe.train.preflight import machine
+from mlpipe.train.preflight.verdict import Report
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
+EASY = PreflightPlan(slow_ratio=0.001, clock_seconds=3600.0, disk_bytes=2**20, store_bytes_per_second=1e3)
+
+
+def gang(folder: Path, limits: PreflightPlan, size: int, **changes):
+    """Its plan, and a launcher for each of its machines, once they have ended."""
+    tokens = plans.write_tokens(folder / "tokens", num_tokens=2000)
+    launch = {"num_nodes": size, "nproc_per_node": 1, "preflight": limits}
+    plan = plans.train_plan(folder / "store", tokens, world_size=size, launch=launch, steps=2, **changes)
+    (folder / "plan.json").write_text(plan.to_json())
+    port = free_port()
+    launchers = []
+    for index in range(size):
+        env = plans.environment() | {
+            "JOB_COMPLETION_INDEX": str(index),
+            "MLPIPE_RENDEZVOUS": f"localhost:{port}",
+            "MLPIPE_NODE_NAME": f"n{index}",
+        }
+        argv = [sys.executable, "-m", "mlpipe.train.launcher", "--plan", str(folder / "plan.json")]
+        launchers.append(subprocess.Popen([*argv, "--scratch", str(folder / f"scratch-{index}")], env=env))
+    codes = [launcher.wait(600) for launcher in launchers]
+    return plan, codes
+
+
+def test_a_gang_that_passes_trains_at_the_address_where_it_met(tmp_path):
+    plan, codes = gang(tmp_path, EASY, 2)
+    assert codes == [0, 0]
+    checked = read_checked(FolderStore(tmp_path / "store"), plan.attempt_key)
+    assert (set(checked.nodes), checked.words) == ({"n0", "n1"}, [])
+    assert {"flops", "memory_bytes_per_second", "store_bytes_per_second", "link_bytes_per_second"} <= set(
+        checked.nodes["n1"]
+    )
+
+
+def test_a_machine_that_does_not_pass_is_named_and_no_rank_starts(tmp_path):
+    limits = PreflightPlan(0.001, 3600.0, 2**60, 1e3)
+    plan, codes = gang(tmp_path, limits, 1)
+    assert codes == [NODE_FAULT_CODE]
+    store = FolderStore(tmp_path / "store")
+    ended = read_outcome(store, f"{plan.attempt_key}/outcome.json")
+    assert (ended.kind, ended.cause) == ("infrastructure", NODE_FAULT)
+    assert ended.message.startswith("the machines did not pass the preflight: n0: ")
+    assert list(read_checked(store, plan.attempt_key).faults) == ["n0"]
+    assert not store.exists(f"{plan.attempt_key}/records/rank-0.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("lines", "held", "ends", "words"),
+    [
+        (["0, H100, 0", "1, H100, 0"], [], 0, []),
+        (["0, H100, 0"], [], 0, ["nvidia-smi shows 1 GPUs of 2"]),
+        (
+            ["0, H100, 0", "1, H100, 3"],
+            [],
+            0,
+            ["GPU 1 (H100) has 3 memory errors that ECC could not correct"],
+        ),
+        (["0, T4, [N/A]", "1, T4, [N/A]"], [], 0, []),
+        (
+            ["0, H100, 0", "1, H100, 0"],
+            ["1"],
+            0,
+            ["GPU 1 (H100) is slowed down by its hardware (heat or power)"],
+        ),
+        (
+            ["Unable to determine the device handle"],
+            [],
+            15,
+            ["nvidia-smi ended with 15: Unable to determine"],
+        ),
+    ],
+)
+def test_what_a_made_up_nvidia_smi_tells_of_dead_gpus(tmp_path, monkeypatch, lines, held, ends, words):
+    """A stand-in: no GPU was ever asked."""
+    program = tmp_path / "nvidia-smi"
+    slow = "\\n".join(f"{line[0]}, {'Active' if line[0] in held else 'Not Active'}" for line in lines)
+    text = "\\n".join(lines)
+    answers = f'case "$1" in *hw_slowdown) printf "{slow}\\n" ;; *) printf "{text}\\n" ;; esac'
+    program.write_text(f"#!/bin/sh\n{answers}\nexit {ends}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 2)
+    found = machine.gpus(2)
+    assert len(found) == len(words)
+    assert all(one.startswith(start) for one, start in zip(found, words, strict=True))
+
+
+def test_without_nvidia_smi_the_gpus_that_torch_sees_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 7)
+    assert machine.gpus(8) == ["torch sees 7 GPUs of 8"]
+
+
+def test_a_nvidia_smi_that_hangs_is_a_fault(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(machine, "_SMI_SECONDS", 0.2)
+    assert machine.gpus(8) == ["nvidia-smi did not answer within 0 s: a GPU or its driver hangs"]
+
+
+def test_a_store_that_gives_back_other_bytes_is_a_fault(tmp_path, monkeypatch):
+    store = FolderStore(tmp_path)
+    monkeypatch.setattr(store, "get", lambda key: b"other")
+    assert machine.reach_store(store, "a/b", EASY, Report(0, "n0")) == [
+        "the store gave back other bytes than were written"
+    ]

@@ -1,0 +1,124 @@
+"""Which machine of a gang is at fault, by what all of them have measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlpipe.plan.plan import PreflightPlan
+from mlpipe.store.preflight import Checked, to_avoid
+from mlpipe.train.preflight.gang import rounds
+from mlpipe.train.preflight.verdict import Report, judge
+
+pytestmark = pytest.mark.unit
+LIMITS = PreflightPlan(slow_ratio=0.5, clock_seconds=1.0, disk_bytes=1, store_bytes_per_second=1.0)
+
+
+def gang(size, links=100e6):
+    return [
+        Report(
+            index,
+            f"n{index}",
+            {"flops": 1e9 + index, "memory_bytes_per_second": 5e9, "store_bytes_per_second": 10e6},
+            links={other: links for other in range(size) if other != index},
+        )
+        for index in range(size)
+    ]
+
+
+def test_equal_machines_pass():
+    for size in (1, 2, 3, 8):
+        assert judge(gang(size), LIMITS, 1.0).words == []
+
+
+@pytest.mark.parametrize("figure", ["flops", "memory_bytes_per_second", "store_bytes_per_second"])
+def test_the_slow_one_of_two_is_at_fault(figure):
+    reports = gang(2)
+    reports[1].figures[figure] *= 0.4
+    assert set(judge(reports, LIMITS, 1.0).faults) == {"n1"}
+    reports[1].figures[figure] *= 0.6 / 0.4
+    assert judge(reports, LIMITS, 1.0).words == []
+
+
+def test_a_store_that_is_fast_enough_is_nobodys_fault():
+    reports = gang(3)
+    for report, rate in zip(reports, (900e6, 900e6, 30e6), strict=True):
+        report.figures["store_bytes_per_second"] = rate
+    assert judge(reports, LIMITS, 1.0).words == []
+
+
+def test_the_machine_all_of_whose_links_are_slow_is_at_fault():
+    reports = gang(4)
+    for report in reports:
+        report.links = {other: 1e6 if 2 in (other, report.index) else 100e6 for other in report.links}
+    checked = judge(reports, LIMITS, 1.0)
+    assert (set(checked.faults), checked.pairs) == ({"n2"}, [])
+
+
+def test_of_one_slow_link_among_good_ones_either_end_may_be_to_blame():
+    reports = gang(4)
+    reports[0].links[3] = reports[3].links[0] = 1e6
+    checked = judge(reports, LIMITS, 1.0)
+    assert checked.faults == {}
+    assert checked.pairs == [("n0", "n3", "their link has 1 MB/s")]
+
+
+def test_the_link_of_two_machines_is_judged_by_the_limit_alone():
+    reports = gang(2, links=1e6)
+    assert judge(reports, LIMITS, 1.0).words == []
+    limits = PreflightPlan(0.5, 1.0, 1, 1.0, link_bytes_per_second=2e6)
+    assert judge(reports, limits, 1.0).pairs == [("n0", "n1", "their link has 1 MB/s")]
+
+
+def test_of_three_clocks_the_odd_one_is_wrong_also_if_it_is_the_first():
+    reports = gang(3)
+    reports[1].clock_seconds = reports[2].clock_seconds = 3600.0
+    assert judge(reports, LIMITS, 1.0).faults == {"n0": ["its clock is 3.6e+03 s behind"]}
+
+
+def test_of_two_clocks_the_stores_tells_and_else_nobody():
+    reports = gang(2)
+    reports[1].clock_seconds = 5.0
+    assert judge(reports, LIMITS, 1.0).pairs == [("n0", "n1", "their clocks are 5 s apart")]
+    reports[0].store_clock_seconds, reports[1].store_clock_seconds = -5.2, -0.2
+    assert judge(reports, LIMITS, 1.0).faults == {"n0": ["its clock is 5 s behind"]}
+
+
+def test_what_is_wrong_alone_stands_beside_what_is_compared():
+    reports = gang(3)
+    reports[0].faults.append("nvidia-smi shows 7 GPUs of 8")
+    assert judge(reports, LIMITS, 1.0).words == ["n0: nvidia-smi shows 7 GPUs of 8"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 33])
+def test_in_each_round_machines_are_in_pairs(size):
+    found = [list(rounds(index, size)) for index in range(size)]
+    for index, others in enumerate(found):
+        assert index not in others
+        assert 1 <= len(set(others)) == len(others) <= 8
+        assert all(index in found[other] for other in others)
+    if size <= 8:
+        assert all(len(others) == size - 1 for others in found)
+
+
+def test_links_of_a_large_gang_are_tried_in_one_order_by_both_ends():
+    """Who waits for a partner that waits for another one would wait for ever."""
+    size = 21
+    left = [list(rounds(index, size)) for index in range(size)]
+    while any(left):
+        done = [(i, others[0]) for i, others in enumerate(left) if others and left[others[0]][0] == i]
+        assert done
+        for index, _ in done:
+            left[index].pop(0)
+
+
+def test_the_one_of_a_pair_is_found_by_the_next_attempts():
+    first = Checked(pairs=[("a", "b", "slow")])
+    assert to_avoid([first]) == ("b",)
+    second = Checked(pairs=[("a", "c", "slow")])
+    assert to_avoid([first, second]) == ("a",)  # b was not to blame
+    assert to_avoid([first, Checked(faults={"a": ["slow"]})]) == ("a",)
+
+
+def test_a_name_that_is_none_reaches_no_script():
+    names = ["n1", "n2\n#SBATCH --wrap=x", "n3,n4", "-n5", "", "n6 "]
+    assert to_avoid([Checked(faults={name: ["slow"] for name in names})]) == ("n1",)
