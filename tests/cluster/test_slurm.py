@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from kit.command_runs import Cli, until
 from kit.place import training
 from kit.servers import ServerMissingError
 from kit.slurm import Slurm, slurm
-from kit.undisturbed import Hold, Undisturbed, check_processes, last_digest, losses, workers_of
+from kit.undisturbed import Hold, Undisturbed, check_processes, last_digest, losses, ranks, workers_of
 
 from mlpipe._core.records import Step
 from mlpipe.observe.records import read_records
@@ -185,3 +186,38 @@ def test_a_limit_a_dead_driver_and_a_lost_node_lose_nothing(person, hold, spec, 
     assert waiting.returncode == 0, err + out
     assert runs.read_run(person.there, "faults").stages["train"].attempt == 1
     check(person, undisturbed, "faults")
+
+
+def test_a_sweep_loses_a_rank_a_trial_and_its_driver_and_the_others_never_know(
+    person, hold, spec, undisturbed
+):
+    """Two trials at a time; the first has seed 0, and is the run that nothing befell."""
+    document = json.loads(spec.read_text())
+    document["stages"] = [
+        training(hold.model, {"nodes": 1, "workers_per_node": 2, "cpus": 2, "memory": "2 GiB"})
+    ]
+    document["sweep"] = {"over": {"seed": "0..2"}, "max_parallel": 2, "metric": {"name": "loss"}}
+    swept = person.folder / "swept.yaml"
+    swept.write_text(json.dumps(document))
+    with hold:
+        driver = person.start("sweep", str(swept), "--to", "slurm", "--sweep-id", "s", start_new_session=True)
+        for trial in ("s-000", "s-001"):
+            person.until_step(trial, 2)
+        job = person.job("s-000")
+        os.kill(ranks("s-000")[0][0], signal.SIGKILL)
+        assert person.json("cancel", "s-001")["state"] == "cancelled"
+        os.killpg(driver.pid, signal.SIGKILL)
+        driver.communicate()
+        until(lambda: person.restarts(job) == 1, "the first trial's job to start again")
+    done = person.json("sweep", "--resume", "s")
+    assert [one["state"] for one in done["trials"]] == ["done", "cancelled", "done"]
+    person("resume", "s-001")
+    done = person.json("sweep", "--resume", "s")
+    assert [one["state"] for one in done["trials"]] == ["done"] * 3
+    check(person, undisturbed, "s-000")
+    found = [losses(person.there, f"s-00{number}") for number in range(3)]
+    assert [sorted(one) for one in found] == [sorted(undisturbed.losses)] * 3
+    values = [one["value"] for one in done["trials"]]
+    assert len(set(values)) == 3
+    assert done["best"] == f"00{values.index(min(values))}"
+    assert [runs.read_run(person.there, f"s-00{n}").stages["train"].attempt for n in range(3)] == [1, 2, 1]

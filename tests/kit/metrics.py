@@ -51,10 +51,10 @@ class Extremes:
 
 
 class Median:
-    """What was seen, whole: a list that grows."""
+    """What was seen, whole: a list that grows, and is not empty at first."""
 
     def __init__(self) -> None:
-        self.seen: list[Tensor] = []
+        self.seen: list[Tensor] = [torch.zeros(3)]
 
     def update(self, outputs: Tensor, batch: Batch) -> None:
         self.seen.append(outputs.float().amax(dim=-1).flatten())
@@ -64,11 +64,12 @@ class Median:
 
 
 class Counts:
-    """By key, and in a list of as many counts as there are classes; `None` until the first batch."""
+    """By key, and in a list of as many counts as there are classes, neither from 0; `None` until the first
+    batch."""
 
     def __init__(self) -> None:
-        self.of: Counter[int] = Counter()
-        self.parity = [0, 0]
+        self.of = Counter({0: 2, NUM_CLASSES: 1})
+        self.parity = [0, 3]
         self.batches: int | None = None
 
     def update(self, outputs: Tensor, batch: Batch) -> None:
@@ -82,6 +83,7 @@ class Counts:
         return {
             "most": max(self.of.values()),
             "kinds": len(self.of),
+            "all": self.of.total(),
             "odd": self.parity[1],
             "batches": self.batches or 0,
         }
