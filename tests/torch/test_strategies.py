@@ -18,6 +18,7 @@ from mlpipe.store.folder import FolderStore
 
 pytestmark = pytest.mark.torch
 
+STEPS = 12
 GOLDEN = Path(__file__).parent.parent / "golden" / "losses_tiny_llama.json"
 WORLDS = {
     1: ("single", "ddp", "fsdp"),
@@ -39,7 +40,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def curves(folder):
-    """Losses and gradient norms of 50 steps by "strategy-world size", fp32, AdamW at 1e-3, clipped at 1.0."""
+    """Losses and gradient norms by "strategy-world size", fp32, AdamW at 1e-3, clipped at 1.0. One goes on to
+    be the golden curve: what one strategy computes otherwise is there in the first steps."""
     tokens = plans.write_tokens(folder / "tokens")
     found = {}
     for world_size, strategies in WORLDS.items():
@@ -49,7 +51,7 @@ def curves(folder):
                 tokens,
                 strategy=strategy,
                 world_size=world_size,
-                steps=50,
+                steps=50 if strategy == "single" else STEPS,
                 every=50,
                 run_id=f"{strategy}-{world_size}",
             )
@@ -68,9 +70,11 @@ def curves(folder):
 @pytest.mark.combines("dp_shard", "strategy zero2")
 def test_all_strategies_and_world_sizes_agree(curves):
     for run, curve in curves.items():
-        assert len(curve["loss"]) == 50, run
-        near(curve["loss"], curves["single-1"]["loss"], 1e-5)
-        near(curve["grad_norm"], curves["single-1"]["grad_norm"], 1e-3)  # AdamW hides a scaled gradient
+        assert len(curve["loss"]) == (50 if run == "single-1" else STEPS), run
+        near(curve["loss"][:STEPS], curves["single-1"]["loss"][:STEPS], 1e-5)
+        near(
+            curve["grad_norm"][:STEPS], curves["single-1"]["grad_norm"][:STEPS], 1e-3
+        )  # AdamW hides a scaled gradient
 
 
 def test_the_golden_curve(curves):
@@ -95,7 +99,7 @@ def test_a_rank_writes_what_the_plan_says_of_a_checkpoint(curves, folder):
 
 def variants(folder, tokens):
     """Of ddp on 2 workers, each against a reference in the same list."""
-    base = {"steps": 12, "every": 12, "world_size": 2}
+    base = {"steps": 6, "every": 6, "world_size": 2}
     plan = plans.train_plan
     store = folder / "store"
 

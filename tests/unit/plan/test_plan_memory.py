@@ -8,6 +8,7 @@ import pytest
 from kit.shapes import rank_work
 
 from mlpipe._core.presets import PRESETS, LlamaConfig
+from mlpipe.plan import allocators
 from mlpipe.plan.allocators import gloo
 from mlpipe.plan.memory import MemoryEstimate, estimate, rank_tensors, saved_bytes
 from mlpipe.plan.optimizers import OptimizerCost
@@ -195,6 +196,12 @@ def test_an_estimate_adds_up() -> None:
         assert told.gradients == 4 * SIZES.share(2) + 4 * 300
         assert (told.activations, told.logits) == (900, 90)
         assert told.tensors == gloo.with_clones(rank_tensors(replace(work, overlap=device == "cuda"))).peak
+    for device, checkpointing in (("cpu", "none"), ("cpu", "full"), ("cuda", "none")):
+        work = rank_work(SIZES, "ddp", Mesh(dp_replicate=2), saved=900)
+        work = replace(work, step=replace(work.step, checkpointing=checkpointing))
+        reserved = allocators.reserve(rank_tensors(work), device, work.layout.mesh, checkpointing)
+        told = estimate(work, device)
+        assert (told.context, told.slack) == (reserved.context, reserved.slack)
 
 
 def test_accumulation_keeps_whole_gradients_under_fsdp() -> None:

@@ -20,9 +20,7 @@ from mlpipe.spec.schema import json_schema
 pytestmark = pytest.mark.unit
 GOOD = Path(__file__).resolve().parents[1] / "spec/good"
 HOSTILE = (
-    'it\'s "$HOME" `id` $(id) ${params.X}',
-    "\\u0027 + 'x' \\\\u0027",
-    "'''",
+    'it\'s "$HOME" `id` $(id) ${params.X}' + "\\u0027 + 'x' \\\\u0027" + "'''",
     "a\nEND_OF_OVERRIDES\r\n} } pipeline { //",
     "a\0b",
     "\u202ecod\u2066",

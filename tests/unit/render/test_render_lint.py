@@ -31,6 +31,18 @@ def train_of(plan: Plan) -> TrainPlan:
 def test_nothing_to_say() -> None:
     assert lint(quickstart()) == []
     assert lint(plan_of(pipeline_of("quickstart"), "train")) == []
+    assert lint(quickstart("kubernetes.shm=2 GiB")) == []  # half of the memory
+    (tag,) = lint(llm("train.resources.gpus_per_node=16"))
+    assert "is a tag" in tag
+
+
+def test_of_a_stage_that_the_driver_runs_it_is_what_the_driver_needs() -> None:
+    overrides = [*QUICKSTART, "image=mlpipe:1", "kubernetes.store.endpoint=http://127.0.0.1:9000"]
+    plan = plan_of(pipeline_of("quickstart", *overrides), "promote")
+    assert [line.partition(" ")[0] for line in lint(plan)] == ["warning:", "error:"]
+    both = lint(plan_of(pipeline_of("quickstart", *overrides, "kubernetes.shm=4 GiB"), "train"))
+    assert both[:2] == lint(plan)
+    assert len(both) == 3
 
 
 @pytest.mark.parametrize(
@@ -53,10 +65,18 @@ def test_nothing_to_say() -> None:
             ["kubernetes.rdma={resource: rdma/hca}", "train.resources.nodes=1"],
             "warning: stage train: kubernetes.rdma is of no use on one node",
         ),
+        *(
+            (
+                quickstart,
+                [f"kubernetes.store.endpoint=http://{host}:9000"],
+                f"error: kubernetes.store.endpoint http://{host}:9000 is the pod itself",
+            )
+            for host in ("127.0.0.1", "localhost")
+        ),
         (
             quickstart,
-            ["kubernetes.store.endpoint=http://127.0.0.1:9000"],
-            "error: kubernetes.store.endpoint http://127.0.0.1:9000 is the pod itself",
+            ["train.init_from={path: file:///data/w.safetensors}", "kubernetes.shm=3 GiB"],
+            "may take more than half",  # both are told
         ),
         (llm, ["train.resources.gpus_per_node=32"], "error: stage train: no node has 32 GPUs"),
     ],
@@ -78,6 +98,8 @@ def test_a_name_that_is_too_long_is_found() -> None:
         ("{run: r, store: /data/runs}", False),
         ("{path: /shared/llama/w.safetensors}", True),
         ("{path: /shared/../data/w.safetensors}", False),
+        ("{path: 'file:///data/w.safetensors'}", False),
+        ("{path: 'file:///shared/w.safetensors'}", True),
         ("{path: 's3://bucket/w.safetensors'}", True),
         ("{path: '{{stages.corpus.output}}/w.safetensors'}", True),
         ("{run: r}", True),
@@ -112,6 +134,7 @@ def test_a_patch_that_changes_nothing_is_found() -> None:
     patches = (
         "kubernetes.patches=[{target: {kind: Pod}, strategic: {}}, {target: {kind: Service}, strategic: {}}, "
         "{target: {kind: JobSet, stage: corpus}, strategic: {}}, "
+        "{target: {kind: Pod, stage: train, component: worker}, strategic: {}}, "
         "{target: {kind: Job, component: driver}, json: []}]"
     )
     pipeline = pipeline_of("quickstart", *QUICKSTART, patches)

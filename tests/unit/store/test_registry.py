@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -83,6 +84,36 @@ def test_a_promoter_that_dies_leaves_no_version(store, monkeypatch):
     assert registry.list_models(store) == ([], [])
     monkeypatch.undo()
     assert registry.promote(store, "lm", "best", prefix, {}) == 2
+
+
+def test_a_version_is_found_by_where_it_came_from(store):
+    prefix, began = checkpoint(store), time.time()
+    for run in ("a", "b", "a"):
+        registry.promote(store, "lm", None, prefix, {"run": run, "stage": "s"})
+    last = registry.show_model(store, "lm", 3)
+    assert (last.aliases, began <= last.time <= time.time()) == ((), True)
+    assert catalogue.load_manifest(store, last.key)["scalars"] == {}  # no training goes on from it
+
+    def found(lineage, since=began):
+        model = registry.find_version(store, "lm", lineage, since=since)
+        return model and model.version
+
+    assert (found({"run": "a"}), found({"run": "b"}), found({"run": "c"})) == (3, 2, None)
+    assert found(last.lineage, since=last.time) == 3
+    assert found({"run": "b"}, since=last.time) is None
+
+
+def test_a_checkpoint_without_a_model_is_not_promoted(store):
+    prefix = catalogue.new_prefix(STAGE, 1, 1)
+    blob = catalogue.write_blob(store, f"{prefix}/optim-0", [b"o" * 100], block_bytes=16)
+    manifest = {
+        "format": 1, "step": 1, "attempt": 1, "uuid": "0", "time": 1.0, "code": {}, "scalars": {},
+        "tensors": {"optim.w.exp_avg": tensor(0, 100)}, "blobs": [blob],
+    }  # fmt: skip
+    assert catalogue.commit(store, prefix, manifest)
+    with pytest.raises(StoreError, match="holds no model") as caught:
+        registry.promote(store, "lm", "best", prefix, {})
+    assert (caught.value.kind, registry.list_models(store)) == ("input", ([], []))
 
 
 def test_aliases_move_and_mistakes_are_bad_input(store):
