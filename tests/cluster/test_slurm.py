@@ -221,3 +221,36 @@ def test_a_sweep_loses_a_rank_a_trial_and_its_driver_and_the_others_never_know(
     assert len(set(values)) == 3
     assert done["best"] == f"00{values.index(min(values))}"
     assert [runs.read_run(person.there, f"s-00{n}").stages["train"].attempt for n in range(3)] == [1, 2, 1]
+
+
+# What a program does that knows nothing of mlpipe: two processes meet, and add up.
+MEET = """
+import os, sys
+import torch, torch.distributed as dist
+
+rank, size = int(os.environ["MLPIPE_NODE_RANK"]), int(os.environ["MLPIPE_NUM_NODES"])
+dist.init_process_group("gloo", rank=rank, world_size=size)
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+open(os.path.join(sys.argv[1], "total"), "w").write(f"{total.item()} {rank}")
+if rank == int(sys.argv[2]):
+    sys.exit("broken")
+dist.barrier()
+os._exit(0)  # gloo aborts an interpreter that ends by itself
+"""
+
+
+def test_a_command_on_two_nodes_meets_and_ends_together(person, tmp_path):
+    (tmp_path / "meet.py").write_text(MEET)
+    command = [sys.executable, str(tmp_path / "meet.py"), "{{output}}", "-1"]
+    stage = {"name": "c", "command": command, "resources": {"nodes": 2, "cpus": 1, "memory": "2 GiB"}}
+    document = {"version": 1, "name": "gang", "slurm": {"time": "30 min"}, "stages": [stage]}
+    path = tmp_path / "gang.json"
+    path.write_text(json.dumps(document))
+    person.submit(path, "together", "--wait")
+    assert (person.store / "runs/together/stages/c/outputs/files/total").read_text() == "3.0 0"
+    command[-1] = "1"
+    path.write_text(json.dumps(document))
+    said = person("submit", str(path), "--to", "slurm", "--run-id", "broken", "--wait", code=3).stderr
+    assert "broken" in said
+    assert not (person.store / "runs/broken/stages/c/outputs").exists()

@@ -19,6 +19,8 @@ MEMORY = "MLPIPE_MEMORY_BYTES"  # read by plan/hardware.py
 RUN_ID = "MLPIPE_RUN_ID"  # read by store/s3_identity.py and submit/process.py
 STAGE = "MLPIPE_STAGE"  # read by submit/process.py
 OUTPUT = "MLPIPE_OUTPUT"  # read by the user's command
+NUM_NODES = "MLPIPE_NUM_NODES"  # of a command on several nodes; read by the user's command
+NODE_RANK = "MLPIPE_NODE_RANK"  # of a command on several nodes; also read by submit/process.py
 DRIVER = "MLPIPE_DRIVER"  # of the backend local; read by submit/process.py
 
 # Set by train/launcher.py for the workers of its node; read by train/worker.py and train/preload.py.

@@ -521,7 +521,7 @@ class PreflightPlan:
 @dataclass(frozen=True)
 class Launch:
     """How workers are started: `nproc_per_node` of them on each of `num_nodes` nodes, each of them Python
-    with `argv` and with `env` besides what it inherits. Without workers: one node, one process, no `argv`.
+    with `argv` and with `env` besides what it inherits. Without workers: one process a node, no `argv`.
     `replicas`: all this is of one of them; None: there is one, and it is the whole training."""
 
     num_nodes: int

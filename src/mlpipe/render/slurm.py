@@ -93,6 +93,8 @@ def _body(plan: Plan, job: SlurmJob) -> str:
     scratch = '"${TMPDIR:-/tmp}"' if job.scratch is None else shlex.quote(job.scratch)
     codes = "|".join(str(NON_RETRIABLE_BASE + code) for code in NON_RETRIABLE_CODES)
     modules = "".join(f"module load -- {shlex.quote(name)} || exit 4\n" for name in job.modules)
+    # torchrun ends with its peers; other programs would wait for a node that is gone
+    together = int(plan.kind.runs == "command" and nodes > 1)
     every_node = f"--nodes={nodes} --ntasks={nodes} --ntasks-per-node=1"
     return f"""\
 # Written by mlpipe: change the pipeline file, not this one.
@@ -112,7 +114,7 @@ trap 'ask requeue' USR1  # the time limit is near
 trap 'ask cancel' USR2  # mlpipe cancel
 trap 'asked=${{asked:-cancel}}' TERM  # scancel: the ranks have heard it themselves
 {modules}export {environment.RENDEZVOUS}="$SLURMD_NODENAME:$((10000 + SLURM_JOB_ID % 20000))"
-srun {every_node} --cpus-per-task={job.cpus} --kill-on-bad-exit=0 {_command(job)} <<'{_END}' &
+srun {every_node} --cpus-per-task={job.cpus} --kill-on-bad-exit={together} {_command(job)} <<'{_END}' &
 {plan.to_json().rstrip()}
 {_END}
 step=$! early=$asked

@@ -46,7 +46,8 @@ def requests(plan: Plan) -> Slots:
     if plan.kind.runs == "driver":
         return Slots(cpus=0, gpus=0)
     replicas = plan.launch.replicas
-    workers = plan.launch.nproc_per_node * (replicas.fewest if replicas is not None else 1)
+    nodes = plan.launch.num_nodes if replicas is None else replicas.fewest
+    workers = nodes * plan.launch.nproc_per_node
     return Slots(cpus=0, gpus=workers) if plan.launch.device == "cuda" else Slots(cpus=workers, gpus=0)
 
 

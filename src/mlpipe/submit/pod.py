@@ -15,11 +15,13 @@ from pathlib import Path
 from types import FrameType
 
 from mlpipe._core.errors import EXIT_CODES
+from mlpipe.plan.gang_node import GangNode
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.process import fetch_inputs, main_of_stage
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.store.outcome import AttemptOutcome, write_outcome
+from mlpipe.submit.command_gang import commit, variables, wait_for_others
 from mlpipe.submit.executor import Ended
 from mlpipe.submit.handle import ThreadedHandle
 from mlpipe.submit.process_executor import ProcessExecutor
@@ -35,11 +37,22 @@ def _run(plan: Plan, _: Path, scratch: Path) -> int:
     stop = _StopSignal()
     signal.signal(signal.SIGTERM, stop.on_signal)
     store = open_store(plan.store_url)
+    node, nodes = GangNode.from_environment(), plan.launch.num_nodes
+    key = f"{plan.attempt_key}/{node.name('outcome', '.json')}"
+    store.delete([key])  # of this node's pod before a restart of the gang
     fetch_inputs(store, plan)
     executor = ProcessExecutor(store, driver=f"{socket.gethostname()}-{os.getpid()}", folder=os.getcwd())
-    ended = _follow(executor.start(plan, scratch), scratch / "output.log", stop, plan.launch.shutdown_seconds)
+    if nodes == 1:
+        handle: ThreadedHandle = executor.start(plan, scratch)
+    else:
+        env = variables(node.index, nodes, node.rendezvous)
+        handle = executor.start_node(plan, scratch, node.index, env)
+    ended = _follow(handle, scratch / "output.log", stop, plan.launch.shutdown_seconds)
+    if nodes > 1 and node.index == 0 and ended.state == "done":
+        others = wait_for_others(store, plan, node, lambda: stop.requested is not None)
+        ended = others or commit(store, plan, scratch / "output")
     code = _exit_code(ended)
-    _store_outcome(store, plan, ended, code)
+    _store_outcome(store, key, ended, code, node.gang_restart)
     if ended.message:
         print(f"{ended.state}: {ended.message}", file=sys.stderr, flush=True)  # noqa: T201
     return code
@@ -80,16 +93,17 @@ def _exit_code(ended: Ended) -> int:
     return EXIT_CODES["cancelled"] if ended.state == "cancelled" else EXIT_CODES[ended.kind or "failed"]
 
 
-def _store_outcome(store: Store, plan: Plan, ended: Ended, exit_code: int) -> None:
+def _store_outcome(store: Store, key: str, ended: Ended, exit_code: int, restarts: int) -> None:
     outcome = AttemptOutcome(
         "done" if ended.state == "done" else "failed",
         kind="cancelled" if ended.state == "cancelled" else ended.kind,
         message=ended.message,
+        restarts=restarts,
         exit_code=exit_code,
         time=time.time(),
         details=ended.outcome,
     )
-    write_outcome(store, f"{plan.attempt_key}/outcome.json", outcome)
+    write_outcome(store, key, outcome)
 
 
 if __name__ == "__main__":

@@ -42,9 +42,17 @@ def spawn(
         )
 
 
-def members(driver: str, stage: str | None = None, run_id: str | None = None) -> list[int]:
-    """Living processes whose environment says that `driver` started them, for `stage` of `run_id`."""
-    wanted = {environment.DRIVER: driver, environment.STAGE: stage, environment.RUN_ID: run_id}
+def members(
+    driver: str, stage: str | None = None, run_id: str | None = None, *, node: int | None = None
+) -> list[int]:
+    """Living processes whose environment says that `driver` started them, for `stage` of `run_id`, on `node`
+    of a command's several."""
+    wanted = {
+        environment.DRIVER: driver,
+        environment.STAGE: stage,
+        environment.RUN_ID: run_id,
+        environment.NODE_RANK: None if node is None else str(node),
+    }
     marks = {f"{name}={value}".encode() for name, value in wanted.items() if value is not None}
     pids = []
     for entry in os.scandir("/proc"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,10 @@ from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, ErrorKind, SubmitError
 from mlpipe.plan.plan import Plan
 from mlpipe.spec import placeholders
-from mlpipe.store import outputs
 from mlpipe.store.base import Store
 from mlpipe.store.outcome import read_outcome
 from mlpipe.submit import process
+from mlpipe.submit.command_gang import GangHere, commit, variables
 from mlpipe.submit.executor import Ended, Slots
 from mlpipe.submit.handle import ThreadedHandle, ended_by
 from mlpipe.submit.here import stage_command
@@ -54,6 +55,13 @@ class ProcessExecutor:
         check_fits(plan, len(self._gpus))
 
     def start(self, plan: Plan, scratch: Path) -> ThreadedHandle:
+        if plan.kind.runs == "command" and (nodes := plan.launch.num_nodes) > 1:
+            rendezvous = f"localhost:{_free_port()}"
+            parts = [
+                self.start_node(plan, scratch / str(index), index, variables(index, nodes, rendezvous))
+                for index in range(nodes)
+            ]
+            return GangHere(self._store, plan, parts, scratch, self._driver)
         argv, env = command_line(plan, scratch)
         argv = resolve(argv)
         gpus = self._take_gpus(plan)
@@ -65,6 +73,14 @@ class ProcessExecutor:
         handle = StageProcess(self._store, plan, scratch, Command(argv, env, self._folder), self._driver)
         self._taken.append((handle, gpus))
         return handle
+
+    def start_node(self, plan: Plan, scratch: Path, index: int, env: Mapping[str, str]) -> StageProcess:
+        """Of a command on several nodes the process on one, which commits nothing."""
+        argv, own = command_line(plan, scratch)
+        (scratch / "output").mkdir(parents=True)
+        env = {**own, **env, environment.DRIVER: self._driver}
+        command = Command(resolve(argv), env, self._folder)
+        return StageProcess(self._store, plan, scratch, command, self._driver, node=index)
 
     def _take_gpus(self, plan: Plan) -> list[str]:
         if plan.launch.device != "cuda":
@@ -79,7 +95,7 @@ class ProcessExecutor:
 def check_fits(plan: Plan, num_gpus: int) -> None:
     """Refuse, before anything starts, what one machine cannot do. Raises SubmitError (input)."""
     launch, key = plan.launch, f"stages.{plan.stage}.resources"
-    if launch.num_nodes > 1:
+    if launch.num_nodes > 1 and plan.kind.runs == "workers":
         raise SubmitError(
             f"asks for {launch.num_nodes} nodes, but the local backend is this one machine",
             where=f"stage {plan.stage!r}",
@@ -140,9 +156,12 @@ class StageProcess(ThreadedHandle):
         scratch: Path,
         command: Command,
         driver: str,
+        *,
+        node: int | None = None,
     ) -> None:
+        """`node`: of a command on several; what they make is then for others to commit."""
         super().__init__(store, plan)
-        self._scratch = scratch
+        self._scratch, self._node = scratch, node
         self._driver = driver
         self._log = scratch / "output.log"
         # An orphaned launcher saves; an orphaned command has nothing that anybody would read.
@@ -167,13 +186,17 @@ class StageProcess(ThreadedHandle):
 
     def kill(self) -> None:
         super().kill()
-        process.send(process.members(self._driver, self._plan.stage), signal.SIGKILL)
+        self._kill_members()
+
+    def _kill_members(self) -> None:
+        found = process.members(self._driver, self._plan.stage, node=self._node)
+        process.send(found, signal.SIGKILL)
 
     def _work(self) -> Ended:
-        name = "rank-0" if self._is_command else "launcher"
+        name = f"rank-{self._node or 0}" if self._is_command else "launcher"
         exit_code = self._ship_log(f"{self._plan.attempt_key}/logs/{name}.log")
         # Whatever the stage started and left behind ends with it.
-        process.send(process.members(self._driver, self._plan.stage), signal.SIGKILL)
+        self._kill_members()
         if self._is_command:
             return self._end_of_command(exit_code)
         return self._end_of_launcher(exit_code)
@@ -199,9 +222,9 @@ class StageProcess(ThreadedHandle):
         if exit_code != 0:
             message = f"{_how(exit_code)}{self._last_lines()}"
             return Ended("failed", message, kind="failed", exit_code=exit_code)
-        plan = self._plan
-        digest = outputs.commit_output(self._store, plan.stage_key, self._scratch / "output", plan.attempt)
-        return Ended("done", "", exit_code=0, outcome={"digest": digest})
+        if self._node is not None:
+            return Ended("done", exit_code=0)
+        return commit(self._store, self._plan, self._scratch / "output")
 
     def _last_lines(self) -> str:
         tail = self._log.read_bytes()[-8192:].decode(errors="replace").splitlines()[-_LAST_LINES:]
@@ -216,6 +239,12 @@ class StageProcess(ThreadedHandle):
         kind = "infrastructure" if exit_code < 0 else _KINDS.get(exit_code, "bug")
         message = f"the launcher {_how(exit_code)}{self._last_lines()}"
         return Ended("failed", message, kind=kind, exit_code=exit_code)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
 
 
 def _how(exit_code: int) -> str:

@@ -258,6 +258,15 @@ def test_gpu_pods_have_all_of_it() -> None:
     assert pod_of(amd)["tolerations"][0]["key"] == "amd.com/gpu"
 
 
+def test_a_command_on_two_nodes_is_a_gang_that_knows_where_to_meet() -> None:
+    plan = plan_of(pipeline_of("llm", "corpus.resources={nodes: 2}"), "corpus")
+    jobset = stage_objects(plan)[-1]
+    assert (jobset["kind"], job_of(jobset)["parallelism"]) == ("JobSet", 2)
+    name = jobset["metadata"]["name"]
+    assert variables(plan)["MLPIPE_RENDEZVOUS"] == f"{name}-worker-0-0.{name}:29500"
+    assert pod_of(jobset)["containers"][0]["args"][:2] == ["-m", "mlpipe.submit.pod"]
+
+
 def test_nodes_that_did_not_pass_a_preflight_are_left_out() -> None:
     """A name each: the API server refuses a list of several in matchFields."""
     plan = plan_of(pipeline_of("llm"), "train")

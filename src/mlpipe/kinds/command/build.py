@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mlpipe.kinds.command.plan import CommandPlan
 from mlpipe.plan.launch import Given, single_process
 from mlpipe.plan.plan import Launch
@@ -10,7 +12,8 @@ from mlpipe.spec.placeholders import resolve
 
 
 def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[CommandPlan, Launch]:
-    """The program with what its placeholders stand for, as one process."""
+    """The program with what its placeholders stand for, as one process on each node."""
     # whoever runs it resolves once more, with {{output}}
     argv = tuple(resolve(word, given.known, partial=True) for word in stage.work)
-    return CommandPlan(argv), single_process(stage, given)
+    nodes = stage.resources.gang_nodes if stage.resources is not None else 1
+    return CommandPlan(argv), replace(single_process(stage, given), num_nodes=nodes)
