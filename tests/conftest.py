@@ -51,9 +51,10 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def _remembers_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Of the stores and runs of other tests, or of whoever runs them."""
+    """Of the stores, runs and machine of other tests, or of whoever runs them."""
     folder = tmp_path_factory.getbasetemp() / "state" / os.urandom(6).hex()
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    monkeypatch.setenv("MLPIPE_CALIBRATE", "off")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,7 @@ from kit import plans, processes
 from kit.command_runs import until
 from kit.servers import free_port
 
-from mlpipe.train import calibrate
+from mlpipe.train import calibrate, measure
 
 pytestmark = pytest.mark.torch
 
@@ -25,7 +25,7 @@ def test_every_figure_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(calibrate, "_BOX_SECONDS", 0.005)
     monkeypatch.setattr(calibrate, "_PASSES_SECONDS", 0.005)
     monkeypatch.setattr(calibrate, "_MANY_CPU", 4)
-    monkeypatch.setattr(calibrate, "REFERENCE_BATCH", 1)
+    monkeypatch.setattr(measure, "REFERENCE_BATCH", 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP's spin while they wait: eight times as slow beside other tests
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ def check_positive(found: dict[str, Any]) -> None:
 
 
 _QUICK = """
-from mlpipe.train import calibrate
+from mlpipe.train import calibrate, measure
 calibrate._BOX_SECONDS = calibrate._PASSES_SECONDS = 0.005
 calibrate._MANY_CPU, calibrate.REFERENCE_BATCH = 4, 1
 calibrate.main()
@@ -83,7 +83,7 @@ def test_two_ranks_measure_what_they_exchange(tmp_path: Path) -> None:
 _ENDLESS = """
 import subprocess, sys, time
 if sys.argv[1:]:
-    from mlpipe.train import calibrate
+    from mlpipe.train import calibrate, measure
     calibrate.measure = lambda store: print("measuring", flush=True) or time.sleep(600)
     calibrate.main()
 print(subprocess.Popen([sys.executable, __file__, "rank", "store"]).pid, flush=True)

@@ -7,6 +7,7 @@ Those that others define (torchrun's, AWS's, Jenkins') have the names that every
 # By people, and by the steps of a Jenkinsfile; read by every command.
 STORE = "MLPIPE_STORE"
 CACHE = "MLPIPE_CACHE"  # set in every pod, too
+CALIBRATE = "MLPIPE_CALIBRATE"  # off: this machine is not measured unasked, nor are its figures used
 STORE_DEADLINE_SECONDS = "MLPIPE_STORE_DEADLINE_SECONDS"
 
 # Set by `mlpipe run --debug-rank`, for all that it starts: the rank and its terminal, like 0:/dev/pts/3.

@@ -33,6 +33,13 @@ def check_name(path: str) -> str:
     return path
 
 
+def state_folder() -> Path:
+    """What this machine remembers for its user: $XDG_STATE_HOME/mlpipe, by default ~/.local/state/mlpipe. A
+    relative one does not count (XDG)."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.local/state")) / "mlpipe"
+
+
 def write_whole(path: Path, text: str) -> None:
     """Whole or not at all, its folder made where it is missing. Not for files that must survive a power cut:
     nothing is flushed to the disk."""

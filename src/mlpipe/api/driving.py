@@ -47,7 +47,7 @@ def drive_here(
     stop = StopRequest()
     with heard(signals, stop):
         try:
-            run = drive(store, run_id, options, stop=stop, watch=watcher.watch)
+            run = drive(store, run_id, options, stop=stop, watch=watcher.watch, note=terminal.note)
         finally:
             watcher.close()
     return Driven(run, stop.kind == "interrupted", report_of(terminal, store, run))
@@ -67,14 +67,23 @@ def drive(store: Store, run_id: str, options: DriveOptions, lines: Lines) -> Non
 
 
 def report_of(terminal: Terminal, store: Store, run: RunState) -> str | None:
-    """Where the report lies. That it cannot be written must not turn a trained model into a failure."""
+    """Where the report lies. What ran here teaches how fast this machine is. That it cannot be written must
+    not turn a trained model into a failure."""
     from mlpipe.observe.report import write_report
     from mlpipe.observe.runview import view_run
+    from mlpipe.plan.hardware import knows_machine
+    from mlpipe.submit import backends
 
     if all(stage.attempt == 0 for stage in run.stages.values()):
         return None
     try:
-        return write_report(store, view_run(store, run.run_id))
+        view = view_run(store, run.run_id)
+        report = write_report(store, view)
+        if knows_machine() and not backends.of_run(run).outlives_driver:
+            from mlpipe.submit.measuring import learn
+
+            learn(view)
+        return report
     except (MlpipeError, OSError) as error:
         terminal.note(f"no report: {error}")
         return None

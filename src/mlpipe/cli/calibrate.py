@@ -109,7 +109,7 @@ def _devices() -> tuple[str, int]:
 
 
 def _name(device: str) -> str:
-    import platform
+    from mlpipe.plan.hardware import processor
 
     if device == "cuda":
         import subprocess
@@ -117,12 +117,7 @@ def _name(device: str) -> str:
         asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
         return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else "GPU"
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or "CPU"
+    return processor()
 
 
 def _measure(session: CliSession, ranks: int, threads: int) -> Measured:

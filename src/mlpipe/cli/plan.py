@@ -51,6 +51,7 @@ def command(
         overrides = (*overrides, *_name_hardware(spec, stage, hardware))
     text, pipeline = read_pipeline(spec, overrides=overrides)
     url = session.full_store_url(pipeline.store)
+    _measure(session, pipeline)
     starts = _starts(pipeline, url, (spec, text), overrides)
     tracer: Callable[[Plan], Traced | None] | None = None
     if trace:
@@ -82,6 +83,23 @@ def command(
         documents.append(document)
         texts.append("\n".join([f"{click.style(name, bold=True)} ({plan.kind})", *lines]))
     session.result({"pipeline": pipeline.name, "stages": documents}, "\n\n".join(texts))
+
+
+def _measure(session: CliSession, pipeline: Pipeline) -> None:
+    """This machine, if the plan is of it and nobody has."""
+    from mlpipe.plan.hardware import knows_machine
+
+    if not knows_machine():
+        return
+    from mlpipe.plan import machine
+
+    if machine.is_known():
+        return
+    from mlpipe.submit import backends
+    from mlpipe.submit.measuring import measure_first
+
+    if backends.takers(pipeline) == [backends.DEFAULT]:
+        measure_first(pipeline, session.note)
 
 
 def _starts(

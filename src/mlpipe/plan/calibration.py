@@ -1,5 +1,6 @@
 """What `mlpipe calibrate` wrote: a hardware entry measured where the training will run, and the runs that
-were compared with their predictions since. An explicit input of planning, never found by itself.
+were compared with their predictions since. An explicit input of planning, which goes before what is known of
+the machine unasked (`machine.py`).
 
     {"schema_version": 1, "name": ..., "device": "cpu" | "cuda",
      "ranks": {"<ranks of a node>": Measured, ...}, "runs": [Compared, ...], "load": Load}

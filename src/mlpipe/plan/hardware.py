@@ -1,5 +1,6 @@
 """What a stage runs on. Everything that `plan` knows of machines is in `Hardware`, so that a plan depends
-on its arguments alone; `detect_hardware` is the only code here that looks at the machine."""
+on its arguments alone; `detect_hardware` is the only code here that looks at the machine, and at what is
+known of it (`machine.py`)."""
 
 from __future__ import annotations
 
@@ -134,6 +135,10 @@ def detect_hardware(resources: Resources | None, *, elsewhere: bool = False) -> 
     speed = cpu_speed(cpus / workers)
     if measured is not None:
         speed = measured.speed(workers, speed)
+    elif not elsewhere and knows_machine():
+        from mlpipe.plan import machine
+
+        speed = machine.speed_here(workers, cpus / workers)
     bf16 = None if elsewhere else _native_bf16()
     return Hardware("cpu", nodes, workers, memory // workers, "CPU worker", {}, cpus, speed, asked, bf16)
 
@@ -184,12 +189,32 @@ def _gpu(resources: Resources) -> Gpu:
 
 def _native_bf16() -> str | None:
     """Of Linux on x86, whose kernel lists what the processor can do; elsewhere nobody is asked."""
+    flags = _cpuinfo("flags").split()
+    return next((name for name in ("amx_bf16", "avx512_bf16") if name in flags), None)
+
+
+def knows_machine() -> bool:
+    """Unless the user has switched off what is known of this machine unasked (`machine.py`)."""
+    return os.environ.get(environment.CALIBRATE, "").lower() not in ("off", "0", "no", "false")
+
+
+def processor() -> str:
+    """This machine's, by its maker's name."""
+    if name := _cpuinfo("model name"):
+        return name
+    import platform
+
+    return platform.processor() or "CPU"
+
+
+def _cpuinfo(key: str) -> str:
+    """Of the first processor; empty where the kernel does not say."""
     try:
         with _CPUINFO.open() as lines:
-            flags = next((line for line in lines if line.startswith("flags")), "").split()
+            line = next((line for line in lines if line.startswith(key)), "")
     except OSError:
-        return None
-    return next((name for name in ("amx_bf16", "avx512_bf16") if name in flags), None)
+        return ""
+    return line.partition(":")[2].strip()
 
 
 def machine_memory_bytes() -> int:

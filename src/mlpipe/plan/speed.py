@@ -43,7 +43,8 @@ class Speed:
     the best matmul. A calibration adds `kernels` by precision, `kernel_seconds` and `collective_seconds`,
     what an operator and a collective cost beside their bytes, the store's bandwidth, those of FSDP2's
     gathering and scattering, what new memory costs (see `Measured`), and by how much finished runs differed
-    from their predictions; `calibrated` says so in words."""
+    from their predictions; `calibrated` says so in words. `passes_seconds`, without a calibration: of both
+    passes of `plan/reference.py`'s model by precision, as this machine is known (`plan/machine.py`)."""
 
     peak_flops: dict[str, float]
     achievable_ratio: float
@@ -51,6 +52,7 @@ class Speed:
     link_bytes_per_second: float
     network_bytes_per_second: float
     kernels: dict[str, KernelRates] = field(default_factory=dict)
+    passes_seconds: dict[str, float] = field(default_factory=dict)
     update_bytes_per_second: float | None = None
     kernel_seconds: float = 0.0
     collective_seconds: float = 0.0

@@ -69,22 +69,17 @@ def passes(shape: ModelShape, step: StepShape, hardware: Hardware) -> Passes:
 
 
 def _pass_seconds(shape: ModelShape, step: StepShape, hardware: Hardware) -> PassSeconds:
-    """A calibration's kernels say how shapes differ; how fast a whole pass is, its reference model's says."""
+    """Kernels say how shapes differ; how fast a whole pass is, the reference model's, where timed."""
     seconds = shape.pass_seconds(
         step, Kernels(step.precision, step.compiled, hardware.device, hardware.speed)
     )
-    measured = hardware.speed.kernels.get(step.precision)
-    if measured is None or not measured.passes_seconds:
+    rates, speed = hardware.speed.kernels.get(step.precision), hardware.speed
+    measured = rates.passes_seconds if rates is not None else speed.passes_seconds.get(step.precision)
+    if not measured:
         return seconds
-    from mlpipe.plan.reference import REFERENCE, reference_step
+    from mlpipe.plan.reference import reference_seconds
 
-    reference, of_kernels = (
-        REFERENCE[hardware.device],
-        Kernels(step.precision, False, hardware.device, hardware.speed),
-    )
-    told = reference.pass_seconds(reference_step(hardware.device, step.precision), of_kernels)
-    ratio = measured.passes_seconds / told.total(reference.parameters.num_blocks)
-    return seconds.scaled(ratio)
+    return seconds.scaled(measured / reference_seconds(step.precision, hardware.device, speed))
 
 
 def slowest_ratio(hardware: Hardware) -> float:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from mlpipe._core.errors import MlpipeError, StoreError
-from mlpipe._core.files import write_whole
+from mlpipe._core.files import state_folder, write_whole
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 
@@ -27,12 +26,6 @@ class NoRunError(StoreError):
 
 
 _MAX_STORES = 20  # that are asked for a run; those that were used last
-
-
-def folder() -> Path:
-    """$XDG_STATE_HOME/mlpipe, by default ~/.local/state/mlpipe. A relative one does not count (XDG)."""
-    base = os.environ.get("XDG_STATE_HOME", "")
-    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.local/state")) / "mlpipe"
 
 
 def remember(url: str) -> None:
@@ -59,7 +52,7 @@ def read_seal(url: str, run_id: str) -> str | None:
 def stores() -> list[str]:
     """URLs, the one that was used last first."""
     kept = []
-    for path in (folder() / "stores").glob("*/url"):
+    for path in (state_folder() / "stores").glob("*/url"):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             kept.append((path.stat().st_mtime, path.read_text(encoding="utf-8")))
     return [url for _, url in sorted(kept, reverse=True)][:_MAX_STORES]
@@ -95,4 +88,4 @@ def find(run_id: str, urls: Sequence[str], *, timeout_seconds: float) -> tuple[l
 
 
 def _of(url: str) -> Path:
-    return folder() / "stores" / hashlib.sha256(url.encode()).hexdigest()[:16]
+    return state_folder() / "stores" / hashlib.sha256(url.encode()).hexdigest()[:16]

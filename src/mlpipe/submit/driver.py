@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mlpipe._core.errors import StoreError, SubmitError
+from mlpipe.plan.hardware import Hardware, knows_machine
+from mlpipe.spec.model import Pipeline
 from mlpipe.store import leases, outputs, runs, wanted
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState, StageState
@@ -49,9 +51,10 @@ def drive(
     *,
     stop: StopRequest,
     watch: Callable[[RunState], None] = lambda state: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> RunState:
     """Walk the run until it has ended, or what the options say of it; its final state. A done run stays as it
-    is without changes, see `submit/changes.py`.
+    is without changes, see `submit/changes.py`. `note`: takes a line for a person who watches.
 
     Raises SpecError, PlanError or SubmitError (input) before anything starts; SubmitError or StoreError
     (input) if another driver is alive; SubmitError if the lease was lost on the way.
@@ -107,10 +110,15 @@ def drive(
             if look is not None:
                 look()
 
+        hardware: Callable[[Pipeline, str], Hardware] = backend.hardware
+        if not backend.outlives_driver and knows_machine():
+            from mlpipe.submit import measuring
+
+            hardware = held.enter_context(measuring.beside(pipeline, former, hardware, note))
         runner = DagRunner(
             Drive(store, run_id, lease.holder, scratch, stop, alive, watch, backend.outlives_driver),
             planning.needs(pipeline),
-            planning.planner(store, run_id, pipeline, backend.hardware, fetch=not backend.outlives_driver),
+            planning.planner(store, run_id, pipeline, hardware, fetch=not backend.outlives_driver),
             backend.executor(store, former, lease.holder),
         )
         try:

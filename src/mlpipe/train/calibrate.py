@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import torch
@@ -28,11 +28,12 @@ from torch.distributed.fsdp import fully_shard
 from mlpipe._core.serial import to_json
 from mlpipe.plan.allocators import glibc
 from mlpipe.plan.optimizers import traffic_bytes
-from mlpipe.plan.reference import BLOCK, REFERENCE, REFERENCE_BATCH
+from mlpipe.plan.reference import BLOCK, REFERENCE
 from mlpipe.plan.shapes.dense import traffic_block
 from mlpipe.plan.speed import KernelRates, Measured
 from mlpipe.store.open import open_store
 from mlpipe.train.loss import cross_entropy_sum
+from mlpipe.train.measure import reference_passes
 from mlpipe.train.model import LossModule
 from mlpipe.train.models.llama import Llama, RMSNorm, rope_tables, rotate
 from mlpipe.train.stop import die_with_parent
@@ -145,23 +146,14 @@ class Bench:
         return KernelRates(peak, shares, attention, small, self._loss(dtype), large)
 
     def _passes(self, dtype: torch.dtype, *, sharded: bool = False) -> Callable[[], object]:
-        """Forward and backward of the reference model in the trainer's own wrapping; `sharded`: by FSDP2."""
-        config = REFERENCE[self.device.type].config
-        model = Llama(config).to(self.device)
-        model.init_weights()
-        module = LossModule(model, self.device.type, dtype == torch.bfloat16)
-        if sharded:
-            for block in model.layers:
+        """Of the reference model; `sharded`: by FSDP2."""
+
+        def shard(module: LossModule) -> None:
+            for block in cast(Llama, module.model).layers:
                 fully_shard(block)
             fully_shard(module, reshard_after_forward=True)
-        shape = (REFERENCE_BATCH, config.max_seq_len)
-        tokens = torch.randint(config.vocab_size, shape, device=self.device)
 
-        def work() -> None:
-            module({"inputs": tokens, "targets": tokens})[0].backward()
-            module.zero_grad()
-
-        return work
+        return reference_passes(self.device, dtype, shard if sharded else None)
 
     def _linear(self, dtype: torch.dtype, tokens: int, inner: int, outer: int) -> Callable[[], object]:
         """Forward and backward: a CPU's matmuls are slower where an operand lies across."""

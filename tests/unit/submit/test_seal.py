@@ -11,6 +11,7 @@ import pytest
 from kit.command_runs import Cli, shell, write_spec
 
 from mlpipe._core.errors import SubmitError
+from mlpipe._core.files import state_folder
 from mlpipe.cli.session import CliSession
 from mlpipe.spec.load import load_pipeline
 from mlpipe.store import known, runs
@@ -153,4 +154,4 @@ def test_a_machine_that_cannot_remember_works_without(tmp_path, monkeypatch):
     assert known.read_seal("s3://bucket/team", "r") is None
     assert known.stores() == []
     monkeypatch.setenv("XDG_STATE_HOME", "relative")  # which does not count
-    assert known.folder().is_absolute()
+    assert state_folder().is_absolute()

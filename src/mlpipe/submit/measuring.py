@@ -1,0 +1,173 @@
+"""Measures this machine unasked, in a process of its own: beside the first stages of a run, or before a plan;
+and learns from the trainings that ended here. What is known: `plan/machine.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+
+from mlpipe._core.units import format_step_seconds
+from mlpipe.kinds.train.spec import OwnModel, Train
+from mlpipe.observe.predicted import measured
+from mlpipe.observe.runview import RunView, worst_load
+from mlpipe.plan import machine
+from mlpipe.plan.build import stage_resources
+from mlpipe.plan.candidates import priced
+from mlpipe.plan.hardware import Hardware, knows_machine, machine_memory_bytes
+from mlpipe.plan.machine import Core, Learnt, Machine
+from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.spec.model import Pipeline, Stage
+from mlpipe.store.runs import RunState
+
+_LONGEST_SECONDS = 30.0  # of a plan that waits; an idle machine takes 4, most of it to import torch
+_LATE_SECONDS = 1.0  # that a training waits for what was begun before it
+_LEAST_STEPS = 20  # of a training that is learnt from
+_THREADS = "OMP_NUM_THREADS"
+Note = Callable[[str], None]
+
+
+class Measuring:
+    """A process that measures; what it has said by its end is kept. It dies with us."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        # -P: no module of the working folder stands before torch's
+        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            [sys.executable, "-P", "-m", "mlpipe.train.measure"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, _THREADS: "1"},
+            start_new_session=True,
+        )
+
+    def finish(self, seconds: float, note: Note) -> None:
+        """Waits no longer than `seconds`. Says in a line what was measured, or that nothing was."""
+        if self._process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        said = self.close()
+        taken, figures = time.monotonic() - self._began, _figures(said.decode(errors="replace"))
+        if not figures:
+            note(f"this machine could not be measured in {taken:.0f} s: its figures are the catalogue's")
+            return
+        try:
+            machine.save(Machine(machine.SCHEMA_VERSION, machine.torch(), figures))
+        except OSError as error:
+            note(f"this machine was measured, which cannot be kept: {error}")
+            return
+        words = ", ".join(f"{name} {format_step_seconds(c.passes_seconds)}" for name, c in figures.items())
+        note(
+            f"measured this machine in {taken:.0f} s: a core does the passes of a small model in {words}; "
+            f"kept in {machine.path()}"
+        )
+
+    def close(self) -> bytes:
+        """Ends it; what it has said."""
+        if self._process is None:
+            return b""
+        self._process.kill()
+        said, _ = self._process.communicate()
+        self._process = None
+        return said
+
+
+def measure_first(pipeline: Pipeline, note: Note) -> None:
+    """Where something is to be planned on CPUs that nobody has measured: waits for it."""
+    if _trainings_to_measure(pipeline):
+        Measuring().finish(_LONGEST_SECONDS, note)
+
+
+@contextlib.contextmanager
+def beside(
+    pipeline: Pipeline, run: RunState, hardware: Callable[[Pipeline, str], Hardware], note: Note
+) -> Iterator[Callable[[Pipeline, str], Hardware]]:
+    """Within, what `hardware` says of a stage, measured while the stages ran that it needs. A training that
+    starts at once waits for nothing: its machine is known when it has ended."""
+    names = _trainings_to_measure(pipeline)
+    waiting = [any(run.stages[need].state != "done" for need in pipeline.stage(name).needs) for name in names]
+    if not waiting or not all(waiting):
+        yield hardware
+        return
+    measuring = Measuring()
+
+    def measured_hardware(pipeline: Pipeline, stage: str) -> Hardware:
+        if stage in names:
+            measuring.finish(_LATE_SECONDS, note)
+        return hardware(pipeline, stage)
+
+    try:
+        yield measured_hardware
+    finally:
+        measuring.close()
+
+
+def learn(view: RunView) -> None:
+    """From its trainings on CPUs here that are done and had this machine for themselves."""
+    if not knows_machine():
+        return
+    before = machine.read() or Machine(machine.SCHEMA_VERSION, machine.torch(), {})
+    known = before
+    for stage in view.stages:
+        plan, training, real = stage.plan, stage.training, measured(stage)
+        if plan is None or training is None or real is None or not _is_plain(plan, training):
+            continue
+        load = worst_load(stage)
+        slowed = load is not None and load.slowed_us
+        if stage.state.state != "done" or slowed or len(stage.lead.steps) < _LEAST_STEPS:
+            continue
+        told = priced(training, _hardware(plan, replace(before, runs=())))
+        assert told.seconds is not None
+        ratio = 1 + (real[1] - told.step_seconds) / told.seconds.compute
+        workers = plan.launch.nproc_per_node
+        known = known.learn(Learnt(view.run.run_id, stage.name, training.precision, workers, ratio))
+    if known != before:
+        with contextlib.suppress(OSError):
+            machine.save(known)
+
+
+def _is_plain(plan: Plan, training: TrainPlan) -> bool:
+    """Whether its steps say how fast this machine's cores are."""
+    launch = plan.launch
+    here = launch.device == "cpu" and launch.num_nodes == 1 and launch.replicas is None
+    here = here and launch.env.get(_THREADS, "").isdigit()
+    return here and training.predicted is not None and training.compile == "off"
+
+
+def _hardware(plan: Plan, known: Machine) -> Hardware:
+    """That it ran on, as `known`."""
+    workers, threads = plan.launch.nproc_per_node, float(plan.launch.env[_THREADS])
+    speed, cpus = known.speed(workers, threads), int(workers * threads)
+    return Hardware("cpu", 1, workers, machine_memory_bytes() // workers, "CPU worker", {}, cpus, speed)
+
+
+def _trainings_to_measure(pipeline: Pipeline) -> list[str]:
+    """Stages whose steps are predicted by figures of this machine that are not known."""
+    if not knows_machine() or machine.is_known() or find_spec("torch") is None:
+        return []
+    return [stage.name for stage in pipeline.stages if _is_to_measure(pipeline, stage)]
+
+
+def _is_to_measure(pipeline: Pipeline, stage: Stage) -> bool:
+    training, resources = stage.part(Train), stage_resources(pipeline, stage)
+    if training is None or isinstance(training.model, OwnModel):
+        return False
+    return resources is None or not (resources.gpus_per_node or resources.hardware)
+
+
+def _figures(said: str) -> dict[str, Core]:
+    """The lines of `train/measure.py`, without one that was not finished, and without others' words."""
+    figures = {}
+    for line in said.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            told = json.loads(line)
+            figures[told["precision"]] = Core(told["matmul_flops"], told["passes_seconds"])
+    return figures

@@ -1,0 +1,75 @@
+"""`python -m mlpipe.train.measure`: how fast one core of this machine is, as a line of JSON for each
+precision on standard output: `precision`, and the fields of `plan/machine.py`'s Core.
+
+Seconds are of CPU time, by one thread: another process on the same core makes us wait, and does not count.
+The best try counts, as what happens beside us only ever adds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from mlpipe.plan.machine import PRECISIONS
+from mlpipe.plan.reference import REFERENCE, REFERENCE_BATCH
+from mlpipe.train.model import LossModule
+from mlpipe.train.models.llama import Llama
+from mlpipe.train.stop import die_with_parent
+
+_BOX_SECONDS = 3.0  # of CPU time, for all precisions together
+_MOST_TRIES = 6
+_MATMUL = 1_024  # rows and columns
+
+
+def reference_passes(
+    device: torch.device, dtype: torch.dtype, shard: Callable[[LossModule], None] | None = None
+) -> Callable[[], object]:
+    """Forward and backward of the reference model in the trainer's own wrapping; `shard`: by what it is
+    sharded."""
+    config = REFERENCE[device.type].config
+    model = Llama(config).to(device)
+    model.init_weights()
+    module = LossModule(model, device.type, dtype == torch.bfloat16)
+    if shard is not None:
+        shard(module)
+    tokens = torch.randint(config.vocab_size, (REFERENCE_BATCH, config.max_seq_len), device=device)
+
+    def work() -> None:
+        module({"inputs": tokens, "targets": tokens})[0].backward()
+        module.zero_grad()
+
+    return work
+
+
+def main() -> None:
+    die_with_parent(os.getppid())
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    box = _BOX_SECONDS / len(PRECISIONS)
+    for precision in PRECISIONS:
+        left, right = (torch.ones(_MATMUL, _MATMUL, dtype=dtypes[precision]) for _ in range(2))
+        matmul = _best_seconds(partial(torch.matmul, left, right), box / 6)
+        whole = _best_seconds(reference_passes(torch.device("cpu"), dtypes[precision]), box - box / 6)
+        rates = {"matmul_flops": 2.0 * _MATMUL**3 / matmul, "passes_seconds": whole}
+        print(json.dumps({"precision": precision, **rates}), flush=True)  # noqa: T201
+
+
+def _best_seconds(work: Callable[[], object], box: float) -> float:
+    """Of CPU time, for one call. Begins none after `box` seconds, but the first two."""
+    tries: list[float] = []
+    deadline = time.process_time() + box
+    while len(tries) < _MOST_TRIES and (len(tries) < 2 or time.process_time() < deadline):
+        start = time.process_time()
+        work()
+        tries.append(time.process_time() - start)
+    return min(tries)
+
+
+if __name__ == "__main__":
+    main()
