@@ -63,6 +63,7 @@ class Cli:
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("MLPIPE_")},
             "MLPIPE_STORE": str(self.store),
+            "MLPIPE_CALIBRATE": "off",
             "MLPIPE_CACHE": str(folder / "cache"),
             "XDG_STATE_HOME": str(folder / "state"),
         }

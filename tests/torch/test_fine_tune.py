@@ -21,6 +21,7 @@ def test_the_guide_runs(tmp_path: Path) -> None:
     for path, text in (blocks(TEXT, "python") | blocks(TEXT, "yaml")).items():
         (tmp_path / path).write_text(text)
     env = {name: value for name, value in os.environ.items() if not name.startswith("MLPIPE_")}
+    env["MLPIPE_CALIBRATE"] = "off"
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     console.run(TEXT, tmp_path, env, 850)
     lines = (tmp_path / "runs/runs/first/stages/tune/attempt-1/records/rank-0.jsonl").read_text().splitlines()

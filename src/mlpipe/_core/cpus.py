@@ -1,10 +1,11 @@
-"""How many CPUs there are for this process."""
+"""This machine's CPUs: how many there are for this process, and of which kind."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+_CPUINFO = Path("/proc/cpuinfo")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -18,3 +19,22 @@ def num_cpus() -> int:
     if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit():
         cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
     return cores
+
+
+def processor() -> str:
+    """By its maker's name."""
+    if name := cpuinfo("model name"):
+        return name
+    import platform
+
+    return platform.processor() or "CPU"
+
+
+def cpuinfo(key: str) -> str:
+    """What Linux says of the first one; empty where it does not."""
+    try:
+        with _CPUINFO.open() as lines:
+            line = next((line for line in lines if line.startswith(key)), "")
+    except OSError:
+        return ""
+    return line.partition(":")[2].strip()

@@ -23,6 +23,7 @@ VERBS = {
     "schema": "Print the JSON Schema of pipeline files, for editors.",
     "data": "Show what a training reads.",
     "plan": "Show what will run and why: strategies compared, memory, time, cost.",
+    "tune": "Try what makes a training's steps faster here, and say what to change.",
     "calibrate": "Measure what this machine can do, for better plans.",
     "render": "Write manifests to review and commit.",
     "run": "Run a pipeline here, in the foreground.",

@@ -109,7 +109,7 @@ def _devices() -> tuple[str, int]:
 
 
 def _name(device: str) -> str:
-    from mlpipe.plan.hardware import processor
+    from mlpipe._core.cpus import processor
 
     if device == "cuda":
         import subprocess

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from mlpipe._core import environment
-from mlpipe._core.cpus import num_cpus
+from mlpipe._core.cpus import cpuinfo, num_cpus
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import parse_bytes
 from mlpipe.plan.speed import Speed
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mlpipe.spec.model import Resources
 
 GIB = 2**30
-_CPUINFO = Path("/proc/cpuinfo")
 CATALOGUE = Path(__file__).with_name("catalogue.json")
 
 
@@ -138,7 +137,7 @@ def detect_hardware(resources: Resources | None, *, elsewhere: bool = False) -> 
     elif not elsewhere and knows_machine():
         from mlpipe.plan import machine
 
-        speed = machine.speed_here(workers, cpus / workers)
+        speed = machine.speed_here(speed, workers, cpus / workers)
     bf16 = None if elsewhere else _native_bf16()
     return Hardware("cpu", nodes, workers, memory // workers, "CPU worker", {}, cpus, speed, asked, bf16)
 
@@ -189,32 +188,13 @@ def _gpu(resources: Resources) -> Gpu:
 
 def _native_bf16() -> str | None:
     """Of Linux on x86, whose kernel lists what the processor can do; elsewhere nobody is asked."""
-    flags = _cpuinfo("flags").split()
+    flags = cpuinfo("flags").split()
     return next((name for name in ("amx_bf16", "avx512_bf16") if name in flags), None)
 
 
 def knows_machine() -> bool:
     """Unless the user has switched off what is known of this machine unasked (`machine.py`)."""
     return os.environ.get(environment.CALIBRATE, "").lower() not in ("off", "0", "no", "false")
-
-
-def processor() -> str:
-    """This machine's, by its maker's name."""
-    if name := _cpuinfo("model name"):
-        return name
-    import platform
-
-    return platform.processor() or "CPU"
-
-
-def _cpuinfo(key: str) -> str:
-    """Of the first processor; empty where the kernel does not say."""
-    try:
-        with _CPUINFO.open() as lines:
-            line = next((line for line in lines if line.startswith(key)), "")
-    except OSError:
-        return ""
-    return line.partition(":")[2].strip()
 
 
 def machine_memory_bytes() -> int:

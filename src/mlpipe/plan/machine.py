@@ -17,10 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import median
 
-from mlpipe._core.cpus import num_cpus
+from mlpipe._core.cpus import num_cpus, processor
 from mlpipe._core.files import state_folder, write_whole
 from mlpipe._core.serial import from_json, to_json
-from mlpipe.plan.hardware import cpu_speed, processor
 from mlpipe.plan.reference import reference_seconds
 from mlpipe.plan.speed import Speed
 
@@ -59,10 +58,9 @@ class Machine:
     core: dict[str, Core]
     runs: tuple[Learnt, ...] = ()
 
-    def speed(self, workers: int, cores: float) -> Speed:
-        """Of each of so many workers with so many cores. A correction is the median over the runs with as
-        many workers, or the nearest number."""
-        base = cpu_speed(cores)
+    def speed(self, base: Speed, workers: int, cores: float) -> Speed:
+        """`base`, the catalogue's, of each of so many workers with so many cores, as it is here. A correction
+        is the median over the runs with as many workers, or the nearest number."""
         ratios = {precision: self._ratios(precision, workers) for precision in PRECISIONS}
         seconds = {name: reference_seconds(name, "cpu", base) for name, rows in ratios.items() if rows}
         seconds |= {name: core.passes_seconds / cores for name, core in self.core.items()}
@@ -100,10 +98,10 @@ def is_known() -> bool:
     return known is not None and known.core.keys() >= set(PRECISIONS)
 
 
-def speed_here(workers: int, cores: float) -> Speed:
-    """As this machine is known, else the catalogue's."""
+def speed_here(base: Speed, workers: int, cores: float) -> Speed:
+    """As this machine is known, else `base`."""
     known = read()
-    return cpu_speed(cores) if known is None else known.speed(workers, cores)
+    return base if known is None else known.speed(base, workers, cores)
 
 
 def path() -> Path:

@@ -20,7 +20,7 @@ from mlpipe.observe.runview import RunView, worst_load
 from mlpipe.plan import machine
 from mlpipe.plan.build import stage_resources
 from mlpipe.plan.candidates import priced
-from mlpipe.plan.hardware import Hardware, knows_machine, machine_memory_bytes
+from mlpipe.plan.hardware import Hardware, cpu_speed, knows_machine, machine_memory_bytes
 from mlpipe.plan.machine import Core, Learnt, Machine
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.spec.model import Pipeline, Stage
@@ -145,7 +145,7 @@ def _is_plain(plan: Plan, training: TrainPlan) -> bool:
 def _hardware(plan: Plan, known: Machine) -> Hardware:
     """That it ran on, as `known`."""
     workers, threads = plan.launch.nproc_per_node, float(plan.launch.env[_THREADS])
-    speed, cpus = known.speed(workers, threads), int(workers * threads)
+    speed, cpus = known.speed(cpu_speed(threads), workers, threads), int(workers * threads)
     return Hardware("cpu", 1, workers, machine_memory_bytes() // workers, "CPU worker", {}, cpus, speed)
 
 

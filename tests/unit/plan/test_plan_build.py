@@ -444,7 +444,7 @@ def test_what_this_machine_can_do_decides_neither_elsewhere_nor_where_repeats_mu
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text("processor : 0\nflags\t\t: fpu avx512f avx512_bf16\n\nprocessor : 1\n")
-    monkeypatch.setattr("mlpipe.plan.hardware._CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("mlpipe._core.cpus._CPUINFO", tmp_path / "cpuinfo")
     here, there = (stage_hardware(quickstart(), "train", cluster=cluster) for cluster in (False, True))
     assert train_of(quickstart(), here).precision == "bf16"
     assert train_of(quickstart(), there).precision == "fp32"

@@ -68,7 +68,7 @@ def test_a_precision_is_priced_as_the_core_was_measured_in_it():
 
 
 def test_the_reference_model_takes_what_was_measured_of_it():
-    speed = known().speed(2, 4.0)
+    speed = known().speed(cpu_speed(4.0), 2, 4.0)
     assert speed.passes_seconds == {"bf16": 0.14 / 4, "fp32": 0.35 / 4}
     assert speed.peak_flops["bf16"] * speed.achievable_ratio == pytest.approx(4 * 400e9)
     assert "short measurement" in (speed.calibrated or "")
@@ -77,13 +77,13 @@ def test_the_reference_model_takes_what_was_measured_of_it():
 
 def test_runs_correct_their_precision_by_the_median_of_as_many_workers():
     rows = [run(0, 1.2), run(1, 1.5), run(2, 9.0), run(3, 3.0, workers=1), run(4, 2.0, precision="bf16")]
-    speed = known(*rows).speed(2, 1.0)
+    speed = known(*rows).speed(cpu_speed(1.0), 2, 1.0)
     assert speed.passes_seconds == pytest.approx({"fp32": 1.5 * 0.35, "bf16": 2 * 0.14})
-    assert known(*rows).speed(1, 1.0).passes_seconds["fp32"] == pytest.approx(3 * 0.35)
+    assert known(*rows).speed(cpu_speed(1.0), 1, 1.0).passes_seconds["fp32"] == pytest.approx(3 * 0.35)
 
 
 def test_runs_correct_the_catalogue_where_nothing_was_measured():
-    speed = Machine(1, machine.torch(), {}, (run(0, 0.5),)).speed(2, 1.0)
+    speed = Machine(1, machine.torch(), {}, (run(0, 0.5),)).speed(cpu_speed(1.0), 2, 1.0)
     told = reference_seconds("fp32", "cpu", cpu_speed(1.0))
     assert speed.passes_seconds == pytest.approx({"fp32": told / 2})  # and nothing of bf16
 

@@ -17,6 +17,7 @@ from mlpipe.observe.runview import view_run
 from mlpipe.plan import machine
 from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.candidates import priced
+from mlpipe.plan.hardware import cpu_speed
 from mlpipe.plan.machine import Core, Machine
 from mlpipe.plan.plan import Plan, Prediction
 from mlpipe.spec.load import load_pipeline_text
@@ -178,7 +179,7 @@ def test_a_finished_training_corrects_what_the_next_one_is_told(tmp_path):
     assert training is not None
     real = measured(view.stages[0])
     assert real is not None
-    hardware = replace(stage_hardware(pipeline(), "train"), speed=known.speed(2, 1.0))
+    hardware = replace(stage_hardware(pipeline(), "train"), speed=known.speed(cpu_speed(1.0), 2, 1.0))
     assert priced(training, hardware).step_seconds == pytest.approx(real[1], rel=0.02)
     measuring.learn(view)
     assert machine.read() == known, "the same run, by the same figures"

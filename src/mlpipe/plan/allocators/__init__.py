@@ -29,6 +29,19 @@ def environment(device: str, mesh: Mesh, checkpointing: str) -> dict[str, str]:
     return glibc.environment(trimming=glibc.is_trimming(mesh, checkpointing))
 
 
+def other_environment(device: str, mesh: Mesh, checkpointing: str) -> dict[str, str]:
+    """The other way to keep memory, which `mlpipe tune` tries: what `environment` says besides is emptied."""
+    if device == "cuda":
+        from mlpipe.plan.allocators import cuda
+
+        return cuda.EXPANDABLE
+    from mlpipe.plan.allocators import glibc
+
+    is_trimming = glibc.is_trimming(mesh, checkpointing)
+    ours, other = (glibc.environment(trimming=trimming) for trimming in (is_trimming, not is_trimming))
+    return dict.fromkeys(ours.keys() - other.keys(), "") | other
+
+
 def allocation_seconds(made: Group, device: str, speed: Speed, mesh: Mesh, checkpointing: str) -> float:
     """What it costs to allocate the tensors of a micro-batch, instead of using again what is there."""
     if device == "cuda":

@@ -1,0 +1,158 @@
+"""One tuning of a training: its trials, remembered in a file as they are made, and what they say."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlpipe._core.cpus import processor
+from mlpipe._core.errors import PlanError
+from mlpipe._core.files import locked, write_whole
+from mlpipe._core.serial import from_json, to_json
+from mlpipe.api.pipeline import LoadedPipeline
+from mlpipe.api.tuning.changes import possible_changes
+from mlpipe.api.tuning.decide import Config, Found, TimeOverError, search
+from mlpipe.api.tuning.trials import RUN_ID, Trials, shortened
+from mlpipe.plan.machine import torch
+from mlpipe.plan.training import compare
+from mlpipe.store import outputs
+from mlpipe.store.open import open_store
+from mlpipe.submit import planning
+from mlpipe.submit.submission import Console
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Trial:
+    """`sets`: what it changed. `seconds`: of a step; None: it did not run."""
+
+    sets: tuple[str, ...]
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The file. `key`: of what was tuned, and where. `sets`: what to change, as `--set` takes it; empty:
+    nothing is to be gained, or known yet. `ratio`: seconds of a step with it over those without."""
+
+    schema_version: int
+    key: str
+    stage: str
+    sets: tuple[str, ...] = ()
+    ratio: float = 1.0
+    noise_ratio: float = 0.0
+    is_complete: bool = False
+    trials: tuple[Trial, ...] = ()
+
+
+@dataclass
+class Tuning:
+    """`steps`: of a trial. `seconds`: for all of it. `out`: the file, with which a tuning goes on."""
+
+    pipeline: LoadedPipeline
+    stage: str
+    steps: int
+    seconds: float
+    out: Path
+    console: Console
+    _made: list[Trial] = field(default_factory=list)
+    _before: list[Trial] = field(default_factory=list)  # trials of an earlier call, in their order
+
+    def run(self) -> tuple[Found, Tuned]:
+        """What was found, and the file as it was left. Raises PlanError and SubmitError."""
+        key = self._key()
+        folder = outputs.cache_folder() / "tune" / key
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / "lock", 1.0, "been tuning the same training"):
+            self._before = list(self._remembered(key))
+            short = shortened(self.pipeline, self.stage, self.steps)
+            deadline = time.monotonic() + self.seconds
+            store = open_store(str(folder))
+            trials = Trials(short, self.stage, store, os.getcwd(), deadline, self.console.note)
+            trials.prepare(self.console)
+            plan, hardware = trials.plan(()), trials.backend.hardware(short.spec, self.stage)
+            trials.backend.check_plan(plan)
+            made = [name for name in short.stages if name in planning.needs(short.spec)[self.stage]]
+            inputs = planning.peek_inputs(store, RUN_ID, short.spec, self.stage, made)
+            candidates = compare(short.spec, self.stage, hardware, inputs)
+            changes = possible_changes(short, plan, candidates, hardware)
+            if not changes:
+                raise PlanError("there is nothing to change", where=f"stage {self.stage!r}")
+            names = ", ".join(dict.fromkeys(change.knob for change in changes))
+            self.console.note(f"{len(changes)} changes of {names}; trials of {self.steps} steps")
+
+            def measure(config: Config) -> float | None:
+                return self._measure(trials, config, key)
+
+            found = search(changes, measure)
+            tuned = self._file(key, found)
+            write_whole(self.out, to_json(tuned))
+            return found, tuned
+
+    def _measure(self, trials: Trials, config: Config, key: str) -> float | None:
+        sets = tuple(item for change in config for item in change.sets)
+        words = ", ".join(_short(item, self.stage) for item in sets) or "as it is"
+        if self._before and self._before[0].sets == sets:
+            trial = self._before.pop(0)
+        else:
+            self._before = []  # another way from here on
+            if time.monotonic() > trials.deadline:
+                raise TimeOverError("time is over")
+            trial = Trial(sets, trials.seconds(config))
+        self._made.append(trial)
+        write_whole(self.out, to_json(Tuned(SCHEMA_VERSION, key, self.stage, trials=tuple(self._made))))
+        if trial.seconds is not None:
+            self.console.note(f"  {1000 * trial.seconds:8.1f} ms  {words}")
+        return trial.seconds
+
+    def _remembered(self, key: str) -> tuple[Trial, ...]:
+        """Of the file, if it is of the same training on the same machine. Raises PlanError for another."""
+        if not self.out.exists():
+            return ()
+        try:
+            before = from_json(Tuned, self.out.read_bytes())
+        except (OSError, ValueError) as error:
+            raise PlanError(
+                f"not what mlpipe tune writes: {error}", where=str(self.out), hint="name another with --out"
+            ) from None
+        if before.key != key:
+            raise PlanError(
+                "it is of another training, machine, or number of steps",
+                where=str(self.out),
+                hint="name another with --out, or remove it",
+            )
+        if before.trials:
+            self.console.note(f"going on after {len(before.trials)} trials of {self.out}")
+        return before.trials
+
+    def _key(self) -> str:
+        text = [
+            self.pipeline.text,
+            *self.pipeline.overrides,
+            self.stage,
+            str(self.steps),
+            processor(),
+            torch(),
+        ]
+        return hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
+
+    def _file(self, key: str, found: Found) -> Tuned:
+        sets = tuple(item for change in found.best for item in change.sets)
+        return Tuned(
+            SCHEMA_VERSION,
+            key,
+            self.stage,
+            sets,
+            found.ratio,
+            found.noise_ratio,
+            found.is_complete,
+            tuple(self._made),
+        )
+
+
+def _short(item: str, stage: str) -> str:
+    return item.removeprefix(f"stages.{stage}.")

@@ -1,0 +1,156 @@
+"""The trials of `mlpipe tune`: short trainings on this machine, one after the other, in a store of their own.
+A trial is an attempt of the training's stage, by the plan that its change leads to; what the stage needs has
+run once, before the first."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+from uuid import uuid4
+
+from mlpipe._core.errors import MlpipeError, PlanError, SubmitError
+from mlpipe._core.records import Step
+from mlpipe.api.driving import heard
+from mlpipe.api.pipeline import LoadedPipeline
+from mlpipe.api.tuning.decide import Config, TimeOverError
+from mlpipe.observe.records import list_attempts, read_records
+from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.training import trainings
+from mlpipe.store.base import Store
+from mlpipe.store.runs import read_run
+from mlpipe.submit import adopt, backends, planning
+from mlpipe.submit.backend import Backend
+from mlpipe.submit.driver import DriveOptions, drive
+from mlpipe.submit.executor import StopRequest
+from mlpipe.submit.submission import Console, Submission
+
+RUN_ID = "tune"
+_LOOK_SECONDS = 0.1
+_END_SECONDS = 60.0  # for a trial that was killed to be gone
+
+
+def tuned_stage(pipeline: LoadedPipeline, asked: str | None) -> str:
+    """The stage whose training is tuned. Raises PlanError where that is not one."""
+    names, where = list(trainings(pipeline.spec)), pipeline.path
+    if asked is not None and asked not in names:
+        raise PlanError(f"there is no training {asked!r}", where=where, hint=f"there is {_either(names)}")
+    if asked is None and len(names) != 1:
+        raise PlanError(f"there are {len(names)} trainings", where=where, hint=f"--stage {_either(names)}")
+    stage = asked or names[0]
+    resources = pipeline.spec.stage(stage).resources
+    if resources is not None and resources.replicas is not None:
+        hint = "tune it with --set train.resources.nodes=1"
+        raise PlanError("an elastic training cannot be tuned", where=f"stage {stage!r}", hint=hint)
+    return stage
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join(names) or "none"
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Of the training `stage` of a pipeline that is shortened already. `deadline`: on the monotonic clock.
+    `note`: takes a line before each."""
+
+    pipeline: LoadedPipeline
+    stage: str
+    store: Store
+    folder: str
+    deadline: float
+    note: Callable[[str], None]
+
+    @property
+    def backend(self) -> Backend:
+        return backends.load(backends.DEFAULT)({})
+
+    def prepare(self, console: Console) -> None:
+        """Runs what the stage needs, unless an earlier call has. Raises what a run raises, and SubmitError
+        where a stage does not get done."""
+        spec = self.pipeline.spec
+        text, overrides = self.pipeline.text, self.pipeline.overrides
+        submission = Submission(
+            self.pipeline.path, text, overrides, spec, self.store.url, self.folder, run_id=RUN_ID
+        )
+        adopt.claim(self.store, self.backend, submission, console)
+        for name in self._needed():
+            if read_run(self.store, RUN_ID).stages[name].state != "done":
+                self.note(f"running {name}, which {self.stage} needs")
+                stop = StopRequest()
+                with heard((signal.SIGINT, signal.SIGTERM), stop):
+                    state = drive(self.store, RUN_ID, DriveOptions(only=name), stop=stop).stages[name]
+                if state.state != "done":
+                    raise SubmitError(f"{name!r} did not get done: {state.message}", where=self.store.url)
+
+    def _needed(self) -> list[str]:
+        """In the order of the file, which has needs first or not."""
+        needs, wanted, order = planning.needs(self.pipeline.spec), [self.stage], list[str]()
+        while wanted:
+            more = [need for need in needs[wanted.pop()] if need not in order]
+            order = [*more, *order]
+            wanted += more
+        return list(dict.fromkeys(order))
+
+    def plan(self, config: Config, attempt: int = 1) -> Plan:
+        """Raises PlanError or SpecError."""
+        changed = self.pipeline.override([item for change in config for item in change.sets])
+        make = planning.planner(self.store, RUN_ID, changed.spec, self.backend.hardware, fetch=True)
+        plan = make(self.stage, attempt)
+        work = plan.work
+        assert isinstance(work, TrainPlan)
+        return replace(plan, work=replace(work, resume=False), launch=replace(plan.launch, max_restarts=0))
+
+    def seconds(self, config: Config) -> float | None:
+        """Of a step: the median after the first third, which warms up. None where it fails, and says why.
+        Raises TimeOverError."""
+        attempt = max(list_attempts(self.store, f"runs/{RUN_ID}/stages/{self.stage}"), default=0) + 1
+        try:
+            plan = self.plan(config, attempt)
+            self._run(plan)
+        except TimeOverError:
+            raise
+        except MlpipeError as error:
+            self.note(f"  does not run: {error.message}")
+            return None
+        finally:
+            checkpoints = self.store.local_path(f"runs/{RUN_ID}/stages/{self.stage}/checkpoints")
+            if checkpoints is not None:
+                shutil.rmtree(checkpoints, ignore_errors=True)
+        records = read_records(self.store, plan.attempt_key, 0)
+        taken = [record.seconds for record in records if isinstance(record, Step) and record.seconds]
+        return median(taken[len(taken) // 3 :]) if taken else None
+
+    def _run(self, plan: Plan) -> None:
+        """Until it has ended. Raises SubmitError where it fails, TimeOverError at the deadline."""
+        executor = self.backend.executor(self.store, read_run(self.store, RUN_ID), f"tune-{uuid4().hex}")
+        executor.check(plan)
+        scratch = planning.scratch_folder(self.store.url, f"{RUN_ID}-{plan.attempt}")
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        self.store.put(f"{plan.attempt_key}/plan.json", plan.to_json().encode())
+        handle = executor.start(plan, scratch)
+        try:
+            while (ended := handle.poll()) is None:
+                if time.monotonic() > self.deadline:
+                    raise TimeOverError("time is over")
+                time.sleep(_LOOK_SECONDS)
+        finally:
+            gone = time.monotonic() + _END_SECONDS
+            while handle.poll() is None and time.monotonic() < gone:
+                handle.kill()
+                time.sleep(_LOOK_SECONDS)
+            shutil.rmtree(scratch, ignore_errors=True)
+        if ended.state != "done":
+            raise SubmitError(ended.message)
+
+
+def shortened(pipeline: LoadedPipeline, stage: str, steps: int) -> LoadedPipeline:
+    """With trainings of so many steps, which tell nobody."""
+    key = f"stages.{stage}.train"
+    quiet: dict[str, Any] = {f"{key}.track": None, f"{key}.profile": None, f"{key}.validate": None}
+    return pipeline.smoke(steps=steps).override({**quiet, f"{key}.checkpoint.every": f"{steps} steps"})

@@ -1,0 +1,112 @@
+"""`mlpipe tune SPEC`: tries on this machine what may make a training's steps faster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mlpipe.cli.session import CliSession, overrides, shared
+
+if TYPE_CHECKING:
+    from mlpipe.api.tuning.decide import Found
+    from mlpipe.api.tuning.session import Tuned
+
+
+@click.command()
+@click.argument("spec", type=click.Path())
+@overrides
+@click.option("--stage", metavar="NAME", help="The training, if there are several.")
+@click.option("--time", "limit", default="20 min", show_default=True, metavar="TIME", help="For all trials.")
+@click.option(
+    "--steps",
+    type=click.IntRange(6, 1_000),
+    default=12,
+    show_default=True,
+    help="Of a trial; a third warms up.",
+)
+@click.option(
+    "--out", type=click.Path(dir_okay=False), default="tune.json", show_default=True, help="File to write."
+)
+@shared
+@click.pass_obj
+def command(
+    session: CliSession,
+    spec: str,
+    overrides: tuple[str, ...],
+    stage: str | None,
+    limit: str,
+    steps: int,
+    out: str,
+) -> int:
+    """Try on this machine what may make a training's steps faster, one change at a time.
+
+    Strategy, micro-batch, recomputation, compilation, readers, threads and the allocator; never the batch,
+    the precision or the data. Trials are trainings of a few steps in a store of their own, without trackers.
+    The same command goes on where one was stopped. Exits 0 also when there is nothing to gain.
+    """
+    from mlpipe._core.units import parse_seconds
+    from mlpipe.api.pipeline import load
+    from mlpipe.api.tuning.session import Tuning
+    from mlpipe.api.tuning.trials import tuned_stage
+
+    try:
+        seconds = parse_seconds(limit)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--time") from None
+    pipeline = load(spec, overrides)
+    name = tuned_stage(pipeline, stage)
+    found, tuned = Tuning(pipeline, name, steps, seconds, Path(out), session).run()
+    session.result(_document(found, tuned, out), _text(found, tuned, spec, out))
+    return 0
+
+
+def _document(found: Found, tuned: Tuned, out: str) -> dict[str, object]:
+    return {
+        "file": out,
+        "stage": tuned.stage,
+        "set": list(tuned.sets),
+        "ratio": tuned.ratio,
+        "noise_ratio": tuned.noise_ratio,
+        "complete": tuned.is_complete,
+        "changes": [
+            {
+                "set": list(row.change.sets),
+                "beside": [item for change in row.beside for item in change.sets],
+                "expected_ratio": row.change.expected_ratio,
+                "ratio": row.ratio,
+                "trials": row.num_trials,
+                "verdict": row.verdict,
+            }
+            for row in found.rows
+        ],
+    }
+
+
+def _text(found: Found, tuned: Tuned, spec: str, out: str) -> str:
+    from shlex import quote
+
+    from mlpipe._core.tables import aligned
+
+    prefix = f"stages.{tuned.stage}."
+
+    def short(sets: tuple[str, ...]) -> str:
+        return ", ".join(item.removeprefix(prefix) for item in sets)
+
+    rows = [("change", "step is", "expected", "trials", "verdict", "beside")]
+    for row in found.rows:
+        beside = short(tuple(item for change in row.beside for item in change.sets))
+        ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
+        told = f"{row.change.expected_ratio:.3f}"
+        rows.append((short(row.change.sets), ratio, told, str(row.num_trials), row.verdict, beside))
+    lines = aligned(rows, {0, 4, 5})
+    lines += ["", f"a trial differs from the same again by {tuned.noise_ratio:.1%} (standard deviation)"]
+    if not tuned.is_complete:
+        lines.append("time was over before all was tried: the same command goes on")
+    if not tuned.sets:
+        return "\n".join([*lines, f"nothing to gain that is more than noise; trials are in {out}"])
+    changes = " ".join(f"--set {quote(item)}" for item in tuned.sets)
+    gain = f"a step takes {tuned.ratio:.3f} of its time with"
+    lines.append(f"{gain} these changes, which {out} has, too:")
+    return "\n".join([*lines, f"  mlpipe run {quote(spec)} {changes}"])
