@@ -24,6 +24,7 @@ from mlpipe.train.export import export_checkpoint
 from mlpipe.train.flops import count_flops_per_token
 from mlpipe.train.init import same_weights
 from mlpipe.train.model import LossModule, build_model
+from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 from mlpipe.train.parallel.materialize import materialize
 from mlpipe.train.parallel.pipeline import StagedLossModule, _of_children
 from mlpipe.train.parallel.sequence import check_sequence, stages_of
@@ -164,6 +165,28 @@ def test_stages_of_a_class_of_transformers_compute_what_it_does(name, config):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], gradient) for key, gradient in expected.items())
     assert all([name for name, _ in model.named_parameters()] == list(expected) for model in copies)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_blocks_that_are_computed_again_collect_no_keys_twice(name, mode):
+    """For further tokens, as classes of `transformers` do: GPT-2 hands on a cache by its place."""
+    import transformers
+
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 256}
+    kind, head = (
+        (transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0), "GPT2LMHeadModel")
+        if name == "GPT2"
+        else (transformers.LlamaConfig(**own.LLAMA), "LlamaForCausalLM")
+    )
+    torch.manual_seed(0)
+    plain = getattr(transformers, head)(kind)
+    again = copy.deepcopy(plain)
+    checkpoint_activations(list(again.transformer.h if name == "GPT2" else again.model.layers), mode)
+    for model in (plain, again):
+        LossModule(model, "cpu", bf16=False)(BATCH)[0].backward()
+    for mine, theirs in zip(again.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 def test_a_tied_head_of_a_class_of_transformers_is_on_no_two_stages():

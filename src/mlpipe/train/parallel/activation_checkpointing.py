@@ -49,11 +49,25 @@ def checkpoint_activations(blocks: list[nn.Module], mode: Literal["selective", "
 
 
 def _full(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = _uncached(args, kwargs)
     return checkpoint(_forward, self, *args, use_reentrant=False, **kwargs)
 
 
 def _selective(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = _uncached(args, kwargs)
     return checkpoint(_forward, self, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
+
+
+def _uncached(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Without what a class of `transformers` collects keys and values in for further tokens: a block that is
+    computed again would add to it twice. As its own checkpointing does, but where text is generated."""
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    return tuple(map(_no_cache, args)), {key: _no_cache(value) for key, value in kwargs.items()}
+
+
+def _no_cache(argument: Any) -> Any:
+    return None if hasattr(argument, "get_seq_length") else argument
 
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
