@@ -16,11 +16,12 @@ from torch import nn
 from mlpipe._core.errors import TrainError
 from mlpipe.cli.plan_trace import traced
 from mlpipe.plan.build import Start, build_plan, stage_hardware
-from mlpipe.plan.plan import CHECKPOINTING, DataPlan, Entry, ModelPlan
+from mlpipe.plan.cut_stages import cut_of
+from mlpipe.plan.plan import CHECKPOINTING, DataPlan, Entry, ModelPlan, TrainPlan
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.tensors import COMPUTE_BYTES, total
-from mlpipe.plan.training import compare
+from mlpipe.plan.training import compare, trainings
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.train.trace import trace
 
@@ -84,3 +85,60 @@ def test_a_model_that_reads_values_is_refused() -> None:
     with pytest.raises(TrainError, match="cannot be traced") as caught:
         trace(model, DataPlan("/data/tokens", None, None))
     assert "plan without --trace" in str(caught.value.hint)
+
+
+_CUT = """
+version: 1
+name: own
+stages:
+  - name: train
+    train:
+      model: {entry: "kit.models:InitializedSequence", args: {num_blocks: 5}, seq_len: 32}
+      data: {tokens: "/data/tokens", batch_size: 16, micro_batch: 2}
+      steps: 10
+      precision: fp32
+      activation_checkpointing: none
+      mesh: {pp: 2}
+      pipeline: {schedule: SCHEDULE, cut: [CUT]}
+    resources: {workers_per_node: 2, cpus: 2, memory: 8 GiB}
+"""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cut", "even"),
+    [
+        # the head has as many FLOPs as a block, and what looks up an embedding none
+        ("1f1b", "blocks.1", ("blocks.3",)),
+        ("1f1b", "blocks.3", None),
+        ("interleaved", "blocks.0, blocks.1, blocks.4", ("blocks.1", "blocks.2", "blocks.4")),
+    ],
+)
+def test_ranks_of_a_model_that_is_cut(schedule: str, cut: str, even: tuple[str, ...] | None) -> None:
+    """Each has what its stages have, and all ranks what the whole has; the more even cut is named."""
+    pipeline = load_pipeline_text(_CUT.replace("SCHEDULE", schedule).replace("CUT", cut), "own.yaml")
+    where, spec = stage_hardware(pipeline, "train"), trainings(pipeline)["train"]
+    train = build_plan(pipeline, "train", Start("r", 1, "./runs"), where).work
+    assert isinstance(train, TrainPlan)
+    assert train.pipeline is not None
+    found = trace(train.model, train.data, train.pipeline.cut, 2)
+    ranks = found.parameters.by_rank
+    assert sum(one.total for one in ranks) == found.parameters.total
+    assert sum(one.num_blocks for one in ranks) == found.parameters.num_blocks == 5
+    flops = {child.name: child.flops for child in found.children}
+    assert flops["embed"] == flops["norm"] == 0
+    assert all(flops[f"blocks.{number}"] == 2 * 32 * 2 * 32 * 128 for number in range(5))
+    assert found.widths == {"stage_output": 32}
+    for key, whole in found.passes.items():
+        parts = [rank[key] for rank in found.of_ranks]
+        for way in ("forward", "backward"):
+            assert sum(getattr(one, way).matmul_flops for one in parts) == pytest.approx(
+                getattr(whole, way).matmul_flops
+            )
+        assert max(one.sample_bytes for one in parts) < whole.sample_bytes
+    chosen = next(one for one in compare(pipeline, "train", where, traced=found) if one.asked and one.mesh)
+    assert chosen.memory is not None
+    told = cut_of(spec, found, where, chosen)
+    assert told is not None
+    assert max(one.memory_bytes for one in told.ranks) == chosen.memory.total
+    assert sum(one.flops_ratio for one in told.ranks) == pytest.approx(1)
+    assert told.even == even

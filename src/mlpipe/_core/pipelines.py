@@ -42,8 +42,9 @@ def conflicts(
     if pp == 1:
         return
     needed = pp * stages_per_rank(schedule)
-    yield from _cuts(setting(settings, "pipeline.cut"), needed, setting(settings, "model.entry"))
-    if num_layers is not None and pp <= num_layers < needed:
+    entry = setting(settings, "model.entry")
+    yield from _cuts(setting(settings, "pipeline.cut"), needed, entry)
+    if entry is None and num_layers is not None and pp <= num_layers < needed:
         yield (
             "schedule",
             Infeasible(

@@ -77,6 +77,7 @@ def command(
         if shape is not None:
             document["model"] = shape.words
             lines.append(f"  figures of {plan.work.training.model.build.entry}: {shape.words}")
+            lines += _stages(pipeline, planned, document)
         if candidates and (explain or nodes or budget_usd is not None or deadline):
             asked = _Asked(explain, nodes, budget_usd, deadline)
             lines += _more(pipeline, planned, asked, document)
@@ -169,6 +170,25 @@ def _more(pipeline: Pipeline, planned: StagePlan, asked: _Asked, document: dict[
             document["within"] = {"nodes": row.num_nodes, "reason": why}
             lines += [f"  {why}"]
     return lines
+
+
+def _stages(pipeline: Pipeline, planned: StagePlan, document: dict[str, Any]) -> list[str]:
+    """Of a traced model that is cut into stages, what each rank has of it."""
+    from mlpipe.cli.plan_table import chosen_of
+    from mlpipe.plan.cut_stages import cut_of, words_of
+    from mlpipe.plan.training import trainings
+
+    spec, chosen = (
+        trainings(pipeline)[planned.stage],
+        chosen_of(planned.candidates, planned.plan.work.training),
+    )
+    if planned.traced is None or chosen is None:
+        return []
+    cut = cut_of(spec, planned.traced, planned.hardware, chosen)
+    if cut is None:
+        return []
+    document["cut"] = asdict(cut)
+    return words_of(cut)
 
 
 def _name_hardware(spec: str, stage: str | None, path: str) -> tuple[str, ...]:

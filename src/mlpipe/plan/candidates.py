@@ -84,7 +84,7 @@ def enumerate_candidates(
     precision, _ = precision_on(spec, hardware)
     if precision not in peaks:
         raise PlanError(f"{hardware.name} has no {precision}", hint="write precision: fp32")
-    cut = own is not None and own.pp > 1 and isinstance(spec.model, OwnModel)  # where nobody knows it
+    cut = own is not None and isinstance(spec.model, OwnModel) and not _knows_stages(shape, own)
     pricer = pricer_of(spec, shape, hardware) if shape is not None and not cut else None
     modes = modes_of(spec)
     candidates: list[Candidate] = []
@@ -118,7 +118,9 @@ def enumerate_candidates(
         if pricer is None:
             reason = "the size of your own model is not known before it is built"
             if cut:
-                reason = "what your own model's stages take is not predicted"
+                reason = (
+                    "what the stages of your own model take is known once they are traced, and not with tp"
+                )
             unpriced = Candidate(
                 strategy, possible[0], sizes[0][0], modes[0], precision, wanted, None, True, reason
             )
@@ -138,6 +140,13 @@ def enumerate_candidates(
         if uneven is not None and not any(c.asked and c.mesh is not None for c in candidates):
             raise uneven
     return candidates
+
+
+def _knows_stages(shape: ModelShape | None, mesh: Mesh) -> bool:
+    """Of a user's own model: whether somebody has traced the stages that it is cut into."""
+    if mesh.pp == 1:
+        return True
+    return shape is not None and mesh.tp == 1 and len(shape.parameters.by_rank) == mesh.pp
 
 
 def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> SearchResult:

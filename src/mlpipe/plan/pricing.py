@@ -156,6 +156,9 @@ class Pricer:
         num_ranks = mesh.pp
         if num_ranks == 1:
             return [Part(tp=mesh.tp, cp=mesh.cp)]
+        if len(self.shape.parameters.by_rank) == num_ranks:
+            last = num_ranks - 1
+            return [Part(is_first=rank == 0, is_last=rank == last, rank=rank) for rank in range(num_ranks)]
         num_stages = num_ranks * stages_per_rank(self.training.schedule)
         counts = num_blocks_of(self.shape, self.training.seq_len, num_stages)
         blocks = [sum(counts[rank::num_ranks]) for rank in range(num_ranks)]
@@ -199,6 +202,22 @@ class Pricer:
 
     def _fullest(self, ranks: list[tuple[StepShape, Activations, Passes]], layout: Layout) -> MemoryEstimate:
         """What the fullest of these ranks needs."""
+        return max(self._needs(ranks, layout), key=lambda needs: needs.total)
+
+    def memory_by_rank(self, chosen: Candidate) -> list[MemoryEstimate]:
+        """Of a priced candidate, as `_parts` has the ranks of its pipeline."""
+        assert chosen.mesh is not None
+        assert chosen.micro_batch is not None
+        mode, precision = chosen.activation_checkpointing, chosen.precision
+        choices = Choices(chosen.micro_batch, mode, precision, chosen.communication)
+        ranks = [self._on_one_rank(choices, chosen.mesh, part) for part in self._parts(chosen.mesh)]
+        layout = layout_of(chosen.strategy, chosen.mesh, chosen.communication)
+        schedule, gradients = self.training.schedule, chosen.reduce_gradients
+        return self._needs(ranks, replace(layout, schedule=schedule, reduce_gradients=gradients))
+
+    def _needs(
+        self, ranks: list[tuple[StepShape, Activations, Passes]], layout: Layout
+    ) -> list[MemoryEstimate]:
         works = [
             RankWork(
                 self.shape.parameters.of(step.part),
@@ -212,7 +231,7 @@ class Pricer:
             )
             for step, activations, step_passes in ranks
         ]
-        return max(map(self._memory, works), key=lambda needs: needs.total)
+        return list(map(self._memory, works))
 
     def _memory(self, work: RankWork) -> MemoryEstimate:
         return memory.estimate(work, self.hardware.device).scaled(self.hardware.speed.memory_ratio)

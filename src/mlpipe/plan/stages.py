@@ -1,8 +1,11 @@
-"""How many blocks of a model lie in each stage of its pipeline. Standard library only."""
+"""How many blocks of a model lie in each stage of its pipeline, or which children of a user's own.
+Standard library only."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 from mlpipe.plan.shapes.shape import ModelShape
 
@@ -39,3 +42,26 @@ def num_blocks_of(shape: ModelShape, seq_len: int, num_stages: int) -> tuple[int
 @lru_cache(maxsize=256)  # asked for by every candidate
 def _split(num_blocks: int, num_stages: int, block: float, head: float) -> tuple[int, ...]:
     return split_blocks(num_blocks, num_stages, last=head / block)
+
+
+def even_cut(flops: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Of children that take so much, one after the other, those with which stages begin but for the first,
+    such that the longest stage is as short as can be. Of equal ones the later stages have more: earlier ones
+    hold more microbatches. Raises ValueError for fewer children than stages."""
+    if len(flops) < num_stages:
+        raise ValueError(f"{len(flops)} children make no {num_stages} stages")
+    before = [0.0, *accumulate(flops)]
+    # of the first so many children: the longest stage, and where the stages begin
+    best: list[tuple[float, tuple[int, ...]]] = [(longest, ()) for longest in before]
+    for stage in range(1, num_stages):
+        best = [
+            min(
+                (
+                    (max(best[begin][0], before[end] - before[begin]), (*best[begin][1], begin))
+                    for begin in range(stage, end)
+                ),
+                default=(float("inf"), ()),
+            )
+            for end in range(len(before))
+        ]
+    return best[-1][1]

@@ -55,7 +55,7 @@ def passes(shape: ModelShape, step: StepShape, hardware: Hardware) -> Passes:
         outside_params=parameters.outside,
         width=width,
         overlap=hardware.device == "cuda",
-        stream_bytes=step.num_tokens * dim * width,
+        stream_bytes=step.num_tokens * (dim or widths.get("stage_output", 0)) * width,
         kv_bytes=2 * step.micro_batch * step.seq_len * channels // step.part.tp * width,
         routed_bytes=step.num_tokens * routed * width // step.part.tp,
         expert_params=3 * widths.get("num_experts", 0) * expert // step.part.tp,

@@ -2,8 +2,8 @@
 
 The model runs on torch's fake tensors, which have shapes, dtypes and a device (CPU, so that autocast and
 attention choose what they choose in training) but no bytes. What its operators would read, write, multiply
-and keep is counted. MODEL is JSON: {"model": ModelPlan, "data": DataPlan}; OUT gets what
-`plan/shapes/traced.py` reads.
+and keep is counted. MODEL is JSON: {"model": ModelPlan, "data": DataPlan, "cut": [...], "num_ranks": 2}; OUT
+gets what `plan/shapes/traced.py` reads.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,16 +29,27 @@ from mlpipe._core.errors import MlpipeError, TrainError
 from mlpipe._core.serial import from_plain, to_json
 from mlpipe.plan.plan import CHECKPOINTING, DataPlan, ModelPlan
 from mlpipe.plan.shapes.shape import ParameterCounts
-from mlpipe.plan.shapes.traced import Ops, Traced, TracedPass
+from mlpipe.plan.shapes.traced import Child, Ops, Traced, TracedPass
 from mlpipe.train import loss as losses
+from mlpipe.train.contract import logits_of
 from mlpipe.train.datasets import open_dataset
 from mlpipe.train.microbatch import collate
 from mlpipe.train.model import Batch, LossModule, find_blocks, load_entry
+from mlpipe.train.models.llama import Part
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
+from mlpipe.train.parallel.pipeline import StagedLossModule
+from mlpipe.train.parallel.sequence import check_sequence, sequence_of, stages_of
 
 # Samples in the two passes that are compared, so that what does not grow with them falls out.
 _FEW, _MANY = 2, 4
 _MOST_CHUNKS = 32  # of the loss, whose loop would take most of the time where the vocabulary is large
+
+
+class _Stages(NamedTuple):
+    """Of a pipeline cut like that, those of one rank."""
+
+    cut: tuple[str, ...]
+    own: Sequence[int]
 
 
 class _Meter(TorchDispatchMode):
@@ -104,28 +116,34 @@ class _Meter(TorchDispatchMode):
             counted["bytes"] += sum(tensor.nbytes for tensor in (*given, *made))
 
 
-def trace(model: ModelPlan, data: DataPlan) -> Traced:
-    """Raises TrainError (input) when the model or its data cannot be built, or the model does what tensors
-    without values cannot, such as `.item()`."""
+def trace(model: ModelPlan, data: DataPlan, cut: tuple[str, ...] = (), num_ranks: int = 1) -> Traced:
+    """`cut`: where the stages of a pipeline of so many ranks begin. Raises TrainError (input) when the model
+    or its data cannot be built, or cut, or the model does what tensors without values cannot, such as
+    `.item()`."""
     chunk = losses._CHUNK_ELEMENTS_CPU
     try:
         with FakeTensorMode():
             plain = _build(model)
             parameters = _parameters(model, plain)
             if data.tokens is not None and not hasattr(plain, "loss"):
-                logits = plain(_batch(model, data, _MANY)["inputs"])
+                logits = logits_of(plain(_batch(model, data, _MANY)["inputs"]), model.build.entry)
                 losses._CHUNK_ELEMENTS_CPU = max(chunk, logits.numel() // _MOST_CHUNKS)
-            passes = {}
-            for precision in ("fp32", "bf16"):
-                for mode in CHECKPOINTING:
-                    few, many = (_once(model, data, precision, mode, n) for n in (_FEW, _MANY))
-                    passes[f"{precision} {mode}"] = TracedPass(
-                        sample_bytes=max(0, (many.most - few.most) // (_MANY - _FEW)),
-                        forward=_ops(many.counted["forward"]),
-                        backward=_ops(many.counted["backward"]),
-                    )
-                    if (precision, mode) == ("fp32", "none"):
-                        flops = sum(counted["convention"] for counted in many.counted.values()) / _MANY
+            passes, flops = _passes(model, data)
+            of_ranks: list[dict[str, TracedPass]] = []
+            children: tuple[Child, ...] = ()
+            if cut:
+                check_sequence(plain, _batch(model, data, 1), model.build.entry)
+                children = _children(plain, model, data)
+                stages = stages_of(plain, cut, model.build.entry)
+                ranks = [range(rank, len(stages), num_ranks) for rank in range(num_ranks)]
+                parameters = replace(
+                    parameters,
+                    by_rank=tuple(
+                        _parameters(model, plain, [one for s in own for one in stages[s].values()])
+                        for own in ranks
+                    ),
+                )
+                of_ranks = [_passes(model, data, _Stages(cut, own))[0] for own in ranks]
     except MlpipeError:
         raise
     except Exception as error:
@@ -139,7 +157,48 @@ def trace(model: ModelPlan, data: DataPlan) -> Traced:
     finally:
         losses._CHUNK_ELEMENTS_CPU = chunk
     words = f"traced with torch {torch.__version__}"
-    return Traced(parameters, flops / model.seq_len, passes, words)
+    return Traced(parameters, flops / model.seq_len, passes, words, tuple(of_ranks), children, cut)
+
+
+def _passes(
+    model: ModelPlan, data: DataPlan, stages: _Stages | None = None
+) -> tuple[dict[str, TracedPass], float]:
+    """Of the whole model, or these stages; with the FLOPs of a sample by the convention."""
+    passes, flops = {}, 0.0
+    for precision in ("fp32", "bf16"):
+        for mode in CHECKPOINTING:
+            few, many = (_once(model, data, precision, mode, n, stages) for n in (_FEW, _MANY))
+            passes[f"{precision} {mode}"] = TracedPass(
+                sample_bytes=max(0, (many.most - few.most) // (_MANY - _FEW)),
+                forward=_ops(many.counted["forward"]),
+                backward=_ops(many.counted["backward"]),
+            )
+            if (precision, mode) == ("fp32", "none"):
+                flops = sum(counted["convention"] for counted in many.counted.values()) / _MANY
+    return passes, flops
+
+
+def _children(plain: torch.nn.Module, model: ModelPlan, data: DataPlan) -> tuple[Child, ...]:
+    """In their order, each with what it takes alone."""
+    batch = _batch(model, data, 1)
+    meter, found, before = _Meter([]), [], [0.0]
+
+    def after(name: str) -> Any:
+        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+            flops = meter.counted["forward"]["convention"]
+            outputs = sum(one.numel() for one in tree_leaves(output) if isinstance(one, torch.Tensor))
+            found.append(Child(name, flops - before[0], outputs // model.seq_len))
+            before[0] = flops
+
+        return hook
+
+    children = sequence_of(plain)
+    hooks = [child.register_forward_hook(after(name)) for name, child in children.items()]
+    with meter, torch.no_grad():
+        plain(batch["inputs"])
+    for hook in hooks:
+        hook.remove()
+    return tuple(found)
 
 
 def _build(model: ModelPlan) -> torch.nn.Module:
@@ -154,17 +213,24 @@ def _build(model: ModelPlan) -> torch.nn.Module:
     return built
 
 
-def _parameters(model: ModelPlan, plain: torch.nn.Module) -> ParameterCounts:
+def _parameters(
+    model: ModelPlan, plain: torch.nn.Module, own: Sequence[torch.nn.Module] | None = None
+) -> ParameterCounts:
+    """Of the whole model, or of these modules of it."""
     blocks = find_blocks(plain, model.blocks, model.build.entry)
+    kept = [plain] if own is None else own
+    there = {id(one) for module in kept for one in module.modules()}
+    blocks = [block for block in blocks if id(block) in there]
+    parameters = list({id(one): one for module in kept for one in module.parameters()}.values())
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
-    total = sum(parameter.numel() for parameter in plain.parameters())
+    total = sum(parameter.numel() for parameter in parameters)
     inside = {id(parameter): parameter for block in blocks for parameter in block.parameters()}
     return ParameterCounts(
         total,
         max(sizes, default=0),
         total - sum(sizes),
         len(blocks),
-        _counted(plain.parameters()),
+        _counted(parameters),
         _counted(parameter for parameter in inside.values() if parameter.dim() == 2),
     )
 
@@ -178,7 +244,14 @@ def _counted(parameters: Iterable[torch.nn.Parameter]) -> tuple[tuple[int, int, 
     return tuple((rows, width, many) for (rows, width), many in shapes.items())
 
 
-def _once(model: ModelPlan, data: DataPlan, precision: str, mode: Any, size: int) -> _Meter:
+def _once(
+    model: ModelPlan,
+    data: DataPlan,
+    precision: str,
+    mode: Any,
+    size: int,
+    stages: _Stages | None = None,
+) -> _Meter:
     """Forward and backward over `size` samples, with a new model: checkpointing changes its blocks."""
     plain = _build(model)
     if mode != "none":
@@ -189,11 +262,35 @@ def _once(model: ModelPlan, data: DataPlan, precision: str, mode: Any, size: int
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     batch = _batch(model, data, size)
     meter = _Meter([*module.parameters(), *module.buffers(), *batch.values()])
+    if stages is not None:
+        _stages_once(meter, module, batch, stages)
+        return meter
     with meter:
         loss, _ = module(batch)
         meter.phase = "backward"
         loss.backward()
     return meter
+
+
+def _stages_once(meter: _Meter, module: LossModule, batch: Batch, asked: _Stages) -> None:
+    """What other ranks compute and send costs this one nothing here."""
+    own, stages = asked.own, stages_of(module.model, asked.cut, module.entry)
+    last = len(stages) - 1
+    parts = {s: Part(s == 0, s == last, list(one.values())) for s, one in enumerate(stages)}
+    staged = StagedLossModule(module, module.model, module.model, parts)
+    gave: list[torch.Tensor] = []
+    with torch.no_grad():
+        for stage in range(last):
+            gave.append(staged(batch, stage, gave[-1] if gave else None))
+    received = {stage: gave[stage - 1].detach().requires_grad_() for stage in own if stage > 0}
+    gradients = {stage: torch.empty_like(gave[stage]) for stage in own if stage < last}
+    meter.known |= {one.untyped_storage()._cdata for one in (*received.values(), *gradients.values())}
+    with meter:
+        outputs = {stage: staged(batch, stage, received.get(stage)) for stage in own}
+        meter.phase = "backward"
+        for stage in reversed(own):
+            output = outputs.pop(stage)
+            torch.autograd.backward(output[0] if stage == last else output, gradients.get(stage))
 
 
 def _batch(model: ModelPlan, data: DataPlan, size: int) -> Batch:
@@ -219,7 +316,12 @@ def _ops(counted: Counter[str]) -> Ops:
 def main() -> int:
     asked = json.loads(Path(sys.argv[1]).read_bytes())
     try:
-        shape = trace(from_plain(ModelPlan, asked["model"]), from_plain(DataPlan, asked["data"]))
+        shape = trace(
+            from_plain(ModelPlan, asked["model"]),
+            from_plain(DataPlan, asked["data"]),
+            tuple(asked["cut"]),
+            asked["num_ranks"],
+        )
     except MlpipeError as error:
         Path(sys.argv[2]).write_text(
             json.dumps({"message": error.message, "where": error.where, "hint": error.hint})

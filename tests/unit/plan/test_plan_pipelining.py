@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import random
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ from mlpipe.plan.pipelining import (
     orders,
     with_transfers,
 )
-from mlpipe.plan.stages import split_blocks
+from mlpipe.plan.stages import even_cut, split_blocks
 
 pytestmark = pytest.mark.unit
 
@@ -136,3 +137,19 @@ def test_the_head_takes_the_place_of_blocks():
     assert split_blocks(7, 3) == (2, 2, 3)
     with pytest.raises(ValueError, match="2 blocks make no 3 stages"):
         split_blocks(2, 3)
+
+
+def test_a_more_even_cut_there_is_not():
+    """Against all there are, for numbers in which many are equal."""
+    draw = random.Random(7)
+    for _ in range(200):
+        flops = [draw.choice([0.0, 1.0, 2.0, 5.0]) for _ in range(draw.randint(1, 8))]
+        num_stages = draw.randint(1, len(flops))
+        longest = {
+            cut: max(sum(flops[begin:end]) for begin, end in pairwise((0, *cut, len(flops))))
+            for cut in combinations(range(1, len(flops)), num_stages - 1)
+        }
+        found = even_cut(flops, num_stages)
+        assert longest[found] == min(longest.values())
+    with pytest.raises(ValueError, match="2 children make no 3 stages"):
+        even_cut([1.0, 1.0], 3)

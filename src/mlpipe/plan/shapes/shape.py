@@ -21,13 +21,14 @@ class Part:
     """What of a model one rank computes, and of which tokens. `tp`: each matrix product, head and vocabulary
     is split into so many, the residual stream by its tokens (sequence parallelism). `cp`: each sequence is.
     `num_blocks`: of its pipeline stage; None: all. `is_first`, `is_last`: whether the stage has the
-    embedding, or the head and the loss."""
+    embedding, or the head and the loss. `rank`: of the pipeline, where the shape knows what each has."""
 
     tp: int = 1
     cp: int = 1
     num_blocks: int | None = None
     is_first: bool = True
     is_last: bool = True
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class ParameterCounts:
     """A model in numbers of parameters: in all, of its largest block, and of all that is in no block
     (embedding, last norm, head). `tensors`: rows, parameters a row, and how many such tensors there are;
     `block_matrices`: of these the blocks' matrices, of two dims. `trained_only`: the same of those that are
-    trained; None: all are. `base_elsewhere`: the others are in no checkpoint."""
+    trained; None: all are. `base_elsewhere`: the others are in no checkpoint. `by_rank`: of the ranks of a
+    pipeline whose stages are of no equal blocks."""
 
     total: int
     block: int
@@ -45,6 +47,7 @@ class ParameterCounts:
     block_matrices: tuple[tuple[int, int, int], ...] = ()
     trained_only: ParameterCounts | None = None
     base_elsewhere: bool = False
+    by_rank: tuple[ParameterCounts, ...] = ()
 
     @property
     def trained(self) -> ParameterCounts:
@@ -63,6 +66,8 @@ class ParameterCounts:
     def of(self, part: Part) -> ParameterCounts:
         """Those of this part: of every matrix and embedding a share of the rows, vectors whole; of the stage
         its blocks, and of what is in none the embedding, or the last norm and the head, which may be one."""
+        if part.rank is not None:
+            return self.by_rank[part.rank]
         if part == Part(cp=part.cp):
             return self
         trained = None if self.trained_only is None else _trained_of_part(self.trained_only, part)

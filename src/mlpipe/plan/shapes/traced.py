@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mlpipe.plan.kernels import CACHED_BYTES, Kernels
 from mlpipe.plan.shapes.shape import Activations, ParameterCounts, PassSeconds, StepShape
@@ -33,21 +34,39 @@ class TracedPass:
 
 
 @dataclass(frozen=True)
+class Child:
+    """Of a sequence that a pipeline is cut between: what computing it forward takes for a sample, and how
+    many values of a token it gives to the next one."""
+
+    name: str
+    flops: float
+    num_outputs: int
+
+
+@dataclass(frozen=True)
 class Traced:
-    """`passes`: by precision and checkpointing, like `bf16 full`. `words`: what traced it."""
+    """`passes`: by precision and checkpointing, like `bf16 full`; `of_ranks`: those of each rank of a
+    pipeline, whose stages begin with the first of `children` and with those of `cut`. `words`: what traced
+    it."""
 
     parameters: ParameterCounts
     num_flops_per_token: float
     passes: dict[str, TracedPass]
     words: str
+    of_ranks: tuple[dict[str, TracedPass], ...] = ()
+    children: tuple[Child, ...] = ()
+    cut: tuple[str, ...] = ()
 
     @property
     def widths(self) -> Mapping[str, int]:
-        return {}
+        """How many values of a token go from stage to stage, at most."""
+        ends = [one for one, after in pairwise(self.children) if after.name in self.cut]
+        return {"stage_output": max(one.num_outputs for one in ends)} if ends else {}
 
-    def one(self, precision: str, checkpointing: str) -> TracedPass:
+    def one(self, precision: str, checkpointing: str, rank: int | None = None) -> TracedPass:
         """The pass under these settings."""
-        return self.passes[f"{precision} {checkpointing}"]
+        passes = self.passes if rank is None else self.of_ranks[rank]
+        return passes[f"{precision} {checkpointing}"]
 
     def flops_per_token(self, seq_len: int) -> float:
         """Counted at the length that was traced, which is the one that is planned."""
@@ -55,13 +74,14 @@ class Traced:
 
     def activations(self, step: StepShape, device: str) -> Activations:
         """All that is alive at the peak, in as many tensors as there are kernels."""
-        traced = self.one(step.precision, step.checkpointing)
+        traced = self.one(step.precision, step.checkpointing, step.part.rank)
         saved = Tensors(step.micro_batch * traced.sample_bytes, traced.forward.num_kernels)
         return Activations(saved=(saved,), rebuilt=(), backward_bytes=0, logit_bytes=0, made=())
 
     def pass_seconds(self, step: StepShape, kernels: Kernels) -> PassSeconds:
         """The work is spread evenly over the blocks."""
-        traced, number = self.one(step.precision, step.checkpointing), max(1, self.parameters.num_blocks)
+        traced = self.one(step.precision, step.checkpointing, step.part.rank)
+        number = max(1, self.parameters.of(step.part).num_blocks)
 
         def seconds(ops: Ops) -> float:
             each = step.micro_batch * ops.matmul_flops / max(1, ops.num_matmuls)

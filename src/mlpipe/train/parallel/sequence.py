@@ -32,12 +32,17 @@ def children_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
             yield f"{prefix}{name}", child
 
 
+def sequence_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The children that a pipeline may be cut between, by name, as they are or as the class's plan says."""
+    base = base_of(model)
+    return dict(children_of(model) if base is None else children_by_plan(model, base))
+
+
 def stages_of(model: nn.Module, cut: tuple[str, ...], entry: str) -> list[dict[str, nn.Module]]:
     """Children by name, by stage; each of `cut` begins one. Raises TrainError (input) for names that are none
     of a child, or not in their order, and for what lies on no stage or on two."""
     stages: list[dict[str, nn.Module]] = [{}]
-    base = base_of(model)
-    children = dict(children_of(model) if base is None else children_by_plan(model, base))
+    base, children = base_of(model), sequence_of(model)
     for name, child in children.items():
         if len(stages) <= len(cut) and name == cut[len(stages) - 1]:
             stages.append({})
