@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure import Round, rounds
 from benchmarks.ranks import run
+from benchmarks.uneven import NUM_BLOCKS
 from mlpipe._core.presets import LLAMA, PRESETS
 from mlpipe.plan.plan import Entry, Mesh, ModelPlan
 from mlpipe.train.microbatch import Microbatch, uncounted
@@ -22,7 +23,6 @@ from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.schedules.make import make_schedule
 from mlpipe.train.world import World
 
-NUM_BLOCKS = 4
 DIM, VOCAB, TOKENS = 16, 32, 8
 seconds = 0.0  # of the current microbatch, forward and backward, in all blocks
 

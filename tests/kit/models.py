@@ -140,6 +140,23 @@ class Late(Plain):
             nn.init.zeros_(tensor)
 
 
+class Paced(Plain):
+    """Rank `i` takes `seconds[i]` more for each sample in forward, and as long in backward."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        super().__init__(dropout=0.0)
+        self.seconds = seconds[int(os.environ["RANK"])]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embed(inputs))
+        seconds = len(inputs) * self.seconds
+        time.sleep(seconds)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: time.sleep(seconds))
+        logits: torch.Tensor = self.head(self.blocks[1](x))
+        return logits
+
+
 class Lame(Plain):
     """`rank` takes `seconds` more in every forward and in every backward, in the middle of the blocks."""
 
@@ -212,6 +229,10 @@ def with_loss(**args: float) -> WithLoss:
 
 def lame(seconds: float, rank: int) -> Lame:
     return Lame(seconds, rank)
+
+
+def paced(seconds: list[float]) -> Paced:
+    return Paced(seconds)
 
 
 def odd() -> Odd:

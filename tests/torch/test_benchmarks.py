@@ -56,7 +56,8 @@ def test_gains_of_ranks_that_wait_less_are_written_with_what_was_expected(
     assert uneven.main() == 0
     rows = json.loads((tmp_path / "uneven.json").read_text())["figures"]
     assert [row["side"] for row in rows] == ["control", "on_demand", "resident", "on_demand", "resident"]
-    assert {row["figure"] for row in rows[3:]} == {"gain, off the expected 1.78 by"}
+    expected = ["gain, off the expected 1.78 by", "gain, off the expected 1.59 by"]
+    assert [row["figure"] for row in rows[3:]] == expected
 
 
 def test_the_idle_shares_of_pipelines_are_written_with_theory(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import pytest
 from kit import plans
 
+from mlpipe._core.record_lines import parse
+from mlpipe.observe.progress import live_line, summarize
 from mlpipe.plan.plan import Entry, ModelPlan
 
 pytestmark = pytest.mark.torch
@@ -47,3 +51,44 @@ def test_the_slow_rank_is_named(tmp_path):
         for record in (*steps[0], *steps[1]):
             parts = ("data_seconds", "compute_seconds", "collective_seconds", "checkpoint_seconds")
             assert sum(record[part] for part in parts) <= record["seconds"] + 1e-9
+
+
+@pytest.mark.combines("dp_replicate", "stragglers move_load")
+@pytest.mark.combines("dp_shard", "stragglers move_load")
+def test_load_moves_off_a_slow_rank_and_the_training_stays_the_same(tmp_path):
+    """Rank 1 takes four times as long for a sample: it gets fewer of them, and is named. Losses are those of
+    equal shares, also of a training that goes on in the middle, and each sample is computed once."""
+    tokens = plans.write_tokens(tmp_path / "tokens")
+    paced = ModelPlan(Entry("kit.models:paced", {"seconds": [0.01, 0.04]}), None, 32, ())
+    even = ModelPlan(Entry("kit.models:paced", {"seconds": [0.0, 0.0]}), None, 32, ())
+    common: dict[str, Any] = {"world_size": 2, "steps": 30, "every": 10, "micro_batch": 2, "accumulation": 4}
+    moved: dict[str, Any] = {"moves_load": True, "communication": "resident", "deterministic": False}
+    made = {
+        "even": plans.train_plan(tmp_path / "store", tokens, run_id="even", model=even, **common),
+        "ddp": plans.train_plan(tmp_path / "store", tokens, run_id="ddp", model=paced, **common, **moved),
+        "fsdp": plans.train_plan(
+            tmp_path / "store", tokens, run_id="fsdp", model=paced, strategy="fsdp",
+            **{**common, **moved, "reshard_after_forward": False, "steps": 20},
+        ),
+    }  # fmt: skip
+    plans.run_together(list(made.values()), tmp_path / "run")
+    work = replace(made["fsdp"].work, steps=30, resume=True)
+    rest = replace(made["fsdp"], attempt=2, work=work)
+    plans.run_together([rest], tmp_path / "rest")
+    expected = plans.losses(tmp_path / "store", made["even"])
+    resumed = plans.losses(tmp_path / "store", made["fsdp"]) + plans.losses(tmp_path / "store", rest)
+    for found in (plans.losses(tmp_path / "store", made["ddp"]), resumed):
+        assert found == pytest.approx(expected, abs=1e-6)
+    for plan in (made["ddp"], made["fsdp"]):
+        ranks = [
+            [record for record in plans.records(tmp_path / "store", plan, rank) if record["kind"] == "step"]
+            for rank in (0, SLOW)
+        ]
+        assert all(a["tokens"] + b["tokens"] == 16 * 32 for a, b in zip(*ranks, strict=True))
+        assert ranks[0][0]["share_ratio"] == ranks[SLOW][0]["share_ratio"] == 1
+        assert ranks[SLOW][-1]["share_ratio"] < 0.9 < 1.1 < ranks[0][-1]["share_ratio"]
+        assert ranks[SLOW][-1]["slowness_ratio"] > 1.2
+    assert ranks[0][-1].get("stragglers") is None, "for 20 steps nobody is slow for long"
+    summary = summarize(map(parse, plans.records(tmp_path / "store", made["ddp"])))
+    assert list(summary["stragglers"]) == [str(SLOW)]
+    assert f"slow: rank {SLOW} (" in live_line(summary, width=200)

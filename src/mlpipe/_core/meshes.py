@@ -43,6 +43,7 @@ MIXES: tuple[Mix, ...] = (
     *(Mix(axis, "data.chat", (), "its samples differ in length") for axis in ("pp", "cp", "tp")),
     Mix("ep", "adapter.lora", (), _OWN_MATRICES),
     *(Mix(axis, "communication", UNEVEN, _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
+    *(Mix(axis, "stragglers", ("move_load",), _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
     Mix("dp_replicate", "communication", ("on_demand",), "weights that are copied have several owners"),
     Mix("ep", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     *(Mix(axis, "compress", (), "it is for gradients of whole models") for axis in ("pp", "dp_shard", "tp")),

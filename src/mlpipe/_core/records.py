@@ -162,6 +162,12 @@ class Step(Record):
     idle_predicted_ratio: float | None = None
     """Share of the step's work for which this rank is expected to wait for others, by the lengths of samples
     that are packed."""
+    share_ratio: float | None = None
+    """Where load is moved off slow ranks: tokens that this rank computed, over the mean of all."""
+    slowness_ratio: float | None = None
+    """Likewise, the time that this rank takes for the same work, over the median of the others."""
+    stragglers: dict[str, float] | None = None
+    """Likewise, by rank, the same of those that have been slow for long; of rank 0 only."""
     exchanged_bytes: int | None = None
     """Of gradients that are compressed, or of what islands have learnt: bytes that this rank gave to others;
     absent where gradients are sent as they are."""

@@ -247,4 +247,12 @@ def _choice(plan: Plan, train: TrainPlan) -> list[str]:
         f"  batch {train.global_batch} = micro-batch {train.micro_batch} x {train.mesh.num_data_ranks} data "
         f"ranks x {train.accumulation} gradient accumulation steps",
         f"  {train.steps} steps, {train.precision}; checkpoint {saves}",
+        *_idle(train),
     ]
+
+
+def _idle(train: TrainPlan) -> list[str]:
+    if train.predicted is None or not train.predicted.idle_ratios:
+        return []
+    each = ", ".join(f"{way} {100 * ratio:.1f} %" for way, ratio in train.predicted.idle_ratios.items())
+    return [f"  workers wait, since samples differ in length: {each} of their time"]

@@ -147,6 +147,7 @@ class RankMetrics:
         self._add("mlpipe_train_model_flops_total", tokens * self._flops_per_token)
         self._add("mlpipe_train_hardware_flops_total", tokens * self._hardware_flops_per_token)
         self._set("mlpipe_train_achievable_flops", record.achievable_flops)
+        self._set("mlpipe_train_slowness_ratio", record.slowness_ratio)
         self._set("mlpipe_train_step", record.step)
         self._set("mlpipe_train_mfu_ratio", record.mfu_ratio)
         self._set("mlpipe_train_learning_rate", record.lr)

@@ -29,6 +29,13 @@ def measured(stage: StageView) -> tuple[float, float] | None:
     return float(max(peaks)), median(seconds)
 
 
+def waited_ratio(stage: StageView) -> float:
+    """Share of the ranks' time in collectives, with that in which bytes are on the way."""
+    steps = [step for timeline in stage.timelines.values() for step in timeline.steps]
+    seconds = sum(step.seconds or 0.0 for step in steps)
+    return sum(step.collective_seconds or 0.0 for step in steps) / seconds if seconds else 0.0
+
+
 def predicted_usd(stage: StageView) -> float | None:
     """What the steps that are done should have cost, on the ranks and at the price of the last plan; None
     without a prediction or a price, and of an elastic training, whose ranks come and go."""
@@ -65,6 +72,16 @@ def comparison(stage: StageView) -> Piece | None:
                 format_step_seconds(plan.predicted.step_seconds),
                 format_step_seconds(seconds),
                 _error(plan.predicted.step_seconds, seconds),
+            ]
+        )
+    if (idle := plan.predicted.idle_ratios.get(plan.communication)) is not None:
+        waits = waited_ratio(stage)
+        rows.append(
+            [
+                f"share of a step for which workers wait ({plan.communication})",
+                f"{100 * idle:.1f} %",
+                f"{100 * waits:.1f} %",
+                f"{100 * (idle - waits):+.1f} points",
             ]
         )
     told, spent = predicted_usd(stage), stage.ledger.cost_usd if stage.ledger is not None else None

@@ -52,6 +52,7 @@ class Summary(TypedDict):
     validation: Validated | None
     evaluation: dict[str, Any] | None  # the fields of an Evaluation
     trackers: dict[str, str | None]
+    stragglers: dict[str, float]  # by rank: its time for the same work over that of the others
 
 
 class Progress:
@@ -137,6 +138,7 @@ class Progress:
             },
             "evaluation": None if evaluated is None else _told(evaluated),
             "trackers": self._trackers,
+            "stragglers": (step.stragglers or {}) if step is not None else {},
         }
 
 
@@ -180,6 +182,9 @@ def live_line(summary: Summary, *, width: int = 80) -> str:
         parts["mfu"] = f"MFU {format_mfu(summary['mfu_ratio'])}"
         if summary["peak_name"]:
             parts["peak"] = f"(of {summary['peak_name']})"
+    if summary["stragglers"]:
+        slow = sorted(summary["stragglers"].items(), key=lambda one: -one[1])
+        parts["slow"] = "slow: " + ", ".join(f"rank {rank} ({ratio:.1f}x)" for rank, ratio in slow[:3])
     if summary["outcome"] is not None:
         parts["end"] = summary["outcome"]
     elif summary["stopping_on"] is not None:
@@ -188,7 +193,7 @@ def live_line(summary: Summary, *, width: int = 80) -> str:
         parts["end"] = f"ETA {format_seconds(summary['eta_seconds'])}"
     if summary["checkpoint_step"] is not None:
         parts["checkpoint"] = f"ckpt {summary['checkpoint_step']}"
-    for least in ("", "peak", "checkpoint", "rate", "mfu", "validation", "loss", "end"):
+    for least in ("", "peak", "checkpoint", "rate", "mfu", "validation", "slow", "loss", "end"):
         parts.pop(least, None)
         line = "  ".join(parts.values()).replace("  (of ", " (of ")
         if len(line) <= width:

@@ -79,6 +79,11 @@ METRICS: tuple[Metric, ...] = (
         "step: bubble_seconds",
     ),
     Metric(
+        "mlpipe_train_slowness_ratio", "gauge", "ratio", "every",
+        "Time that this rank takes for the same work, over the median of the others, where load is moved off"
+        " slow ranks (`stragglers: move_load`); else absent.", "step: slowness_ratio",
+    ),
+    Metric(
         "mlpipe_train_steps_total", "counter", "steps", "0",
         "Optimizer steps done by this process. Steps done again after a restart count again.", "step",
     ),

@@ -14,6 +14,7 @@ from mlpipe._core.tables import aligned
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.observe.progress import Progress, Summary, format_count, format_loss, format_mfu
 from mlpipe.observe.records import Follower, list_ranks
+from mlpipe.plan.shares import SLOW_RATIO
 from mlpipe.store import runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RUN_ENDED, RunState
@@ -205,7 +206,7 @@ def ranks_table(rows: Sequence[RankRow], now: float) -> list[str]:
                 f"{row.straggler_score:.2f}",
                 "" if row.memory_bytes is None else format_bytes(row.memory_bytes),
                 f"{format_seconds(max(now - row.time, 0.0))} ago",
-                "slow" if row.straggler_score == worst and worst > 1.2 else "",
+                "slow" if row.straggler_score == worst and worst > SLOW_RATIO else "",
             )
         )
     return aligned(cells, left=())

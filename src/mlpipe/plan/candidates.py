@@ -36,7 +36,10 @@ from mlpipe.spec.optimizer import OwnOptimizer
 
 if TYPE_CHECKING:
     from mlpipe.plan.search import SearchResult
+    from mlpipe.plan.uneven import Uneven
 
+# Less of the workers' time is no reason to keep all weights gathered.
+_WORTH_RATIO = 0.01
 _UNFIT = "{} leaves none of the copies of a model that `compress` and `update` need"
 
 
@@ -86,7 +89,7 @@ def enumerate_candidates(
         raise PlanError(f"{hardware.name} has no {precision}", hint="write precision: fp32")
     cut = own is not None and isinstance(spec.model, OwnModel) and not _knows_stages(shape, own)
     pricer = pricer_of(spec, shape, hardware) if shape is not None and not cut else None
-    modes = modes_of(spec)
+    modes, uneven_work = modes_of(spec), uneven_of(spec, shape)
     candidates: list[Candidate] = []
     uneven: PlanError | None = None
     for strategy, settings in ORDER.items():
@@ -124,7 +127,7 @@ def enumerate_candidates(
             unpriced = Candidate(
                 strategy, possible[0], sizes[0][0], modes[0], precision, wanted, None, True, reason
             )
-            way = communications_of(spec, possible[0])[-1]
+            way = communications_of(spec, possible[0], sizes[0][0], uneven_work)[-1]
             candidates.append(replace(unpriced, communication=way))
             continue
         for mesh, micro in zip(possible, sizes, strict=True):
@@ -132,7 +135,8 @@ def enumerate_candidates(
                 for mode in CHECKPOINTING if every else modes:
                     open_ = wanted and each == precision and mode in modes
                     for size in micro:
-                        ways = [Choices(size, mode, each, way) for way in communications_of(spec, mesh)]
+                        waits = communications_of(spec, mesh, size, uneven_work)
+                        ways = [Choices(size, mode, each, way) for way in waits]
                         tried = (pricer.candidate(strategy, mesh, way, asked=open_) for way in ways)
                         candidates.append(_first_fitting(tried))
     if pricer is not None and is_searched(spec):
@@ -191,14 +195,34 @@ def _first_fitting(candidates: Iterable[Candidate]) -> Candidate:
     return last
 
 
-def communications_of(spec: Train, mesh: Mesh) -> tuple[Communication, ...]:
+def communications_of(
+    spec: Train, mesh: Mesh, micro_batch: int, uneven: Uneven | None
+) -> tuple[Communication, ...]:
     """What the file says; of `auto` the first that fits. Packed conversations give workers uneven work, which
-    costs no time where they meet once a step: weights that stay gathered cost memory instead."""
+    costs no time where they meet once a step: weights that stay gathered cost memory instead. Where the
+    lengths are known, only if it is worth it."""
     if spec.communication != "auto":
         return (spec.communication,)
+    if spec.stragglers == "move_load":  # ranks that meet in each microbatch have equally many
+        return ("resident",)
     is_packed = isinstance(spec.data, ChatData) and packing_of(spec, spec.data) is not None
     runs_free = is_packed and spec.update is None and mesh.num_data_ranks == mesh.world_size and mesh.ep == 1
+    if runs_free and uneven is not None:
+        capacity = micro_batch * spec.model.seq_len
+        often, seldom = (uneven.idle(mesh, capacity, way) for way in ("collective", "resident"))
+        runs_free = seldom < often - _WORTH_RATIO
     return ("resident", "collective") if runs_free else ("collective",)
+
+
+def uneven_of(spec: Train, shape: ModelShape | None) -> Uneven | None:
+    """None: samples are not packed, or nobody can read yet how long they are."""
+    if not isinstance(spec.data, ChatData) or (packing := packing_of(spec, spec.data)) is None:
+        return None
+    from mlpipe.plan.dealing import cost_of_samples  # of few plans
+    from mlpipe.plan.uneven import Uneven, lengths_of
+
+    lengths = lengths_of(spec.data.chat, spec.model.seq_len)
+    return Uneven(lengths, cost_of_samples(shape), global_batch(spec), packing) if lengths else None
 
 
 def packing_of(spec: Train, data: ChatData) -> Literal["best_fit", "balanced"] | None:

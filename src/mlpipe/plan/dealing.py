@@ -15,10 +15,16 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise, zip_longest
 from typing import Literal
 
+from mlpipe.plan.plan import Communication, Mesh
+from mlpipe.plan.shapes.shape import ModelShape
+from mlpipe.plan.shares import bounds
+
 Row = list[int]  # numbers of samples of the step
+Work = list[list[float]]  # of a step: of each rank each microbatch's, in any unit
 Mode = Literal["best_fit", "balanced"]
 
 
@@ -38,11 +44,57 @@ def deal(
     return _like_meets_like(balanced, costs, num_ranks)
 
 
-def cost_together(dealt: list[list[Row]], costs: Sequence[float]) -> float:
-    """Of ranks that meet at each row: each takes as long as the longest beside it."""
-    beside = zip(*dealt, strict=True)
-    each = [max(float(sum(costs[sample] for sample in row)) for row in rows) for rows in beside]
-    return math.fsum(each)
+def cost_of_samples(shape: ModelShape | None) -> Callable[[int], float]:
+    """FLOPs of a sample of so many tokens: of attention they grow with the square, and a token looks at half
+    of the sample on the mean. None of a shape: of a user's own model, whose work is its tokens."""
+    if shape is None:
+        return float
+    return lambda length: length * shape.flops_per_token((length + 1) // 2)
+
+
+def work_of(dealt: list[list[Row]], costs: Sequence[float]) -> Work:
+    """What each rank computes."""
+    return [[math.fsum(costs[sample] for sample in row) for row in rows] for rows in dealt]
+
+
+def waits_of(communication: Communication, mesh: Mesh) -> Communication:
+    """How its ranks wait, as of `cost_of_step`: whole weights need no gathering, and who has them meets the
+    others behind the last pass alone."""
+    return "on_demand" if communication == "resident" and mesh.dp_shard == 1 else communication
+
+
+def cost_of_step(work: Work, communication: Communication, num_blocks: int = 16) -> float:
+    """Until all ranks are done. Where they meet in each microbatch it takes as long as the longest beside it;
+    on demand nobody waits before the end. Where weights are gathered once, ranks go through the first forward
+    pass together, and through the last backward pass, two thirds of a microbatch's work: nobody begins a
+    block whose weights are gathered as all begin the one before, nor ends one before all have ended the one
+    before. `num_blocks`: of the model; more than a few make little difference."""
+    if communication == "collective":
+        return math.fsum(map(max, zip_longest(*work, fillvalue=0.0)))
+    if communication == "on_demand":
+        return max(map(math.fsum, work))
+    first = [rows[0] / 3 if rows else 0.0 for rows in work]
+    last = [2 * rows[-1] / 3 if rows else 0.0 for rows in work]
+    begins, ends = [0.0] * len(work), [0.0] * len(work)
+    for _ in range(num_blocks):
+        all_began = max(begins)
+        begins = [max(end, all_began) for end in ends]
+        ends = [begin + pass_ / num_blocks for begin, pass_ in zip(begins, first, strict=True)]
+    ends = [end + sum(rows) - a - b for end, rows, a, b in zip(ends, work, first, last, strict=True)]
+    all_ended = 0.0
+    for _ in range(num_blocks):
+        ends = [max(end + pass_ / num_blocks, all_ended) for end, pass_ in zip(ends, last, strict=True)]
+        all_ended = max(ends)
+    return all_ended
+
+
+def idle_ratio(steps: Iterable[Work], communication: Communication) -> float:
+    """Share of the ranks' time for which they wait for each other, over all `steps`."""
+    busy, taken = 0.0, 0.0
+    for work in steps:
+        busy += sum(map(sum, work))
+        taken += len(work) * cost_of_step(work, communication)
+    return 1 - busy / taken if taken else 0.0
 
 
 def best_of_equal(
@@ -51,29 +103,53 @@ def best_of_equal(
     """The way to deal equally many rows that takes least time."""
     modes: tuple[Mode, ...] = ("best_fit", "balanced")
     ways = [deal(lengths, costs, num_ranks, capacity, mode) for mode in modes]
-    return min(ways, key=lambda dealt: cost_together(dealt, costs))
+    return min(ways, key=lambda dealt: cost_of_step(work_of(dealt, costs), "collective"))
 
 
 def deal_freely(
-    lengths: Sequence[int], costs: Sequence[float], num_ranks: int, capacity: int, mode: Mode
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    num_ranks: int,
+    capacity: int,
+    mode: Mode,
+    speeds: Sequence[float] | None = None,
 ) -> list[list[Row]]:
     """As `deal`, but a rank may have any number of rows, also none, and none of them is empty. `balanced`:
     LPT over the ranks, which pack what they got; a rank's lightest row is its last, behind which the
-    gradients travel."""
+    gradients travel. `speeds`: of the ranks, where they differ (see `plan/shares.py`)."""
     if mode == "best_fit":
-        return [[row for row in rows if row] for rows in deal(lengths, costs, num_ranks, capacity, mode)]
-    loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap
-    mine: list[Row] = [[] for _ in range(num_ranks)]
-    for sample in _decreasing(costs):
-        load, rank = loads[0]
-        heapq.heapreplace(loads, (load + costs[sample], rank))
-        mine[rank].append(sample)
+        rows = best_fit_decreasing(lengths, capacity)
+        return [rows[begin:end] for begin, end in pairwise(bounds(len(rows), num_ranks, speeds))]
+    mine = _by_load(costs, num_ranks) if speeds is None else _by_end(costs, speeds)
     dealt = []
     for samples in mine:
         rows = best_fit_decreasing([lengths[sample] for sample in samples], capacity)
         named = [sorted(samples[i] for i in row) for row in rows]
         dealt.append(sorted(named, key=lambda row: -sum(costs[sample] for sample in row)))
     return dealt
+
+
+def _by_load(costs: Sequence[float], num_ranks: int) -> list[Row]:
+    """Each sample to the rank with the least work so far."""
+    loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap
+    mine: list[Row] = [[] for _ in range(num_ranks)]
+    for sample in _decreasing(costs):
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + costs[sample], rank))
+        mine[rank].append(sample)
+    return mine
+
+
+def _by_end(costs: Sequence[float], speeds: Sequence[float]) -> list[Row]:
+    """Each sample to the rank that would be done with it first."""
+    loads = [0.0] * len(speeds)
+    mine: list[Row] = [[] for _ in speeds]
+    for sample in _decreasing(costs):
+        ends = [(load + costs[sample]) / speed for load, speed in zip(loads, speeds, strict=True)]
+        rank = ends.index(min(ends))
+        loads[rank] += costs[sample]
+        mine[rank].append(sample)
+    return mine
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:

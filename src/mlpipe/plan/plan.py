@@ -384,12 +384,15 @@ class PipelinePlan:
 @dataclass(frozen=True)
 class Prediction:
     """What the planner expects of a step: bytes on the fullest rank at the peak, the process with all it
-    holds; seconds. The ratios are corrections of a calibration by earlier runs, contained in both."""
+    holds; seconds. The ratios are corrections of a calibration by earlier runs, contained in both.
+    `idle_ratios`: by ways to communicate, the share of the workers' time for which they wait since samples
+    differ in length (see `plan/uneven.py`); empty where nobody knows the lengths, or each is padded."""
 
     memory_bytes: int
     step_seconds: float
     memory_ratio: float
     time_ratio: float
+    idle_ratios: dict[str, float] = field(default_factory=dict)
 
 
 class StageWork:
@@ -460,6 +463,7 @@ class TrainPlan(StageWork):
     # the others at its first and its last microbatch of a step only, and has as many as its work takes.
     # `on_demand`: it meets them at the ends of a step only, and may have no microbatch.
     communication: Communication = "collective"
+    moves_load: bool = False  # off ranks that are measured slower, see `plan/shares.py`
     shared_memory_bytes: int | None = None  # of /dev/shm that this needs; None: none, or unknown
     ema: EmaPlan | None = None  # None: no average of the weights is kept
     predicted: Prediction | None = None  # None: a user's own model

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import too_long
@@ -29,6 +29,7 @@ from mlpipe.plan.candidates import (
     pick,
     refuse,
     schedule_of,
+    uneven_of,
 )
 from mlpipe.plan.choose import Candidate, rank
 from mlpipe.plan.hardware import Hardware
@@ -38,6 +39,7 @@ from mlpipe.plan.plan import (
     CallbackPlan,
     ChatPlan,
     CheckpointPlan,
+    Communication,
     DataPlan,
     EmaPlan,
     Entry,
@@ -93,7 +95,7 @@ def train_plan(
     spec: Train, hardware: Hardware, known: Known, *, resume: bool, traced: Traced | None = None
 ) -> TrainPlan:
     """The best way to train it. `traced`: the numbers of a user's own model. Raises PlanError."""
-    chosen, reason = pick(spec, shape_of(spec, known, traced), hardware)
+    chosen, reason = pick(_with_chat(spec, known), shape_of(spec, known, traced), hardware)
     plan = _train_plan(spec, hardware, known, chosen, reason, global_batch(spec))
     return dataclasses.replace(
         plan, resume=resume, init_from=init_plan(spec, known), freeze=spec.freeze or ()
@@ -114,7 +116,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     may be of another number. The batch need not be the training's: as many whole sequences as one pass takes.
     Raises PlanError."""
     alone: dict[str, Any] = {"accumulation": None, "compress": None, "update": None, "profile": None}
-    spec = spec.model_copy(update={**alone, "communication": "collective"})
+    spec = spec.model_copy(update={**alone, "communication": "collective", "stragglers": "leave"})
     if spec.pipeline is not None:
         free = spec.pipeline.model_copy(update={"microbatches": "auto"})
         spec = spec.model_copy(update={"pipeline": free})
@@ -157,7 +159,8 @@ def compare(
     spec = stage_named(pipeline, stage_name).part(Train)
     if spec is None:
         return []
-    return rank(enumerate_candidates(spec, shape_of(spec, _outputs(inputs or {}), traced), hardware))
+    known = _outputs(inputs or {})
+    return rank(enumerate_candidates(_with_chat(spec, known), shape_of(spec, known, traced), hardware))
 
 
 def meaning_of(pipeline: Pipeline, stage_name: str, inputs: Mapping[str, str]) -> dict[str, Any]:
@@ -279,10 +282,11 @@ def _train_plan(
         resume=True,
         **cast(Any, flags_of(chosen.strategy, chosen.communication)),
         communication=chosen.communication,
+        moves_load=spec.stragglers == "move_load",
         shared_memory_bytes=_shared(chosen, shape),
         reduce_gradients=chosen.reduce_gradients,
         ema=EmaPlan(spec.ema.decay, spec.ema.every) if spec.ema else None,
-        predicted=_predicted(chosen, hardware),
+        predicted=_predicted(chosen, hardware, _idle(_with_chat(spec, known), shape, chosen)),
         memory_bytes=hardware.memory_bytes,
         smaller_micro_batches=_smaller(spec, chosen, batch),
         adapter=adapter_plan(spec),
@@ -357,12 +361,30 @@ def _smaller(spec: Train, chosen: Candidate, batch: int) -> tuple[int, ...]:
     return tuple(n for n in smaller if why_not(schedule_of(spec), mesh.pp, share // n) is None)
 
 
-def _predicted(chosen: Candidate, hardware: Hardware) -> Prediction | None:
+def _with_chat(spec: Train, known: Known) -> Train:
+    """Its conversations where another stage has put them, once it has."""
+    if not isinstance(spec.data, ChatData):
+        return spec
+    data = spec.data.model_copy(update={"chat": fill(spec.data.chat, known)})
+    return spec.model_copy(update={"data": data})
+
+
+def _idle(spec: Train, shape: ModelShape | None, chosen: Candidate) -> dict[str, float]:
+    """As of `Prediction`: three digits."""
+    uneven = uneven_of(spec, shape)
+    if uneven is None or chosen.mesh is None or chosen.micro_batch is None:
+        return {}
+    mesh, capacity = chosen.mesh, chosen.micro_batch * spec.model.seq_len
+    ways = get_args(Communication) if mesh.dp_replicate == 1 else ("collective", "resident")
+    return {way: round(uneven.idle(mesh, capacity, way), 3) for way in ways}
+
+
+def _predicted(chosen: Candidate, hardware: Hardware, idle: dict[str, float]) -> Prediction | None:
     if chosen.memory is None or chosen.seconds is None:
         return None
     ratios = hardware.speed.memory_ratio, hardware.speed.time_ratio
     # five digits: the rest is noise of the last bit, which would make plans differ from machine to machine
-    return Prediction(chosen.memory.total, float(f"{chosen.step_seconds:.5g}"), *ratios)
+    return Prediction(chosen.memory.total, float(f"{chosen.step_seconds:.5g}"), *ratios, idle)
 
 
 def starts_from_weights(spec: Train) -> bool:

@@ -1,5 +1,5 @@
-"""Rules of `train.communication`, as far as the file alone shows them; which axes it does not go with stands
-in `_core/meshes.py`."""
+"""Rules of `train.communication` and `train.stragglers`, as far as the file alone shows them; which axes they
+do not go with stands in `_core/meshes.py`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _INSTEAD = "write communication: resident"
 
 def problems(stage: Node, with_shards: tuple[str, ...]) -> Iterator[Problem]:
     """Of a stage that trains. `with_shards`: strategies under which each worker owns a part of weights."""
+    yield from _of_moved_load(stage)
     asked = get(stage, "train", "communication")
     name = text_of(asked) if asked is not None else None
     if asked is None or name not in UNEVEN:
@@ -48,3 +49,35 @@ def problems(stage: Node, with_shards: tuple[str, ...]) -> Iterator[Problem]:
             "on_demand adds gradients in the order in which they come, which is another one each time",
             f"remove it, or {_INSTEAD}",
         )
+
+
+def _of_moved_load(stage: Node) -> Iterator[Problem]:
+    asked = get(stage, "train", "stragglers")
+    if asked is None or text_of(asked) != "move_load":
+        return
+    for keys, fine, why, hint in (
+        (
+            ("communication",),
+            ("auto", "resident", "on_demand"),
+            "workers that wait for each other in each micro-batch have equally many",
+            _INSTEAD,
+        ),
+        (
+            ("deterministic",),
+            (False,),
+            "who computes what, and in which order sums add up, is up to clocks",
+            "remove it",
+        ),
+        (("update",), (None,), "an island does not wait for the others", "remove one of them"),
+        (
+            ("data", "workers"),
+            (0,),
+            "what is read ahead is of a share of the samples that may change",
+            "write workers: 0",
+        ),
+        (("data", "splits"), (1,), "each worker has its own parts of a stream", "use a data set with [i]"),
+    ):
+        other = get(stage, "train", *keys)
+        if other is not None and other.value not in fine:
+            message = f"{'.'.join(keys)} does not go with stragglers: move_load: {why}"
+            yield Problem.at(other.place, message, hint)

@@ -76,6 +76,13 @@ def _impossible(train: Node) -> Iterator[Problem]:
             "experts are balanced by the loads of all workers, which come and go",
             "write one number of nodes",
         )
+    stragglers = get(train, "stragglers")
+    if stragglers is not None and text_of(stragglers) == "move_load":
+        yield problem_of_key(
+            stragglers,
+            "nodes that come and go have equal shares of a batch",
+            "remove it, or write one number of nodes",
+        )
     for key in ("compress", "update"):
         slow = get(train, key)
         if slow is not None and slow.value is not None:

@@ -9,7 +9,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mlpipe.plan.dealing import Mode, Row, best_fit_decreasing, deal, deal_freely
+from mlpipe.plan.dealing import (
+    Mode,
+    Row,
+    best_fit_decreasing,
+    cost_of_samples,
+    cost_of_step,
+    deal,
+    deal_freely,
+    waits_of,
+    work_of,
+)
 from mlpipe.plan.plan import Communication, TrainPlan
 from mlpipe.plan.shapes import presets
 from mlpipe.train.chat.samples import ChatSamples
@@ -38,7 +48,7 @@ class ChatLoader(MicrobatchLoader):
         rank, num_ranks = self.share
         least = [int(np.argmin(lengths))]
         if self.communication != "collective":
-            dealt = deal_freely(lengths, costs, num_ranks, capacity, self.packing)
+            dealt = deal_freely(lengths, costs, num_ranks, capacity, self.packing, self.speeds)
             return self._freely(indices, costs, dealt, least)
         dealt = deal(lengths, costs, num_ranks, capacity, self.packing)
         packed = []
@@ -51,13 +61,16 @@ class ChatLoader(MicrobatchLoader):
     def _freely(
         self, indices: NDArray[np.int64], costs: Sequence[float], dealt: list[list[Row]], least: Row
     ) -> list[Microbatch]:
-        """One at the least where the rank meets the others in it. `work`: of all of a step, against the rank
-        with the most."""
+        """One at the least where the rank meets the others in it. `work`: of all of a step, against that in
+        which all ranks are done."""
         rows = dealt[self.share[0]]
         if not rows and self.communication == "on_demand":
             return []
         each = [sum(costs[sample] for sample in row) for row in rows or [least]]
-        most = max(sum(costs[sample] for row in rows for sample in row) for rows in dealt)
+        speeds = self.speeds or [1.0] * len(dealt)
+        works = zip(work_of(dealt, costs), speeds, strict=True)
+        seconds = [[work / speed for work in rows] for rows, speed in works]
+        most = cost_of_step(seconds, waits_of(self.communication, self.world.mesh)) * speeds[self.share[0]]
         packed = [
             replace(self._packed(indices[row]), work=(work, work * max(1.0, most / sum(each))))
             for row, work in zip(rows or [least], each, strict=True)
@@ -90,19 +103,11 @@ class ChatLoader(MicrobatchLoader):
         return Microbatch(batch, inputs.size, num_padding=0)
 
 
-def cost_of(plan: TrainPlan) -> Callable[[int], float]:
-    """FLOPs of a sample of so many tokens: of attention they grow with the square, and a token looks at half
-    of the sample on the mean."""
-    shape = presets.planned(plan.model)
-    if shape is None:
-        return float
-    return lambda length: length * shape.flops_per_token((length + 1) // 2)
-
-
 def chat_loader(plan: TrainPlan, samples: ChatSamples, world: World, micro_batch: int) -> ChatLoader:
     """As the plan says."""
     assert plan.data.chat is not None
     loader = ChatLoader.of(plan, samples, world, micro_batch)
-    loader.samples, loader.packing, loader.cost = samples, plan.data.chat.packing, cost_of(plan)
+    cost = cost_of_samples(presets.planned(plan.model))
+    loader.samples, loader.packing, loader.cost = samples, plan.data.chat.packing, cost
     loader.communication = plan.communication
     return loader

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.shares import bounds
 from mlpipe.train.datasets import Streams
 from mlpipe.train.microbatch import Collated, Microbatch, collate, joined, own_part, pinned, uncounted
 from mlpipe.train.order import samples_at
@@ -40,6 +41,9 @@ class MicrobatchLoader:
         self.seq_len = seq_len
         # Which part of the samples is this rank's, and of how many; replicas that come and go change it.
         self.share = (world.data_rank, world.num_data_ranks)
+        # Of all ranks, where who is slow has less to do (see `plan/shares.py`); None: equal shares.
+        self.speeds: Sequence[float] | None = None
+        self.unit = 1  # samples that are not dealt to different ranks
 
     @classmethod
     def of(cls, plan: TrainPlan, dataset: Any, world: World, micro_batch: int) -> Self:
@@ -54,15 +58,19 @@ class MicrobatchLoader:
         )
 
     def step(self, position: int) -> list[Microbatch]:
-        """Of the step that starts at sample number `position`, equally many on every rank."""
+        """Of the step that starts at sample number `position`, equally many on every rank, but for `speeds`:
+        then one at the least."""
         rank, num_ranks = self.share
-        start, stop = (self.global_batch * part // num_ranks for part in (rank, rank + 1))
+        cuts = bounds(self.global_batch // self.unit, num_ranks, self.speeds)
+        start, stop = (self.unit * cuts[part] for part in (rank, rank + 1))
         indices = self._order(position + start, stop - start)
         own = [
             self._microbatch(indices[i : i + self.micro_batch])
             for i in range(0, len(indices), self.micro_batch)
         ]
         most = math.ceil(math.ceil(self.global_batch / num_ranks) / self.micro_batch)
+        if self.speeds is not None:
+            most = max(1, len(own))
         if len(own) == most:
             return own
         other = own[0] if own else self._microbatch(self._order(position, 1))

@@ -105,6 +105,10 @@ class Loop:
         """Loss sum, targets, squared norm, tokens, and who wants to stop and to save, summed in place."""
         dist.all_reduce(totals)
 
+    def more_fields(self) -> dict[str, Any]:
+        """Of a step's record."""
+        return self.model.step_metrics()
+
     def early(self) -> str:
         """Why the training is over before its last step, else empty."""
         return (self.validation.stopped if self.validation is not None else None) or ""
@@ -208,7 +212,7 @@ class Loop:
             seconds=ended - began,
             compute_seconds=busy + ended - updating,
             checkpoint_seconds=stalled,
-            **self.model.step_metrics(),
+            **self.more_fields(),
         )
         self.recording.step(done, total_tokens)
         if stop:

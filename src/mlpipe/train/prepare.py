@@ -135,12 +135,19 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     loader = loader_of(plan.micro_batch)
     loop_of: Callable[..., Loop] = Loop
     if session.plan.launch.replicas is not None:
-        _refuse_stream(dataset, plan)
+        _refuse_stream(dataset, "nodes that come and go", "write one number in resources.nodes")
         from mlpipe.train.replicas.elastic_loop import enter
 
         position, loop_of = enter(session, plan, (model, update, loader), validation, restore)
     elif plan.resume or session.process.restart:
         position = restore()
+    if plan.moves_load and world.size > 1:
+        _refuse_stream(dataset, "workers by their speed", "remove stragglers")
+        from mlpipe.train.stragglers import MovingLoop
+
+        loop_of = MovingLoop
+        # whoever compiles for a size of batches compiles for each
+        loader.unit = 1 if plan.compile == "off" else plan.micro_batch
     if validation is not None:
         validation.load(position.scalars)
     restored = time.perf_counter()
@@ -185,13 +192,13 @@ def _validation(session: Session, plan: TrainPlan, model: ParallelizedModel) -> 
     return Validation(session, plan, plan.validate, model)
 
 
-def _refuse_stream(dataset: Any, plan: TrainPlan) -> None:
+def _refuse_stream(dataset: Any, to: str, instead: str) -> None:
     samples = dataset.samples if isinstance(dataset, Collated) else dataset
     if isinstance(samples, Streams):
         raise TrainError(
-            "a data set that can only be iterated over cannot be dealt to nodes that come and go",
+            f"a data set that can only be iterated over cannot be dealt to {to}",
             where=samples.where,
-            hint="return an object with len() and [i], or write one number in resources.nodes",
+            hint=f"return an object with len() and [i], or {instead}",
             kind="input",
         )
 

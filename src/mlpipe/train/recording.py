@@ -47,6 +47,7 @@ class Recording:
         self.peak_flops = plan.peak_flops
         self.achievable_flops: float | None = None
         self.failed_saves: list[MlpipeError] = []
+        self.last: Step | None = None
 
     def start(self, position: Position, *, num_params: int, restore_seconds: float, **told: Any) -> None:
         """Before the first step, at `position`. `told`: more fields of the record."""
@@ -81,9 +82,9 @@ class Recording:
             bubble_seconds=waited.stages + at_end if piped else None,
             memory_bytes=peak_memory_bytes(self.session.device),
         )
-        written = self.session.recorder.write(self._with_rates(record, total_tokens))
+        self.last = self.session.recorder.write(self._with_rates(record, total_tokens))
         if self.callbacks:
-            self.callbacks.on_step(written)
+            self.callbacks.on_step(self.last)
 
     def saved(self, saved: Saved) -> None:
         """The run goes on without a save that failed, since the store may come back and what was computed

@@ -33,6 +33,7 @@ STEP = {
     "kind": "step", "time": 1234.5, "step": 101, "loss": 3.5, "grad_norm": 0.7, "lr": 1e-3, "tokens": 1000,
     "seconds": 0.25, "data_seconds": 0.01, "compute_seconds": 0.2, "collective_seconds": 0.03,
     "bubble_seconds": 0.02, "mfu_ratio": 0.4, "memory_bytes": 2**30, "achievable_flops": 8e8,
+    "slowness_ratio": 1.5,
 }  # fmt: skip
 SAVED = {
     "kind": "checkpoint",

@@ -36,6 +36,15 @@ def test_the_live_line():
     assert live_line(summary) == "step 120/400  loss 3.214  12.3k tok/s  MFU 31.2 %  ETA 1m41s  ckpt 100"
 
 
+def test_the_live_line_names_who_is_slow():
+    """The slowest first, three at most; all of them stand in the summary, until they are no more."""
+    slow = {"1": 1.25, "4": 3.0, "7": 1.3, "9": 1.2}
+    summary = summarize(map(parse, [START, step(119), step(120, stragglers=slow)]))
+    assert summary["stragglers"] == slow
+    assert "  slow: rank 4 (3.0x), rank 7 (1.3x), rank 1 (1.2x)  ETA" in live_line(summary, width=150)
+    assert summarize(map(parse, [START, step(119, stragglers=slow), step(120)]))["stragglers"] == {}
+
+
 def test_stages_of_a_run():
     progress = Progress()
     assert live_line(progress.summary()) == "starting"

@@ -380,6 +380,25 @@ def test_the_mesh_the_pipeline_and_the_experts_load_are_shown(store):
         assert expected in text, expected
 
 
+def test_a_rank_that_was_slow_while_load_moved_is_named(store):
+    """How slow at worst, and what it had to do at the end; who has no straggler says nothing."""
+    for rank in (0, 1):
+        records = life_records(Life(1, 0, 0, 3), rank, steps=3)
+        steps = [record for record in records if record["kind"] == "step"]
+        for record, ratio in zip(steps, (None, 2.5, 2.0), strict=True):
+            record["share_ratio"] = 1.5 - rank
+            if rank == 0 and ratio is not None:
+                record["stragglers"] = {"1": ratio}
+        write_records(store, "runs/slow-1/stages/train/attempt-1", rank, records)
+    store.put(
+        "runs/slow-1/stages/train/attempt-1/plan.json",
+        stage_plan("slow-1", "train", work=train_plan(2)).to_json().encode(),
+    )
+    write_run(store, "slow-1", {"train": stage_state()})
+    text = read(build_report(store, "slow-1"))
+    assert "Rank 1 was 2.5 times slower than the others and had 0.50 of an even share at the end." in text
+
+
 def test_padding_targets_and_waits_of_samples_of_different_lengths_are_shown(store):
     """Of each rank what is expected beside what was measured."""
     for rank in (0, 1):

@@ -84,6 +84,11 @@ def test_the_report_has_the_row_and_a_run_without_a_prediction_has_none(tmp_path
     assert "400 ms" in page
     assert "581.7 MiB" in page  # predicted
     assert "steps, all told" not in page, "without a price"
+    assert "workers wait" not in page, "nobody knows the lengths"
+    idle = Prediction(610_000_000, 0.4, 1.0, 1.0, {"collective": 0.25, "resident": 0.1})
+    assert 'share of a step for which workers wait (collective)</td><td class="n">25.0 %' in (
+        build_report(ran(idle, tmp_path / "idle"), "q-20260101-000000-0000")
+    )
     assert "Predicted beside measured" not in build_report(
         ran(None, tmp_path / "none"), "q-20260101-000000-0000"
     )

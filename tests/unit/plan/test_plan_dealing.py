@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlpipe.plan.dealing import best_fit_decreasing, deal, deal_freely
+from mlpipe.plan.dealing import best_fit_decreasing, cost_of_step, deal, deal_freely, idle_ratio
 
 pytestmark = pytest.mark.unit
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=30)
@@ -98,3 +98,19 @@ def test_a_rank_with_a_long_sample_has_fewer_rows():
     dealt = deal_freely(lengths, [float(length**2) for length in lengths], 2, 16, "balanced")
     assert dealt == [[[0]], [[1, 3], [2]]]
     assert deal_freely([5], [25.0], 3, 8, "balanced") == [[[0]], [], []]
+
+
+def test_waiting_follows_from_where_ranks_meet():
+    """By hand: [8, 1, 8, 1] beside [1, 8, 1, 8]. Together each microbatch takes 8. Gathered once, with four
+    blocks: the second rank is through its first forward pass at 4/3 + 1/12, and through its first half of the
+    last backward pass at 17.5 with the first rank, which has the longer way to there; its other half takes
+    8/3. Measured was 1.58 times less than together, and that is 1.587."""
+    work = [[8.0, 1.0, 8.0, 1.0], [1.0, 8.0, 1.0, 8.0]]
+    assert cost_of_step(work, "collective") == 32
+    assert cost_of_step(work, "on_demand") == 18
+    assert cost_of_step(work, "resident", 4) == pytest.approx(17.5 + 8 / 3)
+    assert cost_of_step(work, "resident", 1) == 18
+    assert idle_ratio([work, work], "collective") == pytest.approx(1 - 18 / 32)
+    assert idle_ratio([work], "on_demand") == 0
+    assert idle_ratio([[[3.0], []]], "resident") == idle_ratio([[[3.0], []]], "collective") == 0.5
+    assert idle_ratio([], "collective") == 0

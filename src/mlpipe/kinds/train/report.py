@@ -66,6 +66,7 @@ def _facts(stage: StageView) -> list[str]:
         facts.append(f"{format_count(rate)} tok/s")
     if mfu is not None:
         facts.append(f"MFU {format_mfu(mfu)} (of {start.peak_name or 'the peak'})")
+    facts += _stragglers(stage)
     load = worst_load(stage)
     if load is not None and load.slowed_us:
         facts.append(f"not alone on the machine: {load}")
@@ -75,6 +76,22 @@ def _facts(stage: StageView) -> list[str]:
     if stage.ledger is not None and stage.ledger.goodput_ratio is not None:
         facts.append(f"goodput {100 * stage.ledger.goodput_ratio:.1f} %")
         facts += [f"{name} {value}" for name, value in _costs(stage.ledger).items()]
+    return facts
+
+
+def _stragglers(stage: StageView) -> list[str]:
+    """Each rank that was named while load was moved: how slow it was at worst, and what it had to do at the
+    end."""
+    slowest: dict[str, float] = {}
+    for step in stage.lead.steps:
+        for rank, ratio in (step.stragglers or {}).items():
+            slowest[rank] = max(ratio, slowest.get(rank, 0.0))
+    facts = []
+    for rank, ratio in slowest.items():
+        steps = stage.timelines[int(rank)].steps if int(rank) in stage.timelines else []
+        share = steps[-1].share_ratio if steps else None
+        had = "" if share is None else f" and had {share:.2f} of an even share at the end"
+        facts.append(f"rank {rank} was {ratio:.1f} times slower than the others{had}")
     return facts
 
 
@@ -268,6 +285,7 @@ def _ranks(stage: StageView) -> Piece | None:
     blocks: list[Piece] = [Table(head, rows, frozenset({0, 1, 2, 3, 4, 5, 6, 8}))]
     if stage.num_ranks > len(stage.timelines):
         blocks.append(Paragraph(f"The first {MOST_RANKS} of {stage.num_ranks} ranks.", is_faint=True))
+    blocks += [Paragraph(f"{fact[0].upper()}{fact[1:]}.") for fact in _stragglers(stage)]
     load = worst_load(stage)
     if load is not None and load.slowed_us:
         blocks.append(Paragraph(f"The machine was not this run's alone: {load}."))

@@ -192,6 +192,12 @@ class Train(SpecModel):
         "they are needed; on the CPUs of one node. `auto`: for packed conversations `resident` where that "
         "fits, else `collective`.",
     )
+    stragglers: Literal["leave", "move_load"] = Field(
+        "leave",
+        description="`move_load`: a worker that is measured slower than the others gets fewer samples of "
+        "each batch. Batches and updates stay the same, but for what a worker draws at random, and the last "
+        "digits of sums. `leave`: all have equal shares.",
+    )
     mesh: MeshSizes | None = Field(
         None, description="Sizes of the axes that the workers are laid out on. Default: the strategy's."
     )

@@ -1,0 +1,104 @@
+"""How long workers wait for each other, as the lengths of conversations tell."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import uneven as benchmark
+from mlpipe.cli.app import app
+from mlpipe.plan import uneven as module
+from mlpipe.plan.build import Start, build_plan
+from mlpipe.plan.hardware import GIB, Hardware
+from mlpipe.plan.plan import Mesh
+from mlpipe.plan.uneven import Uneven, lengths_of
+from mlpipe.spec.load import load_pipeline_text
+
+pytestmark = pytest.mark.unit
+CPU = Hardware("cpu", 1, 4, 8 * GIB, "CPU worker", {}, 4)
+TEXT = """version: 1
+name: uneven
+stages:
+  - name: train
+    train:
+      model: {preset: llama-25m, seq_len: 1024, vocab_size: 4096}
+      data: {chat: train.jsonl, tokenizer: ./model, batch_size: 32, micro_batch: 1}
+      steps: 10
+      strategy: fsdp
+    resources: {workers_per_node: 4}
+"""
+
+
+def write(path: Path, lengths: list[int]) -> None:
+    """Lines of about so many tokens each."""
+    lines = [{"prompt": "", "completion": "x" * 4 * max(1, length - 10)} for length in lengths]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("name", benchmark.MIXES)
+def test_the_gain_of_the_planner_is_that_of_the_benchmark(name):
+    """Of lengths drawn anew, within 10 %: packed and dealt by the trainer's own functions."""
+    length, capacity = benchmark.MIXES[name]
+    draw = random.Random(11)
+    lengths = [length(draw) for _ in range(2000)]
+    uneven = Uneven(lengths, benchmark.cost, benchmark.NUM_SAMPLES * 4, "balanced")
+    mesh = Mesh(dp_shard=4)
+    often, seldom = (uneven.idle(mesh, capacity, way) for way in ("collective", "on_demand"))
+    equal, free, _ = benchmark.mixed(name, 4, 24)
+    assert (1 - seldom) / (1 - often) == pytest.approx(benchmark.expected(equal, free, "on_demand"), rel=0.1)
+    assert seldom < uneven.idle(mesh, capacity, "resident")
+    # copies of whole weights meet behind the last pass alone
+    assert uneven.idle(Mesh(dp_replicate=4), capacity, "resident") == seldom
+
+
+def test_lengths_are_read_off_the_text(tmp_path, monkeypatch):
+    turns = [{"role": "user", "content": [{"type": "text", "text": "a" * 36}]}]
+    lines: list[Any] = [
+        {"messages": [*turns, {"role": "assistant", "content": "ä" * 20}]},
+        {"text": "b" * 400},
+        {"prompt": None, "completion": "c" * 40},
+        {"messages": []},
+        ["no object"],
+    ]
+    (path := tmp_path / "a.jsonl").write_text(
+        "\n".join([*map(json.dumps, lines), "{no json", "", "[" * 9999])
+    )
+    assert lengths_of(str(path), 50) == [19 + 10, 50, 10 + 10]
+    assert lengths_of(str(tmp_path / "none"), 50) == lengths_of(str(tmp_path), 50) == []
+    monkeypatch.setattr(module, "_SMALL_BYTES", 0)
+    write(path, [20] * 500 + [40] * 500)
+    found = lengths_of(str(path), 50)
+    assert 0.6 < found.count(40) / len(found) < 0.75  # places are even in bytes, not in lines
+    path.unlink()
+    path.mkdir()
+    assert lengths_of(str(path), 50) == []
+
+
+def test_auto_gathers_once_a_step_where_that_saves_time(tmp_path, monkeypatch):
+    """And the plan says how much. Samples of one length leave nothing to save."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.yaml").write_text(TEXT)
+    draw = random.Random(3)
+    for lengths, way in (
+        ([min(1000, int(draw.lognormvariate(math.log(100), 1.2))) for _ in range(300)], "resident"),
+        ([512] * 300, "collective"),
+    ):
+        write(tmp_path / "train.jsonl", lengths)
+        pipeline = load_pipeline_text(TEXT, "p.yaml")
+        plan = build_plan(pipeline, "train", Start("r", 1, "./runs"), CPU).work.training
+        assert plan.communication == way
+        assert plan.predicted is not None
+        told = plan.predicted.idle_ratios
+        assert list(told) == ["collective", "resident", "on_demand"]
+        assert (told["collective"] > 0.05) == (way == "resident")
+        shown = CliRunner().invoke(app, ["plan", "p.yaml"]).output
+        assert (
+            f"workers wait, since samples differ in length: collective {100 * told['collective']:.1f} %"
+            in shown
+        )
