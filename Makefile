@@ -140,6 +140,7 @@ bench: $(VENV)/.dev servers bench-tools  ## mlpipe beside its peers: loop, check
 	$(BIN)/python -m benchmarks.scrape
 	$(BIN)/python -m benchmarks.bubble
 	$(BIN)/python -m benchmarks.uneven
+	$(BIN)/python -m benchmarks.stragglers
 	$(BIN)/python -m benchmarks.startup
 
 bench-tools: $(TOOLS:%=.venv-bench-%/.done)  ## the tools that ours are compared with, each in an environment of its own

@@ -130,7 +130,10 @@ class Top:
         data = [fmean(step.data_seconds or 0.0 for step in steps) for steps in recent.values()]
         compute = [fmean(step.compute_seconds or 0.0 for step in steps) for steps in recent.values()]
         stages = [self._stages.get(f"{attempt_key}/{rank}", 0) for rank in recent]
-        local = [waited + computed for waited, computed in zip(data, compute, strict=True)]
+        # where load is moved, what it would take for an even share
+        shares = [fmean(step.share_ratio or 1.0 for step in steps) for steps in recent.values()]
+        spent = zip(data, compute, shares, strict=True)
+        local = [(waited + computed) / share for waited, computed, share in spent]
         scores = straggler_scores(local, stages)
         return [
             RankRow(

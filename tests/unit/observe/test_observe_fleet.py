@@ -178,6 +178,18 @@ def test_top_compares_ranks_of_one_stage(tmp_path):
     assert [round(row.straggler_score, 2) for row in Top(store).ranks("staged")] == [1, 1, 0.5, 1.5]
 
 
+def test_a_rank_with_less_work_is_slow_all_the_same(tmp_path):
+    """Its load was moved: it takes as long as the other, for half as much."""
+    store = open_store(str(tmp_path))
+    write_run(store, "q-1", {"train": stage_state("running")}, state="running")
+    for rank, share in enumerate((4 / 3, 2 / 3)):
+        step = {"kind": "step", "time": BEGIN, "step": 1, "compute_seconds": 0.4, "share_ratio": share}
+        line = {"v": 1, "rank": rank, "restart": 0, **step}
+        write_records(store, "runs/q-1/stages/train/attempt-1", rank, [line])
+    fast, slow = Top(store).ranks("q-1")
+    assert slow.straggler_score == pytest.approx(2 * fast.straggler_score)
+
+
 def test_top_shows_a_damaged_run_as_such_and_skips_records_without_a_time(store, tmp_path):
     shutil.copytree(store.url, tmp_path / "store")
     store = open_store(str(tmp_path / "store"))
