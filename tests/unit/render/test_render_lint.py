@@ -37,10 +37,11 @@ def test_nothing_to_say() -> None:
 
 
 def test_of_a_stage_that_the_driver_runs_it_is_what_the_driver_needs() -> None:
-    overrides = [*QUICKSTART, "image=mlpipe:1", "kubernetes.store.endpoint=http://127.0.0.1:9000"]
-    plan = plan_of(pipeline_of("quickstart", *overrides), "promote")
+    asked = ["image=mlpipe:1", "kubernetes.store.endpoint=http://127.0.0.1:9000", "kubernetes.shm=4 GiB"]
+    pipeline = pipeline_of("quickstart", *QUICKSTART, *asked)
+    plan = plan_of(pipeline, "promote")
     assert [line.partition(" ")[0] for line in lint(plan)] == ["warning:", "error:"]
-    both = lint(plan_of(pipeline_of("quickstart", *overrides, "kubernetes.shm=4 GiB"), "train"))
+    both = lint(plan_of(pipeline, "train"))
     assert both[:2] == lint(plan)
     assert len(both) == 3
 

@@ -135,7 +135,8 @@ def test_where_nothing_is_committed_nothing_is_pruned_and_a_fence_is_at_the_star
 
 def test_the_newest_that_was_marked_and_committed_is_the_best_and_stays(store):
     assert catalogue.best(store, STAGE) is None
-    save(store, 1, best=True)
+    first = save(store, 1, best=True)  # the only one, and the newest of all
+    assert catalogue.best(store, STAGE).key == first
     plain, marked = save(store, 2), save(store, 3, best=True)
     save(store, 4, commit=False, best=True)
     last = save(store, 5)

@@ -74,17 +74,22 @@ def test_of_two_who_take_over_a_half_claimed_id_one_does(store, monkeypatch):
     assert runs.read_run(store, "r-1").spec_digest == "sha-1"
     assert runs.read_pipeline(store, "r-1") == "of the first"
     put = store.put_if_absent
+    meanwhile = {
+        "r-2": lambda key: store.put(key, b"of the second"),
+        "r-3": lambda key: store.delete([key]),
+    }
 
     def slow(key, data):
-        """The first was thought dead: just before it has the run, another takes over."""
-        if key == "runs/r-2/run.json":
-            monkeypatch.setattr(store, "put_if_absent", put)
-            store.put("runs/r-2/pipeline.yaml", b"of the second")
+        """The first was thought dead: just before it has the run, another takes over, or frees the id."""
+        _, run_id, name = key.split("/")
+        if name == "run.json":
+            meanwhile[run_id](f"runs/{run_id}/pipeline.yaml")
         return put(key, data)
 
     monkeypatch.setattr(store, "put_if_absent", slow)
-    runs.create_run(store, "r-2", "of the first", "sha-1", ["a"], "local", {})
-    assert runs.read_pipeline(store, "r-2") == "of the first"
+    for run_id in meanwhile:
+        runs.create_run(store, run_id, "of the first", "sha-1", ["a"], "local", {})
+        assert runs.read_pipeline(store, run_id) == "of the first"
     assert not runs.clear_claim(store, "r-2")
 
 
@@ -104,13 +109,15 @@ def test_a_claim_without_a_run_is_told_waited_for_taken_over_or_freed(store, mon
     assert runs.read_pipeline(store, "r-2") == "version: 1\n"
 
     def begun(seconds):
-        create(store, "r-4")
-        store.copy("runs/r-4/run.json", "runs/r-3/run.json")
+        clock.now += seconds
+        store.copy("runs/r-1/run.json", "runs/r-3/run.json")
 
     store.put("runs/r-3/pipeline.yaml", b"of another")
     monkeypatch.setattr(clock, "sleep", begun)
-    with pytest.raises(StoreError, match="exists already"):
+    began = clock.now
+    with pytest.raises(StoreError, match="run r-3 exists already"):
         create(store, "r-3")
+    assert clock.now < began + runs._CLAIM_SECONDS
     assert runs.read_pipeline(store, "r-3") == "of another"
     for key in ("index/r-5/000000-claimed", "runs/r-5/pipeline.yaml"):
         store.put(key, b"")
@@ -118,8 +125,8 @@ def test_a_claim_without_a_run_is_told_waited_for_taken_over_or_freed(store, mon
         assert not store.exists(key)
         assert not runs.clear_claim(store, "r-5")
     assert not runs.clear_claim(store, "../r-5")
-    assert not runs.clear_claim(store, "r-4")
-    assert runs.read_run(store, "r-4").pipeline == "p"
+    assert not runs.clear_claim(store, "r-1")
+    assert runs.read_run(store, "r-1").pipeline == "p"
 
 
 def test_runs_are_listed_as_they_were_begun_with_their_last_change(store, tmp_path):
@@ -191,6 +198,10 @@ def test_states_only_move_forward(store):
     runs.update_run(store, "r-1", to("running"))
     runs.update_run(store, "r-1", stage_to("a", "running"))
     runs.update_run(store, "r-1", stage_to("a", "done"))
+    new = runs.update_run(
+        store, "r-1", lambda run: replace(run, stages={**run.stages, "c": runs.StageState("running")})
+    )
+    assert new.stages["c"].state == "running"
     for change in (to("pending"), stage_to("a", "running", 2), stage_to("a", "failed")):
         with pytest.raises(StoreError, match="only move forward"):
             runs.update_run(store, "r-1", change)
@@ -221,11 +232,14 @@ def test_reopen_keeps_what_is_done_and_forgets_the_rest(store):
     assert runs.reopen(store, "r-1", again=["a"]).stages["a"].state == "pending"
 
 
-def test_of_two_who_resume_what_they_saw_one_does_and_of_some_stages_the_others_stay(store):
+def test_of_two_who_resume_what_they_saw_one_does_and_of_some_stages_the_others_stay(store, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(runs, "time", clock)
     create(store)
     failed = runs.update_run(store, "r-1", lambda run: replace(to("failed")(run), message="by a"))
+    clock.now += 60
     run = runs.reopen(store, "r-1", ["b"], seen=failed)
-    assert (run.state, run.message, run.updated >= failed.updated) == ("running", "", True)
+    assert (run.state, run.message, run.updated - failed.updated) == ("running", "", 60)
     runs.request_cancel(store, "r-1", "of the first")
     with pytest.raises(StoreError, match="was resumed meanwhile") as caught:
         runs.reopen(store, "r-1", seen=failed)
