@@ -22,6 +22,7 @@ from mlpipe._core.records import Step
 from mlpipe.observe.records import read_records
 from mlpipe.store import catalogue, runs
 from mlpipe.store.folder import FolderStore
+from mlpipe.store.preflight import read_checked
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -146,6 +147,28 @@ def test_what_slurm_refuses_leaves_no_run_and_what_waits_says_why(person, tmp_pa
     person.until_note("waits", "slurm.time", "c")
     assert person.json("cancel", "waits")["state"] == "cancelled"
     assert "waits" not in person.cluster.run("squeue", "--noheader", "--format=%j")
+
+
+def test_a_node_that_does_not_pass_the_preflight_is_left_out_of_the_next_attempt(person, hold, tmp_path):
+    """Of two nodes nobody can tell whose link is slow: the second is left out, and the first passes with the
+    third."""
+    person.cluster.slow_down("n2", "1mbit")
+    limits = {"slow_ratio": 0.001, "clock": "1 h", "link_gb_per_second": 0.002}
+    resources = {"nodes": 2, "cpus": 1, "memory": "2 GiB", "preflight": limits}
+    document = {"version": 1, "name": "p", "slurm": {"time": "30 min"}}
+    path = tmp_path / "preflight.json"
+    path.write_text(json.dumps(document | {"stages": [training(hold.model, resources)]}))
+    try:
+        person.submit(path, "checked", "--wait")
+    finally:
+        person.cluster.slow_down("n2", "10gbit")
+    first, second = (f"runs/checked/stages/train/attempt-{number}" for number in (1, 2))
+    pairs = read_checked(person.there, first).pairs
+    assert [pair[:2] for pair in pairs] == [("n1", "n2")]
+    assert "their link has 0." in pairs[0][2]
+    assert json.loads(person.there.get(f"{second}/plan.json"))["launch"]["avoid"] == ["n2"]
+    assert set(read_checked(person.there, second).nodes) == {"n1", "n3"}
+    assert runs.read_run(person.there, "checked").stages["train"].state == "done"
 
 
 def test_a_cancel_saves_and_one_by_hand_is_a_cancel_too(person, hold, spec):

@@ -66,6 +66,13 @@ class Slurm:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def slow_down(self, name: str, rate: str) -> None:
+        """What the node sends, such as `1mbit`."""
+        (pid, *_) = self._inside(name)
+        shaped = ["root", "tbf", "rate", rate, "burst", "16kb", "latency", "400ms"]
+        argv = ["nsenter", "--target", str(pid), "--net", "tc", "qdisc", "replace", "dev", "eth0", *shaped]
+        subprocess.run(argv, check=True, timeout=60)
+
     def nodes_of(self, job: object) -> list[str]:
         names = self.run("squeue", "--noheader", "--jobs", job, "--format=%N").strip()
         return self.run("scontrol", "show", "hostnames", names).split()

@@ -181,6 +181,8 @@ class Launcher:
         print(f"error: {failure}", file=sys.stderr, flush=True)  # noqa: T201
         self._event(LaunchEnded(outcome=ended.outcome, message=ended.message))
         self._store_outcome(ended, 0, exit_code)
+        if self.plan.launch.num_nodes > 1 and exit_code == EXIT_CODES["infrastructure"]:
+            _wait_until(lambda: self.num_signals > 0, _BLAMELESS_SECONDS)
         return exit_code
 
     def _event(self, event: Record) -> None:

@@ -83,6 +83,10 @@ def test_of_two_clocks_the_stores_tells_and_else_nobody():
     assert judge(reports, LIMITS, 1.0).faults == {"n0": ["its clock is 5 s behind"]}
 
 
+def test_a_machine_that_told_nothing_in_the_end_is_missed_by_nobody():
+    assert judge(gang(4)[:3], LIMITS, 1.0).words == []
+
+
 def test_what_is_wrong_alone_stands_beside_what_is_compared():
     reports = gang(3)
     reports[0].faults.append("nvidia-smi shows 7 GPUs of 8")

@@ -1,6 +1,6 @@
 """`python -m mlpipe.train.preflight --plan PLAN --scratch DIR`: one a node, before its torchrun.
 
-Leaves `preflight-result.json` in the scratch folder: the same on all machines, see `store/preflight.py`.
+Prints what was found as JSON, the same on all machines: see `store/preflight.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from mlpipe.store.open import open_store
 from mlpipe.store.preflight import Checked
 from mlpipe.train.preflight import machine
 from mlpipe.train.preflight.gang import CHECK_SECONDS, Gang
-from mlpipe.train.preflight.start import RESULT
 from mlpipe.train.preflight.verdict import Report, judge
 
 
@@ -40,52 +40,50 @@ def _run(plan: Plan, path: Path, scratch: Path) -> int:
         checked = judge([report], limits, time.monotonic() - began)
     else:
         checked = _with_others(plan, limits, scratch, report)
-    gathered = scratch / f".{RESULT}"
-    gathered.write_text(json.dumps(asdict(checked)))
-    gathered.rename(scratch / RESULT)
+    print(json.dumps(asdict(checked)), flush=True)  # noqa: T201
     return 0
 
 
 def _with_others(plan: Plan, limits: PreflightPlan, scratch: Path, report: Report) -> Checked:
-    """What is slow or odd is looked at once more before anybody is blamed."""
+    """Raises TrainError (infrastructure) when the others, or the links to them, are gone."""
     store = open_store(plan.store_url)
-    gang = Gang(GangNode.from_environment().rendezvous, report.index, plan.launch.num_nodes, report.node)
-    checked = Checked()
-    for turn in range(2):
-        if turn == 0:
-            machine.look(plan, limits, scratch, store, report)
-        else:
-            machine.look_again(plan, limits, store, report)
-        silent = _silent(gang, gang.exchange(f"alone-{turn}", asdict(report)))
-        if silent.faults:
-            return silent
-        try:
-            gang.look_at_links(report)
-        except RuntimeError as error:
-            raise TrainError(
-                f"the preflight's links failed: {str(error).splitlines()[0]}",
-                where=report.node,
-                hint="a machine or a link went away while they were tried",
-                kind="infrastructure",
-            ) from None
-        told = gang.exchange(f"together-{turn}", asdict(report))
-        silent = _silent(gang, told)
-        if silent.faults:
-            return silent
-        checked = judge(
-            [_report(told[index]) for index in sorted(told)], limits, time.monotonic() - gang.began
+    try:
+        gang = Gang(GangNode.from_environment().rendezvous, report.index, plan.launch.num_nodes, report.node)
+        checked, silent = _look(
+            gang, report, limits, lambda: machine.look(plan, limits, scratch, store, report), again=False
         )
-        if not checked.words:
-            break
-    gang.leave()
+        if checked.words and not silent and checked.seconds < CHECK_SECONDS / 3:
+            checked, silent = _look(
+                gang, report, limits, lambda: machine.look_again(plan, limits, store, report), again=True
+            )
+        gang.leave(silent)
+    except RuntimeError as error:
+        raise TrainError(
+            f"the preflight lost the other machines: {str(error).splitlines()[0]}",
+            where=report.node,
+            hint="one of them, or a link, went away meanwhile; the first one's outcome says more",
+            kind="infrastructure",
+        ) from None
     return checked
 
 
-def _silent(gang: Gang, told: dict[int, Any]) -> Checked:
-    """Machines that were there and did not end their checks in time."""
-    words = [f"did not end its checks within {CHECK_SECONDS:.0f} s"]
-    silent = {node: list(words) for index, node in enumerate(gang.nodes) if index not in told}
-    return Checked({one["node"]: one["figures"] for one in told.values()}, silent, [], CHECK_SECONDS)
+def _look(
+    gang: Gang, report: Report, limits: PreflightPlan, alone: Callable[[], None], *, again: bool
+) -> tuple[Checked, list[int]]:
+    """What all found, and who told nothing in time. What is slow or odd is looked at `again` before anybody
+    is blamed. The seconds are the first machine's, by which all decide."""
+    alone()
+    told = gang.exchange(f"alone-{again}", [asdict(report), 0.0])
+    if len(told) == gang.size:
+        gang.look_at_links(report)
+        told = gang.exchange(f"together-{again}", [asdict(report), time.monotonic() - gang.began])
+    reports = [_report(told[index][0]) for index in sorted(told)]
+    checked = judge(reports, limits, told[0][1] if 0 in told else CHECK_SECONDS)
+    silent = [index for index in range(gang.size) if index not in told]
+    for index in silent:
+        words = f"did not end its checks within {CHECK_SECONDS:.0f} s"
+        checked.faults.setdefault(gang.nodes[index], []).append(words)
+    return checked, silent
 
 
 def _report(plain: dict[str, Any]) -> Report:

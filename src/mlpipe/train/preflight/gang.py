@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -24,8 +24,7 @@ CHECK_SECONDS = 60.0
 _GONE_SECONDS = 30.0
 _LOOK_SECONDS = 0.2
 _FIRST_BYTES, _BYTES = 2**18, 2**22
-_LEAST_TIMES, _MOST_TIMES, _LINK_SECONDS = 3, 20, 0.4
-_SLOW_SECONDS = 0.25  # for the first bytes: more of them would say the same
+_FIRST_TIMES, _MOST_TIMES, _LINK_SECONDS = 3, 20, 0.6
 _MOST_ROUNDS = 8  # with so many others a machine tries its link
 _PINGS = 5
 
@@ -61,10 +60,11 @@ class Gang:
         there = [index for index in range(self.size) if index not in missing]
         return {index: json.loads(self._store.get(f"{key}/{index}")) for index in there}
 
-    def _wait(self, key: str, seconds: float) -> list[int]:
+    def _wait(self, key: str, seconds: float, without: Collection[int] = ()) -> list[int]:
         """Who has not told it when they are over."""
         deadline = time.monotonic() + seconds
-        while missing := [index for index in range(self.size) if not self._store.check([f"{key}/{index}"])]:
+        who = [index for index in range(self.size) if index not in without]
+        while missing := [index for index in who if not self._store.check([f"{key}/{index}"])]:
             if time.monotonic() > deadline:
                 break
             time.sleep(_LOOK_SECONDS / 4)
@@ -89,15 +89,14 @@ class Gang:
 
     def _link(self, other: int) -> float:
         """Bytes a second in one direction, while as many go in the other, as in an all-reduce of two."""
-        took = min(self._swap(other, _FIRST_BYTES) for _ in range(_LEAST_TIMES))
+        took = min(self._swap(other, _FIRST_BYTES) for _ in range(_FIRST_TIMES))
         slower = torch.tensor([took], dtype=torch.float64)
         theirs = torch.empty_like(slower)
         self._send_both(slower, theirs, other)
-        if (slowest := max(took, theirs.item())) > _SLOW_SECONDS:
+        times = int(_LINK_SECONDS / max(took, theirs.item()) * _FIRST_BYTES / _BYTES)
+        if times == 0:  # so slow that the first bytes say enough
             return _FIRST_BYTES / took
-        times = int(_LINK_SECONDS / slowest * _FIRST_BYTES / _BYTES)
-        best = min(self._swap(other, _BYTES) for _ in range(min(_MOST_TIMES, max(_LEAST_TIMES, times))))
-        return _BYTES / best
+        return _BYTES / min(self._swap(other, _BYTES) for _ in range(min(_MOST_TIMES, times)))
 
     def _swap(self, other: int, num_bytes: int) -> float:
         sent = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -131,11 +130,12 @@ class Gang:
             found.append((took, asked + took / 2 - answer.item()))
         return min(found)[1]
 
-    def leave(self) -> None:
-        """The first machine when all have read what they need; the others when its server is gone."""
+    def leave(self, silent: Collection[int]) -> None:
+        """The first machine when all but those that are `silent` have read what they need; the others when
+        its server is gone."""
         self._store.set(f"over/{self.index}", "")
         if self.index == 0:
-            self._wait("over", _GONE_SECONDS)
+            self._wait("over", _GONE_SECONDS, silent)
             return
         deadline = time.monotonic() + _GONE_SECONDS
         while time.monotonic() < deadline:

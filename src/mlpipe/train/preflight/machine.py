@@ -7,6 +7,7 @@ CPUs each core works by itself: threads that wait for each other would measure w
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -39,7 +40,8 @@ def look(plan: Plan, limits: PreflightPlan, scratch: Path, store: Store, report:
     """All of these into `report`; what it is at stands in a file of `scratch`."""
 
     def at(what: str) -> None:
-        (scratch / DOING).write_text(what)
+        with contextlib.suppress(OSError):  # of a full disk the next line tells
+            (scratch / DOING).write_text(what)
 
     at("the disk")
     report.faults += disk(scratch, limits, report)

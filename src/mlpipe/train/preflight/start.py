@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,7 +18,7 @@ from mlpipe.store.preflight import Checked, checked_from
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.stop import die_with_parent
 
-RESULT, DOING, LOG = "preflight-result.json", "preflight-doing", "preflight.log"
+DOING, LOG = "preflight-doing", "preflight.log"
 _POLL_SECONDS = 0.1
 _ALONE_SECONDS = 60.0
 # Of a gang: for the others to come, for the checks, and for the last of them to leave.
@@ -34,28 +35,23 @@ def run_preflight(
     stopped: Callable[[], bool],
 ) -> Checked | Outcome:
     """What was found, or how it failed to find anything."""
-    for name in (RESULT, DOING):
-        (scratch / name).unlink(missing_ok=True)
-    argv = [
-        sys.executable,
-        "-m",
-        "mlpipe.train.preflight",
-        "--plan",
-        str(plan_path),
-        "--scratch",
-        str(scratch),
-    ]
+    (scratch / DOING).unlink(missing_ok=True)
+    argv = [sys.executable, "-m", "mlpipe.train.preflight"]
+    argv += ["--plan", str(plan_path), "--scratch", str(scratch)]
+    # whatever a worker may use: all is for the preflight now
+    env = {name: value for name, value in env.items() if name != "OMP_NUM_THREADS"}
     with (scratch / LOG).open("wb") as log:
         process = subprocess.Popen(
             argv,
-            env={
-                name: value for name, value in env.items() if name != "OMP_NUM_THREADS"
-            },  # alone on its node
+            env=env,
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE,  # not a file: the disk may be what is full
+            stderr=log,
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
+    told: list[bytes] = []
+    reader = threading.Thread(target=lambda: told.append(_read(process)), daemon=True)
+    reader.start()
     seconds = _ALONE_SECONDS if alone else _TOGETHER_SECONDS
     deadline = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < deadline and not stopped():
@@ -64,10 +60,11 @@ def run_preflight(
     if late:
         process.kill()
         process.wait()
+    reader.join(_POLL_SECONDS * 10)
     if stopped():
         return _failed("cancelled", "stopped in its preflight")
-    if (scratch / RESULT).exists():
-        return checked_from(json.loads((scratch / RESULT).read_bytes()))
+    if not late and process.returncode == 0 and told:
+        return checked_from(json.loads(told[0]))
     doing = (scratch / DOING).read_text() if (scratch / DOING).exists() else "the start"
     if late:
         return _failed(
@@ -76,6 +73,10 @@ def run_preflight(
     words = (scratch / LOG).read_text(errors="replace").strip().removeprefix("error: ")
     kind = _KINDS.get(process.returncode, "infrastructure") if process.returncode != 1 else "infrastructure"
     return _failed(kind, f"the preflight failed at {doing}: {words[-2000:] or process.returncode}")
+
+
+def _read(process: subprocess.Popen[bytes]) -> bytes:
+    return process.stdout.read() if process.stdout is not None else b""
 
 
 def at_fault(checked: Checked) -> Outcome:

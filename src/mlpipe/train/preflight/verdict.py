@@ -93,8 +93,11 @@ def _links(
 ) -> list[tuple[int, int, str]]:
     """A machine all of whose links are slow is at fault; where one link alone is, it is one of the two."""
     rates: dict[tuple[int, int], float] = {}
+    there = {report.index for report in reports}
     for report in reports:
         for other, rate in report.links.items():
+            if other not in there:  # it has told nothing since
+                continue
             pair = (min(report.index, other), max(report.index, other))
             rates[pair] = min(rate, rates.get(pair, rate))
     if not rates:
