@@ -101,7 +101,9 @@ def _text(found: Found, tuned: Tuned, spec: str, out: str) -> str:
         told = f"{row.change.expected_ratio:.3f}"
         rows.append((short(row.change.sets), ratio, told, str(row.num_trials), row.verdict, beside))
     lines = aligned(rows, {0, 4, 5})
-    lines += ["", f"a trial differs from the same again by {tuned.noise_ratio:.1%} (standard deviation)"]
+    lines.append("")
+    if tuned.noise_ratio:
+        lines.append(f"a trial differs from the same again by {tuned.noise_ratio:.1%} (standard deviation)")
     if not tuned.is_complete:
         lines.append("time was over before all was tried: the same command goes on")
     if not tuned.sets:

@@ -90,6 +90,15 @@ def test_a_machine_that_becomes_slower_is_no_reason_to_change():
     assert search(machine.changes(), machine.measure).best == ()
 
 
+def test_what_slows_all_alike_falls_on_each_side_alike():
+    """A steady drift leaves no trace in the ratios, since the second trials are in the reverse order."""
+    trials = itertools.count()
+    changes = [Change(knob, (f"{knob}=1",)) for knob in "abc"]
+    found = search(changes, lambda config: math.exp(0.004 * next(trials)))
+    assert [row.ratio for row in found.rows] == pytest.approx([1.0, 1.0, 1.0])
+    assert found.best == ()
+
+
 def test_what_the_planner_calls_hopeless_and_what_was_slow_once_is_left_alone():
     machine = Machine(KNOBS, 3, noise=0.001)
     tried: list[str] = []
