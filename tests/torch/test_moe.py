@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ CONFIG = MoeConfig(
     balance_rate=0.01,
 )
 MODEL = ModelPlan(Entry(MOE, dataclasses.asdict(CONFIG)), "test", 32, ())
+NARROW = ModelPlan(Entry(MOE, {**dataclasses.asdict(CONFIG), "capacity_factor": 1.0}), "test", 32, ())
 
 
 def filled(moe: MoE, seed: int) -> MoE:
@@ -80,6 +82,39 @@ def test_routing_is_that_of_a_plain_loop_over_tokens(num_experts, k, num_shared,
         torch.testing.assert_close(mine, torch.zeros_like(mine) if theirs is None else theirs)
 
 
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 3), st.floats(0.1, 4.0), st.integers(0, 2**20))
+def test_who_finds_no_place_is_not_computed(num_experts, k, factor, seed):
+    """An expert's places go to the tokens that like it best; an evaluation drops nobody."""
+    k = min(k, num_experts)
+    config = replace(
+        CONFIG, dim=4, num_heads=2, num_kv_heads=1, ffn_dim=3, num_experts=num_experts,
+        experts_per_token=k, num_shared_experts=1,
+    )  # fmt: skip
+    moe = filled(MoE(replace(config, capacity_factor=factor)).double(), seed)
+    dropless = filled(MoE(config).double(), seed)
+    x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    share, experts = dropless.gate(x.flatten(0, 1))
+    capacity = min(10, math.ceil(factor * 10 * k / num_experts))
+    kept = torch.zeros(10, k, 1, dtype=torch.float64)
+    for expert in range(num_experts):
+        rows = sorted((-share[n, i].item(), n, i) for n, i in (experts == expert).nonzero().tolist())
+        for _, n, i in rows[:capacity]:
+            kept[n, i] = 1
+    experts_of = dropless._all(x.flatten(0, 1), share, experts).unflatten(0, share.shape)
+    expected = (experts_of * share.unsqueeze(-1) * kept).sum(1).view_as(x) + dropless.shared_experts(x)
+    moe.counted = torch.zeros(num_experts + 1, dtype=torch.int64)
+    found, weight = moe(x), torch.randn_like(x)
+    torch.testing.assert_close(found, expected)
+    assert moe.counted[-1] == 10 * k - int(kept.sum())
+    assert moe.counted[:-1].tolist() == experts.flatten().bincount(minlength=num_experts).tolist()
+    wanted = torch.autograd.grad((expected * weight).sum(), [x, *dropless.parameters()])
+    gradients = torch.autograd.grad((found * weight).sum(), [x, *moe.parameters()])
+    for mine, theirs in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(moe.eval()(x), dropless(x))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_grouped_kernel_is_the_loop(dtype, monkeypatch):
     moe = filled(MoE(CONFIG), 3).to(dtype)
@@ -114,12 +149,21 @@ VARIANTS = {
         "full": {"activation_checkpointing": "full"},
         "selective": {"activation_checkpointing": "selective"},
         "bf16": {"precision": "bf16"},
+        "capacity": {"micro_batch": 8, "accumulation": 2, "model": NARROW},
+        "capacity-full": {
+            "micro_batch": 8,
+            "accumulation": 2,
+            "model": NARROW,
+            "activation_checkpointing": "full",
+        },
     },
     2: {
         "ddp": {"strategy": "ddp"},
         "zero1": {"strategy": "zero1"},
         "fsdp": {"strategy": "fsdp"},
         "bf16-fsdp": {"strategy": "fsdp", "precision": "bf16"},
+        "capacity-ep": {"mesh": Mesh(dp_shard=2, ep=2), "micro_batch": 8, "model": NARROW},
+        "capacity-tp": {"mesh": Mesh(tp=2), "micro_batch": 8, "accumulation": 2, "model": NARROW},
     },
 }
 
@@ -194,6 +238,15 @@ def test_the_same_losses_and_loads_whatever_splits_the_work(runs, name):
     assert of(runs[name], "loss") == pytest.approx(of(runs["single"], "loss"), rel=1e-5)
     assert of(runs[name], "grad_norm") == pytest.approx(of(runs["single"], "grad_norm"), rel=1e-3)
     assert of(runs[name], "expert_max_load_ratio") == of(runs["single"], "expert_max_load_ratio")
+
+
+@pytest.mark.parametrize("name", ["capacity-full", "capacity-ep", "capacity-tp"])
+def test_the_same_tokens_find_no_place_whatever_splits_the_work(runs, name):
+    """As long as micro-batches are the same; recomputed blocks count nobody again."""
+    assert of(runs[name], "loss") == pytest.approx(of(runs["capacity"], "loss"), rel=1e-5)
+    assert of(runs[name], "expert_dropped_ratio") == of(runs["capacity"], "expert_dropped_ratio")
+    assert all(0.01 < ratio < 0.5 for ratio in of(runs[name], "expert_dropped_ratio"))
+    assert "expert_dropped_ratio" not in runs["single"][0]
 
 
 def test_bf16_is_near(runs):

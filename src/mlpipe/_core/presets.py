@@ -13,7 +13,7 @@ from mlpipe._core.feasibility import Infeasible, indivisible, too_many_experts
 LLAMA = "mlpipe.train.models.llama:build_model"  # the entries of mlpipe's own models
 MOE = "mlpipe.train.models.moe:build_model"
 OWN = (LLAMA, MOE)
-OF_EXPERTS = ("num_experts", "experts_per_token", "num_shared_experts", "balance_rate")
+OF_EXPERTS = ("num_experts", "experts_per_token", "num_shared_experts", "balance_rate", "capacity_factor")
 
 
 class Named(NamedTuple):
@@ -230,7 +230,8 @@ class MoeConfig(LlamaConfig):
     `num_experts` feed-forwards of `ffn_dim` channels each token has the `experts_per_token` that its router
     likes best; `num_shared_experts` more, which are one as wide as all of them, every token has.
     `balance_rate`: by which a step moves the bias of an expert that had more, or fewer, tokens than the mean
-    (Wang et al., Auxiliary-Loss-Free Load Balancing, 2024); 0: never.
+    (Wang et al., Auxiliary-Loss-Free Load Balancing, 2024); 0: never. `capacity_factor`: tokens of a
+    micro-batch that an expert computes at most, over the mean, when it learns (GShard, 2020); None: all.
 
     Of open weights: `router`: what makes affinities of its products; of `softmax`, over all experts, there is
     no bias to balance with. `normalised`: whether a token's affinities are made to sum to 1.
@@ -244,6 +245,7 @@ class MoeConfig(LlamaConfig):
     balance_rate: float
     router: Literal["sigmoid", "softmax"] = field(default="sigmoid", kw_only=True)
     normalised: bool = field(default=True, kw_only=True)
+    capacity_factor: float | None = field(default=None, kw_only=True)
 
     @property
     def shared_dim(self) -> int:

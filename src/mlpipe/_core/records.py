@@ -156,6 +156,9 @@ class Step(Record):
     experts_by_load_ratio: dict[str, int] | None = None
     """How many experts, over all layers, had at most so many times the mean, and more than the bound before;
     of rank 0 only."""
+    expert_dropped_ratio: float | None = None
+    """Where experts have a `capacity_factor`: of the tokens' ways to experts, over all layers, those that had
+    no room; of rank 0 only."""
     padding_tokens: int | None = None
     """Of the tokens that this rank computed, those that fill up shorter samples; absent where the data do not
     tell."""

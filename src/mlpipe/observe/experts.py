@@ -32,6 +32,8 @@ def table(stage: StageView) -> Piece | None:
     blocks.append(
         Paragraph(f"Experts of all layers in step {last[-1].step}, by the same ratio: {counts}{more}.")
     )
+    if (dropped := last[-1].expert_dropped_ratio) is not None:
+        blocks.append(Paragraph(f"Of the tokens' ways to experts {dropped:.1%} had no room in that step."))
     return Details("Experts: how evenly tokens were spread", blocks, is_open=len(rows) <= 12)
 
 

@@ -184,7 +184,7 @@ METRICS: tuple[Metric, ...] = (
 )  # fmt: skip
 
 # Of a training with a mixture of experts; else absent. Twice as many as the model has layers, and eight: a
-# series for each expert, of which there are thousands, would say little more.
+# series for each expert, of which there are thousands, would say little more. With a capacity one more.
 EXPERT_METRICS: tuple[Metric, ...] = (
     Metric(
         "mlpipe_train_expert_max_load_ratio", "gauge", "ratio", "0",
@@ -203,6 +203,12 @@ EXPERT_METRICS: tuple[Metric, ...] = (
         "How many experts, over all layers, had at most so many times the mean of their layer in the last"
         " step, and more than the bound before.",
         "step: experts_by_load_ratio", ("at_most",),
+    ),
+    Metric(
+        "mlpipe_train_expert_dropped_ratio", "gauge", "ratio", "0",
+        "Of the tokens' ways to experts in the last step, over all layers, those for which a"
+        " `capacity_factor` left no room.",
+        "step: expert_dropped_ratio",
     ),
 )  # fmt: skip
 

@@ -198,6 +198,7 @@ def test_the_load_of_experts_is_one_series_a_layer_and_a_bound(serve, rank, serv
         "expert_max_load_ratio": {"0": 2.0, "1": 1.5},
         "expert_max_average_load_ratio": {"0": 1.2, "1": 1.1},
         "experts_by_load_ratio": {"1.0": 5, "inf": 3},
+        "expert_dropped_ratio": 0.25,
     }
     for record in (START, {**STEP, **loads}, {**STEP, **loads, "expert_max_load_ratio": {"0": 3.0}}):
         observe(metrics, record)
@@ -206,6 +207,8 @@ def test_the_load_of_experts_is_one_series_a_layer_and_a_bound(serve, rank, serv
     assert {dict(labels)["layer"]: value for labels, value in fullest.items()} == served
     averages = found.get("mlpipe_train_expert_max_average_load_ratio", {})
     assert sorted(averages.values()) == ([1.1, 1.2] if served else [])
+    dropped = found.get("mlpipe_train_expert_dropped_ratio", {})
+    assert list(dropped.values()) == ([0.25] if served else [])
     counts = found.get("mlpipe_train_experts_by_load_ratio", {})
     assert {dict(labels)["at_most"]: value for labels, value in counts.items()} == (
         {"1.0": 5, "inf": 3} if served else {}

@@ -73,6 +73,11 @@ class PresetModel(SpecModel):
     balance_rate: f.NotNegative | None = Field(
         None, description="How fast experts are balanced: by so much a step moves the bias of each; 0: never."
     )
+    capacity_factor: f.Positive | None = Field(
+        None,
+        description="Most tokens of a worker's micro-batch that an expert learns from, over the mean; the "
+        "others pass it by. Default: none do.",
+    )
 
 
 class PretrainedModel(SpecModel):

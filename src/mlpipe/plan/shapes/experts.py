@@ -3,6 +3,7 @@ experts: all lie in memory and are read, and a token is computed by those that i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,12 @@ class Experts(Dense):
         return {**super().widths, **of_experts}
 
     @property
+    def _places(self) -> float:
+        """Of experts, for each token: with a capacity also those that stay empty are computed."""
+        config, k = self.config, self.config.experts_per_token
+        return k if config.capacity_factor is None else min(config.num_experts, k * config.capacity_factor)
+
+    @property
     def _ffn_channels(self) -> int:
         return self.config.experts_per_token * self.config.ffn_dim + self.config.shared_dim
 
@@ -32,9 +39,12 @@ class Experts(Dense):
         """As a feed-forward's; besides what comes to and from the experts of a token, the router's affinities
         in fp32 with what is biased of them, and the order of the rows and its inverse. Under `tp` each rank
         has its experts, and all tokens with all that stands around the experts."""
-        config, k = self.config, self.config.experts_per_token
+        config, k, places = self.config, self.config.experts_per_token, self._places
         shared = 4 * [width * config.shared_dim // tp] if config.num_shared_experts else []
-        routed = [*4 * [width * k * config.ffn_dim // tp], *2 * [width * k * config.dim]]
+        routed = [
+            *4 * [int(width * places * config.ffn_dim) // tp],
+            *2 * [int(width * max(k, places) * config.dim)],
+        ]
         return [*shared, *routed, *2 * [4 * config.num_experts], *2 * [8 * k]]
 
     def _matmuls(self, step: StepShape, kernels: Kernels) -> list[float]:
@@ -42,7 +52,7 @@ class Experts(Dense):
         of its own, and the router of all."""
         config, tokens, tp = self.config, step.num_tokens, step.part.tp
         others, router = config.matmuls()[:-3], (config.dim, config.num_experts)
-        rows = -(-tokens * config.experts_per_token // config.num_experts)
+        rows = math.ceil(tokens * self._places / config.num_experts)
         routed = config.num_experts // tp * kernels.matmul(rows, config.dim, config.ffn_dim)
         parts = [one if one == router else split(*one, config.dim, tp) for one in others]
         return [*(kernels.matmul(tokens, inner, outer) for inner, outer in parts), *3 * [routed]]

@@ -2,18 +2,24 @@
 
 A token's affinity to an expert is the sigmoid of a dot product, of some open weights (Mixtral, Jiang et al.,
 2024; Qwen3) the softmax of all of them. It goes to the experts of the largest sum of
-affinity and bias; their results are added by affinities that are made to sum to 1. No token is dropped: they
-are sorted by expert, and each expert computes all that it has. The bias, which no gradient reaches, balances
-the experts (`train/parallel/balance_experts.py`).
+affinity and bias; their results are added by affinities that are made to sum to 1. Tokens are sorted by
+expert, and each expert computes all that it has. The bias, which no gradient reaches, balances the experts
+(`train/parallel/balance_experts.py`).
+
+With a `capacity_factor` an expert has as many places in every micro-batch that it learns from (Lepikhin et
+al., GShard, 2020). The tokens of the largest affinity take them; who finds none is not computed by it, and
+goes on with what its other experts and the residual stream make of it.
 
 Parameters are named as in `transformers`' Glm4Moe, which computes the same with sigmoids; but the matrices of
 all experts are one, one below the other, so that any number of ranks can share its rows.
 
 B batch · T tokens · D dim · N = B x T · k experts_per_token · S = N x k rows · E experts · F ffn_dim
+C places of an expert · P = E x C
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -136,9 +142,29 @@ class Rows(torch.autograd.Function):
         return (grad.unflatten(0, (-1, ctx.k)).sum(1) if ctx.k > 1 else grad), None, None, None
 
 
+class Places(torch.autograd.Function):
+    """Row `taken[p] // k` of what came in, for each p, or 0 where it is not `wanted`; every row goes to the
+    places `given` of it, k of them, where these are `room`. The backward pass is the same the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, to: tuple[Tensor, Tensor], back: tuple[Tensor, Tensor], k: int
+    ) -> Tensor:
+        taken_P, wanted_P = to
+        ctx.save_for_backward(*back)
+        ctx.k = k
+        return x_ND[taken_P // k].masked_fill(~wanted_P.unsqueeze(-1), 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        given_S, room_S = ctx.saved_tensors
+        grad = grad_PD[given_S].masked_fill(~room_S.unsqueeze(-1), 0)
+        return (grad.unflatten(0, (-1, ctx.k)).sum(1) if ctx.k > 1 else grad), None, None, None
+
+
 class MoE(nn.Module):
-    """`counted`: int64 (E,), to which each training forward adds the rows of each expert; None: nobody wants
-    to know."""
+    """`counted`: int64 (E,), to which each training forward adds the rows of each expert, with a
+    `capacity_factor` (E + 1,), behind them those that it drops; None: nobody wants to know."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -147,6 +173,7 @@ class MoE(nn.Module):
         shared = replace(config, ffn_dim=config.shared_dim)
         self.shared_experts = MLP(shared) if config.num_shared_experts else None
         self.num_experts, self.experts_per_token = config.num_experts, config.experts_per_token
+        self.capacity_factor = config.capacity_factor
         self.counted: Tensor | None = None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -154,23 +181,55 @@ class MoE(nn.Module):
         x_ND = x_BTD.flatten(0, -2)
         share_Nk, experts_Nk = self.gate(x_ND)
         shared_ND = self.shared_experts(x_ND) if self.shared_experts is not None else None
-        experts_S, order_S = experts_Nk.flatten().sort(stable=True)
-        places_S = order_S.argsort()
-        numbers = torch.arange(self.num_experts, device=x_ND.device)
-        ends_E = torch.searchsorted(experts_S, numbers, right=True, out_int32=True)
-        self._count(ends_E)
-        y_SD = self.experts(Rows.apply(x_ND, order_S, places_S, self.experts_per_token), ends_E)
-        y_NkD = Rows.apply(y_SD, places_S, order_S, 1).unflatten(0, share_Nk.shape)
+        routed = self._all if self.capacity_factor is None or not self.training else self._with_capacity
+        y_NkD = routed(x_ND, share_Nk, experts_Nk).unflatten(0, share_Nk.shape)
         y_ND = (y_NkD * share_Nk.unsqueeze(-1)).sum(1).to(x_ND.dtype)
         if shared_ND is not None:
             y_ND = y_ND + shared_ND
         return y_ND.view_as(x_BTD)
 
+    def _all(self, x_ND: Tensor, share_Nk: Tensor, experts_Nk: Tensor) -> Tensor:
+        """What the experts of each token make of it (S, D)."""
+        experts_S, order_S = experts_Nk.flatten().sort(stable=True)
+        places_S, ends_E = order_S.argsort(), self._ends(experts_S)
+        self._count(ends_E)
+        y_SD = self.experts(Rows.apply(x_ND, order_S, places_S, self.experts_per_token), ends_E)
+        back: Tensor = Rows.apply(y_SD, places_S, order_S, 1)
+        return back
+
+    def _with_capacity(self, x_ND: Tensor, share_Nk: Tensor, experts_Nk: Tensor) -> Tensor:
+        """Likewise, of those that find a place; of others 0. The shapes are the same for every batch."""
+        num_rows, num_experts, k = experts_Nk.numel(), self.num_experts, self.experts_per_token
+        capacity = min(len(x_ND), math.ceil((self.capacity_factor or 1) * num_rows / num_experts))
+        best_S = share_Nk.detach().flatten().argsort(descending=True, stable=True)
+        experts_S, within_S = experts_Nk.flatten()[best_S].sort(stable=True)
+        order_S, ends_E = best_S[within_S], self._ends(experts_S)
+        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        begins_E, numbers_C = ends_E - counts_E, torch.arange(capacity, device=x_ND.device)
+        wanted_P = (numbers_C < counts_E.unsqueeze(1)).flatten()
+        sorted_P = (begins_E.unsqueeze(1) + numbers_C).flatten().clamp(max=num_rows - 1)
+        to = order_S[sorted_P], wanted_P
+        number_S = torch.arange(num_rows, device=x_ND.device) - begins_E[experts_S]
+        given_S = experts_S * capacity + number_S.clamp(max=capacity - 1)
+        places_S = order_S.argsort()
+        back = given_S[places_S], (number_S < capacity)[places_S]
+        self._count(ends_E, num_rows - wanted_P.sum())
+        full_E = capacity * torch.arange(1, num_experts + 1, dtype=torch.int32, device=x_ND.device)
+        y_PD = self.experts(Places.apply(x_ND, to, back, k), full_E)
+        y_SD: Tensor = Places.apply(y_PD, back, to, 1)
+        return y_SD
+
+    def _ends(self, experts_S: Tensor) -> Tensor:
+        """Where the rows of each expert end, of sorted ones (E,)."""
+        numbers = torch.arange(self.num_experts, device=experts_S.device)
+        return torch.searchsorted(experts_S, numbers, right=True, out_int32=True)
+
     @torch.no_grad()
-    def _count(self, ends_E: Tensor) -> None:
+    def _count(self, ends_E: Tensor, dropped: Tensor | None = None) -> None:
         # the graph task tells a forward pass from one that is computed again in a backward pass
         if self.counted is not None and self.training and torch._C._current_graph_task_id() == -1:
-            self.counted += ends_E.diff(prepend=ends_E.new_zeros(1))
+            counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+            self.counted += counts_E if dropped is None else torch.cat([counts_E, dropped[None]])
 
 
 class MoeLlama(Llama):

@@ -30,14 +30,15 @@ _KEPT = 0.95  # of the average's tokens a step, so that it is of about 20 steps
 
 class _Balance:
     """`counts_LE`: rows of each expert of all layers, of which this rank may have some, since the first
-    microbatch of the step; `told_LE`: the same of all ranks, on the host of the rank that tells, and
-    `average_LE` of the last steps, times a number."""
+    microbatch of the step, and behind them those that were dropped, if any may be; `told_LE`: the same of
+    all ranks, on the host of the rank that tells, and `average_LE` of the last steps, times a number."""
 
     def __init__(self, model: ParallelizedModel, rate: float, world: World) -> None:
         self.after_others = model.after_backward
         self.rate, self.size = rate, world.size
         layers = [module for module in model.built.model.modules() if isinstance(module, MoE)]
-        shape = (len(layers), layers[0].num_experts)
+        self.drops = layers[0].capacity_factor is not None
+        shape = (len(layers), layers[0].num_experts + self.drops)
         self.counts_LE = torch.zeros(shape, dtype=torch.int64, device=world.device)
         self.own = [number for number, layer in enumerate(layers) if not layer.gate.weight.is_meta]
         self.layers = [(layers[number], self.counts_LE[number]) for number in self.own]
@@ -46,7 +47,7 @@ class _Balance:
         self.first = True
         on_gpu = world.device.type == "cuda"
         self.told_LE = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu) if world.rank == 0 else None
-        self.average_LE = torch.zeros(shape)
+        self.average_LE = torch.zeros(len(layers), layers[0].num_experts)
 
     def before_forward(self, counts: bool) -> None:
         """`counts`: whether the tokens of this microbatch do. Steps that only probe leave counts behind."""
@@ -71,13 +72,15 @@ class _Balance:
     def end_step(self) -> dict[str, Any]:
         """Moves the biases, on every rank alike, and says why. Not in `after_step`, which is called after a
         checkpoint was loaded, too."""
-        counts_LE = self.counts_LE[self.own].float()
+        num_experts = self.average_LE.shape[1]
+        counts_LE = self.counts_LE[self.own, :num_experts].float()
         mean_L1 = counts_LE.mean(1, keepdim=True)
         torch._foreach_add_(self.biases, list((mean_L1 - counts_LE).sign()), alpha=self.rate)
         if self.told_LE is None:
             return {}
-        self.average_LE.mul_(_KEPT).add_(self.told_LE)
-        load_LE, average_LE = _over_mean(self.told_LE.float()), _over_mean(self.average_LE)
+        told_LE, dropped_L = self.told_LE[:, :num_experts], self.told_LE[:, num_experts:]
+        self.average_LE.mul_(_KEPT).add_(told_LE)
+        load_LE, average_LE = _over_mean(told_LE.float()), _over_mean(self.average_LE)
         counts = [0] * len(LOAD_BOUNDS)
         for load in chain.from_iterable(load_LE):
             counts[bisect_left(LOAD_BOUNDS, load)] += 1
@@ -85,6 +88,7 @@ class _Balance:
             "expert_max_load_ratio": {str(layer): max(loads) for layer, loads in enumerate(load_LE)},
             "expert_max_average_load_ratio": {str(layer): max(own) for layer, own in enumerate(average_LE)},
             "experts_by_load_ratio": dict(zip(map(str, LOAD_BOUNDS), counts, strict=True)),
+            **({"expert_dropped_ratio": float(dropped_L.sum() / told_LE.sum())} if self.drops else {}),
         }
 
 
