@@ -27,7 +27,7 @@ class Linear(torch.nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        if self.calls in (2, 3) and os.environ["RANK"] == "1":
+        if self.calls in (1, 2) and os.environ["RANK"] == "1":
             breakpoint()
         return self.layer(x)
 
@@ -96,7 +96,9 @@ def test_a_rank_is_debugged_at_the_terminal_and_left(cli: Cli):
         shown = terminal.expect("(Pdb) ")
         assert "return self.layer(x)" in shown
         terminal.type("p 41 + self.calls")
-        assert "43" in terminal.expect("(Pdb) ")
+        assert "42" in terminal.expect("(Pdb) ")
+        terminal.type("p x.device")  # of a training, not of what is tried out before without any numbers
+        assert "device(type='cpu')" in terminal.expect("(Pdb) ")
         terminal.type("p os.environ['RANK'], os.isatty(0), os.isatty(1), os.isatty(2)")
         assert "('1', True, True, True)" in terminal.expect("(Pdb) ")
         terminal.type("c")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mlpipe._core import environment
 
@@ -26,3 +28,19 @@ def take(path: str) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for out in (sys.stdout, sys.stderr):
         out.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def was_left(error: BaseException | None) -> bool:
+    """Whether somebody quit the debugger, whatever was made of that on the way. By name: bdb is not imported
+    for it."""
+    return error is not None and (type(error).__name__ == "BdbQuit" or was_left(error.__cause__))
+
+
+@contextmanager
+def no_breakpoints() -> Iterator[None]:
+    """For a pass that computes nothing: there is nothing to look at."""
+    hook, sys.breakpointhook = sys.breakpointhook, lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        sys.breakpointhook = hook

@@ -11,12 +11,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import ModelPlan, TrainPlan
 from mlpipe.plan.shapes import presets
+from mlpipe.train.debugger import no_breakpoints
 from mlpipe.train.microbatch import num_tokens
 from mlpipe.train.model import Batch, LossModule, construct, load_entry
 
 _SIDE_CPU, _SIDE = 1024, 8192  # of the matrices: a few, and about 1.5, milliseconds each
 
 
+@no_breakpoints()
 def count_flops_per_token(plan: ModelPlan, collated: Batch) -> float | None:
     """Of matmuls, convolutions and attention in one forward and backward over the microbatch `collated`, on
     the meta device, divided by its tokens. None: the model cannot run there. Raises

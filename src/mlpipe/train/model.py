@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from mlpipe.plan.plan import Entry, ModelPlan
 from mlpipe.train.contract import broken, check_targets, logits_of, sum_and_count
+from mlpipe.train.debugger import was_left
 from mlpipe.train.init import refuse_unwritten
 from mlpipe.train.loss import cross_entropy_sum
 
@@ -112,6 +113,8 @@ def _without_memory(entry: Entry) -> tuple[nn.Module | None, str]:
         with warnings.catch_warnings(action="ignore"), torch.device("meta"), no_fill:
             model = build(**entry.args)
     except Exception as error:
+        if was_left(error):
+            raise
         return None, f"{type(error).__name__}: {error}"
     if not hasattr(model, "init_weights"):
         return None, "it has none"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlpipe._core.errors import ErrorKind, MlpipeError
+from mlpipe.train import debugger
 
 
 @dataclass
@@ -37,7 +38,8 @@ class Outcome:
 
 def failed(error: BaseException, *, rank: int, step: int) -> Outcome:
     """What a rank leaves of an exception."""
-    if isinstance(error, MlpipeError):
+    left = debugger.was_left(error)
+    if isinstance(error, MlpipeError) and not left:
         return Outcome(
             "failed",
             step,
@@ -49,9 +51,7 @@ def failed(error: BaseException, *, rank: int, step: int) -> Outcome:
             time=time.time(),
             cause=getattr(error, "cause", None),
         )
-    text = f"{type(error).__name__}: {error}".strip()
-    if type(error).__name__ == "BdbQuit":
-        text = "left in the debugger"
+    text = "left in the debugger" if left else f"{type(error).__name__}: {error}".strip()
     return Outcome("failed", step, rank, "failed", text, f"rank {rank}, step {step}", time=time.time())
 
 
