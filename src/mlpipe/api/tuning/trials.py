@@ -7,11 +7,11 @@ from __future__ import annotations
 import shutil
 import signal
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
-from uuid import uuid4
 
 from mlpipe._core.errors import MlpipeError, PlanError, SubmitError
 from mlpipe._core.records import Step
@@ -23,7 +23,7 @@ from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.plan.training import trainings
 from mlpipe.store.base import Store
 from mlpipe.store.runs import read_run
-from mlpipe.submit import adopt, backends, planning
+from mlpipe.submit import adopt, backends, planning, process
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.driver import DriveOptions, drive
 from mlpipe.submit.executor import StopRequest
@@ -69,9 +69,15 @@ class Trials:
     def backend(self) -> Backend:
         return backends.load(backends.DEFAULT)({})
 
+    @property
+    def _driver(self) -> str:
+        """By which the processes of a trial are known, also to the next call. There is one at a time."""
+        return f"tune-{zlib.crc32(self.store.url.encode()):08x}"
+
     def prepare(self, console: Console) -> None:
-        """Runs what the stage needs, unless an earlier call has. Raises what a run raises, and SubmitError
-        where a stage does not get done."""
+        """Ends what is left of the trial of a call that was killed, and runs what the stage needs, unless an
+        earlier call has. Raises what a run raises, and SubmitError where a stage does not get done."""
+        process.clear(self._driver, run_id=RUN_ID, grace_seconds=0.0)
         spec = self.pipeline.spec
         text, overrides = self.pipeline.text, self.pipeline.overrides
         submission = Submission(
@@ -127,7 +133,7 @@ class Trials:
 
     def _run(self, plan: Plan) -> None:
         """Until it has ended. Raises SubmitError where it fails, TimeOverError at the deadline."""
-        executor = self.backend.executor(self.store, read_run(self.store, RUN_ID), f"tune-{uuid4().hex}")
+        executor = self.backend.executor(self.store, read_run(self.store, RUN_ID), self._driver)
         executor.check(plan)
         scratch = planning.scratch_folder(self.store.url, f"{RUN_ID}-{plan.attempt}")
         shutil.rmtree(scratch, ignore_errors=True)
