@@ -110,6 +110,8 @@ def test_waiting_follows_from_where_ranks_meet():
     assert cost_of_step(work, "on_demand") == 18
     assert cost_of_step(work, "resident", 4) == pytest.approx(17.5 + 8 / 3)
     assert cost_of_step(work, "resident", 1) == 18
+    # who is through its first pass at 1 if alone is at 1.75, and 14 more are before it
+    assert cost_of_step([[9.0, 1.0, 3.0], [3.0, 9.0, 3.0]], "resident", 4) == 15.75
     assert idle_ratio([work, work], "collective") == pytest.approx(1 - 18 / 32)
     assert idle_ratio([work], "on_demand") == 0
     assert idle_ratio([[[3.0], []]], "resident") == idle_ratio([[[3.0], []]], "collective") == 0.5
