@@ -44,6 +44,7 @@ _FEATURES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "compile": ({"compile": "block"}, {}),
     "deterministic": ({"deterministic": True}, {}),
     "freeze": ({"freeze": ["embed_tokens.*"]}, {}),
+    "adapter lora": ({"adapter": {"lora": {"rank": 4}}, "init_from": {"path": "weights"}}, {}),
     "ema": ({"ema": {"decay": 0.99}}, {}),
     "validate": ({"validate": {"every": "10 steps"}}, {}),
     **{f"optimizer {name}": ({"optimizer": {"name": name}}, {}) for name in OPTIMIZERS},

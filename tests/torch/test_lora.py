@@ -79,18 +79,20 @@ def trained(tmp_path_factory) -> tuple[Path, dict[str, Plan]]:
         "begun": plan_of(folder, "half", "ddp", 2, ALL),
         "half": plan_of(folder, "half", "fsdp", 4, ALL, attempt=2),
         "some": plan_of(folder, "some", "ddp", 3, SOME),
-        "tp": plan_of(folder, "tp", "single", 3, ALL, mesh=Mesh(tp=2)),
+        "tp": plan_of(folder, "moving", "single", 2, ALL, mesh=Mesh(tp=2)),
         "pp": plan_of(
             folder,
-            "pp",
+            "moving",
             "single",
-            3,
+            4,
             ALL,
+            attempt=2,
             mesh=Mesh(pp=2),
             pipeline=PipelinePlan("1f1b", (1, 1)),
             micro_batch=4,
             accumulation=4,
         ),
+        "tp again": plan_of(folder, "moving", "single", 5, ALL, attempt=3, mesh=Mesh(tp=2)),
         "none": plan_of(folder, "none", "ddp", 1, AdapterPlan(4, 6.0, ("nothing",))),
     }
     plans.run_together(list(made.values()), folder / "run", may_fail=True)
@@ -114,11 +116,16 @@ def loss_of(plan: Plan, model: Llama, step: int) -> float:
     return torch.nn.functional.cross_entropy(logits, batch.batch["targets"].flatten().long()).item()
 
 
+@pytest.mark.combines("dp_replicate", "adapter lora", "strategy zero1")
+@pytest.mark.combines("dp_shard", "adapter lora", "resume under another mesh")
+@pytest.mark.combines("tp", "adapter lora", "resume under another mesh")
+@pytest.mark.combines("pp", "adapter lora", "resume under another mesh")
 def test_strategies_agree_and_a_checkpoint_goes_on_under_another(trained):
+    """From ddp to shards, from parts of layers to stages and back."""
     expected = losses(trained, "fsdp")
     assert losses(trained, "zero1") == pytest.approx(expected[:3], rel=1e-5)
-    for axis in ("tp", "pp"):
-        assert losses(trained, axis) == pytest.approx(expected[:3], rel=1e-5)
+    for axis, steps in {"tp": slice(0, 2), "pp": slice(2, 4), "tp again": slice(4, 5)}.items():
+        assert losses(trained, axis) == pytest.approx(expected[steps], rel=1e-5)
     assert losses(trained, "begun") == pytest.approx(expected[:2], rel=1e-5)
     assert losses(trained, "half") == pytest.approx(expected[2:4], rel=1e-5)
     assert expected[4] < expected[0] - 0.05
