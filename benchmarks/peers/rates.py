@@ -151,9 +151,10 @@ def works_of(base: Work, settings: str, only: list[str]) -> dict[str, tuple[str,
 
 
 def same(folder: Path, base: Work, work: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    with running(
-        folder, works_of(base, "same", arguments.peers), strategy="ddp", precision=base.precision
-    ) as found:
+    works = works_of(base, "same", arguments.peers)
+    if arguments.quick:
+        del works[results.CONTROL]  # a third start, of what has started
+    with running(folder, works, strategy="ddp", precision=base.precision) as found:
         losses = {name: [round(side.loss(), 4)] for name, side in found.items()}
         for side in found.values():
             side.steps(arguments.warm_up)
