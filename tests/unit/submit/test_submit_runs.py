@@ -357,7 +357,7 @@ def test_what_dry_run_prints_is_what_runs(cli: Cli):
     assert stage["plan"] == plan
     seen = (cli.store / "runs/r/stages/a/outputs/files/seen").read_text().splitlines()
     assert seen[0] == " ".join(stage["argv"][-2:])
-    ours = {"MLPIPE_CACHE": cli.env["MLPIPE_CACHE"], "MLPIPE_STORE": cli.env["MLPIPE_STORE"]}
+    ours = {name: value for name, value in cli.env.items() if name.startswith("MLPIPE_")}
     assert seen[1:] == sorted(f"{key}={value}" for key, value in {**stage["env"], **ours}.items())
 
 
