@@ -46,6 +46,11 @@ CASES = {
     "jobset": ("quickstart", "train", QUICKSTART),
     "indexed-job": ("quickstart", "train", (*QUICKSTART, "kubernetes.form=indexed-job")),
     "volcano": ("quickstart", "train", (*QUICKSTART, "kubernetes.volcano_queue=research")),
+    "elastic": (
+        "quickstart",
+        "train",
+        (*QUICKSTART, "train.resources.nodes=2..3", "kubernetes.queue=team-a"),
+    ),
     "evaluate": ("quickstart", "evaluate", (*QUICKSTART, "evaluate.resources={nodes: 1}")),
     "command": ("llm", "corpus", ()),
     "gpu": ("llm", "train", ()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit import plans, processes
 from kit.command_runs import until
+from kit.warm import Popen
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import Entry, ModelPlan, Replicas
@@ -128,6 +130,68 @@ def test_killed_and_joined_while_the_others_go_on(tmp_path, tokens):
     expected, got = plans.losses(tmp_path / "alone", alone), plans.losses(tmp_path / "store", plan)
     assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(expected, got, strict=True)), (expected, got)
     assert catalogue.latest(store, plan.stage_key).step == STEPS
+
+
+def test_a_coordinator_is_killed_and_another_one_takes_over(tmp_path, tokens):
+    """As the pods of a cluster: a process for the coordinator, a launcher for each replica, and nobody above.
+    No replica begins again, and no step is lost."""
+    slow = tmp_path / "slow"
+    slow.touch()
+    model = ModelPlan(
+        Entry("kit.models:slow", {"seconds": 1.0, "while_file": str(slow), "dropout": 0.0}), None, 32, ()
+    )
+    plan = plans.train_plan(
+        tmp_path / "store",
+        tokens,
+        strategy="single",
+        world_size=1,
+        steps=20,
+        every=1000,
+        model=model,
+        launch={"replicas": Replicas(2, 3)},
+    )
+    store = FolderStore(tmp_path / "store")
+    replicas.want(store, plan.attempt_key, 2)
+    env = {**plans.environment(), "KIT_SHORTENED": '{"mlpipe.store.replicas:SEAT_SECONDS": 10.0}'}
+    started = []
+
+    def begin(name: str, module: str, **more: str):
+        (folder := tmp_path / name).mkdir()
+        (folder / "plan.json").write_text(plan.to_json())
+        argv = [sys.executable, "-m", module, "--plan", str(folder / "plan.json"), "--scratch", str(folder)]
+        with (folder / "launcher.log").open("wb") as log:
+            streams = {"stdout": log, "stderr": log, "start_new_session": True}
+            started.append(Popen("torchrun", argv, env={"OMP_NUM_THREADS": "1", **env, **more}, **streams))
+        return started[-1]
+
+    def step() -> int:
+        assert all(one.poll() in (None, 0) for one in replicas_of), plans.log_of(tmp_path / "replica-0")
+        found = plans.records(tmp_path / "store", plan)
+        return max((one["step"] for one in found if one["kind"] == "step"), default=0)
+
+    try:
+        first = begin("coordinator-1", "mlpipe.train.coordinate")
+        replicas_of = [
+            begin(f"replica-{number}", "mlpipe.train.launcher", MLPIPE_REPLICA=str(number))
+            for number in range(2)
+        ]
+        until(lambda: step() >= 3, "step 3")
+        processes.kill([first.pid])
+        killed = step()
+        second = begin("coordinator-2", "mlpipe.train.coordinate")
+        until(lambda: step() > killed + 1, "steps after it")
+        slow.unlink()
+        assert [one.wait(600) for one in replicas_of] == [0, 0], plans.log_of(tmp_path / "replica-0")
+        assert second.wait(300) == 0, plans.log_of(tmp_path / "coordinator-2")
+    finally:
+        for one in started:
+            processes.kill(processes.tree(one.pid))
+    for rank in range(2):
+        found = plans.records(tmp_path / "store", plan, rank)
+        assert len([one for one in found if one["kind"] == "start"]) == 1
+        assert [one["step"] for one in found if one["kind"] == "step"] == list(range(1, 21))
+    assert members(store, plan) == [[0, 1], [0, 1]], "the same, told by both coordinators"
+    assert catalogue.latest(store, plan.stage_key).step == 20
 
 
 @pytest.mark.parametrize(

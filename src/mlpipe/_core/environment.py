@@ -29,8 +29,9 @@ PLAN = "MLPIPE_PLAN"
 SCRATCH = "MLPIPE_SCRATCH"
 FIRST_RESTART = "MLPIPE_FIRST_RESTART"
 
-# Of an elastic training, set by train/supervisor.py for the launcher of each replica.
-COORDINATOR = "MLPIPE_COORDINATOR"  # token@host:port; read by train/replicas/member.py
+# Of an elastic training, set by train/supervisor.py for the launcher of each replica; on a cluster
+# render/kubernetes.py sets REPLICA alone.
+COORDINATOR = "MLPIPE_COORDINATOR"  # token@host:port; read by train/replicas/replicas.py
 REPLICA = "MLPIPE_REPLICA"  # its number; read by train/launcher.py and train/session.py
 SUPERVISOR = "MLPIPE_SUPERVISOR"  # its pid; read by train/launcher.py
 

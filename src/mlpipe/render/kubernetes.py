@@ -10,25 +10,29 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
+from mlpipe._core import environment
 from mlpipe._core.errors import NON_RETRIABLE_CODES, SAVED_CODE, RenderError
 from mlpipe.plan.cluster import ClusterPlan, Component
 from mlpipe.plan.plan import Plan
 from mlpipe.render import names
 from mlpipe.render.names import gang_name, labels
 from mlpipe.render.patches import patched
-from mlpipe.render.pod import CONTAINER, driver_template, is_gang, worker_template
+from mlpipe.render.pod import CONTAINER, coordinator_template, driver_template, is_gang, worker_template
 
-__all__ = ["driver_objects", "gang_name", "labels", "stage_objects"]
+__all__ = ["driver_objects", "gang_name", "labels", "replica_object", "stage_objects"]
 MAX_CONFIG_BYTES = 2**20  # of a ConfigMap's data
 DRIVER_RETRIES = 100  # a driver that starts anew takes over where the last one was
+COORDINATOR_RETRIES = 20  # its node may be lost now and then
 Json = dict[str, Any]
 
 
 def stage_objects(plan: Plan) -> list[Json]:
     """A ConfigMap with the plan, what the gang needs beside it, and the Job or JobSet; none for a stage that
-    the driver does itself. Raises RenderError."""
+    the driver does itself. Of an elastic training: the coordinator's Job, then one for each replica. Raises
+    RenderError."""
     cluster = plan.cluster
     if cluster is None:
         raise RenderError(
@@ -38,12 +42,6 @@ def stage_objects(plan: Plan) -> list[Json]:
         )
     if plan.kind.runs == "driver":
         return []
-    if plan.launch.replicas is not None:
-        raise RenderError(
-            "an elastic training runs on one machine; on a cluster its nodes start and end together",
-            where=f"stage {plan.stage!r}",
-            hint=f"write one number: --set stages.{plan.stage}.resources.nodes={plan.launch.replicas.most}",
-        )
     name, own = gang_name(plan), labels(plan.run_id, plan.stage, plan.attempt, "worker")
     text = plan.to_json()
     if len(text.encode()) > MAX_CONFIG_BYTES:
@@ -53,13 +51,18 @@ def stage_objects(plan: Plan) -> list[Json]:
             hint="shorten the arguments of the stage, or read them from a file",
         )
     config = names.config_name(name, text)
+    objects: list[Json] = [
+        {**_head("v1", "ConfigMap", config, cluster, own), "immutable": True, "data": {"plan.json": text}}
+    ]
+    if plan.launch.replicas is not None:
+        count = plan.launch.replicas.most
+        objects.append(_coordinator_job(plan, name, cluster, own, config))
+        objects += [_replica_job(plan, number, cluster, own, config) for number in range(count)]
+        return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
     jobset = is_gang(plan) and cluster.form == "jobset"
     first = f"{name}-{'worker-0-' if jobset else ''}0.{name}"
     template = worker_template(plan, cluster, own | {"sidecar.istio.io/inject": "false"}, config, first)
     _queue_pod(template, name, cluster)
-    objects: list[Json] = [
-        {**_head("v1", "ConfigMap", config, cluster, own), "immutable": True, "data": {"plan.json": text}}
-    ]
     if is_gang(plan) and not jobset:
         objects.append(_service(plan, name, cluster, own))
     if cluster.volcano_queue is not None:
@@ -71,6 +74,16 @@ def stage_objects(plan: Plan) -> list[Json]:
         _jobset(plan, name, cluster, own, template) if jobset else _job(plan, name, cluster, own, template)
     )
     return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
+
+
+def replica_object(plan: Plan, number: int) -> Json:
+    """The Job of that replica of an elastic training, which may have a higher number than `stage_objects`
+    gives: a node that is lost keeps its own."""
+    cluster, config = plan.cluster, names.config_name(gang_name(plan), plan.to_json())
+    assert cluster is not None
+    own = labels(plan.run_id, plan.stage, plan.attempt, "worker")
+    body = _replica_job(plan, number, cluster, own, config)
+    return _finish([body], plan.stage, "worker", cluster, plan.spec_digest)[0]
 
 
 def driver_objects(
@@ -206,6 +219,34 @@ def _jobset(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], te
         ],
     }
     return {**head, "spec": spec}
+
+
+def _coordinator_job(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], config: str) -> Json:
+    """One that is lost is replaced at once, before its node is known to be dead: it has a lease."""
+    head = _head("batch/v1", "Job", name, cluster, own)
+    spec: Json = _queued(head, cluster) | {"completions": 1, "parallelism": 1}
+    spec |= {"backoffLimit": COORDINATOR_RETRIES, "ttlSecondsAfterFinished": cluster.ttl_seconds}
+    pod_labels = own | {"sidecar.istio.io/inject": "false"}
+    return {**head, "spec": spec | {"template": coordinator_template(plan, cluster, pod_labels, config)}}
+
+
+def _replica_job(plan: Plan, number: int, cluster: ClusterPlan, own: dict[str, str], config: str) -> Json:
+    """By itself, so that what befalls its node, or a queue that takes it back, befalls no other."""
+    if cluster.volcano_queue is not None:
+        raise RenderError(
+            "Volcano places gangs, and the nodes of an elastic training come and go",
+            where=f"stage {plan.stage!r}",
+            hint="remove kubernetes.volcano_queue, or write one number of nodes",
+        )
+    alone = replace(cluster, form="indexed-job")
+    template = worker_template(plan, alone, own | {"sidecar.istio.io/inject": "false"}, config, "")
+    numbered = own | {names.REPLICA: str(number)}
+    template["metadata"]["labels"] |= {names.REPLICA: str(number)}
+    variable = {"name": environment.REPLICA, "value": str(number)}
+    template["spec"]["containers"][0]["env"].append(variable)
+    name = f"{gang_name(plan)}-{number}"
+    _queue_pod(template, name, cluster)
+    return _job(plan, name, cluster, numbered, template)
 
 
 _DISRUPTED = {"type": "DisruptionTarget", "status": "True"}

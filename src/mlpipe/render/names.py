@@ -18,6 +18,7 @@ from mlpipe.plan.plan import Plan
 MAX_NAME = 63 - len("-worker-0-99999-abcde")
 PREFIX = "mlpipe.dev"
 RUN, STAGE, ATTEMPT = f"{PREFIX}/run", f"{PREFIX}/stage", f"{PREFIX}/attempt"
+REPLICA = f"{PREFIX}/replica"  # label: the number of a replica of an elastic training
 SPEC_DIGEST = f"{PREFIX}/spec-digest"  # annotation: of the object itself, see `render/kubernetes.py`
 VERSION = "app.kubernetes.io/version"  # label: of the mlpipe that made it
 PIPELINE_DIGEST = f"{PREFIX}/pipeline-digest"  # annotation: of the resolved pipeline

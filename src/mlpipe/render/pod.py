@@ -3,6 +3,7 @@ to SCRATCH, CACHE and /tmp, and reads the variables of `docs/reference/environme
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import PurePosixPath
 from posixpath import normpath
 from typing import Any
@@ -25,7 +26,18 @@ GRACE_SECONDS = 30  # after torchrun's own deadline: the last log lines and the 
 DISK_REQUEST_BYTES, DISK_LIMIT_BYTES = 2 * 2**30, 64 * 2**30
 # The driver keeps a report and pieces of the store.
 DRIVER_DISK_REQUEST_BYTES, DRIVER_DISK_LIMIT_BYTES = 256 * 2**20, 4 * 2**30
-NODE_LOST_SECONDS = 30  # a driver holds no state: it is quicker to start another than to wait for its node
+# A driver or coordinator holds no state: it is quicker to start another than to wait for its node.
+NODE_LOST_SECONDS = 30
+_LEAVES_LOST_NODES = [
+    {
+        "key": f"node.kubernetes.io/{state}",
+        "operator": "Exists",
+        "effect": "NoExecute",
+        "tolerationSeconds": NODE_LOST_SECONDS,
+    }
+    for state in ("not-ready", "unreachable")
+]
+COORDINATOR_BYTES = 256 * 2**20
 _NO_PROXY = ("localhost", "127.0.0.1", ".svc", ".cluster.local")
 _DISK = "ephemeral-storage"
 Json = dict[str, Any]
@@ -71,6 +83,30 @@ def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str,
     return {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
 
 
+def coordinator_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str) -> Json:
+    """The pod template of the process in which the replicas of an elastic training meet: no GPU, little of
+    the rest. It goes to another node soon after its own was lost."""
+    small = replace(
+        cluster,
+        form="indexed-job",
+        cpus=0.1,
+        memory_bytes=COORDINATOR_BYTES,
+        shm_bytes=2**20,
+        disk_bytes=DRIVER_DISK_REQUEST_BYTES,
+        gpus_per_node=0,
+        gpu_product=None,
+        rdma=None,
+    )
+    template = worker_template(plan, small, labels, config, "")
+    container = template["spec"]["containers"][0]
+    container["args"][1] = "mlpipe.train.coordinate"
+    container.pop("ports", None)
+    others = template["spec"].get("tolerations", [])
+    template["spec"]["tolerations"] = [*others, *map(dict, _LEAVES_LOST_NODES)]
+    template["spec"].pop("topologySpreadConstraints")
+    return template
+
+
 def driver_template(
     run_id: str, store_url: str, cluster: ClusterPlan, labels: Json, stage: str | None, seal: str
 ) -> Json:
@@ -94,18 +130,7 @@ def driver_template(
     spec = _pod_spec(store_url, cluster, container, account, DRIVER_DISK_LIMIT_BYTES, token=True)
     spec["restartPolicy"] = "Never"  # one that failed stays, with its log; the Job makes another
     spec["terminationGracePeriodSeconds"] = GRACE_SECONDS
-    spec["tolerations"] = [
-        *_tolerations(cluster, gpus=0),
-        *(
-            {
-                "key": f"node.kubernetes.io/{state}",
-                "operator": "Exists",
-                "effect": "NoExecute",
-                "tolerationSeconds": NODE_LOST_SECONDS,
-            }
-            for state in ("not-ready", "unreachable")
-        ),
-    ]
+    spec["tolerations"] = [*_tolerations(cluster, gpus=0), *map(dict, _LEAVES_LOST_NODES)]
     annotations = {"sidecar.istio.io/inject": "false"}
     return {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
 
@@ -245,7 +270,7 @@ def _place(spec: Json, plan: Plan, cluster: ClusterPlan, labels: Json) -> None:
     if terms:
         required = {"nodeSelectorTerms": [terms]}
         spec["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
-    if plan.launch.num_nodes > 1:  # softly: a cluster of one node is a cluster
+    if plan.launch.num_nodes > 1 or plan.launch.replicas is not None:  # softly: one node is a cluster
         spec["topologySpreadConstraints"] = [
             {
                 "maxSkew": 1,

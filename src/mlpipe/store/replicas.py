@@ -1,9 +1,14 @@
-"""How many replicas of an elastic training are wanted: `attempt-<n>/replicas` in the store, put by whoever
-scales it, looked at by its supervisor."""
+"""What an elastic training's store knows of its replicas: how many are wanted, `attempt-<n>/replicas`, put by
+whoever scales it; where they meet, `attempt-<n>/coordinator`, if they are not told; and how each ended."""
 
 from __future__ import annotations
 
+import json
+
 from mlpipe.store.base import Store
+from mlpipe.store.outcome import AttemptOutcome, read_outcome
+
+SEAT_SECONDS = 30.0
 
 
 def want(store: Store, attempt_key: str, number: int) -> None:
@@ -15,3 +20,56 @@ def wanted(store: Store, attempt_key: str) -> int | None:
     """None: nobody has said."""
     key = f"{attempt_key}/replicas"
     return int(store.get(key)) if store.exists(key) else None
+
+
+def coordinator(store: Store, attempt_key: str) -> str:
+    """Of the one that has the seat: token@host:port. "" while there is none."""
+    key = f"{attempt_key}/coordinator"
+    return str(json.loads(store.get(key))["where"]) if store.exists(key) else ""
+
+
+def outcomes(store: Store, attempt_key: str) -> dict[int, AttemptOutcome]:
+    """By the number of the replica: how its launcher ended last, if it left word. Raises StoreError."""
+    found = {}
+    for info in store.list(attempt_key, recursive=False):
+        name = info.key.rpartition("/")[2]
+        number = name.removeprefix("outcome-replica-").removesuffix(".json")
+        if name != number and number.isdecimal():
+            outcome = read_outcome(store, info.key)
+            if outcome is not None:
+                found[int(number)] = outcome
+    return found
+
+
+class Seat:
+    """Of the one coordinator of an attempt. It is taken when whoever had it has not renewed it for
+    `SEAT_SECONDS`, by the clock of who waits: clocks of machines differ."""
+
+    def __init__(self, store: Store, attempt_key: str, where: str) -> None:
+        self._store, self._key, self._where = store, f"{attempt_key}/coordinator", where
+        self._count = 0
+        self._etag = ""
+
+    def try_to_take(self, seen: str) -> tuple[bool, str]:
+        """Whether it is ours now, and the etag of what is there. `seen`: the one that has not changed for
+        `SEAT_SECONDS`, or ""."""
+        if not self._store.exists(self._key):
+            if self._store.put_if_absent(self._key, self._body()):
+                self._etag = self._store.get_with_etag(self._key)[1]
+                return True, self._etag
+            return False, ""
+        _, etag = self._store.get_with_etag(self._key)
+        if etag != seen:
+            return False, etag
+        self._etag = etag
+        return self.renew(), etag
+
+    def renew(self) -> bool:
+        """False: it is another's. Raises StoreError."""
+        self._count += 1
+        self._store.put_if_match(self._key, self._body(), self._etag)  # also if only its answer was lost
+        data, self._etag = self._store.get_with_etag(self._key)
+        return bool(json.loads(data)["where"] == self._where)
+
+    def _body(self) -> bytes:
+        return json.dumps({"where": self._where, "renewed": self._count}).encode()

@@ -18,20 +18,19 @@ from mlpipe._core import environment
 from mlpipe._core.cpus import num_cpus
 from mlpipe._core.errors import EXIT_CODES, FATAL_KINDS, SAVED_CODE, ErrorKind, MlpipeError, StoreError
 from mlpipe._core.records import Launched, LaunchEnded
-from mlpipe._core.records import Membership as MembershipRecord
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.process import main_of_stage
 from mlpipe.store import replicas as wanted_replicas
 from mlpipe.store.open import open_store
 from mlpipe.store.outcome import AttemptOutcome, read_outcome, write_outcome
 from mlpipe.store.runs import append_event
-from mlpipe.train.replicas.coordinator import Coordinator
+from mlpipe.train.replicas.coordinator import LONELY_SECONDS, Coordinator
 from mlpipe.train.replicas.membership import Membership
+from mlpipe.train.replicas.telling import best, tell_quorums
 
 KINDS_BY_CODE: dict[int, ErrorKind] = {code: kind for kind, code in EXIT_CODES.items()}
 _POLL_SECONDS = 0.1
 _LOOK_SECONDS = 2.0  # for how many replicas are wanted
-_LONELY_SECONDS = 900.0
 _ADDRESS = "127.0.0.1"
 
 
@@ -64,7 +63,7 @@ class Supervisor:
         self.gpus = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         self.wanted = self._first_number()
         self.membership = Membership(self.nproc, self.limits.fewest, self.limits.most, self.wanted)
-        self.coordinator = Coordinator(self.membership, _ADDRESS, 0, _LONELY_SECONDS)
+        self.coordinator = Coordinator(self.membership, _ADDRESS, LONELY_SECONDS)
         self.replicas: dict[int, Replica] = {}
         self.ended: list[AttemptOutcome] = []
         self.failed: AttemptOutcome | None = None  # of which the whole training does
@@ -93,6 +92,7 @@ class Supervisor:
                 if (code := one.process.poll()) is not None:
                     self._after(one, code)
             self._tell_quorums()
+            self._watch_coordinator()
             self._look()
             time.sleep(_POLL_SECONDS)
         self._tell_quorums()
@@ -206,28 +206,20 @@ class Supervisor:
 
     def _tell_quorums(self) -> None:
         """Into events.jsonl."""
-        new = self.membership.quorums[self.num_told :]
-        self.num_told += len(new)
-        for quorum in new:
-            if quorum.step < 0:  # of replicas that now look for a checkpoint
-                continue
-            self._say(f"replicas {', '.join(map(str, quorum.members))} take part: {quorum.why}")
-            event = MembershipRecord(members=list(quorum.members), step=max(0, quorum.step), why=quorum.why)
-            append_event(self.store, self.plan.attempt_key, event)
+        self.num_told = tell_quorums(self.membership, self.num_told, self.store, self.plan.attempt_key)
 
     def _say(self, words: str) -> None:
         print(words, flush=True)  # noqa: T201
 
+    def _watch_coordinator(self) -> None:
+        if self.coordinator.is_hung() and self.failed is None:
+            words = "the coordinator of the replicas hangs"
+            hint, now = "mlpipe resume goes on from the last checkpoint", time.time()
+            hang = AttemptOutcome("failed", kind="infrastructure", message=words, hint=hint, time=now)
+            self._fail(hang)
+
     def _end(self, key: str) -> int:
-        ended = self.failed or max(
-            self.ended,
-            key=lambda one: (
-                one.outcome == "done",
-                one.outcome == "saved",
-                one.step or 0,
-                one.checkpoint or "",
-            ),
-        )
+        ended = self.failed or best(self.ended)
         code = EXIT_CODES[ended.kind or "failed"] if ended.outcome == "failed" else 0
         code = SAVED_CODE if ended.outcome == "saved" else code
         ended = replace(ended, restarts=self.restarts, exit_code=code)

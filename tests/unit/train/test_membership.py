@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.command_runs import until
 
-from mlpipe.train.replicas.coordinator import Coordinator
+from mlpipe.train.replicas.coordinator import LOST_SECONDS, Coordinator
 from mlpipe.train.replicas.membership import Membership
 
 pytestmark = pytest.mark.unit
@@ -236,10 +238,10 @@ def test_nobody_waits_for_a_rank_that_could_not_reach_the_others():
 
 def test_strangers_do_no_harm_to_a_coordinator_and_are_not_heard():
     membership = Membership(1, 1, 2, 1)
-    coordinator = Coordinator(membership, "127.0.0.1", 0, 900.0)
+    coordinator = Coordinator(membership, "127.0.0.1", 900.0)
     token, _, where = coordinator.where.partition("@")
     host, _, port = where.partition(":")
-    hello = b'{"hello": [0, 0], "life": "a"}\n'
+    hello = b'{"hello": [0, 0], "life": "a", "heard": [0, 0, null, []]}\n'
     join = b'{"ask": "join", "step": 0}\n'
     known = token.encode()
     all_garbage = [b"\0" * 100, b"x" * len(token) + hello, b"GET / HTTP/1.1\r\n\r\n" * 9]
@@ -253,4 +255,55 @@ def test_strangers_do_no_harm_to_a_coordinator_and_are_not_heard():
     assert membership.waits_for().startswith("0 of")
     with socket.create_connection((host, int(port)), timeout=10.0) as rank:
         rank.sendall(known + hello + join)
-        assert b'"quorum": 1' in rank.recv(1000)
+        lines = rank.makefile("rb")
+        assert b'"quorum": 1' in next(line for line in lines if line != b"{}\n"), (
+            "after what says it is there"
+        )
+
+
+def test_who_takes_over_learns_from_the_ranks_what_was_committed():
+    """One rank of a replica has heard that its step counts, the other one has not."""
+    membership = Membership(2, 1, 2, 2)
+    membership.connect(0, 1, "a")
+    membership.inherit(7, 2, [6, 40], [])
+    membership.receive(0, 1, {"ask": "vote", "quorum": 7, "step": 41, "ok": True, "leaves": False})
+    assert replies(membership) == {}, "until the other one has said what it heard"
+    membership.connect(0, 0, "a")
+    membership.inherit(7, 2, [7, 41], [])
+    assert replies(membership) == {(0, 1): {"commit": True, "void": True, "leaving": []}}
+    for rank in range(2):
+        membership.receive(0, rank, {"ask": "join", "step": 41})
+    assert replies(membership) == {}, "the other replica of that quorum is still to come"
+    membership.hurry()
+    assert {one["quorum"] for one in replies(membership).values()} == {8}, "no number twice"
+
+
+def test_who_takes_over_voids_what_nobody_heard():
+    membership = Membership(2, 1, 2, 1)
+    vote = {"ask": "vote", "quorum": 7, "step": 41, "ok": True, "leaves": False}
+    for rank in range(2):
+        membership.connect(0, rank, "a")
+        membership.inherit(7, 1, [7, 40], [])
+        membership.receive(0, rank, vote)
+    assert replies(membership) == {(0, 0): {"void": True}, (0, 1): {"void": True}}
+
+
+def test_who_is_alone_and_told_to_stop_may_leave_but_not_alone_of_its_ranks():
+    membership = Membership(2, 2, 3, 2)
+    for rank in range(2):
+        membership.connect(0, rank, "a")
+        membership.receive(0, rank, {"ask": "join", "step": 5, "n": 1})
+    membership.receive(0, 0, {"ask": "join", "step": 5, "leaves": True, "n": 2})
+    assert replies(membership) == {}
+    membership.receive(0, 1, {"ask": "join", "step": 5, "leaves": True, "n": 2})
+    assert replies(membership) == {(0, rank): {"leave": True, "n": 2} for rank in range(2)}
+
+
+def test_a_coordinator_whose_thread_is_dead_is_noticed(monkeypatch):
+    one = Coordinator(Membership(1, 1, 2, 1), "127.0.0.1", 900.0)
+    assert not one.is_hung()
+    one._loop.call_soon_threadsafe(one._loop.stop)
+    until(lambda: not one._loop.is_running(), "its end")
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + LOST_SECONDS + 1)
+    assert one.is_hung()

@@ -47,6 +47,10 @@ class KubernetesExecutor:
         stage_objects(plan)
 
     def start(self, plan: Plan, scratch: Path) -> Gang:
+        if plan.launch.replicas is not None:
+            from mlpipe.submit.kubernetes.replicas import ReplicaJobs
+
+            return ReplicaJobs(self._store, self._api, plan)
         return Gang(self._store, self._api, plan)
 
 
@@ -130,8 +134,7 @@ class Gang(ThreadedHandle):
                     self._api.delete(self._kind, self._name)
                     asked = True
                 if self._killing and not killed:
-                    for pod in pods:
-                        self._api.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
+                    self._kill_pods(pods)
                     killed = True
                 if (words := lost_for_good(pods, time.time())) is not None and not self._stopping:
                     self._postmortem.look(pods, at_the_end=True)
@@ -146,6 +149,10 @@ class Gang(ThreadedHandle):
                 if not is_away(error) or now - answered > _AWAY_SECONDS:
                     raise
                 self._note = error.message
+
+    def _kill_pods(self, pods: list[Object]) -> None:
+        for pod in pods:
+            self._api.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
 
     def _why_pending(self, pods: list[Object]) -> str:
         if self._stopping:

@@ -1,8 +1,8 @@
 """Serves a Membership over TCP: a JSON object a line in both directions, one connection a rank.
 
-A rank says the token of its environment and hello, then asks, a request at a time, and says each second
-that it is there: when the connection ends, or nothing comes for `LOST_SECONDS` (a stopped process, a cut
-cable), the rank is lost. Who does not know the token is not heard.
+A rank says the token and hello, then asks, a request at a time. Both sides say each second that they are
+there: when the connection ends, or nothing comes for `LOST_SECONDS` (a stopped process, a cut cable), the
+other one is lost. Who does not know the token is not heard.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import json
 import secrets
 import threading
 import time
+from collections.abc import Callable
 
 from mlpipe.train.replicas.membership import Membership, Message, Rank
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 15.0
-# The first quorum waits so long for replicas beyond the fewest.
+# A training that has had too few replicas for so long fails.
+LONELY_SECONDS = 900.0
+# The first quorum waits so long for replicas beyond the fewest; those of another coordinator come at once.
 _FIRST_SECONDS = 60.0
+_INHERITED_SECONDS = 15.0
 _TICK_SECONDS = 0.5
 _HELLO_SECONDS = 5.0  # for a stranger to go away
 _LINE_BYTES = 2**26  # scalars of a state
@@ -28,22 +32,38 @@ _LINE_BYTES = 2**26  # scalars of a state
 
 class Coordinator:
     """Runs in a thread of its own. `lonely_seconds`: a training that has had too few replicas for so long
-    fails."""
+    fails. `check`: called before anything is decided; does not return if this is not the one coordinator."""
 
-    def __init__(self, membership: Membership, address: str, port: int, lonely_seconds: float) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        address: str,
+        lonely_seconds: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self.membership = membership
+        self._check = check
         self.token = secrets.token_hex(16)  # whoever connects says it first
         self._lonely_seconds = lonely_seconds
         self._writers: dict[Rank, asyncio.StreamWriter] = {}
         self._heard: dict[Rank, float] = {}
         self._loop = asyncio.new_event_loop()
-        self._began = self._lonely_since = time.monotonic()
-        serving = asyncio.start_server(self._serve, address, port, limit=_LINE_BYTES)
+        self._began = self._lonely_since = self._ticked = time.monotonic()
+        serving = asyncio.start_server(self._serve, address, 0, limit=_LINE_BYTES)
         server = self._loop.run_until_complete(serving)
         port = server.sockets[0].getsockname()[1]
         self.where = f"{self.token}@{address}:{port}"  # for the environment of ranks
         self._ticking = self._loop.create_task(self._tick())
         threading.Thread(target=self._loop.run_forever, name="coordinator", daemon=True).start()
+
+    def is_hung(self) -> bool:
+        """It has not looked at its clock for long: its thread is dead, or stuck."""
+        return time.monotonic() - self._ticked > LOST_SECONDS
+
+    @property
+    def num_connected(self) -> int:
+        """Ranks that are there."""
+        return len(self._writers)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         who: Rank | None = None
@@ -57,6 +77,7 @@ class Coordinator:
                 before.close()
             self._writers[who], self._heard[who] = writer, time.monotonic()
             self.membership.connect(*who, hello["life"])
+            self.membership.inherit(*hello["heard"])
             self._send()
             while line := await reader.readline():
                 self._heard[who] = time.monotonic()
@@ -78,6 +99,7 @@ class Coordinator:
         self._send()
 
     def _send(self) -> None:
+        self._check()
         for who, message in self.membership.take_replies():
             if (writer := self._writers.get(who)) is not None:
                 writer.write(_line(message))
@@ -85,11 +107,13 @@ class Coordinator:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            now = time.monotonic()
+            now = self._ticked = time.monotonic()
+            for writer in self._writers.values():
+                writer.write(b"{}\n")
             for who in [who for who in self._writers if now - self._heard[who] > LOST_SECONDS]:
                 with contextlib.suppress(KeyError):
                     self._lose(who, f"replica {who[0]} was silent for {LOST_SECONDS:.0f} s")
-            if now - self._began > _FIRST_SECONDS:
+            if now - self._began > (_INHERITED_SECONDS if self.membership.inherited else _FIRST_SECONDS):
                 self.membership.hurry()
             if self.membership.quorum is not None:
                 self._lonely_since = now

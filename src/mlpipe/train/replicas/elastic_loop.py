@@ -13,13 +13,14 @@ from torch import Tensor
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import TrainPlan
+from mlpipe.store import catalogue
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.loop import Loop
 from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.optim.update import Update
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.replicas.exchange import MembershipChanged
-from mlpipe.train.replicas.replicas import Replicas
+from mlpipe.train.replicas.replicas import Released, Replicas
 from mlpipe.train.resuming import Position
 from mlpipe.train.schedules import LossSum
 from mlpipe.train.session import Session
@@ -35,12 +36,17 @@ class ElasticLoop(Loop):
 
     replicas: Replicas = field(default_factory=lambda: cast(Replicas, None))
     looked: bool = False  # at whether the model writes its buffers
+    released: bool = False  # this replica stops without the others
 
     def step(self) -> tuple[bool, bool]:
         """Until it is committed."""
         while True:
             if self.replicas.void:
-                self.rejoin()
+                try:
+                    self.rejoin()
+                except Released:
+                    self.released = True
+                    return True, True
             try:
                 stopping, save = super().step()
             except MembershipChanged:
@@ -96,20 +102,25 @@ class ElasticLoop(Loop):
 
     def finish_saving(self) -> None:
         """Nobody leaves before what they have computed is safe: if the one that leads is lost, another one
-        does."""
-        while True:
-            super().finish_saving()
-            if self.replicas.void:
-                return
-            met = True
+        saves it."""
+        super().finish_saving()
+        if self.released:
+            return
+        met = not self.replicas.void
+        if met:
             try:
                 self.replicas.meet("the end")
             except MembershipChanged:
                 met = False
-            if self.replicas.agreed(met):
-                return
-            self.rejoin()
-            self.save()
+        if self.replicas.agreed(met or self.replicas.leaves or self.is_saved()):
+            return
+        super().save()
+        super().finish_saving()
+
+    def is_saved(self) -> bool:
+        """Whether the store has a checkpoint of this step, or a later one, by whomever."""
+        found = catalogue.latest(self.session.store, self.session.plan.stage_key)
+        return found is not None and found.step >= self.position.step
 
 
 def enter(

@@ -7,10 +7,14 @@ ranks that are there `join` the next one. A step goes through two meetings of al
     ready    all have their gradients: the sum over replicas may begin, and nobody waits in it for a slow one
     vote     all have the sum, or some have not: the step is committed on all of them or on none
 
-A rank that comes to neither says `spoil`, so that nobody waits for it.
+A rank that comes to neither says `spoil`, so that nobody waits for it. One that waits in vain and is to leave
+asks to `join` again, with `leaves`, and may.
+
+A request and its reply have the same `n`, as whoever asks anew may hear the reply to what it asked before.
 
 There is one coordinator, and a step counts only when it says so: two parts of a divided network cannot both
-go on. Whoever missed what it said asks again (`vote` may be repeated), and is healed if it is behind.
+go on. Whoever missed what it said asks again (`vote` may be repeated), and is healed if it is behind. Who
+takes over knows nothing but what the ranks have heard of the one before (`inherit`).
 """
 
 from __future__ import annotations
@@ -47,6 +51,8 @@ class Membership:
         self.quorum: Quorum | None = None
         self.quorums: list[Quorum] = []
         self.committed: tuple[int, int] | None = None  # number of the quorum, step
+        self.inherited = False  # the ranks were in a quorum of another coordinator
+        self._number = 0  # of the quorum made last
         self._left: list[int] = []  # who left after the step that was committed last
         self.reason = "the training begins"
         self._last: tuple[int, ...] = ()  # members of the quorum before
@@ -63,9 +69,21 @@ class Membership:
             for other in [other for other in self._lives if other[0] == replica]:
                 self.disconnect(*other, why=f"replica {replica} was started again")
         self._lives[replica, rank] = life
-        self._asked.pop(
-            (replica, rank), None
-        )  # it asks again, and a second reply would be taken for another's
+        self._asked.pop((replica, rank), None)  # it asks again
+
+    def inherit(self, quorum: int, size: int, committed: list[int] | None, left: list[int]) -> None:
+        """What a rank has heard of the coordinator before this one: its last quorum, how many were in it, and
+        the last step that was committed (number of the quorum, step) with who left after it."""
+        if self.quorums or not quorum:
+            return
+        self._number, self.inherited = max(self._number, quorum), True
+        self.expected = max(self.fewest, size)
+        self.reason = "another coordinator took over"
+        if committed is not None and (self.committed is None or tuple(committed) > self.committed):
+            self.committed, self._left = (committed[0], committed[1]), left
+        for who, asked in list(self._asked.items()):
+            if asked["ask"] == "vote":
+                self.receive(*who, asked)
 
     def disconnect(self, replica: int, rank: int, why: str) -> None:
         """A rank is gone, or has been silent for too long."""
@@ -79,23 +97,24 @@ class Membership:
         """A rank asks. Every request has exactly one reply, unless the rank is gone before."""
         who = (replica, rank)
         what, current = message["ask"], self.quorum
+        self._asked[who] = message
         if what == "set":
-            self._set(message)
             self._reply(who, {})
-            return
-        if what == "spoil":
+            self._set(message)
+        elif what == "spoil":
+            self._reply(who, {})
             if current is not None and current.number == message["quorum"]:
                 self._void_for(replica)
-            self._reply(who, {})
-            return
-        self._asked[who] = message
-        if what == "join":
+        elif what == "join":
             if current is not None and replica in current.members:
                 self._void_for(replica)
             self._form()
+            self._release(replica)
         elif what == "vote" and self.committed == (message["quorum"], message["step"]):
             void = current is None or current.number != message["quorum"]
             self._reply(who, {"commit": True, "void": void, "leaving": self._left})  # it had missed that
+        elif what == "vote" and self.inherited and not self.quorums and not self._is_whole(replica):
+            pass  # another rank of this replica may have heard that it counts
         elif current is None or message["quorum"] != current.number:
             self._reply(who, {"void": True})
         elif what == "get":
@@ -184,12 +203,22 @@ class Membership:
         steps = [
             min(self._asked[replica, rank]["step"] for rank in range(self.num_ranks)) for replica in members
         ]
-        self.quorum = Quorum(len(self.quorums) + 1, tuple(members), max(steps), self.reason)
+        self._number += 1
+        self.quorum = Quorum(self._number, tuple(members), max(steps), self.reason)
         self.quorums.append(self.quorum)
         self._last = ()
+        for who in [who for who, asked in self._asked.items() if asked["ask"] == "vote"]:
+            self._reply(who, {"void": True})  # of a coordinator before this one
         reply = {"quorum": self.quorum.number, "members": members, "steps": steps}
         for who in self._ranks(members):
             self._reply(who, reply)
+
+    def _release(self, replica: int) -> None:
+        """All ranks of it wait to take part, and would rather leave."""
+        asked = [self._asked.get(who, {}) for who in self._ranks([replica])]
+        if all(one.get("ask") == "join" and one.get("leaves") for one in asked):
+            for who in self._ranks([replica]):
+                self._reply(who, {"leave": True})
 
     def _joined(self) -> list[int]:
         """Replicas all of whose ranks wait for a quorum."""
@@ -217,5 +246,6 @@ class Membership:
                 self._reply(who, {"value": message["value"]})
 
     def _reply(self, who: Rank, message: Message) -> None:
-        self._asked.pop(who, None)
-        self._replies.append((who, message))
+        asked = self._asked.pop(who, {})
+        numbered = {**message, "n": asked["n"]} if "n" in asked else message
+        self._replies.append((who, numbered))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mlpipe._core import environment
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import TrainPlan
+from mlpipe.store import replicas as store_replicas
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.optim.update import Update, after_load
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
@@ -24,6 +27,10 @@ from mlpipe.train.schedules import LossSum
 from mlpipe.train.session import Session
 
 _NOTHING = -1  # steps that a rank has done that has nothing to go on from
+
+
+class Released(Exception):  # no error: too few are there to go on, and this replica was told to stop
+    """What it has is to be saved by itself."""
 
 
 class Replicas:
@@ -38,8 +45,9 @@ class Replicas:
         loader: MicrobatchLoader,
     ) -> None:
         life = f"{os.environ['MASTER_PORT']}-{session.process.restart}"
-        self.member = Member(session.replica, session.world.rank, life, session.watchdog.still)
+        self.entered = False
         self.session, self.plan, self.model, self.update, self.loader = session, plan, model, update, loader
+        self.member = Member(session.replica, session.world.rank, life, self._still, self._coordinator)
         self.quorum = 0
         self.members: list[int] = []
         self.leaving: list[int] = []
@@ -63,15 +71,20 @@ class Replicas:
         position = self.take_part(Position(step=_NOTHING))
         while position.step == _NOTHING:  # nobody has; who restores another one is healed by the highest
             position = self.take_part(restore())
+        self.entered = True
         return position
 
     def take_part(self, position: Position) -> Position:
         """In the next quorum, at the position of those of its members that are ahead. All ranks of a replica
-        call it together. Their collectives have ended by then."""
+        call it together. Their collectives have ended by then. Raises Released."""
         healthy = True
         while True:
             self.session.watchdog.beat("waiting for the other replicas", max(position.step, 0), waiting=True)
-            reply = self.member.ask("join", step=position.step if healthy else _NOTHING)
+            leaves = self.session.stop.requested if self.entered and healthy else lambda: False
+            reply = self.member.ask("join", leaves, step=position.step if healthy else _NOTHING)
+            if "leave" in reply:
+                self.members, self.leaving, self.void = [self.member.replica], [], False
+                raise Released
             self.quorum, self.members, self.leaving, self.void = reply["quorum"], reply["members"], [], False
             index, size = self.members.index(self.member.replica), len(self.members)
             world, self.session.num_replicas = self.session.world, size
@@ -146,6 +159,16 @@ class Replicas:
         """Until all have come there. Raises MembershipChanged."""
         if self.member.ask("ready", quorum=self.quorum, step=where)["void"]:
             raise MembershipChanged
+
+    def _still(self) -> None:
+        """In each second of a wait. Who has nothing that is worth saving leaves when it is told to."""
+        self.session.watchdog.still()
+        if not self.entered and self.session.stop.requested():
+            os._exit(128 + signal.SIGTERM)
+
+    def _coordinator(self) -> str:
+        known = os.environ.get(environment.COORDINATOR)
+        return known or store_replicas.coordinator(self.session.store, self.session.plan.attempt_key)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
