@@ -22,6 +22,7 @@ _WORKERS_WRITE = (
     "attempt-*/profiles/*",
     "attempt-*/events.jsonl/*",
     "attempt-*/outcome*.json",
+    "attempt-*/coordinator",
 )
 
 

@@ -50,7 +50,7 @@ def test_a_drivers_policy_is_all_below_the_stores_prefix_and_no_more():
         f"{below}/checkpoints/*", f"{below}/outputs/*", f"{below}/attempt-*/logs/*",
         f"{below}/attempt-*/records/*", f"{below}/attempt-*/postmortem/*",
         f"{below}/attempt-*/profiles/*", f"{below}/attempt-*/events.jsonl/*",
-        f"{below}/attempt-*/outcome*.json",
+        f"{below}/attempt-*/outcome*.json", f"{below}/attempt-*/coordinator",
     ]  # fmt: skip
 
 

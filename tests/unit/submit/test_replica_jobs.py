@@ -1,0 +1,140 @@
+"""Jobs of an elastic training's replicas, made, deleted and judged; against a stand-in API server."""
+
+from __future__ import annotations
+
+import pytest
+from kit.apiserver import ApiServer
+from kit.command_runs import until
+from kit.rendered import QUICKSTART, pipeline_of, plan_of
+
+from mlpipe.store import replicas
+from mlpipe.store.folder import FolderStore
+from mlpipe.store.outcome import AttemptOutcome, write_outcome
+from mlpipe.submit.kubernetes import api as cluster_api
+from mlpipe.submit.kubernetes import replicas as replica_jobs
+from mlpipe.submit.kubernetes.gang import KubernetesExecutor
+
+pytestmark = pytest.mark.unit
+
+
+class Training:
+    """Of 2 to 4 replicas; its Jobs are in `server`, whose pods there are none."""
+
+    def __init__(self, folder, server, monkeypatch):
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(folder)))
+        monkeypatch.setattr(replica_jobs, "_LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(replica_jobs, "_POLL_SECONDS", 0.02)
+        self.server, self.store = server, FolderStore(folder / "store")
+        self.plan = plan_of(pipeline_of("quickstart", *QUICKSTART, "train.resources.nodes=2..4"), "train")
+        self.api = cluster_api.connect()
+        self.follow()
+
+    def follow(self):
+        self.handle = KubernetesExecutor(self.store, self.api).start(self.plan, None)
+
+    def numbers(self):
+        with self.server.lock:
+            jobs = [
+                body["metadata"]["labels"]
+                for (kind, _), body in self.server.objects.items()
+                if kind == "jobs"
+            ]
+        return sorted(int(one["mlpipe.dev/replica"]) for one in jobs if "mlpipe.dev/replica" in one)
+
+    def until(self, *numbers):
+        until(lambda: self.numbers() == list(numbers), f"{numbers}, not {self.numbers()}")
+
+    def ends(self, number, condition, **outcome):
+        """The Job of a replica."""
+        if outcome:
+            key = f"{self.plan.attempt_key}/outcome-replica-{number}.json"
+            write_outcome(self.store, key, AttemptOutcome(**outcome))
+        name = next(
+            name for kind, name in self.server.objects if kind == "jobs" and name.endswith(f"-{number}")
+        )
+        body = self.server.objects["jobs", name]
+        status = {"conditions": [{"type": condition, "status": "True"}]}
+        self.server.put("jobs", {**body, "status": status})
+
+    def end(self):
+        until(lambda: self.handle.poll() is not None, "the end", 60)
+        return self.handle.poll()
+
+
+@pytest.fixture
+def training(tmp_path, monkeypatch):
+    with ApiServer() as server:
+        one = Training(tmp_path, server, monkeypatch)
+        one.until(0, 1, 2, 3)
+        yield one
+        one.handle.terminate()
+        until(lambda: one.handle.poll() is not None, "its end", 30)
+
+
+def test_there_are_as_many_as_are_wanted_whoever_drives(training):
+    replicas.want(training.store, training.plan.attempt_key, 2)
+    training.until(0, 1)
+    training.follow()  # another driver takes over: it makes none that are not wanted
+    replicas.want(training.store, training.plan.attempt_key, 3)
+    training.until(0, 1, 2)
+    assert training.handle.poll() is None
+
+
+def test_a_lost_node_costs_one_replica_and_another_number_comes(training):
+    taint = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
+    long_ago = {"lastTransitionTime": "2026-01-01T00:00:00Z"}
+    job = next(body for (kind, name), body in training.server.objects.items() if name.endswith("a1-1"))
+    pod = {
+        "metadata": {
+            "name": "p",
+            "labels": job["metadata"]["labels"],
+            "deletionTimestamp": "2026-01-01T00:00:00Z",
+        },
+        "spec": {"nodeName": "node-1"},
+        "status": {"conditions": [{**taint, **long_ago}, {"type": "Ready", "status": "False", **long_ago}]},
+    }
+    training.server.put("pods", pod)
+    training.until(0, 2, 3, 4)
+    training.server.drop("pods", "p")
+    assert training.handle.poll() is None
+
+
+def test_a_replica_that_fails_for_good_is_given_up_until_too_few_are_left(training):
+    fault = {"outcome": "failed", "kind": "failed", "message": "of the user's code", "exit_code": 3}
+    for number in (3, 2):
+        training.ends(number, "Failed", **fault)
+    until(lambda: "given up" in training.handle.note() or training.handle.poll(), "the note")
+    assert training.numbers() == [0, 1, 2, 3], "none in its place, which would fail as well"
+    training.ends(1, "Failed", **fault)
+    ended = training.end()
+    assert (ended.state, ended.kind) == ("failed", "failed")
+    assert "of the user's code" in ended.message
+
+
+def test_what_the_others_would_come_to_ends_all(training):
+    training.ends(0, "Failed", outcome="failed", kind="input", message="no such file", exit_code=2)
+    ended = training.end()
+    assert (ended.state, ended.kind) == ("failed", "input")
+    until(lambda: training.numbers() == [0], "the end of the others")
+
+
+def test_one_that_has_done_it_is_the_end(training, monkeypatch):
+    monkeypatch.setattr(replica_jobs, "_OTHERS_SECONDS", 0.0)
+    training.ends(1, "Complete", outcome="done", step=150)
+    assert training.end().state == "done"
+    assert training.numbers() == [1], "others that came late have nothing to do"
+
+
+def test_a_stop_is_of_the_replicas_first(training):
+    write_outcome(
+        training.store,
+        f"{training.plan.attempt_key}/outcome-replica-2.json",
+        AttemptOutcome("saved", step=40, exit_code=5),
+    )
+    training.handle.terminate()
+    assert training.end().state == "cancelled"
+    deleted = [one.rpartition("/")[2] for one in training.server.requests if one.startswith("DELETE")]
+    assert deleted[-1].startswith(training.plan.run_id), deleted
+    assert not deleted[-1].partition("?")[0].endswith(tuple(f"a1-{n}" for n in range(4))), (
+        "the coordinator's last"
+    )
