@@ -249,11 +249,23 @@ def run_board() -> Dashboard:
                 "forward, backward, update": share("mlpipe_train_compute_seconds_total"),
                 "waits for other ranks": share("mlpipe_train_collective_wait_seconds_total"),
                 "waits for other stages": share("mlpipe_train_bubble_seconds_total"),
+                "nodes left or joined": share("mlpipe_train_membership_seconds_total"),
                 "data": share("mlpipe_train_data_wait_seconds_total"),
                 "checkpoint stall": share("mlpipe_checkpoint_stall_seconds_total"),
             },
             width=24,
             stacked=True,
+        ),
+        curve(
+            "Nodes of an elastic training",
+            about(
+                "How many nodes computed the last step; empty for a training that is not elastic.",
+                "As many as are wanted.",
+                "Fewer: `mlpipe status` says who left and why, the report what it cost.",
+            ),
+            "short",
+            {"{{stage}}": f"max by (stage) (mlpipe_train_replicas{{{RUNS}}})"},
+            width=24,
         ),
     ]
     ranks = [

@@ -124,6 +124,11 @@ def test_killed_and_joined_while_the_others_go_on(tmp_path, tokens):
     assert not starts[1][1]["resumed_from"], "healed by a peer, not by the store"
     steps = [one["step"] for one in plans.records(tmp_path / "store", plan) if one["kind"] == "step"]
     assert steps == list(range(1, STEPS + 1)), "no step lost, none twice"
+    of_steps = [one for one in plans.records(tmp_path / "store", plan) if one["kind"] == "step"]
+    assert {one["replicas"] for one in of_steps} >= {2, 3}
+    costs = [one["membership_seconds"] for one in of_steps if one.get("membership_seconds") is not None]
+    assert 2 <= len(costs) <= 4, "a death and a return, perhaps before one step, and a third one"
+    assert all(seconds > 0 for seconds in costs)
 
     alone = plans.train_plan(tmp_path / "alone", tokens, **common)
     plans.run_together([alone], tmp_path / "run")

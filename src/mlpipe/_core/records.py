@@ -138,6 +138,11 @@ class Step(Record):
     """Of a pipeline, this rank waiting for other stages: between their passes, and at the end of the step."""
     checkpoint_seconds: float | None = None
     """Standing still for a checkpoint before the update."""
+    membership_seconds: float | None = None
+    """Of an elastic training, before `seconds`: what it cost that other nodes than before take part. The step
+    was begun in vain, they met, and healed each other."""
+    replicas: int | None = None
+    """Of an elastic training: how many nodes computed the step."""
     memory_bytes: int | None
     """The peak so far, of the process on a CPU, of what PyTorch reserved on a GPU."""
     tokens_per_second: float | None = None

@@ -34,6 +34,10 @@ BUCKETS: tuple[Bucket, ...] = (
         "bubble", "waiting for other stages of a pipeline", "pink",
         lambda step: step.bubble_seconds, is_good=True,
     ),
+    Bucket(
+        "membership", "nodes left or joined: a step begun in vain, meeting and healing", "brown",
+        lambda step: step.membership_seconds,
+    ),
     Bucket("data", "waiting for the next batch", "teal", lambda step: step.data_seconds),
     Bucket("save", "training stood still for a checkpoint", "violet", lambda step: step.checkpoint_seconds),
     Bucket("validate", "measuring on held-out samples in the middle of the training", "green"),

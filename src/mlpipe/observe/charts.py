@@ -136,7 +136,7 @@ def _breakdown(steps: Sequence[Step], marks: Sequence[Mark]) -> Chart | None:
     series = [
         Series(part, colour, points(steps, field, unit))
         for part, colour, field in PARTS
-        if part != "bubble" or any(step.bubble_seconds is not None for step in steps)
+        if part not in ("bubble", "membership") or any(field(step) is not None for step in steps)
     ]
     other: list[Point] = []
     for step in steps:

@@ -142,6 +142,8 @@ class RankMetrics:
         self._add("mlpipe_train_compute_seconds_total", record.compute_seconds)
         self._add("mlpipe_train_collective_wait_seconds_total", record.collective_seconds)
         self._add("mlpipe_train_bubble_seconds_total", record.bubble_seconds)
+        self._add("mlpipe_train_membership_seconds_total", record.membership_seconds)
+        self._set("mlpipe_train_replicas", record.replicas)
         self._add("mlpipe_train_steps_total", 1)
         self._add("mlpipe_train_tokens_total", tokens)
         self._add("mlpipe_train_model_flops_total", tokens * self._flops_per_token)

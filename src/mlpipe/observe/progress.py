@@ -41,6 +41,7 @@ class Summary(TypedDict):
     memory_bytes: int | None
     last_step_time: float | None
     world_size: int | None
+    replicas: int | None
     strategy: str | None
     start_step: int | None
     notes: list[str]
@@ -120,6 +121,7 @@ class Progress:
             "memory_bytes": step.memory_bytes if step is not None else None,
             "last_step_time": step.time if step is not None else None,
             "world_size": start.world_size,
+            "replicas": step.replicas if step is not None else None,
             "strategy": start.strategy,
             "start_step": start.start_step,
             "notes": self._notes,

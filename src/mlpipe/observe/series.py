@@ -84,6 +84,15 @@ METRICS: tuple[Metric, ...] = (
         " slow ranks (`stragglers: move_load`); else absent.", "step: slowness_ratio",
     ),
     Metric(
+        "mlpipe_train_membership_seconds_total", "counter", "seconds", "every",
+        "Time that it cost this rank that nodes left or joined an elastic training; 0 of any other.",
+        "step: membership_seconds",
+    ),
+    Metric(
+        "mlpipe_train_replicas", "gauge", "nodes", "every",
+        "Nodes that computed the last step of an elastic training; absent of any other.", "step: replicas",
+    ),
+    Metric(
         "mlpipe_train_steps_total", "counter", "steps", "0",
         "Optimizer steps done by this process. Steps done again after a restart count again.", "step",
     ),

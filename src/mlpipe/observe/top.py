@@ -168,7 +168,9 @@ def runs_table(rows: Sequence[RunRow], now: float) -> list[str]:
     ]
     for row in rows:
         shown = ("",) * 6 if row.progress is None else _of_progress(row.progress, row.state, now)
-        cells.append((row.run, row.state, format_seconds(max(row.seconds, 0.0)), row.stage or "", *shown))
+        replicas = None if row.progress is None else row.progress["replicas"]
+        stage = (row.stage or "") + (f", {replicas} nodes" if replicas else "")
+        cells.append((row.run, row.state, format_seconds(max(row.seconds, 0.0)), stage, *shown))
     problems = [f"damaged: {row.problem}" for row in rows if row.problem is not None]
     return [*aligned(cells, left=range(4)), *problems]
 

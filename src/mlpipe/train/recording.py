@@ -48,6 +48,7 @@ class Recording:
         self.achievable_flops: float | None = None
         self.failed_saves: list[MlpipeError] = []
         self.last: Step | None = None
+        self.of_replicas: dict[str, Any] = {}  # fields of the next step's record, of an elastic training
 
     def start(self, position: Position, *, num_params: int, restore_seconds: float, **told: Any) -> None:
         """Before the first step, at `position`. `told`: more fields of the record."""
@@ -81,6 +82,7 @@ class Recording:
             collective_seconds=waited.collective + (0.0 if piped else at_end),
             bubble_seconds=waited.stages + at_end if piped else None,
             memory_bytes=peak_memory_bytes(self.session.device),
+            **self.of_replicas,
         )
         self.last = self.session.recorder.write(self._with_rates(record, total_tokens))
         if self.callbacks:

@@ -38,20 +38,23 @@ def test_one_attempt_second_by_second():
         step(120, 1, data_seconds=1, compute_seconds=6, collective_seconds=2),
         step(130, 2, data_seconds=1, compute_seconds=5, collective_seconds=2, bubble_seconds=1),
         line("checkpoint", 130, step=1, stall_seconds=0.5),
-        step(140, 3, data_seconds=1, compute_seconds=5, collective_seconds=2, checkpoint_seconds=1),
+        step(
+            140, 3, data_seconds=1, compute_seconds=4, collective_seconds=2, checkpoint_seconds=1,
+            membership_seconds=1,
+        ),
         line("end", 143),
-    ]
+    ]  # fmt: skip
     ledger = account([Attempt(100, 103, 145, 2, {0: records, 1: records})], price_usd_per_device_hour=36.0)
     one = {
-        "queue": 3, "startup": 2, "init": 3, "restore": 2, "data": 3, "compute": 16, "communication": 6,
-        "bubble": 1, "save": 1 + 3, "validate": 0, "lost": 0, "hang": 0, "idle": 3 + 2,
+        "queue": 3, "startup": 2, "init": 3, "restore": 2, "data": 3, "compute": 15, "communication": 6,
+        "bubble": 1, "membership": 1, "save": 1 + 3, "validate": 0, "lost": 0, "hang": 0, "idle": 3 + 2,
         "stopped": 0,
     }  # fmt: skip
     assert ledger.seconds == pytest.approx({name: 2 * seconds for name, seconds in one.items()})
     assert ledger.tokens == 60
-    assert ledger.goodput_ratio == pytest.approx(46 / 90)
+    assert ledger.goodput_ratio == pytest.approx(44 / 90)
     assert ledger.cost_usd == pytest.approx(0.9)
-    assert ledger.badput_usd == pytest.approx(0.44)
+    assert ledger.badput_usd == pytest.approx(0.46)
     assert ledger.usd_per_million_tokens == pytest.approx(0.9 / 60 * 1e6)
     told = {
         "total_rank_seconds": ledger.total, "paid_rank_seconds": ledger.paid, "kept_tokens": 60,

@@ -34,6 +34,7 @@ STEP = {
     "seconds": 0.25, "data_seconds": 0.01, "compute_seconds": 0.2, "collective_seconds": 0.03,
     "bubble_seconds": 0.02, "mfu_ratio": 0.4, "memory_bytes": 2**30, "achievable_flops": 8e8,
     "slowness_ratio": 1.5,
+    "membership_seconds": 0.5, "replicas": 3,
 }  # fmt: skip
 SAVED = {
     "kind": "checkpoint",
@@ -138,6 +139,8 @@ def test_values(serve):
     assert value(text, "mlpipe_train_model_flops_total") == 2000 * 600
     assert value(text, "mlpipe_train_collective_wait_seconds_total") == pytest.approx(0.06)
     assert value(text, "mlpipe_train_bubble_seconds_total") == pytest.approx(0.04)
+    assert value(text, "mlpipe_train_membership_seconds_total") == 1.0
+    assert value(text, "mlpipe_train_replicas") == 3
     assert value(text, "mlpipe_train_mfu_ratio") == 0.4
     assert value(text, "mlpipe_train_last_step_timestamp_seconds") == 1234.5
     assert value(text, "mlpipe_checkpoint_last_success_timestamp_seconds") == 2345.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlpipe import __version__
 from mlpipe._core.mfu import throughput
-from mlpipe._core.records import Tracked
+from mlpipe._core.records import Membership, Tracked
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.observe import experts, samples, validations
 from mlpipe.observe.blocks import (
@@ -25,6 +25,7 @@ from mlpipe.observe.blocks import (
 from mlpipe.observe.buckets import BUCKETS
 from mlpipe.observe.charts import PARTS, rank_means, stage_charts
 from mlpipe.observe.goodput import Ledger
+from mlpipe.observe.members import costs
 from mlpipe.observe.predicted import comparison
 from mlpipe.observe.profiles.piece import profile_piece
 from mlpipe.observe.progress import format_count, format_flops, format_loss, format_mfu, split_words
@@ -47,7 +48,7 @@ def section(stage: StageView) -> Section:
     blocks += [_goodput(stage), _mfu(stage), comparison(stage), _ranks(stage)]
     blocks += map(profile_piece, stage.profiles)
     blocks += [samples.table(stage), experts.table(stage), _starts(stage)]
-    blocks.append(_checkpoints(stage))
+    blocks += [_membership(stage), _checkpoints(stage)]
     return Section([block for block in blocks if block is not None], _facts(stage))
 
 
@@ -308,6 +309,21 @@ def _starts(stage: StageView) -> Piece | None:
     )  # fmt: skip
     table = Table(head, rows, frozenset({0, 1, 3, 5}))
     return Details(f"Attempts and restarts ({len(rows)})", [table], is_open=len(rows) > 1)
+
+
+def _membership(stage: StageView) -> Piece | None:
+    """Of an elastic training: who took part from when on, and what each change cost the first replica."""
+    rows: list[list[Cell]] = []
+    for attempt in stage.attempts:
+        changes = [event for event in attempt.events if isinstance(event, Membership)]
+        for change, seconds in zip(changes, costs(changes, stage.lead.steps), strict=True):
+            members = ", ".join(map(str, change.members or []))
+            cost = "" if seconds is None else format_seconds(seconds)
+            rows.append([timestamp(change.time), change.step, members, change.why or "", cost])
+    if not rows:
+        return None
+    table = Table(("When", "After step", "Nodes", "Why", "Cost"), rows, frozenset({1, 4}))
+    return Details(f"Nodes that took part ({len(rows)} changes)", [table], is_open=True)
 
 
 def _checkpoints(stage: StageView) -> Piece | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,24 +37,33 @@ class ElasticLoop(Loop):
 
     replicas: Replicas = field(default_factory=lambda: cast(Replicas, None))
     looked: bool = False  # at whether the model writes its buffers
+    changed: bool = False  # who takes part, since the last step
     released: bool = False  # this replica stops without the others
 
     def step(self) -> tuple[bool, bool]:
         """Until it is committed."""
+        began = time.perf_counter()
         while True:
             if self.replicas.void:
+                self.changed = True
                 try:
                     self.rejoin()
                 except Released:
                     self.released = True
                     return True, True
+            tried = time.perf_counter()
+            self.recording.of_replicas = {
+                "replicas": self.session.num_replicas,
+                "membership_seconds": tried - began if self.changed else None,
+            }
             try:
                 stopping, save = super().step()
             except MembershipChanged:
                 clear_gradients(self.model.shards)
                 self.model.waits.take()
-                self.replicas.void = True
+                self.replicas.void = self.changed = True
                 continue
+            self.changed = False
             return stopping, save
 
     def rejoin(self) -> None:
