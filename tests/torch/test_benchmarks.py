@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from kit.warm import Popen
 
-from benchmarks import bubble, ranks, uneven
+from benchmarks import bubble, elastic, ranks, uneven
 from mlpipe._core.pipelines import SCHEDULES
 
 pytestmark = pytest.mark.torch
@@ -44,6 +44,23 @@ def test_a_quick_run_writes_its_results(name: str, tmp_path: Path):
     assert name == "links" or any(
         row["work"] and row["figure"].startswith("control") for row in body["figures"]
     )
+
+
+def test_a_replica_is_killed_beside_a_worker_of_a_gang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What the figures count is counted, and is as promised: nobody else restarts, no step is lost."""
+    argv = ["elastic", "--quick", "--step-seconds", "0.1", "--every", "2", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert elastic.main() == 0
+    rows = {row["figure"]: row for row in json.loads((tmp_path / "elastic.json").read_text())["figures"]}
+    for what in (
+        "restarts of workers that were not killed",
+        "steps that nobody recorded",
+        "steps done again",
+    ):
+        assert rows[what]["ours"] == 0, what
+    assert rows["kill to next step, elastic"]["goal"] == 1.0
+    assert rows["kill to next step, gang restart"]["ours"] > 0
 
 
 def test_gains_of_ranks_that_wait_less_are_written_with_what_was_expected(
