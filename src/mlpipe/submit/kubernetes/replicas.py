@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from mlpipe._core.errors import EXIT_CODES, StoreError, SubmitError
+from mlpipe._core.errors import FATAL_KINDS, StoreError, SubmitError
 from mlpipe.plan.plan import Replicas
 from mlpipe.render import names
 from mlpipe.render.kubernetes import replica_object
@@ -99,7 +99,7 @@ class ReplicaJobs(Gang):
         fatal = [
             found[number]
             for number in failed & found.keys()
-            if found[number].exit_code == EXIT_CODES["input"] or found[number].cause == "not_finite"
+            if found[number].kind in FATAL_KINDS or found[number].cause == "not_finite"
         ]
         if not fatal and (not failed or num_alive >= self._limits.fewest):
             return None
@@ -164,9 +164,9 @@ class ReplicaJobs(Gang):
                 if self._stopping or finished(job) is None:
                     self._api.delete("Job", job["metadata"]["name"])
             self._deleted = True
-        waiting = [pod for pod in pods if _number(pod) is not None and _is_active(pod)]
-        if waiting and (self._stopping or self._end is None):
-            return None
+        leaving = [pod for pod in pods if _number(pod) is not None and _is_active(pod)]
+        if any(lost_for_good([pod], time.time()) is None for pod in leaving):
+            return None  # it may still save
         if self._end is None:
             self._end = self._saved()
         if any(job["metadata"]["name"] == self._name and finished(job) is None for job in jobs):
