@@ -68,12 +68,13 @@ class Session:
         metrics = None
         if plan.launch.metrics_port is not None:
             # In a pod the ports are fixed and seen from outside, whatever the spec says.
-            port = int(os.environ.get(environment.METRICS_PORT) or plan.launch.metrics_port)
+            fixed = os.environ.get(environment.METRICS_PORT)
+            port, beside = int(fixed or plan.launch.metrics_port), 0 if fixed else self.replica
             metrics = start_metrics(
                 RankMetrics(
                     plan.run_id, plan.stage, self.rank, info=self._info(), gpu_uuid=gpu_uuid(self.device)
                 ),
-                port + process.local_rank + self.replica * self.world.size if port else 0,
+                port + process.local_rank + beside * self.world.size if port else 0,
                 os.environ.get(environment.METRICS_ADDRESS) or "127.0.0.1",
             )
         self.metrics_port = metrics.port if metrics else None

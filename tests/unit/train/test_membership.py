@@ -299,11 +299,11 @@ def test_who_is_alone_and_told_to_stop_may_leave_but_not_alone_of_its_ranks():
     assert replies(membership) == {(0, rank): {"leave": True, "n": 2} for rank in range(2)}
 
 
-def test_a_coordinator_whose_thread_is_dead_is_noticed(monkeypatch):
+def test_a_coordinator_that_looks_at_its_clock_no_more_is_noticed(monkeypatch):
     one = Coordinator(Membership(1, 1, 2, 1), "127.0.0.1", 900.0)
     assert not one.is_hung()
-    one._loop.call_soon_threadsafe(one._loop.stop)
-    until(lambda: not one._loop.is_running(), "its end")
+    one._loop.call_soon_threadsafe(one._ticking.cancel)
+    until(one._ticking.done, "its end")
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + LOST_SECONDS + 1)
     assert one.is_hung()
