@@ -12,7 +12,7 @@ from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import AttemptOutcome, write_outcome
 from mlpipe.submit.kubernetes import api as cluster_api
 from mlpipe.submit.kubernetes import replicas as replica_jobs
-from mlpipe.submit.kubernetes.gang import KubernetesExecutor
+from mlpipe.submit.kubernetes.executor import KubernetesExecutor
 
 pytestmark = pytest.mark.unit
 

@@ -73,7 +73,7 @@ class KubernetesBackend(Backend):
         return stage_hardware(pipeline, stage, cluster=True)
 
     def executor(self, store: Store, run: RunState, holder: str) -> Executor:
-        from mlpipe.submit.kubernetes.gang import KubernetesExecutor
+        from mlpipe.submit.kubernetes.executor import KubernetesExecutor
 
         return KubernetesExecutor(store, self.api)
 

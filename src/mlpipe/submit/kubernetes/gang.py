@@ -10,13 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from datetime import datetime
-from pathlib import Path
 
 from mlpipe._core.errors import SubmitError
 from mlpipe.plan.plan import Plan
 from mlpipe.render.kubernetes import stage_objects
 from mlpipe.store.base import Store
-from mlpipe.submit.executor import Ended, Slots
+from mlpipe.submit.executor import Ended
 from mlpipe.submit.handle import ThreadedHandle, blamed, elsewhere, ended_by, outcomes_of
 from mlpipe.submit.kubernetes.api import ClusterApi, Object, is_away
 from mlpipe.submit.kubernetes.objects import GANGS, create_all, finished, remove_all, selector
@@ -29,29 +28,6 @@ _NOTE_SECONDS = 3.0  # between two looks for what a stage waits for, when there 
 _NOTE_AGAIN_SECONDS = 20.0  # when there is none: quotas and queues change without
 _AWAY_SECONDS = 1800.0  # an API server may be away for this long; pods go on without it
 _LOST_SECONDS = 60.0  # after a lost node's pod was deleted, its gang is given up
-
-
-class KubernetesExecutor:
-    """Starts stages in the namespace of `api`. They go on when the driver dies."""
-
-    def __init__(self, store: Store, api: ClusterApi) -> None:
-        self._store = store
-        self._api = api
-
-    def capacity(self) -> Slots:
-        """The cluster's scheduler knows better."""
-        return Slots(cpus=2**31, gpus=2**31)
-
-    def check(self, plan: Plan) -> None:
-        """Raises RenderError for what can never run on a cluster."""
-        stage_objects(plan)
-
-    def start(self, plan: Plan, scratch: Path) -> Gang:
-        if plan.launch.replicas is not None:
-            from mlpipe.submit.kubernetes.replicas import ReplicaJobs
-
-            return ReplicaJobs(self._store, self._api, plan)
-        return Gang(self._store, self._api, plan)
 
 
 class Gang(ThreadedHandle):
