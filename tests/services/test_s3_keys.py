@@ -13,6 +13,7 @@ from kit.servers import ServerMissingError, s3_server
 from mlpipe._core.errors import StoreError
 from mlpipe.store import catalogue, outputs, registry, runs
 from mlpipe.store.blobs import read_blob, write_blob
+from mlpipe.store.preflight import Checked, probe_key, read_checked, write_checked
 from mlpipe.store.s3 import S3Store
 from mlpipe.store.s3_policy import policy
 
@@ -154,6 +155,11 @@ def test_workers_train_and_write_nothing_but_what_their_stages_make(minio, keys,
 def test_workers_of_all_runs_write_no_state_of_any(keys):
     worker = opened(keys["any worker"])
     worker.put("runs/third/stages/train/checkpoints/x", b"theirs, too: the price of keys for all runs")
+    attempt_key = "runs/third/stages/train/attempt-1"
+    worker.put(probe_key(attempt_key, 3), b"tried")
+    worker.delete([probe_key(attempt_key, 3)])
+    write_checked(worker, attempt_key, Checked(seconds=1.0))
+    assert read_checked(worker, attempt_key) == Checked(seconds=1.0)
     for key in (
         "runs/third/run.json",
         "runs/third/stages/train/attempt-1/plan.json",

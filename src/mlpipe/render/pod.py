@@ -3,6 +3,7 @@ to SCRATCH, CACHE and /tmp, and reads the variables of `docs/reference/environme
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import PurePosixPath
 from posixpath import normpath
@@ -40,6 +41,8 @@ _LEAVES_LOST_NODES = [
 COORDINATOR_BYTES = 256 * 2**20
 _NO_PROXY = ("localhost", "127.0.0.1", ".svc", ".cluster.local")
 _DISK = "ephemeral-storage"
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_NODE = re.compile(rf"{_LABEL}(\.{_LABEL})*")  # a DNS subdomain, as RFC 1123 has it
 Json = dict[str, Any]
 
 
@@ -263,9 +266,11 @@ def _place(spec: Json, plan: Plan, cluster: ClusterPlan, labels: Json) -> None:
     if cluster.gpus_per_node and cluster.gpu_product is not None:
         term = {"key": "nvidia.com/gpu.product", "operator": "In", "values": [cluster.gpu_product]}
         terms["matchExpressions"] = [term]
-    if plan.launch.avoid:  # a name each: the API server takes no more in one term
+    # The API server takes one name in a term, and no pod that names what no node can be called.
+    avoid = [node for node in plan.launch.avoid if _NODE.fullmatch(node)]
+    if avoid:
         terms["matchFields"] = [
-            {"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in plan.launch.avoid
+            {"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in avoid
         ]
     if terms:
         required = {"nodeSelectorTerms": [terms]}

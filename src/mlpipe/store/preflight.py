@@ -33,6 +33,11 @@ class Checked:
         return named + [f"{one} and {other}: {words}" for one, other, words in self.pairs]
 
 
+def probe_key(attempt_key: str, index: int) -> str:
+    """What machine `index` writes, reads and deletes to try the store."""
+    return f"{attempt_key}/preflight/node-{index}"
+
+
 def write_checked(store: Store, attempt_key: str, checked: Checked) -> None:
     """Raises StoreError."""
     store.put(f"{attempt_key}/preflight.json", json.dumps(asdict(checked), indent=2).encode())
@@ -61,15 +66,15 @@ def checked_from(document: Any) -> Checked:
 
 def nodes_to_avoid(store: Store, stage_key: str, attempt: int) -> tuple[str, ...]:
     """In an attempt, after those before it."""
-    found = [read_checked(store, f"{stage_key}/attempt-{number}") for number in range(1, attempt)]
-    return to_avoid([checked for checked in found if checked is not None])
+    earlier = [read_checked(store, f"{stage_key}/attempt-{number}") for number in range(1, attempt)]
+    return to_avoid([checked for checked in earlier if checked is not None])
 
 
-def to_avoid(found: Sequence[Checked]) -> tuple[str, ...]:
+def to_avoid(preflights: Sequence[Checked]) -> tuple[str, ...]:
     """Of each pair the one that was in another pair, too, and while none was, the second: the next attempt
     may have the first one with another machine, which tells who it is."""
-    faulty = {node for checked in found for node in checked.faults}
-    pairs = [(one, other) for checked in found for one, other, _ in checked.pairs]
+    faulty = {node for checked in preflights for node in checked.faults}
+    pairs = [(one, other) for checked in preflights for one, other, _ in checked.pairs]
     times = Counter(node for pair in pairs for node in pair)
     for one, other in pairs:
         again = {node for node in (one, other) if times[node] > 1}

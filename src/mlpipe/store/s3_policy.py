@@ -23,6 +23,8 @@ _WORKERS_WRITE = (
     "attempt-*/events.jsonl/*",
     "attempt-*/outcome*.json",
     "attempt-*/coordinator",
+    "attempt-*/preflight.json",
+    "attempt-*/preflight/*",
 )
 
 

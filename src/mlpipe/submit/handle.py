@@ -78,10 +78,10 @@ def ended_by(outcome: AttemptOutcome) -> Ended:
 def elsewhere(plan: Plan, outcomes: Sequence[AttemptOutcome]) -> Ended | None:
     """Of a gang whose preflight named machines that did not pass: it is started anew without them, unless so
     many were left out already that the machines are not to blame."""
-    found = next((outcome for outcome in outcomes if outcome.cause == NODE_FAULT), None)
-    if found is None:
+    fault = next((outcome for outcome in outcomes if outcome.cause == NODE_FAULT), None)
+    if fault is None:
         return None
-    return replace(ended_by(found), lost=len(plan.launch.avoid) < _MOST_AVOIDED)
+    return replace(ended_by(fault), lost=len(plan.launch.avoid) < _MOST_AVOIDED)
 
 
 def outcomes_of(store: Store, plan: Plan) -> list[AttemptOutcome]:

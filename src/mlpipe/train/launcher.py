@@ -160,27 +160,31 @@ class Launcher:
         from mlpipe.train.preflight.start import at_fault, run_preflight
 
         alone = self.plan.launch.num_nodes == 1
-        found = run_preflight(
+        checked = run_preflight(
             self.plan_path,
             self.scratch,
             self._environment(),
             alone=alone,
             stopped=lambda: self.num_signals > 0,
         )
-        if isinstance(found, Outcome):
-            return found
+        if isinstance(checked, Outcome):
+            return checked
         if self.node.index == 0:
-            write_checked(self.store, self.plan.attempt_key, found)
-            self._event(Preflight(seconds=found.seconds, nodes=list(found.nodes), faults=found.words))
-        return at_fault(found) if found.words else None
+            write_checked(self.store, self.plan.attempt_key, checked)
+            self._event(Preflight(seconds=checked.seconds, nodes=list(checked.nodes), faults=checked.words))
+        return at_fault(checked) if checked.words else None
 
     def _end_before_ranks(self, ended: Outcome) -> int:
         """The exit code."""
+        from mlpipe.train.preflight.start import LOG
+
         exit_code = _exit_code(ended)
         failure = MlpipeError(ended.message, where=ended.where, hint=ended.hint)
         print(f"error: {failure}", file=sys.stderr, flush=True)  # noqa: T201
         self._event(LaunchEnded(outcome=ended.outcome, message=ended.message))
         self._store_outcome(ended, 0, exit_code)
+        log = (self.scratch / LOG).read_bytes()
+        self.store.put(f"{self.plan.attempt_key}/postmortem/{self.node.name('preflight', '.log')}", log)
         if self.plan.launch.num_nodes > 1 and exit_code == EXIT_CODES["infrastructure"]:
             _wait_until(lambda: self.num_signals > 0, _BLAMELESS_SECONDS)
         return exit_code

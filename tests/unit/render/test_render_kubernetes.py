@@ -268,13 +268,13 @@ def test_a_command_on_two_nodes_is_a_gang_that_knows_where_to_meet() -> None:
 
 
 def test_nodes_that_did_not_pass_a_preflight_are_left_out() -> None:
-    """A name each: the API server refuses a list of several in matchFields."""
+    """A name each: the API server refuses a list of several in matchFields, and names of no node."""
     plan = plan_of(pipeline_of("llm"), "train")
-    plan = replace(plan, launch=replace(plan.launch, avoid=("n1", "n2")))
+    plan = replace(plan, launch=replace(plan.launch, avoid=("N1", "n1", "n2.zone-1", "n2..zone", "n.-1")))
     affinity = pod_of(stage_objects(plan)[-1])["affinity"]["nodeAffinity"]
     (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert term["matchFields"] == [
-        {"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in ("n1", "n2")
+        {"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in ("n1", "n2.zone-1")
     ]
     assert term["matchExpressions"][0]["values"] == ["NVIDIA-H100-80GB-HBM3"]
 

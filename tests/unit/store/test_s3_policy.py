@@ -51,6 +51,7 @@ def test_a_drivers_policy_is_all_below_the_stores_prefix_and_no_more():
         f"{below}/attempt-*/records/*", f"{below}/attempt-*/postmortem/*",
         f"{below}/attempt-*/profiles/*", f"{below}/attempt-*/events.jsonl/*",
         f"{below}/attempt-*/outcome*.json", f"{below}/attempt-*/coordinator",
+        f"{below}/attempt-*/preflight.json", f"{below}/attempt-*/preflight/*",
     ]  # fmt: skip
 
 

@@ -120,15 +120,15 @@ class Gang:
                     dist.recv(torch.empty(1), other)
                     dist.send(torch.tensor([time.time()], dtype=torch.float64), other)
             return 0.0
-        found = []
+        pings = []
         for _ in range(_PINGS):
             asked, began = time.time(), time.perf_counter()
             dist.send(torch.zeros(1), 0)
             answer = torch.empty(1, dtype=torch.float64)
             dist.recv(answer, 0)
             took = time.perf_counter() - began
-            found.append((took, asked + took / 2 - answer.item()))
-        return min(found)[1]
+            pings.append((took, asked + took / 2 - answer.item()))
+        return min(pings)[1]
 
     def leave(self, silent: Collection[int]) -> None:
         """The first machine when all but those that are `silent` have read what they need; the others when

@@ -24,6 +24,7 @@ from mlpipe._core.errors import StoreError
 from mlpipe._core.units import format_bytes
 from mlpipe.plan.plan import Plan, PreflightPlan
 from mlpipe.store.base import Store
+from mlpipe.store.preflight import probe_key
 from mlpipe.train.preflight.start import DOING
 from mlpipe.train.preflight.verdict import Report
 
@@ -50,18 +51,14 @@ def look(plan: Plan, limits: PreflightPlan, scratch: Path, store: Store, report:
         report.faults += gpus(plan.launch.nproc_per_node)
     speed(plan, limits, report)
     at("the store")
-    report.faults += reach_store(store, _key(plan, report), limits, report)
+    report.faults += reach_store(store, probe_key(plan.attempt_key, report.index), limits, report)
 
 
 def look_again(plan: Plan, limits: PreflightPlan, store: Store, report: Report) -> None:
     """At what is compared with others', which are busy now and then: the best of both looks counts."""
     again = Report(report.index, report.node, report.figures)
     speed(plan, limits, again)
-    reach_store(store, _key(plan, report), limits, again)
-
-
-def _key(plan: Plan, report: Report) -> str:
-    return f"{plan.attempt_key}/preflight/node-{report.index}"
+    reach_store(store, probe_key(plan.attempt_key, report.index), limits, again)
 
 
 def disk(scratch: Path, limits: PreflightPlan, report: Report) -> list[str]:
@@ -130,12 +127,12 @@ def speed(plan: Plan, limits: PreflightPlan, report: Report) -> None:
     devices = [torch.device("cpu")]
     if plan.launch.device == "cuda":
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    found = [_device_speed(device, dtype) for device in devices]
+    speeds = [_device_speed(device, dtype) for device in devices]
     for name, expected in (
         ("flops", limits.expected_flops),
         ("memory_bytes_per_second", limits.expected_memory_bytes_per_second),
     ):
-        rates = [one[name] for one in found]
+        rates = [one[name] for one in speeds]
         if not rates:
             continue
         report.figures[name] = max(report.figures.get(name, 0.0), min(rates))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -70,6 +71,12 @@ def run_preflight(
         return _failed(
             "infrastructure", f"the preflight did not end within {seconds:.0f} s: it was at {doing}"
         )
+    if process.returncode < 0:
+        return _failed(
+            "infrastructure",
+            f"the preflight was killed by {signal.Signals(-process.returncode).name} at {doing}",
+            "out of memory? look at the kernel's log; postmortem/preflight*.log of the attempt is its own",
+        )
     words = (scratch / LOG).read_text(errors="replace").strip().removeprefix("error: ")
     kind = _KINDS.get(process.returncode, "infrastructure") if process.returncode != 1 else "infrastructure"
     return _failed(kind, f"the preflight failed at {doing}: {words[-2000:] or process.returncode}")
@@ -91,5 +98,5 @@ def at_fault(checked: Checked) -> Outcome:
     )
 
 
-def _failed(kind: ErrorKind, message: str) -> Outcome:
-    return Outcome("failed", kind=kind, message=message, time=time.time())
+def _failed(kind: ErrorKind, message: str, hint: str | None = None) -> Outcome:
+    return Outcome("failed", kind=kind, message=message, hint=hint, time=time.time())

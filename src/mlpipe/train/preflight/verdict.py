@@ -40,13 +40,13 @@ def judge(reports: Sequence[Report], limits: PreflightPlan, seconds: float) -> C
     _slow(reports, limits, faults)
     pairs = _clocks(reports, limits, faults) + _links(reports, limits, faults)
     names = {report.index: report.node for report in reports}
-    found: dict[str, list[str]] = {}
+    named: dict[str, list[str]] = {}
     for index, words in faults.items():  # several of a gang may stand on one machine
         if words:
-            found.setdefault(names[index], []).extend(words)
+            named.setdefault(names[index], []).extend(words)
     return Checked(
         {report.node: report.figures for report in reports},
-        found,
+        named,
         [(names[one], names[other], words) for one, other, words in pairs],
         seconds,
     )
