@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from kit.warm import Popen
 
-from benchmarks import bubble, elastic, ranks, uneven
+from benchmarks import bubble, elastic, ranks, stragglers, uneven
 from mlpipe._core.pipelines import SCHEDULES
 
 pytestmark = pytest.mark.torch
@@ -75,6 +75,21 @@ def test_gains_of_ranks_that_wait_less_are_written_with_what_was_expected(
     assert [row["side"] for row in rows] == ["control", "on_demand", "resident", "on_demand", "resident"]
     expected = ["gain, off the expected 1.78 by", "gain, off the expected 1.59 by"]
     assert [row["figure"] for row in rows[3:]] == expected
+
+
+def test_what_moved_load_saves_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One real training stands for all sides."""
+    found = stragglers.trained([0.001, 0.002], "move_load", 3)
+    assert 0 < found["speed"] < 1
+    monkeypatch.setattr(stragglers, "trained", lambda *side: found)
+    monkeypatch.setattr(sys, "argv", ["stragglers", "--quick", "--results", str(tmp_path)])
+    assert stragglers.main() == 0
+    rows = json.loads((tmp_path / "stragglers.json").read_text())["figures"]
+    assert [(row["side"], row["ratio"], row["goal"]) for row in rows] == [
+        ("control", 1.0, None),
+        ("left", 1.0, None),
+        ("moved", 1.0, stragglers.OF_THE_IDEAL),
+    ]
 
 
 def test_the_idle_shares_of_pipelines_are_written_with_theory(

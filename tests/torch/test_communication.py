@@ -12,13 +12,10 @@ import pytest
 import torch
 from kit import plans
 from kit.conversations import SEQ_LEN, packed, write_chat
-from safetensors.torch import load_file
+from kit.weights import weights
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import CompressPlan, DataPlan, Entry, ModelPlan, Plan, Strategy, ValidatePlan
-from mlpipe.store import catalogue
-from mlpipe.store.folder import FolderStore
-from mlpipe.train.export import export_checkpoint
+from mlpipe.plan.plan import CompressPlan, DataPlan, Entry, ModelPlan, Strategy, ValidatePlan
 from mlpipe.train.parallel import shared_memory
 from mlpipe.train.room import FOLDER
 
@@ -29,16 +26,6 @@ STEPS = 10
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> DataPlan:
     return write_chat(tmp_path_factory.mktemp("chat"))
-
-
-def weights(store: Path, plan: Plan, scratch: Path) -> dict[str, torch.Tensor]:
-    """After the last step."""
-    folder = FolderStore(store)
-    latest = catalogue.latest(folder, plan.stage_key)
-    assert latest is not None
-    assert latest.step == STEPS
-    export_checkpoint(folder, latest.key, out := scratch / plan.run_id)
-    return load_file(out / "model.safetensors")
 
 
 @pytest.mark.combines("dp_shard", "communication resident")

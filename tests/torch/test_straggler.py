@@ -7,7 +7,9 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
 from kit import plans
+from kit.weights import weights
 
 from mlpipe._core.record_lines import parse
 from mlpipe.observe.progress import live_line, summarize
@@ -56,8 +58,9 @@ def test_the_slow_rank_is_named(tmp_path):
 @pytest.mark.combines("dp_replicate", "stragglers move_load")
 @pytest.mark.combines("dp_shard", "stragglers move_load")
 def test_load_moves_off_a_slow_rank_and_the_training_stays_the_same(tmp_path):
-    """Rank 1 takes four times as long for a sample: it gets fewer of them, and is named. Losses are those of
-    equal shares, also of a training that goes on in the middle, and each sample is computed once."""
+    """Rank 1 takes four times as long for a sample: it gets fewer of them, and is named. Losses and
+    parameters are those of equal shares, also of a training that goes on in the middle, and each sample is
+    computed once."""
     tokens = plans.write_tokens(tmp_path / "tokens")
     paced = ModelPlan(Entry("kit.models:paced", {"seconds": [0.01, 0.04]}), None, 32, ())
     even = ModelPlan(Entry("kit.models:paced", {"seconds": [0.0, 0.0]}), None, 32, ())
@@ -79,6 +82,13 @@ def test_load_moves_off_a_slow_rank_and_the_training_stays_the_same(tmp_path):
     resumed = plans.losses(tmp_path / "store", made["fsdp"]) + plans.losses(tmp_path / "store", rest)
     for found in (plans.losses(tmp_path / "store", made["ddp"]), resumed):
         assert found == pytest.approx(expected, abs=1e-6)
+    parameters = {
+        name: weights(tmp_path / "store", plan, tmp_path / "out")
+        for name, plan in (made | {"fsdp": rest}).items()
+    }
+    for name, found in parameters.items():
+        for tensor, value in parameters["even"].items():
+            torch.testing.assert_close(found[tensor], value, rtol=0, atol=1e-6, msg=f"{name} {tensor}")
     for plan in (made["ddp"], made["fsdp"]):
         ranks = [
             [record for record in plans.records(tmp_path / "store", plan, rank) if record["kind"] == "step"]

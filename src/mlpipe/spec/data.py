@@ -256,7 +256,13 @@ def problems(train: Node) -> Iterator[Problem]:
         yield from chat.problems(train)
     yield from _one_source(data, "data", ("mix", "entry", "chat", *FILES, "tokens"))
     for source in items_of(data, "mix"):
-        if isinstance(source.value, dict):
+        if (conversations := get(source, "chat")) is not None:
+            yield problem_of_key(
+                conversations,
+                "conversations are not mixed with other data: a mixture's samples have one shape",
+                "write their lines into one file, each as often as its weight: 'data: {chat: ...}'",
+            )
+        elif isinstance(source.value, dict):
             yield from _one_source(source, "a source of the mixture", ("entry", *FILES, "tokens"))
     if not any(get(data, key) is not None for key in ("entry", "mix", "chat", *FILES)):
         yield from _batch(train, data)
