@@ -253,7 +253,7 @@ _DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
 
 
 def _exit_codes(codes: tuple[int, ...]) -> Json:
-    condition = {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
+    condition = {"containerName": CONTAINER, "operator": "In", "values": sorted(codes)}  # the API wants it so
     return {"action": "FailJob", "onExitCodes": condition}
 
 

@@ -210,7 +210,7 @@ def test_what_would_come_again_ends_a_jobset_before_a_disruption_restarts_it() -
     job = job_of(jobset)
     assert (job["backoffLimit"], job["activeDeadlineSeconds"]) == (0, 3600)
     codes, condition = job["podFailurePolicy"]["rules"]
-    assert codes["onExitCodes"] == {"containerName": "worker", "operator": "In", "values": [2, 3, 6, 5]}
+    assert codes["onExitCodes"] == {"containerName": "worker", "operator": "In", "values": [2, 3, 5, 6]}
     assert (codes["action"], condition["action"]) == ("FailJob", "FailJob")
 
 
