@@ -33,11 +33,17 @@ def check_name(path: str) -> str:
     return path
 
 
+def home_folder() -> Path:
+    """For a user who has none, as a number that a container was given, it is / as containers have it."""
+    home = os.path.expanduser("~")
+    return Path(home if os.path.isabs(home) else "/")
+
+
 def state_folder() -> Path:
     """What this machine remembers for its user: $XDG_STATE_HOME/mlpipe, by default ~/.local/state/mlpipe. A
     relative one does not count (XDG)."""
     base = os.environ.get("XDG_STATE_HOME", "")
-    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.local/state")) / "mlpipe"
+    return (Path(base) if os.path.isabs(base) else home_folder() / ".local/state") / "mlpipe"
 
 
 def write_whole(path: Path, text: str) -> None:

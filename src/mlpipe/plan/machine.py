@@ -1,11 +1,11 @@
 """What is known of this machine's CPUs without anybody's asking: how fast one core does the passes of
 `plan/reference.py`'s model, and by how much the trainings that ended here differed from what follows.
 
-    $XDG_STATE_HOME/mlpipe/machines/<processor>-<CPUs>.json    Machine
+    $XDG_STATE_HOME/mlpipe/machines/<processor>-<CPUs>-torch-<version>.json    Machine
 
-One file for each processor and number of CPUs, since a home may be shared by several machines. It holds for
-one version of torch. Where there is none, the catalogue holds; a calibration that the pipeline's file names
-goes before both.
+One file for each processor, number of CPUs and version of torch, since a home may be shared by several
+machines, and a machine by several environments. Where there is none, the catalogue holds; a calibration that
+the pipeline's file names goes before both.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def speed_here(base: Speed, workers: int, cores: float) -> Speed:
 
 def path() -> Path:
     """Of this machine's file."""
-    name = re.sub(r"[^A-Za-z0-9]+", "-", processor()).strip("-")
-    return state_folder() / "machines" / f"{name}-{num_cpus()}.json"
+    name = f"{processor()}-{num_cpus()}-torch-{torch()}"
+    return state_folder() / "machines" / f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}.json"
 
 
 def read() -> Machine | None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from mlpipe._core import environment
 from mlpipe._core.errors import StoreError
-from mlpipe._core.files import locked
+from mlpipe._core.files import home_folder, locked
 from mlpipe.store.base import Store, check_key
 from mlpipe.store.blobs import missing_objects, read_blob, write_blob
 from mlpipe.store.manifest import MANIFEST, MAX_BYTES, UnsoundError, add_checksum, check_blob, strip_checksum
@@ -37,7 +37,7 @@ _READ_BYTES = 64 * 2**20
 
 def cache_folder() -> Path:
     """MLPIPE_CACHE, else the user's cache: outputs fetched from S3, traces of models, scratch of attempts."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    base = os.environ.get("XDG_CACHE_HOME") or home_folder() / ".cache"
     return Path(os.environ.get(environment.CACHE) or Path(base) / "mlpipe").absolute()
 
 

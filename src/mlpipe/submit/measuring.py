@@ -4,6 +4,7 @@ and learns from the trainings that ended here. What is known: `plan/machine.py`.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import subprocess
@@ -28,25 +29,29 @@ from mlpipe.store.runs import RunState
 
 _LONGEST_SECONDS = 30.0  # of a plan that waits; an idle machine takes 4, most of it to import torch
 _LATE_SECONDS = 1.0  # that a training waits for what was begun before it
+_LOOK_SECONDS = 0.05
 _LEAST_STEPS = 20  # of a training that is learnt from
 _THREADS = "OMP_NUM_THREADS"
 Note = Callable[[str], None]
 
 
 class Measuring:
-    """A process that measures; what it has said by its end is kept. It dies with us."""
+    """A process that measures; what it has said by its end is kept. It dies with us, and `lock`, which is
+    released here, is held as long as it lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: int) -> None:
         self._began = time.monotonic()
         # -P: no module of the working folder stands before torch's
         self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-            [sys.executable, "-P", "-m", "mlpipe.train.measure"],
+            [sys.executable, "-P", "-m", "mlpipe.train.measure", str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, _THREADS: "1"},
             start_new_session=True,
+            pass_fds=(lock,),
         )
+        os.close(lock)
 
     def finish(self, seconds: float, note: Note) -> None:
         """Waits no longer than `seconds`. Says in a line what was measured, or that nothing was."""
@@ -55,6 +60,8 @@ class Measuring:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         said = self.close()
+        if machine.is_known():
+            return  # another was not late, and may have learnt since
         taken, figures = time.monotonic() - self._began, _figures(said.decode(errors="replace"))
         if not figures:
             note(f"this machine could not be measured in {taken:.0f} s: its figures are the catalogue's")
@@ -81,9 +88,14 @@ class Measuring:
 
 
 def measure_first(pipeline: Pipeline, note: Note) -> None:
-    """Where something is to be planned on CPUs that nobody has measured: waits for it."""
-    if _trainings_to_measure(pipeline):
-        Measuring().finish(_LONGEST_SECONDS, note)
+    """Where something is to be planned on CPUs that nobody has measured: waits for it, whoever measures."""
+    if not _trainings_to_measure(pipeline) or (lock := _lock(_LONGEST_SECONDS, note)) is None:
+        return
+    if machine.is_known():
+        os.close(lock)
+        return
+    with contextlib.closing(Measuring(lock)) as measuring:
+        measuring.finish(_LONGEST_SECONDS, note)
 
 
 @contextlib.contextmanager
@@ -94,10 +106,10 @@ def beside(
     starts at once waits for nothing: its machine is known when it has ended."""
     names = _trainings_to_measure(pipeline)
     waiting = [any(run.stages[need].state != "done" for need in pipeline.stage(name).needs) for name in names]
-    if not waiting or not all(waiting):
+    if not waiting or not all(waiting) or (lock := _lock(0.0, note)) is None:
         yield hardware
         return
-    measuring = Measuring()
+    measuring = Measuring(lock)
 
     def measured_hardware(pipeline: Pipeline, stage: str) -> Hardware:
         if stage in names:
@@ -108,6 +120,32 @@ def beside(
         yield measured_hardware
     finally:
         measuring.close()
+
+
+def _lock(seconds: float, note: Note) -> int | None:
+    """An open file, by which one process at a time measures for this user: of a sweep's trials, one. None:
+    another still does after `seconds`, or what is measured could not be kept; says so."""
+    path = machine.path().with_suffix(".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        note(f"this machine is not measured, since that could not be kept: {error}")
+        return None
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+                continue
+        except OSError:  # a file system without locks
+            return lock
+        else:
+            return lock
+        os.close(lock)
+        return None
 
 
 def learn(view: RunView) -> None:

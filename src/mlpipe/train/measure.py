@@ -1,5 +1,6 @@
-"""`python -m mlpipe.train.measure`: how fast one core of this machine is, as a line of JSON for each
-precision on standard output: `precision`, and the fields of `plan/machine.py`'s Core.
+"""`python -m mlpipe.train.measure PARENT`: how fast one core of this machine is, as a line of JSON for each
+precision on standard output: `precision`, and the fields of `plan/machine.py`'s Core. It dies with PARENT,
+the process that started it.
 
 Seconds are of CPU time, by one thread: another process on the same core makes us wait, and does not count.
 The best try counts, as what happens beside us only ever adds.
@@ -8,7 +9,7 @@ The best try counts, as what happens beside us only ever adds.
 from __future__ import annotations
 
 import json
-import os
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -47,7 +48,7 @@ def reference_passes(
 
 
 def main() -> None:
-    die_with_parent(os.getppid())
+    die_with_parent(int(sys.argv[1]))
     torch.manual_seed(0)
     torch.set_num_threads(1)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from mlpipe.plan import machine
 from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.candidates import priced
 from mlpipe.plan.hardware import cpu_speed
-from mlpipe.plan.machine import Core, Machine
+from mlpipe.plan.machine import Core, Learnt, Machine
 from mlpipe.plan.plan import Plan, Prediction
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
@@ -197,3 +199,55 @@ def test_nothing_is_learnt_of_a_machine_that_others_used(tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "worst_load", lambda stage: Load(0.5, 0.0, 0.5))
     measuring.learn(view_run(*finished(tmp_path)))
     assert machine.read() == KNOWN
+
+
+def test_one_process_measures_at_a_time_and_a_plan_waits_for_it(says, monkeypatch):
+    started, state, said = says("exec sleep 1000"), run("pending"), list[str]()
+    with measuring.beside(pipeline(), state, stage_hardware, said.append):
+        with measuring.beside(pipeline(), state, stage_hardware, said.append) as second:
+            assert not second(pipeline(), "train").speed.passes_seconds
+        monkeypatch.setattr(measuring, "_LONGEST_SECONDS", 0.2)
+        measuring.measure_first(pipeline(), said.append)
+        # an end of the one that measures is the end of its lock, whatever its parent does with it later
+        (pid,) = started.read_text().split()
+        os.kill(int(pid), signal.SIGKILL)
+        monkeypatch.setattr(measuring, "_LONGEST_SECONDS", 600.0)
+        says(LINES)
+        measuring.measure_first(pipeline(), said.append)
+    assert machine.read() == KNOWN
+    assert len(said) == 1
+
+
+def test_what_another_has_learnt_meanwhile_stays(says):
+    says(LINES)
+    learnt = KNOWN.learn(Learnt("r", "train", "bf16", 2, 1.5))
+    with measuring.beside(pipeline(), run("pending"), stage_hardware, lambda text: None) as hardware:
+        machine.save(learnt)
+        hardware(pipeline(), "train")
+    assert machine.read() == learnt
+
+
+def test_what_cannot_be_kept_is_not_measured(says):
+    started, said = says(LINES), list[str]()
+    Path(os.environ["XDG_STATE_HOME"]).write_text("in the way")
+    measuring.measure_first(pipeline(), said.append)
+    assert not started.exists()
+    assert "could not be kept" in said[0]
+
+
+def test_ctrl_c_ends_what_measures(says, monkeypatch):
+    started = says("exec sleep 1000")
+
+    wait = subprocess.Popen.wait
+
+    def interrupted(self: Any, timeout: float | None = None) -> int:
+        if timeout is None:
+            return wait(self)
+        while not (started.exists() and started.read_text()):
+            pass
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measuring.measure_first(pipeline(), lambda text: None)
+    assert not Path("/proc", started.read_text().strip()).exists()

@@ -155,3 +155,5 @@ def test_a_machine_that_cannot_remember_works_without(tmp_path, monkeypatch):
     assert known.stores() == []
     monkeypatch.setenv("XDG_STATE_HOME", "relative")  # which does not count
     assert state_folder().is_absolute()
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # of a user who is a number
+    assert state_folder().is_absolute()
