@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from mlpipe._core.errors import EXIT_CODES
+from mlpipe._core.errors import EXIT_CODES, MlpipeError
 from mlpipe.plan.gang_node import GangNode
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.process import fetch_inputs, main_of_stage
@@ -49,13 +49,21 @@ def _run(plan: Plan, _: Path, scratch: Path) -> int:
         handle = executor.start_node(plan, scratch, node.index, env)
     ended = _follow(handle, scratch / "output.log", stop, plan.launch.shutdown_seconds)
     if nodes > 1 and node.index == 0 and ended.state == "done":
-        others = wait_for_others(store, plan, node, lambda: stop.requested is not None)
-        ended = others or commit(store, plan, scratch / "output")
+        ended = _together(store, plan, node, stop, scratch / "output")
     code = _exit_code(ended)
     _store_outcome(store, key, ended, code, node.gang_restart)
     if ended.message:
         print(f"{ended.state}: {ended.message}", file=sys.stderr, flush=True)  # noqa: T201
     return code
+
+
+def _together(store: Store, plan: Plan, node: GangNode, stop: _StopSignal, folder: Path) -> Ended:
+    """Of the first node, whose own part is done."""
+    try:
+        others = wait_for_others(store, plan, node, lambda: stop.requested is not None)
+        return others or commit(store, plan, folder)
+    except MlpipeError as error:
+        return Ended("failed", str(error), kind=error.kind)
 
 
 class _StopSignal:

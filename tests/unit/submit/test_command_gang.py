@@ -17,6 +17,7 @@ from mlpipe.kinds.command.plan import CommandPlan
 from mlpipe.store import outputs
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import AttemptOutcome, read_outcome, write_outcome
+from mlpipe.submit.handle import outcomes_of
 
 pytestmark = pytest.mark.unit
 TWO = {"resources": {"nodes": 2}}
@@ -127,3 +128,20 @@ def test_on_a_cluster_the_first_fails_with_one_that_fails(tmp_path):
     assert "failed: node 1: exited with code 1" in out
     assert not pods.committed
     assert json.loads(pods.store.get(f"{pods.plan.attempt_key}/outcome.json"))["kind"] == "failed"
+
+
+def test_on_a_cluster_an_output_that_cannot_be_kept_is_told(tmp_path):
+    pods = Pods(tmp_path, 'ln -s /nowhere "$1/link"')
+    second, first = pods.start(1), pods.start(0)
+    assert (second.wait(300), first.wait(300)) == (0, 2)
+    assert pods.outcome(0).kind == "input"
+    assert "link" in pods.outcome(0).message
+
+
+def test_another_node_that_is_done_makes_no_stage_that_is(tmp_path):
+    """Where the first one was lost: what only it has was never committed."""
+    pods = Pods(tmp_path, "true")
+    write_outcome(pods.store, f"{pods.plan.attempt_key}/outcome-node-1.json", AttemptOutcome("done"))
+    assert outcomes_of(pods.store, pods.plan) == []
+    write_outcome(pods.store, f"{pods.plan.attempt_key}/outcome.json", AttemptOutcome("done"))
+    assert len(outcomes_of(pods.store, pods.plan)) == 1
