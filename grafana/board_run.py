@@ -349,6 +349,18 @@ def run_board() -> Dashboard:
             },
             width=12,
         ),
+        curve(
+            "Dropped by full experts",
+            about(
+                "Of the tokens' ways to experts, over all layers, those for which a `capacity_factor` left no"
+                " room. Nothing without one.",
+                "below 5 %, once experts are balanced.",
+                "More of it: raise capacity_factor, or balance_rate; padding takes places, too.",
+            ),
+            "percentunit",
+            {"{{stage}}": f"max by (stage) (mlpipe_train_expert_dropped_ratio{{{RUNS}}})"},
+            width=12,
+        ),
     ]
     spent = f"sum by (bucket) (mlpipe_run_rank_seconds{{{RUNS}}})"
     worth = [

@@ -162,8 +162,7 @@ class RankMetrics:
             self._set("mlpipe_train_expert_max_average_load_ratio", ratio, (layer,))
         for bound, number in (record.experts_by_load_ratio or {}).items():
             self._set("mlpipe_train_experts_by_load_ratio", number, (bound,))
-        if record.expert_dropped_ratio is not None:
-            self._set("mlpipe_train_expert_dropped_ratio", record.expert_dropped_ratio)
+        self._set("mlpipe_train_expert_dropped_ratio", record.expert_dropped_ratio)
         if self._on_gpu:
             self._set("mlpipe_train_gpu_memory_bytes", record.memory_bytes, ("peak",))
         self._set("mlpipe_train_last_step_timestamp_seconds", record.time)

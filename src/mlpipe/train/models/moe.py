@@ -7,8 +7,8 @@ expert, and each expert computes all that it has. The bias, which no gradient re
 (`train/parallel/balance_experts.py`).
 
 With a `capacity_factor` an expert has as many places in every micro-batch that it learns from (Lepikhin et
-al., GShard, 2020). The tokens of the largest affinity take them; who finds none is not computed by it, and
-goes on with what its other experts and the residual stream make of it.
+al., GShard, 2020). The tokens in whose sums it weighs most take them; who finds none is not computed by it,
+and goes on with what its other experts and the residual stream make of it.
 
 Parameters are named as in `transformers`' Glm4Moe, which computes the same with sigmoids; but the matrices of
 all experts are one, one below the other, so that any number of ranks can share its rows.
