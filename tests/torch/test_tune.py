@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner, Result
 from kit import plans
 
 from mlpipe._core.errors import PlanError
+from mlpipe._core.serial import to_json
 from mlpipe.api.tuning import session as tuning
-from mlpipe.api.tuning.decide import Change
+from mlpipe.api.tuning.decide import Change, Found
+from mlpipe.api.tuning.session import Trial, Tuned, Tuning
 from mlpipe.cli.session import CliSession
-from mlpipe.cli.tune import command
+from mlpipe.cli.tune import _text, command
 from mlpipe.plan.plan import Plan
 
 pytestmark = pytest.mark.torch
@@ -79,3 +82,38 @@ def test_trials_are_trainings_that_are_remembered(spec: Path, monkeypatch: pytes
     Path("tune.json").write_text(json.dumps(before))
     with pytest.raises(PlanError, match="of another training"):
         tune(spec, "--set", "train.data.batch_size=4")
+    for odd, words in [({"schema_version": 0}, "version 0"), ({"seconds": -1.0}, "a step of -1.0 s")]:
+        lies = before | odd if "schema_version" in odd else before | {"trials": [{"sets": []} | odd]}
+        Path("tune.json").write_text(json.dumps(lies))
+        with pytest.raises(PlanError, match=words):
+            tune(spec)
+
+
+@pytest.mark.parametrize(
+    ("said", "place"), [("image=team/training:1.0", "kubernetes"), ("slurm.partition=gpus", "slurm")]
+)
+def test_what_is_for_a_cluster_is_not_tuned_here(spec: Path, said: str, place: str) -> None:
+    with pytest.raises(PlanError, match=f"the file is for {place}") as refused:
+        tune(spec, "--set", said)
+    assert refused.value.kind == "input"
+    assert not Path("tune.json").exists()
+
+
+def test_the_command_at_the_end_has_what_was_asked_for_too() -> None:
+    tuned = Tuned(1, "k", "train", ("stages.train.train.strategy=zero1",), 0.8, is_complete=True)
+    last = (
+        _text(Found(), tuned, ("my file.yaml", ("train.steps=5",)), "tune.json")
+        .splitlines()[-1]
+        .split(" --set ")
+    )
+    assert last == ["  mlpipe run 'my file.yaml'", "train.steps=5", *tuned.sets]
+    unfinished = replace(tuned, sets=(), is_complete=False)
+    assert "nothing to gain" not in _text(Found(), unfinished, ("p.yaml", ()), "tune.json")
+
+
+def test_what_failed_last_is_tried_again(tmp_path: Path) -> None:
+    """Its disk was full, say; a file that ended so would end every call."""
+    there = Tuning(cast(Any, None), "train", 6, 1.0, tmp_path / "tune.json", cast(Any, CliSession()))
+    trials = (Trial((), 1.0), Trial(("a=1",), None), Trial((), 2.0), Trial(("a=2",), None), Trial((), None))
+    there.out.write_text(to_json(Tuned(1, "key", "train", trials=trials)))
+    assert there._remembered("key") == list(trials[:3])

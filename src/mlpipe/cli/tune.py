@@ -57,8 +57,12 @@ def command(
         raise click.BadParameter(str(error), param_hint="--time") from None
     pipeline = load(spec, overrides)
     name = tuned_stage(pipeline, stage)
-    found, tuned = Tuning(pipeline, name, steps, seconds, Path(out), session).run()
-    session.result(_document(found, tuned, out), _text(found, tuned, spec, out))
+    try:
+        found, tuned = Tuning(pipeline, name, steps, seconds, Path(out), session).run()
+    except KeyboardInterrupt:
+        session.note("stopped: the same command goes on")
+        raise
+    session.result(_document(found, tuned, out), _text(found, tuned, (spec, overrides), out))
     return 0
 
 
@@ -84,7 +88,8 @@ def _document(found: Found, tuned: Tuned, out: str) -> dict[str, object]:
     }
 
 
-def _text(found: Found, tuned: Tuned, spec: str, out: str) -> str:
+def _text(found: Found, tuned: Tuned, asked: tuple[str, tuple[str, ...]], out: str) -> str:
+    """`asked`: the file, and what was changed of it by the command."""
     from shlex import quote
 
     from mlpipe._core.tables import aligned
@@ -107,8 +112,10 @@ def _text(found: Found, tuned: Tuned, spec: str, out: str) -> str:
     if not tuned.is_complete:
         lines.append("time was over before all was tried: the same command goes on")
     if not tuned.sets:
-        return "\n".join([*lines, f"nothing to gain that is more than noise; trials are in {out}"])
-    changes = " ".join(f"--set {quote(item)}" for item in tuned.sets)
+        words = "nothing to gain that is more than noise" if tuned.is_complete else "nothing is found yet"
+        return "\n".join([*lines, f"{words}; trials are in {out}"])
+    spec, overrides = asked
+    changes = " ".join(f"--set {quote(item)}" for item in (*overrides, *tuned.sets))
     gain = f"a step takes {tuned.ratio:.3f} of its time with"
     lines.append(f"{gain} these changes, which {out} has, too:")
     return "\n".join([*lines, f"  mlpipe run {quote(spec)} {changes}"])

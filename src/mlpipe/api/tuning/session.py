@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlpipe._core.cpus import processor
+from mlpipe._core.cpus import num_cpus, processor
 from mlpipe._core.errors import PlanError
 from mlpipe._core.files import locked, write_whole
 from mlpipe._core.serial import from_json, to_json
@@ -68,7 +69,7 @@ class Tuning:
         folder = outputs.cache_folder() / "tune" / key
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / "lock", 1.0, "been tuning the same training"):
-            self._before = list(self._remembered(key))
+            self._before = self._remembered(key)
             short = shortened(self.pipeline, self.stage, self.steps)
             deadline = time.monotonic() + self.seconds
             store = open_store(str(folder))
@@ -109,25 +110,36 @@ class Tuning:
             self.console.note(f"  {1000 * trial.seconds:8.1f} ms  {words}")
         return trial.seconds
 
-    def _remembered(self, key: str) -> tuple[Trial, ...]:
+    def _remembered(self, key: str) -> list[Trial]:
         """Of the file, if it is of the same training on the same machine. Raises PlanError for another."""
         if not self.out.exists():
-            return ()
+            return []
         try:
             before = from_json(Tuned, self.out.read_bytes())
         except (OSError, ValueError) as error:
             raise PlanError(
                 f"not what mlpipe tune writes: {error}", where=str(self.out), hint="name another with --out"
             ) from None
-        if before.key != key:
+        wrong = [t.seconds for t in before.trials if t.seconds is not None and not 0 < t.seconds < math.inf]
+        if wrong or before.schema_version != SCHEMA_VERSION:
+            what = f"a step of {wrong[0]} s" if wrong else f"version {before.schema_version}"
             raise PlanError(
-                "it is of another training, machine, or number of steps",
+                f"not what this mlpipe tune writes: {what}",
                 where=str(self.out),
                 hint="name another with --out, or remove it",
             )
-        if before.trials:
-            self.console.note(f"going on after {len(before.trials)} trials of {self.out}")
-        return before.trials
+        if before.key != key:
+            raise PlanError(
+                "it is of another training, folder, machine, or number of steps",
+                where=str(self.out),
+                hint="name another with --out, or remove it",
+            )
+        trials = list(before.trials)
+        while trials and trials[-1].seconds is None:
+            trials.pop()  # what failed last is tried again: it may have been what stopped the search
+        if trials:
+            self.console.note(f"going on after {len(trials)} trials of {self.out}")
+        return trials
 
     def _key(self) -> str:
         text = [
@@ -135,7 +147,9 @@ class Tuning:
             *self.pipeline.overrides,
             self.stage,
             str(self.steps),
+            os.getcwd(),
             processor(),
+            str(num_cpus()),
             torch(),
         ]
         return hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]

@@ -42,6 +42,9 @@ def tuned_stage(pipeline: LoadedPipeline, asked: str | None) -> str:
     if asked is None and len(names) != 1:
         raise PlanError(f"there are {len(names)} trainings", where=where, hint=f"--stage {_either(names)}")
     stage = asked or names[0]
+    if (place := backends.takers(pipeline.spec)[0]) != backends.DEFAULT:
+        hint = "tune a copy of the file that says nothing of it; what wins here need not win there"
+        raise PlanError(f"the file is for {place}, and trials run on this machine", where=where, hint=hint)
     resources = pipeline.spec.stage(stage).resources
     if resources is not None and resources.replicas is not None:
         hint = "tune it with --set train.resources.nodes=1"
