@@ -19,6 +19,7 @@ from kit.cluster_process import wait_until
 from kit.helm import helm
 
 from mlpipe.submit.kubernetes.api import ApiError, connect
+from mlpipe.submit.kubernetes.objects import GANGS, made_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,10 +105,14 @@ class Api:
         return ""
 
 
+def gangs(name: str):
+    """All its Jobs or JobSets."""
+    return [one for one in manifests.load((GOLDEN / f"{name}.yaml").read_text()) if one["kind"] in GANGS]
+
+
 def golden(name: str):
-    """The Job or JobSet."""
-    found = manifests.load((GOLDEN / f"{name}.yaml").read_text())
-    (gang,) = [one for one in found if one["kind"] in ("Job", "JobSet")]
+    """The one Job or JobSet."""
+    (gang,) = gangs(name)
     return gang
 
 
@@ -126,10 +131,9 @@ def pod_of(gang, **container):
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.yaml")))
 def test_what_mlpipe_renders_passes(api, name):
-    gang = golden(name)
-    namespace = gang["metadata"].get("namespace", "mlpipe")
-    assert api.refused(gang, namespace) == ""
-    assert api.refused(pod_of(gang), namespace) == ""
+    for gang in gangs(name):
+        for one in (gang, *made_of(gang)):
+            assert api.refused(one, gang["metadata"].get("namespace", "mlpipe")) == ""
 
 
 def test_the_exporter_passes(api):

@@ -372,10 +372,19 @@ def test_a_dry_run_makes_nothing(api, server):
     assert [request.split("/")[-1].partition("?")[0] for request in server.requests] == [
         "configmaps",
         "jobsets",
+        "jobs",
         "pods",
     ]
     assert [key for key in server.objects if key[0] != "namespaces"] == []
     assert all(request.endswith("dryRun=All") for request in server.requests)
+
+
+def test_a_job_that_jobset_could_not_make_is_refused(api, server):
+    objects = stage_objects(plan_of(pipeline_of("quickstart", *QUICKSTART), "train"))
+    server.inject("POST", "/jobs", Fault("status", 422, "spec.podFailurePolicy is invalid"))
+    with pytest.raises(SubmitError, match="podFailurePolicy is invalid") as raised:
+        server_dry_run(api, objects)
+    assert raised.value.where == "stage 'train'"
 
 
 # Lists

@@ -74,16 +74,19 @@ def check_queue(api: ClusterApi, objects: list[Object]) -> None:
 
 
 def server_dry_run(api: ClusterApi, objects: list[Object]) -> None:
-    """A dry run on the server, of the objects and of the pods that the cluster will make of them: admission
-    looks at those when it is too late to say so. Raises ApiError for what is refused, before anything is
-    written down anywhere. None is that a name is taken (see `create_or_adopt`), a webhook that has no dry
-    run, that who submits may not create pods, or that there is no room for a stage yet."""
+    """A dry run on the server, of the objects and of the Jobs and pods that the cluster will make of them: it
+    looks at those when it is too late to say so, and JobSet tells its log alone. Raises ApiError for what is
+    refused, before anything is written down anywhere. None is that a name is taken (see `create_or_adopt`), a
+    webhook that has no dry run, that who submits may not create pods, or that there is no room for a stage
+    yet."""
     check_queue(api, objects)
     may_create_pods = True
     for body in objects:
         stage = body["metadata"]["labels"].get(names.STAGE)
         is_of_stage = body["metadata"]["labels"].get("app.kubernetes.io/component") == "worker"
-        for one in (body, *([_pod_of(body)] if body["kind"] in GANGS and may_create_pods else [])):
+        for one in (body, *(made_of(body) if body["kind"] in GANGS else [])):
+            if one["kind"] == "Pod" and not may_create_pods:
+                continue
             try:
                 api.create(one, dry_run=True)
             except ApiError as error:
@@ -97,12 +100,20 @@ def server_dry_run(api: ClusterApi, objects: list[Object]) -> None:
                     raise
 
 
-def _pod_of(gang: Object) -> Object:
-    """What the Job, or the JobSet's one, makes."""
-    spec = gang["spec"]
-    job = spec["replicatedJobs"][0]["template"]["spec"] if gang["kind"] == "JobSet" else spec
-    metadata = {**job["template"]["metadata"], "name": f"{gang['metadata']['name'][:50]}-0"}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": job["template"]["spec"]}
+def made_of(gang: Object) -> list[Object]:
+    """The JobSet's one Job, and a pod."""
+    name, job, made = f"{gang['metadata']['name'][:50]}-0", gang, []
+    if gang["kind"] == "JobSet":
+        template = gang["spec"]["replicatedJobs"][0]["template"]
+        # what stands in a queue is the JobSet
+        owner = {key: gang[key] for key in ("apiVersion", "kind")}
+        owner |= {"name": gang["metadata"]["name"], "uid": "dry-run"}
+        metadata = {**template["metadata"], "name": name, "ownerReferences": [owner]}
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": template["spec"]}
+        made = [job]
+    pod = job["spec"]["template"]
+    metadata = {**pod["metadata"], "name": name}
+    return [*made, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod["spec"]}]
 
 
 def finished(gang: Object) -> str | None:
