@@ -286,7 +286,7 @@ def _train_plan(
         shared_memory_bytes=_shared(chosen, shape),
         reduce_gradients=chosen.reduce_gradients,
         ema=EmaPlan(spec.ema.decay, spec.ema.every) if spec.ema else None,
-        predicted=_predicted(chosen, hardware, _idle(_with_chat(spec, known), shape, chosen)),
+        predicted=_predicted(chosen, hardware, _idle(_with_chat(spec, known), shape, hardware, chosen)),
         memory_bytes=hardware.memory_bytes,
         smaller_micro_batches=_smaller(spec, chosen, batch),
         adapter=adapter_plan(spec),
@@ -369,13 +369,18 @@ def _with_chat(spec: Train, known: Known) -> Train:
     return spec.model_copy(update={"data": data})
 
 
-def _idle(spec: Train, shape: ModelShape | None, chosen: Candidate) -> dict[str, float]:
-    """As of `Prediction`: three digits."""
+def _idle(spec: Train, shape: ModelShape | None, hardware: Hardware, chosen: Candidate) -> dict[str, float]:
+    """As of `Prediction`: three digits, of the ways that the file may ask for."""
     uneven = uneven_of(spec, shape)
-    if uneven is None or chosen.mesh is None or chosen.micro_batch is None:
+    mesh = chosen.mesh
+    if uneven is None or mesh is None or chosen.micro_batch is None or mesh.num_data_ranks == 1:
         return {}
-    mesh, capacity = chosen.mesh, chosen.micro_batch * spec.model.seq_len
-    ways = get_args(Communication) if mesh.dp_replicate == 1 else ("collective", "resident")
+    if spec.update is not None:  # its workers meet every so many steps
+        return {}
+    capacity = chosen.micro_batch * spec.model.seq_len
+    ways = get_args(Communication) if mesh.ep == 1 else ("collective",)
+    if mesh.dp_replicate > 1 or hardware.device != "cpu" or hardware.num_nodes > 1:
+        ways = tuple(way for way in ways if way != "on_demand")
     return {way: round(uneven.idle(mesh, capacity, way), 3) for way in ways}
 
 

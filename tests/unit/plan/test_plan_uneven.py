@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,5 @@ def test_auto_gathers_once_a_step_where_that_saves_time(tmp_path, monkeypatch):
             f"workers wait, since samples differ in length: collective {100 * told['collective']:.1f} %"
             in shown
         )
+    apart = build_plan(pipeline, "train", Start("r", 1, "./runs"), replace(CPU, num_nodes=2)).work.training
+    assert list(apart.predicted.idle_ratios) == ["collective", "resident"]  # on demand is for one node
