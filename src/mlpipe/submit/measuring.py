@@ -77,6 +77,10 @@ class Measuring:
             f"kept in {machine.path()}"
         )
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
     def close(self) -> bytes:
         """Ends it; what it has said."""
         if self._process is None:
@@ -89,13 +93,14 @@ class Measuring:
 
 def measure_first(pipeline: Pipeline, note: Note) -> None:
     """Where something is to be planned on CPUs that nobody has measured: waits for it, whoever measures."""
+    deadline = time.monotonic() + _LONGEST_SECONDS
     if not _trainings_to_measure(pipeline) or (lock := _lock(_LONGEST_SECONDS, note)) is None:
         return
     if machine.is_known():
         os.close(lock)
         return
     with contextlib.closing(Measuring(lock)) as measuring:
-        measuring.finish(_LONGEST_SECONDS, note)
+        measuring.finish(max(_LATE_SECONDS, deadline - time.monotonic()), note)
 
 
 @contextlib.contextmanager
@@ -119,6 +124,8 @@ def beside(
     try:
         yield measured_hardware
     finally:
+        if measuring.has_ended:  # of a run of one stage, say, for the next
+            measuring.finish(0.0, note)
         measuring.close()
 
 

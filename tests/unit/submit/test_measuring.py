@@ -227,6 +227,16 @@ def test_what_another_has_learnt_meanwhile_stays(says):
     assert machine.read() == learnt
 
 
+def test_a_run_that_ends_before_its_training_keeps_what_was_measured(says):
+    started = says(LINES)
+    with measuring.beside(pipeline(), run("pending"), stage_hardware, lambda text: None):
+        while not (started.exists() and started.read_text()):
+            pass
+        while "(zombie)" not in Path("/proc", started.read_text().strip(), "status").read_text():
+            pass
+    assert machine.read() == KNOWN
+
+
 def test_what_cannot_be_kept_is_not_measured(says):
     started, said = says(LINES), list[str]()
     Path(os.environ["XDG_STATE_HOME"]).write_text("in the way")
