@@ -13,6 +13,7 @@ from kit import plans
 from kit.servers import free_port
 
 from mlpipe._core.errors import NODE_FAULT_CODE
+from mlpipe._core.load import Clock
 from mlpipe.plan.plan import PreflightPlan
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import NODE_FAULT, read_outcome
@@ -128,3 +129,18 @@ def test_a_store_that_gives_back_other_bytes_is_a_fault(tmp_path, monkeypatch):
     assert machine.reach_store(store, "a/b", EASY, Report(0, "n0")) == [
         "the store gave back other bytes than were written"
     ]
+
+
+def test_a_figure_is_doubted_only_if_others_took_the_cpus_in_each_look(monkeypatch):
+    """Clocks: of two CPUs that others keep busy for a second, of two that nobody uses."""
+    busy = [Clock(0.0, 2, 0.0, 0.0, 0.0), Clock(1.0, 2, 2.0, 0.0, 1.0)]
+    idle = [Clock(0.0, 2, 0.0, 0.0, 0.0), Clock(1.0, 2, 0.0, 0.0, 0.0)]
+    report = Report(0, "n0")
+    seen = []
+    for clocks in (busy, busy, idle, busy):
+        left = iter(clocks)
+        monkeypatch.setattr(machine.Clock, "read", lambda left=left: next(left))
+        with machine.watched(report, "flops"):
+            pass
+        seen.append(report.busy["flops"] is not None)
+    assert seen == [True, True, False, False]

@@ -19,12 +19,14 @@ _NODE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 @dataclass(frozen=True)
 class Checked:
     """`nodes`: what each can do. `faults`: what is wrong with one. `pairs`: two of them and what is wrong
-    between them, where nobody can tell which of them is to blame."""
+    between them, where nobody can tell which of them is to blame. `busy`: how one was slow, and is not
+    blamed, since others took its CPUs meanwhile."""
 
     nodes: dict[str, dict[str, float]] = field(default_factory=dict)
     faults: dict[str, list[str]] = field(default_factory=dict)
     pairs: list[tuple[str, str, str]] = field(default_factory=list)
     seconds: float = 0.0
+    busy: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def words(self) -> list[str]:
@@ -58,10 +60,15 @@ def checked_from(document: Any) -> Checked:
     """Raises ValueError, TypeError or KeyError."""
     return Checked(
         {str(node): dict(figures) for node, figures in document["nodes"].items()},
-        {str(node): [str(word) for word in words] for node, words in document["faults"].items()},
+        _words(document["faults"]),
         [(str(one), str(other), str(words)) for one, other, words in document["pairs"]],
         float(document["seconds"]),
+        _words(document.get("busy", {})),
     )
+
+
+def _words(plain: Any) -> dict[str, list[str]]:
+    return {str(node): [str(word) for word in words] for node, words in plain.items()}
 
 
 def nodes_to_avoid(store: Store, stage_key: str, attempt: int) -> tuple[str, ...]:

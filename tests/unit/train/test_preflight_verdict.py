@@ -7,7 +7,7 @@ import pytest
 from mlpipe.plan.plan import PreflightPlan
 from mlpipe.store.preflight import Checked, to_avoid
 from mlpipe.train.preflight.gang import rounds
-from mlpipe.train.preflight.verdict import Report, judge
+from mlpipe.train.preflight.verdict import Report, judge, slow_links
 
 pytestmark = pytest.mark.unit
 LIMITS = PreflightPlan(slow_ratio=0.5, clock_seconds=1.0, disk_bytes=1, store_bytes_per_second=1.0)
@@ -81,6 +81,45 @@ def test_of_two_clocks_the_stores_tells_and_else_nobody():
     assert judge(reports, LIMITS, 1.0).pairs == [("n0", "n1", "their clocks are 5 s apart")]
     reports[0].store_clock_seconds, reports[1].store_clock_seconds = -5.2, -0.2
     assert judge(reports, LIMITS, 1.0).faults == {"n0": ["its clock is 5 s behind"]}
+
+
+TAKEN = "others used 60 % of the CPUs"
+
+
+@pytest.mark.parametrize("figure", ["flops", "memory_bytes_per_second", "store_bytes_per_second"])
+def test_who_is_slow_while_others_take_its_cpus_is_told_and_blamed_for_nothing(figure):
+    reports = gang(3)
+    reports[1].figures[figure] *= 0.1
+    reports[1].busy = {figure: TAKEN}
+    checked = judge(reports, LIMITS, 1.0)
+    assert checked.words == []
+    (words,) = checked.busy["n1"]
+    assert words.endswith(f"while {TAKEN}")
+    reports[1].busy = dict.fromkeys(["flops", "memory_bytes_per_second", "store_bytes_per_second"], TAKEN)
+    reports[1].busy[figure] = None  # in one look it had its CPUs to itself
+    assert set(judge(reports, LIMITS, 1.0).faults) == {"n1"}
+
+
+def test_links_that_were_slow_while_an_end_was_busy_blame_nobody_but_by_the_limit():
+    reports = gang(4)
+    for report in reports:
+        report.links = {other: 1e6 if 2 in (other, report.index) else 100e6 for other in report.links}
+    reports[2].busy = {f"link {other}": TAKEN for other in (0, 1, 3)}
+    checked = judge(reports, LIMITS, 1.0)
+    assert (checked.words, set(checked.busy)) == ([], {"n2"})
+    reports[2].busy["link 3"] = None
+    assert set(judge(reports, LIMITS, 1.0).faults) == {"n2"}
+    reports[2].busy["link 3"] = TAKEN
+    limits = PreflightPlan(0.5, 1.0, 1, 1.0, link_bytes_per_second=2e6)
+    assert set(judge(reports, limits, 1.0).faults) == {"n2"}
+
+
+def test_a_busy_machine_is_not_in_a_pair_that_is_blamed():
+    reports = gang(4)
+    reports[0].links[3] = reports[3].links[0] = 1e6
+    assert slow_links(reports, LIMITS) == [(0, 3)]
+    reports[3].busy = {"link 0": TAKEN}
+    assert judge(reports, LIMITS, 1.0).words == []
 
 
 def test_a_machine_that_told_nothing_in_the_end_is_missed_by_nobody():

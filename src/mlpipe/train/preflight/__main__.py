@@ -23,8 +23,8 @@ from mlpipe.plan.process import main_of_stage
 from mlpipe.store.open import open_store
 from mlpipe.store.preflight import Checked
 from mlpipe.train.preflight import machine
-from mlpipe.train.preflight.gang import CHECK_SECONDS, Gang
-from mlpipe.train.preflight.verdict import Report, judge
+from mlpipe.train.preflight.gang import CHECK_SECONDS, MOST_PAIRS, Gang
+from mlpipe.train.preflight.verdict import Report, judge, slow_links, slow_machines
 
 
 def _run(plan: Plan, path: Path, scratch: Path) -> int:
@@ -49,13 +49,21 @@ def _with_others(plan: Plan, limits: PreflightPlan, scratch: Path, report: Repor
     store = open_store(plan.store_url)
     try:
         gang = Gang(GangNode.from_environment().rendezvous, report.index, plan.launch.num_nodes, report.node)
-        checked, silent = _look(
-            gang, report, limits, lambda: machine.look(plan, limits, scratch, store, report), again=False
-        )
-        if checked.words and not silent and checked.seconds < CHECK_SECONDS / 3:
-            checked, silent = _look(
-                gang, report, limits, lambda: machine.look_again(plan, limits, store, report), again=True
+        machine.look(plan, limits, scratch, store, report)
+        reports = _together(gang, report, "alone")
+        if len(reports) == gang.size:
+            gang.look_at_links(report, None)
+            reports = _together(gang, report, "together")
+        checked = judge(reports, limits, gang.seconds)
+        if (checked.words or checked.busy) and len(reports) == gang.size and gang.seconds < CHECK_SECONDS / 3:
+            reports = _again(
+                gang, report, reports, limits, lambda: machine.look_again(plan, limits, store, report)
             )
+            checked = judge(reports, limits, gang.seconds)
+        silent = sorted(set(range(gang.size)) - {one.index for one in reports})
+        for index in silent:
+            words = f"did not end its checks within {CHECK_SECONDS:.0f} s"
+            checked.faults.setdefault(gang.nodes[index], []).append(words)
         gang.leave(silent)
     except RuntimeError as error:
         raise TrainError(
@@ -67,23 +75,24 @@ def _with_others(plan: Plan, limits: PreflightPlan, scratch: Path, report: Repor
     return checked
 
 
-def _look(
-    gang: Gang, report: Report, limits: PreflightPlan, alone: Callable[[], None], *, again: bool
-) -> tuple[Checked, list[int]]:
-    """What all found, and who told nothing in time. What is slow or odd is looked at `again` before anybody
-    is blamed. The seconds are the first machine's, by which all decide."""
-    alone()
-    told = gang.exchange(f"alone-{again}", [asdict(report), 0.0])
-    if len(told) == gang.size:
-        gang.look_at_links(report)
-        told = gang.exchange(f"together-{again}", [asdict(report), time.monotonic() - gang.began])
-    reports = [_report(told[index][0]) for index in sorted(told)]
-    checked = judge(reports, limits, told[0][1] if 0 in told else CHECK_SECONDS)
-    silent = [index for index in range(gang.size) if index not in told]
-    for index in silent:
-        words = f"did not end its checks within {CHECK_SECONDS:.0f} s"
-        checked.faults.setdefault(gang.nodes[index], []).append(words)
-    return checked, silent
+def _again(
+    gang: Gang, report: Report, reports: list[Report], limits: PreflightPlan, alone: Callable[[], None]
+) -> list[Report]:
+    """What is slow is looked at again before anybody is blamed, while the others do nothing."""
+    if report.index in {slow.index for slow, _, _ in slow_machines(reports, limits)}:
+        alone()
+    reports = _together(gang, report, "alone-again")
+    if len(reports) == gang.size:
+        pairs = slow_links(reports, limits)
+        gang.look_at_links(report, pairs if len(pairs) <= MOST_PAIRS else None)
+        reports = _together(gang, report, "together-again")
+    return reports
+
+
+def _together(gang: Gang, report: Report, key: str) -> list[Report]:
+    """Everybody's, of those who told it in time."""
+    told = gang.exchange(key, asdict(report))
+    return [_report(told[index]) for index in sorted(told)]
 
 
 def _report(plain: dict[str, Any]) -> Report:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from mlpipe._core.errors import TrainError
-from mlpipe.train.preflight.verdict import Report
+from mlpipe.train.preflight.machine import watched
+from mlpipe.train.preflight.verdict import LINK, Report
 
 COME_SECONDS = 600.0  # images are pulled at different speeds; as torchrun's own rendezvous
 CHECK_SECONDS = 60.0
@@ -25,7 +26,7 @@ _GONE_SECONDS = 30.0
 _LOOK_SECONDS = 0.2
 _FIRST_BYTES, _BYTES = 2**18, 2**22
 _FIRST_TIMES, _MOST_TIMES, _LINK_SECONDS = 3, 20, 0.6
-_MOST_ROUNDS = 8  # with so many others a machine tries its link
+_MOST_ROUNDS = MOST_PAIRS = 8  # with so many others a machine tries its link
 _PINGS = 5
 
 
@@ -51,14 +52,17 @@ class Gang:
             )
         self.nodes = [self._store.get(f"here/{other}").decode() for other in range(size)]
         self.began = time.monotonic()
+        self.seconds = 0.0  # of the checks so far, by the first machine's clock: all decide by the same
 
     def exchange(self, key: str, value: Any) -> dict[int, Any]:
         """Everybody's `value` by index, of those who told it before the time of all checks was up."""
-        self._store.set(f"{key}/{self.index}", json.dumps(value))
+        self._store.set(f"{key}/{self.index}", json.dumps([time.monotonic() - self.began, value]))
         left = max(1.0, self.began + CHECK_SECONDS - time.monotonic())
         missing = self._wait(key, left)
         there = [index for index in range(self.size) if index not in missing]
-        return {index: json.loads(self._store.get(f"{key}/{index}")) for index in there}
+        told = {index: json.loads(self._store.get(f"{key}/{index}")) for index in there}
+        self.seconds = told[0][0] if 0 in told else CHECK_SECONDS
+        return {index: value for index, (_, value) in told.items()}
 
     def _wait(self, key: str, seconds: float, without: Collection[int] = ()) -> list[int]:
         """Who has not told it when they are over."""
@@ -70,8 +74,9 @@ class Gang:
             time.sleep(_LOOK_SECONDS / 4)
         return missing
 
-    def look_at_links(self, report: Report) -> None:
-        """Into `report`: speeds between this machine and others, the best that was seen so far; its clock."""
+    def look_at_links(self, report: Report, pairs: Sequence[tuple[int, int]] | None) -> None:
+        """Into `report`: speeds between this machine and others, the best that was seen so far; its clock.
+        `pairs`: only between these, one after the other while nobody else does anything; None: in rounds."""
         if not dist.is_initialized():
             dist.init_process_group(
                 "gloo",
@@ -80,12 +85,21 @@ class Gang:
                 world_size=self.size,
                 timeout=timedelta(seconds=CHECK_SECONDS),
             )
-        for other in rounds(self.index, self.size):
-            rate = self._link(other)
-            report.links[other] = max(rate, report.links.get(other, 0.0))
+        if pairs is None:
+            for other in rounds(self.index, self.size):
+                self._try(other, report)
+        for one, other in pairs or ():
+            if self.index in (one, other):
+                self._try(one + other - self.index, report)
+            dist.barrier()
         report.figures["link_bytes_per_second"] = max(report.links.values())
         report.clock_seconds = self._clock()
         report.figures["clock_seconds"] = report.clock_seconds
+
+    def _try(self, other: int, report: Report) -> None:
+        with watched(report, f"{LINK}{other}"):
+            rate = self._link(other)
+        report.links[other] = max(rate, report.links.get(other, 0.0))
 
     def _link(self, other: int) -> float:
         """Bytes a second in one direction, while as many go in the other, as in an all-reduce of two."""

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import torch
 
 from mlpipe._core.cpus import num_cpus
 from mlpipe._core.errors import StoreError
+from mlpipe._core.load import Clock
 from mlpipe._core.units import format_bytes
 from mlpipe.plan.plan import Plan, PreflightPlan
 from mlpipe.store.base import Store
@@ -32,6 +33,7 @@ _LOOKS, _LOOK_SECONDS = 3, 0.35
 _MOST_THREADS = 8
 _STORE_BYTES = 4 * 2**20
 _DISK_BYTES = 2**20
+_SPEEDS = ("flops", "memory_bytes_per_second")
 _SMI_SECONDS = 20.0
 _SMI = "index,name,ecc.errors.uncorrected.volatile.total"
 _SMI_SLOW = "clocks_throttle_reasons.hw_slowdown"  # of newer drivers an older name, which they still take
@@ -54,9 +56,21 @@ def look(plan: Plan, limits: PreflightPlan, scratch: Path, store: Store, report:
     report.faults += reach_store(store, probe_key(plan.attempt_key, report.index), limits, report)
 
 
+@contextlib.contextmanager
+def watched(report: Report, *figures: str) -> Iterator[None]:
+    """Notes in `report` whether others took this machine's CPUs while `figures` were looked at."""
+    before, own = Clock.read(), time.process_time()
+    yield
+    after = Clock.read()
+    load = before.until(after, time.process_time() - own) if before and after else None
+    taken = str(load) if load is not None and load.slowed_us else None
+    for figure in figures:
+        report.busy[figure] = taken if report.busy.get(figure, taken) else None
+
+
 def look_again(plan: Plan, limits: PreflightPlan, store: Store, report: Report) -> None:
     """At what is compared with others', which are busy now and then: the best of both looks counts."""
-    again = Report(report.index, report.node, report.figures)
+    again = Report(report.index, report.node, report.figures, busy=report.busy)
     speed(plan, limits, again)
     reach_store(store, probe_key(plan.attempt_key, report.index), limits, again)
 
@@ -127,7 +141,8 @@ def speed(plan: Plan, limits: PreflightPlan, report: Report) -> None:
     devices = [torch.device("cpu")]
     if plan.launch.device == "cuda":
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    speeds = [_device_speed(device, dtype) for device in devices]
+    with watched(report, *(_SPEEDS if plan.launch.device == "cpu" else ())):  # GPUs are nobody else's
+        speeds = [_device_speed(device, dtype) for device in devices]
     for name, expected in (
         ("flops", limits.expected_flops),
         ("memory_bytes_per_second", limits.expected_memory_bytes_per_second),
@@ -192,11 +207,12 @@ def reach_store(store: Store, key: str, limits: PreflightPlan, report: Report) -
     """Writes, reads and deletes `key` there."""
     sent = secrets.token_bytes(_STORE_BYTES)
     try:
-        began, at = time.perf_counter(), time.time()
-        store.put(key, sent)
-        put = time.time()
-        received = store.get(key)
-        took = time.perf_counter() - began
+        with watched(report, "store_bytes_per_second"):
+            began, at = time.perf_counter(), time.time()
+            store.put(key, sent)
+            put = time.time()
+            received = store.get(key)
+            took = time.perf_counter() - began
         if "://" in store.url:  # a folder's times are this machine's own
             changed = [info.modified for info in store.list(key.rpartition("/")[0]) if info.key == key]
             report.store_clock_seconds = (at + put) / 2 - changed[0] if changed else None

@@ -17,13 +17,16 @@ _COMPARED = {
     "memory_bytes_per_second": ("memory", 1e9, "GB/s", None),
     "store_bytes_per_second": ("store", 1e6, "MB/s", 20e6),
 }
+LINK = "link "
 
 
 @dataclass
 class Report:
     """Of one machine. `figures`: what it can do. `faults`: what is wrong whatever the others have. `links`:
     by index of the other machine, bytes a second in one direction. `clock_seconds`: ahead of the first
-    machine's; `store_clock_seconds`: of the store's, None where it has no clock of its own."""
+    machine's; `store_clock_seconds`: of the store's, None where it has no clock of its own. `busy`: by
+    figure, or LINK and the other's index, how others took this machine's CPUs in each look; None: in one they
+    did not."""
 
     index: int
     node: str
@@ -32,37 +35,52 @@ class Report:
     links: dict[int, float] = field(default_factory=dict)
     clock_seconds: float = 0.0
     store_clock_seconds: float | None = None
+    busy: dict[str, str | None] = field(default_factory=dict)
 
 
 def judge(reports: Sequence[Report], limits: PreflightPlan, seconds: float) -> Checked:
-    """`reports`: of all machines of the gang, in their order."""
+    """`reports`: of all machines of the gang, in their order. What is slow by comparison alone, and was
+    looked at while others took its CPUs, is told and blames nobody."""
     faults = {report.index: list(report.faults) for report in reports}
-    _slow(reports, limits, faults)
-    pairs = _clocks(reports, limits, faults) + _links(reports, limits, faults)
+    busy: dict[int, list[str]] = {}
+    for report, figure, words in slow_machines(reports, limits):
+        if taken := report.busy.get(figure):
+            busy.setdefault(report.index, []).append(f"{words}, while {taken}")
+        else:
+            faults[report.index].append(words)
+    pairs = _clocks(reports, limits, faults) + _links(reports, limits, faults, busy)
     names = {report.index: report.node for report in reports}
-    named: dict[str, list[str]] = {}
-    for index, words in faults.items():  # several of a gang may stand on one machine
-        if words:
-            named.setdefault(names[index], []).extend(words)
     return Checked(
         {report.node: report.figures for report in reports},
-        named,
+        _by_name(faults, names),
         [(names[one], names[other], words) for one, other, words in pairs],
         seconds,
+        _by_name(busy, names),
     )
 
 
-def _slow(reports: Sequence[Report], limits: PreflightPlan, faults: Mapping[int, list[str]]) -> None:
+def _by_name(told: Mapping[int, list[str]], names: Mapping[int, str]) -> dict[str, list[str]]:
+    by_name: dict[str, list[str]] = {}
+    for index, words in told.items():  # several of a gang may stand on one machine
+        if words:
+            by_name.setdefault(names[index], []).extend(words)
+    return by_name
+
+
+def slow_machines(reports: Sequence[Report], limits: PreflightPlan) -> list[tuple[Report, str, str]]:
+    """Who has less than the others, of which figure, and that in words."""
+    slow = []
     for figure, (what, unit, unit_name, enough) in _COMPARED.items():
         rates = {report.index: report.figures[figure] for report in reports if figure in report.figures}
-        for index, rate in rates.items():
-            others = [other for at, other in rates.items() if at != index]
-            if not others or (enough is not None and rate >= enough):
+        for report in reports:
+            rate = rates.get(report.index)
+            others = [other for at, other in rates.items() if at != report.index]
+            if rate is None or not others or (enough is not None and rate >= enough):
                 continue
             if rate < limits.slow_ratio * (usual := median(others)):
-                faults[index].append(
-                    f"{what} {rate / unit:.3g} {unit_name}, where the others have {usual / unit:.3g}"
-                )
+                words = f"{what} {rate / unit:.3g} {unit_name}, where the others have {usual / unit:.3g}"
+                slow.append((report, figure, words))
+    return slow
 
 
 def _clocks(
@@ -88,10 +106,14 @@ def _clocks(
     return []
 
 
-def _links(
-    reports: Sequence[Report], limits: PreflightPlan, faults: Mapping[int, list[str]]
-) -> list[tuple[int, int, str]]:
-    """A machine all of whose links are slow is at fault; where one link alone is, it is one of the two."""
+def slow_links(reports: Sequence[Report], limits: PreflightPlan) -> list[tuple[int, int]]:
+    """Pairs of machines between which it is slow."""
+    rates = _rates(reports)
+    least = max(_least(reports, limits, rates), limits.link_bytes_per_second or 0.0)
+    return sorted(pair for pair, rate in rates.items() if rate < least)
+
+
+def _rates(reports: Sequence[Report]) -> dict[tuple[int, int], float]:
     rates: dict[tuple[int, int], float] = {}
     there = {report.index for report in reports}
     for report in reports:
@@ -100,23 +122,55 @@ def _links(
                 continue
             pair = (min(report.index, other), max(report.index, other))
             rates[pair] = min(rate, rates.get(pair, rate))
-    if not rates:
-        return []
-    least = limits.link_bytes_per_second or 0.0
-    best = {
-        report.index: max((rate for pair, rate in rates.items() if report.index in pair), default=None)
-        for report in reports
-    }
-    known = [rate for rate in best.values() if rate is not None]
-    if len(reports) > 2:
-        least = max(least, limits.slow_ratio * median(known))
-    slow = {pair: rate for pair, rate in rates.items() if rate < least}
+    return rates
+
+
+def _best(rates: Mapping[tuple[int, int], float]) -> dict[int, float]:
+    best: dict[int, float] = {}
+    for pair, rate in rates.items():
+        for index in pair:
+            best[index] = max(rate, best.get(index, 0.0))
+    return best
+
+
+def _least(reports: Sequence[Report], limits: PreflightPlan, rates: Mapping[tuple[int, int], float]) -> float:
+    """By comparison: the link of two machines has none."""
+    return limits.slow_ratio * median(_best(rates).values()) if rates and len(reports) > 2 else 0.0
+
+
+def _links(
+    reports: Sequence[Report],
+    limits: PreflightPlan,
+    faults: Mapping[int, list[str]],
+    busy: dict[int, list[str]],
+) -> list[tuple[int, int, str]]:
+    """A machine all of whose links are slow is at fault; where one link alone is, it is one of the two."""
+    rates, by_index = _rates(reports), {report.index: report for report in reports}
+    best, least = _best(rates), _least(reports, limits, rates)
+
+    def taken(pair: tuple[int, int]) -> str | None:
+        ends = (
+            by_index[pair[0]].busy.get(f"{LINK}{pair[1]}"),
+            by_index[pair[1]].busy.get(f"{LINK}{pair[0]}"),
+        )
+        return ends[0] or ends[1]
+
+    def blames(pair: tuple[int, int]) -> bool:
+        return rates[pair] < (limits.link_bytes_per_second or 0.0) or (
+            rates[pair] < least and not taken(pair)
+        )
+
     if len(reports) > 2:
         for index, most in best.items():
-            if most is not None and most < least:
-                faults[index].append(f"its links reach {most / 1e6:.3g} MB/s, others' {max(known) / 1e6:.3g}")
+            if all(rates[pair] < least or blames(pair) for pair in rates if index in pair):
+                words = f"its links reach {most / 1e6:.3g} MB/s, others' {max(best.values()) / 1e6:.3g}"
+                if any(blames(pair) for pair in rates if index in pair):
+                    faults[index].append(words)
+                else:
+                    loads = filter(None, (taken(pair) for pair in rates if index in pair))
+                    busy.setdefault(index, []).append(f"{words}, while {next(loads)}")
     return [
         (*pair, f"their link has {rate / 1e6:.3g} MB/s")
-        for pair, rate in slow.items()
-        if not any(faults[index] for index in pair)
+        for pair, rate in rates.items()
+        if blames(pair) and not any(faults[index] for index in pair)
     ]
