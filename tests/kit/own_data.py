@@ -199,3 +199,32 @@ def unsaved(split: str) -> Unsaved:
 def unchanged(samples: list[Any]) -> dict[str, Tensor]:
     """A batch that only counts."""
     return {"inputs": torch.arange(len(samples))}
+
+
+class Uneven:
+    """Samples of 3 to 90 tokens, of which the first half is not learnt. `what`: is wrong about sample 5."""
+
+    def __init__(self, size: int, what: str) -> None:
+        self.size, self.what = size, what
+        if what == "lengths":
+            self.lengths = torch.tensor([Uneven.length(self, i) for i in range(size)])
+
+    def __len__(self) -> int:
+        return self.size
+
+    def length(self, i: int) -> int:
+        if i == 5 and self.what == "none":
+            return 0
+        return 3 + i * 37 % 88 + (i == 5 and self.what == "lies")
+
+    def __getitem__(self, i: int) -> Any:
+        drawn = torch.randint(256, (4 + i * 37 % 88,), generator=torch.Generator().manual_seed(i))
+        targets = drawn[1:].clone()
+        targets[: len(targets) // 2] = -100
+        if i == 5 and self.what == "other":
+            return {"inputs": drawn, "targets": targets}
+        return {"inputs": drawn[:-1], "targets": targets}
+
+
+def uneven(split: str, size: int = 24, what: str = "") -> Uneven:
+    return Uneven(size, what)

@@ -15,7 +15,6 @@ from kit.conversations import SEQ_LEN, packed, write_chat
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import DataPlan, Mesh
-from mlpipe.train.chat_loader import chat_loader
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.datasets import open_dataset
 from mlpipe.train.loss import IGNORED
@@ -24,6 +23,7 @@ from mlpipe.train.models.llama import build_model
 from mlpipe.train.order import samples_at
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 from mlpipe.train.recording import of_samples
+from mlpipe.train.uneven_loader import uneven_loader
 from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch
@@ -127,7 +127,7 @@ def test_packed_rows_are_the_samples_and_the_probe_sees_the_largest(data):
     found, counts = [], []
     worlds = [World(Mesh(dp_shard=4), rank, torch.device("cpu")) for rank in range(4)]
     for world in worlds:
-        loader = chat_loader(work, dataset, world, 1)
+        loader = uneven_loader(work, dataset, world, 1)
         counts.append([one.counts for one in loader.step(0)])
         for one in loader.step(0):
             assert one.num_padding == 0
@@ -140,17 +140,17 @@ def test_packed_rows_are_the_samples_and_the_probe_sees_the_largest(data):
                 ]
     assert sorted(found) == expected
     assert sorted(counts) == [[False], [True], [True], [True]]
-    told = [of_samples(chat_loader(work, dataset, world, 1).step(0)) for world in worlds]
+    told = [of_samples(uneven_loader(work, dataset, world, 1).step(0)) for world in worlds]
     idle = sorted(one["idle_predicted_ratio"] for one in told)
     assert [one["padding_tokens"] for one in told if one.get("padding_tokens") is not None] == [0, 0, 0]
     assert idle[0] == 0.0
     assert idle[1] > 0.0
-    loader = chat_loader(work, dataset, World(Mesh(), 0, torch.device("cpu")), 2)
+    loader = uneven_loader(work, dataset, World(Mesh(), 0, torch.device("cpu")), 2)
     assert [one.num_tokens for one in loader.largest()] == [2 * SEQ_LEN] * 2
     many = replace(work, global_batch=8, model=replace(model, seq_len=8 * SEQ_LEN))  # that lie in one row
-    loader = chat_loader(many, dataset, World(Mesh(), 0, torch.device("cpu")), 1)
+    loader = uneven_loader(many, dataset, World(Mesh(), 0, torch.device("cpu")), 1)
     assert [one.num_tokens for one in loader.largest()] == [np.sort(dataset.lengths)[-8:].sum()] * 2
-    padded = chat_loader(replace(work, data=data), dataset, World(Mesh(), 0, torch.device("cpu")), 3)
+    padded = uneven_loader(replace(work, data=data), dataset, World(Mesh(), 0, torch.device("cpu")), 3)
     [one] = padded.step(0)
     lengths = dataset.lengths[indices]
     assert one.num_padding == one.batch["inputs"].numel() - lengths.sum() > 0

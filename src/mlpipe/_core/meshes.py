@@ -36,11 +36,13 @@ class Mix:
 
 _WHOLE_ROWS = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.needs_whole_rows)
 UNEVEN = ("resident", "on_demand")  # of `communication`: ranks need not have equally many microbatches
+_PACKINGS = ("off", "best_fit", "balanced")  # of `data.packing`: samples differ in length
 _TOGETHER = "its workers compute the same micro-batches together"
 _OWN_MATRICES = "it splits the model's own matrices only"
 MIXES: tuple[Mix, ...] = (
     Mix("tp", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     *(Mix(axis, "data.chat", (), "its samples differ in length") for axis in ("pp", "cp", "tp")),
+    *(Mix(axis, "data.packing", _PACKINGS, "its samples differ in length") for axis in ("pp", "cp", "tp")),
     Mix("ep", "adapter.lora", (), _OWN_MATRICES),
     *(Mix(axis, "communication", UNEVEN, _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
     *(Mix(axis, "stragglers", ("move_load",), _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),

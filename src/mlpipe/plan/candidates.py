@@ -31,7 +31,7 @@ from mlpipe.plan.shapes import frozen
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec import links
-from mlpipe.spec.data import ChatData, TokenData
+from mlpipe.spec.data import ChatData, OwnData, TokenData
 from mlpipe.spec.optimizer import OwnOptimizer
 
 if TYPE_CHECKING:
@@ -198,15 +198,19 @@ def _first_fitting(candidates: Iterable[Candidate]) -> Candidate:
 def communications_of(
     spec: Train, mesh: Mesh, micro_batch: int, uneven: Uneven | None
 ) -> tuple[Communication, ...]:
-    """What the file says; of `auto` the first that fits. Packed conversations give workers uneven work, which
+    """What the file says; of `auto` the first that fits. Packed samples give workers uneven work, which
     costs no time where they meet once a step: weights that stay gathered cost memory instead. Where the
     lengths are known, only if it is worth it."""
     if spec.communication != "auto":
         return (spec.communication,)
     if spec.stragglers == "move_load":  # ranks that meet in each microbatch have equally many
         return ("resident",)
-    is_packed = isinstance(spec.data, ChatData) and packing_of(spec, spec.data) is not None
-    runs_free = is_packed and spec.update is None and mesh.num_data_ranks == mesh.world_size and mesh.ep == 1
+    runs_free = (
+        packing_of(spec) is not None
+        and spec.update is None
+        and mesh.num_data_ranks == mesh.world_size
+        and mesh.ep == 1
+    )
     if runs_free and uneven is not None:
         capacity = micro_batch * spec.model.seq_len
         often, seldom = (uneven.idle(mesh, capacity, way) for way in ("collective", "resident"))
@@ -216,7 +220,7 @@ def communications_of(
 
 def uneven_of(spec: Train, shape: ModelShape | None) -> Uneven | None:
     """None: samples are not packed, or nobody can read yet how long they are."""
-    if not isinstance(spec.data, ChatData) or (packing := packing_of(spec, spec.data)) is None:
+    if not isinstance(spec.data, ChatData) or (packing := packing_of(spec)) is None:
         return None
     from mlpipe.plan.dealing import cost_of_samples  # of few plans
     from mlpipe.plan.uneven import Uneven, lengths_of
@@ -225,11 +229,12 @@ def uneven_of(spec: Train, shape: ModelShape | None) -> Uneven | None:
     return Uneven(lengths, cost_of_samples(shape), global_batch(spec), packing) if lengths else None
 
 
-def packing_of(spec: Train, data: ChatData) -> Literal["best_fit", "balanced"] | None:
+def packing_of(spec: Train) -> Literal["best_fit", "balanced"] | None:
     """What `auto` means, or what the file says; None: samples are not packed."""
-    if data.packing == "auto":
+    asked = spec.data.packing if isinstance(spec.data, ChatData | OwnData) else None
+    if asked == "auto":
         return None if isinstance(spec.model, OwnModel) else "balanced"
-    return None if data.packing == "off" else data.packing
+    return None if asked == "off" else asked
 
 
 def pricer_of(spec: Train, shape: ModelShape, hardware: Hardware) -> Pricer:

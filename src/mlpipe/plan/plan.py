@@ -166,7 +166,8 @@ class DataPlan:
     `workers`: processes that read ahead beside each rank. `splits`: parts of a set that can
     only be iterated over. `mix`: instead of the first three, of what samples are mixed.
     `cache_bytes`: on each node's disk for tokens or files in a bucket (an s3:// URL then). `files`, `chat`:
-    instead of tokens and data set."""
+    instead of tokens and data set. `packing`: of a `dataset` that tells the lengths of its samples, as of
+    `ChatPlan`; off: padded; None: all are equally long."""
 
     tokens: str | None
     dataset: Entry | None
@@ -178,6 +179,19 @@ class DataPlan:
     cache_bytes: int | None = None
     files: FilesPlan | None = None
     chat: ChatPlan | None = None
+    packing: Literal["off", "best_fit", "balanced"] | None = None
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether samples differ in length, and how long each is is known before it is read."""
+        return self.chat is not None or self.packing is not None
+
+    @property
+    def packed(self) -> Literal["best_fit", "balanced"] | None:
+        """How several lie in a row; None: they do not."""
+        if self.chat is not None:
+            return self.chat.packing
+        return None if self.packing == "off" else self.packing
 
     @property
     def sources(self) -> tuple[SourcePlan, ...]:

@@ -435,7 +435,7 @@ def data_plan(spec: Train, known: Known) -> DataPlan:
         mix = tuple(_source(source.weight, source, known) for source in data.mix)
         return DataPlan(None, None, None, **read, mix=mix)
     if isinstance(data, OwnData):
-        read["splits"] = data.splits
+        read |= {"splits": data.splits, "packing": data.packing}
     source = _source(1.0, data, known)
     return DataPlan(None, source.dataset, None, **read, cache_bytes=source.cache_bytes, files=source.files)
 
@@ -445,7 +445,7 @@ def _chat(spec: Train, data: ChatData, known: Known) -> ChatPlan:
     path, validation, tokenizer, template = (
         fill(text, known) for text in (data.chat, data.validation, tokenizer, data.template)
     )
-    return ChatPlan(path, validation, tokenizer, template, packing_of(spec, data))
+    return ChatPlan(path, validation, tokenizer, template, packing_of(spec))
 
 
 def _source(weight: float, source: AnySource | OneSource, known: Known) -> SourcePlan:

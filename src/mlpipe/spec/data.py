@@ -82,6 +82,12 @@ class _Splits(SpecModel):
 class OwnData(_Read, _Splits, _Own):
     """A function of yours that returns a data set, map-style or one to iterate over."""
 
+    packing: Literal["off", "best_fit", "balanced"] | None = Field(
+        None,
+        description="Of a map-style set with `length(i)` or `lengths`, whose samples differ in length: as of "
+        "conversations. Left out: all samples are alike.",
+    )
+
 
 class _Weighted(SpecModel):
     weight: f.Weight = Field(1.0, description="Its share of the samples, beside those of the others.")
@@ -250,10 +256,10 @@ def problems(train: Node) -> Iterator[Problem]:
     data = get(train, "data")
     if data is None or not isinstance(data.value, dict):
         return
-    if get(data, "chat") is not None:
-        from mlpipe.spec import chat  # whoever has none imports none
+    if get(data, "chat") is not None or get(data, "packing") is not None:
+        from mlpipe.spec import uneven_data  # whoever has none imports none
 
-        yield from chat.problems(train)
+        yield from uneven_data.problems(train)
     yield from _one_source(data, "data", ("mix", "entry", "chat", *FILES, "tokens"))
     for source in items_of(data, "mix"):
         if (conversations := get(source, "chat")) is not None:

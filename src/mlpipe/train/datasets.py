@@ -112,6 +112,10 @@ def _open_source(source: SourcePlan, plan: DataPlan, split: str, seq_len: int) -
     dataset = _made(entry, 0, plan.splits)
     if _is_stream(dataset):
         return _open_stream(entry, plan, split)
+    if plan.packing is not None:
+        from mlpipe.train.own_lengths import OwnSamples  # for those who have some
+
+        return OwnSamples(dataset, entry.entry, seq_len)
     if plan.splits > 1:
         raise TrainError(
             "its data set is map-style, whose samples any rank finds by their number",
@@ -142,10 +146,10 @@ def _open_source(source: SourcePlan, plan: DataPlan, split: str, seq_len: int) -
 
 
 def _open_stream(entry: Entry, plan: DataPlan, split: str) -> Streams:
-    if plan.mix or split != "train":
-        what = (
-            "be mixed with others" if plan.mix else "be validated with: that needs the same samples each time"
-        )
+    if plan.mix or plan.packing or split != "train":
+        what = "be validated with: that needs the same samples each time"
+        if plan.mix or plan.packing:
+            what = "be mixed with others" if plan.mix else "tell how long its samples are: data.packing"
         raise TrainError(
             f"its data set can only be iterated over, and so cannot {what}",
             where=entry.entry,

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from mlpipe._core.errors import TrainError
-from mlpipe.train.chat.samples import ChatSamples
 from mlpipe.train.model import Batch
 from mlpipe.train.tokens import TokenDataset
+from mlpipe.train.uneven_samples import UnevenSamples
 from mlpipe.train.windows import Windowed
 from mlpipe.train.world import World
 
@@ -103,7 +103,7 @@ def collate(dataset: Any, indices: NDArray[np.int64]) -> Batch:
     if isinstance(dataset, TokenDataset):
         windows = torch.from_numpy(dataset.windows(indices))
         return {"inputs": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}
-    if isinstance(dataset, ChatSamples):
+    if isinstance(dataset, UnevenSamples):
         return dataset.padded(indices)
     samples = [_sample(dataset, int(index)) for index in indices]
     reading[0] = -1

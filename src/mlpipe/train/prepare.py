@@ -86,10 +86,10 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     schedule = make_schedule(plan, model, world, lambda: session.watchdog.beat("computing", progress[0] + 1))
 
     def loader_of(micro_batch: int) -> MicrobatchLoader:
-        if plan.data.chat is not None:
-            from mlpipe.train.chat_loader import chat_loader
+        if plan.data.is_uneven:
+            from mlpipe.train.uneven_loader import uneven_loader
 
-            return chat_loader(plan, dataset, world, micro_batch)
+            return uneven_loader(plan, dataset, world, micro_batch)
         return MicrobatchLoader.of(plan, dataset, world, micro_batch)
 
     def first_step(micro_batch: int) -> list[Microbatch]:

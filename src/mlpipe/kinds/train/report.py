@@ -97,14 +97,14 @@ def _stragglers(stage: StageView) -> list[str]:
 
 
 def _batch(plan: TrainPlan) -> str:
-    chat, num_tokens, num_ranks = plan.data.chat, plan.model.seq_len, plan.mesh.num_data_ranks
-    if chat is not None and chat.packing is not None:
+    num_tokens, num_ranks = plan.model.seq_len, plan.mesh.num_data_ranks
+    if plan.data.packed is not None:
         return (
-            f"{plan.global_batch} samples of up to {num_tokens} tokens, packed ({chat.packing}) into rows of"
-            f" up to {plan.micro_batch * num_tokens}, over {num_ranks} data ranks"
+            f"{plan.global_batch} samples of up to {num_tokens} tokens, packed ({plan.data.packed}) into rows"
+            f" of up to {plan.micro_batch * num_tokens}, over {num_ranks} data ranks"
         )
     return (
-        f"{plan.global_batch} sequences of {'up to ' if chat is not None else ''}{num_tokens} tokens = "
+        f"{plan.global_batch} sequences of {'up to ' if plan.data.is_uneven else ''}{num_tokens} tokens = "
         f"micro-batch {plan.micro_batch} x {num_ranks} data ranks x {plan.accumulation} gradient "
         "accumulation steps"
     )

@@ -1,4 +1,5 @@
-"""The microbatches of conversations: padded, a sample a row; or packed, several in one row, and balanced."""
+"""The microbatches of samples that differ in length: padded, a sample a row; or packed, several in one row,
+and balanced."""
 
 from __future__ import annotations
 
@@ -22,17 +23,17 @@ from mlpipe.plan.dealing import (
 )
 from mlpipe.plan.plan import Communication, TrainPlan
 from mlpipe.plan.shapes import presets
-from mlpipe.train.chat.samples import ChatSamples
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.microbatch import Microbatch, uncounted
 from mlpipe.train.model import DOCUMENTS
+from mlpipe.train.uneven_samples import UnevenSamples
 from mlpipe.train.world import World
 
 
-class ChatLoader(MicrobatchLoader):
+class UnevenLoader(MicrobatchLoader):
     """Rows of a packed microbatch, of which it has one, hold `micro_batch * seq_len` tokens at the most."""
 
-    samples: ChatSamples
+    samples: UnevenSamples
     packing: Mode | None
     cost: Callable[[int], float]
     communication: Communication
@@ -103,11 +104,10 @@ class ChatLoader(MicrobatchLoader):
         return Microbatch(batch, inputs.size, num_padding=0)
 
 
-def chat_loader(plan: TrainPlan, samples: ChatSamples, world: World, micro_batch: int) -> ChatLoader:
+def uneven_loader(plan: TrainPlan, samples: UnevenSamples, world: World, micro_batch: int) -> UnevenLoader:
     """As the plan says."""
-    assert plan.data.chat is not None
-    loader = ChatLoader.of(plan, samples, world, micro_batch)
+    loader = UnevenLoader.of(plan, samples, world, micro_batch)
     cost = cost_of_samples(presets.planned(plan.model))
-    loader.samples, loader.packing, loader.cost = samples, plan.data.chat.packing, cost
+    loader.samples, loader.packing, loader.cost = samples, plan.data.packed, cost
     loader.communication = plan.communication
     return loader
