@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from mlpipe import __version__
 from mlpipe._core.mfu import throughput
 from mlpipe._core.records import Fallback, Membership, Record, Unknown
 from mlpipe._core.units import format_seconds
-from mlpipe.observe import plots
+from mlpipe.observe import plots, preflights
 from mlpipe.observe.blocks import (
     Badge,
     Card,
@@ -191,13 +191,16 @@ def page_of(view: RunView) -> Page:
 
 
 def _stage_part(stage: StageView) -> StagePart:
+    section = stage.plan.kind.part("report").section(stage) if stage.plan is not None else None
+    if section is not None:
+        section = replace(section, blocks=[*section.blocks, *preflights.pieces(stage)])
     return StagePart(
         name=stage.name,
         kind=stage.kind,
         state=stage.state.state,
         attempt=stage.state.attempt,
         took="" if stage.seconds is None else format_seconds(stage.seconds),
-        section=stage.plan.kind.part("report").section(stage) if stage.plan is not None else None,
+        section=section,
     )
 
 

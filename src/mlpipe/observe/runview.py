@@ -23,6 +23,7 @@ from mlpipe.observe.records import Timeline, decode_lines, list_attempts, list_r
 from mlpipe.plan.plan import AnyWork, Plan, TrainPlan
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import Checkpoint, list_checkpoints
+from mlpipe.store.preflight import Checked, read_checked
 from mlpipe.store.runs import RunState, StageState, read_run
 
 MOST_RANKS = 16  # ranks that are read and drawn
@@ -38,6 +39,7 @@ class AttemptView:
     plan: Plan | None
     outcome: dict[str, Any]  # outcome.json; {} while it runs or when its launcher was killed
     events: list[Record]
+    preflight: Checked | None = None  # of one whose machines were checked
 
 
 @dataclass
@@ -184,12 +186,15 @@ def view_stage(store: Store, run_id: str, name: str, state: StageState, problems
     ranks: set[int] = set()
     for number in list_attempts(store, stage_key):
         key = f"{stage_key}/attempt-{number}"
+        plan = _readable(store, f"{key}/plan.json", Plan.from_json, problems)
+        asked = plan is not None and plan.launch.preflight is not None
         stage.attempts.append(
             AttemptView(
                 number,
-                plan=_readable(store, f"{key}/plan.json", Plan.from_json, problems),
+                plan=plan,
                 outcome=_readable(store, f"{key}/outcome.json", _json_object, problems) or {},
                 events=_events(store, f"{key}/events.jsonl"),
+                preflight=read_checked(store, key) if asked else None,
             )
         )
         written = list_ranks(store, key)

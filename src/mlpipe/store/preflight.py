@@ -52,14 +52,17 @@ def read_checked(store: Store, attempt_key: str) -> Checked | None:
         return None
     try:
         return checked_from(json.loads(store.get(key)))
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
 
 
 def checked_from(document: Any) -> Checked:
     """Raises ValueError, TypeError or KeyError."""
     return Checked(
-        {str(node): dict(figures) for node, figures in document["nodes"].items()},
+        {
+            str(node): {str(name): float(rate) for name, rate in figures.items()}
+            for node, figures in document["nodes"].items()
+        },
         _words(document["faults"]),
         [(str(one), str(other), str(words)) for one, other, words in document["pairs"]],
         float(document["seconds"]),

@@ -29,8 +29,9 @@ from mlpipe._core.records import Fallback
 from mlpipe.kinds.command.plan import CommandPlan
 from mlpipe.observe.report import build_markdown, build_report, write_report
 from mlpipe.observe.runview import MOST_RANKS, view_run
-from mlpipe.plan.plan import ChatPlan, DataPlan, Mesh, PipelinePlan
+from mlpipe.plan.plan import ChatPlan, DataPlan, Mesh, PipelinePlan, PreflightPlan
 from mlpipe.store.open import open_store
+from mlpipe.store.preflight import Checked, write_checked
 from mlpipe.store.runs import StageState, append_event
 
 pytestmark = pytest.mark.unit
@@ -427,3 +428,31 @@ def test_padding_targets_and_waits_of_samples_of_different_lengths_are_shown(sto
         "0 0.0 % 20.0 % 1 10.0 % 20.0 %",
     ):  # fmt: skip
         assert expected in text
+
+
+def test_machines_that_were_checked_stand_with_what_they_can_do_and_the_slowest_in_bold(store):
+    plan = stage_plan("checked-1", "train", work=train_plan(2))
+    plan = replace(plan, launch=replace(plan.launch, preflight=PreflightPlan(0.5, 1.0, 1, 1.0)))
+    store.put(f"{plan.attempt_key}/plan.json", plan.to_json().encode())
+    rates = {"n1": 80e9, HOSTILE: 20e9}
+    checked = Checked(
+        {node: {"flops": rate} for node, rate in rates.items()},
+        {HOSTILE: ["matmul 20 GFLOP/s, where the others have 80"]},
+        seconds=7.0,
+        busy={"n1": ["store 3 MB/s, while others used 60 % of the CPUs"]},
+    )
+    write_checked(store, plan.attempt_key, checked)
+    write_run(store, "checked-1", {"train": stage_state("failed")})
+    page = build_report(store, "checked-1")
+    text = read(page)
+    assert "Preflight of attempt 1: 2 machines, not all passed" in text
+    assert "matmul 20 GFLOP/s, where the others have 80" in text
+    assert "Not blamed, since others took its CPUs: n1: store 3 MB/s" in text
+    assert "<b>20</b>" in page
+    assert "<b>80</b>" not in page
+    for lies in (
+        b'{"nodes": {"n1": {"flops": "<b>"}}, "faults": {}, "pairs": [], "seconds": 1}',
+        b'{"nodes": 1}',
+    ):
+        store.put(f"{plan.attempt_key}/preflight.json", lies)
+        assert "Preflight of" not in read(build_report(store, "checked-1"))
