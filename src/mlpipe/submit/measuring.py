@@ -73,7 +73,7 @@ class Measuring:
             return
         words = ", ".join(f"{name} {format_step_seconds(c.passes_seconds)}" for name, c in figures.items())
         note(
-            f"measured this machine in {taken:.0f} s: a core does the passes of a small model in {words}; "
+            f"measured this machine: a core does the passes of a small model in {words}; "
             f"kept in {machine.path()}"
         )
 
