@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlpipe._core.errors import MlpipeError, SubmitError
 from mlpipe._core.serial import leaves
@@ -30,6 +30,7 @@ OF_INDEX = ("run", "state", *_TIMES)
 OF_RUN = ("pipeline", "backend", "seconds", "user", "host", "git_commit", "message")
 OF_RECORDS = ("step", "loss", "grad_norm", "tokens_per_second", "mfu_ratio")
 _NUM_READERS = 8
+_Read = TypeVar("_Read")
 _TOLD_SECONDS = 3.0  # between two words on how far the reading is
 
 
@@ -68,7 +69,7 @@ def select(
         facts = _Facts(store, summary, known)
         return Listed(summary, {name: facts(name) for name in shown}) if holds.holds(facts) else None
 
-    chosen = [one for one in _read(summaries, look, note) if one is not None]
+    chosen = [one for one in read_each(summaries, look, note) if one is not None]
     known.check()
     if not by:
         return chosen
@@ -77,12 +78,11 @@ def select(
     return have + [one for one in chosen if _is_absent(one.values[by])]
 
 
-def _read(
-    summaries: list[RunSummary],
-    look: Callable[[RunSummary], Listed | None],
-    note: Callable[[str], None],
-) -> Iterator[Listed | None]:
-    """Several at a time: each is a few round trips to a store."""
+def read_each(
+    summaries: list[RunSummary], look: Callable[[RunSummary], _Read], note: Callable[[str], None]
+) -> Iterator[_Read]:
+    """What `look` gives of each. Several at a time: each is a few round trips to a store. `note`: see
+    `select`."""
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         told = time.monotonic()
         try:

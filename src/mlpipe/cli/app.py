@@ -38,6 +38,7 @@ VERBS = {
     "resume": "Go on with a run that was stopped or failed.",
     "report": "Write one HTML page about a run.",
     "compare": "Show in what runs differed, and what came of it.",
+    "forecast": "Forecast GPU-hours of the coming days, and when a quota is short.",
     "profile": "Trace steps of a run as it goes, and say what would make it faster.",
     "top": "Show the runs of a store, or the ranks of one, as they go.",
     "monitor": "Start a Prometheus that scrapes the runs of this machine.",
