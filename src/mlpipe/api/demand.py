@@ -10,7 +10,7 @@ from mlpipe._core.errors import MlpipeError
 from mlpipe._core.records import Launched, Submitted
 from mlpipe.api.listing import read_each
 from mlpipe.observe.demand import Use
-from mlpipe.observe.records import decode_lines
+from mlpipe.observe.records import decode_lines, read_records
 from mlpipe.plan.build import stage_resources
 from mlpipe.plan.references import stage_named
 from mlpipe.spec.model import Resources
@@ -94,5 +94,9 @@ def _times(store: Store, key: str) -> tuple[float | None, float | None, float | 
     asked = next((event.time for event in events if isinstance(event, Submitted)), None)
     got = next((event.time for event in events if isinstance(event, Launched)), None)
     outcome = read_outcome(store, f"{key}/outcome.json")
-    times = [event.time for event in events] + ([] if outcome is None else [outcome.time])
+    times = [event.time for event in events]
+    if outcome is not None:
+        times.append(outcome.time)
+    elif records := read_records(store, key, 0, max_steps=1):  # its launcher was killed
+        times.append(records[-1].time)
     return asked, got, max(times, default=None)

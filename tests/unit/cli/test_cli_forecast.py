@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,10 @@ def test_hours_are_those_that_a_training_had_from_when_it_was_asked_for(store):
     begin = NOON - 20 * 3600
     # waited 2 hours, ran 1, was killed; asked for again 5 hours later, and runs since then
     write(store, "again", StageState("running", 2, "", begin + 8 * 3600), state="running")
-    events(
-        store, "again", 1, Submitted(time=begin), Launched(time=begin + 7200), Launched(time=begin + 10800)
-    )
+    events(store, "again", 1, Submitted(time=begin), Launched(time=begin + 7200))
+    last = {**synthetic_run.step_record(9, 0, 1, random.Random(1)), "time": begin + 10800}
+    head = {"v": 1, "kind": "step", "rank": 0, "restart": 0}
+    synthetic_run.write_records(store, "runs/again/stages/train/attempt-1", 0, [{**head, **last}])
     events(store, "again", 2, Submitted(time=begin + 8 * 3600), Launched(time=begin + 9 * 3600))
     write(store, "waits", StageState("running", 1, "", begin), state="running")
     events(store, "waits", 1, Submitted(time=begin))
