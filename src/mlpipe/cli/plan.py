@@ -161,6 +161,11 @@ def _more(pipeline: Pipeline, planned: StagePlan, asked: _Asked, document: dict[
         rows = scale_stage(pipeline, plan.stage, hardware, asked.nodes or "1..64", planned.traced)
         document["nodes"] = [asdict(row) for row in rows]
         lines += ["", *scaling(rows)]
+        if plan.launch.replicas is not None:
+            lines.append(
+                "  each row is of a gang that stays: replicas that come and go send after the backward pass, "
+                "not during it, and take longer"
+            )
         if asked.budget_usd is not None or asked.deadline:
             try:
                 limit = parse_seconds(asked.deadline) if asked.deadline else None

@@ -32,6 +32,7 @@ def costs(changes: Sequence[Membership], steps: Iterable[Step]) -> list[float | 
 
 def in_words(change: Membership) -> str:
     """For `mlpipe status`."""
-    numbers = change.members or []
+    numbers = sorted(change.members or [])
     named = ", ".join(map(str, numbers))
-    return f"{len(numbers)} nodes take part ({named}) since step {change.step}: {change.why}"
+    take = "node takes" if len(numbers) == 1 else "nodes take"
+    return f"{len(numbers)} {take} part ({named}) since step {change.step}: {change.why}"

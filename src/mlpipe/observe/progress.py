@@ -173,6 +173,8 @@ def live_line(summary: Summary, *, width: int = 80) -> str:
     if step is None:
         return "starting"[:width]
     parts: dict[str, str] = {"step": f"step {step}/{steps}" if steps else f"step {step}"}
+    if summary["replicas"] is not None:
+        parts["nodes"] = f"{summary['replicas']} node{'s' if summary['replicas'] > 1 else ''}"
     if summary["last_step_time"] is not None:
         parts["loss"] = f"loss {format_loss(summary['loss'])}"
     if summary["validation"] is not None and summary["validation"]["metrics"]:
@@ -195,7 +197,7 @@ def live_line(summary: Summary, *, width: int = 80) -> str:
         parts["end"] = f"ETA {format_seconds(summary['eta_seconds'])}"
     if summary["checkpoint_step"] is not None:
         parts["checkpoint"] = f"ckpt {summary['checkpoint_step']}"
-    for least in ("", "peak", "checkpoint", "rate", "mfu", "validation", "slow", "loss", "end"):
+    for least in ("", "peak", "checkpoint", "rate", "mfu", "validation", "nodes", "slow", "loss", "end"):
         parts.pop(least, None)
         line = "  ".join(parts.values()).replace("  (of ", " (of ")
         if len(line) <= width:

@@ -29,4 +29,4 @@ def test_a_change_costs_what_the_first_step_after_it_tells():
     ]
     steps = [step(1), step(10), step(11, 2.5), step(12), step(30)]
     assert costs(changes, steps) == [None, None, 2.5, None]
-    assert in_words(changes[-1]) == "1 nodes take part (0) since step 30: replica 1 was lost"
+    assert in_words(changes[-1]) == "1 node takes part (0) since step 30: replica 1 was lost"

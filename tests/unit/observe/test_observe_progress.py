@@ -36,6 +36,14 @@ def test_the_live_line():
     assert live_line(summary) == "step 120/400  loss 3.214  12.3k tok/s  MFU 31.2 %  ETA 1m41s  ckpt 100"
 
 
+def test_the_live_line_counts_nodes_that_come_and_go():
+    summary = summarize(map(parse, [START, step(119, replicas=3), step(120, replicas=1)]))
+    assert live_line(summary).startswith("step 120/400  1 node  loss 3.214")
+    assert live_line(summarize(map(parse, [START, step(119, replicas=3)]))).startswith(
+        "step 119/400  3 nodes"
+    )
+
+
 def test_the_live_line_names_who_is_slow():
     """The slowest first, three at most; all of them stand in the summary, until they are no more."""
     slow = {"1": 1.25, "4": 3.0, "7": 1.3, "9": 1.2}

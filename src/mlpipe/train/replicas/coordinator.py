@@ -76,6 +76,7 @@ class Coordinator:
             if (before := self._writers.pop(who, None)) is not None:
                 before.close()
             self._writers[who], self._heard[who] = writer, time.monotonic()
+            writer.write(_line({}))  # who is heard knows whom it found
             self.membership.connect(*who, hello["life"])
             self.membership.inherit(*hello["heard"])
             self._send()

@@ -67,7 +67,7 @@ class Member:
         silent = 0.0
         while True:
             try:
-                reply: Message = json.loads(self._line())
+                reply = self._heard()
             except TimeoutError:
                 silent += BEAT_SECONDS
                 if silent > LOST_SECONDS:
@@ -81,8 +81,15 @@ class Member:
             if not leaving and may_leave():
                 return None
 
+    def _heard(self) -> Message:
+        """Raises OSError, TimeoutError after a second; ConnectionError too for what no coordinator says."""
+        with contextlib.suppress(ValueError):
+            said = json.loads(self._line())
+            if isinstance(said, dict):
+                return said
+        raise ConnectionError("a stranger has the port of a coordinator that is gone")
+
     def _line(self) -> bytes:
-        """Raises OSError, TimeoutError after a second."""
         assert self._socket is not None
         while b"\n" not in self._received:
             data = self._socket.recv(2**16)
@@ -95,20 +102,21 @@ class Member:
     def _connect(self) -> None:
         deadline = time.monotonic() + _RECONNECT_SECONDS
         with self._lock:
-            if self._socket is not None:
-                self._socket.close()
             while True:
+                if self._socket is not None:
+                    self._socket.close()
                 where = ""
-                with contextlib.suppress(OSError, StoreError):
+                with contextlib.suppress(OSError, StoreError, ValueError):
                     where = self.find()
                     token, _, address = where.partition("@")
                     host, _, port = address.rpartition(":")
                     made = socket.create_connection((host, int(port or 0)), timeout=5.0)
-                    made.settimeout(BEAT_SECONDS)
                     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     hello = {"hello": [self.replica, self.rank], "life": self.life, "heard": self.heard}
                     made.sendall(token.encode() + json.dumps(hello).encode() + b"\n")
                     self._socket, self._received = made, b""
+                    self._heard()  # before that it may be anybody
+                    made.settimeout(BEAT_SECONDS)
                     return
                 if time.monotonic() > deadline:
                     raise TrainError(
