@@ -46,7 +46,7 @@ class Training:
         model = ModelPlan(Entry("kit.models:slow", arguments), None, 32, ())
         launch: dict[str, Any] = {"max_restarts": 1000}
         if elastic:
-            launch["replicas"] = Replicas(2, WORKERS)
+            launch["replicas"] = Replicas(WORKERS - 1, WORKERS)
         self.plan = plans.train_plan(
             self.store,
             plans.write_tokens(folder / "tokens"),
@@ -77,7 +77,7 @@ class Training:
         return max((one["step"] for one in self.records(rank, "step")), default=0)
 
     def all_there(self) -> bool:
-        """All three have done the newest steps."""
+        """All have done the newest steps."""
         last = [self.last_step(rank) for rank in range(WORKERS)]
         full = not self.elastic or all(
             self.records(rank, "step")[-1]["replicas"] == WORKERS for rank in range(WORKERS) if last[rank]
@@ -87,7 +87,7 @@ class Training:
     def kill(self, victim: int) -> float:
         """Seconds to the next step of the others."""
         scratch, rank = (self.scratch / f"replica-{victim}", 0) if self.elastic else (self.scratch, victim)
-        witness = min({0, 1, 2} - {victim}) if self.elastic else 0
+        witness = min({*range(WORKERS)} - {victim}) if self.elastic else 0
         lives = len(self.records(witness, "start"))
         pid = self.processes.worker_of(scratch, rank)
         assert pid is not None
@@ -130,13 +130,13 @@ def struck(training: Training, kills: int, seed: int) -> tuple[list[float], dict
     draw, victims, seconds = random.Random(seed), Counter[int](), []
     try:
         for _ in range(kills):
-            training.until("all three", training.all_there)
+            training.until("all of them", training.all_there)
             at = training.last_step(0) + draw.randint(2, 10)
             training.until(f"step {at}", lambda at=at: training.last_step(0) >= at)
             victim = draw.randrange(WORKERS)
             seconds.append(training.kill(victim))
             victims[victim] += 1
-        training.until("all three", training.all_there)
+        training.until("all of them", training.all_there)
     finally:
         training.end()
     return seconds, training.counts(victims)

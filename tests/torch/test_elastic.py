@@ -25,7 +25,7 @@ from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.replicas.elastic_loop import ElasticLoop
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
-STEPS = 120
+STEPS = 40
 
 
 class Numbers:
@@ -83,7 +83,7 @@ def test_killed_and_joined_while_the_others_go_on(tmp_path, tokens):
     slow = tmp_path / "slow"
     slow.touch()
     model = ModelPlan(
-        Entry("kit.models:slow", {"seconds": 1.0, "while_file": str(slow), "dropout": 0.0}), None, 32, ()
+        Entry("kit.models:slow", {"seconds": 3.0, "while_file": str(slow), "dropout": 0.0}), None, 32, ()
     )
     common = {
         "strategy": "single",
