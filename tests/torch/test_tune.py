@@ -14,7 +14,7 @@ from kit import plans
 from mlpipe._core.errors import PlanError
 from mlpipe._core.serial import to_json
 from mlpipe.api.tuning import session as tuning
-from mlpipe.api.tuning.decide import Change, Found
+from mlpipe.api.tuning.decide import Change, TuningResult
 from mlpipe.api.tuning.session import Trial, Tuned, Tuning
 from mlpipe.cli.session import CliSession
 from mlpipe.cli.tune import _text, command
@@ -102,13 +102,13 @@ def test_what_is_for_a_cluster_is_not_tuned_here(spec: Path, said: str, place: s
 def test_the_command_at_the_end_has_what_was_asked_for_too() -> None:
     tuned = Tuned(1, "k", "train", ("stages.train.train.strategy=zero1",), 0.8, is_complete=True)
     last = (
-        _text(Found(), tuned, ("my file.yaml", ("train.steps=5",)), "tune.json")
+        _text(TuningResult(), tuned, ("my file.yaml", ("train.steps=5",)), "tune.json")
         .splitlines()[-1]
         .split(" --set ")
     )
     assert last == ["  mlpipe run 'my file.yaml'", "train.steps=5", *tuned.sets]
     unfinished = replace(tuned, sets=(), is_complete=False)
-    assert "nothing to gain" not in _text(Found(), unfinished, ("p.yaml", ()), "tune.json")
+    assert "nothing to gain" not in _text(TuningResult(), unfinished, ("p.yaml", ()), "tune.json")
 
 
 def test_what_failed_last_is_tried_again(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import click
 from mlpipe.cli.session import CliSession, overrides, shared
 
 if TYPE_CHECKING:
-    from mlpipe.api.tuning.decide import Found
+    from mlpipe.api.tuning.decide import TuningResult
     from mlpipe.api.tuning.session import Tuned
 
 
@@ -58,15 +58,15 @@ def command(
     pipeline = load(spec, overrides)
     name = tuned_stage(pipeline, stage)
     try:
-        found, tuned = Tuning(pipeline, name, steps, seconds, Path(out), session).run()
+        result, tuned = Tuning(pipeline, name, steps, seconds, Path(out), session).run()
     except KeyboardInterrupt:
         session.note("stopped: the same command goes on")
         raise
-    session.result(_document(found, tuned, out), _text(found, tuned, (spec, overrides), out))
+    session.result(_document(result, tuned, out), _text(result, tuned, (spec, overrides), out))
     return 0
 
 
-def _document(found: Found, tuned: Tuned, out: str) -> dict[str, object]:
+def _document(result: TuningResult, tuned: Tuned, out: str) -> dict[str, object]:
     return {
         "file": out,
         "stage": tuned.stage,
@@ -83,12 +83,12 @@ def _document(found: Found, tuned: Tuned, out: str) -> dict[str, object]:
                 "trials": row.num_trials,
                 "verdict": row.verdict,
             }
-            for row in found.rows
+            for row in result.rows
         ],
     }
 
 
-def _text(found: Found, tuned: Tuned, asked: tuple[str, tuple[str, ...]], out: str) -> str:
+def _text(result: TuningResult, tuned: Tuned, asked: tuple[str, tuple[str, ...]], out: str) -> str:
     """`asked`: the file, and what was changed of it by the command."""
     from shlex import quote
 
@@ -100,7 +100,7 @@ def _text(found: Found, tuned: Tuned, asked: tuple[str, tuple[str, ...]], out: s
         return ", ".join(item.removeprefix(prefix) for item in sets)
 
     rows = [("change", "step is", "expected", "trials", "verdict", "beside")]
-    for row in found.rows:
+    for row in result.rows:
         beside = short(tuple(item for change in row.beside for item in change.sets))
         ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
         told = f"{row.change.expected_ratio:.3f}"

@@ -81,8 +81,8 @@ class Shares:
         for rank, slow in enumerate(self.slowness):
             self._num_slow[rank] = self._num_slow[rank] + 1 if slow >= SLOW_RATIO else 0
         least = _LEAST_RATIO / min(seconds)
-        found = [max(least, 1 / one) for one in seconds]
-        speeds = [speed * len(found) / sum(found) for speed in found]
+        rates = [max(least, 1 / one) for one in seconds]
+        speeds = [rate * len(rates) / sum(rates) for rate in rates]
         now = self.speeds or [1.0] * len(speeds)
         # a step of ranks with these shares, over one of shares by speed
         if max(share / speed for share, speed in zip(now, speeds, strict=True)) > _WORTH_RATIO:
@@ -93,8 +93,8 @@ def _over_others(values: Sequence[float]) -> list[float]:
     """Each over the median of the rest; of one alone 1."""
     order = sorted(range(len(values)), key=lambda number: values[number])
     ordered = [values[number] for number in order]
-    found = [1.0] * len(values)
+    ratios = [1.0] * len(values)
     for place, number in enumerate(order):
         if rest := ordered[:place] + ordered[place + 1 :]:
-            found[number] = values[number] / median(rest)
-    return found
+            ratios[number] = values[number] / median(rest)
+    return ratios

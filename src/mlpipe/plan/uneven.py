@@ -60,8 +60,8 @@ def lengths_of(path: str, seq_len: int) -> list[int]:
     if not file.is_file():
         return []
     try:
-        found = (_length(line) for line in _lines(file))
-        return [min(length, seq_len) for length in found if length]
+        lengths = (_length(line) for line in _lines(file))
+        return [min(length, seq_len) for length in lengths if length]
     except OSError:
         return []
 

@@ -89,8 +89,8 @@ def outcomes_of(store: Store, plan: Plan) -> list[AttemptOutcome]:
     which has its output: that another one is says nothing."""
     names = [f"outcome-node-{index}.json" for index in range(1, plan.launch.num_nodes)]
     first, *others = (read_outcome(store, f"{plan.attempt_key}/{name}") for name in ("outcome.json", *names))
-    found = [first, *(one for one in others if one is not None and one.outcome != "done")]
-    return [outcome for outcome in found if outcome is not None]
+    outcomes = [first, *(one for one in others if one is not None and one.outcome != "done")]
+    return [outcome for outcome in outcomes if outcome is not None]
 
 
 def blamed(outcomes: Sequence[AttemptOutcome]) -> AttemptOutcome | None:

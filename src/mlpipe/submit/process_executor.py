@@ -189,8 +189,8 @@ class StageProcess(ThreadedHandle):
         self._kill_members()
 
     def _kill_members(self) -> None:
-        found = process.members(self._driver, self._plan.stage, node=self._node)
-        process.send(found, signal.SIGKILL)
+        left = process.members(self._driver, self._plan.stage, node=self._node)
+        process.send(left, signal.SIGKILL)
 
     def _work(self) -> Ended:
         name = f"rank-{self._node or 0}" if self._is_command else "launcher"

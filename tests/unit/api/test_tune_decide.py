@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from mlpipe._core.errors import MlpipeError
-from mlpipe.api.tuning.decide import Change, Config, Found, TimeOverError, search
+from mlpipe.api.tuning.decide import Change, Config, TimeOverError, TuningResult, search
 
 pytestmark = pytest.mark.unit
 
@@ -79,7 +79,7 @@ def test_of_changes_that_do_nothing_none_is_worth_a_line(noise):
     assert len(won) <= 1
 
 
-def same(seed: int, noise: float, knobs: dict[str, dict[str, float]]) -> Found:
+def same(seed: int, noise: float, knobs: dict[str, dict[str, float]]) -> TuningResult:
     machine = Machine(knobs, seed, noise)
     return search(machine.changes(), machine.measure)
 

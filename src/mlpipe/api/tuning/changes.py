@@ -29,22 +29,22 @@ def possible_changes(
     assert train is not None
     spec = pipeline.spec.stage(plan.stage).part(Train)
     assert spec is not None
-    found: list[Change] = []
+    changes: list[Change] = []
     key = f"stages.{plan.stage}"
-    found += _of_layout(spec, train, candidates, f"{key}.train")
-    found += [
+    changes += _of_layout(spec, train, candidates, f"{key}.train")
+    changes += [
         Change("compile", (f"{key}.train.compile={mode}",))
         for mode in _COMPILED
         if mode != train.compile and not (mode == "model" and train.mesh.dp_shard > 1)
     ]
     if (readers := getattr(spec.data, "workers", None)) is not None:
-        found += [
+        changes += [
             Change("readers", (f"{key}.train.data.workers={number}",))
             for number in _READERS
             if number != readers
         ]
-    found += _of_environment(plan, train, hardware, key)
-    return [change for change in found if _is_allowed(pipeline, change)]
+    changes += _of_environment(plan, train, hardware, key)
+    return [change for change in changes if _is_allowed(pipeline, change)]
 
 
 def _of_layout(spec: Train, train: TrainPlan, candidates: Sequence[Candidate], key: str) -> Iterator[Change]:

@@ -55,7 +55,7 @@ class Row:
 
 
 @dataclass
-class Found:
+class TuningResult:
     """`best`: what to change; empty: there is nothing to gain. `ratio`: its seconds over those of before,
     measured once more side by side. `noise_ratio`: standard deviation of a trial."""
 
@@ -66,33 +66,33 @@ class Found:
     is_complete: bool = False  # else time was over
 
 
-def search(changes: Sequence[Change], measure: Measure) -> Found:
+def search(changes: Sequence[Change], measure: Measure) -> TuningResult:
     """What is known when a Measure says that time is over counts for what it is worth: nothing is won by a
     change that was not tried twice."""
-    found, block = Found(), _Block(measure)
+    result, block = TuningResult(), _Block(measure)
     slow = [c for c in changes if c.expected_ratio > _HOPELESS]
-    found.rows = [Row(change, (), None, 0, "expected to be slower") for change in slow]
+    result.rows = [Row(change, (), None, 0, "expected to be slower") for change in slow]
     left = sorted((c for c in changes if c.expected_ratio <= _HOPELESS), key=lambda c: c.expected_ratio)
     taken: Config = ()
     try:
         while left:
-            ratios = block.compare(taken, left, found.rows)
+            ratios = block.compare(taken, left, result.rows)
             better = {c: ratio for c, ratio in ratios.items() if ratio < 1 - block.least_gain()}
             if not better:
                 break
             winner = min(better, key=lambda c: better[c])
-            next(row for row in reversed(found.rows) if row.change == winner).verdict = "taken"
+            next(row for row in reversed(result.rows) if row.change == winner).verdict = "taken"
             taken = (*taken, winner)
             left = [c for c in ratios if c.knob != winner.knob and ratios[c] < 1 + block.noise]
         if taken:  # once more, by trials that have not chosen it
             final = block.abba(taken)
-            found.best, found.ratio = (taken, final) if final < 1 - block.least_gain() else ((), final)
-        found.is_complete = True
+            result.best, result.ratio = (taken, final) if final < 1 - block.least_gain() else ((), final)
+        result.is_complete = True
     except TimeOverError:
         # the last was chosen by two trials each; that all together were not tried once more is said
-        found.best, found.ratio = taken, math.prod(_ratio_of(found.rows, change) for change in taken)
-    found.noise_ratio = block.noise
-    return found
+        result.best, result.ratio = taken, math.prod(_ratio_of(result.rows, change) for change in taken)
+    result.noise_ratio = block.noise
+    return result
 
 
 def _ratio_of(rows: list[Row], change: Change) -> float:

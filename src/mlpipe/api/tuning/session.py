@@ -15,7 +15,7 @@ from mlpipe._core.files import locked, write_whole
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.api.pipeline import LoadedPipeline
 from mlpipe.api.tuning.changes import possible_changes
-from mlpipe.api.tuning.decide import Config, Found, TimeOverError, search
+from mlpipe.api.tuning.decide import Config, TimeOverError, TuningResult, search
 from mlpipe.api.tuning.trials import RUN_ID, Trials, shortened
 from mlpipe.plan.machine import torch
 from mlpipe.plan.training import compare
@@ -63,7 +63,7 @@ class Tuning:
     _made: list[Trial] = field(default_factory=list)
     _before: list[Trial] = field(default_factory=list)  # trials of an earlier call, in their order
 
-    def run(self) -> tuple[Found, Tuned]:
+    def run(self) -> tuple[TuningResult, Tuned]:
         """What was found, and the file as it was left. Raises PlanError and SubmitError."""
         key = self._key()
         folder = outputs.cache_folder() / "tune" / key
@@ -89,10 +89,10 @@ class Tuning:
             def measure(config: Config) -> float | None:
                 return self._measure(trials, config, key)
 
-            found = search(changes, measure)
-            tuned = self._file(key, found)
+            result = search(changes, measure)
+            tuned = self._file(key, result)
             write_whole(self.out, to_json(tuned))
-            return found, tuned
+            return result, tuned
 
     def _measure(self, trials: Trials, config: Config, key: str) -> float | None:
         sets = tuple(item for change in config for item in change.sets)
@@ -154,16 +154,16 @@ class Tuning:
         ]
         return hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
 
-    def _file(self, key: str, found: Found) -> Tuned:
-        sets = tuple(item for change in found.best for item in change.sets)
+    def _file(self, key: str, result: TuningResult) -> Tuned:
+        sets = tuple(item for change in result.best for item in change.sets)
         return Tuned(
             SCHEMA_VERSION,
             key,
             self.stage,
             sets,
-            found.ratio,
-            found.noise_ratio,
-            found.is_complete,
+            result.ratio,
+            result.noise_ratio,
+            result.is_complete,
             tuple(self._made),
         )
 
