@@ -181,13 +181,13 @@ def _passes(
 def _children(plain: torch.nn.Module, model: ModelPlan, data: DataPlan) -> tuple[Child, ...]:
     """In their order, each with what it takes alone."""
     batch = _batch(model, data, 1)
-    meter, children, before = _Meter([]), [], [0.0]
+    meter, traced, before = _Meter([]), list[Child](), [0.0]
 
     def after(name: str) -> Any:
         def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
             flops = meter.counted["forward"]["convention"]
             outputs = sum(one.numel() for one in tree_leaves(output) if isinstance(one, torch.Tensor))
-            children.append(Child(name, flops - before[0], outputs // model.seq_len))
+            traced.append(Child(name, flops - before[0], outputs // model.seq_len))
             before[0] = flops
 
         return hook
@@ -198,7 +198,7 @@ def _children(plain: torch.nn.Module, model: ModelPlan, data: DataPlan) -> tuple
         plain(batch["inputs"])
     for hook in hooks:
         hook.remove()
-    return tuple(children)
+    return tuple(traced)
 
 
 def _build(model: ModelPlan) -> torch.nn.Module:

@@ -1,10 +1,10 @@
 """The forecast on weeks that it was not shown, of made demand in the shape of public traces.
 
 Published: Microsoft's Philly trace has 117,325 jobs submitted from 2017-08-07 to 2017-12-22, 850 a day
-(README of msr-fiddle/philly-traces); a tenth of that here. Jobs of Alibaba's PAI have heavy-tailed durations,
-with a median of 23 minutes and a 90th percentile of 4.5 hours (Weng et al., MLaaS in the Wild, NSDI 2022),
-which a log-normal distribution has here. Ours: 0.6 of the jobs on weekends, the profile over a day, GPUs of a
-job, how much whole days differ, growth, and that 9 days are the longest.
+(README of msr-fiddle/philly-traces); a tenth of that here. Durations have a heavy tail, as
+those of Alibaba's PAI (Weng et al., MLaaS in the Wild, NSDI 2022). Ours: log-normal, with a median
+of 23 minutes, a 90th percentile of 4.5 hours and at most 9 days; 0.6 of the jobs on weekends, the profile
+over a day, GPUs of a job, how much whole days differ, and growth.
 """
 
 from __future__ import annotations
