@@ -22,7 +22,9 @@ from mlpipe.plan.plan import Entry, ModelPlan, Replicas
 from mlpipe.store import catalogue, replicas
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.data import MicrobatchLoader
+from mlpipe.train.loop import Loop
 from mlpipe.train.replicas.elastic_loop import ElasticLoop
+from mlpipe.train.replicas.exchange import MembershipChanged
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 STEPS = 40
@@ -220,3 +222,26 @@ def test_running_averages_of_each_replica_are_refused(buffer, refused):
     else:
         loop.gradients(1, [])
     assert committed == ([] if refused else [(1, "sums")])
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+@pytest.mark.parametrize("lost", ["nobody", "in the last step", "at the last meeting"])
+def test_who_is_lost_in_the_last_step_takes_no_checkpoint_with_it(lost, is_saved, monkeypatch):
+    """If it was to write the last one, another replica does; what it had written nobody writes again."""
+
+    def meet(where):
+        assert lost != "in the last step", "nobody comes"
+        if lost == "at the last meeting":
+            raise MembershipChanged
+
+    said = []
+    monkeypatch.setattr(Loop, "save", lambda self: said.append("saves"))
+    monkeypatch.setattr(Loop, "finish_saving", lambda self: said.append("waits for it"))
+    loop = object.__new__(ElasticLoop)
+    loop.released, loop.is_saved = False, lambda: is_saved
+    loop.replicas = SimpleNamespace(
+        void=lost == "in the last step", leaves=False, meet=meet, agreed=lambda met: met
+    )
+    loop.finish_saving()
+    again = lost != "nobody" and not is_saved
+    assert said == ["waits for it"] + (["saves", "waits for it"] if again else [])
