@@ -9,7 +9,7 @@ _CONTEXT_BYTES = 2**30  # kernels and cuBLAS workspaces
 _NCCL_BYTES = 3 * 2**29  # its buffers, where there are others to talk to
 _FRAGMENTATION_RATIO = 0.08  # of the tensors: what lies unused in segments
 
-EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # segments that grow leave fewer holes
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # segments that grow leave fewer gaps
 
 
 def reserve(tensors: RankTensors, world_size: int) -> Reserved:
