@@ -97,7 +97,7 @@ def write_pipeline(cli: Cli, strategy: str, noise: float) -> None:
             "every": "5 steps",
             "metrics": ["loss", {"entry": "mine:Right"}],
             "best": {"metric": "right", "mode": "max"},
-            "stop": {"patience": 3},
+            "stop": {"patience": 4},  # weights rest after step 10: it stops in step 25 at the earliest
         },
         "track": ["tensorboard"],
     }
@@ -139,6 +139,7 @@ def killed_and_resumed(cli: Cli, run: str, *changes: str) -> None:
     records = stage / "attempt-1/records/rank-0.jsonl"
 
     def stands() -> bool:
+        assert running.poll() is None, "it ended before step 24"
         last = catalogue.latest(FolderStore(cli.store), f"runs/{run}/stages/train")
         return (
             last is not None
