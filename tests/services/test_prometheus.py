@@ -2,9 +2,9 @@
 
 Real: Prometheus (this machine's, and a 3.x where `kit.prometheus build-3` made one), the run (torchrun on
 gloo, CPU), its /metrics and the exporter. Made up: the labels that a PodMonitor adds, the series of
-DCGM's exporter and of NVML, named as their documentation says, and those of a model with experts, which
-this run has not; they are there so that the queries of these panels run, not to say what a GPU or an
-expert does. The alerts are in test_alerts.py.
+DCGM's exporter and of NVML, named as their documentation says, and those of a model with experts and of an
+elastic training, which this run is not; they are there so that the queries of these panels run, not to say
+what a GPU or an expert does. The alerts are in test_alerts.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.services, pytest.mark.usefixtures("prometheus_programs
 @contextlib.contextmanager
 def made_up_series() -> Iterator[int]:
     """Two GPUs of the pods r-0 and r-1, one labelled as with honorLabels true, one as without; a layer of
-    experts."""
+    experts; replicas."""
     fields = {
         "DCGM_FI_DEV_GPU_UTIL": 97, "DCGM_FI_DEV_FB_USED": 61_000, "DCGM_FI_DEV_POWER_USAGE": 640.5,
         "DCGM_FI_DEV_GPU_TEMP": 61, "DCGM_FI_DEV_XID_ERRORS": 0, "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": 0.43,
@@ -47,6 +47,7 @@ def made_up_series() -> Iterator[int]:
     rest += f'mlpipe_train_expert_max_load_ratio{{{nvml},layer="0"}} 1.6\n'
     rest += f'mlpipe_train_expert_max_average_load_ratio{{{nvml},layer="0"}} 1.2\n'
     rest += f'mlpipe_train_experts_by_load_ratio{{{nvml},at_most="1.5"}} 3\n'
+    rest += f"mlpipe_train_expert_dropped_ratio{{{nvml}}} 0.1\nmlpipe_train_replicas{{{nvml}}} 3\n"
     body = rest + "".join(
         f"{name}{{{gpu},{pod}}} {value}\n" for name, value in fields.items() for pod in pods
     )
