@@ -34,6 +34,15 @@ GPU_ONLY_PANELS = frozenset(
     }
 )
 GPU_ONLY_ALERTS = frozenset({"MlpipeGpuXid"})
+# of elastic trainings and of models with experts: a run that is neither has no data for them
+OF_SOME_PANELS = frozenset(
+    {
+        ("run", "Nodes of an elastic training"),
+        ("run", "Load of the fullest expert of each layer"),
+        ("run", "Experts by load"),
+        ("run", "Dropped by full experts"),
+    }
+)
 # watch nothing where all is well
 ONLY_FAILED_PANELS = frozenset({("fleet", "Runs that nobody drives")})
 ONLY_FAILED_ALERTS = frozenset(
@@ -51,6 +60,10 @@ class Query:
     @property
     def gpu_only(self) -> bool:
         return (self.board, self.panel) in GPU_ONLY_PANELS
+
+    @property
+    def of_some(self) -> bool:
+        return (self.board, self.panel) in OF_SOME_PANELS
 
     @property
     def only_failed(self) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 from kit import boards
-from kit.boards import BOARDS, GPU_ONLY_ALERTS, GPU_ONLY_PANELS, ROOT, RULES
+from kit.boards import BOARDS, GPU_ONLY_ALERTS, GPU_ONLY_PANELS, OF_SOME_PANELS, ROOT, RULES
 
 from mlpipe._core.mfu import utilization_query
 from mlpipe.observe.series import EXPERT_METRICS, FLEET_METRICS, GPU_METRICS, METRICS
@@ -132,6 +132,7 @@ def test_a_query(query):
         assert 'namespace=~"$namespace"' in query.expr
         assert 'run=~"$run"' in query.expr or "mlpipe_fleet_" in query.expr
     assert query.gpu_only == bool(re.search(r"DCGM_|mlpipe_train_gpu_|mlpipe_gpu_", query.expr))
+    assert query.of_some == bool(re.search(r"mlpipe_train_(experts?|replicas)", query.expr))
 
 
 def test_the_rules_divide_as_the_boards_do():
@@ -141,8 +142,9 @@ def test_the_rules_divide_as_the_boards_do():
         assert " ".join(recorded[f"run:mlpipe_train_mfu:ratio_rate{window}"].split()) == query
 
 
-def test_what_is_declared_gpu_only_is_there():
-    assert {(query.board, query.panel) for query in boards.queries()} >= GPU_ONLY_PANELS
+def test_what_is_declared_gpu_only_or_of_some_is_there():
+    panels = {(query.board, query.panel) for query in boards.queries()}
+    assert panels >= GPU_ONLY_PANELS | OF_SOME_PANELS
     assert {alert["alert"] for alert in boards.alerts()} >= GPU_ONLY_ALERTS
 
 
