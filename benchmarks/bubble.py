@@ -88,8 +88,7 @@ def main() -> int:
         found = list(pool.map(lambda num_ranks: measured(num_ranks, seconds, steps), NUM_RANKS))
     rows = [row for each in map(rows_of, NUM_RANKS, found) for row in each]
     body = measure.document(rows, stage_seconds=seconds, steps=steps, load_before=load_before)
-    print(measure.table(body))
-    print(f"written to {measure.write('bubble', body, arguments.results)}")
+    measure.publish("bubble", body, arguments.results)
     return 0
 
 

@@ -162,8 +162,7 @@ def main() -> int:
         rows, rounds=num_rounds, consumed_tokens_per_second_and_core=step, text_bytes=text,
         load_before=load_before, versions={"tokenizers": measure.version("tokenizers")},
     )  # fmt: skip
-    print(measure.table(body))
-    print(f"written to {measure.write('data', body, arguments.results)}")
+    measure.publish("data", body, arguments.results)
     return 0
 
 

@@ -175,8 +175,7 @@ def main() -> int:
     row = measure.alone(work, "longest kill to next step, elastic", "s", [max(ours)])
     rows.append(row)
     body = measure.document(rows, kills=kills, seed=arguments.seed, load_before=load_before, **settings)
-    print(measure.table(body))
-    print(f"written to {measure.write('elastic', body, arguments.results)}")
+    measure.publish("elastic", body, arguments.results)
     return 0
 
 

@@ -108,8 +108,7 @@ def main() -> int:
         "num_bytes": num_bytes,
     }
     body = measure.document(rows_of(found), load_before=load_before, **found)
-    print(measure.table(body))
-    print(f"written to {measure.write('exporter', body, arguments.results)}")
+    measure.publish("exporter", body, arguments.results)
     return 0
 
 

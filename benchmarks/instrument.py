@@ -48,8 +48,7 @@ def main() -> int:
         rows_of(found), load_before=load_before, steps=arguments.steps, workers=2, work=overrides,
         found=found,
     )  # fmt: skip
-    print(measure.table(body))
-    print(f"written to {measure.write('instrument', body, arguments.results)}")
+    measure.publish("instrument", body, arguments.results)
     return 0
 
 

@@ -415,8 +415,7 @@ def main() -> int:
         rows, steps=steps, long_steps=long_steps, seeds=seeds, load_before=load_before,
         minutes=round((time.monotonic() - began) / 60, 1),
     )  # fmt: skip
-    print(measure.table(body))
-    print(f"written to {measure.write('links', body, arguments.results)}")
+    measure.publish("links", body, arguments.results)
     return 0
 
 

@@ -108,8 +108,7 @@ def main() -> int:
         rows, rounds=len(found), steps=steps, cost_seconds=COST_SECONDS, batch=BATCH, seq_len=SEQ_LEN,
         load_before=load_before,
     )  # fmt: skip
-    print(measure.table(body))
-    print(f"written to {measure.write('loading', body, arguments.results)}")
+    measure.publish("loading", body, arguments.results)
     return 0
 
 

@@ -203,6 +203,12 @@ def tell(name: str, rows: list[dict[str, Any]], folder: Path = RESULTS, **settin
     print(f"merged into {path}")
 
 
+def publish(name: str, body: dict[str, Any], folder: Path) -> None:
+    """Prints the rows of a whole document, and writes it."""
+    print(table(body))
+    print(f"written to {write(name, body, folder)}")
+
+
 def table(body: dict[str, Any]) -> str:
     lines = []
     for row in body["figures"]:

@@ -105,8 +105,7 @@ def main() -> int:
         growth = (many - some) / max(some - few, 1e-9)
         rows.append(measure.alone("render", f"{title}: growth per tenfold", "ratio", [growth], goal=LINEAR))
     body = measure.document(rows, repeats=repeats, load_before=load_before)
-    print(measure.table(body))
-    print(f"written to {measure.write('render_scale', body, arguments.results)}")
+    measure.publish("render_scale", body, arguments.results)
     return 0
 
 

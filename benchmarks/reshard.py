@@ -49,8 +49,7 @@ def main() -> int:
                 )
             )  # fmt: skip
     body = measure.document(rows, rounds=num_rounds, gib=answer["gib"], load_before=load_before)
-    print(measure.table(body))
-    print(f"written to {measure.write('reshard', body, arguments.results)}")
+    measure.publish("reshard", body, arguments.results)
     return 0
 
 

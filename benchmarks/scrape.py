@@ -127,8 +127,7 @@ def main() -> int:
         found = watch(folder, arguments.seconds)
     found |= {"runs": arguments.runs, "ranks": arguments.ranks, "interval_seconds": arguments.interval}
     body = measure.document(rows_of(found), load_before=load_before, **found)
-    print(measure.table(body))
-    print(f"written to {measure.write('scrape', body, arguments.results)}")
+    measure.publish("scrape", body, arguments.results)
     return 0
 
 

@@ -107,8 +107,7 @@ def main() -> int:
         for side, goal in goals.items()
     ]  # fmt: skip
     body = measure.document(rows, rounds=number, steps=steps, seconds=SECONDS, load_before=load_before)
-    print(measure.table(body))
-    print(f"written to {measure.write('stragglers', body, arguments.results)}")
+    measure.publish("stragglers", body, arguments.results)
     return 0
 
 

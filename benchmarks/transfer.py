@@ -116,8 +116,7 @@ def main() -> int:
         rows_of(found, names), rounds=arguments.rounds, mib=arguments.mib, load_before=load_before,
         versions={**versions("s3", PACKAGES), "MinIO": MODULES["minio"][1]},
     )  # fmt: skip
-    print(measure.table(body))
-    print(f"written to {measure.write('transfer', body, arguments.results)}")
+    measure.publish("transfer", body, arguments.results)
     return 0
 
 

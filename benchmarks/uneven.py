@@ -149,8 +149,7 @@ def main() -> int:
         goals = dict.fromkeys(GOALS, MIXED_GOAL)
         rows += rows_of(work, scaled(equal, unit), scaled(free, unit), arguments.ranks, rounds, goals)
     body = measure.document(rows, unit_seconds=seconds, rounds=rounds, lengths=drawn, load_before=load_before)
-    print(measure.table(body))
-    print(f"written to {measure.write('uneven', body, arguments.results)}")
+    measure.publish("uneven", body, arguments.results)
     return 0
 
 
