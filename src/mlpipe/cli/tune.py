@@ -67,6 +67,8 @@ def command(
 
 
 def _document(result: TuningResult, tuned: Tuned, out: str) -> dict[str, object]:
+    from mlpipe.api.tuning.decide import sets_of
+
     return {
         "file": out,
         "stage": tuned.stage,
@@ -77,7 +79,7 @@ def _document(result: TuningResult, tuned: Tuned, out: str) -> dict[str, object]
         "changes": [
             {
                 "set": list(row.change.sets),
-                "beside": [item for change in row.beside for item in change.sets],
+                "beside": list(sets_of(row.beside)),
                 "expected_ratio": row.change.expected_ratio,
                 "ratio": row.ratio,
                 "trials": row.num_trials,
@@ -93,6 +95,7 @@ def _text(result: TuningResult, tuned: Tuned, asked: tuple[str, tuple[str, ...]]
     from shlex import quote
 
     from mlpipe._core.tables import aligned
+    from mlpipe.api.tuning.decide import sets_of
 
     prefix = f"stages.{tuned.stage}."
 
@@ -101,7 +104,7 @@ def _text(result: TuningResult, tuned: Tuned, asked: tuple[str, tuple[str, ...]]
 
     rows = [("change", "step is", "expected", "trials", "verdict", "beside")]
     for row in result.rows:
-        beside = short(tuple(item for change in row.beside for item in change.sets))
+        beside = short(sets_of(row.beside))
         ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
         told = f"{row.change.expected_ratio:.3f}"
         rows.append((short(row.change.sets), ratio, told, str(row.num_trials), row.verdict, beside))

@@ -38,6 +38,11 @@ Config = tuple[Change, ...]
 Measure = Callable[[Config], float | None]  # seconds of a step; None: it does not run
 
 
+def sets_of(config: Config) -> tuple[str, ...]:
+    """All that it changes, as overrides."""
+    return tuple(item for change in config for item in change.sets)
+
+
 class TimeOverError(MlpipeError):
     """By a Measure, instead of a trial."""
 

@@ -15,7 +15,7 @@ from mlpipe._core.files import locked, write_whole
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.api.pipeline import LoadedPipeline
 from mlpipe.api.tuning.changes import possible_changes
-from mlpipe.api.tuning.decide import Config, TimeOverError, TuningResult, search
+from mlpipe.api.tuning.decide import Config, TimeOverError, TuningResult, search, sets_of
 from mlpipe.api.tuning.trials import RUN_ID, Trials, shortened
 from mlpipe.plan.machine import torch
 from mlpipe.plan.training import compare
@@ -95,7 +95,7 @@ class Tuning:
             return result, tuned
 
     def _measure(self, trials: Trials, config: Config, key: str) -> float | None:
-        sets = tuple(item for change in config for item in change.sets)
+        sets = sets_of(config)
         words = ", ".join(_short(item, self.stage) for item in sets) or "as it is"
         if self._before and self._before[0].sets == sets:
             trial = self._before.pop(0)
@@ -155,12 +155,11 @@ class Tuning:
         return hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
 
     def _file(self, key: str, result: TuningResult) -> Tuned:
-        sets = tuple(item for change in result.best for item in change.sets)
         return Tuned(
             SCHEMA_VERSION,
             key,
             self.stage,
-            sets,
+            sets_of(result.best),
             result.ratio,
             result.noise_ratio,
             result.is_complete,

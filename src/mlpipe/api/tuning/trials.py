@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 from statistics import median
 from typing import Any
 
@@ -17,7 +18,7 @@ from mlpipe._core.errors import MlpipeError, PlanError, SubmitError
 from mlpipe._core.records import Step
 from mlpipe.api.driving import heard
 from mlpipe.api.pipeline import LoadedPipeline
-from mlpipe.api.tuning.decide import Config, TimeOverError
+from mlpipe.api.tuning.decide import Config, TimeOverError, sets_of
 from mlpipe.observe.records import list_attempts, read_records
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.plan.training import trainings
@@ -97,17 +98,17 @@ class Trials:
                     raise SubmitError(f"{name!r} did not get done: {state.message}", where=self.store.url)
 
     def _needed(self) -> list[str]:
-        """In the order of the file, which has needs first or not."""
-        needs, wanted, order = planning.needs(self.pipeline.spec), [self.stage], list[str]()
-        while wanted:
-            more = [need for need in needs[wanted.pop()] if need not in order]
-            order = [*more, *order]
-            wanted += more
-        return list(dict.fromkeys(order))
+        """Each behind what it needs itself."""
+        needs = planning.needs(self.pipeline.spec)
+        order, wanted = list(TopologicalSorter(needs).static_order()), {self.stage}
+        for name in reversed(order):
+            if name in wanted:
+                wanted |= set(needs[name])
+        return [name for name in order if name in wanted - {self.stage}]
 
     def plan(self, config: Config, attempt: int = 1) -> Plan:
         """Raises PlanError or SpecError."""
-        changed = self.pipeline.override([item for change in config for item in change.sets])
+        changed = self.pipeline.override(list(sets_of(config)))
         make = planning.planner(self.store, RUN_ID, changed.spec, self.backend.hardware, fetch=True)
         plan = make(self.stage, attempt)
         work = plan.work
