@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from mlpipe.plan.plan import ChatPlan, DataPlan
+from mlpipe.plan.plan import ChatFile, ChatPlan, DataPlan
 from mlpipe.train.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 
 SEQ_LEN = 96
@@ -27,6 +27,16 @@ def write_chat(folder: Path, num: int = 24) -> DataPlan:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     chat = ChatPlan(str(folder / "train.jsonl"), str(folder / "validation.jsonl"), str(folder))
     return DataPlan(None, None, None, chat=chat)
+
+
+def mixed(data: DataPlan) -> DataPlan:
+    """Two samples of the training's file to one of the held-out ones."""
+    chat = data.chat
+    assert chat is not None
+    assert chat.path is not None
+    assert chat.validation is not None
+    mix = (ChatFile(chat.path, 2.0), ChatFile(chat.validation, 1.0))
+    return replace(data, chat=replace(chat, path=None, mix=mix))
 
 
 def packed(data: DataPlan, packing: Literal["best_fit", "balanced"]) -> DataPlan:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kit import plans
-from kit.conversations import SEQ_LEN, packed, write_chat
+from kit.conversations import SEQ_LEN, mixed, packed, write_chat
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import DataPlan, Mesh
@@ -61,6 +61,23 @@ def test_the_samples_of_a_step_are_the_same_on_any_number_of_ranks(data):
     assert sorted(seen[:24]) == sorted(seen[24:]) == sorted(everything)
     for ranks in (2, 3):
         assert [samples_of(dataset, 6 * step, ranks) for step in range(8)] == steps
+
+
+def test_files_that_are_mixed_give_their_shares_of_each_block_in_their_own_order(data):
+    dataset = open_dataset(mixed(data), split="train", seq_len=SEQ_LEN)
+    sources = [open_dataset(data, split=split, seq_len=SEQ_LEN) for split in ("train", "validation")]
+    indices = samples_at(dataset, 3, np.arange(72))
+    assert [int((block < 24).sum()) for block in indices.reshape(-1, 3)] == [2] * 24
+    for own in (indices[indices < 24].reshape(-1, 24), indices[indices >= 24].reshape(-1, 24)):
+        assert all(len(set(epoch.tolist())) == 24 for epoch in own)
+    for index in range(48):
+        source, own = sources[index // 24], index % 24
+        assert dataset.lengths[index] == source.lengths[own]
+        assert all(map(np.array_equal, dataset.sample(index), source.sample(own)))
+    cut = [source.notes[0] for source in sources]
+    assert dataset.notes == [f"{source.path}: {note}" for source, note in zip(sources, cut, strict=True)]
+    assert dataset.identity == ", ".join(source.identity for source in sources)
+    assert len(open_dataset(mixed(data), split="validation", seq_len=SEQ_LEN)) == 24
 
 
 def test_data_of_which_nothing_is_learnt_and_data_that_differ_are_refused(data, tmp_path, monkeypatch):
@@ -158,7 +175,9 @@ def test_packed_rows_are_the_samples_and_the_probe_sees_the_largest(data):
 
 def test_a_training_goes_on_at_the_very_sample_on_other_ranks(data, tmp_path):
     """And the losses are those of samples that are padded, however they are packed: four steps of two ranks
-    with a sample a row; two balanced ones of two others, that share the weights, and two of one, packed."""
+    with a sample a row; two balanced ones of two others, that share the weights, and two of one, packed. Two
+    files are mixed."""
+    data = mixed(data)
     model = replace(plans.model_plan(vocab_size=320, max_seq_len=SEQ_LEN), seq_len=SEQ_LEN)
     whole, half = (
         plans.train_plan(

@@ -204,7 +204,7 @@ def unsupported_mix(
             continue
         what = sizes.get(mix.key, 1) if mix.key in AXES else setting(settings, mix.key)
         if what in mix.values or (not mix.values and what not in (1, None)):
-            shown = "" if isinstance(what, Mapping) else f" {what}"
+            shown = "" if isinstance(what, Mapping | list | tuple) else f" {what}"
             yield (
                 mix.key,
                 Infeasible(

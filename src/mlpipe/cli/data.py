@@ -22,6 +22,9 @@ def command() -> None:
 @click.argument("spec", type=click.Path())
 @click.option("--stage", metavar="NAME", help="Which training, if there are several.")
 @click.option("--sample", metavar="N", type=click.IntRange(min=0), default=0, help="Which sample, from 0.")
+@click.option(
+    "--file", metavar="N", type=click.IntRange(min=0), default=0, help="Of which of those mixed, from 0."
+)
 @click.option("--validation", is_flag=True, help="Of the held-out file.")
 @overrides
 @shared
@@ -31,6 +34,7 @@ def preview(
     spec: str,
     stage: str | None,
     sample: int,
+    file: int,
     validation: bool,
     overrides: tuple[str, ...],
 ) -> None:
@@ -42,7 +46,7 @@ def preview(
     from mlpipe.train.chat.jsonl import printable
     from mlpipe.train.chat.preview import preview as look
 
-    seen = look(plan, "validation" if validation else "train", sample, seq_len)
+    seen = look(plan, _path(plan, file, validation), sample, seq_len)
     lengths = seen.lengths
     lines = [
         f"{seen.num_samples} samples, {seen.num_tokens} tokens, of which {seen.num_learnt} are learnt",
@@ -65,6 +69,17 @@ def preview(
         "sample": [{"text": piece.text, "learnt": piece.learnt} for piece in seen.pieces],
     }
     session.result(document, "\n".join(lines))
+
+
+def _path(plan: ChatPlan, file: int, validation: bool) -> str:
+    """Raises PlanError."""
+    if validation:
+        if plan.validation is None:
+            raise PlanError("there is no held-out file", hint="write data.validation")
+        return plan.validation
+    if file >= len(plan.paths):
+        raise PlanError(f"there is no file {file}", hint=f"there are files 0 to {len(plan.paths) - 1}")
+    return plan.paths[file]
 
 
 def _chat(spec: str, stage: str | None, overrides: tuple[str, ...]) -> tuple[ChatPlan, int]:
@@ -95,7 +110,8 @@ def _chat(spec: str, stage: str | None, overrides: tuple[str, ...]) -> tuple[Cha
         )
     [(name, chat, seq_len)] = plans
     told = {"chat": chat.path, "validation": chat.validation, "tokenizer": chat.tokenizer}
-    for key, path in (told | {"template": chat.template}).items():
+    mixed = {f"chat.{number}.path": one.path for number, one in enumerate(chat.mix)}
+    for key, path in (told | {"template": chat.template} | mixed).items():
         if path is not None and placeholders.names(path):
             raise PlanError(
                 f"{path} is known in a run only",

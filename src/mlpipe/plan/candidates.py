@@ -225,8 +225,14 @@ def uneven_of(spec: Train, shape: ModelShape | None) -> Uneven | None:
     from mlpipe.plan.dealing import cost_of_samples  # of few plans
     from mlpipe.plan.uneven import Uneven, lengths_of
 
-    lengths = lengths_of(spec.data.chat, spec.model.seq_len)
-    return Uneven(lengths, cost_of_samples(shape), global_batch(spec), packing) if lengths else None
+    lengths = {one: lengths_of(one.path, spec.model.seq_len) for one in spec.data.files}
+    if not all(lengths.values()):
+        return None
+    weights = None
+    if len(lengths) > 1:
+        weights = [one.weight / len(each) for one, each in lengths.items() for _ in each]
+    every = [length for each in lengths.values() for length in each]
+    return Uneven(every, cost_of_samples(shape), global_batch(spec), packing, weights)
 
 
 def packing_of(spec: Train) -> Literal["best_fit", "balanced"] | None:

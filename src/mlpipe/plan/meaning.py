@@ -38,7 +38,11 @@ def meaning(spec: Train, model: ModelPlan, data: DataPlan) -> dict[str, Any]:
     if isinstance(spec.model, PretrainedModel):
         settings["model.pretrained"] = spec.model.pretrained
     if isinstance(spec.data, ChatData):
-        told = {"chat": spec.data.chat, "tokenizer": spec.data.tokenizer, "template": spec.data.template}
+        mixed = {} if isinstance(spec.data.chat, str) else dict(enumerate(spec.data.chat))
+        for number, one in mixed.items():
+            settings |= {f"data.chat.{number}.path": one.path, f"data.chat.{number}.weight": one.weight}
+        chat = None if mixed else spec.data.chat
+        told = {"chat": chat, "tokenizer": spec.data.tokenizer, "template": spec.data.template}
         settings |= {f"data.{name}": value for name, value in told.items() if value is not None}
     elif isinstance(spec.data, MixData):
         for number, (source, planned) in enumerate(zip(spec.data.mix, data.sources, strict=True)):

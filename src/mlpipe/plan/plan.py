@@ -130,19 +130,39 @@ class FilesPlan:
     columns: dict[str, str]
     tokenizer: str | None
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of all that is trained on."""
+        return (self.path,)
+
+
+@dataclass(frozen=True)
+class ChatFile:
+    """One of several that are mixed; `weight`: its share of the samples beside the others'."""
+
+    path: str
+    weight: float
+
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """Files of JSON lines: conversations, prompts with completions, or text. `tokenizer`: a tokenizer.json,
+    """Files of JSON lines: conversations, prompts with completions, or text. `path`: the training's, or
+    instead `mix`, of what samples are mixed; `validation`: the held-out one. `tokenizer`: a tokenizer.json,
     or the folder of one with all that a model's has. `template`: a Jinja file, or `chatml`; None: that
     folder's. `packing`: several samples in a row of up to `micro_batch * seq_len` tokens, see
     `plan/dealing.py`; None: a sample a row, padded."""
 
-    path: str
+    path: str | None
     validation: str | None
     tokenizer: str
     template: str | None = None
     packing: Literal["best_fit", "balanced"] | None = None
+    mix: tuple[ChatFile, ...] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of all that is trained on."""
+        return tuple(one.path for one in self.mix) if self.path is None else (self.path,)
 
 
 @dataclass(frozen=True)

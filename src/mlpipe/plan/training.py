@@ -37,6 +37,7 @@ from mlpipe.plan.plan import (
     AdapterPlan,
     BestPlan,
     CallbackPlan,
+    ChatFile,
     ChatPlan,
     CheckpointPlan,
     Communication,
@@ -365,7 +366,9 @@ def _with_chat(spec: Train, known: Known) -> Train:
     """Its conversations where another stage has put them, once it has."""
     if not isinstance(spec.data, ChatData):
         return spec
-    data = spec.data.model_copy(update={"chat": fill(spec.data.chat, known)})
+    files = tuple(one.model_copy(update={"path": fill(one.path, known)}) for one in spec.data.files)
+    chat = files[0].path if isinstance(spec.data.chat, str) else files
+    data = spec.data.model_copy(update={"chat": chat})
     return spec.model_copy(update={"data": data})
 
 
@@ -442,10 +445,12 @@ def data_plan(spec: Train, known: Known) -> DataPlan:
 
 def _chat(spec: Train, data: ChatData, known: Known) -> ChatPlan:
     tokenizer = data.tokenizer or getattr(spec.model, "pretrained", None)
-    path, validation, tokenizer, template = (
-        fill(text, known) for text in (data.chat, data.validation, tokenizer, data.template)
+    validation, tokenizer, template = (
+        fill(text, known) for text in (data.validation, tokenizer, data.template)
     )
-    return ChatPlan(path, validation, tokenizer, template, packing_of(spec))
+    files = tuple(ChatFile(fill(one.path, known), one.weight) for one in data.files)
+    path, mix = (files[0].path, ()) if isinstance(data.chat, str) else (None, files)
+    return ChatPlan(path, validation, tokenizer, template, packing_of(spec), mix)
 
 
 def _source(weight: float, source: AnySource | OneSource, known: Known) -> SourcePlan:

@@ -21,13 +21,19 @@ _MOST_STEPS, _MOST_DRAWN = 16, 4096  # steps, and samples in all of them
 
 
 class Uneven:
-    """Samples of `lengths` tokens, so many a step (`global_batch`). `cost`: work of one, by its length."""
+    """Samples of `lengths` tokens, so many a step (`global_batch`). `cost`: work of one, by its length.
+    `weights`: how often each is drawn beside the others."""
 
     def __init__(
-        self, lengths: Sequence[int], cost: Callable[[int], float], global_batch: int, packing: Mode
+        self,
+        lengths: Sequence[int],
+        cost: Callable[[int], float],
+        global_batch: int,
+        packing: Mode,
+        weights: Sequence[float] | None = None,
     ) -> None:
         self.lengths, self.cost, self.packing = lengths, cost, packing
-        self.global_batch = global_batch
+        self.global_batch, self.weights = global_batch, weights
         self._known: dict[tuple[int, bool, int, Communication], float] = {}
 
     def idle(self, mesh: Mesh, capacity: int, communication: Communication) -> float:
@@ -49,7 +55,7 @@ class Uneven:
     def _steps(self) -> list[list[int]]:
         draw = random.Random(0)
         number = max(1, min(_MOST_STEPS, _MOST_DRAWN // self.global_batch))
-        return [draw.choices(self.lengths, k=self.global_batch) for _ in range(number)]
+        return [draw.choices(self.lengths, self.weights, k=self.global_batch) for _ in range(number)]
 
 
 def lengths_of(path: str, seq_len: int) -> list[int]:

@@ -150,12 +150,26 @@ class TarsData(_Read, _Tars):
     """Tars as WebDataset has them: files of one name and several extensions are a sample."""
 
 
+class ChatFile(_Weighted, SpecModel):
+    """A file of conversations, in a mixture."""
+
+    path: f.Text = Field(description="The file, as of `chat`.")
+
+
+def _one_or_several(value: Any) -> str:
+    return "several" if isinstance(value, list | tuple) else "one"
+
+
 class ChatData(SpecModel):
     """JSON lines of conversations, of which the assistant's part is learnt."""
 
-    chat: f.Text = Field(
+    chat: Annotated[
+        Annotated[f.Text, Tag("one")]
+        | Annotated[tuple[ChatFile, ...], Field(strict=False, min_length=1), Tag("several")],
+        Discriminator(_one_or_several),
+    ] = Field(
         description="A file of JSON lines: `messages`, each with `role` and `content`; `prompt` and "
-        "`completion`; or `text`."
+        "`completion`; or `text`. Or several with a `weight` each, which are mixed."
     )
     validation: f.Text | None = Field(
         None, description="The held-out file, in the same way; without it nothing is validated with."
@@ -179,6 +193,11 @@ class ChatData(SpecModel):
     micro_batch: f.CountOrAuto = Field(
         "auto", description="Samples in one forward pass of one worker; `auto`: the fastest that fits."
     )
+
+    @property
+    def files(self) -> tuple[ChatFile, ...]:
+        """One, or those that are mixed."""
+        return (ChatFile(path=self.chat, weight=1.0),) if isinstance(self.chat, str) else self.chat
 
 
 class ParquetSource(_Weighted, _Parquet):
@@ -266,7 +285,7 @@ def problems(train: Node) -> Iterator[Problem]:
             yield problem_of_key(
                 conversations,
                 "conversations are not mixed with other data: a mixture's samples have one shape",
-                "write their lines into one file, each as often as its weight: 'data: {chat: ...}'",
+                "mix them with each other: 'data: {chat: [{path: ..., weight: 3}, {path: ...}]}'",
             )
         elif isinstance(source.value, dict):
             yield from _one_source(source, "a source of the mixture", ("entry", *FILES, "tokens"))
@@ -404,4 +423,4 @@ def is_positive(node: Node) -> bool:
 
 def is_text_with_placeholders(path: Sequence[str | int]) -> bool:
     """Of a leaf below `data`: paths, and arguments."""
-    return path[-1:] in _PATHS or "args" in path[:3]
+    return path[-1:] in _PATHS or "args" in path[:3] or (*path[:1], *path[-1:]) == ("chat", "path")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mlpipe.spec.problems import Problem
-from mlpipe.spec.tree import Node, get, problem_of_key, text_of
+from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
 
 _BUCKET = "s3://"
 
@@ -31,8 +31,10 @@ def problems(train: Node) -> Iterator[Problem]:
 
 
 def _of_conversations(train: Node) -> Iterator[Problem]:
-    for key in ("chat", "validation"):
-        if (path := get(train, "data", key)) is not None and (text_of(path) or "").startswith(_BUCKET):
+    data = train.value["data"]
+    mixed = [get(one, "path") for one in items_of(data, "chat")]
+    for path in (get(data, "chat"), get(data, "validation"), *mixed):
+        if path is not None and (text_of(path) or "").startswith(_BUCKET):
             yield Problem.at(
                 path.place,
                 "JSON lines are read from this machine's disk, not from a bucket",

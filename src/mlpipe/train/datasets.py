@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import DataPlan, Entry, SourcePlan
-from mlpipe.train.chat.samples import ChatSamples, open_chat
+from mlpipe.train.chat.samples import ChatSamples, MixedChat, open_chat
 from mlpipe.train.microbatch import Collated, form, is_sample, no_sample, unlike
 from mlpipe.train.mixture import Mixture, Shortened
 from mlpipe.train.model import load_entry
@@ -175,7 +175,7 @@ def fingerprint(dataset: Any) -> str | None:
     None of other data."""
     if isinstance(dataset, Collated):
         return fingerprint(dataset.samples)
-    if isinstance(dataset, ChatSamples):
+    if isinstance(dataset, ChatSamples | MixedChat):
         return dataset.identity
     if isinstance(dataset, Mixture):
         told = [words for source in dataset.sources if (words := fingerprint(source)) is not None]
@@ -192,7 +192,7 @@ def vocab_size_of(dataset: Any) -> int:
         return vocab_size_of(dataset.samples)
     if isinstance(dataset, Mixture):
         return max(map(vocab_size_of, dataset.sources))
-    known = isinstance(dataset, TokenDataset | Windowed | ChatSamples)
+    known = isinstance(dataset, TokenDataset | Windowed | ChatSamples | MixedChat)
     return getattr(dataset, "vocab_size", None) or 0 if known else 0
 
 

@@ -252,7 +252,7 @@ def check_files(scalars: dict[str, Any], dataset: Any, plan: TrainPlan, run_id: 
     if before is not None and before != now:
         raise TrainError(
             f"the data were {before} at the checkpoint, and are {now}",
-            where=plan.data.all_files[0].path,
+            where=plan.data.all_files[0].paths[0],
             hint=f"put the files back as they were, or begin anew: mlpipe resume {run_id} --from-step 0",
             kind="input",
         )

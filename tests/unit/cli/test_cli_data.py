@@ -44,3 +44,12 @@ def test_a_sample_is_shown_and_no_terminal_obeys_it(
     with pytest.raises(SystemExit, match="0"):
         run_app([*argv, "--set", f"{where}=tokenizer.json"])
     assert "a\n»\\x1b[2Jé<|endoftext|>«" in capsys.readouterr().out
+    mixed = "[{path: none.jsonl, weight: 2}, {path: data.jsonl}]"
+    Path("tune.yaml").write_text(SPEC.replace("chat: data.jsonl", f"chat: {mixed}"))
+    argv += ["--set", f"{where}=tokenizer.json", "--file"]
+    with pytest.raises(SystemExit, match="0"):
+        run_app([*argv, "1"])
+    assert "a\n»\\x1b[2Jé<|endoftext|>«" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        run_app([*argv, "2"])
+    assert "there are files 0 to 1" in capsys.readouterr().err

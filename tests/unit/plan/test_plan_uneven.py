@@ -14,10 +14,13 @@ from click.testing import CliRunner
 
 from benchmarks import uneven as benchmark
 from mlpipe.cli.app import app
+from mlpipe.kinds.train.spec import Train
 from mlpipe.plan import uneven as module
 from mlpipe.plan.build import Start, build_plan
+from mlpipe.plan.candidates import uneven_of
 from mlpipe.plan.hardware import GIB, Hardware
 from mlpipe.plan.plan import Mesh
+from mlpipe.plan.shapes import presets
 from mlpipe.plan.uneven import Uneven, lengths_of
 from mlpipe.spec.load import load_pipeline_text
 
@@ -56,6 +59,21 @@ def test_the_gain_of_the_planner_is_that_of_the_benchmark(name):
     assert seldom < uneven.idle(mesh, capacity, "resident")
     # copies of whole weights meet behind the last pass alone
     assert uneven.idle(Mesh(dp_replicate=4), capacity, "resident") == seldom
+
+
+def test_files_that_are_mixed_are_drawn_by_their_weights(tmp_path, monkeypatch):
+    """And not by their lines: one file is ten times as long."""
+    monkeypatch.chdir(tmp_path)
+    write(Path("short.jsonl"), [100] * 200)
+    write(Path("long.jsonl"), [500] * 20)
+    mixed = "[{path: short.jsonl, weight: 3}, {path: long.jsonl}]"
+    [train] = load_pipeline_text(TEXT.replace("chat: train.jsonl", f"chat: {mixed}"), "a.yaml").stages
+    shape = presets.preset("llama-25m", {"vocab_size": 4096})
+    uneven = uneven_of(train.part(Train), shape)
+    drawn = [length for step in uneven._steps for length in step]
+    assert sum(length > 300 for length in drawn) / len(drawn) == pytest.approx(0.25, abs=0.07)
+    Path("long.jsonl").unlink()  # nobody knows yet
+    assert uneven_of(train.part(Train), shape) is None
 
 
 def test_lengths_are_read_off_the_text(tmp_path, monkeypatch):

@@ -36,11 +36,8 @@ class Preview:
     pieces: tuple[Piece, ...]
 
 
-def preview(plan: ChatPlan, split: str, index: int, seq_len: int) -> Preview:
-    """Raises TrainError (input)."""
-    path = plan.path if split == "train" else plan.validation
-    if path is None:
-        raise TrainError("there is no held-out file", hint="write data.validation", kind="input")
+def preview(plan: ChatPlan, path: str, index: int, seq_len: int) -> Preview:
+    """Of one of the plan's files. Raises TrainError (input)."""
     made = tokenise(plan, path)
     lengths = np.diff(made.ends, prepend=0)
     if index >= len(lengths):

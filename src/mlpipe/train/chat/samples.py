@@ -1,7 +1,8 @@
-"""Tokenised lines as a map-style set of samples of different lengths."""
+"""Tokenised lines as map-style sets of samples of different lengths, of a file or of several."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import ChatPlan
 from mlpipe.train.loss import IGNORED
+from mlpipe.train.mixture import Mixture
+from mlpipe.train.order import Ordered
 from mlpipe.train.uneven_samples import UnevenSamples, check_alike
 
 
@@ -17,7 +20,8 @@ class ChatSamples(UnevenSamples):
     """Sample `i` is the `i`th line: `inputs`, and as `targets` the token behind each, or -100 where that is
     not learnt. Longer ones are cut to `seq_len` tokens."""
 
-    def __init__(self, tokenised: Any, seq_len: int) -> None:
+    def __init__(self, path: str, tokenised: Any, seq_len: int) -> None:
+        self.path = path
         self.tokenised = tokenised
         self.seq_len = seq_len
         self.vocab_size: int = tokenised.numbers.vocab_size
@@ -48,20 +52,57 @@ class ChatSamples(UnevenSamples):
         return f"{len(self)} conversations ({self.tokenised.digest[:8]})"
 
 
-def open_chat(plan: ChatPlan, split: str, seq_len: int) -> ChatSamples:
+class MixedChat(UnevenSamples, Ordered):
+    """Samples of several files, indexed as if these lay one behind the other, in the order of a mixture."""
+
+    def __init__(self, sources: Sequence[ChatSamples], weights: Sequence[float]) -> None:
+        self.sources = sources
+        self.mixture = Mixture(sources, weights)
+        self.seq_len = sources[0].seq_len
+        self.vocab_size = sources[0].vocab_size
+        self.lengths = np.concatenate([source.lengths for source in sources])
+
+    def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As the base class says."""
+        source, own = self.mixture.place_of(index)
+        return self.sources[source].sample(own)
+
+    def order_at(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As the base class says."""
+        return self.mixture.order_at(seed, positions)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a report says of them."""
+        return [f"{source.path}: {note}" for source in self.sources for note in source.notes]
+
+    @property
+    def identity(self) -> str:
+        """What decides which sample has which number."""
+        return ", ".join(source.identity for source in self.sources)
+
+
+def open_chat(plan: ChatPlan, split: str, seq_len: int) -> ChatSamples | MixedChat:
     """Of a split, tokenised where it is not yet. Raises TrainError (input): also where the workers read
     different ones."""
-    from mlpipe.train.chat.tokenised import tokenise  # with tokenizers and jinja2
-
+    if split == "train" and plan.path is None:
+        sources = [_open_file(plan, one.path, seq_len) for one in plan.mix]
+        return MixedChat(sources, [one.weight for one in plan.mix])
     path = plan.path if split == "train" else plan.validation
     if path is None:
         raise TrainError(
             "there are no conversations to validate with",
-            where=plan.path,
+            where=plan.paths[0],
             hint="name them: data.validation",
             kind="input",
         )
-    samples = ChatSamples(tokenise(plan, path), seq_len)
+    return _open_file(plan, path, seq_len)
+
+
+def _open_file(plan: ChatPlan, path: str, seq_len: int) -> ChatSamples:
+    from mlpipe.train.chat.tokenised import tokenise  # with tokenizers and jinja2
+
+    samples = ChatSamples(path, tokenise(plan, path), seq_len)
     if samples.num_mute == len(samples):
         raise TrainError(
             f"nothing in it is learnt: every sample is cut to seq_len {seq_len} before the assistant says "

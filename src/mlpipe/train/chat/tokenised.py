@@ -96,7 +96,7 @@ def tokenise(plan: ChatPlan, path: str, beat: Callable[[], None] = _nothing) -> 
 
 def tokenise_all(plan: ChatPlan, beat: Callable[[], None]) -> None:
     """The files of all splits, before they are opened."""
-    for path in (plan.path, plan.validation):
+    for path in (*plan.paths, plan.validation):
         if path is not None:
             tokenise(plan, path, beat)
 
