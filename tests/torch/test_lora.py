@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from kit import plans
 
+from mlpipe._core.adapters import MAGNITUDE, A, B
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import AdapterPlan, Entry, InitPlan, Mesh, ModelPlan, PipelinePlan, Plan
 from mlpipe.plan.shapes import pretrained
@@ -41,6 +42,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 1e4,
 }  # fmt: skip
 SIZES = pretrained.sizes_of(CONFIG, "")
+DORA = AdapterPlan(4, 6.0, dora=True)
 ALL, SOME = AdapterPlan(4, 6.0), AdapterPlan(4, 6.0, ("q_proj", "layers.1.mlp.*"), rslora=True)
 
 
@@ -93,6 +95,9 @@ def trained(tmp_path_factory) -> tuple[Path, dict[str, Plan]]:
             accumulation=4,
         ),
         "tp again": plan_of(folder, "moving", "single", 5, ALL, attempt=3, mesh=Mesh(tp=2)),
+        "dora whole": plan_of(folder, "dora-whole", "zero1", 3, DORA),
+        "dora begun": plan_of(folder, "dora", "ddp", 2, DORA),
+        "dora": plan_of(folder, "dora", "fsdp", 3, DORA, attempt=2),
         "none": plan_of(folder, "none", "ddp", 1, AdapterPlan(4, 6.0, ("nothing",))),
     }
     plans.run_together(list(made.values()), folder / "run", may_fail=True)
@@ -129,6 +134,9 @@ def test_strategies_agree_and_a_checkpoint_goes_on_under_another(trained):
     assert losses(trained, "begun") == pytest.approx(expected[:2], rel=1e-5)
     assert losses(trained, "half") == pytest.approx(expected[2:4], rel=1e-5)
     assert expected[4] < expected[0] - 0.05
+    whole = losses(trained, "dora whole")
+    assert losses(trained, "dora begun") + losses(trained, "dora") == pytest.approx(whole, rel=1e-5)
+    assert whole[2] != expected[2]
 
 
 def test_checkpoints_have_adapters_and_their_states_alone(trained):
@@ -141,12 +149,13 @@ def test_checkpoints_have_adapters_and_their_states_alone(trained):
     assert len(names) == 3 * 2 * len(modules)  # A and B, each with two means of AdamW
 
 
-@pytest.mark.parametrize(("run", "adapter", "step"), [("fsdp", ALL, 4), ("some", SOME, 2)])
+@pytest.mark.parametrize(("run", "adapter", "step"), [("fsdp", ALL, 4), ("some", SOME, 2), ("dora", DORA, 2)])
 def test_the_export_added_to_the_weights_is_what_was_trained(trained, run, adapter, step):
     """In peft's names and with its formula; B was 0 at first."""
     folder, made = trained
     base = safetensors.torch.load_file(folder / "base" / "model.safetensors")
-    assert losses(trained, run)[0] == pytest.approx(loss_of(made[run], model_of(base), 0), rel=1e-6)
+    first = "dora begun" if adapter.dora else run
+    assert losses(trained, first)[0] == pytest.approx(loss_of(made[run], model_of(base), 0), rel=1e-6)
     store = FolderStore(folder / "store")
     (item,) = [one for one in catalogue.list_checkpoints(store, made[run].stage_key) if one.step == step]
     done = export_checkpoint(store, item.key, folder / "out" / run)
@@ -156,13 +165,17 @@ def test_the_export_added_to_the_weights_is_what_was_trained(trained, run, adapt
     factor = config["lora_alpha"] / config["r"] ** (0.5 if config["use_rslora"] else 1)
     prefix = "base_model.model."
     modules = {name.removeprefix(prefix).partition(".lora_")[0] for name in parts}
-    assert len(modules) == (14 if adapter is ALL else 5)
+    assert len(modules) == (5 if adapter is SOME else 14)
     assert all(any(f".{name}".endswith(f".{end}") for end in config["target_modules"]) for name in modules)
     for name in modules:
         a, b = (parts[f"{prefix}{name}.lora_{part}.weight"] for part in "AB")
-        base[f"{name}.weight"] += factor * b @ a
+        weight = base[f"{name}.weight"]
+        weight += factor * b @ a
+        if adapter.dora:
+            magnitude = parts[f"{prefix}{name}.lora_magnitude_vector"]
+            weight *= (magnitude / weight.norm(dim=1))[:, None]
     expected = loss_of(made[run], model_of(base), step)
-    assert losses(trained, run)[step] == pytest.approx(expected, rel=1e-5)
+    assert losses(trained, run)[-1] == pytest.approx(expected, rel=1e-5)
     done = export_merged(store, item.key, folder / "merged" / run)
     assert (done.transformers, done.num_params) == (True, SIZES.num_params())
     merged = safetensors.torch.load_file(folder / "merged" / run / "model.safetensors")
@@ -216,6 +229,37 @@ def outcome(trained: tuple[Path, dict[str, Plan]], name: str) -> dict[str, Any]:
 
 def test_targets_that_fit_nothing_are_refused(trained):
     assert "'nothing' fits no linear layer" in outcome(trained, "none")["message"]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_dora_is_that_of_peft(dropout):
+    """What comes out and all gradients; with dropout of the same values."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    adapter = replace(DORA, dropout=dropout)
+    torch.manual_seed(0)
+    own, other = (torch.nn.Sequential(torch.nn.Linear(12, 7)).double() for _ in range(2))
+    other.load_state_dict(own.state_dict())
+    [layer] = lora._adapt(own, [own], adapter)
+    lora._fill([layer])
+    config = peft.LoraConfig(r=4, lora_alpha=6.0, target_modules=["0"], use_dora=True, lora_dropout=dropout)
+    theirs = peft.get_peft_model(other, config)
+    names = {name.rpartition(".")[2]: parameter for name, parameter in layer.named_parameters()}
+    with torch.no_grad():
+        for name in (A, B, MAGNITUDE):
+            names[name] += torch.randn_like(names[name]) / 4
+        for name, parameter in theirs.named_parameters():
+            for own_name in (A, B, MAGNITUDE):
+                if f".{own_name}." in name:
+                    parameter.copy_(names[own_name])
+    x = torch.randn(5, 12, dtype=torch.float64)
+    made = []
+    for model in (own, theirs):
+        torch.manual_seed(1)
+        y = model.train()(x)
+        y.square().sum().backward()
+        grads = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        made.append([y, *(next(g for n, g in grads.items() if key in n) for key in (A, B, MAGNITUDE))])
+    torch.testing.assert_close(*made)
 
 
 def test_layers_of_an_encoder_have_theirs_in_evaluation_too():

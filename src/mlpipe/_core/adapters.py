@@ -1,5 +1,5 @@
-"""Low-rank adapters (Hu et al., LoRA, 2021): which matrices of a model they stand beside, and what they count
-for. No torch: the planner counts by the same names."""
+"""Low-rank adapters (Hu et al., LoRA, 2021; Liu et al., DoRA, 2024): which matrices of a model they stand
+beside, and what they count for. No torch: the planner counts by the same names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.patterns import matching, nearest
 
 A, B = "lora_A", "lora_B"  # the parameters that a module has besides, of rows `rank` and columns `rank`
+MAGNITUDE = "lora_magnitude_vector"  # with DoRA: how long each row of the weight is
 
 
 def is_adapter(name: str) -> bool:
     """Of the name of a parameter."""
-    return name.rpartition(".")[2] in (A, B)
+    return name.rpartition(".")[2] in (A, B, MAGNITUDE)
 
 
 def targets(patterns: Sequence[str], names: Iterable[str]) -> list[str]:

@@ -58,9 +58,10 @@ def meaning(spec: Train, model: ModelPlan, data: DataPlan) -> dict[str, Any]:
         asked = spec.init_from.model_dump(mode="json", exclude_none=True)
         settings |= {f"init_from.{name}": value for name, value in asked.items()}
     if spec.adapter is not None:
-        settings |= {
-            f"adapter.lora.{key}": value for key, value in spec.adapter.lora.model_dump(mode="json").items()
-        }
+        asked = spec.adapter.lora.model_dump(mode="json")
+        # a key that is younger than the others, and not told of where it says nothing
+        told = {key: value for key, value in asked.items() if key != "dora" or value}
+        settings |= {f"adapter.lora.{key}": value for key, value in told.items()}
     if spec.freeze is not None:
         settings["freeze"] = list(spec.freeze)
     return settings

@@ -316,13 +316,14 @@ class CallbackPlan:
 @dataclass(frozen=True)
 class AdapterPlan:
     """Low-rank adapters, see `_core/adapters.py`. `targets`: patterns of layers; empty: all linear layers
-    of the blocks. `dropout`: of what goes into an adapter."""
+    of the blocks. `dropout`: of what goes into an adapter. `dora`: how long the rows are is trained apart."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = ()
     dropout: float = 0.0
     rslora: bool = False
+    dora: bool = False
 
 
 @dataclass(frozen=True)

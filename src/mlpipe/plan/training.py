@@ -109,7 +109,8 @@ def adapter_plan(spec: Train) -> AdapterPlan | None:
         return None
     lora = spec.adapter.lora
     patterns = () if lora.targets == "auto" else lora.targets
-    return AdapterPlan(lora.rank, lora.alpha or float(lora.rank), patterns, lora.dropout, lora.rslora)
+    alpha = lora.alpha or float(lora.rank)
+    return AdapterPlan(lora.rank, alpha, patterns, lora.dropout, lora.rslora, lora.dora)
 
 
 def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resources: bool) -> TrainPlan:

@@ -93,6 +93,9 @@ class Lora(SpecModel):
         0.0, description="Share of what goes into an adapter that is left out while it is trained."
     )
     rslora: bool = Field(False, description="Multiply by alpha / sqrt(rank) instead.")
+    dora: bool = Field(
+        False, description="Train the lengths of the weight's rows apart from their directions (DoRA)."
+    )
 
 
 class Adapter(SpecModel):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mlpipe._core.adapters import is_adapter
+from mlpipe._core.adapters import MAGNITUDE, is_adapter
 from mlpipe._core.errors import TrainError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -14,7 +14,11 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 def adapter_names(exported: Iterable[str], where: str) -> dict[str, str]:
     """What peft calls each of the names that an export of the whole model would have. Raises TrainError."""
-    names = {name: f"base_model.model.{name}.weight" for name in exported if is_adapter(name)}
+    names = {
+        name: f"base_model.model.{name}{'' if name.endswith(MAGNITUDE) else '.weight'}"
+        for name in exported
+        if is_adapter(name)
+    }
     if not names:
         raise TrainError("the checkpoint lacks the adapters that it speaks of", where=where, kind="input")
     return names
@@ -38,7 +42,7 @@ def adapter_config(
         "lora_alpha": adapter["alpha"],
         "lora_dropout": adapter["dropout"],
         "use_rslora": adapter["rslora"],
-        "use_dora": False,
+        "use_dora": adapter.get("dora", False),
         "target_modules": layers,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -1,5 +1,6 @@
 """Weights that a training started from, with what its adapters add to them: W + scale * B A of each layer
-that has one, in fp32, rounded to the dtype that W has there, as peft's `merge_and_unload` does. No torch."""
+that has one (with DoRA, each row as long as the magnitude says), in fp32, rounded to the dtype that W has
+there, as peft's `merge_and_unload` does. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlpipe._core.adapters import A, B, is_adapter, scale
+from mlpipe._core.adapters import MAGNITUDE, A, B, is_adapter, scale
 from mlpipe._core.errors import TrainError
 from mlpipe._core.serial import from_plain
 from mlpipe.plan.plan import AdapterPlan, Entry, InitPlan
@@ -66,12 +67,16 @@ class Merged:
             return self._own(name, tensor)
         whole = self._base(name, tensor)
         layer = name.removesuffix(".weight")
-        a, b = (self._adapters.get(f"{layer}.{part}") for part in (A, B))
+        a, b, magnitude = (self._adapters.get(f"{layer}.{part}") for part in (A, B, MAGNITUDE))
         if a is None or b is None:
             return whole
         down, up = (_floats(self._own(name, one), one) for one in (a, b))
         factor = np.float32(scale(self._plan.alpha, self._plan.rank, rslora=self._plan.rslora))
-        return _bytes(_floats(whole, tensor) + factor * (up @ down), tensor["dtype"])
+        weight = _floats(whole, tensor) + factor * (up @ down)
+        if magnitude is not None:
+            lengths = _floats(self._own(name, magnitude), magnitude)
+            weight *= (lengths / np.linalg.norm(weight, axis=1))[:, None]
+        return _bytes(weight, tensor["dtype"])
 
 
 def _floats(data: memoryview, tensor: Tensor) -> Array:

@@ -58,6 +58,10 @@ def read(session: Session, plan: TrainPlan, model: ParallelizedModel, init: Init
         _fill(source, [(shards[here], there) for here, there in fitting.pairs if here in shards])
         if init.strict:
             _check_doubles(source, shards, fitting)
+    if plan.adapter is not None:
+        from mlpipe.train.parallel import lora  # of few trainings
+
+        lora.after_weights(model.module)
     model.after_step()
     return [f"started from {words}: {len(fitting.pairs)} tensors", *fitting.words()]
 

@@ -134,6 +134,9 @@ def test_adapters_by_hand() -> None:
         "layers.0.self_attn.q_proj.lora_A", "layers.1.self_attn.q_proj.lora_A",
         "layers.1.mlp.gate_proj.lora_A", "layers.1.mlp.up_proj.lora_A", "layers.1.mlp.down_proj.lora_A",
     ]  # fmt: skip
+    counts = Adapted(TINY, (), 2, dora=True).parameters
+    rows = 4 + 2 + 2 + 4 + 6 + 6 + 4  # of q, k, v, o, gate, up and down, each with its magnitude
+    assert counts.trained.total == 2 * (block + rows)
     with pytest.raises(PlanError, match="'head' fits no linear layer"):
         _ = Adapted(TINY, ("head",), 2).trained
 

@@ -118,6 +118,7 @@ class Adapted(Frozen):
     adapter; empty: all."""
 
     rank: int
+    dora: bool = False
 
     @cached_property
     def _targets(self) -> list[Named]:
@@ -133,12 +134,16 @@ class Adapted(Frozen):
     @cached_property
     def trained(self) -> tuple[Named, ...]:
         """Raises PlanError for a pattern that fits nothing."""
-        from mlpipe._core.adapters import A, B
+        from mlpipe._core.adapters import MAGNITUDE, A, B
 
         return tuple(
             Named(f"{one.name.removesuffix('.weight')}.{name}", rows, columns, one.block)
             for one in self._targets
-            for name, rows, columns in ((A, self.rank, one.columns), (B, one.rows, self.rank))
+            for name, rows, columns in (
+                (A, self.rank, one.columns),
+                (B, one.rows, self.rank),
+                *(((MAGNITUDE, one.rows, 1),) if self.dora else ()),
+            )
         )
 
     @cached_property
@@ -163,20 +168,25 @@ class Adapted(Frozen):
         )
 
     def activations(self, step: StepShape, device: str) -> Activations:
-        """Besides, what comes out of each A."""
+        """Besides, what comes out of each A; with DoRA also out of each weight, and out of each B."""
         activations = super().activations(step, device)
         width = COMPUTE_BYTES[step.precision]
-        size = step.num_tokens * width * self.rank * len(self._targets)
-        return replace(activations, saved=(*activations.saved, Tensors(size, len(self._targets))))
+        number, columns = len(self._targets), self.rank * len(self._targets)
+        if self.dora:
+            number, columns = 3 * number, columns + 2 * sum(one.rows for one in self._targets)
+        size = step.num_tokens * width * columns
+        return replace(activations, saved=(*activations.saved, Tensors(size, number)))
 
     def pass_seconds(self, step: StepShape, kernels: Kernels) -> PassSeconds:
-        """Besides, two small products for each target, and twice as many in the backward pass."""
-        seconds = super().pass_seconds(step, kernels)
-        products = sum(kernels.matmul(step.num_tokens, one.columns, one.rows) for one in self.trained)
-        each = products / self.whole.config.num_layers
+        """Besides, two small products for each target, and twice as many in the backward pass; with DoRA a
+        third one in the forward pass, of A with the weight."""
+        seconds, num_layers = super().pass_seconds(step, kernels), self.whole.config.num_layers
+        matrices = [one for one in self.trained if one.columns > 1]
+        each = sum(kernels.matmul(step.num_tokens, one.columns, one.rows) for one in matrices) / num_layers
+        lengths = sum(kernels.matmul(one.rows, one.columns, self.rank) for one in self._targets if self.dora)
         return replace(
             seconds,
-            forward_block=seconds.forward_block + each,
+            forward_block=seconds.forward_block + each + lengths / num_layers,
             backward_block=seconds.backward_block + 2 * each,
         )
 
@@ -194,7 +204,7 @@ def without(
     """What is planned where so much is frozen, or all but an adapter: of a model whose parameters have no
     names here, all."""
     if adapter is not None and isinstance(shape, Dense):
-        return Adapted(shape, adapter.targets, adapter.rank)
+        return Adapted(shape, adapter.targets, adapter.rank, adapter.dora)
     if not patterns or not isinstance(shape, Dense):
         return shape
     frozen = Frozen(shape, tuple(patterns))

@@ -1,6 +1,7 @@
 """Low-rank adapters (Hu et al., LoRA, 2021): beside the weight W of a linear layer of a block, which is
 not trained, stand A (rank x in) and B (out x rank), and the layer gives x W^T + scale * (x A^T) B^T. B begins
-as 0.
+as 0. With DoRA (Liu et al., 2024) the rows of W + scale B A are only directions: each is as long as
+`magnitude` says, which is trained as well and begins with the lengths of W's rows.
 
 The names of the model's own parameters stay; they are not stored in checkpoints, since each attempt reads
 them where the training started from (`train/starting.py`).
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlpipe._core.adapters import A, B, scale, targets
+from mlpipe._core.adapters import MAGNITUDE, A, B, scale, targets
 from mlpipe._core.errors import PlanError, TrainError
 from mlpipe.plan.plan import AdapterPlan, TrainPlan
 from mlpipe.train.init import same_weights
@@ -95,8 +96,11 @@ def _adapt(model: nn.Module, blocks: list[nn.Module], adapter: AdapterPlan) -> l
         for key, shape in ((A, (adapter.rank, layer.in_features)), (B, (layer.out_features, adapter.rank))):
             empty = torch.empty(shape, dtype=weight.dtype, device=weight.device)
             layer.register_parameter(key, nn.Parameter(empty))
+        if adapter.dora:
+            lengths = torch.empty(layer.out_features, dtype=weight.dtype, device=weight.device)
+            layer.register_parameter(MAGNITUDE, nn.Parameter(lengths))
         layer.__dict__.update(lora_scale=factor, lora_dropout=adapter.dropout)
-        layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
+        layer.forward = MethodType(_decomposed if adapter.dora else _forward, layer)  # type: ignore[method-assign]
     return [layers[name] for name in chosen]
 
 
@@ -106,6 +110,20 @@ def _fill(layers: list[nn.Linear]) -> None:
     for layer in layers:
         nn.init.kaiming_uniform_(layer.lora_A, a=math.sqrt(5))  # type: ignore[arg-type]
         nn.init.zeros_(layer.lora_B)  # type: ignore[arg-type]
+        _measure(layer)
+
+
+@torch.no_grad()
+def after_weights(model: nn.Module) -> None:
+    """To be called when weights have been read that are not those of which the adapters were made."""
+    for layer in model.modules():
+        if A in layer._parameters:
+            _measure(layer)
+
+
+def _measure(layer: Any) -> None:
+    if MAGNITUDE in layer._parameters:
+        layer.lora_magnitude_vector.copy_(torch.linalg.vector_norm(layer.weight, dim=1))
 
 
 def _forward(self: Any, x: Tensor) -> Tensor:
@@ -115,7 +133,35 @@ def _forward(self: Any, x: Tensor) -> Tensor:
 
 def added(layer: Any, x: Tensor) -> Tensor:
     """What the adapter of a layer adds to what the layer gives."""
-    if layer.lora_dropout:
-        x = F.dropout(x, layer.lora_dropout, layer.training)
+    return _product(layer, _dropped(layer, x))
+
+
+def _dropped(layer: Any, x: Tensor) -> Tensor:
+    return F.dropout(x, layer.lora_dropout, layer.training) if layer.lora_dropout else x
+
+
+def _product(layer: Any, x: Tensor) -> Tensor:
     y: Tensor = F.linear(F.linear(x, layer.lora_A), layer.lora_B) * layer.lora_scale
     return y
+
+
+def _decomposed(self: Any, x: Tensor) -> Tensor:
+    """Of an nn.Linear with an adapter whose magnitude is trained apart. As in peft dropout is of all that the
+    magnitude changes, and no gradient goes through the lengths (DoRA, section 4.3)."""
+    ratio = self.lora_magnitude_vector / _lengths(self).to(self.lora_magnitude_vector.dtype)
+    here = F.linear(x, self.weight)
+    dropped = _dropped(self, x)
+    moved = here if dropped is x else F.linear(dropped, self.weight)
+    y = here + (ratio - 1) * moved + ratio * _product(self, dropped)
+    return y if self.bias is None else y + self.bias
+
+
+@torch.no_grad()
+def _lengths(layer: Any) -> Tensor:
+    """Of the rows of W + scale B A, in fp32 or better, without a matrix of the size of W."""
+    weight, down = layer.weight, layer.lora_A
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    squares = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
+    up = layer.lora_B.to(dtype) * layer.lora_scale
+    both = (2 * F.linear(weight, down).to(dtype) + up @ F.linear(down, down).to(dtype)) * up
+    return (squares + both.sum(1)).clamp_min(torch.finfo(dtype).tiny).sqrt()
