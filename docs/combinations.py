@@ -51,6 +51,7 @@ _FEATURES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "your own optimizer": ({"optimizer": {"entry": "package.optim:Own", "lr": 1e-3}}, {}),
     "your own model": ({"model": _OWN}, {}),
     **{f"compress {name}": ({"compress": name}, {}) for name in COMPRESSIONS},
+    "buckets auto": ({"buckets": "auto"}, {}),
     **{f"update {name}": ({"update": name}, {"dp_replicate": 2}) for name in ROUNDS},
     "model with experts": ({"model": _EXPERTS}, {}),
 }  # fmt: skip

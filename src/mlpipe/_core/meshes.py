@@ -50,6 +50,7 @@ MIXES: tuple[Mix, ...] = (
     Mix("dp_replicate", "communication", ("on_demand",), "weights that are copied have several owners"),
     Mix("ep", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     *(Mix(axis, "compress", (), "it is for gradients of whole models") for axis in ("pp", "dp_shard", "tp")),
+    *(Mix(axis, "buckets", (), "it sends gradients block by block") for axis in ("pp", "dp_shard")),
     *(Mix(axis, "update", (), "an island has one worker, or shards") for axis in ("pp", "cp", "tp", "ep")),
 )
 

@@ -96,6 +96,12 @@ class Start(Record):
     """Of `seconds_since_spawn`, loading the checkpoint."""
     sample_lengths: dict[str, int] | None = None
     """Of data that tell: how many samples have up to so many tokens, and more than the bound before."""
+    bucket_bytes: int | None = None
+    """So many bytes of gradients at most are averaged together; null: as DDP does unasked, or there are no
+    buckets."""
+    bucket_seconds: dict[str, float] | None = None
+    """Of the fastest forward and backward pass, as measured for the choice of `bucket_bytes`: by these,
+    `default` for null."""
     notes: list[str] = field(default_factory=list)
     """What a person should know, such as damaged checkpoints that were passed over."""
 

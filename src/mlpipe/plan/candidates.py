@@ -11,7 +11,7 @@ from mlpipe._core import feasibility, meshes, pipelines
 from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.pipelines import DEFAULT, Schedule, why_not
-from mlpipe._core.units import parse_cadence
+from mlpipe._core.units import parse_bytes, parse_cadence
 from mlpipe.kinds.train.spec import DATA_AXES, OwnModel, Train
 from mlpipe.plan.choose import Candidate, choose, smallest
 from mlpipe.plan.hardware import Hardware
@@ -409,6 +409,14 @@ def islands_plan(spec: Train) -> IslandsPlan | None:
 def compress_plan(spec: Train) -> CompressPlan | None:
     """None: gradients are sent as they are."""
     return None if spec.compress is None else CompressPlan(*links.settings_of(spec.compress))
+
+
+def buckets_of(spec: Train, mesh: Mesh) -> int | Literal["auto"] | None:
+    """None where nobody asked, or what `auto` chose has none."""
+    averages = mesh.dp_replicate * mesh.cp > 1 == mesh.dp_shard == mesh.pp
+    if spec.buckets is None or not averages:
+        return None
+    return "auto" if spec.buckets == "auto" else parse_bytes(spec.buckets)
 
 
 def schedule_of(spec: Train) -> Schedule:

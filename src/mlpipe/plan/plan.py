@@ -515,6 +515,9 @@ class TrainPlan(StageWork):
     pipeline: PipelinePlan | None = None  # where `mesh.pp` is above 1
     compress: CompressPlan | None = None  # None: gradients are sent as they are
     islands: IslandsPlan | None = None  # None: gradients are averaged in every step
+    # Bytes of gradients that travel together, where copies average them as they come; `auto`: measured before
+    # the first step; None: DDP's default.
+    buckets: int | Literal["auto"] | None = None
     profile: ProfilePlan | None = None  # None: only when somebody asks
 
     @property

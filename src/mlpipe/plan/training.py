@@ -19,6 +19,7 @@ from mlpipe.kinds.train.spec import OwnModel, PresetModel, PretrainedModel, Trai
 from mlpipe.plan import meaning as meanings
 from mlpipe.plan.axes import dp_shard
 from mlpipe.plan.candidates import (
+    buckets_of,
     compress_plan,
     enumerate_candidates,
     global_batch,
@@ -118,6 +119,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     may be of another number. The batch need not be the training's: as many whole sequences as one pass takes.
     Raises PlanError."""
     alone: dict[str, Any] = {"accumulation": None, "compress": None, "update": None, "profile": None}
+    alone |= {"buckets": None}
     spec = spec.model_copy(update={**alone, "communication": "collective", "stragglers": "leave"})
     if spec.pipeline is not None:
         free = spec.pipeline.model_copy(update={"microbatches": "auto"})
@@ -301,6 +303,7 @@ def _train_plan(
         pipeline=_pipeline(spec, shape, chosen.mesh),
         compress=compress_plan(spec),
         islands=islands_plan(spec),
+        buckets=buckets_of(spec, chosen.mesh),
         profile=None
         if spec.profile is None
         else ProfilePlan(spec.profile.at, spec.profile.steps, spec.profile.memory),

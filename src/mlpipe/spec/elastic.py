@@ -83,6 +83,13 @@ def _impossible(train: Node) -> Iterator[Problem]:
             "nodes that come and go have equal shares of a batch",
             "remove it, or write one number of nodes",
         )
+    buckets = get(train, "buckets")
+    if buckets is not None and buckets.value is not None:
+        yield problem_of_key(
+            buckets,
+            "between nodes that come and go nothing is sent beside the backward pass",
+            "remove buckets",
+        )
     for key in ("compress", "update"):
         slow = get(train, key)
         if slow is not None and slow.value is not None:

@@ -177,6 +177,12 @@ Size = Annotated[
     _quantity("'30 GiB'"),
     _schema(_NUMBER + r"(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*", maxLength=MAX_QUANTITY),
 ]
+SizeOrAuto = Annotated[
+    str,
+    AfterValidator(_parses(lambda text: 1 if text == "auto" else parse_bytes(text), above=0)),
+    _quantity("'8 MiB', or auto"),
+    _schema(_NUMBER + r"(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*|auto", maxLength=MAX_QUANTITY),
+]
 Duration = Annotated[
     str,
     AfterValidator(_parses(parse_seconds, above=0)),

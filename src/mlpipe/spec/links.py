@@ -111,6 +111,7 @@ def problems(train: Node, strategies: Mapping[str, Sequence[str]]) -> Iterator[P
     """Of a training: what does not go with `compress`, and with `update`. `strategies`: by key those that it
     goes with."""
     compress, update = get(train, "compress"), get(train, "update")
+    yield from _of_buckets(train, strategies["buckets"])
     if compress is not None and compress.value is not None:
         yield from _needs_copies(train, "compress", strategies["compress"])
         if update is not None and update.value is not None:
@@ -145,6 +146,32 @@ def problems(train: Node, strategies: Mapping[str, Sequence[str]]) -> Iterator[P
             f"{fragments.value} fragments have no turns of their own in {most} steps",
             f"write {most} at most",
         )
+
+
+def _of_buckets(train: Node, strategies: Sequence[str]) -> Iterator[Problem]:
+    """Nothing but DistributedDataParallel has any that can be set."""
+    asked = get(train, "buckets")
+    if asked is None or asked.value is None:
+        return
+    strategy, deterministic = get(train, "strategy"), get(train, "deterministic")
+    name = text_of(strategy)
+    if strategy is not None and name is not None and name not in ("auto", *strategies):
+        yield Problem.at(
+            strategy.place,
+            f"{name} has no buckets of gradients: it sends them block by block",
+            f"remove buckets, or write one of {', '.join(strategies)}",
+        )
+    if text_of(asked) == "auto" and deterministic is not None and deterministic.value is True:
+        yield problem_of_key(
+            asked, "buckets go by clocks, and the order of sums by buckets", "write a size, like 25 MiB"
+        )
+    for key, why in (
+        ("compress", "compressed gradients have buckets of their own"),
+        ("update", "gradients are not sent with update"),
+    ):
+        other = get(train, key)
+        if other is not None and other.value is not None:
+            yield problem_of_key(asked, why, "remove one of them")
 
 
 def _needs_copies(train: Node, key: str, strategies: Sequence[str]) -> Iterator[Problem]:

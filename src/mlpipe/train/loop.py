@@ -259,6 +259,8 @@ class Loop:
             scalars["streams"] = streams
         if self.model.kept is not None:
             scalars["kept"] = self.model.kept.scalars()
+        if self.model.bucket_choice is not None:
+            scalars["buckets"] = self.model.bucket_choice
         if self.plan.adapter is not None:
             scalars["adapter"] = asdict(self.plan.adapter)
         if self.plan.init_from is not None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,13 +97,20 @@ def dry_steps(model: ParallelizedModel, schedule: Schedule, batches: Sequence[Mi
     """Two steps without an update, then everything they left is undone. DDP sorts its buckets anew after the
     first backward, which changes the order of additions: a resumed run equals an uninterrupted one bit for
     bit only if both have done so before the first step that counts."""
+    with undone(model):
+        for _ in range(2):
+            schedule.forward_backward(batches)
+            model.module.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def undone(model: ParallelizedModel) -> Iterator[None]:
+    """What passes inside write, but for gradients, is put back."""
     kept = [] if model.kept is None else model.kept.state()
     written = [*(item for item in model.shards if item.is_buffer), *kept]
     buffers = [(item.local, item.local.clone()) for item in written]
     try:
-        for _ in range(2):
-            schedule.forward_backward(batches)
-            model.module.zero_grad(set_to_none=True)
+        yield
     finally:
         model.waits.take()
         for buffer, before in buffers:

@@ -151,12 +151,20 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     if validation is not None:
         validation.load(position.scalars)
     restored = time.perf_counter()
+    buckets = {} if plan.buckets is None else {"bucket_bytes": plan.buckets}
+    if plan.buckets == "auto":
+        from mlpipe.train.bucket_choice import choose_buckets
+
+        session.watchdog.beat("measuring sizes of buckets", position.step)
+        chosen = position.scalars.get("buckets")
+        buckets = choose_buckets(model, schedule, first_step(plan.micro_batch)[:1], world, chosen)
     position.notes += notes + getattr(dataset, "notes", [])
     recording.start(
         position,
         num_params=num_params,
         restore_seconds=restored - restoring + started - starting,
         sample_lengths=getattr(dataset, "length_counts", None),
+        **buckets,
     )
     return loop_of(
         session=session,

@@ -37,7 +37,7 @@ BEYOND_THE_SCHEMA = {
     "decay.yaml": "decay_steps without wsd",
     "track-twice.yaml": "a tracker that stands there twice",
     "optimizer-rules.yaml": "figures of an optimizer that do not go together",
-    "links-rules.yaml": "what is sent compressed by workers that have no copies",
+    "links-rules.yaml": "what is sent compressed, or in buckets, by workers that have no copies",
     "hang.yaml": "a hang_timeout in which no step is done",
     "profile.yaml": "a step to profile behind the last one",
     "gpu.yaml": "GPUs without a model",

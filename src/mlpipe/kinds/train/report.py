@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlpipe import __version__
 from mlpipe._core.mfu import throughput
-from mlpipe._core.records import Membership, Tracked
+from mlpipe._core.records import Membership, Start, Tracked
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.observe import experts, samples, validations
 from mlpipe.observe.blocks import (
@@ -147,6 +147,7 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
                     f" ({_schedule(optimizer)}, {optimizer.warmup_steps} warm-up steps),"
                     f" {_clipping(optimizer)}",
                     "gradients": None if plan.compress is None else _compression(plan.compress),
+                    "buckets of gradients": _buckets(start),
                     "islands": None if plan.islands is None else _islands(plan.islands),
                     "sent": _sent(stage),
                     "average of weights": f"decay {plan.ema.decay:g}, every {plan.ema.every} steps"
@@ -176,6 +177,17 @@ def _sent(stage: StageView) -> str | None:
 def _compression(compress: CompressPlan) -> str:
     settings = ", ".join(f"{key} {value:g}" for key, value in compress.args.items())
     return f"sent as {compress.name}{f' ({settings})' if settings else ''}"
+
+
+def _buckets(start: Start) -> str | None:
+    """Where they were asked for: what was chosen, and what for."""
+    measured = start.bucket_seconds or {}
+    if start.bucket_bytes is None and not measured:
+        return None
+    chosen = "default" if start.bucket_bytes is None else str(start.bucket_bytes)
+    words = {size: size if size == "default" else format_bytes(int(size)) for size in [chosen, *measured]}
+    passes = [f"{words[size]} {format_seconds(seconds)}" for size, seconds in measured.items()]
+    return words[chosen] + (f", as measured: {', '.join(passes)} a pass" if passes else "")
 
 
 def _islands(local: IslandsPlan) -> str:

@@ -58,7 +58,9 @@ class ParallelizedModel:
     ends a step, and gives fields of its record that only this model knows, of rank 0. `partial`: modules and
     names of parameters whose gradients a rank has of its own tokens only, for `sum_partial_gradients`.
     `base`: names of parameters that have adapters beside them: no checkpoint has these. `kept`: of a
-    technique that keeps something between steps.
+    technique that keeps something between steps. `set_buckets(num_bytes)`: from now on so
+    many gradients are averaged together, None: as DDP does unasked; where a technique can. `bucket_choice`:
+    what was measured for it, as a checkpoint has it.
     """
 
     built: BuiltModel
@@ -75,6 +77,8 @@ class ParallelizedModel:
     after_evaluation: Callable[[], None] = nothing
     step_metrics: Callable[[], dict[str, Any]] = dict
     kept: Kept | None = None
+    set_buckets: Callable[[int | None], None] | None = None
+    bucket_choice: dict[str, Any] | None = None
 
     def stored(self) -> list[LocalShard]:
         """Of the shards those that a checkpoint has."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mlpipe.plan.plan import TrainPlan
@@ -25,26 +26,43 @@ _SYNC_BUFFERS = (
 
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Wraps the module; its gradients are views of DDP's buckets afterwards."""
-    has_buffers = any(item.is_buffer for item in model.shards)
-    # Parameters need no initial broadcast: a seed gives the same weights on every rank (train/init.py).
-    switches: dict[str, Any] = {_SYNC_BUFFERS: has_buffers, "process_group": world.group("dp_replicate+cp")}
-    with no_dynamo_in_ddp():
-        wrapped = DistributedDataParallel(
-            model.module, gradient_as_bucket_view=True, init_sync=False, **switches
-        )
-    waits = model.waits
-    waits.time_end_of_backward(wrapped)
-    wrapped._sync_buffers = waits.timed(wrapped._sync_buffers)  # type: ignore[method-assign]
+    plain = model.module
+    wrapped: DistributedDataParallel | None = None
+
+    def wrap(bucket_bytes: int | None) -> None:
+        nonlocal wrapped
+        if wrapped is not None:  # with the last that hold its reducer go that one's hooks of the parameters
+            plain.zero_grad(set_to_none=True)
+            wrapped.reducer = wrapped.logger = None  # type: ignore[assignment]
+        model.module = wrapped = _wrapped(plain, model, world, bucket_bytes)
 
     @contextmanager
     def gradient_sync(last: bool) -> Iterator[None]:
+        assert wrapped is not None
         with nullcontext() if last else wrapped.no_sync():
             yield
-        waits.end()
+        model.waits.end()
 
     def sync_again() -> None:
         """A forward pass without a backward makes DDP believe that the next one need not send the buffers."""
+        assert wrapped is not None
         wrapped.require_forward_param_sync = True
 
-    model.module, model.gradient_sync = wrapped, gradient_sync
-    model.after_evaluation = sync_again
+    wrap(None if plan.buckets == "auto" else plan.buckets)
+    model.set_buckets, model.gradient_sync, model.after_evaluation = wrap, gradient_sync, sync_again
+
+
+def _wrapped(
+    plain: nn.Module, model: ParallelizedModel, world: World, bucket_bytes: int | None
+) -> DistributedDataParallel:
+    has_buffers = any(item.is_buffer for item in model.shards)
+    # Parameters need no initial broadcast: a seed gives the same weights on every rank (train/init.py).
+    switches: dict[str, Any] = {_SYNC_BUFFERS: has_buffers, "process_group": world.group("dp_replicate+cp")}
+    if bucket_bytes is not None:
+        switches["bucket_cap_mb"] = bucket_bytes / 2**20
+    with no_dynamo_in_ddp():
+        wrapped = DistributedDataParallel(plain, gradient_as_bucket_view=True, init_sync=False, **switches)
+    waits = model.waits
+    waits.time_end_of_backward(wrapped)
+    wrapped._sync_buffers = waits.timed(wrapped._sync_buffers)  # type: ignore[method-assign]
+    return wrapped
