@@ -112,11 +112,8 @@ def test_any_size_gives_the_same_losses(trained) -> None:
 
 def test_all_ranks_take_the_same_size_and_a_resume_keeps_it(trained) -> None:
     made, store = trained
-    said = [
-        {key: start(store, made["auto", attempt], rank).get(key) for key in ("bucket_bytes", "bucket_seconds")}
-        for attempt in (1, 2)
-        for rank in (0, 1)
-    ]
+    starts = [start(store, made["auto", attempt], rank) for attempt in (1, 2) for rank in (0, 1)]
+    said = [{key: one.get(key) for key in ("bucket_bytes", "bucket_seconds")} for one in starts]
     assert said[1:] == said[:-1]  # the seconds as well: nobody measured again
     assert said[0]["bucket_seconds"].keys() == {"default", str(256 * 2**10)}
     other = start(store, made["auto", 3])["bucket_seconds"]

@@ -29,6 +29,7 @@ _SIZES = tuple(kib * 2**10 for kib in (4096, 1024, 16384, 256, 65536))  # tried 
 _DEFAULT_FIRST = 2**20  # DDP's default has a first bucket of so many, and 25 MiB after it
 _ROUNDS = 3
 _MOST_SECONDS = 20.0  # of timed passes
+_LONGEST_SECONDS = _MOST_SECONDS / 8  # of one pass: of slower ones too few could be looked at
 _GAIN = 0.98  # what is not faster by so much is not worth another order of sums
 
 
@@ -80,11 +81,13 @@ def _measure(
     left = [str(size) for size in sizes_to_try(gradient_bytes)]
     seconds: dict[str, list[float]] = {DEFAULT: []}
     spent = 0.0
+    if left and (once := _seconds_of(DEFAULT, 1, model, schedule, batches, world)[0]) > _LONGEST_SECONDS:
+        return {DEFAULT: [once]}
     for turn in range(_ROUNDS if left else 0):
         for size in [DEFAULT, *left]:
             if spent > _MOST_SECONDS:
                 return seconds
-            passed = _seconds_of(size, model, schedule, batches, world)
+            passed = _seconds_of(size, 2, model, schedule, batches, world)
             seconds.setdefault(size, []).append(min(passed))
             spent += sum(passed)
         if turn == 0:
@@ -93,15 +96,19 @@ def _measure(
 
 
 def _seconds_of(
-    size: str, model: ParallelizedModel, schedule: Schedule, batches: Sequence[Microbatch], world: World
+    size: str,
+    num_passes: int,
+    model: ParallelizedModel,
+    schedule: Schedule,
+    batches: Sequence[Microbatch],
+    world: World,
 ) -> list[float]:
-    """Of passes, each as the slowest rank had it; the first one, after which DDP sorts its buckets, is for
-    nothing."""
+    """Of so many passes, each as the slowest rank had it, after one, after which DDP sorts its buckets."""
     assert model.set_buckets is not None
     model.set_buckets(None if size == DEFAULT else int(size))
     passed = []
     with undone(model):
-        for _ in range(3):
+        for _ in range(1 + num_passes):
             began = time.perf_counter()
             schedule.forward_backward(batches)
             if world.device.type == "cuda":
