@@ -83,6 +83,7 @@ def _fork(folder: Path, plan: Plan, index: int, endpoint: str, cgroup: Path) -> 
             "JOB_COMPLETION_INDEX": str(index),
             "MLPIPE_RENDEZVOUS": f"{HERE}:29500",
             "MLPIPE_NODE_NAME": f"n{index}",
+            "MLPIPE_CACHE": str(folder / f"cache-{index}"),
             "AWS_ENDPOINT_URL_S3": endpoint,
             "GLOO_SOCKET_IFNAME": "there" if index == LINK else "here",
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",

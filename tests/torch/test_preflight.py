@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from mlpipe.plan.plan import PreflightPlan
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import NODE_FAULT, read_outcome
 from mlpipe.store.preflight import read_checked
-from mlpipe.train.preflight import machine
+from mlpipe.train.preflight import machine, remembered
 from mlpipe.train.preflight.verdict import Report
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
@@ -38,6 +39,7 @@ def gang(folder: Path, limits: PreflightPlan, size: int, **changes):
             "JOB_COMPLETION_INDEX": str(index),
             "MLPIPE_RENDEZVOUS": f"localhost:{port}",
             "MLPIPE_NODE_NAME": f"n{index}",
+            "MLPIPE_CACHE": str(folder / "cache"),
         }
         argv = [sys.executable, "-m", "mlpipe.train.launcher", "--plan", str(folder / "plan.json")]
         launchers.append(subprocess.Popen([*argv, "--scratch", str(folder / f"scratch-{index}")], env=env))
@@ -53,6 +55,70 @@ def test_a_gang_that_passes_trains_at_the_address_where_it_met(tmp_path):
     assert {"flops", "memory_bytes_per_second", "store_bytes_per_second", "link_bytes_per_second"} <= set(
         checked.nodes["n1"]
     )
+
+
+def test_a_machine_that_passed_is_measured_again_after_an_hour_or_a_boot(tmp_path, monkeypatch):
+    """Speeds alone: its disk and its store are looked at each time. Here nobody measures a second time."""
+    monkeypatch.setenv("MLPIPE_CACHE", str(tmp_path / "cache"))
+    boot = tmp_path / "boot_id"
+    boot.write_text("first")
+    monkeypatch.setattr(remembered, "_BOOT", boot)
+    now = [100.0]
+    monkeypatch.setattr(remembered, "_now", lambda: now[0])
+    launch = {"num_nodes": 1, "nproc_per_node": 1, "preflight": EASY}
+    plan = plans.train_plan(tmp_path / "store", plans.write_tokens(tmp_path / "tokens"), launch=launch)
+    store = FolderStore(tmp_path / "store")
+    rates = {"flops": 2e9, "memory_bytes_per_second": 3e9}
+    measured = []
+
+    def speed(plan, limits, report):
+        measured.append(report.node)
+        report.figures |= rates
+
+    monkeypatch.setattr(machine, "speed", speed)
+
+    def look(limits=EASY, node="n0"):
+        before, report = len(measured), Report(0, node)
+        machine.look(plan, limits, tmp_path, store, report)
+        assert report.faults == []
+        assert report.figures.keys() >= {"disk_free_bytes", "store_bytes_per_second"}
+        assert {name: report.figures[name] for name in rates} == rates
+        return report, len(measured) > before
+
+    first, was_measured = look()
+    assert was_measured
+    assert look()[1], "nobody has said yet that it passed"
+    remembered.remember(plan, first)
+    now[0] += 3599.0
+    second, was_measured = look()
+    assert (was_measured, second.figures[remembered.AGE]) == (False, 3599.0)
+    remembered.remember(plan, second)  # makes it no younger
+    assert look(node="n1")[1]
+    assert look(replace(EASY, slow_ratio=0.5, expected_flops=5e9))[1]
+    assert not look(replace(EASY, slow_ratio=0.5, expected_flops=4e9))[1]
+    now[0] += 1.0
+    assert look()[1]
+    now[0] = 99.0  # of a file from elsewhere
+    assert look()[1]
+    now[0] = 101.0
+    assert not look()[1]
+    boot.write_text("second")
+    assert look()[1]
+    boot.write_text("first")
+    (kept,) = (tmp_path / "cache" / "preflight").iterdir()
+    for text in ("{", "[]", '{"at": 100, "flops": 1, "memory_bytes_per_second": NaN}'):
+        kept.write_text(text)
+        assert look()[1]
+
+
+def test_who_is_slow_by_what_is_remembered_is_measured_before_it_is_blamed(tmp_path, monkeypatch):
+    report = Report(0, "n0", {"flops": 1.0, "memory_bytes_per_second": 1.0, remembered.AGE: 60.0})
+    monkeypatch.setattr(machine, "_device_speed", lambda *_: {"flops": 0.5, "memory_bytes_per_second": 0.25})
+    launch = {"num_nodes": 1, "nproc_per_node": 1, "preflight": EASY}
+    plan = plans.train_plan(tmp_path / "store", plans.write_tokens(tmp_path / "tokens"), launch=launch)
+    machine.look_again(plan, EASY, FolderStore(tmp_path / "store"), report)
+    assert report.figures.pop("store_bytes_per_second") > 0
+    assert report.figures == {"flops": 0.5, "memory_bytes_per_second": 0.25}
 
 
 def test_a_machine_that_does_not_pass_is_named_and_no_rank_starts(tmp_path):

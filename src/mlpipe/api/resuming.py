@@ -30,7 +30,8 @@ def go_on_there(
     submission = Submission(
         spec, changed.pipeline, changed.overrides, pipeline, store.url, changed.folder, only, run_id
     )
-    backend.preview(submission, console)  # raises for what cannot run, before anything is changed
+    # raises for what cannot run, or is refused, before anything is changed
+    backend.preview(submission, console, on_server=backend.has_server_dry_run)
     request = DriveRequest(backend, store, run_id, pipeline, only, console)
     request.go_on(run, options.changes, before)
     return request

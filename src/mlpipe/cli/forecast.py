@@ -75,12 +75,13 @@ def command(session: CliSession, days: int, quotas: dict[str, int]) -> None:
     for name in sorted({*hours, *quotas}):
         of_class = {day: value for day, value in hours.get(name, {}).items() if day >= first}
         series = daily.history(of_class, today)
-        ahead = method.forecast(series, days, methods)
+        so_far = of_class.get(today, 0.0)
+        ahead = method.forecast(series, days, methods, so_far)
         document = {
             "class": name,
             "history_days": len(series),
             "history_gpu_hours": sum(series),
-            "today_gpu_hours": of_class.get(today, 0.0),
+            "today_gpu_hours": so_far,
             "quota_gpus": quotas.get(name),
             "forecast": None if ahead is None else _document(ahead, today),
         }

@@ -79,9 +79,11 @@ def methods() -> dict[str, Method]:
     return found
 
 
-def forecast(series: Sequence[float], num_days: int, using: dict[str, Method]) -> Forecast | None:
-    """The days after `series` (one value a day, none negative). Of methods that are as good the first is
-    used. None where the series has fewer than MIN_DAYS days."""
+def forecast(
+    series: Sequence[float], num_days: int, using: dict[str, Method], so_far: float = 0.0
+) -> Forecast | None:
+    """The days after `series` (one value a day, none negative), the first of which has `so_far` already. Of
+    methods that are as good the first is used. None where the series has fewer than MIN_DAYS days."""
     if len(series) < MIN_DAYS:
         return None
     judged = [judge(name, method, series, num_days) for name, method in using.items()]
@@ -91,6 +93,8 @@ def forecast(series: Sequence[float], num_days: int, using: dict[str, Method]) -
     for ahead, (low, high) in zip(range(num_days), _spreads(judged[0].errors, num_days), strict=True):
         lower.append(max(days[ahead] + min(low, 0.0), 0.0))
         upper.append(days[ahead] + max(high, 0.0))
+    for bound in (days, lower, upper):
+        bound[0] = max(bound[0], so_far)
     return Forecast(tuple(days), tuple(lower), tuple(upper), tuple(judged))
 
 

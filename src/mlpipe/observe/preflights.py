@@ -10,6 +10,7 @@ from mlpipe.store.preflight import Checked
 _FIGURES = {  # the column, and what one of its unit is
     "flops": ("Matmul, GFLOP/s", 1e9),
     "memory_bytes_per_second": ("Memory, GB/s", 1e9),
+    "speed_age_seconds": ("These, s ago", 1.0),
     "store_bytes_per_second": ("Store, MB/s", 1e6),
     "link_bytes_per_second": ("Best link, MB/s", 1e6),
     "disk_free_bytes": ("Disk free, GB", 1e9),
@@ -37,7 +38,7 @@ def _piece(attempt: int, checked: Checked) -> Piece:
         if rate is None:
             return None
         text = f"{rate / _FIGURES[figure][1]:.3g}"
-        is_least = figure != "clock_seconds" and len(rates[figure]) > 1 and rate == min(rates[figure])
+        is_least = not figure.endswith("_seconds") and len(rates[figure]) > 1 and rate == min(rates[figure])
         return Strong(text) if is_least else text
 
     rows: list[list[Cell]] = [

@@ -34,6 +34,12 @@ class Checked:
         named = [f"{node}: {'; '.join(words)}" for node, words in self.faults.items()]
         return named + [f"{one} and {other}: {words}" for one, other, words in self.pairs]
 
+    def names(self, node: str) -> bool:
+        """Whether anything is said against it."""
+        return (
+            node in self.faults or node in self.busy or any(node in (one, other) for one, other, _ in self.pairs)
+        )
+
 
 def probe_key(attempt_key: str, index: int) -> str:
     """What machine `index` writes, reads and deletes to try the store."""

@@ -181,10 +181,14 @@ class Launcher:
         exit_code = _exit_code(ended)
         failure = MlpipeError(ended.message, where=ended.where, hint=ended.hint)
         print(f"error: {failure}", file=sys.stderr, flush=True)  # noqa: T201
-        self._event(LaunchEnded(outcome=ended.outcome, message=ended.message))
-        self._store_outcome(ended, 0, exit_code)
-        log = (self.scratch / LOG).read_bytes()
-        self.store.put(f"{self.plan.attempt_key}/postmortem/{self.node.name('preflight', '.log')}", log)
+        try:
+            self._event(LaunchEnded(outcome=ended.outcome, message=ended.message))
+            self._store_outcome(ended, 0, exit_code)
+            log = (self.scratch / LOG).read_bytes()
+            self.store.put(f"{self.plan.attempt_key}/postmortem/{self.node.name('preflight', '.log')}", log)
+        except StoreError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            return exit_code
         if self.plan.launch.num_nodes > 1 and exit_code == EXIT_CODES["infrastructure"]:
             _wait_until(lambda: self.num_signals > 0, _BLAMELESS_SECONDS)
         return exit_code

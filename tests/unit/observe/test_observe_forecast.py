@@ -62,6 +62,16 @@ def test_a_weekly_pattern_is_forecast_exactly():
     assert ahead.judged[0].mean_error == ahead.judged[0].error_ratio == 0.0
 
 
+def test_of_the_first_day_no_less_is_forecast_than_it_has_already():
+    known = {BASELINE: seasonal_naive}
+    series = [float(day % 5) for day in range(40)]
+    before, after = forecast(series, 3, known), forecast(series, 3, known, so_far=100.0)
+    assert after.days == (100.0, *before.days[1:])
+    assert after.lower == (100.0, *before.lower[1:])
+    assert after.upper == (100.0, *before.upper[1:])
+    assert forecast(series, 3, known, so_far=before.lower[0]) == before
+
+
 def test_below_three_weeks_nothing_is_forecast():
     assert forecast([1.0] * (MIN_DAYS - 1), 7, {BASELINE: seasonal_naive}) is None
     assert forecast([1.0] * MIN_DAYS, 90, {BASELINE: seasonal_naive}) is not None

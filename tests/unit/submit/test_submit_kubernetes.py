@@ -313,6 +313,21 @@ def test_changes_of_a_done_run_are_taken_up_or_refused(person, monkeypatch):
     assert "is under way, and what it was asked for does not change meanwhile" in said
 
 
+def test_a_resume_that_the_cluster_would_refuse_changes_nothing(person):
+    """It is asked first, as at a submit."""
+    person.submit("--run-id", "r")
+    job = person.server.objects["jobs", "r-driver"]
+    job["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+    failed = runs.update_run(person.store, "r", lambda run: replace(run, state="failed"))
+    said = 'pods "r-a-1-0" is forbidden: violates PodSecurity "restricted:latest": privileged'
+    person.server.inject("POST", "/pods", Fault("pass"))
+    person.server.inject("POST", "/pods", Fault("status", 403, said))
+    code, text = person.mlpipe("resume", "r")
+    assert (code, "violates PodSecurity" in text) == (2, True), text
+    assert runs.read_run(person.store, "r") == failed
+    assert person.server.objects["jobs", "r-driver"] is job
+
+
 def test_a_driver_that_finds_the_run_ended_by_another_adds_no_attempt(person, monkeypatch):
     person.submit("--run-id", "r")
     runs.update_run(person.store, "r", lambda run: replace(run, state="failed"))

@@ -24,6 +24,7 @@ from mlpipe.store.open import open_store
 from mlpipe.store.preflight import Checked
 from mlpipe.train.preflight import machine
 from mlpipe.train.preflight.gang import CHECK_SECONDS, MOST_PAIRS, Gang
+from mlpipe.train.preflight.remembered import SPEEDS, remember
 from mlpipe.train.preflight.verdict import Report, judge, slow_links, slow_machines
 
 
@@ -41,6 +42,8 @@ def _run(plan: Plan, path: Path, scratch: Path) -> int:
     else:
         checked = _with_others(plan, limits, scratch, report)
     print(json.dumps(asdict(checked)), flush=True)  # noqa: T201
+    if not checked.names(report.node) and not any(report.busy.get(name) for name in SPEEDS):
+        remember(plan, report)
     return 0
 
 

@@ -26,6 +26,7 @@ from mlpipe._core.units import format_bytes
 from mlpipe.plan.plan import Plan, PreflightPlan
 from mlpipe.store.base import Store
 from mlpipe.store.preflight import probe_key
+from mlpipe.train.preflight.remembered import AGE, SPEEDS, recall
 from mlpipe.train.preflight.start import DOING
 from mlpipe.train.preflight.verdict import Report
 
@@ -33,7 +34,6 @@ _LOOKS, _LOOK_SECONDS = 3, 0.35
 _MOST_THREADS = 8
 _STORE_BYTES = 4 * 2**20
 _DISK_BYTES = 2**20
-_SPEEDS = ("flops", "memory_bytes_per_second")
 _SMI_SECONDS = 20.0
 _SMI = "index,name,ecc.errors.uncorrected.volatile.total"
 _SMI_SLOW = "clocks_throttle_reasons.hw_slowdown"  # of newer drivers an older name, which they still take
@@ -51,7 +51,11 @@ def look(plan: Plan, limits: PreflightPlan, scratch: Path, store: Store, report:
     at("the GPUs" if plan.launch.device == "cuda" else "a matmul")
     if plan.launch.device == "cuda":
         report.faults += gpus(plan.launch.nproc_per_node)
-    speed(plan, limits, report)
+    remembered = recall(plan, report.node)
+    if remembered is not None and all(remembered[name] >= least for name, least in _least(limits).items()):
+        report.figures |= remembered
+    else:
+        speed(plan, limits, report)
     at("the store")
     report.faults += reach_store(store, probe_key(plan.attempt_key, report.index), limits, report)
 
@@ -70,6 +74,9 @@ def watched(report: Report, *figures: str) -> Iterator[None]:
 
 def look_again(plan: Plan, limits: PreflightPlan, store: Store, report: Report) -> None:
     """At what is compared with others', which are busy now and then: the best of both looks counts."""
+    if report.figures.pop(AGE, None) is not None:
+        for name in SPEEDS:
+            del report.figures[name]
     again = Report(report.index, report.node, report.figures, busy=report.busy)
     speed(plan, limits, again)
     reach_store(store, probe_key(plan.attempt_key, report.index), limits, again)
@@ -141,19 +148,27 @@ def speed(plan: Plan, limits: PreflightPlan, report: Report) -> None:
     devices = [torch.device("cpu")]
     if plan.launch.device == "cuda":
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    with watched(report, *(_SPEEDS if plan.launch.device == "cpu" else ())):  # GPUs are nobody else's
+    with watched(report, *(SPEEDS if plan.launch.device == "cpu" else ())):  # GPUs are nobody else's
         speeds = [_device_speed(device, dtype) for device in devices]
-    for name, expected in (
-        ("flops", limits.expected_flops),
-        ("memory_bytes_per_second", limits.expected_memory_bytes_per_second),
-    ):
+    least = _least(limits)
+    for name in SPEEDS:
         rates = [one[name] for one in speeds]
         if not rates:
             continue
         report.figures[name] = max(report.figures.get(name, 0.0), min(rates))
         for index, rate in enumerate(rates):
-            if expected is not None and rate < limits.slow_ratio * expected:
+            if rate < least.get(name, 0.0):
+                expected = least[name] / limits.slow_ratio
                 report.faults.append(f"GPU {index}: {name} {rate:.3g}, of {expected:.3g} by the catalogue")
+
+
+def _least(limits: PreflightPlan) -> dict[str, float]:
+    """Of a GPU, by the catalogue."""
+    expected = {
+        "flops": limits.expected_flops,
+        "memory_bytes_per_second": limits.expected_memory_bytes_per_second,
+    }
+    return {name: limits.slow_ratio * rate for name, rate in expected.items() if rate is not None}
 
 
 def _device_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:

@@ -1,0 +1,38 @@
+"""What a launcher says when the store goes away as it ends."""
+
+from __future__ import annotations
+
+import pytest
+from kit import plans
+
+from mlpipe._core.errors import NODE_FAULT_CODE, StoreError
+from mlpipe.store.outcome import read_outcome
+from mlpipe.store.preflight import Checked
+from mlpipe.train.launcher import Launcher
+from mlpipe.train.preflight.start import LOG, at_fault
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("until", ["events", "outcome", "preflight"])
+def test_a_store_that_goes_away_after_a_preflight_changes_no_exit_code(tmp_path, monkeypatch, capsys, until):
+    plan = plans.train_plan(tmp_path / "store", plans.write_tokens(tmp_path / "tokens", num_tokens=100))
+    launcher = Launcher(plan, tmp_path / "plan.json", tmp_path)
+    (tmp_path / LOG).write_text("its last words")
+    kinds, gone = ["events", "outcome", "preflight"], StoreError("gone", kind="infrastructure")
+    for method in ("put", "open_log"):
+        wrapped = getattr(launcher.store, method)
+
+        def call(key, *arguments, wrapped=wrapped, **keywords):
+            kind = next(one for one in kinds if one in key.rpartition("/")[2])
+            if kinds.index(kind) >= kinds.index(until):
+                raise gone
+            return wrapped(key, *arguments, **keywords)
+
+        monkeypatch.setattr(launcher.store, method, call)
+    assert launcher._end_before_ranks(at_fault(Checked(faults={"n0": ["slow"]}))) == NODE_FAULT_CODE
+    first, last = capsys.readouterr().err.strip().splitlines()[0::2]
+    assert "did not pass the preflight: n0: slow" in first
+    assert last == "error: gone"
+    kept = read_outcome(launcher.store, f"{plan.attempt_key}/outcome.json")
+    assert (kept is not None) == (until == "preflight")
