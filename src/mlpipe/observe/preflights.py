@@ -50,6 +50,10 @@ def _piece(attempt: int, checked: Checked) -> Piece:
     blocks += [Table(head, rows, frozenset(range(1, len(head))))]
     blocks += [Paragraph(f"Did not pass: {words}") for words in checked.words]
     blocks += [
+        Paragraph(f"Slow while it trained: {node} took {ratio:.1f} times as long as the others.")
+        for node, ratio in checked.slow.items()
+    ]
+    blocks += [
         Paragraph(f"Not blamed, since others took its CPUs: {node}: {words}", is_faint=True)
         for node, told in checked.busy.items()
         for words in told
@@ -58,4 +62,4 @@ def _piece(attempt: int, checked: Checked) -> Piece:
         blocks.append(Paragraph("In bold: the least of the machines.", is_faint=True))
     size = f"{len(checked.nodes)} machines" if len(checked.nodes) > 1 else "one machine"
     summary = f"Preflight of attempt {attempt}: {size}, {'not all passed' if checked.words else 'passed'}"
-    return Details(summary, blocks, is_open=bool(checked.words))
+    return Details(summary, blocks, is_open=bool(checked.words or checked.slow))

@@ -577,7 +577,7 @@ class Launch:
     metrics_port: int | None  # base port of /metrics, plus the local rank; 0: any free port; None: off
     replicas: Replicas | None = None
     preflight: PreflightPlan | None = None  # None: machines are trusted
-    avoid: tuple[str, ...] = ()  # nodes on which it is not to run: they did not pass an earlier preflight
+    avoid: tuple[str, ...] = ()  # nodes on which it is not to run: of earlier attempts at fault or slow
 
 
 @dataclass(frozen=True)

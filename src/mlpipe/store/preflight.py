@@ -1,13 +1,18 @@
 """`preflight.json` of an attempt: what its machines could do before ranks started, and which were at fault.
-The launcher of its first node writes it; the driver of the next attempt leaves out who was at fault."""
+The launcher of its first node writes it; the driver of the next attempt leaves out who was at fault.
+
+`preflight/slow.json` beside it: which nodes have been slow for long while they trained
+(`train/stragglers.py`), and by how much; a launcher writes it. Who is slower there than a machine may be in a
+preflight is left out, too."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mlpipe.store.base import Store
@@ -20,13 +25,15 @@ _NODE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 class Checked:
     """`nodes`: what each can do. `faults`: what is wrong with one. `pairs`: two of them and what is wrong
     between them, where nobody can tell which of them is to blame. `busy`: how one was slow, and is not
-    blamed, since others took its CPUs meanwhile."""
+    blamed, since others took its CPUs meanwhile. `slow`: how many times as long as the others one took when
+    it trained last."""
 
     nodes: dict[str, dict[str, float]] = field(default_factory=dict)
     faults: dict[str, list[str]] = field(default_factory=dict)
     pairs: list[tuple[str, str, str]] = field(default_factory=list)
     seconds: float = 0.0
     busy: dict[str, list[str]] = field(default_factory=dict)
+    slow: dict[str, float] = field(default_factory=dict)
 
     @property
     def words(self) -> list[str]:
@@ -37,7 +44,9 @@ class Checked:
     def names(self, node: str) -> bool:
         """Whether anything is said against it."""
         return (
-            node in self.faults or node in self.busy or any(node in (one, other) for one, other, _ in self.pairs)
+            node in self.faults
+            or node in self.busy
+            or any(node in (one, other) for one, other, _ in self.pairs)
         )
 
 
@@ -51,13 +60,26 @@ def write_checked(store: Store, attempt_key: str, checked: Checked) -> None:
     store.put(f"{attempt_key}/preflight.json", json.dumps(asdict(checked), indent=2).encode())
 
 
+def write_slow(store: Store, attempt_key: str, slow: bytes) -> None:
+    """A JSON object of ratios by node. Raises StoreError."""
+    store.put(_slow_key(attempt_key), slow)
+
+
+def _slow_key(attempt_key: str) -> str:
+    return f"{attempt_key}/preflight/slow.json"
+
+
 def read_checked(store: Store, attempt_key: str) -> Checked | None:
-    """None: no preflight ended, or what stands there is none. Raises StoreError."""
-    key = f"{attempt_key}/preflight.json"
+    """With who got slow since. None: no preflight ended, or what stands there is none. Raises StoreError."""
+    key, slow = f"{attempt_key}/preflight.json", _slow_key(attempt_key)
     if not store.exists(key):
         return None
     try:
-        return checked_from(json.loads(store.get(key)))
+        checked = checked_from(json.loads(store.get(key)))
+        if not store.exists(slow):
+            return checked
+        ratios = {str(node): float(ratio) for node, ratio in json.loads(store.get(slow)).items()}
+        return replace(checked, slow={node: ratio for node, ratio in ratios.items() if ratio < math.inf})
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
 
@@ -80,16 +102,19 @@ def _words(plain: Any) -> dict[str, list[str]]:
     return {str(node): [str(word) for word in words] for node, words in plain.items()}
 
 
-def nodes_to_avoid(store: Store, stage_key: str, attempt: int) -> tuple[str, ...]:
-    """In an attempt, after those before it."""
+def nodes_to_avoid(store: Store, stage_key: str, attempt: int, slow_ratio: float) -> tuple[str, ...]:
+    """In an attempt, after those before it. `slow_ratio`: of the others' speed, what a machine must have."""
     earlier = [read_checked(store, f"{stage_key}/attempt-{number}") for number in range(1, attempt)]
-    return to_avoid([checked for checked in earlier if checked is not None])
+    return to_avoid([checked for checked in earlier if checked is not None], slow_ratio)
 
 
-def to_avoid(preflights: Sequence[Checked]) -> tuple[str, ...]:
-    """Of each pair the one that was in another pair, too, and while none was, the second: the next attempt
-    may have the first one with another machine, which tells who it is."""
+def to_avoid(preflights: Sequence[Checked], slow_ratio: float) -> tuple[str, ...]:
+    """Who was at fault, or got slow. Of each pair the one that was in another pair, too, and while none was,
+    the second: the next attempt may have the first one with another machine, which tells who it is."""
     faulty = {node for checked in preflights for node in checked.faults}
+    faulty |= {
+        node for checked in preflights for node, ratio in checked.slow.items() if ratio * slow_ratio > 1
+    }
     pairs = [(one, other) for checked in preflights for one, other, _ in checked.pairs]
     times = Counter(node for pair in pairs for node in pair)
     for one, other in pairs:

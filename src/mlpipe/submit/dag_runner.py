@@ -45,9 +45,8 @@ class _Running:
 def _avoids(plan: Plan) -> str:
     if not plan.launch.avoid:
         return ""
-    return (
-        f"leaves out {', '.join(plan.launch.avoid)}, which did not pass the preflight of an earlier attempt"
-    )
+    nodes = ", ".join(plan.launch.avoid)
+    return f"leaves out {nodes}, which in an earlier attempt did not pass the preflight or got slow"
 
 
 @dataclass(frozen=True)

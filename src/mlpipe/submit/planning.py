@@ -78,10 +78,10 @@ def planner(
             ),
             hardware(pipeline, stage_name),
         )
-        if planned.launch.preflight is not None:
+        if (limits := planned.launch.preflight) is not None:
             from mlpipe.store.preflight import nodes_to_avoid
 
-            avoid = nodes_to_avoid(store, planned.stage_key, attempt)
+            avoid = nodes_to_avoid(store, planned.stage_key, attempt, limits.slow_ratio)
             planned = replace(planned, launch=replace(planned.launch, avoid=avoid))
         training = planned.part(TrainPlan)
         if training is None or training.init_from is None:

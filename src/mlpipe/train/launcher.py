@@ -34,7 +34,7 @@ from mlpipe.store.outcome import NODE_FAULT, AttemptOutcome, write_outcome
 from mlpipe.store.runs import append_event
 from mlpipe.train import outcome, stop
 from mlpipe.train.logs import LogShipper
-from mlpipe.train.outcome import Outcome
+from mlpipe.train.outcome import SLOW_FILE, Outcome
 from mlpipe.train.profile_watch import PROFILE_FILE, ProfileWatch
 from mlpipe.train.room import check_room
 from mlpipe.train.stop import STOP_FILE, any_alive, die_with_parent
@@ -76,6 +76,7 @@ class Launcher:
         self.parent = os.getppid()
         self.hang_timeout_seconds = plan.work.training.hang_timeout_seconds
         self.stopped: dict[int, float] = {}  # rank: since when, of the monotonic clock
+        self.slow = b""
         self.num_signals = 0
         self.stop_deadline = float("inf")
         self.kill_deadline = float("inf")
@@ -89,6 +90,7 @@ class Launcher:
             "stacks-*",
             "flight-rank-*",
             STOP_FILE,
+            SLOW_FILE,
             PROFILE_FILE,
         ):
             for path in self.scratch.glob(stale):
@@ -129,6 +131,7 @@ class Launcher:
         shipper.rank_offset = (self.node.replica or 0) * self.plan.launch.nproc_per_node
         while process.poll() is None:
             shipper.ship()
+            self._ship_slow()
             self._name_stopped()
             self._end_if_overdue(process)
             time.sleep(_POLL_SECONDS)
@@ -192,6 +195,17 @@ class Launcher:
         if self.plan.launch.num_nodes > 1 and exit_code == EXIT_CODES["infrastructure"]:
             _wait_until(lambda: self.num_signals > 0, _BLAMELESS_SECONDS)
         return exit_code
+
+    def _ship_slow(self) -> None:
+        """What rank 0 says of nodes that are slow, if it is here and has something new to say."""
+        with contextlib.suppress(FileNotFoundError):
+            told = (self.scratch / SLOW_FILE).read_bytes()
+            if told != self.slow:
+                from mlpipe.store.preflight import write_slow
+
+                self.slow = told
+                with contextlib.suppress(StoreError):  # no reason to end a training
+                    write_slow(self.store, self.plan.attempt_key, told)
 
     def _event(self, event: Record) -> None:
         """Into events.jsonl, of the first node only: one writer at a time. For replicas: the supervisor."""

@@ -2,6 +2,7 @@
 
 `outcome-<rank>.json` is written at the end; `fatal-<rank>.json` by a failure that a restart would only
 repeat (bad input, NaN, a hang): the launcher then ends the run, and a restarted worker leaves at once.
+`slow-nodes.json` says which nodes are slow while they train (`train/stragglers.py`).
 Standard library only: the launcher reads these without torch.
 """
 
@@ -16,6 +17,8 @@ from typing import Any
 
 from mlpipe._core.errors import ErrorKind, MlpipeError
 from mlpipe.train import debugger
+
+SLOW_FILE = "slow-nodes.json"
 
 
 @dataclass
@@ -86,6 +89,13 @@ def write(scratch: Path, outcome: Outcome, *, fatal: bool = False) -> None:
     temporary = scratch / f".{name}.{os.getpid()}"
     temporary.write_text(json.dumps(asdict(outcome)))
     temporary.rename(scratch / name)
+
+
+def write_slow(scratch: Path, slow: dict[str, float]) -> None:
+    """Leaves it for the launcher, whole: by node, its time for the same work over that of the others."""
+    temporary = scratch / f".{SLOW_FILE}.{os.getpid()}"
+    temporary.write_text(json.dumps(slow))
+    temporary.rename(scratch / SLOW_FILE)
 
 
 def forget(scratch: Path, rank: int) -> None:

@@ -5,32 +5,43 @@ What is read ahead has the shares of before: a decision shows two steps later.""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mlpipe._core import environment
 from mlpipe.plan.shares import Shares
 from mlpipe.train.loop import Loop
 from mlpipe.train.microbatch import Microbatch
+from mlpipe.train.outcome import write_slow
 from mlpipe.train.schedules import LossSum
 
 
 @dataclass
 class MovingLoop(Loop):
     """Each of its ranks reads samples of its own. `told`: seconds that this one took for a unit of work in
-    the last step."""
+    the last step. `nodes`: of each rank, by name; `named`: those that were told to be slow last, None while
+    nobody knows."""
 
     shares: Shares = field(init=False)
+    nodes: list[str] = field(init=False)
+    named: dict[str, float] | None = None
     work: float = 0.0
     told: float = 0.0
     share_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        self.shares = Shares(self.session.world.num_data_ranks)
+        num_ranks = self.session.world.num_data_ranks
+        self.shares = Shares(num_ranks)
+        self.nodes = [""] * num_ranks
+        dist.all_gather_object(self.nodes, os.environ.get(environment.NODE_NAME) or socket.gethostname())
 
     def step(self) -> tuple[bool, bool]:
         """As ever; then this rank knows how long it took."""
@@ -64,6 +75,17 @@ class MovingLoop(Loop):
         fields: dict[str, Any] = {"share_ratio": self.share_ratio}
         if slowness is not None:
             fields["slowness_ratio"] = slowness[world.data_rank]
-        if world.rank == 0 and (slow := self.shares.stragglers):
-            fields["stragglers"] = {str(rank): ratio for rank, ratio in slow.items()}
+        if world.rank == 0 and slowness is not None:
+            if slow := self.shares.stragglers:
+                fields["stragglers"] = {str(rank): ratio for rank, ratio in slow.items()}
+            self._name_nodes(slow)
         return super().more_fields() | fields
+
+    def _name_nodes(self, slow: dict[int, float]) -> None:
+        """To the launcher; a node is as slow as its slowest rank."""
+        named: dict[str, float] = {}
+        for rank, ratio in slow.items():
+            named[self.nodes[rank]] = max(round(ratio, 1), named.get(self.nodes[rank], 0.0))
+        if named != self.named:
+            write_slow(Path(os.environ[environment.SCRATCH]), named)
+            self.named = named

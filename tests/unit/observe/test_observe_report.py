@@ -31,7 +31,7 @@ from mlpipe.observe.report import build_markdown, build_report, write_report
 from mlpipe.observe.runview import MOST_RANKS, view_run
 from mlpipe.plan.plan import ChatPlan, DataPlan, Mesh, PipelinePlan, PreflightPlan
 from mlpipe.store.open import open_store
-from mlpipe.store.preflight import Checked, write_checked
+from mlpipe.store.preflight import Checked, write_checked, write_slow
 from mlpipe.store.runs import StageState, append_event
 
 pytestmark = pytest.mark.unit
@@ -442,12 +442,14 @@ def test_machines_that_were_checked_stand_with_what_they_can_do_and_the_slowest_
         busy={"n1": ["store 3 MB/s, while others used 60 % of the CPUs"]},
     )
     write_checked(store, plan.attempt_key, checked)
+    write_slow(store, plan.attempt_key, json.dumps({"n1": 2.34}).encode())
     write_run(store, "checked-1", {"train": stage_state("failed")})
     page = build_report(store, "checked-1")
     text = read(page)
     assert "Preflight of attempt 1: 2 machines, not all passed" in text
     assert "matmul 20 GFLOP/s, where the others have 80" in text
     assert "Not blamed, since others took its CPUs: n1: store 3 MB/s" in text
+    assert "Slow while it trained: n1 took 2.3 times as long as the others." in text
     assert "<b>20</b>" in page
     assert "<b>80</b>" not in page
     for lies in (

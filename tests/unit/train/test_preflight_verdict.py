@@ -159,12 +159,19 @@ def test_links_of_a_large_gang_are_tried_in_one_order_by_both_ends():
 
 def test_the_one_of_a_pair_is_found_by_the_next_attempts():
     first = Checked(pairs=[("a", "b", "slow")])
-    assert to_avoid([first]) == ("b",)
+    assert to_avoid([first], 0.5) == ("b",)
     second = Checked(pairs=[("a", "c", "slow")])
-    assert to_avoid([first, second]) == ("a",)  # b was not to blame
-    assert to_avoid([first, Checked(faults={"a": ["slow"]})]) == ("a",)
+    assert to_avoid([first, second], 0.5) == ("a",)  # b was not to blame
+    assert to_avoid([first, Checked(faults={"a": ["slow"]})], 0.5) == ("a",)
+
+
+def test_who_got_as_slow_as_no_machine_may_be_is_left_out_too():
+    trained = Checked(slow={"n1": 1.9, "n2": 2.1})
+    assert to_avoid([trained], 0.5) == ("n2",)
+    assert to_avoid([trained, Checked(faults={"n3": ["slow"]})], 0.6) == ("n1", "n2", "n3")
+    assert to_avoid([Checked(slow={"n2": 0.0, "-n2": 9.0})], 0.5) == ()
 
 
 def test_a_name_that_is_none_reaches_no_script():
     names = ["n1", "n2\n#SBATCH --wrap=x", "n3,n4", "-n5", "", "n6 "]
-    assert to_avoid([Checked(faults={name: ["slow"] for name in names})]) == ("n1",)
+    assert to_avoid([Checked(faults={name: ["slow"] for name in names})], 0.5) == ("n1",)

@@ -2,8 +2,9 @@
 
     <cache>/preflight/<digest of the node, its boot, what was measured and with what>.json
 
-Only what a machine has by itself, its matmul and its memory; and only of one that nothing was wrong with. Links,
-store, disk and clock are looked at each time. Ages are of the clock that counts from the boot, which nobody sets.
+Only what a machine has by itself, its matmul and its memory; and only of one that nothing was wrong with.
+Links, store, disk and clock are looked at each time. Ages are of the clock that counts from the boot, which
+nobody sets.
 """
 
 from __future__ import annotations
