@@ -24,6 +24,7 @@ DRIVER = {
     "batch/jobs": RUNS | {"patch"},
     "jobset.x-k8s.io/jobsets": RUNS,
     "scheduling.volcano.sh/podgroups": OWNED,
+    "resource.k8s.io/resourceclaimtemplates": OWNED,
     "/services": OWNED,
     "/configmaps": OWNED,
     "/pods": READS | {"delete"},

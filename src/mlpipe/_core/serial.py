@@ -10,6 +10,9 @@ import types
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+# The metadata of a field that is written only where it is not its default: what does not use it stays as it
+# was, byte for byte.
+SPARSE = {"sparse": True}
 
 
 def to_json(value: Any) -> str:
@@ -30,7 +33,11 @@ def from_json(cls: type[T], text: str | bytes) -> T:
 def to_plain(value: Any) -> Any:
     """Of dataclasses, tuples and dicts: dicts and lists that JSON has, in the order of `to_json`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {
+            f.name: to_plain(held)
+            for f in dataclasses.fields(value)
+            if (held := getattr(value, f.name)) != f.default or not f.metadata.get("sparse")
+        }
     if isinstance(value, dict):
         return {key: to_plain(value[key]) for key in sorted(value)}
     if isinstance(value, (list, tuple)):

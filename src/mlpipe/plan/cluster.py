@@ -5,8 +5,10 @@ Importable with the standard library alone. Written by `plan/build.py`, read by 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from mlpipe._core.serial import SPARSE
 
 Component = Literal["worker", "driver"]
 PatchKind = Literal["Pod", "Job", "JobSet", "Service", "ConfigMap", "PodGroup"]
@@ -94,6 +96,24 @@ class Rdma:
 
 
 @dataclass(frozen=True)
+class GpuClaims:
+    """A ResourceClaim for the GPUs of a pod. `expression`: CEL; None: any device of the class."""
+
+    device_class: str
+    expression: str | None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where pods stand."""
+
+    node_selector: dict[str, str]
+    tolerations: tuple[Toleration, ...]
+    priority_class: str | None
+    runtime_class: str | None
+
+
+@dataclass(frozen=True)
 class Patch:
     """Exactly one of `strategic` and `json` is set. `stage`, `component`: None means all."""
 
@@ -106,8 +126,8 @@ class Patch:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """Those from `cpus` to `disk_bytes` are of one stage; all others are of the whole run. `image`: None is
-    refused when it is rendered."""
+    """Those from `cpus` to `disk_bytes`, those of GPUs and where the pods stand are of one stage (`of_run`:
+    of none); all others are of the whole run. `image`: None is refused when it is rendered."""
 
     form: Literal["jobset", "indexed-job"]
     image: str | None
@@ -141,8 +161,31 @@ class ClusterPlan:
     memory_bytes: int  # of one pod, with /dev/shm
     shm_bytes: int
     gpus_per_node: int
-    gpu_product: str | None  # nodes' label nvidia.com/gpu.product; None: any
+    gpu_product: str | None  # value of the nodes' label `gpu_label`; None: any
     disk_bytes: int | None = None  # of one pod: scratch, cache, /tmp, logs; None: render/pod.py's defaults
     store_driver_secret: str | None = None  # of the whole run; None: `store_secret`
     store_web_identity: WebIdentity | None = None  # of the whole run; then no Secret is read
     driver_secret_env: dict[str, SecretKey] = field(default_factory=dict)
+    # Of nodes: the label that has `gpu_product`; that which says how pods share a GPU, if it is looked at,
+    # and what it must say (None: that they do not); their taint (None: `gpu_resource`).
+    gpu_label: str = field(default="nvidia.com/gpu.product", metadata=SPARSE)
+    sharing_label: str | None = field(default=None, metadata=SPARSE)
+    gpu_sharing: str | None = field(default=None, metadata=SPARSE)
+    gpu_taint: str | None = field(default=None, metadata=SPARSE)
+    # Claims instead of `gpu_resource`; where pods stand that are of no stage, if not where this one's do.
+    gpu_claims: GpuClaims | None = field(default=None, metadata=SPARSE)
+    run_placement: Placement | None = field(default=None, metadata=SPARSE)
+
+    def of_run(self) -> ClusterPlan:
+        """For the pods that are of no stage."""
+        placement = self.run_placement
+        if placement is None:
+            return self
+        return replace(
+            self,
+            node_selector=placement.node_selector,
+            tolerations=placement.tolerations,
+            priority_class=placement.priority_class,
+            runtime_class=placement.runtime_class,
+            run_placement=None,
+        )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from mlpipe._core import environment
 from mlpipe._core.cpus import cpuinfo, num_cpus
 from mlpipe._core.errors import PlanError
+from mlpipe._core.gpus import gpu_classes, slices_of
 from mlpipe._core.units import parse_bytes
 from mlpipe.plan.speed import Speed
 
@@ -113,7 +114,7 @@ def detect_hardware(resources: Resources | None, *, elsewhere: bool = False) -> 
                 hint="run mlpipe calibrate where the training will run",
             )
     if resources and resources.gpus_per_node:
-        gpu = _gpu(resources)
+        gpu = _sliced(_gpu(resources), resources)
         price = gpu.price_usd_per_hour if asked is None else asked
         speed = gpu.speed
         if measured is not None:
@@ -123,7 +124,7 @@ def detect_hardware(resources: Resources | None, *, elsewhere: bool = False) -> 
             nodes,
             resources.gpus_per_node,
             gpu.memory_bytes,
-            resources.gpu or "GPU",
+            " ".join(filter(None, (resources.gpu or "GPU", resources.slice))),
             gpu.speed.peak_flops,
             cpus,
             speed,
@@ -140,6 +141,29 @@ def detect_hardware(resources: Resources | None, *, elsewhere: bool = False) -> 
         speed = machine.speed_here(speed, workers, cpus / workers)
     bf16 = None if elsewhere else _native_bf16()
     return Hardware("cpu", nodes, workers, memory // workers, "CPU worker", {}, cpus, speed, asked, bf16)
+
+
+def _sliced(gpu: Gpu, resources: Resources) -> Gpu:
+    """The part of it that a slice is, by the class of the GPU; its price by the multiprocessors. Raises
+    PlanError."""
+    name = resources.slice
+    if name is None:
+        return gpu
+    known = gpu_classes().get(resources.gpu or "")
+    if known is None or name not in known.slices:
+        raise PlanError(
+            f"{resources.gpu} has no slice {name!r}", where="resources.slice", hint=slices_of(resources.gpu)
+        )
+    part = known.slices[name]
+    compute, price = part.sevenths / 7, gpu.price_usd_per_hour
+    return replace(
+        gpu,
+        memory_bytes=known.slice_bytes(name),
+        bf16=gpu.bf16 and gpu.bf16 * compute,
+        fp32=gpu.fp32 * compute,
+        memory_bytes_per_second=gpu.memory_bytes_per_second * part.eighths / 8,
+        price_usd_per_hour=price and price * compute,
+    )
 
 
 def cpu_speed(num_cores: float) -> Speed:

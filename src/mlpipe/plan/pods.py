@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 from mlpipe._core.errors import PlanError
+from mlpipe._core.gpus import DEFAULT_RESOURCE, gpu_classes, vendor_of
 from mlpipe._core.units import format_bytes, parse_bytes, parse_seconds
 from mlpipe.plan import cluster as c
 
@@ -16,23 +18,6 @@ MIB, GIB = 2**20, 2**30
 MAX_SHM_BYTES = 32 * GIB
 BESIDE_SHARED_BYTES = 64 * MIB  # of torch's own, and data workers'
 BESIDE_CACHE_BYTES = 8 * GIB
-
-# What GPU feature discovery puts into the label nvidia.com/gpu.product: the board's name in NVML, with '-'
-# for spaces. Of boards that come in several forms, the one whose peak stands in `plan/catalogue.json`.
-GPU_PRODUCTS = {
-    "B200": "NVIDIA-B200",
-    "H200": "NVIDIA-H200",
-    "H100-80GB": "NVIDIA-H100-80GB-HBM3",
-    "A100-80GB": "NVIDIA-A100-SXM4-80GB",
-    "A100-40GB": "NVIDIA-A100-SXM4-40GB",
-    "L40S": "NVIDIA-L40S",
-    "L4": "NVIDIA-L4",
-    "RTX-5090": "NVIDIA-GeForce-RTX-5090",
-    "RTX-4090": "NVIDIA-GeForce-RTX-4090",
-    "RTX-3090": "NVIDIA-GeForce-RTX-3090",
-    "V100": "Tesla-V100-SXM2-32GB",
-    "T4": "Tesla-T4",
-}
 
 
 def pod_resources(resources: Resources | None, *, workers: bool = True) -> Resources:
@@ -63,6 +48,11 @@ def cluster_plan(
     spec = pipeline.kubernetes or Kubernetes.model_construct()
     pod = pod_resources(resources, workers=stage.kind.runs == "workers")
     memory_bytes = parse_bytes(pod.memory or "")
+    everywhere = _placement(spec, spec)
+    placement = everywhere
+    for some in (spec.gpu_pods if pod.gpus_per_node else None, (spec.stages or {}).get(stage.name)):
+        placement = _placement(some, placement) if some is not None else placement
+    gpus = _gpus(spec, pod)
     return c.ClusterPlan(
         form=spec.form,
         image=pipeline.image,
@@ -73,10 +63,10 @@ def cluster_plan(
         queue_priority=spec.queue_priority,
         topology=_topology(spec.topology),
         volcano_queue=spec.volcano_queue,
-        node_selector=dict(spec.node_selector),
-        tolerations=tuple(c.Toleration(**toleration.model_dump()) for toleration in spec.tolerations),
-        priority_class=spec.priority_class,
-        runtime_class=spec.runtime_class,
+        node_selector=placement.node_selector,
+        tolerations=placement.tolerations,
+        priority_class=placement.priority_class,
+        runtime_class=placement.runtime_class,
         volumes=tuple(c.Volume(**volume.model_dump()) for volume in spec.volumes),
         env_from=tuple(_env_from(source) for source in spec.env_from),
         secret_env=_secret_env(spec.secret_env),
@@ -90,17 +80,23 @@ def cluster_plan(
         rdma=c.Rdma(**spec.rdma.model_dump()) if spec.rdma else None,
         max_gang_restarts=spec.max_gang_restarts,
         ttl_seconds=int(parse_seconds(spec.ttl)),
-        gpu_resource=spec.gpu_resource,
+        gpu_resource=gpus.resource,
         patches=tuple(map(_patch, spec.patches)),
         cpus=pod.cpus or 0.0,
         memory_bytes=memory_bytes,
         shm_bytes=_shm_bytes(spec.shm, memory_bytes, shared_bytes),
         gpus_per_node=pod.gpus_per_node,
-        gpu_product=_gpu_product(spec, pod),
+        gpu_product=gpus.product,
         disk_bytes=parse_bytes(pod.disk) if pod.disk else _disk_bytes(pipeline, stage),
         store_driver_secret=spec.store.driver_secret,
         store_web_identity=_web_identity(spec.store.web_identity),
         driver_secret_env=_secret_env(spec.driver_secret_env),
+        gpu_label=gpus.label,
+        gpu_sharing=pod.gpu_sharing,
+        sharing_label=gpus.sharing_label,
+        gpu_claims=gpus.claims,
+        gpu_taint=gpus.taint if gpus.taint != gpus.resource else None,
+        run_placement=everywhere if placement != everywhere else None,
     )
 
 
@@ -155,9 +151,78 @@ def _shm_bytes(asked: str | None, memory_bytes: int, shared_bytes: int) -> int:
     return parse_bytes(asked)
 
 
-def _gpu_product(spec: k.Kubernetes, resources: Resources) -> str | None:
+def _placement(spec: k.Placement | k.Kubernetes, others: k.Kubernetes | c.Placement) -> c.Placement:
+    """What `spec` does not say is as of `others`."""
+
+    def said(key: str) -> Any:
+        value = getattr(spec, key)
+        return getattr(others, key) if value is None else value
+
+    tolerations = (c.Toleration(**vars(toleration)) for toleration in said("tolerations"))
+    return c.Placement(
+        dict(said("node_selector")), tuple(tolerations), said("priority_class"), said("runtime_class")
+    )
+
+
+@dataclass(frozen=True)
+class _Gpus:
+    """How a pod asks for its GPUs."""
+
+    resource: str
+    label: str = c.ClusterPlan.gpu_label
+    product: str | None = None
+    sharing_label: str | None = None
+    claims: c.GpuClaims | None = None
+    taint: str | None = None
+
+
+def _gpus(spec: k.Kubernetes, resources: Resources) -> _Gpus:
+    """By the class of the GPU, as far as the section does not say otherwise. A product of one's own says that
+    whole nodes are cut into slices: their plugin calls a slice a GPU."""
+    resource, product = spec.gpu_resource, spec.gpu_product
     if not resources.gpus_per_node:
+        return _Gpus(resource)
+    known, vendor = gpu_classes().get(resources.gpu or ""), vendor_of(resources.gpu, resource)
+    claims = _claims(spec.gpu_claims, resources)
+    if vendor is None:
+        return _Gpus(resource, product=product, claims=claims)
+    if resource == DEFAULT_RESOURCE:
+        resource = vendor.resource
+        if resources.slice is not None and product is None:
+            resource = vendor.slice_resource.format(slice=resources.slice)
+        if product is None and known is not None:
+            product = known.product + (vendor.shared_suffix if resources.gpu_sharing else "")
+    shared_or_gang = resources.gpu_sharing is not None or (product is None and _is_gang(resources))
+    return _Gpus(
+        resource,
+        vendor.label,
+        product,
+        (vendor.sharing_label or None) if shared_or_gang else None,
+        claims,
+        vendor.resource,
+    )
+
+
+def _is_gang(resources: Resources) -> bool:
+    return resources.gpus_per_node * (2 if resources.replicas else resources.gang_nodes) > 1
+
+
+def _claims(spec: k.GpuClaims | None, resources: Resources) -> c.GpuClaims | None:
+    """Raises PlanError for a class of a GPU that nobody knows."""
+    if spec is None:
         return None
-    if spec.gpu_product is not None or spec.gpu_resource != "nvidia.com/gpu":
-        return spec.gpu_product
-    return GPU_PRODUCTS.get(resources.gpu or "")
+    known = gpu_classes().get(resources.gpu or "")
+    vendor, sliced = known.vendor if known else None, resources.slice is not None
+    device_class, expression = spec.device_class, spec.expression
+    if device_class is None and vendor is not None:
+        device_class = vendor.slice_device_class if sliced else vendor.device_class
+    if not device_class:
+        raise PlanError(
+            f"nobody knows the device class of {resources.gpu!r}",
+            where="kubernetes.gpu_claims",
+            hint="add 'device_class: ...' as kubectl get deviceclasses shows it",
+        )
+    if expression is None and known is not None and spec.device_class is None:
+        pattern = known.vendor.slice_expression if sliced else known.vendor.product_expression
+        expression = pattern.format(name=known.name, slice=resources.slice)
+    return c.GpuClaims(device_class, expression or None)

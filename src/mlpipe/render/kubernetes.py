@@ -15,12 +15,19 @@ from typing import Any
 
 from mlpipe._core import environment
 from mlpipe._core.errors import NON_RETRIABLE_CODES, SAVED_CODE, RenderError
-from mlpipe.plan.cluster import ClusterPlan, Component
+from mlpipe.plan.cluster import ClusterPlan, Component, GpuClaims
 from mlpipe.plan.plan import Plan
 from mlpipe.render import names
 from mlpipe.render.names import gang_name, labels
 from mlpipe.render.patches import patched
-from mlpipe.render.pod import CONTAINER, coordinator_template, driver_template, is_gang, worker_template
+from mlpipe.render.pod import (
+    CLAIM,
+    CONTAINER,
+    coordinator_template,
+    driver_template,
+    is_gang,
+    worker_template,
+)
 
 __all__ = ["driver_objects", "gang_name", "labels", "replica_object", "stage_objects"]
 MAX_CONFIG_BYTES = 2**20  # of a ConfigMap's data
@@ -54,6 +61,8 @@ def stage_objects(plan: Plan) -> list[Json]:
     objects: list[Json] = [
         {**_head("v1", "ConfigMap", config, cluster, own), "immutable": True, "data": {"plan.json": text}}
     ]
+    if cluster.gpu_claims is not None:
+        objects.append(_claim_template(cluster.gpu_claims, name, cluster, own))
     if plan.launch.replicas is not None:
         count = plan.launch.replicas.most
         objects.append(_coordinator_job(plan, name, cluster, own, config))
@@ -93,6 +102,7 @@ def driver_objects(
     `spec_digest`: of the resolved pipeline. `seal`: see `driver_template`. Raises RenderError."""
     own = labels(run_id, stage, None, "driver")
     pod_labels = own | {"sidecar.istio.io/inject": "false"}
+    cluster = cluster.of_run()
     spec = {
         "backoffLimit": DRIVER_RETRIES,
         "completions": 1,
@@ -138,6 +148,20 @@ def _service(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str]) -
     selector = {key: own[key] for key in (names.RUN, names.STAGE, names.ATTEMPT)}
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
     return {**_head("v1", "Service", name, cluster, own), "spec": spec}
+
+
+def _claim_template(claims: GpuClaims, name: str, cluster: ClusterPlan, own: dict[str, str]) -> Json:
+    """Each pod is given a claim of its own by it, which ends with the pod."""
+    exactly: Json = {
+        "deviceClassName": claims.device_class,
+        "allocationMode": "ExactCount",
+        "count": cluster.gpus_per_node,
+    }
+    if claims.expression is not None:
+        exactly["selectors"] = [{"cel": {"expression": claims.expression}}]
+    requests = [{"name": CLAIM, "exactly": exactly}]
+    head = _head("resource.k8s.io/v1", "ResourceClaimTemplate", name, cluster, own)
+    return {**head, "spec": {"spec": {"devices": {"requests": requests}}}}
 
 
 def _queued(head: Json, cluster: ClusterPlan) -> Json:

@@ -106,6 +106,8 @@ def _pod(plan: Plan, cluster: ClusterPlan) -> Iterator[str]:
         )
     elif cluster.rdma is not None and launch.device == "cuda":
         yield "warning: kubernetes.rdma is of no use on one node"
+    if cluster.gpu_sharing is not None:
+        yield "warning: others use its GPUs, too: memory and seconds of the plan are those of a whole one"
     if cluster.gpus_per_node > _MAX_GPUS:
         yield (
             f"error: no node has {cluster.gpus_per_node} GPUs, so the pod would be pending for ever; use "

@@ -4,6 +4,7 @@ to SCRATCH, CACHE and /tmp, and reads the variables of `docs/reference/environme
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import PurePosixPath
 from posixpath import normpath
@@ -14,11 +15,14 @@ from mlpipe._core import environment
 from mlpipe._core.errors import RenderError
 from mlpipe.plan.cluster import ClusterPlan, Component, SecretKey
 from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.render.names import gang_name
 
 PLAN_FOLDER, SCRATCH, CACHE = "/mlpipe/plan", "/mlpipe/scratch", "/mlpipe/cache"
 CA_FOLDER, IDENTITY_FOLDER = "/mlpipe/ca", "/mlpipe/identity"
 TOKEN_SECONDS = 3600  # of a token for the store; the kubelet renews it after four fifths of that
 CONTAINER = "worker"
+CLAIM = "gpus"  # a pod's ResourceClaim
+SHARING = ("mps", "time-slicing")  # as the nodes' label says it
 METRICS_PORT = 9400  # the base port where the pipeline leaves it open: a PodMonitor must know it
 RENDEZVOUS_PORT = 29500  # torchrun's own default
 USER = 10001  # above the ids of people on a node (CKV_K8S_40)
@@ -77,6 +81,8 @@ def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str,
     _mount(spec, "shm", "/dev/shm", {"emptyDir": shm})
     spec["restartPolicy"] = "Never"
     spec["terminationGracePeriodSeconds"] = int(plan.launch.shutdown_seconds) + GRACE_SECONDS
+    if cluster.gpu_claims is not None:
+        spec["resourceClaims"] = [{"name": CLAIM, "resourceClaimTemplateName": gang_name(plan)}]
     _place(spec, plan, cluster, labels)
     annotations = {
         "sidecar.istio.io/inject": "false",  # a sidecar keeps a Job from completing
@@ -90,7 +96,7 @@ def coordinator_template(plan: Plan, cluster: ClusterPlan, labels: Json, config:
     """The pod template of the process in which the replicas of an elastic training meet: no GPU, little of
     the rest. It goes to another node soon after its own was lost."""
     small = replace(
-        cluster,
+        cluster.of_run(),
         form="indexed-job",
         cpus=0.1,
         memory_bytes=COORDINATOR_BYTES,
@@ -98,6 +104,8 @@ def coordinator_template(plan: Plan, cluster: ClusterPlan, labels: Json, config:
         disk_bytes=DRIVER_DISK_REQUEST_BYTES,
         gpus_per_node=0,
         gpu_product=None,
+        sharing_label=None,
+        gpu_claims=None,
         rdma=None,
     )
     template = worker_template(plan, small, labels, config, "")
@@ -160,13 +168,14 @@ def _amounts(plan: Plan, cluster: ClusterPlan) -> Json:
         "memory": quantity(cluster.memory_bytes),
         _DISK: quantity(cluster.disk_bytes or DISK_REQUEST_BYTES),
     }
-    if cluster.gpus_per_node:
+    if cluster.gpus_per_node and cluster.gpu_claims is None:
         amounts[cluster.gpu_resource] = str(cluster.gpus_per_node)
     if cluster.rdma is not None and plan.launch.num_nodes > 1:
         amounts[cluster.rdma.resource] = str(cluster.rdma.count)
     limits = {name: amount for name, amount in amounts.items() if name != "cpu" or cluster.gpus_per_node}
     limits[_DISK] = quantity(cluster.disk_bytes or DISK_LIMIT_BYTES)
-    return {"requests": amounts, "limits": limits}
+    claims = {"claims": [{"name": CLAIM}]} if cluster.gpu_claims is not None else {}
+    return {"requests": amounts, "limits": limits, **claims}
 
 
 def _container(cluster: ClusterPlan, name: str, args: list[str]) -> Json:
@@ -263,9 +272,9 @@ def _place(spec: Json, plan: Plan, cluster: ClusterPlan, labels: Json) -> None:
     if tolerations:
         spec["tolerations"] = tolerations
     terms: Json = {}
-    if cluster.gpus_per_node and cluster.gpu_product is not None:
-        term = {"key": "nvidia.com/gpu.product", "operator": "In", "values": [cluster.gpu_product]}
-        terms["matchExpressions"] = [term]
+    expressions = list(_gpu_terms(cluster))
+    if expressions:
+        terms["matchExpressions"] = expressions
     # The API server takes one name in a term, and no pod that names what no node can be called.
     avoid = [node for node in plan.launch.avoid if _NODE.fullmatch(node)]
     if avoid:
@@ -286,11 +295,24 @@ def _place(spec: Json, plan: Plan, cluster: ClusterPlan, labels: Json) -> None:
         ]
 
 
+def _gpu_terms(cluster: ClusterPlan) -> Iterator[Json]:
+    """What the nodes' labels must say of their GPUs. A claim chooses by the device itself."""
+    if not cluster.gpus_per_node or cluster.gpu_claims is not None:
+        return
+    if cluster.gpu_product is not None:
+        yield {"key": cluster.gpu_label, "operator": "In", "values": [cluster.gpu_product]}
+    if cluster.sharing_label is not None:
+        shared = {"operator": "In", "values": [cluster.gpu_sharing]}
+        alone = {"operator": "NotIn", "values": list(SHARING)}
+        yield {"key": cluster.sharing_label, **(shared if cluster.gpu_sharing else alone)}
+
+
 def _tolerations(cluster: ClusterPlan, gpus: int) -> list[Json]:
     """A node selector may send all pods to the nodes with GPUs, also those without."""
     tolerations: list[Json] = []
     if gpus or cluster.node_selector:
-        tolerations.append({"key": cluster.gpu_resource, "operator": "Exists", "effect": "NoSchedule"})
+        key = cluster.gpu_taint or cluster.gpu_resource
+        tolerations.append({"key": key, "operator": "Exists", "effect": "NoSchedule"})
     for toleration in cluster.tolerations:
         fields = {
             "key": toleration.key,

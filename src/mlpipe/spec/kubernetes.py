@@ -115,6 +115,32 @@ class Rdma(SpecModel):
     count: f.FewCount = Field(1, description="Devices a pod.")
 
 
+class Placement(SpecModel):
+    """Where some of the pods stand. A key that is there says all of it: what is said for all pods does not
+    count besides."""
+
+    node_selector: dict[f.LabelKey, f.LabelValue] | None = Field(
+        None, description="Labels that a node must have."
+    )
+    tolerations: Annotated[tuple[Toleration, ...], Field(strict=False)] | None = Field(
+        None, description="Besides that of the GPUs."
+    )
+    priority_class: f.ObjectName | None = Field(None, description="PriorityClass of the pods.")
+    runtime_class: f.ObjectName | None = Field(None, description="RuntimeClass of the pods.")
+
+
+class GpuClaims(SpecModel):
+    """GPUs by dynamic resource allocation (`resource.k8s.io/v1`): each pod has a ResourceClaim for its own,
+    instead of a device plugin's resource."""
+
+    device_class: f.ObjectName | None = Field(
+        None, description="DeviceClass. Default: by the vendor of `resources.gpu`, such as `gpu.nvidia.com`."
+    )
+    expression: f.Text | None = Field(
+        None, description="CEL that a device must fulfil. Default: the product, or the slice, by its vendor."
+    )
+
+
 class PatchTarget(SpecModel):
     """Which objects a patch changes: those that fit all of these."""
 
@@ -192,8 +218,21 @@ class Kubernetes(SpecModel):
         3, description="Restarts of all pods of a stage; those by evictions and preemptions are free."
     )
     ttl: f.Duration = Field("7 d", description="How long ended jobs stay to be looked at.")
-    gpu_resource: f.ResourceName = Field("nvidia.com/gpu", description="Name of the GPUs as a resource.")
-    gpu_product: f.LabelValue | None = Field(
-        None, description="Label `nvidia.com/gpu.product` of the nodes. Default: by `resources.gpu`."
+    gpu_resource: f.ResourceName = Field(
+        "nvidia.com/gpu",
+        description="Name of the GPUs as a resource. The default stands for that of the vendor of "
+        "`resources.gpu`.",
     )
+    gpu_product: f.LabelValue | None = Field(
+        None,
+        description="Label of the nodes' GPUs, of NVIDIA's `nvidia.com/gpu.product`. Default: by "
+        "`resources.gpu`.",
+    )
+    gpu_claims: GpuClaims | None = Field(
+        None, description="GPUs by ResourceClaims. Default: by a device plugin's resource."
+    )
+    gpu_pods: Placement | None = Field(None, description="Where pods with GPUs stand. Default: where all do.")
+    stages: (
+        Annotated[dict[f.Name, Placement], Field(json_schema_extra={"additionalProperties": False})] | None
+    ) = Field(None, description="Where the pods of single stages stand; goes before `gpu_pods`.")
     patches: tuple[Patch, ...] = Field((), strict=False, description="Applied last, in this order.")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mlpipe.spec.problems import Problem
+from mlpipe._core.gpus import DEFAULT_RESOURCE, vendor_of
+from mlpipe.spec.gpu_rules import ALONE, num_ranks
+from mlpipe.spec.problems import Problem, closest
 from mlpipe.spec.rules import TAKEN
 from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
 
@@ -16,10 +18,14 @@ def check(root: Node) -> list[Problem]:
     section = get(root, "kubernetes")
     if section is None or not isinstance(section.value, dict):
         return []
+    placed = [section, *_mappings(get(section, "stages")), *filter(None, [get(section, "gpu_pods")])]
     return [
         *_queues(section),
         *_volumes(_items(section, "volumes")),
-        *_tolerations(_items(section, "tolerations")),
+        *(problem for holder in placed for problem in _tolerations(_items(holder, "tolerations"))),
+        *_stages(root, section),
+        *_claims(section),
+        *_shared(root, section),
         *_choices(section),
         *_secret_env(section),
         *_store(section),
@@ -28,6 +34,50 @@ def check(root: Node) -> list[Problem]:
 
 def _items(node: Node, key: str) -> list[Node]:
     return [item for item in items_of(node, key) if isinstance(item.value, dict)]
+
+
+def _mappings(node: Node | None) -> list[Node]:
+    held = node.value.values() if node is not None and isinstance(node.value, dict) else ()
+    return [one for one in held if isinstance(one.value, dict)]
+
+
+def _stages(root: Node, section: Node) -> Iterator[Problem]:
+    single = get(section, "stages")
+    if single is None or not isinstance(single.value, dict):
+        return
+    stages = [stage for stage in items_of(root, "stages") if isinstance(stage.value, dict)]
+    names = [name for stage in stages if (name := text_of(get(stage, "name"))) is not None]
+    for name, node in single.value.items():
+        if name not in names:
+            yield problem_of_key(node, f"there is no stage {name!r}", closest(name, names))
+
+
+def _claims(section: Node) -> Iterator[Problem]:
+    for key in ("gpu_resource", "gpu_product"):
+        node = get(section, key)
+        if get(section, "gpu_claims") and node is not None and node.value != DEFAULT_RESOURCE:
+            yield problem_of_key(
+                node, f"claims ask for devices, and {key} is of a device plugin's", "keep one of the two"
+            )
+
+
+def _shared(root: Node, section: Node) -> Iterator[Problem]:
+    """By the names that a vendor's plugin gives GPUs that several pods use."""
+    resource, product = get(section, "gpu_resource"), get(section, "gpu_product")
+    vendor = vendor_of(None, text_of(resource) or DEFAULT_RESOURCE)
+    if vendor is None or not vendor.shared_suffix:
+        return
+    ends = ((resource, vendor.shared_resource_suffix), (product, vendor.shared_suffix))
+    shared = [node for node, end in ends if node is not None and (text_of(node) or "").endswith(end)]
+    for node in shared:
+        for stage in items_of(root, "stages"):
+            resources = get(stage, "resources")
+            if resources is None or get(resources, "gpus_per_node") is None or num_ranks(resources) < 2:
+                continue
+            name = text_of(get(stage, "name"))
+            words = f"{node.value} are GPUs that others use, too, and stage {name!r} has several"
+            yield Problem.at(node.place, words, ALONE)
+            break
 
 
 def _queues(section: Node) -> Iterator[Problem]:

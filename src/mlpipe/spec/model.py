@@ -83,6 +83,16 @@ class Resources(SpecModel):
     )
     gpus_per_node: f.FewOrZero = Field(0, description="GPUs on each node; 0 trains on CPUs.")
     gpu: f.Text | None = Field(None, description="Model of the GPUs, such as `H100-80GB`.")
+    slice: f.LabelValue | None = Field(
+        None,
+        description="Part of a GPU that no other pod can touch (MIG), such as `1g.10gb`: then the GPUs are "
+        "these, and one trains alone. Default: whole GPUs.",
+    )
+    gpu_sharing: Literal["time-slicing", "mps"] | None = Field(
+        None,
+        description="Pods take turns on a GPU, or are on it at once: memory and speed are not one's own, and "
+        "nothing that waits for others may run so. Default: a GPU is one pod's.",
+    )
     cpus: f.Cpus | None = Field(
         None,
         description="CPU cores on each node. Default: what is there; in a pod 1 for each worker "

@@ -18,6 +18,7 @@ from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
 _SECRET = re.compile(
     r"SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_?KEY|ACCESS_KEY|(^|_)TOKEN$", re.IGNORECASE
 )
+_OF_GPUS = ("gpus_per_node", "slice", "gpu_sharing")
 TAKEN = re.compile(
     r"MLPIPE_.*|TORCHELASTIC_.*|PET_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME"
 )
@@ -44,6 +45,10 @@ def check(root: Node) -> list[Problem]:
                 problems += spec_part(kind).problems(stage)
         problems += _references(stage, graph)
         problems += _placeholders(stage, graph)
+    if any(get(stage, "resources", key) for stage in stages for key in _OF_GPUS):
+        from mlpipe.spec import gpu_rules  # of few files
+
+        problems += gpu_rules.check(stages)
     return problems
 
 

@@ -41,6 +41,7 @@ BEYOND_THE_SCHEMA = {
     "hang.yaml": "a hang_timeout in which no step is done",
     "profile.yaml": "a step to profile behind the last one",
     "gpu.yaml": "GPUs without a model",
+    "gpu-classes.yaml": "what a class of GPUs has not, and what a gang cannot use",
     "seq_len.yaml": "a model of one's own, fed with tokens, without seq_len",
     "no-train.yaml": "an evaluation that needs no training",
     "kubernetes-rules.yaml": "values that Kueue, a toleration or a pod's own volumes rule out",

@@ -42,6 +42,7 @@ _KINDS = {
     "ResourceQuota": ("/api/v1", "resourcequotas"),
     "Job": ("/apis/batch/v1", "jobs"),
     "JobSet": ("/apis/jobset.x-k8s.io/v1alpha2", "jobsets"),
+    "ResourceClaimTemplate": ("/apis/resource.k8s.io/v1", "resourceclaimtemplates"),
     "PodGroup": ("/apis/scheduling.volcano.sh/v1beta1", "podgroups"),
     "Workload": ("/apis/kueue.x-k8s.io/{kueue}", "workloads"),
 }
