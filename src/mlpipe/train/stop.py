@@ -40,6 +40,7 @@ class Stop:
     """Must be made in the main thread."""
 
     def __init__(self, scratch: Path, process: RankProcess) -> None:
+        self.scratch = scratch
         self._file = scratch / STOP_FILE
         self._terminated = threading.Event()
         self._peers = [

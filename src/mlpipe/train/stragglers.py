@@ -9,7 +9,6 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,5 +86,5 @@ class MovingLoop(Loop):
         for rank, ratio in slow.items():
             named[self.nodes[rank]] = max(round(ratio, 1), named.get(self.nodes[rank], 0.0))
         if named != self.named:
-            write_slow(Path(os.environ[environment.SCRATCH]), named)
+            write_slow(self.session.stop.scratch, named)
             self.named = named

@@ -7,8 +7,9 @@ from kit import plans
 
 from mlpipe._core.errors import NODE_FAULT_CODE, StoreError
 from mlpipe.store.outcome import read_outcome
-from mlpipe.store.preflight import Checked
+from mlpipe.store.preflight import Checked, read_checked, write_checked
 from mlpipe.train.launcher import Launcher
+from mlpipe.train.outcome import write_slow
 from mlpipe.train.preflight.start import LOG, at_fault
 
 pytestmark = pytest.mark.unit
@@ -36,3 +37,25 @@ def test_a_store_that_goes_away_after_a_preflight_changes_no_exit_code(tmp_path,
     assert last == "error: gone"
     kept = read_outcome(launcher.store, f"{plan.attempt_key}/outcome.json")
     assert (kept is not None) == (until == "preflight")
+
+
+def test_nodes_that_rank_0_names_as_slow_are_in_the_store_and_a_store_that_is_away_ends_nothing(
+    tmp_path, monkeypatch
+):
+    plan = plans.train_plan(tmp_path / "store", plans.write_tokens(tmp_path / "tokens", num_tokens=100))
+    launcher = Launcher(plan, tmp_path / "plan.json", tmp_path)
+    launcher._ship_slow()
+    write_checked(launcher.store, plan.attempt_key, Checked())
+    assert read_checked(launcher.store, plan.attempt_key).slow == {}
+    for named in ({}, {"n1": 2.5}):
+        write_slow(tmp_path, named)
+        launcher._ship_slow()
+        assert read_checked(launcher.store, plan.attempt_key).slow == named
+
+    def gone(*_):
+        raise StoreError("gone", kind="infrastructure")
+
+    monkeypatch.setattr(launcher.store, "put", gone)
+    launcher._ship_slow()  # has nothing new to say
+    write_slow(tmp_path, {})
+    launcher._ship_slow()
