@@ -43,6 +43,7 @@ OF_BACKEND = {
     "jenkins": ("submit/jenkins/", "render/jenkins.py"),
     "local": ("submit/local/",),
     "slurm": ("submit/slurm/", "spec/slurm", "render/slurm.py", "plan/slurm.py"),
+    "rented": ("submit/rented/",),
 }
 MOST_PARAMETERS = 6
 # Those with more, and why no dataclass says it better; a verb has as many as it has options.

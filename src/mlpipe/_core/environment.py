@@ -9,6 +9,13 @@ STORE = "MLPIPE_STORE"
 CACHE = "MLPIPE_CACHE"  # set in every pod, too
 CALIBRATE = "MLPIPE_CALIBRATE"  # off: this machine is not measured unasked, nor are its figures used
 STORE_DEADLINE_SECONDS = "MLPIPE_STORE_DEADLINE_SECONDS"
+MAX_USD = "MLPIPE_MAX_USD"  # of a run on rented machines; read by its driver
+
+# By people, for the machines that are rented in their name; read by submit/rented/keys.py.
+WORKER_ACCESS_KEY_ID = "MLPIPE_WORKER_AWS_ACCESS_KEY_ID"
+WORKER_SECRET_ACCESS_KEY = "MLPIPE_WORKER_AWS_SECRET_ACCESS_KEY"
+WORKER_SESSION_TOKEN = "MLPIPE_WORKER_AWS_SESSION_TOKEN"
+WORKER_ROLE_ARN = "MLPIPE_WORKER_AWS_ROLE_ARN"
 
 # Set by `mlpipe run --debug-rank`, for all that it starts: the rank and its terminal, like 0:/dev/pts/3.
 DEBUG_RANK = "MLPIPE_DEBUG_RANK"  # read by train/debugger.py
@@ -34,6 +41,9 @@ FIRST_RESTART = "MLPIPE_FIRST_RESTART"
 COORDINATOR = "MLPIPE_COORDINATOR"  # token@host:port; read by train/replicas/replicas.py
 REPLICA = "MLPIPE_REPLICA"  # its number; read by train/launcher.py and train/session.py
 SUPERVISOR = "MLPIPE_SUPERVISOR"  # its pid; read by train/launcher.py
+
+# Set by submit/rented/order.py for a machine: what it is to do, as JSON.
+RENTAL = "MLPIPE_RENTAL"  # read by submit/rented/machine.py
 
 # Set by render/pod.py for a stage.
 RENDEZVOUS = "MLPIPE_RENDEZVOUS"  # read by train/launcher.py

@@ -26,6 +26,7 @@ TABLE = {
     "kubernetes": "mlpipe.submit.kubernetes:KubernetesBackend",
     "jenkins": "mlpipe.submit.jenkins:JenkinsBackend",
     "slurm": "mlpipe.submit.slurm:SlurmBackend",
+    "rented": "mlpipe.submit.rented:RentedBackend",
 }
 DEFAULT = next(iter(TABLE))
 GROUP = "mlpipe.backends"

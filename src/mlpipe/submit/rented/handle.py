@@ -1,0 +1,250 @@
+"""A stage on a rented machine, from the order to the return.
+
+The machine runs the stage by itself (`machine.py`) and leaves its outcome in the store. Here it is watched:
+that it runs, what it costs, that it is asked to save in time, and that it is returned whatever happens.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from mlpipe._core.errors import MlpipeError, SubmitError
+from mlpipe.plan.offers import IMAGE_BYTES, Quote
+from mlpipe.plan.plan import Plan
+from mlpipe.spec.model import Pipeline
+from mlpipe.store import outputs
+from mlpipe.store.base import Store
+from mlpipe.submit.executor import Ended, Slots
+from mlpipe.submit.handle import ThreadedHandle, ended_by, outcomes_of
+from mlpipe.submit.process_executor import ProcessExecutor
+from mlpipe.submit.rented import machine
+from mlpipe.submit.rented.keys import worker_environment
+from mlpipe.submit.rented.market import Market
+from mlpipe.submit.rented.order import (
+    LAST_FIRST_BEAT_SECONDS,
+    LEASE_SECONDS,
+    Term,
+    save_before_seconds,
+    script,
+    told,
+)
+from mlpipe.submit.rented.rentals import Rental
+from mlpipe.submit.rented.vendor import Machine, Order
+
+_POLL_SECONDS = 5.0
+_LOOK_SECONDS = 0.2  # whether the stage was asked to stop
+_GONE_POLLS = 3  # so many times a machine is gone before it is believed
+_RENEW_SECONDS = 30.0
+
+
+class RentedExecutor:
+    """Rents a machine for a stage of workers; a command runs here, beside its driver."""
+
+    def __init__(self, market: Market, pipeline: Pipeline, here: ProcessExecutor) -> None:
+        self._market, self._pipeline, self._here = market, pipeline, here
+
+    def capacity(self) -> Slots:
+        """Machines are rented one after the other by who rents them; commands share this one's cores."""
+        return Slots(cpus=2**31, gpus=2**31)
+
+    def check(self, plan: Plan) -> None:
+        if plan.kind.runs == "command":
+            self._here.check(plan)
+
+    def start(self, plan: Plan, scratch: Path) -> ThreadedHandle:
+        if plan.kind.runs == "command":
+            return self._here.start(plan, scratch)
+        return RentedHandle(self._market, self._pipeline, plan)
+
+
+class RentedHandle(ThreadedHandle):
+    """One attempt. An interruption gives it up; the next attempt looks for another machine, and goes on from
+    the last checkpoint."""
+
+    def __init__(self, market: Market, pipeline: Pipeline, plan: Plan) -> None:
+        super().__init__(market.store, plan)
+        self._market, self._pipeline = market, pipeline
+        self._killing, self._out_of = False, ""
+        self._note = ""
+        self._renewed, self._beats = 0.0, 0
+        self._thread.daemon = False  # a driver does not end before its machine is returned
+        self._thread.start()
+
+    def note(self) -> str:
+        return "" if self._stopping else self._note
+
+    def kill(self) -> None:
+        super().kill()
+        self._killing = True
+
+    def _work(self) -> Ended:
+        self._note = "waits for the run's other machine to be returned: one at a time keeps to the budget"
+        while not self._market.one_at_a_time.acquire(timeout=_LOOK_SECONDS):
+            if self._stopping:
+                return Ended("cancelled", "stopped before a machine was rented")
+        try:
+            return self._on_a_machine()
+        finally:
+            self._market.one_at_a_time.release()
+
+    def _on_a_machine(self) -> Ended:
+        quotes = self._market.candidates(self._plan)
+        for number, quote in enumerate(quotes):
+            if self._stopping:
+                return Ended("cancelled", "stopped before a machine was rented")
+            self._note = (
+                f"rents {quote.offer.id}, {quote.hardware}, at ${quote.offer.usd_per_hour:.3f} an hour"
+            )
+            term = self._term(quote)
+            if term is None:
+                return self._too_little()
+            rental = self._rent(quote, term, number)
+            if rental is not None:
+                return self._watched(rental, term)
+        words = f"{len(quotes)} machines were for rent, and none could be had"
+        return Ended("failed", words, kind="infrastructure", lost=True)
+
+    def _term(self, quote: Quote) -> Term | None:
+        """None: what is left does not even pay the preparation and a save."""
+        seconds = self._market.limit_seconds(quote)
+        if seconds < quote.prepare_seconds + save_before_seconds(self._plan):
+            return None
+        return Term(time.time() + seconds, seconds)
+
+    def _too_little(self) -> Ended:
+        words = (
+            f"${self._market.left_usd():.2f} of ${self._market.limits.max_usd:.2f} are left, too little to "
+            "rent a machine, prepare it and save what it does"
+        )
+        return Ended("failed", words, kind="infrastructure")
+
+    def _rent(self, quote: Quote, term: Term, number: int) -> Rental | None:
+        plan, market = self._plan, self._market
+        self._renew(force=True)
+        order = Order(
+            f"{market.rentals.prefix}{plan.stage}/{plan.attempt}/{number}",
+            self._pipeline.image or "",
+            script(market.vendor.give_back(), term),
+            quote.disk_bytes,
+            {
+                **told(plan, term, str(outputs.cache_folder()), LEASE_SECONDS),
+                **worker_environment(plan.store_url, plan.run_id, term.seconds),
+            },
+        )
+        return market.rentals.rent(quote, order)
+
+    def _watched(self, rental: Rental, term: Term) -> Ended:
+        """Until it has ended; the machine is returned in any case."""
+        try:
+            ended = self._follow_machine(rental, term)
+        finally:
+            self._note = f"returns machine {rental.machine}"
+            try:
+                self._give_back(rental)
+            except MlpipeError as error:
+                self._note = (
+                    f"machine {rental.machine} could not be returned ({error.message}); it ends its own "
+                    f"rental by {time.strftime('%H:%M UTC', time.gmtime(term.deadline))}"
+                )
+        if ended.lost:
+            self._market.rentals.keep(self._returned(rental, failed=True))
+        return ended
+
+    def _follow_machine(self, rental: Rental, term: Term) -> Ended:
+        gone, heard = 0, False
+        while True:
+            if self._killing:
+                return Ended("cancelled", "its machine was returned at once")
+            if outcomes := outcomes_of(self._store, self._plan):
+                return self._judged(ended_by(outcomes[0]))
+            now = time.time()
+            if now > term.deadline:
+                return Ended("failed", "the rental's end came before a save", kind="infrastructure")
+            if not self._stopping and now > term.deadline - save_before_seconds(self._plan):
+                by_time = self._market.left_seconds() < save_before_seconds(self._plan) * 2
+                self._out_of = "time" if by_time else "money"
+                self._stopping = True
+            heard = heard or self._store.exists(f"{self._plan.attempt_key}/{machine.BEAT}")
+            self._renew()
+            mine = self._machine(rental)
+            gone = 0 if mine is not None and mine.state != "gone" else gone + 1
+            if gone >= _GONE_POLLS:
+                what = "was taken away" if mine is None else f"is gone: {mine.says}"
+                return Ended("failed", f"machine {rental.machine} {what}", kind="infrastructure", lost=True)
+            if not heard and now - rental.asked > LAST_FIRST_BEAT_SECONDS:
+                words = f"machine {rental.machine} did not begin: {mine.says if mine else ''}"
+                return Ended("failed", words, kind="infrastructure", lost=True)
+            spent = self._market.rentals.spent_usd()
+            self._note = "" if heard else f"machine {rental.machine} is prepared: {mine.says if mine else ''}"
+            self._note = self._note and f"{self._note}; ${spent:.2f} spent"
+            self._wait(_POLL_SECONDS)
+
+    def _judged(self, ended: Ended) -> Ended:
+        """A save that the budget asked for is a failure that more of it mends; one that nobody asked for was
+        the machine's, which did not hear of us."""
+        if ended.state != "cancelled" or (self._stopping and not self._out_of):
+            return ended
+        if not self._out_of:
+            return replace(ended, state="failed", kind="infrastructure", lost=True)
+        limits = self._market.limits
+        words = (
+            f"saved and stopped before ${limits.max_usd:.2f} were spent ({ended.message}); go on with "
+            "MLPIPE_MAX_USD=MORE mlpipe resume RUN"
+            if self._out_of == "money"
+            else f"saved and stopped before --max-time was over ({ended.message})"
+        )
+        return Ended("failed", words, "infrastructure", ended.exit_code, ended.outcome)
+
+    def _machine(self, rental: Rental) -> Machine | None:
+        """Ours; another one of this attempt is the child of an answer that came too late, and is returned. A
+        vendor that does not answer says nothing: the rental's end bounds how long."""
+        try:
+            ours = self._market.rentals.ours(self._market.vendor.machines())
+            for twin in ours:
+                if twin.label != rental.label:
+                    self._market.vendor.destroy(twin.id)
+            return next((one for one in ours if one.label == rental.label), None)
+        except SubmitError as error:
+            return Machine(rental.machine or "", rental.label, "starts", error.message)
+
+    def _renew(self, *, force: bool = False) -> None:
+        """The lease that the machine reads; at once when it is to save."""
+        now = time.monotonic()
+        if not force and not self._stopping and now - self._renewed < _RENEW_SECONDS:
+            return
+        self._beats += 1
+        lease = {"beat": self._beats, "stop": self._stopping}
+        try:
+            self._store.put(f"{self._plan.attempt_key}/{machine.LEASE}", json.dumps(lease).encode())
+            self._renewed = now
+        except MlpipeError as error:
+            self._note = error.message
+
+    def _wait(self, seconds: float) -> None:
+        """Less when the stage is asked to stop meanwhile."""
+        state = self._stopping, self._killing
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and state == (self._stopping, self._killing):
+            time.sleep(_LOOK_SECONDS)
+
+    def _give_back(self, rental: Rental) -> None:
+        self._market.rentals.give_back(
+            rental, traffic_usd=traffic_usd_of(self._store, self._plan.attempt_key, rental)
+        )
+
+    def _returned(self, rental: Rental, *, failed: bool) -> Rental:
+        kept = next((one for one in self._market.rentals.all() if one.label == rental.label), rental)
+        return replace(kept, failed=failed)
+
+
+def traffic_usd_of(store: Store, attempt_key: str, rental: Rental) -> float:
+    """As the machine counted its bytes, its image besides; as reserved, where it said nothing."""
+    try:
+        beat = json.loads(store.get(f"{attempt_key}/{machine.BEAT}"))
+    except (MlpipeError, ValueError):
+        return rental.traffic_usd
+    down = (beat["received_bytes"] + IMAGE_BYTES) * rental.usd_per_byte_down
+    return float(down + beat["sent_bytes"] * rental.usd_per_byte_up)

@@ -1,0 +1,59 @@
+"""What a rented machine is told: a script, and what it needs to know. Pure, so that `--dry-run` shows it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+
+from mlpipe._core import environment
+from mlpipe.plan.plan import Plan
+
+LEASE_SECONDS = 900.0  # for which a machine goes on without a sign of its driver
+RETURN_SECONDS = 120.0  # that are kept for returning it, after what it saves
+LAST_FIRST_BEAT_SECONDS = 1800.0  # from the order until the machine's own program is heard of
+
+_SCRIPT = """\
+# the dead man's switch: whatever happens above it, the machine ends its own rental
+give_back() {{ {give_back}; }}
+return_machine() {{ while :; do give_back && sleep 30; sleep {pause}; done; }}
+left=$(( {deadline} - $(date +%s) ))
+if [ "$left" -gt {seconds} ]; then left={seconds}; fi
+if [ "$left" -lt 0 ]; then left=0; fi
+( sleep "$left"; return_machine ) &
+"$(command -v python || command -v python3)" -m mlpipe.submit.rented.machine
+return_machine
+"""
+
+
+@dataclass(frozen=True)
+class Term:
+    """For how long a machine is rented. `deadline`: Unix seconds; `seconds`: until then."""
+
+    deadline: float
+    seconds: float
+
+
+def script(give_back: str, term: Term) -> str:
+    """For `sh`. Times in whole seconds, in favour of the budget."""
+    return _SCRIPT.format(
+        give_back=give_back, deadline=math.floor(term.deadline), seconds=math.floor(term.seconds), pause=10
+    )
+
+
+def save_before_seconds(plan: Plan) -> float:
+    """Before the end of its term a machine is told to save by so much."""
+    return plan.launch.shutdown_seconds + RETURN_SECONDS
+
+
+def told(plan: Plan, term: Term, cache: str, lease_seconds: float) -> dict[str, str]:
+    """The variables of `machine.py`. `cache`: where inputs lie on its driver's machine."""
+    document = {
+        "store": plan.store_url,
+        "attempt_key": plan.attempt_key,
+        "save_at": term.deadline - save_before_seconds(plan),
+        "save_after_seconds": term.seconds - save_before_seconds(plan),
+        "lease_seconds": lease_seconds,
+        "cache": cache,
+    }
+    return {environment.RENTAL: json.dumps(document)}
