@@ -18,8 +18,8 @@ from kit.servers import ServerMissingError
 from kit.slurm import Slurm, slurm
 from kit.undisturbed import Hold, Undisturbed, check_processes, last_digest, losses, ranks, workers_of
 
-from mlpipe._core.records import Step
-from mlpipe.observe.records import read_records
+from mlpipe._core.records import Membership, Start, Step
+from mlpipe.observe.records import decode_lines, read_records
 from mlpipe.store import catalogue, runs
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.preflight import read_checked
@@ -244,6 +244,54 @@ def test_a_sweep_loses_a_rank_a_trial_and_its_driver_and_the_others_never_know(
     assert len(set(values)) == 3
     assert done["best"] == f"00{values.index(min(values))}"
     assert [runs.read_run(person.there, f"s-00{n}").stages["train"].attempt for n in range(3)] == [1, 2, 1]
+
+
+def test_of_an_elastic_training_a_node_is_lost_and_the_others_go_on(person, hold):
+    """Of three replicas a rank is killed; one fewer is wanted; a node is lost, and Slurm takes another one
+    for its replica. The others never start again. Then all are cancelled."""
+    cluster, key = person.cluster, "runs/elastic/stages/train/attempt-1"
+    model = {**hold.model, "args": {**hold.model["args"], "seconds": 3.0}}
+    # five of eight cores: a node for each, and room for the coordinator
+    resources = {"nodes": "2..3", "workers_per_node": 1, "cpus": 5, "memory": "2 GiB"}
+    changes = {"steps": 400, "strategy": "single", "deterministic": False}
+    stage = training(model, resources, checkpoint={"every": "1000 steps"}, **changes)
+    path = person.folder / "elastic.json"
+    document = {"version": 1, "name": "p", "slurm": {"time": "30 min"}, "stages": [stage]}
+    path.write_text(json.dumps(document))
+
+    def members() -> list[list[int]]:
+        data, _ = person.there.read_log(f"{key}/events.jsonl")
+        found = [one for one in decode_lines(data.split(b"\n")) if isinstance(one, Membership)]
+        return [sorted(one.members or []) for one in found]
+
+    def jobs() -> dict[str, str]:
+        lines = cluster.run("squeue", "--noheader", "--format=%j %A").splitlines()
+        found = dict(line.split() for line in lines if line.startswith("mlpipe/elastic/"))
+        return {name.rpartition("/")[2]: number for name, number in found.items()}
+
+    with hold:
+        person.submit(path, "elastic")
+        until(lambda: [0, 1, 2] in members(), "three replicas")
+        person.until_step("elastic", 1)
+        before = len(members())
+        (victim,) = (pid for pid, _, _, env in ranks("elastic") if env["MLPIPE_REPLICA"] == "1")
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: [0, 1, 2] in members()[before:], "the one that was killed")
+        person("scale", "elastic", "--nodes", "2")
+        until(lambda: members()[-1] == [0, 1] and "2" not in jobs(), "one fewer")
+        before, lost = len(members()), cluster.nodes_of(jobs()["1"])[0]
+        cluster.kill_node(lost)
+        until(lambda: [0, 1] in members()[before:], "the replica of the lost node, on another one")
+        assert cluster.nodes_of(jobs()["1"]) != [lost]
+        assert person.restarts(jobs()["1"]) >= 1
+        assert person.json("cancel", "elastic")["state"] == "cancelled"
+    assert not jobs()
+    assert person.last_saved("elastic") > 1
+    found = {rank: read_records(person.there, key, rank) for rank in range(2)}
+    starts = {rank: [one for one in found[rank] if isinstance(one, Start)] for rank in found}
+    assert len(starts[0]) == 1, "it began once"
+    assert len(starts[1]) == 3
+    assert {one.resumed_from for lines in starts.values() for one in lines} == {None}, "healed by a peer"
 
 
 # What a program does that knows nothing of mlpipe: two processes meet, and add up.

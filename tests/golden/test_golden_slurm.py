@@ -33,10 +33,14 @@ EVERYTHING = (
     "slurm.scratch=/local/nvme",
     "slurm.stages={train: {qos: urgent, options: {mail-type: ALL}}}",
 )
+ELASTIC = (*QUICKSTART, "train.resources.nodes=2..4", "slurm.time=8 h")
+PARTS = {"coordinator": "coordinator", "replica": "3"}
 CASES = {
     "two-nodes": ("quickstart", "train", QUICKSTART),
     "command": ("llm", "corpus", ("slurm.time=20 min",)),
     "everything": ("llm", "train", EVERYTHING),
+    "coordinator": ("quickstart", "train", ELASTIC),
+    "replica": ("quickstart", "train", ELASTIC),
     "apptainer": ("llm", "train", ("slurm.container={runtime: apptainer, image: /images/ml pipe.sif}",)),
 }
 
@@ -46,7 +50,7 @@ def rendered(name: str) -> tuple[str, str]:
     pipeline, stage, overrides = CASES[name]
     spec = pipeline_of(pipeline, *overrides)
     plan = plan_of(spec, stage)
-    return script(plan, slurm_job(spec, stage), "slurm.out"), plan.to_json()
+    return script(plan, slurm_job(spec, stage), "slurm.out", PARTS.get(name, "")), plan.to_json()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,44 +11,52 @@ import hashlib
 import math
 import re
 import shlex
+from dataclasses import replace
 
 from mlpipe._core import environment
 from mlpipe._core.errors import NON_RETRIABLE_CODES, SAVED_CODE, RenderError
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.slurm import SlurmJob
+from mlpipe.plan.slurm import MIB, SlurmJob
+from mlpipe.render.pod import COORDINATOR_BYTES
 
 NODE_MODULE = "mlpipe.submit.slurm.node"
 NON_RETRIABLE_BASE = 10  # a node adds it to its code: of all nodes' codes srun returns the highest
 SIGNAL_SECONDS = 60  # Slurm looks at limits about once a minute, and may be late by as much
 MAX_BYTES = 4 * 2**20  # slurmctld's default of max_script_size
+COORDINATOR = "coordinator"  # of an elastic training; its other parts are numbers of replicas
 _PREFIX = "mlpipe"
 _END = "END_OF_PLAN"
 _PATH = r"[A-Za-z0-9_.,@+=/-]+"  # neither blanks nor the % of patterns
 _COMMENT = "#SBATCH --comment="
 
 
-def job_name(run_id: str, stage: str = "", attempt: int | None = None) -> str:
-    """`mlpipe/RUN/STAGE/ATTEMPT`; what is left out ends it, so that it begins the names of all of a run."""
-    return f"{_PREFIX}/{run_id}/" + (f"{stage}/{attempt}" if stage else "")
+def job_name(run_id: str, stage: str = "", attempt: int | None = None, part: str = "") -> str:
+    """`mlpipe/RUN/STAGE/ATTEMPT`, of an elastic training with a part of it; what is left out ends it, so that
+    it begins the names of all of a run."""
+    name = f"{_PREFIX}/{run_id}/" + (f"{stage}/{attempt}" if stage else "")
+    return f"{name}/{part}" if part else name
 
 
-def script(plan: Plan, job: SlurmJob, output: str) -> str:
-    """`output`: the file for what the job says besides its logs, as the nodes see it. Raises RenderError."""
+def parts_of(plan: Plan) -> list[str]:
+    """Each has a job of its own: `COORDINATOR` and numbers of replicas; of what is not elastic "" alone."""
+    replicas = plan.launch.replicas
+    return [""] if replicas is None else [COORDINATOR, *map(str, range(replicas.most))]
+
+
+def script(plan: Plan, job: SlurmJob, output: str, part: str = "") -> str:
+    """`output`: the file for what the job says besides its logs, as the nodes see it. `part`: of `parts_of`.
+    Raises RenderError."""
     if re.fullmatch(_PATH, output) is None:
         raise RenderError(
             f"{output!r} is no path that stands in a script for Slurm",
             where=plan.stage,
             hint="write a store whose path has letters, digits and any of '_.,@+=/-' alone",
         )
-    if (replicas := plan.launch.replicas) is not None:
-        raise RenderError(
-            "an elastic training runs on one machine, not as a job of Slurm",
-            where=plan.stage,
-            hint=f"write one number: --set stages.{plan.stage}.resources.nodes={replicas.most}",
-        )
-    name = job_name(plan.run_id, plan.stage, plan.attempt)
+    if part == COORDINATOR:
+        job = replace(job, cpus=1, memory_mib=COORDINATOR_BYTES // MIB, gpus=0)
+    name = job_name(plan.run_id, plan.stage, plan.attempt, part)
     head = [f"#SBATCH --{option}" for option in _options(plan, job, name, output)]
-    text = "\n".join(["#!/bin/bash", *head, "", _body(plan, job), ""])
+    text = "\n".join(["#!/bin/bash", *head, "", _body(plan, job, part), ""])
     if len(text.encode()) > MAX_BYTES:
         raise RenderError(
             f"the script has {len(text.encode())} bytes, Slurm takes {MAX_BYTES}",
@@ -88,13 +96,15 @@ def _options(plan: Plan, job: SlurmJob, name: str, output: str) -> list[str]:
     return options
 
 
-def _body(plan: Plan, job: SlurmJob) -> str:
+def _body(plan: Plan, job: SlurmJob, part: str) -> str:
     nodes = plan.launch.num_nodes
     scratch = '"${TMPDIR:-/tmp}"' if job.scratch is None else shlex.quote(job.scratch)
     codes = "|".join(str(NON_RETRIABLE_BASE + code) for code in NON_RETRIABLE_CODES)
     modules = "".join(f"module load -- {shlex.quote(name)} || exit 4\n" for name in job.modules)
     # torchrun ends with its peers; other programs would wait for a node that is gone
     together = int(plan.kind.runs == "command" and nodes > 1)
+    # a coordinator would wait for the ranks; the next start of it knows as much, by them
+    near = "scontrol requeue $SLURM_JOB_ID" if part == COORDINATOR else "ask requeue"
     every_node = f"--nodes={nodes} --ntasks={nodes} --ntasks-per-node=1"
     return f"""\
 # Written by mlpipe: change the pipeline file, not this one.
@@ -110,11 +120,11 @@ ask() {{  # told once, whatever comes meanwhile; what was cancelled is not queue
   [ "$before" = cancel ] || asked=$1
   [ -n "$before" ] || [ -z "$step" ] || tell
 }}
-trap 'ask requeue' USR1  # the time limit is near
+trap '{near}' USR1  # the time limit is near
 trap 'ask cancel' USR2  # mlpipe cancel
 trap 'asked=${{asked:-cancel}}' TERM  # scancel: the ranks have heard it themselves
 {modules}export {environment.RENDEZVOUS}="$SLURMD_NODENAME:$((10000 + SLURM_JOB_ID % 20000))"
-srun {every_node} --cpus-per-task={job.cpus} --kill-on-bad-exit={together} {_command(job)} <<'{_END}' &
+srun {every_node} --cpus-per-task={job.cpus} --kill-on-bad-exit={together} {_command(job, part)} <<'{_END}' &
 {plan.to_json().rstrip()}
 {_END}
 step=$! early=$asked
@@ -132,8 +142,9 @@ exit "$code"\
 """
 
 
-def _command(job: SlurmJob) -> str:
+def _command(job: SlurmJob, part: str) -> str:
     command = shlex.join([job.python, "-m", NODE_MODULE]) + ' --scratch "$scratch"'
+    command += f" --part {part}" if part else ""
     container = job.container
     if container is None:
         return command

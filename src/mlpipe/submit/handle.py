@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from mlpipe.store.outcome import NODE_FAULT, AttemptOutcome, read_outcome
 from mlpipe.submit.executor import Ended
 
 _MOST_AVOIDED = 8  # machines
+_LOOK_SECONDS = 0.2  # whether the stage was asked to stop
 
 
 class ThreadedHandle(ABC):
@@ -24,6 +26,7 @@ class ThreadedHandle(ABC):
         self._store = store
         self._plan = plan
         self._stopping = False
+        self._num_asked = 0
         self._ended: Ended | None = None
         self._thread = threading.Thread(target=self._follow, name=f"stage {plan.stage}", daemon=True)
 
@@ -35,9 +38,17 @@ class ThreadedHandle(ABC):
 
     def terminate(self) -> None:
         self._stopping = True
+        self._num_asked += 1
 
     def kill(self) -> None:
         self._stopping = True
+        self._num_asked += 1
+
+    def wait(self, seconds: float) -> None:
+        """Less when the stage is asked to stop meanwhile; once it was, asking again does not matter."""
+        asked, deadline = self._num_asked, time.monotonic() + seconds
+        while time.monotonic() < deadline and asked == self._num_asked:
+            time.sleep(_LOOK_SECONDS)
 
     @abstractmethod
     def _work(self) -> Ended:

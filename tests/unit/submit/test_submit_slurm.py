@@ -12,13 +12,13 @@ import pytest
 from kit.rendered import pipeline_of, plan_of
 
 from mlpipe._core.errors import MlpipeError, RenderError
-from mlpipe.plan.plan import Replicas
 from mlpipe.plan.slurm import slurm_job
 from mlpipe.render.slurm import script
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.problems import SpecErrors
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import NODE_FAULT, AttemptOutcome
+from mlpipe.submit import handle
 from mlpipe.submit.executor import Ended
 from mlpipe.submit.handle import elsewhere
 from mlpipe.submit.slurm import client, jobs, node
@@ -100,8 +100,8 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(jobs, "_FIRST_POLL_SECONDS", 0.05)
-    monkeypatch.setattr(jobs, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(jobs, "FIRST_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(handle, "_LOOK_SECONDS", 0.01)
     return folder
 
 
@@ -116,11 +116,11 @@ def followed(tmp_path: Path, folder: Path, *, stopping: bool = False) -> tuple[E
     spec = pipeline_of("llm")
     plan = plan_of(spec, "corpus")
     text = script(plan, slurm_job(spec, "corpus"), "slurm.out")
-    handle = jobs.JobHandle(FolderStore(tmp_path / "store"), plan, str(tmp_path), text)
+    followed = jobs.JobHandle(FolderStore(tmp_path / "store"), plan, str(tmp_path), text)
     if stopping:
-        handle.terminate()
-    handle._thread.join(60)
-    ended = handle.poll()
+        followed.terminate()
+    followed._thread.join(60)
+    ended = followed.poll()
     assert ended is not None
     return ended, (folder / "calls").read_text().splitlines()
 
@@ -196,14 +196,6 @@ def test_a_stage_that_cannot_go_on_is_not_queued_again_by_its_limit() -> None:
     spec = pipeline_of("llm", "slurm.time=20 min")
     texts = {name: script(plan_of(spec, name), slurm_job(spec, name), "o") for name in ("corpus", "train")}
     assert ["--signal=B:USR1" in texts[name] for name in texts] == [False, True]
-
-
-def test_an_elastic_training_is_refused() -> None:
-    spec = pipeline_of("quickstart")
-    plan = plan_of(spec, "train")
-    plan = replace(plan, launch=replace(plan.launch, replicas=Replicas(1, 2)))
-    with pytest.raises(RenderError, match="elastic"):
-        script(plan, slurm_job(spec, "train"), "o")
 
 
 def test_nodes_that_did_not_pass_a_preflight_are_left_out_beside_ones_own() -> None:

@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Iterable
 
-from mlpipe._core.errors import FATAL_KINDS, StoreError, SubmitError
+from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.plan.plan import Replicas
 from mlpipe.render import names
 from mlpipe.render.kubernetes import replica_object
 from mlpipe.store import replicas
 from mlpipe.store.outcome import AttemptOutcome
+from mlpipe.submit import replica_outcomes
 from mlpipe.submit.executor import Ended
-from mlpipe.submit.handle import blamed, ended_by
 from mlpipe.submit.kubernetes.api import Object, is_away
 from mlpipe.submit.kubernetes.gang import Gang, lost_for_good
 from mlpipe.submit.kubernetes.objects import create_all, finished
@@ -75,7 +75,7 @@ class ReplicaJobs(Gang):
             return self._gone()
         by_number = _numbered(jobs)
         if any(finished(job) == "Complete" for job in by_number.values()):
-            self._end = self._done()
+            self._end = replica_outcomes.done(self._outcomes().values())
             self._ends_at = time.monotonic() + _OTHERS_SECONDS
             return None
         failed = {number for number, job in by_number.items() if finished(job) == "Failed"}
@@ -96,17 +96,12 @@ class ReplicaJobs(Gang):
             words = last_words(pods) or "its pod left no word"
             return Ended("failed", f"the coordinator of the replicas ended: {words}", kind="infrastructure")
         found = self._outcomes()
-        fatal = [
-            found[number]
-            for number in failed & found.keys()
-            if found[number].kind in FATAL_KINDS or found[number].cause == "not_finite"
-        ]
-        if not fatal and (not failed or num_alive >= self._limits.fewest):
+        known = [found[number] for number in failed & found.keys()]
+        if not replica_outcomes.fatal(known) and (not failed or num_alive >= self._limits.fewest):
             return None
         self._postmortem.look(pods, at_the_end=True)
-        culprit = blamed(fatal or [found[number] for number in failed & found.keys()])
-        if culprit is not None:
-            return ended_by(culprit)
+        if (ended := replica_outcomes.blame(known)) is not None:
+            return ended
         words = f"{num_alive} replicas are left, {self._limits.fewest} have to be"
         reason = termination_reason(pods)
         why = reason.message if reason is not None else last_words(pods)
@@ -168,23 +163,10 @@ class ReplicaJobs(Gang):
         if any(lost_for_good([pod], time.time()) is None for pod in leaving):
             return None  # it may still save
         if self._end is None:
-            self._end = self._saved()
+            self._end = replica_outcomes.saved(self._outcomes().values())
         if any(job["metadata"]["name"] == self._name and finished(job) is None for job in jobs):
             self._api.delete("Job", self._name)
         return self._end
-
-    def _done(self) -> Ended:
-        done = [outcome for outcome in self._outcomes().values() if outcome.outcome == "done"]
-        if done:
-            return ended_by(done[0])
-        return Ended("failed", "a replica's Job is complete, but left no outcome", kind="bug")
-
-    def _saved(self) -> Ended:
-        found = self._outcomes().values()
-        for outcome in sorted(found, key=lambda one: (one.outcome == "done", one.step or 0), reverse=True):
-            if outcome.outcome in ("done", "saved"):
-                return ended_by(outcome)
-        return Ended("cancelled", "stopped before a checkpoint could be saved")
 
     def _gone(self) -> Ended:
         words = f"somebody deleted Job {self._name} while it ran"

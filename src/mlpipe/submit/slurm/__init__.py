@@ -55,6 +55,8 @@ class SlurmBackend(Backend):
         return stage_hardware(pipeline, stage, cluster=True)
 
     def executor(self, store: Store, run: RunState, holder: str) -> Executor:
+        from functools import partial
+
         from mlpipe.submit.detach import working_folder
         from mlpipe.submit.slurm.jobs import SlurmExecutor
         from mlpipe.submit.slurm.scripts import of_plan
@@ -62,7 +64,7 @@ class SlurmBackend(Backend):
         if self._pipeline is None:
             raise SubmitError("a driver of this backend knows its pipeline")
         pipeline = self._pipeline
-        return SlurmExecutor(store, working_folder(run), lambda plan: of_plan(pipeline, plan))
+        return SlurmExecutor(store, working_folder(run), partial(of_plan, pipeline))
 
     def clear(self, store: Store, run: RunState, *, timeout_seconds: float) -> None:
         from mlpipe.submit.slurm.clear import clear

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mlpipe._core.errors import SubmitError
 from mlpipe.plan.plan import Plan
-from mlpipe.render.slurm import comment, job_name
+from mlpipe.render.slurm import comment, job_name, parts_of
 from mlpipe.store.base import Store
 from mlpipe.store.outcome import AttemptOutcome
 from mlpipe.submit.executor import Ended, Slots
@@ -22,18 +22,18 @@ from mlpipe.submit.slurm import client
 from mlpipe.submit.slurm.client import AwayError, Job
 from mlpipe.submit.slurm.pending import why_waiting
 
-_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 1.0, 15.0  # a controller serves thousands: ask less and less
-_LOOK_SECONDS = 0.2  # whether the stage was asked to stop
-_AWAY_SECONDS = 1800.0  # the controller may be away for this long; jobs go on without it
+FIRST_POLL_SECONDS, LAST_POLL_SECONDS = 1.0, 15.0  # a controller serves thousands: ask less and less
+AWAY_SECONDS = 1800.0  # the controller may be away for this long; jobs go on without it
 _GONE_POLLS = 2  # so many times a job is not listed before it is believed to be gone
 _LAST_LINES = 15  # of what a job said that left no outcome
 _TAIL_BYTES = 8192
+Asked = set[tuple[int, int, str]]  # what each start of a job was told already
 
 
 class SlurmExecutor:
-    """Starts stages by the scripts that `render` makes of their plans, in `folder`."""
+    """Starts stages by the scripts that `render` makes of their plans, and of parts of those, in `folder`."""
 
-    def __init__(self, store: Store, folder: str, render: Callable[[Plan], str]) -> None:
+    def __init__(self, store: Store, folder: str, render: Callable[[Plan, str], str]) -> None:
         self._store, self._folder, self._render = store, folder, render
 
     def capacity(self) -> Slots:
@@ -43,10 +43,15 @@ class SlurmExecutor:
     def check(self, plan: Plan) -> None:
         """Raises RenderError for what can never run there."""
         if plan.kind.runs != "driver":
-            self._render(plan)
+            for part in parts_of(plan):
+                self._render(plan, part)
 
-    def start(self, plan: Plan, scratch: Path) -> JobHandle:
-        return JobHandle(self._store, plan, self._folder, self._render(plan))
+    def start(self, plan: Plan, scratch: Path) -> ThreadedHandle:
+        if plan.launch.replicas is not None:
+            from mlpipe.submit.slurm.replicas import ReplicaJobs
+
+            return ReplicaJobs(self._store, plan, self._folder, self._render)
+        return JobHandle(self._store, plan, self._folder, self._render(plan, ""))
 
 
 class JobHandle(ThreadedHandle):
@@ -87,30 +92,21 @@ class JobHandle(ThreadedHandle):
                 client.submit(self._script, self._folder)
                 return True
             except AwayError as error:
-                if time.monotonic() - began > _AWAY_SECONDS:
+                if time.monotonic() - began > AWAY_SECONDS:
                     raise
                 self._note = error.message
-                self._wait(_FIRST_POLL_SECONDS)
+                self.wait(FIRST_POLL_SECONDS)
 
     def _jobs(self) -> list[Job]:
         """Of this attempt. Raises SubmitError (input) for one of the same name that is another."""
         jobs = [job for job in client.jobs(self._name) if job.name == self._name]
-        for job in jobs:
-            if job.comment != self._comment and not job.has_ended:
-                raise SubmitError(
-                    f"another job has the name {self._name}",
-                    where=f"Slurm job {job.id}",
-                    hint="a run of this id in another store, or by another version of mlpipe: scancel it, or "
-                    "choose another --run-id",
-                    kind="input",
-                )
-        return [job for job in jobs if job.comment == self._comment]
+        return [job for job in jobs if same_script(job, self._comment)]
 
     def _follow_job(self) -> Ended:
         answered = time.monotonic()
-        interval, missing = _FIRST_POLL_SECONDS, 0
+        interval, missing = FIRST_POLL_SECONDS, 0
         seen: tuple[str, int] | None = None
-        asked: set[tuple[int, int, str]] = set()  # what each start of a job was told already
+        asked: Asked = set()
         while True:
             try:
                 job = self._one(self._jobs())
@@ -122,15 +118,15 @@ class JobHandle(ThreadedHandle):
                         return self._result(job)
                     changed = (job.state, job.restarts) != seen
                     seen = (job.state, job.restarts)
-                    interval = _FIRST_POLL_SECONDS if changed else min(interval * 1.3, _LAST_POLL_SECONDS)
+                    interval = FIRST_POLL_SECONDS if changed else min(interval * 1.3, LAST_POLL_SECONDS)
                     self._note = why_waiting(job.id, job.state, job.reason) or _restarted(job)
-                    self._act(job, asked)
+                    act(job, asked, stopping=self._stopping, killing=self._killing)
                 answered = time.monotonic()
             except SubmitError as error:  # of any words: what Slurm fails to say does not end a job
-                if time.monotonic() - answered > _AWAY_SECONDS:
+                if time.monotonic() - answered > AWAY_SECONDS:
                     raise
                 self._note = error.message
-            self._wait(_FIRST_POLL_SECONDS if self._stopping or missing else interval)
+            self.wait(FIRST_POLL_SECONDS if self._stopping or missing else interval)
 
     def _one(self, jobs: list[Job]) -> Job | None:
         """The first of those under way; a second one is the child of an answer that came too late, and has
@@ -139,31 +135,6 @@ class JobHandle(ThreadedHandle):
         for twin in alive[1:]:
             client.cancel(twin.id)
         return alive[0] if alive else (jobs[0] if jobs else None)
-
-    def _act(self, job: Job, asked: set[tuple[int, int, str]]) -> None:
-        """What is asked of the job, once for each of its starts; again where no answer came."""
-
-        def once(what: str, do: Callable[[int], None]) -> None:
-            if (job.id, job.restarts, what) not in asked:
-                do(job.id)
-                asked.add((job.id, job.restarts, what))
-
-        if self._killing:
-            once("kill", client.kill)
-        elif self._stopping:
-            if job.state == "RUNNING":
-                once("stop", lambda number: client.signal(number, "USR2"))
-            elif job.state != "COMPLETING":
-                once("cancel", client.cancel)
-        elif job.state == "PENDING" and job.reason == "BeginTime" and job.restarts:
-            once("start", client.start_now)
-
-    def _wait(self, seconds: float) -> None:
-        """Less when the stage is asked to stop meanwhile."""
-        stopping, killing = self._stopping, self._killing
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and (stopping, killing) == (self._stopping, self._killing):
-            time.sleep(_LOOK_SECONDS)
 
     def _result(self, job: Job) -> Ended:
         outcomes = outcomes_of(self._store, self._plan)
@@ -200,7 +171,7 @@ class JobHandle(ThreadedHandle):
         how += f" ({job.reason})" if job.reason not in ("", "None") else ""
         return Ended(
             "failed",
-            f"Slurm job {job.id} {how}{self._last_lines()}",
+            f"Slurm job {job.id} {how}{last_lines(self._output)}",
             kind="infrastructure",
             exit_code=job.exit_code,
         )
@@ -215,26 +186,58 @@ class JobHandle(ThreadedHandle):
             return ended_by(outcomes[0])
         if self._stopping:
             return Ended("cancelled", "stopped before a checkpoint could be saved")
-        words = f"Slurm knows no job {self._name} any more, and it left no outcome{self._last_lines()}"
+        words = f"Slurm knows no job {self._name} any more, and it left no outcome{last_lines(self._output)}"
         return Ended("failed", words, kind="infrastructure")
 
-    def _last_lines(self) -> str:
-        """Of what the job itself said, where this machine sees it."""
-        try:
-            tail = (
-                self._output.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").splitlines()[-_LAST_LINES:]
-            )
-        except OSError:
-            return ""
-        return "; its last lines:" + "".join(f"\n  | {line}" for line in tail) if tail else ", silently"
+
+def act(job: Job, asked: Asked, *, stopping: bool = False, killing: bool = False) -> None:
+    """What is asked of the job, once for each of its starts; again where no answer came."""
+
+    def once(what: str, do: Callable[[int], None]) -> None:
+        if (job.id, job.restarts, what) not in asked:
+            do(job.id)
+            asked.add((job.id, job.restarts, what))
+
+    if killing:
+        once("kill", client.kill)
+    elif stopping:
+        if job.state == "RUNNING":
+            once("stop", lambda number: client.signal(number, "USR2"))
+        elif job.state != "COMPLETING":
+            once("cancel", client.cancel)
+    elif job.state == "PENDING" and job.reason == "BeginTime" and job.restarts:
+        once("start", client.start_now)
 
 
-def output_file(plan: Plan) -> str:
+def same_script(job: Job, expected: str) -> bool:
+    """Whether the job's comment says so. Raises SubmitError (input) for another one under way."""
+    if job.comment != expected and not job.has_ended:
+        raise SubmitError(
+            f"another job has the name {job.name}",
+            where=f"Slurm job {job.id}",
+            hint="a run of this id in another store, or by another version of mlpipe: scancel it, or choose "
+            "another --run-id",
+            kind="input",
+        )
+    return job.comment == expected
+
+
+def last_lines(output: Path) -> str:
+    """Of what a job itself said, where this machine sees it."""
+    try:
+        tail = output.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").splitlines()[-_LAST_LINES:]
+    except OSError:
+        return ""
+    return "; its last lines:" + "".join(f"\n  | {line}" for line in tail) if tail else ", silently"
+
+
+def output_file(plan: Plan, part: str = "") -> str:
     """Where the job's own words go: beside the logs where the store is a folder, else into the folder where
     the run was asked for, as Slurm's own files do."""
+    of_part = f"-{part}" if part else ""
     if "://" in plan.store_url:
-        return f"slurm-{plan.run_id}-{plan.stage}-{plan.attempt}.out"
-    return f"{plan.store_url}/{plan.attempt_key}/logs/slurm.log"
+        return f"slurm-{plan.run_id}-{plan.stage}-{plan.attempt}{of_part}.out"
+    return f"{plan.store_url}/{plan.attempt_key}/logs/slurm{of_part}.log"
 
 
 def _restarted(job: Job) -> str:

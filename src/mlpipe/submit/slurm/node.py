@@ -19,7 +19,7 @@ from pathlib import Path
 from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, NON_RETRIABLE_CODES, MlpipeError
 from mlpipe.plan.plan import Plan
-from mlpipe.render.slurm import NON_RETRIABLE_BASE
+from mlpipe.render.slurm import COORDINATOR, NON_RETRIABLE_BASE
 from mlpipe.store.open import open_store
 
 _PRIVATE = 0o700
@@ -29,13 +29,15 @@ def main() -> int:
     """The exit code for srun."""
     parser = argparse.ArgumentParser(prog="mlpipe.submit.slurm.node", description=__doc__)
     parser.add_argument("--scratch", required=True)
-    folder = Path(f"{parser.parse_args().scratch}-{os.environ['SLURM_NODEID']}")
+    parser.add_argument("--part", default="", help="Of an elastic training: its coordinator, or a number.")
+    arguments = parser.parse_args()
+    folder = Path(f"{arguments.scratch}-{os.environ['SLURM_NODEID']}")
     # Slurm signals every process of a step that it ends: the stage's own process saves, and is waited for.
     signal.signal(signal.SIGTERM, lambda signum, frame: None)
     try:
         plan = Plan.from_json(sys.stdin.buffer.read())
         check_store(plan, os.environ.get("SLURMD_NODENAME", "this node"))
-        return _code(_run(plan, folder))
+        return _code(_run(plan, folder, arguments.part))
     except MlpipeError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
         return _code(EXIT_CODES[error.kind])
@@ -69,16 +71,20 @@ def variables(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
     return own
 
 
-def _run(plan: Plan, folder: Path) -> int:
+def _run(plan: Plan, folder: Path, part: str) -> int:
     """The exit code of the stage's process."""
+    module = "mlpipe.train.coordinate" if part == COORDINATOR else plan.kind.module
+    env = variables(plan, os.environ)
+    if part.isdecimal():
+        env[environment.REPLICA] = part
     shutil.rmtree(folder, ignore_errors=True)  # of this job's start before, on this node
     try:
         folder.mkdir(mode=_PRIVATE, parents=True)
         (folder / "plan.json").write_bytes(plan.to_json().encode())
-        argv = [sys.executable, "-m", plan.kind.module]
+        argv = [sys.executable, "-m", module]
         argv += ["--plan", str(folder / "plan.json"), "--scratch", str(folder / "scratch")]
         (folder / "scratch").mkdir()
-        process = subprocess.Popen(argv, env=variables(plan, os.environ), stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL)
         (folder / "pid").write_text(str(process.pid))
     except OSError as error:
         raise MlpipeError(

@@ -6,7 +6,7 @@ from mlpipe._core.errors import PlanError, SubmitError
 from mlpipe.plan.ahead import plan_ahead
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.slurm import slurm_job
-from mlpipe.render.slurm import script
+from mlpipe.render.slurm import parts_of, script
 from mlpipe.spec.model import Pipeline
 from mlpipe.store.open import full_url
 from mlpipe.submit.slurm import client
@@ -16,9 +16,9 @@ from mlpipe.submit.submission import Preview, Rendered, Submission
 Files = dict[str, str]
 
 
-def of_plan(pipeline: Pipeline, plan: Plan) -> str:
-    """The script of one attempt. Raises RenderError."""
-    return script(plan, slurm_job(pipeline, plan.stage), output_file(plan))
+def of_plan(pipeline: Pipeline, plan: Plan, part: str = "") -> str:
+    """The script of one attempt, or of a part of it. Raises RenderError."""
+    return script(plan, slurm_job(pipeline, plan.stage), output_file(plan, part), part)
 
 
 def scripts(submission: Submission) -> Files:
@@ -34,7 +34,9 @@ def scripts(submission: Submission) -> Files:
     for number, name in enumerate(names, start=1):
         plan = plan_ahead(pipeline, name, store_url, run_id, cluster=True)
         if plan.kind.runs != "driver" and only in (None, name):
-            files[f"{number:0{width}}-{name}.sbatch"] = of_plan(pipeline, plan)
+            for part in parts_of(plan):
+                file = f"{number:0{width}}-{name}{'-' if part else ''}{part}.sbatch"
+                files[file] = of_plan(pipeline, plan, part)
     return files
 
 

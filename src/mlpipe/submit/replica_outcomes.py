@@ -1,0 +1,37 @@
+"""How an elastic training has ended, by the outcomes that launchers of its replicas left."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from mlpipe._core.errors import FATAL_KINDS
+from mlpipe.store.outcome import AttemptOutcome
+from mlpipe.submit.executor import Ended
+from mlpipe.submit.handle import blamed, ended_by
+
+
+def fatal(outcomes: Iterable[AttemptOutcome]) -> list[AttemptOutcome]:
+    """What the other replicas would come to as well."""
+    return [one for one in outcomes if one.kind in FATAL_KINDS or one.cause == "not_finite"]
+
+
+def blame(outcomes: Collection[AttemptOutcome]) -> Ended | None:
+    """Of replicas that failed, the word of the one to blame; None: none is to."""
+    culprit = blamed(fatal(outcomes) or list(outcomes))
+    return None if culprit is None else ended_by(culprit)
+
+
+def done(outcomes: Iterable[AttemptOutcome]) -> Ended:
+    """Of replicas one of which has done the training."""
+    first = next((one for one in outcomes if one.outcome == "done"), None)
+    if first is not None:
+        return ended_by(first)
+    return Ended("failed", "a replica's job is complete, but left no outcome", kind="bug")
+
+
+def saved(outcomes: Iterable[AttemptOutcome]) -> Ended:
+    """Of replicas that were told to stop."""
+    for one in sorted(outcomes, key=lambda one: (one.outcome == "done", one.step or 0), reverse=True):
+        if one.outcome in ("done", "saved"):
+            return ended_by(one)
+    return Ended("cancelled", "stopped before a checkpoint could be saved")
