@@ -18,7 +18,7 @@ from mlpipe.store.outcome import AttemptOutcome, write_outcome
 from mlpipe.submit import handle
 from mlpipe.submit.slurm import client
 from mlpipe.submit.slurm import replicas as replica_jobs
-from mlpipe.submit.slurm.jobs import SlurmExecutor
+from mlpipe.submit.slurm.executor import SlurmExecutor
 from mlpipe.submit.slurm.scripts import of_plan
 
 pytestmark = pytest.mark.unit

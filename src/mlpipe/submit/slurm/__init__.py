@@ -58,7 +58,7 @@ class SlurmBackend(Backend):
         from functools import partial
 
         from mlpipe.submit.detach import working_folder
-        from mlpipe.submit.slurm.jobs import SlurmExecutor
+        from mlpipe.submit.slurm.executor import SlurmExecutor
         from mlpipe.submit.slurm.scripts import of_plan
 
         if self._pipeline is None:

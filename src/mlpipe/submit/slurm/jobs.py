@@ -13,10 +13,10 @@ from pathlib import Path
 
 from mlpipe._core.errors import SubmitError
 from mlpipe.plan.plan import Plan
-from mlpipe.render.slurm import comment, job_name, parts_of
+from mlpipe.render.slurm import comment, job_name
 from mlpipe.store.base import Store
 from mlpipe.store.outcome import AttemptOutcome
-from mlpipe.submit.executor import Ended, Slots
+from mlpipe.submit.executor import Ended
 from mlpipe.submit.handle import ThreadedHandle, blamed, elsewhere, ended_by, outcomes_of
 from mlpipe.submit.slurm import client
 from mlpipe.submit.slurm.client import AwayError, Job
@@ -28,30 +28,6 @@ _GONE_POLLS = 2  # so many times a job is not listed before it is believed to be
 _LAST_LINES = 15  # of what a job said that left no outcome
 _TAIL_BYTES = 8192
 Asked = set[tuple[int, int, str]]  # what each start of a job was told already
-
-
-class SlurmExecutor:
-    """Starts stages by the scripts that `render` makes of their plans, and of parts of those, in `folder`."""
-
-    def __init__(self, store: Store, folder: str, render: Callable[[Plan, str], str]) -> None:
-        self._store, self._folder, self._render = store, folder, render
-
-    def capacity(self) -> Slots:
-        """Slurm knows better."""
-        return Slots(cpus=2**31, gpus=2**31)
-
-    def check(self, plan: Plan) -> None:
-        """Raises RenderError for what can never run there."""
-        if plan.kind.runs != "driver":
-            for part in parts_of(plan):
-                self._render(plan, part)
-
-    def start(self, plan: Plan, scratch: Path) -> ThreadedHandle:
-        if plan.launch.replicas is not None:
-            from mlpipe.submit.slurm.replicas import ReplicaJobs
-
-            return ReplicaJobs(self._store, plan, self._folder, self._render)
-        return JobHandle(self._store, plan, self._folder, self._render(plan, ""))
 
 
 class JobHandle(ThreadedHandle):
