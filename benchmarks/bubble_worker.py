@@ -87,7 +87,7 @@ def measure(schedule: Schedule, num_microbatches: int, seconds: float, steps: in
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     world = World(Mesh(pp=num_ranks), rank, torch.device("cpu"))
     plan = pipeline_plan(schedule, num_ranks)
-    built = build_model(plan.model, seed=1, device_type="cpu", bf16=False)
+    built = build_model(plan.model, seed=1, device_type="cpu")
     each = seconds / BLOCKS_PER_RANK
     deferred = schedule == "zero_bubble"
     layers: Any = built.model.layers

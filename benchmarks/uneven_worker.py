@@ -78,7 +78,7 @@ class Side:
             shard_optimizer=False,
             seed=1,
         )
-        built = build_model(plan.model, seed=1, device_type="cpu", bf16=False)
+        built = build_model(plan.model, seed=1, device_type="cpu")
         layers: Any = built.model.layers
         with torch.device("meta"):
             for number in range(len(layers)):

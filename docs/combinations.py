@@ -38,6 +38,7 @@ _FEATURES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "communication on_demand": ({"communication": "on_demand"}, {"dp_shard": 2}),
     "stragglers move_load": ({"stragglers": "move_load"}, {}),
     "precision bf16": ({"precision": "bf16"}, {}),
+    "precision fp16": ({"precision": "fp16"}, {}),
     "accumulation": ({"accumulation": 2}, {}),
     "activation_checkpointing selective": ({"activation_checkpointing": "selective"}, {}),
     "activation_checkpointing full": ({"activation_checkpointing": "full"}, {}),

@@ -125,7 +125,7 @@ THREADS = [ThreadPoolExecutor(1) for _ in range(MOST_RANKS)]
 def built(plan: TrainPlan, rank: int) -> ParallelizedModel:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.mesh.world_size)
     try:
-        model = build_model(plan.model, seed=1, device_type="cpu", bf16=False)
+        model = build_model(plan.model, seed=1, device_type="cpu")
         return parallelize(model, World(plan.mesh, rank, torch.device("cpu")), plan)
     finally:
         dist.destroy_process_group()

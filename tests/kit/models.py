@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,6 +99,37 @@ class WithLoss(Plain):
         targets = batch["targets"].flatten()
         total = F.cross_entropy(self(batch["inputs"]).flatten(0, -2).float(), targets, reduction="sum")
         return total, torch.tensor(targets.numel())
+
+
+class _Overflow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, chosen: torch.Tensor, gain: float) -> torch.Tensor:
+        ctx.save_for_backward(chosen)
+        ctx.gain = gain
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (chosen,) = ctx.saved_tensors
+        loud = (grad * ctx.gain).to(torch.float16).to(grad.dtype) / ctx.gain
+        return torch.where(chosen[:, None, None], loud, grad), None, None
+
+
+class Overflowing(Plain):
+    """The gradients of samples whose first token is below `below` overflow fp16 where they are above 65,504 /
+    `gain`; of an infinite one always. Of no dropout, and with no buffer."""
+
+    def __init__(self, below: int = 12, gain: float = math.inf) -> None:
+        super().__init__(dropout=0.0)
+        del self.num_forwards
+        self.below, self.gain = below, gain
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = _Overflow.apply(self.embed(inputs), inputs[:, 0] < self.below, self.gain)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
 
 
 class Odd(Plain):
@@ -233,6 +266,10 @@ def lame(seconds: float, rank: int) -> Lame:
 
 def paced(seconds: list[float]) -> Paced:
     return Paced(seconds)
+
+
+def overflowing(**args: float) -> Overflowing:
+    return Overflowing(**args)  # type: ignore[arg-type]
 
 
 def odd() -> Odd:

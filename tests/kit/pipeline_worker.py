@@ -37,7 +37,7 @@ def gradients(mesh: Mesh, schedule: Any, rank: int) -> dict[str, Tensor]:
     ).work  # fmt: skip
     assert isinstance(plan, TrainPlan)
     world = World(mesh, rank, torch.device("cpu"))
-    built = build_model(plan.model, seed=1, device_type="cpu", bf16=False)
+    built = build_model(plan.model, seed=1, device_type="cpu")
     model = parallelize(built, world, plan)
     model.built.module.double()
     tokens = torch.randint(256, (MICROBATCHES, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))

@@ -65,7 +65,7 @@ def fits(strategy: str, world_size: int) -> bool:
 
 def measure(plan: Plan, *, reduces: bool, frozen: tuple[str, ...] = ()) -> dict[str, Any]:
     train = cast(Any, plan.work)
-    built = build_model(train.model, seed=1, device_type="cpu", bf16=False)
+    built = build_model(train.model, seed=1, device_type="cpu")
     if frozen:
         freeze(built.model, frozen)
     world = World(train.mesh, dist.get_rank(), torch.device("cpu"))

@@ -40,7 +40,7 @@ def plan_of(mesh: Mesh, **changes: Any) -> TrainPlan:
 
 def parallelized(plan: TrainPlan, rank: int) -> tuple[ParallelizedModel, World]:
     world = World(plan.mesh, rank, torch.device("cpu"))
-    built = build_model(plan.model, seed=1, device_type="cpu", bf16=False)
+    built = build_model(plan.model, seed=1, device_type="cpu")
     return parallelize(built, world, plan), world
 
 

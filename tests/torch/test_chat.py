@@ -118,7 +118,7 @@ def test_samples_of_a_row_see_nothing_of_each_other(num_kv_heads):
         )  # fmt: skip
         torch.manual_seed(1)
         model.init_weights()
-        module = LossModule(model, "cpu", bf16=False)
+        module = LossModule(model, "cpu")
         if mode is not None:
             checkpoint_activations(list(model.layers), mode)
         rows = [{"inputs": inputs, "targets": targets, DOCUMENTS: torch.tensor(lengths)}]

@@ -62,7 +62,7 @@ def test_a_whole_model_and_its_loss_are_one_graph():
         torch.manual_seed(0)
         model = build_model(**asdict(plans.CONFIG))
         model.init_weights()
-        module = LossModule(model, "cpu", bf16=True)
+        module = LossModule(model, "cpu", "bf16")
         if compiled:
             module.compile(backend=counter)
         loss, count = module(batch)

@@ -180,7 +180,7 @@ def test_gradients_of_every_parameter_are_exact(
     models = [made() for _ in range(num_ranks)]
 
     def on(rank: int) -> tuple[Tensor, Tensor]:
-        module = LossModule(models[rank], "cpu", bf16=False)
+        module = LossModule(models[rank], "cpu")
         built = BuiltModel(module, models[rank], list(models[rank].layers), False, made)
         world = World(Mesh(cp=num_ranks), rank, torch.device("cpu"))
         context.apply(ParallelizedModel(built, module), world, NO_PLAN)
@@ -189,7 +189,7 @@ def test_gradients_of_every_parameter_are_exact(
         return loss_of(module, context.cut_batch(batch, world))
 
     alone = made()
-    total, logits = loss_of(LossModule(alone, "cpu", bf16=False), batch)
+    total, logits = loss_of(LossModule(alone, "cpu"), batch)
     found = threads.run(on)
     torch.testing.assert_close(sum(part for part, _ in found), total, rtol=1e-12, atol=0)
     assert all(torch.equal(own, logits) for _, own in found)

@@ -197,7 +197,7 @@ def test_a_tied_model_of_ones_own_loads_under_all_its_names(tmp_path, store, tra
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)
-    module = LossModule(model, "cpu", bf16=False)
+    module = LossModule(model, "cpu")
     world = World(Mesh(), 0, torch.device("cpu"))
     built = BuiltModel(module, model, [], on_meta=False, construct=own.from_config)
     parallel = ParallelizedModel(built, module, shards=local_shards(module, world))

@@ -191,7 +191,7 @@ def plain_losses(
 ) -> list[float]:
     """A loop as everybody writes it, from the same weights over the same samples: the mean over the ranks'
     means, each of a batch of its own (which is what a batch norm sees)."""
-    built = build_model(train.model, seed=train.seed, device_type="cpu", bf16=False)
+    built = build_model(train.model, seed=train.seed, device_type="cpu")
     materialize(built, train.seed, torch.device("cpu"))
     model = built.model.train()
     decay = [p for p in model.parameters() if p.dim() >= 2]

@@ -47,7 +47,7 @@ def test_what_is_computed_again_is_what_the_counter_counts_more(tmp_path, mode):
     part = plans.train_plan(tmp_path, tokens_of, activation_checkpointing=mode).work
 
     def count(again: bool) -> float:
-        built = build_model(part.model, seed=1, device_type="cpu", bf16=False)
+        built = build_model(part.model, seed=1, device_type="cpu")
         built.module.to_empty(device="cpu")
         if again:
             checkpoint_activations(built.blocks, mode)

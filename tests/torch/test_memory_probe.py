@@ -44,7 +44,7 @@ def test_it_steps_down_or_refuses(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         plan = wide(tmp_path, memory_bytes=2**50, smaller_micro_batches=(8, 2))
-        built = build_model(plan.model, seed=1, device_type="cpu", bf16=False)
+        built = build_model(plan.model, seed=1, device_type="cpu")
         world = World(plan.mesh, 0, CPU)
         model = parallelize(built, world, plan)
         update = make_update(plan.optimizer, model.shards)

@@ -410,7 +410,7 @@ cpu = torch.device("cpu")
 small = dict(vocab_size=16, dim=8, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=8, max_seq_len=4,
              rope_theta=1e4, norm_eps=1e-5, tied=False)
 model = ModelPlan(Entry("mlpipe.train.models.llama:build_model", small), None, 4, ())
-built = build_model(model, seed=0, device_type="cpu", bf16=False)
+built = build_model(model, seed=0, device_type="cpu")
 materialize.materialize(built, 0, cpu)
 world = World(Mesh(), 0, cpu)
 parallel = ParallelizedModel(built, built.module, shards=local_shards(built.module, world))

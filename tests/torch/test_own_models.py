@@ -45,7 +45,7 @@ def model_plan(function: str, **args: object) -> ModelPlan:
 
 def made(function: str, seed: int = 3, **args: object) -> torch.nn.Module:
     """As a rank makes it."""
-    built = build_model(model_plan(function, **args), seed=seed, device_type="cpu", bf16=False)
+    built = build_model(model_plan(function, **args), seed=seed, device_type="cpu")
     materialize(built, seed, CPU)
     return built.model
 
@@ -80,7 +80,7 @@ def test_rows_that_are_left_and_values_that_are_scaled_have_the_constructors_val
 
 def test_a_model_that_fills_everything_is_built_without_memory_and_once(monkeypatch, caplog):
     built = build_model(
-        ModelPlan(Entry("kit.models:initialized", {}), None, 6, ()), seed=3, device_type="cpu", bf16=False
+        ModelPlan(Entry("kit.models:initialized", {}), None, 6, ()), seed=3, device_type="cpu"
     )
     assert built.on_meta
     monkeypatch.setattr(built, "construct", lambda: pytest.fail("built for real"))
@@ -116,12 +116,12 @@ def test_models_of_transformers_are_built_and_loaded(tmp_path):
     model = made("from_pretrained", seed=9, path=str(tmp_path))
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in weights.items())
     # the output's logits under mlpipe's loss; with the data that transformers knows, the model's own loss
-    loss, count = LossModule(model, "cpu", bf16=False)(BATCH)
+    loss, count = LossModule(model, "cpu")(BATCH)
     assert count == 24
     assert abs(loss.item() / 24 - math.log(256)) < 0.1
     ids = {"input_ids": BATCH["inputs"], "labels": BATCH["inputs"]}
     check_call(model, ids, "kit.own:from_pretrained")
-    loss, count = LossModule(model, "cpu", bf16=False)(ids)
+    loss, count = LossModule(model, "cpu")(ids)
     assert count == 4
     torch.testing.assert_close(loss, 4 * model(**ids).loss)
 
@@ -145,15 +145,13 @@ def test_stages_of_a_class_of_transformers_compute_what_it_does(name, config):
         getattr(transformers, f"{name}Config")(**sizes, **config)
     )
     copies = [copy.deepcopy(whole) for _ in range(2)]
-    loss, _ = LossModule(whole, "cpu", bf16=False)(BATCH)
+    loss, _ = LossModule(whole, "cpu")(BATCH)
     loss.backward()
     cut, ranks = ("model.layers.0", "model.layers.2", "model.norm"), []
     check_sequence(whole, BATCH, "a:b")
     for rank, model in enumerate(copies):
         world: Any = SimpleNamespace(mesh=Mesh(pp=2), coordinates={"pp": rank})
-        staged = StagedLossModule(
-            LossModule(model, "cpu", bf16=False), model, *_of_children(model, cut, world, "a:b")
-        )
+        staged = StagedLossModule(LossModule(model, "cpu"), model, *_of_children(model, cut, world, "a:b"))
         ranks.append(staged)
     given = None
     for stage in range(4):
@@ -184,7 +182,7 @@ def test_blocks_that_are_computed_again_collect_no_keys_twice(name, mode):
     again = copy.deepcopy(plain)
     checkpoint_activations(list(again.transformer.h if name == "GPT2" else again.model.layers), mode)
     for model in (plain, again):
-        LossModule(model, "cpu", bf16=False)(BATCH)[0].backward()
+        LossModule(model, "cpu")(BATCH)[0].backward()
     for mine, theirs in zip(again.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
 
@@ -199,7 +197,7 @@ def test_a_tied_head_of_a_class_of_transformers_is_on_no_two_stages():
 def check(model: torch.nn.Module, batch=BATCH) -> torch.Tensor:
     """Loss per target, as the loop computes it."""
     check_call(model, batch, "kit.own:gives")
-    loss, count = LossModule(model, "cpu", bf16=False, entry="kit.own:gives")(batch)
+    loss, count = LossModule(model, "cpu", entry="kit.own:gives")(batch)
     return loss / count
 
 

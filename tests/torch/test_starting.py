@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def first_loss(plan: Plan, state: dict[str, torch.Tensor]) -> float:
     """Of the first step's samples, by the plan's model with these weights, outside of any trainer."""
     train = plan.work.training
-    built = build_model(train.model, seed=0, device_type="cpu", bf16=False)
+    built = build_model(train.model, seed=0, device_type="cpu")
     materialize(built, 0, CPU)
     built.model.load_state_dict(state, strict=False)
     dataset = open_dataset(train.data, split="train", seq_len=train.model.seq_len)
@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_refused_by_name_or_left_out_and_listed(started):
     missing = list(trained)[-2:]
     assert all(name in notes for name in (*missing, "more.weight", "norm.weight"))
     assert start["restore_seconds"] > 0
-    seeds = build_model(by_run["loose"].work.training.model, seed=1, device_type="cpu", bf16=False)
+    seeds = build_model(by_run["loose"].work.training.model, seed=1, device_type="cpu")
     materialize(seeds, 1, CPU)
     partly = seeds.model.state_dict() | {
         name: tensor for name, tensor in trained.items() if name not in (*missing, "norm.weight")
@@ -246,7 +246,7 @@ def test_frozen_parameters_stay_and_all_strategies_agree(frozen):
         assert plans.losses(folder / "store", by_run[run]) == pytest.approx(expected, rel=1e-5)
     rest = plans.losses(folder / "store", by_run["half-2"])
     assert rest == pytest.approx(expected[2:], rel=1e-5)
-    built = build_model(by_run["ddp-1"].work.training.model, seed=1, device_type="cpu", bf16=False)
+    built = build_model(by_run["ddp-1"].work.training.model, seed=1, device_type="cpu")
     materialize(built, 1, CPU)
     for run in ("ddp-1", "zero1-1", "fsdp-1", "half-2"):
         key = catalogue.latest(store, by_run[run].stage_key).key
@@ -342,7 +342,7 @@ def loss_of_numbers(model: torch.nn.Module) -> float:
         models.numbers("train", 64), world, seed=0, global_batch=8, micro_batch=8, seq_len=32
     )
     with torch.no_grad():
-        total, count = LossModule(model, "cpu", bf16=False)(loader.step(0)[0].batch)
+        total, count = LossModule(model, "cpu")(loader.step(0)[0].batch)
     return float(total / count)
 
 

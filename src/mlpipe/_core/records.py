@@ -65,7 +65,7 @@ class Start(Record):
     global_batch: int | None
     """Samples of a step, over all ranks."""
     precision: str | None
-    """`fp32` or `bf16`."""
+    """`fp32`, `bf16` or `fp16`."""
     torch: str | None
     """Version of PyTorch."""
     host: str | None
@@ -115,7 +115,7 @@ class Start(Record):
 @dataclass(kw_only=True, slots=True)
 class Step(Record):
     """Every rank, after each update. A step whose loss or gradient is not finite updated nothing and is the
-    last one of its attempt."""
+    last one of its attempt, but in fp16, where it is `skipped`."""
 
     kind = "step"
 
@@ -127,6 +127,10 @@ class Step(Record):
     """Global L2 norm of the gradients before clipping; null: not finite."""
     lr: float | None = None
     """Learning rate of the update; absent where there was none."""
+    loss_scale: float | None = None
+    """In fp16: by how much gradients were too large on purpose in this step, of a loss that is a mean."""
+    skipped: bool | None = None
+    """In fp16: whether a gradient overflowed at that, so that nothing was updated."""
     tokens: int | None
     """Tokens that this rank computed, as measured; 0 where another rank counts the same ones. MFU counts
     these."""

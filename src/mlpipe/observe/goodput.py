@@ -216,9 +216,8 @@ def _steps(clock: _Clock, start: Start, life: list[Record], kept: float) -> floa
         clock.put("validate", min(clock.at + validating, record.time))
         validating = 0.0
         gap = clock.until(record.time)
-        if record.step > kept or (
-            record.loss is not None and math.isnan(record.loss)
-        ):  # that updated nothing
+        not_finite = record.loss is not None and math.isnan(record.loss)
+        if record.step > kept or not_finite or record.skipped:  # the latter updated nothing
             clock.seconds["lost"] += gap
             continue
         tokens += num * (record.tokens or 0)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mlpipe._core.records import Record, Save, Start, Step, Validation
 from mlpipe.observe.gpu import find_gpu
-from mlpipe.observe.series import EXPERT_METRICS, GPU_METRICS, INFO_LABELS, METRICS
+from mlpipe.observe.series import EXPERT_METRICS, GPU_METRICS, INFO_LABELS, METRICS, SCALE_METRICS
 from mlpipe.observe.serve import Serving
 
 if TYPE_CHECKING:
@@ -73,15 +73,16 @@ class RankMetrics:
         self._flops_per_token = 0.0
         self._hardware_flops_per_token = 0.0
         self._on_gpu = False
+        self._num_skipped = 0
         self._serving: Serving | None = None
         now = time.time()
         own = tuple(m for m in METRICS if m.ranks == "every" or rank == 0)
-        own += EXPERT_METRICS if rank == 0 else ()
+        own += EXPERT_METRICS + SCALE_METRICS if rank == 0 else ()
         self._served = own if gpu is None else own + GPU_METRICS
         for metric in self._served:
             if metric.type == "histogram":
                 self._histograms[metric.name] = _Histogram(metric.buckets)
-            elif metric.source == "NVML":
+            elif metric.source == "NVML" or metric in SCALE_METRICS:
                 self._values[metric.name] = {}
             elif metric.type == "counter":
                 self._values[metric.name] = {(): 0.0}
@@ -153,6 +154,10 @@ class RankMetrics:
         self._set("mlpipe_train_step", record.step)
         self._set("mlpipe_train_mfu_ratio", record.mfu_ratio)
         self._set("mlpipe_train_learning_rate", record.lr)
+        self._set("mlpipe_train_loss_scale", record.loss_scale)
+        if record.skipped is not None:
+            self._num_skipped += record.skipped
+            self._set("mlpipe_train_skipped_steps_total", self._num_skipped)
         self._set("mlpipe_train_peak_flops", record.peak_flops)
         self._set("mlpipe_train_loss", record.loss)
         self._set("mlpipe_train_grad_norm", record.grad_norm)

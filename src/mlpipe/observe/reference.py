@@ -9,7 +9,14 @@ from mlpipe._core.records import LOAD_BOUNDS
 from mlpipe.observe import goodput
 from mlpipe.observe.buckets import BUCKETS
 from mlpipe.observe.exporter import RECENT_RUNS
-from mlpipe.observe.series import EXPERT_METRICS, FLEET_METRICS, GPU_METRICS, METRICS, Metric
+from mlpipe.observe.series import (
+    EXPERT_METRICS,
+    FLEET_METRICS,
+    GPU_METRICS,
+    METRICS,
+    SCALE_METRICS,
+    Metric,
+)
 
 _HEAD = """\
 # Metrics
@@ -76,7 +83,7 @@ def reference_page() -> str:
     fleet = _FLEET.format(recent=RECENT_RUNS, single=single) + "".join(map(_fleet_row, FLEET_METRICS))
     return (
         head
-        + "".join(map(_row, METRICS + EXPERT_METRICS + GPU_METRICS))
+        + "".join(map(_row, METRICS + EXPERT_METRICS + SCALE_METRICS + GPU_METRICS))
         + fleet
         + _GOODPUT.format(words=_buckets())
     )

@@ -221,6 +221,20 @@ EXPERT_METRICS: tuple[Metric, ...] = (
     ),
 )  # fmt: skip
 
+# Of a training in fp16; else absent.
+SCALE_METRICS: tuple[Metric, ...] = (
+    Metric(
+        "mlpipe_train_loss_scale", "gauge", "1", "0",
+        "In fp16: by how much gradients are too large on purpose, so that they are not too small for it.",
+        "step: loss_scale",
+    ),
+    Metric(
+        "mlpipe_train_skipped_steps_total", "counter", "steps", "0",
+        "In fp16: steps that updated nothing, since a gradient was too large; the scale was halved.",
+        "step: skipped",
+    ),
+)  # fmt: skip
+
 # Of the rank's GPU, where there is one and nvidia-ml-py is installed (observe/gpu.py); else absent.
 GPU_METRICS: tuple[Metric, ...] = (
     Metric(

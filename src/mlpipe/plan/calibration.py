@@ -57,7 +57,8 @@ class Calibration:
             words += f" and by {len(self.runs)} run{'' if len(self.runs) == 1 else 's'}"
         return replace(
             base,
-            peak_flops={name: kernels.peak_flops for name, kernels in measured.kernels.items()},
+            peak_flops=base.peak_flops
+            | {name: kernels.peak_flops for name, kernels in measured.kernels.items()},
             memory_bytes_per_second=measured.memory_bytes_per_second,
             link_bytes_per_second=wire.link_bytes_per_second or base.link_bytes_per_second,
             kernels=measured.kernels,

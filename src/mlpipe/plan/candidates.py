@@ -32,6 +32,7 @@ from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
 from mlpipe.spec import links
 from mlpipe.spec.data import ChatData, OwnData, TokenData
+from mlpipe.spec.links import UNSCALED
 from mlpipe.spec.optimizer import OwnOptimizer
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def enumerate_candidates(
     peaks = hardware.speed.peak_flops
     precision, _ = precision_on(spec, hardware)
     if precision not in peaks:
-        raise PlanError(f"{hardware.name} has no {precision}", hint="write precision: fp32")
+        raise PlanError(f"{hardware.name} has no {precision}", hint=f"write precision: {' or '.join(peaks)}")
     cut = own is not None and isinstance(spec.model, OwnModel) and not _knows_stages(shape, own)
     pricer = pricer_of(spec, shape, hardware) if shape is not None and not cut else None
     modes, uneven_work = modes_of(spec), uneven_of(spec, shape)
@@ -131,7 +132,7 @@ def enumerate_candidates(
             candidates.append(replace(unpriced, communication=way))
             continue
         for mesh, micro in zip(possible, sizes, strict=True):
-            for each in peaks if every else (precision,):
+            for each in _precisions(peaks, precision) if every else (precision,):
                 for mode in CHECKPOINTING if every else modes:
                     open_ = wanted and each == precision and mode in modes
                     for size in micro:
@@ -320,7 +321,12 @@ def precision_on(spec: Train, hardware: Hardware) -> tuple[Precision, str]:
         return spec.precision, "as asked"
     peaks = hardware.speed.peak_flops
     if "bf16" not in peaks:
-        return "fp32", f"{hardware.name} has no bf16"
+        if "fp16" not in peaks:
+            return "fp32", f"{hardware.name} has no bf16"
+        spoilt = next((key for key in UNSCALED if getattr(spec, key) is not None), None)
+        if spoilt is not None:
+            return "fp32", f"{hardware.name} has no bf16, and {spoilt} does not go with fp16"
+        return "fp16", f"{hardware.name} has no bf16; the loss is scaled, since fp16 has a narrow range"
     if hardware.speed.kernels and "fp32" in peaks:
         ratio = peaks["bf16"] / peaks["fp32"]
         return "bf16" if ratio > 1 else "fp32", f"bf16 was measured at {ratio:.2g} times the speed of fp32"
@@ -331,6 +337,11 @@ def precision_on(spec: Train, hardware: Hardware) -> tuple[Precision, str]:
     if spec.deterministic:
         return "fp32", "a deterministic run must not depend on what this CPU can do"
     return "bf16", f"this CPU has {hardware.native_bf16}"
+
+
+def _precisions(peaks: Iterable[str], asked: Precision) -> list[str]:
+    """To compare: fp16 only where bf16 is not there, or is not what is asked for."""
+    return [one for one in peaks if one in ("fp32", "bf16", asked) or "bf16" not in peaks]
 
 
 def pick(

@@ -158,6 +158,8 @@ def lint(train: TrainPlan, chosen: Candidate, candidates: Sequence[Candidate]) -
         gain = chosen.step_seconds / min(c.step_seconds for c in low) if low else 1.0
         if gain > 1.1:
             yield f"precision: bf16 would be {gain:.1f} times as fast (by this model; peaks of the catalogue)"
+    if train.precision == "fp16" and any(c.precision == "bf16" for c in candidates):
+        yield "precision: bf16 is as fast there, and needs no loss scale: it reaches as far as fp32"
     has_experts = shape is not None and shape.widths.get("num_experts")
     puts_off = train.pipeline is not None and train.pipeline.schedule == "zero_bubble"
     if train.compile == "off" and train.precision == "bf16" and not (has_experts or puts_off):

@@ -27,7 +27,8 @@ CATALOGUE = Path(__file__).with_name("catalogue.json")
 @dataclass(frozen=True)
 class Gpu:
     """A line of the catalogue. Dense peaks, without the datasheets' 2:4 sparsity, in FLOP/s; fp32: outside
-    the tensor cores. `bf16` is None for cards before Ampere, the price where no source was found."""
+    the tensor cores. `bf16` is None for cards before Ampere, the price where no source was found. `fp16`, of
+    sums in fp32: None where it is as fast as bf16, or is not there either."""
 
     memory_bytes: int
     bf16: float | None
@@ -37,10 +38,12 @@ class Gpu:
     link_bytes_per_second: float
     network_bytes_per_second: float
     price_usd_per_hour: float | None
+    fp16: float | None = None
 
     @property
     def speed(self) -> Speed:
-        peaks = {"fp32": self.fp32} | ({"bf16": self.bf16} if self.bf16 else {})
+        known = {"fp32": self.fp32, "bf16": self.bf16, "fp16": self.fp16 or self.bf16}
+        peaks = {name: peak for name, peak in known.items() if peak}
         return Speed(
             peaks,
             self.achievable_ratio,
@@ -189,6 +192,7 @@ def _gpu(resources: Resources) -> Gpu:
         "memory_bytes": parse_bytes(own.memory) if own.memory else None,
         "fp32": own.fp32_tflops and own.fp32_tflops * 1e12,
         "bf16": own.bf16_tflops and own.bf16_tflops * 1e12,
+        "fp16": own.fp16_tflops and own.fp16_tflops * 1e12,
         "achievable_ratio": own.achievable_ratio,
         "memory_bytes_per_second": own.memory_gb_per_second and own.memory_gb_per_second * 1e9,
         "link_bytes_per_second": own.link_gb_per_second and own.link_gb_per_second * 1e9,
@@ -206,7 +210,7 @@ def _gpu(resources: Resources) -> Gpu:
             hint=f"add {', '.join(missing)}, or write resources.gpu as one of {', '.join(GPUS)}",
         )
     # What a description leaves open is that of the slowest kind: a card on PCIe, nodes on shared Ethernet.
-    slowest = replace(GPUS["T4"], bf16=None, price_usd_per_hour=None)
+    slowest = replace(GPUS["T4"], bf16=None, fp16=None, price_usd_per_hour=None)
     return replace(slowest, **cast(dict[str, Any], given))
 
 

@@ -20,11 +20,12 @@ from statistics import median
 from mlpipe._core.cpus import num_cpus, processor
 from mlpipe._core.files import state_folder, write_whole
 from mlpipe._core.serial import from_json, to_json
+from mlpipe.plan.plan import Precision
 from mlpipe.plan.reference import reference_seconds
 from mlpipe.plan.speed import Speed
 
 SCHEMA_VERSION = 1
-PRECISIONS = ("bf16", "fp32")
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
 _MOST_RUNS = 9  # of each precision; the last ones
 _FEWEST, _MOST = 0.1, 20.0  # a ratio beyond these is no matter of speed
 
@@ -61,7 +62,7 @@ class Machine:
     def speed(self, base: Speed, workers: int, cores: float) -> Speed:
         """`base`, the catalogue's, of each of so many workers with so many cores, as it is here. A correction
         is the median over the runs with as many workers, or the nearest number."""
-        ratios = {precision: self._ratios(precision, workers) for precision in PRECISIONS}
+        ratios: dict[str, list[float]] = {name: self._ratios(name, workers) for name in PRECISIONS}
         seconds = {name: reference_seconds(name, "cpu", base) for name, rows in ratios.items() if rows}
         seconds |= {name: core.passes_seconds / cores for name, core in self.core.items()}
         if not seconds:

@@ -1,8 +1,8 @@
 """Bytes per rank, by cause: tensors as the axes of the mesh divide them, then what the allocator makes of
 them.
 
-The trainer keeps fp32 weights, gradients and optimizer states whatever the precision; under bf16 the matmuls
-see bf16 copies of the weights, which are counted as buffers. Standard library only.
+The trainer keeps fp32 weights, gradients and optimizer states whatever the precision; under bf16 and
+fp16 the matmuls see copies of the weights in it, which are counted as buffers. Standard library only.
 """
 
 from __future__ import annotations
@@ -65,11 +65,12 @@ def rank_tensors(work: RankWork) -> RankTensors:
 
 
 def _whole(work: RankWork) -> RankTensors:
-    """Of a rank that is alone. Autocast keeps its bf16 copies of the weights until the forward pass ends.
+    """Of a rank that is alone. Autocast keeps its copies of the weights until the forward pass ends.
     Without accumulation the gradients come to life in the backward pass, as the activations die, all but the
     last that is rebuilt."""
     parameters, activations = work.parameters, work.activations
-    copies = parameters.sharded(1, COMPUTE_BYTES["bf16"]) if work.step.precision == "bf16" else ()
+    width = COMPUTE_BYTES[work.step.precision]
+    copies = parameters.sharded(1, width) if width < WEIGHT_BYTES else ()
     gradients, buffers = parameters.trained.sharded(1, GRADIENT_BYTES), total(copies)
     held, rebuilt, gradient_bytes = work.held_bytes, work.rebuilt_bytes, total(gradients)
     moments = [Moment(buffers + held), Moment(buffers + gradient_bytes + rebuilt)]

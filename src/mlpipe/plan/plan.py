@@ -22,7 +22,7 @@ Strategy = Literal["single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 STRATEGIES: tuple[Strategy, ...] = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp")
 Checkpointing = Literal["none", "selective", "full"]
 Compile = Literal["off", "block", "model"]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 Communication = Literal["collective", "resident", "on_demand"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")  # by what is computed again
 

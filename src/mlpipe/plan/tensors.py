@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 WEIGHT_BYTES = 4  # fp32 whatever the precision, as are gradients and optimizer states
 GRADIENT_BYTES = 4
-COMPUTE_BYTES = {"fp32": 4, "bf16": 2}  # of what matmuls see
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of what matmuls see
 
 
 @dataclass(frozen=True)

@@ -107,11 +107,25 @@ def round_of(update: Update) -> dict[str, Any]:
     return settings.model_dump(mode="json")
 
 
+# What they keep from step to step an overflow of fp16 would spoil for good, or workers would not all see it.
+UNSCALED = ("compress", "update")
+
+
 def problems(train: Node, strategies: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
     """Of a training: what does not go with `compress`, and with `update`. `strategies`: by key those that it
     goes with."""
     compress, update = get(train, "compress"), get(train, "update")
     yield from _of_buckets(train, strategies["buckets"])
+    precision = get(train, "precision")
+    if precision is not None and text_of(precision) == "fp16":
+        for key, node in zip(UNSCALED, (compress, update), strict=True):
+            if node is not None and node.value is not None:
+                yield Problem.at(
+                    precision.place,
+                    f"fp16 does not go with {key}: workers skip a step that overflows together, and nothing "
+                    "of it may be left in what they keep",
+                    "write bf16 or fp32",
+                )
     if compress is not None and compress.value is not None:
         yield from _needs_copies(train, "compress", strategies["compress"])
         if update is not None and update.value is not None:

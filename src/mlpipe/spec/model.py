@@ -32,6 +32,9 @@ class Device(SpecModel):
     bf16_tflops: f.Positive | None = Field(
         None, description="Dense peak, without sparsity. Default: it has no bf16."
     )
+    fp16_tflops: f.Positive | None = Field(
+        None, description="Likewise, with fp32 accumulation. Default: that of bf16."
+    )
     achievable_ratio: f.PositiveRatio | None = Field(
         None, description="Share of the peak that its best matmul reaches."
     )

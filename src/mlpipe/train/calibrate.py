@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from mlpipe._core.serial import to_json
 from mlpipe.plan.allocators import glibc
 from mlpipe.plan.optimizers import traffic_bytes
+from mlpipe.plan.plan import Precision
 from mlpipe.plan.reference import BLOCK, REFERENCE
 from mlpipe.plan.shapes.dense import traffic_block
 from mlpipe.plan.speed import KernelRates, Measured
@@ -36,10 +37,11 @@ from mlpipe.train.loss import cross_entropy_sum
 from mlpipe.train.measure import reference_passes
 from mlpipe.train.model import LossModule
 from mlpipe.train.models.llama import Llama, RMSNorm, rope_tables, rotate
+from mlpipe.train.precision import DTYPES
 from mlpipe.train.stop import die_with_parent
 
+_NATIVE_BF16 = (8, 0)  # compute capability of the first GPUs that have it
 _BOX_SECONDS, _PASSES_SECONDS = 0.15, 1.0  # for one figure; for one look at the whole passes
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # tokens x inner x outer: from a small model's k to a GPU-sized block's
 _SHAPES_CPU = ((256, 128, 64), (256, 128, 384), (512, 256, 704), (1024, 256, 2048), (1024, 512, 4096))
 _SHAPES = ((1024, 1024, 1024), (4096, 2048, 2048), (8192, 4096, 4096), (8192, 4096, 14336))
@@ -84,9 +86,12 @@ class Bench:
         self.config = BLOCK[self.device.type]
         self.seq_len, self.batch = (256, 4) if self.on_cpu else (2048, 4)
         self.tokens = self.seq_len * self.batch
-        self.works = {precision: self._passes(dtype) for precision, dtype in _DTYPES.items()}
+        self.precisions: tuple[Precision, ...] = ("fp32", "bf16")
+        if not self.on_cpu and torch.cuda.get_device_capability(self.device) < _NATIVE_BF16:
+            self.precisions = ("fp32", "fp16")
+        self.works: dict[str, Callable[[], object]] = {one: self._passes(one) for one in self.precisions}
         if self.on_cpu and dist.get_world_size() > 1:
-            self.works["sharded"] = self._passes(torch.float32, sharded=True)
+            self.works["sharded"] = self._passes("fp32", sharded=True)
         self.passes: dict[str, list[float]] = {name: [] for name in self.works}
 
     def seconds(self, work: Callable[[], object]) -> float:
@@ -131,9 +136,9 @@ class Bench:
         if not self.on_cpu:
             torch.accelerator.synchronize(self.device)
 
-    def kernels(self, precision: str) -> KernelRates:
+    def kernels(self, precision: Precision) -> KernelRates:
         """`passes_seconds` is to come, when all looks have been taken."""
-        dtype, points = _DTYPES[precision], []
+        dtype, points = DTYPES[precision], []
         for tokens, inner, outer in _SHAPES_CPU if self.on_cpu else _SHAPES:
             flops = 2.0 * tokens * inner * outer
             points.append((flops, 3 * flops / self.seconds(self._linear(dtype, tokens, inner, outer))))
@@ -145,7 +150,7 @@ class Bench:
             large = self._stream(dtype, _MANY_CPU)
         return KernelRates(peak, shares, attention, small, self._loss(dtype), large)
 
-    def _passes(self, dtype: torch.dtype, *, sharded: bool = False) -> Callable[[], object]:
+    def _passes(self, precision: Precision, *, sharded: bool = False) -> Callable[[], object]:
         """Of the reference model; `sharded`: by FSDP2."""
 
         def shard(module: LossModule) -> None:
@@ -153,7 +158,7 @@ class Bench:
                 fully_shard(block)
             fully_shard(module, reshard_after_forward=True)
 
-        return reference_passes(self.device, dtype, shard if sharded else None)
+        return reference_passes(self.device, precision, shard if sharded else None)
 
     def _linear(self, dtype: torch.dtype, tokens: int, inner: int, outer: int) -> Callable[[], object]:
         """Forward and backward: a CPU's matmuls are slower where an operand lies across."""
@@ -184,7 +189,7 @@ class Bench:
     def _stream(self, dtype: torch.dtype, batch: int) -> float:
         """What stands between the matmuls of a block of ours, forward and backward, by itself: less the
         matmuls a whole block would be a small difference of large numbers."""
-        config, low = self.config, dtype == torch.bfloat16
+        config, low = self.config, dtype != torch.float32
         norms = [RMSNorm(config.dim, config.norm_eps).to(self.device) for _ in range(2)]
         cos, sin = (table[: self.seq_len] for table in rope_tables(config, self.device))
 
@@ -200,7 +205,7 @@ class Bench:
         grads: list[torch.Tensor] = []
 
         def work() -> None:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=low):
+            with torch.autocast(self.device.type, dtype, enabled=low):
                 first, second = (norm(x) for norm, x in zip(norms, streams, strict=True))
             sums = [x + y for x, y in zip(streams, added, strict=True)]
             rotated = [rotate(x, cos, sin) for x in turned]
@@ -222,7 +227,7 @@ class Bench:
             cross_entropy_sum(logits[None], targets[None])[0].backward()
             logits.grad = None
 
-        width = 2 if dtype == torch.bfloat16 else 4
+        width = dtype.itemsize
         return self.tokens * vocab * (2 * width + 12) / self.seconds(work)
 
     def memory(self) -> float:
@@ -340,12 +345,12 @@ def measure(store_url: str) -> Measured:
     bench = Bench()
     link, call = bench.collective()
     bench.look()
-    kernels = {}
-    for precision in _DTYPES:
+    kernels: dict[str, KernelRates] = {}
+    for precision in bench.precisions:
         kernels[precision] = bench.kernels(precision)
         bench.look()
-    for precision, rates in kernels.items():
-        kernels[precision] = replace(rates, passes_seconds=median(bench.passes[precision]))
+    for name, rates in kernels.items():
+        kernels[name] = replace(rates, passes_seconds=median(bench.passes[name]))
     gathered, scattered = bench.sharding()
     return Measured(
         kernels=kernels,

@@ -52,8 +52,7 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
 
         beat = session.watchdog.beat
         tokenise(plan.data.chat, plan.data.chat.validation, lambda: beat("tokenising conversations", 0))
-    bf16 = part.precision == "bf16"
-    built = build_model(part.model, seed=part.seed, device_type=session.device.type, bf16=bf16)
+    built = build_model(part.model, seed=part.seed, device_type=session.device.type, precision=part.precision)
     model = parallelize(built, session.world, part)
     key = chosen.key
     if part.adapter is not None:

@@ -29,7 +29,7 @@ def count_flops_per_token(plan: ModelPlan, collated: Batch) -> float | None:
     """
     try:
         model = construct(load_entry(plan.build), plan.build, torch.device("meta"))
-        module = LossModule(model.to("meta"), "cpu", bf16=False, entry=plan.build.entry)
+        module = LossModule(model.to("meta"), "cpu", entry=plan.build.entry)
         batch = {name: tensor.to("meta") for name, tensor in collated.items()}
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             loss, _ = module(batch)

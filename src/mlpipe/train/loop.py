@@ -37,6 +37,7 @@ from mlpipe.train.session import Session
 from mlpipe.train.shards import clear_gradients
 
 if TYPE_CHECKING:
+    from mlpipe.train.loss_scale import LossScale
     from mlpipe.train.validation import Validation
 
 
@@ -56,6 +57,7 @@ class Loop:
     progress: list[int]
     profiling: Profiling
     validation: Validation | None = None
+    loss_scale: LossScale | None = None  # None: of a precision that needs none
     last_save: float = field(default_factory=time.monotonic)
 
     def run(self) -> Outcome:
@@ -168,10 +170,14 @@ class Loop:
         agreed = time.perf_counter()
         total_loss, total_targets, total_squared, total_tokens, stop, asks = totals.tolist()
         # Techniques average over ranks; the loss is a mean over the global batch's targets.
+        loss_scale = self.loss_scale
         scale = world.num_gradient_ranks / max(total_targets, 1.0)
+        if loss_scale is not None:
+            scale /= loss_scale.factor
         grad_norm = total_squared**0.5 * scale
         loss = total_loss / max(total_targets, 1.0)
         busy = computed - data_done - reading
+        skipped = not all(map(math.isfinite, (total_loss, total_targets, total_squared)))
         record = Step(
             step=number,
             loss=loss,
@@ -183,19 +189,24 @@ class Loop:
             compute_seconds=busy,
             collective_seconds=agreed - computed,
             memory_bytes=None,
+            loss_scale=None if loss_scale is None else loss_scale.scale,
+            skipped=None if loss_scale is None else skipped,
             **of_samples(batches),
         )
-        if not all(map(math.isfinite, (total_loss, total_targets, total_squared))):
+        if skipped and (loss_scale is None or loss_scale.is_hopeless()):
             self.checkpointer.finish()  # of an earlier step, sound, and perhaps the last good one
             self.recording.step(record, total_tokens)
             raise self.not_finite(number, local[0])
         scale *= clip_factor(grad_norm, plan.optimizer.grad_clip)
-        if plan.optimizer.clip_value is not None:
+        if plan.optimizer.clip_value is not None and not skipped:
             clip_values(self.model.shards, plan.optimizer.clip_value / scale)
         stalled = self.checkpointer.wait_for_staging()
         lr = learning_rate(plan.optimizer, number, plan.steps)
         updating = time.perf_counter()
-        self.update.step(lr=lr, scale=scale)
+        if not skipped:
+            self.update.step(lr=lr, scale=scale)
+        if loss_scale is not None:
+            loss_scale.update(overflowed=skipped)
         if number == plan.steps:
             finish(self.update)
         clear_gradients(self.model.shards)
@@ -208,7 +219,7 @@ class Loop:
         done = replace(
             record,
             time=time.time(),
-            lr=lr,
+            lr=None if skipped else lr,
             seconds=ended - began,
             compute_seconds=busy + ended - updating,
             checkpoint_seconds=stalled,
@@ -261,6 +272,8 @@ class Loop:
             scalars["kept"] = self.model.kept.scalars()
         if self.model.bucket_choice is not None:
             scalars["buckets"] = self.model.bucket_choice
+        if self.loss_scale is not None:
+            scalars |= self.loss_scale.scalars()
         if self.plan.adapter is not None:
             scalars["adapter"] = asdict(self.plan.adapter)
         if self.plan.init_from is not None:
@@ -282,13 +295,21 @@ class Loop:
         dist.all_gather(everyone, mine)
         ranks = [rank for rank, finite in enumerate(everyone) if not finite.item()]
         named = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        hint = (
+            "the last good checkpoint is kept; lower optimizer.lr, raise warmup_steps or look at the "
+            "data of this step, then `mlpipe resume`"
+        )
+        if self.loss_scale is not None:
+            hint = (
+                "no loss scale is small enough: what overflows are values of the model itself; the last good "
+                "checkpoint is kept: resume with precision: bf16 or fp32"
+            )
         error = TrainError(
             f"the loss is not finite at step {step} on {named}"
             if ranks
             else f"the gradient is not finite at step {step}, though the loss is",
             where=f"step {step}",
-            hint="the last good checkpoint is kept; lower optimizer.lr, raise warmup_steps or look at the "
-            "data of this step, then `mlpipe resume`",
+            hint=hint,
         )
         error.fatal, error.cause = True, "not_finite"  # type: ignore[attr-defined]
         return error

@@ -18,17 +18,37 @@ _CHUNK_ELEMENTS_CPU, _CHUNK_ELEMENTS = LOSS_CHUNK_ELEMENTS["cpu"], LOSS_CHUNK_EL
 
 
 def cross_entropy_sum(
-    logits_BTV: Tensor, targets_BT: Tensor, *, fused: bool = False
+    logits_BTV: Tensor, targets_BT: Tensor, *, fused: bool = False, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The summed loss in nats (fp32 scalar) and the number of targets that count (int64 scalar). Targets
     of -100 are ignored. Computed in fp32 whatever the logits' dtype. `fused`: compiled, for a GPU, where the
-    chunks are bound by memory's speed: 28 bytes an element, against about 8."""
+    chunks are bound by memory's speed: 28 bytes an element, against about 8. `scale`: of the gradient, by
+    which it is multiplied before it is rounded to the logits' dtype."""
     logits_NV, targets_N = logits_BTV.flatten(0, -2), targets_BT.flatten()
     if torch.compiler.is_compiling():  # a whole model: the compiler fuses plain torch with what surrounds it
         total = F.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORED, reduction="sum")
+        total = scale_gradient(total, scale)
     else:
-        total = _CrossEntropy.apply(logits_NV, targets_N, fused)
+        total = _CrossEntropy.apply(logits_NV, targets_N, fused, scale)
     return total, (targets_BT != IGNORED).sum()
+
+
+def scale_gradient(loss: Tensor, scale: Tensor | None) -> Tensor:
+    """The loss as it is, and its gradient times `scale`; None: as it is, too."""
+    scaled: Tensor = loss if scale is None else _ScaledGradient.apply(loss, scale)
+    return scaled
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return loss.view_as(loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output * ctx.saved_tensors[0], None
 
 
 def fused_loss(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,11 +85,11 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, fused: bool) -> Tensor:
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, fused: bool, scale: Tensor | None) -> Tensor:
         ctx.fused = fused and ctx.needs_input_grad[0]
         if ctx.fused:
             total, log_sums_N = _compiled()[0](logits_NV, targets_N)
-            ctx.save_for_backward(logits_NV, targets_N, log_sums_N)
+            ctx.save_for_backward(logits_NV, targets_N, log_sums_N, scale)
             return total
         rows = chunk_rows(logits_NV)
         grad_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
@@ -82,15 +102,19 @@ class _CrossEntropy(torch.autograd.Function):
                 counts = targets != IGNORED
                 picked = torch.where(counts, targets, 0)[:, None]
                 grad = log_probs.exp_().scatter_add_(1, picked, torch.full_like(log_probs[:, :1], -1.0))
-                torch.mul(grad, counts[:, None], out=grad)
+                weights = counts[:, None] if scale is None else counts[:, None] * scale
+                torch.mul(grad, weights, out=grad)
                 grad_NV[start : start + rows] = grad
         ctx.save_for_backward(grad_NV)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.fused:
-            return _compiled()[1](*ctx.saved_tensors, grad_output), None, None
+            *saved, scale = ctx.saved_tensors
+            factor = grad_output if scale is None else grad_output * scale
+            return _compiled()[1](*saved, factor), None, None, None
         (grad_NV,) = ctx.saved_tensors
-        return grad_NV.mul_(grad_output), None, None  # in place: a second backward is refused by autograd
+        grad_NV.mul_(grad_output)  # in place: a second backward is refused by autograd
+        return grad_NV, None, None, None

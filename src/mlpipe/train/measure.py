@@ -17,9 +17,11 @@ from functools import partial
 import torch
 
 from mlpipe.plan.machine import PRECISIONS
+from mlpipe.plan.plan import Precision
 from mlpipe.plan.reference import REFERENCE, REFERENCE_BATCH
 from mlpipe.train.model import LossModule
 from mlpipe.train.models.llama import Llama
+from mlpipe.train.precision import DTYPES
 from mlpipe.train.stop import die_with_parent
 
 _BOX_SECONDS = 3.0  # of CPU time, for all precisions together
@@ -28,14 +30,14 @@ _MATMUL = 1_024  # rows and columns
 
 
 def reference_passes(
-    device: torch.device, dtype: torch.dtype, shard: Callable[[LossModule], None] | None = None
+    device: torch.device, precision: Precision, shard: Callable[[LossModule], None] | None = None
 ) -> Callable[[], object]:
     """Forward and backward of the reference model in the trainer's own wrapping; `shard`: by what it is
     sharded."""
     config = REFERENCE[device.type].config
     model = Llama(config).to(device)
     model.init_weights()
-    module = LossModule(model, device.type, dtype == torch.bfloat16)
+    module = LossModule(model, device.type, precision)
     if shard is not None:
         shard(module)
     tokens = torch.randint(config.vocab_size, (REFERENCE_BATCH, config.max_seq_len), device=device)
@@ -51,12 +53,11 @@ def main() -> None:
     die_with_parent(int(sys.argv[1]))
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     box = _BOX_SECONDS / len(PRECISIONS)
     for precision in PRECISIONS:
-        left, right = (torch.ones(_MATMUL, _MATMUL, dtype=dtypes[precision]) for _ in range(2))
+        left, right = (torch.ones(_MATMUL, _MATMUL, dtype=DTYPES[precision]) for _ in range(2))
         matmul = _best_seconds(partial(torch.matmul, left, right), box / 6)
-        whole = _best_seconds(reference_passes(torch.device("cpu"), dtypes[precision]), box - box / 6)
+        whole = _best_seconds(reference_passes(torch.device("cpu"), precision), box - box / 6)
         rates = {"matmul_flops": 2.0 * _MATMUL**3 / matmul, "passes_seconds": whole}
         print(json.dumps({"precision": precision, **rates}), flush=True)  # noqa: T201
 

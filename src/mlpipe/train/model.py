@@ -24,11 +24,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from mlpipe.plan.plan import Entry, ModelPlan
+from mlpipe.plan.plan import Entry, ModelPlan, Precision
 from mlpipe.train.contract import broken, check_targets, logits_of, sum_and_count
 from mlpipe.train.debugger import was_left
 from mlpipe.train.init import refuse_unwritten
-from mlpipe.train.loss import cross_entropy_sum
+from mlpipe.train.loss import cross_entropy_sum, scale_gradient
+from mlpipe.train.precision import autocast
 
 _log = logging.getLogger(__name__)
 Batch = dict[str, torch.Tensor]
@@ -42,14 +43,18 @@ def _as_it_is(logits: Any) -> Any:
 class LossModule(nn.Module):
     """What the techniques wrap: batch in, (loss sum, target count) out; the loss is fp32 always. A batch
     without targets gives logits: generation has to come in by the same door as training, since that is
-    where a sharded model gathers its parameters."""
+    where a sharded model gathers its parameters. `gradient_scale`: by which gradients are multiplied, while
+    the loss stays as it is; None: they are not."""
 
-    def __init__(self, model: nn.Module, device_type: str, bf16: bool, entry: str = "") -> None:
+    def __init__(
+        self, model: nn.Module, device_type: str, precision: Precision = "fp32", entry: str = ""
+    ) -> None:
         super().__init__()
         self.entry = entry
         self.model = model
         self.device_type = device_type
-        self.bf16 = bf16
+        self.precision = precision
+        self.gradient_scale: torch.Tensor | None = None
         self.fused_loss = False
         # of techniques that leave each rank a part of the logits
         self.cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor]] = cross_entropy_sum
@@ -57,11 +62,11 @@ class LossModule(nn.Module):
 
     def forward(self, batch: Batch) -> Any:
         """(loss sum, target count), or logits of a batch without targets."""
-        with torch.autocast(self.device_type, torch.bfloat16, enabled=self.bf16):
+        with autocast(self.device_type, self.precision):
             if hasattr(self.model, "loss"):
-                return sum_and_count(self.model.loss(batch), batch, self.entry, "loss")
+                return self._scaled(sum_and_count(self.model.loss(batch), batch, self.entry, "loss"))
             if "inputs" not in batch:
-                return sum_and_count(self.model(**batch), batch, self.entry, "forward")
+                return self._scaled(sum_and_count(self.model(**batch), batch, self.entry, "forward"))
             packed = {DOCUMENTS: batch[DOCUMENTS]} if DOCUMENTS in batch else {}
             logits = logits_of(self.model(batch["inputs"], **packed), self.entry)
         return self.loss_of(logits, batch)
@@ -74,7 +79,11 @@ class LossModule(nn.Module):
         check_targets(logits, targets, self.entry)
         if targets.dtype != torch.int64:
             targets = targets.long()
-        return self.cross_entropy(logits, targets, fused=self.fused_loss)
+        return self.cross_entropy(logits, targets, fused=self.fused_loss, scale=self.gradient_scale)
+
+    def _scaled(self, told: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, num_targets = told
+        return scale_gradient(loss, self.gradient_scale), num_targets
 
 
 @dataclass
@@ -88,7 +97,7 @@ class BuiltModel:
     construct: Callable[[], nn.Module]
 
 
-def build_model(plan: ModelPlan, *, seed: int, device_type: str, bf16: bool) -> BuiltModel:
+def build_model(plan: ModelPlan, *, seed: int, device_type: str, precision: Precision = "fp32") -> BuiltModel:
     """Raises TrainError(kind="input") that names what of the contract the model does not keep."""
     entry = plan.build.entry
     real = partial(_real, plan.build, seed)
@@ -100,7 +109,7 @@ def build_model(plan: ModelPlan, *, seed: int, device_type: str, bf16: bool) -> 
             _log.warning("%s is taken as it is built, init_weights() is not called: %s", entry, why_not)
         refuse_unwritten(model, entry)
     blocks = find_blocks(model, plan.blocks, entry)
-    return BuiltModel(LossModule(model, device_type, bf16, entry), model, blocks, on_meta, real)
+    return BuiltModel(LossModule(model, device_type, precision, entry), model, blocks, on_meta, real)
 
 
 def _without_memory(entry: Entry) -> tuple[nn.Module | None, str]:

@@ -53,13 +53,12 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     """Everything up to the first step: model, optimizer, data, and the checkpoint to go on from."""
     world = session.world
     seed_step(plan.seed, 0, 0)
-    bf16 = plan.precision == "bf16"
     if plan.data.chat is not None:
         from mlpipe.train.chat.tokenised import tokenise_all  # with tokenizers and jinja2
 
         tokenise_all(plan.data.chat, lambda: session.watchdog.beat("tokenising conversations", progress[0]))
     dataset = open_dataset(plan.data, split="train", seq_len=plan.model.seq_len)
-    built = build_model(plan.model, seed=plan.seed, device_type=world.device.type, bf16=bf16)
+    built = build_model(plan.model, seed=plan.seed, device_type=world.device.type, precision=plan.precision)
     notes = []
     if plan.freeze:
         from mlpipe.train.freezing import freeze
@@ -83,6 +82,11 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         update = local_updates(plan.islands, update, model, world)
     # before the first pass, so that they do not lie among what it leaves in the heap
     update.state()
+    loss_scale = None
+    if plan.precision == "fp16":
+        from mlpipe.train.loss_scale import LossScale
+
+        loss_scale = LossScale(built.module, plan.micro_batch * plan.accumulation * plan.model.seq_len)
     schedule = make_schedule(plan, model, world, lambda: session.watchdog.beat("computing", progress[0] + 1))
 
     def loader_of(micro_batch: int) -> MicrobatchLoader:
@@ -138,7 +142,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         _refuse_stream(dataset, "nodes that come and go", "write one number in resources.nodes")
         from mlpipe.train.replicas.elastic_loop import enter
 
-        position, loop_of = enter(session, plan, (model, update, loader), validation, restore)
+        position, loop_of = enter(session, plan, (model, update, loader), (validation, loss_scale), restore)
     elif plan.resume or session.process.restart:
         position = restore()
     if plan.moves_load and world.size > 1:
@@ -150,6 +154,8 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         loader.unit = 1 if plan.compile == "off" else plan.micro_batch
     if validation is not None:
         validation.load(position.scalars)
+    if loss_scale is not None:
+        loss_scale.load(position.scalars)
     restored = time.perf_counter()
     buckets = {} if plan.buckets is None else {"bucket_bytes": plan.buckets}
     if plan.buckets == "auto":
@@ -179,6 +185,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         progress=progress,
         profiling=Profiling(session, plan.profile),
         validation=validation,
+        loss_scale=loss_scale,
     )
 
 

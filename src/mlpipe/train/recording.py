@@ -20,6 +20,7 @@ from mlpipe.train.callbacks import Callbacks
 from mlpipe.train.checkpoint import Saved
 from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.parallel.waits import Waits
+from mlpipe.train.precision import DTYPES
 from mlpipe.train.resuming import Position
 from mlpipe.train.session import Session
 
@@ -142,8 +143,8 @@ class Recording:
             # they compute at the same time. On a GPU beside the datasheet's peak, on a CPU in its place.
             from mlpipe.train.flops import measure_peak
 
-            dtype = torch.bfloat16 if self.plan.precision == "bf16" else torch.float32
-            peak = torch.tensor([measure_peak(world.device, dtype)], dtype=torch.float64)
+            rate = measure_peak(world.device, DTYPES[self.plan.precision])
+            peak = torch.tensor([rate], dtype=torch.float64)
             dist.all_reduce(peak)
             self.achievable_flops = float(peak) / world.size
             self.peak_flops = self.peak_flops or self.achievable_flops

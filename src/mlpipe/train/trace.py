@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mlpipe._core.errors import MlpipeError, TrainError
 from mlpipe._core.serial import from_plain, to_json
-from mlpipe.plan.plan import CHECKPOINTING, DataPlan, ModelPlan
+from mlpipe.plan.plan import CHECKPOINTING, DataPlan, ModelPlan, Precision
 from mlpipe.plan.shapes.shape import ParameterCounts
 from mlpipe.plan.shapes.traced import Child, Ops, Traced, TracedPass
 from mlpipe.train import loss as losses
@@ -165,7 +165,8 @@ def _passes(
 ) -> tuple[dict[str, TracedPass], float]:
     """Of the whole model, or these stages; with the FLOPs of a sample by the convention."""
     passes, flops = {}, 0.0
-    for precision in ("fp32", "bf16"):
+    precisions: tuple[Precision, ...] = ("fp32", "bf16")
+    for precision in precisions:
         for mode in CHECKPOINTING:
             few, many = (_once(model, data, precision, mode, n, stages) for n in (_FEW, _MANY))
             passes[f"{precision} {mode}"] = TracedPass(
@@ -247,7 +248,7 @@ def _counted(parameters: Iterable[torch.nn.Parameter]) -> tuple[tuple[int, int, 
 def _once(
     model: ModelPlan,
     data: DataPlan,
-    precision: str,
+    precision: Precision,
     mode: Any,
     size: int,
     stages: _Stages | None = None,
@@ -256,7 +257,7 @@ def _once(
     plain = _build(model)
     if mode != "none":
         checkpoint_activations(find_blocks(plain, model.blocks, model.build.entry), mode)
-    module = LossModule(plain, "cpu", bf16=precision == "bf16", entry=model.build.entry)
+    module = LossModule(plain, "cpu", precision, entry=model.build.entry)
     for parameter in module.parameters():
         if parameter.requires_grad:  # a gradient is not counted here: it goes as it comes
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))

@@ -130,7 +130,7 @@ def test_a_step_that_is_not_finite_is_lost_and_a_long_run_read_in_part_counts_wh
 
 
 def test_steps_that_updated_nothing_are_lost_wherever_they_lie():
-    bad = [step(time, number, compute_seconds=9, loss=None) for time, number in ((20, 2), (30, 3))]
+    bad = [step(20, 2, compute_seconds=9, loss=None), step(30, 3, compute_seconds=9, skipped=True)]
     life = [start(0, spawn=0), step(10, 1, compute_seconds=9), *bad, step(40, 4, compute_seconds=9)]
     ledger = account([Attempt(0, 0, 40, 1, {0: life})])
     assert (ledger.seconds["lost"], ledger.seconds["compute"], ledger.tokens) == (20, 18, 20)

@@ -194,6 +194,20 @@ def test_the_number_of_series_is_the_one_that_is_stated(serve, rank):
     assert sum(map(len, samples(scrape(metrics)).values())) == stated
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_loss_scale_and_skipped_steps_are_there_in_fp16_alone(serve, rank):
+    metrics = serve(rank=rank)
+    names = "mlpipe_train_loss_scale", "mlpipe_train_skipped_steps_total"
+    observe(metrics, START)
+    observe(metrics, STEP)
+    assert samples(scrape(metrics)).keys().isdisjoint(names)
+    for scale, skipped in ((4.0, False), (4.0, True), (2.0, True), (1.0, False)):
+        observe(metrics, {**STEP, "loss_scale": scale, "skipped": skipped})
+    found = samples(scrape(metrics))
+    told = [value for name in names for value in found.get(name, {}).values()]
+    assert told == ([1.0, 2.0] if rank == 0 else [])
+
+
 @pytest.mark.parametrize(("rank", "served"), [(0, {"0": 3.0, "1": 1.5}), (1, {})])
 def test_the_load_of_experts_is_one_series_a_layer_and_a_bound(serve, rank, served):
     metrics = serve(rank=rank)

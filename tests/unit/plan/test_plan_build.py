@@ -26,7 +26,7 @@ from mlpipe.plan.speed import KernelRates
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.training import compare
 from mlpipe.spec.load import load_pipeline, load_pipeline_text
-from mlpipe.spec.model import Pipeline, Resources
+from mlpipe.spec.model import Device, Pipeline, Resources
 from mlpipe.spec.problems import SpecErrors
 
 pytestmark = pytest.mark.unit
@@ -425,7 +425,18 @@ def _measured(bf16_flops: float) -> Hardware:
         (_measured(2e11), "bf16", "bf16 was measured at 2 times the speed of fp32"),
         (_measured(5e10), "fp32", "bf16 was measured at 0.5 times the speed of fp32"),
         (detect_hardware(Resources(gpus_per_node=8, gpu="H200")), "bf16", "H200 computes it natively"),
-        (detect_hardware(Resources(gpus_per_node=8, gpu="T4")), "fp32", "T4 has no bf16"),
+        (
+            detect_hardware(Resources(gpus_per_node=8, gpu="T4")),
+            "fp16",
+            "T4 has no bf16; the loss is scaled, since fp16 has a narrow range",
+        ),
+        (
+            detect_hardware(
+                Resources(gpus_per_node=8, gpu="P40", device=Device(memory="24 GiB", fp32_tflops=12))
+            ),
+            "fp32",
+            "P40 has no bf16",
+        ),
     ],
 )  # fmt: skip
 def test_precision_is_what_the_hardware_computes_natively(
@@ -500,7 +511,7 @@ def test_a_gpu_described_in_the_spec() -> None:
 
     found = detect_hardware(resources(memory="64 GiB", fp32_tflops=50.0, bf16_tflops=200.0))
     assert (found.name, found.memory_bytes) == ("X1", 64 * GIB)
-    assert found.peak_flops == {"fp32": 50e12, "bf16": 200e12}
+    assert found.peak_flops == {"fp32": 50e12, "bf16": 200e12, "fp16": 200e12}
     assert found.price_usd_per_device_hour is None
     with pytest.raises(PlanError, match="lacks fp32_tflops"):
         detect_hardware(resources(memory="64 GiB"))

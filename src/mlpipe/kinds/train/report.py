@@ -143,6 +143,7 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
                     "batch": batch,
                     "precision": f"{plan.precision}, activation checkpointing"
                     f" {plan.activation_checkpointing}, compile {plan.compile}",
+                    "loss scale": _loss_scale(stage),
                     "optimizer": f"{optimizer.name or optimizer.entry}, lr {optimizer.lr:g}"
                     f" ({_schedule(optimizer)}, {optimizer.warmup_steps} warm-up steps),"
                     f" {_clipping(optimizer)}",
@@ -172,6 +173,16 @@ def _sent(stage: StageView) -> str | None:
         return None
     plain = sum(step.exchanged_plain_bytes or 0 for step in steps)
     return f"{format_bytes(sent // len(steps))} a step, {plain / sent:.3g} times less than gradients in fp32"
+
+
+def _loss_scale(stage: StageView) -> str | None:
+    """In fp16: the last one, and what it took."""
+    steps = [step for step in stage.lead.steps if step.loss_scale is not None]
+    if not steps:
+        return None
+    num_skipped = sum(bool(step.skipped) for step in steps)
+    skipped = f"{num_skipped} of {len(steps)} steps skipped, since a gradient overflowed"
+    return f"{steps[-1].loss_scale:g}, {skipped if num_skipped else 'no step skipped'}"
 
 
 def _compression(compress: CompressPlan) -> str:

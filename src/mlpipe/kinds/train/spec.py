@@ -225,10 +225,11 @@ class Train(SpecModel):
         description="Gradients that copies of the model average together, like `8 MiB`; `auto`: the fastest "
         "size over this link, measured for seconds before the first step. Default: DDP's, 25 MiB.",
     )
-    precision: Literal["auto", "fp32", "bf16"] = Field(
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
-        description="Of the matmuls; weights, gradients and loss stay fp32. `auto`: bf16 where the hardware "
-        "computes it natively.",
+        description="Of the matmuls; weights, gradients and loss stay fp32. `fp16` scales the loss, so that "
+        "gradients fit, and skips steps in which they do not. `auto`: bf16 where the hardware computes it "
+        "natively; fp16 on GPUs that have no bf16.",
     )
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
         "none",

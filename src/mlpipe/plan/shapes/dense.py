@@ -172,7 +172,7 @@ class Dense:
         elif step.checkpointing != "none":
             backward += sum(matmuls[index] for index in _again(step.checkpointing, matmuls)) + between
         casts = 0.0
-        if step.precision == "bf16":  # fp32 weights to bf16, once a forward
+        if step.precision != "fp32":  # fp32 weights to what matmuls see, once a forward
             casts = kernels.stream(6 * config.num_layer_params() // tp, fuse=False)
         head = loss = 0.0
         if part.is_last:

@@ -66,7 +66,8 @@ class Traced:
     def one(self, precision: str, checkpointing: str, rank: int | None = None) -> TracedPass:
         """The pass under these settings."""
         passes = self.passes if rank is None else self.of_ranks[rank]
-        return passes[f"{precision} {checkpointing}"]
+        width = "bf16" if precision == "fp16" else precision  # as wide, and traced once
+        return passes[f"{width} {checkpointing}"]
 
     def flops_per_token(self, seq_len: int) -> float:
         """Counted at the length that was traced, which is the one that is planned."""

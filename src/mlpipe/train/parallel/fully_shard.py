@@ -23,6 +23,7 @@ from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.waits import Waits
+from mlpipe.train.precision import DTYPES
 from mlpipe.train.slices import places
 from mlpipe.train.world import World
 
@@ -30,7 +31,7 @@ from mlpipe.train.world import World
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Shards in place; parameters may still be on the meta device.
 
-    Under bf16 only the blocks' parameters travel in bf16 and their gradients are reduced in fp32; the
+    Under bf16 or fp16 only the blocks' parameters travel in it and their gradients are reduced in fp32; the
     rest (embedding, last norm, head) stays fp32 and computes under autocast, so that the residual stream
     has the same dtype as under DDP. A user's blocks on a CPU are like the rest.
     """
@@ -40,11 +41,11 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
         module.to(world.device)
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     low = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=DTYPES[plan.precision], reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    # On a CPU torch's norms refuse fp32 inputs with bf16 weights; mlpipe's own models see to that
+    # On a CPU torch's norms refuse fp32 inputs with weights of fewer bits; mlpipe's own models see to that
     expects = plan.model.preset is not None or world.device.type != "cpu"
-    of_blocks = low if plan.precision == "bf16" and expects else exact
+    of_blocks = low if plan.precision != "fp32" and expects else exact
     axes = ("dp_replicate", "dp_shard+cp") if plan.islands is None else ("dp_shard",)
     mesh, reshard = world.device_mesh(*axes), plan.reshard_after_forward
     whole = _shard_experts(module, world, of_blocks, reshard) if plan.mesh.ep > 1 else set()

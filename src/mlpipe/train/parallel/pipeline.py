@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mlpipe._core.errors import TrainError
@@ -23,6 +22,7 @@ from mlpipe.train.models.llama import Llama, Part
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.sequence import stages_of
 from mlpipe.train.parallel.stages_by_plan import base_of, forward_stage, of_all_stages
+from mlpipe.train.precision import autocast
 from mlpipe.train.world import World
 
 
@@ -35,14 +35,14 @@ class StagedLossModule(LossModule):
     def __init__(
         self, loss_module: LossModule, whole: nn.Module, own: nn.Module, parts: dict[int, Part]
     ) -> None:
-        super().__init__(own, loss_module.device_type, loss_module.bf16, loss_module.entry)
+        super().__init__(own, loss_module.device_type, loss_module.precision, loss_module.entry)
         self.parts = parts
         self.__dict__["whole"] = whole
 
     def forward(self, batch: Batch, stage: int = 0, received: Tensor | None = None) -> Any:
         """Of the last stage as `LossModule`; of others their output. `received`: that of the stage before."""
         part = self.parts[stage]
-        with torch.autocast(self.device_type, torch.bfloat16, enabled=self.bf16):
+        with autocast(self.device_type, self.precision):
             inputs = batch["inputs"]
             output = inputs if part.is_first else received
             if isinstance(self.whole, Llama):

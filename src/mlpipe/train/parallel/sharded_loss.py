@@ -22,11 +22,11 @@ class ShardedLoss:
         self.ranks = ranks
 
     def cross_entropy_sum(
-        self, logits_BTV: Tensor, targets_BT: Tensor, *, fused: bool = False
+        self, logits_BTV: Tensor, targets_BT: Tensor, *, fused: bool = False, scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As `train/loss.py`'s of the whole logits, on every rank. `fused` makes no difference."""
         logits_NV, targets_N = logits_BTV.flatten(0, -2), targets_BT.flatten()
-        return _CrossEntropy.apply(logits_NV, targets_N, self.ranks), (targets_N != IGNORED).sum()
+        return _CrossEntropy.apply(logits_NV, targets_N, self.ranks, scale), (targets_N != IGNORED).sum()
 
     def whole_logits(self, logits_BTV: Tensor) -> Tensor:
         """Of the whole vocabulary, for those who look at them. No gradients."""
@@ -38,7 +38,9 @@ class _CrossEntropy(torch.autograd.Function):
     """In chunks of rows, and with one gradient as large as the logits, as that of `train/loss.py`."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, ranks: RankGroup) -> Tensor:
+    def forward(
+        ctx: Any, logits_NV: Tensor, targets_N: Tensor, ranks: RankGroup, scale: Tensor | None
+    ) -> Tensor:
         num_rows, vocab_size = logits_NV.shape
         chunks = [
             slice(first, first + step)
@@ -59,18 +61,20 @@ class _CrossEntropy(torch.autograd.Function):
         most_N = most_RN.amax(dim=0)
         log_sums_N = most_N + (sums_RN * (most_RN - most_N).exp()).sum(dim=0).log()
         total = (log_sums_N - picked_RN.sum(dim=0)).masked_fill(~counts_N, 0.0).sum()
+        weights_N = counts_N if scale is None else counts_N * scale
         grad_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
         for rows in chunks:
             if grad_NV is None:
                 break
             grad = (logits_NV[rows].float() - log_sums_N[rows, None]).exp_()
             grad.scatter_add_(1, ids_N1[rows], -here_N1[rows].float())
-            grad_NV[rows] = grad.mul_(counts_N[rows, None])
+            grad_NV[rows] = grad.mul_(weights_N[rows, None])
         ctx.save_for_backward(grad_NV)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         (grad_NV,) = ctx.saved_tensors
-        return grad_NV.mul_(grad_output), None, None  # in place: a second backward is refused by autograd
+        grad_NV.mul_(grad_output)  # in place: a second backward is refused by autograd
+        return grad_NV, None, None, None

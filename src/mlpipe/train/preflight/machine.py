@@ -26,6 +26,7 @@ from mlpipe._core.units import format_bytes
 from mlpipe.plan.plan import Plan, PreflightPlan
 from mlpipe.store.base import Store
 from mlpipe.store.preflight import probe_key
+from mlpipe.train.precision import DTYPES
 from mlpipe.train.preflight.remembered import AGE, SPEEDS, recall
 from mlpipe.train.preflight.start import DOING
 from mlpipe.train.preflight.verdict import Report
@@ -144,7 +145,7 @@ def _smi(query: str) -> list[list[str]]:
 def speed(plan: Plan, limits: PreflightPlan, report: Report) -> None:
     """Of a matmul and of copies in memory: of the CPUs, or of the slowest of the GPUs. Kept in the report is
     the best that was seen so far."""
-    dtype = torch.bfloat16 if plan.work.training.precision == "bf16" else torch.float32
+    dtype = DTYPES[plan.work.training.precision]
     devices = [torch.device("cpu")]
     if plan.launch.device == "cuda":
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from mlpipe.train.session import Session
 from mlpipe.train.shards import clear_gradients
 
 if TYPE_CHECKING:
+    from mlpipe.train.loss_scale import LossScale
     from mlpipe.train.validation import Validation
 
 
@@ -71,8 +72,11 @@ class ElasticLoop(Loop):
         self.checkpointer.wait_for_staging()
         position = self.replicas.take_part(self.position)
         self.position.step, self.position.samples = position.step, position.samples
-        if position is not self.position and self.validation is not None:
-            self.validation.load(position.scalars)
+        if position is not self.position:
+            if self.validation is not None:
+                self.validation.load(position.scalars)
+            if self.loss_scale is not None:
+                self.loss_scale.load(position.scalars)
         self.reader.forget()
 
     def gradients(self, number: int, batches: Sequence[Microbatch]) -> LossSum:
@@ -137,12 +141,16 @@ def enter(
     session: Session,
     plan: TrainPlan,
     parts: tuple[ParallelizedModel, Update, MicrobatchLoader],
-    validation: Validation | None,
+    kept: tuple[Validation | None, LossScale | None],
     restore: Callable[[], Position],
 ) -> tuple[Position, Callable[..., ElasticLoop]]:
-    """Takes part in the training: where it stands, and what makes its loop. `restore`: from the store, where
-    no replica has anything."""
-    replicas = Replicas(session, plan, *parts)
-    if validation is not None:
-        replicas.more_scalars = lambda: {"validation": validation.scalars()}
+    """Takes part in the training: where it stands, and what makes its loop. `kept`: of which those who
+    come are told. `restore`: from the store, where no replica has anything."""
+    replicas, (validation, loss_scale) = Replicas(session, plan, *parts), kept
+
+    def more_scalars() -> dict[str, Any]:
+        told = {} if loss_scale is None else loss_scale.scalars()
+        return told if validation is None else {**told, "validation": validation.scalars()}
+
+    replicas.more_scalars = more_scalars
     return replicas.enter(restore), partial(ElasticLoop, replicas=replicas)
