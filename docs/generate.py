@@ -244,6 +244,23 @@ prints every mistake at once, each with its line and what to write instead.
 """
 
 
+def places_page() -> str:
+    from mlpipe.spec.places import Places
+    from mlpipe.spec.schema import json_schema
+
+    schema = json_schema(Places)
+    tables = _schema_table("The file", schema) + _schema_table("RunPlace", schema["$defs"]["RunPlace"])
+    return f"""# The file of places
+
+{_NOTE.format("mlpipe.spec.places")}
+
+What `mlpipe submit --to auto` chooses from, see [several places](../how-to/places.md). The same as a JSON
+Schema: `mlpipe schema --places`.
+
+{tables.replace("(#resources)", "(spec.md#resources)").rstrip()}
+"""
+
+
 def benchmarks_page() -> str:
     """Everything that the benchmarks have left in their `figures`, met or not."""
     parts = []
@@ -374,6 +391,7 @@ def _type(value: dict[str, Any]) -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/spec.md": spec_page,
+    "docs/reference/places.md": places_page,
     "docs/reference/cli.md": cli_page,
     "docs/reference/python.md": python_page,
     "docs/reference/metrics.md": metrics_page,

@@ -304,8 +304,11 @@ class _Handler(BaseHTTPRequestHandler):
             return 200, {"kind": "APIGroup", "versions": versions}
         if parts[0] == "apis" and parts[2] not in server.versions.get(parts[1], (parts[2],)):
             return 404, "404 page not found\n"
-        at = parts.index("namespaces")
-        namespace, rest = parts[at + 1], parts[at + 2 :] or ["namespaces", parts[at + 1]]
+        if "namespaces" in parts:
+            at = parts.index("namespaces")
+            namespace, rest = parts[at + 1], parts[at + 2 :] or ["namespaces", parts[at + 1]]
+        else:  # of the whole cluster
+            namespace, rest = NAMESPACE, parts[2 if parts[0] == "api" else 3 :]
         plural, name = rest[0], rest[1] if len(rest) > 1 else ""
         if plural in server.missing:
             return 404, "404 page not found\n"
@@ -365,10 +368,10 @@ def _listed(server: ApiServer, plural: str, query: Mapping[str, str]) -> Iterato
 
 def _matches(found: Json, query: Mapping[str, str]) -> bool:
     labels = dict(pair.split("=") for pair in query.get("labelSelector", "").split(",") if pair)
-    fields = dict(pair.split("=") for pair in query.get("fieldSelector", "").split(",") if pair)
+    fields = [pair.split("=") for pair in query.get("fieldSelector", "").split(",") if pair]
     own = found["metadata"].get("labels", {})
     return labels.items() <= own.items() and all(
-        _field(found, path) == value for path, value in fields.items()
+        (_field(found, path.removesuffix("!")) == value) != path.endswith("!") for path, value in fields
     )
 
 

@@ -74,17 +74,7 @@ def chosen_backend(pipeline: LoadedPipeline, backend: str, options: dict[str, An
     (input) for an option that it does not have, and for one that it needs."""
     from mlpipe.submit import backends
 
-    chosen = backends.load(backend or backends.DEFAULT)
-    known = {option.name: option for option in chosen.options}
-    if odd := sorted(options.keys() - known):
-        words = f"it has {', '.join(known)}" if known else "it has none"
-        raise SubmitError(f"{chosen.name} has no option {odd[0]!r}", hint=words, kind="input")
-    if lacking := [
-        option.name for option in known.values() if option.required and not options.get(option.name)
-    ]:
-        raise SubmitError(f"{chosen.name} needs {lacking[0]}", kind="input")
-    given = {name: options.get(name, () if option.repeated else None) for name, option in known.items()}
-    return chosen.of_submission(pipeline.spec, given)
+    return backends.with_options(backends.load(backend or backends.DEFAULT), pipeline.spec, options)
 
 
 def _check_single(pipeline: LoadedPipeline) -> None:

@@ -12,6 +12,7 @@ import click
 from mlpipe._core.errors import EXIT_CODES
 from mlpipe.cli.backend_options import BackendChoice, WithBackendOptions
 from mlpipe.cli.session import CliSession, interrupt, overrides, shared
+from mlpipe.cli.submit_auto import AUTO, choose_place
 from mlpipe.kinds import PHASES
 from mlpipe.submit import backends
 from mlpipe.submit.backend import Backend
@@ -26,8 +27,14 @@ if TYPE_CHECKING:
 @click.command(cls=WithBackendOptions, chosen_by="to", verb="submit")
 @click.argument("spec", type=click.Path())
 @click.option(
-    "--to", type=BackendChoice(), default=backends.DEFAULT, show_default=True, help="Where it runs."
+    "--to",
+    type=BackendChoice(also=(AUTO,)),
+    default=backends.DEFAULT,
+    show_default=True,
+    help="Where it runs; `auto`: at the best of your places.",
 )
+@click.option("--places", metavar="FILE", help="Of --to auto. Default: mlpipe/places.yaml of ~/.config.")
+@click.option("--goal", type=click.Choice(["first", "cheapest"]), help="Of --to auto. Default: the file's.")
 @overrides
 @click.option("--stage", metavar="NAME", help="Only this stage; what it needs must be done.")
 @click.option(
@@ -50,6 +57,8 @@ def command(
     session: CliSession,
     spec: str,
     to: str,
+    places: str | None,
+    goal: str | None,
     options: dict[str, Any],
     overrides: tuple[str, ...],
     stage: str | None,
@@ -63,11 +72,18 @@ def command(
     With --wait, exits as `mlpipe run` does; without, 0 when the run has a driver. A run that goes to Jenkins
     is made by the build; with --wait its log is shown and its result is the exit code: 0 SUCCESS, 5 ABORTED,
     3 any other. A pipeline with a `sweep` starts its trials, followed by a process on this machine.
+
+    With --to auto the places of a file are asked when the run could begin there, what it would take and cost,
+    and the best one has it; --dry-run shows what they say. A run that is there goes on where it is.
     """
     from mlpipe.spec.load import read_pipeline
 
-    chosen = backends.load(to)
-    if dry_run == "server" and not chosen.has_server_dry_run:
+    if to != AUTO and (places or goal):
+        raise click.UsageError(f"--places and --goal are for --to {AUTO}")
+    if to == AUTO and phase is not None:
+        raise click.UsageError(f"--phase is not for --to {AUTO}")
+    chosen = backends.load(to) if to != AUTO else None
+    if chosen is not None and dry_run == "server" and not chosen.has_server_dry_run:
         able = [name for name in backends.TABLE if backends.load(name).has_server_dry_run]
         raise click.UsageError(f"--dry-run=server is for --to {' and '.join(able)}")
     text, pipeline = read_pipeline(spec, overrides=overrides)
@@ -81,7 +97,16 @@ def command(
         stage=stage,
         run_id=run_id,
     )
-    backend = chosen.of_submission(pipeline, options)
+    if chosen is None:
+        if pipeline.sweep is not None:
+            raise click.UsageError("--to auto is of one run: with --set sweep=null")
+        placed = choose_place(session, submission, places, goal, only_look=dry_run is not None)
+        if placed is None:
+            return 0
+        backend, submission = placed
+        pipeline = submission.pipeline
+    else:
+        backend = chosen.of_submission(pipeline, options)
     if pipeline.sweep is not None:
         if wait or stage or phase or dry_run:
             raise click.UsageError(
@@ -90,7 +115,7 @@ def command(
             )
         return _submit_sweep(session, backend, submission)
     if isinstance(backend, Delegate) and (stage is not None or phase is not None):
-        raise click.UsageError(f"--stage and --phase are not for --to {to}")
+        raise click.UsageError(f"--stage and --phase are not for --to {backend.name}")
     if phase is not None and (run_id is None or not wait or stage or dry_run or session.json):
         raise click.UsageError(
             "--phase needs --run-id and --wait, and goes with none of --stage, --dry-run, --output json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -14,6 +14,8 @@ from mlpipe.spec import kubernetes_rules, rules, slurm
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.problems import Place, Problem, SpecErrors, closest
 from mlpipe.spec.tree import JSON_KEYS, MAX_BYTES, Ambiguous, Node, parse
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 
 def load_pipeline(path: str | Path, *, overrides: Sequence[str] = ()) -> Pipeline:
@@ -25,15 +27,31 @@ def read_pipeline(path: str | Path, *, overrides: Sequence[str] = ()) -> tuple[s
     """As `load_pipeline`, with the text that it was made of: before `overrides`, every newline a `\\n`, as a
     run keeps it and its digests are taken. The file is read once: both are of the same moment."""
     name = str(path)
-    try:
-        with Path(path).open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        hint = "name an existing file, or write one with 'mlpipe init'"
-        raise SpecErrors([Problem.at(Place(name), f"cannot be read: {reason}", hint)]) from None
+    data = _read(path, "name an existing file, or write one with 'mlpipe init'")
     pipeline = load_pipeline_text(data, name, overrides=overrides)
     return _decode(data, name).replace("\r\n", "\n").replace("\r", "\n"), pipeline
+
+
+def read_as(kind: type[AnyModel], path: str | Path) -> AnyModel:
+    """Of another file of the user's, whose keys are those of `kind`. Raises SpecErrors."""
+    name = str(path)
+    root, problems = parse(_decode(_read(path, "name an existing file"), name), name)
+    if root is None:
+        raise SpecErrors(problems)
+    problems += _nulls(root)
+    found, more = _validate(root, name, kind)
+    if problems or found is None:
+        raise SpecErrors(problems + _elsewhere(more, problems))
+    return found
+
+
+def _read(path: str | Path, hint: str) -> bytes:
+    try:
+        with Path(path).open("rb") as stream:
+            return stream.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise SpecErrors([Problem.at(Place(str(path)), f"cannot be read: {reason}", hint)]) from None
 
 
 def load_pipeline_text(text: str | bytes, name: str, *, overrides: Sequence[str] = ()) -> Pipeline:
@@ -65,7 +83,7 @@ def _with_sweep(root: Node, name: str) -> tuple[Pipeline | None, list[Problem]]:
     if problems:
         return None, problems
     sweep_rules.write_keys_out(root)
-    pipeline, problems = _validate(root, name)
+    pipeline, problems = _validate(root, name, Pipeline)
     if pipeline is not None and pipeline.sweep is not None:
         problems += sweep_rules.check_trials(root, pipeline.sweep, problems_of)
     return pipeline, problems
@@ -73,7 +91,7 @@ def _with_sweep(root: Node, name: str) -> tuple[Pipeline | None, list[Problem]]:
 
 def _check(root: Node, name: str, problems: list[Problem]) -> tuple[Pipeline | None, list[Problem]]:
     """Added to those that are known."""
-    pipeline, more = _validate(root, name)
+    pipeline, more = _validate(root, name, Pipeline)
     said = rules.check(root) + kubernetes_rules.check(root) + slurm.problems(root)
     ruled = _elsewhere(said, problems)
     return pipeline, problems + _elsewhere(_elsewhere(more, problems), ruled, but=("unknown key",)) + ruled
@@ -123,10 +141,10 @@ def _nulls(root: Node) -> list[Problem]:
     return problems
 
 
-def _validate(root: Node, name: str) -> tuple[Pipeline | None, list[Problem]]:
+def _validate(root: Node, name: str, model: type[AnyModel]) -> tuple[AnyModel | None, list[Problem]]:
     for retry in (True, False):
         try:
-            return Pipeline.model_validate(root.plain()), []
+            return model.model_validate(root.plain()), []
         except ValidationError as error:
             details = error.errors(include_url=False)
         if not (retry and _as_text(root, details)):
@@ -139,7 +157,7 @@ def _validate(root: Node, name: str) -> tuple[Pipeline | None, list[Problem]]:
         by_rule = kind in ("missing", "extra_forbidden") and key in ("preset", "tokens")
         if node.broken or partial or by_rule:
             continue
-        problem = _problem(node, exists, detail)
+        problem = _problem(node, exists, detail, model)
         last = problems[-1] if problems else None
         if last is not None and kind == "literal_error" and last.place == problem.place:
             # the other half of `a number or 'auto'`
@@ -181,7 +199,7 @@ _BOUNDS = {
 }
 
 
-def _problem(node: Node, exists: bool, detail: ErrorDetails) -> Problem:
+def _problem(node: Node, exists: bool, detail: ErrorDetails, model: type[BaseModel]) -> Problem:
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
     key = detail["loc"][-1] if detail["loc"] else ""
     if kind == "missing" and isinstance(key, int):
@@ -189,7 +207,7 @@ def _problem(node: Node, exists: bool, detail: ErrorDetails) -> Problem:
     if kind == "missing":
         return Problem.at(node.place, f"{key!r} is missing", f"add '{key}: ...'")
     if kind == "extra_forbidden":
-        known = _known_keys(detail["loc"])
+        known = _known_keys(detail["loc"], model)
         return Problem.at(node.key or node.place, f"unknown key {key!r}", closest(str(key), known))
     if kind == "union_tag_invalid" and key == "optimizer":  # by its name
         node, kind, context = node.value["name"], "literal_error", {"expected": ", ".join(OPTIMIZERS)}
@@ -253,9 +271,9 @@ def _show(value: Any) -> str:
     return f"the text {_flat(value)!r}" if isinstance(value, str) else _flat(value)
 
 
-def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
+def _known_keys(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
     """Keys of the mapping in which the last part of `loc` is unknown."""
-    inside: list[type[BaseModel]] = [Pipeline]  # several: of a union, whose choice is the next part
+    inside: list[type[BaseModel]] = [model]  # several: of a union, whose choice is the next part
     for part in loc[:-1]:
         if isinstance(part, int):
             continue

@@ -1,18 +1,20 @@
-"""The JSON Schema of a pipeline, for editors. It says all that concerns one value; rules between values
-(`spec/rules.py`) and what YAML itself may not hold are the loader's."""
+"""The JSON Schema of a pipeline, or of places, for editors. It says all that concerns one value; rules
+between values (`spec/rules.py`) and what YAML itself may not hold are the loader's."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
+
 from mlpipe.spec.model import Pipeline
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema(kind: type[BaseModel] = Pipeline) -> dict[str, Any]:
     """Draft 2020-12."""
-    schema: dict[str, Any] = _tidy(Pipeline.model_json_schema(by_alias=True))
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "mlpipe pipeline"}
-    return head | schema
+    schema: dict[str, Any] = _tidy(kind.model_json_schema(by_alias=True))
+    title = f"mlpipe {kind.__name__.lower()}"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title} | schema
 
 
 def _tidy(node: Any) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mlpipe._core.errors import RenderError
-from mlpipe.submit.submission import Console, Finding, Option, Preview, Rendered, Submission
+from mlpipe.submit.submission import Availability, Console, Finding, Option, Preview, Rendered, Submission
 
 if TYPE_CHECKING:
     from mlpipe.observe.logs import Reader
@@ -58,6 +58,11 @@ class Backend(ABC):
         return False
 
     # A run
+
+    def availability(self, submission: Submission) -> Availability:
+        """When its stages could begin, were it submitted now; asks without changing anything. Raises
+        SubmitError where the place is away."""
+        return Availability(None, "its queue cannot be asked")
 
     def preview(self, submission: Submission, console: Console, *, on_server: bool = False) -> Preview:
         """What `submit` would start, and starts nothing. `on_server`: after the server has checked it. Raises

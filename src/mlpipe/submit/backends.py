@@ -7,9 +7,9 @@ name that the table does not have: it takes a look into every installed package.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlpipe._core.errors import SubmitError
 
@@ -56,6 +56,22 @@ def load(name: str) -> type[Backend]:
             f"the backend {name!r} cannot be loaded: {error}", where=target, kind="input"
         ) from error
     return backend
+
+
+def with_options(chosen: type[Backend], pipeline: Pipeline, options: Mapping[str, Any]) -> Backend:
+    """Where `options` of `mlpipe submit`, without dashes, say. Raises SubmitError (input) for one that the
+    backend does not have, and for one that it needs."""
+    known = {option.name: option for option in chosen.options}
+    if odd := sorted(options.keys() - known):
+        words = f"it has {', '.join(known)}" if known else "it has none"
+        raise SubmitError(f"{chosen.name} has no option {odd[0]!r}", hint=words, kind="input")
+    if lacking := [
+        option.name for option in known.values() if option.required and not options.get(option.name)
+    ]:
+        raise SubmitError(f"{chosen.name} needs {lacking[0]}", kind="input")
+    given = {name: options.get(name, () if option.repeated else None) for name, option in known.items()}
+    several = {name for name, value in given.items() if known[name].repeated and isinstance(value, str)}
+    return chosen.of_submission(pipeline, {**given, **{name: (given[name],) for name in several}})
 
 
 def of_run(run: RunState) -> Backend:

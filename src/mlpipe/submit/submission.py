@@ -10,6 +10,7 @@ from mlpipe._core.errors import MlpipeError, SubmitError
 from mlpipe._core.ids import spec_seal
 
 if TYPE_CHECKING:
+    from mlpipe.plan.lasting import Lasting
     from mlpipe.spec.model import Pipeline
 
 T = TypeVar("T")
@@ -102,6 +103,16 @@ class Finding:
     level: Literal["ok", "warn", "fail"]
     detail: str
     remedy: str | None = None
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Of a place, for a run that would be submitted now. `wait_seconds`: until its stages could begin; None:
+    nobody knows. `words`: why. `lasting`: of a place that itself knows what the run takes and costs there."""
+
+    wait_seconds: float | None = None
+    words: str = ""
+    lasting: Lasting | None = None
 
 
 def attempt(name: str, action: Callable[[], T]) -> T | Finding:

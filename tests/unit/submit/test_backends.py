@@ -40,7 +40,7 @@ def of_another_package(cli: Cli) -> Cli:
 
 def test_a_backend_of_another_package(of_another_package: Cli) -> None:
     cli = of_another_package
-    assert "kubernetes|jenkins|slurm|rented|toy]" in cli("submit", "--help").stdout
+    assert "kubernetes|jenkins|slurm|rented|toy|auto]" in cli("submit", "--help").stdout
     assert "--queue FOLDER" in cli("submit", "--help", "--to", "toy").stdout
     planned = cli.json(*SUBMIT, "r", "--dry-run")
     assert planned["stages"][0]["argv"][1:3] == ["-m", "mlpipe.submit.pod"]

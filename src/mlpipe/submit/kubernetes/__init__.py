@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from mlpipe._core.errors import MlpipeError, SubmitError
 from mlpipe.submit.backend import Backend
-from mlpipe.submit.submission import Console, Finding, Option, Preview, Rendered, Submission, refuse_sweep
+from mlpipe.submit.submission import (
+    Availability,
+    Console,
+    Finding,
+    Option,
+    Preview,
+    Rendered,
+    Submission,
+    refuse_sweep,
+)
 
 if TYPE_CHECKING:
     from mlpipe.plan.hardware import Hardware
@@ -66,6 +75,12 @@ class KubernetesBackend(Backend):
         """A refusal by the cluster leaves no run behind."""
         self.preview(submission, console, on_server=True)
         self.place = {"context": self.api.context, "namespace": self.api.namespace}
+
+    def availability(self, submission: Submission) -> Availability:
+        from mlpipe.submit.kubernetes import availability, manifests
+
+        _, *stages = manifests.objects(submission).values()
+        return availability.availability(self.api, [body for bodies in stages for body in bodies])
 
     def hardware(self, pipeline: Pipeline, stage: str) -> Hardware:
         from mlpipe.plan.build import stage_hardware

@@ -28,24 +28,29 @@ def manifests(submission: Submission, console: Console) -> Files:
     return files
 
 
+def objects(submission: Submission) -> Files:
+    """The same, of which nothing is told: the driver's file first. Raises PlanError, RenderError."""
+    return _rendered(submission)[0]
+
+
 def preview(files: Files) -> Preview:
     """The very objects, in the order in which they are sent."""
-    objects = [body for bodies in files.values() for body in bodies]
-    return Preview(objects, documents(objects).rstrip("\n"))
+    bodies = [body for of_file in files.values() for body in of_file]
+    return Preview(bodies, documents(bodies).rstrip("\n"))
 
 
 def rendered(submission: Submission, console: Console) -> Rendered:
     """To commit: a file for the driver, and one for each stage that has objects."""
     files, findings = _rendered(submission)
     _tell(findings, submission.spec, console)
-    objects = preview(files)
+    sent = preview(files)
     about = {"run_id": _run_id(submission), "findings": findings}
     texts = {name: documents(bodies) for name, bodies in files.items()}
     first, without = next(iter(texts)), _without_objects(submission.pipeline)
     texts[first] = without + texts[first]
     return Rendered(
         files={name: _HEAD + text for name, text in texts.items()},
-        preview=Preview({**about, "objects": objects.document}, without + objects.text),
+        preview=Preview({**about, "objects": sent.document}, without + sent.text),
         about=about,
         head=_HEAD,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlpipe.submit.backend import Backend
-from mlpipe.submit.submission import Finding
+from mlpipe.submit.submission import Availability, Finding, Submission
 
 if TYPE_CHECKING:
     from mlpipe.plan.plan import Plan
@@ -41,6 +41,9 @@ class LocalBackend(Backend):
         from mlpipe.submit.process_executor import ProcessExecutor
 
         return ProcessExecutor(store, driver=holder, folder=working_folder(run))
+
+    def availability(self, submission: Submission) -> Availability:
+        return Availability(0.0, "this machine")
 
     def doctor(self, store: Iterable[Finding]) -> Iterator[Finding]:
         from mlpipe.submit.local.machine import examine

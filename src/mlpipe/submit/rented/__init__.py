@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mlpipe._core.errors import SubmitError
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.rented.limits import OPTIONS, Limits
-from mlpipe.submit.submission import Console, Finding, Preview, Submission
+from mlpipe.submit.submission import Availability, Console, Finding, Preview, Submission
 
 if TYPE_CHECKING:
     from mlpipe.plan.hardware import Hardware
@@ -50,6 +50,11 @@ class RentedBackend(Backend):
     @classmethod
     def of_driver(cls, run: RunState, pipeline: Pipeline) -> Backend:
         return cls(run.place, pipeline)
+
+    def availability(self, submission: Submission) -> Availability:
+        from mlpipe.submit.rented.ahead import availability, look_ahead
+
+        return availability(look_ahead(submission, Limits.of_place(self.place)))
 
     def preview(self, submission: Submission, console: Console, *, on_server: bool = False) -> Preview:
         from mlpipe.submit.rented.ahead import look_ahead, preview

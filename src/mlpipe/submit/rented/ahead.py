@@ -9,6 +9,7 @@ from typing import Any
 from mlpipe._core.errors import SubmitError
 from mlpipe.plan.build import Start, build_plan
 from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.lasting import Lasting
 from mlpipe.plan.offers import Quote, Work
 from mlpipe.plan.plan import Plan
 from mlpipe.spec.model import Pipeline
@@ -17,7 +18,7 @@ from mlpipe.submit.rented.limits import Limits
 from mlpipe.submit.rented.market import Choice, consider, is_rented, wishes_of
 from mlpipe.submit.rented.order import Term, script
 from mlpipe.submit.rented.vendor import Vendor, connect
-from mlpipe.submit.submission import Preview, Submission
+from mlpipe.submit.submission import Availability, Preview, Submission
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,16 @@ def preview(submission: Submission, outlook: Outlook) -> Preview:
     total = sum(choice.ranked[0].usd for choice in outlook.choices)
     tables.append(f"${total:.2f} of ${outlook.limits.max_usd:.2f}, as the planner expects")
     return Preview(document, "\n\n".join(tables))
+
+
+def availability(outlook: Outlook) -> Availability:
+    """Of the best machines, one after the other; from the order on."""
+    best = [choice.ranked[0] for choice in outlook.choices]
+    machines = ", ".join(f"{one.offer.num_gpus} x {one.offer.gpu_name}" for one in best)
+    known = [one.seconds for one in best if one.seconds is not None]
+    seconds = sum(known) if len(known) == len(best) else None
+    lasting = Lasting(seconds, sum(one.usd for one in best))
+    return Availability(0.0, f"for rent: {machines}" if best else "nothing of it is rented", lasting)
 
 
 def _stage(outlook: Outlook, choice: Choice) -> dict[str, Any]:

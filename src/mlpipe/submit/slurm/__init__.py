@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from mlpipe._core.errors import SubmitError
 from mlpipe.submit.backend import Backend
-from mlpipe.submit.submission import Console, Finding, Preview, Rendered, Submission, refuse_sweep
+from mlpipe.submit.submission import (
+    Availability,
+    Console,
+    Finding,
+    Preview,
+    Rendered,
+    Submission,
+    refuse_sweep,
+)
 
 if TYPE_CHECKING:
     from mlpipe.plan.hardware import Hardware
@@ -48,6 +56,11 @@ class SlurmBackend(Backend):
     def check(self, submission: Submission, console: Console, *, is_new: bool) -> None:
         """A refusal by Slurm leaves no run behind."""
         self.preview(submission, console, on_server=True)
+
+    def availability(self, submission: Submission) -> Availability:
+        from mlpipe.submit.slurm import scripts
+
+        return scripts.availability(scripts.scripts(submission), submission.folder)
 
     def hardware(self, pipeline: Pipeline, stage: str) -> Hardware:
         from mlpipe.plan.build import stage_hardware

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from mlpipe._core import environment
 from mlpipe._core.errors import SubmitError
@@ -20,6 +21,7 @@ _AWAY = re.compile(
     re.IGNORECASE,
 )
 _GONE = re.compile(r"invalid job id|already completing|already finished|not found", re.IGNORECASE)
+_STARTS = re.compile(r"Job \d+ to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _FIELDS = ("jobid", "state", "reason", "restartcnt", "exit_code", "nodelist", "name", "comment")
 _ENDED = [
     "BOOT_FAIL",
@@ -90,6 +92,14 @@ def submit(script: str, folder: str, *, test_only: bool = False) -> int:
     return int(number) if number.isdigit() and not test_only else 0
 
 
+def earliest_start(script: str, folder: str) -> float | None:
+    """When the controller would start the job, were it submitted now; Unix seconds. None: it does not say.
+    Raises as `submit` does."""
+    said = _done(["sbatch", "--parsable", "--test-only"], script, folder).stderr
+    found = _STARTS.search(said)  # by this machine's clock and time zone
+    return None if found is None else datetime.fromisoformat(found[1]).timestamp()
+
+
 def signal(job_id: int, name: str) -> None:
     """To the job's script alone."""
     _unless_gone(["scancel", "--batch", f"--signal={name}", str(job_id)])
@@ -123,6 +133,10 @@ def _unless_gone(argv: Sequence[str]) -> None:
 
 def run(argv: Sequence[str], *, stdin: str = "", folder: str | None = None) -> str:
     """What the command prints. Raises AwayError, or SubmitError with what it complained of."""
+    return _done(argv, stdin, folder).stdout
+
+
+def _done(argv: Sequence[str], stdin: str, folder: str | None) -> subprocess.CompletedProcess[str]:
     env = {
         name: value
         for name, value in os.environ.items()
@@ -148,7 +162,7 @@ def run(argv: Sequence[str], *, stdin: str = "", folder: str | None = None) -> s
     except subprocess.TimeoutExpired:
         raise AwayError(f"{argv[0]} did not answer within {_COMMAND_SECONDS:.0f} s") from None
     if done.returncode == 0:
-        return done.stdout
+        return done
     lines = [line.removeprefix(f"{argv[0]}: ").removeprefix("error: ") for line in done.stderr.splitlines()]
     words = "; ".join(line for line in lines if line.strip()) or f"exit code {done.returncode}"
     if _AWAY.search(words):

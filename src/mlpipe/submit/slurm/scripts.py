@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from mlpipe._core.errors import PlanError, SubmitError
 from mlpipe.plan.ahead import plan_ahead
 from mlpipe.plan.plan import Plan
@@ -11,7 +13,7 @@ from mlpipe.spec.model import Pipeline
 from mlpipe.store.open import full_url
 from mlpipe.submit.slurm import client
 from mlpipe.submit.slurm.jobs import output_file
-from mlpipe.submit.submission import Preview, Rendered, Submission
+from mlpipe.submit.submission import Availability, Preview, Rendered, Submission
 
 Files = dict[str, str]
 
@@ -60,3 +62,14 @@ def server_dry_run(files: Files, folder: str) -> None:
         except SubmitError as error:
             error.where = error.where or name
             raise
+
+
+def availability(files: Files, folder: str) -> Availability:
+    """As the controller would start the jobs, were all of them submitted now: the last of them counts. Raises
+    SubmitError."""
+    starts = [client.earliest_start(text, folder) for text in files.values()]
+    known = [start for start in starts if start is not None]
+    if len(known) < len(starts):
+        return Availability(None, "Slurm does not say when its jobs would start")
+    wait_seconds = max(0.0, max(known, default=0.0) - time.time())
+    return Availability(wait_seconds, "by Slurm's own estimate" if files else "nothing of it needs a job")
