@@ -217,6 +217,11 @@ def test_a_driver_starts_no_driver(api):
     command = ("create", "--dry-run=server", "-n", "mlpipe", "-f", "-")
     api.kubectl(*command, stdin=text)
     assert "a driver starts workers, not drivers" in api.fails(*command, f"--as={DRIVER}", stdin=text)
+    gang = golden("jobset")  # of whoever: it may be what Trainer makes of a TrainJob
+    template = template_of(gang)
+    template["metadata"]["labels"]["app.kubernetes.io/component"] = "driver"
+    template["spec"]["serviceAccountName"] = "mlpipe-driver"
+    assert "a driver starts workers, not drivers" in api.refused(gang)
     api.kubectl(*command, f"--as={DRIVER}", stdin=json.dumps(golden("indexed-job")))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.manifests import check_schema, crd_validator, load
+from kit.manifests import check_schema, crd_validator, load, trainer_validator
 from kit.rendered import QUICKSTART, RUN_ID, pipeline_of, plan_of
 
 import mlpipe
@@ -42,9 +42,26 @@ EVERYTHING = (
     "containers: [{name: worker, env: [{name: NCCL_IB_HCA, value: mlx5}]}]}}}, "
     "{target: {kind: JobSet}, json: [{op: add, path: /metadata/labels/cost-centre, value: '42'}]}]",
 )
+TRAINJOB = (
+    *QUICKSTART,
+    "kubernetes.form=trainjob",
+    "kubernetes.trainjob={runtime: mlpipe}",
+    "kubernetes.namespace=ml",
+    "kubernetes.node_selector={pool: h100}",
+    "kubernetes.tolerations=[{key: reserved}]",
+    "kubernetes.image_pull_secrets=[registry]",
+    "kubernetes.secret_env={HF_TOKEN: {secret: hub, key: token}}",
+    "kubernetes.volumes=[{claim: data, path: /data, read_only: true}]",
+)
 CASES = {
     "jobset": ("quickstart", "train", QUICKSTART),
     "indexed-job": ("quickstart", "train", (*QUICKSTART, "kubernetes.form=indexed-job")),
+    "trainjob": ("quickstart", "train", (*TRAINJOB, "train.timeout=3 d")),
+    "trainjob-2.1": (
+        "quickstart",
+        "train",
+        (*TRAINJOB, "kubernetes.trainjob.overrides=podTemplateOverrides"),
+    ),
     "volcano": ("quickstart", "train", (*QUICKSTART, "kubernetes.volcano_queue=research")),
     "elastic": (
         "quickstart",
@@ -105,6 +122,16 @@ def test_jobsets_fit_their_crd(name: str, jobset_schema: Any) -> None:
     jobset_schema.validate(found)
     found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["nonsense"] = 1
     assert not jobset_schema.is_valid(found)
+
+
+@pytest.mark.parametrize(("name", "version"), [("trainjob", "v2.3.0"), ("trainjob-2.1", "v2.1.0")])
+def test_trainjobs_fit_their_crd(name: str, version: str) -> None:
+    """Which of the other release would drop half of it."""
+    found = list(load((HERE / "manifests" / f"{name}.yaml").read_text()))[-1]
+    assert found["kind"] == "TrainJob"
+    trainer_validator("trainjobs", version).validate(found)
+    other = {"v2.3.0": "v2.1.0", "v2.1.0": "v2.3.0"}[version]
+    assert not trainer_validator("trainjobs", other).is_valid(found)
 
 
 def test_every_file_has_its_case() -> None:

@@ -39,7 +39,12 @@ from urllib.parse import parse_qs, urlsplit
 
 NAMESPACE = "ml"
 TOKEN = "token-that-nobody-may-see"
-_GROUPS = {"batch": "jobs", "jobset.x-k8s.io": "jobsets", "kueue.x-k8s.io": "workloads"}
+_GROUPS = {
+    "batch": "jobs",
+    "jobset.x-k8s.io": "jobsets",
+    "trainer.kubeflow.org": "trainjobs",
+    "kueue.x-k8s.io": "workloads",
+}
 Json = dict[str, Any]
 
 

@@ -62,6 +62,7 @@ class Cluster:
         self.image = worker_image(folder)
         self._pause, self._spec = pause_image(folder), base_spec(folder / "base-spec.json")
         self.addons: list[Process] = []
+        self._addons = Addons(folder, self.control, self._first, self._kubectl)
         self._minio: Process | None = None
         programs = folder / "bin"
         programs.mkdir()
@@ -261,6 +262,11 @@ class Cluster:
         self.wait_until_node(index, ready=True)
         return node
 
+    def add_trainer(self) -> None:
+        """Starts Kubeflow Trainer, ready when it returns. Raises ServerMissingError if it was not built."""
+        cluster_build.binary("trainer")
+        self.addons.append(self._addons.trainer())
+
     def wait_until_node(self, index: int, *, ready: bool, seconds: float = _READY_SECONDS) -> None:
         """Until the control plane calls it Ready, or not any more."""
         path = f"/api/v1/nodes/node-{index}"
@@ -287,7 +293,7 @@ class Cluster:
             )
             self.kubectl("create", "clusterrolebinding", *discovery.split())
             self.start_minio()
-        addons = Addons(self.folder, self.control, self._first, self._kubectl)
+        addons = self._addons
         if jobset or kueue:
             self.addons.append(addons.jobset())
         if kueue:

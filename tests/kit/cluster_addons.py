@@ -1,5 +1,5 @@
-"""Controllers beside the test cluster's own: JobSet, Kueue, kwok. They run outside pods, so their webhooks
-are called by URL, on ports of their own, and they serve certificates that the kit signs."""
+"""Controllers beside the test cluster's own: JobSet, Kueue, Kubeflow Trainer, kwok. They run outside pods, so
+their webhooks are called by URL, on ports of their own, and they serve certificates that the kit signs."""
 
 from __future__ import annotations
 
@@ -80,6 +80,26 @@ class Addons:
         self._create(hooks)
         return process
 
+    def trainer(self) -> Process:
+        """Makes JobSets of TrainJobs; needs JobSet."""
+        folder = self._new_folder("trainer")
+        source = manifests("trainer") / "manifests/base"
+        self._create_crds(source / "crds")
+        config = {
+            "apiVersion": "config.trainer.kubeflow.org/v1alpha1",
+            "kind": "Configuration",
+            "leaderElection": {"leaderElect": False},
+            "certManagement": {"enable": False},
+            "webhook": {"host": "127.0.0.1", "port": 9445},
+            "health": {"healthProbeBindAddress": "127.0.0.1:8083"},
+            "metrics": {"bindAddress": "127.0.0.1:8445"},
+        }
+        self._serve(folder / "k8s-webhook-server" / "serving-certs", "trainer")
+        process = self._start("trainer", [f"--config={_json(folder, config)}"], {"TMPDIR": str(folder)})
+        self._wait_until_answers(process, "http://127.0.0.1:8083/readyz")
+        self._create(self._webhooks(source, "trainer", 9445))
+        return process
+
     def kwok(self, num_nodes: int) -> Process:
         """Fake nodes fake-0, fake-1, ... tainted kwok.x-k8s.io/node=fake:NoSchedule, whose pods run and end
         at once. Good for counting; its delays are far too late to measure anything with."""
@@ -130,8 +150,10 @@ class Addons:
 
     def _create_crds(self, folder: Path) -> None:
         """Creates all of the folder and waits until the API serves them."""
-        self._kubectl(["create", "-f", str(folder)], None)
-        names = [yaml.safe_load(path.read_text())["metadata"]["name"] for path in folder.glob("*.yaml")]
+        found = [yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")]
+        found = [one for one in found if one["kind"] == "CustomResourceDefinition"]  # no kustomization.yaml
+        self._create(found)
+        names = [one["metadata"]["name"] for one in found]
 
         def established() -> bool:
             # not `kubectl wait`: it fails on a resource so new that it has no conditions

@@ -62,6 +62,12 @@ PROGRAMS = {
         package="cmd/kueue",
         manifests=("config/components/crd/bases", "config/components/webhook"),
     ),
+    "trainer": Program(
+        "github.com/kubeflow/trainer/v2",
+        "v2.1.0",
+        package="cmd/trainer-controller-manager",
+        manifests=("manifests/base/crds", "manifests/base/webhook"),
+    ),
     "gpuplugin": Program("k8s.io/kubelet", KUBERNETES.replace("v1.", "v0.", 1)),
     "kwok": Program("sigs.k8s.io/kwok", "v0.8.0", package="cmd/kwok", manifests=("kustomize/stage",)),
 }

@@ -23,7 +23,13 @@ KUEUE = {
 }
 # Kinds whose schema is in a CRD: see `crd_validator`, `operator_validator`. Go's module proxy does not have
 # Volcano's module: our PodGroup was compared by hand with the CRD of commit ed72c7c81 (2026-08-20), and fits.
-OF_CRDS = ("jobset.x-k8s.io/", "kueue.x-k8s.io/", "monitoring.coreos.com/", "scheduling.volcano.sh/")
+OF_CRDS = (
+    "jobset.x-k8s.io/",
+    "kueue.x-k8s.io/",
+    "monitoring.coreos.com/",
+    "scheduling.volcano.sh/",
+    "trainer.kubeflow.org/",
+)
 
 
 class _Strict(yaml.SafeLoader):
@@ -68,6 +74,12 @@ def operator_validator(plural: str) -> Any:
     """The same, of the Prometheus operator."""
     folder = _module(OPERATOR) / "example" / "prometheus-operator-crd"
     return _validator(folder / f"monitoring.coreos.com_{plural}.yaml", "v1")
+
+
+def trainer_validator(plural: str, version: str) -> Any:
+    """The same, of a release of Kubeflow Trainer, such as v2.1.0."""
+    folder = _module(f"github.com/kubeflow/trainer/v2@{version}") / "manifests" / "base" / "crds"
+    return _validator(folder / f"trainer.kubeflow.org_{plural}.yaml", "v1alpha1")
 
 
 def kueue_validator(plural: str, version: str) -> Any:

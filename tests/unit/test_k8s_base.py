@@ -23,6 +23,7 @@ OWNED = {"get", "list", "create", "patch", "delete"}
 DRIVER = {
     "batch/jobs": RUNS | {"patch"},
     "jobset.x-k8s.io/jobsets": RUNS,
+    "trainer.kubeflow.org/trainjobs": RUNS,
     "scheduling.volcano.sh/podgroups": OWNED,
     "resource.k8s.io/resourceclaimtemplates": OWNED,
     "/services": OWNED,

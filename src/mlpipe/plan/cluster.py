@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mlpipe._core.serial import SPARSE
 
 Component = Literal["worker", "driver"]
-PatchKind = Literal["Pod", "Job", "JobSet", "Service", "ConfigMap", "PodGroup"]
+PatchKind = Literal["Pod", "Job", "JobSet", "TrainJob", "Service", "ConfigMap", "PodGroup"]
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,21 @@ class Patch:
 
 
 @dataclass(frozen=True)
+class TrainJob:
+    """Kubeflow Trainer's. `overrides`: the field in which it changes the runtime's pods; Trainer 2.2 renamed
+    it."""
+
+    runtime: str
+    kind: Literal["ClusterTrainingRuntime", "TrainingRuntime"]
+    overrides: Literal["runtimePatches", "podTemplateOverrides"]
+
+
+@dataclass(frozen=True)
 class ClusterPlan:
     """Those from `cpus` to `disk_bytes`, those of GPUs and where the pods stand are of one stage (`of_run`:
     of none); all others are of the whole run. `image`: None is refused when it is rendered."""
 
-    form: Literal["jobset", "indexed-job"]
+    form: Literal["jobset", "indexed-job", "trainjob"]
     image: str | None
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"]
     image_pull_secrets: tuple[str, ...]
@@ -175,6 +185,7 @@ class ClusterPlan:
     # Claims instead of `gpu_resource`; where pods stand that are of no stage, if not where this one's do.
     gpu_claims: GpuClaims | None = field(default=None, metadata=SPARSE)
     run_placement: Placement | None = field(default=None, metadata=SPARSE)
+    trainjob: TrainJob | None = field(default=None, metadata=SPARSE)  # of the whole run; with that form
 
     def of_run(self) -> ClusterPlan:
         """For the pods that are of no stage."""

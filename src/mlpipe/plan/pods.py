@@ -97,6 +97,7 @@ def cluster_plan(
         gpu_claims=gpus.claims,
         gpu_taint=gpus.taint if gpus.taint != gpus.resource else None,
         run_placement=everywhere if placement != everywhere else None,
+        trainjob=c.TrainJob(**spec.trainjob.model_dump()) if spec.trainjob else None,
     )
 
 

@@ -23,6 +23,7 @@ from mlpipe.render.patches import patched
 from mlpipe.render.pod import (
     CLAIM,
     CONTAINER,
+    TRAINJOBS_CONTAINER,
     coordinator_template,
     driver_template,
     is_gang,
@@ -30,6 +31,8 @@ from mlpipe.render.pod import (
 )
 
 __all__ = ["driver_objects", "gang_name", "labels", "replica_object", "stage_objects"]
+# Of the pods' names: the JobSet's job and its replica, between the gang's name and the index
+_OF_JOBSET = {"jobset": f"{CONTAINER}-0-", "trainjob": f"{TRAINJOBS_CONTAINER}-0-"}
 MAX_CONFIG_BYTES = 2**20  # of a ConfigMap's data
 DRIVER_RETRIES = 100  # a driver that starts anew takes over where the last one was
 COORDINATOR_RETRIES = 20  # its node may be lost now and then
@@ -37,9 +40,9 @@ Json = dict[str, Any]
 
 
 def stage_objects(plan: Plan) -> list[Json]:
-    """A ConfigMap with the plan, what the gang needs beside it, and the Job or JobSet; none for a stage that
-    the driver does itself. Of an elastic training: the coordinator's Job, then one for each replica. Raises
-    RenderError."""
+    """A ConfigMap with the plan, what the gang needs beside it, and the Job, JobSet or TrainJob; none for a
+    stage that the driver does itself. Of an elastic training: the coordinator's Job, then one for each
+    replica. Raises RenderError."""
     cluster = plan.cluster
     if cluster is None:
         raise RenderError(
@@ -68,20 +71,19 @@ def stage_objects(plan: Plan) -> list[Json]:
         objects.append(_coordinator_job(plan, name, cluster, own, config))
         objects += [_replica_job(plan, number, cluster, own, config) for number in range(count)]
         return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
-    jobset = is_gang(plan) and cluster.form == "jobset"
-    first = f"{name}-{'worker-0-' if jobset else ''}0.{name}"
+    form = cluster.form if is_gang(plan) else "job"
+    first = f"{name}-{_OF_JOBSET.get(form, '')}0.{name}"
     template = worker_template(plan, cluster, own | {"sidecar.istio.io/inject": "false"}, config, first)
     _queue_pod(template, name, cluster)
-    if is_gang(plan) and not jobset:
+    if form == "indexed-job":
         objects.append(_service(plan, name, cluster, own))
     if cluster.volcano_queue is not None:
         group = {"minMember": plan.launch.num_nodes, "queue": cluster.volcano_queue}
         objects.append(
             {**_head("scheduling.volcano.sh/v1beta1", "PodGroup", name, cluster, own), "spec": group}
         )
-    objects.append(
-        _jobset(plan, name, cluster, own, template) if jobset else _job(plan, name, cluster, own, template)
-    )
+    of_form = {"jobset": _jobset, "trainjob": _trainjob}.get(form, _job)
+    objects.append(of_form(plan, name, cluster, own, template))
     return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
 
 
@@ -243,6 +245,17 @@ def _jobset(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], te
         ],
     }
     return {**head, "spec": spec}
+
+
+def _trainjob(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], template: Json) -> Json:
+    """Patches of the pod come first: what they add is carried, or refused, like the rest."""
+    from mlpipe.render.trainjob import trainjob_spec
+
+    (holder,) = patched(
+        [{"kind": "PodTemplate", "spec": {"template": template}}], cluster.patches, plan.stage, "worker"
+    )
+    head = _head("trainer.kubeflow.org/v1alpha1", "TrainJob", name, cluster, own)
+    return {**head, "spec": trainjob_spec(plan, cluster, own, holder["spec"]["template"])}
 
 
 def _coordinator_job(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], config: str) -> Json:

@@ -19,6 +19,7 @@ _MERGE_KEYS = {
     "volumes": ("name",),
     "imagePullSecrets": ("name",),
     "replicatedJobs": ("name",),  # x-kubernetes-list-map-keys of JobSet's CRD
+    "runtimePatches": ("manager",),  # of TrainJob's
     "env": ("name",),
     "hostAliases": ("ip",),
     "resourceClaims": ("name",),
@@ -70,9 +71,8 @@ def patched(
 def targets(patch: Patch, objects: Sequence[Json], stage: str | None, component: Component) -> bool:
     """Whether the patch is meant for one of `objects`."""
     fits = patch.stage in (None, stage) and patch.component in (None, component)
-    return fits and any(
-        patch.kind in (document["kind"], "Pod" if _template(document) else "") for document in objects
-    )
+    kinds = {document["kind"] for document in objects}
+    return fits and (patch.kind in kinds or (patch.kind == "Pod" and any(map(_has_pods, objects))))
 
 
 def _apply(patch: Patch, target: Json) -> Json:
@@ -101,6 +101,11 @@ def _known(patch: Patch, target: Json) -> Json:
                 + ("it is not set" if before.get(path) is None else f"it stays {before[path]!r}"),
             )
     return target
+
+
+def _has_pods(document: Json) -> bool:
+    """Of a TrainJob, the pod's own patches are in it already."""
+    return document["kind"] == "TrainJob" or _template(document) is not None
 
 
 def _template(document: Json) -> Json | None:
@@ -133,9 +138,15 @@ def _identity(document: Json, at: str = "") -> dict[str, Any]:
 
 
 def _templates(spec: Any) -> Iterator[tuple[str, Json]]:
-    """Of the jobs of a JobSet, of the pods of a Job."""
+    """Of the jobs of a JobSet, of the pods of a Job; what a TrainJob says of either."""
     if not isinstance(spec, dict):
         return
+    for key, inner in (("podTemplateOverrides", ()), ("runtimePatches", ("trainingRuntimeSpec", "template"))):
+        found = spec.get(key)
+        for i, one in enumerate(found if isinstance(found, list) else ()):
+            for step in inner:
+                one = one.get(step) if isinstance(one, dict) else None
+            yield "/".join((key, str(i), *inner)), one if isinstance(one, dict) else {}
     jobs = spec.get("replicatedJobs")
     holders = [("", spec)]
     holders += [(f"replicatedJobs/{i}/", job) for i, job in enumerate(jobs if isinstance(jobs, list) else ())]

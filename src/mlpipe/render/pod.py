@@ -23,6 +23,8 @@ TOKEN_SECONDS = 3600  # of a token for the store; the kubelet renews it after fo
 CONTAINER = "worker"
 CLAIM = "gpus"  # a pod's ResourceClaim
 SHARING = ("mps", "time-slicing")  # as the nodes' label says it
+CONTAINER = "worker"  # and the JobSet's job
+TRAINJOBS_CONTAINER = "node"  # the same, as Kubeflow Trainer wants both called
 METRICS_PORT = 9400  # the base port where the pipeline leaves it open: a PodMonitor must know it
 RENDEZVOUS_PORT = 29500  # torchrun's own default
 USER = 10001  # above the ids of people on a node (CKV_K8S_40)
@@ -352,7 +354,7 @@ def _worker_env(plan: Plan, cluster: ClusterPlan, rendezvous: str) -> list[Json]
     env = _env(variables)
     for name, path in ((environment.POD_NAME, "metadata.name"), (environment.NODE_NAME, "spec.nodeName")):
         env.append({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}})
-    if is_gang(plan) and cluster.form == "jobset":
+    if is_gang(plan) and cluster.form != "indexed-job":  # by JobSet, which a TrainJob becomes too
         path = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
         env.append({"name": environment.GANG_RESTART, "valueFrom": {"fieldRef": {"fieldPath": path}}})
     env += _by_reference(plan.store_url, cluster, "worker") + _secret_env(cluster.secret_env)

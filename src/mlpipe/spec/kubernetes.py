@@ -144,8 +144,8 @@ class GpuClaims(SpecModel):
 class PatchTarget(SpecModel):
     """Which objects a patch changes: those that fit all of these."""
 
-    kind: Literal["Pod", "Job", "JobSet", "Service", "ConfigMap", "PodGroup"] = Field(
-        description="`Pod`: the pod template inside a Job or JobSet."
+    kind: Literal["Pod", "Job", "JobSet", "TrainJob", "Service", "ConfigMap", "PodGroup"] = Field(
+        description="`Pod`: the pod template inside a Job or JobSet, or that a TrainJob is made from."
     )
     stage: f.Name | None = Field(None, description="Default: every stage.")
     component: Literal["worker", "driver"] | None = Field(None, description="Default: both.")
@@ -165,12 +165,28 @@ class Patch(SpecModel):
     )
 
 
+class TrainJob(SpecModel):
+    """A gang is a TrainJob of Kubeflow Trainer, made from a runtime that the platform owns."""
+
+    runtime: f.ObjectName = Field(description="Name of the runtime.")
+    kind: Literal["ClusterTrainingRuntime", "TrainingRuntime"] = Field(
+        "ClusterTrainingRuntime", description="Of the runtime: `TrainingRuntime` is one of the namespace."
+    )
+    overrides: Literal["runtimePatches", "podTemplateOverrides"] = Field(
+        "runtimePatches",
+        description="Field in which the pods are described: Trainer 2.1 calls it `podTemplateOverrides`.",
+    )
+
+
 class Kubernetes(SpecModel):
     """How a run looks on a cluster; every other backend ignores it."""
 
-    form: Literal["jobset", "indexed-job"] = Field(
-        "jobset", description="`indexed-job` needs no CRD, but a gang is not restarted as a whole."
+    form: Literal["jobset", "indexed-job", "trainjob"] = Field(
+        "jobset",
+        description="`indexed-job` needs no CRD, but a gang is not restarted as a whole; `trainjob` is for "
+        "clusters with Kubeflow Trainer.",
     )
+    trainjob: TrainJob | None = Field(None, description="Of the form `trainjob`: what it is made from.")
     namespace: f.DnsLabel | None = Field(None, description="Default: that of the client's context.")
     queue: f.QueueName | None = Field(None, description="Kueue's LocalQueue.")
     queue_priority: f.QueueName | None = Field(None, description="Kueue's WorkloadPriorityClass.")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from mlpipe._core.gpus import DEFAULT_RESOURCE, vendor_of
 from mlpipe.spec.gpu_rules import ALONE, num_ranks
+from mlpipe.spec.kubernetes import Kubernetes
 from mlpipe.spec.problems import Problem, closest
 from mlpipe.spec.rules import TAKEN
 from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
@@ -27,6 +28,7 @@ def check(root: Node) -> list[Problem]:
         *_claims(section),
         *_shared(root, section),
         *_choices(section),
+        *_trainjob(section),
         *_secret_env(section),
         *_store(section),
     ]
@@ -135,6 +137,37 @@ def _choices(section: Node) -> Iterator[Problem]:
             yield problem_of_key(node, f"neither {keys[0]!r} nor {keys[1]!r}", "write one of them")
         elif len(there) > 1:
             yield problem_of_key(node.value[keys[1]], f"both {keys[0]!r} and {keys[1]!r}", "keep one of them")
+
+
+# What a TrainJob cannot say, and what its runtime says instead.
+_RUNTIMES = {
+    "queue": "its label is Kueue's to read on a TrainJob, which was not tried: use another form",
+    "volcano_queue": "podGroupPolicy of the runtime gives its gangs to Volcano",
+    "image_pull_policy": "write imagePullPolicy into the runtime's container",
+    "priority_class": "write priorityClassName into the runtime's pod",
+    "runtime_class": "write runtimeClassName into the runtime's pod",
+    "env_from": "write envFrom into the runtime's container, or name the keys: secret_env",
+    "gpu_claims": "take the resource of a device plugin, or another form",
+    "rdma": "write IPC_LOCK into the runtime's container, and add the devices by a patch of the TrainJob",
+    "max_gang_restarts": "write failurePolicy.maxRestarts into the runtime's JobSet",
+}
+
+
+def _trainjob(section: Node) -> Iterator[Problem]:
+    own, form = get(section, "trainjob"), get(section, "form")
+    if text_of(form) != "trainjob":
+        if own is not None and own.value is not None:
+            yield problem_of_key(own, "a runtime is read by the form 'trainjob' only", "add 'form: trainjob'")
+        return
+    assert form is not None
+    if own is None or own.value is None:
+        yield Problem.at(
+            form.place, "a TrainJob names the runtime that it is made from", "add 'trainjob: {runtime: NAME}'"
+        )
+    for key, hint in _RUNTIMES.items():
+        node, default = get(section, key), Kubernetes.model_fields[key].default
+        if node is not None and node.plain() not in (None, list(default) if default == () else default):
+            yield problem_of_key(node, f"a TrainJob cannot say {key!r}: that is its runtime's", hint)
 
 
 def _secret_env(section: Node) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""The backend `kubernetes`: a stage is a JobSet or a Job with its ConfigMap; the driver is a small Job."""
+"""The backend `kubernetes`: a stage is a JobSet, TrainJob or Job with its ConfigMap; the driver is a Job."""
 
 from __future__ import annotations
 

@@ -43,6 +43,7 @@ _KINDS = {
     "Job": ("/apis/batch/v1", "jobs"),
     "JobSet": ("/apis/jobset.x-k8s.io/v1alpha2", "jobsets"),
     "ResourceClaimTemplate": ("/apis/resource.k8s.io/v1", "resourceclaimtemplates"),
+    "TrainJob": ("/apis/trainer.kubeflow.org/v1alpha1", "trainjobs"),
     "PodGroup": ("/apis/scheduling.volcano.sh/v1beta1", "podgroups"),
     "Workload": ("/apis/kueue.x-k8s.io/{kueue}", "workloads"),
 }
@@ -159,7 +160,7 @@ class ClusterApi:
             "POST",
             self._path(kind),
             what=f"create {kind} {body['metadata']['name']}",
-            query={"dryRun": "All"} if dry_run else {},
+            query=_dry_run(kind) if dry_run else {},
             body=body,
         )
 
@@ -210,7 +211,9 @@ class ClusterApi:
     ) -> None:
         """Asks for it, with all that it owns; no error if it is gone already, and none with `uid` if another
         has its name by now."""
-        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+        # A TrainJob that waited for its JobSet to go would be seen without it, and be given another.
+        policy = "Background" if kind == "TrainJob" else "Foreground"
+        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": policy}
         if uid is not None:
             body["preconditions"] = {"uid": uid}
         if grace_seconds is not None:
@@ -335,7 +338,10 @@ class ClusterApi:
             hint, kind = "wait for other runs, or have the namespace's quota raised", "infrastructure"
         elif status == 404 and answer is None:
             message = f"cannot {what}: this cluster does not know that kind of object (404)"
-            if "JobSet" in what:
+            if "TrainJob" in what:
+                message = f"cannot {what}: this cluster has no Kubeflow Trainer 2 (404)"
+                hint = "install it (kubeflow.org), or choose another kubernetes.form"
+            elif "JobSet" in what:
                 message = f"cannot {what}: this cluster has no JobSet (404)"
                 hint = "install JobSet, or write `kubernetes: {form: indexed-job}`"
         elif status == 404 and said.startswith("namespaces "):
@@ -348,6 +354,11 @@ class ClusterApi:
             if status in _TRANSIENT or status < 300:
                 kind = "infrastructure"
         return ApiError(message, status=status, hint=hint, kind=kind)
+
+
+def _dry_run(kind: str) -> dict[str, str]:
+    """A field that another Trainer has would be dropped, and the pods lack what it says."""
+    return {"dryRun": "All", **({"fieldValidation": "Strict"} if kind == "TrainJob" else {})}
 
 
 def _selectors(labels: Mapping[str, str] | None = None, fields: str = "") -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The pods of one attempt of one stage: a JobSet or a Job with its ConfigMap, followed to its end.
+"""The pods of one attempt of one stage: a JobSet, TrainJob or Job with its ConfigMap, followed to its end.
 
 What is created has names that follow from run, stage and attempt, so that whoever comes again (a restarted
 driver, a second submit) adopts what is there. What became of a stage is read from its objects' status and
@@ -27,6 +27,7 @@ _POLL_SECONDS = 1.0
 _NOTE_SECONDS = 3.0  # between two looks for what a stage waits for, when there is news of its pods
 _NOTE_AGAIN_SECONDS = 20.0  # when there is none: quotas and queues change without
 _AWAY_SECONDS = 1800.0  # an API server may be away for this long; pods go on without it
+_RESTARTS = "jobset.sigs.k8s.io/restart-attempt"
 _LOST_SECONDS = 60.0  # after a lost node's pod was deleted, its gang is given up
 
 
@@ -118,7 +119,7 @@ class Gang(ThreadedHandle):
                     return Ended("failed", words, kind="infrastructure", lost=True)
                 self._postmortem.look(pods)
                 if now - noted > (_NOTE_SECONDS if news else _NOTE_AGAIN_SECONDS):
-                    self._note = self._why_pending(pods) or self._restarted(gang)
+                    self._note = self._why_pending(pods) or self._restarted(gang, pods)
                     noted, news = now, False
                 answered = now
             except SubmitError as error:
@@ -135,9 +136,11 @@ class Gang(ThreadedHandle):
             return ""
         return why_pending(self._api, self._labels, self._plan.launch.num_nodes, pods)
 
-    def _restarted(self, gang: Object | None) -> str:
+    def _restarted(self, gang: Object | None, pods: list[Object]) -> str:
         status = gang.get("status", {}) if gang else {}
-        times = status.get("restarts") or status.get("failed") or 0  # of a JobSet, pods of a Job
+        told = [pod["metadata"].get("labels", {}).get(_RESTARTS, "0") for pod in pods]  # by JobSet
+        # of a JobSet; of a Job, its pods; a TrainJob does not tell
+        times = status.get("restarts") or status.get("failed") or max(map(int, told), default=0)
         if not times or self._stopping:
             return ""
         words = "restarted once" if times == 1 else f"restarted {times} times"

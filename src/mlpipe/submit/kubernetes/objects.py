@@ -18,13 +18,13 @@ from mlpipe.submit.kubernetes.api import (
 )
 from mlpipe.submit.kubernetes.pending import remedy
 
-GANGS = ("JobSet", "Job")
+GANGS = ("TrainJob", "JobSet", "Job")  # who makes another stands before it
 _POLL_SECONDS = 1.0
 
 
 def create_all(api: ClusterApi, objects: list[Object], made: list[Object] | None = None) -> None:
     """All or nothing, unless the server is away meanwhile (`is_away`): then call it again, with the same
-    list `made`, empty at first. What belongs to the Job or JobSet goes with it when that is deleted."""
+    list `made`, empty at first. What belongs to the gang goes with it when that is deleted."""
     made = [] if made is None else made  # or perhaps made: its answer was lost
     there = []
     try:
@@ -101,8 +101,10 @@ def server_dry_run(api: ClusterApi, objects: list[Object]) -> None:
 
 
 def made_of(gang: Object) -> list[Object]:
-    """The JobSet's one Job, and a pod."""
+    """The JobSet's one Job, and a pod; what becomes of a TrainJob only its runtime knows."""
     name, job, made = f"{gang['metadata']['name'][:50]}-0", gang, []
+    if gang["kind"] == "TrainJob":
+        return []
     if gang["kind"] == "JobSet":
         template = gang["spec"]["replicatedJobs"][0]["template"]
         # what stands in a queue is the JobSet
@@ -117,7 +119,7 @@ def made_of(gang: Object) -> list[Object]:
 
 
 def finished(gang: Object) -> str | None:
-    """ "Complete" or "Failed", of a Job or a JobSet (which says "Completed"); None while it is under way."""
+    """ "Complete" or "Failed", of a gang (a JobSet says "Completed"); None while it is under way."""
     for condition in gang.get("status", {}).get("conditions", []):
         if condition["status"] == "True" and condition["type"] in ("Complete", "Completed", "Failed"):
             return "Failed" if condition["type"] == "Failed" else "Complete"
@@ -147,7 +149,8 @@ def clear(api: ClusterApi, run_id: str, *, timeout_seconds: float) -> None:
         api.delete("Job", gang["metadata"]["name"])
     for kind in GANGS:
         for gang in _list(api, kind, wanted):
-            api.delete(kind, gang["metadata"]["name"])
+            if not any(owner.get("controller") for owner in gang["metadata"].get("ownerReferences", [])):
+                api.delete(kind, gang["metadata"]["name"])  # with what it made
     deadline = time.monotonic() + timeout_seconds
     while pods := api.list("Pod", wanted):
         if time.monotonic() > deadline:

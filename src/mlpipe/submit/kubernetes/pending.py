@@ -20,6 +20,8 @@ _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNever
 _STARTING = ("", "ContainerCreating", "PodInitializing")
 _CRASHED = "CrashLoopBackOff"
 _MOUNTS = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
+# why there are no pods, of a Job, a JobSet, a TrainJob
+_UNMADE = ("FailedCreate", "JobCreationFailed", "TrainJobResourcesCreationFailed")
 _LOST_TAINTS = r"node\.kubernetes\.io/(not-ready|unreachable|[a-z]+-pressure|network-unavailable)"
 # what the cluster says, and what to do about it; the first that fits
 _REMEDIES = {
@@ -144,7 +146,7 @@ def _crash(pod: Object) -> str | None:
 
 def _without_pods(api: ClusterApi, selector: Mapping[str, str]) -> str:
     """Admission, quota or a queue keeps the controllers from making (all of) them."""
-    for kind in ("JobSet", "Job"):
+    for kind in ("TrainJob", "JobSet", "Job"):
         try:
             gangs = api.list(kind, selector)
         except ApiError as error:
@@ -153,9 +155,11 @@ def _without_pods(api: ClusterApi, selector: Mapping[str, str]) -> str:
             continue
         for gang in gangs:
             name = gang["metadata"]["name"]
+            if kind == "TrainJob":  # what Trainer 2.1 makes of it has no labels of ours
+                selector = {"jobset.sigs.k8s.io/jobset-name": name}
             if gang.get("spec", {}).get("suspend"):
                 return f"{kind} {name} is suspended: {_of_workload(api, gang)}"
-            reason = _of_events(api, name, kind, ("FailedCreate", "JobCreationFailed"))
+            reason = _of_events(api, name, kind, _UNMADE)
             if reason is not None:
                 return f"{kind} {name} lacks pods: {reason}"
     return ""
