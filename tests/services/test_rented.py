@@ -169,3 +169,20 @@ def check_bill(rented: Rented) -> None:
     assert all(one["ended"] is not None for one in rentals)
     said = sum((one["ended"] - one["asked"]) / 3600 * one["usd_per_hour"] for one in rentals)
     assert rented.account.usd() <= said <= 5.0
+
+
+@pytest.mark.parametrize("server", ["minio"], indirect=True)
+def test_what_is_cancelled_saves_and_goes_back(rented: Rented) -> None:
+    cli, account = rented.cli, rented.account
+    refused = cli("submit", "pipeline.yaml", "--to", "rented", "--max-usd", "0.1", code=4).stderr
+    assert "no machine for rent finishes it" in refused
+    cli("submit", "pipeline.yaml", "--to", "rented", "--max-usd", "5", "--run-id", "r")
+    until(lambda: rented.last_step() >= 4, "a checkpoint on a machine")
+    (instance,) = account.instances.values()
+    until(lambda: "of $5.00 spent" in cli("status", "r").stdout, "what was spent")
+    assert str(instance.number) in cli("doctor", "--for", "rented", code=None).stdout
+    assert cli.json("cancel", "r")["state"] == "cancelled"
+    assert account.instances == {}
+    assert rented.last_step() > 4  # it saved where it was
+    assert "saved" in cli("logs", "r", "--stage", "train").stdout
+    check_bill(rented)

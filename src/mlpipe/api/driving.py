@@ -79,7 +79,8 @@ def report_of(terminal: Terminal, store: Store, run: RunState) -> str | None:
     try:
         view = view_run(store, run.run_id)
         report = write_report(store, view)
-        if knows_machine() and not backends.of_run(run).outlives_driver:
+        backend = backends.of_run(run)
+        if knows_machine() and not (backend.outlives_driver or backend.trains_elsewhere):
             from mlpipe.submit.measuring import learn
 
             learn(view)

@@ -36,6 +36,8 @@ class Backend(ABC):
     renders: ClassVar[bool] = False  # `mlpipe render --for`
     # Stages go on without their driver: the next one adopts them. They fetch their inputs themselves.
     outlives_driver: ClassVar[bool] = False
+    # Its trainings run on other machines than its driver's, of which they say nothing.
+    trains_elsewhere: ClassVar[bool] = False
     # The driver is the backend's own object, which starts it anew when it fails, and has a seal.
     has_own_driver: ClassVar[bool] = False
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlpipe._core.errors import MlpipeError, StoreError
+from mlpipe._core.errors import MlpipeError, PlanError, StoreError, SubmitError
 from mlpipe._core.records import Submitted
 from mlpipe.plan.plan import Plan
 from mlpipe.store import catalogue, outputs, runs
@@ -235,9 +235,15 @@ class DagRunner:
             has_output = plan.kind.has_output
             digest = outputs.give_up(self._store, plan.stage_key, plan.attempt) if has_output else None
             if digest is None:
-                self._launch(self._make_plan(name, plan.attempt + 1))
-                return
-            ended = Ended("done", exit_code=0, outcome={"digest": digest})  # lost after its commit
+                try:
+                    again = self._make_plan(name, plan.attempt + 1)
+                except (PlanError, SubmitError) as error:  # there is nothing for it to run on, or too dear
+                    ended = replace(ended, message=f"{ended.message}; {error}", kind=error.kind)
+                else:
+                    self._launch(again)
+                    return
+            else:
+                ended = Ended("done", exit_code=0, outcome={"digest": digest})  # lost after its commit
         if ended.state == "cancelled":
             self._stop.request("cancelled", f"stage {name!r} was stopped: {ended.message}")
         self._change(

@@ -111,7 +111,7 @@ def drive(
                 look()
 
         hardware: Callable[[Pipeline, str], Hardware] = backend.hardware
-        if not backend.outlives_driver and knows_machine():
+        if not (backend.outlives_driver or backend.trains_elsewhere) and knows_machine():
             from mlpipe.submit import measuring
 
             hardware = held.enter_context(measuring.beside(pipeline, former, hardware, note))

@@ -29,6 +29,7 @@ class RentedBackend(Backend):
 
     name = "rented"
     options = OPTIONS
+    trains_elsewhere = True
 
     def __init__(self, place: Mapping[str, Any], pipeline: Pipeline | None = None) -> None:
         super().__init__(place)

@@ -58,6 +58,13 @@ def look_ahead(submission: Submission, limits: Limits) -> Outlook:
 
 def _check_shape(pipeline: Pipeline, stage: str) -> None:
     resources = pipeline.stage(stage).resources
+    if resources is not None and (resources.slice or resources.gpu_sharing or resources.device):
+        raise SubmitError(
+            "asks for a slice, a share or a description of a GPU, and whole ones of the catalogue are rented",
+            where=f"stage {stage!r}",
+            hint="leave resources.slice, gpu_sharing and device away",
+            kind="input",
+        )
     if resources is not None and resources.nodes != 1:
         raise SubmitError(
             f"asks for {resources.nodes} nodes, and one machine is rented for a stage",

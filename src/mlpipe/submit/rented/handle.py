@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from mlpipe._core.errors import MlpipeError, SubmitError
+from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
 from mlpipe.plan.offers import IMAGE_BYTES, Quote
 from mlpipe.plan.plan import Plan
 from mlpipe.spec.model import Pipeline
@@ -26,6 +26,7 @@ from mlpipe.submit.rented.market import Market
 from mlpipe.submit.rented.order import (
     LAST_FIRST_BEAT_SECONDS,
     LEASE_SECONDS,
+    RETURN_SECONDS,
     Term,
     save_before_seconds,
     script,
@@ -38,6 +39,7 @@ _POLL_SECONDS = 5.0
 _LOOK_SECONDS = 0.2  # whether the stage was asked to stop
 _GONE_POLLS = 3  # so many times a machine is gone before it is believed
 _RENEW_SECONDS = 30.0
+_AGAIN_SECONDS = 15.0  # between two tries to return a machine
 
 
 class RentedExecutor:
@@ -70,6 +72,7 @@ class RentedHandle(ThreadedHandle):
         self._killing, self._out_of = False, ""
         self._note = ""
         self._renewed, self._beats = 0.0, 0
+        self._gone, self._heard = 0, False
         self._thread.daemon = False  # a driver does not end before its machine is returned
         self._thread.start()
 
@@ -109,10 +112,10 @@ class RentedHandle(ThreadedHandle):
 
     def _term(self, quote: Quote) -> Term | None:
         """None: what is left does not even pay the preparation and a save."""
-        seconds = self._market.limit_seconds(quote)
+        seconds, left = self._market.limit_seconds(quote), self._market.left_seconds()
         if seconds < quote.prepare_seconds + save_before_seconds(self._plan):
             return None
-        return Term(time.time() + seconds, seconds)
+        return Term(time.time() + seconds, seconds, is_by_time=seconds > left - 1)
 
     def _too_little(self) -> Ended:
         words = (
@@ -140,47 +143,50 @@ class RentedHandle(ThreadedHandle):
         """Until it has ended; the machine is returned in any case."""
         try:
             ended = self._follow_machine(rental, term)
-        finally:
-            self._note = f"returns machine {rental.machine}"
-            try:
-                self._give_back(rental)
-            except MlpipeError as error:
-                self._note = (
-                    f"machine {rental.machine} could not be returned ({error.message}); it ends its own "
-                    f"rental by {time.strftime('%H:%M UTC', time.gmtime(term.deadline))}"
-                )
-        if ended.lost:
-            self._market.rentals.keep(self._returned(rental, failed=True))
+        except BaseException:
+            self._give_back(rental, term)
+            raise
+        self._give_back(rental, term, failed=ended.lost)
         return ended
 
     def _follow_machine(self, rental: Rental, term: Term) -> Ended:
-        gone, heard = 0, False
+        self._gone, self._heard = 0, False
         while True:
             if self._killing:
                 return Ended("cancelled", "its machine was returned at once")
-            if outcomes := outcomes_of(self._store, self._plan):
-                return self._judged(ended_by(outcomes[0]))
             now = time.time()
-            if now > term.deadline:
-                return Ended("failed", "the rental's end came before a save", kind="infrastructure")
+            if now > term.deadline - RETURN_SECONDS:
+                words = f"machine {rental.machine} did not save before the end of what was to be spent"
+                return Ended("failed", words, kind="infrastructure")
             if not self._stopping and now > term.deadline - save_before_seconds(self._plan):
-                by_time = self._market.left_seconds() < save_before_seconds(self._plan) * 2
-                self._out_of = "time" if by_time else "money"
+                self._out_of = "time" if term.is_by_time else "money"
                 self._stopping = True
-            heard = heard or self._store.exists(f"{self._plan.attempt_key}/{machine.BEAT}")
-            self._renew()
-            mine = self._machine(rental)
-            gone = 0 if mine is not None and mine.state != "gone" else gone + 1
-            if gone >= _GONE_POLLS:
-                what = "was taken away" if mine is None else f"is gone: {mine.says}"
-                return Ended("failed", f"machine {rental.machine} {what}", kind="infrastructure", lost=True)
-            if not heard and now - rental.asked > LAST_FIRST_BEAT_SECONDS:
-                words = f"machine {rental.machine} did not begin: {mine.says if mine else ''}"
-                return Ended("failed", words, kind="infrastructure", lost=True)
-            spent = self._market.rentals.spent_usd()
-            self._note = "" if heard else f"machine {rental.machine} is prepared: {mine.says if mine else ''}"
-            self._note = self._note and f"{self._note}; ${spent:.2f} spent"
+            try:
+                if (ended := self._look(rental)) is not None:
+                    return ended
+            except StoreError as error:  # the machine goes on without it for a while, and so does this
+                self._note = error.message
             self._wait(_POLL_SECONDS)
+
+    def _look(self, rental: Rental) -> Ended | None:
+        """Once; how it ended, if it has. Raises StoreError."""
+        if outcomes := outcomes_of(self._store, self._plan):
+            return self._judged(ended_by(outcomes[0]))
+        self._renew()
+        name, limits = f"machine {rental.machine}", self._market.limits
+        mine = self._machine(rental)
+        self._gone = 0 if mine is not None and mine.state != "gone" else self._gone + 1
+        if self._gone >= _GONE_POLLS:
+            what = "was taken away" if mine is None else f"is gone: {mine.says}"
+            return Ended("failed", f"{name} {what}", kind="infrastructure", lost=True)
+        says = mine.says if mine is not None else "not listed"
+        self._heard = self._heard or self._store.exists(f"{self._plan.attempt_key}/{machine.BEAT}")
+        if not self._heard and time.time() - rental.asked > LAST_FIRST_BEAT_SECONDS:
+            return Ended("failed", f"{name} did not begin: {says}", kind="infrastructure", lost=True)
+        spent = self._market.rentals.spent_usd()
+        doing = "runs" if self._heard else f"is prepared ({says})"
+        self._note = f"{name} {doing}; ${spent:.2f} of ${limits.max_usd:.2f} spent"
+        return None
 
     def _judged(self, ended: Ended) -> Ended:
         """A save that the budget asked for is a failure that more of it mends; one that nobody asked for was
@@ -230,14 +236,22 @@ class RentedHandle(ThreadedHandle):
         while time.monotonic() < deadline and state == (self._stopping, self._killing):
             time.sleep(_LOOK_SECONDS)
 
-    def _give_back(self, rental: Rental) -> None:
-        self._market.rentals.give_back(
-            rental, traffic_usd=traffic_usd_of(self._store, self._plan.attempt_key, rental)
-        )
-
-    def _returned(self, rental: Rental, *, failed: bool) -> Rental:
-        kept = next((one for one in self._market.rentals.all() if one.label == rental.label), rental)
-        return replace(kept, failed=failed)
+    def _give_back(self, rental: Rental, term: Term, *, failed: bool = False) -> None:
+        """As often as it takes, until the machine has ended its rental itself; and what came late with it."""
+        market = self._market
+        while True:
+            self._note = f"returns machine {rental.machine}"
+            try:
+                counted = traffic_usd_of(self._store, self._plan.attempt_key, rental)
+                market.rentals.give_back(rental, traffic_usd=counted, failed=failed)
+                for late in market.rentals.ours(market.vendor.machines()):
+                    market.vendor.destroy(late.id)
+                return
+            except MlpipeError as error:
+                self._note = f"machine {rental.machine} is not returned yet: {error.message}"
+                if time.time() > term.deadline:
+                    return
+                time.sleep(_AGAIN_SECONDS)
 
 
 def traffic_usd_of(store: Store, attempt_key: str, rental: Rental) -> float:

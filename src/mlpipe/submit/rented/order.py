@@ -28,16 +28,21 @@ return_machine
 
 @dataclass(frozen=True)
 class Term:
-    """For how long a machine is rented. `deadline`: Unix seconds; `seconds`: until then."""
+    """For how long a machine is rented. `deadline`: Unix seconds; `seconds`: until then. `is_by_time`: the
+    user's time ends it, not the money."""
 
     deadline: float
     seconds: float
+    is_by_time: bool = False
 
 
 def script(give_back: str, term: Term) -> str:
-    """For `sh`. Times in whole seconds, in favour of the budget."""
+    """For `sh`. Times in whole seconds; what a return takes is kept for it."""
     return _SCRIPT.format(
-        give_back=give_back, deadline=math.floor(term.deadline), seconds=math.floor(term.seconds), pause=10
+        give_back=give_back,
+        deadline=math.floor(term.deadline - RETURN_SECONDS / 2),
+        seconds=math.floor(term.seconds - RETURN_SECONDS / 2),
+        pause=10,
     )
 
 
