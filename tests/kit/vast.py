@@ -5,7 +5,8 @@ them and reads their answers; `kit/vast_sdk.py` drives it with that SDK. What it
 
 `faults` says for each request, by its number, what goes wrong with it:
 "lost": the connection is cut before anything is done; "unheard": after it is done; "busy": 503, before;
-"limited": 429, before; "moved": 302 to `url`/elsewhere.
+"limited": 429, before; "moved": 302 to `url`/elsewhere; "late": the connection is cut, and it is done 40
+requests later.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class Vast:
     instances: dict[int, Instance] = field(default_factory=dict)  # those that are there
     past: list[Instance] = field(default_factory=list)
     requests: list[tuple[str, str, Any]] = field(default_factory=list)
+    late: dict[int, tuple[str, str, Any, str]] = field(default_factory=dict)
     url: str = ""
     image: Mapping[str, str] = field(default_factory=dict)  # environment that the image sets
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="mlpipe-vast-")))
@@ -263,13 +265,18 @@ class _Handler(BaseHTTPRequestHandler):
             number = len(self.vast.requests)
             self.vast.requests.append((self.command, self.path, body))
         fault = self.vast.faults(number)
-        if fault == "lost":
+        key = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        for at in list(self.vast.late):
+            if at <= number:
+                self.vast.answer(*self.vast.late.pop(at))
+        if fault == "late":
+            self.vast.late[number + 40] = (self.command, self.path, body, key)
+        if fault in ("lost", "late"):
             return self._cut()
         if fault in ("busy", "limited"):
             return self._reply(503 if fault == "busy" else 429, {"success": False, "msg": fault})
         if fault == "moved":
             return self._reply(302, {}, {"Location": f"{self.vast.url}/elsewhere"})
-        key = self.headers.get("Authorization", "").removeprefix("Bearer ")
         status, document = self.vast.answer(self.command, self.path, body, key)
         if fault == "unheard":
             return self._cut()

@@ -184,5 +184,5 @@ def test_what_is_cancelled_saves_and_goes_back(rented: Rented) -> None:
     assert cli.json("cancel", "r")["state"] == "cancelled"
     assert account.instances == {}
     assert rented.last_step() > 4  # it saved where it was
-    assert "saved" in cli("logs", "r", "--stage", "train").stdout
+    assert "[rank 0]" in cli("logs", "r", "--stage", "train").stdout
     check_bill(rented)

@@ -211,7 +211,7 @@ def rank(quotes: Iterable[Quote], wishes: Wishes) -> list[Quote]:
 
 def table(quotes: Sequence[Quote], chosen: Quote | None) -> str:
     """For people, a line an offer."""
-    lines = [f"{'':2}{'OFFER':>12}  {'GPUS':<16}{'USD/H':>8}{'HOURS':>8}{'USD':>9}  {'UP':>5}  REGION"]
+    lines = [f"{'':2}{'OFFER':>12}  {'GPUS':<16}{'USD/H':>8}{'HOURS':>8}{'USD':>9}  {'RELIABLE':>8}  REGION"]
     for one in quotes:
         offer = one.offer
         gpus = f"{offer.num_gpus} x {offer.gpu_name}" if one.hardware.device == "cuda" else "CPU"
@@ -220,7 +220,7 @@ def table(quotes: Sequence[Quote], chosen: Quote | None) -> str:
         spot = " (may be outbid)" if offer.is_spot else ""
         lines.append(
             f"{mark:2}{offer.id:>12}  {gpus:<16}{offer.usd_per_hour:8.3f}{hours:>8}{one.usd:9.2f}  "
-            f"{offer.reliability:5.3f}  {offer.region}{spot}"
+            f"{offer.reliability:8.3f}  {offer.region}{spot}"
         )
     return "\n".join(lines)
 

@@ -35,7 +35,7 @@ from mlpipe.submit.rented.machine import BEAT, LEASE, relocated, traffic
 from mlpipe.submit.rented.market import Market
 
 pytestmark = pytest.mark.unit
-FAULTS = st.sampled_from([None, None, "lost", "unheard", "busy", "limited"])
+FAULTS = st.sampled_from([None, None, "lost", "unheard", "late", "busy", "limited"])
 Fate = Literal["done", "interrupted", "hangs", "saves"]
 
 
@@ -143,6 +143,7 @@ def driver(tmp_path: Path, account: stand_in.Vast, clock: Clock) -> Driver:
 )
 @example(0.5, "hangs", 0.0, [], 0)
 @example(0.5, "saves", 0.0, ["unheard"], 1)
+@example(0.5, "saves", 0.0, ["late"], 1)
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_never_over_budget_and_every_machine_goes_back(
     tmp_path_factory: pytest.TempPathFactory,
@@ -181,6 +182,16 @@ def test_a_save_for_want_of_money_says_how_to_go_on(driver: Driver, account: sta
     again = driver.run(driver.market(1.0), attempt=2)  # with more, what was spent counts
     assert "before $1.00" in again.message
     assert 0.5 < account.usd() <= 1.0
+
+
+def test_a_machine_that_comes_late_is_returned_and_paid(driver: Driver, account: stand_in.Vast) -> None:
+    driver.life.after_seconds = 3600.0
+    account.faults = lambda number: "late" if number == 1 else None
+    here = driver.market(5.0)
+    assert driver.run(here).state == "done"
+    assert [label.rpartition("/")[2] for label in account.labels()] == ["0", "1"]  # the late one went first
+    assert account.instances == {}
+    assert here.rentals.spent_usd() >= account.usd()
 
 
 def test_time_ends_it_as_money_does(driver: Driver, account: stand_in.Vast, clock: Clock) -> None:

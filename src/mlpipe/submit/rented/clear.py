@@ -34,8 +34,7 @@ def clear(market: Market, run: RunState, *, timeout_seconds: float) -> None:
         stage, attempt = rental.label.removeprefix(held.prefix).split("/")[:2]
         key = f"runs/{run.run_id}/stages/{stage}/attempt-{attempt}"
         held.give_back(rental, traffic_usd=traffic_usd_of(store, key, rental))
-    for one in held.ours(market.vendor.machines()):
-        market.vendor.destroy(one.id)
+    held.return_others("")
 
 
 def _has_ended(market: Market, key: str) -> bool:

@@ -6,13 +6,14 @@ that it runs, what it costs, that it is asked to save in time, and that it is re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
-from mlpipe.plan.offers import IMAGE_BYTES, Quote
+from mlpipe.plan.offers import HOUR, IMAGE_BYTES, Quote
 from mlpipe.plan.plan import Plan
 from mlpipe.spec.model import Pipeline
 from mlpipe.store import outputs
@@ -154,11 +155,11 @@ class RentedHandle(ThreadedHandle):
         while True:
             if self._killing:
                 return Ended("cancelled", "its machine was returned at once")
-            now = time.time()
-            if now > term.deadline - RETURN_SECONDS:
+            left = self._left_seconds(rental, term)
+            if left < RETURN_SECONDS:
                 words = f"machine {rental.machine} did not save before the end of what was to be spent"
                 return Ended("failed", words, kind="infrastructure")
-            if not self._stopping and now > term.deadline - save_before_seconds(self._plan):
+            if not self._stopping and left < save_before_seconds(self._plan):
                 self._out_of = "time" if term.is_by_time else "money"
                 self._stopping = True
             try:
@@ -167,6 +168,16 @@ class RentedHandle(ThreadedHandle):
             except StoreError as error:  # the machine goes on without it for a while, and so does this
                 self._note = error.message
             self._wait(_POLL_SECONDS)
+
+    def _left_seconds(self, rental: Rental, term: Term) -> float:
+        """For which the machine may be paid: to the end of its term, or less, where bytes cost more than was
+        thought, or a machine came that nobody expected."""
+        left = term.deadline - time.time()
+        with contextlib.suppress(StoreError):
+            counted = traffic_usd_of(self._store, self._plan.attempt_key, rental)
+            more = max(0.0, counted - rental.traffic_usd)
+            left = min(left, (self._market.left_usd() - more) / rental.usd_per_hour * HOUR)
+        return left
 
     def _look(self, rental: Rental) -> Ended | None:
         """Once; how it ended, if it has. Raises StoreError."""
@@ -205,14 +216,9 @@ class RentedHandle(ThreadedHandle):
         return Ended("failed", words, "infrastructure", ended.exit_code, ended.outcome)
 
     def _machine(self, rental: Rental) -> Machine | None:
-        """Ours; another one of this attempt is the child of an answer that came too late, and is returned. A
-        vendor that does not answer says nothing: the rental's end bounds how long."""
+        """Ours. A vendor that does not answer says nothing: the rental's end bounds how long."""
         try:
-            ours = self._market.rentals.ours(self._market.vendor.machines())
-            for twin in ours:
-                if twin.label != rental.label:
-                    self._market.vendor.destroy(twin.id)
-            return next((one for one in ours if one.label == rental.label), None)
+            return next(iter(self._market.rentals.return_others(rental.label)), None)
         except SubmitError as error:
             return Machine(rental.machine or "", rental.label, "starts", error.message)
 
@@ -244,8 +250,7 @@ class RentedHandle(ThreadedHandle):
             try:
                 counted = traffic_usd_of(self._store, self._plan.attempt_key, rental)
                 market.rentals.give_back(rental, traffic_usd=counted, failed=failed)
-                for late in market.rentals.ours(market.vendor.machines()):
-                    market.vendor.destroy(late.id)
+                market.rentals.return_others("")
                 return
             except MlpipeError as error:
                 self._note = f"machine {rental.machine} is not returned yet: {error.message}"
