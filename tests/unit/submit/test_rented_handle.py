@@ -30,9 +30,11 @@ from mlpipe.submit.executor import Ended
 from mlpipe.submit.rented import clear as clearing
 from mlpipe.submit.rented import handle, market, rentals, vast
 from mlpipe.submit.rented.handle import RentedHandle
+from mlpipe.submit.rented.keys import longest_seconds, worker_environment
 from mlpipe.submit.rented.limits import Limits
 from mlpipe.submit.rented.machine import BEAT, LEASE, relocated, traffic
 from mlpipe.submit.rented.market import Market
+from mlpipe.submit.rented.order import script, told
 
 pytestmark = pytest.mark.unit
 FAULTS = st.sampled_from([None, None, "lost", "unheard", "late", "busy", "limited"])
@@ -144,7 +146,7 @@ def driver(tmp_path: Path, account: stand_in.Vast, clock: Clock) -> Driver:
 @example(0.5, "hangs", 0.0, [], 0)
 @example(0.5, "saves", 0.0, ["unheard"], 1)
 @example(0.5, "saves", 0.0, ["late"], 1)
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_never_over_budget_and_every_machine_goes_back(
     tmp_path_factory: pytest.TempPathFactory,
     clock: Clock,
@@ -200,6 +202,14 @@ def test_time_ends_it_as_money_does(driver: Driver, account: stand_in.Vast, cloc
     ended = driver.run(driver.market(100.0, max_seconds=3600.0))
     assert "--max-time" in ended.message
     assert clock.now - began <= 3600
+
+
+def test_at_the_end_of_an_offer_another_machine_goes_on(driver: Driver, account: stand_in.Vast) -> None:
+    driver.life.fate = "saves"
+    account.offers[0]["duration"] = 5000.0
+    ended = driver.run(driver.market(5.0))
+    assert (ended.state, ended.lost) == ("failed", True)
+    assert driver.clock.now <= 1000.0 + 5000.0
 
 
 def test_after_an_interruption_another_machine_is_taken(driver: Driver, account: stand_in.Vast) -> None:
@@ -262,6 +272,61 @@ def test_the_next_driver_returns_what_the_one_before_left(
     assert account.instances == {}
     assert driver.store.exists(f"{plan.attempt_key}/outcome.json")  # it saved before
     assert [one.ended is not None for one in here.rentals.all()] == [True]
+
+
+def test_the_term_ends_before_the_money(driver: Driver) -> None:
+    here = driver.market(0.5)
+    plan = driver.plan(here)
+    term = here.term(here.candidates(plan)[0])
+    seconds = term.seconds
+    assert seconds * 0.42 / 3600 <= 0.5 < (seconds + 1) * 0.42 / 3600
+    assert (term.deadline, term.ending) == (driver.clock.now + seconds, "money")
+    text = script("true", term)
+    assert f"left=$(( {int(term.deadline - 60)} - " in text
+    assert f"left={int(seconds - 60)};" in text
+    told_to = json.loads(told(plan, term, "/c", 900.0)["MLPIPE_RENTAL"])
+    assert told_to["save_after_seconds"] == seconds - plan.launch.shutdown_seconds - 120
+
+
+def test_a_machine_gets_no_keys_but_a_workers() -> None:
+    mine = {"AWS_ACCESS_KEY_ID": "mine", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "r"}
+    worker = {"MLPIPE_WORKER_AWS_ACCESS_KEY_ID": "w", "MLPIPE_WORKER_AWS_SECRET_ACCESS_KEY": "s"}
+    assert worker_environment("/a/folder", "r", 60, mine) == {}
+    given = worker_environment("s3://bucket/p", "r", 60, {**mine, **worker})
+    assert given == {"AWS_ACCESS_KEY_ID": "w", "AWS_SECRET_ACCESS_KEY": "s", "AWS_REGION": "r"}
+    nobody = {**mine, "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:1"}
+    with pytest.raises(SubmitError, match="lends no keys") as refused:
+        worker_environment("s3://bucket/p", "r", 60, nobody)
+    assert "secret" not in str(refused.value)
+    assert longest_seconds("s3://bucket/p", mine) == 12 * 3600  # of AWS
+    assert longest_seconds("s3://bucket/p", nobody) == longest_seconds("/f", mine) == float("inf")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_usd": "five"},
+        {"max_usd": "0"},
+        {"max_usd": "nan"},
+        {"max_usd": "-1"},
+        {"max_usd": "1", "spot": "maybe"},
+        {"max_usd": "1", "gpu": ["4090"]},
+        {"max_usd": "1", "min_reliability": "1.5"},
+        {"max_usd": "1", "max_time": "soon"},
+        {"max_usd": "1", "vendor": "nobody"},
+    ],
+)
+def test_a_limit_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SubmitError) as refused:
+        Limits.of_place(wrong)
+    assert refused.value.kind == "input"
+    assert refused.value.hint
+
+
+def test_more_money_stands_above_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Limits.of_place({"max_usd": "5", "gpu": ["any"]}) == Limits(5.0, gpus=())
+    monkeypatch.setenv("MLPIPE_MAX_USD", "8")
+    assert Limits.of_place({"max_usd": "5", "max_time": "2 h"}) == Limits(8.0, 7200.0)
 
 
 def test_a_plan_is_of_the_machines_own_folders() -> None:

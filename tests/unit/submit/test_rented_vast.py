@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +133,14 @@ def test_a_search_and_a_list_are_asked_again_and_an_order_never(account: stand_i
         with pytest.raises(LostError):
             client.rent(offer_11(), order())
         assert len(account.requests) == 1
-    account.faults = lambda number: "limited"  # which is said before anything is done
-    with pytest.raises(TakenError):
-        client.rent(offer_11(), order())
+    account.requests.clear()
+    account.faults = lambda number: "limited" if number < 2 else None  # said before anything is done
+    other = replace(offer_11(), id="12")
+    assert client.rent(other, order())
+    assert len(account.requests) == 3
+    account.faults = lambda number: None
+    with pytest.raises(TakenError, match="no such ask"):
+        client.rent(other, order())
 
 
 def test_the_key_is_not_sent_elsewhere_and_not_shown(account: stand_in.Vast) -> None:

@@ -112,7 +112,7 @@ def availability(outlook: Outlook) -> Availability:
 def _stage(outlook: Outlook, choice: Choice) -> dict[str, Any]:
     best = choice.ranked[0]
     seconds = (outlook.limits.max_usd - best.traffic_usd) / best.offer.usd_per_hour * 3600
-    term = Term(time.time() + seconds, seconds)
+    term = Term(time.time() + seconds, seconds, "money")
     return {
         "stage": choice.stage,
         "offers": [_offer(one) for one in choice.ranked],

@@ -108,15 +108,16 @@ class RentedHandle(ThreadedHandle):
             rental = self._rent(quote, term, number)
             if rental is not None:
                 return self._watched(rental, term)
+        with contextlib.suppress(SubmitError):
+            self._market.rentals.return_others("")
         words = f"{len(quotes)} machines were for rent, and none could be had"
         return Ended("failed", words, kind="infrastructure", lost=True)
 
     def _term(self, quote: Quote) -> Term | None:
         """None: what is left does not even pay the preparation and a save."""
-        seconds, left = self._market.limit_seconds(quote), self._market.left_seconds()
-        if seconds < quote.prepare_seconds + save_before_seconds(self._plan):
-            return None
-        return Term(time.time() + seconds, seconds, is_by_time=seconds > left - 1)
+        term = self._market.term(quote)
+        needed = quote.prepare_seconds + save_before_seconds(self._plan)
+        return term if term.seconds >= needed else None
 
     def _too_little(self) -> Ended:
         words = (
@@ -160,7 +161,7 @@ class RentedHandle(ThreadedHandle):
                 words = f"machine {rental.machine} did not save before the end of what was to be spent"
                 return Ended("failed", words, kind="infrastructure")
             if not self._stopping and left < save_before_seconds(self._plan):
-                self._out_of = "time" if term.is_by_time else "money"
+                self._out_of = term.ending
                 self._stopping = True
             try:
                 if (ended := self._look(rental)) is not None:
@@ -200,11 +201,11 @@ class RentedHandle(ThreadedHandle):
         return None
 
     def _judged(self, ended: Ended) -> Ended:
-        """A save that the budget asked for is a failure that more of it mends; one that nobody asked for was
-        the machine's, which did not hear of us."""
+        """A save that the budget asked for is a failure that more of it mends. After one that nobody asked
+        for, by a machine that did not hear of us, or at the end of an offer, another machine goes on."""
         if ended.state != "cancelled" or (self._stopping and not self._out_of):
             return ended
-        if not self._out_of:
+        if self._out_of in ("", "offer"):
             return replace(ended, state="failed", kind="infrastructure", lost=True)
         limits = self._market.limits
         words = (

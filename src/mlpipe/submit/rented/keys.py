@@ -7,6 +7,7 @@ the session), or those that a user has made and exports for it. Never the driver
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ _NAMES = {
 }
 _PASSED = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION")
 _SHORTEST_SECONDS = 3600  # that a token service lends for
+_LONGEST_AWS_SECONDS = 12 * 3600.0  # of a role whose MaxSessionDuration says so
 
 
 def worker_environment(
@@ -38,13 +40,27 @@ def worker_environment(
     return {**passed, **_lent(store_url, run_id, seconds, env)}
 
 
+def longest_seconds(store_url: str, env: Mapping[str, str] = os.environ) -> float:
+    """For which the store's token service lends keys at most."""
+    lends = store_url.startswith("s3://") and not env.get(environment.WORKER_ACCESS_KEY_ID)
+    return _LONGEST_AWS_SECONDS if lends and _is_aws(_endpoint(env)) else math.inf
+
+
+def _endpoint(env: Mapping[str, str]) -> str:
+    return env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or ""
+
+
+def _is_aws(endpoint: str) -> bool:
+    return not endpoint or (urlsplit(endpoint).hostname or "").endswith(".amazonaws.com")
+
+
 def _lent(store_url: str, run_id: str, seconds: float, env: Mapping[str, str]) -> dict[str, str]:
     import urllib3
     from minio.credentials.providers import AssumeRoleProvider
 
     region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or "us-east-1"
-    store = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or ""
-    is_aws = not store or (urlsplit(store).hostname or "").endswith(".amazonaws.com")
+    store = _endpoint(env)
+    is_aws = _is_aws(store)
     endpoint = env.get("AWS_ENDPOINT_URL_STS") or (f"https://sts.{region}.amazonaws.com" if is_aws else store)
     hint = (
         "export keys that `mlpipe doctor --for s3-policy --of worker` describes, as "

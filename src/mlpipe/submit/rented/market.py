@@ -19,7 +19,9 @@ from mlpipe.store import catalogue, outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState
 from mlpipe.submit import planning
+from mlpipe.submit.rented.keys import longest_seconds
 from mlpipe.submit.rented.limits import Limits
+from mlpipe.submit.rented.order import Ending, Term
 from mlpipe.submit.rented.rentals import Rentals
 from mlpipe.submit.rented.vendor import Need, Vendor
 
@@ -152,10 +154,16 @@ class Market:
         """Machines for which the plan is made, the best first."""
         return self._ranked.get(plan.stage, [])
 
-    def limit_seconds(self, quote: Quote) -> float:
-        """For how long the machine may be paid at most."""
-        by_money = (self.left_usd() - quote.traffic_usd) / quote.offer.usd_per_hour * offers.HOUR
-        return math.floor(min(by_money, self.left_seconds(), quote.offer.lasts_seconds))
+    def term(self, quote: Quote) -> Term:
+        """For how long the machine may be paid at most, in whole seconds."""
+        limits: dict[Ending, float] = {
+            "money": (self.left_usd() - quote.traffic_usd) / quote.offer.usd_per_hour * offers.HOUR,
+            "time": self.left_seconds(),
+            "offer": min(quote.offer.lasts_seconds, longest_seconds(self.store.url)),
+        }
+        ending = min(limits, key=lambda name: limits[name])
+        seconds = math.floor(limits[ending])
+        return Term(time.time() + seconds, seconds, ending)
 
 
 def _alike(one: Hardware, other: Hardware) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from mlpipe._core import environment
 from mlpipe.plan.plan import Plan
@@ -12,6 +13,8 @@ from mlpipe.plan.plan import Plan
 LEASE_SECONDS = 900.0  # for which a machine goes on without a sign of its driver
 RETURN_SECONDS = 120.0  # that are kept for returning it, after what it saves
 LAST_FIRST_BEAT_SECONDS = 1800.0  # from the order until the machine's own program is heard of
+
+Ending = Literal["money", "time", "offer"]
 
 _SCRIPT = """\
 # the dead man's switch: whatever happens above it, the machine ends its own rental
@@ -28,12 +31,12 @@ return_machine
 
 @dataclass(frozen=True)
 class Term:
-    """For how long a machine is rented. `deadline`: Unix seconds; `seconds`: until then. `is_by_time`: the
-    user's time ends it, not the money."""
+    """For how long a machine is rented. `deadline`: Unix seconds; `seconds`: until then. `ending`: what of
+    the run, or of the offer, is over by then."""
 
     deadline: float
     seconds: float
-    is_by_time: bool = False
+    ending: Ending
 
 
 def script(give_back: str, term: Term) -> str:

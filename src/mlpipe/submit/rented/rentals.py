@@ -83,13 +83,13 @@ class Rentals:
             machine: str | None = self._vendor.rent(offer, order)
         except TakenError:
             machine = None
-            self._forget(rental)
+            self._void(rental)
         except LostError:
             machine = self._arrived(order.label)
             if machine is None:
                 self.keep(replace(rental, ended=time.time(), traffic_usd=0.0, failed=True))
         except SubmitError:
-            self._forget(rental)
+            self._void(rental)
             raise
         if machine is None:
             return None
@@ -136,8 +136,9 @@ class Rentals:
         """Writes it down."""
         self._store.put(self._key(rental), json.dumps(asdict(rental), indent=2).encode())
 
-    def _forget(self, rental: Rental) -> None:
-        self._store.delete([self._key(rental)])
+    def _void(self, rental: Rental) -> None:
+        """Costs nothing. It stays known: a refused bid may leave a machine all the same."""
+        self.keep(replace(rental, ended=rental.asked, traffic_usd=0.0))
 
     def _key(self, rental: Rental) -> str:
         return f"{self._folder}/{rental.label.removeprefix(self.prefix).replace('/', '-')}.json"

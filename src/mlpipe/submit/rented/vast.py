@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -91,17 +92,22 @@ class Vast:
         return found
 
     def rent(self, offer: Offer, order: Order) -> str:
-        path = f"/api/v0/asks/{offer.id}/"
-        try:
-            answer = self._send("PUT", path, rent_body(offer, order), _RENT_SECONDS)
-        except AwayError as error:
-            if error.applied:
-                raise LostError(f"no answer to the order: {error}", where=self._url) from None
-            raise TakenError(str(error)) from None
-        except _RefusedError as refused:
-            if refused.status in (404, 410) or any(word in refused.words for word in _TAKEN):
-                raise TakenError(refused.words) from None
-            raise self._error(path, refused) from None
+        path, tries = f"/api/v0/asks/{offer.id}/", Tries(self._patience_seconds)
+        while True:
+            try:
+                answer = self._send("PUT", path, rent_body(offer, order), _RENT_SECONDS)
+                break
+            except AwayError as error:
+                if error.applied:
+                    raise LostError(f"no answer to the order: {error}", where=self._url) from None
+                if not tries.again(error):  # which has certainly done nothing
+                    raise SubmitError(
+                        f"takes no orders: {error} {tries}", where=self._url, kind="infrastructure"
+                    ) from None
+            except _RefusedError as refused:
+                if refused.status in (404, 410) or any(word in refused.words for word in _TAKEN):
+                    raise TakenError(refused.words) from None
+                raise self._error(path, refused) from None
         machine = answer.get("new_contract")
         if answer.get("success") is not True:
             raise TakenError(str(answer.get("msg") or answer.get("error") or answer)[:200])
@@ -176,11 +182,9 @@ class Vast:
                     retry_after_seconds=float(pause) if pause.isdigit() else 0.0,
                 ) from None
             raise _RefusedError(error.code, words) from None
-        except urllib.error.URLError as error:  # before the request was sent, as far as one can know
-            refused = isinstance(error.reason, ConnectionRefusedError | OSError) and not isinstance(
-                error.reason, TimeoutError | ConnectionResetError | BrokenPipeError
-            )
-            raise AwayError(str(error.reason), applied=not refused) from None
+        except urllib.error.URLError as error:
+            unsent = isinstance(error.reason, ConnectionRefusedError | socket.gaierror)
+            raise AwayError(str(error.reason), applied=not unsent) from None
         except (OSError, HTTPException, ValueError) as error:  # half an answer, or none
             raise AwayError(str(error) or type(error).__name__, applied=True) from None
         if not isinstance(answer, dict):

@@ -64,7 +64,7 @@ class LostError(SubmitError):
 
 class Vendor(Protocol):
     """Every call has a deadline, raises SubmitError, and may be made from any thread. Those that change
-    nothing, or that may be done twice, are repeated within; `rent` never is."""
+    nothing, or that may be done twice, are repeated within; `rent` only where it certainly did nothing."""
 
     name: str
 
@@ -72,7 +72,7 @@ class Vendor(Protocol):
         """What can be rented now."""
 
     def rent(self, offer: Offer, order: Order) -> str:
-        """The machine's id. Asks once. Raises TakenError, LostError."""
+        """The machine's id. Raises TakenError, LostError."""
 
     def machines(self) -> list[Machine]:
         """All that the account has."""
