@@ -210,3 +210,23 @@ def test_a_figure_is_doubted_only_if_others_took_the_cpus_in_each_look(monkeypat
             pass
         seen.append(report.busy["flops"] is not None)
     assert seen == [True, True, False, False]
+
+
+def test_a_machine_without_an_active_rdma_port_is_at_fault(tmp_path, monkeypatch):
+    """The files are made up, as the kernel writes them; the limit is this process's, and the capability."""
+    monkeypatch.setattr(machine, "may_lock", lambda: True)
+    assert machine.rdma(tmp_path) == [f"no port for RDMA is active: {tmp_path} has no devices"]
+    for number, state in ((0, "1: DOWN"), (1, "2: INIT")):
+        port = tmp_path / f"mlx5_{number}" / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state + "\n")
+    (told,) = machine.rdma(tmp_path)
+    assert told == "no port for RDMA is active: port 1 of mlx5_0 1: DOWN, port 1 of mlx5_1 2: INIT"
+    (tmp_path / "mlx5_1/ports/1/state").write_text("4: ACTIVE\n")
+    assert machine.rdma(tmp_path) == []
+    monkeypatch.setattr(machine, "may_lock", lambda: False)
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (65536, 65536))
+    assert machine.rdma(tmp_path) == [
+        "64.0 KiB of memory may be pinned, and RDMA pins its buffers: ulimit -l unlimited, or "
+        "network.pinned_memory in pods"
+    ]

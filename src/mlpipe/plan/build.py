@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mlpipe
+from mlpipe.plan import network
 from mlpipe.plan.hardware import Hardware, detect_hardware
 from mlpipe.plan.launch import Given, preflight_plan
 from mlpipe.plan.plan import SCHEMA_VERSION, Plan, StageWork, TrainPlan
@@ -26,7 +27,8 @@ def stage_hardware(pipeline: Pipeline, stage_name: str, *, cluster: bool = False
     """What the stage runs on. What its resources leave open is on a `cluster` a pod's default, else what this
     machine has."""
     resources = stage_resources(pipeline, stage_named(pipeline, stage_name))
-    return detect_hardware(pod_resources(resources) if cluster else resources, elsewhere=cluster)
+    hardware = detect_hardware(pod_resources(resources) if cluster else resources, elsewhere=cluster)
+    return network.on_network(hardware, pipeline, resources)
 
 
 def stage_resources(pipeline: Pipeline, stage: Stage) -> Resources | None:
@@ -61,7 +63,11 @@ def build_plan(
     work, launch = stage.kind.part("build").plan(pipeline, stage, given)
     resources = stage_resources(pipeline, stage)
     if stage.kind.runs == "workers":
-        launch = replace(launch, preflight=preflight_plan(resources, hardware, work.training.precision))
+        preflight = preflight_plan(resources, hardware, work.training.precision)
+        if preflight is not None:
+            preflight = replace(preflight, rdma=network.needs_rdma(pipeline, resources))
+        launch = replace(launch, preflight=preflight)
+    launch = replace(launch, env={**network.env(pipeline, resources), **launch.env})
     return Plan(
         schema_version=SCHEMA_VERSION,
         run_id=start.run_id,

@@ -104,6 +104,25 @@ class GpuClaims:
 
 
 @dataclass(frozen=True)
+class TopologyFile:
+    """NCCL's, in a ConfigMap."""
+
+    config_map: str
+    key: str
+
+
+@dataclass(frozen=True)
+class PodNetwork:
+    """What each pod of a gang has for the network between nodes."""
+
+    resources: dict[str, int]
+    annotations: dict[str, str]
+    hugepages_bytes: int
+    pinned_memory: bool
+    topology: TopologyFile | None = field(default=None, metadata=SPARSE)
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where pods stand."""
 
@@ -186,6 +205,7 @@ class ClusterPlan:
     gpu_claims: GpuClaims | None = field(default=None, metadata=SPARSE)
     run_placement: Placement | None = field(default=None, metadata=SPARSE)
     trainjob: TrainJob | None = field(default=None, metadata=SPARSE)  # of the whole run; with that form
+    network: PodNetwork | None = field(default=None, metadata=SPARSE)  # of a gang's pods
 
     def of_run(self) -> ClusterPlan:
         """For the pods that are of no stage."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from mlpipe._core.gate import Mode
 from mlpipe._core.pipelines import Schedule
-from mlpipe._core.serial import from_plain, to_plain, write_json
+from mlpipe._core.serial import SPARSE, from_plain, to_plain, write_json
 from mlpipe.kinds import KINDS, Kind
 from mlpipe.plan.cluster import ClusterPlan
 
@@ -558,6 +558,7 @@ class PreflightPlan:
     link_bytes_per_second: float | None = None
     expected_flops: float | None = None  # of a matmul, at the training's precision
     expected_memory_bytes_per_second: float | None = None
+    rdma: bool = field(default=False, metadata=SPARSE)  # it needs an active port for it, and pinned memory
 
 
 @dataclass(frozen=True)

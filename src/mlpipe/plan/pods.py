@@ -9,6 +9,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.gpus import DEFAULT_RESOURCE, gpu_classes, vendor_of
 from mlpipe._core.units import format_bytes, parse_bytes, parse_seconds
 from mlpipe.plan import cluster as c
+from mlpipe.plan.network import pod_network
 
 if TYPE_CHECKING:
     from mlpipe.spec import kubernetes as k
@@ -96,6 +97,7 @@ def cluster_plan(
         sharing_label=gpus.sharing_label,
         gpu_claims=gpus.claims,
         gpu_taint=gpus.taint if gpus.taint != gpus.resource else None,
+        network=pod_network(pipeline, resources),
         run_placement=everywhere if placement != everywhere else None,
         trainjob=c.TrainJob(**spec.trainjob.model_dump()) if spec.trainjob else None,
     )

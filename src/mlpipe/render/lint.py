@@ -99,7 +99,8 @@ def _pod(plan: Plan, cluster: ClusterPlan) -> Iterator[str]:
             f"warning: /dev/shm of {format_bytes(cluster.shm_bytes)} may take more than half of the pod's "
             f"{format_bytes(cluster.memory_bytes)}"
         )
-    if cluster.rdma is not None and launch.num_nodes > 1:
+    pinned = cluster.network is not None and cluster.network.pinned_memory
+    if pinned or (cluster.rdma is not None and launch.num_nodes > 1):
         yield (
             "warning: rdma needs the capability IPC_LOCK, which Pod Security refuses at the levels baseline "
             "and restricted: label the namespace pod-security.kubernetes.io/enforce=privileged"

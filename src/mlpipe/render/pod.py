@@ -13,12 +13,12 @@ from urllib.parse import unquote, urlsplit
 
 from mlpipe._core import environment
 from mlpipe._core.errors import RenderError
-from mlpipe.plan.cluster import ClusterPlan, Component, SecretKey
+from mlpipe.plan.cluster import ClusterPlan, Component, PodNetwork, SecretKey
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.render.names import gang_name
 
 PLAN_FOLDER, SCRATCH, CACHE = "/mlpipe/plan", "/mlpipe/scratch", "/mlpipe/cache"
-CA_FOLDER, IDENTITY_FOLDER = "/mlpipe/ca", "/mlpipe/identity"
+CA_FOLDER, IDENTITY_FOLDER, NETWORK_FOLDER = "/mlpipe/ca", "/mlpipe/identity", "/mlpipe/network"
 TOKEN_SECONDS = 3600  # of a token for the store; the kubelet renews it after four fifths of that
 CONTAINER = "worker"
 CLAIM = "gpus"  # a pod's ResourceClaim
@@ -74,6 +74,8 @@ def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str,
     container["resources"] = _amounts(plan, cluster)
     if cluster.rdma is not None and plan.launch.num_nodes > 1:
         container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]  # pinned memory
+    if cluster.network is not None and cluster.network.pinned_memory:
+        container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]
     account = cluster.service_account
     disk_bytes = cluster.disk_bytes or DISK_LIMIT_BYTES
     spec = _pod_spec(plan.store_url, cluster, container, account, disk_bytes, token=False)
@@ -91,7 +93,22 @@ def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str,
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
         "karpenter.sh/do-not-disrupt": "true",
     }
+    if cluster.network is not None:
+        _network(spec, annotations, cluster.network)
     return {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
+
+
+def _network(spec: Json, annotations: Json, network: PodNetwork) -> None:
+    annotations |= dict(sorted(network.annotations.items()))
+    if network.hugepages_bytes:  # they count only for a container that mounts them
+        _mount(spec, "hugepages", "/dev/hugepages", {"emptyDir": {"medium": "HugePages-2Mi"}})
+    if network.topology is not None:
+        items = [{"key": network.topology.key, "path": "topology.xml"}]
+        source = {"configMap": {"name": network.topology.config_map, "items": items}}
+        _mount(spec, "network", NETWORK_FOLDER, source, read_only=True)
+        spec["containers"][0]["env"].append(
+            {"name": "NCCL_TOPO_FILE", "value": f"{NETWORK_FOLDER}/topology.xml"}
+        )
 
 
 def coordinator_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str) -> Json:
@@ -109,6 +126,7 @@ def coordinator_template(plan: Plan, cluster: ClusterPlan, labels: Json, config:
         sharing_label=None,
         gpu_claims=None,
         rdma=None,
+        network=None,
     )
     template = worker_template(plan, small, labels, config, "")
     container = template["spec"]["containers"][0]
@@ -174,6 +192,11 @@ def _amounts(plan: Plan, cluster: ClusterPlan) -> Json:
         amounts[cluster.gpu_resource] = str(cluster.gpus_per_node)
     if cluster.rdma is not None and plan.launch.num_nodes > 1:
         amounts[cluster.rdma.resource] = str(cluster.rdma.count)
+    if cluster.network is not None:
+        devices = sorted(cluster.network.resources.items())
+        amounts |= {name: str(count) for name, count in devices}
+        if cluster.network.hugepages_bytes:
+            amounts["hugepages-2Mi"] = quantity(cluster.network.hugepages_bytes)
     limits = {name: amount for name, amount in amounts.items() if name != "cpu" or cluster.gpus_per_node}
     limits[_DISK] = quantity(cluster.disk_bytes or DISK_LIMIT_BYTES)
     claims = {"claims": [{"name": CLAIM}]} if cluster.gpu_claims is not None else {}

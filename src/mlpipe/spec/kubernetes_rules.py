@@ -27,6 +27,7 @@ def check(root: Node) -> list[Problem]:
         *_stages(root, section),
         *_claims(section),
         *_shared(root, section),
+        *_rdma(root, section),
         *_choices(section),
         *_trainjob(section),
         *_secret_env(section),
@@ -80,6 +81,12 @@ def _shared(root: Node, section: Node) -> Iterator[Problem]:
             words = f"{node.value} are GPUs that others use, too, and stage {name!r} has several"
             yield Problem.at(node.place, words, ALONE)
             break
+
+
+def _rdma(root: Node, section: Node) -> Iterator[Problem]:
+    rdma = get(section, "rdma")
+    if rdma is not None and get(root, "network") is not None:
+        yield problem_of_key(rdma, "the network says what rdma does", "write network.resources instead")
 
 
 def _queues(section: Node) -> Iterator[Problem]:

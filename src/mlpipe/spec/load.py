@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from mlpipe._core.optimizers import OPTIMIZERS
-from mlpipe.spec import kubernetes_rules, rules, slurm
+from mlpipe.spec import kubernetes_rules, network, rules, slurm
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.problems import Place, Problem, SpecErrors, closest
 from mlpipe.spec.tree import JSON_KEYS, MAX_BYTES, Ambiguous, Node, parse
@@ -92,7 +92,7 @@ def _with_sweep(root: Node, name: str) -> tuple[Pipeline | None, list[Problem]]:
 def _check(root: Node, name: str, problems: list[Problem]) -> tuple[Pipeline | None, list[Problem]]:
     """Added to those that are known."""
     pipeline, more = _validate(root, name, Pipeline)
-    said = rules.check(root) + kubernetes_rules.check(root) + slurm.problems(root)
+    said = rules.check(root) + kubernetes_rules.check(root) + slurm.problems(root) + [*network.problems(root)]
     ruled = _elsewhere(said, problems)
     return pipeline, problems + _elsewhere(_elsewhere(more, problems), ruled, but=("unknown key",)) + ruled
 

@@ -16,6 +16,7 @@ from mlpipe.kinds import KINDS, Kind
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel, one_of
 from mlpipe.spec.kubernetes import Kubernetes
+from mlpipe.spec.network import Network
 from mlpipe.spec.part import spec_part
 from mlpipe.spec.slurm import Slurm
 from mlpipe.spec.sweep import Sweep
@@ -202,6 +203,7 @@ class Pipeline(SpecModel):
     store: f.StoreUrl = Field("./runs", description="A folder, or `s3://bucket/prefix`.")
     kubernetes: Kubernetes | None = Field(None, description="How a run looks on a cluster.")
     slurm: Slurm | None = Field(None, description="How a run looks on a Slurm cluster.")
+    network: Network | None = Field(None, description="What lies between the nodes of a gang of GPUs.")
     on_orphan: Literal["continue", "cancel"] | None = Field(
         None, description="When whoever waited for the run with `--wait` is gone. Default: `continue`."
     )

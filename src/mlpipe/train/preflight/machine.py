@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import secrets
 import shutil
 import subprocess
@@ -36,6 +37,7 @@ _MOST_THREADS = 8
 _STORE_BYTES = 4 * 2**20
 _DISK_BYTES = 2**20
 _SMI_SECONDS = 20.0
+_RDMA = Path("/sys/class/infiniband")
 _SMI = "index,name,ecc.errors.uncorrected.volatile.total"
 _SMI_SLOW = "clocks_throttle_reasons.hw_slowdown"  # of newer drivers an older name, which they still take
 
@@ -52,6 +54,8 @@ def look(plan: Plan, limits: PreflightPlan, scratch: Path, store: Store, report:
     at("the GPUs" if plan.launch.device == "cuda" else "a matmul")
     if plan.launch.device == "cuda":
         report.faults += gpus(plan.launch.nproc_per_node)
+    if limits.rdma:
+        report.faults += rdma()
     remembered = recall(plan, report.node)
     if remembered is not None and all(remembered[name] >= least for name, least in _least(limits).items()):
         report.figures |= remembered
@@ -102,6 +106,32 @@ def disk(scratch: Path, limits: PreflightPlan, report: Report) -> list[str]:
     finally:
         path.unlink(missing_ok=True)
     return []
+
+
+def rdma(devices: Path = _RDMA) -> list[str]:
+    """Whether a port for it is active, and memory may be pinned: without either, NCCL would fall back to
+    sockets or fail when the first ranks meet."""
+    ports = {path: path.read_text().strip() for path in sorted(devices.glob("*/ports/*/state"))}
+    faults = []
+    if not any(state.endswith("ACTIVE") for state in ports.values()):
+        told = [f"port {path.parent.name} of {path.parents[2].name} {state}" for path, state in ports.items()]
+        faults.append(f"no port for RDMA is active: {', '.join(told) or f'{devices} has no devices'}")
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit != resource.RLIM_INFINITY and not may_lock():
+        faults.append(
+            f"{format_bytes(limit)} of memory may be pinned, and RDMA pins its buffers: ulimit -l unlimited, "
+            "or network.pinned_memory in pods"
+        )
+    return faults
+
+
+def may_lock() -> bool:
+    """By the capability IPC_LOCK (14 in linux/capability.h)."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        effective = next(line for line in lines if line.startswith("CapEff:"))
+        return bool(int(effective.split()[1], 16) >> 14 & 1)
+    return False
 
 
 def gpus(expected: int) -> list[str]:

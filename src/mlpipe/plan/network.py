@@ -1,0 +1,77 @@
+"""The network of a gang, resolved: the profile with what the pipeline says besides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mlpipe._core.units import parse_bytes
+from mlpipe.plan.cluster import PodNetwork, TopologyFile
+
+if TYPE_CHECKING:
+    from mlpipe._core.networks import Profile
+    from mlpipe.plan.hardware import Hardware
+    from mlpipe.spec.model import Pipeline, Resources
+
+
+def is_used(resources: Resources | None) -> bool:
+    """By gangs of GPUs alone; elastic replicas meet over TCP."""
+    return resources is not None and resources.gpus_per_node > 0 and resources.gang_nodes > 1
+
+
+def on_network(hardware: Hardware, pipeline: Pipeline, resources: Resources | None) -> Hardware:
+    """With the link figures of the pipeline's network, unless the GPU's description has its own."""
+    spec = pipeline.network
+    if spec is None or resources is None or not resources.gpus_per_node:
+        return hardware
+    if resources.device is not None and resources.device.network_gb_per_second is not None:
+        return hardware
+    profile = _profile(spec.profile)
+    if spec.gb_per_second is not None:
+        speed = spec.gb_per_second * 1e9
+    elif profile.gb_per_second:
+        speed = profile.speed_of(resources.gpu or "")
+    else:
+        return hardware
+    return replace(hardware, speed=replace(hardware.speed, network_bytes_per_second=speed))
+
+
+def env(pipeline: Pipeline, resources: Resources | None) -> dict[str, str]:
+    """Of the ranks."""
+    spec = pipeline.network
+    if spec is None or not is_used(resources):
+        return {}
+    return {**_profile(spec.profile).env, **(spec.env or {})}
+
+
+def needs_rdma(pipeline: Pipeline, resources: Resources | None) -> bool:
+    """Whether a machine without a port for it is at fault."""
+    spec = pipeline.network
+    if spec is None or not is_used(resources):
+        return False
+    return _profile(spec.profile).rdma if spec.rdma is None else spec.rdma
+
+
+def pod_network(pipeline: Pipeline, resources: Resources | None) -> PodNetwork | None:
+    """None: nothing is asked for."""
+    spec = pipeline.network
+    if spec is None or resources is None or not is_used(resources):
+        return None
+    profile = _profile(spec.profile)
+    amounts = profile.resources_of(resources.gpu or "") | (spec.resources or {})
+    hugepages = spec.hugepages or profile.hugepages
+    topology = None if spec.topology is None else TopologyFile(spec.topology.config_map, spec.topology.key)
+    return PodNetwork(
+        {name: count for name, count in amounts.items() if count},
+        {**profile.annotations, **(spec.annotations or {})},
+        parse_bytes(hugepages) if hugepages else 0,
+        profile.pinned_memory if spec.pinned_memory is None else spec.pinned_memory,
+        topology,
+    )
+
+
+def _profile(name: str) -> Profile:
+    """Of one's own: an empty one."""
+    from mlpipe._core.networks import Profile, profiles  # for few pipelines
+
+    return profiles().get(name) or Profile({}, {})
