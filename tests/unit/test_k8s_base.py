@@ -22,8 +22,8 @@ RUNS = READS | {"create", "delete"}
 OWNED = {"get", "list", "create", "patch", "delete"}
 DRIVER = {
     "batch/jobs": RUNS | {"patch"},
-    "jobset.x-k8s.io/jobsets": RUNS,
-    "trainer.kubeflow.org/trainjobs": RUNS,
+    "jobset.x-k8s.io/jobsets": RUNS | {"patch"},
+    "trainer.kubeflow.org/trainjobs": RUNS | {"patch"},
     "scheduling.volcano.sh/podgroups": OWNED,
     "resource.k8s.io/resourceclaimtemplates": OWNED,
     "/services": OWNED,

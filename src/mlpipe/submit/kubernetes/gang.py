@@ -20,6 +20,7 @@ from mlpipe.submit.handle import ThreadedHandle, blamed, elsewhere, ended_by, ou
 from mlpipe.submit.kubernetes.api import ClusterApi, Object, is_away
 from mlpipe.submit.kubernetes.objects import GANGS, create_all, finished, remove_all, selector
 from mlpipe.submit.kubernetes.pending import why_pending
+from mlpipe.submit.kubernetes.placement import WholePlacement
 from mlpipe.submit.kubernetes.postmortem import Postmortem, last_words, termination_reason
 from mlpipe.submit.kubernetes.watch import Watched
 
@@ -43,6 +44,7 @@ class Gang(ThreadedHandle):
         self._labels = selector(plan.run_id, plan.stage, plan.attempt)
         self._killing = False
         self._note = ""
+        self._placement = WholePlacement(api) if WholePlacement.is_for(plan) else None
         self._postmortem = Postmortem(store, api, plan.attempt_key, self._name)
         self._thread.start()
 
@@ -118,7 +120,9 @@ class Gang(ThreadedHandle):
                     self._api.delete(self._kind, self._name)
                     return Ended("failed", words, kind="infrastructure", lost=True)
                 self._postmortem.look(pods)
-                if now - noted > (_NOTE_SECONDS if news else _NOTE_AGAIN_SECONDS):
+                if words := self._place(gang, pods, now):
+                    self._note, noted, news = words, now, True
+                elif now - noted > (_NOTE_SECONDS if news else _NOTE_AGAIN_SECONDS):
                     self._note = self._why_pending(pods) or self._restarted(gang, pods)
                     noted, news = now, False
                 answered = now
@@ -130,6 +134,11 @@ class Gang(ThreadedHandle):
     def _kill_pods(self, pods: list[Object]) -> None:
         for pod in pods:
             self._api.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
+
+    def _place(self, gang: Object | None, pods: list[Object], now: float) -> str:
+        if gang is None or self._placement is None or self._stopping:
+            return ""
+        return self._placement.look({**gang, "kind": self._kind}, pods, now)
 
     def _why_pending(self, pods: list[Object]) -> str:
         if self._stopping:
