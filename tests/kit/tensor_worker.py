@@ -96,19 +96,6 @@ def apart(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
     return max(float(difference / expected[name].abs().max()) for name, difference in differences.items())
 
 
-def spread(rank: int) -> float:
-    """Gradients in fp64 where each rank has half of the experts, and half of the samples."""
-    one, alone = parallelized(plan_of(Mesh(), model=of_experts()), 0)
-    two, world = parallelized(plan_of(Mesh(dp_shard=2, ep=2), strategy="fsdp", model=of_experts()), rank)
-    for model in (one, two):
-        model.built.module.double()
-    step(one, alone)
-    own = {key: value[rank::2] for key, value in batch().items()}
-    Accumulate(two, world).forward_backward([Microbatch(own, BATCH // 2 * SEQ_LEN, counts=True)])
-    expected = gradients(one)
-    return apart(expected, {name: 2 * mean for name, mean in gradients(two).items()})
-
-
 def compared(plan: ModelPlan, rank: int) -> dict[str, Any]:
     """The largest difference of any gradient in fp64, relative to the largest value of all in its tensor, and
     of the logits of a text whose length the ranks cannot share."""
@@ -196,7 +183,6 @@ def main() -> None:
     models = {"untied": plans.model_plan(tied=False), "tied": plans.model_plan(), "patterns": own(**PATTERNS)}
     models |= {"its own plan": own(), "experts": of_experts()}
     found |= {name: compared(model, rank) for name, model in models.items()}
-    found["spread"] = spread(rank)
     found["refused"] = {name: refused(patterns, rank) for name, patterns in MISTAKES.items()}
     Tensor.float = as_it_is  # type: ignore[method-assign]
     if rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from mlpipe.plan.plan import Plan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.export import export_checkpoint
+from mlpipe.train.reshard import load
+from mlpipe.train.shards import LocalShard
 
 
 def weights(store: Path, plan: Plan, scratch: Path) -> dict[str, Tensor]:
@@ -21,3 +24,21 @@ def weights(store: Path, plan: Plan, scratch: Path) -> dict[str, Tensor]:
     assert latest.step == plan.work.training.steps
     export_checkpoint(folder, latest.key, out := scratch / plan.run_id)
     return load_file(out / "model.safetensors")
+
+
+def held(store: Path, plan: Plan, *, optimizer: bool = True) -> dict[str, Tensor]:
+    """All that the checkpoint after the last step holds, whole, by name; without the `optimizer`'s states the
+    parameters and buffers."""
+    folder = FolderStore(store)
+    latest = catalogue.latest(folder, plan.stage_key)
+    assert latest is not None
+    assert latest.step == plan.work.training.steps
+    manifest = catalogue.load_manifest(folder, latest.key)
+    shapes = {name: tuple(one["shape"]) for name, one in manifest["tensors"].items()}
+    shards = [
+        LocalShard(name, torch.full(shape, torch.nan), shape, (0,) * len(shape))
+        for name, shape in shapes.items()
+        if optimizer or name.startswith("model.")
+    ]
+    load(folder, latest.key, manifest, shards)
+    return {shard.name: shard.local for shard in shards}

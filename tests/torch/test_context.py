@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit import plans, processes
+from kit.weights import held
 from torch import Tensor
 
 from mlpipe._core.errors import TrainError
@@ -29,7 +30,6 @@ from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import Part, StepShape
 from mlpipe.plan.time import passes
 from mlpipe.plan.wire import Wire
-from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.model import BuiltModel, LossModule
 from mlpipe.train.models.llama import Llama, RMSNorm, causal_attention
@@ -38,8 +38,6 @@ from mlpipe.train.parallel.activation_checkpointing import checkpoint_activation
 from mlpipe.train.parallel.context_attention import RANKS, context_attention
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup
-from mlpipe.train.reshard import load
-from mlpipe.train.shards import LocalShard
 from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch
@@ -272,25 +270,12 @@ def losses(trained: Any, run: str) -> list[float]:
     return [loss for plan in made[run] for loss in plans.losses(store, plan)]
 
 
-def weights(trained: Any, run: str) -> dict[str, Tensor]:
-    """All that the last checkpoint holds."""
-    store, made = FolderStore(trained[0]), trained[1]
-    latest = catalogue.latest(store, made[run][0].stage_key)
-    assert latest is not None
-    manifest = catalogue.load_manifest(store, latest.key)
-    shards = [
-        LocalShard(name, torch.full(one["shape"], torch.nan), tuple(one["shape"]), (0,) * len(one["shape"]))
-        for name, one in manifest["tensors"].items()
-    ]
-    load(store, latest.key, manifest, shards)
-    return {shard.name: shard.local for shard in shards}
-
-
 @pytest.mark.combines("cp", "dp_shard", "resume under another mesh", "optimizer adamw")
 @pytest.mark.parametrize("run", ["two", "sharded", "chain"])
 def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str) -> None:
     assert losses(trained, run) == pytest.approx(losses(trained, "alone"), rel=1e-5)
-    found, expected = weights(trained, run), weights(trained, "alone")
+    store, made = trained
+    found, expected = (held(store, made[name][-1]) for name in (run, "alone"))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-5, msg=name)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit import plans
+from kit.weights import held
 from torch import Tensor
 
 from mlpipe._core.presets import MOE, MoeConfig
@@ -36,7 +37,7 @@ CONFIG = MoeConfig(
     balance_rate=0.01,
 )
 MODEL = ModelPlan(Entry(MOE, dataclasses.asdict(CONFIG)), "test", 32, ())
-STEPS = 6
+STEPS, SHORT = 20, 6
 TWO, FOUR = Mesh(dp_shard=2, ep=2), Mesh(dp_shard=4, ep=2)
 MIXED = {
     "tp": Mesh(tp=2),
@@ -95,20 +96,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
         return plans.train_plan(
             folder / "store", tokens, world_size=mesh.world_size, mesh=mesh, run_id=run_id,
             strategy="fsdp" if mesh.dp_shard > 1 else "single",
-            **{"steps": STEPS, "every": 100, "model": MODEL} | changes,
+            **{"steps": SHORT, "every": 100, "model": MODEL} | changes,
         )  # fmt: skip
 
     chain = [
         plan("chain", mesh, steps=2 * number, attempt=number)
         for number, mesh in enumerate((FOUR, Mesh(), TWO), start=1)
     ]
-    alone = plan("alone", Mesh())
+    alone = plan("alone", Mesh(), steps=STEPS)
     two = [
-        plan("two", TWO),
+        plan("two", TWO, steps=STEPS),
         plan("full", TWO, activation_checkpointing="full", micro_batch=4, accumulation=2),
         plan("low", TWO, precision="bf16"),
     ]
-    four = [plan("four", FOUR)]
+    four = [plan("four", FOUR, steps=STEPS)]
     for name, mesh in MIXED.items():
         schedule = PipelinePlan("zero_bubble" if mesh.tp > 1 else "1f1b", (1, 1))
         staged = {"pipeline": schedule, "micro_batch": 4, "accumulation": 4 // mesh.dp_shard}
@@ -117,7 +118,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
     plans.run_together([*four, chain[0]], folder / "four")
     plans.run_together([alone, chain[1]], folder / "one")
     plans.run_together([*two, chain[2]], folder / "two")
-    killed = plan("killed", TWO, **plans.dying())
+    killed = plan("killed", TWO, steps=STEPS, **plans.dying(step=13, every=10))
     plans.launch_dying(killed, folder / "store", folder / "killed")
     fields = ("loss", "grad_norm", "expert_max_load_ratio")
     found = {
@@ -125,7 +126,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
         for one in [alone, *two, *four, killed]
     }
     steps = [plans.by_step(folder / "store", one, "loss") for one in chain]
-    return found | {"chain": {"loss": [loss for some in steps for loss in some]}}
+    weights = {
+        one.run_id: {"weights": held(folder / "store", one)}
+        for one in [alone, *two, *four]
+        if one.work.steps == STEPS
+    }
+    chained = {"chain": {"loss": [loss for some in steps for loss in some]}}
+    return {name: figures | weights.get(name, {}) for name, figures in found.items()} | chained
 
 
 @pytest.mark.combines("ep", "dp_shard", "model with experts", "optimizer adamw")
@@ -137,23 +144,33 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
 @pytest.mark.combines("cp", "ep", "dp_shard", "model with experts")
 @pytest.mark.parametrize("name", ["two", "full", "four", *MIXED])
 def test_losses_gradients_and_loads_are_those_of_one_rank(trained: Any, name: str) -> None:
-    assert len(trained[name]["loss"]) == STEPS
-    assert trained[name]["loss"] == pytest.approx(trained["alone"]["loss"], rel=1e-5)
-    assert trained[name]["grad_norm"] == pytest.approx(trained["alone"]["grad_norm"], rel=1e-3)
-    assert trained[name]["expert_max_load_ratio"] == trained["alone"]["expert_max_load_ratio"]
+    found, expected = trained[name], trained["alone"]
+    steps = STEPS if "weights" in found else SHORT
+    assert found["loss"] == pytest.approx(expected["loss"][:steps], rel=1e-5)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"][:steps], rel=1e-3)
+    assert found["expert_max_load_ratio"] == expected["expert_max_load_ratio"][:steps]
+
+
+@pytest.mark.parametrize("name", ["two", "four"])
+def test_parameters_are_those_of_one_rank(trained: Any, name: str) -> None:
+    """And the optimizer's states, after all steps."""
+    found, expected = trained[name]["weights"], trained["alone"]["weights"]
+    assert found.keys() == expected.keys()
+    for tensor, value in expected.items():
+        torch.testing.assert_close(found[tensor], value, rtol=1e-4, atol=2e-5, msg=tensor)
 
 
 @pytest.mark.combines("ep", "resume under another mesh")
 def test_a_checkpoint_goes_on_under_any_mesh(trained: Any) -> None:
-    assert trained["chain"]["loss"] == pytest.approx(trained["alone"]["loss"], rel=1e-5)
+    assert trained["chain"]["loss"] == pytest.approx(trained["alone"]["loss"][:SHORT], rel=1e-5)
 
 
 @pytest.mark.combines("ep", "kill of a worker", "deterministic")
 def test_a_killed_rank_costs_nothing(trained: Any) -> None:
-    """A restart in place from the checkpoint of step 3, which has the biases: the same bits to the end."""
-    assert trained["killed"] == trained["two"]
+    """A restart in place from the checkpoint of step 10, which has the biases: the same bits to the end."""
+    assert trained["killed"].items() <= trained["two"].items()
 
 
 @pytest.mark.combines("ep", "precision bf16")
 def test_bf16_is_near(trained: Any) -> None:
-    assert trained["low"]["loss"] == pytest.approx(trained["alone"]["loss"], rel=1e-2)
+    assert trained["low"]["loss"] == pytest.approx(trained["alone"]["loss"][:SHORT], rel=1e-2)

@@ -20,6 +20,7 @@ from mlpipe.plan.cut_stages import cut_of
 from mlpipe.plan.plan import CHECKPOINTING, DataPlan, Entry, ModelPlan, TrainPlan
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import StepShape
+from mlpipe.plan.shapes.traced import Traced
 from mlpipe.plan.tensors import COMPUTE_BYTES, total
 from mlpipe.plan.training import compare, trainings
 from mlpipe.spec.load import load_pipeline_text
@@ -72,18 +73,33 @@ def test_our_llama_as_an_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 class Peeks(nn.Module):
-    def __init__(self) -> None:
+    """As nn.TransformerEncoder does of its mask; unless it is `blind`."""
+
+    def __init__(self, blind: bool) -> None:
         super().__init__()
+        self.blind = blind
         self.embed = nn.Embedding(8, 8)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.embed(inputs) if inputs.sum().item() else inputs
+        logits: torch.Tensor = self.embed(inputs)
+        return logits if self.blind or bool((inputs < 8).all()) else logits[:0]
 
 
-def test_a_model_that_reads_values_is_refused() -> None:
-    model = ModelPlan(Entry(f"{__name__}:Peeks", {}), None, 4, ())
+def test_a_model_that_reads_values_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is found to be what it is without; a large one is refused."""
+    data = DataPlan("/data/tokens", None, None)
+
+    def found(blind: bool) -> Traced:
+        return trace(ModelPlan(Entry(f"{__name__}:Peeks", {"blind": blind}), None, 4, ()), data)
+
+    peeking, blind = found(False), found(True)
+    assert peeking.parameters == blind.parameters
+    assert {key: one.sample_bytes for key, one in peeking.passes.items()} == {
+        key: one.sample_bytes for key, one in blind.passes.items()
+    }
+    monkeypatch.setattr("mlpipe.train.trace._MOST_PARAMETERS", 63)
     with pytest.raises(TrainError, match="cannot be traced") as caught:
-        trace(model, DataPlan("/data/tokens", None, None))
+        found(False)
     assert "plan without --trace" in str(caught.value.hint)
 
 
@@ -110,17 +126,21 @@ stages:
         # the head has as many FLOPs as a block, and what looks up an embedding none
         ("1f1b", "blocks.1", ("blocks.3",)),
         ("1f1b", "blocks.3", None),
+        ("1f1b", "", None),
         ("interleaved", "blocks.0, blocks.1, blocks.4", ("blocks.1", "blocks.2", "blocks.4")),
     ],
 )
 def test_ranks_of_a_model_that_is_cut(schedule: str, cut: str, even: tuple[str, ...] | None) -> None:
     """Each has what its stages have, and all ranks what the whole has; the more even cut is named."""
-    pipeline = load_pipeline_text(_CUT.replace("SCHEDULE", schedule).replace("CUT", cut), "own.yaml")
+    pipeline = load_pipeline_text(
+        _CUT.replace("SCHEDULE", schedule).replace("[CUT]", f"[{cut}]" if cut else "auto"), "own.yaml"
+    )
     where, spec = stage_hardware(pipeline, "train"), trainings(pipeline)["train"]
     train = build_plan(pipeline, "train", Start("r", 1, "./runs"), where).work
     assert isinstance(train, TrainPlan)
     assert train.pipeline is not None
-    found = trace(train.model, train.data, train.pipeline.cut, 2)
+    found = trace(train.model, train.data, train.pipeline, 2)
+    assert found.cut == (tuple(cut.split(", ")) if cut else ("blocks.3",))
     ranks = found.parameters.by_rank
     assert sum(one.total for one in ranks) == found.parameters.total
     assert sum(one.num_blocks for one in ranks) == found.parameters.num_blocks == 5

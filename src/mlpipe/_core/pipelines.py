@@ -76,7 +76,9 @@ def conflicts(
 
 
 def _cuts(cut: Any, num_stages: int, entry: Any) -> Iterator[tuple[str, Infeasible]]:
-    """Of a user's own model, which `entry` builds; mlpipe's are cut by FLOPs."""
+    """Of a user's own model, which `entry` builds; mlpipe's are always cut by FLOPs."""
+    if cut in (None, "auto"):
+        return
     names = [name for name in cut if isinstance(name, str)] if isinstance(cut, list | tuple) else []
     if entry is None:
         if names:
@@ -90,6 +92,6 @@ def _cuts(cut: Any, num_stages: int, entry: Any) -> Iterator[tuple[str, Infeasib
         Infeasible(
             f"{num_stages} stages of your own model begin with the first module and {num_stages - 1} others, "
             f"and cut names {len(set(names))}",
-            f"write cut: the {word} with which later stages begin, like [layers.4]",
+            f"write cut: auto, or the {word} with which later stages begin, like [layers.4]",
         ),
     )

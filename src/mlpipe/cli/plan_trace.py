@@ -28,8 +28,9 @@ def traced(plan: Plan) -> Traced | None:
     train = plan.part(TrainPlan)
     if train is None or train.model.preset is not None:
         return None
-    cut = train.pipeline.cut if train.pipeline is not None else ()
-    asked = to_json({"model": train.model, "data": train.data, "cut": cut, "num_ranks": train.mesh.pp})
+    asked = to_json(
+        {"model": train.model, "data": train.data, "pipeline": train.pipeline, "num_ranks": train.mesh.pp}
+    )
     kept = cache_folder() / "traces" / f"{_digest(plan, asked)}.json"
     if kept.is_file():
         try:

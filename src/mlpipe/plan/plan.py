@@ -409,7 +409,8 @@ class ValidatePlan:
 class PipelinePlan:
     """How the ranks of the axis `pp` share a step, see `plan/pipelining.py`. Its microbatches are those of
     the step's gradient accumulation. `num_blocks`: of each stage; stage `s` lies on rank `s % pp`. `cut`: of
-    a user's own model instead the modules with which the stages behind the first begin."""
+    a user's own model instead the modules with which the stages behind the first begin; neither: the trainer
+    cuts it by FLOPs."""
 
     schedule: Schedule
     num_blocks: tuple[int, ...]

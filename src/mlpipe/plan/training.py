@@ -99,6 +99,8 @@ def train_plan(
     """The best way to train it. `traced`: the numbers of a user's own model. Raises PlanError."""
     chosen, reason = pick(_with_chat(spec, known), shape_of(spec, known, traced), hardware)
     plan = _train_plan(spec, hardware, known, chosen, reason, global_batch(spec))
+    if traced is not None and plan.pipeline is not None:
+        plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, cut=traced.cut))
     return dataclasses.replace(
         plan, resume=resume, init_from=init_plan(spec, known), freeze=spec.freeze or ()
     )
@@ -318,10 +320,12 @@ def _shared(chosen: Candidate, shape: ModelShape | None) -> int | None:
 
 def _pipeline(spec: Train, shape: Dense | None, mesh: Mesh) -> PipelinePlan | None:
     schedule = schedule_of(spec)
-    if mesh.pp > 1 and spec.pipeline is not None and spec.pipeline.cut:
-        return PipelinePlan(schedule, (), spec.pipeline.cut)
-    if mesh.pp == 1 or shape is None:
+    if mesh.pp == 1:
         return None
+    if isinstance(spec.model, OwnModel):
+        asked = spec.pipeline.cut if spec.pipeline is not None else "auto"
+        return PipelinePlan(schedule, (), () if asked == "auto" else asked)
+    assert shape is not None
     num_stages = mesh.pp * stages_per_rank(schedule)
     return PipelinePlan(schedule, num_blocks_of(shape, spec.model.seq_len, num_stages))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -24,12 +25,12 @@ class Pipelining(SpecModel):
         "microbatches), `interleaved` (two stages a worker, half as idle, twice the transfers) or "
         "`zero_bubble` (weights' gradients are computed when nothing else can be).",
     )
-    cut: tuple[f.Text, ...] = Field(
-        (),
-        strict=False,
+    cut: Literal["auto"] | Annotated[tuple[f.Text, ...], Field(strict=False)] = Field(
+        "auto",
         description="Of a model of your own, the modules with which its stages begin, but for the first: "
-        "names of children, like `layers.4`, between which its forward does nothing, or layers of a "
-        "class of `transformers` that brings a plan, like `model.layers.4`.",
+        "names of children, like `[layers.4]`, between which its forward does nothing, or layers of a "
+        "class of `transformers` that brings a plan, like `[model.layers.4]`. `auto`: such that the longest "
+        "stage has as few FLOPs as can be.",
     )
     microbatches: f.CountOrAuto = Field(
         "auto", description="Of a step on each data rank: the same as `accumulation`."

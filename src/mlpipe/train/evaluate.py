@@ -8,7 +8,9 @@ import shlex
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from mlpipe._core.errors import DamagedError, TrainError
@@ -19,6 +21,8 @@ from mlpipe.plan.plan import InitPlan, Plan, TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.store.catalogue import Checkpoint
 from mlpipe.store.manifest import Manifest
+from mlpipe.train.datasets import open_dataset
+from mlpipe.train.microbatch import collate
 from mlpipe.train.model import build_model
 from mlpipe.train.optim.ema import averaged
 from mlpipe.train.outcome import Outcome
@@ -53,6 +57,12 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
         beat = session.watchdog.beat
         tokenise(plan.data.chat, plan.data.chat.validation, lambda: beat("tokenising conversations", 0))
     built = build_model(part.model, seed=part.seed, device_type=session.device.type, precision=part.precision)
+    if part.pipeline is not None and not part.pipeline.num_blocks:
+        from mlpipe.train.parallel.even_stages import with_cut
+
+        held_out = open_dataset(plan.data, split="validation", seq_len=part.model.seq_len)
+        sample = collate(held_out, np.zeros(1, dtype=np.int64))
+        part = replace(part, pipeline=with_cut(part, built.model, sample))
     model = parallelize(built, session.world, part)
     key = chosen.key
     if part.adapter is not None:

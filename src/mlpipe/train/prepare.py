@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from mlpipe.train.datasets import Streams, fingerprint, open_dataset, vocab_size
 from mlpipe.train.loop import Loop
 from mlpipe.train.memory_probe import dry_steps, fitting_plan, is_due
 from mlpipe.train.microbatch import Collated, Microbatch, collate
-from mlpipe.train.model import BuiltModel, build_model
+from mlpipe.train.model import Batch, BuiltModel, build_model
 from mlpipe.train.optim.learning_rate import check_schedule
 from mlpipe.train.optim.make import make_update
 from mlpipe.train.outcome import Outcome
@@ -66,7 +67,15 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         notes.append(freeze(built.model, plan.freeze))
     trained = _trained(built) if plan.mesh.pp > 1 else None
     num_params = sum(parameter.numel() for parameter in built.model.parameters())
-    flops = try_out(plan, built.model, dataset)
+    sample = collate(dataset, np.zeros(2, dtype=np.int64))
+    flops = try_out(plan, built.model, dataset, sample)
+    if plan.pipeline is not None and not plan.pipeline.num_blocks:
+        from mlpipe.train.parallel.even_stages import with_cut
+
+        asked, pipeline = plan.pipeline, with_cut(plan, built.model, sample)
+        plan = replace(plan, pipeline=pipeline)
+        if pipeline != asked:
+            notes.append(f"by FLOPs, the pipeline's stages begin with {', '.join(pipeline.cut)}")
     model = parallelize(built, world, plan)
     starting = time.perf_counter()
     if plan.init_from is not None:
@@ -243,16 +252,11 @@ def read_ahead(session: Session, plan: TrainPlan, loader: MicrobatchLoader, posi
     return ReadAhead(loader, reader)
 
 
-def try_out(plan: TrainPlan, model: torch.nn.Module, dataset: Any) -> float | None:
+def try_out(plan: TrainPlan, model: torch.nn.Module, dataset: Any, sample: Batch) -> float | None:
     """FLOPs a token, as the plan says or counted. Raises TrainError (input) if the model and its data break a
     rule of the contract, as far as that shows on the meta device; the first pass looks again."""
-    sample = collate(dataset, np.zeros(2, dtype=np.int64))
     _check_vocabulary(plan, dataset)
     check_call(model, sample, plan.model.build.entry)
-    if plan.pipeline is not None and plan.pipeline.cut:
-        from mlpipe.train.parallel.sequence import check_sequence
-
-        check_sequence(model, sample, plan.model.build.entry)
     if plan.num_flops_per_token is not None:
         return plan.num_flops_per_token
     from mlpipe.train.flops import count_flops_per_token

@@ -1,9 +1,10 @@
 """`python -m mlpipe.train.trace MODEL OUT`: a user's own model in numbers, without its memory or its work.
 
 The model runs on torch's fake tensors, which have shapes, dtypes and a device (CPU, so that autocast and
-attention choose what they choose in training) but no bytes. What its operators would read, write, multiply
-and keep is counted. MODEL is JSON: {"model": ModelPlan, "data": DataPlan, "cut": [...], "num_ranks": 2}; OUT
-gets what `plan/shapes/traced.py` reads.
+attention choose what they choose in training) but no bytes; one whose forward reads values, as of a mask,
+runs on real ones. What its operators would read, write, multiply and keep is counted. MODEL is JSON:
+{"model": ModelPlan, "data": DataPlan, "pipeline": PipelinePlan or null, "num_ranks": 2}; OUT gets what
+`plan/shapes/traced.py` reads.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from mlpipe._core.errors import MlpipeError, TrainError
+from mlpipe._core.pipelines import stages_per_rank
 from mlpipe._core.serial import from_plain, to_json
-from mlpipe.plan.plan import CHECKPOINTING, DataPlan, ModelPlan, Precision
+from mlpipe.plan.plan import CHECKPOINTING, DataPlan, ModelPlan, PipelinePlan, Precision
 from mlpipe.plan.shapes.shape import ParameterCounts
 from mlpipe.plan.shapes.traced import Child, Ops, Traced, TracedPass
 from mlpipe.train import loss as losses
@@ -36,12 +42,14 @@ from mlpipe.train.datasets import open_dataset
 from mlpipe.train.microbatch import collate
 from mlpipe.train.model import Batch, LossModule, find_blocks, load_entry
 from mlpipe.train.models.llama import Part
+from mlpipe.train.parallel import even_stages
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 from mlpipe.train.parallel.pipeline import StagedLossModule
-from mlpipe.train.parallel.sequence import check_sequence, sequence_of, stages_of
+from mlpipe.train.parallel.sequence import check_sequence, stages_of
 
 # Samples in the two passes that are compared, so that what does not grow with them falls out.
 _FEW, _MANY = 2, 4
+_MOST_PARAMETERS = 2**28  # of a model that is run, since it reads values
 _MOST_CHUNKS = 32  # of the loss, whose loop would take most of the time where the vocabulary is large
 
 
@@ -116,34 +124,20 @@ class _Meter(TorchDispatchMode):
             counted["bytes"] += sum(tensor.nbytes for tensor in (*given, *made))
 
 
-def trace(model: ModelPlan, data: DataPlan, cut: tuple[str, ...] = (), num_ranks: int = 1) -> Traced:
-    """`cut`: where the stages of a pipeline of so many ranks begin. Raises TrainError (input) when the model
-    or its data cannot be built, or cut, or the model does what tensors without values cannot, such as
-    `.item()`."""
-    chunk = losses._CHUNK_ELEMENTS_CPU
+def trace(
+    model: ModelPlan, data: DataPlan, pipeline: PipelinePlan | None = None, num_ranks: int = 1
+) -> Traced:
+    """`pipeline`: that of so many ranks, whose stages begin where it says, or where the trainer cuts. Raises
+    TrainError (input) when the model or its data cannot be built, or cut, or the model does what tensors
+    without values cannot, and is too large to be run."""
     try:
-        with FakeTensorMode():
-            plain = _build(model)
-            parameters = _parameters(model, plain)
-            if data.tokens is not None and not hasattr(plain, "loss"):
-                logits = logits_of(plain(_batch(model, data, _MANY)["inputs"]), model.build.entry)
-                losses._CHUNK_ELEMENTS_CPU = max(chunk, logits.numel() // _MOST_CHUNKS)
-            passes, flops = _passes(model, data)
-            of_ranks: list[dict[str, TracedPass]] = []
-            children: tuple[Child, ...] = ()
-            if cut:
-                check_sequence(plain, _batch(model, data, 1), model.build.entry)
-                children = _children(plain, model, data)
-                stages = stages_of(plain, cut, model.build.entry)
-                ranks = [range(rank, len(stages), num_ranks) for rank in range(num_ranks)]
-                parameters = replace(
-                    parameters,
-                    by_rank=tuple(
-                        _parameters(model, plain, [one for s in own for one in stages[s].values()])
-                        for own in ranks
-                    ),
-                )
-                of_ranks = [_passes(model, data, _Stages(cut, own))[0] for own in ranks]
+        try:
+            with FakeTensorMode():
+                return _traced(model, data, pipeline, num_ranks)
+        except DataDependentOutputException:
+            if _num_parameters(model) > _MOST_PARAMETERS:
+                raise
+            return _traced(model, data, pipeline, num_ranks)
     except MlpipeError:
         raise
     except Exception as error:
@@ -154,6 +148,41 @@ def trace(model: ModelPlan, data: DataPlan, cut: tuple[str, ...] = (), num_ranks
             "plan without --trace",
             kind="input",
         ) from error
+
+
+def _num_parameters(model: ModelPlan) -> int:
+    with FakeTensorMode():
+        return sum(parameter.numel() for parameter in _build(model).parameters())
+
+
+def _traced(model: ModelPlan, data: DataPlan, pipeline: PipelinePlan | None, num_ranks: int) -> Traced:
+    chunk = losses._CHUNK_ELEMENTS_CPU
+    try:
+        plain = _build(model)
+        parameters = _parameters(model, plain)
+        if data.tokens is not None and not hasattr(plain, "loss"):
+            logits = logits_of(plain(_batch(model, data, _MANY)["inputs"]), model.build.entry)
+            losses._CHUNK_ELEMENTS_CPU = max(chunk, logits.numel() // _MOST_CHUNKS)
+        passes, flops = _passes(model, data)
+        of_ranks: list[dict[str, TracedPass]] = []
+        children: tuple[Child, ...] = ()
+        cut: tuple[str, ...] = ()
+        if pipeline is not None:
+            sample, entry = _batch(model, data, 1), model.build.entry
+            check_sequence(plain, sample, entry)
+            children = even_stages.children(plain, sample, model.seq_len)
+            num_stages = num_ranks * stages_per_rank(pipeline.schedule)
+            cut = pipeline.cut or even_stages.even(children, num_stages, entry)
+            stages = stages_of(plain, cut, entry)
+            ranks = [range(rank, len(stages), num_ranks) for rank in range(num_ranks)]
+            parameters = replace(
+                parameters,
+                by_rank=tuple(
+                    _parameters(model, plain, [one for s in own for one in stages[s].values()])
+                    for own in ranks
+                ),
+            )
+            of_ranks = [_passes(model, data, _Stages(cut, own))[0] for own in ranks]
     finally:
         losses._CHUNK_ELEMENTS_CPU = chunk
     words = f"traced with torch {torch.__version__}"
@@ -177,29 +206,6 @@ def _passes(
             if (precision, mode) == ("fp32", "none"):
                 flops = sum(counted["convention"] for counted in many.counted.values()) / _MANY
     return passes, flops
-
-
-def _children(plain: torch.nn.Module, model: ModelPlan, data: DataPlan) -> tuple[Child, ...]:
-    """In their order, each with what it takes alone."""
-    batch = _batch(model, data, 1)
-    meter, traced, before = _Meter([]), list[Child](), [0.0]
-
-    def after(name: str) -> Any:
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            flops = meter.counted["forward"]["convention"]
-            outputs = sum(one.numel() for one in tree_leaves(output) if isinstance(one, torch.Tensor))
-            traced.append(Child(name, flops - before[0], outputs // model.seq_len))
-            before[0] = flops
-
-        return hook
-
-    children = sequence_of(plain)
-    hooks = [child.register_forward_hook(after(name)) for name, child in children.items()]
-    with meter, torch.no_grad():
-        plain(batch["inputs"])
-    for hook in hooks:
-        hook.remove()
-    return tuple(traced)
 
 
 def _build(model: ModelPlan) -> torch.nn.Module:
@@ -298,9 +304,11 @@ def _batch(model: ModelPlan, data: DataPlan, size: int) -> Batch:
     if data.tokens is not None:
         ids = torch.zeros((size, model.seq_len), dtype=torch.int64)
         return {"inputs": ids, "targets": torch.zeros_like(ids)}
-    with unset_fake_temporarily():
+    with unset_fake_temporarily() as fake:
         dataset = open_dataset(data, split="train", seq_len=model.seq_len)
         real = collate(dataset, np.zeros(size, dtype=np.int64))
+    if fake is None:  # the model reads values
+        return real
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in real.items()}
 
 
@@ -320,7 +328,7 @@ def main() -> int:
         shape = trace(
             from_plain(ModelPlan, asked["model"]),
             from_plain(DataPlan, asked["data"]),
-            tuple(asked["cut"]),
+            None if asked["pipeline"] is None else from_plain(PipelinePlan, asked["pipeline"]),
             asked["num_ranks"],
         )
     except MlpipeError as error:

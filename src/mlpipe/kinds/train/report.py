@@ -211,6 +211,8 @@ def _islands(local: IslandsPlan) -> str:
 def _pipeline(pipeline: PipelinePlan) -> str:
     if pipeline.cut:
         return f"{pipeline.schedule}, cut before {', '.join(pipeline.cut)}"
+    if not pipeline.num_blocks:
+        return f"{pipeline.schedule}, cut by FLOPs"
     return f"{pipeline.schedule}, stages of {', '.join(map(str, pipeline.num_blocks))} blocks"
 
 

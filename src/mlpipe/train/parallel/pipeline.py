@@ -79,15 +79,8 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
         )
     if plan.model.build.entry in OWN and isinstance(whole, Llama):
         own, parts = _of_llama(whole, pipeline.num_blocks, world)
-    elif pipeline.cut:
-        own, parts = _of_children(whole, pipeline.cut, world, plan.model.build.entry)
     else:
-        raise TrainError(
-            "nobody says where this model is cut into stages",
-            where=plan.model.build.entry,
-            hint="write pipeline: {cut: [...]}, or make pp 1",
-            kind="input",
-        )
+        own, parts = _of_children(whole, pipeline.cut, world, plan.model.build.entry)
     built.module = StagedLossModule(built.module, whole, own, parts)
     kept = set(map(id, own.modules()))
     built.blocks = [block for block in built.blocks if id(block) in kept]
