@@ -63,6 +63,8 @@ def test_our_llama_as_an_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             formula, logits = Dense(CONFIG).activations(step, "cpu"), 2 * width * 64 * CONFIG.vocab_size
             told = total(formula.saved) + max(logits, total(formula.rebuilt) + formula.backward_bytes)
             assert found.one(precision, mode).sample_bytes == pytest.approx(told, rel=0.01), (precision, mode)
+            kept = total(formula.saved) + logits / 2  # of the logits their gradient, which the loss computes
+            assert found.one(precision, mode).kept_bytes == pytest.approx(kept, rel=0.01), (precision, mode)
     # with these figures it is planned like any other
     assert all(c.memory is not None for c in compare(pipeline, "train", where, traced=found) if c.mesh)
     monkeypatch.setattr(sys, "executable", "/nowhere")

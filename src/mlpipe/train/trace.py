@@ -61,11 +61,12 @@ class _Stages(NamedTuple):
 
 
 class _Meter(TorchDispatchMode):
-    """Bytes of all tensors made under it that are alive, at most; and the work by phase."""
+    """Bytes of all tensors made under it that are alive, at most and after the forward pass; and the work by
+    phase."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self.alive = self.most = 0
+        self.alive = self.most = self.kept = 0
         self.phase = "forward"
         self.counted: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
         self.known = {tensor.untyped_storage()._cdata for tensor in known}
@@ -81,6 +82,10 @@ class _Meter(TorchDispatchMode):
         if not func.is_view:
             self._count(func, args, kwargs or {}, given, made, out)
         return out
+
+    def turn(self) -> None:
+        """From forward to backward."""
+        self.kept, self.phase = self.alive, "backward"
 
     def _remember(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
@@ -200,6 +205,7 @@ def _passes(
             few, many = (_once(model, data, precision, mode, n, stages) for n in (_FEW, _MANY))
             passes[f"{precision} {mode}"] = TracedPass(
                 sample_bytes=max(0, (many.most - few.most) // (_MANY - _FEW)),
+                kept_bytes=max(0, (many.kept - few.kept) // (_MANY - _FEW)),
                 forward=_ops(many.counted["forward"]),
                 backward=_ops(many.counted["backward"]),
             )
@@ -274,13 +280,13 @@ def _once(
         return meter
     with meter:
         loss, _ = module(batch)
-        meter.phase = "backward"
+        meter.turn()
         loss.backward()
     return meter
 
 
 def _stages_once(meter: _Meter, module: LossModule, batch: Batch, asked: _Stages) -> None:
-    """What other ranks compute and send costs this one nothing here."""
+    """What other ranks compute costs this one nothing here; what they send lies in tensors of its own."""
     own, stages = asked.own, stages_of(module.model, asked.cut, module.entry)
     last = len(stages) - 1
     parts = {s: Part(s == 0, s == last, list(one.values())) for s, one in enumerate(stages)}
@@ -289,15 +295,15 @@ def _stages_once(meter: _Meter, module: LossModule, batch: Batch, asked: _Stages
     with torch.no_grad():
         for stage in range(last):
             gave.append(staged(batch, stage, gave[-1] if gave else None))
-    received = {stage: gave[stage - 1].detach().requires_grad_() for stage in own if stage > 0}
-    gradients = {stage: torch.empty_like(gave[stage]) for stage in own if stage < last}
-    meter.known |= {one.untyped_storage()._cdata for one in (*received.values(), *gradients.values())}
     with meter:
+        received = {stage: gave[stage - 1].clone().requires_grad_() for stage in own if stage > 0}
         outputs = {stage: staged(batch, stage, received.get(stage)) for stage in own}
-        meter.phase = "backward"
+        meter.turn()
         for stage in reversed(own):
-            output = outputs.pop(stage)
-            torch.autograd.backward(output[0] if stage == last else output, gradients.get(stage))
+            output, arrived = outputs.pop(stage), received.pop(stage, None)
+            gradient = torch.empty_like(output) if stage < last else None
+            torch.autograd.backward(output[0] if stage == last else output, gradient)
+            del output, gradient, arrived
 
 
 def _batch(model: ModelPlan, data: DataPlan, size: int) -> Batch:

@@ -86,6 +86,32 @@ def test_two_ranks_exchange_in_one_order_and_never_wait_for_each_other(size):
     assert position == [len(actions) for actions in lists]
 
 
+@given(sizes)
+def test_no_rank_waits_for_ever_until_what_it_has_sent_is_taken(size):
+    """Where it waits at once, until the other one has come to receive it, which goes on without waiting."""
+    lists = [list(actions) for actions in with_transfers(*size)]
+    last, position = size[1] * stages_per_rank(size[0]) - 1, [0] * size[1]
+    sent: set[Transfer] = set()
+    taken: set[Transfer] = set()
+
+    def waits(action):
+        if isinstance(action, Transfer):
+            (sent if action.sends else taken).add(action._replace(sends=True))
+            return action.sends and action not in taken
+        kind, stage = ("F", action.stage - 1) if action.kind == "F" else ("B", action.stage + 1)
+        elsewhere = action.kind != "W" and 0 <= stage <= last
+        return elsewhere and Transfer(True, kind, stage, action.microbatch) not in sent
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(lists):
+            while position[rank] < len(actions) and not waits(actions[position[rank]]):
+                position[rank] += 1
+                moved = True
+    assert position == [len(actions) for actions in lists]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_ranks_are_idle_as_long_as_the_papers_say(schedule, num_ranks):

@@ -26,9 +26,11 @@ class Ops:
 @dataclass(frozen=True)
 class TracedPass:
     """Under one precision and activation checkpointing. `sample_bytes`: alive at most in forward and backward
-    for each sample, without parameters and gradients. `backward`: with what is computed again."""
+    for each sample, without parameters and gradients; `kept_bytes`: between the two. `backward`: with what is
+    computed again."""
 
     sample_bytes: int
+    kept_bytes: int
     forward: Ops
     backward: Ops
 
@@ -74,10 +76,11 @@ class Traced:
         return self.num_flops_per_token
 
     def activations(self, step: StepShape, device: str) -> Activations:
-        """All that is alive at the peak, in as many tensors as there are kernels."""
+        """What is kept, in as many tensors as there are kernels, and what is besides at the peak."""
         traced = self.one(step.precision, step.checkpointing, step.part.rank)
-        saved = Tensors(step.micro_batch * traced.sample_bytes, traced.forward.num_kernels)
-        return Activations(saved=(saved,), rebuilt=(), backward_bytes=0, logit_bytes=0, made=())
+        saved = Tensors(step.micro_batch * traced.kept_bytes, traced.forward.num_kernels)
+        more = step.micro_batch * (traced.sample_bytes - traced.kept_bytes)
+        return Activations(saved=(saved,), rebuilt=(), backward_bytes=more, logit_bytes=0, made=())
 
     def pass_seconds(self, step: StepShape, kernels: Kernels) -> PassSeconds:
         """The work is spread evenly over the blocks."""

@@ -147,6 +147,8 @@ class Pipelined:
         work = dist.isend(tensor, self._rank_of(to))
         assert work is not None
         step.sent = [one for one in step.sent if not one[0].is_completed()] + [(work, tensor)]
+        # gloo completes what is waited for only; in `with_transfers` to wait at once would be no deadlock
+        self._wait_for_sent(step, self.world.mesh.pp)
 
     def _receive_output(self, batch: Batch, stage: int) -> tuple[dist.Work | None, Tensor]:
         key = self._key(batch, stage)
