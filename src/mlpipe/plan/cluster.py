@@ -20,6 +20,7 @@ class Topology:
 
     label: str
     required: bool
+    inner: str | None = field(default=None, metadata=SPARSE)  # label of domains of ranks that share weights
 
 
 @dataclass(frozen=True)

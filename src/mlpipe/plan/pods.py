@@ -106,7 +106,8 @@ def cluster_plan(
 def _topology(spec: k.Topology | None) -> c.Topology | None:
     if spec is None:
         return None
-    return c.Topology(spec.required or cast(str, spec.preferred), required=spec.required is not None)
+    label = spec.required or cast(str, spec.preferred)
+    return c.Topology(label, required=spec.required is not None, inner=spec.inner)
 
 
 def _secret_env(spec: dict[str, k.SecretKey]) -> dict[str, c.SecretKey]:

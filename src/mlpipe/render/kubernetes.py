@@ -16,7 +16,7 @@ from typing import Any
 from mlpipe._core import environment
 from mlpipe._core.errors import NON_RETRIABLE_CODES, SAVED_CODE, RenderError
 from mlpipe.plan.cluster import ClusterPlan, Component, GpuClaims
-from mlpipe.plan.plan import Plan
+from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.render import names
 from mlpipe.render.names import gang_name, labels
 from mlpipe.render.patches import patched
@@ -74,7 +74,7 @@ def stage_objects(plan: Plan) -> list[Json]:
     form = cluster.form if is_gang(plan) else "job"
     first = f"{name}-{_OF_JOBSET.get(form, '')}0.{name}"
     template = worker_template(plan, cluster, own | {"sidecar.istio.io/inject": "false"}, config, first)
-    _queue_pod(template, name, cluster)
+    _queue_pod(template, name, cluster, plan)
     if form == "indexed-job":
         objects.append(_service(plan, name, cluster, own))
     if cluster.volcano_queue is not None:
@@ -176,11 +176,25 @@ def _queued(head: Json, cluster: ClusterPlan) -> Json:
     return {"suspend": True}
 
 
-def _queue_pod(template: Json, name: str, cluster: ClusterPlan) -> None:
+def inner_nodes(plan: Plan) -> int | None:
+    """Nodes of one group of ranks that share weights: neighbours by number, as Kueue counts pods by index.
+    None for a stage that does not train on several nodes, and where a node belongs to two groups."""
+    training = plan.part(TrainPlan)
+    if training is None or plan.launch.num_nodes == 1 or plan.launch.replicas is not None:
+        return None
+    mesh, each = training.mesh, plan.launch.nproc_per_node
+    nodes, rest = divmod(mesh.dp_shard * mesh.cp * mesh.tp, each)
+    return nodes if rest == 0 else None
+
+
+def _queue_pod(template: Json, name: str, cluster: ClusterPlan, plan: Plan) -> None:
     annotations = template["metadata"]["annotations"]
     if cluster.topology is not None:
         how = "required" if cluster.topology.required else "preferred"
         annotations[f"kueue.x-k8s.io/podset-{how}-topology"] = cluster.topology.label
+        if cluster.topology.inner is not None and (nodes := inner_nodes(plan)) is not None:
+            annotations["kueue.x-k8s.io/podset-slice-required-topology"] = cluster.topology.inner
+            annotations["kueue.x-k8s.io/podset-slice-size"] = str(nodes)
     if cluster.volcano_queue is not None:
         annotations["scheduling.k8s.io/group-name"] = name
         template["spec"]["schedulerName"] = "volcano"
@@ -282,7 +296,7 @@ def _replica_job(plan: Plan, number: int, cluster: ClusterPlan, own: dict[str, s
     variable = {"name": environment.REPLICA, "value": str(number)}
     template["spec"]["containers"][0]["env"].append(variable)
     name = f"{gang_name(plan)}-{number}"
-    _queue_pod(template, name, cluster)
+    _queue_pod(template, name, cluster, plan)
     return _job(plan, name, cluster, numbered, template)
 
 

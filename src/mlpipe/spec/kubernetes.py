@@ -17,6 +17,11 @@ class Topology(SpecModel):
 
     required: f.LabelKey | None = Field(None, description="Node label; waits until one domain has room.")
     preferred: f.LabelKey | None = Field(None, description="Node label; else as few domains as possible.")
+    inner: f.LabelKey | None = Field(
+        None,
+        description="Node label of smaller domains, such as racks: each group of nodes whose ranks share "
+        "weights (`dp_shard`, `cp`, `tp`) in one; replicas and pipeline stages may stand in several.",
+    )
 
 
 class Toleration(SpecModel):

@@ -562,3 +562,32 @@ def test_the_driver_has_the_secrets_that_are_meant_for_it() -> None:
     assert "HF_TOKEN" not in found[0]
     assert "MLFLOW_TRACKING_TOKEN" not in found[1]
     assert found[1]["HF_TOKEN"] == "hub"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size"),
+    [
+        (("train.resources.nodes=4", "train.mesh={dp_replicate: 4, dp_shard: 8}"), "1"),
+        (("train.resources.nodes=4", "train.strategy=fsdp"), "4"),
+        (("train.resources.nodes=4", "train.mesh={dp_replicate: 2, dp_shard: 16}"), "2"),
+        (("train.resources.nodes=4", "train.mesh={dp_replicate: 8, dp_shard: 4}"), None),
+        (("train.resources.nodes=1", "train.strategy=fsdp"), None),
+    ],
+)
+def test_nodes_whose_ranks_share_weights_stand_in_one_rack(
+    overrides: tuple[str, ...], size: str | None
+) -> None:
+    """Slices of pods by index; the mesh numbers such ranks next to each other."""
+    inner = ("kubernetes.queue=q", "kubernetes.topology={preferred: block, inner: rack}")
+    plan = plan_of(pipeline_of("llm", *inner, *overrides), "train")
+    annotations = job_of(stage_objects(plan)[-1])["template"]["metadata"]["annotations"]
+    assert annotations["kueue.x-k8s.io/podset-preferred-topology"] == "block"
+    assert annotations.get("kueue.x-k8s.io/podset-slice-size") == size
+    assert annotations.get("kueue.x-k8s.io/podset-slice-required-topology") == ("rack" if size else None)
+    if size is not None:
+        training, each = plan.work.training, plan.launch.nproc_per_node
+        groups: dict[tuple[int, ...], set[int]] = {}
+        for rank in range(training.mesh.world_size):
+            at = training.mesh.coordinates(rank)
+            groups.setdefault((at["pp"], at["dp_replicate"]), set()).add(rank // each // int(size))
+        assert [len(slices) for slices in groups.values()] == [1] * len(groups)
