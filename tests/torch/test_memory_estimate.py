@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import product
 
 import pytest
 import torch
 
 from mlpipe._core.presets import PRESETS
+from mlpipe.plan.plan import Precision
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.tensors import total
 from mlpipe.train.models import moe
 from mlpipe.train.models.llama import build_model
+from mlpipe.train.precision import autocast
 
 pytestmark = pytest.mark.torch
 
@@ -29,9 +32,11 @@ def test_parameters(preset: str) -> None:
     assert [(one.name, one.size, one.rows) for one in PRESETS[preset].named_tensors()] == shapes
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("preset", ["llama-1m", "llama-4m"])
-def test_saved_activations(preset: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("preset", "precision"),
+    [*product(("llama-1m", "llama-4m"), ("fp32", "bf16")), ("llama-1m", "fp16")],
+)
+def test_saved_activations(preset: str, precision: Precision) -> None:
     config = PRESETS[preset]
     model = build_model(**asdict(config))
     model.init_weights()
@@ -45,11 +50,10 @@ def test_saved_activations(preset: str, precision: str) -> None:
         return tensor
 
     ids = torch.randint(config.vocab_size, (2, 256))
-    low = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), low:
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast("cpu", precision):
         model(ids)
     copies = 0  # autocast's copies of the matrices: buffers of the strategy, not activations
-    if precision == "bf16":
+    if precision != "fp32":
         copies = 2 * sum(p.numel() for p in model.parameters() if p.dim() == 2)
     seen = sum(storage.nbytes() for storage in saved.values()) - copies
     step = StepShape(256, 2, 1, precision, "none", compiled=False)

@@ -191,6 +191,8 @@ class Step(Record):
     absent where gradients are sent as they are."""
     exchanged_plain_bytes: int | None = None
     """What averaging all gradients in fp32 would have sent."""
+    offloaded_bytes: int | None = None
+    """Where activations wait on the host: bytes that this rank copied there, and back."""
     rounds: int | None = None
     """Of islands: how often all have agreed on weights so far."""
     cpu_others_ratio: float | None = None

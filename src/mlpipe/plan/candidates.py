@@ -183,6 +183,8 @@ def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> Se
 def modes_of(spec: Train) -> tuple[Checkpointing, ...]:
     """Of activation checkpointing, those that the file leaves open."""
     asked = spec.activation_checkpointing
+    if asked == "auto" and spec.offload in ("activations", "all"):
+        return tuple(mode for mode in CHECKPOINTING if mode != "none")
     return CHECKPOINTING if asked == "auto" else (asked,)
 
 
@@ -379,6 +381,7 @@ def _training(spec: Train) -> Training:
             spec.optimizer.state_bytes_per_parameter,
             None if isinstance(spec.optimizer, OwnOptimizer) else spec.optimizer.name,
             averages=spec.ema is not None,
+            on_host=spec.offload in ("optimizer", "all"),
         ),
         save_steps=every.steps,
         save_seconds=every.seconds,
@@ -386,6 +389,7 @@ def _training(spec: Train) -> Training:
         schedule=schedule_of(spec),
         compress=compress_plan(spec),
         islands=islands_plan(spec),
+        offload=spec.offload or "off",
         **_validations(spec),
     )
 
@@ -451,6 +455,7 @@ def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
         schedule=plan.pipeline.schedule if plan.pipeline is not None else DEFAULT,
         compress=plan.compress,
         islands=plan.islands,
+        offload=plan.offload,
     )
     choices = Choices(plan.micro_batch, plan.activation_checkpointing, plan.precision, plan.communication)
     return Pricer(shape, training, hardware).candidate(plan.strategy, plan.mesh, choices, asked=True)

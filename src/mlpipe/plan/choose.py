@@ -1,5 +1,5 @@
 """Which of the candidates to train by, and why. Standard library only. Offloading to the host is no
-candidate: the trainer cannot do it."""
+candidate of `auto`: what a host has left nobody knows."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class Candidate:
     reduce_gradients: Literal["last", "every"] = "last"
     communication: Communication = "collective"
     used_ratio: float = 0.0  # of the device's memory
+    host_bytes: int = 0  # of a worker, that wait on the host
 
     @property
     def step_seconds(self) -> float:

@@ -43,6 +43,7 @@ def explanation(
         f"A micro-batch of {train.micro_batch} x {train.model.seq_len} tokens keeps "
         f"{format_bytes(memory.activations + memory.logits)} of activations and logits, with "
         f"activation checkpointing {train.activation_checkpointing}.",
+        *_on_host(train, chosen, hardware),
         f"In all {chosen.reason} per worker, of which {format_bytes(memory.context)} are there before the "
         f"first tensor and {format_bytes(memory.slack)} are left to the allocator.",
     ]
@@ -71,6 +72,19 @@ def _frozen(train: TrainPlan) -> Iterator[str]:
             f"Of {counts.total:,} parameters {counts.trained.total:,} are trained: the others have weights "
             "only, and nothing of them is reduced or updated."
         )
+
+
+def _on_host(train: TrainPlan, chosen: Candidate, hardware: Hardware) -> Iterator[str]:
+    """What waits there."""
+    if train.offload == "off":
+        return
+    words = {
+        "activations": "inputs of recomputed blocks",
+        "optimizer": "the optimizer's states, and what it updates by",
+        "all": "inputs of recomputed blocks, the optimizer's states, and what it updates by",
+    }
+    own = ", which is this worker's own memory" if hardware.device == "cpu" else ""
+    yield f"On the host{own} are {format_bytes(chosen.host_bytes)} of each worker: {words[train.offload]}."
 
 
 def _experts(train: TrainPlan) -> Iterator[str]:

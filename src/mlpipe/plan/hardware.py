@@ -38,6 +38,7 @@ class Gpu:
     link_bytes_per_second: float
     network_bytes_per_second: float
     price_usd_per_hour: float | None
+    host_bytes_per_second: float = 0.0
     fp16: float | None = None
 
     @property
@@ -50,6 +51,7 @@ class Gpu:
             self.memory_bytes_per_second,
             self.link_bytes_per_second,
             self.network_bytes_per_second,
+            host_bytes_per_second=self.host_bytes_per_second,
         )
 
 

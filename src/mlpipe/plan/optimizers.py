@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mlpipe._core.optimizers import OPTIMIZERS, Parameter, StateTensor, UpdateCost
@@ -17,11 +17,13 @@ from mlpipe.plan.tensors import GRADIENT_BYTES, WEIGHT_BYTES, Group, Tensors, to
 @dataclass(frozen=True)
 class OptimizerCost:
     """`bytes_per_parameter`: of states that are split as the parameters are. `name`: of the table, whose
-    entry may know them to the byte; None: a user's own. `averages`: an average of the weights is kept."""
+    entry may know them to the byte; None: a user's own. `averages`: an average of the weights is kept.
+    `on_host`: the states are, and the update; the average is not."""
 
     bytes_per_parameter: int
     name: str | None = None
     averages: bool = False
+    on_host: bool = False
 
     @property
     def replaces_weights(self) -> bool:
@@ -31,6 +33,11 @@ class OptimizerCost:
     def states(self, parameters: ParameterCounts, num_ranks: int) -> Group:
         """On the first of so many ranks, which has the most rows."""
         return _states(self, parameters, num_ranks)
+
+    def states_on_gpu(self, parameters: ParameterCounts, num_ranks: int) -> Group:
+        """Of these the ones that do not wait on the host."""
+        kept = replace(self, bytes_per_parameter=0, name=None) if self.on_host else self
+        return kept.states(parameters, num_ranks)
 
     def state_bytes_per_parameter(self, parameters: ParameterCounts) -> float:
         """Of a rank that has them all, on average."""
@@ -57,7 +64,12 @@ class OptimizerCost:
 def optimizer_cost(plan: TrainPlan) -> OptimizerCost:
     """Of what was planned."""
     optimizer = plan.optimizer
-    return OptimizerCost(optimizer.state_bytes_per_parameter, optimizer.name, plan.ema is not None)
+    return OptimizerCost(
+        optimizer.state_bytes_per_parameter,
+        optimizer.name,
+        plan.ema is not None,
+        plan.offload in ("optimizer", "all"),
+    )
 
 
 def traffic_bytes(state_bytes_per_parameter: float) -> float:

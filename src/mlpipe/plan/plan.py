@@ -24,6 +24,7 @@ Checkpointing = Literal["none", "selective", "full"]
 Compile = Literal["off", "block", "model"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Communication = Literal["collective", "resident", "on_demand"]
+Offload = Literal["off", "activations", "optimizer", "all"]  # what waits on the host
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")  # by what is computed again
 
 
@@ -514,6 +515,7 @@ class TrainPlan(StageWork):
     track: tuple[TrackerPlan, ...] = ()
     validate: ValidatePlan | None = None  # None: nobody measures while it trains
     pipeline: PipelinePlan | None = None  # where `mesh.pp` is above 1
+    offload: Offload = field(default="off", metadata=SPARSE)
     compress: CompressPlan | None = None  # None: gradients are sent as they are
     islands: IslandsPlan | None = None  # None: gradients are averaged in every step
     # Bytes of gradients that travel together, where copies average them as they come; `auto`: measured before

@@ -18,12 +18,21 @@ from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.memory import MemoryEstimate
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.plan import Communication, CompressPlan, IslandsPlan, Mesh, Strategy
+from mlpipe.plan.plan import Communication, CompressPlan, IslandsPlan, Mesh, Offload, Strategy
 from mlpipe.plan.shapes.shape import Activations, ModelShape, ParameterCounts, Part, StepShape
 from mlpipe.plan.stages import num_blocks_of
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.tensors import GRADIENT_BYTES, WEIGHT_BYTES, total
-from mlpipe.plan.time import StepSeconds, passes, save_seconds, slowest_ratio, update_seconds, whole_steps
+from mlpipe.plan.time import (
+    StepSeconds,
+    host_update_seconds,
+    offload_seconds,
+    passes,
+    save_seconds,
+    slowest_ratio,
+    update_seconds,
+    whole_steps,
+)
 from mlpipe.plan.wire import Wire
 
 
@@ -45,6 +54,7 @@ class Training:
     schedule: Schedule = DEFAULT  # of pipelines
     compress: CompressPlan | None = None
     islands: IslandsPlan | None = None
+    offload: Offload = "off"
 
 
 @dataclass(frozen=True)
@@ -132,7 +142,19 @@ class Pricer:
             reduce_gradients=layout.reduce_gradients,
             communication=choices.communication,
             used_ratio=needs.total / hardware.memory_bytes,
+            host_bytes=activations.offloaded_bytes + self._host_bytes(layout, step),
         )
+
+    def _host_bytes(self, layout: Layout, step: StepShape) -> int:
+        """Of an optimizer on the host: its states, and the weights and gradients that it updates by."""
+        optimizer, trained = self.training.optimizer, self.shape.parameters.of(step.part).trained
+        if not optimizer.on_host:
+            return 0
+        num_ranks = layout.num_updating_ranks
+        states = total(optimizer.states(trained, num_ranks)) - total(
+            optimizer.states_on_gpu(trained, num_ranks)
+        )
+        return states + (WEIGHT_BYTES + GRADIENT_BYTES) * trained.share(num_ranks)
 
     def bounds(self, mesh: Mesh, choices: Choices) -> tuple[float, int]:
         """Seconds and bytes that no candidate is below which differs from this in its data axes alone (of as
@@ -144,7 +166,9 @@ class Pricer:
         shared = self.exposed_seconds(step_passes, layout, without_data(mesh))
         most = mesh.num_data_ranks * mesh.cp
         states = total(parameters.sharded(most, WEIGHT_BYTES))
-        states += total(self.training.optimizer.states(parameters.trained, most))
+        optimizer = self.training.optimizer
+        kept = optimizer.states_on_gpu if hardware.device == "cuda" else optimizer.states
+        states += total(kept(parameters.trained, most))
         held = total(activations.saved) + activations.logit_bytes
         speed = hardware.speed
         compute = slowest_ratio(hardware) * step_passes.compute
@@ -181,6 +205,7 @@ class Pricer:
                 choices.checkpointing,
                 training.compiled,
                 part,
+                training.offload in ("activations", "all"),
             )
             activations = self.shape.activations(step, hardware.device)
             self._known[key] = (step, activations, passes(self.shape, step, hardware))
@@ -260,8 +285,11 @@ class Pricer:
         num_updating = layout.num_updating_ranks
         traffic = training.optimizer.traffic_bytes_per_parameter(trained)
         update = update_seconds(trained.share(num_updating), traffic, hardware)
+        if training.optimizer.on_host:
+            update = host_update_seconds(trained.share(num_updating), traffic, hardware)
         compute = slowest_ratio(hardware) * (step_passes.compute + step.accumulation * allocating + update)
         exposed = self.exposed_seconds(step_passes, layout, mesh)
+        exposed += offload_seconds(activations.offloaded_bytes, step_passes, hardware)
         cost = training.optimizer.update_cost(trained)
         if cost.flops:
             precision = "bf16" if "bf16" in hardware.speed.peak_flops else step.precision

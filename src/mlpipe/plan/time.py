@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 
 from mlpipe.plan.axes.axis import Passes
-from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.hardware import Hardware, cpu_speed
 from mlpipe.plan.kernels import Kernels, copy_seconds
 from mlpipe.plan.shapes.shape import ModelShape, PassSeconds, StepShape
-from mlpipe.plan.tensors import COMPUTE_BYTES
+from mlpipe.plan.tensors import COMPUTE_BYTES, GRADIENT_BYTES, WEIGHT_BYTES
 
 # What the trainer waits for a save, per GiB of a rank: benchmarks/results/checkpoint_fsdp.json on CPU; on a
 # GPU copying to pinned memory over PCIe 4 at 20 GB/s.
@@ -82,6 +82,20 @@ def _pass_seconds(shape: ModelShape, step: StepShape, hardware: Hardware) -> Pas
     return seconds.scaled(measured / reference_seconds(step.precision, hardware.device, speed))
 
 
+def offload_seconds(num_bytes: int, step_passes: Passes, hardware: Hardware) -> float:
+    """What computing does not hide of copies to the host and back, of `num_bytes` of a micro-batch: a block's
+    goes beside the next block's pass. On a CPU it is a copy in memory, beside which nothing runs."""
+    number = step_passes.num_blocks - 1
+    if not num_bytes or number < 1:
+        return 0.0
+    speed = hardware.speed
+    if not speed.host_bytes_per_second:
+        return step_passes.accumulation * 2 * copy_seconds(2 * num_bytes, speed)
+    each = num_bytes / number / speed.host_bytes_per_second
+    blocks = (step_passes.forward_block, step_passes.backward_block)
+    return step_passes.accumulation * number * sum(max(0.0, each - seconds) for seconds in blocks)
+
+
 def slowest_ratio(hardware: Hardware) -> float:
     """Seconds of the slowest GPU's kernels over a mean one's: the others wait for it in every step. The
     largest of so many samples of a normal distribution (Fisher and Tippett 1928). A calibration of a CPU has
@@ -99,6 +113,20 @@ def update_seconds(num_params: float, traffic_bytes: float, hardware: Hardware) 
     if hardware.speed.update_bytes_per_second is not None:
         return num_bytes / hardware.speed.update_bytes_per_second
     return copy_seconds(num_bytes, hardware.speed)
+
+
+# Bytes a parameter that go down for an update on the host, gradient and weight, and the new weight up again.
+_DOWN_AND_UP = GRADIENT_BYTES + 2 * WEIGHT_BYTES
+
+
+def host_update_seconds(num_params: float, traffic_bytes: float, hardware: Hardware) -> float:
+    """The same of an optimizer on the host, by this worker's share of its CPUs, with the copies down and up,
+    beside which nothing runs. On a CPU both are in its own memory."""
+    speed, copied = hardware.speed, num_params * _DOWN_AND_UP
+    if not speed.host_bytes_per_second:
+        return update_seconds(num_params, traffic_bytes, hardware) + copy_seconds(2 * copied, speed)
+    host = cpu_speed(hardware.cpus_per_node / hardware.devices_per_node)
+    return copy_seconds(num_params * traffic_bytes, host) + copied / speed.host_bytes_per_second
 
 
 def save_seconds(num_bytes: float, hardware: Hardware, interval_seconds: float | None) -> float:

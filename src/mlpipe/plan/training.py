@@ -120,7 +120,13 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     """For an evaluation of what `spec` trains. On its own resources the strategy is chosen anew, since they
     may be of another number. The batch need not be the training's: as many whole sequences as one pass takes.
     Raises PlanError."""
-    alone: dict[str, Any] = {"accumulation": None, "compress": None, "update": None, "profile": None}
+    alone: dict[str, Any] = {
+        "accumulation": None,
+        "compress": None,
+        "update": None,
+        "profile": None,
+        "offload": None,
+    }
     alone |= {"buckets": None}
     spec = spec.model_copy(update={**alone, "communication": "collective", "stragglers": "leave"})
     if spec.pipeline is not None:
@@ -303,6 +309,7 @@ def _train_plan(
         track=trackers(spec),
         validate=None if spec.validate_ is None else _validate(spec.validate_, known),
         pipeline=_pipeline(spec, shape, chosen.mesh),
+        offload=spec.offload or "off",
         compress=compress_plan(spec),
         islands=islands_plan(spec),
         buckets=buckets_of(spec, chosen.mesh),

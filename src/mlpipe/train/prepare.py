@@ -84,7 +84,8 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         notes += start(session, plan, model)
     started = time.perf_counter()
     check_schedule(plan.optimizer, plan.steps)
-    update = make_update(plan.optimizer, model.shards, plan.ema, trained)
+    on_host = plan.offload in ("optimizer", "all")
+    update = make_update(plan.optimizer, model.shards, plan.ema, trained, on_host)
     if plan.islands is not None:
         from mlpipe.train.optim.islands import local_updates
 

@@ -34,7 +34,7 @@ from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.sizes import DDP_BUCKET_BYTES
 from mlpipe.plan.speed import KernelRates
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.time import passes, save_seconds
+from mlpipe.plan.time import offload_seconds, passes, save_seconds
 from mlpipe.plan.training import compare
 from mlpipe.plan.wire import Wire
 from mlpipe.spec.load import load_pipeline
@@ -447,3 +447,38 @@ def test_validations_are_of_the_runs_time_and_of_no_steps() -> None:
     asked = Validate.model_construct(every="100 steps", max_tokens=10 * train.model.seq_len)
     told = _validations(train.model_copy(update={"validate_": asked, "steps": 250}))
     assert told == {"num_validations": 3, "validation_samples": 10}
+
+
+def test_waiting_on_the_host_costs_what_the_link_and_the_cpus_take() -> None:
+    def found(offload: str | None) -> Candidate:
+        settings = ["train.activation_checkpointing=full", "train.compile=off", "train.strategy=fsdp"]
+        settings.append("train.data.micro_batch=4")
+        pipeline = llm(*settings, *([f"train.offload={offload}"] if offload else []))
+        return next(c for c in compare(pipeline, "train", gpus()) if c.asked)
+
+    plain, moved, host, both = (found(what) for what in (None, "activations", "optimizer", "all"))
+    for one in (plain, moved, host, both):
+        assert one.memory is not None
+        assert one.seconds is not None
+    assert moved.memory.activations < plain.memory.activations
+    assert moved.memory.optimizer == plain.memory.optimizer
+    assert (host.memory.optimizer, host.memory.activations) == (0, plain.memory.activations)
+    assert (both.memory.optimizer, both.memory.activations) == (0, moved.memory.activations)
+    assert plain.host_bytes == 0 < moved.host_bytes
+    assert host.host_bytes == 2 * plain.memory.optimizer  # with as many bytes of weights and gradients
+    assert both.host_bytes == moved.host_bytes + host.host_bytes
+    # a block's copy hides beside a block of this size
+    assert moved.seconds.total == plain.seconds.total
+    assert host.seconds.compute > plain.seconds.compute
+
+
+def test_copies_that_computing_does_not_hide_are_exposed() -> None:
+    hardware = gpus()
+    slow = dataclasses.replace(hardware, speed=dataclasses.replace(hardware.speed, host_bytes_per_second=1e9))
+    step_passes = Passes(5, 0.1, 0.5, 0.0, 0.0, 2, 0, 0, 2, overlap=True)
+    assert offload_seconds(0, step_passes, slow) == 0.0
+    # four blocks, 0.25 s each way: 0.15 s of it show in the forward pass, and none behind the backward's
+    assert offload_seconds(10**9, step_passes, slow) == pytest.approx(2 * 4 * 0.15)
+    own = dataclasses.replace(slow, speed=dataclasses.replace(slow.speed, host_bytes_per_second=0.0))
+    twice = 2 * 2 * copy_seconds(2 * 10**9, own.speed)
+    assert offload_seconds(10**9, step_passes, own) == pytest.approx(twice)

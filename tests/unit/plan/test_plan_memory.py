@@ -14,6 +14,7 @@ from mlpipe.plan.memory import MemoryEstimate, estimate, rank_tensors, saved_byt
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.tensors import total
 
 pytestmark = pytest.mark.unit
@@ -227,3 +228,26 @@ def test_what_a_rank_saves_is_its_part_of_what_all_hold_once() -> None:
     sizes = Dense(PRESETS["llama-1b"]).parameters
     assert saved_bytes(sizes, OptimizerCost(8), 8) / 2**30 == pytest.approx(1.73, abs=0.005)
     assert saved_bytes(sizes, OptimizerCost(2), 1) == 6 * sizes.total
+
+
+def test_what_waits_on_the_host_is_not_on_the_gpu_and_a_cpu_is_its_own_host() -> None:
+    def step(offloads: bool) -> StepShape:
+        return StepShape(2048, 2, 1, "bf16", "full", compiled=False, offloads=offloads)
+
+    shape = Dense(PRESETS["llama-1b"])
+    one_input, layers = 4 * 2 * 2048 * shape.config.dim, shape.config.num_layers
+    kept, away = (shape.activations(step(offloads), "cuda") for offloads in (False, True))
+    assert (kept.offloaded_bytes, away.offloaded_bytes) == (0, (layers - 1) * one_input)
+    # one is used while the next one comes back
+    assert total(kept.saved) - total(away.saved) == (layers - 2) * one_input
+    assert replace(away, saved=kept.saved, offloaded_bytes=0) == kept
+    on_cpu = [total(shape.activations(step(offloads), "cpu").saved) for offloads in (False, True)]
+    assert on_cpu[0] == on_cpu[1]
+    work = rank_work(SIZES, "fsdp", Mesh(dp_shard=2))
+    host = replace(work, optimizer=replace(work.optimizer, on_host=True), overlap=True)
+    assert total(rank_tensors(host).optimizer) == 0
+    assert total(rank_tensors(replace(host, overlap=False)).optimizer) == 8 * SIZES.share(2)
+    averaged = replace(host, optimizer=replace(host.optimizer, averages=True))
+    assert total(rank_tensors(averaged).optimizer) == 4 * SIZES.share(2)
+    # a checkpoint has them all the same
+    assert saved_bytes(SIZES, host.optimizer, 2) == saved_bytes(SIZES, work.optimizer, 2)

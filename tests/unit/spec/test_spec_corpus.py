@@ -38,6 +38,7 @@ BEYOND_THE_SCHEMA = {
     "track-twice.yaml": "a tracker that stands there twice",
     "optimizer-rules.yaml": "figures of an optimizer that do not go together",
     "links-rules.yaml": "what is sent compressed, or in buckets, by workers that have no copies",
+    "offload.yaml": "what is to wait on the host, and is not kept, or cannot be updated there",
     "hang.yaml": "a hang_timeout in which no step is done",
     "profile.yaml": "a step to profile behind the last one",
     "gpu.yaml": "GPUs without a model",

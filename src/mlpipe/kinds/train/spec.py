@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag
 
 from mlpipe._core import meshes
 from mlpipe._core.feasibility import Infeasible
+from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.pipelines import DEFAULT, stages_per_rank
 from mlpipe._core.units import parse_seconds
 from mlpipe.spec import data, feasibility, links, pipelines, starting, tracking, validation
@@ -235,6 +236,12 @@ class Train(SpecModel):
         "none",
         description="What to recompute in the backward pass, to save memory; `auto`: as little as fits.",
     )
+    offload: Literal["activations", "optimizer", "all"] | None = Field(
+        None,
+        description="What waits in the host's memory, of a training on GPUs. `activations`: what recomputed "
+        "blocks keep, their inputs, until the backward pass. `optimizer`: its states, and the update is the "
+        "CPUs'. `all`: both. Default: nothing.",
+    )
     compile: Literal["off", "block", "model"] = Field(
         "off",
         description="torch.compile: block by block, or the whole model with its loss, which takes longer to "
@@ -312,6 +319,37 @@ def _problems(stage: Node) -> Iterator[Problem]:
     yield from optimizers.problems(train)
     yield from links.problems(train, _WITH_COPIES)
     yield from _never_profiled(train)
+    yield from _nothing_to_offload(train)
+
+
+def _nothing_to_offload(train: Node) -> Iterator[Problem]:
+    """Of blocks that are not recomputed nobody knows what autograd keeps of them."""
+    asked, mode, compiled = (get(train, key) for key in ("offload", "activation_checkpointing", "compile"))
+    if asked is None:
+        return
+    if text_of(asked) in ("optimizer", "all"):
+        optimizer = get(train, "optimizer", "name")
+        known = OPTIMIZERS.get(text_of(optimizer) or "")
+        if optimizer is not None and known is not None and (known.needs_whole_rows or known.averages):
+            yield Problem.at(
+                optimizer.place,
+                f"{text_of(optimizer)} is no optimizer for the host: it computes with other workers, or its "
+                "states are what is measured",
+                "take adamw, or offload: activations",
+            )
+    if text_of(asked) not in ("activations", "all"):
+        return
+    if mode is None or text_of(mode) == "none":
+        where = asked if mode is None else mode
+        yield Problem.at(
+            where.place,
+            "offload takes what recomputed blocks keep, and activation_checkpointing is none",
+            "write activation_checkpointing: full",
+        )
+    if compiled is not None and text_of(compiled) not in (None, "off"):
+        yield Problem.at(
+            compiled.place, "a compiled block hides what it keeps from offload", "write compile: off"
+        )
 
 
 def _never_profiled(train: Node) -> Iterator[Problem]:

@@ -80,7 +80,9 @@ class RankWork:
     expert_params: int = 0
 
     def optimizer_states(self, num_ranks: int) -> Group:
-        """Split over so many."""
+        """On the device, split over so many. A CPU is its own host."""
+        if self.overlap:
+            return self.optimizer.states_on_gpu(self.parameters.trained, num_ranks)
         return self.optimizer.states(self.parameters.trained, num_ranks)
 
     @property

@@ -13,7 +13,7 @@ from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.recomputation import keeps_matmul, recomputed_matmuls, recomputes_attention
 from mlpipe.plan.shapes.shape import Activations, ParameterCounts, Part, PassSeconds, StepShape
 from mlpipe.plan.sizes import LOSS_CHUNK_ELEMENTS
-from mlpipe.plan.tensors import COMPUTE_BYTES, Tensors
+from mlpipe.plan.tensors import COMPUTE_BYTES, Tensors, total
 
 _KERNELS_FORWARD = 45  # of a block in eager mode
 
@@ -80,13 +80,26 @@ class Dense:
         num_logits = step.num_tokens * config.vocab_size // part.tp if part.is_last else 0
         chunk = min(num_logits, LOSS_CHUNK_ELEMENTS[device])
         made = [(num_blocks * number, size) for number, size in self._made(step)]
+        inputs, away = num_blocks, 0
+        if step.offloads and mode != "none":
+            away = max(0, num_blocks - 1)
+            # a CPU's host is itself; on a GPU one is on its way back beside that which is used
+            inputs = num_blocks if device == "cpu" else min(num_blocks, 2)
         last = norm if part.is_last else [4 * config.dim]  # norm of the head, or what goes to the next stage
         return Activations(
-            saved=_tensors(step, [*((num_blocks, size) for size in block), *((1, size) for size in last)]),
+            saved=_tensors(
+                step,
+                [
+                    (inputs, block[0]),
+                    *((num_blocks, size) for size in block[1:]),
+                    *((1, size) for size in last),
+                ],
+            ),
             rebuilt=_tensors(step, ((1, size) for size in again)),
             backward_bytes=step.num_tokens * backward // part.tp,
             logit_bytes=2 * width * num_logits + 8 * chunk,
             made=_tensors(step, made),
+            offloaded_bytes=total(_tensors(step, [(away, block[0])])),
         )
 
     @property

@@ -149,6 +149,7 @@ class StepShape:
     checkpointing: str
     compiled: bool
     part: Part = Part()
+    offloads: bool = False  # inputs of recomputed blocks wait on the host
 
     @property
     def num_tokens(self) -> int:
@@ -160,13 +161,16 @@ class StepShape:
 class Activations:
     """Of one micro-batch. `saved`: what autograd keeps for the backward pass. `rebuilt`: of those, what
     recomputation brings back of one block. `backward_bytes`: the most that a block's backward pass makes
-    besides. `made`: all tensors that the passes make, for an allocator to which each of them costs time."""
+    besides. `made`: all tensors that the passes make, for an allocator to which each of them costs time.
+    `offloaded_bytes`: of each block but the last, what waits on the host, and is not among the saved on a
+    GPU."""
 
     saved: Group
     rebuilt: Group
     backward_bytes: int
     logit_bytes: int
     made: Group
+    offloaded_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,12 @@ def make_update(
     shards: Iterable[LocalShard],
     ema: EmaPlan | None = None,
     everywhere: Mapping[str, bool] | None = None,
+    on_host: bool = False,
 ) -> Update:
     """The plan's optimizer over those of `shards` that are trained, with an average of them if there is an
     `ema`. `everywhere`: names of all that is trained, and whether it is in a block, where other ranks have
-    other parameters. Raises TrainError (input) where a user's own does not keep the rules."""
+    other parameters. `on_host`: whether its states are there, and the update. Raises TrainError (input) where
+    a user's own does not keep the rules."""
     trained = [shard for shard in shards if shard.is_trained]
     needs_blocks = plan.name is not None and OPTIMIZERS[plan.name].needs_blocks
     if everywhere is None:
@@ -47,12 +49,19 @@ def make_update(
     def build(some: Sequence[LocalShard], args: dict[str, Any]) -> Update:
         return _built(plan, some, {**plan.args, **args})
 
-    if plan.groups:
+    def whole(some: Sequence[LocalShard]) -> Update:
+        if not plan.groups:
+            return build(some, {})
         from mlpipe.train.optim.grouped import Grouped
 
-        update: Update = Grouped(plan.groups, trained, build, everywhere)
+        return Grouped(plan.groups, some, build, everywhere)
+
+    if on_host:
+        from mlpipe.train.optim.on_host import OnHost
+
+        update: Update = OnHost(trained, whole)
     else:
-        update = build(trained, {})
+        update = whole(trained)
     if ema is None:
         return update
     from mlpipe.train.optim.ema import Ema
