@@ -139,6 +139,35 @@ def test_killed_and_joined_while_the_others_go_on(tmp_path, tokens):
     assert catalogue.latest(store, plan.stage_key).step == STEPS
 
 
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("zero1", 2), ("hsdp", 4)])
+def test_a_replica_of_several_ranks_is_healed_by_another_and_computes_the_same(
+    tmp_path, tokens, strategy, num_ranks
+):
+    """States that are split among the ranks of a replica, and shards that have copies there."""
+    slow = tmp_path / "slow"
+    slow.touch()
+    entry = Entry("kit.models:slow", {"seconds": 4.0, "while_file": str(slow), "dropout": 0.0})
+    common = {"strategy": strategy, "world_size": num_ranks, "steps": STEPS, "every": 1000}
+    common["model"] = ModelPlan(entry, None, 32, ())
+    plan = plans.train_plan(tmp_path / "store", tokens, launch={"replicas": Replicas(1, 2)}, **common)
+    store, scratch = FolderStore(tmp_path / "store"), tmp_path / "scratch"
+    process = plans.start(plan, scratch)
+    try:
+        until(lambda: members(store, plan) == [[0]] and plans.records(tmp_path / "store", plan), "one")
+        replicas.want(store, plan.attempt_key, 2)
+        until(lambda: members(store, plan)[-1] == [0, 1], "the second")
+        slow.unlink()
+        assert process.wait(600) == 0, plans.log_of(scratch)
+    finally:
+        processes.kill(processes.tree(process.pid))
+        process.wait(300)
+    alone = plans.train_plan(tmp_path / "alone", tokens, **common)
+    plans.run_together([alone], tmp_path / "run")
+    expected, got = plans.losses(tmp_path / "alone", alone), plans.losses(tmp_path / "store", plan)
+    assert got == pytest.approx(expected, rel=1e-5)
+    assert set(plans.by_step(tmp_path / "store", plan, "replicas")) == {1, 2}
+
+
 def test_a_coordinator_is_killed_and_another_one_takes_over(tmp_path, tokens):
     """As the pods of a cluster: a process for the coordinator, a launcher for each replica, and nobody above.
     No replica begins again, and no step is lost."""

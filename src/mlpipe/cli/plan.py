@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @click.option("--stage", metavar="NAME", help="Only this stage.")
 @click.option("--explain", is_flag=True, help="Walk through the decision, with advice.")
 @click.option("--nodes", metavar="A..B", help="How time and cost scale from A to B nodes.")
+@click.option("--groups", metavar="LIST", help="On nodes that differ, like 2xH100-80GB,4xA100-40GB.")
 @click.option("--budget-usd", type=float, metavar="USD", help="The fastest that costs no more.")
 @click.option("--deadline", metavar="TIME", help="The cheapest that is done in, like, '36 h'.")
 @click.option("--hardware", metavar="FILE", help="What `mlpipe calibrate` measured.")
@@ -37,6 +38,7 @@ def command(
     stage: str | None,
     explain: bool,
     nodes: str | None,
+    groups: str | None,
     budget_usd: float | None,
     deadline: str | None,
     hardware: str | None,
@@ -78,8 +80,8 @@ def command(
             document["model"] = shape.words
             lines.append(f"  figures of {plan.work.training.model.build.entry}: {shape.words}")
             lines += _stages(pipeline, planned, document)
-        if candidates and (explain or nodes or budget_usd is not None or deadline):
-            asked = _Asked(explain, nodes, budget_usd, deadline)
+        if candidates and (explain or nodes or groups or budget_usd is not None or deadline):
+            asked = _Asked(explain, nodes, groups, budget_usd, deadline)
             lines += _more(pipeline, planned, asked, document)
         documents.append(document)
         texts.append("\n".join([f"{click.style(name, bold=True)} ({plan.kind})", *lines]))
@@ -136,6 +138,7 @@ class _Asked:
 
     explain: bool
     nodes: str | None
+    groups: str | None
     budget_usd: float | None
     deadline: str | None
 
@@ -163,8 +166,8 @@ def _more(pipeline: Pipeline, planned: StagePlan, asked: _Asked, document: dict[
         lines += ["", *scaling(rows)]
         if plan.launch.replicas is not None:
             lines.append(
-                "  each row is of a gang that stays: replicas that come and go send after the backward pass, "
-                "not during it, and take longer"
+                "  each row is of nodes that stay, with a replica on each, which sends gradients after the "
+                "backward pass, at the network's full speed"
             )
         if asked.budget_usd is not None or asked.deadline:
             try:
@@ -174,6 +177,13 @@ def _more(pipeline: Pipeline, planned: StagePlan, asked: _Asked, document: dict[
             row, why = within(rows, asked.budget_usd, limit)
             document["within"] = {"nodes": row.num_nodes, "reason": why}
             lines += [f"  {why}"]
+    if asked.groups:
+        from mlpipe.cli.plan_table import groups
+        from mlpipe.plan.groups import plan_groups
+
+        mixed = plan_groups(pipeline, plan.stage, hardware, asked.groups, planned.traced)
+        document["groups"] = asdict(mixed)
+        lines += ["", *groups(mixed)]
     return lines
 
 

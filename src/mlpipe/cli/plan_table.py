@@ -10,6 +10,7 @@ from mlpipe._core.units import format_bytes, format_seconds, format_step_seconds
 
 if TYPE_CHECKING:
     from mlpipe.plan.choose import Candidate
+    from mlpipe.plan.groups import MixedPlan
     from mlpipe.plan.plan import TrainPlan
     from mlpipe.plan.scaling import ScaledPlan
 
@@ -168,6 +169,33 @@ def scaling(rows: Sequence[ScaledPlan]) -> list[str]:
             ]
         )
     return _table(cells)
+
+
+def groups(mixed: MixedPlan) -> list[str]:
+    """What each class of nodes has of a batch, and gives for its price."""
+    cells = [["group", "workers", "of a batch", "each", "micro", "memory", "step", "USD/h", "USD/M tok"]]
+    for one in mixed.groups:
+        hourly, tokens = one.usd_per_hour, one.usd_per_million_tokens
+        cells.append(
+            [
+                f"{one.num_nodes} x {one.gpu}",
+                str(one.num_workers),
+                f"{100 * one.share_ratio:.0f} %",
+                str(one.sequences),
+                str(one.micro_batch),
+                format_bytes(one.memory_bytes),
+                format_step_seconds(one.step_seconds),
+                "-" if hourly is None else f"{hourly:,.2f}",
+                "-" if tokens is None else f"{tokens:.3f}",
+            ]
+        )
+    step, even = map(format_step_seconds, (mixed.step_seconds, mixed.even_seconds))
+    keys = f"strategy: {mixed.strategy}, communication: {mixed.communication}, stragglers: move_load"
+    return [
+        *_table(cells),
+        f"  a step of {step}, with equal shares {even}; {mixed.tokens_per_second:,.0f} tok/s",
+        f"  train: {{{keys}}}",
+    ]
 
 
 def _table(rows: list[list[str]]) -> list[str]:

@@ -12,8 +12,10 @@ from mlpipe._core.errors import DamagedError
 from mlpipe._core.records import Start, Step
 from mlpipe._core.tables import aligned
 from mlpipe._core.units import format_bytes, format_seconds
+from mlpipe.observe.members import members
 from mlpipe.observe.progress import Progress, Summary, format_count, format_loss, format_mfu
 from mlpipe.observe.records import Follower, list_ranks
+from mlpipe.plan.plan import Plan
 from mlpipe.plan.shares import SLOW_RATIO
 from mlpipe.store import runs
 from mlpipe.store.base import Store
@@ -42,7 +44,8 @@ class RunRow:
 
 @dataclass(frozen=True)
 class RankRow:
-    """A rank: its last step, and means over its last ones. `straggler_score`: see `straggler_scores`."""
+    """A rank: its last step, and means over its last ones. `straggler_score`: see `straggler_scores`. `left`:
+    its replica takes no part in the elastic training now."""
 
     rank: int
     step: int
@@ -53,6 +56,7 @@ class RankRow:
     collective_seconds: float
     memory_bytes: int | None
     straggler_score: float
+    left: bool = False
 
     def document(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -81,6 +85,7 @@ class Top:
         self._progress: dict[str, tuple[Follower, Progress]] = {}
         self._ranks: dict[str, tuple[Follower, list[Step]]] = {}
         self._stages: dict[str, int] = {}
+        self._per_replica: dict[str, int] = {}
 
     def runs(self, most: int) -> list[RunRow]:
         """The runs under way and the newest others, `most` in all, the newest first."""
@@ -135,6 +140,7 @@ class Top:
         spent = zip(data, compute, shares, strict=True)
         local = [(waited + computed) / share for waited, computed, share in spent]
         scores = straggler_scores(local, stages)
+        taking_part = self._taking_part(attempt_key)
         return [
             RankRow(
                 rank=rank,
@@ -146,11 +152,23 @@ class Top:
                 collective_seconds=fmean(map(_waited, steps)),
                 memory_bytes=steps[-1].memory_bytes,
                 straggler_score=score,
+                left=taking_part is not None and rank not in taking_part,
             )
             for (rank, steps), waited, computed, score in zip(
                 recent.items(), data, compute, scores, strict=True
             )
         ]
+
+    def _taking_part(self, attempt_key: str) -> set[int] | None:
+        """Ranks of the replicas that do; None of a training that is not elastic."""
+        change = members(self._store, attempt_key)
+        if change is None or change.members is None:
+            return None
+        if attempt_key not in self._per_replica:
+            plan = Plan.from_json(self._store.get(f"{attempt_key}/plan.json"))
+            self._per_replica[attempt_key] = plan.launch.nproc_per_node
+        number = self._per_replica[attempt_key]
+        return {replica * number + rank for replica in change.members for rank in range(number)}
 
 
 def _stages_of(run: RunState) -> list[str]:
@@ -211,7 +229,7 @@ def ranks_table(rows: Sequence[RankRow], now: float) -> list[str]:
                 f"{row.straggler_score:.2f}",
                 "" if row.memory_bytes is None else format_bytes(row.memory_bytes),
                 f"{format_seconds(max(now - row.time, 0.0))} ago",
-                "slow" if row.straggler_score == worst and worst > SLOW_RATIO else "",
+                "left" if row.left else "slow" if row.straggler_score == worst and worst > SLOW_RATIO else "",
             )
         )
     return aligned(cells, left=())

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.meshes import FILL
 from mlpipe._core.units import format_seconds
-from mlpipe.kinds.train.spec import Train
+from mlpipe.plan import replicas
 from mlpipe.plan.candidates import pick
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.shapes.shape import ModelShape
+from mlpipe.plan.references import stage_named
 from mlpipe.plan.training import shape_of, training_of
 from mlpipe.spec.model import Pipeline
 
@@ -55,25 +56,31 @@ def parse_nodes(text: str) -> list[int]:
 def scale_stage(
     pipeline: Pipeline, stage_name: str, hardware: Hardware, nodes: str, traced: Traced | None = None
 ) -> list[ScaledPlan]:
-    """The stage's training on other numbers of nodes, like `1..64`. Raises PlanError."""
+    """The stage's training on other numbers of nodes, like `1..64`; of an elastic one a replica on each.
+    Raises PlanError."""
     spec = training_of(pipeline, stage_name)
-    return _scale(spec, shape_of(spec, {}, traced), hardware, parse_nodes(nodes))
-
-
-def _scale(
-    spec: Train, shape: ModelShape | None, hardware: Hardware, nodes: Sequence[int]
-) -> list[ScaledPlan]:
-    """The batch stays what it is, so that the run learns the same; a mesh that does not fill what there is is
-    chosen anew for each."""
+    shape, resources = shape_of(spec, {}, traced), stage_named(pipeline, stage_name).resources
+    if shape is not None and resources is not None and resources.replicas is not None:
+        return _scale(hardware, parse_nodes(nodes), partial(replicas.best_on, spec, shape, hardware))
+    # a mesh that does not fill what there is is chosen anew for each
     if spec.mesh is not None and FILL not in spec.mesh.model_dump().values():
         spec = spec.model_copy(update={"mesh": None})
+
+    def best_on(number: int) -> Candidate:
+        return pick(spec, shape, replace(hardware, num_nodes=number))[0]
+
+    return _scale(hardware, parse_nodes(nodes), best_on)
+
+
+def _scale(hardware: Hardware, nodes: Sequence[int], best_on: Callable[[int], Candidate]) -> list[ScaledPlan]:
+    """The batch stays what it is, so that the run learns the same."""
     rows: list[ScaledPlan] = []
     first: float | None = None
     stopped = False
     for number in nodes:
         there = replace(hardware, num_nodes=number)
         try:
-            best, _ = pick(spec, shape, there)
+            best = best_on(number)
         except PlanError as error:
             rows.append(ScaledPlan(number, there.world_size, None, None, error.message.partition(";")[0]))
             continue

@@ -110,19 +110,6 @@ def _impossible(train: Node) -> Iterator[Problem]:
         )
 
 
-def strategy_problem(train: Node, tried: tuple[str, ...]) -> Iterator[Problem]:
-    """Of a training on a range. `tried`: strategies of the workers of a node that may come and go, besides
-    `auto`."""
-    strategy = get(train, "strategy")
-    name = text_of(strategy)
-    if strategy is None or name is None:
-        return
-    if name not in ("auto", *tried):
-        yield problem_of_key(
-            strategy, f"nodes that come and go do not have {name} within", f"write one of {', '.join(tried)}"
-        )
-
-
 def _number(node: Node, *path: str) -> int | None:
     written: Any = get(node, *path)
     return written.value if written is not None and type(written.value) is int and written.value > 0 else None

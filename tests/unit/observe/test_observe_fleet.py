@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 from kit.command_runs import Cli
+from kit.rendered import QUICKSTART, pipeline_of, plan_of
 from kit.synthetic_run import (
     BEGIN,
     Life,
@@ -24,7 +25,7 @@ from kit.synthetic_run import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlpipe._core.records import Fallback
+from mlpipe._core.records import Fallback, Membership
 from mlpipe.cli.session import CliSession
 from mlpipe.cli.status import command as status
 from mlpipe.observe import scrape
@@ -188,6 +189,25 @@ def test_a_rank_with_less_work_is_slow_all_the_same(tmp_path):
         write_records(store, "runs/q-1/stages/train/attempt-1", rank, [line])
     fast, slow = Top(store).ranks("q-1")
     assert slow.straggler_score == pytest.approx(2 * fast.straggler_score)
+
+
+def test_top_marks_ranks_of_replicas_that_left(tmp_path):
+    """Of an elastic training of two ranks a replica: the second has left, and comes back."""
+    store, key = open_store(str(tmp_path)), "runs/e-1/stages/train/attempt-1"
+    write_run(store, "e-1", {"train": stage_state("running")}, state="running")
+    plan = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
+    plan = replace(plan, launch=replace(plan.launch, nproc_per_node=2))
+    store.put(f"{key}/plan.json", plan.to_json().encode())
+    for rank in range(6):
+        step = {"kind": "step", "time": BEGIN, "step": 1, "compute_seconds": 0.4}
+        write_records(store, key, rank, [{"v": 1, "rank": rank, "restart": 0, **step}])
+    top = Top(store)
+    assert not any(row.left for row in top.ranks("e-1")), "nobody has said who takes part"
+    append_event(store, key, Membership(members=[2, 0], step=1, why="replica 1 leaves"))
+    table = ranks_table(top.ranks("e-1"), BEGIN)
+    assert [line.endswith("left") for line in table[1:]] == [False, False, True, True, False, False]
+    append_event(store, key, Membership(members=[0, 1, 2], step=2, why="replica 1 comes"))
+    assert not any(row.left for row in top.ranks("e-1"))
 
 
 def test_top_shows_a_damaged_run_as_such_and_skips_records_without_a_time(store, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlpipe._core.errors import PlanError
-from mlpipe.kinds.train.spec import ELASTIC, Train
+from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.launch import Given, workers
 from mlpipe.plan.plan import Launch, Replicas, TrainPlan
 from mlpipe.plan.training import train_plan
@@ -21,12 +21,13 @@ def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[TrainPlan, Lau
     replicas = stage.resources.replicas if stage.resources is not None else None
     if replicas is None:
         return training, launch
-    if training.strategy not in ELASTIC or training.communication != "collective":
-        what = training.strategy if training.strategy not in ELASTIC else training.communication
+    others = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(training.mesh, axis) > 1]
+    if others or training.communication != "collective":
+        what = others[0] if others else f"communication: {training.communication}"
         raise PlanError(
             f"{what} is the fastest that fits, and nodes that come and go do not have it within",
             where=f"stage {stage.name!r}",
-            hint=f"write communication: collective and one of strategy: {', '.join(ELASTIC)}; "
-            "or one number of nodes",
+            hint="write communication: collective and a mesh of dp_replicate and dp_shard, or one number of "
+            "nodes",
         )
     return training, replace(launch, replicas=Replicas(*replicas))

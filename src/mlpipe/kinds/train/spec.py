@@ -45,8 +45,6 @@ DATA_AXES: dict[str, tuple[str, ...]] = {
 # Strategies that have what these keys need.
 _AVERAGING = ("single", "ddp", "zero1")
 _WITH_COPIES = {"compress": _AVERAGING, "update": ("single", "ddp", "hsdp"), "buckets": _AVERAGING}
-# Of the workers of one node of an elastic training.
-ELASTIC: tuple[str, ...] = ("single", "ddp", "fsdp")
 _WITH_SHARDS = tuple(name for name, axes in DATA_AXES.items() if axes == ("dp_shard",))
 _TINY_SEQ_LEN = 64
 _SHORTEST_HANG_SECONDS = 1.0  # the watchdog looks twice a second
@@ -301,11 +299,6 @@ def _problems(stage: Node) -> Iterator[Problem]:
         from mlpipe.spec import communication  # of few files
 
         yield from communication.problems(stage, _WITH_SHARDS)
-    nodes = get(stage, "resources", "nodes")
-    if nodes is not None and f.is_range(nodes.value):
-        from mlpipe.spec import elastic  # of few files
-
-        yield from elastic.strategy_problem(train, ELASTIC)
     yield from data.problems(train)
     yield from tracking.problems(train)
     yield from validation.problems(train)
