@@ -196,6 +196,20 @@ def test_a_driver_without_the_right_says_so_and_goes_on() -> None:
     assert all("1 of its 2 pods have nodes, and its driver may not" in one for one in words[1:])
 
 
+def test_pods_that_are_ended_need_no_grace_to_save() -> None:
+    cluster = half_and_half()
+    deleted: list[tuple[str, int]] = []
+    api = Api(cluster, "a")
+    api.delete = lambda kind, name, grace_seconds: deleted.append((name, grace_seconds))  # type: ignore[attr-defined]
+    gang = cluster.gangs["young"]
+    gang["spec"]["suspend"], gang["metadata"]["annotations"][YIELDED] = True, "1"
+    follower = WholePlacement(api, random.Random(1))  # type: ignore[arg-type]
+    going = {"name": "b", "deletionTimestamp": "", "deletionGracePeriodSeconds": 630}
+    gone = {"name": "c", "deletionTimestamp": "", "deletionGracePeriodSeconds": 10}
+    follower.look(gang, [{"metadata": one} for one in ({"name": "a"}, going, gone)], 0.0)
+    assert deleted == [("b", 10)]
+
+
 def test_what_somebody_else_suspended_stays_so() -> None:
     cluster = half_and_half()
     cluster.gangs["young"]["spec"]["suspend"] = True

@@ -24,6 +24,7 @@ from mlpipe.submit.kubernetes.objects import GANGS, finished
 YIELDED = f"{PREFIX}/yielded"  # annotation of a gang: how often it gave its nodes back
 SETTLE_SECONDS = 60.0  # a scheduler, or an autoscaler's next node, may be about to place the rest
 PATIENCE_SECONDS = 600.0  # without anybody older in sight: so many, and up to as many again
+GRACE_SECONDS = 10  # of a pod that has nothing to save: torchrun meets SIGTERM only after the others
 _LOOK_SECONDS = 10.0  # between two looks at the others
 _GANG = (RUN, STAGE, ATTEMPT)
 
@@ -135,6 +136,9 @@ class WholePlacement:
         if self._returns is None:  # another driver's
             self._returns = now + self._random.uniform(1, 2) * SETTLE_SECONDS
         words = "it has given its nodes back, since others could not be placed beside it"
+        for pod in pods:  # not before its controller ends it: that would count as a failure
+            if pod["metadata"].get("deletionGracePeriodSeconds", 0) > GRACE_SECONDS:
+                self._api.delete("Pod", pod["metadata"]["name"], grace_seconds=GRACE_SECONDS)
         if pods or now < self._returns or now - self._looked < _LOOK_SECONDS:
             return words
         self._looked = now
