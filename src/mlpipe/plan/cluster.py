@@ -131,6 +131,7 @@ class Placement:
     tolerations: tuple[Toleration, ...]
     priority_class: str | None
     runtime_class: str | None
+    prefer: dict[str, str] | None = field(default=None, metadata=SPARSE)  # labels of nodes to take first
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,7 @@ class ClusterPlan:
     # Claims instead of `gpu_resource`; where pods stand that are of no stage, if not where this one's do.
     gpu_claims: GpuClaims | None = field(default=None, metadata=SPARSE)
     run_placement: Placement | None = field(default=None, metadata=SPARSE)
+    prefer: dict[str, str] | None = field(default=None, metadata=SPARSE)  # as of Placement
     trainjob: TrainJob | None = field(default=None, metadata=SPARSE)  # of the whole run; with that form
     network: PodNetwork | None = field(default=None, metadata=SPARSE)  # of a gang's pods
 
@@ -219,5 +221,6 @@ class ClusterPlan:
             tolerations=placement.tolerations,
             priority_class=placement.priority_class,
             runtime_class=placement.runtime_class,
+            prefer=placement.prefer,
             run_placement=None,
         )

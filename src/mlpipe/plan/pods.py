@@ -98,6 +98,7 @@ def cluster_plan(
         gpu_claims=gpus.claims,
         gpu_taint=gpus.taint if gpus.taint != gpus.resource else None,
         network=pod_network(pipeline, resources),
+        prefer=placement.prefer,
         run_placement=everywhere if placement != everywhere else None,
         trainjob=c.TrainJob(**spec.trainjob.model_dump()) if spec.trainjob else None,
     )
@@ -164,7 +165,11 @@ def _placement(spec: k.Placement | k.Kubernetes, others: k.Kubernetes | c.Placem
 
     tolerations = (c.Toleration(**vars(toleration)) for toleration in said("tolerations"))
     return c.Placement(
-        dict(said("node_selector")), tuple(tolerations), said("priority_class"), said("runtime_class")
+        dict(said("node_selector")),
+        tuple(tolerations),
+        said("priority_class"),
+        said("runtime_class"),
+        said("prefer") or None,
     )
 
 

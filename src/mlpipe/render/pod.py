@@ -252,6 +252,10 @@ def _pod_spec(
         spec["imagePullSecrets"] = [{"name": name} for name in cluster.image_pull_secrets]
     if cluster.node_selector:
         spec["nodeSelector"] = dict(sorted(cluster.node_selector.items()))
+    if cluster.prefer is not None:
+        spec["affinity"] = {
+            "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": _first(cluster)}
+        }
     if cluster.priority_class is not None:
         spec["priorityClassName"] = cluster.priority_class
     if cluster.runtime_class is not None:
@@ -308,7 +312,8 @@ def _place(spec: Json, plan: Plan, cluster: ClusterPlan, labels: Json) -> None:
         ]
     if terms:
         required = {"nodeSelectorTerms": [terms]}
-        spec["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
+        nodes = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+        nodes["requiredDuringSchedulingIgnoredDuringExecution"] = required
     if plan.launch.num_nodes > 1 or plan.launch.replicas is not None:  # softly: one node is a cluster
         spec["topologySpreadConstraints"] = [
             {
@@ -318,6 +323,12 @@ def _place(spec: Json, plan: Plan, cluster: ClusterPlan, labels: Json) -> None:
                 "labelSelector": {"matchLabels": {k: v for k, v in labels.items() if "mlpipe.dev/" in k}},
             }
         ]
+
+
+def _first(cluster: ClusterPlan) -> list[Json]:
+    labels = sorted((cluster.prefer or {}).items())
+    expressions = [{"key": key, "operator": "In", "values": [value]} for key, value in labels]
+    return [{"weight": 100, "preference": {"matchExpressions": expressions}}]
 
 
 def _gpu_terms(cluster: ClusterPlan) -> Iterator[Json]:

@@ -120,6 +120,9 @@ class Rdma(SpecModel):
     count: f.FewCount = Field(1, description="Devices a pod.")
 
 
+PREFER = "Labels of the nodes to take first, such as a spot pool's; others where these have no room."
+
+
 class Placement(SpecModel):
     """Where some of the pods stand. A key that is there says all of it: what is said for all pods does not
     count besides."""
@@ -127,6 +130,7 @@ class Placement(SpecModel):
     node_selector: dict[f.LabelKey, f.LabelValue] | None = Field(
         None, description="Labels that a node must have."
     )
+    prefer: dict[f.LabelKey, f.LabelValue] | None = Field(None, description=PREFER)
     tolerations: Annotated[tuple[Toleration, ...], Field(strict=False)] | None = Field(
         None, description="Besides that of the GPUs."
     )
@@ -204,6 +208,7 @@ class Kubernetes(SpecModel):
         (), strict=False, description="Secrets with the registry's credentials."
     )
     node_selector: dict[f.LabelKey, f.LabelValue] = Field({}, description="Labels that a node must have.")
+    prefer: dict[f.LabelKey, f.LabelValue] | None = Field(None, description=PREFER)
     tolerations: tuple[Toleration, ...] = Field((), strict=False, description="Besides that of the GPUs.")
     priority_class: f.ObjectName | None = Field(None, description="PriorityClass of the pods.")
     runtime_class: f.ObjectName | None = Field(None, description="RuntimeClass of the pods.")

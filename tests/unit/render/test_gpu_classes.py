@@ -218,6 +218,20 @@ def test_neither_does_the_driver_nor_the_coordinator(first: str) -> None:
     assert not [one for pod in pods for one in pod["tolerations"] if one.get("key") == "spot"]
 
 
+def test_nodes_that_are_taken_first_are_not_required() -> None:
+    spot = "kubernetes.gpu_pods={prefer: {capacity: spot, zone: a}}"
+    affinity = pod_of(llm(spot))["affinity"]["nodeAffinity"]
+    (first,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert [one["key"] for one in first["preference"]["matchExpressions"]] == ["capacity", "zone"]
+    assert terms_of(pod_of(llm(spot))) == terms_of(pod_of(llm()))
+    assert "affinity" not in pod_of(llm(spot, stage="corpus"))
+    everywhere = llm("kubernetes.prefer={capacity: spot}", "kubernetes.gpu_pods={prefer: {}}", stage="train")
+    assert list(pod_of(everywhere)["affinity"]["nodeAffinity"]) == [
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]
+    assert Plan.from_json(everywhere.to_json()) == everywhere
+
+
 def test_what_says_nothing_of_classes_is_written_as_before() -> None:
     new = {"gpu_label", "gpu_sharing", "sharing_label", "gpu_claims", "gpu_taint", "run_placement"}
     plain = to_plain(llm().cluster)
