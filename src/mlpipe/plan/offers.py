@@ -26,6 +26,7 @@ HOUR = 3600.0
 IMAGE_BYTES = 6 * GIB  # assumed: a compressed image with torch and CUDA's libraries
 BOOT_SECONDS = 90.0  # assumed: from the order to a running container, its image fetched
 SPOT_SECONDS = 6 * HOUR  # assumed: between two interruptions of a machine that others may outbid
+RETURN_SECONDS = 120.0  # that are kept for returning a machine, after what it saves
 UNKNOWN_SECONDS = HOUR  # of a stage whose time nobody predicts; its offers are compared by this
 _SPARE_DISK_BYTES = 8 * GIB
 
@@ -92,7 +93,7 @@ class Work:
 class Quote:
     """What an offer costs to the end of the stage, with `disk_bytes` of its disk. `seconds`: from the order
     on; None: nobody predicts it, and `usd` is of `UNKNOWN_SECONDS`. `traffic_usd`: what of `usd` is not paid
-    by the hour."""
+    by the hour. `reserve_seconds`: kept besides, to save and return it in time if it takes longer."""
 
     offer: Offer
     hardware: Hardware
@@ -100,7 +101,12 @@ class Quote:
     seconds: float | None
     usd: float
     traffic_usd: float
+    reserve_seconds: float
     disk_bytes: int = 0
+
+    @property
+    def reserve_usd(self) -> float:
+        return self.reserve_seconds / HOUR * self.offer.usd_per_hour
 
 
 class UnfitError(Exception):
@@ -175,7 +181,13 @@ def quote(offer: Offer, hardware: Hardware, plan: Plan, work: Work) -> Quote:
     traffic = work.input_bytes * offer.usd_per_byte_down + saves * saved * offer.usd_per_byte_up
     traffic += IMAGE_BYTES * offer.usd_per_byte_down
     paid = prepare + UNKNOWN_SECONDS if seconds is None else seconds
-    return Quote(offer, hardware, prepare, seconds, paid / HOUR * offer.usd_per_hour + traffic, traffic)
+    usd = paid / HOUR * offer.usd_per_hour + traffic
+    return Quote(offer, hardware, prepare, seconds, usd, traffic, reserve_seconds(plan))
+
+
+def reserve_seconds(plan: Plan) -> float:
+    """Before the end of its term a machine is told to save by so much."""
+    return plan.launch.shutdown_seconds + RETURN_SECONDS
 
 
 def why_not(offer: Offer, wishes: Wishes) -> str | None:
@@ -195,10 +207,13 @@ def why_not(offer: Offer, wishes: Wishes) -> str | None:
 
 def too_much(quoted: Quote, wishes: Wishes) -> str | None:
     """Why it cannot finish within what is left of money and time; None: it can."""
-    if quoted.usd > wishes.left_usd:
-        return f"${quoted.usd:.2f} to finish is more than ${wishes.left_usd:.2f}"
+    if quoted.usd + quoted.reserve_usd > wishes.left_usd:
+        return (
+            f"${quoted.usd:.2f} to finish, and ${quoted.reserve_usd:.2f} kept for a save in time, are more "
+            f"than ${wishes.left_usd:.2f}"
+        )
     longest = min(wishes.left_seconds, quoted.offer.lasts_seconds)
-    if (quoted.seconds or quoted.prepare_seconds) > longest:
+    if (quoted.seconds or quoted.prepare_seconds) + quoted.reserve_seconds > longest:
         return f"takes longer than {longest / HOUR:.1f} h"
     return None
 

@@ -68,15 +68,15 @@ def any_offer() -> st.SearchStrategy[Offer]:
         st.integers(1, 999),
         gpu=st.sampled_from(["RTX-4090", "RTX-3090", "H100-80GB", "T4", None]),
         num_gpus=st.sampled_from([1, 1, 1, 2]),
-        cpus=st.sampled_from([0.5, 8, 16]),
-        disk_bytes=st.sampled_from([GIB, 500 * GIB]),
-        gpu_memory_bytes=st.sampled_from([2**20, 80 * GIB]),
+        cpus=st.sampled_from([16, 8, 16, 0.5]),
+        disk_bytes=st.sampled_from([500 * GIB, 600 * GIB, GIB]),
+        gpu_memory_bytes=st.sampled_from([80 * GIB, 40 * GIB, 2**20]),
         usd_per_hour=prices,
         download_bytes_per_second=speeds,
         upload_bytes_per_second=speeds,
         usd_per_byte_down=st.floats(0, 1e-10),
         usd_per_byte_up=st.floats(0, 1e-10),
-        reliability=st.floats(0.5, 1.0),
+        reliability=st.sampled_from([0.99, 0.95, 1.0, 0.9]),
         bid_usd_per_hour=st.none() | prices,
         lasts_seconds=st.floats(60, 1e7),
     )
@@ -86,8 +86,8 @@ def any_offer() -> st.SearchStrategy[Offer]:
     st.lists(any_offer(), max_size=12, unique_by=lambda one: one.id),
     st.builds(
         Wishes,
-        st.floats(0, 30),
-        st.floats(60, 1e6),
+        st.floats(0, 5),
+        st.floats(60, 1e5),
         spot=st.booleans(),
         gpus=st.sampled_from([(), ("RTX-3090",)]),
         avoid=st.sampled_from([(), ("m1", "m2")]),
@@ -101,9 +101,9 @@ def test_the_cheapest_that_finishes_within_money_and_time_is_chosen(
     ranked = offers.rank(quotes, wishes)
     for one in ranked:
         made = one.offer
-        assert one.usd <= wishes.left_usd
+        assert one.usd + one.reserve_usd <= wishes.left_usd
         assert one.seconds is not None
-        assert one.seconds <= min(wishes.left_seconds, made.lasts_seconds)
+        assert one.seconds + one.reserve_seconds <= min(wishes.left_seconds, made.lasts_seconds)
         assert made.num_gpus == 1
         assert made.reliability >= wishes.min_reliability
         assert made.machine not in wishes.avoid
@@ -115,9 +115,9 @@ def test_the_cheapest_that_finishes_within_money_and_time_is_chosen(
     fitting = [
         one
         for one in quotes
-        if one.usd <= wishes.left_usd
+        if one.usd + one.reserve_usd <= wishes.left_usd
         and one.seconds is not None
-        and one.seconds <= min(wishes.left_seconds, one.offer.lasts_seconds)
+        and one.seconds + one.reserve_seconds <= min(wishes.left_seconds, one.offer.lasts_seconds)
     ]
     assert len(ranked) == len(fitting)
     assert not fitting or ranked[0].usd == min(one.usd for one in fitting)

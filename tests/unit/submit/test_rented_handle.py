@@ -35,6 +35,7 @@ from mlpipe.submit.rented.limits import Limits
 from mlpipe.submit.rented.machine import BEAT, LEASE, relocated, traffic
 from mlpipe.submit.rented.market import Market
 from mlpipe.submit.rented.order import script, told
+from mlpipe.submit.rented.vendor import Order
 
 pytestmark = pytest.mark.unit
 FAULTS = st.sampled_from([None, None, "lost", "unheard", "late", "busy", "limited"])
@@ -181,6 +182,8 @@ def test_a_save_for_want_of_money_says_how_to_go_on(driver: Driver, account: sta
     assert "before $0.50 were spent (at step 7)" in ended.message
     assert "MLPIPE_MAX_USD" in ended.message
     assert 0.2 < account.usd() <= 0.5
+    with pytest.raises(SubmitError, match="are more than"):
+        driver.plan(driver.market(0.5))
     again = driver.run(driver.market(1.0), attempt=2)  # with more, what was spent counts
     assert "before $1.00" in again.message
     assert 0.5 < account.usd() <= 1.0
@@ -224,7 +227,7 @@ def test_after_an_interruption_another_machine_is_taken(driver: Driver, account:
 def test_what_is_too_dear_is_refused_before_anything_is_rented(
     driver: Driver, account: stand_in.Vast
 ) -> None:
-    with pytest.raises(SubmitError, match=r"the cheapest, 11, .* is more than"):
+    with pytest.raises(SubmitError, match=r"the cheapest, 11, .* are more than"):
         driver.plan(driver.market(0.001))
     assert account.labels() == []
 
@@ -327,6 +330,16 @@ def test_more_money_stands_above_what_was_asked_for(monkeypatch: pytest.MonkeyPa
     assert Limits.of_place({"max_usd": "5", "gpu": ["any"]}) == Limits(5.0, gpus=())
     monkeypatch.setenv("MLPIPE_MAX_USD", "8")
     assert Limits.of_place({"max_usd": "5", "max_time": "2 h"}) == Limits(8.0, 7200.0)
+
+
+def test_a_machine_that_is_gone_already_is_paid_no_longer(driver: Driver, account: stand_in.Vast) -> None:
+    """It ended its own rental while nobody drove."""
+    here = driver.market(5.0)
+    order = Order(f"{here.rentals.prefix}train/1/0", "i", "", 1, {})
+    assert here.rentals.rent(here.candidates(driver.plan(here))[0], order) is not None
+    account.past.append(account.instances.popitem()[1])
+    clearing.clear(driver.market(5.0), runs.read_run(driver.store, "r"), timeout_seconds=600)
+    assert [one.ended is not None for one in here.rentals.all()] == [True]
 
 
 def test_a_plan_is_of_the_machines_own_folders() -> None:

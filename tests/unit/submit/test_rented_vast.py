@@ -162,7 +162,7 @@ def test_without_a_key_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def quote_of(made: Offer) -> Quote:
-    return Quote(made, hardware_of(made, RESOURCES), 100.0, 3600.0, 0.42, 0.0)
+    return Quote(made, hardware_of(made, RESOURCES), 100.0, 3600.0, 0.42, 0.0, 720.0)
 
 
 def rent_and_return(held: Rentals, made: Offer, number: int) -> Rental | None:
@@ -232,6 +232,31 @@ def test_what_is_rented_is_known_to_the_next_driver(
     after.give_back(after.all()[0])
     clock.now += 7200
     assert after.spent_usd() == pytest.approx(account.usd(), abs=0.005)
+
+
+def test_what_came_late_is_returned_and_counts_until_then(
+    account: stand_in.Vast, clock: Clock, tmp_path: Path
+) -> None:
+    held = Rentals(FolderStore(tmp_path), "r", client_of(account))
+    late, stays = (order(f"{held.prefix}train/1/{number}") for number in range(2))
+    for offer_id, one in (("11", late), ("12", stays)):
+        assert held.rent(replace(quote_of(offer_11()), offer=replace(offer_11(), id=offer_id)), one)
+    given_up = next(one for one in held.all() if one.label == late.label)
+    held.keep(replace(given_up, ended=given_up.asked))
+    stranger = client_of(account)
+    clock.now += 3600
+    assert [one.label for one in held.return_others(stays.label)] == [stays.label]
+    assert [one.label for one in stranger.machines()] == [stays.label]
+    assert [round(one.usd(clock.now), 2) for one in held.all()] == [0.42, 0.42]
+
+
+def test_a_machine_that_is_not_listed_yet_is_destroyed(account: stand_in.Vast, tmp_path: Path) -> None:
+    held = Rentals(FolderStore(tmp_path), "r", client_of(account))
+    rental = held.rent(quote_of(offer_11()), order(f"{held.prefix}train/1/0"))
+    assert rental is not None
+    account._page = lambda query: {"instances": []}  # type: ignore[method-assign]
+    held.give_back(rental)
+    assert account.instances == {}
 
 
 def test_a_machine_that_is_not_taken_back_is_named(account: stand_in.Vast, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
-from mlpipe.plan.offers import HOUR, IMAGE_BYTES, Quote
+from mlpipe.plan.offers import HOUR, IMAGE_BYTES, RETURN_SECONDS, Quote, reserve_seconds
 from mlpipe.plan.plan import Plan
 from mlpipe.spec.model import Pipeline
 from mlpipe.store import outputs
@@ -27,9 +27,7 @@ from mlpipe.submit.rented.market import Market
 from mlpipe.submit.rented.order import (
     LAST_FIRST_BEAT_SECONDS,
     LEASE_SECONDS,
-    RETURN_SECONDS,
     Term,
-    save_before_seconds,
     script,
     told,
 )
@@ -116,7 +114,7 @@ class RentedHandle(ThreadedHandle):
     def _term(self, quote: Quote) -> Term | None:
         """None: what is left does not even pay the preparation and a save."""
         term = self._market.term(quote)
-        needed = quote.prepare_seconds + save_before_seconds(self._plan)
+        needed = quote.prepare_seconds + reserve_seconds(self._plan)
         return term if term.seconds >= needed else None
 
     def _too_little(self) -> Ended:
@@ -160,7 +158,7 @@ class RentedHandle(ThreadedHandle):
             if left < RETURN_SECONDS:
                 words = f"machine {rental.machine} did not save before the end of what was to be spent"
                 return Ended("failed", words, kind="infrastructure")
-            if not self._stopping and left < save_before_seconds(self._plan):
+            if not self._stopping and left < reserve_seconds(self._plan):
                 self._out_of = term.ending
                 self._stopping = True
             try:

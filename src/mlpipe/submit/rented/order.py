@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mlpipe._core import environment
+from mlpipe.plan.offers import RETURN_SECONDS, reserve_seconds
 from mlpipe.plan.plan import Plan
 
 LEASE_SECONDS = 900.0  # for which a machine goes on without a sign of its driver
-RETURN_SECONDS = 120.0  # that are kept for returning it, after what it saves
 LAST_FIRST_BEAT_SECONDS = 1800.0  # from the order until the machine's own program is heard of
 
 Ending = Literal["money", "time", "offer"]
@@ -49,18 +49,13 @@ def script(give_back: str, term: Term) -> str:
     )
 
 
-def save_before_seconds(plan: Plan) -> float:
-    """Before the end of its term a machine is told to save by so much."""
-    return plan.launch.shutdown_seconds + RETURN_SECONDS
-
-
 def told(plan: Plan, term: Term, cache: str, lease_seconds: float) -> dict[str, str]:
     """The variables of `machine.py`. `cache`: where inputs lie on its driver's machine."""
     document = {
         "store": plan.store_url,
         "attempt_key": plan.attempt_key,
-        "save_at": term.deadline - save_before_seconds(plan),
-        "save_after_seconds": term.seconds - save_before_seconds(plan),
+        "save_at": term.deadline - reserve_seconds(plan),
+        "save_after_seconds": term.seconds - reserve_seconds(plan),
         "lease_seconds": lease_seconds,
         "cache": cache,
     }
