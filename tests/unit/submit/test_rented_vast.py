@@ -17,7 +17,7 @@ from kit.clock import Clock
 from kit.vast import KEY, offer_row
 
 from mlpipe._core import retry
-from mlpipe._core.errors import SubmitError
+from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.plan.hardware import GPUS
 from mlpipe.plan.offers import GIB, Offer, Quote, UnfitError, hardware_of
 from mlpipe.spec.model import Resources
@@ -248,6 +248,25 @@ def test_what_came_late_is_returned_and_counts_until_then(
     assert [one.label for one in held.return_others(stays.label)] == [stays.label]
     assert [one.label for one in stranger.machines()] == [stays.label]
     assert [round(one.usd(clock.now), 2) for one in held.all()] == [0.42, 0.42]
+
+
+def test_a_machine_that_cannot_be_written_down_is_destroyed(
+    account: stand_in.Vast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path)
+    put = store.put
+
+    def away(key: str, data: bytes) -> None:
+        if account.instances:
+            raise StoreError("the store is away")
+        put(key, data)
+
+    monkeypatch.setattr(store, "put", away)
+    held = Rentals(store, "r", client_of(account))
+    with pytest.raises(StoreError, match="away"):
+        held.rent(quote_of(offer_11()), order(f"{held.prefix}train/1/0"))
+    assert account.labels() == [f"{held.prefix}train/1/0"]
+    assert account.instances == {}
 
 
 def test_a_machine_that_is_not_listed_yet_is_destroyed(account: stand_in.Vast, tmp_path: Path) -> None:

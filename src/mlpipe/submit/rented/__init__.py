@@ -1,7 +1,7 @@
 """The backend `rented`: a stage that trains runs on a machine that is rented for it, and returned after it.
 
-Commands and the driver run on this machine, which must stay awake: without a sign of it, a rented machine
-saves and ends its own rental.
+Commands and the driver run on this machine, which must stay awake: a rented machine that has no sign of it
+saves, and ends its own rental.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mlpipe._core.errors import SubmitError
+from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.plan.offers import HOUR, Quote
 from mlpipe.store.base import Store
 from mlpipe.submit.rented.vendor import LostError, Machine, Order, TakenError, Vendor
@@ -94,7 +94,11 @@ class Rentals:
         if machine is None:
             return None
         rental = replace(rental, machine=machine)
-        self.keep(rental)
+        try:
+            self.keep(rental)
+        except StoreError:  # nobody would find it by its name
+            self._vendor.destroy(machine)
+            raise
         return rental
 
     def give_back(self, rental: Rental, **known: Any) -> Rental:
