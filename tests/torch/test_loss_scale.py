@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kit import plans
 from kit.processes import digest_of
 
-from mlpipe.plan.plan import EmaPlan, Entry, Mesh, ModelPlan
+from mlpipe.plan.plan import EmaPlan, Entry, Mesh, ModelPlan, PipelinePlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.data import MicrobatchLoader
@@ -111,7 +111,17 @@ def trained(folder):
         "fsdp": fp16(folder, "fsdp", strategy="fsdp"),
         "louder": fp16(folder, "louder", model=louder, strategy="single", world_size=1),
         "llama": fp16(folder, "llama", model=plans.model_plan(), strategy="fsdp"),
-        "stages": fp16(folder, "stages", model=plans.model_plan(), mesh=Mesh(tp=2), micro_batch=16),
+        "layers": fp16(folder, "layers", model=plans.model_plan(), mesh=Mesh(tp=2), micro_batch=16),
+        "sequence": fp16(folder, "sequence", model=plans.model_plan(), mesh=Mesh(cp=2), micro_batch=16),
+        "pipeline": fp16(
+            folder,
+            "pipeline",
+            model=plans.model_plan(),
+            mesh=Mesh(pp=2),
+            pipeline=PipelinePlan("zero_bubble", (1, 1)),
+            micro_batch=4,
+            accumulation=4,
+        ),
         "plain": fp16(folder, "plain", model=plans.model_plan(), strategy="single", world_size=1),
     }
     made["first"] = replace(made["first"], work=replace(made["first"].work, steps=6))
@@ -197,10 +207,12 @@ def test_a_resumed_training_is_the_same_to_the_bit_after_a_skip(trained, folder)
 
 
 @pytest.mark.combines("tp", "precision fp16")
+@pytest.mark.combines("cp", "precision fp16")
+@pytest.mark.combines("pp", "precision fp16")
 def test_a_llama_learns_the_same_in_fp16(trained, folder):
     losses = told(folder, trained["plain"], "loss")
     assert losses[-1] < losses[0]
-    for name in ("llama", "stages"):
+    for name in ("llama", "layers", "sequence", "pipeline"):
         assert told(folder, trained[name], "loss") == pytest.approx(losses, rel=2e-3), name
 
 
