@@ -26,22 +26,28 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 EASY = PreflightPlan(slow_ratio=0.001, clock_seconds=3600.0, disk_bytes=2**20, store_bytes_per_second=1e3)
 
 
-def gang(folder: Path, limits: PreflightPlan, size: int, **changes):
-    """Its plan, and a launcher for each of its machines, once they have ended."""
+def gang(folder: Path, limits: PreflightPlan, size: int, broken: int | None = None, **changes):
+    """Its plan, and the code of a launcher for each of its machines, spares among them, once they have ended.
+    `broken`: which of them has too small a disk."""
     tokens = plans.write_tokens(folder / "tokens", num_tokens=2000)
     launch = {"num_nodes": size, "nproc_per_node": 1, "preflight": limits}
     plan = plans.train_plan(folder / "store", tokens, world_size=size, launch=launch, steps=2, **changes)
     (folder / "plan.json").write_text(plan.to_json())
+    more = replace(limits, disk_bytes=2**60)
+    refused = replace(plan, launch=replace(plan.launch, preflight=more))
+    (folder / "plan-broken.json").write_text(refused.to_json())
     port = free_port()
     launchers = []
-    for index in range(size):
+    for index in range(size + limits.spares):
         env = plans.environment() | {
             "JOB_COMPLETION_INDEX": str(index),
             "MLPIPE_RENDEZVOUS": f"localhost:{port}",
             "MLPIPE_NODE_NAME": f"n{index}",
             "MLPIPE_CACHE": str(folder / "cache"),
+            **({"MLPIPE_NUM_MACHINES": str(size + limits.spares)} if limits.spares else {}),
         }
-        argv = [sys.executable, "-m", "mlpipe.train.launcher", "--plan", str(folder / "plan.json")]
+        path = folder / ("plan-broken.json" if index == broken else "plan.json")
+        argv = [sys.executable, "-m", "mlpipe.train.launcher", "--plan", str(path)]
         launchers.append(subprocess.Popen([*argv, "--scratch", str(folder / f"scratch-{index}")], env=env))
     codes = [launcher.wait(600) for launcher in launchers]
     return plan, codes
@@ -119,6 +125,20 @@ def test_who_is_slow_by_what_is_remembered_is_measured_before_it_is_blamed(tmp_p
     machine.look_again(plan, EASY, FolderStore(tmp_path / "store"), report)
     assert report.figures.pop("store_bytes_per_second") > 0
     assert report.figures == {"flops": 0.5, "memory_bytes_per_second": 0.25}
+
+
+def test_a_spare_has_the_ranks_of_the_first_machine_that_does_not_pass(tmp_path):
+    """Of three machines the first one's disk is too small. The others train, at an address that they have
+    told each other; all three end alike."""
+    plan, codes = gang(tmp_path, replace(EASY, spares=1), 2, broken=0)
+    assert codes == [0, 0, 0]
+    store = FolderStore(tmp_path / "store")
+    checked = read_checked(store, plan.attempt_key)
+    assert (set(checked.nodes), list(checked.faults)) == ({"n0", "n1", "n2"}, ["n0"])
+    assert read_outcome(store, f"{plan.attempt_key}/outcome.json").outcome == "done"
+    assert read_outcome(store, f"{plan.attempt_key}/outcome-node-1.json").outcome == "done"
+    assert len(plans.losses(tmp_path / "store", plan)) == 2
+    assert not (tmp_path / "scratch-0" / "torchrun.log").exists()
 
 
 def test_a_machine_that_does_not_pass_is_named_and_no_rank_starts(tmp_path):

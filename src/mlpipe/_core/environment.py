@@ -48,6 +48,7 @@ RENTAL = "MLPIPE_RENTAL"  # read by submit/rented/machine.py
 # Set by render/pod.py for a stage.
 RENDEZVOUS = "MLPIPE_RENDEZVOUS"  # read by train/launcher.py
 GANG_RESTART = "MLPIPE_GANG_RESTART"  # read by train/launcher.py
+NUM_MACHINES = "MLPIPE_NUM_MACHINES"  # with spares: that came; read by train/preflight
 METRICS_ADDRESS = "MLPIPE_METRICS_ADDRESS"  # read by train/session.py
 METRICS_PORT = "MLPIPE_METRICS_PORT"  # read by train/session.py
 NODE_NAME = "MLPIPE_NODE_NAME"  # read by the user's code

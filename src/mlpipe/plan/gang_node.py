@@ -12,12 +12,14 @@ from mlpipe._core import environment
 class GangNode:
     """Which node of the gang this is, by the variables of its pod; on a laptop none is set. `rendezvous`:
     host:port of node 0's torchrun. `gang_restart`: how often all pods were restarted together. `replica`: of
-    an elastic training, in which each has launchers of its own; else None."""
+    an elastic training, in which each has launchers of its own; else None. `num_machines`: that came, of a
+    gang with spares; else None."""
 
     index: int
     rendezvous: str
     gang_restart: int
     replica: int | None = None
+    num_machines: int | None = None
 
     @staticmethod
     def from_environment() -> GangNode:
@@ -26,6 +28,7 @@ class GangNode:
             rendezvous=os.environ.get(environment.RENDEZVOUS) or "localhost:0",
             gang_restart=int(os.environ.get(environment.GANG_RESTART) or "0"),
             replica=int(os.environ[environment.REPLICA]) if environment.REPLICA in os.environ else None,
+            num_machines=int(os.environ.get(environment.NUM_MACHINES) or "0") or None,
         )
 
     def name(self, stem: str, suffix: str) -> str:

@@ -95,6 +95,7 @@ def preflight_plan(resources: Resources | None, hardware: Hardware, precision: s
         link_bytes_per_second=None if (link := limits.link_gb_per_second) is None else link * 1e9,
         expected_flops=None if peak is None else peak * speed.achievable_ratio,
         expected_memory_bytes_per_second=speed.memory_bytes_per_second if peak is not None else None,
+        spares=(resources.spares or 0) if resources is not None else 0,
     )
 
 

@@ -552,7 +552,8 @@ class Replicas:
 @dataclass(frozen=True)
 class PreflightPlan:
     """What each machine must be able to do before ranks start. `slow_ratio`: of the speed of the others.
-    `expected_*`: of one GPU, by the catalogue; None: nobody knows, as of CPUs."""
+    `expected_*`: of one GPU, by the catalogue; None: nobody knows, as of CPUs. `spares`: machines beyond the
+    nodes that are asked for, at most."""
 
     slow_ratio: float
     clock_seconds: float
@@ -562,6 +563,7 @@ class PreflightPlan:
     expected_flops: float | None = None  # of a matmul, at the training's precision
     expected_memory_bytes_per_second: float | None = None
     rdma: bool = field(default=False, metadata=SPARSE)  # it needs an active port for it, and pinned memory
+    spares: int = field(default=0, metadata=SPARSE)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,12 @@ def stage_objects(plan: Plan) -> list[Json]:
         objects.append(_coordinator_job(plan, name, cluster, own, config))
         objects += [_replica_job(plan, number, cluster, own, config) for number in range(count)]
         return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
+    if plan.launch.preflight is not None and plan.launch.preflight.spares:
+        raise RenderError(
+            "spares are held on Slurm only",
+            where=f"stage {plan.stage!r}",
+            hint="remove resources.spares: a node that does not pass is left out of the next attempt",
+        )
     form = cluster.form if is_gang(plan) else "job"
     first = f"{name}-{_OF_JOBSET.get(form, '')}0.{name}"
     template = worker_template(plan, cluster, own | {"sidecar.istio.io/inject": "false"}, config, first)

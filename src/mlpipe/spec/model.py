@@ -124,6 +124,11 @@ class Resources(SpecModel):
         "that does not pass is named, and left out where the stage starts again. `auto`: by the limits that "
         "are defaults. Default: `off`.",
     )
+    spares: f.HundredAtMost | None = Field(
+        None,
+        description="Machines that are held besides `nodes`, at most: where one does not pass the "
+        "`preflight`, a spare has its ranks. On Slurm only. Default: none.",
+    )
     price_usd_per_gpu_hour: f.NotNegative | None = Field(
         None, description="Of one GPU, or CPU worker, for estimates of cost. Default: of the catalogue."
     )

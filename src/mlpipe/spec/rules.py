@@ -97,6 +97,13 @@ def _resources(stage: Node) -> Iterator[Problem]:
     ranks = any(kind.runs == "workers" for name, kind in KINDS.items() if name in stage.value)
     if preflight is not None and not ranks:
         yield problem_of_key(preflight, "a preflight is for stages that run as ranks", "remove it")
+    spares, nodes = get(resources, "spares"), get(resources, "nodes")
+    if spares is not None:
+        if preflight is None or text_of(preflight) == "off":
+            hint = "add 'preflight: auto'"
+            yield problem_of_key(spares, "it is the preflight that chooses among spares", hint)
+        elif nodes is None or nodes.value == 1:
+            yield problem_of_key(spares, "a gang has spares, and this is one node", "remove it")
     device = get(resources, "device")
     if device is not None and num_gpus == 0:
         yield problem_of_key(

@@ -50,6 +50,15 @@ class Checked:
         )
 
 
+@dataclass(frozen=True)
+class Ranked:
+    """Of machines with spares among them: the indices of those that get ranks, in the order of their nodes,
+    and where these meet, host:port."""
+
+    indices: list[int]
+    rendezvous: str
+
+
 def probe_key(attempt_key: str, index: int) -> str:
     """What machine `index` writes, reads and deletes to try the store."""
     return f"{attempt_key}/preflight/node-{index}"

@@ -77,6 +77,7 @@ class Launcher:
         self.hang_timeout_seconds = plan.work.training.hang_timeout_seconds
         self.stopped: dict[int, float] = {}  # rank: since when, of the monotonic clock
         self.slow = b""
+        self.is_spare = False
         self.num_signals = 0
         self.stop_deadline = float("inf")
         self.kill_deadline = float("inf")
@@ -105,6 +106,10 @@ class Launcher:
         self._event(Launched())
         if self.plan.launch.preflight is not None and (failed := self._preflight()) is not None:
             return self._end_before_ranks(failed)
+        if self.is_spare:
+            from mlpipe.train.spare import stand_by
+
+            return stand_by(self.store, self.plan, self.node.rendezvous, lambda: self.num_signals > 0)
         torchrun_log = self.scratch / "torchrun.log"
         with torchrun_log.open("wb") as log:
             process = subprocess.Popen(
@@ -163,19 +168,26 @@ class Launcher:
         from mlpipe.train.preflight.start import at_fault, run_preflight
 
         alone = self.plan.launch.num_nodes == 1
-        checked = run_preflight(
+        found = run_preflight(
             self.plan_path,
             self.scratch,
             self._environment(),
             alone=alone,
             stopped=lambda: self.num_signals > 0,
         )
-        if isinstance(checked, Outcome):
-            return checked
+        if isinstance(found, Outcome):
+            return found
+        checked, ranked = found
         if self.node.index == 0:
             write_checked(self.store, self.plan.attempt_key, checked)
             self._event(Preflight(seconds=checked.seconds, nodes=list(checked.nodes), faults=checked.words))
-        return at_fault(checked) if checked.words else None
+        if ranked is None:
+            return at_fault(checked) if checked.words else None
+        self.is_spare = self.node.index not in ranked.indices
+        index = self.node.index if self.is_spare else ranked.indices.index(self.node.index)
+        self.node = replace(self.node, index=index, rendezvous=ranked.rendezvous)
+        self.outcome_key = f"{self.plan.attempt_key}/{self.node.name('outcome', '.json')}"
+        return None
 
     def _end_before_ranks(self, ended: Outcome) -> int:
         """The exit code."""
@@ -250,10 +262,17 @@ class Launcher:
             environment.PLAN: str(self.plan_path),
             environment.SCRATCH: str(self.scratch),
             environment.FIRST_RESTART: str(self.first_restart),
+            **self._place(),
             "PYTHONUNBUFFERED": "1",
             # One shared TCPStore outlives a restart in place and keeps the addresses of dead workers.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
+
+    def _place(self) -> dict[str, str]:
+        """In its gang, where spares came, too: which node it is was found only now."""
+        if self.node.num_machines is None:
+            return {}
+        return {"JOB_COMPLETION_INDEX": str(self.node.index), environment.RENDEZVOUS: self.node.rendezvous}
 
     def _on_signal(self, signum: int, frame: object) -> None:
         self.num_signals += 1
@@ -351,6 +370,8 @@ def torchrun_argv(plan: Plan, log_dir: Path, node: GangNode) -> list[str]:
     argv = [sys.executable, "-m", "mlpipe.train.torchrun"]
     argv += ["--nnodes", str(launch.num_nodes), "--nproc-per-node", str(launch.nproc_per_node)]
     argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", node.rendezvous, "--rdzv-id", plan.run_id]
+    if node.num_machines is not None:  # by the name of the endpoint it would have to guess
+        argv += ["--rdzv-conf", f"is_host={'true' if node.index == 0 else 'false'}"]
     if launch.num_nodes == 1:
         argv += ["--local-addr", "localhost"]
     argv += ["--max-restarts", str(launch.max_restarts), "--monitor-interval", "0.1"]

@@ -273,3 +273,16 @@ def test_a_store_that_a_node_does_not_see_is_named(tmp_path: Path) -> None:
     assert refused.value.kind == "input"
     assert "s3://" in (refused.value.hint or "")
     assert [node._code(code) for code in (0, 2, 3, 4, 5, -9)] == [0, 12, 13, 4, 5, 4]
+
+
+def test_spares_are_asked_for_as_far_as_nodes_are_free() -> None:
+    spec = pipeline_of("llm", "train.resources.preflight=auto", "train.resources.spares=2")
+    plan = plan_of(spec, "train")
+    text = script(plan, slurm_job(spec, "train"), "o")
+    assert "#SBATCH --nodes=2-4\n" in text
+    assert "#SBATCH --ntasks" not in text, "or the fewest are given, by Slurm 22.05"
+    assert "--nodes=2 " not in text, "each step is on all machines that came"
+    env = {"SLURM_NODEID": "3", "SLURM_JOB_NUM_NODES": "4", "SLURMD_NODENAME": "n4"}
+    assert node.variables(plan, env)["MLPIPE_NUM_MACHINES"] == "4"
+    without = plan_of(pipeline_of("llm", "train.resources.preflight=auto"), "train")
+    assert "MLPIPE_NUM_MACHINES" not in node.variables(without, env)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mlpipe.plan.plan import PreflightPlan
 from mlpipe.store.preflight import Checked, to_avoid
 from mlpipe.train.preflight.gang import rounds
-from mlpipe.train.preflight.verdict import Report, judge, slow_links
+from mlpipe.train.preflight.verdict import Report, chosen, judge, slow_links
 
 pytestmark = pytest.mark.unit
 LIMITS = PreflightPlan(slow_ratio=0.5, clock_seconds=1.0, disk_bytes=1, store_bytes_per_second=1.0)
@@ -163,6 +165,18 @@ def test_the_one_of_a_pair_is_found_by_the_next_attempts():
     second = Checked(pairs=[("a", "c", "slow")])
     assert to_avoid([first, second], 0.5) == ("a",)  # b was not to blame
     assert to_avoid([first, Checked(faults={"a": ["slow"]})], 0.5) == ("a",)
+
+
+def test_ranks_go_to_machines_that_pass_in_their_order_and_to_busy_ones_last():
+    reports = gang(5)
+    everybody = judge(reports, LIMITS, 1.0)
+    assert chosen(reports, everybody, 4) == [0, 1, 2, 3]
+    assert chosen(reports, replace(everybody, faults={"n1": ["slow"]}), 4) == [0, 2, 3, 4]
+    assert chosen(reports, replace(everybody, busy={"n0": ["slow"]}), 4) == [1, 2, 3, 4]
+    assert chosen(reports, replace(everybody, busy={"n0": ["slow"]}), 5) == [0, 1, 2, 3, 4]
+    assert chosen(reports, replace(everybody, pairs=[("n0", "n3", "slow")]), 4) == [0, 1, 2, 4]
+    both = replace(everybody, faults={"n3": ["slow"]}, pairs=[("n0", "n3", "slow")])
+    assert chosen(reports, both, 5) == [0, 1, 2, 4], "too few"
 
 
 def test_who_got_as_slow_as_no_machine_may_be_is_left_out_too():

@@ -65,6 +65,8 @@ def variables(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
         own[environment.NODE_NAME] = node
     if plan.launch.num_nodes > 1:
         own["JOB_COMPLETION_INDEX"] = env["SLURM_NODEID"]
+        if plan.launch.preflight is not None and plan.launch.preflight.spares:
+            own[environment.NUM_MACHINES] = env["SLURM_JOB_NUM_NODES"]
         own[environment.GANG_RESTART] = env.get("SLURM_RESTART_COUNT") or "0"
     else:
         own.pop(environment.RENDEZVOUS, None)

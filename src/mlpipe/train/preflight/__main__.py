@@ -21,11 +21,11 @@ from mlpipe.plan.gang_node import GangNode
 from mlpipe.plan.plan import Plan, PreflightPlan
 from mlpipe.plan.process import main_of_stage
 from mlpipe.store.open import open_store
-from mlpipe.store.preflight import Checked
+from mlpipe.store.preflight import Checked, Ranked
 from mlpipe.train.preflight import machine
 from mlpipe.train.preflight.gang import CHECK_SECONDS, MOST_PAIRS, Gang
 from mlpipe.train.preflight.remembered import SPEEDS, remember
-from mlpipe.train.preflight.verdict import Report, judge, slow_links, slow_machines
+from mlpipe.train.preflight.verdict import Report, chosen, judge, slow_links, slow_machines
 
 
 def _run(plan: Plan, path: Path, scratch: Path) -> int:
@@ -36,22 +36,29 @@ def _run(plan: Plan, path: Path, scratch: Path) -> int:
     report = Report(node.index, os.environ.get(environment.NODE_NAME) or socket.gethostname())
     began = time.monotonic()
     store = open_store(plan.store_url)
+    ranked: Ranked | None = None
     if plan.launch.num_nodes == 1:
         machine.look(plan, limits, scratch, store, report)
         checked = judge([report], limits, time.monotonic() - began)
     else:
-        checked = _with_others(plan, limits, scratch, report)
-    print(json.dumps(asdict(checked)), flush=True)  # noqa: T201
+        checked, ranked = _with_others(plan, limits, scratch, report)
+    told = {"checked": asdict(checked), "ranked": None if ranked is None else asdict(ranked)}
+    print(json.dumps(told), flush=True)  # noqa: T201
     if not checked.names(report.node) and not any(report.busy.get(name) for name in SPEEDS):
         remember(plan, report)
     return 0
 
 
-def _with_others(plan: Plan, limits: PreflightPlan, scratch: Path, report: Report) -> Checked:
-    """Raises TrainError (infrastructure) when the others, or the links to them, are gone."""
-    store = open_store(plan.store_url)
+def _with_others(
+    plan: Plan, limits: PreflightPlan, scratch: Path, report: Report
+) -> tuple[Checked, Ranked | None]:
+    """With who gets ranks, where there may be spares. Raises TrainError (infrastructure) when the others, or
+    the links to them, are gone."""
+    store, node = open_store(plan.store_url), GangNode.from_environment()
     try:
-        gang = Gang(GangNode.from_environment().rendezvous, report.index, plan.launch.num_nodes, report.node)
+        size = node.num_machines or plan.launch.num_nodes
+        gang = Gang(node.rendezvous, report.index, size, report.node)
+        addresses = gang.addresses(node.rendezvous) if limits.spares else []
         machine.look(plan, limits, scratch, store, report)
         reports = _together(gang, report, "alone")
         if len(reports) == gang.size:
@@ -67,6 +74,7 @@ def _with_others(plan: Plan, limits: PreflightPlan, scratch: Path, report: Repor
         for index in silent:
             words = f"did not end its checks within {CHECK_SECONDS:.0f} s"
             checked.faults.setdefault(gang.nodes[index], []).append(words)
+        ranked = _ranked(plan, node.rendezvous, addresses, chosen(reports, checked, plan.launch.num_nodes))
         gang.leave(silent)
     except RuntimeError as error:
         raise TrainError(
@@ -75,7 +83,16 @@ def _with_others(plan: Plan, limits: PreflightPlan, scratch: Path, report: Repor
             hint="one of them, or a link, went away meanwhile; the first one's outcome says more",
             kind="infrastructure",
         ) from None
-    return checked
+    return checked, ranked
+
+
+def _ranked(plan: Plan, rendezvous: str, addresses: list[str], indices: list[int]) -> Ranked | None:
+    """None: there are no spares, or too few machines passed."""
+    if not addresses or len(indices) < plan.launch.num_nodes:
+        return None
+    if indices[0] == 0:  # under the name by which the others have found it
+        return Ranked(indices, rendezvous)
+    return Ranked(indices, f"{addresses[indices[0]]}:{rendezvous.rpartition(':')[2]}")
 
 
 def _again(

@@ -8,6 +8,7 @@ machine's process has to be gone before any torchrun starts, or one would meet t
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
@@ -53,6 +54,14 @@ class Gang:
         self.nodes = [self._store.get(f"here/{other}").decode() for other in range(size)]
         self.began = time.monotonic()
         self.seconds = 0.0  # of the checks so far, by the first machine's clock: all decide by the same
+
+    def addresses(self, endpoint: str) -> list[str]:
+        """Of all machines, as they are seen on the way to the first one."""
+        host, _, port = endpoint.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=CHECK_SECONDS) as way:
+            own = str(way.getsockname()[0])
+        told = self.exchange("address", own)
+        return [told.get(index, "") for index in range(self.size)]
 
     def exchange(self, key: str, value: Any) -> dict[int, Any]:
         """Everybody's `value` by index, of those who told it before the time of all checks was up."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mlpipe._core.errors import EXIT_CODES, ErrorKind
 from mlpipe.store.outcome import NODE_FAULT
-from mlpipe.store.preflight import Checked, checked_from
+from mlpipe.store.preflight import Checked, Ranked, checked_from
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.stop import die_with_parent
 
@@ -34,8 +34,8 @@ def run_preflight(
     *,
     alone: bool,
     stopped: Callable[[], bool],
-) -> Checked | Outcome:
-    """What was found, or how it failed to find anything."""
+) -> tuple[Checked, Ranked | None] | Outcome:
+    """What was found, and who gets ranks where there are spares; or how it failed to find anything."""
     (scratch / DOING).unlink(missing_ok=True)
     argv = [sys.executable, "-m", "mlpipe.train.preflight"]
     argv += ["--plan", str(plan_path), "--scratch", str(scratch)]
@@ -65,7 +65,9 @@ def run_preflight(
     if stopped():
         return _failed("cancelled", "stopped in its preflight")
     if not late and process.returncode == 0 and told:
-        return checked_from(json.loads(told[0]))
+        found = json.loads(told[0])
+        ranked = None if found["ranked"] is None else Ranked(**found["ranked"])
+        return checked_from(found["checked"]), ranked
     doing = (scratch / DOING).read_text() if (scratch / DOING).exists() else "the start"
     if late:
         return _failed(

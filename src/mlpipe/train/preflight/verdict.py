@@ -59,6 +59,18 @@ def judge(reports: Sequence[Report], limits: PreflightPlan, seconds: float) -> C
     )
 
 
+def chosen(reports: Sequence[Report], checked: Checked, num_nodes: int) -> list[int]:
+    """Indices of the machines that get ranks, in their order; fewer than `num_nodes`: too few passed. Who was
+    busy comes last; of two that nobody can tell apart the second is left out."""
+    out = set(checked.faults)
+    for one, other, _ in checked.pairs:
+        if not out & {one, other}:
+            out.add(other)
+    good = [report for report in reports if report.node not in out]
+    good.sort(key=lambda report: (report.node in checked.busy, report.index))
+    return sorted(report.index for report in good[:num_nodes])
+
+
 def _by_name(told: Mapping[int, list[str]], names: Mapping[int, str]) -> dict[str, list[str]]:
     by_name: dict[str, list[str]] = {}
     for index, words in told.items():  # several of a gang may stand on one machine
