@@ -5,7 +5,7 @@ from __future__ import annotations
 from mlpipe import __version__
 from mlpipe._core.mfu import throughput
 from mlpipe._core.records import Membership, Start, Tracked
-from mlpipe._core.units import format_bytes, format_seconds
+from mlpipe._core.units import format_bytes, format_seconds, format_step_seconds
 from mlpipe.observe import experts, samples, validations
 from mlpipe.observe.blocks import (
     Card,
@@ -192,13 +192,15 @@ def _compression(compress: CompressPlan) -> str:
 
 def _buckets(start: Start) -> str | None:
     """Where they were asked for: what was chosen, and what for."""
-    measured = start.bucket_seconds or {}
-    if start.bucket_bytes is None and not measured:
-        return None
+    measured = start.bucket_seconds
+    if measured is None:
+        return None if start.bucket_bytes is None else format_bytes(start.bucket_bytes)
+    if not measured:
+        return "default: there are too few gradients for others"
     chosen = "default" if start.bucket_bytes is None else str(start.bucket_bytes)
     words = {size: size if size == "default" else format_bytes(int(size)) for size in [chosen, *measured]}
-    passes = [f"{words[size]} {format_seconds(seconds)}" for size, seconds in measured.items()]
-    return words[chosen] + (f", as measured: {', '.join(passes)} a pass" if passes else "")
+    passes = [f"{words[size]} {format_step_seconds(seconds)}" for size, seconds in measured.items()]
+    return f"{words[chosen]}, as measured: {', '.join(passes)} a pass"
 
 
 def _islands(local: IslandsPlan) -> str:
