@@ -208,7 +208,7 @@ def _gpus(spec: k.Kubernetes, resources: Resources) -> _Gpus:
         product,
         (vendor.sharing_label or None) if shared_or_gang else None,
         claims,
-        vendor.resource,
+        vendor.resource if vendor.slice_resource else None,  # of slices and shared GPUs it is the whole one's
     )
 
 

@@ -99,6 +99,17 @@ def test_a_pod_asks_in_its_vendors_words(
     assert pod["tolerations"] == [{"key": taint, "operator": "Exists", "effect": "NoSchedule"}]
 
 
+def test_a_resource_of_ones_own_has_its_own_taint() -> None:
+    described = "corpus.resources.device={memory: 128 GiB, fp32_tflops: 52}"
+    alone = "train.resources={gpus_per_node: 1, gpu: L4}"  # a gang on shared GPUs is refused
+    pods = [
+        pod_of(one_gpu(gpu, f"kubernetes.gpu_resource={resource}", described, alone))
+        for gpu, resource in (("MAX-1550", "gpu.intel.com/i915"), ("L4", "nvidia.com/gpu.shared"))
+    ]
+    assert [limits_of(pod) for pod in pods] == [{"gpu.intel.com/i915": "1"}, {"nvidia.com/gpu.shared": "1"}]
+    assert [pod["tolerations"][0]["key"] for pod in pods] == ["gpu.intel.com/i915", "nvidia.com/gpu"]
+
+
 def test_a_gang_on_gpus_of_no_known_product_keeps_off_those_that_others_use() -> None:
     described = "device={memory: 94 GiB, fp32_tflops: 60, bf16_tflops: 800}"
     gang = llm("train.resources.gpu=X1", f"train.resources.{described}")

@@ -142,7 +142,12 @@ SECTION: dict[str, Any] = {
     "rdma": {"resource": "a/b"},
     "gpu_resource": "a/b",
     "gpu_product": "a",
-    "gpu_pods": {"node_selector": {"a": "b"}, "tolerations": [{"key": "a"}], "runtime_class": "a"},
+    "gpu_pods": {
+        "prefer": {"a": "b"},
+        "node_selector": {"a": "b"},
+        "tolerations": [{"key": "a"}],
+        "runtime_class": "a",
+    },
     "stages": {"a": {"priority_class": "a"}},
     "patches": [{"target": {"kind": "Pod"}, "strategic": {"metadata": {"annotations": {"a": "b"}}}}],
 }
