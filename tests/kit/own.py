@@ -97,6 +97,13 @@ def from_config(**changes: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA | changes))
 
 
+def gpt2(**changes: Any) -> Any:
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=256, n_layer=4, bos_token_id=0, eos_token_id=0, **changes)
+    return transformers.GPT2LMHeadModel(config)
+
+
 def from_pretrained(path: str) -> Any:
     import transformers  # here, since it takes seconds
 

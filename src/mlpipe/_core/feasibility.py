@@ -17,7 +17,10 @@ _UNFIT_FOR_EXPERTS: dict[tuple[str, object], tuple[str, str]] = {
         if optimizer.needs_blocks
     },
     **{
-        ("compile", mode): ("the rows of each are known when it runs", "write compile: off")
+        ("compile", mode): (
+            "to count the rows of each cuts a block's graph, and where it is recomputed leaves none",
+            "write compile: off",
+        )
         for mode in ("block", "model")
     },
 }

@@ -1,7 +1,7 @@
 """`python -m mlpipe.train.trace MODEL OUT`: a user's own model in numbers, without its memory or its work.
 
 The model runs on torch's fake tensors, which have shapes, dtypes and a device (CPU, so that autocast and
-attention choose what they choose in training) but no bytes; one whose forward reads values, as of a mask,
+attention choose what they choose in training) but no bytes; one that cannot, as it reads values of a mask,
 runs on real ones. What its operators would read, write, multiply and keep is counted. MODEL is JSON:
 {"model": ModelPlan, "data": DataPlan, "pipeline": PipelinePlan or null, "num_ranks": 2}; OUT gets what
 `plan/shapes/traced.py` reads.
@@ -21,11 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -139,7 +135,9 @@ def trace(
         try:
             with FakeTensorMode():
                 return _traced(model, data, pipeline, num_ranks)
-        except DataDependentOutputException:
+        except MlpipeError:
+            raise
+        except Exception:  # it reads values, or copies tensors, as nn.TransformerEncoder its layer
             if _num_parameters(model) > _MOST_PARAMETERS:
                 raise
             return _traced(model, data, pipeline, num_ranks)
@@ -299,11 +297,14 @@ def _stages_once(meter: _Meter, module: LossModule, batch: Batch, asked: _Stages
         received = {stage: gave[stage - 1].clone().requires_grad_() for stage in own if stage > 0}
         outputs = {stage: staged(batch, stage, received.get(stage)) for stage in own}
         meter.turn()
+        edge = gave[max(own[0] - 1, 0)]
+        under_way = [torch.empty_like(edge) for _ in range(2)]  # come for the next pass, and not yet gone
         for stage in reversed(own):
             output, arrived = outputs.pop(stage), received.pop(stage, None)
             gradient = torch.empty_like(output) if stage < last else None
             torch.autograd.backward(output[0] if stage == last else output, gradient)
             del output, gradient, arrived
+        del under_way
 
 
 def _batch(model: ModelPlan, data: DataPlan, size: int) -> Batch:
