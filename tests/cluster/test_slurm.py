@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import meet
 from kit.command_runs import Cli, until
 from kit.place import training
 from kit.servers import ServerMissingError
@@ -294,26 +295,8 @@ def test_of_an_elastic_training_a_node_is_lost_and_the_others_go_on(person, hold
     assert {one.resumed_from for lines in starts.values() for one in lines} == {None}, "healed by a peer"
 
 
-# What a program does that knows nothing of mlpipe: two processes meet, and add up.
-MEET = """
-import os, sys
-import torch, torch.distributed as dist
-
-rank, size = int(os.environ["MLPIPE_NODE_RANK"]), int(os.environ["MLPIPE_NUM_NODES"])
-dist.init_process_group("gloo", rank=rank, world_size=size)
-total = torch.tensor([rank + 1.0])
-dist.all_reduce(total)
-open(os.path.join(sys.argv[1], "total"), "w").write(f"{total.item()} {rank}")
-if rank == int(sys.argv[2]):
-    sys.exit("broken")
-dist.barrier()
-os._exit(0)  # gloo aborts an interpreter that ends by itself
-"""
-
-
 def test_a_command_on_two_nodes_meets_and_ends_together(person, tmp_path):
-    (tmp_path / "meet.py").write_text(MEET)
-    command = [sys.executable, str(tmp_path / "meet.py"), "{{output}}", "-1"]
+    command = [sys.executable, meet.__file__, "{{output}}", "-1"]
     stage = {"name": "c", "command": command, "resources": {"nodes": 2, "cpus": 1, "memory": "2 GiB"}}
     document = {"version": 1, "name": "gang", "slurm": {"time": "30 min"}, "stages": [stage]}
     path = tmp_path / "gang.json"

@@ -10,6 +10,7 @@ from kit.command_runs import until
 from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
 from mlpipe.store.folder import FolderStore
+from mlpipe.store.outcome import AttemptOutcome, write_outcome
 from mlpipe.submit.kubernetes.gang import Gang
 from mlpipe.submit.kubernetes.postmortem import Postmortem, last_line, termination_reason
 
@@ -71,6 +72,28 @@ def test_a_gang_that_restarts_says_since_when_and_keeps_what_its_pods_take_along
     assert [one["involvedObject"]["name"] for one in found["events"]] == ["w-0"]
     assert [one["reason"] for one in found["node_events"]] == ["SystemOOM"]
     assert found["without_node_events"] is None
+
+
+@pytest.mark.parametrize("code", [137, 5])
+def test_one_that_was_stopped_does_not_speak_for_one_that_left_no_outcome(server, api, tmp_path, code):
+    """Of a command gang that nobody of us stopped; 5: it was stopped, too, and nobody knows more."""
+    store = FolderStore(tmp_path)
+    stopped = AttemptOutcome("failed", kind="cancelled", message="stopped", exit_code=5)
+    write_outcome(store, f"{PLAN.attempt_key}/outcome.json", stopped)
+    gang = Gang(store, api, PLAN)
+    jobset = until(
+        lambda: next((one for key, one in server.objects.items() if key[0] == "jobsets"), None), "", 9
+    )
+    fallen = pod("w-1", "Failed", containerStatuses=ended(code))
+    fallen["metadata"]["labels"] = jobset["metadata"]["labels"]
+    server.put("pods", fallen)
+    server.put("jobsets", {**jobset, "status": {"conditions": [{"type": "Failed", "status": "True"}]}})
+    result = until(gang.poll, "its end")
+    if code == 5:
+        assert (result.state, result.message) == ("cancelled", "stopped")
+    else:
+        assert (result.state, result.kind) == ("failed", "infrastructure")
+        assert result.message.endswith("failed: pod w-1 ended with exit code 137")
 
 
 def test_without_the_right_to_read_them_it_says_that_node_events_are_missing(server, api, tmp_path):

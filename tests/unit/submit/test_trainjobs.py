@@ -69,6 +69,9 @@ def test_why_it_has_no_pods(server, api):
     server.put("jobs", {"metadata": {"name": f"{NAME}-node-0", "labels": of_jobset}, "spec": {}})
     event(server, "Job", f"{NAME}-node-0", "FailedCreate", "pods are forbidden: exceeded quota: a")
     assert f"Job {NAME}-node-0 lacks pods: pods are forbidden: exceeded quota: a" in why_pending(api, LABELS)
+    server.put("jobsets", {"metadata": {"name": NAME, "labels": LABELS}, "spec": {}})
+    event(server, "JobSet", NAME, "JobCreationFailed", "admission webhook says no")
+    assert why_pending(api, LABELS) == f"JobSet {NAME} lacks pods: admission webhook says no"
     said = "TrainJob resources reconciliation failed: clusterTrainingRuntime not found"
     event(server, "TrainJob", NAME, "TrainJobResourcesCreationFailed", said)
     assert why_pending(api, LABELS).startswith(f"TrainJob {NAME} lacks pods: {said}")

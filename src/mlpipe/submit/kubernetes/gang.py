@@ -170,13 +170,14 @@ class Gang(ThreadedHandle):
             return ended_by(culprit)
         if (reason := termination_reason(pods)) is not None:
             return reason
-        failed = [outcome for outcome in outcomes if outcome.outcome == "failed"]
-        if failed:
+        if failed := [one for one in outcomes if one.outcome == "failed" and one.kind != "cancelled"]:
             return ended_by(min(failed, key=lambda outcome: outcome.time))
-        if outcomes:
+        # what was stopped was stopped for one that left no outcome, unless we asked for it
+        words = last_words(pods) or self._postmortem.last
+        if outcomes and (self._stopping or not words):
             return ended_by(outcomes[0])
-        words = last_words(pods) or self._postmortem.last or "left no word"
-        return Ended("failed", f"{self._kind} {self._name} failed: {words}", kind="infrastructure")
+        words = f"{self._kind} {self._name} failed: {words or 'left no word'}"
+        return Ended("failed", words, kind="infrastructure")
 
     def _result_of_gone(self) -> Ended:
         outcomes = outcomes_of(self._store, self._plan)

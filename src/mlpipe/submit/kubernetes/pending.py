@@ -146,17 +146,18 @@ def _crash(pod: Object) -> str | None:
 
 def _without_pods(api: ClusterApi, selector: Mapping[str, str]) -> str:
     """Admission, quota or a queue keeps the controllers from making (all of) them."""
+    of_jobs = selector
     for kind in ("TrainJob", "JobSet", "Job"):
         try:
-            gangs = api.list(kind, selector)
+            gangs = api.list(kind, of_jobs if kind == "Job" else selector)
         except ApiError as error:
             if error.status != 404:  # a cluster without JobSet
                 raise
             continue
         for gang in gangs:
             name = gang["metadata"]["name"]
-            if kind == "TrainJob":  # what Trainer 2.1 makes of it has no labels of ours
-                selector = {"jobset.sigs.k8s.io/jobset-name": name}
+            if kind == "TrainJob":  # the Job that comes of it has no labels of ours, under Trainer 2.1
+                of_jobs = {"jobset.sigs.k8s.io/jobset-name": name}
             if gang.get("spec", {}).get("suspend"):
                 return f"{kind} {name} is suspended: {_of_workload(api, gang)}"
             reason = _of_events(api, name, kind, _UNMADE)

@@ -127,7 +127,10 @@ class JobHandle(ThreadedHandle):
         if job.state in ("TIMEOUT", "DEADLINE"):
             words = f"Slurm job {job.id} reached its time limit and could not save and queue again before"
             return Ended("failed", words, kind="infrastructure")
-        saved = [outcome for outcome in outcomes if outcome.outcome == "saved" or outcome.kind == "cancelled"]
+        # a command that was stopped was stopped for a node that left no outcome, unless somebody asked for it
+        asked = self._stopping or job.state == "CANCELLED"
+        outcomes = [one for one in outcomes if asked or one.kind != "cancelled"]
+        saved = [one for one in outcomes if one.outcome == "saved" or one.kind == "cancelled"]
         if saved:
             return ended_by(saved[0])
         if self._stopping:
