@@ -175,7 +175,12 @@ class Launcher:
             alone=alone,
             stopped=lambda: self.num_signals > 0,
         )
+        limits = self.plan.launch.preflight
         if isinstance(found, Outcome):
+            if self.node.index and limits is not None and limits.spares and not self.num_signals:
+                print(f"{found.message}: perhaps the others go on", flush=True)  # noqa: T201
+                self.is_spare = True
+                return None
             return found
         checked, ranked = found
         if self.node.index == 0:

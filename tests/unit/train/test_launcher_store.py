@@ -6,10 +6,11 @@ import pytest
 from kit import plans
 
 from mlpipe._core.errors import NODE_FAULT_CODE, StoreError
+from mlpipe.plan.plan import PreflightPlan
 from mlpipe.store.outcome import read_outcome
 from mlpipe.store.preflight import Checked, read_checked, write_checked
 from mlpipe.train.launcher import Launcher
-from mlpipe.train.outcome import write_slow
+from mlpipe.train.outcome import Outcome, write_slow
 from mlpipe.train.preflight.start import LOG, at_fault
 
 pytestmark = pytest.mark.unit
@@ -59,3 +60,21 @@ def test_nodes_that_rank_0_names_as_slow_are_in_the_store_and_a_store_that_is_aw
     launcher._ship_slow()  # has nothing new to say
     write_slow(tmp_path, {})
     launcher._ship_slow()
+
+
+@pytest.mark.parametrize(("index", "spares", "signals"), [(1, 1, 0), (0, 1, 0), (1, 0, 0), (1, 1, 1)])
+def test_a_machine_whose_own_preflight_fails_stands_by_where_the_others_may_have_a_spare(
+    tmp_path, monkeypatch, index, spares, signals
+):
+    """Else the job would end as it does, though the others have done their work."""
+    limits = PreflightPlan(0.5, 1.0, 1, 1.0, spares=spares)
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
+    tokens = plans.write_tokens(tmp_path / "tokens", num_tokens=100)
+    plan = plans.train_plan(tmp_path / "store", tokens, launch={"num_nodes": 2, "preflight": limits})
+    launcher = Launcher(plan, tmp_path / "plan.json", tmp_path)
+    launcher.num_signals = signals
+    failed = Outcome("failed", kind="infrastructure", message="killed at a matmul")
+    monkeypatch.setattr("mlpipe.train.preflight.start.run_preflight", lambda *_, **__: failed)
+    stands_by = (index, spares, signals) == (1, 1, 0)
+    assert launcher._preflight() == (None if stands_by else failed)
+    assert launcher.is_spare == stands_by
