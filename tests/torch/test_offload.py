@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import asdict
 
 import pytest
@@ -58,6 +59,25 @@ def test_gradients_are_the_same_to_the_bit_and_bytes_those_of_the_planner(mode):
     step = StepShape(TOKENS, BATCH, 1, "fp32", mode, compiled=False, offloads=True)
     assert num_bytes == 2 * Dense(CONFIG).activations(step, "cuda").offloaded_bytes
     assert num_bytes == 2 * (LAYERS - 1) * BATCH * TOKENS * CONFIG.dim * 4
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("offloads", [False, True])
+def test_what_waits_on_the_host_has_left_the_device(mode, offloads):
+    """Of the inputs of blocks only the last one lives on after the forward pass."""
+    model = build_model(**asdict(CONFIG))
+    model.init_weights()
+    blocks, inputs = list(model.layers), []
+    checkpoint_activations(blocks, mode)
+    if offloads:
+        offload(blocks, Host(torch.device("cpu")))
+    for block in blocks:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    loss = model(torch.arange(TOKENS)[None]).sum()
+    alive = [one() is not None for one in inputs]
+    assert alive == [not offloads] * (LAYERS - 1) + [True]
+    loss.backward()
+    assert not any(one() is not None for one in inputs)
 
 
 OFFLOADS = {"ddp": ("off", "activations", "optimizer"), "fsdp": ("off", "all"), "zero1": ("off", "optimizer")}

@@ -7,6 +7,7 @@ read, and not been run: the tests are on CPUs, where a copy is one more tensor o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,6 +37,8 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
 
 def offload(blocks: list[nn.Module], host: Host) -> None:
     """Changes the forward of each but the last one, in place."""
+    # a later torch shows the hooks what `selective` keeps as well, which they leave where it is
+    warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
     for number, block in enumerate(blocks[:-1]):
         block.forward = partial(_forward, host, block.forward, number == 0)  # type: ignore[method-assign]
 
@@ -47,8 +50,12 @@ def _forward(host: Host, inner: Callable[..., Any], is_first: bool, *args: Any, 
         return inner(*args, **kwargs)
     if is_first:
         host.last = None
-    with saved_tensors_hooks(partial(host.pack, args[0]), host.unpack):
-        return inner(*args, **kwargs)
+    wanted = [args[0]]
+    try:
+        with saved_tensors_hooks(partial(host.pack, wanted), host.unpack):
+            return inner(*args, **kwargs)
+    finally:
+        wanted.clear()  # autograd keeps the hook, which would keep the tensor
 
 
 class Copy:
@@ -72,9 +79,9 @@ class Host:
         self.last: Copy | None = None
         self.num_bytes = 0
 
-    def pack(self, wanted: Any, tensor: Tensor) -> Tensor | Copy:
-        """What autograd keeps instead of `tensor`: a copy here if it is `wanted`."""
-        if tensor is not wanted and not _is_same(tensor, wanted):
+    def pack(self, wanted: list[Any], tensor: Tensor) -> Tensor | Copy:
+        """What autograd keeps instead of `tensor`: a copy here if it is the one that is `wanted`."""
+        if not wanted or not _is_same(tensor, wanted[0]):
             return tensor
         self.last = copy = Copy(tensor, self.last)
         self.num_bytes += tensor.nbytes
@@ -119,7 +126,7 @@ def _is_same(tensor: Tensor, wanted: Any) -> bool:
     """Whether autograd was given another name of it."""
     return (
         isinstance(wanted, Tensor)
-        and not tensor.is_meta
         and tensor.data_ptr() == wanted.data_ptr()
         and tensor.shape == wanted.shape
+        and not tensor.is_meta
     )
