@@ -1,13 +1,21 @@
-"""How an elastic training has ended, by the outcomes that launchers of its replicas left."""
+"""The replicas of an elastic training: how many there should be, and how it has ended, by the outcomes that
+their launchers left."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
 from mlpipe._core.errors import FATAL_KINDS
+from mlpipe.plan.plan import Replicas
 from mlpipe.store.outcome import AttemptOutcome
 from mlpipe.submit.executor import Ended
 from mlpipe.submit.handle import blamed, ended_by
+
+
+def num_wanted(limits: Replicas, told: int | None, num_failed: int) -> int:
+    """How many should be alive. `told`: by `mlpipe scale`. Of the most that there may be those that failed for
+    good are not replaced: the next one would, too."""
+    return max(0, min(max(limits.fewest, told or limits.most), limits.most - num_failed))
 
 
 def fatal(outcomes: Iterable[AttemptOutcome]) -> list[AttemptOutcome]:

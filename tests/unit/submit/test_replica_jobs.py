@@ -7,9 +7,11 @@ from kit.apiserver import ApiServer
 from kit.command_runs import until
 from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
+from mlpipe.plan.plan import Replicas
 from mlpipe.store import replicas
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import AttemptOutcome, write_outcome
+from mlpipe.submit import replica_outcomes
 from mlpipe.submit.kubernetes import api as cluster_api
 from mlpipe.submit.kubernetes import replicas as replica_jobs
 from mlpipe.submit.kubernetes.executor import KubernetesExecutor
@@ -108,6 +110,15 @@ def test_a_replica_that_fails_for_good_is_given_up_until_too_few_are_left(traini
     ended = training.end()
     assert (ended.state, ended.kind) == ("failed", "failed")
     assert "of the user's code" in ended.message
+
+
+@pytest.mark.parametrize(
+    ("told", "num_failed", "expected"),
+    [(None, 0, 4), (3, 0, 3), (3, 1, 3), (3, 2, 2), (1, 0, 2), (9, 0, 4), (None, 3, 1), (2, 5, 0)],
+)
+def test_failed_ones_cost_no_other_its_place(told, num_failed, expected):
+    """Of 2 to 4."""
+    assert replica_outcomes.num_wanted(Replicas(2, 4), told, num_failed) == expected
 
 
 def test_what_the_others_would_come_to_ends_all(training):

@@ -39,7 +39,6 @@ class ReplicaJobs(Gang):
     def _follow_objects(self, gangs: Watched, watched_pods: Watched, changed: threading.Event) -> Ended:
         answered = time.monotonic()
         self._looked = self._noted = float("-inf")
-        self._wanted = self._limits.most
         self._end: Ended | None = None
         self._deleted = self._killed = False
         while True:
@@ -117,19 +116,18 @@ class ReplicaJobs(Gang):
                 del by_number[number]
 
     def _scale(self, by_number: dict[int, Object], failed: set[int], pods: list[Object]) -> None:
-        """Those that failed for good are not replaced: the next one would, too."""
         now = time.monotonic()
         if now - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
-        wanted = replicas.wanted(self._store, self._plan.attempt_key) or self._limits.most
-        self._wanted = max(self._limits.fewest, min(self._limits.most, wanted))
+        told = replicas.wanted(self._store, self._plan.attempt_key)
+        wanted = replica_outcomes.num_wanted(self._limits, told, len(failed))
         staying = sorted(by_number.keys() - failed)
-        for number in staying[max(0, self._wanted - len(failed)) :]:
+        for number in staying[wanted:]:
             self._api.delete("Job", by_number[number]["metadata"]["name"])
         taken = by_number.keys() | {_number(pod) for pod in pods}
         free = (number for number in range(self._limits.most + len(taken)) if number not in taken)
-        missing = self._wanted - len(by_number)
+        missing = wanted - len(staying)
         new = [replica_object(self._plan, next(free)) for _ in range(missing)]
         if new:
             create_all(self._api, [*self._objects, *new])

@@ -165,11 +165,10 @@ class ReplicaJobs(ThreadedHandle):
         return Ended("failed", words + lines, kind="infrastructure")
 
     def _scale(self, jobs: Mapping[str, Job], alive: set[str], free: set[str], num_failed: int) -> None:
-        """Those that failed for good are not replaced: the next one would, too."""
-        told = replicas.wanted(self._store, self._plan.attempt_key) or self._limits.most
-        wanted = min(max(self._limits.fewest, told), self._limits.most - num_failed)
+        told = replicas.wanted(self._store, self._plan.attempt_key)
+        wanted = replica_outcomes.num_wanted(self._limits, told, num_failed)
         staying = sorted((part for part in alive if jobs[part].id not in self._retired), key=int)
-        for part in staying[max(0, wanted) :]:
+        for part in staying[wanted:]:
             self._retired.add(jobs[part].id)
         for part in alive:
             act(jobs[part], self._asked, stopping=jobs[part].id in self._retired)
