@@ -75,6 +75,7 @@ def pipeline_plan(schedule: Schedule, num_ranks: int) -> Any:
         mesh=Mesh(pp=num_ranks),
         pipeline=PipelinePlan(schedule, (BLOCKS_PER_RANK // own,) * (own * num_ranks)),
         activation_checkpointing="none",
+        offload="off",
         compile="off",
         precision="fp32",
         shard_optimizer=False,

@@ -73,6 +73,7 @@ class Side:
             islands=None,
             compress=None,
             activation_checkpointing="none",
+            offload="off",
             compile="off",
             precision="fp32",
             shard_optimizer=False,

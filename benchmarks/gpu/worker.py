@@ -20,6 +20,7 @@ from benchmarks.gpu.raw import RawLoop, usual_loss
 from benchmarks.measure import Figures, rounds
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train import loop, model, prepare
+from mlpipe.train.loss import scale_gradient
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session
 
@@ -121,9 +122,11 @@ def block(step: Callable[[], object], num_steps: int, tokens: int, session: Sess
     return run
 
 
-def usual_sum(logits: torch.Tensor, targets: torch.Tensor, *, fused: bool) -> tuple[torch.Tensor, int]:
+def usual_sum(
+    logits: torch.Tensor, targets: torch.Tensor, *, fused: bool, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, int]:
     """F.cross_entropy, eager, as a sum."""
-    return usual_loss(logits, targets) * targets.numel(), targets.numel()
+    return scale_gradient(usual_loss(logits, targets) * targets.numel(), scale), targets.numel()
 
 
 def choose_attention(name: str) -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.torch
 
 
 def test_a_loss_that_is_not_finite_fails_its_gate_in_words_and_is_null_in_the_store(monkeypatch):
-    part = SimpleNamespace(precision="fp32", model=None, seed=0, steps=7, adapter=None)
+    part = SimpleNamespace(precision="fp32", model=None, seed=0, steps=7, adapter=None, pipeline=None)
     plan: Any = SimpleNamespace(
         train=part, train_stage="fit", checkpoint="latest", weights="raw", metrics=(),
         data=SimpleNamespace(chat=None),

@@ -393,6 +393,7 @@ def test_every_optimizer_of_the_table_is_built_and_states_its_bytes() -> None:
 
 PROGRAM = """
 import os, sys
+from types import SimpleNamespace
 from mlpipe.train import without_dynamo
 without_dynamo.install()
 import torch
@@ -414,7 +415,7 @@ built = build_model(model, seed=0, device_type="cpu")
 materialize.materialize(built, 0, cpu)
 world = World(Mesh(), 0, cpu)
 parallel = ParallelizedModel(built, built.module, shards=local_shards(built.module, world))
-replicate.apply(parallel, world, None)
+replicate.apply(parallel, world, SimpleNamespace(buckets=None))
 assert parallel.module.bucket_bytes_cap == DDP_BUCKET_BYTES, "the planner counts with it"
 args = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 update = make_update(OptimizerPlan("adamw", None, args, 8, 1e-2, 1.0, "constant", 0, 0, 0.0), parallel.shards)

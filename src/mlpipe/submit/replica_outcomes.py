@@ -13,8 +13,8 @@ from mlpipe.submit.handle import blamed, ended_by
 
 
 def num_wanted(limits: Replicas, told: int | None, num_failed: int) -> int:
-    """How many should be alive. `told`: by `mlpipe scale`. Of the most that there may be those that failed for
-    good are not replaced: the next one would, too."""
+    """How many should be alive. `told`: by `mlpipe scale`. Of the most that there may be those that failed
+    for good are not replaced: the next one would, too."""
     return max(0, min(max(limits.fewest, told or limits.most), limits.most - num_failed))
 
 
