@@ -25,6 +25,7 @@ class Training:
     def __init__(self, folder, server, monkeypatch):
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(folder)))
         monkeypatch.setattr(replica_jobs, "_LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(replica_jobs, "_NOTE_SECONDS", 0.0)
         monkeypatch.setattr(replica_jobs, "_POLL_SECONDS", 0.02)
         self.server, self.store = server, FolderStore(folder / "store")
         self.plan = plan_of(pipeline_of("quickstart", *QUICKSTART, "train.resources.nodes=2..4"), "train")
