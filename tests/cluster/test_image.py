@@ -28,7 +28,7 @@ def test_the_image_is_slim_and_a_change_of_the_code_is_its_last_small_layer(push
     built, _, pulled_bytes = pushed
     assert sum(built.layers_bytes) <= AT_MOST_BYTES
     assert pulled_bytes < sum(built.layers_bytes) / 2
-    assert built.layers_bytes[-1] < sum(built.layers_bytes) / 20
+    assert built.layers_bytes[-1] < sum(built.layers_bytes) / 16
 
 
 def test_driver_and_command_run_in_the_image_and_workers_in_theirs(place, hold, pushed):

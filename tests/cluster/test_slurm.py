@@ -204,12 +204,14 @@ def test_a_limit_a_dead_driver_and_a_lost_node_lose_nothing(person, hold, spec, 
         person.until_step("faults", saved + 1)  # the next driver found it, and let it start again
         assert (person.job("faults"), person.restarts(job)) == (job, 1)
         restarts = person.restarts(job)
-        cluster.kill_node(cluster.nodes_of(job)[1])
+        lost = cluster.nodes_of(job)[1]
+        cluster.kill_node(lost)
         until(lambda: person.restarts(job) > restarts, "another start of the job")
     out, err = waiting.communicate(timeout=300)
     assert waiting.returncode == 0, err + out
     assert runs.read_run(person.there, "faults").stages["train"].attempt == 1
     check(person, undisturbed, "faults")
+    cluster.start_node(lost)
 
 
 def test_a_sweep_loses_a_rank_a_trial_and_its_driver_and_the_others_never_know(

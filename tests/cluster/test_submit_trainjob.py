@@ -66,7 +66,7 @@ def test_a_trainjob_trains_restarts_and_is_cancelled_as_a_jobset_is(place, hold,
         place.until("the word on it", lambda: "restarted once" in message(), 60)
         assert "train is saved at step" in place.mlpipe("cancel", RUN).stdout
         assert left(place) == []
-    assert "step" in place.mlpipe("logs", RUN, "--rank", "1").stdout
+    assert "memory probe" in place.mlpipe("logs", RUN, "--rank", "1").stdout
     place.mlpipe("resume", RUN)
     undisturbed.check(place, RUN)
     assert place.run_state(RUN).stages["train"].attempt == 2

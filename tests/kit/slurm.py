@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 from kit.command_runs import until
 from kit.servers import ServerMissingError
@@ -33,10 +34,11 @@ _NAMESPACES = ("--net", "--mount", "--uts", "--pid")
 
 
 class Slurm:
-    """A running one, made by `slurm`. `folder`: its configuration and logs."""
+    """A running one, made by `slurm`. `folder`: its configuration and logs; `told`: what its first process
+    reads."""
 
-    def __init__(self, folder: Path, pid: int) -> None:
-        self.folder, self._pid = folder, pid
+    def __init__(self, folder: Path, pid: int, told: IO[str]) -> None:
+        self.folder, self._pid, self._told = folder, pid, told
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def argv(self, argv: Sequence[object], folder: Path | str = ".") -> list[str]:
@@ -65,6 +67,12 @@ class Slurm:
         for pid in self._inside(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def start_node(self, name: str) -> None:
+        """One that was killed, until jobs may have it again."""
+        self._told.write(f"{name}\n")
+        self._told.flush()
+        self.until(f"{name} back", "sinfo", "--noheader", "--nodes", name, "--format=%T", says="idle")
 
     def slow_down(self, name: str, rate: str) -> None:
         """What the node sends, such as `1mbit`."""
@@ -108,6 +116,7 @@ def slurm(folder: Path, nodes: int = 3) -> Iterator[Slurm]:
         stderr=subprocess.PIPE,
         text=True,
     )
+    assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
     try:
@@ -117,7 +126,7 @@ def slurm(folder: Path, nodes: int = 3) -> Iterator[Slurm]:
                 raise ServerMissingError(f"namespaces are not allowed here: {words.strip()}")
             raise AssertionError(f"Slurm did not start: {words}")
         child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
-        yield Slurm(folder, int(child))
+        yield Slurm(folder, int(child), process.stdin)
     finally:
         process.kill()
         process.wait()

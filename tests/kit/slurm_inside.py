@@ -50,7 +50,8 @@ PartitionName=short Nodes={nodes} MaxTime=5 State=UP PriorityTier=1
 
 
 def main(folder: Path, num_nodes: int) -> None:
-    """Returns when stdin ends; what was started dies with the pid namespace."""
+    """Returns when stdin ends; what was started dies with the pid namespace. A line there is the name of a
+    node that was killed, and is started again."""
     names = [f"n{i}" for i in range(1, num_nodes + 1)]
     _network(folder, names)
     gpus = folder / "gpus"
@@ -76,7 +77,9 @@ def main(folder: Path, num_nodes: int) -> None:
             sys.exit(f"nodes are not idle after {_DEADLINE_SECONDS:.0f} s: {_sinfo()}")
         time.sleep(0.05)
     print("up", flush=True)
-    sys.stdin.read()
+    for line in sys.stdin:
+        name = line.strip()
+        start_node(folder, name, names.index(name) + 1)
 
 
 def _network(folder: Path, names: list[str]) -> None:
@@ -104,13 +107,13 @@ def start_node(folder: Path, name: str, number: int) -> None:
     own = os.stat("/proc/self/ns/net").st_ino
     while os.stat(f"/proc/{node.pid}/ns/net").st_ino == own:
         time.sleep(0.01)
+    (folder / f"{name}.uts").write_text(os.readlink(f"/proc/{node.pid}/ns/uts"))
     _run("ip", "link", "add", f"v{number}", "type", "veth", "peer", "name", f"e{number}")
     _run("ip", "link", "set", f"e{number}", "netns", str(node.pid))
     _run("ip", "link", "set", f"v{number}", "master", "br0", "up")
     assert node.stdin is not None
     node.stdin.write(b"\n")
     node.stdin.close()
-    (folder / f"{name}.uts").write_text(os.readlink(f"/proc/{node.pid}/ns/uts"))
 
 
 def _munged(folder: Path) -> None:
