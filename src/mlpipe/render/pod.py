@@ -20,7 +20,6 @@ from mlpipe.render.names import gang_name
 PLAN_FOLDER, SCRATCH, CACHE = "/mlpipe/plan", "/mlpipe/scratch", "/mlpipe/cache"
 CA_FOLDER, IDENTITY_FOLDER, NETWORK_FOLDER = "/mlpipe/ca", "/mlpipe/identity", "/mlpipe/network"
 TOKEN_SECONDS = 3600  # of a token for the store; the kubelet renews it after four fifths of that
-CONTAINER = "worker"
 CLAIM = "gpus"  # a pod's ResourceClaim
 SHARING = ("mps", "time-slicing")  # as the nodes' label says it
 CONTAINER = "worker"  # and the JobSet's job

@@ -134,20 +134,7 @@ def fetch_output(store: Store, stage_key: str, cache_dir: Path) -> Path:
         if problems:
             raise StoreError(f"the stage's output is damaged: {'; '.join(problems[:5])}", where=str(place))
         return place
-    target: Path = cache_dir.absolute() / manifest["digest"]
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        # one process of the node downloads, the others wait for it
-        with locked(cache_dir / f".{manifest['digest']}.lock", FETCH_SECONDS, "been fetching this"):
-            if not target.is_dir():
-                _download(store, manifest["files"], target)
-    except OSError as error:
-        raise StoreError(
-            f"cannot keep a copy of the output of {stage_key}: {error.strerror}",
-            where=str(cache_dir),
-            hint="free some space there, or choose another folder",
-        ) from error
-    return target
+    return _copied(store, stage_key, manifest["files"], cache_dir.absolute() / manifest["digest"])
 
 
 def peek_output(store: Store, stage_key: str, cache_dir: Path, name: str) -> Path:
@@ -155,11 +142,27 @@ def peek_output(store: Store, stage_key: str, cache_dir: Path, name: str) -> Pat
     called `name`. For a driver that plans what other machines will read."""
     manifest = load_output(store, stage_key)
     place = store.local_path(f"{stage_key}/outputs/{_place(manifest)}")
-    target = place or cache_dir.absolute() / manifest["digest"]
-    if not target.is_dir():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        wanted = [file for file in manifest["files"] if file["path"].rpartition("/")[2] == name]
-        _download(store, wanted, target)
+    if place is not None and manifest["files"]:
+        return place
+    wanted = [file for file in manifest["files"] if file["path"].rpartition("/")[2] == name]
+    return _copied(store, stage_key, wanted, cache_dir.absolute() / manifest["digest"])
+
+
+def _copied(store: Store, stage_key: str, files: list[dict[str, Any]], target: Path) -> Path:
+    """`target` with `files` in it, some of which, or others of the same output, may be there already."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # one process of the node downloads, the others wait for it
+        with locked(target.parent / f".{target.name}.lock", FETCH_SECONDS, "been fetching this"):
+            absent = [file for file in files if not (target / file["path"]).is_file()]
+            if absent or not target.is_dir():
+                _download(store, absent, target)
+    except OSError as error:
+        raise StoreError(
+            f"cannot keep a copy of the output of {stage_key}: {error.strerror}",
+            where=str(target.parent),
+            hint="free some space there, or choose another folder",
+        ) from error
     return target
 
 
@@ -237,6 +240,12 @@ def _download(store: Store, files: list[dict[str, Any]], target: Path) -> None:
                     while written < len(piece):
                         written += output.write(piece[written:])
                 os.fsync(output.fileno())
-        partial.rename(target)
+        if not target.is_dir():
+            partial.rename(target)
+            return
+        for file in files:  # into what a look at a few of them has left, and others may be reading
+            path = target / file["path"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (partial / file["path"]).rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -4,11 +4,13 @@ whoever scales it; where they meet, `attempt-<n>/coordinator`, if they are not t
 from __future__ import annotations
 
 import json
+import re
 
 from mlpipe.store.base import Store
 from mlpipe.store.outcome import AttemptOutcome, read_outcome
 
 SEAT_SECONDS = 30.0
+_OF_REPLICA = re.compile(r"outcome-replica-([0-9]+)\.json")
 
 
 def want(store: Store, attempt_key: str, number: int) -> None:
@@ -32,12 +34,9 @@ def outcomes(store: Store, attempt_key: str) -> dict[int, AttemptOutcome]:
     """By the number of the replica: how its launcher ended last, if it left word. Raises StoreError."""
     found = {}
     for info in store.list(attempt_key, recursive=False):
-        name = info.key.rpartition("/")[2]
-        number = name.removeprefix("outcome-replica-").removesuffix(".json")
-        if name != number and number.isdecimal():
-            outcome = read_outcome(store, info.key)
-            if outcome is not None:
-                found[int(number)] = outcome
+        name = _OF_REPLICA.fullmatch(info.key.rpartition("/")[2])
+        if name is not None and (outcome := read_outcome(store, info.key)) is not None:
+            found[int(name[1])] = outcome
     return found
 
 

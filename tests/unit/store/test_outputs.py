@@ -107,7 +107,9 @@ def test_links_and_special_files_are_refused(store, folder):
 def test_an_empty_output_is_an_empty_folder(store, tmp_path):
     (tmp_path / "none").mkdir()
     outputs.commit_output(store, STAGE, tmp_path / "none")
-    assert contents(outputs.fetch_output(store, STAGE, tmp_path / "cache")) == {}
+    fetched = outputs.fetch_output(store, STAGE, tmp_path / "cache")
+    assert contents(fetched) == {}
+    assert outputs.peek_output(store, STAGE, tmp_path / "cache", "x") == fetched
 
 
 def test_many_readers_of_a_node_download_once(folder, tmp_path, monkeypatch):
@@ -129,6 +131,31 @@ def test_many_readers_of_a_node_download_once(folder, tmp_path, monkeypatch):
         thread.join(300)
     assert len(results) == 4
     assert len(set(results)) == len(downloads) == 1
+
+
+def test_a_look_at_some_files_stands_in_no_readers_way(folder, tmp_path):
+    """Whoever plans for other machines looks where a stage of this one may read it all."""
+    store, cache = FarStore(tmp_path / "store"), tmp_path / "cache"
+    outputs.commit_output(store, STAGE, folder)
+    looked = []
+    threads = [
+        threading.Thread(target=lambda: looked.append(outputs.peek_output(store, STAGE, cache, "a b.bin")))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    whole = contents(folder)
+    assert len(looked) == 2
+    assert contents(looked[0]) == {"sub/a b.bin": whole["sub/a b.bin"]}
+    assert outputs.fetch_output(store, STAGE, cache) == looked[0] == looked[1]
+    assert contents(looked[0]) == whole
+    (looked[0] / "sub" / "a b.bin").unlink()  # as who tidies caches does
+    (looked[0] / "sub").rmdir()
+    assert contents(outputs.fetch_output(store, STAGE, cache)) == whole
+    assert outputs.peek_output(store, STAGE, cache, "empty") == looked[0]
+    assert {path.name for path in cache.iterdir()} == {looked[0].name, f".{looked[0].name}.lock"}
 
 
 def test_damage_is_named_and_nothing_incomplete_is_kept(folder, tmp_path):
