@@ -79,7 +79,7 @@ test-oldest: $(OLDEST)/.dev  ## the torch ring on the oldest torch that is suppo
 	@touch $@
 
 mutants: .cache/mutmut/.done  ## changes of FILE=src/... that TESTS=tests/unit/... do not see
-	.ci/mutants $(FILE) $(TESTS)
+	.ci/mutants "$(FILE)" $(TESTS)
 
 test-install: $(VENV)/.dev  ## `pip install .` into a new environment: a working command line without torch
 	.ci/test-install $(BIN)/python

@@ -157,13 +157,13 @@ def test_a_place_is_a_store_and_a_key(place, parts):
     assert safetensors.split(place) == parts
 
 
-def save(store: FolderStore, key: str, scalars: dict[str, Any]) -> None:
+def save(store: FolderStore, key: str, scalars: dict[str, Any], names=("model.a", "optim.a.mean")) -> None:
     blob = catalogue.write_blob(store, f"{key}/model-0", [struct.pack("<4f", *TWO["a.weight"])])
     chunk = {"offset": [0], "shape": [4], "blob": 0, "byte_offset": 0}
     tensor = {"dtype": "float32", "shape": [4], "chunks": [chunk]}
     manifest = {
         "format": 1, "step": 3, "attempt": 1, "uuid": key[-8:], "time": 1.0, "code": {}, "scalars": scalars,
-        "tensors": {"model.a": tensor, "optim.a.mean": tensor}, "blobs": [blob],
+        "tensors": dict.fromkeys(names, tensor), "blobs": [blob],
     }  # fmt: skip
     assert catalogue.commit(store, key, manifest)
 
@@ -179,3 +179,79 @@ def test_a_checkpoint_gives_its_weights_alone_and_tied_names_are_one_tensor(tmp_
     other = catalogue.new_prefix("runs/r/stages/train", 3, 1)
     save(store, other, {})
     assert of_checkpoint(store, other).digest != weights.digest
+
+
+def raw(path: Path, header: dict[str, Any], data: bytes = b"") -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def test_every_shape_fills_its_place_and_the_file_exactly(tmp_path, monkeypatch):
+    entries = {
+        "s": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]},
+        "m": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [4, 16]},
+        "e": {"dtype": "I64", "shape": [0, 7], "data_offsets": [16, 16]},
+    }
+    raw(tmp_path / "w.safetensors", entries, bytes(16))
+    weights = of_files(FolderStore(tmp_path), "w.safetensors")
+    begin = 8 + len(json.dumps(entries))
+    assert weights.tensors == {
+        name: {"dtype": dtype, "shape": shape, "chunks": [
+            {"offset": [0] * len(shape), "shape": shape, "blob": 0, "byte_offset": begin + first}
+        ]}
+        for name, dtype, shape, first in (
+            ("s", "float32", [], 0), ("m", "bfloat16", [2, 3], 4), ("e", "int64", [0, 7], 16)
+        )
+    }  # fmt: skip
+    (blob,) = weights.blobs
+    assert (blob["key"], blob["size_bytes"], blob["part_bytes"], blob["crc32c"]) == (
+        "w.safetensors", begin + 16, 0, []
+    )  # fmt: skip
+    assert weights.where == f"{tmp_path}/w.safetensors"
+    assert of_files(FolderStore(tmp_path), "").where == f"{tmp_path}"
+    raw(tmp_path / "w.safetensors", {})
+    assert of_files(FolderStore(tmp_path), "w.safetensors").tensors == {}
+    monkeypatch.setattr(safetensors, "_MAX_HEADER_BYTES", 1)
+    with pytest.raises(DamagedError, match="cut off"):
+        of_files(FolderStore(tmp_path), "w.safetensors")
+
+
+def test_one_name_stands_in_one_file_and_files_are_there(tmp_path):
+    store = FolderStore(tmp_path)
+    index = {"weight_map": {"a.weight": "one.safetensors", "b": "two.safetensors"}}
+    for name in ("one", "two"):
+        write(tmp_path / f"{name}.safetensors", {"b": [1.0]})
+    (tmp_path / "set.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(DamagedError, match=r"b stands in two files") as caught:
+        of_files(store, "set.safetensors.index.json")
+    assert (caught.value.kind, caught.value.where) == ("input", f"{tmp_path}/two.safetensors")
+    with pytest.raises(StoreError, match="no such file") as missing:
+        of_files(store, "other.safetensors")
+    assert (missing.value.kind, missing.value.where) == ("input", f"{tmp_path}/other.safetensors")
+
+
+def test_the_digest_is_of_names_sizes_times_and_headers(tmp_path):
+    store, path = FolderStore(tmp_path), tmp_path / "w.safetensors"
+    seen = set()
+    for name, tensors, seconds in (
+        ("w", {"a": [1.0]}, 1.0), ("w", {"a": [1.0]}, 2.0), ("w", {"b": [1.0]}, 1.0), ("v", {"a": [1.0]}, 1.0)
+    ):  # fmt: skip
+        path = tmp_path / f"{name}.safetensors"
+        write(path, tensors)
+        os.utime(path, (seconds, seconds))
+        seen.add(of_files(store, path.name).digest)
+    assert len(seen) == 4
+
+
+def test_adapters_alone_are_no_weights_and_neither_is_an_optimizer(tmp_path):
+    store = FolderStore(tmp_path)
+    write(tmp_path / "w.safetensors", {"a.weight": [1.0], "a.lora_A.weight": [2.0]})
+    with pytest.raises(StoreError, match="these are adapters") as caught:
+        of_files(store, "w.safetensors")
+    assert (caught.value.kind, caught.value.where) == ("input", f"{tmp_path}/w.safetensors")
+    for name, words in (("model.a.lora_A", "these are adapters"), ("optim.a", "holds no model")):
+        key = catalogue.new_prefix("runs/r/stages/train", 3, 1)
+        save(store, key, {}, [name])
+        with pytest.raises(StoreError, match=words) as caught:
+            of_checkpoint(store, key)
+        assert caught.value.kind == "input"
