@@ -35,9 +35,9 @@ def store(request, tmp_path):
 @pytest.fixture
 def folder(tmp_path):
     folder = tmp_path / "made"
-    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "one").mkdir(parents=True)
     (folder / "MANIFEST.json").write_bytes(b"the user's own")
-    (folder / "sub" / "a b.bin").write_bytes(bytes(range(256)) * 10_000)
+    (folder / "sub" / "one" / "a b.bin").write_bytes(bytes(range(256)) * 10_000)
     (folder / "empty").write_bytes(b"")
     return folder
 
@@ -51,6 +51,7 @@ def test_an_output_comes_back_file_for_file(store, folder, tmp_path):
     fetched = outputs.fetch_output(store, STAGE, tmp_path / "cache")
     assert contents(fetched) == contents(folder)
     assert outputs.load_output(store, STAGE)["digest"] == digest
+    assert outputs.peek_output(store, STAGE, tmp_path / "cache", "empty") == fetched
     assert (tmp_path / "cache").exists() == isinstance(store, FarStore)  # a folder store copies nothing
 
 
@@ -112,6 +113,38 @@ def test_an_empty_output_is_an_empty_folder(store, tmp_path):
     assert outputs.peek_output(store, STAGE, tmp_path / "cache", "x") == fetched
 
 
+def test_what_is_discarded_is_gone_first_its_manifest_and_may_be_made_again(store, folder, monkeypatch):
+    outputs.give_up(store, STAGE, 3)
+    digest = outputs.commit_output(store, STAGE, folder)
+    store.put("runs/r/stages/corpus-2/outputs/files/x", b"another stage's")
+    deleted, delete = [], store.delete
+    monkeypatch.setattr(store, "delete", lambda keys: (deleted.append(list(keys)), delete(keys)))
+    outputs.discard(store, STAGE)
+    assert deleted[0] == [f"{STAGE}/outputs/MANIFEST.json"]
+    assert [info.key for info in store.list("runs")] == [
+        "runs/r/stages/corpus-2/outputs/files/x", f"{STAGE}/outputs/fence-3"
+    ]  # fmt: skip
+    with pytest.raises(StoreError, match="was given up"):
+        outputs.commit_output(store, STAGE, folder, 3)
+    assert outputs.commit_output(store, STAGE, folder, 4) == digest
+    assert outputs.load_output(store, STAGE)["place"] == "files-4"
+
+
+def test_the_cache_is_where_it_is_said_to_be_else_the_users(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    for variables, place in (
+        ({}, "/home/me/.cache/mlpipe"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/mlpipe"),
+        ({"XDG_CACHE_HOME": "/x", "MLPIPE_CACHE": "c"}, f"{tmp_path}/c"),
+    ):
+        for name in ("XDG_CACHE_HOME", "MLPIPE_CACHE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert str(outputs.cache_folder()) == place
+
+
 def test_many_readers_of_a_node_download_once(folder, tmp_path, monkeypatch):
     store = FarStore(tmp_path / "store")
     outputs.commit_output(store, STAGE, folder)
@@ -148,11 +181,11 @@ def test_a_look_at_some_files_stands_in_no_readers_way(folder, tmp_path):
         thread.join(300)
     whole = contents(folder)
     assert len(looked) == 2
-    assert contents(looked[0]) == {"sub/a b.bin": whole["sub/a b.bin"]}
+    assert contents(looked[0]) == {"sub/one/a b.bin": whole["sub/one/a b.bin"]}
     assert outputs.fetch_output(store, STAGE, cache) == looked[0] == looked[1]
     assert contents(looked[0]) == whole
-    (looked[0] / "sub" / "a b.bin").unlink()  # as who tidies caches does
-    (looked[0] / "sub").rmdir()
+    (looked[0] / "sub" / "one" / "a b.bin").unlink()  # as who tidies caches does
+    (looked[0] / "sub" / "one").rmdir()
     assert contents(outputs.fetch_output(store, STAGE, cache)) == whole
     assert outputs.peek_output(store, STAGE, cache, "empty") == looked[0]
     assert {path.name for path in cache.iterdir()} == {looked[0].name, f".{looked[0].name}.lock"}
@@ -161,7 +194,7 @@ def test_a_look_at_some_files_stands_in_no_readers_way(folder, tmp_path):
 def test_damage_is_named_and_nothing_incomplete_is_kept(folder, tmp_path):
     store = FarStore(tmp_path / "store")
     outputs.commit_output(store, STAGE, folder)
-    key = f"{STAGE}/outputs/files/sub/a b.bin/p00000"
+    key = f"{STAGE}/outputs/files/sub/one/a b.bin/p00000"
     data = bytearray(store.get(key))
     data[5] ^= 1
     store.put(key, data)
@@ -170,7 +203,7 @@ def test_damage_is_named_and_nothing_incomplete_is_kept(folder, tmp_path):
     assert [name for name in os.listdir(tmp_path / "cache") if not name.endswith(".lock")] == []
     place = FolderStore(tmp_path / "other")
     outputs.commit_output(place, STAGE, folder)
-    os.truncate(place.local_path(f"{STAGE}/outputs/files/sub/a b.bin"), 10)
+    os.truncate(place.local_path(f"{STAGE}/outputs/files/sub/one/a b.bin"), 10)
     with pytest.raises(StoreError, match="is damaged"):
         outputs.fetch_output(place, STAGE, tmp_path / "cache")
 

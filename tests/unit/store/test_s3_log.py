@@ -11,7 +11,7 @@ from mlpipe.store.folder import FolderStore
 from mlpipe.store.s3 import S3Store
 
 pytestmark = pytest.mark.unit
-LOG = "a/logs/rank-0.log"
+LOG = "a/c/logs/rank-0.log"
 
 
 class Bucket(FolderStore):
@@ -61,7 +61,7 @@ def test_a_chunk_grows_until_it_is_full_and_the_next_writer_begins_its_own(store
     whole = b"one\ntwo\nthree\nfour\nother\nfive\n"
     for offset in range(len(whole) + 1):
         assert store.read_log(LOG, offset=offset) == (whole[offset:], len(whole))
-    assert store.read_log("a/logs/none", offset=3) == (b"", 3)
+    assert store.read_log("a/c/logs/none", offset=3) == (b"", 3)
 
 
 def test_what_could_not_be_stored_waits_and_is_stored_once(store, monkeypatch):
@@ -109,14 +109,21 @@ def test_what_nobody_flushes_is_stored_soon_also_after_a_failure(store, monkeypa
 
 
 def test_chunks_are_in_the_order_of_their_numbers_and_logs_lie_right_below(store):
-    for key in (f"{LOG}/c1000000", f"{LOG}/c999999", "a/logs/x/y/c000001", "a/logs/b/c000001", "a/logs/c12"):
+    for key in (
+        f"{LOG}/c1000000",
+        f"{LOG}/c999999",
+        "a/c/logs/x/y/c000001",
+        "a/c/logs/b/c000001",
+        "a/c/logs/c12",
+    ):
         store.put(key, key[-2:].encode())
     store.put(f"{LOG}/other", b"not a chunk")
     store.put(f"{LOG}/c000001x", b"neither")
+    store.put(f"{LOG}/below/c000001", b"of another log")
     assert store.read_log(LOG)[0] == b"9900"
-    assert store.list_logs("a/logs") == store.list_logs("a/logs/") == ["a/logs/b", LOG]
-    assert store.list_logs("a/logs/x") == ["a/logs/x/y"]
-    assert store.list_logs("a") == []
+    assert store.list_logs("a/c/logs") == store.list_logs("a/c/logs/") == ["a/c/logs/b", LOG]
+    assert store.list_logs("a/c/logs/x") == ["a/c/logs/x/y"]
+    assert store.list_logs("a/c") == []
     log = store.open_log(LOG)
     log.write(b"!")
     log.close()
@@ -124,3 +131,17 @@ def test_chunks_are_in_the_order_of_their_numbers_and_logs_lie_right_below(store
     for call in (store.open_log, store.read_log):
         with pytest.raises(StoreError, match="is not a key"):
             call("../log")
+
+
+def test_a_chunk_that_grows_while_it_is_read_is_read_as_far_as_it_was_listed(store, monkeypatch):
+    """Else the next reader's offset would begin behind what nobody has read."""
+    log = store.open_log(LOG)
+    log.write(b"one\n")
+    log.flush()
+    listed = list(store.list(LOG))
+    log.write(b"two\n")
+    log.close()
+    monkeypatch.setattr(store, "list", lambda *_, **__: iter(listed))
+    assert store.read_log(LOG, offset=1) == (b"ne\n", 4)
+    monkeypatch.undo()
+    assert store.read_log(LOG, offset=4) == (b"two\n", 8)

@@ -237,13 +237,14 @@ def test_a_copy_is_made_by_the_server_which_may_fail_after_its_status(store, wir
     assert (sent.method, sent.url, sent.body) == ("PUT", f"{AT}/to", b"")
     assert sent.headers["x-amz-copy-source"] == "/bucket/pre/fix/from/%C3%BC%20x"
     assert sent.headers["Content-Length"] == "0"
-    with pytest.raises(StoreError, match="copying failed: <Error><Code>InternalError"):
+    with pytest.raises(StoreError, match="copying failed: <Error><Code>InternalError") as caught:
         store.copy("from", "to")
+    assert caught.value.where == "from"
 
 
 def test_keys_are_deleted_by_the_thousand_and_none_is_forgotten(store, wire):
     keys = ["a&<b>", *(f"k{number:04d}" for number in range(2000))]
-    wire.answers = [(200, b"<DeleteResult/>")] * 3
+    wire.answers = [(200, b"<DeleteResult/>"), OK, OK]
     store.delete(keys)
     deleted = []
     for sent in wire.sent:
@@ -376,6 +377,7 @@ def test_pages_of_a_list_are_joined_and_markers_of_folders_left_out(store, wire)
     wire.answers = [page({})]
     assert list(store.list("")) == []
     assert wire.sent[-1].url == f"{BUCKET}?list-type=2&prefix=pre%2Ffix%2F"
+    assert {sent.method for sent in wire.sent} == {"GET"}
     wire.answers = [(200, b"<html><br>a proxy")]
     with pytest.raises(StoreError, match="the server's answer is not XML"):
         list(store.list(""))
@@ -415,9 +417,13 @@ def test_a_store_that_ignores_a_condition_is_refused(store, wire, at, answer, co
     found = [*HOLDS[:at], answer, *HOLDS[at + 1 : -1]]
     cut = 3 if condition == "If-None-Match" else {3: 4, 4: 5, 5: 6}[at]
     wire.answers = [*found[:cut], HOLDS[-1]]
-    with pytest.raises(StoreError, match=rf"http://s3.example:9000/gate/ ignores .*\({condition}\)"):
+    with pytest.raises(
+        StoreError, match=rf"http://s3.example:9000/gate/ ignores .*\({condition}\)"
+    ) as caught:
         store.probe()
     assert wire.sent[-1].method == "POST"
+    assert caught.value.where == "s3://bucket/pre/fix"
+    assert "checkpoints would not be safe" in (caught.value.hint or "")
 
 
 def test_a_probe_does_not_wait_as_long_as_a_training(wire):
