@@ -261,6 +261,25 @@ Schema: `mlpipe schema --places`.
 """
 
 
+def networks_page() -> str:
+    from mlpipe.spec.network import Networks
+    from mlpipe.spec.schema import json_schema
+
+    schema = json_schema(Networks)
+    tables = [_schema_table("The file", schema)]
+    tables += [_schema_table(name, schema["$defs"][name]) for name in ("NetworkProfile", "TopologyFile")]
+    return f"""# The file of networks
+
+{_NOTE.format("mlpipe.spec.network")}
+
+Profiles of your platform's own, which `network.profile` of a pipeline file names, see
+[what lies between the nodes](../how-to/network.md#a-platforms-own-profiles). The same as a JSON
+Schema: `mlpipe schema --networks`.
+
+{"".join(tables).rstrip()}
+"""
+
+
 def benchmarks_page() -> str:
     """Everything that the benchmarks have left in their `figures`, met or not."""
     parts = []
@@ -392,6 +411,7 @@ def _type(value: dict[str, Any]) -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/spec.md": spec_page,
     "docs/reference/places.md": places_page,
+    "docs/reference/networks.md": networks_page,
     "docs/reference/cli.md": cli_page,
     "docs/reference/python.md": python_page,
     "docs/reference/metrics.md": metrics_page,

@@ -9,6 +9,7 @@ STORE = "MLPIPE_STORE"
 CACHE = "MLPIPE_CACHE"  # set in every pod, too
 CALIBRATE = "MLPIPE_CALIBRATE"  # off: this machine is not measured unasked, nor are its figures used
 STORE_DEADLINE_SECONDS = "MLPIPE_STORE_DEADLINE_SECONDS"
+NETWORKS = "MLPIPE_NETWORKS"  # the file of the user's own profiles; read by spec/network.py
 MAX_USD = "MLPIPE_MAX_USD"  # of a run on rented machines; read by its driver
 
 # By people, for the machines that are rented in their name; read by submit/rented/keys.py.

@@ -39,6 +39,13 @@ def home_folder() -> Path:
     return Path(home if os.path.isabs(home) else "/")
 
 
+def config_folder() -> Path:
+    """Of what a user says for all pipelines: $XDG_CONFIG_HOME/mlpipe, by default ~/.config/mlpipe. A relative
+    one does not count (XDG)."""
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    return (Path(base) if os.path.isabs(base) else home_folder() / ".config") / "mlpipe"
+
+
 def state_folder() -> Path:
     """What this machine remembers for its user: $XDG_STATE_HOME/mlpipe, by default ~/.local/state/mlpipe. A
     relative one does not count (XDG)."""

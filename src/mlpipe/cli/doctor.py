@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import click
 
+from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES
 from mlpipe._core.units import format_bytes
 from mlpipe.cli.backend_options import BackendChoice, WithBackendOptions
@@ -56,7 +58,7 @@ def command(
     if who is not None:
         return _policy(session, who, run_id)
     backend = backends.load(target or backends.DEFAULT)(options)
-    findings = list(backend.doctor(store_findings(session)))
+    findings = [*backend.doctor(store_findings(session)), *_networks()]
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -77,6 +79,20 @@ def _policy(session: CliSession, who: Literal["worker", "driver"], run_id: str |
     document = policy(session.full_store_url(), who, run_id)
     session.result(document, json.dumps(document, indent=2))
     return 0
+
+
+def _networks() -> Iterator[Finding]:
+    """Profiles of the user's own, if there is a file of them."""
+    from mlpipe.spec.network import default_path, read_networks
+
+    path = default_path()
+    if os.environ.get(environment.NETWORKS) or path.exists():
+        found = attempt("networks", lambda: read_networks(path))
+        yield (
+            found
+            if isinstance(found, Finding)
+            else Finding("networks", "ok", f"{path}: {', '.join(found) or 'none'}")
+        )
 
 
 def store_findings(session: CliSession) -> Iterator[Finding]:

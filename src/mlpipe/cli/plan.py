@@ -48,6 +48,7 @@ def command(
     """Show what will run and why: strategies compared, memory and time by cause, cost."""
     from mlpipe.plan.ahead import named, plan_stage
     from mlpipe.spec.load import read_pipeline
+    from mlpipe.spec.network import origin
 
     if hardware is not None:
         overrides = (*overrides, *_name_hardware(spec, stage, hardware))
@@ -60,7 +61,7 @@ def command(
         from mlpipe.cli import plan_trace
 
         tracer = plan_trace.traced
-    documents, texts = [], []
+    documents, texts, network = [], [], origin(pipeline)
     for name in named(pipeline, stage, where=spec):
         planned = plan_stage(pipeline, name, url, tracer)
         plan, shape, candidates, where = planned.plan, planned.traced, planned.candidates, planned.hardware
@@ -74,6 +75,9 @@ def command(
                 "plan": plan.to_plain(),
             }
         lines = _lines(pipeline, plan, candidates, where)
+        if network is not None:
+            document["network"] = network
+            lines.append(f"  network: {network}")
         if name in starts:
             lines.append(f"  starts from {starts[name]}")
         if shape is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlpipe._core.units import parse_bytes
 from mlpipe.plan.cluster import PodNetwork, TopologyFile
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mlpipe._core.networks import Profile
     from mlpipe.plan.hardware import Hardware
     from mlpipe.spec.model import Pipeline, Resources
+    from mlpipe.spec.network import Network
 
 
 def is_used(resources: Resources | None) -> bool:
@@ -26,7 +27,7 @@ def on_network(hardware: Hardware, pipeline: Pipeline, resources: Resources | No
         return hardware
     if resources.device is not None and resources.device.network_gb_per_second is not None:
         return hardware
-    profile = _profile(spec.profile)
+    profile = _profile(spec)
     if spec.gb_per_second is not None:
         speed = spec.gb_per_second * 1e9
     elif profile.gb_per_second:
@@ -41,7 +42,7 @@ def env(pipeline: Pipeline, resources: Resources | None) -> dict[str, str]:
     spec = pipeline.network
     if spec is None or not is_used(resources):
         return {}
-    return {**_profile(spec.profile).env, **(spec.env or {})}
+    return {**_profile(spec).env, **(spec.env or {})}
 
 
 def needs_rdma(pipeline: Pipeline, resources: Resources | None) -> bool:
@@ -49,7 +50,7 @@ def needs_rdma(pipeline: Pipeline, resources: Resources | None) -> bool:
     spec = pipeline.network
     if spec is None or not is_used(resources):
         return False
-    return _profile(spec.profile).rdma if spec.rdma is None else spec.rdma
+    return bool(_profile(spec).rdma if spec.rdma is None else spec.rdma)
 
 
 def pod_network(pipeline: Pipeline, resources: Resources | None) -> PodNetwork | None:
@@ -57,21 +58,40 @@ def pod_network(pipeline: Pipeline, resources: Resources | None) -> PodNetwork |
     spec = pipeline.network
     if spec is None or resources is None or not is_used(resources):
         return None
-    profile = _profile(spec.profile)
+    profile = _profile(spec)
     amounts = profile.resources_of(resources.gpu or "") | (spec.resources or {})
     hugepages = spec.hugepages or profile.hugepages
-    topology = None if spec.topology is None else TopologyFile(spec.topology.config_map, spec.topology.key)
+    file = spec.topology or getattr(spec.profile, "topology", None)
+    topology = None if file is None else TopologyFile(file.config_map, file.key)
     return PodNetwork(
         {name: count for name, count in amounts.items() if count},
         {**profile.annotations, **(spec.annotations or {})},
         parse_bytes(hugepages) if hugepages else 0,
-        profile.pinned_memory if spec.pinned_memory is None else spec.pinned_memory,
+        bool(profile.pinned_memory if spec.pinned_memory is None else spec.pinned_memory),
         topology,
     )
 
 
-def _profile(name: str) -> Profile:
-    """Of one's own: an empty one."""
-    from mlpipe._core.networks import Profile, profiles  # for few pipelines
+def _profile(spec: Network) -> Profile:
+    """Of `own`: an empty one."""
+    from mlpipe._core.networks import DEFAULT, Profile, profiles  # for few pipelines
 
-    return profiles().get(name) or Profile({}, {})
+    named, nothing = spec.profile, Profile({}, {})
+    if isinstance(named, str):
+        return profiles().get(named, nothing)
+    speed = named.gb_per_second or {}
+    return (
+        profiles()
+        .get(named.extends or "", nothing)
+        .extended(
+            Profile(
+                speed if isinstance(speed, dict) else {DEFAULT: speed},
+                named.env,
+                named.resources,
+                named.annotations,
+                named.hugepages,
+                named.pinned_memory,
+                named.rdma,
+            )
+        )
+    )

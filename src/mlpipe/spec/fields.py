@@ -245,6 +245,25 @@ ResourceName = _text(
     "an extended resource",
     "write like 'rdma/hca'",
 )
+# Of a network's profile, which a platform hands to all of its users.
+_OF_NETWORKS = "write it in the pipeline file, under 'network', where whoever submits sees it"
+NetworkEnv = _text(
+    r"(?:TORCH_NCCL|NCCL|RCCL|GLOO|FI|OFI|UCX|UCC|RDMAV|IBV|MLX[45]|PSM[23])_[A-Z0-9_]+|LD_LIBRARY_PATH",
+    "a variable of networks",
+    _OF_NETWORKS,
+)
+NetworkAnnotation = _text(
+    r"(?:k8s\.v1\.cni\.cncf\.io|v1\.multus-cni\.io|networking\.gke\.io|cni\.projectcalico\.org|k8s\.ovn\.org"
+    r"|ovn\.kubernetes\.io|network\.alibabacloud\.com|network\.openshift\.io)/[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?",
+    "an annotation of networks",
+    _OF_NETWORKS,
+)
+NetworkResource = _text(
+    rf"(?!(?:nvidia\.com/(?:gpu|mig)|amd\.com/gpu|gpu\.intel\.com/))(?=[^/]{{1,253}}/){_LABEL}(?:\.{_LABEL})*"
+    r"/[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?",
+    "a device of networks",
+    "write like 'rdma/hca'",
+)
 MountPath = _text(_PATH, "an absolute path", "write like '/data', without '..' and ':'")
 SubPath = _text(
     r"(?!\.\.?(?:/|$))[^/:\x00-\x1f]+(?:/(?!\.\.?(?:/|$))[^/:\x00-\x1f]+)*",

@@ -91,8 +91,9 @@ def _with_sweep(root: Node, name: str) -> tuple[Pipeline | None, list[Problem]]:
 
 def _check(root: Node, name: str, problems: list[Problem]) -> tuple[Pipeline | None, list[Problem]]:
     """Added to those that are known."""
+    said = [*network.write_out(root), *network.problems(root)]
     pipeline, more = _validate(root, name, Pipeline)
-    said = rules.check(root) + kubernetes_rules.check(root) + slurm.problems(root) + [*network.problems(root)]
+    said = rules.check(root) + kubernetes_rules.check(root) + slurm.problems(root) + said
     ruled = _elsewhere(said, problems)
     return pipeline, problems + _elsewhere(_elsewhere(more, problems), ruled, but=("unknown key",)) + ruled
 

@@ -3,13 +3,12 @@ a place is reached stands where its own tools keep that (a kubeconfig, Slurm's c
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mlpipe._core.files import home_folder
+from mlpipe._core.files import config_folder
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
 from mlpipe.spec.load import read_as
@@ -51,9 +50,8 @@ class Places(SpecModel):
 
 
 def default_path() -> Path:
-    """$XDG_CONFIG_HOME/mlpipe/places.yaml, by default in ~/.config. A relative one does not count (XDG)."""
-    base = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(base) if os.path.isabs(base) else home_folder() / ".config") / "mlpipe" / "places.yaml"
+    """In the folder of the user's settings."""
+    return config_folder() / "places.yaml"
 
 
 def read_places(path: str | Path) -> Places:

@@ -19,6 +19,7 @@ from mlpipe._core.errors import DamagedError, SpecError, SubmitError
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.training import meaning_of, trainings
 from mlpipe.spec.model import Pipeline
+from mlpipe.spec.network import written_out
 from mlpipe.store import catalogue, outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import Checkpoint
@@ -62,8 +63,8 @@ def prepare(store: Store, run: RunState, asked: Seal, changes: Changes, only: st
     """Reads, and writes nothing. `asked`: what the run is. `only`: the stage that is asked for. Without
     changes only a whole run does stages again, and only while none is under way. Raises SpecError for
     overrides that make no pipeline, SubmitError (input) for changes that cannot be made."""
-    overrides = [*asked.overrides, *changes.overrides]
     pipeline = asked.load(run.run_id, changes.overrides)
+    overrides = [*written_out(pipeline, (*asked.overrides, *changes.overrides))]
     before = _before(asked, run) if changes.overrides else pipeline
     if {stage.name for stage in pipeline.stages} != set(run.stages):
         raise _refused("the stages of a run keep their names", "start a new run")

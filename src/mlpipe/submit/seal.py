@@ -19,6 +19,7 @@ from mlpipe._core.serial import differing_keys, from_json, to_json
 from mlpipe.plan.plan import Plan
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
+from mlpipe.spec.network import written_out
 from mlpipe.store import known, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState
@@ -145,8 +146,11 @@ def check_plan(store: Store, plan: Plan) -> None:
 
 
 def changed(seal: Seal, more: Sequence[str]) -> Seal:
-    """The seal with more overrides behind its own."""
-    return replace(seal, overrides=(*seal.overrides, *more))
+    """The seal with more overrides behind its own. Raises SpecErrors."""
+    overrides = (*seal.overrides, *more)
+    if any(one.lstrip().startswith("network") for one in more):
+        overrides = written_out(seal.load("", more), overrides)
+    return replace(seal, overrides=overrides)
 
 
 def _odd_digests(run: RunState, stored: Seal, digests: str) -> list[str]:

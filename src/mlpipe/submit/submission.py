@@ -48,7 +48,8 @@ class Option:
 @dataclass(frozen=True)
 class Submission:
     """What is asked for. `spec`: the pipeline's file, or where it lies in the store; `text`: what it says,
-    before `overrides`. `stage`: only that one. `folder`: where commands run, and a user's modules are."""
+    before `overrides`, which have what stands in a file of this machine alone, too. `stage`: only that one.
+    `folder`: where commands run, and a user's modules are."""
 
     spec: str
     text: str
@@ -58,6 +59,12 @@ class Submission:
     folder: str
     stage: str | None = None
     run_id: str | None = None
+
+    def __post_init__(self) -> None:
+        """A run goes on where the user's own file of networks is not."""
+        from mlpipe.spec.network import written_out
+
+        object.__setattr__(self, "overrides", written_out(self.pipeline, self.overrides))
 
     def digests(self) -> str:
         """What a driver elsewhere is sealed with (`seal.py`)."""

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from click.testing import CliRunner
 from kit.manifests import check_schema
-from kit.rendered import pipeline_of, plan_of
+from kit.rendered import PIPELINES, pipeline_of, plan_of
 
 from mlpipe._core.networks import profiles
 from mlpipe._core.serial import to_plain
+from mlpipe.cli.doctor import _networks
+from mlpipe.cli.plan import command as plan_verb
+from mlpipe.cli.session import CliSession
 from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.hardware import GPUS
 from mlpipe.plan.plan import Plan
 from mlpipe.render.kubernetes import stage_objects
 from mlpipe.render.lint import lint
+from mlpipe.spec.network import NetworkProfile, origin
+from mlpipe.spec.problems import SpecErrors
+from mlpipe.submit.seal import Seal, changed
+from mlpipe.submit.submission import Submission
 
 pytestmark = pytest.mark.unit
 Json = dict[str, Any]
@@ -115,3 +124,105 @@ def test_a_preflight_wants_a_port_where_the_profile_does() -> None:
     assert (
         wanted("network={profile: roce, rdma: false}") is wanted("network.profile=tcpx") is wanted() is False
     )
+
+
+RAILS = """version: 1
+networks:
+  rails:
+    extends: infiniband
+    gb_per_second: {default: 12.5, H100-80GB: 37.5}
+    env: {NCCL_IB_HCA: mlx5, NCCL_NET: IBext}
+    resources: {rdma/ib: 0, nvidia.com/mlnxnics: {default: 2, H100-80GB: 8}}
+    annotations: {k8s.v1.cni.cncf.io/networks: "rail-0,rail-1"}
+    topology: {config_map: nccl-topology}
+"""
+
+
+@pytest.fixture
+def rails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "networks.yaml"
+    path.write_text(RAILS)
+    monkeypatch.setenv("MLPIPE_NETWORKS", str(path))
+    return path
+
+
+def test_a_platforms_own_profile_stands_written_out_in_what_is_kept(
+    rails: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever goes on with the run has no such file, or another: a driver's pod, say."""
+    asked = ("network={profile: rails, env: {NCCL_DEBUG: INFO}}", "network.env.NCCL_NET=IB")
+    pipeline, text = pipeline_of("llm", *asked), (PIPELINES / "llm.yaml").read_text()
+    kept = Submission("llm.yaml", text, asked, pipeline, pipeline.store, ".").overrides
+    assert kept[:-1] == asked
+    monkeypatch.setenv("MLPIPE_NETWORKS", str(tmp_path / "none.yaml"))
+    again = pipeline_of("llm", *kept)
+    assert again.digest == pipeline.digest
+    assert Submission("llm.yaml", text, kept, again, again.store, ".").overrides == kept
+    for plan in (plan_of(pipeline, "train"), plan_of(again, "train")):
+        limits, found = worker_of(plan)["resources"]["limits"], variables(plan)
+        assert limits["nvidia.com/mlnxnics"] == "8"
+        assert "rdma/ib" not in limits
+        words = {"NCCL_NET": "IB", "NCCL_IB_HCA": "mlx5", "NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "INFO"}
+        assert words.items() <= found.items()
+        assert found["NCCL_TOPO_FILE"] == "/mlpipe/network/topology.xml"
+        assert worker_of(plan)["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+        assert template_of(plan)["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rail-0,rail-1"
+    assert stage_hardware(again, "train").speed.network_bytes_per_second == 37.5e9
+    seal = Seal(text, (), "kubernetes")
+    monkeypatch.setenv("MLPIPE_NETWORKS", str(rails))
+    assert changed(seal, asked).overrides == kept  # of a resume, which may name one, too
+    assert speed("network.profile=rails", "network.gb_per_second=3") == 3e9
+
+
+def test_which_file_a_profile_is_of(rails: Path) -> None:
+    assert origin(pipeline_of("llm", "network.profile=rails")) == f"rails, of {rails}:3:3"
+    assert origin(pipeline_of("llm", "network.profile=efa")) is None
+    argv = [str(PIPELINES / "llm.yaml"), "--stage=train", "--set=network.profile=rails"]
+    told = CliRunner().invoke(plan_verb, argv, obj=CliSession())
+    assert f"network: rails, of {rails}:3:3" in told.output
+    (found,) = _networks()
+    assert (found.level, found.detail) == ("ok", f"{rails}: rails")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("env: {LD_PRELOAD: /x.so}", "8:11: 'LD_PRELOAD' is not a variable of networks"),
+        ("env: {AWS_ROLE_ARN: x}", "8:11: 'AWS_ROLE_ARN' is not a variable of networks"),
+        (
+            "annotations: {iam.amazonaws.com/role: admin}",
+            "8:19: 'iam.amazonaws.com/role' is not an annotation",
+        ),
+        ("resources: {nvidia.com/gpu: 8}", "8:17: 'nvidia.com/gpu' is not a device of networks"),
+        ("service_account: admin", "8:5: unknown key 'service_account'"),
+        ("extends: rails", "8:14: unknown value 'rails'; write one of infiniband"),
+        ("hugepages: 5", "8:16: 5 has no unit"),
+        ("gb_per_second: {H100-80GB: 5}", "figures by class of GPU, and none of all others"),
+    ],
+)
+def test_a_profile_says_of_networks_alone(rails: Path, line: str, words: str) -> None:
+    """Whoever names it does not read it; what it may not say has its line in the file."""
+    kept = [one for one in RAILS.splitlines() if not one.strip().startswith(line.split(":")[0] + ":")]
+    rails.write_text("\n".join([*kept[:7], f"    {line}", ""]))
+    with pytest.raises(SpecErrors) as caught:
+        pipeline_of("llm", "network.profile=rails")
+    assert str(rails) in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_a_profile_that_is_not_there_or_built_in(rails: Path) -> None:
+    with pytest.raises(SpecErrors, match="unknown network 'rail'; did you mean 'rails'"):
+        pipeline_of("llm", "network.profile=rail")
+    rails.write_text("version: 1\nnetworks:\n  efa: {}\n")
+    with pytest.raises(SpecErrors, match="yaml:3:3: 'efa' is built in"):
+        pipeline_of("llm", "network.profile=x")
+    assert speed("network.profile=efa") == 50e9  # no file is read for it
+    rails.unlink()
+    with pytest.raises(SpecErrors, match=r"networks\.yaml: cannot be read"):
+        pipeline_of("llm", "network.profile=rails")
+    assert set(profiles()) == set(get_args(get_args(NetworkProfile.model_fields["extends"].annotation)[0]))
+
+
+def test_variables_of_the_launcher_are_no_networks() -> None:
+    with pytest.raises(SpecErrors, match="MASTER_ADDR is set by torchrun"):
+        pipeline_of("llm", "network={profile: own, env: {MASTER_ADDR: x}}")
