@@ -37,6 +37,7 @@ EVERYTHING = (
     "kubernetes.proxy={https: 'http://proxy.example.com:3128', no_proxy: [example.com]}",
     "kubernetes.store={secret: ml-runs, driver_secret: ml-driver, endpoint: 'https://s3.example.com', "
     "region: eu-central-1}",
+    "kubernetes.scratch={size: 500 GiB, storage_class: local-nvme}",
     "train.timeout=3 d",
     "kubernetes.patches=[{target: {kind: Pod, stage: train}, strategic: {spec: {hostNetwork: true, "
     "containers: [{name: worker, env: [{name: NCCL_IB_HCA, value: mlx5}]}]}}}, "

@@ -124,14 +124,31 @@ class PodNetwork:
 
 
 @dataclass(frozen=True)
+class Scratch:
+    """A volume that comes and ends with a pod. `storage_class`: None: the cluster's default."""
+
+    size_bytes: int
+    storage_class: str | None
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A claim in which a stage's caches outlive its pods."""
+
+    claim: str
+    sub_path: str | None
+
+
+@dataclass(frozen=True)
 class Placement:
-    """Where pods stand."""
+    """Where pods stand, and on which disk."""
 
     node_selector: dict[str, str]
     tolerations: tuple[Toleration, ...]
     priority_class: str | None
     runtime_class: str | None
     prefer: dict[str, str] | None = field(default=None, metadata=SPARSE)  # labels of nodes to take first
+    scratch: Scratch | None = field(default=None, metadata=SPARSE)
 
 
 @dataclass(frozen=True)
@@ -209,14 +226,16 @@ class ClusterPlan:
     prefer: dict[str, str] | None = field(default=None, metadata=SPARSE)  # as of Placement
     trainjob: TrainJob | None = field(default=None, metadata=SPARSE)  # of the whole run; with that form
     network: PodNetwork | None = field(default=None, metadata=SPARSE)  # of a gang's pods
+    scratch: Scratch | None = field(default=None, metadata=SPARSE)  # of a stage's pods
+    cache: Cache | None = field(default=None, metadata=SPARSE)  # likewise
 
     def of_run(self) -> ClusterPlan:
-        """For the pods that are of no stage."""
-        placement = self.run_placement
+        """For the pods that are of no stage, which keep little."""
+        placement, small = self.run_placement, replace(self, scratch=None, cache=None)
         if placement is None:
-            return self
+            return small
         return replace(
-            self,
+            small,
             node_selector=placement.node_selector,
             tolerations=placement.tolerations,
             priority_class=placement.priority_class,

@@ -88,7 +88,7 @@ def cluster_plan(
         shm_bytes=_shm_bytes(spec.shm, memory_bytes, shared_bytes),
         gpus_per_node=pod.gpus_per_node,
         gpu_product=gpus.product,
-        disk_bytes=parse_bytes(pod.disk) if pod.disk else _disk_bytes(pipeline, stage),
+        disk_bytes=_disk_bytes(pipeline, stage, pod.disk, placement.scratch, spec.cache),
         store_driver_secret=spec.store.driver_secret,
         store_web_identity=_web_identity(spec.store.web_identity),
         driver_secret_env=_secret_env(spec.driver_secret_env),
@@ -100,6 +100,8 @@ def cluster_plan(
         network=pod_network(pipeline, resources),
         prefer=placement.prefer,
         run_placement=everywhere if placement != everywhere else None,
+        scratch=placement.scratch,
+        cache=c.Cache(spec.cache.claim, spec.cache.sub_path) if spec.cache else None,
         trainjob=c.TrainJob(**spec.trainjob.model_dump()) if spec.trainjob else None,
     )
 
@@ -130,16 +132,33 @@ def _patch(spec: k.Patch) -> c.Patch:
     return c.Patch(target.kind, target.stage, target.component, spec.strategic, spec.json_)
 
 
-def _disk_bytes(pipeline: Pipeline, stage: Stage) -> int | None:
+def _disk_bytes(
+    pipeline: Pipeline, stage: Stage, asked: str | None, scratch: c.Scratch | None, cache: k.Cache | None
+) -> int | None:
     """Room for the copies of a bucket's files, beside what a pod has anyway; an evaluation reads what its
-    training reads."""
+    training reads. Where they lie in a volume, that has the room. Raises PlanError."""
     from mlpipe.kinds.train.spec import Train
     from mlpipe.plan.references import lender
     from mlpipe.spec.data import cache_bytes
 
     train = (lender(pipeline, stage) or stage).part(Train)
     cached = cache_bytes(train.data) if train is not None else 0
-    return cached + BESIDE_CACHE_BYTES if cached else None
+    if cache is None and scratch is not None and scratch.size_bytes < cached:
+        raise PlanError(
+            f"scratch of {format_bytes(scratch.size_bytes)} is too small: copies of data take up to "
+            f"{format_bytes(cached)}",
+            where="kubernetes.scratch",
+            hint="write a larger size, or a smaller data.cache",
+        )
+    if asked is not None:
+        return parse_bytes(asked)
+    return cached + BESIDE_CACHE_BYTES if cached and scratch is None and cache is None else None
+
+
+def _scratch(spec: k.Scratch | c.Scratch | None) -> c.Scratch | None:
+    if spec is None or isinstance(spec, c.Scratch):
+        return spec
+    return c.Scratch(parse_bytes(spec.size), spec.storage_class)
 
 
 def _shm_bytes(asked: str | None, memory_bytes: int, shared_bytes: int) -> int:
@@ -170,6 +189,7 @@ def _placement(spec: k.Placement | k.Kubernetes, others: k.Kubernetes | c.Placem
         said("priority_class"),
         said("runtime_class"),
         said("prefer") or None,
+        _scratch(said("scratch")),
     )
 
 

@@ -79,7 +79,8 @@ def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str,
     disk_bytes = cluster.disk_bytes or DISK_LIMIT_BYTES
     spec = _pod_spec(plan.store_url, cluster, container, account, disk_bytes, token=False)
     _mount(spec, "plan", PLAN_FOLDER, {"configMap": {"name": config}}, read_only=True)
-    _mount(spec, "scratch", SCRATCH, {"emptyDir": {"sizeLimit": quantity(disk_bytes)}})
+    own = _own_volume(cluster)
+    _mount(spec, "scratch", SCRATCH, own or _empty(disk_bytes), "scratch" if own else None)
     shm = {"medium": "Memory", "sizeLimit": quantity(cluster.shm_bytes)}
     _mount(spec, "shm", "/dev/shm", {"emptyDir": shm})
     spec["restartPolicy"] = "Never"
@@ -95,6 +96,33 @@ def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str,
     if cluster.network is not None:
         _network(spec, annotations, cluster.network)
     return {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
+
+
+def _empty(num_bytes: int) -> Json:
+    return {"emptyDir": {"sizeLimit": quantity(num_bytes)}}
+
+
+def _own_volume(cluster: ClusterPlan) -> Json | None:
+    """Which comes and ends with the pod."""
+    scratch = cluster.scratch
+    if scratch is None:
+        return None
+    claim: Json = {"accessModes": ["ReadWriteOnce"]}
+    if scratch.storage_class is not None:
+        claim["storageClassName"] = scratch.storage_class
+    claim["resources"] = {"requests": {"storage": quantity(scratch.size_bytes)}}
+    return {"ephemeral": {"volumeClaimTemplate": {"spec": claim}}}
+
+
+def _mount_cache(spec: Json, cluster: ClusterPlan, disk_bytes: int) -> None:
+    """In what outlives the pod, else in its own volume, else on its node."""
+    if cluster.cache is not None:
+        claim = {"persistentVolumeClaim": {"claimName": cluster.cache.claim}}
+        _mount(spec, "cache", CACHE, claim, cluster.cache.sub_path)
+    elif (own := _own_volume(cluster)) is not None:
+        _mount(spec, "scratch", CACHE, own, "cache")
+    else:
+        _mount(spec, "cache", CACHE, _empty(disk_bytes))
 
 
 def _network(spec: Json, annotations: Json, network: PodNetwork) -> None:
@@ -259,8 +287,8 @@ def _pod_spec(
         spec["priorityClassName"] = cluster.priority_class
     if cluster.runtime_class is not None:
         spec["runtimeClassName"] = cluster.runtime_class
-    for name, path in (("cache", CACHE), ("tmp", "/tmp")):
-        _mount(spec, name, path, {"emptyDir": {"sizeLimit": quantity(disk_bytes)}})
+    _mount_cache(spec, cluster, disk_bytes)
+    _mount(spec, "tmp", "/tmp", _empty(disk_bytes))
     claims = sorted({volume.claim for volume in cluster.volumes})
     for volume in cluster.volumes:
         number = claims.index(volume.claim)
@@ -369,7 +397,7 @@ def _metrics_port(plan: Plan) -> int | None:
 def _worker_env(plan: Plan, cluster: ClusterPlan, rendezvous: str) -> list[Json]:
     launch = plan.launch
     # in order: a plan that was read back must give the same objects, or its gang is not adopted
-    variables = dict(sorted(launch.env.items())) | _own(plan.run_id, cluster)
+    variables = _compiled(cluster) | dict(sorted(launch.env.items())) | _own(plan.run_id, cluster)
     variables[environment.STAGE] = plan.stage
     if launch.num_nodes > 1:
         variables[environment.RENDEZVOUS] = f"{rendezvous}:{RENDEZVOUS_PORT}"
@@ -392,6 +420,14 @@ def _worker_env(plan: Plan, cluster: ClusterPlan, rendezvous: str) -> list[Json]
         env.append({"name": environment.GANG_RESTART, "valueFrom": {"fieldRef": {"fieldPath": path}}})
     env += _by_reference(plan.store_url, cluster, "worker") + _secret_env(cluster.secret_env)
     return list({entry["name"]: entry for entry in env}.values())  # the last word on a name, said once
+
+
+def _compiled(cluster: ClusterPlan) -> dict[str, str]:
+    """Where compilers and tools keep what the next pod would make again, if anything outlives this one."""
+    if cluster.cache is None:
+        return {}
+    folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "tools"}
+    return {name: f"{CACHE}/{folder}" for name, folder in folders.items()}
 
 
 def _secret_env(references: dict[str, SecretKey]) -> list[Json]:

@@ -120,12 +120,32 @@ class Rdma(SpecModel):
     count: f.FewCount = Field(1, description="Devices a pod.")
 
 
+class Scratch(SpecModel):
+    """A volume of each pod's own (a generic ephemeral volume), which ends with the pod: for what a stage
+    keeps on the way, and for copies of data."""
+
+    size: f.Size = Field(description="Of the volume, such as `500 GiB`.")
+    storage_class: f.ObjectName | None = Field(
+        None, description="StorageClass, such as one of local NVMe disks. Default: the cluster's."
+    )
+
+
+class Cache(SpecModel):
+    """A claim in which copies of data and what compilers make outlive the pods. Whoever may write to it
+    decides what all its trainings read and run."""
+
+    claim: f.ObjectName = Field(
+        description="Name of the claim; for stages on several nodes one that many nodes may write to."
+    )
+    sub_path: f.SubPath | None = Field(None, description="Folder in the volume. Default: its root.")
+
+
 PREFER = "Labels of the nodes to take first, such as a spot pool's; others where these have no room."
 
 
 class Placement(SpecModel):
-    """Where some of the pods stand. A key that is there says all of it: what is said for all pods does not
-    count besides."""
+    """Where some of the pods stand, and what disk they have. A key that is there says all of it: what is said
+    for all pods does not count besides."""
 
     node_selector: dict[f.LabelKey, f.LabelValue] | None = Field(
         None, description="Labels that a node must have."
@@ -136,6 +156,7 @@ class Placement(SpecModel):
     )
     priority_class: f.ObjectName | None = Field(None, description="PriorityClass of the pods.")
     runtime_class: f.ObjectName | None = Field(None, description="RuntimeClass of the pods.")
+    scratch: Scratch | None = Field(None, description="Disk of each pod's own, which is not its node's.")
 
 
 class GpuClaims(SpecModel):
@@ -212,6 +233,8 @@ class Kubernetes(SpecModel):
     tolerations: tuple[Toleration, ...] = Field((), strict=False, description="Besides that of the GPUs.")
     priority_class: f.ObjectName | None = Field(None, description="PriorityClass of the pods.")
     runtime_class: f.ObjectName | None = Field(None, description="RuntimeClass of the pods.")
+    scratch: Scratch | None = Field(None, description="Disk of each pod's own, which is not its node's.")
+    cache: Cache | None = Field(None, description="What of the stages' caches outlives their pods.")
     volumes: tuple[Volume, ...] = Field((), strict=False, description="Claims to mount in every pod.")
     env_from: tuple[EnvFrom, ...] = Field((), strict=False, description="For the workers.")
     secret_env: dict[f.EnvName, SecretKey] = Field(

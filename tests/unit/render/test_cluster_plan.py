@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from kit.rendered import PIPELINES, QUICKSTART, pipeline_of, plan_of
 
+from mlpipe._core.errors import PlanError
 from mlpipe._core.gpus import gpu_classes
 from mlpipe._core.units import parse_bytes
 from mlpipe.plan import hardware
@@ -14,7 +16,9 @@ from mlpipe.plan.cluster import ClusterPlan, Topology
 from mlpipe.plan.hardware import GPUS
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.pods import MIB, pod_resources
+from mlpipe.render.kubernetes import driver_objects, stage_objects
 from mlpipe.render.lint import lint
+from mlpipe.render.pod import CACHE, SCRATCH
 from mlpipe.spec.load import load_pipeline
 
 pytestmark = pytest.mark.unit
@@ -99,3 +103,65 @@ def test_the_plan_reads_back_whole() -> None:
     assert cluster_of(plan).topology == Topology("b", required=False)
     assert [found.kind for found in cluster_of(plan).env_from] == ["secret", "config_map"]
     assert cluster_of(plan).ttl_seconds == 7 * 86_400
+
+
+def folders(stage: str, *overrides: str) -> dict[str, dict[str, Any]]:
+    """By the folder that a pod sees, the volume behind it, with the path there."""
+    (*_, body) = stage_objects(plan_of(pipeline_of("quickstart", *QUICKSTART, *overrides), stage))
+    spec = body["spec"]["replicatedJobs"][0]["template"]["spec"] if body["kind"] == "JobSet" else body["spec"]
+    pod = spec["template"]["spec"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    (container,) = pod["containers"]
+    return {
+        mount["mountPath"]: {**volumes[mount["name"]], "at": mount.get("subPath")}
+        for mount in container["volumeMounts"]
+    }
+
+
+def test_scratch_is_a_volume_of_the_pods_own_where_the_stage_says_so() -> None:
+    scratch = "kubernetes.gpu_pods={scratch: {size: 1 GiB}}"
+    own = "kubernetes.stages={train: {scratch: {size: 500 GiB, storage_class: local-nvme}}}"
+    found = folders("train", scratch, own)
+    claim = found[SCRATCH]["ephemeral"]["volumeClaimTemplate"]["spec"]
+    assert claim["storageClassName"] == "local-nvme"
+    assert claim["resources"] == {"requests": {"storage": "500Gi"}}
+    assert (found[SCRATCH]["name"], found[SCRATCH]["at"], found[CACHE]["at"]) == (
+        found[CACHE]["name"],
+        "scratch",
+        "cache",
+    )
+    for stage, other in (("corpus", own), ("train", "kubernetes.max_gang_restarts=3")):
+        assert "emptyDir" in folders(stage, other)[SCRATCH]
+        assert "emptyDir" in folders(stage, other)[CACHE]
+
+
+def test_a_warm_cache_outlives_the_pods_of_stages_and_is_none_of_the_driver() -> None:
+    overrides = ("kubernetes.cache={claim: warm, sub_path: team}", "kubernetes.scratch={size: 1 GiB}")
+    found = folders("train", *overrides)
+    assert found[CACHE]["persistentVolumeClaim"] == {"claimName": "warm"}
+    assert found[CACHE]["at"] == "team"
+    assert "ephemeral" in found[SCRATCH]
+    plan = plan_of(
+        pipeline_of("quickstart", *QUICKSTART, *overrides, "train.env.TRITON_CACHE_DIR=/tmp/x"), "train"
+    )
+    (*_, body) = stage_objects(plan)
+    text = str(body)
+    assert "'name': 'TORCHINDUCTOR_CACHE_DIR', 'value': '/mlpipe/cache/inductor'" in text
+    assert "'name': 'TRITON_CACHE_DIR', 'value': '/tmp/x'" in text  # the stage's word goes before
+    driver = driver_objects("r", plan.store_url, cluster_of(plan), stage=None, spec_digest="d", seal="s")
+    assert "warm" not in str(driver)
+    assert "ephemeral'" not in str(driver)
+
+
+def test_copies_of_data_have_room_in_a_volume() -> None:
+    bucket = "train.train.data={tokens: 's3://bucket/a', cache: 30 GiB, batch_size: 8}"
+
+    def disk(*overrides: str) -> int | None:
+        more = (bucket, "train.train.model.vocab_size=4096", *overrides)
+        return cluster_of(plan_of(pipeline_of("quickstart", *QUICKSTART, *more), "train")).disk_bytes
+
+    assert disk("kubernetes.scratch={size: 30 GiB}") is disk("kubernetes.cache={claim: warm}") is None
+    with pytest.raises(
+        PlanError, match=r"scratch of 20\.0 GiB is too small: copies of data take up to 30\.0"
+    ):
+        disk("kubernetes.scratch={size: 20 GiB}")
