@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlpipe._core.units import parse_bytes
 from mlpipe.plan.cluster import PodNetwork, TopologyFile
