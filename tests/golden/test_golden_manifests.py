@@ -16,6 +16,8 @@ from kit.rendered import QUICKSTART, RUN_ID, pipeline_of, plan_of
 import mlpipe
 from mlpipe._core.yaml import documents
 from mlpipe.render.kubernetes import driver_objects, stage_objects
+from mlpipe.render.prepull import prepull_objects
+from mlpipe.submit.kubernetes.manifests import waiting
 
 pytestmark = pytest.mark.golden
 HERE = Path(__file__).parent
@@ -75,11 +77,15 @@ CASES = {
     "everything": ("llm", "train", EVERYTHING),
     "driver": ("llm", None, ()),
     "driver-everything": ("llm", None, EVERYTHING),
+    "prepull": ("llm", "*", ("kubernetes.prepull=true", "kubernetes.gpu_pods={node_selector: {pool: h100}}")),
 }
 
 
 def manifests(pipeline: str, stage: str | None, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
     spec = pipeline_of(pipeline, *overrides)
+    if stage == "*":
+        plans = [plan_of(spec, one.name) for one in spec.stages]
+        return prepull_objects(plans, waiting(spec, None), spec.digest)
     plan = plan_of(spec, stage or "train")
     if stage is not None:
         return stage_objects(plan)

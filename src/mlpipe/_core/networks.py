@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-DEFAULT = "default"  # of figures by class: all others
+DEFAULT = "default"  # of figures by class: all others; as `spec/network.py` has it
 TABLE = Path(__file__).with_name("networks.json")
 
 

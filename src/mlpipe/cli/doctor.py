@@ -83,7 +83,8 @@ def _policy(session: CliSession, who: Literal["worker", "driver"], run_id: str |
 
 def _networks() -> Iterator[Finding]:
     """Profiles of the user's own, if there is a file of them."""
-    from mlpipe.spec.network import default_path, read_networks
+    from mlpipe.spec.load import read_networks
+    from mlpipe.spec.network import default_path
 
     path = default_path()
     if os.environ.get(environment.NETWORKS) or path.exists():

@@ -61,7 +61,7 @@ def command(
         from mlpipe.cli import plan_trace
 
         tracer = plan_trace.traced
-    documents, texts, network = [], [], origin(pipeline)
+    documents, texts, network = [], [], origin(pipeline.network)
     for name in named(pipeline, stage, where=spec):
         planned = plan_stage(pipeline, name, url, tracer)
         plan, shape, candidates, where = planned.plan, planned.traced, planned.candidates, planned.hardware

@@ -228,6 +228,7 @@ class ClusterPlan:
     network: PodNetwork | None = field(default=None, metadata=SPARSE)  # of a gang's pods
     scratch: Scratch | None = field(default=None, metadata=SPARSE)  # of a stage's pods
     cache: Cache | None = field(default=None, metadata=SPARSE)  # likewise
+    prepull: bool = field(default=False, metadata=SPARSE)  # of the whole run
 
     def of_run(self) -> ClusterPlan:
         """For the pods that are of no stage, which keep little."""

@@ -102,6 +102,7 @@ def cluster_plan(
         run_placement=everywhere if placement != everywhere else None,
         scratch=placement.scratch,
         cache=c.Cache(spec.cache.claim, spec.cache.sub_path) if spec.cache else None,
+        prepull=bool(spec.prepull),
         trainjob=c.TrainJob(**spec.trainjob.model_dump()) if spec.trainjob else None,
     )
 

@@ -19,6 +19,7 @@ MAX_NAME = 63 - len("-worker-0-99999-abcde")
 PREFIX = "mlpipe.dev"
 RUN, STAGE, ATTEMPT = f"{PREFIX}/run", f"{PREFIX}/stage", f"{PREFIX}/attempt"
 REPLICA = f"{PREFIX}/replica"  # label: the number of a replica of an elastic training
+PULLS = f"{PREFIX}/pulls"  # label: of pods that fetch the image of this stage
 SPEC_DIGEST = f"{PREFIX}/spec-digest"  # annotation: of the object itself, see `render/kubernetes.py`
 VERSION = "app.kubernetes.io/version"  # label: of the mlpipe that made it
 PIPELINE_DIGEST = f"{PREFIX}/pipeline-digest"  # annotation: of the resolved pipeline
@@ -34,6 +35,11 @@ def gang_name(plan: Plan) -> str:
 def driver_name(run_id: str, stage: str | None = None) -> str:
     """Of the driver's Job: of a run, or of one stage of it that was submitted alone."""
     return _name(run_id, "driver") if stage is None else _name(run_id, stage, "driver", plain=False)
+
+
+def pull_name(run_id: str, stage: str) -> str:
+    """With which the Job begins that fetches the stage's image ahead."""
+    return _name(run_id, stage, "pull", plain=False)
 
 
 def config_name(name: str, text: str) -> str:

@@ -225,6 +225,11 @@ class Kubernetes(SpecModel):
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
         "IfNotPresent", description="When a node fetches the image."
     )
+    prepull: bool | None = Field(
+        None,
+        description="Nodes of stages that wait for others fetch the image meanwhile; not where nodes come as "
+        "pods ask for them.",
+    )
     image_pull_secrets: tuple[f.ObjectName, ...] = Field(
         (), strict=False, description="Secrets with the registry's credentials."
     )

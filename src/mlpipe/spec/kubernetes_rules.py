@@ -30,6 +30,7 @@ def check(root: Node) -> list[Problem]:
         *_rdma(root, section),
         *_choices(section),
         *_trainjob(section),
+        *_prepull(section),
         *_secret_env(section),
         *_store(section),
     ]
@@ -150,6 +151,7 @@ def _choices(section: Node) -> Iterator[Problem]:
 _RUNTIMES = {
     "queue": "its label is Kueue's to read on a TrainJob, which was not tried: use another form",
     "volcano_queue": "podGroupPolicy of the runtime gives its gangs to Volcano",
+    "prepull": "only the runtime knows on which nodes its pods stand: have the platform fetch the image",
     "image_pull_policy": "write imagePullPolicy into the runtime's container",
     "priority_class": "write priorityClassName into the runtime's pod",
     "runtime_class": "write runtimeClassName into the runtime's pod",
@@ -175,6 +177,14 @@ def _trainjob(section: Node) -> Iterator[Problem]:
         node, default = get(section, key), Kubernetes.model_fields[key].default
         if node is not None and node.plain() not in (None, list(default) if default == () else default):
             yield problem_of_key(node, f"a TrainJob cannot say {key!r}: that is its runtime's", hint)
+
+
+def _prepull(section: Node) -> Iterator[Problem]:
+    asked, policy = get(section, "prepull"), get(section, "image_pull_policy")
+    if asked is not None and asked.value is True and text_of(policy) == "Never":
+        yield problem_of_key(
+            asked, "nothing is fetched with image_pull_policy Never", "remove one of the two"
+        )
 
 
 def _secret_env(section: Node) -> Iterator[Problem]:

@@ -45,6 +45,16 @@ def read_as(kind: type[AnyModel], path: str | Path) -> AnyModel:
     return found
 
 
+def read_networks(path: Path) -> dict[str, network.NetworkProfile]:
+    """Profiles of the user's own, by name. Raises SpecErrors."""
+    found = read_as(network.Networks, path).networks
+    if taken := sorted(found.keys() & set(network.built_in())):
+        hint = f"choose another name, and write 'extends: {taken[0]}'"
+        place = network.place_of(path, taken[0])
+        raise SpecErrors([Problem.at(place, f"{taken[0]!r} is built in", hint)])
+    return found
+
+
 def _read(path: str | Path, hint: str) -> bytes:
     try:
         with Path(path).open("rb") as stream:
@@ -91,7 +101,7 @@ def _with_sweep(root: Node, name: str) -> tuple[Pipeline | None, list[Problem]]:
 
 def _check(root: Node, name: str, problems: list[Problem]) -> tuple[Pipeline | None, list[Problem]]:
     """Added to those that are known."""
-    said = [*network.write_out(root), *network.problems(root)]
+    said = [*network.write_out(root, read_networks), *network.problems(root)]
     pipeline, more = _validate(root, name, Pipeline)
     said = rules.check(root) + kubernetes_rules.check(root) + slurm.problems(root) + said
     ruled = _elsewhere(said, problems)

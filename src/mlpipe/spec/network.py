@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from mlpipe._core import environment
-from mlpipe._core.files import config_folder
-from mlpipe._core.networks import DEFAULT, profiles
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
 from mlpipe.spec.problems import Place, Problem, SpecErrors, closest
 from mlpipe.spec.tree import Node, get, parse, problem_of_key, text_of
 
-if TYPE_CHECKING:
-    from mlpipe.spec.model import Pipeline
+OWN, DEFAULT = "own", "default"
 
 
 class TopologyFile(SpecModel):
@@ -121,24 +118,19 @@ class Network(SpecModel):
     topology: TopologyFile | None = Field(None, description="NCCL_TOPO_FILE, in pods.")
 
 
-OWN = "own"
-
-
 def default_path() -> Path:
     """Of the profiles of one's own: $MLPIPE_NETWORKS, else in the folder of the user's settings."""
+    from mlpipe._core.files import config_folder  # of few files
+
     named = os.environ.get(environment.NETWORKS)
     return Path(named) if named else config_folder() / "networks.yaml"
 
 
-def read_networks(path: Path) -> dict[str, NetworkProfile]:
-    """By name. Raises SpecErrors."""
-    from mlpipe.spec.load import read_as
+def built_in() -> list[str]:
+    """Names that no profile of a file may have."""
+    from mlpipe._core.networks import profiles  # of few files
 
-    found = read_as(Networks, path).networks
-    if taken := sorted(found.keys() & {*profiles(), OWN}):
-        place, hint = place_of(path, taken[0]), f"choose another name, and write 'extends: {taken[0]}'"
-        raise SpecErrors([Problem.at(place, f"{taken[0]!r} is built in", hint)])
-    return found
+    return [*profiles(), OWN]
 
 
 def place_of(path: Path, name: str) -> Place:
@@ -148,19 +140,20 @@ def place_of(path: Path, name: str) -> Place:
     return Place(str(path)) if node is None else node.key or node.place
 
 
-def write_out(root: Node) -> Iterator[Problem]:
-    """What the file says of the profile that is named, in place of its name; what is wrong with either."""
+def write_out(root: Node, read: Callable[[Path], Mapping[str, NetworkProfile]]) -> Iterator[Problem]:
+    """What the file, by `read`, says of the profile that is named, in place of its name; what is wrong with
+    either."""
     profile = get(root, "network", "profile")
     name = text_of(profile)
     if profile is None or name is None:
         return
-    known, path = [*profiles(), OWN], default_path()
+    known, path = built_in(), default_path()
     if name in known:
         return
-    own: dict[str, NetworkProfile] = {}
+    own: Mapping[str, NetworkProfile] = {}
     if os.environ.get(environment.NETWORKS) or path.exists():
         try:
-            own = read_networks(path)
+            own = read(path)
         except SpecErrors as errors:
             yield from errors.problems
             return
@@ -185,9 +178,9 @@ def problems(root: Node) -> Iterator[Problem]:
                 yield problem_of_key(node, f"{name} is set by torchrun and mlpipe", "remove it")
 
 
-def origin(pipeline: Pipeline) -> str | None:
+def origin(network: Network | None) -> str | None:
     """Of a profile of one's own: its name, and which file describes it."""
-    profile = pipeline.network.profile if pipeline.network is not None else None
+    profile = network.profile if network is not None else None
     if not isinstance(profile, NetworkProfile):
         return None
     path = default_path()
@@ -200,9 +193,9 @@ def _json(name: str, profile: NetworkProfile) -> str:
     return json.dumps({**profile.model_dump(exclude_unset=True), "name": name})
 
 
-def written_out(pipeline: Pipeline, overrides: Sequence[str]) -> tuple[str, ...]:
-    """The overrides that made the pipeline, by which it is the same where the file of profiles is not."""
-    profile = pipeline.network.profile if pipeline.network is not None else None
+def written_out(network: Network | None, overrides: Sequence[str]) -> tuple[str, ...]:
+    """The overrides of a pipeline with that network, by which it is the same where the file is not."""
+    profile = network.profile if network is not None else None
     if not isinstance(profile, NetworkProfile) or profile.name is None:
         return tuple(overrides)
     one = f"network.profile={_json(profile.name, profile)}"

@@ -64,7 +64,7 @@ def prepare(store: Store, run: RunState, asked: Seal, changes: Changes, only: st
     changes only a whole run does stages again, and only while none is under way. Raises SpecError for
     overrides that make no pipeline, SubmitError (input) for changes that cannot be made."""
     pipeline = asked.load(run.run_id, changes.overrides)
-    overrides = [*written_out(pipeline, (*asked.overrides, *changes.overrides))]
+    overrides = [*written_out(pipeline.network, (*asked.overrides, *changes.overrides))]
     before = _before(asked, run) if changes.overrides else pipeline
     if {stage.name for stage in pipeline.stages} != set(run.stages):
         raise _refused("the stages of a run keep their names", "start a new run")

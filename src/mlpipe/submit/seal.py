@@ -149,7 +149,7 @@ def changed(seal: Seal, more: Sequence[str]) -> Seal:
     """The seal with more overrides behind its own. Raises SpecErrors."""
     overrides = (*seal.overrides, *more)
     if any(one.lstrip().startswith("network") for one in more):
-        overrides = written_out(seal.load("", more), overrides)
+        overrides = written_out(seal.load("", more).network, overrides)
     return replace(seal, overrides=overrides)
 
 

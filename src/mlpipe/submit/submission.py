@@ -64,7 +64,7 @@ class Submission:
         """A run goes on where the user's own file of networks is not."""
         from mlpipe.spec.network import written_out
 
-        object.__setattr__(self, "overrides", written_out(self.pipeline, self.overrides))
+        object.__setattr__(self, "overrides", written_out(self.pipeline.network, self.overrides))
 
     def digests(self) -> str:
         """What a driver elsewhere is sealed with (`seal.py`)."""

@@ -175,8 +175,8 @@ def test_a_platforms_own_profile_stands_written_out_in_what_is_kept(
 
 
 def test_which_file_a_profile_is_of(rails: Path) -> None:
-    assert origin(pipeline_of("llm", "network.profile=rails")) == f"rails, of {rails}:3:3"
-    assert origin(pipeline_of("llm", "network.profile=efa")) is None
+    assert origin(pipeline_of("llm", "network.profile=rails").network) == f"rails, of {rails}:3:3"
+    assert origin(pipeline_of("llm", "network.profile=efa").network) is None
     argv = [str(PIPELINES / "llm.yaml"), "--stage=train", "--set=network.profile=rails"]
     told = CliRunner().invoke(plan_verb, argv, obj=CliSession())
     assert f"network: rails, of {rails}:3:3" in told.output

@@ -17,7 +17,9 @@ from mlpipe.plan.cluster import ClusterPlan
 from mlpipe.plan.plan import Plan
 from mlpipe.render.kubernetes import driver_objects, gang_name, object_digest, stage_objects
 from mlpipe.render.names import SPEC_DIGEST
+from mlpipe.render.prepull import prepull_objects
 from mlpipe.spec.model import Pipeline
+from mlpipe.submit.kubernetes.manifests import waiting
 
 pytestmark = pytest.mark.unit
 Json = dict[str, Any]
@@ -591,3 +593,40 @@ def test_nodes_whose_ranks_share_weights_stand_in_one_rack(
             at = training.mesh.coordinates(rank)
             groups.setdefault((at["pp"], at["dp_replicate"]), set()).add(rank // each // int(size))
         assert [len(slices) for slices in groups.values()] == [1] * len(groups)
+
+
+def test_an_image_is_fetched_with_the_rights_of_no_device_and_as_patches_leave_it() -> None:
+    overrides = (
+        "kubernetes.prepull=true",
+        "network.profile=infiniband",
+        "kubernetes.patches=[{target: {kind: Pod, stage: train}, strategic: {spec: {containers: "
+        "[{name: worker, image: other.example.com/x:1}]}}}]",
+    )
+    pipeline = pipeline_of("llm", *overrides)
+    plans = [plan_of(pipeline, stage.name) for stage in pipeline.stages]
+    jobs = prepull_objects(plans, waiting(pipeline, None), pipeline.digest)
+    assert [pod_of(job)["containers"][0]["image"] for job in jobs] == [
+        "other.example.com/x:1",
+        pipeline.image,
+    ]
+    train = jobs[0]
+    assert train["spec"]["parallelism"] == plans[1].launch.num_nodes
+    gang, pod = pod_of(stage_objects(plans[1])[-1]), pod_of(train)
+    assert pod["affinity"] == gang["affinity"]
+    assert pod["tolerations"] == gang["tolerations"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"].keys() == {"memory", "ephemeral-storage"}
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert pod["automountServiceAccountToken"] is False
+    assert not {"volumes", "priorityClassName"} & pod.keys()
+    labels = train["metadata"]["labels"]
+    assert "mlpipe.dev/stage" not in labels  # no gang takes its pods for its own
+    assert labels["mlpipe.dev/run"] == RUN_ID  # cancel finds it
+    assert prepull_objects(plans, waiting(pipeline, "train"), pipeline.digest) == []
+    of_one = "evaluate.resources={nodes: 1, gpus_per_node: 8, gpu: H100-80GB}"
+    same = pipeline_of("llm", "kubernetes.prepull=true", of_one)
+    (job,) = prepull_objects([plan_of(same, one.name) for one in same.stages], waiting(same, None), "d")
+    assert job["spec"]["parallelism"] == train["spec"]["parallelism"]  # of the same nodes those of the larger
+    without = pipeline_of("llm")
+    plans = [plan_of(without, stage.name) for stage in without.stages]
+    assert prepull_objects(plans, waiting(without, None), without.digest) == []

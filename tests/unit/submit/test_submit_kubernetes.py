@@ -373,6 +373,20 @@ def test_a_dry_run_makes_nothing(person, where):
     assert bool(person.server.requests) == (where == "server")
 
 
+def test_an_image_is_fetched_ahead_once_and_not_after_a_cancel(person):
+    person.spec = person.write(prepull=True)
+    body = json.loads(person.spec.read_text())
+    body["stages"].append({"name": "b", "command": ["true"], "needs": ["a"]})
+    person.spec.write_text(json.dumps(body))
+    for _ in range(2):
+        assert person.submit("--run-id", "r")[0] == 0
+    jobs = [name for kind, name in person.made() if kind == "jobs"]
+    assert len(jobs) == 2
+    assert any("-b-pull-" in name for name in jobs)
+    person.mlpipe("cancel", "r")
+    assert not [name for kind, name in person.made() if kind == "jobs"]
+
+
 def test_what_a_dry_run_prints_is_what_is_sent(person):
     """By the client and then by the driver, which is a thread here; but for what the server adds."""
     _, text = person.submit("--run-id", "r", "--dry-run", "--output", "json")

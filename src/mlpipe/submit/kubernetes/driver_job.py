@@ -11,10 +11,12 @@ from mlpipe._core.errors import SubmitError
 from mlpipe.plan.ahead import plan_ahead
 from mlpipe.render import names
 from mlpipe.render.kubernetes import driver_objects
+from mlpipe.render.prepull import prepull_objects
 from mlpipe.spec.model import Pipeline
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RUN_ENDED, RunState, read_run
 from mlpipe.submit.kubernetes.api import ClusterApi, connect
+from mlpipe.submit.kubernetes.manifests import waiting
 from mlpipe.submit.kubernetes.objects import create_all, driver_labels, finished
 from mlpipe.submit.kubernetes.pending import why_pending
 from mlpipe.submit.kubernetes.postmortem import last_words
@@ -39,7 +41,16 @@ def start_driver(
         if former is not None and finished(former) is not None:
             # not the one that somebody else has started meanwhile
             api.delete(body["kind"], body["metadata"]["name"], uid=former["metadata"]["uid"])
+    if plan.cluster.prepull:
+        _pull_ahead(api, store, run, pipeline, only)
     create_all(api, objects)
+
+
+def _pull_ahead(api: ClusterApi, store: Store, run: RunState, pipeline: Pipeline, only: str | None) -> None:
+    """Ends by itself, or with the run: who submits may not make the driver's Job its owner."""
+    plans = [plan_ahead(pipeline, one.name, store.url, run.run_id, cluster=True) for one in pipeline.stages]
+    for body in prepull_objects(plans, waiting(pipeline, only), run.spec_digest):
+        api.create_or_adopt(body)
 
 
 def driver_is_alive(api: ClusterApi, run_id: str, only: str | None) -> bool:

@@ -88,14 +88,24 @@ def _rendered(submission: Submission) -> tuple[Files, list[str]]:
         spec_digest=pipeline.digest,
         seal=submission.digests(),
     )
+    pulls = []
+    if plans[0].cluster.prepull:
+        from mlpipe.render.prepull import prepull_objects  # of few runs
+
+        pulls = prepull_objects(plans, waiting(pipeline, only), pipeline.digest)
     findings = [line for plan in plans if only in (None, plan.stage) for line in lint(plan)]
     findings = list(dict.fromkeys([*findings, *lint_patches(plans, [*staged, driver])]))
     width = max(2, len(str(len(plans))))
-    files = {f"{0:0{width}}-driver.yaml": driver}
+    files = {f"{0:0{width}}-driver.yaml": [*pulls, *driver]}
     for number, (plan, bodies) in enumerate(zip(plans, staged, strict=True), start=1):
         if bodies and only in (None, plan.stage):
             files[f"{number:0{width}}-{plan.stage}.yaml"] = bodies
     return files, findings
+
+
+def waiting(pipeline: Pipeline, only: str | None) -> list[str]:
+    """Stages of a run that start when others have ended; of a stage alone there are none."""
+    return [stage.name for stage in pipeline.stages if stage.needs and only is None]
 
 
 def _tell(findings: list[str], spec: str, console: Console) -> None:
