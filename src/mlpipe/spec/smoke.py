@@ -17,8 +17,8 @@ from mlpipe.spec.part import spec_part
 
 @dataclass(frozen=True)
 class Smoke:
-    """`ranks`: workers of each stage that has any, on one node. `steps`: of each training. `tiny`: the
-    smallest shapes and data."""
+    """`ranks`: workers of each stage that has any, on one node; nodes of a command on
+    several. `steps`: of each training. `tiny`: the smallest shapes and data."""
 
     ranks: int | None = None
     steps: int | None = None
@@ -33,6 +33,10 @@ def overrides(pipeline: Pipeline, smoke: Smoke, *, num_gpus: int) -> list[str]:
         if smoke.ranks is not None and stage.kind.runs == "workers" and _has_own(stage):
             fewer = _few(resources, smoke.ranks, num_gpus)
             changes.append(f"stages.{stage.name}.resources={json.dumps(fewer)}")
+        elif smoke.ranks is not None and stage.kind.runs == "command" and resources is not None:
+            fitting = _fitting(resources, smoke.ranks, num_gpus)
+            if fitting is not None:
+                changes.append(f"stages.{stage.name}.resources={json.dumps(fitting)}")
         num_workers = smoke.ranks or _num_workers(resources)
         shrunk = spec_part(stage.kind).smoke(stage.work, smoke, num_workers)
         for key, value in shrunk.items():
@@ -54,6 +58,18 @@ def _few(resources: Resources | None, ranks: int, num_gpus: int) -> dict[str, An
         return {"workers_per_node": ranks}
     kept = resources.model_dump(mode="json", include={"gpu", "device"}, exclude_none=True)
     return {"gpus_per_node": ranks, **kept}
+
+
+def _fitting(resources: Resources, ranks: int, num_gpus: int) -> dict[str, Any] | None:
+    """Of a command: a gang stays one, so that its processes meet, of as few nodes as there are ranks, which
+    share the GPUs here. None: it fits as it is."""
+    asked, gpus = resources.gang_nodes, resources.gpus_per_node
+    nodes = asked if asked == 1 else max(2, min(asked, ranks))
+    each = min(gpus, num_gpus // nodes)
+    if (nodes, each) == (asked, gpus):
+        return None
+    kept = resources.model_dump(mode="json", include={"gpu", "device"}, exclude_none=True)
+    return {"nodes": nodes, **({"gpus_per_node": each, **kept} if each else {})}
 
 
 def _num_workers(resources: Resources | None) -> int:

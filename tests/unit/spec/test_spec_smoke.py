@@ -137,3 +137,27 @@ def test_what_shrinks_can_be_planned_under_its_mesh(mesh, more):
     named = pipeline.override(["train.strategy=single"]) if more else pipeline
     few = mlpipe.plan(named.smoke(ranks=1, tiny=True), store="runs")["train"].plan.part(TrainPlan)
     assert few.mesh.world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "num_gpus", "expected"),
+    [
+        ("nodes: 8", 1, 0, {"nodes": 2}),
+        ("nodes: 8", 3, 0, {"nodes": 3}),
+        ("nodes: 2", 4, 0, None),
+        ("nodes: 2, gpus_per_node: 8, gpu: H100-80GB, memory: 1 TiB", 1, 0, {"nodes": 2}),
+        ("nodes: 4, gpus_per_node: 8, gpu: L4", 2, 3, {"nodes": 2, "gpus_per_node": 1, "gpu": "L4"}),
+        ("gpus_per_node: 8, gpu: L4", 1, 2, {"nodes": 1, "gpus_per_node": 2, "gpu": "L4"}),
+        ("gpus_per_node: 1, gpu: L4", 1, 2, None),
+    ],
+)
+def test_a_gang_of_commands_comes_down_to_what_fits(tmp_path, asked, ranks, num_gpus, expected):
+    """And stays a gang: how its processes meet is what a smoke test is for."""
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        f"version: 1\nname: p\nstages:\n  - {{name: a, command: [x], resources: {{{asked}}}}}\n"
+        "  - {name: b, command: [x]}\n"
+    )
+    made = changes(path, Smoke(ranks=ranks), num_gpus)
+    assert made == ([] if expected is None else [f"stages.a.resources={json.dumps(expected)}"])
+    load_pipeline(path, overrides=made)
