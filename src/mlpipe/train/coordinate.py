@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 from typing import NoReturn
 
+from mlpipe._core.addresses import own_address
 from mlpipe._core.errors import StoreError
 from mlpipe._core.records import Launched, LaunchEnded
 from mlpipe.plan.plan import Plan
@@ -126,12 +126,6 @@ def _begin_anew(why: str) -> NoReturn:
     """This process, from its start: its connections end, and ranks look for who has the seat."""
     print(f"the coordinator begins anew: {why}", flush=True)  # noqa: T201
     os.execv(sys.executable, [sys.executable, "-m", "mlpipe.train.coordinate", *sys.argv[1:]])
-
-
-def own_address() -> str:
-    """By which other nodes reach this one: that of its host name, as gloo takes it."""
-    found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    return str(found[0][4][0])
 
 
 if __name__ == "__main__":

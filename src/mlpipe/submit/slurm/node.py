@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mlpipe._core import environment
+from mlpipe._core.addresses import outward_interface
 from mlpipe._core.errors import EXIT_CODES, NON_RETRIABLE_CODES, MlpipeError
 from mlpipe.plan.plan import Plan
 from mlpipe.render.slurm import COORDINATOR, NON_RETRIABLE_BASE
@@ -68,6 +69,8 @@ def variables(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
         if plan.launch.preflight is not None and plan.launch.preflight.spares:
             own[environment.NUM_MACHINES] = env["SLURM_JOB_NUM_NODES"]
         own[environment.GANG_RESTART] = env.get("SLURM_RESTART_COUNT") or "0"
+        if "GLOO_SOCKET_IFNAME" not in own and (interface := outward_interface()) is not None:
+            own["GLOO_SOCKET_IFNAME"] = interface
     else:
         own.pop(environment.RENDEZVOUS, None)
     return own
