@@ -15,7 +15,7 @@ from mlpipe.plan import network
 from mlpipe.plan.hardware import Hardware, detect_hardware
 from mlpipe.plan.launch import Given, preflight_plan
 from mlpipe.plan.plan import SCHEMA_VERSION, Plan, StageWork, TrainPlan
-from mlpipe.plan.pods import cluster_plan, pod_resources
+from mlpipe.plan.pods import cluster_plan, host_bytes, pod_resources
 from mlpipe.plan.references import lender, stage_named
 from mlpipe.spec.model import Pipeline, Resources, Stage
 
@@ -80,7 +80,9 @@ def build_plan(
         launch=launch,
         work=work,
         inputs=tuple(f"runs/{start.run_id}/stages/{name}" for name in sorted(start.inputs)),
-        cluster=cluster_plan(pipeline, stage, resources, _shared_memory_bytes(work)),
+        cluster=cluster_plan(
+            pipeline, stage, resources, _shared_memory_bytes(work), host_bytes(work, launch)
+        ),
         price_usd_per_device_hour=hardware.price_usd_per_device_hour,
     )
 

@@ -516,6 +516,8 @@ class TrainPlan(StageWork):
     validate: ValidatePlan | None = None  # None: nobody measures while it trains
     pipeline: PipelinePlan | None = None  # where `mesh.pp` is above 1
     offload: Offload = field(default="off", metadata=SPARSE)
+    # Of a worker on a GPU, that wait on the host; None: none, or unknown.
+    host_memory_bytes: int | None = field(default=None, metadata=SPARSE)
     compress: CompressPlan | None = None  # None: gradients are sent as they are
     islands: IslandsPlan | None = None  # None: gradients are averaged in every step
     # Bytes of gradients that travel together, where copies average them as they come; `auto`: measured before

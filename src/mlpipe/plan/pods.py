@@ -10,8 +10,10 @@ from mlpipe._core.gpus import DEFAULT_RESOURCE, gpu_classes, vendor_of
 from mlpipe._core.units import format_bytes, parse_bytes, parse_seconds
 from mlpipe.plan import cluster as c
 from mlpipe.plan.network import pod_network
+from mlpipe.plan.plan import TrainPlan
 
 if TYPE_CHECKING:
+    from mlpipe.plan.plan import Launch, StageWork
     from mlpipe.spec import kubernetes as k
     from mlpipe.spec.model import Pipeline, Resources, Stage
 
@@ -19,35 +21,56 @@ MIB, GIB = 2**20, 2**30
 MAX_SHM_BYTES = 32 * GIB
 BESIDE_SHARED_BYTES = 64 * MIB  # of torch's own, and data workers'
 BESIDE_CACHE_BYTES = 8 * GIB
+BESIDE_HOST_BYTES = 4 * GIB  # of a worker: CUDA's libraries, data workers, buffers; assumed
 
 
-def pod_resources(resources: Resources | None, *, workers: bool = True) -> Resources:
+def host_bytes(work: StageWork, launch: Launch) -> int:
+    """Of a node's memory that its workers need, since something of their GPUs' waits there; 0: nothing
+    does."""
+    each = work.host_memory_bytes if isinstance(work, TrainPlan) else None
+    return 0 if each is None else launch.nproc_per_node * (each + BESIDE_HOST_BYTES)
+
+
+def pod_resources(resources: Resources | None, *, workers: bool = True, host_bytes: int = 0) -> Resources:
     """`resources` with the defaults of a pod where they are open, so that a plan for a cluster depends on no
-    machine. `workers`: whether torch runs there."""
+    machine. `workers`: whether torch runs there. `host_bytes`: see there. Raises PlanError where the memory
+    that is asked for cannot hold these."""
     from mlpipe.spec.model import Resources
 
     resources = resources or Resources.model_construct()
     count = resources.gpus_per_node or resources.workers_per_node or 1
     cpus, memory_bytes = (4, 32 * GIB) if resources.gpus_per_node else (1, 4 * GIB)
+    least = max(memory_bytes * count if workers else 2 * GIB, -(-host_bytes // MIB) * MIB)
+    if resources.memory is not None and parse_bytes(resources.memory) < host_bytes:
+        raise PlanError(
+            f"memory of {resources.memory} a node is too little: what waits on the host, and the workers "
+            f"beside it, need {format_bytes(host_bytes)}",
+            where="resources.memory",
+            hint="write more, or leave it away; or train.offload: off, on more GPUs",
+        )
     return resources.model_copy(
         update={
             "cpus": resources.cpus or float(cpus * count),
-            "memory": resources.memory or f"{memory_bytes * count if workers else 2 * GIB} B",
+            "memory": resources.memory or f"{least} B",
         }
     )
 
 
 def cluster_plan(
-    pipeline: Pipeline, stage: Stage, resources: Resources | None, shared_bytes: int = 0
+    pipeline: Pipeline,
+    stage: Stage,
+    resources: Resources | None,
+    shared_bytes: int = 0,
+    host_bytes: int = 0,
 ) -> c.ClusterPlan | None:
-    """`resources`: those the stage runs on. `shared_bytes`: what its workers need of /dev/shm. None for a
-    pipeline without an image and without the section."""
+    """`resources`: those the stage runs on. `shared_bytes`: what its workers need of /dev/shm; `host_bytes`:
+    of memory. None for a pipeline without an image and without the section."""
     from mlpipe.spec.kubernetes import Kubernetes
 
     if pipeline.image is None and pipeline.kubernetes is None:
         return None
     spec = pipeline.kubernetes or Kubernetes.model_construct()
-    pod = pod_resources(resources, workers=stage.kind.runs == "workers")
+    pod = pod_resources(resources, workers=stage.kind.runs == "workers", host_bytes=host_bytes)
     memory_bytes = parse_bytes(pod.memory or "")
     everywhere = _placement(spec, spec)
     placement = everywhere

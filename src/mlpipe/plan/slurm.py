@@ -49,14 +49,16 @@ class SlurmJob:
     max_requeues: int = 3
 
 
-def slurm_job(pipeline: Pipeline, stage_name: str) -> SlurmJob:
-    """What is said for the stage alone stands before what is said for all; of `options` each by itself."""
+def slurm_job(pipeline: Pipeline, stage_name: str, host_bytes: int = 0) -> SlurmJob:
+    """What is said for the stage alone stands before what is said for all; of `options` each by itself.
+    `host_bytes`: of a node's memory that the stage needs at least. Raises PlanError."""
     from mlpipe.spec.slurm import Slurm, SlurmJobKeys
 
     stage = stage_named(pipeline, stage_name)
     section = pipeline.slurm or Slurm.model_construct()
     single = section.stages.get(stage_name) or SlurmJobKeys.model_construct()
-    resources = pod_resources(stage_resources(pipeline, stage), workers=stage.kind.runs == "workers")
+    workers = stage.kind.runs == "workers"
+    resources = pod_resources(stage_resources(pipeline, stage), workers=workers, host_bytes=host_bytes)
     time = single.time or section.time
     return SlurmJob(
         cpus=math.ceil(resources.cpus or 1),

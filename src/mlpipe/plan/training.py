@@ -310,6 +310,7 @@ def _train_plan(
         validate=None if spec.validate_ is None else _validate(spec.validate_, known),
         pipeline=_pipeline(spec, shape, chosen.mesh),
         offload=spec.offload or "off",
+        host_memory_bytes=(chosen.host_bytes if hardware.device == "cuda" else 0) or None,
         compress=compress_plan(spec),
         islands=islands_plan(spec),
         buckets=buckets_of(spec, chosen.mesh),

@@ -14,7 +14,10 @@ from pathlib import Path
 
 from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, ErrorKind, SubmitError
+from mlpipe._core.units import format_bytes
+from mlpipe.plan.hardware import machine_memory_bytes
 from mlpipe.plan.plan import Plan
+from mlpipe.plan.pods import host_bytes
 from mlpipe.spec import placeholders
 from mlpipe.store.base import Store
 from mlpipe.store.outcome import read_outcome
@@ -109,6 +112,14 @@ def check_fits(plan: Plan, num_gpus: int) -> None:
             where=f"stage {plan.stage!r}",
             hint=f"run it with --set {key}.gpus_per_node={num_gpus}"
             + ("" if num_gpus else " (then it trains on the CPU)"),
+            kind="input",
+        )
+    if (needed := host_bytes(plan.work, launch)) and needed > (there := machine_memory_bytes()):
+        raise SubmitError(
+            f"what waits on the host, and the workers beside it, need {format_bytes(needed)} of memory, this "
+            f"machine has {format_bytes(there)}",
+            where=f"stage {plan.stage!r}",
+            hint=f"run it with --set stages.{plan.stage}.train.offload=null, or on a machine with more",
             kind="input",
         )
 

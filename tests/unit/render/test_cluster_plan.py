@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 from kit.rendered import PIPELINES, QUICKSTART, pipeline_of, plan_of
 
-from mlpipe._core.errors import PlanError
+from mlpipe._core.errors import PlanError, SubmitError
 from mlpipe._core.gpus import gpu_classes
 from mlpipe._core.units import parse_bytes
 from mlpipe.plan import hardware
 from mlpipe.plan.cluster import ClusterPlan, Topology
 from mlpipe.plan.hardware import GPUS
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.pods import MIB, pod_resources
+from mlpipe.plan.pods import MIB, host_bytes, pod_resources
+from mlpipe.plan.slurm import slurm_job
 from mlpipe.render.kubernetes import driver_objects, stage_objects
 from mlpipe.render.lint import lint
 from mlpipe.render.pod import CACHE, SCRATCH
 from mlpipe.spec.load import load_pipeline
+from mlpipe.submit import process_executor
 
 pytestmark = pytest.mark.unit
 
@@ -165,3 +167,28 @@ def test_copies_of_data_have_room_in_a_volume() -> None:
         PlanError, match=r"scratch of 20\.0 GiB is too small: copies of data take up to 30\.0"
     ):
         disk("kubernetes.scratch={size: 20 GiB}")
+
+
+def test_what_waits_on_the_host_has_room_in_pods_and_jobs_or_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = ("train.resources={nodes: 1, gpus_per_node: 1, gpu: H100-80GB}", "train.train.strategy=single")
+    away = (*one, "train.optimizer={name: adamw, lr: 1e-4}", "train.compile=off", "train.offload=optimizer")
+    pipeline = pipeline_of("llm", *away)
+    plan = plan_of(pipeline, "train")
+    each = plan.work.training.host_memory_bytes
+    assert each is not None
+    needed = -(-(each + 4 * 2**30) // MIB) * MIB
+    assert needed > 32 * 2**30  # of a pod with one GPU
+    assert cluster_of(plan).memory_bytes == needed
+    assert Plan.from_json(plan.to_json()) == plan
+    job = slurm_job(pipeline_of("llm", *away, "slurm={}"), "train", host_bytes(plan.work, plan.launch))
+    assert job.memory_mib * MIB == needed
+    assert cluster_of(plan_of(pipeline_of("llm", *one), "train")).memory_bytes == 32 * 2**30
+    with pytest.raises(PlanError, match="memory of 32 GiB a node is too little: what waits on the host"):
+        plan_of(pipeline_of("llm", *away, "train.resources.memory=32 GiB"), "train")
+    monkeypatch.setattr(process_executor, "machine_memory_bytes", lambda: needed - MIB)
+    with pytest.raises(SubmitError, match="what waits on the host"):
+        process_executor.check_fits(plan, num_gpus=1)
+    monkeypatch.setattr(process_executor, "machine_memory_bytes", lambda: needed)
+    process_executor.check_fits(plan, num_gpus=1)

@@ -7,6 +7,7 @@ import time
 from mlpipe._core.errors import PlanError, SubmitError
 from mlpipe.plan.ahead import plan_ahead
 from mlpipe.plan.plan import Plan
+from mlpipe.plan.pods import host_bytes
 from mlpipe.plan.slurm import slurm_job
 from mlpipe.render.slurm import parts_of, script
 from mlpipe.spec.model import Pipeline
@@ -20,7 +21,12 @@ Files = dict[str, str]
 
 def of_plan(pipeline: Pipeline, plan: Plan, part: str = "") -> str:
     """The script of one attempt, or of a part of it. Raises RenderError."""
-    return script(plan, slurm_job(pipeline, plan.stage), output_file(plan, part), part)
+    return script(
+        plan,
+        slurm_job(pipeline, plan.stage, host_bytes(plan.work, plan.launch)),
+        output_file(plan, part),
+        part,
+    )
 
 
 def scripts(submission: Submission) -> Files:
