@@ -60,9 +60,13 @@ class MlpipeError(Exception):
         if kind is not None:
             self.kind = kind
 
+    @property
+    def told(self) -> str:
+        """What and where, for whoever shows the hint apart."""
+        return f"{self.where}: {self.message}" if self.where else self.message
+
     def __str__(self) -> str:
-        text = f"{self.where}: {self.message}" if self.where else self.message
-        return f"{text}\n  hint: {self.hint}" if self.hint else text
+        return f"{self.told}\n  hint: {self.hint}" if self.hint else self.told
 
 
 class SpecError(MlpipeError):

@@ -96,7 +96,7 @@ def _planned(place: RunPlace, submission: Submission) -> Answer:
     except SpecErrors as error:
         return Answer(place, "; ".join(f"{one.place}: {one.message}" for one in error.problems))
     except MlpipeError as error:
-        return Answer(place, _words(error))
+        return Answer(place, error.told)
 
 
 def _overrides(place: RunPlace, pipeline: Pipeline) -> Iterator[str]:
@@ -132,13 +132,9 @@ def _ask(planned: Answer, answers: list[Answer], index: int) -> None:
         lasts = there.lasting or lasting(submission.pipeline, backend.hardware, submission.stage)
         answers[index] = replace(planned, availability=there, lasting=lasts)
     except MlpipeError as error:
-        answers[index] = Answer(planned.place, _words(error))
+        answers[index] = Answer(planned.place, error.told)
     except Exception as error:  # of a package, say, in whose thread nobody would see it
         answers[index] = Answer(planned.place, f"{type(error).__name__}: {error}")
-
-
-def _words(error: MlpipeError) -> str:
-    return f"{error.where}: {error.message}" if error.where else error.message
 
 
 def choose(answers: Sequence[Answer], goal: Goal) -> tuple[Answer | None, str]:

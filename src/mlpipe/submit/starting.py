@@ -75,9 +75,8 @@ def look_ahead(submission: Submission, reaches: Callable[[str], bool]) -> dict[s
             kept[stage] = kept_as(init, find(store, "", init, submission.folder))
         except MlpipeError as error:
             if error.kind == "input":
-                told = f"{error.where}: {error.message}" if error.where else error.message
                 where = _line(submission, stage)
-                raise SubmitError(told, where=where, hint=error.hint, kind="input") from None
+                raise SubmitError(error.told, where=where, hint=error.hint, kind="input") from None
     return kept
 
 
@@ -87,9 +86,8 @@ def asked_for(submission: Submission, stage: str, training: Train) -> InitPlan |
     try:
         return init_plan(training, {})
     except PlanError as error:
-        told = f"{error.where}: {error.message}"
         where = _line(submission, stage)
-        raise SubmitError(told, where=where, hint=error.hint, kind="input") from None
+        raise SubmitError(error.told, where=where, hint=error.hint, kind="input") from None
 
 
 def _line(submission: Submission, stage: str) -> str:

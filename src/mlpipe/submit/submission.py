@@ -127,4 +127,4 @@ def attempt(name: str, action: Callable[[], T]) -> T | Finding:
     try:
         return action()
     except MlpipeError as error:
-        return Finding(name, "fail", str(error), error.hint)
+        return Finding(name, "fail", error.told, error.hint)

@@ -112,6 +112,7 @@ def test_without_a_configuration_or_a_server_nothing_more_is_asked(server, tmp_p
     found = findings(tmp_path, context="prod")
     assert (list(found), found["config"].level) == (["config"], "fail")
     assert "it has test" in found["config"].remedy
+    assert "hint" not in found["config"].detail  # which is the remedy, and said once
     server.inject("GET", "/version", Fault("status", 401, "Unauthorized"))
     found = findings(tmp_path)
     assert (list(found), found["server"].level) == (["config", "server"], "fail")
