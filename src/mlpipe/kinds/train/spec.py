@@ -295,7 +295,7 @@ def _problems(stage: Node) -> Iterator[Problem]:
                 "model has neither 'preset', 'pretrained' nor 'entry'",
                 "add 'preset: ...', 'pretrained: ...' or 'entry: ...'",
             )
-    if get(train, "communication") is not None:
+    if get(train, "communication") is not None or get(train, "stragglers") is not None:
         from mlpipe.spec import communication  # of few files
 
         yield from communication.problems(stage, _WITH_SHARDS)
