@@ -105,6 +105,12 @@ def test_who_submits_may_do_nothing_that_the_driver_may_not(built):
         assert verbs <= DRIVER[resource] | dry_run, resource
 
 
+def test_who_submits_may_have_all_checked_that_the_driver_creates(built):
+    rights = _rights(_of(built["base"], "Role")["mlpipe-submitter"])
+    created = {resource for resource, verbs in DRIVER.items() if "create" in verbs}
+    assert {resource for resource in created if "create" not in rights.get(resource, set())} == set()
+
+
 def test_no_account_mounts_its_token(built):
     accounts = _of(built["base"], "ServiceAccount")
     assert set(accounts) == {"mlpipe-driver", "mlpipe-worker"}
