@@ -42,7 +42,8 @@ def command(
             lines.append(str(errors))
         else:
             files.append({"file": spec, "problems": []})
-            lines.append(f"{spec}: ok, {len(pipeline.stages)} stages")
+            number = len(pipeline.stages)
+            lines.append(f"{spec}: ok, {number} stage" + ("s" if number > 1 else ""))
     valid = not any(file["problems"] for file in files)
     session.result({"valid": valid, "files": files}, "\n".join(lines))
     return 0 if valid else EXIT_CODES["input"]

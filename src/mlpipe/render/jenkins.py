@@ -108,9 +108,9 @@ def jenkinsfile(
     for one in pipeline.stages:
         if one.resources is not None and one.resources.replicas is not None:
             raise RenderError(
-                "an elastic training is for `mlpipe run` and the backend local, not for a build",
+                "a build runs no elastic training",
                 where=f"stage {one.name!r}",
-                hint=f"write one number of nodes: {one.resources.replicas[1]}",
+                hint=f"use `mlpipe submit`, or write one number of nodes: {one.resources.replicas[1]}",
             )
     levels = _levels(pipeline)
     sweep, looped = pipeline.sweep, len(pipeline.stages) > MAX_STAGES

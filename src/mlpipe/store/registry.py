@@ -146,9 +146,10 @@ def show_model(store: Store, name: str, version: int | str) -> Model:
     number = int(text) if text.isascii() and text.isdecimal() else aliases.get(text)
     if isinstance(number, DamagedError):
         raise number
-    if number is None or number not in _versions(store, name):
+    versions = _versions(store, name)
+    if number is None or number not in versions:
         raise StoreError(
-            f"there is no model {name}, version {version}",
+            f"there is no model {name}" + (f", version {version}" if versions else ""),
             where=store.url,
             hint="mlpipe models list shows them",
             kind="input",

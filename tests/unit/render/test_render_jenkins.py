@@ -222,6 +222,9 @@ def test_what_cannot_be_said_is_refused() -> None:
     for spec, words in (("/abs.yaml", "from the top"), ("../up.yaml", "from the top"), ("a\0b", "NUL")):
         with pytest.raises(RenderError, match=words):
             jenkinsfile(LLM, spec, [], "runs")
+    elastic = pipeline_of("finetune", "base.resources.nodes=2..4")
+    with pytest.raises(RenderError, match="elastic"):
+        jenkinsfile(elastic, "finetune.yaml", [], "runs")
     with pytest.raises(RenderError, match="takes 32768"):
         jenkinsfile(LLM, "llm.yaml", ["a=" + "x" * 40_000], "runs")
 

@@ -135,6 +135,10 @@ def test_aliases_move_and_mistakes_are_bad_input(store):
         with pytest.raises(StoreError) as caught:
             call()
         assert caught.value.kind == "input"
+    for name, told in (("lm", "lm, version 9"), ("other", "other")):
+        with pytest.raises(StoreError) as caught:
+            registry.show_model(store, name, 9)
+        assert caught.value.message == f"there is no model {told}"
 
 
 def test_what_is_damaged_is_listed_as_such_beside_all_others(store):
