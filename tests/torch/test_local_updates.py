@@ -5,6 +5,7 @@ checkpoint."""
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +16,13 @@ from kit.thread_ranks import on_ranks
 from mlpipe.plan.plan import IslandsPlan, OptimizerPlan, ValidatePlan
 from mlpipe.train.optim.islands import LocalUpdates
 from mlpipe.train.optim.make import make_update
+from mlpipe.train.optim.sender import Sender
 from mlpipe.train.shards import LocalShard
 
 pytestmark = pytest.mark.torch
 STEPS = 8
 DILOCO = IslandsPlan(sync_every=3, outer_lr=0.7, outer_momentum=0.5, compress="int8", fragments=2)
+STALE = replace(DILOCO, staleness=2)
 
 
 def sgd(momentum: float = 0.0) -> OptimizerPlan:
@@ -56,6 +59,78 @@ def test_the_outer_step_is_torchs_nesterov() -> None:
     torch.testing.assert_close(found[0], outer.detach())
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_what_is_heard_later_leaves_what_was_learnt_since(fragments: int) -> None:
+    """Beside a simulation of both islands: what one told S steps ago is replaced by the outer step of the
+    means, and the last round is heard at the end."""
+    plan = IslandsPlan(3, outer_lr=0.7, outer_momentum=0.5, fragments=fragments, staleness=2)
+    starts, steps = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0)), 8
+
+    def gradient(rank: int, step: int, number: int) -> torch.Tensor:
+        return torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * number + 10 * step + rank))
+
+    def work(link: Any) -> list[torch.Tensor]:
+        parameters = [torch.nn.Parameter(start.clone()) for start in starts]
+        shards = [
+            LocalShard(str(number), one.detach(), (5, 3), (0, 0), 0, 2, one)
+            for number, one in enumerate(parameters)
+        ]
+        update = LocalUpdates(plan, make_update(sgd(), shards), shards, link.ranks)
+        for step in range(steps):
+            for number, parameter in enumerate(parameters):
+                parameter.grad = gradient(link.ranks.rank, step, number)
+            update.step(lr=0.1, scale=1.0)
+            if step == 3:
+                update.settle()
+        update.finish()
+        assert update.scalars()["num_rounds"] == 3
+        return [shard.local for shard in shards]
+
+    def simulated(number: int) -> torch.Tensor:
+        anchor, momentum = starts[number].clone(), torch.zeros(5, 3)
+        weights, told, told_at = [anchor.clone(), anchor.clone()], None, 0
+        turn = 0 if fragments == 1 or number == 0 else 1
+
+        def hear() -> None:
+            nonlocal told
+            mean = (told[0] + told[1]) / 2
+            momentum.mul_(0.5).add_(mean)
+            outer = 0.7 * (mean + 0.5 * momentum)
+            anchor.sub_(outer)
+            for rank in range(2):
+                weights[rank] += told[rank] - outer
+            told = None
+
+        for step in range(steps):
+            for rank in range(2):
+                weights[rank] -= 0.1 * gradient(rank, step, number)
+            if told is not None and step - told_at >= 2:
+                hear()
+            if (step + 1 - turn) % 3 == 0:
+                told, told_at = [anchor - one for one in weights], step
+            if step == 3 and told is not None:
+                hear()
+        if told is not None:
+            hear()
+        if told_at != steps - 1:
+            told = [anchor - one for one in weights]
+            hear()
+        torch.testing.assert_close(weights[0], weights[1])
+        return weights[0]
+
+    for found in on_ranks(2, work):
+        for number, weights in enumerate(found):
+            torch.testing.assert_close(weights, simulated(number))
+
+
+def test_what_cannot_be_sent_is_raised_where_it_is_waited_for() -> None:
+    def lost() -> None:
+        raise ConnectionError("reset by peer")
+
+    with pytest.raises(ConnectionError, match="reset by peer"):
+        Sender(torch.device("cpu")).send(lost).wait()
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("islands")
@@ -77,16 +152,20 @@ def trained(tmp_path_factory):
         plan_of("pair", nesterov),
         plan_of("diloco", DILOCO),
         plan_of("watched", DILOCO, validate=ValidatePlan(4, 512, ())),
+        plan_of("stale", STALE),
         plan_of("begun", steps=STEPS // 2),
         plan_of("begun", DILOCO, attempt=2),
     ]
     plans.run_together(made, folder / "two")
     hsdp: dict[str, Any] = {"world_size": 4, "strategy": "hsdp"}
-    of_four = [plan_of("hsdp", nesterov, **hsdp)]
+    of_four = [
+        plan_of("hsdp", nesterov, **hsdp),
+        plan_of("stale-hsdp", replace(nesterov, staleness=2), **hsdp),
+    ]
     plans.run_together(of_four, folder / "four")
-    for plan in (made[4], made[5], of_four[0]):
+    for plan in (made[4], made[5], made[6], of_four[0]):
         forget_the_last(plan)
-    again = [plan_of("diloco", DILOCO, attempt=2)]
+    again = [plan_of("diloco", DILOCO, attempt=2), plan_of("stale", STALE, attempt=2)]
     plans.run_together(again, folder / "two-again")
     more = [plan_of("hsdp", nesterov, attempt=2, **hsdp), plan_of("watched", DILOCO, attempt=2, world_size=4)]
     plans.run_together(more, folder / "four-again")
@@ -126,7 +205,32 @@ def test_an_island_may_be_several_workers(trained) -> None:
     assert plans.losses(store, made["hsdp", 1]) == pytest.approx(pair, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["diloco", "hsdp"])
+@pytest.mark.combines("dp_replicate", "update async")
+@pytest.mark.combines("dp_shard", "update async")
+def test_stale_islands_learn(trained) -> None:
+    """A record has the loss of its own island."""
+    made, store = trained
+    plain = plans.losses(store, made["adamw", 1])
+    for name in ("stale", "stale-hsdp"):
+        assert plans.losses(store, made[name, 1]) == pytest.approx(plain, rel=0.05), name
+    rounds = [one["rounds"] for one in plans.records(store, made["stale", 1]) if one["kind"] == "step"]
+    assert rounds == [0, 0, 0, 0, 1, 1, 1, 3]  # heard two steps later, before a checkpoint, and at the end
+
+
+def test_an_island_waits_for_none_that_is_near(trained, tmp_path) -> None:
+    """Here one is as far ahead of the other as it may be, or neither would ever go on. And figures that are
+    not finite are told as late, but no checkpoint has them that is due before."""
+    made, store = trained
+    apart, poisoned = (replace(made["stale", 1], run_id=name) for name in ("apart", "poisoned"))
+    plans.run_together([apart, poisoned], tmp_path, worker="kit.apart", may_fail=True)
+    assert plans.losses(store, apart) == plans.losses(store, made["stale", 1])
+    said = (tmp_path / "output.log").read_text()
+    assert "the loss is not finite" in said
+    assert "on rank 1" in said
+    assert not list((store / poisoned.stage_key).glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize("name", ["diloco", "stale", "hsdp"])
 def test_a_resume_in_the_middle_of_a_round_repeats_it(trained, name: str) -> None:
     made, store = trained
     assert plans.losses(store, made[name, 2]) == plans.losses(store, made[name, 1])[STEPS // 2 :]

@@ -14,6 +14,7 @@ from kit import budget, plans
 from mlpipe._core.compression import COMPRESSIONS
 from mlpipe._core.presets import MOE, MoeConfig
 from mlpipe.plan.axes.tp import num_collectives
+from mlpipe.plan.pipelining import num_transfers
 from mlpipe.plan.plan import CompressPlan, Entry, IslandsPlan, Mesh, ModelPlan, PipelinePlan
 
 pytestmark = pytest.mark.torch
@@ -25,11 +26,20 @@ EXPERTS = MoeConfig(
     balance_rate=0.01,
 )  # fmt: skip
 PARTED: dict[str, dict[str, Any]] = {"micro_batch": 4, "accumulation": 4}
+# numbers of blocks of each stage
+STAGES = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (1, 1, 1, 1), "zero_bubble": (1, 1)}
 AXES: dict[str, dict[str, Any]] = {
     "tp": {"mesh": Mesh(tp=2), **PARTED},
     "cp": {"mesh": Mesh(cp=2), **PARTED},
-    "pp, 1f1b": {"mesh": Mesh(pp=2), "pipeline": PipelinePlan("1f1b", (1, 1)), **PARTED},
-    "pp, zero_bubble": {"mesh": Mesh(pp=2), "pipeline": PipelinePlan("zero_bubble", (1, 1)), **PARTED},
+    **{
+        f"pp, {schedule}": {
+            "mesh": Mesh(pp=2),
+            "pipeline": PipelinePlan(schedule, blocks),
+            "model": plans.model_plan(num_layers=sum(blocks)),
+            **PARTED,
+        }
+        for schedule, blocks in STAGES.items()
+    },
     "ep": {
         "mesh": Mesh(dp_shard=2, ep=2),
         "strategy": "fsdp",
@@ -121,10 +131,11 @@ def test_what_travels_along_an_axis_is_what_the_planner_prices(counted):
     assert 0 <= cp["allreduce_ bytes"] - 4 * plans.CONFIG.num_params() < 100
 
     tied = 4 * plans.CONFIG.vocab_size * dim  # gradients that both ends add up
-    for schedule in ("1f1b", "zero_bubble"):
+    for schedule in STAGES:
         pp = counted[f"pp, {schedule}"]
-        assert pp["send bytes"] == pp["recv_ bytes"] == stream + tied
-        assert pp["send"] == pp["recv_"] == 4 + 1
+        each_way = num_transfers(schedule, 0, 2, 4) // 2
+        assert pp["send bytes"] == pp["recv_ bytes"] == each_way * stream // 4 + tied, schedule
+        assert pp["send"] == pp["recv_"] == each_way + 1, schedule
 
     ep = counted["ep"]
     assert ep["alltoall_base_"] == 5 * layers

@@ -177,6 +177,13 @@ def bubble_passes(schedule: Schedule, num_ranks: int) -> tuple[float, float]:
     return share, share
 
 
+def num_transfers(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int) -> int:
+    """What a rank sends and receives in a step: at both ends of each of its stages, but for the model's own
+    ends, the residual stream and its gradient."""
+    ends = (rank == 0) + (rank == num_ranks - 1)
+    return num_microbatches * (4 * stages_per_rank(schedule) - 2 * ends)
+
+
 def num_held(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int) -> float:
     """The most microbatches of which a rank keeps activations at a time, in parts of all its stages."""
     if schedule == "gpipe":

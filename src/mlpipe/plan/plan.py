@@ -263,13 +263,15 @@ class CompressPlan:
 @dataclass(frozen=True)
 class IslandsPlan:
     """Each island updates by its own gradients, and every `sync_every` steps all agree on the weights, see
-    `train/optim/islands.py`. `compress`: a code of `_core/compression.py`; None: fp32."""
+    `train/optim/islands.py`. `compress`: a code of `_core/compression.py`; None: fp32. `staleness`: so many
+    steps an island goes on while what it told travels, and may be ahead of another."""
 
     sync_every: int
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     compress: str | None = None
     fragments: int = 1
+    staleness: int = 0
 
 
 @dataclass(frozen=True)

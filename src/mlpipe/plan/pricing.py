@@ -86,12 +86,16 @@ def without_data(mesh: Mesh) -> Mesh:
 
 def _of_islands(local: IslandsPlan, trained: ParameterCounts) -> Exchanged:
     """A step's share of a round, in which an island sends what it learnt: anchors, outer momentum and what
-    was not told are kept."""
+    was not told are kept; what travels, and a copy of it, while the island goes on."""
     bits = 8.0 * GRADIENT_BYTES * trained.total
     if local.compress is not None:
         bits = COMPRESSIONS[local.compress].sent(trained.total, 1, {}).reduced_bits
     kept = 1 + (local.outer_momentum > 0) + (local.compress is not None)
-    return Exchanged(bits / 8 / local.sync_every, 0.0, trained.total / local.sync_every, kept)
+    hidden = 0.0
+    if local.staleness:
+        kept += 2
+        hidden = min(1.0, local.fragments * local.staleness / local.sync_every)
+    return Exchanged(bits / 8 / local.sync_every, 0.0, trained.total / local.sync_every, kept, hidden)
 
 
 class Pricer:

@@ -50,10 +50,17 @@ def settings_of(compress: Compress) -> tuple[str, dict[str, float]]:
     return name, {**defaults, **said}
 
 
+_STALENESS = (
+    "So many steps a worker goes on while what it told travels, and may be ahead of the slowest. Default: it "
+    "waits."
+)
+
+
 class LocalSgd(SpecModel):
     """Workers take the mean of their weights now and then (Stich, Local SGD, 2019)."""
 
     sync_every: f.Count = Field(20, description="Steps between two means.")
+    staleness: f.FewOrZero = Field(0, description=_STALENESS)
 
 
 class DiLoCo(SpecModel):
@@ -72,39 +79,55 @@ class DiLoCo(SpecModel):
         1,
         description="Parts of the model that take turns within `sync_every` steps, to spread the sending.",
     )
+    staleness: f.FewOrZero = Field(0, description=_STALENESS)
 
 
-class LocalSgdUpdate(SpecModel):
-    """local_sgd, with settings."""
+class Async(DiLoCo):
+    """diloco for workers that need not be at the same step (Liu et al., Asynchronous Local-SGD Training for
+    Language Modeling, 2024; bounded as by Ho et al., Stale Synchronous Parallel, 2013)."""
 
-    local_sgd: LocalSgd = Field(description="How often.")
+    sync_every: f.Count = Field(20, description="Steps between two outer steps.")
+    staleness: f.FewCount = Field(
+        4,
+        description="So many steps a worker goes on while what it told travels, and may be ahead of the "
+        "slowest.",
+    )
 
 
-class DiLoCoUpdate(SpecModel):
-    """diloco, with settings."""
-
-    diloco: DiLoCo = Field(description="How often, and the outer step.")
+ROUNDS: dict[str, type[SpecModel]] = {"local_sgd": LocalSgd, "diloco": DiLoCo, "async": Async}
 
 
-ROUNDS = {"local_sgd": LocalSgd, "diloco": DiLoCo}
+def _update(name: str, about: str) -> type[SpecModel]:
+    """`{name: {...}}`."""
+    settings = ROUNDS[name]
+    inner: Any = {name: (settings, Field(description=about))}
+    words = f"{name}, with settings."
+    made: type[SpecModel] = create_model(
+        f"{settings.__name__}Update", __base__=SpecModel, __doc__=words, **inner
+    )
+    return made
+
+
+_UPDATES = {
+    "local_sgd": _update("local_sgd", "How often."),
+    "diloco": _update("diloco", "How often, and the outer step."),
+    "async": _update("async", "How often, the outer step, and how far apart they may be."),
+}
 
 
 if TYPE_CHECKING:
-    Update = str | LocalSgdUpdate | DiLoCoUpdate
+    Update = str | SpecModel
 else:
-    Update = f.name_or_settings(
-        "an update", tuple(ROUNDS), {"local_sgd": LocalSgdUpdate, "diloco": DiLoCoUpdate}
-    )
+    Update = f.name_or_settings("an update", tuple(ROUNDS), _UPDATES)
 
 
 def round_of(update: Update) -> dict[str, Any]:
     """Figures of a round, as the plan has them: local SGD is an outer step of learning rate 1 without
     momentum."""
     if isinstance(update, str):
-        settings: SpecModel = ROUNDS[update]()
-    else:
-        settings = update.local_sgd if isinstance(update, LocalSgdUpdate) else update.diloco
-    return settings.model_dump(mode="json")
+        return ROUNDS[update]().model_dump(mode="json")
+    (settings,) = update.model_dump(mode="json").values()
+    return dict(settings)
 
 
 # What they keep from step to step an overflow of fp16 would spoil for good, or workers would not all see it.
@@ -145,20 +168,38 @@ def problems(train: Node, strategies: Mapping[str, Sequence[str]]) -> Iterator[P
         yield Problem.at(
             optimizer.place, f"{text_of(optimizer)} averages the weights itself, as update does", "take adamw"
         )
-    settings = get(update, "diloco")
-    every, fragments = (
-        (get(settings, key) if settings is not None else None) for key in ("sync_every", "fragments")
+    yield from _of_rounds(train, update)
+
+
+def _of_rounds(train: Node, update: Node) -> Iterator[Problem]:
+    """What has no room in one."""
+    name = next((one for one in ROUNDS if text_of(update) == one or get(update, one) is not None), None)
+    if name is None:
+        return
+    said = {key: get(update, name, key) for key in ("sync_every", "fragments", "staleness")}
+    fields = ROUNDS[name].model_fields
+    steps, fragments, staleness = (
+        node.value if node is not None else fields[key].default if key in fields else 1
+        for key, node in said.items()
     )
-    most = every.value if every is not None else DiLoCo.model_fields["sync_every"].default
-    if (
-        fragments is not None
-        and all(type(n) is int for n in (most, fragments.value))
-        and fragments.value > most
-    ):
+    if not all(type(number) is int for number in (steps, fragments, staleness)):
+        return
+    if said["fragments"] is not None and fragments > steps:
         yield Problem.at(
-            fragments.place,
-            f"{fragments.value} fragments have no turns of their own in {most} steps",
-            f"write {most} at most",
+            said["fragments"].place,
+            f"{fragments} fragments have no turns of their own in {steps} steps",
+            f"write {steps} at most",
+        )
+    if staleness >= steps >= 1:
+        yield problem_of_key(
+            said["staleness"] or said["sync_every"] or update,
+            f"what was told {staleness} steps ago is not heard before more is told, every {steps} steps",
+            "make staleness less than sync_every",
+        )
+    stragglers = get(train, "stragglers")
+    if staleness and stragglers is not None and text_of(stragglers) == "move_load":
+        yield problem_of_key(
+            stragglers, "workers that need not be at the same step need not be as fast", "remove it"
         )
 
 

@@ -107,6 +107,10 @@ class Loop:
         """Loss sum, targets, squared norm, tokens, and who wants to stop and to save, summed in place."""
         dist.all_reduce(totals)
 
+    def is_finite(self, *totals: float) -> bool:
+        """Whether loss, targets and norm are."""
+        return all(map(math.isfinite, totals))
+
     def more_fields(self) -> dict[str, Any]:
         """Of a step's record."""
         return self.model.step_metrics()
@@ -177,7 +181,7 @@ class Loop:
         grad_norm = total_squared**0.5 * scale
         loss = total_loss / max(total_targets, 1.0)
         busy = computed - data_done - reading
-        skipped = not all(map(math.isfinite, (total_loss, total_targets, total_squared)))
+        skipped = not self.is_finite(total_loss, total_targets, total_squared)
         record = Step(
             step=number,
             loss=loss,

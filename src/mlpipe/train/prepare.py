@@ -162,6 +162,10 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         loop_of = MovingLoop
         # whoever compiles for a size of batches compiles for each
         loader.unit = 1 if plan.compile == "off" else plan.micro_batch
+    if plan.islands is not None and plan.islands.staleness:
+        from mlpipe.train.stale_loop import StaleLoop
+
+        loop_of = StaleLoop
     if validation is not None:
         validation.load(position.scalars)
     if loss_scale is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,6 +107,17 @@ class World:
         if self.place(axis)[1] == self.size:
             return None
         return self.device_mesh(axis).get_group()
+
+    def group_of_its_own(self, axis: str) -> dist.ProcessGroup:
+        """As `group`, a new one, for what travels beside other collectives: all of one group are issued in
+        the same order on every rank. To be called by all ranks."""
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            elsewhere = tuple(n for name, n in self.mesh.coordinates(rank).items() if name != axis)
+            rows.setdefault(elsewhere, []).append(rank)
+        group: Any = dist.new_subgroups_by_enumeration(list(rows.values()))[0]
+        own: dist.ProcessGroup = group
+        return own
 
     @cached_property
     def experts(self) -> DeviceMesh:

@@ -10,7 +10,7 @@ import pytest
 from kit.shapes import rank_work
 
 from mlpipe.plan.axes import active, cp, dp_replicate, ep, pp, tp
-from mlpipe.plan.axes.axis import Layout, Passes
+from mlpipe.plan.axes.axis import Exchanged, Layout, Passes
 from mlpipe.plan.hardware import GPUS, Hardware
 from mlpipe.plan.memory import rank_tensors
 from mlpipe.plan.plan import Mesh
@@ -99,6 +99,19 @@ def test_gradients_of_replicas_travel_beside_the_last_backward_pass_but_for_thos
     assert whole == 1 + 4 * (5 * 10**8 + 20)
 
 
+@pytest.mark.parametrize("hidden_ratio", [0.0, 0.5, 1.0])
+def test_what_islands_send_hides_behind_as_many_steps_as_it_may_take(hidden_ratio: float) -> None:
+    """Of three micro-batches, 16 s each; of islands that share weights, a share of what is sent."""
+    exchanged = Exchanged(1000, 0.0, 0.0, hidden_ratio=hidden_ratio)
+    wire = cast(Wire, Slow())
+    alone = Layout(Mesh(dp_replicate=2), exchanged=exchanged)
+    shown = dp_replicate.exposed_seconds(PASSES, wire, alone)
+    assert shown == pytest.approx(1001 - hidden_ratio * 3 * 16)
+    shares = Layout(Mesh(dp_replicate=2, dp_shard=4), exchanged=exchanged)
+    left = 1001 / 4 - hidden_ratio * 3 * 16
+    assert dp_replicate.exposed_seconds(PASSES, wire, shares) == pytest.approx(left)
+
+
 def test_a_pipeline_holds_the_microbatches_that_are_under_way() -> None:
     """Of 4 ranks with 1F1B the first has 4: of each but one what is saved, and its logits' gradient."""
     work = rank_work(PARAMETERS, mesh=Mesh(pp=4), saved=50, logits=40, accumulation=8)
@@ -112,11 +125,12 @@ def test_a_pipeline_holds_the_microbatches_that_are_under_way() -> None:
     assert pp.divide(before, shards).buffers == before.buffers
 
 
-@pytest.mark.parametrize(("overlap", "number"), [(True, 3), (False, 8)])
+@pytest.mark.parametrize(("overlap", "number"), [(True, 3), (False, 16)])
 def test_what_goes_from_stage_to_stage_travels_beside_computing_where_that_is_possible(
     overlap: bool, number: int
 ) -> None:
-    """On a GPU all but what fills and drains the pipeline; in fp32, a share of each rank of `tp`."""
+    """On a GPU all but what fills and drains the pipeline; else what a rank between two others sends and
+    receives. In fp32, a share of each rank of `tp`."""
     idle = dict.fromkeys(("forward_block", "backward_block", "forward_outside", "backward_outside"), 0.0)
     passes = replace(PASSES, **idle, accumulation=8, overlap=overlap, stream_bytes=70)
     assert exposed(pp, Mesh(pp=4, dp_shard=2), passes) == (2 * number * (1 + 140), {(2, 1)})

@@ -15,6 +15,7 @@ from mlpipe.plan.pipelining import (
     bubble_passes,
     idle_ratio,
     num_held,
+    num_transfers,
     order,
     orders,
     with_transfers,
@@ -122,6 +123,14 @@ def test_ranks_are_idle_as_long_as_the_papers_say(schedule, num_ranks):
     found = idle_ratio(orders(schedule, num_ranks, num_microbatches))
     per_stage = stages_per_rank(schedule)
     assert found == pytest.approx(idle / (idle + busy), rel=1e-6), per_stage
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_what_a_rank_sends_and_receives_is_counted(schedule, num_ranks):
+    for rank, actions in enumerate(with_transfers(schedule, num_ranks, 2 * num_ranks)):
+        found = sum(isinstance(action, Transfer) for action in actions)
+        assert num_transfers(schedule, rank, num_ranks, 2 * num_ranks) == found, rank
 
 
 def test_zero_bubble_is_idle_less_than_1f1b_and_interleaved():

@@ -207,6 +207,7 @@ def _islands(local: IslandsPlan) -> str:
     words = f"agree every {local.sync_every} steps, outer lr {local.outer_lr:g}"
     words += f", momentum {local.outer_momentum:g}" if local.outer_momentum else ""
     words += f", {local.fragments} fragments" if local.fragments > 1 else ""
+    words += f", heard {local.staleness} steps later" if local.staleness else ""
     return words + (f", sent as {local.compress}" if local.compress else "")
 
 

@@ -217,7 +217,8 @@ class Train(SpecModel):
     update: links.Update | None = Field(
         None,
         description="Let workers learn by themselves for several steps before they agree on the weights: "
-        "`local_sgd` or `diloco`, by name or with settings. Default: they average gradients in every step.",
+        "`local_sgd`, `diloco` or `async`, by name or with settings. Default: they average gradients in "
+        "every step.",
     )
     buckets: f.SizeOrAuto | None = Field(
         None,

@@ -18,12 +18,13 @@ class Exchanged:
     """What replicas send of gradients, where that is not the gradients themselves: bytes in all-reduces and
     in all-gathers, each rank's own part. `coded_params`: so many values are read and written to make it.
     `kept_copies`: of the gradients' size, between steps. Of islands, which do so once in many steps: a step's
-    share."""
+    share; `hidden_ratio`: the part of all steps' computing beside which something travels."""
 
     reduced_bytes: float
     gathered_bytes: float
     coded_params: float
     kept_copies: int = 1
+    hidden_ratio: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,10 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     if layout.mesh.dp_shard > 1:  # travels with what FSDP reduces
         if layout.exchanged is None:
             return 0.0
-        return _exchange_seconds(layout.exchanged, wire, num_ranks, stride) / layout.num_shards
+        return _exchange_seconds(layout.exchanged, passes, wire, layout)
     exposed = wire.all_reduce(GRADIENT_BYTES * passes.num_trained_params, num_ranks, stride)
     if layout.exchanged is not None:
-        exposed = _exchange_seconds(layout.exchanged, wire, num_ranks, stride)
+        exposed = _exchange_seconds(layout.exchanged, passes, wire, layout)
     elif passes.overlap and layout.mesh.pp == 1:  # a pipeline's are reduced when all its passes are done
         last = wire.all_reduce(
             min(DDP_BUCKET_BYTES, GRADIENT_BYTES * passes.num_trained_params), num_ranks, stride
@@ -65,10 +65,14 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     return exposed
 
 
-def _exchange_seconds(exchanged: Exchanged, wire: Wire, num_ranks: int, stride: int) -> float:
-    """Behind the backward pass, and making it: adding up, coding, decoding twice, and what is left over."""
+def _exchange_seconds(exchanged: Exchanged, passes: Passes, wire: Wire, layout: Layout) -> float:
+    """Behind the backward pass, and making it: adding up, coding, decoding twice, and what is left over. Of a
+    rank's shards. What travels beside computing is of islands, over links that are slow enough to leave a
+    CPU its cores."""
+    num_ranks, stride = layout.num_replicas, layout.replica_stride
     coding = copy_seconds(_CODING_PASSES * GRADIENT_BYTES * exchanged.coded_params, wire.hardware.speed)
     seconds = wire.all_reduce(exchanged.reduced_bytes, num_ranks, stride)
     if exchanged.gathered_bytes:
         seconds += wire.gather_activations(exchanged.gathered_bytes * num_ranks, num_ranks, stride)
-    return seconds + coding
+    hidden = exchanged.hidden_ratio * passes.accumulation * (passes.forward + passes.backward)
+    return max(0.0, seconds / layout.num_shards - hidden) + coding / layout.num_shards

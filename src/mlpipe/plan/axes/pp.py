@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mlpipe._core.pipelines import stages_per_rank
 from mlpipe.plan.axes import by_name
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
-from mlpipe.plan.pipelining import bubble_passes, num_held
+from mlpipe.plan.pipelining import bubble_passes, num_held, num_transfers
 from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
 from mlpipe.plan.tensors import COMPUTE_BYTES, WEIGHT_BYTES, RankTensors, Tensors, total
 from mlpipe.plan.wire import Wire
@@ -51,9 +50,9 @@ def _cast_bytes(work: RankWork) -> int:
 
 def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     """What a rank is idle, with the transfers that stand before the first microbatch and behind the last: on
-    a CPU all of them, as there they take the cores that compute. The residual stream travels in fp32, of
-    `tp` each rank's share. A pass of a stage that several ranks share has their collectives in it, as many
-    forward as backward."""
+    a CPU all of the rank that has most, as there they take the cores that compute. The residual stream
+    travels in fp32, of `tp` each rank's share. A pass of a stage that several ranks share has their
+    collectives in it, as many forward as backward."""
     num_ranks, schedule = layout.mesh.pp, layout.schedule
     forward, backward = bubble_passes(schedule, num_ranks)
     shared: float = sum(
@@ -64,5 +63,7 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     idle = forward * (passes.forward + shared) + backward * (passes.backward + shared)
     num_bytes = passes.stream_bytes * WEIGHT_BYTES // passes.width // layout.mesh.tp
     each = wire.send(num_bytes, layout.mesh.world_size // num_ranks)
-    number = num_ranks - 1 if passes.overlap else passes.accumulation * stages_per_rank(schedule)
-    return idle + 2 * number * each
+    if passes.overlap:
+        return idle + 2 * (num_ranks - 1) * each
+    busiest = min(1, num_ranks - 2)  # one between two others, if there is one
+    return idle + num_transfers(schedule, busiest, num_ranks, passes.accumulation) * each

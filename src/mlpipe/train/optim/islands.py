@@ -10,7 +10,7 @@ overlap).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import IslandsPlan
 from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
 from mlpipe.train.buckets import buckets, views
+from mlpipe.train.optim.sender import Answer, Sender
 from mlpipe.train.optim.update import ISLANDS, Average, Update, after_load
 from mlpipe.train.parallel.compression.averager import Link, code_of, coded_mean, padded
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
@@ -43,9 +44,22 @@ def local_updates(plan: IslandsPlan, update: Update, model: ParallelizedModel, w
             kind="input",
         )
     trained = [shard for shard in model.shards if shard.is_trained]
-    updates = LocalUpdates(plan, update, trained, RankGroup.along("dp_replicate", world, model.waits))
+    ranks = RankGroup.along("dp_replicate", world, model.waits)
+    if plan.staleness:  # what travels beside other collectives has its own group, and is waited for elsewhere
+        ranks = replace(ranks, group=world.group_of_its_own("dp_replicate"), timed=_as_it_is)
+    updates = LocalUpdates(plan, update, trained, ranks, model.waits.timed)
     model.step_metrics = updates.end_step
     return updates
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def settle(update: Update) -> None:
+    """Takes at once what is on its way, on all islands: before a checkpoint, which has no place for it."""
+    if isinstance(update, LocalUpdates):
+        update.settle()
 
 
 class LocalUpdates:
@@ -53,12 +67,20 @@ class LocalUpdates:
     weights, and what is validated, are the anchors: equal on all islands."""
 
     def __init__(
-        self, plan: IslandsPlan, update: Update, shards: Sequence[LocalShard], ranks: RankGroup
+        self,
+        plan: IslandsPlan,
+        update: Update,
+        shards: Sequence[LocalShard],
+        ranks: RankGroup,
+        timed: Callable[[Callable[..., Any]], Callable[..., Any]] = _as_it_is,
     ) -> None:
+        """`timed` wraps what waits for a round that travels."""
         self.plan = plan
         self.update = update
         self.shards = shards
         self.link = Link(ranks)
+        self._sender = Sender(shards[0].local.device) if plan.staleness and shards else None
+        self._timed = timed
         self.rows = RankRows(ranks.rank, ranks.num_ranks)
         self.num_steps = 0
         self.num_rounds = 0
@@ -85,21 +107,40 @@ class LocalUpdates:
         self.update.step(lr=lr, scale=scale)
         self.num_steps += 1
         self.link.sent_bytes = 0
-        every = self.plan.sync_every
-        for number in range(self.plan.fragments):
+        every, staleness = self.plan.sync_every, self.plan.staleness
+        for number, part in enumerate(self._parts):
+            if part.travels and self.num_steps - part.told_at >= staleness:
+                self._hear(number)
             if (self.num_steps - number * every // self.plan.fragments) % every == 0:
-                self._agree(number)
+                self._tell(number)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Hears what is on its way."""
+        for number, part in enumerate(self._parts):
+            if part.travels:
+                self._hear(number)
 
     @torch.no_grad()
     def finish(self) -> None:
         """After the last step: all agree on what was learnt since."""
+        self.settle()
         for number, part in enumerate(self._parts):
-            if part.agreed_at != self.num_steps:
-                self._agree(number)
+            if part.told_at != self.num_steps:
+                self._tell(number)
+        self.settle()
 
-    def _agree(self, fragment: int) -> None:
-        self._parts[fragment].agree(self.link)
-        self._parts[fragment].agreed_at = self.num_steps
+    def _tell(self, fragment: int) -> None:
+        part = self._parts[fragment]
+        part.told_at = self.num_steps
+        if self._sender is None:
+            part.agree(self.link)
+            self.num_rounds += fragment == 0
+        else:
+            part.tell(Link(self.link.ranks), self._sender)
+
+    def _hear(self, fragment: int) -> None:
+        self.link.sent_bytes += self._timed(self._parts[fragment].hear)()
         self.num_rounds += fragment == 0
 
     def end_step(self) -> dict[str, Any]:
@@ -150,7 +191,7 @@ class LocalUpdates:
             ISLANDS: self.rows.num_ranks,
             "num_steps": self.num_steps,
             "num_rounds": self.num_rounds,
-            "agreed_at": [part.agreed_at for part in self._parts],
+            "agreed_at": [part.told_at for part in self._parts],
             "outer_momentum": bool(self.plan.outer_momentum),
             "unsent": self.plan.compress is not None,
             "update": self.update.scalars(),
@@ -165,7 +206,7 @@ class LocalUpdates:
         self._loads_unsent = scalars.get("unsent", False)
         agreed_at = scalars.get("agreed_at", [])
         for number, part in enumerate(self._parts):
-            part.agreed_at = agreed_at[number] if len(agreed_at) == len(self._parts) else 0
+            part.told_at = agreed_at[number] if len(agreed_at) == len(self._parts) else 0
             for tensor in (*part.momentum, *part.unsent):
                 tensor.zero_()
         self.update.load_scalars(scalars["update"] if ISLANDS in scalars else scalars)
@@ -192,24 +233,64 @@ class _Part:
         self.momentum = [torch.zeros_like(anchor) for anchor in self.anchors] if plan.outer_momentum else []
         self.code = None if plan.compress is None else code_of(plan.compress)
         self.unsent = [torch.zeros_like(anchor) for anchor in self.anchors] if self.code is not None else []
-        self.agreed_at = 0  # after which step
+        self.told_at = 0  # after which step
+        self._told: list[Tensor] = []  # while it travels
+        self._answer: Answer | None = None
+
+    @property
+    def travels(self) -> bool:
+        """Whether an answer is on its way."""
+        return self._answer is not None
 
     def agree(self, link: Link) -> None:
-        """The outer step: b = m b + d, anchor -= lr (d + m b), where d is the mean of how far the anchor is
-        from each island's weights."""
+        """At once: all have the anchors, to the bit."""
         if not self.shards:
             return
-        weights = [shard.local for shard in self.shards]
-        gone = list(torch._foreach_sub(self.anchors, weights))
+        self._outer_step(self._mean(self._gone(), link))
+        torch._foreach_copy_([shard.local for shard in self.shards], self.anchors)
+
+    def tell(self, link: Link, sender: Sender) -> None:
+        """Begins to average how far this island has gone; `link` counts this round alone."""
+        if not self.shards:
+            return
+        gone = self._gone()
+        self._told = [tensor.clone() for tensor in gone]
+
+        def travel() -> tuple[list[Tensor], int]:
+            return self._mean(gone, link), link.sent_bytes
+
+        self._answer = sender.send(travel)
+
+    def hear(self) -> int:
+        """Waits for the mean; instead of what this island told its weights go the outer step. Returns the
+        bytes that were sent."""
+        assert self._answer is not None
+        mean, sent_bytes = self._answer.wait()
+        told, self._told, self._answer = self._told, [], None
+        weights, before = [shard.local for shard in self.shards], [one.clone() for one in self.anchors]
+        self._outer_step(mean)
+        torch._foreach_add_(weights, told)
+        torch._foreach_add_(weights, torch._foreach_sub(self.anchors, before))
+        return int(sent_bytes)
+
+    def _gone(self) -> list[Tensor]:
+        return list(torch._foreach_sub(self.anchors, [shard.local for shard in self.shards]))
+
+    def _mean(self, gone: list[Tensor], link: Link) -> list[Tensor]:
+        """Over the islands, in place."""
         for some in buckets(range(len(gone)), GATHER_BUCKET_BYTES, gone.__getitem__):
             self._average(some, gone, link)
-        momentum, steps = self.plan.outer_momentum, gone
+        return gone
+
+    def _outer_step(self, mean: list[Tensor]) -> None:
+        """b = m b + d, anchor -= lr (d + m b), where d is the mean of how far the anchor is from each
+        island's weights."""
+        momentum, steps = self.plan.outer_momentum, mean
         if momentum:
             torch._foreach_mul_(self.momentum, momentum)
-            torch._foreach_add_(self.momentum, gone)
-            steps = list(torch._foreach_add(gone, self.momentum, alpha=momentum))
+            torch._foreach_add_(self.momentum, mean)
+            steps = list(torch._foreach_add(mean, self.momentum, alpha=momentum))
         torch._foreach_add_(self.anchors, steps, alpha=-self.plan.outer_lr)
-        torch._foreach_copy_(weights, self.anchors)
 
     def _average(self, some: Sequence[int], gone: list[Tensor], link: Link) -> None:
         """In place, over the islands, of those at `some`."""
