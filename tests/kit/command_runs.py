@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -57,7 +58,8 @@ def write_spec(
 class Cli:
     """`mlpipe` in `folder`, with its own store and cache there."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, warm: bool = False) -> None:
+        """`warm`: what it starts itself, of mlpipe, are forks too (`kit/warm.py`), and no children of it."""
         self.folder = folder
         self.store = folder / "store"
         self.env = {
@@ -66,6 +68,7 @@ class Cli:
             "MLPIPE_CALIBRATE": "off",
             "MLPIPE_CACHE": str(folder / "cache"),
             "XDG_STATE_HOME": str(folder / "state"),
+            **({"KIT_WARM": "1"} if warm else {}),
         }
 
     def shorten(self, place: str, seconds: float) -> None:
@@ -76,7 +79,7 @@ class Cli:
         self.env["PYTHONPATH"] = str(Path(__file__).with_name("shortened"))
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-        """What it starts itself are new interpreters."""
+        """What it starts itself are new interpreters, unless all is warm."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         return Popen(
             "cli",
@@ -86,6 +89,15 @@ class Cli:
             text=True,
             **{**pipes, **options},
         )
+
+    def processes(self) -> list[int]:
+        """All that were started here, by whomever, and are still there."""
+        mark, found = f"MLPIPE_STORE={self.store}".encode(), []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+        return found
 
     def __call__(self, *arguments: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
         """Runs to its end and checks the exit code (None: any)."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.servers import free_port
-from kit.warm import Popen
+from kit.warm import Popen, of_plan
 
 from mlpipe._core.presets import LlamaConfig
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
@@ -207,9 +207,8 @@ def start(
         streams: Any = {"stdout": log, "stderr": log, "start_new_session": True}
         if not warm:
             return subprocess.Popen(argv, env=env, **streams)
-        env = {"OMP_NUM_THREADS": threads_of(plan.launch.nproc_per_node), **env}
-        sharded = plan.work.training.mesh.dp_shard > 1
-        return Popen("sharded" if sharded else "torchrun", argv, env=env, **streams)
+        kind, env = of_plan(plan, env | {"KIT_WARM": "1"})
+        return Popen(kind, argv, env=env, **streams)
 
 
 def launch(plan: Plan, scratch: Path, *, timeout: float = 600.0) -> int:

@@ -6,6 +6,9 @@ those imports: one server for each of KINDS and number of OpenMP threads (which 
 shared by all test processes of a session, and gone with it. The fork gets arguments, environment, folder,
 streams and signals of a new process, in /proc as well. What differs: modules are there already, so what is
 about imports or start-up wants a real process; and the parent is the server, which passes the status on.
+
+Where the environment says KIT_WARM, so do the drivers, launchers and replicas that a fork itself starts; else
+only what a launcher starts does.
 """
 
 from __future__ import annotations
@@ -37,9 +40,12 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kit.shortened import sitecustomize
+
+if TYPE_CHECKING:
+    from mlpipe.plan.plan import Plan
 
 TESTS = str(Path(__file__).parents[1])
 _TRAIN = ("mlpipe.train.loop", "mlpipe.train.models.llama", "mlpipe.train.evaluate")
@@ -71,36 +77,31 @@ class _Asked:
     env: dict[str, str]
     folder: str
     new_session: bool
+    dies_with: tuple[int, int] | None = None  # the process with whose end it gets this signal
 
 
-class Popen(subprocess.Popen[Any]):
-    """For argv `[sys.executable, ("-u",) "-m", MODULE, ...]`, as a fork of the server of that kind."""
+class _Warm(subprocess.Popen[Any]):
+    """One that a server began may be waited for and signalled as if it were our child."""
 
-    def __init__(self, kind: str, args: Sequence[str], **options: Any) -> None:
-        self._kind = kind
-        self._server: socket.socket | None = None
-        super().__init__(args, **options)
+    _server: socket.socket | None = None
 
-    def _execute_child(self, *given: Any) -> None:
-        signature = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
-        call = signature.bind(self, *given).arguments
-        assert call["preexec_fn"] is None, "nothing runs between the fork and the module"
-        streams = [(call["p2cread"], 0), (call["c2pwrite"], 1), (call["errwrite"], 2)]
-        fds = [own if own != -1 else inherited for own, inherited in streams]
-        argv = tuple(map(os.fspath, call["args"]))
-        env = dict(os.environ if call["env"] is None else call["env"])
-        folder = os.path.abspath(call["cwd"] or ".")
-        self._server = _connect(self._kind, env)
-        body = json.dumps(asdict(_Asked(argv, env, folder, call["start_new_session"]))).encode()
-        socket.send_fds(self._server, [struct.pack("!I", len(body))], fds)
+    def _begin(self, kind: str, call: dict[str, Any], asked: _Asked) -> None:
+        self._server = _connect(kind, asked.env)
+        body = json.dumps(asdict(asked)).encode()
+        socket.send_fds(self._server, [struct.pack("!I", len(body))], _streams(call))
         self._server.sendall(body)
         (self.pid,) = struct.unpack("!i", _receive(self._server, 4))
+        self._begun(call)
+
+    def _begun(self, call: dict[str, Any]) -> None:
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(call[name] for name in pipes))  # type: ignore[attr-defined]
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        assert self._server is not None
+        if self._server is None:
+            own: tuple[int, int] = super()._try_wait(wait_flags)  # type: ignore[misc]
+            return own
         if wait_flags & os.WNOHANG and not select.select([self._server], [], [], 0)[0]:
             return 0, 0
         try:
@@ -110,9 +111,12 @@ class Popen(subprocess.Popen[Any]):
         self._server.close()
         return self.pid, status
 
-    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+    def _internal_poll(self, *given: Any, **named: Any) -> int | None:
+        if self._server is None:
+            own: int | None = super()._internal_poll(*given, **named)  # type: ignore[misc]
+            return own
         lock: threading.Lock = self._waitpid_lock  # type: ignore[attr-defined]
-        if self.returncode is None and self._server is not None and lock.acquire(False):
+        if self.returncode is None and lock.acquire(False):
             try:
                 if self.returncode is None:
                     pid, status = self._try_wait(os.WNOHANG)
@@ -121,6 +125,72 @@ class Popen(subprocess.Popen[Any]):
             finally:
                 lock.release()
         return self.returncode
+
+
+class Popen(_Warm):
+    """For argv `[sys.executable, ("-u",) "-m", MODULE, ...]`, as a fork of the server of that kind."""
+
+    def __init__(
+        self, kind: str, args: Sequence[str], *, dies_with: tuple[int, int] | None = None, **options: Any
+    ) -> None:
+        """`dies_with`: a pid, and the signal that the new process gets when that one has ended."""
+        self._kind, self._dies_with = kind, dies_with
+        super().__init__(args, **options)
+
+    def _execute_child(self, *given: Any) -> None:
+        call = _call(self, *given)
+        assert call["preexec_fn"] is None, "nothing runs between the fork and the module"
+        self._begin(self._kind, call, _asked(call, call["args"], _env(call), self._dies_with))
+
+
+_SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]  # of the real one
+
+
+def _call(process: subprocess.Popen[Any], *given: Any) -> dict[str, Any]:
+    return dict(_SIGNATURE.bind(process, *given).arguments)
+
+
+def _env(call: dict[str, Any]) -> dict[str, str]:
+    return dict(os.environ if call["env"] is None else call["env"])
+
+
+def _streams(call: dict[str, Any]) -> list[int]:
+    streams = [(call["p2cread"], 0), (call["c2pwrite"], 1), (call["errwrite"], 2)]
+    return [own if own != -1 else inherited for own, inherited in streams]
+
+
+def _asked(
+    call: dict[str, Any], argv: Sequence[str], env: dict[str, str], dies_with: tuple[int, int] | None
+) -> _Asked:
+    folder = os.path.abspath(call["cwd"] or ".")
+    return _Asked(tuple(map(os.fspath, argv)), env, folder, call["start_new_session"], dies_with)
+
+
+def programs(folder: Path) -> dict[str, str]:
+    """An environment in which a shell's `mlpipe VERB ...` and `python SCRIPT.py ...` are forks, and all that
+    they start: by programs in `folder` that ask for them. Python knows torch and `transformers`."""
+    folder.mkdir()
+    for name in ("mlpipe", "python"):
+        path = folder / name
+        path.write_text(
+            f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {TESTS!r})\n"
+            f"from kit import warm\nsys.exit(warm.program({name!r}, sys.argv[1:]))\n"
+        )
+        path.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MLPIPE_"))}
+    paths = [str(folder), str(Path(sys.executable).parent), env["PATH"]]
+    own = {"PATH": os.pathsep.join(paths), "KIT_SESSION": str(_session()[0]), "KIT_WARM": "1"}
+    return env | own | {"MLPIPE_CALIBRATE": "off"}
+
+
+def program(name: str, arguments: list[str]) -> int:
+    """The exit code of one of `programs`."""
+    if name == "mlpipe":
+        kind, argv, env = "cli", ["mlpipe.cli", *arguments], dict(os.environ)
+    else:
+        kind, argv = "ranks", [arguments[0].removesuffix(".py"), *arguments[1:]]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return Popen(kind, [sys.executable, "-m", *argv], env=env).wait()
 
 
 def _receive(server: socket.socket, count: int) -> bytes:
@@ -134,27 +204,32 @@ def _receive(server: socket.socket, count: int) -> bytes:
 
 # The server of a kind.
 
+_SERVED: list[tuple[int, Path, dict[str, str]]] = []  # in a server and its forks: what it was started with
 
-def _session() -> tuple[int, Path]:
-    """The process that all test processes of this session belong to, and the folder of their servers."""
-    pid = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+
+def _session() -> tuple[int, Path, dict[str, str]]:
+    """The process that all test processes of this session belong to, the folder of their servers, and the
+    environment of these."""
+    if _SERVED:
+        return _SERVED[0]
+    own = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    pid = int(os.environ.get("KIT_SESSION", own))
     started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return pid, Path(tempfile.gettempdir()) / f"mlpipe-warm-{pid}-{started}"
+    return pid, Path(tempfile.gettempdir()) / f"mlpipe-warm-{pid}-{started}", dict(os.environ)
 
 
 def _connect(kind: str, env: dict[str, str]) -> socket.socket:
-    session, folder = _session()
+    session, folder, base = _session()
     threads = env.get("OMP_NUM_THREADS", "") if kind != "cli" else ""
     path = folder / f"{kind}-{threads}"
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            own = {
-                name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MLPIPE_"))
-            }
+            foreign = ("OMP_", "MLPIPE_", "KIT_")
+            own = {name: value for name, value in base.items() if not name.startswith(foreign)}
             # NumPy's OpenBLAS starts its threads as it is imported
-            paths = os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
+            paths = os.pathsep.join(filter(None, (TESTS, base.get("PYTHONPATH"))))
             own |= {"PYTHONPATH": paths, "_PADDING": "x" * _PADDING, "OPENBLAS_NUM_THREADS": "1"}
             if threads:
                 own["OMP_NUM_THREADS"] = threads
@@ -177,6 +252,7 @@ def _connect(kind: str, env: dict[str, str]) -> socket.socket:
 
 def serve(kind: str, path: Path, session: int) -> None:
     """Until the process `session` has ended."""
+    _SERVED.append((session, path.parent, dict(os.environ)))
     for name in KINDS[kind]:
         _import(name)
     gc.collect()
@@ -196,6 +272,7 @@ def serve(kind: str, path: Path, session: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     fresh.rename(path)
     running: dict[int, socket.socket] = {}
+    parents: dict[int, tuple[int, int]] = {}  # pidfd: of whom it dies with, that one's pid and its signal
     with selectors.DefaultSelector() as selector:
         for one in (listener.fileno(), ended, reads):
             selector.register(one, selectors.EVENT_READ)
@@ -207,11 +284,26 @@ def serve(kind: str, path: Path, session: int) -> None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(reads, 4096)
                 _reap(running)
+            for parent in [one for one, (pid, _) in parents.items() if one in ready or pid not in running]:
+                pid, signum = parents.pop(parent)
+                selector.unregister(parent)
+                os.close(parent)
+                if pid in running:
+                    os.kill(pid, signum)
             if listener.fileno() in ready:
                 connection, _ = listener.accept()
                 with contextlib.suppress(ConnectionError):  # its test process was killed
-                    pid = _fork(connection)
+                    asked, fds = _hear(connection)
+                    pid = _fork(asked, fds, connection)
                     running[pid] = connection
+                    if asked.dies_with:
+                        try:
+                            parent = os.pidfd_open(asked.dies_with[0])
+                        except ProcessLookupError:
+                            os.kill(pid, asked.dies_with[1])
+                        else:
+                            parents[parent] = (pid, asked.dies_with[1])
+                            selector.register(parent, selectors.EVENT_READ)
     path.unlink()
     with contextlib.suppress(OSError):  # the last one
         for left in path.parent.glob("*"):
@@ -240,11 +332,14 @@ def _reap(running: dict[int, socket.socket]) -> None:
                 connection.sendall(struct.pack("!i", status))
 
 
-def _fork(connection: socket.socket) -> int:
+def _hear(connection: socket.socket) -> tuple[_Asked, list[int]]:
     header, fds, _, _ = socket.recv_fds(connection, 4, 3)
     if not header:
         raise ConnectionResetError
-    asked = _Asked(**json.loads(_receive(connection, struct.unpack("!I", header)[0])))
+    return _Asked(**json.loads(_receive(connection, struct.unpack("!I", header)[0]))), fds
+
+
+def _fork(asked: _Asked, fds: list[int], connection: socket.socket) -> int:
     pid = os.fork()
     if pid == 0:
         try:
@@ -284,7 +379,7 @@ def become(asked: _Asked, fds: Iterable[int], begun: socket.socket | None = None
     sys.stdout.reconfigure(write_through=at_once)
     sys.stderr.reconfigure(line_buffering=True, write_through=at_once)
     sys.argv = list(asked.argv[asked.argv.index("-m") + 1 :])
-    subprocess.Popen = _Torchrun  # type: ignore[misc]
+    subprocess.Popen = _Inside  # type: ignore[misc]
     sitecustomize.shorten()
     if begun:
         begun.sendall(struct.pack("!i", os.getpid()))
@@ -344,34 +439,64 @@ def _run() -> NoReturn:
     os._exit(code or 0)
 
 
-class _Torchrun(subprocess.Popen[Any]):
-    """In a fork, a subprocess.Popen whose torchrun is a fork of it: of the launcher, which has no thread yet.
-    All else is a new program."""
+_OF_LAUNCHER = ("mlpipe.train.torchrun", "mlpipe.train.preflight")
+
+
+class _Inside(_Warm):
+    """What a subprocess.Popen is in a fork. All that is not named here is a new program."""
 
     def _execute_child(self, *given: Any) -> None:
-        execute = super()._execute_child  # type: ignore[misc]
-        call = inspect.signature(execute).bind(*given).arguments
+        call = _call(self, *given)
         argv = call["args"]
-        if not isinstance(argv, list) or argv[:3] != [sys.executable, "-m", "mlpipe.train.torchrun"]:
-            execute(*given)
+        if isinstance(argv, list) and argv[:2] == [sys.executable, "-m"] and argv[2] in _OF_LAUNCHER:
+            if "torch" in sys.modules and len(os.listdir("/proc/self/task")) == 1:
+                self._fork(call)
+                return
+        elif isinstance(argv, list) and "KIT_WARM" in os.environ and (begins := _kind_of(argv, _env(call))):
+            kind, argv, env, dies_with = begins
+            self._begin(kind, call, _asked(call, argv, env, dies_with))
             return
-        if "torch" not in sys.modules or len(os.listdir("/proc/self/task")) > 1:
-            execute(*given)
-            return
-        streams = [(call["p2cread"], 0), (call["c2pwrite"], 1), (call["errwrite"], 2)]
-        fds = [own if own != -1 else inherited for own, inherited in streams]
+        super()._execute_child(*given)  # type: ignore[misc]
+
+    def _fork(self, call: dict[str, Any]) -> None:
+        """Of this process, the launcher, which has no thread yet."""
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 if call["preexec_fn"]:
                     call["preexec_fn"]()
-                env = dict(os.environ if call["env"] is None else call["env"])
-                become(_Asked(tuple(argv), env, os.getcwd(), call["start_new_session"]), fds)
+                become(_asked(call, call["args"], _env(call), None), _streams(call))
             finally:
                 os._exit(70)
-        self._child_created = True
-        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(call[name] for name in pipes))  # type: ignore[attr-defined]
+        self._begun(call)
+
+
+def _kind_of(
+    argv: list[str], env: dict[str, str]
+) -> tuple[str, list[str], dict[str, str], tuple[int, int] | None] | None:
+    """Of a driver, or of what runs a stage by its plan, started by a driver's child.py or by the supervisor
+    of replicas: the kind of its server, its argv and environment, and whom it dies with."""
+    if argv[:3] == [sys.executable, "-m", "mlpipe.cli"]:
+        return "cli", argv, env, None
+    dies_with = None
+    if argv[1:3] == ["-I", "-S"] and argv[3].endswith("mlpipe/submit/child.py"):
+        dies_with, argv = (int(argv[4]), int(argv[5])), argv[6:]
+    elif "MLPIPE_SUPERVISOR" in env:
+        dies_with = (int(env.pop("MLPIPE_SUPERVISOR")), int(signal.SIGKILL))
+    if dies_with is None or argv[:2] != [sys.executable, "-m"] or not argv[2].startswith("mlpipe.train."):
+        return None
+    from mlpipe.plan.plan import Plan
+
+    kind, env = of_plan(Plan.from_json(Path(argv[argv.index("--plan") + 1]).read_bytes()), env)
+    return kind, argv, env, dies_with
+
+
+def of_plan(plan: Plan, env: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """The kind of server of its launcher, and `env` with the threads with which its ranks will compute."""
+    threads = str(max(1, len(os.sched_getaffinity(0)) // plan.launch.nproc_per_node))
+    own = plan.launch.env.get("OMP_NUM_THREADS", env.get("OMP_NUM_THREADS", threads))
+    kind = "sharded" if plan.work.training.mesh.dp_shard > 1 else "torchrun"
+    return kind, env | {"OMP_NUM_THREADS": own}
 
 
 if __name__ == "__main__":

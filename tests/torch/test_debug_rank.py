@@ -83,7 +83,7 @@ def cli(tmp_path: Path) -> Cli:
     }
     stages = [{"name": "train", "train": train, "resources": {"workers_per_node": 2}}]
     (tmp_path / "pipeline.yaml").write_text(json.dumps({"version": 1, "name": "mine", "stages": stages}))
-    return Cli(tmp_path)
+    return Cli(tmp_path, warm=True)
 
 
 def test_a_rank_is_debugged_at_the_terminal_and_left(cli: Cli):

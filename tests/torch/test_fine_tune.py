@@ -4,12 +4,10 @@ adapter out that peft loads."""
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
-from kit import console
+from kit import console, warm
 from kit.guide import blocks
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
@@ -20,10 +18,7 @@ def test_the_guide_runs(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     for path, text in (blocks(TEXT, "python") | blocks(TEXT, "yaml")).items():
         (tmp_path / path).write_text(text)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MLPIPE_")}
-    env["MLPIPE_CALIBRATE"] = "off"
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    console.run(TEXT, tmp_path, env, 850)
+    console.run(TEXT, tmp_path, warm.programs(tmp_path / "bin"), 850)
     lines = (tmp_path / "runs/runs/first/stages/tune/attempt-1/records/rank-0.jsonl").read_text().splitlines()
     samples = [one["sample"] for one in map(json.loads, lines) if one["kind"] == "validation"]
     assert len(samples) == 3

@@ -228,7 +228,7 @@ SHIPPED = {"images": ("num_images", "accuracy"), "tabular": ("num_rows", "covera
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_shipped_pipelines_run(tmp_path: Path, name: str) -> None:
-    cli = Cli(tmp_path)
+    cli = Cli(tmp_path, warm=True)
     cli.folder = ROOT
     small = (f"data.args.{SHIPPED[name][0]}=128", "data.batch_size=8", "optimizer.warmup_steps=1", "steps=3")
     changes = [f"train.{change}" for change in (*small, "resources.workers_per_node=1")]

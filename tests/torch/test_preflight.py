@@ -4,7 +4,6 @@ must pass are far below what a busy one reaches."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from kit import plans
 from kit.servers import free_port
+from kit.warm import Popen, of_plan
 
 from mlpipe._core.errors import NODE_FAULT_CODE
 from mlpipe._core.load import Clock
@@ -48,7 +48,8 @@ def gang(folder: Path, limits: PreflightPlan, size: int, broken: int | None = No
         }
         path = folder / ("plan-broken.json" if index == broken else "plan.json")
         argv = [sys.executable, "-m", "mlpipe.train.launcher", "--plan", str(path)]
-        launchers.append(subprocess.Popen([*argv, "--scratch", str(folder / f"scratch-{index}")], env=env))
+        kind, env = of_plan(plan, env)
+        launchers.append(Popen(kind, [*argv, "--scratch", str(folder / f"scratch-{index}")], env=env))
     codes = [launcher.wait(600) for launcher in launchers]
     return plan, codes
 

@@ -75,7 +75,7 @@ RANKS = {"single": 1, "fsdp": 2}
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
     (tmp_path / "mine.py").write_text(MINE)
-    return Cli(tmp_path)
+    return Cli(tmp_path, warm=True)
 
 
 def write_pipeline(cli: Cli, strategy: str, noise: float) -> None:
@@ -148,7 +148,7 @@ def killed_and_resumed(cli: Cli, run: str, *changes: str) -> None:
         )
 
     until(stands, "step 23 and the checkpoint of step 21", 600)
-    everything = processes.tree(running.pid)
+    everything = cli.processes()
     processes.kill(everything)
     running.communicate(timeout=300)
     until(lambda: processes.gone(everything), "the end of all")

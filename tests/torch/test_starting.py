@@ -307,7 +307,7 @@ def build(flag):
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
-    cli = Cli(tmp_path)
+    cli = Cli(tmp_path, warm=True)
     cli.env["PYTHONPATH"] = str(Path(__file__).parents[1])
     return cli
 

@@ -80,7 +80,7 @@ def cli(tmp_path: Path) -> Cli:
         },
     }
     (tmp_path / "pipeline.yaml").write_text(json.dumps(spec))
-    return Cli(tmp_path)
+    return Cli(tmp_path, warm=True)
 
 
 def losses(cli: Cli, run_id: str) -> list[float]:

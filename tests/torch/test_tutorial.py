@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from kit import console
+from kit import console, warm
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 TUTORIAL = Path(__file__).resolve().parents[2] / "docs/tutorials/first-run.md"
 
 
 def test_the_tutorial_runs(tmp_path: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MLPIPE_")}
-    env["MLPIPE_CALIBRATE"] = "off"
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    """Of new interpreters: test_python_tutorial.py."""
+    env = warm.programs(tmp_path / "bin")
     try:
         console.run(TUTORIAL.read_text(), tmp_path, env, 850)
     finally:  # what goes on in the background when the shell failed

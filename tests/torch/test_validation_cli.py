@@ -87,7 +87,7 @@ def cli(tmp_path: Path) -> Cli:
         ],
     }
     (tmp_path / "pipeline.yaml").write_text(json.dumps(spec))
-    return Cli(tmp_path)
+    return Cli(tmp_path, warm=True)
 
 
 def records(cli: Cli, attempt: int, kind: str) -> list[dict[str, Any]]:

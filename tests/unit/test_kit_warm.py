@@ -52,6 +52,20 @@ def test_it_finds_and_leaves_what_a_new_interpreter_would(tmp_path: Path, code: 
     assert '"own": "a b"' in seen[0][0]
 
 
+def test_it_may_die_with_another_process(tmp_path: Path) -> None:
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)\n")
+    with subprocess.Popen(["sleep", "600"]) as other:
+        process = Popen(
+            "cli", [sys.executable, "-m", "sleeps"], cwd=tmp_path, dies_with=(other.pid, signal.SIGTERM)
+        )
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.01)
+        other.kill()
+    assert process.wait(300) == -signal.SIGTERM
+    late = Popen("cli", [sys.executable, "-m", "sleeps"], cwd=tmp_path, dies_with=(other.pid, signal.SIGKILL))
+    assert late.wait(300) == -signal.SIGKILL
+
+
 def test_its_end_is_told(tmp_path: Path) -> None:
     (tmp_path / "sleeps.py").write_text("import time\nopen('begun', 'w').close()\ntime.sleep(600)\n")
     for signum in (signal.SIGKILL, signal.SIGINT):
