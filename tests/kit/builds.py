@@ -37,7 +37,7 @@ class Building:
         self.workspace.mkdir(parents=True)
         self.ran: groovy.Ran | None = None
         self._controller, self._build = controller, build
-        self._jvm: subprocess.Popen[str] | None = None
+        self._jvm: groovy.Jvm | None = None
         self._killed = False
         self._thread = threading.Thread(target=self._work, name="build", daemon=True)
         self._thread.start()
@@ -52,12 +52,12 @@ class Building:
     def kill_controller(self) -> None:
         assert self._jvm is not None
         self._killed = True
-        self._jvm.kill()
+        self._jvm.process.kill()
 
     def end(self) -> None:
         """For a test that failed on the way."""
         if self._jvm is not None:
-            self._jvm.kill()
+            self._jvm.process.kill()
 
     def agents(self) -> list[int]:
         """Process groups of `sh` steps in which `mlpipe submit --phase train` runs for this build."""
@@ -93,18 +93,16 @@ class Building:
                 self._build.result, self._build.complete = result, True
 
     def _execute(self) -> groovy.Ran:
-        def started(jvm: subprocess.Popen[str]) -> None:
-            self._jvm = jvm
-
-        return groovy.executed(
-            self._controller.repository / "Jenkinsfile",
-            self.workspace,
-            {**self._controller.environment, "BUILD_NUMBER": str(self._build.number)},
-            dict(self._build.parameters),
-            started=started,
-            repository=str(self._controller.repository),
-            input="approve",
-        )
+        with contextlib.closing(groovy.Jvm()) as self._jvm:  # in the network of the calling thread
+            return groovy.executed(
+                self._controller.repository / "Jenkinsfile",
+                self.workspace,
+                {**self._controller.environment, "BUILD_NUMBER": str(self._build.number)},
+                dict(self._build.parameters),
+                jvm=self._jvm,
+                repository=str(self._controller.repository),
+                input="approve",
+            )
 
 
 class Controller:

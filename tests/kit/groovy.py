@@ -9,13 +9,17 @@ needs them does so too. This is no Jenkins: `groovy/execute.groovy` knows what m
 
 from __future__ import annotations
 
+import atexit
 import base64
+import contextlib
+import functools
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,34 +75,62 @@ def _maven(*arguments: str) -> None:
         ) from None
 
 
-def _groovy(
-    script: str, text: str, started: Callable[[subprocess.Popen[str]], None] = lambda jvm: None
-) -> Any:
-    """The last line that the script prints. Raises ServerMissingError."""
-    if shutil.which("java") is None:
-        raise ServerMissingError("Groovy needs Java: install a JRE (17 is known to work), and maven")
-    path = ":".join(map(str, [*build(), _SCRIPTS]))
-    with subprocess.Popen(
-        ["java", "-XX:TieredStopAtLevel=1", "-cp", path, "groovy.ui.GroovyMain", _SCRIPTS / script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as jvm:
-        started(jvm)
+class Jvm:
+    """A JVM that runs scripts of `groovy/`, one after the other. Raises ServerMissingError. It ends with this
+    process, whose pipe it reads."""
+
+    def __init__(self) -> None:
+        if shutil.which("java") is None:
+            raise ServerMissingError("Groovy needs Java: install a JRE (17 is known to work), and maven")
+        path = ":".join(map(str, [*build(), _SCRIPTS]))
+        options = ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-cp", path]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._lock = threading.Lock()
+        self.process = subprocess.Popen(
+            ["java", *options, "groovy.ui.GroovyMain", _SCRIPTS / "serve.groovy"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def run(self, script: str, text: str) -> Any:
+        """The last line that the script prints. Raises AssertionError with what ended it, or the JVM."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        line, watchdog = "", threading.Timer(_RUN_SECONDS, self.process.kill)
+        watchdog.start()
         try:
-            out, err = jvm.communicate(text, timeout=_RUN_SECONDS)
-        except BaseException:
-            jvm.kill()
-            raise
-    if jvm.returncode:
-        raise AssertionError(f"{script} failed: {out}{err}")
-    return json.loads(out.splitlines()[-1])
+            with self._lock, contextlib.suppress(BrokenPipeError):
+                print(json.dumps({"script": str(_SCRIPTS / script), "text": text}), file=self.process.stdin)
+                self.process.stdin.flush()
+                line = self.process.stdout.readline()
+        finally:
+            watchdog.cancel()
+        if not line:
+            self._errors.seek(0)
+            raise AssertionError(f"{script} ended its JVM: {self._errors.read()}")
+        answer = json.loads(line)
+        if answer["error"] is not None:
+            raise AssertionError(f"{script} failed: {answer['out']}{answer['error']}")
+        return json.loads(answer["out"].splitlines()[-1])
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self._errors.close()
+
+
+@functools.cache
+def _shared() -> Jvm:
+    jvm = Jvm()
+    atexit.register(jvm.close)
+    return jvm
 
 
 def compiled(files: Sequence[Path]) -> list[Compiled]:
-    """All in one JVM. Raises ServerMissingError."""
-    found = _groovy("describe.groovy", "".join(f"{path}\n" for path in files))
+    """Raises ServerMissingError."""
+    found = _shared().run("describe.groovy", "".join(f"{path}\n" for path in files))
     return [
         Compiled(
             tuple(one.get("tree", ())),
@@ -111,7 +143,7 @@ def compiled(files: Sequence[Path]) -> list[Compiled]:
 
 def checked(files: Sequence[Path]) -> list[str | None]:
     """What is wrong with each file, as far as the interpreter knows Declarative pipelines."""
-    found = _groovy("execute.groovy", json.dumps({"check": [str(path) for path in files]}))
+    found = _shared().run("execute.groovy", json.dumps({"check": [str(path) for path in files]}))
     return [found[str(path)] for path in files]
 
 
@@ -132,11 +164,11 @@ def executed(
     environment: Mapping[str, str],
     parameters: Mapping[str, str | bool] | None = None,
     *,
-    started: Callable[[subprocess.Popen[str]], None] = lambda jvm: None,
+    jvm: Jvm | None = None,
     **more: Any,
 ) -> Ran:
     """One build, in `workspace`; beside it, `log` and what was archived. A file `abort` there aborts it.
-    `started` is called with the JVM. `more`: see `groovy/execute.groovy`."""
+    `jvm`: another than that of the other builds. `more`: see `groovy/execute.groovy`."""
     asked = {
         "file": str(file),
         "workspace": str(workspace),
@@ -145,7 +177,7 @@ def executed(
         "abort": str(workspace.parent / "abort"),
         **more,
     }
-    found = _groovy("execute.groovy", json.dumps(asked), started)
+    found = (jvm or _shared()).run("execute.groovy", json.dumps(asked))
     stages = [(name, result) for name, result in found["stages"]]
     return Ran(found["result"], stages, found["events"], found["error"])
 
