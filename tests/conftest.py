@@ -33,9 +33,10 @@ def _work_in_memory() -> None:
 
 _work_in_memory()
 
-# OpenMP's threads spin while they wait for each other; where others have the cores, here twenty times the CPU
-# time of the work itself. GCC's OpenMP, which torch brings, reads this as it is loaded, in all processes.
+# Threads that wait for each other spin: where others have the cores, that takes ten to twenty times the CPU
+# time of the work itself. Read by what torch and NumPy bring as it is loaded, also in what is started here.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Behind a shell's `&` Ctrl-C is ignored, here and in all that is started from here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
