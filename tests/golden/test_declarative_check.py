@@ -302,4 +302,4 @@ def test_each_wrong_file_is_refused_for_its_own_reason(tmp_path: Path) -> None:
             )
         if not good:
             missed.append((text, words, said))
-    assert missed == [], "\n".join(f"{text!r}: {words!r}, not {said!r}" for text, words, said in missed)
+    assert not missed, "\n".join(f"{text!r}: {words!r}, not {said!r}" for text, words, said in missed)

@@ -81,7 +81,7 @@ def mesh_for(strategy: Strategy, ranks: int) -> Mesh:
 
 
 @given(st.sampled_from(sorted(PRESETS)), st.integers(1, 200), st.integers(1, 200))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_more_memory_never_makes_a_fitting_plan_unfit(preset: str, gib: int, more: int) -> None:
     pipeline = llm(f"train.model.preset={preset}", "train.model.seq_len=1024", "train.compile=off")
     small = dataclasses.replace(gpus(num_nodes=2), memory_bytes=gib * GIB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from kit.rendered import pipeline_of, plan_of
 
 from mlpipe._core.errors import RenderError
 from mlpipe.plan.cluster import Patch
+from mlpipe.plan.plan import Plan
 from mlpipe.render.kubernetes import stage_objects
 from mlpipe.render.patches import patched
 
@@ -254,12 +256,14 @@ OWN = "app.kubernetes.io/managed-by"
 OWN_POINTER = f"/metadata/labels/{OWN.replace('/', '~1')}"
 
 
+@cache
+def shipped_plan(form: str) -> Plan:
+    return plan_of(pipeline_of("llm", f"kubernetes.form={form}", "kubernetes.queue=q"), "train")
+
+
 def shipped(kind: str) -> list[dict[str, Any]]:
     """A stage as it is rendered; its gang is a Job or a JobSet."""
-    form = "jobset" if kind == "JobSet" else "indexed-job"
-    return stage_objects(
-        plan_of(pipeline_of("llm", f"kubernetes.form={form}", "kubernetes.queue=q"), "train")
-    )
+    return stage_objects(shipped_plan("jobset" if kind == "JobSet" else "indexed-job"))
 
 
 @pytest.mark.parametrize("kind", ["Job", "JobSet"])
