@@ -27,7 +27,7 @@ from mlpipe.train.replicas.elastic_loop import ElasticLoop
 from mlpipe.train.replicas.exchange import MembershipChanged
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
-STEPS = 40
+STEPS = 20
 
 
 class Numbers:
@@ -85,7 +85,7 @@ def test_killed_and_joined_while_the_others_go_on(tmp_path, tokens):
     slow = tmp_path / "slow"
     slow.touch()
     model = ModelPlan(
-        Entry("kit.models:slow", {"seconds": 3.0, "while_file": str(slow), "dropout": 0.0}), None, 32, ()
+        Entry("kit.models:slow", {"seconds": 6.0, "while_file": str(slow), "dropout": 0.0}), None, 32, ()
     )
     common = {
         "strategy": "single",
@@ -143,7 +143,7 @@ def test_a_replica_of_several_ranks_is_healed_by_another_and_computes_the_same(t
     """Weights and states that are split among the ranks of a replica, and have copies there."""
     slow = tmp_path / "slow"
     slow.touch()
-    entry = Entry("kit.models:slow", {"seconds": 4.0, "while_file": str(slow), "dropout": 0.0})
+    entry = Entry("kit.models:slow", {"seconds": 8.0, "while_file": str(slow), "dropout": 0.0})
     common = {"strategy": "hsdp", "world_size": 4, "steps": STEPS, "every": 1000}
     common["model"] = ModelPlan(entry, None, 32, ())
     plan = plans.train_plan(tmp_path / "store", tokens, launch={"replicas": Replicas(1, 2)}, **common)

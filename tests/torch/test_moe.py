@@ -211,7 +211,7 @@ def folder(tmp_path_factory):
 
 
 def planned(folder, name, world_size, **changes):
-    given = {"strategy": "single" if world_size == 1 else "fsdp", "steps": 8, "every": 8, "model": MODEL}
+    given = {"strategy": "single" if world_size == 1 else "fsdp", "steps": 4, "every": 4, "model": MODEL}
     return plans.train_plan(
         folder / "store", folder / "tokens", world_size=world_size, run_id=name, **{**given, **changes}
     )

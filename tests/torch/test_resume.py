@@ -18,14 +18,16 @@ from mlpipe.store.folder import FolderStore
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(1200)]
 
-HALF, STEPS = 5, 10
+HALF, STEPS = 3, 6
 WORLDS = {
     1: ("single", "ddp", "fsdp"),
     2: ("ddp", "zero1", "zero2", "fsdp"),
-    4: ("ddp", "zero1", "zero2", "fsdp", "hsdp"),
+    4: ("fsdp", "hsdp"),
 }
-SOURCES = (("ddp", 2), ("zero1", 2), ("fsdp", 4), ("hsdp", 4))
+SOURCES = (("fsdp", 4), ("hsdp", 4), ("ddp", 2), ("zero1", 2))
 TARGETS = [(strategy, world) for world, strategies in WORLDS.items() for strategy in strategies]
+# each goes on from another; of all pairs of meshes: test_reshard_meshes.py
+CHANGES = list(zip(itertools.cycle(SOURCES), TARGETS, strict=False))
 
 
 def user(entry: str, **args: object) -> ModelPlan:
@@ -89,11 +91,13 @@ def test_same_strategy_and_world_size_resume_bit_for_bit(folder, strategy, world
 
 @pytest.fixture(scope="module")
 def resharded(folder):
-    """Every source's checkpoint of the first half, resumed under every strategy and world size: a store for
-    each, since a checkpoint belongs to its run."""
-    for world, strategies in WORLDS.items():
+    """Checkpoints of the first half, resumed under every strategy and world size: a store for each, since a
+    checkpoint belongs to its run."""
+    for world in WORLDS:
         made = []
-        for (source, source_world), strategy in itertools.product(SOURCES, strategies):
+        for (source, source_world), (strategy, target_world) in CHANGES:
+            if target_world != world:
+                continue
             run_id = f"{source}-{source_world}"
             store = folder / f"{run_id}-to-{strategy}-{world}"
             stage = Path("runs", run_id, "stages", "train", "checkpoints")
@@ -117,9 +121,9 @@ def resharded(folder):
 
 @pytest.mark.combines("dp_replicate", "resume under another mesh")
 @pytest.mark.combines("dp_shard", "resume under another mesh")
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: f"{source[0]}-{source[1]}")
-@pytest.mark.parametrize(("strategy", "world"), TARGETS)
-def test_any_strategy_and_world_size_resumes_under_any_other(resharded, source, strategy, world):
+@pytest.mark.parametrize(("source", "target"), CHANGES, ids=lambda one: f"{one[0]}-{one[1]}")
+def test_any_strategy_and_world_size_resumes_under_any_other(resharded, source, target):
+    strategy, world = target
     run_id = f"{source[0]}-{source[1]}"
     store = resharded / f"{run_id}-to-{strategy}-{world}"
     plan = plans.train_plan(store, resharded / "tokens", run_id=run_id, attempt=2)
@@ -173,9 +177,9 @@ def test_ranks_that_have_nothing_to_do_wait_for_each_other(folder, tmp_path):
 
 
 @pytest.mark.combines("dp_replicate", "kill of a worker")
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_n_steps_equal_half_then_kill_9_then_the_rest(folder, tmp_path, world):
+def test_n_steps_equal_half_then_kill_9_then_the_rest(folder, tmp_path):
     """With the real launcher. The kill strikes while the second half is under way."""
+    world = 2
     slow = tmp_path / "slow"
     slow.touch()
     plan = plans.train_plan(
@@ -186,7 +190,7 @@ def test_n_steps_equal_half_then_kill_9_then_the_rest(folder, tmp_path, world):
         steps=STEPS,
         every=HALF,
         run_id=f"ddp-{world}",
-        model=user("slow", seconds=1.0, while_file=str(slow)),
+        model=user("slow", seconds=2.0, while_file=str(slow)),
     )
     store = FolderStore(tmp_path / "store")
     process = plans.start(plan, tmp_path / "first")

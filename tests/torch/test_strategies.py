@@ -18,7 +18,7 @@ from mlpipe.store.folder import FolderStore
 
 pytestmark = pytest.mark.torch
 
-STEPS = 12
+STEPS = 6
 GOLDEN = Path(__file__).parent.parent / "golden" / "losses_tiny_llama.json"
 WORLDS = {
     1: ("single", "ddp", "fsdp"),
@@ -99,7 +99,7 @@ def test_a_rank_writes_what_the_plan_says_of_a_checkpoint(curves, folder):
 
 def variants(folder, tokens):
     """Of ddp on 2 workers, each against a reference in the same list."""
-    base = {"steps": 6, "every": 6, "world_size": 2}
+    base = {"steps": 4, "every": 4, "world_size": 2}
     plan = plans.train_plan
     store = folder / "store"
 
