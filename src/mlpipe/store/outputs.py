@@ -232,13 +232,12 @@ def _download(store: Store, files: list[dict[str, Any]], target: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             size_bytes = file["blob"]["size_bytes"]
             buffer = memoryview(bytearray(min(size_bytes, _READ_BYTES)))
-            with path.open("xb", buffering=0) as output:
+            with path.open("xb") as output:
                 for start in range(0, size_bytes, _READ_BYTES):
                     piece = buffer[: size_bytes - start]
                     read_blob(store, file["blob"], start, piece)
-                    written = 0
-                    while written < len(piece):
-                        written += output.write(piece[written:])
+                    output.write(piece)
+                output.flush()
                 os.fsync(output.fileno())
         if not target.is_dir():
             partial.rename(target)

@@ -181,7 +181,7 @@ class S3Client:
         sound = False
         try:
             if request.into is not None and response.status in request.accept:
-                _receive_into(response, request.into, deadline, f"{self.endpoint.bucket}/{request.key}")
+                _receive_into(response, request.into, deadline, f"s3://{self.endpoint.bucket}/{request.key}")
                 data = b""
             else:
                 data = _receive(response, deadline)

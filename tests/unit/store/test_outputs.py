@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import threading
 
@@ -42,14 +44,27 @@ def folder(tmp_path):
     return folder
 
 
+@contextlib.contextmanager
+def refused(words, where):
+    """For what was asked, not for the store."""
+    with pytest.raises(StoreError, match=words) as caught:
+        yield
+    assert (caught.value.kind, caught.value.where) == ("input", where)
+
+
 def contents(folder):
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_an_output_comes_back_file_for_file(store, folder, tmp_path):
+def test_an_output_comes_back_file_for_file(store, folder, tmp_path, monkeypatch):
     digest = outputs.commit_output(store, STAGE, folder)
+    monkeypatch.setattr(outputs, "_READ_BYTES", 1_000_000)  # a file is read by pieces
     fetched = outputs.fetch_output(store, STAGE, tmp_path / "cache")
     assert contents(fetched) == contents(folder)
+    lines = [
+        f"{hashlib.sha256(data).hexdigest()} {len(data)} {path}\n" for path, data in contents(folder).items()
+    ]
+    assert digest == hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
     assert outputs.load_output(store, STAGE)["digest"] == digest
     assert outputs.peek_output(store, STAGE, tmp_path / "cache", "empty") == fetched
     assert (tmp_path / "cache").exists() == isinstance(store, FarStore)  # a folder store copies nothing
@@ -59,13 +74,13 @@ def test_a_repeated_commit_is_accepted_and_another_content_refused(store, folder
     digest = outputs.commit_output(store, STAGE, folder)
     assert outputs.commit_output(store, STAGE, folder) == digest
     (folder / "empty").write_bytes(b"no more")
-    with pytest.raises(StoreError, match="other content"):
+    with refused("other content", f"{store.url}/{STAGE}/outputs"):
         outputs.commit_output(store, STAGE, folder)
 
 
 def test_what_a_dead_attempt_left_is_not_part_of_the_output(store, folder, tmp_path):
     store.put(f"{STAGE}/outputs/files/stale", b"half")
-    with pytest.raises(StoreError, match="no output yet"):
+    with refused("no output yet", f"{store.url}/{STAGE}"):
         outputs.fetch_output(store, STAGE, tmp_path / "cache")
     outputs.commit_output(store, STAGE, folder)
     assert "stale" not in contents(outputs.fetch_output(store, STAGE, tmp_path / "cache"))
@@ -95,13 +110,13 @@ def test_an_attempt_that_was_given_up_commits_nothing_and_harms_nothing(store, f
 
 def test_links_and_special_files_are_refused(store, folder):
     (folder / "link").symlink_to("/etc/passwd")
-    with pytest.raises(StoreError, match="symbolic link"):
+    with refused("symbolic link", f"{folder}/link"):
         outputs.commit_output(store, STAGE, folder)
     (folder / "link").unlink()
     os.mkfifo(folder / "pipe")
-    with pytest.raises(StoreError, match="special file"):
+    with refused("special file", f"{folder}/pipe"):
         outputs.commit_output(store, STAGE, folder)
-    with pytest.raises(StoreError, match="not a folder"):
+    with refused("not a folder", f"{folder}/absent"):
         outputs.commit_output(store, STAGE, folder / "absent")
 
 
@@ -206,6 +221,51 @@ def test_damage_is_named_and_nothing_incomplete_is_kept(folder, tmp_path):
     os.truncate(place.local_path(f"{STAGE}/outputs/files/sub/one/a b.bin"), 10)
     with pytest.raises(StoreError, match="is damaged"):
         outputs.fetch_output(place, STAGE, tmp_path / "cache")
+
+
+def test_a_copy_that_cannot_be_kept_is_said_with_its_place(folder, tmp_path):
+    store = FarStore(tmp_path / "store")
+    outputs.commit_output(store, STAGE, folder)
+    (tmp_path / "file").touch()
+    for read in (outputs.fetch_output, lambda *of: outputs.peek_output(*of, "empty")):
+        with pytest.raises(StoreError, match=f"cannot keep a copy of the output of {STAGE}: ") as caught:
+            read(store, STAGE, tmp_path / "file" / "cache")
+        assert (caught.value.kind, caught.value.where) == ("infrastructure", f"{tmp_path}/file/cache")
+        assert "free some space" in caught.value.hint
+    assert contents(outputs.fetch_output(store, STAGE, tmp_path / "new" / "cache")) == contents(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": 2}, "its format is not 1"),
+        ({"files": {}}, "its format is not 1"),
+        ({"files": [1]}, "a file has no path"),
+        ({"files": [{"path": 1}]}, "a file has no path"),
+        ({"files": [{"path": "f"}]}, "file 'f'"),
+        ({"place": "../files"}, r"its files lie elsewhere, in '\.\./files'"),
+        ({"place": "files-2"}, "file 'f' lies elsewhere"),
+        ({"digest": "0" * 64}, "its digest does not fit"),
+        (None, "its format is not 1"),
+    ],
+)
+def test_a_manifest_that_is_none_is_refused(tmp_path, change, words):
+    store, source, where = FarStore(tmp_path / "store"), tmp_path / "one", f"{STAGE}/outputs/MANIFEST.json"
+    source.mkdir()
+    (source / "f").write_bytes(b"data")
+    outputs.commit_output(store, STAGE, source)
+    manifest = strip_checksum(store.get(where), where)
+    store.put(where, add_checksum([] if change is None else {**manifest, **change}))
+    with pytest.raises(StoreError, match=f"not a sound manifest: .*{words}") as caught:
+        outputs.load_output(store, STAGE)
+    assert (caught.value.kind, caught.value.where) == ("infrastructure", where)
+    del manifest["place"]  # as older ones are
+    store.put(where, add_checksum(manifest))
+    assert contents(outputs.fetch_output(store, STAGE, tmp_path / "cache")) == {"f": b"data"}
+    del manifest["files"][0]["sha256"]
+    store.put(where, add_checksum(manifest))
+    with pytest.raises(StoreError, match="file 'f' lies elsewhere"):
+        outputs.load_output(store, STAGE)
 
 
 @given(path=st.sampled_from(["../../x", "/etc/cron.d/x", "a/../../x", "", ".", "a\0b"]) | st.text(max_size=8))

@@ -323,8 +323,9 @@ def test_a_part_fills_the_callers_memory_or_is_an_error(store, wire):
         ((206, data, {"Content-Length": str(len(data) + 1)}), "more than was asked for"),
     ):
         wire.answers = [answer]
-        with pytest.raises(StoreError, match=words):
+        with pytest.raises(StoreError, match=words) as caught:
             store.get_into("x", buffer, start=7)
+        assert caught.value.where == "s3://bucket/pre/fix/x"
     wire.ends.clear()
     wire.answers = [(206, data[:9], {"Content-Length": str(len(data))}), (206, data)]
     buffer[:] = bytes(len(data))
@@ -459,7 +460,13 @@ def test_what_may_pass_is_tried_again(store, wire, answer):
         ((301, b""), "answered 301", None),
         ((404, b""), "no such object", None),
         ((404, error("NoSuchKey")), "no such object", None),
+        ((404, b"<html><p>nothing</p></html>"), "no such object", None),
         ((404, error("NoSuchBucket")), "there is no such bucket", "create it"),
+        (
+            (404, b'<Error xmlns="x"><Code>NoSuchBucket</Code></Error>'),
+            "there is no such bucket",
+            "create it",
+        ),
         ((403, b""), r"access denied \(AccessDenied\)", "the credentials need"),
         ((403, error("SignatureDoesNotMatch")), r"are wrong \(SignatureDoesNotMatch\)", "check AWS_SECRET"),
         ((416, error("InvalidRange")), "ends before the bytes", None),
@@ -518,6 +525,15 @@ def test_a_connection_that_trickles_meets_the_deadline(store, wire, call):
     assert len(wire.sent) == 1
     assert all(size <= 2**20 for size in wire.pieces)
     assert wire.ends == ([] if call == "put" else ["closed"])
+
+
+def test_whether_what_is_hidden_is_absent_the_list_of_that_key_alone_says(store, wire):
+    wire.answers = [(403, error("AccessDenied")), page({"x2": 1})]
+    assert not store.exists("x")
+    assert wire.sent[-1].url == f"{BUCKET}?list-type=2&max-keys=1&prefix=pre%2Ffix%2Fx"
+    wire.answers = [(403, error("AccessDenied")), page({"x": 1})]
+    with pytest.raises(StoreError, match="access denied"):
+        store.exists("x")
 
 
 def test_an_answer_has_a_limit(store, wire, monkeypatch):
