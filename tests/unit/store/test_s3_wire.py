@@ -124,22 +124,29 @@ def store(wire):
     return S3Store.from_environment("s3://bucket/pre/fix/", ENVIRONMENT)
 
 
-def test_a_request_is_signed_and_says_what_its_bytes_sum_up_to(store, wire):
+def test_a_request_is_signed_and_says_what_its_bytes_sum_up_to(store, wire, monkeypatch):
+    date = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+    class Now:
+        @staticmethod
+        def now(zone: Any) -> datetime:
+            assert zone is UTC
+            return date
+
+    monkeypatch.setattr(s3_http, "datetime", Now)
     wire.answers = [OK]
     data = memoryview(b"abcdefgh").cast("I")
     assert store.put_pieces("a/b c/ü+&.bin", [data, b"i"]) == 9
     (sent,) = wire.sent
     assert (sent.method, sent.body) == ("PUT", b"abcdefghi")
     assert sent.url == f"{AT}/a/b%20c/%C3%BC%2B%26.bin"
-    date = datetime.strptime(sent.headers["x-amz-date"], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
     headers = {
         "Host": "s3.example:9000",
-        "x-amz-date": sent.headers["x-amz-date"],
+        "x-amz-date": "20260102T030405Z",
         "x-amz-content-sha256": "UNSIGNED-PAYLOAD",
         "x-amz-checksum-crc32c": base64.b64encode(crc32c(b"abcdefghi").to_bytes(4, "big")).decode(),
         "Content-Length": "9",
     }
-    assert abs((datetime.now(UTC) - date).total_seconds()) < 3600
     credentials = Credentials("key", "secret")
     assert sent.headers == sign_v4_s3(
         method=sent.method, url=urlsplit(sent.url), region="eu-x-1", headers=headers, credentials=credentials,
@@ -167,7 +174,7 @@ def test_the_environment_says_where_the_bucket_is(wire):
     assert endpoint(AWS_ENDPOINT_URL="https://all")[0] == "https://all"
     assert endpoint(AWS_ENDPOINT_URL="https://all", AWS_ENDPOINT_URL_S3="http://s3:1")[0] == "http://s3:1"
     assert endpoint(AWS_CA_BUNDLE="/ca.crt")[3] == wire.pools[-1]["ca_certs"] == "/ca.crt"
-    assert wire.pools[-1]["retries"] is False
+    assert (wire.pools[-1]["retries"], wire.pools[-1]["maxsize"]) == (False, 8)
     timeout = wire.pools[-1]["timeout"]
     assert (timeout.connect_timeout, timeout.read_timeout) == (5, 20)
     for change, words in (
@@ -182,6 +189,7 @@ def test_the_environment_says_where_the_bucket_is(wire):
     assert S3Store.from_environment("s3://bucket", KEYS).url == "s3://bucket"
 
 
+CUT = (200, b"<", {"Content-Length": "9"})  # the end of its answer is lost
 ABSENT, MATCH = {"If-None-Match": "*"}, {"If-Match": '"etag"'}
 
 
@@ -205,6 +213,7 @@ ABSENT, MATCH = {"If-None-Match": "*"}, {"If-Match": '"etag"'}
         ([(500, b""), (412, b""), OK, (200, b"mine")], True),
         ([ReadTimeoutError(None, "", "late"), (412, b""), OK, (200, b"others'")], False),  # type: ignore[arg-type]
         ([LOST, (412, b""), (404, b"")], False),
+        ([CUT, (412, b""), OK, (200, b"mine")], True),
     ],
 )
 def test_a_conditional_write_whose_answer_was_lost_is_known_by_its_bytes(
@@ -503,6 +512,7 @@ def test_a_call_ends_and_a_larger_one_has_longer(store, wire, monkeypatch):
             call()
         assert 85 < wire.clock.now - before <= 100
         assert caught.value.where == "s3://bucket/pre/fix/x"
+        assert "AWS_ENDPOINT_URL_S3 right?" in (caught.value.hint or "")
         assert max(wire.clock.pauses) <= 2
     last = wire.sent[-1].options["timeout"]  # a try does not outlast them all
     assert 0.1 <= last.connect_timeout == last.read_timeout < 5
@@ -538,6 +548,7 @@ def test_whether_what_is_hidden_is_absent_the_list_of_that_key_alone_says(store,
 
 def test_an_answer_has_a_limit(store, wire, monkeypatch):
     monkeypatch.setattr(s3_http, "_MAX_REPLY_BYTES", 3)
+    monkeypatch.setattr(s3_http, "_PIECE_BYTES", 2)
     wire.answers = [(200, b"abc"), (200, b"abcd")]
     assert store.get("x") == b"abc"
     with pytest.raises(StoreError, match="a reply larger than 3 bytes"):
