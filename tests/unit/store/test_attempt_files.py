@@ -86,7 +86,8 @@ def test_a_preflight_is_read_with_who_got_slow_since(store):
 def test_of_the_attempts_before_it_one_avoids_who_was_at_fault(store):
     for number in (1, 3, 4):
         preflight.write_checked(store, f"{STAGE}/attempt-{number}", Checked(faults={f"n{number}": ["slow"]}))
-    assert preflight.nodes_to_avoid(store, STAGE, 4, 0.5) == ("n1", "n3")
+    preflight.write_slow(store, f"{STAGE}/attempt-3", b'{"slow": 2.5, "fit": 1.9}')
+    assert preflight.nodes_to_avoid(store, STAGE, 4, 0.5) == ("n1", "n3", "slow")
     assert preflight.nodes_to_avoid(store, STAGE, 1, 0.5) == ()
     assert preflight.to_avoid([Checked(slow={"a": 2.0, "b": math.nextafter(2.0, 3.0)})], 0.5) == ("b",)
     assert preflight.to_avoid([Checked(faults={"n" * 253: [], "n" * 254: []})], 0.5) == ("n" * 253,)
@@ -112,6 +113,8 @@ def test_a_profile_is_asked_for_once_taken_once_and_withdrawn_by_whoever_asked(s
     assert profiles.take(store, ATTEMPT) == request
     assert not profiles.is_asked(store, ATTEMPT)
     assert profiles.take(store, ATTEMPT) is None
+    assert profiles.ask(store, ATTEMPT, ProfileRequest("mine", 1))
+    assert profiles.take(store, ATTEMPT) == ProfileRequest("mine", 1)
     assert profiles.ask(store, ATTEMPT, ProfileRequest("mine", 1))
     profiles.withdraw(store, ATTEMPT, "mine")
     profiles.withdraw(store, ATTEMPT, "mine")
@@ -182,7 +185,11 @@ def test_the_seat_is_taken_by_one_and_by_another_only_when_it_was_not_renewed(st
     assert newer != seen
     assert second.try_to_take(newer)[0]
     assert replicas.coordinator(store, ATTEMPT) == "t2@b:2"
-    assert second.renew()
+    etags = []
+    for _ in range(3):
+        assert second.renew()
+        etags.append(store.get_with_etag(f"{ATTEMPT}/coordinator")[1])
+    assert len(set(etags)) == 3, "who waits sees each renewal"
     assert not first.renew()
     assert replicas.coordinator(store, ATTEMPT) == "t2@b:2"
 

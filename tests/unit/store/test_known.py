@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import ClassVar
 
 import pytest
 
@@ -38,6 +39,26 @@ def test_a_seal_is_of_one_run_in_one_store():
     assert known.read_seal("s3://a/x", "r") is None
 
 
+def test_a_machine_that_cannot_remember_works_without(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    known.remember("s3://a/x")
+    known.keep_seal("s3://a/x", "r", "")
+    assert known.read_seal("s3://a/x", "r") is None
+    monkeypatch.setattr(known, "remember", lambda url: None)
+    known.keep_seal("s3://a/x", "r", "")
+
+
+class Thread(threading.Thread):
+    """`waits`: for how long each was waited for, and whether it would keep the process from its end."""
+
+    waits: ClassVar[list[object]] = []
+
+    def join(self, timeout=None):
+        self.waits.append((timeout, self.daemon))
+        super().join(timeout)
+
+
 def test_a_run_is_found_by_whatever_claims_it_and_who_did_not_say_is_named(tmp_path, monkeypatch):
     urls = []
     for name in ("run.json", "pipeline.yaml", "jenkins.json", "other.json"):
@@ -57,8 +78,12 @@ def test_a_run_is_found_by_whatever_claims_it_and_who_did_not_say_is_named(tmp_p
         return real(url)
 
     monkeypatch.setattr(known, "open_store", open_store)
+    monkeypatch.setattr(known.threading, "Thread", Thread)
     found, silent = known.find("r", [*urls, "0", "1"], timeout_seconds=300)
     assert [store.url for store in found] == urls[:3]
     assert silent == ["0", "1"]
+    assert all(0 < seconds <= 300 and daemon for seconds, daemon in Thread.waits)
+    Thread.waits.clear()
     assert known.find("r", ["late"], timeout_seconds=0) == ([], ["late"])
+    assert Thread.waits == [(0, True)]
     go.set()

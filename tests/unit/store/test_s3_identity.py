@@ -32,11 +32,14 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         server = self.server
         assert self.path == "/"  # a token in a URL stands in the logs of proxies
+        assert self.headers["Content-Type"] == "application/x-www-form-urlencoded"
         form = self.rfile.read(int(self.headers["Content-Length"])).decode()
         server.asked.append({name: values[0] for name, values in parse_qs(form).items()})
         status = server.lends.pop(0) if server.lends else 200
         ends = datetime.fromtimestamp(server.now + 3600, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        text = LENT.format(number=len(server.asked), ends=ends) if status == 200 else ERROR.format("Refused")
+        text = (
+            LENT.format(number=len(server.asked), ends=ends) if status == 200 else ERROR.format(server.says)
+        )
         self.answer(status, text)
 
     def do_GET(self) -> None:
@@ -52,6 +55,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, status: int, text: str) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
+        self.send_header("Location", "/")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(text.encode())
@@ -64,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
 def server(monkeypatch):
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.asked, server.lends, server.gets, server.signed = [], [], [], []
-        server.listing = (200, "<ListBucketResult/>")
+        server.listing, server.says = (200, "<ListBucketResult/>"), "Refused"
         server.now = 1_000_000.0
         monkeypatch.setattr(s3_identity.time, "time", lambda: server.now)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -128,6 +132,21 @@ def test_while_nothing_new_is_lent_old_keys_serve_to_their_end(server, environme
 def test_a_token_service_that_is_away_for_a_moment_is_asked_again(server, environment):
     server.lends = [503, 500]
     assert S3Store.from_environment("s3://bucket", environment).get("x") == b"data"
+
+
+def test_a_token_follows_no_redirect(server, environment):
+    server.lends = [307]
+    with pytest.raises(StoreError, match="lends no keys: 307 Refused because") as caught:
+        S3Store.from_environment("s3://bucket", environment).get("x")
+    assert len(server.asked) == 1
+    assert caught.value.where == environment["AWS_ENDPOINT_URL_S3"]
+    assert "AWS_ROLE_ARN" in caught.value.hint
+
+
+def test_a_token_service_that_cannot_ask_the_issuer_is_asked_again(server, environment):
+    server.lends, server.says = [400], "IDPCommunicationError"
+    assert S3Store.from_environment("s3://bucket", environment).get("x") == b"data"
+    assert len(server.asked) == 2
 
 
 def test_keys_that_the_store_takes_no_more_are_replaced_once(server, environment):

@@ -3,9 +3,11 @@ no weights."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,14 @@ def write(path: Path, tensors: dict[str, list[float]], **changes: Any) -> None:
     header[next(iter(tensors))].update(changes)
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@contextlib.contextmanager
+def refused(words: str, where: object) -> Iterator[None]:
+    """For what was asked, not for the store."""
+    with pytest.raises(StoreError, match=words) as caught:
+        yield
+    assert (caught.value.kind, caught.value.where) == ("input", str(where))
 
 
 def values(weights: Any, name: str, first: int, count: int) -> list[float]:
@@ -66,18 +76,24 @@ def test_a_set_is_read_by_its_index_and_a_folder_by_what_lies_in_it(tmp_path):
         assert values(weights, "b", 0, 1) == [5.0]
         assert values(weights, "a.weight", 3, 1) == [4.0]
     (tmp_path / "model-2.safetensors").unlink()
-    with pytest.raises(StoreError, match=r"lists model-2.safetensors, which is not there \(1 of 2") as caught:
+    with refused(
+        r"lists model-2.safetensors, which is not there \(1 of 2", tmp_path / "model.safetensors.index.json"
+    ):
         of_files(store, "")
-    assert caught.value.kind == "input"
 
 
 def test_of_several_files_in_a_folder_the_usual_name_counts_or_one_is_asked_for(tmp_path):
     for name in ("one", "two"):
         write(tmp_path / f"{name}.safetensors", TWO)
-    with pytest.raises(StoreError, match=r"several sets of weights: one\.safetensors, two\.safetensors"):
+    with refused(r"several sets of weights: one\.safetensors, two\.safetensors", tmp_path):
         of_files(FolderStore(tmp_path), "")
+    (tmp_path / "two.safetensors").unlink()
     write(tmp_path / "model.safetensors", {"c": [1.0]})
     assert list(of_files(FolderStore(tmp_path), "").tensors) == ["c"]
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "below").mkdir()
+    write(tmp_path / "below" / "model.safetensors", {"d": [1.0]})  # another folder's
+    assert list(of_files(FolderStore(tmp_path), "").tensors) == list(TWO)
 
 
 def test_the_digest_follows_every_change(tmp_path):
@@ -104,7 +120,7 @@ def test_what_is_no_safetensors_is_refused_in_words(tmp_path, content, message):
     (tmp_path / "w.safetensors").write_bytes(content)
     with pytest.raises(StoreError, match=message) as caught:
         of_files(FolderStore(tmp_path), "w.safetensors")
-    assert caught.value.kind == "input"
+    assert (caught.value.kind, caught.value.where) == ("input", f"{tmp_path}/w.safetensors")
     assert "pickle" not in message or "save_file" in (caught.value.hint or "")
 
 
@@ -129,15 +145,17 @@ def test_a_header_that_cannot_be_is_refused(tmp_path, changes):
 
 
 def test_a_folder_of_pickles_and_an_empty_one(tmp_path):
-    with pytest.raises(StoreError, match=r"no \*\.safetensors is there"):
+    with refused(r"no \*\.safetensors is there", tmp_path):
         of_files(FolderStore(tmp_path), "")
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
     with pytest.raises(StoreError, match=r"pytorch_model\.bin is a pickle") as caught:
         of_files(FolderStore(tmp_path), "")
     assert "save_file" in (caught.value.hint or "")
+    assert (caught.value.kind, caught.value.where) == ("input", str(tmp_path))
     for files in ({"a": "../other.safetensors"}, {"a": "w.pt"}, {}, []):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-        with pytest.raises(DamagedError):
+        words = "not an index" if files == [] else "an index of files that do not lie beside it"
+        with refused(words, tmp_path / "model.safetensors.index.json"):
             of_files(FolderStore(tmp_path), "")
 
 
@@ -175,6 +193,7 @@ def test_a_checkpoint_gives_its_weights_alone_and_tied_names_are_one_tensor(tmp_
     weights = of_checkpoint(store, key)
     assert set(weights.tensors) == {"a", "head"}
     assert weights.tensors["a"] is weights.tensors["head"]
+    assert weights.where == f"{tmp_path}/{key}"
     assert values(weights, "a", 1, 2) == [2.0, 3.0]
     other = catalogue.new_prefix("runs/r/stages/train", 3, 1)
     save(store, other, {})
@@ -252,6 +271,6 @@ def test_adapters_alone_are_no_weights_and_neither_is_an_optimizer(tmp_path):
     for name, words in (("model.a.lora_A", "these are adapters"), ("optim.a", "holds no model")):
         key = catalogue.new_prefix("runs/r/stages/train", 3, 1)
         save(store, key, {}, [name])
-        with pytest.raises(StoreError, match=words) as caught:
+        manifest = f"{key}/MANIFEST.json"
+        with refused(words, manifest if "adapters" in words else key):
             of_checkpoint(store, key)
-        assert caught.value.kind == "input"
