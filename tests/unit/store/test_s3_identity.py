@@ -4,7 +4,7 @@ a bucket that does not say what is absent. A real token service: tests/services/
 from __future__ import annotations
 
 import threading
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs
 
@@ -21,6 +21,11 @@ LENT = """<AssumeRoleWithWebIdentityResponse xmlns="https://sts.amazonaws.com/do
 <AssumeRoleWithWebIdentityResult><Credentials><AccessKeyId>lent-{number}</AccessKeyId>
 <SecretAccessKey>s</SecretAccessKey><SessionToken>t-{number}</SessionToken><Expiration>{ends}</Expiration>
 </Credentials></AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>"""
+STAMPS = {
+    "Z": lambda seconds: datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    "none": lambda seconds: datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S"),
+    "+02:00": lambda seconds: datetime.fromtimestamp(seconds, timezone(timedelta(hours=2))).isoformat(),
+}
 ERROR = "<Error><Code>{}</Code><Message>because</Message></Error>"
 
 
@@ -36,9 +41,11 @@ class Handler(BaseHTTPRequestHandler):
         form = self.rfile.read(int(self.headers["Content-Length"])).decode()
         server.asked.append({name: values[0] for name, values in parse_qs(form).items()})
         status = server.lends.pop(0) if server.lends else 200
-        ends = datetime.fromtimestamp(server.now + 3600, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        ends = server.stamp(server.now + 3600)
         text = (
-            LENT.format(number=len(server.asked), ends=ends) if status == 200 else ERROR.format(server.says)
+            server.lent.format(number=len(server.asked), ends=ends)
+            if status == 200
+            else ERROR.format(server.says)
         )
         self.answer(status, text)
 
@@ -68,6 +75,7 @@ class Handler(BaseHTTPRequestHandler):
 def server(monkeypatch):
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.asked, server.lends, server.gets, server.signed = [], [], [], []
+        server.lent, server.stamp = LENT, STAMPS["Z"]
         server.listing, server.says = (200, "<ListBucketResult/>"), "Refused"
         server.now = 1_000_000.0
         monkeypatch.setattr(s3_identity.time, "time", lambda: server.now)
@@ -88,7 +96,9 @@ def environment(server, tmp_path):
     }
 
 
-def test_keys_are_lent_once_and_again_when_three_quarters_of_their_life_are_over(server, environment):
+@pytest.mark.parametrize("zone", STAMPS)
+def test_keys_are_lent_once_and_again_when_three_quarters_of_their_life_are_over(server, environment, zone):
+    server.stamp = STAMPS[zone]
     store = S3Store.from_environment("s3://bucket", environment)
     for _ in range(3):
         store.get("x")
@@ -134,6 +144,25 @@ def test_a_token_service_that_is_away_for_a_moment_is_asked_again(server, enviro
     assert S3Store.from_environment("s3://bucket", environment).get("x") == b"data"
 
 
+def test_an_answer_without_keys_is_an_error_and_the_session_is_the_users(server, environment):
+    server.lent = (
+        "<Credentials><AccessKeyId>a</AccessKeyId><SecretAccessKey>s</SecretAccessKey></Credentials>"
+    )
+    environment |= {"AWS_ROLE_SESSION_NAME": "me/" * 30, "AWS_CA_BUNDLE": "/ca.crt"}
+    store = S3Store.from_environment("s3://bucket", environment)
+    with pytest.raises(StoreError, match="the token service's answer has no keys") as caught:
+        store.get("x")
+    assert caught.value.where == environment["AWS_ENDPOINT_URL_S3"]
+    assert server.asked[0]["RoleSessionName"] == ("me-" * 30)[:64]
+    assert store._client.endpoint.credentials._pool.connection_pool_kw["ca_certs"] == "/ca.crt"
+    for run_id, session in (("", "mlpipe"), ("r", "mlpipe-r")):
+        del environment["AWS_ROLE_SESSION_NAME"], environment["AWS_CA_BUNDLE"]
+        environment |= {"MLPIPE_RUN_ID": run_id, "AWS_ROLE_SESSION_NAME": "", "AWS_CA_BUNDLE": ""}
+        with pytest.raises(StoreError, match="has no keys"):
+            S3Store.from_environment("s3://bucket", environment).get("x")
+        assert server.asked[-1]["RoleSessionName"] == session
+
+
 def test_a_token_follows_no_redirect(server, environment):
     server.lends = [307]
     with pytest.raises(StoreError, match="lends no keys: 307 Refused because") as caught:
@@ -163,7 +192,7 @@ def test_what_is_missing_is_said(server, environment):
     environment["AWS_WEB_IDENTITY_TOKEN_FILE"] += "-absent"
     with pytest.raises(StoreError, match="no token: No such file") as caught:
         S3Store.from_environment("s3://bucket", environment).get("x")
-    assert caught.value.kind == "input"
+    assert (caught.value.kind, caught.value.where) == ("input", environment["AWS_WEB_IDENTITY_TOKEN_FILE"])
     for names in ({}, {"AWS_ACCESS_KEY_ID": "k", "AWS_WEB_IDENTITY_TOKEN_FILE": "/t"}):
         with pytest.raises(StoreError, match="AWS_SECRET_ACCESS_KEY not set") as caught:
             S3Store.from_environment("s3://bucket", names)
