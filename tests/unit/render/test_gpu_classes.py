@@ -225,6 +225,7 @@ def test_neither_does_the_driver_nor_the_coordinator(first: str) -> None:
         coordinator = stage_objects(plan)[1]
         assert "coordinate" in str(coordinator["spec"]["template"]["spec"]["containers"][0]["args"])
         pods.append(coordinator["spec"]["template"]["spec"])
+        assert "affinity" not in pods[-1], "it has no GPU, and goes where there is none"
     assert [pod["nodeSelector"] for pod in pods] == [{"zone": "a"}] * len(pods)
     assert not [one for pod in pods for one in pod["tolerations"] if one.get("key") == "spot"]
 
@@ -233,7 +234,10 @@ def test_nodes_that_are_taken_first_are_not_required() -> None:
     spot = "kubernetes.gpu_pods={prefer: {capacity: spot, zone: a}}"
     affinity = pod_of(llm(spot))["affinity"]["nodeAffinity"]
     (first,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
-    assert [one["key"] for one in first["preference"]["matchExpressions"]] == ["capacity", "zone"]
+    assert first["preference"]["matchExpressions"] == [
+        {"key": key, "operator": "In", "values": [value]}
+        for key, value in (("capacity", "spot"), ("zone", "a"))
+    ]
     assert terms_of(pod_of(llm(spot))) == terms_of(pod_of(llm()))
     assert "affinity" not in pod_of(llm(spot, stage="corpus"))
     everywhere = llm("kubernetes.prefer={capacity: spot}", "kubernetes.gpu_pods={prefer: {}}", stage="train")

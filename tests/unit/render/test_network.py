@@ -84,7 +84,11 @@ def test_what_the_pipeline_says_stands_in_place_of_the_profiles() -> None:
     assert (found["FI_PROVIDER"], found["MY_OWN"], found["FI_EFA_USE_DEVICE_RDMA"]) == ("other", "2", "1")
     assert found["NCCL_TOPO_FILE"] == "/mlpipe/network/topology.xml"
     volumes = {one["name"]: one for one in template_of(plan)["spec"]["volumes"]}
-    assert volumes["network"]["configMap"]["items"] == [{"key": "p5.xml", "path": "topology.xml"}]
+    items = [{"key": "p5.xml", "path": "topology.xml"}]
+    assert volumes["network"] == {"name": "network", "configMap": {"name": "nccl", "items": items}}
+    mounts = {one["name"]: one for one in worker_of(plan)["volumeMounts"]}
+    assert mounts["network"] == {"name": "network", "mountPath": "/mlpipe/network", "readOnly": True}
+    assert mounts["hugepages"] == {"name": "hugepages", "mountPath": "/dev/hugepages"}
     assert volumes["hugepages"]["emptyDir"] == {"medium": "HugePages-2Mi"}
     assert speed(own) == 40e9
     assert template_of(plan)["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "a,b"

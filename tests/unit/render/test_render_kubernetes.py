@@ -15,7 +15,7 @@ from kit.rendered import PIPELINES, QUICKSTART, RUN_ID, pipeline_of, plan_of
 from mlpipe._core.errors import RenderError
 from mlpipe.plan.cluster import ClusterPlan
 from mlpipe.plan.plan import Plan
-from mlpipe.render.kubernetes import driver_objects, gang_name, object_digest, stage_objects
+from mlpipe.render.kubernetes import driver_objects, gang_name, object_digest, replica_object, stage_objects
 from mlpipe.render.names import SPEC_DIGEST
 from mlpipe.render.prepull import prepull_objects
 from mlpipe.spec.model import Pipeline
@@ -386,6 +386,31 @@ def test_the_driver_of_one_stage() -> None:
     assert pod_of(whole)["restartPolicy"] == "Never"
     assert whole["spec"]["backoffLimit"] > 50
     assert "podFailurePolicy" not in whole["spec"]  # it would keep a lost node's driver from being replaced
+
+
+def test_a_patch_of_the_driver_is_the_drivers_alone() -> None:
+    """And one of the workers theirs."""
+    patches = [
+        f"{{target: {{kind: Pod, component: {who}}}, strategic: {{spec: {{hostname: {who}}}}}}}"
+        for who in ("driver", "worker")
+    ]
+    plan = quickstart("train", f"kubernetes.patches=[{', '.join(patches)}]")
+    (driver,) = driver_objects(
+        RUN_ID, plan.store_url, cluster_of(plan), stage=None, spec_digest="", seal="TEXT:SET"
+    )
+    assert pod_of(driver)["hostname"] == "driver"
+    assert pod_of(stage_objects(plan)[-1])["hostname"] == "worker"
+
+
+def test_one_replica_is_the_very_object_that_all_of_them_are() -> None:
+    plan = quickstart("train", "train.resources.nodes=2..3", "kubernetes.queue=q", "kubernetes.namespace=n")
+    config, _, *replicas = stage_objects(plan)
+    assert [replica_object(plan, number) for number in range(3)] == replicas
+    later = replica_object(plan, 7)
+    assert later["metadata"]["name"].endswith("-7")
+    assert later["metadata"]["labels"]["mlpipe.dev/replica"] == "7"
+    plans = [one for one in pod_of(later)["volumes"] if one["name"] == "plan"]
+    assert plans == [{"name": "plan", "configMap": {"name": config["metadata"]["name"]}}]
 
 
 def test_pods_without_gpus_may_stand_where_the_node_selector_sends_them() -> None:

@@ -198,6 +198,24 @@ def test_a_stage_that_cannot_go_on_is_not_queued_again_by_its_limit() -> None:
     assert ["--signal=B:USR1" in texts[name] for name in texts] == [False, True]
 
 
+def test_of_a_gang_of_commands_all_end_with_the_first_that_fails() -> None:
+    for nodes, stage, together in ((2, "corpus", 1), (1, "corpus", 0), (2, "train", 0)):
+        spec = pipeline_of("llm", f"{stage}.resources.nodes={nodes}")
+        text = script(plan_of(spec, stage), slurm_job(spec, stage), "o")
+        assert f" --kill-on-bad-exit={together} " in text
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+def test_folders_of_a_container_are_one_word_of_the_shell(runtime: str) -> None:
+    spec = pipeline_of(
+        "llm", f"slurm.container={{runtime: {runtime}, image: '/i m.sif', mounts: [/a b, /c$d]}}"
+    )
+    text = script(plan_of(spec, "train"), slurm_job(spec, "train"), "o")
+    (line,) = [line for line in text.splitlines() if line.startswith("srun --nodes")]
+    assert "'/a b:/a b,/c$d:/c$d'" in line
+    assert "'/i m.sif'" in line
+
+
 def test_nodes_that_did_not_pass_a_preflight_are_left_out_beside_ones_own() -> None:
     pipeline = pipeline_of("llm", "slurm.options={exclude: n9}")
     plan = plan_of(pipeline, "train")
@@ -279,7 +297,9 @@ def test_spares_are_asked_for_as_far_as_nodes_are_free() -> None:
     spec = pipeline_of("llm", "train.resources.preflight=auto", "train.resources.spares=2")
     plan = plan_of(spec, "train")
     text = script(plan, slurm_job(spec, "train"), "o")
-    assert "#SBATCH --nodes=2-4\n" in text
+    assert [line for line in text.splitlines() if line.startswith("#SBATCH --nodes")] == [
+        "#SBATCH --nodes=2-4"
+    ]
     assert "#SBATCH --ntasks" not in text, "or the fewest are given, by Slurm 22.05"
     assert "--nodes=2 " not in text, "each step is on all machines that came"
     env = {"SLURM_NODEID": "3", "SLURM_JOB_NUM_NODES": "4", "SLURMD_NODENAME": "n4"}
