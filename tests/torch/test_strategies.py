@@ -106,7 +106,6 @@ def variants(folder, tokens):
     def user(entry):
         return ModelPlan(Entry(f"kit.models:{entry}", {}), None, 32, ())
 
-    one_block = plans.model_plan(num_layers=1)
     return {
         "fp32": plan(store, tokens, run_id="fp32", **base),
         "bf16-ddp": plan(store, tokens, run_id="bf16-ddp", precision="bf16", **base),
@@ -142,11 +141,6 @@ def variants(folder, tokens):
             store, tokens, run_id="selective", activation_checkpointing="selective", strategy="fsdp", **base
         ),
         "compiled": plan(store, tokens, run_id="compiled", compile="block", **base),
-        # of one block: each kernel of a whole model is a second of a compiler's
-        "one-block": replace_model(plan(store, tokens, run_id="one-block", **base), one_block),
-        "compiled-whole": replace_model(
-            plan(store, tokens, run_id="compiled-whole", compile="model", **base), one_block
-        ),
         "user-ddp": replace_model(plan(store, tokens, run_id="user-ddp", **base), user("plain")),
         "user-fsdp": replace_model(
             plan(store, tokens, run_id="user-fsdp", strategy="fsdp", **base), user("plain")
@@ -169,6 +163,17 @@ def variants(folder, tokens):
     }
 
 
+def whole_models(folder, tokens):
+    """Of one block, on one rank: each kernel of a whole model is a second of a compiler's."""
+    base = {"steps": 4, "every": 4, "world_size": 1, "strategy": "single"}
+    base["model"] = plans.model_plan(num_layers=1)
+    store = folder / "store"
+    return {
+        "one-block": plans.train_plan(store, tokens, run_id="one-block", **base),
+        "compiled-whole": plans.train_plan(store, tokens, run_id="whole", compile="model", **base),
+    }
+
+
 def replace_model(plan, model):
     return replace(plan, work=replace(plan.work, model=model))
 
@@ -176,9 +181,11 @@ def replace_model(plan, model):
 @pytest.fixture(scope="module")
 def varied(tmp_path_factory):
     folder = tmp_path_factory.mktemp("variants")
-    made = variants(folder, plans.write_tokens(folder / "tokens"))
+    tokens = plans.write_tokens(folder / "tokens")
+    made, whole = variants(folder, tokens), whole_models(folder, tokens)
     plans.run_together(list(made.values()), folder / "runs")
-    return {name: plans.losses(folder / "store", plan) for name, plan in made.items()}
+    plans.run_together(list(whole.values()), folder / "whole")
+    return {name: plans.losses(folder / "store", plan) for name, plan in (made | whole).items()}
 
 
 @pytest.mark.combines("dp_replicate", "precision bf16")
