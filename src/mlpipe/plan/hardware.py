@@ -71,6 +71,10 @@ def _read_catalogue() -> tuple[dict[str, Gpu], Speed]:
 GPUS, CPU_CORE = _read_catalogue()
 
 
+# Of a class that only commands may use, whose steps nobody predicts.
+_OF_COMMANDS = Gpu(0, None, 0.0, 0.0, 0.0, 0.0, 0.0, None)
+
+
 @dataclass(frozen=True)
 class Hardware:
     """`memory_bytes`: of one device; on CPU a worker's share of its node. `peak_flops`: dense, per device,
@@ -184,6 +188,8 @@ def _gpu(resources: Resources) -> Gpu:
     name, own = resources.gpu or "", resources.device
     known = GPUS.get(name)
     if own is None:
+        if known is None and (there := gpu_classes().get(name)) is not None and not there.vendor.trains:
+            return _OF_COMMANDS
         if known is None:
             raise PlanError(
                 f"unknown GPU {name!r}",

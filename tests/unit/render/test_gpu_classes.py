@@ -62,7 +62,7 @@ def terms_of(pod: Json) -> list[tuple[str, str, list[str]]]:
         ),
         (
             "MAX-1550",
-            ("corpus.resources.device={memory: 128 GiB, fp32_tflops: 52}",),
+            (),
             "gpu.intel.com/xe",
             [("gpu.intel.com/product", "In", ["Max_1550"])],
         ),
