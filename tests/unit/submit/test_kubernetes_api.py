@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
@@ -86,6 +87,20 @@ def test_a_kubeconfig_that_is_none_is_bad_input_and_is_not_shown(case, tmp_path,
         connect()
     assert caught.value.kind == "input"
     assert TOKEN not in str(caught.value)
+
+
+def test_a_login_program_that_is_not_there_is_told_before_anything_is_asked(tmp_path, monkeypatch, server):
+    path = server.kubeconfig(tmp_path)
+    asks = {"apiVersion": "client.authentication.k8s.io/v1", "command": "no-such-login", "args": [TOKEN]}
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"users": [{"name": "u", "user": {"exec": asks}}]})
+    )
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    with pytest.raises(SubmitError, match=r"login program.*no-such-login") as caught:
+        connect()
+    assert caught.value.kind == "input"
+    assert TOKEN not in str(caught.value)
+    assert server.requests == []
 
 
 def test_in_a_pod_its_own_token_is_used(tmp_path, monkeypatch, server):

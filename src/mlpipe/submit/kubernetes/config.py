@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,8 +36,29 @@ def find_cluster(context: str | None, namespace: str | None) -> tuple[Any, str, 
                 hint=f"it has {', '.join(sorted(known)) or 'none'}",
                 kind="input",
             )
-        config.load_kube_config(path, chosen, configuration)
+        with _heard() as said:
+            config.load_kube_config(path, chosen, configuration)
+    if said and not (configuration.api_key or configuration.cert_file or configuration.username):
+        raise SubmitError(
+            f"the login program that the kubeconfig names for context {chosen!r} failed: {said[0]}",
+            hint="install it, or log in again; kubectl needs it, too",
+            kind="input",
+        )
     return configuration, namespace or known[chosen].get("namespace") or "default", chosen
+
+
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """What the package logs: a login program that fails is no error to it, and the request that follows is
+    anybody's."""
+    said: list[str] = []
+    handler, root = logging.Handler(logging.ERROR), logging.getLogger()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    root.addHandler(handler)
+    try:
+        yield said
+    finally:
+        root.removeHandler(handler)
 
 
 @contextmanager
