@@ -11,9 +11,10 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from mlpipe._core.errors import PlanError
-from mlpipe._core.feasibility import too_long
+from mlpipe._core.feasibility import too_long, unfit_for_experts
 from mlpipe._core.gate import BUILT_IN
 from mlpipe._core.pipelines import stages_per_rank, why_not
+from mlpipe._core.presets import MoeConfig
 from mlpipe._core.units import parse_bytes, parse_cadence, parse_seconds
 from mlpipe.kinds.train.spec import OwnModel, PresetModel, PretrainedModel, Train
 from mlpipe.plan import meaning as meanings
@@ -198,7 +199,13 @@ def _preset(spec: Train, known: Known) -> Dense | None:
     """The preset's shape with the user's changes and the tokens' vocabulary, or that of open weights; None
     for a model of theirs."""
     if isinstance(spec.model, PretrainedModel):
-        return _pretrained(spec.model, _vocab_in_data(spec, known))
+        shape = _pretrained(spec.model, _vocab_in_data(spec, known))
+        if isinstance(shape.config, MoeConfig):  # which config.json says, and not the file
+            refuse(unfit_for_experts("compile", spec.compile), where=spec.model.pretrained)
+            if spec.adapter is None:  # which has matrices alone
+                name = getattr(spec.optimizer, "name", None)
+                refuse(unfit_for_experts("optimizer.name", name), where=spec.model.pretrained)
+        return shape
     if not isinstance(spec.model, PresetModel):
         return None
     changes = spec.model.model_dump(exclude_none=True, exclude={"preset", "seq_len"})

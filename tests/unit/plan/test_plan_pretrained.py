@@ -134,6 +134,16 @@ def test_experts_are_planned_by_what_the_config_says(tmp_path: Path) -> None:
     assert sum(one.size for one in adapted.trained) == 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32))
 
 
+@pytest.mark.parametrize("key", ["optimizer: {{name: muon}}", "compile: block"])
+def test_what_presets_with_experts_are_refused_open_weights_are_too(tmp_path: Path, key: str) -> None:
+    text = TEXT + f"      {key}\n"
+    with pytest.raises(MlpipeError, match="does not go with experts"):
+        planned(tmp_path / "m", MOE, text=text)
+    planned(tmp_path / "dense", QWEN, text=text)
+    if "muon" in key:
+        planned(tmp_path / "m", MOE, text=text + "      adapter: {{lora: {{rank: 4}}}}\n")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
