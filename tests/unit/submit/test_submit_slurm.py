@@ -268,6 +268,7 @@ def test_a_refusal_has_its_remedy(commands: Path) -> None:
     assert refused.value.kind == "input"
     assert "slurm.qos" in (refused.value.hint or "")
     assert remedy("never heard of") is None
+    assert "SLURM_CONF" in str(remedy("fatal: Could not establish a configuration source"))
 
 
 def test_what_would_stand_above_the_script_is_not_inherited(

@@ -63,6 +63,8 @@ _REFUSALS = {
     r"qos.*limit|assoc.*limit|accounting/qos policy": "your account or QOS allows less: see sacctmgr "
     "show qos, assoc",
     r"unrecognized option|invalid .*specification": "look at slurm.options: man sbatch",
+    r"configuration source|fetch_config|slurm\.conf": "this machine knows no cluster: use a login "
+    "node, or set SLURM_CONF",
     r"access/permission denied": "look at slurm.partition and slurm.account: who may use them?",
 }
 
