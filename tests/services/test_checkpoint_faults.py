@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from kit import budget, saver
 from kit.faultproxy import Fault
-from kit.servers import die_with_parent
+from kit.warm import Popen
 
 from mlpipe._core.errors import StoreError
 from mlpipe.store import catalogue
@@ -31,14 +31,14 @@ class Child:
     """A saver under way. `until("ready 2")` waits for that line, "" when it has died."""
 
     def __init__(self, url, environment, *steps):
-        self.process = subprocess.Popen(
+        self.process = Popen(
+            "cli",
             [sys.executable, "-m", "kit.saver", url, *map(str, steps)],
             env={**os.environ, **environment, "PYTHONPATH": str(KIT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=die_with_parent,
         )
         self.pid = self.process.pid
 
@@ -156,7 +156,7 @@ def test_a_save_goes_on_when_any_one_request_goes_wrong(server, proxy, url, stor
 
 
 # a hang is outlived by the client's read timeout, longer than this
-@pytest.mark.parametrize(("how", "away_seconds"), [("refuse", 20.0), ("hang", 5.0)])
+@pytest.mark.parametrize(("how", "away_seconds"), [("refuse", 6.0), ("hang", 5.0)])
 def test_a_save_waits_for_a_store_that_comes_back(server, proxy, url, store, how, away_seconds):
     with child_of(server, proxy, url, 1, seconds=90) as child:
         assert child.until("ready 1")
