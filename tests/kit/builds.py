@@ -27,8 +27,7 @@ _CLIENT_SECONDS = 600
 
 
 class Building:
-    """One build. A JVM that was killed is started again, with the same parameters: a controller that
-    restarts."""
+    """One build. If the controller is killed, it goes on in the next one with the same parameters."""
 
     def __init__(self, controller: Controller, build: FakeBuild) -> None:
         self.began = time.time()
@@ -37,7 +36,6 @@ class Building:
         self.workspace.mkdir(parents=True)
         self.ran: groovy.Ran | None = None
         self._controller, self._build = controller, build
-        self._jvm: groovy.Jvm | None = None
         self._killed = False
         self._thread = threading.Thread(target=self._work, name="build", daemon=True)
         self._thread.start()
@@ -50,14 +48,8 @@ class Building:
         (self.folder / "abort").touch()
 
     def kill_controller(self) -> None:
-        assert self._jvm is not None
         self._killed = True
-        self._jvm.process.kill()
-
-    def end(self) -> None:
-        """For a test that failed on the way."""
-        if self._jvm is not None:
-            self._jvm.process.kill()
+        self._controller.jvm.process.kill()
 
     def agents(self) -> list[int]:
         """Process groups of `sh` steps in which `mlpipe submit --phase train` runs for this build."""
@@ -87,25 +79,27 @@ class Building:
                     if not self._killed:
                         raise
                     self._killed = False
+                    self._controller.restart()
         finally:
             with self._controller.jenkins.lock:
                 self._build.log = (self.log() + "\n").encode()
                 self._build.result, self._build.complete = result, True
 
     def _execute(self) -> groovy.Ran:
-        with contextlib.closing(groovy.Jvm()) as self._jvm:  # in the network of the calling thread
-            return groovy.executed(
-                self._controller.repository / "Jenkinsfile",
-                self.workspace,
-                {**self._controller.environment, "BUILD_NUMBER": str(self._build.number)},
-                dict(self._build.parameters),
-                jvm=self._jvm,
-                repository=str(self._controller.repository),
-                input="approve",
-            )
+        return groovy.executed(
+            self._controller.repository / "Jenkinsfile",
+            self.workspace,
+            {**self._controller.environment, "BUILD_NUMBER": str(self._build.number)},
+            dict(self._build.parameters),
+            jvm=self._controller.jvm,
+            repository=str(self._controller.repository),
+            input="approve",
+        )
 
 
 class Controller:
+    """Its JVM runs one build at a time."""
+
     def __init__(
         self, folder: Path, environment: Mapping[str, str], backend: str, jenkins: FakeJenkins
     ) -> None:
@@ -124,6 +118,11 @@ class Controller:
         }
         self.builds: list[Building] = []
         self.queued: list[float] = []  # when each was seen in the queue, Unix seconds
+        self.jvm = groovy.Jvm()
+
+    def restart(self) -> None:
+        self.jvm.close()
+        self.jvm = groovy.Jvm()
 
     def submit(self, spec: Path, run_id: str) -> subprocess.Popen[bytes]:
         """`mlpipe submit --to jenkins --wait`, left running."""
@@ -176,7 +175,6 @@ def controller(folder: Path, environment: Mapping[str, str], backend: str) -> It
             yield one
         finally:
             done.set()
-            for building in one.builds:
-                building.end()
+            one.jvm.close()
             thread.join(300)
             assert not thread.is_alive(), "the queue did not stop within 10 s"
