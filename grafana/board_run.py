@@ -189,6 +189,32 @@ def run_board() -> Dashboard:
             {"{{stage}}": f"max by (stage) (mlpipe_train_learning_rate{{{RUNS}}})"},
             width=6,
         ),
+        curve(
+            "Loss scale of fp16",
+            about(
+                "By how much gradients are too large on purpose. Nothing in other precisions.",
+                "a power of two that doubles every 2000 steps, and is halved at times.",
+                "It only falls: gradients overflow at any scale; lower the learning rate, or take bf16.",
+            ),
+            "short",
+            {"{{stage}}": f"max by (stage) (mlpipe_train_loss_scale{{{RUNS}}})"},
+            width=12,
+        ),
+        curve(
+            "Steps that fp16 skipped",
+            about(
+                "Share of the steps that updated nothing, since a gradient was too large. Nothing in other"
+                " precisions.",
+                "a few at the start, then about one in 2000.",
+                "Above 1 % the training learns less than its steps say.",
+            ),
+            "percentunit",
+            {
+                "{{stage}}": f"{rate('mlpipe_train_skipped_steps_total', 'stage')}"
+                f" / {rate('mlpipe_train_steps_total', 'stage')}"
+            },
+            width=12,
+        ),
     ]
     speed = [
         curve(

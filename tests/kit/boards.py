@@ -37,6 +37,8 @@ GPU_ONLY_ALERTS = frozenset({"MlpipeGpuXid"})
 # of elastic trainings and of models with experts: a run that is neither has no data for them
 OF_SOME_PANELS = frozenset(
     {
+        ("run", "Loss scale of fp16"),
+        ("run", "Steps that fp16 skipped"),
         ("run", "Nodes of an elastic training"),
         ("run", "Load of the fullest expert of each layer"),
         ("run", "Experts by load"),

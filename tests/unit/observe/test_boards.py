@@ -132,7 +132,9 @@ def test_a_query(query):
         assert 'namespace=~"$namespace"' in query.expr
         assert 'run=~"$run"' in query.expr or "mlpipe_fleet_" in query.expr
     assert query.gpu_only == bool(re.search(r"DCGM_|mlpipe_train_gpu_|mlpipe_gpu_", query.expr))
-    assert query.of_some == bool(re.search(r"mlpipe_train_(experts?|replicas)", query.expr))
+    assert query.of_some == bool(
+        re.search(r"mlpipe_train_(experts?|replicas|loss_scale|skipped)", query.expr)
+    )
 
 
 def test_the_rules_divide_as_the_boards_do():
