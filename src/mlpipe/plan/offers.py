@@ -17,6 +17,7 @@ from mlpipe._core.units import format_bytes, parse_bytes
 from mlpipe.plan.grace import checkpoint_bytes
 from mlpipe.plan.hardware import GPUS, Hardware, cpu_speed
 from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.pods import host_bytes
 
 if TYPE_CHECKING:
     from mlpipe.spec.model import Resources
@@ -269,6 +270,8 @@ def consider(
             plan = planned[key]
             if isinstance(plan, str):
                 raise UnfitError(plan)
+            if offer.memory_bytes < host_bytes(plan.work, plan.launch):  # of what waits there
+                raise UnfitError(f"{format_bytes(offer.memory_bytes)} of memory")
             quotes.append(replace(quote(offer, hardware, plan, work), disk_bytes=disk))
         except UnfitError as unfitting:
             unfit[str(unfitting)] += 1

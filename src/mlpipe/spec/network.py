@@ -158,7 +158,9 @@ def write_out(root: Node, read: Callable[[Path], Mapping[str, NetworkProfile]]) 
             yield from errors.problems
             return
     if name not in own:
-        yield Problem.at(profile.place, f"unknown network {name!r}", closest(name, [*known, *own]))
+        hint = closest(name, [*known, *own])
+        hint += f", or describe it in {path}" if hint.startswith("write") else ""
+        yield Problem.at(profile.place, f"unknown network {name!r}", hint)
         return
     value, _ = parse(_json(name, own[name]), profile.place.file)
     assert value is not None

@@ -170,6 +170,17 @@ def test_links_between_gpus_are_the_machines_own() -> None:
     assert fast.speed == GPUS["RTX-4090"].speed
 
 
+def test_a_machine_without_room_for_what_waits_on_the_host_is_none() -> None:
+    def offloaded(hardware: Hardware) -> Plan:
+        plan = plan_on(hardware)
+        return replace(plan, work=replace(plan.work.training, host_memory_bytes=28 * GIB))
+
+    roomy, small = offer(1, memory_bytes=32 * GIB), offer(2, memory_bytes=32 * GIB - 1)
+    quotes, unfit = offers.consider([roomy, small], RESOURCES, Wishes(1e6), Work(), offloaded)
+    assert [one.offer.id for one in quotes] == ["1"]
+    assert unfit == {"32.0 GiB of memory": 1}
+
+
 def test_the_reasons_are_counted_and_the_table_marks_the_choice() -> None:
     given_offers = [offer(1), offer(2, num_gpus=4), offer(3, region="Japan, JP"), offer(4, gpu=None)]
     wishes = Wishes(100.0, regions=("DE",))

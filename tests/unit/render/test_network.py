@@ -217,6 +217,8 @@ def test_a_profile_says_of_networks_alone(rails: Path, line: str, words: str) ->
 def test_a_profile_that_is_not_there_or_built_in(rails: Path) -> None:
     with pytest.raises(SpecErrors, match="unknown network 'rail'; did you mean 'rails'"):
         pipeline_of("llm", "network.profile=rail")
+    with pytest.raises(SpecErrors, match=f"write one of .*own, rails, or describe it in {rails}"):
+        pipeline_of("llm", "network.profile=xyz")
     rails.write_text("version: 1\nnetworks:\n  efa: {}\n")
     with pytest.raises(SpecErrors, match="yaml:3:3: 'efa' is built in"):
         pipeline_of("llm", "network.profile=x")
