@@ -154,7 +154,7 @@ def test_a_platforms_own_profile_stands_written_out_in_what_is_kept(
     rails: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever goes on with the run has no such file, or another: a driver's pod, say."""
-    asked = ("network={profile: rails, env: {NCCL_DEBUG: INFO}}", "network.env.NCCL_NET=IB")
+    asked = ("network={profile: rails, env: {NCCL_DEBUG: INFO}}", "network.env.NCCL_IB_HCA=mlx5_9")
     pipeline, text = pipeline_of("llm", *asked), (PIPELINES / "llm.yaml").read_text()
     kept = Submission("llm.yaml", text, asked, pipeline, pipeline.store, ".").overrides
     assert kept[:-1] == asked
@@ -166,7 +166,7 @@ def test_a_platforms_own_profile_stands_written_out_in_what_is_kept(
         limits, found = worker_of(plan)["resources"]["limits"], variables(plan)
         assert limits["nvidia.com/mlnxnics"] == "8"
         assert "rdma/ib" not in limits
-        words = {"NCCL_NET": "IB", "NCCL_IB_HCA": "mlx5", "NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "INFO"}
+        words = {"NCCL_NET": "IBext", "NCCL_IB_HCA": "mlx5_9", "NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "INFO"}
         assert words.items() <= found.items()
         assert found["NCCL_TOPO_FILE"] == "/mlpipe/network/topology.xml"
         assert worker_of(plan)["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
@@ -175,7 +175,11 @@ def test_a_platforms_own_profile_stands_written_out_in_what_is_kept(
     seal = Seal(text, (), "kubernetes")
     monkeypatch.setenv("MLPIPE_NETWORKS", str(rails))
     assert changed(seal, asked).overrides == kept  # of a resume, which may name one, too
+    monkeypatch.setenv("MLPIPE_NETWORKS", str(rails))
     assert speed("network.profile=rails", "network.gb_per_second=3") == 3e9
+    preflight = llm("network.profile=rails", "train.resources.preflight=auto").launch.preflight
+    assert preflight is not None
+    assert preflight.rdma
 
 
 def test_which_file_a_profile_is_of(rails: Path) -> None:
