@@ -45,6 +45,7 @@ def _by_class(of: Any) -> Any:
     return Annotated[tags, Discriminator(lambda value: "each" if isinstance(value, dict) else "all")]
 
 
+_NO_OTHERS: Any = {"additionalProperties": False}
 _Speed: Any = _by_class(f.Positive)
 _Devices: Any = _by_class(f.FewOrZero)
 
@@ -60,13 +61,19 @@ class NetworkProfile(SpecModel):
         None, description="Of one GPU to other nodes, in one direction, such as 50 for 400 Gb/s."
     )
     env: dict[f.NetworkEnv, f.Text] = Field(
-        {}, description="Variables of the ranks: NCCL's, libfabric's, UCX' and such."
+        {},
+        description="Variables of the ranks: NCCL's, libfabric's, UCX' and such.",
+        json_schema_extra=_NO_OTHERS,
     )
     resources: dict[f.NetworkResource, _Devices] = Field(
-        {}, description="Devices a pod, by the name of their resource; 0: none of them."
+        {},
+        description="Devices a pod, by the name of their resource; 0: none of them.",
+        json_schema_extra=_NO_OTHERS,
     )
     annotations: dict[f.NetworkAnnotation, f.Text] = Field(
-        {}, description="Of the pods, by keys of networks, such as `k8s.v1.cni.cncf.io/networks`."
+        {},
+        description="Of the pods, by keys of networks, such as `k8s.v1.cni.cncf.io/networks`.",
+        json_schema_extra=_NO_OTHERS,
     )
     hugepages: f.Size | None = Field(None, description="Of 2 MiB each, for a pod; counted beside memory.")
     pinned_memory: bool | None = Field(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
+import jsonschema
 import pytest
+import yaml
 from click.testing import CliRunner
 from kit.manifests import check_schema
 from kit.rendered import PIPELINES, pipeline_of, plan_of
@@ -20,8 +22,9 @@ from mlpipe.plan.hardware import GPUS
 from mlpipe.plan.plan import Plan
 from mlpipe.render.kubernetes import stage_objects
 from mlpipe.render.lint import lint
-from mlpipe.spec.network import NetworkProfile, origin
+from mlpipe.spec.network import NetworkProfile, Networks, origin
 from mlpipe.spec.problems import SpecErrors
+from mlpipe.spec.schema import json_schema
 from mlpipe.submit.seal import Seal, changed
 from mlpipe.submit.submission import Submission
 
@@ -130,6 +133,7 @@ def test_a_preflight_wants_a_port_where_the_profile_does() -> None:
     )
 
 
+SCHEMA = jsonschema.Draft202012Validator(json_schema(Networks))
 RAILS = """version: 1
 networks:
   rails:
@@ -190,6 +194,7 @@ def test_which_file_a_profile_is_of(rails: Path) -> None:
     assert f"network: rails, of {rails}:3:3" in told.output
     (found,) = _networks()
     assert (found.level, found.detail) == ("ok", f"{rails}: rails")
+    SCHEMA.validate(yaml.safe_load(RAILS))
 
 
 @pytest.mark.parametrize(
@@ -216,6 +221,7 @@ def test_a_profile_says_of_networks_alone(rails: Path, line: str, words: str) ->
         pipeline_of("llm", "network.profile=rails")
     assert str(rails) in str(caught.value)
     assert words in str(caught.value)
+    assert not SCHEMA.is_valid(yaml.safe_load(rails.read_text()))
 
 
 def test_a_profile_that_is_not_there_or_built_in(rails: Path) -> None:
