@@ -26,7 +26,7 @@ _ABOUT_AXES = {
 }  # fmt: skip
 _DENSE, _EXPERTS = {"preset": "llama-8b", "seq_len": 32}, {"preset": "moe-2m", "seq_len": 32}
 _OWN = {"entry": "package.models:build", "seq_len": 32}
-# Keys below `train`, and sizes of the mesh besides the axis in question.
+# Keys below `train` (`resources`: groups of machines), and sizes of the mesh besides the axis in question.
 _FEATURES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "strategy zero1": ({"strategy": "zero1"}, {"dp_replicate": 2}),
     "strategy zero2": ({"strategy": "zero2"}, {"dp_shard": 2}),
@@ -37,6 +37,7 @@ _FEATURES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "communication resident": ({"communication": "resident"}, {}),
     "communication on_demand": ({"communication": "on_demand"}, {"dp_shard": 2}),
     "stragglers move_load": ({"stragglers": "move_load"}, {}),
+    "resources in groups": ({"resources": "groups"}, {}),
     "precision bf16": ({"precision": "bf16"}, {}),
     "precision fp16": ({"precision": "fp16"}, {}),
     "accumulation": ({"accumulation": 2}, {}),
@@ -71,14 +72,17 @@ def why_not(train: Mapping[str, Any], mesh: Mapping[str, int]) -> str | None:
     num_workers = 1
     for axis, size in mesh.items():
         num_workers *= size if axis != "ep" else 1
+    machines: Any = {"workers_per_node": num_workers}
+    if "resources" in train:
+        machines = [{"nodes": 1}, {"nodes": num_workers - 1}]
     body = {
         "model": _EXPERTS if "ep" in mesh else _DENSE,
         "data": {"tokens": "tokens", "batch_size": 16},
         "steps": 100,
-        **train,
+        **{key: value for key, value in train.items() if key != "resources"},
         "mesh": dict(mesh),
     }
-    stage = {"name": "train", "train": body, "resources": {"workers_per_node": num_workers}}
+    stage = {"name": "train", "train": body, "resources": machines}
     text = yaml.safe_dump({"version": 1, "name": "pair", "stages": [stage]})
     try:
         load_pipeline_text(text, "pair.yaml")

@@ -56,6 +56,11 @@ TRAINJOB = (
     "kubernetes.secret_env={HF_TOKEN: {secret: hub, key: token}}",
     "kubernetes.volumes=[{claim: data, path: /data, read_only: true}]",
 )
+# The second one's nodes are told from others by a label of one's own.
+GROUPS = (
+    "train.resources=[{nodes: 2, gpus_per_node: 8, gpu: H100-80GB}, {nodes: 4, gpus_per_node: 8, "
+    "gpu: A100-80GB, cpus: 96, memory: 900 GiB, node_selector: {pool: old}}]"
+)
 CASES = {
     "jobset": ("quickstart", "train", QUICKSTART),
     "indexed-job": ("quickstart", "train", (*QUICKSTART, "kubernetes.form=indexed-job")),
@@ -70,6 +75,11 @@ CASES = {
         "quickstart",
         "train",
         (*QUICKSTART, "train.resources.nodes=2..3", "kubernetes.queue=team-a"),
+    ),
+    "groups": (
+        "llm",
+        "train",
+        (GROUPS, "kubernetes.queue=team-a", "kubernetes.stages={train: {priority_class: high}}"),
     ),
     "evaluate": ("quickstart", "evaluate", (*QUICKSTART, "evaluate.resources={nodes: 1}")),
     "command": ("llm", "corpus", ()),
@@ -122,7 +132,7 @@ def jobset_schema() -> Any:
     return crd_validator("jobset", "jobsets", "v1alpha2")
 
 
-@pytest.mark.parametrize("name", ["jobset", "volcano", "gpu", "everything"])
+@pytest.mark.parametrize("name", ["jobset", "volcano", "gpu", "groups", "everything"])
 def test_jobsets_fit_their_crd(name: str, jobset_schema: Any) -> None:
     found = list(load((HERE / "manifests" / f"{name}.yaml").read_text()))[-1]
     assert found["kind"] == "JobSet"

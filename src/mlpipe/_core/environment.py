@@ -49,6 +49,7 @@ RENTAL = "MLPIPE_RENTAL"  # read by submit/rented/machine.py
 # Set by render/pod.py for a stage.
 RENDEZVOUS = "MLPIPE_RENDEZVOUS"  # read by train/launcher.py
 GANG_RESTART = "MLPIPE_GANG_RESTART"  # read by train/launcher.py
+FIRST_NODE = "MLPIPE_FIRST_NODE"  # of a group of machines: its number in the gang; read by plan/gang_node.py
 NUM_MACHINES = "MLPIPE_NUM_MACHINES"  # with spares: that came; read by train/preflight
 METRICS_ADDRESS = "MLPIPE_METRICS_ADDRESS"  # read by train/session.py
 METRICS_PORT = "MLPIPE_METRICS_PORT"  # read by train/session.py

@@ -83,6 +83,16 @@ def too_long(seq_len: int, max_seq_len: int) -> Infeasible | None:
     )
 
 
+def too_few_samples(batch: int, num_workers: int) -> Infeasible | None:
+    """Of workers whose shares need not be equal, each has a sample at the least."""
+    if batch >= num_workers:
+        return None
+    return Infeasible(
+        f"{num_workers} workers share batch_size {batch}: some would have no sample",
+        "fewer nodes, or a larger batch",
+    )
+
+
 def uneven_batch(batch: int, num_readers: int) -> Infeasible | None:
     """Samples of a step, over all that read different ones: workers, or groups of them that share theirs."""
     if batch % num_readers == 0:

@@ -46,6 +46,7 @@ def command(
     overrides: tuple[str, ...],
 ) -> None:
     """Show what will run and why: strategies compared, memory and time by cause, cost."""
+    from mlpipe._core.errors import PlanError
     from mlpipe.plan.ahead import named, plan_stage
     from mlpipe.spec.load import read_pipeline
     from mlpipe.spec.network import origin
@@ -74,6 +75,12 @@ def command(
                 "strategies": [asdict(each) for each in candidates],
                 "plan": plan.to_plain(),
             }
+        if where.groups and (explain or nodes or groups or budget_usd is not None or deadline):
+            raise PlanError(
+                "--explain, --nodes, --groups, --budget-usd and --deadline are of machines of one class",
+                where=f"stage {name!r}",
+                hint="leave them away, or compare with one class: --set STAGE.resources={...}",
+            )
         lines = _lines(pipeline, plan, candidates, where)
         if network is not None:
             document["network"] = network
@@ -182,12 +189,12 @@ def _more(pipeline: Pipeline, planned: StagePlan, asked: _Asked, document: dict[
             document["within"] = {"nodes": row.num_nodes, "reason": why}
             lines += [f"  {why}"]
     if asked.groups:
-        from mlpipe.cli.plan_table import groups
-        from mlpipe.plan.groups import plan_groups
+        from mlpipe.cli.plan_table import groups, mixed_words
+        from mlpipe.plan.asked_groups import plan_groups
 
         mixed = plan_groups(pipeline, plan.stage, hardware, asked.groups, planned.traced)
         document["groups"] = asdict(mixed)
-        lines += ["", *groups(mixed)]
+        lines += ["", *groups(mixed.groups), *mixed_words(mixed)]
     return lines
 
 
@@ -229,6 +236,10 @@ def _lines(pipeline: Pipeline, plan: Plan, candidates: list[Candidate], hardware
         return [f"  {plan.work.summary}"]
     chosen, choice = chosen_of(candidates, plan.work.training), _choice(plan, plan.work.training)
     choice.append("  {}: {}".format(*precision_on(training, hardware)))
+    if plan.work.training.groups:
+        from mlpipe.cli.plan_table import groups
+
+        return [*choice, *groups(plan.work.training.groups)]
     if chosen is None:
         return choice
     source = hardware.speed.calibrated or "catalogue; not calibrated"
@@ -263,11 +274,23 @@ def _choice(plan: Plan, train: TrainPlan) -> list[str]:
         *each,
         f"  {train.reason}",
         f"  {launch.num_nodes} x {launch.nproc_per_node} workers on {launch.device}; mesh: {mesh}{waiting}",
-        f"  batch {train.global_batch} = micro-batch {train.micro_batch} x {train.mesh.num_data_ranks} data "
-        f"ranks x {train.accumulation} gradient accumulation steps",
+        _batch(train),
         f"  {train.steps} steps, {train.precision}; checkpoint {saves}",
         *_idle(train),
     ]
+
+
+def _batch(train: TrainPlan) -> str:
+    if train.groups:
+        from mlpipe._core.units import format_step_seconds
+
+        seconds = train.predicted.step_seconds if train.predicted is not None else None
+        step = "" if seconds is None else f"; a step of {format_step_seconds(seconds)}"
+        return f"  batch {train.global_batch}, dealt by speed{step}"
+    return (
+        f"  batch {train.global_batch} = micro-batch {train.micro_batch} x {train.mesh.num_data_ranks} data "
+        f"ranks x {train.accumulation} gradient accumulation steps"
+    )
 
 
 def _idle(train: TrainPlan) -> list[str]:

@@ -11,7 +11,7 @@ from mlpipe._core.units import format_bytes, format_seconds, format_step_seconds
 if TYPE_CHECKING:
     from mlpipe.plan.choose import Candidate
     from mlpipe.plan.groups import MixedPlan
-    from mlpipe.plan.plan import TrainPlan
+    from mlpipe.plan.plan import GroupPlan, TrainPlan
     from mlpipe.plan.scaling import ScaledPlan
 
 _MOST_ROWS = 12
@@ -171,29 +171,47 @@ def scaling(rows: Sequence[ScaledPlan]) -> list[str]:
     return _table(cells)
 
 
-def groups(mixed: MixedPlan) -> list[str]:
+def groups(plans: Sequence[GroupPlan]) -> list[str]:
     """What each class of nodes has of a batch, and gives for its price."""
-    cells = [["group", "workers", "of a batch", "each", "micro", "memory", "step", "USD/h", "USD/M tok"]]
-    for one in mixed.groups:
+    cells = [
+        [
+            "group",
+            "workers",
+            "of a batch",
+            "each",
+            "micro",
+            "recompute",
+            "memory",
+            "step",
+            "USD/h",
+            "USD/M tok",
+        ]
+    ]
+    for one in plans:
         hourly, tokens = one.usd_per_hour, one.usd_per_million_tokens
         cells.append(
             [
-                f"{one.num_nodes} x {one.gpu}",
+                f"{one.num_nodes} x {one.name}",
                 str(one.num_workers),
                 f"{100 * one.share_ratio:.0f} %",
                 str(one.sequences),
                 str(one.micro_batch),
-                format_bytes(one.memory_bytes),
-                format_step_seconds(one.step_seconds),
+                one.activation_checkpointing,
+                "-" if one.memory_bytes is None else format_bytes(one.memory_bytes),
+                "-" if one.step_seconds is None else format_step_seconds(one.step_seconds),
                 "-" if hourly is None else f"{hourly:,.2f}",
                 "-" if tokens is None else f"{tokens:.3f}",
             ]
         )
-    step, even = map(format_step_seconds, (mixed.step_seconds, mixed.even_seconds))
+    return _table(cells)
+
+
+def mixed_words(mixed: MixedPlan) -> list[str]:
+    """How fast they are together, and how to ask for it."""
+    step, even = (format_step_seconds(one or 0.0) for one in (mixed.step_seconds, mixed.even_seconds))
     keys = f"strategy: {mixed.strategy}, communication: {mixed.communication}, stragglers: move_load"
     return [
-        *_table(cells),
-        f"  a step of {step}, with equal shares {even}; {mixed.tokens_per_second:,.0f} tok/s",
+        f"  a step of {step}, with equal shares {even}; {mixed.tokens_per_second or 0.0:,.0f} tok/s",
         f"  train: {{{keys}}}",
     ]
 

@@ -130,6 +130,7 @@ def _trainings(view: RunView) -> dict[tuple[Group, str], Fact]:
             continue
         mesh = " x ".join(f"{axis} {size}" for axis, size in vars(plan.mesh).items() if size > 1)
         batch = f"{plan.micro_batch} x {plan.mesh.num_data_ranks} x {plan.accumulation}"
+        shares = ", ".join(f"{one.name} {100 * one.share_ratio:.0f} %" for one in plan.groups)
         told: list[tuple[Group, str, Any]] = [
             ("data", "tokens", plan.data.digest and plan.data.digest[:12]),
             ("hardware", "device", start.device),
@@ -138,6 +139,7 @@ def _trainings(view: RunView) -> dict[tuple[Group, str], Fact]:
             ("plan", "strategy", plan.strategy),
             ("plan", "mesh", mesh or "one worker"),
             ("plan", "micro-batch x data ranks x accumulation", batch),
+            ("plan", "shares of a batch", shares or None),
             ("plan", "precision", plan.precision),
             ("plan", "activation checkpointing", plan.activation_checkpointing),
             ("plan", "compile", plan.compile),

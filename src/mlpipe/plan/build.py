@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import mlpipe
 from mlpipe.plan import network
-from mlpipe.plan.hardware import Hardware, detect_hardware
+from mlpipe.plan.hardware import Hardware, detect_hardware, together
 from mlpipe.plan.launch import Given, preflight_plan
 from mlpipe.plan.plan import SCHEMA_VERSION, Plan, StageWork, TrainPlan
 from mlpipe.plan.pods import cluster_plan, host_bytes, pod_resources
@@ -26,15 +26,30 @@ if TYPE_CHECKING:
 def stage_hardware(pipeline: Pipeline, stage_name: str, *, cluster: bool = False) -> Hardware:
     """What the stage runs on. What its resources leave open is on a `cluster` a pod's default, else what this
     machine has."""
-    resources = stage_resources(pipeline, stage_named(pipeline, stage_name))
-    hardware = detect_hardware(pod_resources(resources) if cluster else resources, elsewhere=cluster)
-    return network.on_network(hardware, pipeline, resources)
+    stage = stage_named(pipeline, stage_name)
+
+    def found(resources: Resources | None) -> Hardware:
+        hardware = detect_hardware(pod_resources(resources) if cluster else resources, elsewhere=cluster)
+        return network.on_network(hardware, pipeline, resources)
+
+    if not stage.groups:
+        return found(stage_resources(pipeline, stage))
+    groups, whole = [], stage.resources
+    assert whole is not None
+    per_node = whole.gpus_per_node or whole.workers_per_node or 1
+    # workers on CPUs stand side by side on this machine, and share what it has
+    here, num_workers = not cluster and not whole.gpus_per_node, whole.gang_nodes * per_node
+    for group in stage.groups:
+        asked = group.model_copy(update={"workers_per_node": num_workers}) if here else group
+        groups.append(replace(found(asked), devices_per_node=per_node, relative_speed=group.speed))
+    gang = together(groups)
+    return replace(gang, num_nodes=1, devices_per_node=num_workers) if here else gang
 
 
 def stage_resources(pipeline: Pipeline, stage: Stage) -> Resources | None:
-    """Its own, or those of the stage that it is about."""
+    """Its own, or those of the stage that it is about: of groups, of its first one."""
     if stage.resources is None and (other := lender(pipeline, stage)) is not None:
-        return other.resources
+        return other.groups[0] if other.groups else other.resources
     return stage.resources
 
 

@@ -83,7 +83,7 @@ def enumerate_candidates(
     """`shape`: None for a user's own model that nobody traced. `every`: also what the file does not ask for.
     Raises PlanError where the file asks for what no hardware can do."""
     own = own_mesh(spec, shape, hardware)
-    name = spec.strategy if own is None or spec.strategy != "auto" else _named(own)
+    name = spec.strategy if own is None or spec.strategy != "auto" else strategy_of(own)
     peaks = hardware.speed.peak_flops
     precision, _ = precision_on(spec, hardware)
     if precision not in peaks:
@@ -294,7 +294,7 @@ def num_data_ranks(spec: Train, hardware: Hardware) -> int:
     return hardware.world_size if own is None else own.num_data_ranks
 
 
-def _named(mesh: Mesh) -> str:
+def strategy_of(mesh: Mesh) -> str:
     """The strategy that uses these data axes, with no flags besides."""
     used = tuple(axis for axis in meshes.DATA_AXES if mesh.axes[axis] > 1)
     return next(name for name, one in ORDER.items() if DATA_AXES[name] == used and not one.FLAGS)

@@ -173,6 +173,24 @@ class TrainJob:
 
 
 @dataclass(frozen=True)
+class GroupPods:
+    """What the pods of one group of machines have of their own, as of ClusterPlan."""
+
+    num_nodes: int
+    node_selector: dict[str, str]
+    cpus: float
+    memory_bytes: int
+    shm_bytes: int
+    disk_bytes: int | None
+    gpu_resource: str
+    gpu_product: str | None
+    gpu_label: str
+    gpu_taint: str | None
+    sharing_label: str | None
+    network: PodNetwork | None
+
+
+@dataclass(frozen=True)
 class ClusterPlan:
     """Those from `cpus` to `disk_bytes`, those of GPUs and where the pods stand are of one stage (`of_run`:
     of none); all others are of the whole run. `image`: None is refused when it is rendered."""
@@ -229,6 +247,13 @@ class ClusterPlan:
     scratch: Scratch | None = field(default=None, metadata=SPARSE)  # of a stage's pods
     cache: Cache | None = field(default=None, metadata=SPARSE)  # likewise
     prepull: bool = field(default=False, metadata=SPARSE)  # of the whole run
+    # Of a gang on machines that differ, in the order of their nodes; all above is then of the first.
+    groups: tuple[GroupPods, ...] = field(default=(), metadata=SPARSE)
+
+    def of_group(self, number: int) -> ClusterPlan:
+        """For the pods of one of the groups."""
+        own = {name: value for name, value in vars(self.groups[number]).items() if name != "num_nodes"}
+        return replace(self, groups=(), **own)
 
     def of_run(self) -> ClusterPlan:
         """For the pods that are of no stage, which keep little."""

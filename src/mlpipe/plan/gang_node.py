@@ -24,7 +24,8 @@ class GangNode:
     @staticmethod
     def from_environment() -> GangNode:
         return GangNode(
-            index=int(os.environ.get("JOB_COMPLETION_INDEX") or "0"),
+            index=int(os.environ.get(environment.FIRST_NODE) or "0")
+            + int(os.environ.get("JOB_COMPLETION_INDEX") or "0"),
             rendezvous=os.environ.get(environment.RENDEZVOUS) or "localhost:0",
             gang_restart=int(os.environ.get(environment.GANG_RESTART) or "0"),
             replica=int(os.environ[environment.REPLICA]) if environment.REPLICA in os.environ else None,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -92,12 +93,17 @@ class Hardware:
     speed: Speed = CPU_CORE
     price_usd_per_device_hour: float | None = None
     native_bf16: str | None = None
+    # Of a gang of several classes each, with its own nodes; all above is then of the gang (`together`).
+    groups: tuple[Hardware, ...] = ()
+    relative_speed: float | None = None  # of a group whose speed beside the others' the file says
 
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.devices_per_node
 
     def __str__(self) -> str:
+        if self.groups:
+            return " + ".join(map(str, self.groups))
         nodes = f"{self.num_nodes} nodes x " if self.num_nodes > 1 else ""
         return f"{nodes}{self.devices_per_node} x {self.name}"
 
@@ -150,6 +156,38 @@ def detect_hardware(resources: Resources | None, *, elsewhere: bool = False) -> 
         speed = machine.speed_here(speed, workers, cpus / workers)
     bf16 = None if elsewhere else _native_bf16()
     return Hardware("cpu", nodes, workers, memory // workers, "CPU worker", {}, cpus, speed, asked, bf16)
+
+
+def together(groups: Sequence[Hardware]) -> Hardware:
+    """The gang of them: its figures are those that each has at least, its price and peaks the mean."""
+    num_nodes = sum(one.num_nodes for one in groups)
+    slowest = min(groups, key=lambda one: max(one.speed.peak_flops.values()))
+    known = {
+        name: peak
+        for name, peak in slowest.speed.peak_flops.items()
+        if all(name in one.speed.peak_flops for one in groups)
+    }
+    peaks = {
+        name: sum(one.peak_flops[name] * one.num_nodes for one in groups) / num_nodes
+        for name in known
+        if slowest.peak_flops
+    }
+    prices = [one.price_usd_per_device_hour for one in groups]
+    network = min(one.speed.network_bytes_per_second for one in groups)
+    return replace(
+        slowest,
+        num_nodes=num_nodes,
+        memory_bytes=min(one.memory_bytes for one in groups),
+        name=" + ".join(dict.fromkeys(one.name for one in groups)),
+        peak_flops=peaks,
+        cpus_per_node=min(one.cpus_per_node for one in groups),
+        speed=replace(slowest.speed, peak_flops=known, network_bytes_per_second=network),
+        price_usd_per_device_hour=None
+        if None in prices
+        else sum((one.price_usd_per_device_hour or 0.0) * one.num_nodes for one in groups) / num_nodes,
+        groups=tuple(groups),
+        relative_speed=None,
+    )
 
 
 def _sliced(gpu: Gpu, resources: Resources) -> Gpu:

@@ -434,6 +434,27 @@ class Prediction:
     idle_ratios: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class GroupPlan:
+    """The machines of one class, of several in a gang. Each of their workers has up to `sequences` of a
+    batch, in micro-batches of `micro_batch`, and takes `step_seconds` for them. `speed`: of a worker, 1 on
+    the mean of all. `share_ratio`: of the batch, of all of them together. None: nobody knows the size of the
+    model, or the price."""
+
+    name: str
+    num_nodes: int
+    num_workers: int
+    speed: float
+    sequences: int
+    share_ratio: float
+    micro_batch: int
+    activation_checkpointing: Checkpointing
+    memory_bytes: int | None
+    step_seconds: float | None
+    usd_per_hour: float | None
+    usd_per_million_tokens: float | None
+
+
 class StageWork:
     """What a stage of one kind does: the base of each kind's dataclass (`PLAN` in `kinds/<kind>/plan.py`)."""
 
@@ -526,6 +547,22 @@ class TrainPlan(StageWork):
     # the first step; None: DDP's default.
     buckets: int | Literal["auto"] | None = None
     profile: ProfilePlan | None = None  # None: only when somebody asks
+    # Of machines that differ, in the order of their ranks. `micro_batch` is then the smallest of theirs,
+    # `accumulation` the most microbatches, `activation_checkpointing` what most is computed again.
+    groups: tuple[GroupPlan, ...] = field(default=(), metadata=SPARSE)
+
+    @property
+    def speeds(self) -> tuple[float, ...] | None:
+        """Of each rank, where they do not all have equal shares from the beginning."""
+        return tuple(one.speed for one in self.groups for _ in range(one.num_workers)) or None
+
+    def group_of(self, rank: int) -> GroupPlan | None:
+        """The one that it is in; None: there are none."""
+        for one in self.groups:
+            if rank < one.num_workers:
+                return one
+            rank -= one.num_workers
+        return None
 
     @property
     def summary(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from mlpipe._core.errors import PlanError
@@ -65,6 +65,27 @@ def cluster_plan(
 ) -> c.ClusterPlan | None:
     """`resources`: those the stage runs on. `shared_bytes`: what its workers need of /dev/shm; `host_bytes`:
     of memory. None for a pipeline without an image and without the section."""
+    plan = _of_one_class(pipeline, stage, resources, shared_bytes, host_bytes)
+    if plan is None or not stage.groups or resources is None:
+        return plan
+    names = [field.name for field in fields(c.GroupPods)]
+    groups = []
+    for group in stage.groups:
+        alone = _of_one_class(
+            pipeline,
+            stage,
+            group.model_copy(update={"nodes": resources.nodes}),
+            shared_bytes,
+            host_bytes,
+        )
+        own = {name: getattr(alone, name) for name in names if name != "num_nodes"}
+        groups.append(c.GroupPods(num_nodes=group.gang_nodes, **own))
+    return replace(plan, groups=tuple(groups))
+
+
+def _of_one_class(
+    pipeline: Pipeline, stage: Stage, resources: Resources | None, shared_bytes: int, host_bytes: int
+) -> c.ClusterPlan | None:
     from mlpipe.spec.kubernetes import Kubernetes
 
     if pipeline.image is None and pipeline.kubernetes is None:
@@ -76,6 +97,8 @@ def cluster_plan(
     placement = everywhere
     for some in (spec.gpu_pods if pod.gpus_per_node else None, (spec.stages or {}).get(stage.name)):
         placement = _placement(some, placement) if some is not None else placement
+    if own := getattr(resources, "node_selector", None):  # of a group of machines
+        placement = replace(placement, node_selector={**placement.node_selector, **own})
     gpus = _gpus(spec, pod)
     return c.ClusterPlan(
         form=spec.form,

@@ -44,10 +44,11 @@ def bounds(total: int, num_ranks: int, speeds: Sequence[float] | None = None) ->
 class Shares:
     """`speeds`: work that each rank does in the same time, 1 on the mean; None: all have equal shares.
     `slowness`: of each rank, its time for the same work over the median of the others; None: nobody knows
-    yet."""
+    yet. `expected`: speeds of machines that differ, by which they begin, and are judged."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.speeds: list[float] | None = None
+    def __init__(self, num_ranks: int, expected: Sequence[float] | None = None) -> None:
+        self.speeds: list[float] | None = None if expected is None else list(expected)
+        self._expected = expected or [1.0] * num_ranks
         self.slowness: list[float] | None = None
         self._heard: list[list[float]] = [[] for _ in range(num_ranks)]
         self._num_slow = [0] * num_ranks
@@ -77,7 +78,8 @@ class Shares:
             return
         usual = median(known)  # what is thought of a rank that had no work: it is tried again
         seconds = [median(told) if told else usual for told in self._heard]
-        self.slowness = _over_others(seconds)
+        judged = [one * speed for one, speed in zip(seconds, self._expected, strict=True)]
+        self.slowness = _over_others(judged)
         for rank, slow in enumerate(self.slowness):
             self._num_slow[rank] = self._num_slow[rank] + 1 if slow >= SLOW_RATIO else 0
         least = _LEAST_RATIO / min(seconds)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from mlpipe._core.errors import PlanError
 from mlpipe._core.units import parse_bytes, parse_seconds
 from mlpipe.plan.build import stage_resources
 from mlpipe.plan.pods import pod_resources
@@ -55,6 +56,12 @@ def slurm_job(pipeline: Pipeline, stage_name: str, host_bytes: int = 0) -> Slurm
     from mlpipe.spec.slurm import Slurm, SlurmJobKeys
 
     stage = stage_named(pipeline, stage_name)
+    if stage.groups:
+        raise PlanError(
+            "a job of Slurm has nodes of one class: a heterogeneous one starts each part by itself",
+            where=f"stage {stage_name!r}",
+            hint="write one mapping in resources; where its nodes differ, add stragglers: move_load",
+        )
     section = pipeline.slurm or Slurm.model_construct()
     single = section.stages.get(stage_name) or SlurmJobKeys.model_construct()
     workers = stage.kind.runs == "workers"

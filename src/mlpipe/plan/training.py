@@ -98,8 +98,19 @@ def train_plan(
     spec: Train, hardware: Hardware, known: Known, *, resume: bool, traced: Traced | None = None
 ) -> TrainPlan:
     """The best way to train it. `traced`: the numbers of a user's own model. Raises PlanError."""
-    chosen, reason = pick(_with_chat(spec, known), shape_of(spec, known, traced), hardware)
-    plan = _train_plan(spec, hardware, known, chosen, reason, global_batch(spec))
+    shape = shape_of(spec, known, traced)
+    if hardware.groups:
+        from mlpipe.plan import groups  # of few plans
+
+        chosen, mixed = groups.deal(_with_chat(spec, known), shape, hardware)
+        words = (
+            f"{chosen.strategy}: each group has as much of a batch as it computes in the time of the others"
+        )
+        plan = _train_plan(spec, hardware, known, chosen, words, global_batch(spec))
+        plan = groups.with_shares(plan, mixed)
+    else:
+        chosen, reason = pick(_with_chat(spec, known), shape, hardware)
+        plan = _train_plan(spec, hardware, known, chosen, reason, global_batch(spec))
     if traced is not None and plan.pipeline is not None:
         plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, cut=traced.cut))
     return dataclasses.replace(
@@ -168,9 +179,9 @@ def compare(
     traced: Traced | None = None,
 ) -> list[Candidate]:
     """Every way to train the stage on this hardware, best first, also what its file does not ask for; none
-    for a stage that does not train. Raises PlanError."""
+    for a stage that does not train, or on groups of machines that differ. Raises PlanError."""
     spec = stage_named(pipeline, stage_name).part(Train)
-    if spec is None:
+    if spec is None or hardware.groups:  # of groups the plan itself says what each does
         return []
     known = _outputs(inputs or {})
     return rank(enumerate_candidates(_with_chat(spec, known), shape_of(spec, known, traced), hardware))
@@ -377,7 +388,7 @@ def trackers(spec: Train) -> tuple[TrackerPlan, ...]:
 def _smaller(spec: Train, chosen: Candidate, batch: int) -> tuple[int, ...]:
     passes = (spec.accumulation, spec.pipeline.microbatches if spec.pipeline is not None else None)
     asked = any(isinstance(number, int) for number in passes) or spec.data.micro_batch != "auto"
-    if asked or chosen.mesh is None or chosen.micro_batch is None:
+    if asked or chosen.mesh is None or chosen.micro_batch is None or batch % chosen.mesh.num_data_ranks:
         return ()
     mesh, share = chosen.mesh, batch // chosen.mesh.num_data_ranks
     sizes = micro_batches(batch, mesh.num_data_ranks, None)
@@ -401,7 +412,7 @@ def _idle(spec: Train, shape: ModelShape | None, hardware: Hardware, chosen: Can
     mesh = chosen.mesh
     if uneven is None or mesh is None or chosen.micro_batch is None or mesh.num_data_ranks == 1:
         return {}
-    if spec.update is not None:  # its workers meet every so many steps
+    if spec.update is not None or hardware.groups:  # its workers meet every so many steps, or differ
         return {}
     capacity = chosen.micro_batch * spec.model.seq_len
     ways = get_args(Communication) if mesh.ep == 1 else ("collective",)

@@ -78,8 +78,20 @@ def stage_objects(plan: Plan) -> list[Json]:
             hint="remove resources.spares: a node that does not pass is left out of the next attempt",
         )
     form = cluster.form if is_gang(plan) else "job"
+    if cluster.groups and (form != "jobset" or cluster.gpu_claims is not None):
+        what = (
+            "gpu_claims ask for one class of GPUs"
+            if form == "jobset"
+            else f"pods of the form {form} are all alike"
+        )
+        raise RenderError(
+            f"{what}, and resources list {len(cluster.groups)} groups of machines",
+            where=f"stage {plan.stage!r}",
+            hint="write one mapping in resources, or 'kubernetes: {form: jobset}' without gpu_claims",
+        )
     first = f"{name}-{_OF_JOBSET.get(form, '')}0.{name}"
-    template = worker_template(plan, cluster, own | {"sidecar.istio.io/inject": "false"}, config, first)
+    pod_labels = own | {"sidecar.istio.io/inject": "false"}
+    template = worker_template(plan, cluster, pod_labels, config, first)
     _queue_pod(template, name, cluster, plan)
     if form == "indexed-job":
         objects.append(_service(plan, name, cluster, own))
@@ -88,6 +100,9 @@ def stage_objects(plan: Plan) -> list[Json]:
         objects.append(
             {**_head("scheduling.volcano.sh/v1beta1", "PodGroup", name, cluster, own), "spec": group}
         )
+    if cluster.groups:
+        objects.append(_jobset_of_groups(plan, name, cluster, own, (config, first)))
+        return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
     of_form = {"jobset": _jobset, "trainjob": _trainjob}.get(form, _job)
     objects.append(of_form(plan, name, cluster, own, template))
     return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
@@ -184,9 +199,10 @@ def _queued(head: Json, cluster: ClusterPlan) -> Json:
 
 def inner_nodes(plan: Plan) -> int | None:
     """Nodes of one group of ranks that share weights: neighbours by number, as Kueue counts pods by index.
-    None for a stage that does not train on several nodes, and where a node belongs to two groups."""
+    None for a stage that does not train on several nodes, where a node belongs to two groups, and on
+    machines that differ, of which Kueue places each class by itself."""
     training = plan.part(TrainPlan)
-    if training is None or plan.launch.num_nodes == 1 or plan.launch.replicas is not None:
+    if training is None or plan.launch.num_nodes == 1 or plan.launch.replicas is not None or training.groups:
         return None
     mesh, each = training.mesh, plan.launch.nproc_per_node
     nodes, rest = divmod(mesh.dp_shard * mesh.cp * mesh.tp, each)
@@ -220,6 +236,26 @@ def _job(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], templ
     spec |= _deadline(plan) | {"podReplacementPolicy": "Failed"}
     spec["ttlSecondsAfterFinished"] = cluster.ttl_seconds
     return {**head, "spec": spec | {"template": template}}
+
+
+def _jobset_of_groups(
+    plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], of_pod: tuple[str, str]
+) -> Json:
+    """A job for each group, whose first node has the number that follows the last one of the group before.
+    `of_pod`: ConfigMap and rendezvous."""
+    jobs, first, found = [], 0, {}
+    for number, group in enumerate(cluster.groups):
+        pods = cluster.of_group(number)
+        template = worker_template(plan, pods, own | {"sidecar.istio.io/inject": "false"}, *of_pod)
+        _queue_pod(template, name, pods, plan)
+        template["spec"]["containers"][0]["env"].append({"name": environment.FIRST_NODE, "value": str(first)})
+        found = _jobset(plan, name, cluster, own, template)
+        (job,) = found["spec"]["replicatedJobs"]
+        job["template"]["spec"] |= {"completions": group.num_nodes, "parallelism": group.num_nodes}
+        jobs.append(job | {"name": CONTAINER if number == 0 else f"g{number}"})
+        first += group.num_nodes
+    found["spec"]["replicatedJobs"] = jobs
+    return found
 
 
 def _jobset(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], template: Json) -> Json:

@@ -77,8 +77,7 @@ def targets(patch: Patch, objects: Sequence[Json], stage: str | None, component:
 
 def _apply(patch: Patch, target: Json) -> Json:
     if patch.kind == "Pod":
-        holder = _template(target)
-        if holder is not None:
+        for holder in _holders(target):
             holder["template"] = _known(patch, holder["template"])
     elif patch.kind == target["kind"]:
         target = _known(patch, target)
@@ -105,18 +104,18 @@ def _known(patch: Patch, target: Json) -> Json:
 
 def _has_pods(document: Json) -> bool:
     """Of a TrainJob, the pod's own patches are in it already."""
-    return document["kind"] == "TrainJob" or _template(document) is not None
+    return document["kind"] == "TrainJob" or bool(_holders(document))
 
 
-def _template(document: Json) -> Json | None:
-    """What holds the pod template, if there is one."""
+def _holders(document: Json) -> list[Json]:
+    """What holds a pod template, as far as there are any."""
     try:
+        jobs = [document]
         if document["kind"] == "JobSet":
-            document = document["spec"]["replicatedJobs"][0]["template"]
-        holder = document["spec"]
-        return holder if isinstance(holder["template"], dict) else None
-    except (KeyError, IndexError, TypeError):
-        return None
+            jobs = [job["template"] for job in document["spec"]["replicatedJobs"]]
+        return [job["spec"] for job in jobs if isinstance(job["spec"]["template"], dict)]
+    except (KeyError, TypeError):
+        return []
 
 
 def _identity(document: Json, at: str = "") -> dict[str, Any]:

@@ -11,6 +11,7 @@ from mlpipe._core.feasibility import (
     Infeasible,
     indivisible,
     no_experts,
+    too_few_samples,
     too_long,
     too_many_experts,
     uneven_accumulation,
@@ -21,7 +22,7 @@ from mlpipe._core.feasibility import (
 from mlpipe._core.presets import OF_EXPERTS, PRESETS, MoeConfig
 from mlpipe.spec import mesh, pipelines
 from mlpipe.spec.problems import Place, Problem
-from mlpipe.spec.tree import Node, get
+from mlpipe.spec.tree import Node, get, groups_of
 
 
 def problems(stage: Node) -> Iterator[Problem]:
@@ -103,15 +104,19 @@ def _indivisible(part: _Figure | None, whole: _Figure | None) -> Iterator[Proble
 
 
 def _even(stage: Node) -> Iterator[Problem]:
-    resources, train = get(stage, "resources"), get(stage, "train")
+    train, groups = get(stage, "train"), groups_of(stage)
     if train is None or not isinstance(train.value, dict):
         return
-    workers = _num_workers(resources)
+    resources = get(stage, "resources")
+    workers = sum(map(_num_workers, groups)) if groups else _num_workers(resources)
     yield from mesh.problems(train, workers)
     yield from pipelines.problems(train, workers)
     sizes, data = mesh.sizes_of(train, workers), get(train, "data")
     batch = _number(data, "batch_size") if data is not None else None
     if resources is None or data is None or batch is None or isinstance(sizes, Infeasible):
+        return
+    if groups:  # whose shares are as their speeds
+        yield from _at(batch.place, too_few_samples(batch.value, workers))
         return
     readers = workers if sizes is None else sizes["dp_replicate"] * sizes["dp_shard"]
     if sizes is None and batch.value < readers and mesh.is_searched(train):

@@ -9,7 +9,7 @@ from mlpipe.spec.gpu_rules import ALONE, num_ranks
 from mlpipe.spec.kubernetes import Kubernetes
 from mlpipe.spec.problems import Problem, closest
 from mlpipe.spec.rules import TAKEN
-from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
+from mlpipe.spec.tree import Node, get, groups_of, items_of, problem_of_key, text_of
 
 OWN_PATHS = ("/mlpipe", "/tmp", "/dev")  # of every pod: plan, scratch, cache, /tmp, /dev/shm
 
@@ -75,8 +75,11 @@ def _shared(root: Node, section: Node) -> Iterator[Problem]:
     shared = [node for node, end in ends if node is not None and (text_of(node) or "").endswith(end)]
     for node in shared:
         for stage in items_of(root, "stages"):
-            resources = get(stage, "resources")
-            if resources is None or get(resources, "gpus_per_node") is None or num_ranks(resources) < 2:
+            resources, groups = get(stage, "resources"), groups_of(stage)
+            asked = groups[0] if groups else resources
+            if asked is None or get(asked, "gpus_per_node") is None:
+                continue
+            if num_ranks(asked) < 2 and not groups:
                 continue
             name = text_of(get(stage, "name"))
             words = f"{node.value} are GPUs that others use, too, and stage {name!r} has several"

@@ -144,6 +144,26 @@ class Resources(SpecModel):
         return self.nodes if isinstance(self.nodes, int) else 1
 
 
+class Group(Resources):
+    """Machines of one class, of several that train together."""
+
+    speed: f.Positive | None = Field(
+        None,
+        description="How fast one of its workers is beside those of the other groups, such as 2 and 1. "
+        "Default: as the planner expects.",
+    )
+    node_selector: dict[f.LabelKey, f.LabelValue] | None = Field(
+        None, description="Labels that its nodes must have on Kubernetes, besides the stage's."
+    )
+
+
+_Resources = Annotated[
+    Annotated[Resources, Tag("one")]
+    | Annotated[tuple[Group, ...], Field(min_length=2, max_length=16, strict=False), Tag("groups")],
+    Discriminator(lambda value: "groups" if isinstance(value, list | tuple) else "one"),
+]
+
+
 class _Head(SpecModel):
     name: f.Name = Field(description="Unique in the pipeline.")
     needs: tuple[f.Name, ...] = Field((), strict=False, description="Stages that must be done before.")
@@ -180,9 +200,25 @@ class Stage(_OfAnyKind):
         json_schema_extra={"additionalProperties": False},
     )
     timeout: f.Duration | None = Field(None, description="Longest time for the stage.")
-    resources: Resources | None = Field(
-        None, description="Machines. Default: one CPU worker; of `evaluate`: those of its training."
+    resources_: _Resources | None = Field(
+        None,
+        alias="resources",
+        description="Machines; of a training also a list of groups that differ. Default: one CPU worker; of "
+        "`evaluate`: those of its training, or of its first group.",
     )
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Where the machines differ."""
+        return self.resources_ if isinstance(self.resources_, tuple) else ()
+
+    @property
+    def resources(self) -> Resources | None:
+        """Of groups those of the first one, with the nodes of all."""
+        if not isinstance(self.resources_, tuple):
+            return self.resources_
+        num_nodes = sum(group.gang_nodes for group in self.resources_)
+        return self.resources_[0].model_copy(update={"nodes": num_nodes})
 
     @property
     def kind(self) -> Kind:

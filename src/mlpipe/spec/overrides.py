@@ -26,7 +26,7 @@ from mlpipe.spec.tree import JSON_KEYS, Ambiguous, Node, get, items_of, parse, t
 
 _log = logging.getLogger(__name__)
 _TOP = set(Pipeline.model_fields)
-_STAGE = set(Stage.model_fields)
+_STAGE = {field.alias or name for name, field in Stage.model_fields.items()}
 
 
 def side_by_side(overrides: Sequence[str]) -> tuple[str, ...]:

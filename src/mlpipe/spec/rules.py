@@ -13,7 +13,7 @@ from mlpipe.spec import fields, placeholders
 from mlpipe.spec.graph import Graph
 from mlpipe.spec.part import kind_of, spec_part
 from mlpipe.spec.problems import Problem, closest
-from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
+from mlpipe.spec.tree import Node, each_alone, get, items_of, problem_of_key, text_of
 
 _SECRET = re.compile(
     r"SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_?KEY|ACCESS_KEY|(^|_)TOKEN$", re.IGNORECASE
@@ -33,8 +33,13 @@ def check(root: Node) -> list[Problem]:
     problems += graph.problems()
     for stage in stages:
         problems += _kinds(stage)
-        problems += _resources(stage)
+        for one in each_alone(stage):
+            problems += _resources(one)
         problems += _env(stage)
+        if (resources := get(stage, "resources")) is not None and isinstance(resources.value, list):
+            from mlpipe.spec import groups  # of few files
+
+            problems += groups.problems(stage)
         nodes = get(stage, "resources", "nodes")
         if nodes is not None and fields.is_range(nodes.value):
             from mlpipe.spec import elastic  # of few files
@@ -45,10 +50,11 @@ def check(root: Node) -> list[Problem]:
                 problems += spec_part(kind).problems(stage)
         problems += _references(stage, graph)
         problems += _placeholders(stage, graph)
-    if any(get(stage, "resources", key) for stage in stages for key in _OF_GPUS):
+    alone = [one for stage in stages for one in each_alone(stage)]
+    if any(get(one, "resources", key) for one in alone for key in _OF_GPUS):
         from mlpipe.spec import gpu_rules  # of few files
 
-        problems += gpu_rules.check(stages)
+        problems += gpu_rules.check(alone)
     return problems
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
@@ -106,6 +106,17 @@ def items_of(node: Node, key: str) -> list[Node]:
     """Of the list that stands there; none where it is no list."""
     items = get(node, key)
     return items.value if items is not None and isinstance(items.value, list) else []
+
+
+def groups_of(stage: Node) -> list[Node]:
+    """Those of its `resources`, where these list groups of machines."""
+    return [one for one in items_of(stage, "resources") if isinstance(one.value, dict)]
+
+
+def each_alone(stage: Node) -> list[Node]:
+    """The stage as if it had one group, for each of them; else as it is."""
+    groups = groups_of(stage)
+    return [replace(stage, value={**stage.value, "resources": one}) for one in groups] or [stage]
 
 
 def problem_of_key(node: Node, message: str, hint: str) -> Problem:

@@ -102,7 +102,7 @@ def check_fits(plan: Plan, num_gpus: int) -> None:
         raise SubmitError(
             f"asks for {launch.num_nodes} nodes, but the local backend is this one machine",
             where=f"stage {plan.stage!r}",
-            hint=f"run it with --set {key}.nodes=1",
+            hint=f"run it with --set {key}.nodes=1, or of groups with one of them",
             kind="input",
         )
     asked = launch.nproc_per_node * (launch.replicas.fewest if launch.replicas is not None else 1)

@@ -53,6 +53,9 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
 def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: Callbacks) -> Loop:
     """Everything up to the first step: model, optimizer, data, and the checkpoint to go on from."""
     world = session.world
+    group = plan.group_of(world.data_rank)
+    if group is not None:
+        plan = replace(plan, activation_checkpointing=group.activation_checkpointing)
     seed_step(plan.seed, 0, 0)
     if plan.data.chat is not None:
         from mlpipe.train.chat.tokenised import tokenise_all  # with tokenizers and jinja2
@@ -100,11 +103,18 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     schedule = make_schedule(plan, model, world, lambda: session.watchdog.beat("computing", progress[0] + 1))
 
     def loader_of(micro_batch: int) -> MicrobatchLoader:
+        size = micro_batch if group is None else group.micro_batch
         if plan.data.is_uneven:
             from mlpipe.train.uneven_loader import uneven_loader
 
-            return uneven_loader(plan, dataset, world, micro_batch)
-        return MicrobatchLoader.of(plan, dataset, world, micro_batch)
+            loader: MicrobatchLoader = uneven_loader(plan, dataset, world, size)
+        else:
+            loader = MicrobatchLoader.of(plan, dataset, world, size)
+        if plan.moves_load:
+            # whoever compiles for a size of batches compiles for each
+            loader.unit = 1 if plan.compile == "off" else size
+        loader.speeds = plan.speeds
+        return loader
 
     def first_step(micro_batch: int) -> list[Microbatch]:
         return loader_of(micro_batch).largest()
@@ -155,13 +165,13 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         position, loop_of = enter(session, plan, (model, update, loader), (validation, loss_scale), restore)
     elif plan.resume or session.process.restart:
         position = restore()
+    if plan.groups:
+        _refuse_stream(dataset, "machines that differ", "write one mapping in resources")
     if plan.moves_load and world.size > 1:
         _refuse_stream(dataset, "workers by their speed", "remove stragglers")
         from mlpipe.train.stragglers import MovingLoop
 
         loop_of = MovingLoop
-        # whoever compiles for a size of batches compiles for each
-        loader.unit = 1 if plan.compile == "off" else plan.micro_batch
     if plan.islands is not None and plan.islands.staleness:
         from mlpipe.train.stale_loop import StaleLoop
 

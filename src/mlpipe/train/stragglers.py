@@ -38,7 +38,7 @@ class MovingLoop(Loop):
 
     def __post_init__(self) -> None:
         num_ranks = self.session.world.num_data_ranks
-        self.shares = Shares(num_ranks)
+        self.shares = Shares(num_ranks, self.plan.speeds)
         self.nodes = [""] * num_ranks
         dist.all_gather_object(self.nodes, os.environ.get(environment.NODE_NAME) or socket.gethostname())
 

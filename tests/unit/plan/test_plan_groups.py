@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.rendered import pipeline_of
+from kit.rendered import IMAGE, pipeline_of, plan_of
 
-from mlpipe._core.errors import PlanError
+from mlpipe._core.errors import PlanError, RenderError
+from mlpipe.plan.asked_groups import parse_groups, plan_groups
 from mlpipe.plan.build import stage_hardware
-from mlpipe.plan.groups import parse_groups, plan_groups
+from mlpipe.plan.gang_node import GangNode
+from mlpipe.plan.plan import Plan
 from mlpipe.plan.scaling import scale_stage
+from mlpipe.plan.shares import bounds
+from mlpipe.plan.slurm import slurm_job
+from mlpipe.plan.training import compare
+from mlpipe.render.kubernetes import stage_objects
+from mlpipe.submit.kubernetes.objects import made_of
+from mlpipe.submit.kubernetes.placement import num_pods
 
 pytestmark = pytest.mark.unit
 PIPELINE = pipeline_of("llm")
@@ -55,7 +65,7 @@ def test_groups_of_one_class_are_one_gang_of_it():
 def test_shares_follow_speed_and_no_worker_waits_longer_than_for_a_sample(groups):
     found = mixed(SMALL, ",".join(f"{number}x{gpu}" for number, gpu in groups))
     assert sum(one.share_ratio for one in found.groups) == pytest.approx(1)
-    assert [(one.num_nodes, one.gpu) for one in found.groups] == groups
+    assert [(one.num_nodes, one.name) for one in found.groups] == groups
     assert found.step_seconds <= found.even_seconds * (1 + 1e-9)
     assert found.step_seconds == max(one.step_seconds for one in found.groups)
     fast = min(found.groups, key=lambda one: one.step_seconds / one.sequences)
@@ -65,7 +75,7 @@ def test_shares_follow_speed_and_no_worker_waits_longer_than_for_a_sample(groups
         assert one.micro_batch <= one.sequences
         assert (
             one.memory_bytes
-            < {"H200": 141, "H100-80GB": 80, "A100-80GB": 80, "A100-40GB": 40}[one.gpu] * 1e9 * 1.08
+            < {"H200": 141, "H100-80GB": 80, "A100-80GB": 80, "A100-40GB": 40}[one.name] * 1e9 * 1.08
         )
 
 
@@ -82,3 +92,113 @@ def test_a_card_without_bf16_sets_the_precision_of_all_and_what_fits_nowhere_say
         mixed(PIPELINE, "1xH100-80GB,1xT4")
     with pytest.raises(PlanError, match="some would have no sample"):
         mixed(PIPELINE, "1xH100-80GB,900xA100-80GB")
+
+
+IN_FILE = (
+    "train.resources=[{nodes: 2, gpus_per_node: 8, gpu: H100-80GB}, {nodes: 4, gpus_per_node: 8, gpu: %s}]"
+)
+
+
+def test_groups_in_the_file_are_planned_as_asked_for_and_the_plan_says_what_each_does():
+    """The trainer deals a batch by the speeds that the plan has, as the plan says."""
+    pipeline = pipeline_of("llm", IN_FILE % "A100-80GB")
+    plan, asked = plan_of(pipeline, "train"), mixed(PIPELINE, "2xH100-80GB,4xA100-80GB")
+    train, launch = plan.work.training, plan.launch
+    assert train.groups == asked.groups
+    assert (train.strategy, train.communication) == (asked.strategy, "resident")
+    assert (launch.num_nodes, launch.nproc_per_node) == (6, 8)
+    ends = bounds(train.global_batch, 48, train.speeds)
+    counts = [stop - start for start, stop in pairwise(ends)]
+    fast, slow = train.groups
+    assert (max(counts[:16]), max(counts[16:])) == (fast.sequences, slow.sequences)
+    assert sum(counts[:16]) == fast.share_ratio * train.global_batch
+    assert train.group_of(15) is fast
+    assert train.group_of(16) is train.group_of(47) is slow
+    assert train.activation_checkpointing == "full", "what most is computed again, for what goes by it"
+    assert {fast.activation_checkpointing, slow.activation_checkpointing} == {"full", "selective"}
+    assert train.micro_batch == min(fast.micro_batch, slow.micro_batch)
+    assert train.predicted.step_seconds == pytest.approx(asked.step_seconds, rel=1e-4)
+    assert train.peak_flops == pytest.approx((989.4e12 + 2 * 312e12) / 3, rel=0.01), "their mean, for the MFU"
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_what_the_file_says_of_speed_or_layout_counts_and_what_does_not_fit_says_on_which_machine():
+    said = (
+        "train.compile=block",
+        "train.stragglers=move_load",
+        "train.data.micro_batch=auto",
+        "train.strategy=auto",
+    )
+    for own, strategy in (
+        ("train.strategy=fsdp", "fsdp"),
+        ("train.mesh={dp_shard: 16, dp_replicate: 3}", "hsdp"),
+    ):
+        train = plan_of(pipeline_of("llm", *said, IN_FILE % "A100-80GB", own), "train").work.training
+        assert train.strategy == strategy
+        assert train.groups[0].micro_batch == train.groups[1].micro_batch, "whoever compiles, for one size"
+    twice = "train.resources=[{speed: 3}, {speed: 1, nodes: 2}]"
+    small = plan_of(pipeline_of("quickstart", twice, "train.data.batch_size=10"), "train")
+    assert [one.sequences for one in small.work.training.groups] == [6, 2]
+    assert (small.launch.num_nodes, small.launch.nproc_per_node) == (3, 1)
+    here = stage_hardware(pipeline_of("quickstart", twice), "train")
+    assert (here.num_nodes, here.devices_per_node) == (1, 3), "workers on CPUs stand side by side here"
+    assert [one.num_nodes for one in here.groups] == [1, 2]
+    with pytest.raises(PlanError, match=r"zero2 needs .* of 1.* on T4"):
+        plan_of(pipeline_of("llm", "train.precision=fp32", IN_FILE % "T4"), "train")
+
+
+def test_an_evaluation_of_such_a_training_runs_on_its_first_group_and_nothing_else_is_said_of_them():
+    pipeline = pipeline_of("llm", IN_FILE % "A100-80GB")
+    assert compare(pipeline, "train", stage_hardware(pipeline, "train", cluster=True)) == []
+    quick = pipeline_of("quickstart", "train.resources=[{nodes: 2}, {nodes: 1}]", "train.data.batch_size=9")
+    launch = plan_of(quick, "evaluate").launch
+    assert (launch.num_nodes, launch.nproc_per_node) == (2, 1)
+
+
+def test_a_model_whose_size_nobody_knows_is_dealt_by_the_peaks():
+    own = ("train.model={entry: 'package.models:build', seq_len: 32}", "train.precision=fp32")
+    train = plan_of(pipeline_of("llm", IN_FILE % "A100-80GB", *own), "train").work.training
+    fast, slow = train.groups
+    assert fast.speed / slow.speed > 2
+    assert (fast.step_seconds, fast.memory_bytes) == (None, None)
+
+
+def test_nodes_are_numbered_over_the_groups_and_a_patch_is_of_all_pods(monkeypatch):
+    """The pods of a group count from 0: which node of the gang the first one is, they are told."""
+    image = f"image={IMAGE}"
+    patch = "kubernetes.patches=[{target: {kind: Pod}, strategic: {spec: {hostNetwork: true}}}]"
+    jobset = stage_objects(plan_of(pipeline_of("llm", IN_FILE % "A100-80GB", image, patch), "train"))[-1]
+    pods = [job["template"]["spec"]["template"]["spec"] for job in jobset["spec"]["replicatedJobs"]]
+    assert [pod["hostNetwork"] for pod in pods] == [True, True]
+    assert num_pods(jobset) == 6
+    assert [one["kind"] for one in made_of(jobset)] == ["Job", "Pod", "Job", "Pod"]
+    env = {one["name"]: one.get("value") for one in pods[1]["containers"][0]["env"]}
+    monkeypatch.setenv("MLPIPE_FIRST_NODE", env["MLPIPE_FIRST_NODE"])
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
+    assert GangNode.from_environment().index == 5
+    assert (
+        len({one["value"] for pod in pods for one in pod["containers"][0]["env"] if "RENDEZ" in one["name"]})
+        == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("kubernetes={form: indexed-job}", "pods of the form indexed-job are all alike"),
+        (
+            "kubernetes={form: trainjob, trainjob: {runtime: mlpipe}}",
+            "pods of the form trainjob are all alike",
+        ),
+        ("kubernetes={gpu_claims: {}}", "gpu_claims ask for one class of GPUs"),
+    ],
+)
+def test_where_pods_are_all_of_one_kind_groups_are_refused(said, why):
+    pipeline = pipeline_of("llm", IN_FILE % "A100-80GB", f"image={IMAGE}", said)
+    with pytest.raises(RenderError, match=why):
+        stage_objects(plan_of(pipeline, "train"))
+
+
+def test_a_job_of_slurm_has_nodes_of_one_class():
+    with pytest.raises(PlanError, match="nodes of one class"):
+        slurm_job(pipeline_of("llm", IN_FILE % "A100-80GB"), "train")

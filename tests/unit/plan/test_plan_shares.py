@@ -114,3 +114,16 @@ def test_a_rank_without_work_is_tried_again_and_one_that_stands_still_keeps_a_li
     assert shares.speeds == [1.0, 1.0, 1.0]
     hear(shares, [0.0, 0.0, 0.0])
     assert shares.speeds == [1.0, 1.0, 1.0]
+
+
+def test_machines_that_differ_begin_with_their_shares_and_are_judged_by_them():
+    """A slower class is no straggler, unless it is slower than it should be."""
+    shares = Shares(3, [1.2, 1.2, 0.6])
+    assert shares.speeds == [1.2, 1.2, 0.6]
+    hear(shares, [1.0, 1.0, 2.0], 24)
+    assert shares.speeds == [1.2, 1.2, 0.6]
+    assert shares.slowness == [1.0, 1.0, 1.0]
+    assert shares.stragglers == {}
+    hear(shares, [1.0, 1.0, 4.0], 24)
+    assert shares.stragglers == {2: 2.0}
+    assert shares.speeds == pytest.approx([4 / 3, 4 / 3, 1 / 3])

@@ -50,6 +50,9 @@ def tuned_stage(pipeline: LoadedPipeline, asked: str | None) -> str:
     if resources is not None and resources.replicas is not None:
         hint = "tune it with --set train.resources.nodes=1"
         raise PlanError("an elastic training cannot be tuned", where=f"stage {stage!r}", hint=hint)
+    if pipeline.spec.stage(stage).groups:
+        hint = "tune it on one class of machines: --set train.resources={...}"
+        raise PlanError("groups of machines cannot be tuned together", where=f"stage {stage!r}", hint=hint)
     return stage
 
 

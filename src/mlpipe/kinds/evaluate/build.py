@@ -16,7 +16,7 @@ def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[EvaluatePlan, 
     """Forward passes over a checkpoint of the training that the stage is about. Raises PlanError."""
     trained = stage_referred_to(pipeline, stage, "train")
     validate = trained.work.validate_
-    own_resources = stage.resources is not None
+    own_resources = stage.resources is not None or bool(trained.groups)
     forwards = evaluation_plan(trained.work, given.hardware, given.known, own_resources=own_resources)
     spec: Evaluate = stage.work
     if spec.weights == "ema" and trained.work.ema is None:

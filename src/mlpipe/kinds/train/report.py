@@ -98,6 +98,9 @@ def _stragglers(stage: StageView) -> list[str]:
 
 def _batch(plan: TrainPlan) -> str:
     num_tokens, num_ranks = plan.model.seq_len, plan.mesh.num_data_ranks
+    if plan.groups:
+        each = (f"{100 * one.share_ratio:.0f} % on {one.num_workers} x {one.name}" for one in plan.groups)
+        return f"{plan.global_batch} samples of up to {num_tokens} tokens, by speed: {', '.join(each)}"
     if plan.data.packed is not None:
         return (
             f"{plan.global_batch} samples of up to {num_tokens} tokens, packed ({plan.data.packed}) into rows"

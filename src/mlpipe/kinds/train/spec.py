@@ -22,7 +22,7 @@ from mlpipe.spec.data import AnyData, OwnData, TokenData
 from mlpipe.spec.optimizer import AnyOptimizer, Ema, default_optimizer
 from mlpipe.spec.part import SpecPart
 from mlpipe.spec.problems import Problem
-from mlpipe.spec.tree import Node, get, problem_of_key, text_of
+from mlpipe.spec.tree import Node, each_alone, get, problem_of_key, text_of
 
 if TYPE_CHECKING:
     from mlpipe.spec.smoke import Smoke
@@ -303,7 +303,8 @@ def _problems(stage: Node) -> Iterator[Problem]:
     yield from data.problems(train)
     yield from tracking.problems(train)
     yield from validation.problems(train)
-    yield from data.disk_problems(stage)
+    for one in each_alone(stage):
+        yield from data.disk_problems(one)
     yield from _disagreement(train)
     patience = get(train, "hang_timeout")
     if patience is not None and 0 < _seconds(patience) < _SHORTEST_HANG_SECONDS:

@@ -101,12 +101,18 @@ def server_dry_run(api: ClusterApi, objects: list[Object]) -> None:
 
 
 def made_of(gang: Object) -> list[Object]:
-    """The JobSet's one Job, and a pod; what becomes of a TrainJob only its runtime knows."""
-    name, job, made = f"{gang['metadata']['name'][:50]}-0", gang, []
+    """The JobSet's Jobs, and a pod of each; what becomes of a TrainJob only its runtime knows."""
     if gang["kind"] == "TrainJob":
         return []
+    templates = (
+        [one["template"] for one in gang["spec"]["replicatedJobs"]] if gang["kind"] == "JobSet" else [gang]
+    )
+    return [one for number, template in enumerate(templates) for one in _made_of(gang, number, template)]
+
+
+def _made_of(gang: Object, number: int, template: Object) -> list[Object]:
+    name, job, made = f"{gang['metadata']['name'][:50]}-{number}", gang, []
     if gang["kind"] == "JobSet":
-        template = gang["spec"]["replicatedJobs"][0]["template"]
         # what stands in a queue is the JobSet
         owner = {key: gang[key] for key in ("apiVersion", "kind")}
         owner |= {"name": gang["metadata"]["name"], "uid": "dry-run"}

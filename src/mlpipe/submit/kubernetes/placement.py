@@ -69,7 +69,7 @@ def num_pods(gang: Object) -> int:
     if "trainer" in spec:  # of a TrainJob
         return int(spec["trainer"].get("numNodes") or 1)
     if "replicatedJobs" in spec:  # of a JobSet
-        spec = spec["replicatedJobs"][0]["template"]["spec"]
+        return sum(int(job["template"]["spec"].get("completions") or 1) for job in spec["replicatedJobs"])
     return int(spec.get("completions") or 1)
 
 
