@@ -79,6 +79,7 @@ def test_a_run_is_found_by_whatever_claims_it_and_who_did_not_say_is_named(tmp_p
 
     monkeypatch.setattr(known, "open_store", open_store)
     monkeypatch.setattr(known.threading, "Thread", Thread)
+    monkeypatch.setattr(Thread, "waits", [])
     found, silent = known.find("r", [*urls, "0", "1"], timeout_seconds=300)
     assert [store.url for store in found] == urls[:3]
     assert silent == ["0", "1"]
