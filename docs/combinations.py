@@ -50,6 +50,10 @@ _FEATURES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "deterministic": ({"deterministic": True}, {}),
     "freeze": ({"freeze": ["embed_tokens.*"]}, {}),
     "adapter lora": ({"adapter": {"lora": {"rank": 4}}, "init_from": {"path": "weights"}}, {}),
+    "adapter base": (
+        {"adapter": {"lora": {"rank": 4}, "base": "nf4"}, "init_from": {"path": "weights"}},
+        {},
+    ),
     "ema": ({"ema": {"decay": 0.99}}, {}),
     "validate": ({"validate": {"every": "10 steps"}}, {}),
     **{f"optimizer {name}": ({"optimizer": {"name": name}}, {}) for name in OPTIMIZERS},

@@ -18,6 +18,7 @@ from kit import plans
 
 from mlpipe._core.adapters import MAGNITUDE, A, B
 from mlpipe._core.errors import TrainError
+from mlpipe._core.quantized import is_quantized
 from mlpipe.plan.plan import AdapterPlan, Entry, InitPlan, Mesh, ModelPlan, PipelinePlan, Plan
 from mlpipe.plan.shapes import pretrained
 from mlpipe.store import catalogue
@@ -31,6 +32,7 @@ from mlpipe.train.export import export_checkpoint, export_merged
 from mlpipe.train.export_adapter import adapter_config
 from mlpipe.train.init import initialize
 from mlpipe.train.models.llama import Llama, build_model
+from mlpipe.train.models.quantized_linear import dequantize, quantize
 from mlpipe.train.parallel import lora
 from mlpipe.train.world import World
 
@@ -44,6 +46,7 @@ CONFIG: dict[str, Any] = {
 SIZES = pretrained.sizes_of(CONFIG, "")
 DORA = AdapterPlan(4, 6.0, dora=True)
 ALL, SOME = AdapterPlan(4, 6.0), AdapterPlan(4, 6.0, ("q_proj", "layers.1.mlp.*"), rslora=True)
+NF4, INT8_DORA = AdapterPlan(4, 6.0, base="nf4"), AdapterPlan(4, 6.0, dora=True, base="int8")
 
 
 def model_of(state: dict[str, torch.Tensor]) -> Llama:
@@ -53,8 +56,23 @@ def model_of(state: dict[str, torch.Tensor]) -> Llama:
     return model
 
 
-def plan_of(folder: Path, run: str, strategy: Any, steps: int, adapter: AdapterPlan, **changes: Any) -> Plan:
-    init = InitPlan({"path": "base"}, "base", {}, strict=True, config=CONFIG)
+def rounded(name: str, weight: torch.Tensor, base: Any) -> torch.Tensor:
+    """As a base in few bits has it."""
+    if base is None or not is_quantized(name):
+        return weight
+    return dequantize(quantize(weight, base), weight.shape[1], base).contiguous()
+
+
+def plan_of(
+    folder: Path,
+    run: str,
+    strategy: Any,
+    steps: int,
+    adapter: AdapterPlan,
+    base: str = "base",
+    **changes: Any,
+) -> Plan:
+    init = InitPlan({"path": base}, base, {}, strict=True, config=CONFIG)
     init = replace(init, found=find(FolderStore(folder / "store"), "", init, str(folder)))
     model = ModelPlan(Entry("mlpipe.train.models.llama:build_model", SIZES.args()), "base", 32, ())
     plan = plans.train_plan(
@@ -69,12 +87,15 @@ def plan_of(folder: Path, run: str, strategy: Any, steps: int, adapter: AdapterP
 def trained(tmp_path_factory) -> tuple[Path, dict[str, Plan]]:
     folder = tmp_path_factory.mktemp("lora")
     plans.write_tokens(folder / "tokens")
-    (folder / "base").mkdir()
-    (folder / "base" / "config.json").write_text(json.dumps(CONFIG))
     model = build_model(**SIZES.args())
     initialize(model, 5)
     state = {f"model.{name}": tensor.detach() * 2 for name, tensor in model.named_parameters()}
-    safetensors.torch.save_file(state, folder / "base" / "model.safetensors")
+    for base in (None, "nf4", "int8"):
+        path = folder / (base or "base")
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(CONFIG))
+        kept = {name: rounded(name, tensor, base) for name, tensor in state.items()}
+        safetensors.torch.save_file(kept, path / "model.safetensors")
     made = {
         "fsdp": plan_of(folder, "fsdp", "fsdp", 5, ALL),
         "zero1": plan_of(folder, "zero1", "zero1", 3, ALL),
@@ -98,6 +119,13 @@ def trained(tmp_path_factory) -> tuple[Path, dict[str, Plan]]:
         "dora whole": plan_of(folder, "dora-whole", "zero1", 3, DORA),
         "dora begun": plan_of(folder, "dora", "ddp", 2, DORA),
         "dora": plan_of(folder, "dora", "fsdp", 3, DORA, attempt=2),
+        "nf4 plain": plan_of(folder, "nf4-plain", "ddp", 5, ALL, "nf4"),
+        "nf4 begun": plan_of(folder, "nf4", "ddp", 2, NF4),
+        "nf4": plan_of(folder, "nf4", "fsdp", 5, NF4, attempt=2),
+        "int8 plain": plan_of(folder, "int8-plain", "zero2", 2, DORA, "int8"),
+        "int8": plan_of(folder, "int8", "zero2", 2, INT8_DORA),
+        "bf16 plain": plan_of(folder, "bf16-plain", "ddp", 2, ALL, "nf4", precision="bf16"),
+        "bf16": plan_of(folder, "bf16", "fsdp", 2, NF4, precision="bf16", activation_checkpointing="full"),
         "none": plan_of(folder, "none", "ddp", 1, AdapterPlan(4, 6.0, ("nothing",))),
     }
     plans.run_together(list(made.values()), folder / "run", may_fail=True)
@@ -139,6 +167,17 @@ def test_strategies_agree_and_a_checkpoint_goes_on_under_another(trained):
     assert whole[2] != expected[2]
 
 
+@pytest.mark.combines("dp_replicate", "adapter base")
+@pytest.mark.combines("dp_shard", "adapter base")
+def test_a_base_in_few_bits_is_trained_beside_as_the_weights_that_it_says(trained):
+    """Of which the others have files; from copies to shards, and with DoRA."""
+    expected = losses(trained, "nf4 plain")
+    assert losses(trained, "nf4 begun") + losses(trained, "nf4") == pytest.approx(expected, rel=1e-5)
+    assert expected[0] != pytest.approx(losses(trained, "fsdp")[0], rel=1e-5)
+    assert losses(trained, "int8") == pytest.approx(losses(trained, "int8 plain"), rel=1e-5)
+    assert losses(trained, "bf16") == pytest.approx(losses(trained, "bf16 plain"), rel=1e-3)
+
+
 def test_checkpoints_have_adapters_and_their_states_alone(trained):
     folder, made = trained
     store = FolderStore(folder / "store")
@@ -149,12 +188,14 @@ def test_checkpoints_have_adapters_and_their_states_alone(trained):
     assert len(names) == 3 * 2 * len(modules)  # A and B, each with two means of AdamW
 
 
-@pytest.mark.parametrize(("run", "adapter", "step"), [("fsdp", ALL, 4), ("some", SOME, 2), ("dora", DORA, 2)])
+@pytest.mark.parametrize(
+    ("run", "adapter", "step"), [("fsdp", ALL, 4), ("some", SOME, 2), ("dora", DORA, 2), ("nf4", NF4, 4)]
+)
 def test_the_export_added_to_the_weights_is_what_was_trained(trained, run, adapter, step):
     """In peft's names and with its formula; B was 0 at first."""
     folder, made = trained
-    base = safetensors.torch.load_file(folder / "base" / "model.safetensors")
-    first = "dora begun" if adapter.dora else run
+    base = safetensors.torch.load_file(folder / (adapter.base or "base") / "model.safetensors")
+    first = f"{run} begun" if f"{run} begun" in made else run
     assert losses(trained, first)[0] == pytest.approx(loss_of(made[run], model_of(base), 0), rel=1e-6)
     store = FolderStore(folder / "store")
     (item,) = [one for one in catalogue.list_checkpoints(store, made[run].stage_key) if one.step == step]

@@ -109,7 +109,8 @@ def started(tmp_path_factory) -> tuple[Path, dict[str, Plan], dict[str, torch.Te
     }
     by_run = {one.run_id: one for some in made.values() for one in some}
     gone, changed = by_run["gone"], by_run["changed"]
-    for one, what in ((gone, {"key": "away.safetensors"}), (changed, {"digest": "0" * 64})):
+    other = {"digest": "0" * 64, "files": ("first.safetensors 0",)}
+    for one, what in ((gone, {"key": "away.safetensors"}), (changed, other)):
         init = one.work.training.init_from
         init = replace(init, found=replace(init.found, **what))
         by_run[one.run_id] = replace(one, work=replace(one.work.training, init_from=init))
@@ -172,7 +173,7 @@ def test_a_hint_names_the_map_and_weights_that_are_gone_or_changed_are_told(star
     folder, _, _ = started
     assert 'map: {"net.*": "*"}' in refusal(folder, 7)["hint"]
     assert "is gone: no such file" in refusal(folder, 8)["message"]
-    assert "changed since the run was asked for" in refusal(folder, 9)["message"]
+    assert "changed since the run was asked for: first.safetensors, " in refusal(folder, 9)["message"]
 
 
 def test_a_checkpoint_says_what_it_started_from(started):
@@ -182,7 +183,7 @@ def test_a_checkpoint_says_what_it_started_from(started):
     found = by_run["fsdp"].work.training.init_from.found
     assert manifest["scalars"]["init_from"]["found"] == {
         "words": "run base, stage train, step 2", "format": "checkpoint", "store_url": str(folder / "store"),
-        "key": found.key, "step": 2, "digest": found.digest,
+        "key": found.key, "step": 2, "digest": found.digest, "files": [],
     }  # fmt: skip
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 from kit import plans
 
 from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.candidates import pick, pricer_of
 from mlpipe.plan.plan import Plan, TrainPlan
-from mlpipe.plan.training import trainings
+from mlpipe.plan.shapes import pretrained
+from mlpipe.plan.training import shape_of, trainings
 from mlpipe.spec.load import load_pipeline_text
+from mlpipe.store.folder import FolderStore
+from mlpipe.submit.starting import find
 from mlpipe.train import trace as tracing
+from mlpipe.train.init import initialize
+from mlpipe.train.models.llama import build_model
 from mlpipe.train.trace import trace
 
 pytestmark = pytest.mark.torch
@@ -57,6 +64,12 @@ ALONE = [
     ("cnn", "bf16", None),
 ]
 STAGED = [("sequence", "fp32", "1f1b"), ("sequence", "bf16", "interleaved")]
+FEW_BITS = [("nf4", "fp32", None), ("int8", "bf16", None)]
+BASE: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 384,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def told(folder: Path, name: str, precision: str, schedule: str | None, kept: dict[Any, Any]) -> Any:
@@ -83,6 +96,36 @@ def told(folder: Path, name: str, precision: str, schedule: str | None, kept: di
     return plan, [one.tensors for one in needs]
 
 
+def beside_few_bits(folder: Path, base: str, precision: str) -> Any:
+    """The same of adapters beside open weights, which the planner knows without a trace."""
+    model, more = f"{{pretrained: {folder}/base, seq_len: 64}}", f"adapter: {{lora: {{}}, base: {base}}}"
+    text = SPEC.replace("MODEL", model).replace("DATA", TOKENS).replace("TOKENS", str(folder / "tokens"))
+    text = text.replace("PRECISION", precision).replace("PP", "1").replace("MORE", more)
+    pipeline = load_pipeline_text(text, "own.yaml")
+    where = stage_hardware(pipeline, "train")
+    store = str(folder / "store")
+    plan = build_plan(pipeline, "train", Start(f"{base}-{precision}", 1, store), where)
+    train, spec = plan.work, trainings(pipeline)["train"]
+    assert isinstance(train, TrainPlan)
+    assert train.init_from is not None
+    init = dataclasses.replace(
+        train.init_from, found=find(FolderStore(folder / "store"), "", train.init_from, ".")
+    )
+    chosen, _ = pick(spec, shape_of(spec, {}), where)
+    assert chosen.memory is not None
+    return dataclasses.replace(plan, work=dataclasses.replace(train, init_from=init)), [chosen.memory.tensors]
+
+
+def write_base(folder: Path) -> None:
+    """Open weights of the sizes of BASE."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(BASE))
+    model = build_model(**pretrained.sizes_of(BASE, "").args())
+    initialize(model, 0)
+    state = {f"model.{name}": one.detach() for name, one in model.named_parameters()}
+    safetensors.torch.save_file(state, folder / "model.safetensors")
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, list[tuple[int, int]]]]:
     """By rank, the bytes that were told and those that were alive."""
@@ -96,8 +139,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, list[t
         made: dict[Any, tuple[Plan, list[int]]] = {
             work: told(folder, *work, kept) for work in (*ALONE, *STAGED)
         }
+        write_base(folder / "base")
+        made |= {(base, *rest): beside_few_bits(folder, base, rest[0]) for base, *rest in FEW_BITS}
         result = {}
-        for these, scratch in ((ALONE, folder / "alone"), (STAGED, folder / "staged")):
+        for these, scratch in (([*ALONE, *FEW_BITS], folder / "alone"), (STAGED, folder / "staged")):
             plans.run_together([made[work][0] for work in these], scratch, worker="kit.alive")
             for work in these:
                 plan, needs = made[work]
@@ -108,7 +153,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, list[t
         yield result
 
 
-@pytest.mark.parametrize("work", [*ALONE, *STAGED], ids=lambda work: "-".join(filter(None, work)))
+@pytest.mark.parametrize("work", [*ALONE, *FEW_BITS, *STAGED], ids=lambda work: "-".join(filter(None, work)))
 def test_what_is_told_is_what_is_held(found: Any, work: Any) -> None:
     """Of `interleaved`, in which not all stages' passes are held at the peak, less exactly."""
     for rank, (need, alive) in enumerate(found[work]):

@@ -45,6 +45,8 @@ MIXES: tuple[Mix, ...] = (
     *(Mix(axis, "data.packing", _PACKINGS, "its samples differ in length") for axis in ("pp", "cp", "tp")),
     Mix("ep", "adapter.lora", (), _OWN_MATRICES),
     Mix("tp", "adapter.lora.dora", (True,), "it needs whole rows of the weights"),
+    Mix("tp", "adapter.base", (), "weights of few bits are split by whole rows"),
+    Mix("pp", "adapter.base", (), "a stage keeps its weights as they are"),
     *(Mix(axis, "communication", UNEVEN, _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
     *(Mix(axis, "stragglers", ("move_load",), _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
     Mix("dp_replicate", "communication", ("on_demand",), "weights that are copied have several owners"),

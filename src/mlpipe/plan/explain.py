@@ -72,6 +72,13 @@ def _frozen(train: TrainPlan) -> Iterator[str]:
             f"Of {counts.total:,} parameters {counts.trained.total:,} are trained: the others have weights "
             "only, and nothing of them is reduced or updated."
         )
+        if train.adapter is not None and train.adapter.base is not None:
+            weights = sum(rows * columns * number for rows, columns, _, number in counts.quantized)
+            num_bytes = sum(rows * each * number for rows, _, each, number in counts.quantized)
+            yield (
+                f"{weights:,} of these weights are kept in {train.adapter.base}, "
+                f"{8 * num_bytes / weights:.3g} bits each, and spelled out for each product."
+            )
 
 
 def _on_host(train: TrainPlan, chosen: Candidate, hardware: Hardware) -> Iterator[str]:

@@ -62,6 +62,8 @@ def meaning(spec: Train, model: ModelPlan, data: DataPlan) -> dict[str, Any]:
         # a key that is younger than the others, and not told of where it says nothing
         told = {key: value for key, value in asked.items() if key != "dora" or value}
         settings |= {f"adapter.lora.{key}": value for key, value in told.items()}
+        if spec.adapter.base is not None:
+            settings["adapter.base"] = spec.adapter.base
     if spec.freeze is not None:
         settings["freeze"] = list(spec.freeze)
     return settings

@@ -70,14 +70,14 @@ def _whole(work: RankWork) -> RankTensors:
     last that is rebuilt."""
     parameters, activations = work.parameters, work.activations
     width = COMPUTE_BYTES[work.step.precision]
-    copies = parameters.sharded(1, width) if width < WEIGHT_BYTES else ()
+    copies = parameters.cast(1, width) if width < WEIGHT_BYTES else ()
     gradients, buffers = parameters.trained.sharded(1, GRADIENT_BYTES), total(copies)
     held, rebuilt, gradient_bytes = work.held_bytes, work.rebuilt_bytes, total(gradients)
     moments = [Moment(buffers + held), Moment(buffers + gradient_bytes + rebuilt)]
     if work.step.accumulation > 1:
         moments = [Moment(buffers + gradient_bytes + held)]
     return RankTensors(
-        parameters=parameters.sharded(1, WEIGHT_BYTES),
+        parameters=parameters.held(1, WEIGHT_BYTES),
         gradients=gradients,
         unsent=(),
         optimizer=work.optimizer_states(1),

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from mlpipe._core.gate import Mode
 from mlpipe._core.pipelines import Schedule
+from mlpipe._core.quantized import Base
 from mlpipe._core.serial import SPARSE, from_plain, to_plain, write_json
 from mlpipe.kinds import KINDS, Kind
 from mlpipe.plan.cluster import ClusterPlan
@@ -319,7 +320,8 @@ class CallbackPlan:
 @dataclass(frozen=True)
 class AdapterPlan:
     """Low-rank adapters, see `_core/adapters.py`. `targets`: patterns of layers; empty: all linear layers
-    of the blocks. `dropout`: of what goes into an adapter. `dora`: how long the rows are is trained apart."""
+    of the blocks. `dropout`: of what goes into an adapter. `dora`: how long the rows are is trained apart.
+    `base`: how the weights of these layers are kept, see `_core/quantized.py`; None: as they are."""
 
     rank: int
     alpha: float
@@ -327,6 +329,7 @@ class AdapterPlan:
     dropout: float = 0.0
     rslora: bool = False
     dora: bool = False
+    base: Base | None = field(default=None, metadata=SPARSE)
 
 
 @dataclass(frozen=True)
@@ -334,7 +337,7 @@ class FoundWeights:
     """What `init_from` led to when it was looked up first, which is what every attempt starts from. `words`:
     for people. `format`, `store_url`, `key`: a checkpoint's prefix there, or a file or folder of safetensors.
     `step`: of a checkpoint. `digest`: of the manifest, or of names, sizes, times and headers of files; None
-    for what another stage made, which has a digest of its own."""
+    for what another stage made, which has a digest of its own. `files`: each with its digest."""
 
     words: str
     format: Literal["checkpoint", "safetensors"]
@@ -342,6 +345,7 @@ class FoundWeights:
     key: str
     step: int | None
     digest: str | None
+    files: tuple[str, ...] = field(default=(), metadata=SPARSE)
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class Pricer:
         layout = Layout(mesh, schedule=self.training.schedule)
         shared = self.exposed_seconds(step_passes, layout, without_data(mesh))
         most = mesh.num_data_ranks * mesh.cp
-        states = total(parameters.sharded(most, WEIGHT_BYTES))
+        states = total(parameters.held(most, WEIGHT_BYTES))
         optimizer = self.training.optimizer
         kept = optimizer.states_on_gpu if hardware.device == "cuda" else optimizer.states
         states += total(kept(parameters.trained, most))

@@ -63,6 +63,7 @@ def passes(shape: ModelShape, step: StepShape, hardware: Hardware) -> Passes:
         keeps_attention=step.checkpointing == "selective",
         frozen_block_params=(frozen - frozen_outside) // num_blocks,
         frozen_outside_params=frozen_outside,
+        spared_block_bytes=parameters.spared_bytes(width),
         is_first=step.part.is_first,
         is_last=step.part.is_last,
     )

@@ -125,7 +125,7 @@ def adapter_plan(spec: Train) -> AdapterPlan | None:
     lora = spec.adapter.lora
     patterns = () if lora.targets == "auto" else lora.targets
     alpha = lora.alpha or float(lora.rank)
-    return AdapterPlan(lora.rank, alpha, patterns, lora.dropout, lora.rslora, lora.dora)
+    return AdapterPlan(lora.rank, alpha, patterns, lora.dropout, lora.rslora, lora.dora, spec.adapter.base)
 
 
 def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resources: bool) -> TrainPlan:

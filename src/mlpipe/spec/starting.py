@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from mlpipe._core.quantized import Base
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
 from mlpipe.spec.problems import Problem
@@ -102,6 +103,11 @@ class Adapter(SpecModel):
     """What is trained beside the model."""
 
     lora: Lora = Field(description="Low-rank adapters.")
+    base: Base | None = Field(
+        None,
+        description="Keep the weights of the blocks' linear layers, which are not trained, in few bits "
+        "(QLoRA): `nf4`, 4.25 bits a weight, or `int8`, 8.25. Default: in fp32.",
+    )
 
 
 def starts_outside(start: InitFrom | None) -> bool:
@@ -163,6 +169,8 @@ def adapter_problems(stage: Node) -> Iterator[Problem]:
                 yield Problem.at(
                     size.place, words, f"make {axis} 1, or take open weights by model.pretrained"
                 )
+    if (base := get(adapter, "base")) is not None:
+        yield from _base_problems(train, base)
     freeze, mode = get(train, "freeze"), get(train, "activation_checkpointing")
     if freeze is not None:
         words = "beside an adapter all of the model is frozen already"
@@ -170,3 +178,14 @@ def adapter_problems(stage: Node) -> Iterator[Problem]:
     if mode is not None and mode.value in ("selective", "auto"):
         words = f"{mode.value} does not go with an adapter yet: it tells a block's products by their order"
         yield Problem.at(mode.place, words, "write full or none")
+
+
+def _base_problems(train: Node, base: Node) -> Iterator[Problem]:
+    """What does not go with weights of few bits."""
+    if get(train, "model", "entry") is not None:
+        words = "a model of your own is built in full, so its weights cannot be read in few bits"
+        yield problem_of_key(base, words, "remove base, or take open weights by model.pretrained")
+    communication = get(train, "communication")
+    if communication is not None and text_of(communication) == "on_demand":
+        words = "on_demand shows other workers weights in full, and these are kept in few bits"
+        yield Problem.at(communication.place, words, "write collective or resident")

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe.store.base import ObjectInfo, Store
@@ -106,15 +106,26 @@ def _listed(data: bytes, where: str) -> list[str]:
     return named
 
 
-def read_headers(store: Store, files: Iterable[ObjectInfo]) -> tuple[dict[str, Tensor], list[Blob], str]:
-    """Tensors and blobs as in a manifest, the blobs without checksums, and a digest of names, sizes, times of
-    change and headers: of all but the values. Raises StoreError (input) for what is not safetensors."""
+class Headers(NamedTuple):
+    """Tensors and blobs as in a manifest, the blobs without checksums. `digest`: of names, sizes, times of
+    change and headers, of all but the values; `files`: the same of each by itself, behind its name."""
+
+    tensors: dict[str, Tensor]
+    blobs: list[Blob]
+    digest: str
+    files: tuple[str, ...]
+
+
+def read_headers(store: Store, files: Iterable[ObjectInfo]) -> Headers:
+    """Raises StoreError (input) for what is not safetensors."""
     tensors: dict[str, Tensor] = {}
     blobs: list[Blob] = []
-    digest = hashlib.sha256()
+    digest, each = hashlib.sha256(), []
     for info in files:
         header, begin = _header(store, info)
-        digest.update(f"{info.key}\0{info.size_bytes}\0{info.modified}\0".encode() + header)
+        told = f"{info.key}\0{info.size_bytes}\0{info.modified}\0".encode() + header
+        digest.update(told)
+        each.append(f"{info.key} {hashlib.sha256(told).hexdigest()[:16]}")
         where = f"{store.url}/{info.key}"
         for name, tensor in _described(header, begin, info.size_bytes, where).items():
             if name in tensors:
@@ -124,7 +135,7 @@ def read_headers(store: Store, files: Iterable[ObjectInfo]) -> tuple[dict[str, T
         blobs.append(
             Blob(key=info.key, size_bytes=info.size_bytes, block_bytes=BLOCK_BYTES, crc32c=[], part_bytes=0)
         )
-    return tensors, blobs, digest.hexdigest()
+    return Headers(tensors, blobs, digest.hexdigest(), tuple(each))
 
 
 def _header(store: Store, info: ObjectInfo) -> tuple[bytes, int]:

@@ -20,8 +20,8 @@ PREFIX = "model."  # of the tensors of a checkpoint that are weights
 @dataclass(frozen=True)
 class Weights:
     """`tensors`: by the names of the module that had them; two names of one tied parameter have one Tensor.
-    `digest`: changes when they change. `read(store, blob, start, buffer)`: as `read_blob`. `where`: for
-    messages."""
+    `digest`: changes when they change; `files`: of files the name of each, and a digest of its own.
+    `read(store, blob, start, buffer)`: as `read_blob`. `where`: for messages."""
 
     store: Store
     tensors: dict[str, Tensor]
@@ -29,6 +29,7 @@ class Weights:
     read: Callable[[Store, Blob, int, Buffer], None]
     digest: str
     where: str
+    files: tuple[str, ...] = ()
 
 
 def of_checkpoint(store: Store, key: str) -> Weights:
@@ -54,10 +55,10 @@ def of_files(store: Store, name: str) -> Weights:
     """Of safetensors: the file `name`, the set that it lists as an index, or the one in the folder. Raises
     StoreError (input) for what is not there or no such file."""
     files = safetensors.find(store, name)
-    tensors, blobs, digest = safetensors.read_headers(store, files)
+    tensors, blobs, digest, each = safetensors.read_headers(store, files)
     where = f"{store.url}/{name}" if name else store.url
     _refuse_adapters((one.removesuffix(".weight") for one in tensors), where)
-    return Weights(store, tensors, blobs, _read_plain, digest, where)
+    return Weights(store, tensors, blobs, _read_plain, digest, where, each)
 
 
 def _refuse_adapters(names: Iterable[str], where: str) -> None:

@@ -124,8 +124,10 @@ def _files(path: str, folder: str, *, is_made: bool) -> FoundWeights:
     """`is_made`: by another stage, whose output has a digest of its own and may not be on this machine."""
     url, key = safetensors.split(_from(folder, path))
     store = open_store(url)
-    digest = None if is_made else weights.of_files(store, key).digest
-    return FoundWeights(path, "safetensors", store.url, key, None, digest)
+    if is_made:
+        return FoundWeights(path, "safetensors", store.url, key, None, None)
+    there = weights.of_files(store, key)
+    return FoundWeights(path, "safetensors", store.url, key, None, there.digest, there.files)
 
 
 def _model(store: Store, name: str) -> FoundWeights:

@@ -40,8 +40,10 @@ def open_found(store: Store, init: InitPlan, model: Entry) -> Weights:
             kind="input",
         ) from None
     if wanted.digest not in (None, source.digest):
+        odd = sorted({one.rpartition(" ")[0] for one in {*wanted.files} ^ {*source.files}})
+        which = f": {', '.join(odd[:5])}" if odd and wanted.files else ""
         raise TrainError(
-            f"{wanted.words} changed since the run was asked for",
+            f"{wanted.words} changed since the run was asked for{which}",
             where=source.where,
             hint="put back what was there, or start a new run",
             kind="input",

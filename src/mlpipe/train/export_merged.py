@@ -1,6 +1,7 @@
 """Weights that a training started from, with what its adapters add to them: W + scale * B A of each layer
 that has one (with DoRA, each row as long as the magnitude says), in fp32, rounded to the dtype that W has
-there, as peft's `merge_and_unload` does. No torch."""
+there, as peft's `merge_and_unload` does. Weights that were kept in few bits are what these said: beside
+that the adapters were trained. No torch."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from mlpipe._core.adapters import MAGNITUDE, A, B, is_adapter, scale
 from mlpipe._core.errors import TrainError
+from mlpipe._core.quantized import BLOCK, NF4, NF4_BORDERS, STEPS, Base, is_quantized
 from mlpipe._core.serial import from_plain
 from mlpipe.plan.plan import AdapterPlan, Entry, InitPlan
 from mlpipe.store.base import Store
@@ -68,15 +70,36 @@ class Merged:
         whole = self._base(name, tensor)
         layer = name.removesuffix(".weight")
         a, b, magnitude = (self._adapters.get(f"{layer}.{part}") for part in (A, B, MAGNITUDE))
-        if a is None or b is None:
+        base = self._plan.base if is_quantized(name) else None
+        if base is None and (a is None or b is None):
             return whole
+        weight = _floats(whole, tensor) if base is None else in_few_bits(_floats(whole, tensor), base)
+        if a is None or b is None:
+            return _bytes(weight, tensor["dtype"])
         down, up = (_floats(self._own(name, one), one) for one in (a, b))
         factor = np.float32(scale(self._plan.alpha, self._plan.rank, rslora=self._plan.rslora))
-        weight = _floats(whole, tensor) + factor * (up @ down)
+        weight = weight + factor * (up @ down)
         if magnitude is not None:
             lengths = _floats(self._own(name, magnitude), magnitude)
             weight *= (lengths / np.linalg.norm(weight, axis=1))[:, None]
         return _bytes(weight, tensor["dtype"])
+
+
+def in_few_bits(weights: Array, base: Base) -> Array:
+    """What `train/models/quantized_linear.py` makes of fp32 weights (rows, columns)."""
+    rows, columns = weights.shape
+    blocks = np.pad(weights, ((0, 0), (0, -columns % BLOCK))).reshape(rows, -1, BLOCK)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    ratios = blocks / np.maximum(largest, np.finfo(np.float32).tiny)
+    scales = _floats(
+        _bytes(largest, "bfloat16"), {"dtype": "bfloat16", "shape": list(largest.shape), "chunks": []}
+    )
+    if base == "int8":
+        values = np.rint(ratios * np.float32(STEPS)) * (scales / np.float32(STEPS))
+    else:
+        nearest = np.searchsorted(np.array(NF4_BORDERS, np.float32), ratios)
+        values = np.array(NF4, np.float32)[nearest] * scales
+    return values.reshape(rows, -1)[:, :columns].astype(np.float32)
 
 
 def _floats(data: memoryview, tensor: Tensor) -> Array:

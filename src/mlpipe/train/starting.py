@@ -1,14 +1,15 @@
 """Weights that a training starts from, instead of those that the seed gives.
 
 They go straight into the shards that this rank owns: of each tensor it reads the bytes of its own part, so
-that no rank ever holds the whole. Floats become the model's own dtype, a bounded number of bytes at a time.
+that no rank ever holds the whole. Floats become the model's own dtype, or the few bits of a quantised
+layer, a bounded number of bytes at a time.
 Checkpoints of the training itself go before: a restart or a resume does not look here.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from mlpipe.store import catalogue
 from mlpipe.store.weights import PREFIX, Weights
 from mlpipe.train.base_weights import names_here, open_found
 from mlpipe.train.matching import Here, Match, hint, match
+from mlpipe.train.models.quantized_linear import QUANTIZED, QuantizedLinear, quantize, quantized_layers
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.reshard import fill
 from mlpipe.train.session import Session
@@ -44,7 +46,8 @@ def read(session: Session, plan: TrainPlan, model: ParallelizedModel, init: Init
     session.watchdog.beat(f"loading {words}", 0)
     source = open_found(session.store, init, plan.model.build)
     names = names_here(init, plan.model.build.entry)
-    own = [item for item in model.shards if not is_adapter(item.name)]
+    layers = dict(quantized_layers(model.built.module))
+    own = [_of_floats(item, layers) for item in model.shards if not is_adapter(item.name)]
     shards = {item.name.removeprefix(PREFIX): item for item in own}
     fitting = match(_here(model, shards), source.tensors, names)
     if (init.strict and fitting.words()) or not fitting.pairs:
@@ -64,6 +67,33 @@ def read(session: Session, plan: TrainPlan, model: ParallelizedModel, init: Init
         lora.after_weights(model.module)
     model.after_step()
     return [f"started from {words}: {len(fitting.pairs)} tensors", *fitting.words()]
+
+
+@dataclass
+class _FewBits(LocalShard):
+    """Stands for weights that are kept in few bits: `local` has no memory, `layer` says how."""
+
+    codes: torch.Tensor | None = None
+    layer: QuantizedLinear | None = None
+
+    def take(self, weights: torch.Tensor) -> None:
+        """The values of `local`."""
+        assert self.codes is not None
+        assert self.layer is not None
+        self.codes.copy_(quantize(weights, self.layer.base))
+
+
+def _of_floats(item: LocalShard, layers: dict[str, QuantizedLinear]) -> LocalShard:
+    """As files have it."""
+    owner, _, name = item.name.rpartition(".")
+    if name != QUANTIZED:
+        return item
+    layer = layers[owner]
+    told: dict[str, Any] = {field.name: getattr(item, field.name) for field in fields(LocalShard)}
+    made = _FewBits(**told, codes=item.local, layer=layer)
+    made.name, made.shape = f"{owner}.weight", (item.shape[0], layer.in_features)
+    made.local = torch.empty((len(item.local), layer.in_features), dtype=layer.dtype, device="meta")
+    return made
 
 
 def _is_due(session: Session, plan: TrainPlan) -> bool:
@@ -97,7 +127,8 @@ def _fill(source: Weights, pairs: list[tuple[LocalShard, str]]) -> None:
     others: list[tuple[LocalShard, str]] = []
     for item, name in pairs:
         if item.local.numel():
-            (alike if _dtype(source, name) == item.local.dtype else others).append((item, name))
+            in_place = _dtype(source, name) == item.local.dtype and not isinstance(item, _FewBits)
+            (alike if in_place else others).append((item, name))
     fill(source.store, source.blobs, [(item, source.tensors[name]) for item, name in alike], source.read)
     for group in _groups(source, others):
         read = [_apart(source, item, name) for item, name in group]
@@ -108,7 +139,10 @@ def _fill(source: Weights, pairs: list[tuple[LocalShard, str]]) -> None:
             source.read,
         )
         for one, (item, _) in zip(read, group, strict=True):
-            item.local.copy_(one.local)
+            if isinstance(item, _FewBits):
+                item.take(one.local)
+            else:
+                item.local.copy_(one.local)
 
 
 def _groups(source: Weights, pairs: list[tuple[LocalShard, str]]) -> list[list[tuple[LocalShard, str]]]:

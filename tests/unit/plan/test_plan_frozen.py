@@ -147,3 +147,44 @@ def test_a_backward_pass_beside_adapters_computes_no_gradient_of_the_weights() -
     assert adapted.forward_block > whole.forward_block
     some = Adapted(TINY, ("q_proj",), 2).pass_seconds(STEP, kernels)
     assert some.backward_block < adapted.backward_block
+
+
+def test_a_base_of_few_bits_by_hand() -> None:
+    """A block's 28 rows of matrices, of 128 - 8 parameters, each with a block of 34 bytes."""
+    plain, counts = Adapted(TINY, (), 2).parameters, Adapted(TINY, ("q_proj",), 2, base="nf4").parameters
+    added = Adapted(TINY, ("q_proj",), 2).parameters.trained.total
+    of_block = 28 * 34
+    work = rank_work(counts, precision="bf16")
+    tensors = rank_tensors(work)
+    assert total(tensors.parameters) == 2 * of_block + 4 * (300 - 2 * 120 + added)
+    assert total(tensors.copies) == 2 * (300 - 2 * 120 + added)  # autocast's
+    assert counts.spared_bytes(4) == 4 * 120 - of_block
+    shards = rank_work(counts, "fsdp", Mesh(dp_shard=2))
+    rows = 2 + 1 + 1 + 2 + 3 + 3 + 2  # of each the larger half
+    own = counts.trained.sharded(2, 4)
+    vectors = 4 * (5 * 2 + 5 * 4)  # five norms of 4, the embedding's 5 rows of 4
+    assert total(rank_tensors(shards).parameters) == 2 * rows * 34 + vectors + total(own)
+    assert saved_bytes(counts, OptimizerCost(8), 1) == 12 * added
+    assert plain.spared_bytes(4) == 0
+
+
+def test_few_bits_are_spelled_out_for_each_product_and_travel_as_they_are() -> None:
+    kernels = Kernels("bf16", False, "cuda", HARDWARE.speed)
+    step = replace(STEP, precision="bf16")
+    shape = Dense(PRESETS["llama-25m"])
+    plain, few, more = (Adapted(shape, (), 2, base=base) for base in (None, "nf4", "int8"))
+    largest = max(rows * columns for rows, columns, _ in shape.config.block_matrices())
+    bytes_of = [one.activations(step, "cuda").backward_bytes for one in (plain, few, more)]
+    assert [one - bytes_of[0] for one in bytes_of] == [0, 6 * largest, 6 * largest]
+    seconds = [one.pass_seconds(step, kernels) for one in (plain, few)]
+    extra = seconds[1].forward_block - seconds[0].forward_block
+    assert extra > 0
+    assert seconds[1].backward_block - seconds[0].backward_block == pytest.approx(extra)
+    full = [one.pass_seconds(replace(step, checkpointing="full"), kernels) for one in (plain, few)]
+    assert full[1].backward_block - full[0].backward_block == pytest.approx(2 * extra)
+    layout, wire = layout_of("fsdp", Mesh(dp_shard=8)), Wire(HARDWARE)
+    sent = [
+        dp_shard.exposed_seconds(replace(passes(one, step, HARDWARE), overlap=False), wire, layout)
+        for one in (few, more, plain)
+    ]
+    assert sent == sorted(set(sent))

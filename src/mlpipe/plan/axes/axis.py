@@ -105,7 +105,8 @@ class Passes:
     `stream_bytes`: of the residual stream as matrix products read it, of all tokens of a micro-batch that a
     `tp` group has; `kv_bytes`: of keys and values of whole sequences, of a rank's heads;
     `routed_bytes`: of the rows that go to a block's experts, which have `expert_params` of its parameters.
-    `recomputes`: the backward passes compute the forward ones again; `keeps_attention`: but for attention."""
+    `recomputes`: the backward passes compute the forward ones again; `keeps_attention`: but for attention.
+    `spared_block_bytes`: of a block, that do not travel since its weights have few bits."""
 
     num_blocks: int
     forward_block: float
@@ -125,6 +126,7 @@ class Passes:
     keeps_attention: bool = False
     frozen_block_params: int = 0
     frozen_outside_params: int = 0
+    spared_block_bytes: int = 0
     is_first: bool = True  # it has the embedding
     is_last: bool = True  # it has the head
 

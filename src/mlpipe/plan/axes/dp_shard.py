@@ -47,7 +47,10 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     block, absent_everywhere = parameters.block - absent, parameters.num_blocks * absent
     inside = parameters.total - outside - absent_everywhere
     sends_late = work.step.accumulation > 1 and layout.reduce_gradients == "last"
-    gathered = width * (2 * block if layout.reshard_after_forward else inside)
+    spared = parameters.spared_bytes(width)
+    gathered = width * inside - parameters.num_blocks * spared
+    if layout.reshard_after_forward:
+        gathered = 2 * (width * block - spared)
     gathered += WEIGHT_BYTES * outside + GRADIENT_BYTES * trained.outside
     reducing = max(
         (width + GRADIENT_BYTES) * (trained.block - absent_trained), GRADIENT_BYTES * trained.outside
@@ -55,11 +58,11 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     unsent_ratio = 1 - parameters.num_blocks * absent_trained / max(1, trained.total)
     divided = replace(
         tensors,
-        parameters=parameters.sharded(num_ranks, WEIGHT_BYTES) + _shown(work),
+        parameters=parameters.held(num_ranks, WEIGHT_BYTES) + _shown(work),
         gradients=trained.sharded(num_ranks, GRADIENT_BYTES),
         unsent=_scaled(trained.sharded(1, GRADIENT_BYTES), unsent_ratio) if sends_late else (),
         optimizer=work.optimizer_states(num_ranks),
-        copies=_scaled(parameters.sharded(1, width), 1 - absent_everywhere / max(1, parameters.total)),
+        copies=_scaled(parameters.held(1, width), 1 - absent_everywhere / max(1, parameters.total)),
         buffers=gathered + reducing,
     )
     at_once = total(divided.gradients) + total(divided.unsent) + work.held_bytes + divided.buffers
@@ -94,12 +97,14 @@ def _one_after_another(tensors: RankTensors, work: RankWork) -> tuple[Moment, ..
     width, block, outside = COMPUTE_BYTES[work.step.precision], parameters.block - absent, parameters.outside
     num_blocks = max(1, parameters.num_blocks)
     inside = parameters.total - outside - parameters.num_blocks * absent
-    stays = 0 if work.layout.reshard_after_forward else width * inside
+    block_bytes = width * block - parameters.spared_bytes(width)
+    whole_blocks = width * inside - parameters.num_blocks * parameters.spared_bytes(width)
+    stays = 0 if work.layout.reshard_after_forward else whole_blocks
     reduced, reduced_outside = parameters.trained.block - absent_trained, parameters.trained.outside
     whole = WEIGHT_BYTES * outside + GRADIENT_BYTES * reduced_outside
-    current = stays or width * block
-    loss = saved + work.activations.logit_bytes + WEIGHT_BYTES * outside + stays + width * block
-    backward = saved + work.rebuilt_bytes + whole + current + (0 if stays else width * block)
+    current = stays or block_bytes
+    loss = saved + work.activations.logit_bytes + WEIGHT_BYTES * outside + stays + block_bytes
+    backward = saved + work.rebuilt_bytes + whole + current + (0 if stays else block_bytes)
     earlier = saved * (num_blocks - 1) // num_blocks
     return (
         Moment(unsent + loss),
@@ -150,6 +155,7 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
 
     num_gathers = 2 * passes.accumulation if reshard else 1
     gathered = passes.width * passes.num_blocks * (block - elsewhere * experts) + WEIGHT_BYTES * outside
+    gathered -= passes.num_blocks * passes.spared_block_bytes
     exposed = num_gathers * copies_of(gathered, speed.gather_bytes_per_second)
     num_reductions = passes.accumulation if reduces_each else 1
     num_scattered = passes.num_trained_params - passes.num_blocks * elsewhere * trained_experts
@@ -159,7 +165,9 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     for number, times in alike.items():
         gather, first, shown = 0.0, 0.0, 0.0
         if reshard or number == 0:
-            gather = wire.all_gather(passes.width * (block - experts), num_ranks, stride)
+            gather = wire.all_gather(
+                passes.width * (block - experts) - passes.spared_block_bytes, num_ranks, stride
+            )
             if experts:
                 gather += wire.all_gather(passes.width * experts / ep, num_ranks // ep, stride * ep)
             first = wire.all_gather(WEIGHT_BYTES * outside, num_ranks, stride)

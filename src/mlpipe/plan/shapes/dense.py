@@ -67,13 +67,15 @@ class Dense:
         attention = self._attention_channels * seq_len if recomputes_attention(checkpointing) else 0
         return float(2 * (again + attention))
 
-    def activations(self, step: StepShape, device: str) -> Activations:
+    def activations(self, step: StepShape, device: str, *, adapted: bool = False) -> Activations:
         """With attention that stores no T x T matrix. Logits and their gradient lie in the compute dtype, and
-        besides the fp32 log-probabilities of the chunk that `train/loss.py` works on, with one copy."""
+        besides the fp32 log-probabilities of the chunk that `train/loss.py` works on, with one copy.
+        `adapted`: norms and head are not trained, and keep nothing for gradients of their own."""
         config, mode, width = self.config, step.checkpointing, COMPUTE_BYTES[step.precision]
         part, num_blocks = step.part, self._num_blocks(step.part)
-        norm, block = self._saved(step, device, mode)
-        again = self._saved(step, device, "none")[1] if mode != "none" else []
+        norms = "cuda" if adapted else device  # of which a fused one keeps no more in any case
+        norm, block = self._saved(step, norms, mode)
+        again = self._saved(step, norms, "none")[1] if mode != "none" else []
         # At the product of the MLP, whose two factors' gradients are new while what came in has not been
         # freed, and the residual stream's. Without recomputation a GPU's logits are larger than these.
         backward = 2 * width * self._ffn_channels + 4 * config.dim if mode != "none" or device == "cpu" else 0
@@ -85,7 +87,8 @@ class Dense:
             away = max(0, num_blocks - 1)
             # a CPU's host is itself; on a GPU one is on its way back beside that which is used
             inputs = num_blocks if device == "cpu" else min(num_blocks, 2)
-        last = norm if part.is_last else [4 * config.dim]  # norm of the head, or what goes to the next stage
+        # norm of the head, or what goes to the next stage
+        last = norm[: 1 if adapted else None] if part.is_last else [4 * config.dim]
         return Activations(
             saved=_tensors(
                 step,

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import Named
+from mlpipe._core.quantized import Base, is_quantized, row_bytes
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.plan import AdapterPlan, TrainPlan
 from mlpipe.plan.shapes import presets
@@ -115,21 +116,26 @@ def _counted(tensors: Counter[tuple[int, int]]) -> tuple[tuple[int, int, int], .
 class Adapted(Frozen):
     """A model of which adapters alone are trained (`train.adapter`): all its weights, and beside matrices of
     its blocks two small ones each, which have gradients and states. `patterns`: which matrices have an
-    adapter; empty: all."""
+    adapter; empty: all. `base`: how the matrices of all linear layers of the blocks are kept."""
 
     rank: int
     dora: bool = False
+    base: Base | None = None
+
+    @cached_property
+    def _layers(self) -> dict[str, Named]:
+        """Neither a router nor experts, whose matrices are no layers of their own."""
+        return {
+            one.name.removesuffix(".weight"): one
+            for one in self.whole.config.named_tensors()
+            if is_quantized(one.name)
+        }
 
     @cached_property
     def _targets(self) -> list[Named]:
         from mlpipe._core.adapters import targets  # of few plans
 
-        layers = {  # neither a router nor experts, whose matrices are no layers of their own
-            one.name.removesuffix(".weight"): one
-            for one in self.whole.config.named_tensors()
-            if one.block is not None and one.columns > 1 and one.name.endswith("_proj.weight")
-        }
-        return [layers[name] for name in targets(self.patterns, layers)]
+        return [self._layers[name] for name in targets(self.patterns, self._layers)]
 
     @cached_property
     def trained(self) -> tuple[Named, ...]:
@@ -165,17 +171,40 @@ class Adapted(Frozen):
             block_matrices=_together(whole.block_matrices, matrices),
             trained_only=own,
             base_elsewhere=True,
+            quantized=self._quantized,
         )
 
+    @property
+    def _quantized(self) -> tuple[tuple[int, int, int, int], ...]:
+        if self.base is None:
+            return ()
+        numbers = Counter((one.rows, one.columns) for one in self._layers.values())
+        return tuple(
+            (rows, columns, row_bytes(columns, self.base), number)
+            for (rows, columns), number in numbers.items()
+        )
+
+    def _spelled_out_bytes(self, step: StepShape) -> int:
+        """Of the largest matrix, for a product with it: in fp32, and beside that in the compute dtype, or
+        before it pairs of codes as numbers of 4 bytes."""
+        if self.base is None:
+            return 0
+        width = COMPUTE_BYTES[step.precision]
+        beside = width if width < 4 else 2 if self.base == "nf4" else 0
+        return (4 + beside) * max(one.size for one in self._layers.values())
+
     def activations(self, step: StepShape, device: str) -> Activations:
-        """Besides, what comes out of each A; with DoRA also out of each weight, and out of each B."""
-        activations = super().activations(step, device)
+        """Besides, what comes out of each A; with DoRA also out of each weight, and out of each B. In a
+        backward pass a matrix of few bits is spelled out."""
+        activations = self.whole.activations(step, device, adapted=True)
         width = COMPUTE_BYTES[step.precision]
         number, columns = len(self._targets), self.rank * len(self._targets)
         if self.dora:
             number, columns = 3 * number, columns + 2 * sum(one.rows for one in self._targets)
         size = step.num_tokens * width * columns
-        return replace(activations, saved=(*activations.saved, Tensors(size, number)))
+        saved = (*activations.saved, Tensors(size, number))
+        backward_bytes = activations.backward_bytes + self._spelled_out_bytes(step)
+        return replace(activations, saved=saved, backward_bytes=backward_bytes)
 
     def pass_seconds(self, step: StepShape, kernels: Kernels) -> PassSeconds:
         """Besides, two small products for each target, and twice as many in the backward pass; with DoRA a
@@ -184,11 +213,23 @@ class Adapted(Frozen):
         matrices = [one for one in self.trained if one.columns > 1]
         each = sum(kernels.matmul(step.num_tokens, one.columns, one.rows) for one in matrices) / num_layers
         lengths = sum(kernels.matmul(one.rows, one.columns, self.rank) for one in self._targets if self.dora)
+        spelled = self._spelled_out_seconds(step, kernels)
+        again = spelled if step.checkpointing != "none" else 0.0
         return replace(
             seconds,
-            forward_block=seconds.forward_block + each + lengths / num_layers,
-            backward_block=seconds.backward_block + 2 * each,
+            forward_block=seconds.forward_block + each + lengths / num_layers + spelled,
+            backward_block=seconds.backward_block + 2 * each + spelled + again,
         )
+
+    def _spelled_out_seconds(self, step: StepShape, kernels: Kernels) -> float:
+        """Of a block's matrices of few bits, each once: codes are read, written as numbers and read, values
+        are written, scaled, and cast."""
+        codes = sum(rows * row_bytes * number for rows, _, row_bytes, number in self._quantized)
+        weights = sum(rows * columns * number for rows, columns, _, number in self._quantized)
+        width = COMPUTE_BYTES[step.precision]
+        indices = 4 if self.base == "nf4" else 0  # two of four bytes for each pair
+        moved = codes + weights * (indices + 12 + (4 + width if width < 4 else 0))
+        return kernels.stream(moved / self.whole.config.num_layers, fuse=False)
 
 
 def _together(
@@ -204,7 +245,7 @@ def without(
     """What is planned where so much is frozen, or all but an adapter: of a model whose parameters have no
     names here, all."""
     if adapter is not None and isinstance(shape, Dense):
-        return Adapted(shape, adapter.targets, adapter.rank, adapter.dora)
+        return Adapted(shape, adapter.targets, adapter.rank, adapter.dora, adapter.base)
     if not patterns or not isinstance(shape, Dense):
         return shape
     frozen = Frozen(shape, tuple(patterns))

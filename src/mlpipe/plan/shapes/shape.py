@@ -37,7 +37,8 @@ class ParameterCounts:
     (embedding, last norm, head). `tensors`: rows, parameters a row, and how many such tensors there are;
     `block_matrices`: of these the blocks' matrices, of two dims. `trained_only`: the same of those that are
     trained; None: all are. `base_elsewhere`: the others are in no checkpoint. `by_rank`: of the ranks of a
-    pipeline whose stages are of no equal blocks."""
+    pipeline whose stages are of no equal blocks. `quantized`: of the tensors those that are kept in few bits,
+    equally many in each block: rows, parameters a row, bytes a row, and their number."""
 
     total: int
     block: int
@@ -48,6 +49,7 @@ class ParameterCounts:
     trained_only: ParameterCounts | None = None
     base_elsewhere: bool = False
     by_rank: tuple[ParameterCounts, ...] = ()
+    quantized: tuple[tuple[int, int, int, int], ...] = ()
 
     @property
     def trained(self) -> ParameterCounts:
@@ -62,6 +64,29 @@ class ParameterCounts:
     def sharded(self, num_ranks: int, width_bytes: int) -> Group:
         """The tensors of this share, of `width_bytes` a parameter."""
         return _sharded(self.tensors, num_ranks, width_bytes)
+
+    def held(self, num_ranks: int, width_bytes: int) -> Group:
+        """As `sharded`, of weights: those of few bits in their own bytes."""
+        few = tuple((rows, row_bytes, number) for rows, _, row_bytes, number in self.quantized)
+        return self.cast(num_ranks, width_bytes) + _sharded(few, num_ranks, 1)
+
+    def cast(self, num_ranks: int, width_bytes: int) -> Group:
+        """As `sharded`, without those of few bits: of these nobody keeps a copy."""
+        if not self.quantized:
+            return self.sharded(num_ranks, width_bytes)
+        numbers = by_shape(self.tensors)
+        for rows, columns, _, number in self.quantized:
+            numbers[rows, columns] -= number
+        plain = tuple((rows, columns, number) for (rows, columns), number in numbers.items() if number)
+        return _sharded(plain, num_ranks, width_bytes)
+
+    def spared_bytes(self, width_bytes: int) -> int:
+        """By which a block has fewer than `width_bytes` a parameter."""
+        whole = sum(
+            rows * (width_bytes * columns - row_bytes) * number
+            for rows, columns, row_bytes, number in self.quantized
+        )
+        return whole // max(1, self.num_blocks)
 
     def of(self, part: Part) -> ParameterCounts:
         """Those of this part: of every matrix and embedding a share of the rows, vectors whole; of the stage

@@ -4,7 +4,8 @@ as 0. With DoRA (Liu et al., 2024) the rows of W + scale B A are only directions
 `magnitude` says, which is trained as well and begins with the lengths of W's rows.
 
 The names of the model's own parameters stay; they are not stored in checkpoints, since each attempt reads
-them where the training started from (`train/starting.py`).
+them where the training started from (`train/starting.py`). With a `base` the linear layers of all blocks keep
+their weights in few bits (QLoRA, Dettmers et al., 2023; `models/quantized_linear.py`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from mlpipe._core.errors import PlanError, TrainError
 from mlpipe.plan.plan import AdapterPlan, TrainPlan
 from mlpipe.train.init import same_weights
 from mlpipe.train.model import BuiltModel
+from mlpipe.train.models.quantized_linear import QuantizedLinear, quantize_layers, quantized_layers
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.shards import local_part
 from mlpipe.train.world import World
 
 # inside nn.MultiheadAttention, which computes with its weight and never calls it
 _OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
+Layer = nn.Linear | QuantizedLinear
 
 
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
@@ -37,13 +41,15 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     torch.backends.mha.set_fastpath_enabled(False)
     built, adapter = model.built, plan.adapter
     own = built.model
-    model.base = frozenset(f"model.{name}" for name, _ in own.named_parameters())
     adapted = _adapt(own, built.blocks, adapter)
+    names = (name for name, parameter in own.named_parameters() if not parameter.requires_grad)
+    model.base = frozenset(f"model.{name}" for name in names)
     if built.on_meta:
         init: Any = own.init_weights
 
         def init_weights() -> None:
             init()
+            _fill_base(own)
             _fill(adapted)
 
         own.init_weights = init_weights  # type: ignore[assignment]
@@ -69,15 +75,18 @@ def _number_of(model: nn.Module, block: nn.Module) -> int:
     return next(number for number, module in enumerate(model.modules()) if module is block)
 
 
-def _adapt(model: nn.Module, blocks: list[nn.Module], adapter: AdapterPlan) -> list[nn.Linear]:
+def _adapt(model: nn.Module, blocks: list[nn.Module], adapter: AdapterPlan) -> list[Layer]:
     """In place; the layers that have one now."""
     model.requires_grad_(False)
     inside = {id(module) for block in blocks for module in block.modules()}
-    layers = {
-        name: module
+    names = [
+        name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and id(module) in inside and not isinstance(module, _OF_ATTENTION)
-    }
+    ]
+    if adapter.base is not None:
+        quantize_layers(model, names, adapter.base)
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
     try:
         chosen = targets(adapter.targets, layers)
     except PlanError as error:
@@ -92,12 +101,14 @@ def _adapt(model: nn.Module, blocks: list[nn.Module], adapter: AdapterPlan) -> l
     factor = scale(adapter.alpha, adapter.rank, rslora=adapter.rslora)
     for name in chosen:
         layer = layers[name]
-        weight: Any = layer.weight
+        quantized = isinstance(layer, QuantizedLinear)
+        dtype = layer.dtype if quantized else layer.weight.dtype
+        device = next(layer.parameters()).device
         for key, shape in ((A, (adapter.rank, layer.in_features)), (B, (layer.out_features, adapter.rank))):
-            empty = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+            empty = torch.empty(shape, dtype=dtype, device=device)
             layer.register_parameter(key, nn.Parameter(empty))
         if adapter.dora:
-            lengths = torch.empty(layer.out_features, dtype=weight.dtype, device=weight.device)
+            lengths = torch.empty(layer.out_features, dtype=dtype, device=device)
             layer.register_parameter(MAGNITUDE, nn.Parameter(lengths))
         layer.__dict__.update(lora_scale=factor, lora_dropout=adapter.dropout)
         layer.forward = MethodType(_decomposed if adapter.dora else _forward, layer)  # type: ignore[method-assign]
@@ -105,7 +116,18 @@ def _adapt(model: nn.Module, blocks: list[nn.Module], adapter: AdapterPlan) -> l
 
 
 @torch.no_grad()
-def _fill(layers: list[nn.Linear]) -> None:
+def _fill_base(model: nn.Module) -> None:
+    """Of few bits, where the model's own init_weights() does not know it: 0, until the weights are read. Each
+    draws, of nothing, as a layer of floats does: so adapters are the same beside both."""
+    for _, layer in quantized_layers(model):
+        torch.empty(0).normal_()
+        for parameter in (layer.quantized_weight, layer.bias):
+            if parameter is not None:
+                parameter.zero_()
+
+
+@torch.no_grad()
+def _fill(layers: list[Layer]) -> None:
     """As peft does."""
     for layer in layers:
         nn.init.kaiming_uniform_(layer.lora_A, a=math.sqrt(5))  # type: ignore[arg-type]
@@ -123,12 +145,15 @@ def after_weights(model: nn.Module) -> None:
 
 def _measure(layer: Any) -> None:
     if MAGNITUDE in layer._parameters:
-        layer.lora_magnitude_vector.copy_(torch.linalg.vector_norm(layer.weight, dim=1))
+        lengths = torch.linalg.vector_norm(local_part(layer.weight), dim=1)
+        local_part(layer.lora_magnitude_vector).copy_(lengths)
 
 
 def _forward(self: Any, x: Tensor) -> Tensor:
-    """Of an nn.Linear with an adapter."""
-    return F.linear(x, self.weight, self.bias) + added(self, x)
+    """Of a layer with an adapter."""
+    own: Any = QuantizedLinear if isinstance(self, QuantizedLinear) else nn.Linear
+    y: Tensor = own.forward(self, x) + added(self, x)
+    return y
 
 
 def added(layer: Any, x: Tensor) -> Tensor:
@@ -145,13 +170,17 @@ def _product(layer: Any, x: Tensor) -> Tensor:
     return y
 
 
+def _of_base(layer: Any, x: Tensor) -> Tensor:
+    """x W^T."""
+    return layer.product(x) if isinstance(layer, QuantizedLinear) else F.linear(x, layer.weight)
+
+
 def _decomposed(self: Any, x: Tensor) -> Tensor:
-    """Of an nn.Linear with an adapter whose magnitude is trained apart. As in peft dropout is of all that the
+    """Of a layer with an adapter whose magnitude is trained apart. As in peft dropout is of all that the
     magnitude changes, and no gradient goes through the lengths (DoRA, section 4.3)."""
     ratio = self.lora_magnitude_vector / _lengths(self).to(self.lora_magnitude_vector.dtype)
-    here = F.linear(x, self.weight)
-    dropped = _dropped(self, x)
-    moved = here if dropped is x else F.linear(dropped, self.weight)
+    here, dropped = _of_base(self, x), _dropped(self, x)
+    moved = here if dropped is x else _of_base(self, dropped)
     y = here + (ratio - 1) * moved + ratio * _product(self, dropped)
     return y if self.bias is None else y + self.bias
 
