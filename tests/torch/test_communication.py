@@ -20,7 +20,7 @@ from mlpipe.train.parallel import shared_memory
 from mlpipe.train.room import FOLDER
 
 pytestmark = pytest.mark.torch
-STEPS = 4
+STEPS = 10
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_all_ways_to_wait_train_the_same(world_size, data, tmp_path):
     free, dense = packed(data, "balanced"), packed(data, "best_fit")
     resident: dict[str, Any] = {"communication": "resident", "reshard_after_forward": False}
     on_demand: dict[str, Any] = {"communication": "on_demand", "deterministic": False}
-    validate = {"validate": ValidatePlan(every_steps=2, max_tokens=500, metrics=())}
+    validate = {"validate": ValidatePlan(every_steps=5, max_tokens=500, metrics=())}
     ways: dict[str, tuple[Strategy, DataPlan, dict[str, Any]]] = {
         "padded": ("fsdp", data, validate),
         "packed": ("fsdp", dense, {}),
@@ -54,8 +54,6 @@ def test_all_ways_to_wait_train_the_same(world_size, data, tmp_path):
         "each": ("fsdp", dense, {**on_demand, "reduce_gradients": "every"}),
     }
     if world_size == 4:
-        for name in ("packed", "as_they_come", "copies", "padded_on_demand", "stays", "each"):
-            del ways[name]
         ways["hsdp"] = "hsdp", free, resident
         for name in ("few", "few_resident", "few_on_demand"):  # fewer samples than ranks
             way = {"few": "padded", "few_resident": "resident", "few_on_demand": "on_demand"}[name]

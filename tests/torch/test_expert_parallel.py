@@ -37,7 +37,7 @@ CONFIG = MoeConfig(
     balance_rate=0.01,
 )
 MODEL = ModelPlan(Entry(MOE, dataclasses.asdict(CONFIG)), "test", 32, ())
-STEPS, SHORT = 8, 3
+STEPS, SHORT = 20, 6
 TWO, FOUR = Mesh(dp_shard=2, ep=2), Mesh(dp_shard=4, ep=2)
 MIXED = {
     "tp": Mesh(tp=2),
@@ -88,7 +88,7 @@ def test_what_travels_is_what_the_planner_counts(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[Any]]]:
-    """`chain`: a step on each of four ranks, one, and two."""
+    """`chain`: two steps on each of four ranks, one, and two."""
     folder: Path = tmp_path_factory.mktemp("experts")
     tokens = plans.write_tokens(folder / "tokens")
 
@@ -100,7 +100,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
         )  # fmt: skip
 
     chain = [
-        plan("chain", mesh, steps=number, attempt=number)
+        plan("chain", mesh, steps=2 * number, attempt=number)
         for number, mesh in enumerate((FOUR, Mesh(), TWO), start=1)
     ]
     alone = plan("alone", Mesh(), steps=STEPS)
@@ -118,7 +118,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
     plans.run_together([*four, chain[0]], folder / "four")
     plans.run_together([alone, chain[1]], folder / "one")
     plans.run_together([*two, chain[2]], folder / "two")
-    killed = plan("killed", TWO, steps=STEPS, **plans.dying(step=6, every=4))
+    killed = plan("killed", TWO, steps=STEPS, **plans.dying(step=13, every=10))
     plans.launch_dying(killed, folder / "store", folder / "killed")
     fields = ("loss", "grad_norm", "expert_max_load_ratio")
     found = {
@@ -167,7 +167,7 @@ def test_a_checkpoint_goes_on_under_any_mesh(trained: Any) -> None:
 
 @pytest.mark.combines("ep", "kill of a worker", "deterministic")
 def test_a_killed_rank_costs_nothing(trained: Any) -> None:
-    """A restart in place from the checkpoint of step 4, which has the biases: the same bits to the end."""
+    """A restart in place from the checkpoint of step 10, which has the biases: the same bits to the end."""
     assert trained["killed"].items() <= trained["two"].items()
 
 
