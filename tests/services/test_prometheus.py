@@ -2,9 +2,9 @@
 
 Real: Prometheus (this machine's, and a 3.x where `kit.prometheus build-3` made one), the run (torchrun on
 gloo, CPU), its /metrics and the exporter. Made up: the labels that a PodMonitor adds, the series of
-DCGM's exporter and of NVML, named as their documentation says, and those of a model with experts and of an
-elastic training, which this run is not; they are there so that the queries of these panels run, not to say
-what a GPU or an expert does. The alerts are in test_alerts.py.
+DCGM's exporter and of NVML, named as their documentation says, and those of a model with experts, of fp16
+and of an elastic training, which this run is not; they are there so that the queries of these panels run, not
+to say what a GPU or an expert does. The alerts are in test_alerts.py.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def made_up_series() -> Iterator[int]:
     rest += f'mlpipe_train_expert_max_average_load_ratio{{{nvml},layer="0"}} 1.2\n'
     rest += f'mlpipe_train_experts_by_load_ratio{{{nvml},at_most="1.5"}} 3\n'
     rest += f"mlpipe_train_expert_dropped_ratio{{{nvml}}} 0.1\nmlpipe_train_replicas{{{nvml}}} 3\n"
+    rest += f"mlpipe_train_loss_scale{{{nvml}}} 65536\nmlpipe_train_skipped_steps_total{{{nvml}}} 2\n"
     body = rest + "".join(
         f"{name}{{{gpu},{pod}}} {value}\n" for name, value in fields.items() for pod in pods
     )

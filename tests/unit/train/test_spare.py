@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socketserver
 import threading
+from types import SimpleNamespace
 
 import pytest
 from kit import plans
@@ -32,8 +33,8 @@ def waits(tmp_path, monkeypatch):
             if now[0] in at:
                 at[now[0]](store, f"{plan.attempt_key}/outcome.json")
 
-        monkeypatch.setattr(spare.time, "monotonic", lambda: now[0])
-        monkeypatch.setattr(spare.time, "sleep", sleep)
+        # its own, not the module of all: other threads of the process sleep, too
+        monkeypatch.setattr(spare, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
         return spare.stand_by(store, plan, endpoint, lambda: stopped), now[0]
 
     return stand
