@@ -341,6 +341,18 @@ def check_place() -> None:
             raise ServerMissingError(f"pods have a /tmp of their own, which hides {place}: work elsewhere")
 
 
+def check_machine() -> None:
+    """Raises ServerMissingError where no cluster can run, whatever is built."""
+    if os.geteuid() or sys.platform != "linux":
+        raise ServerMissingError(
+            "the test cluster makes network and mount namespaces: run it as root on Linux"
+        )
+    check_place()
+    for program, package in _PROGRAMS.items():
+        if shutil.which(program) is None:
+            raise ServerMissingError(f"{program} is missing: install {package}")
+
+
 @contextlib.contextmanager
 def cluster(
     folder: Path,
@@ -355,14 +367,7 @@ def cluster(
 
     kueue: with it comes JobSet. fake_nodes: of kwok (see `Addons.kwok`). Raises ServerMissingError, which
     says what to install, when this machine cannot run one, ClusterError when something did not start."""
-    if os.geteuid() or sys.platform != "linux":
-        raise ServerMissingError(
-            "the test cluster makes network and mount namespaces: run it as root on Linux"
-        )
-    check_place()
-    for program, package in _PROGRAMS.items():
-        if shutil.which(program) is None:
-            raise ServerMissingError(f"{program} is missing: install {package}")
+    check_machine()
     wanted = {"jobset": jobset or kueue, "kueue": kueue, "kwok": fake_nodes}
     for name in ("kube", "coredns", "pause", *(name for name, needed in wanted.items() if needed)):
         cluster_build.binary(name)
@@ -387,12 +392,17 @@ def main(arguments: list[str]) -> int:
     try:
         check_place()
         print("building what is missing, the first time takes minutes ...", flush=True)
-        for path in [*cluster_build.build_all(), servers.build("minio")]:
-            print(f"  {path}")
-        return _up(arguments[1:]) if arguments[0] == "up" else 0
+        found = [*cluster_build.build_all(), servers.build("minio")]
+        for one in found:
+            print(f"  {one}")
+        missing = any(isinstance(one, ServerMissingError) for one in found)
+        return _up(arguments[1:]) if arguments[0] == "up" else 4 * missing
     except ServerMissingError as error:
         print(error, file=sys.stderr)
         return 4
+    except cluster_build.BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 def _up(command: list[str]) -> int:

@@ -6,6 +6,7 @@ from Debian packages, unpacked beside them where the machine has none (installed
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -28,6 +29,10 @@ TOOLS = {
     "host-local": "containernetworking-plugins",  # not its `bridge`: iproute2 has one, too
 }
 _DEBIAN_FOLDERS = ("usr/bin", "usr/sbin", "usr/lib/cni")
+
+
+class BuildError(Exception):
+    """What Go said of sources that are all there."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +130,19 @@ def unpack_debian() -> None:
             built(cache() / f"debian-{package}", partial(unpack, package))
 
 
-def build_all() -> list[Path]:
-    unpack_debian()
-    return [build(name) for name in PROGRAMS]
+def build_all() -> list[Path | ServerMissingError]:
+    """Each program, or why it is not to be had. Raises BuildError for one that is, and does not build."""
+    found: list[Path | ServerMissingError] = []
+    try:
+        unpack_debian()
+    except ServerMissingError as error:
+        found.append(error)
+    for name in PROGRAMS:
+        try:
+            found.append(build(name))
+        except ServerMissingError as error:
+            found.append(error)
+    return found
 
 
 def _build_own(name: str, program: Program, target: Path) -> None:
@@ -135,8 +150,7 @@ def _build_own(name: str, program: Program, target: Path) -> None:
     folder.mkdir()
     shutil.copy(_SOURCES / name / "main.go", folder)
     (folder / "go.mod").write_text(_go_mod(name, program))
-    command = ["go", "build", "-mod=mod", "-ldflags", f"-s -w {program.ldflags}", "-o", str(target), "."]
-    go(command, folder)
+    _go_build("mod", program, target, ".", folder)
 
 
 def _go_mod(name: str, program: Program) -> str:
@@ -157,14 +171,25 @@ def _go_mod(name: str, program: Program) -> str:
 def _build_module(program: Program, folder: Path, path: Path) -> None:
     # not `go install`: that asks for the list of versions, which is not to be had for every module
     source = Path(_download(program)["Dir"])
-    command = ["go", "build", "-mod=readonly", "-ldflags", f"-s -w {program.ldflags}"]
-    go([*command, "-o", str(folder / path.name), f"./{program.package}"], source)
+    _go_build("readonly", program, folder / path.name, f"./{program.package}", source)
     target = path.parent / f"{path.name}.manifests"
     shutil.rmtree(target, ignore_errors=True)
     for one in program.manifests:
         shutil.copytree(source / one, target / one, copy_function=shutil.copyfile)
     for made in [target, *target.rglob("*")] if program.manifests else []:
         made.chmod(0o755 if made.is_dir() else 0o644)  # the module cache is read-only
+
+
+def _go_build(mod: str, program: Program, target: Path, package: str, folder: Path) -> None:
+    """Raises ServerMissingError where a module is not to be had, BuildError where all are here."""
+    flags = [f"-mod={mod}", "-ldflags", f"-s -w {program.ldflags}"]
+    try:
+        go(["go", "build", *flags, "-o", str(target), package], folder)
+    except ServerMissingError as error:
+        with contextlib.suppress(ServerMissingError):
+            go(["env", "GOPROXY=off", "go", "list", f"-mod={mod}", "-deps", package], folder)
+            raise BuildError(str(error)) from None
+        raise
 
 
 def _download(program: Program) -> dict[str, str]:

@@ -52,11 +52,7 @@ class Built:
 def build(containerfile: str = CLI) -> Built:
     """Builds, or finds everything built. Raises ServerMissingError, which says what to install, and
     ImageError."""
-    for program in ("buildah", "debootstrap"):
-        if shutil.which(program) is None:
-            raise ServerMissingError(f"{program} is missing: install it (Debian: {program})")
-    if os.geteuid():
-        raise ServerMissingError("images are built by debootstrap and buildah: run it as root on Debian")
+    check_machine()
     registry_program()
     _base()
     name = f"localhost/mlpipe{'-cli' if containerfile == CLI else ''}:test"
@@ -73,6 +69,23 @@ def build(containerfile: str = CLI) -> Built:
     command = ["build", "--isolation=chroot", "--layers", f"--build-arg=BASE={BASE}", *volumes]
     _buildah(*command, f"--file={ROOT / containerfile}", f"--tag={name}", str(ROOT))
     return Built(name, _layers(name))
+
+
+def check_machine() -> None:
+    """Raises ServerMissingError."""
+    for program in ("buildah", "debootstrap"):
+        if shutil.which(program) is None:
+            raise ServerMissingError(f"{program} is missing: install it (Debian: {program})")
+    if os.geteuid():
+        raise ServerMissingError("images are built by debootstrap and buildah: run it as root on Debian")
+
+
+def check_built() -> None:
+    """Raises ServerMissingError where not even what Debian gives to it is here."""
+    check_machine()
+    registry_program()
+    if not (cache() / _ARCHIVE).exists():
+        raise ServerMissingError("the image's base is not built: run `make cluster-build` on Debian")
 
 
 def registry_program() -> Path:
@@ -175,7 +188,7 @@ def main(arguments: list[str]) -> int:
         image = build(*arguments[1:])
     except (ServerMissingError, ImageError) as error:
         print(error, file=sys.stderr)
-        return 4
+        return 4 if isinstance(error, ServerMissingError) else 1
     print(f"{image.name}: {sum(image.layers_bytes) / 1e6:.1f} MB")
     for size in image.layers_bytes:
         print(f"  layer of {size / 1e6:.1f} MB")

@@ -60,7 +60,11 @@ class Slurm:
 
     def until(self, what: str, *argv: object, says: str, seconds: float = 120) -> None:
         """Until the command prints that."""
-        until(lambda: says in self.run(*argv), what, seconds)
+        try:
+            until(lambda: says in self.run(*argv), what, seconds)
+        except AssertionError as error:
+            logs = "".join(path.read_text()[-2000:] for path in sorted(self.folder.glob("*.log")))
+            raise AssertionError(f"{error}: {self.run('sinfo', '-N', '-l')}{logs}") from None
 
     def kill_node(self, name: str) -> None:
         """As a machine that loses its power: its slurmd and all below it."""
@@ -70,6 +74,8 @@ class Slurm:
 
     def start_node(self, name: str) -> None:
         """One that was killed, until jobs may have it again."""
+        # else it may be "completing" for minutes, until Slurm asks again for the end of what it had
+        self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
         self._told.write(f"{name}\n")
         self._told.flush()
         self.until(f"{name} back", "sinfo", "--noheader", "--nodes", name, "--format=%T", says="idle")
@@ -96,9 +102,8 @@ class Slurm:
         return found
 
 
-@contextlib.contextmanager
-def slurm(folder: Path, nodes: int = 3) -> Iterator[Slurm]:
-    """Raises ServerMissingError with what to install."""
+def check_machine() -> None:
+    """Raises ServerMissingError."""
     missing = sorted({package for name, package in _PROGRAMS.items() if shutil.which(name) is None})
     if missing:
         raise ServerMissingError(
@@ -107,6 +112,12 @@ def slurm(folder: Path, nodes: int = 3) -> Iterator[Slurm]:
         )
     if os.geteuid() != 0:
         raise ServerMissingError("a Slurm of one's own needs root, for namespaces")
+
+
+@contextlib.contextmanager
+def slurm(folder: Path, nodes: int = 3) -> Iterator[Slurm]:
+    """Raises ServerMissingError with what to install."""
+    check_machine()
     inside = Path(__file__).with_name("slurm_inside.py")
     argv = ["unshare", *_NAMESPACES, "--fork", "--mount-proc", "--kill-child"]
     process = subprocess.Popen(

@@ -19,6 +19,7 @@ from mlpipe.store.folder import FolderStore
 
 STAGE = "stages/train"
 WORKER = "mlpipe.train.worker"
+TORCHRUN = "mlpipe.train.torchrun"  # whose command line a rank has until it has its own
 # torchrun's own variables, and what tells one machine from another
 OWN: tuple[str, ...] = (
     "RANK",
@@ -149,6 +150,7 @@ def ranks(run_id: str) -> list[tuple[int, int, list[str], dict[str, str]]]:
         except OSError:
             continue
         env = dict(line.split("=", 1) for line in lines if "=" in line)
-        if WORKER in argv and env.get("MLPIPE_RUN_ID") == run_id and name.startswith("rank "):
+        is_rank = WORKER in argv and TORCHRUN not in argv and name.startswith("rank ")
+        if is_rank and env.get("MLPIPE_RUN_ID") == run_id:
             found.append((int(path.name), int(name.removeprefix("rank ")), argv, env))
     return found

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 from kit import cluster, cluster_build, servers
+from kit.cluster_build import BuildError
 from kit.command_runs import until
 from kit.servers import ServerMissingError
 
@@ -81,6 +82,13 @@ def test_a_build_that_fails_says_why(go, tmp_path):
     go("sys.exit('no such module')")
     with pytest.raises(ServerMissingError, match="no such module"):
         servers.go(["go", "build"], tmp_path)
+
+
+@pytest.mark.parametrize(("listed", "error"), [("0", BuildError), ("'offline'", ServerMissingError)])
+def test_a_build_that_fails_is_the_machines_lack_where_a_module_is_missing(go, tmp_path, listed, error):
+    go(f"sys.exit('no such module' if sys.argv[1] == 'build' else {listed})")
+    with pytest.raises(error, match="no such module"):
+        cluster_build._go_build("mod", cluster_build.PROGRAMS["kube"], tmp_path / "kube", ".", tmp_path)
 
 
 def test_nothing_is_built_where_no_cluster_can_run(monkeypatch, capsys):
