@@ -2,7 +2,7 @@
 #   PYTHON=python3.12   which Python the virtual environment is made from (3.11 or newer)
 #   SET="a.b=c x.y=z"   overrides for `make run`, each becomes a --set
 #   JOBS=4              test processes at a time; about half of them wait, for servers, processes and deadlines
-#   CLUSTERS=2          test processes of the cluster ring at a time, each with a cluster of its own
+#   CLUSTERS=3          test processes of the cluster ring at a time, each with a cluster of its own
 #   CMD="kubectl get pods"   what `make cluster` runs instead of a shell
 #   REGISTRY=registry.example.com/team BASE=python@sha256:... BUILDER=buildah BUILD="--pull"   of `make images`
 #   TESTS=tests/unit    what `make test` and its relatives look at
@@ -11,7 +11,7 @@
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 JOBS ?= 4
-CLUSTERS ?= 2
+CLUSTERS ?= 3
 TESTS ?= tests
 SET ?=
 REGISTRY ?= localhost

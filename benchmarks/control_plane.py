@@ -27,7 +27,7 @@ from benchmarks import measure
 
 ROOT = Path(__file__).parents[1]
 SIZES, QUICK_SIZES = (100, 300, 1000), (3, 6)
-NUM_NODES = 20
+NUM_NODES, QUICK_NODES = 20, 3
 FOLLOWED = 100  # of each size: what more would cost, they show
 AT_ONCE = 20  # gangs that one process drives
 SECONDS = 1200.0  # of one part, on a busy machine
@@ -166,10 +166,11 @@ def main() -> int:
     sys.path.insert(0, str(ROOT / "tests"))
     from kit.cluster import cluster
 
-    sizes, found, load_before = QUICK_SIZES if arguments.quick else SIZES, [], os.getloadavg()[0]
+    sizes, num_nodes = (QUICK_SIZES, QUICK_NODES) if arguments.quick else (SIZES, NUM_NODES)
+    found, load_before = [], os.getloadavg()[0]
     with (
         tempfile.TemporaryDirectory() as folder,
-        cluster(Path(folder), jobset=False, fake_nodes=NUM_NODES) as running,
+        cluster(Path(folder), jobset=False, fake_nodes=num_nodes) as running,
     ):
         scale = Scale(running, Path(folder))
         empty = scale.listed(0)

@@ -44,7 +44,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The files that take longest begin first, so that no process is left alone with one at the end.
 _FIRST = ("torch", "services")
-_LONGEST = ("test_submit_faults.py", "test_submit.py", "test_faults.py", "test_cli_train.py")
+_LONGEST = ("test_faults.py", "test_cli_train.py")
+_LONGEST += ("test_slurm.py", "test_submit.py", "test_submit_faults.py", "test_submit_lost.py")
 RINGS = ("unit", "golden", "torch", "services", "cluster", "gpu")
 REQUIRED = frozenset(filter(None, os.environ.get("MLPIPE_REQUIRE_RINGS", "").split(",")))
 

@@ -57,10 +57,11 @@ def guarded(running, place, tmp_path):
     return one
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def second(running):
-    """Index of a second node."""
-    running.add_node()
+    """Index of a second node: a new one where there is none, or a test has killed it."""
+    if len(running.nodes) == 1 or not running.nodes[-1].processes[0].running:
+        running.add_node()
     return len(running.nodes) - 1
 
 

@@ -23,6 +23,7 @@ from mlpipe.store import catalogue, runs
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 TRAIN = "stages/train/attempt-1"
+SLOW_STEPS = 200
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def steps(place, run_id: str) -> list[tuple[int, float]]:
 
 def slow(hold):
     """A training that outlasts two builds, until it is released."""
-    return {**hold.model, "args": {**hold.model["args"], "seconds": 8.0}}
+    return {"model": hold.model, "steps": SLOW_STEPS, "checkpoint": {"every": "1000 steps"}}
 
 
 def check_one_gang(place, run_id: str) -> None:
@@ -103,7 +104,7 @@ def test_a_trigger_becomes_a_build_a_gang_and_a_report(place, jenkins, tmp_path)
 
 
 def test_an_agent_that_is_killed_and_a_controller_that_restarts_adopt_the_run(place, jenkins, hold):
-    spec = place.spec("adopted", model=slow(hold))
+    spec = place.spec("adopted", **slow(hold))
     before = len(jenkins.builds)
     with hold:
         first = jenkins.submit(spec, "adopted")
@@ -118,12 +119,12 @@ def test_an_agent_that_is_killed_and_a_controller_that_restarts_adopt_the_run(pl
     assert jenkins.ended(second) == 0, building.log()
     assert len(jenkins.builds) == before + 2
     check_one_gang(place, "adopted")
-    assert len(steps(place, "adopted")) == STEPS
+    assert len(steps(place, "adopted")) == SLOW_STEPS
     assert place.run_state("adopted").state == "done"
 
 
 def test_a_build_that_is_aborted_leaves_a_checkpoint_and_no_pod(place, jenkins, hold):
-    spec = place.spec("aborted", model=slow(hold), checkpoint={"every": "1000 steps"})
+    spec = place.spec("aborted", **slow(hold))
     with hold:
         client = jenkins.submit(spec, "aborted")
         place.until_step("aborted", 2)

@@ -253,11 +253,10 @@ def test_of_an_elastic_training_a_node_is_lost_and_the_others_go_on(person, hold
     """Of three replicas a rank is killed; one fewer is wanted; a node is lost, and Slurm takes another one
     for its replica. The others never start again. Then all are cancelled."""
     cluster, key = person.cluster, "runs/elastic/stages/train/attempt-1"
-    model = {**hold.model, "args": {**hold.model["args"], "seconds": 3.0}}
     # five of eight cores: a node for each, and room for the coordinator
     resources = {"nodes": "2..3", "workers_per_node": 1, "cpus": 5, "memory": "2 GiB"}
     changes = {"steps": 400, "strategy": "single", "deterministic": False}
-    stage = training(model, resources, checkpoint={"every": "1000 steps"}, **changes)
+    stage = training(hold.model, resources, checkpoint={"every": "1000 steps"}, **changes)
     path = person.folder / "elastic.json"
     document = {"version": 1, "name": "p", "slurm": {"time": "30 min"}, "stages": [stage]}
     path.write_text(json.dumps(document))

@@ -6,13 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from kit.place import shortened
 
 from mlpipe._core.records import Membership, Start, Step
 from mlpipe.observe.records import decode_lines, read_records
 from mlpipe.render import names
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-STEPS = 120
+STEPS = 240
 KEY = "runs/elastic/stages/train/attempt-1"
 
 
@@ -20,13 +21,14 @@ def test_pods_die_leave_and_come_and_the_others_go_on(place, hold):
     """One of three is deleted by force, at once with the coordinator; then one fewer is wanted."""
     spec = place.spec(
         "elastic",
-        # so few steps are eight minutes of it
-        model={**hold.model, "args": {**hold.model["args"], "seconds": 4.0}},
+        model=hold.model,  # six minutes of so many steps
         nodes="2..3",
         strategy="single",
         deterministic=False,
         steps=STEPS,
         checkpoint={"every": "1000 steps"},
+        # the next coordinator takes the seat of a dead one sooner than after half a minute
+        env=shortened({"mlpipe.store.s3_log:FLUSH_SECONDS": 1.0, "mlpipe.store.replicas:SEAT_SECONDS": 10.0}),
     )
 
     def members() -> list[list[int]]:

@@ -53,7 +53,7 @@ class Cluster:
     minio: its S3 server (`endpoint` is good for pods and for `inside`), if it has one.
     """
 
-    def __init__(self, folder: Path, grace_seconds: int = 16) -> None:
+    def __init__(self, folder: Path, grace_seconds: int = 10) -> None:
         self.folder = folder
         self.nodes = [Node(0, folder / "node-0")]
         self._first = self.nodes[0].namespaces
@@ -123,6 +123,11 @@ class Cluster:
             preexec_fn=servers.die_with_parent,
             **more,
         )
+
+    @property
+    def network(self) -> str:
+        """The file of its network namespace."""
+        return f"/proc/{self._first.pid}/ns/net"
 
     def inside(self) -> contextlib.AbstractContextManager[None]:
         """The calling thread in its network, and threads started meanwhile: connections opened there stay
@@ -377,7 +382,7 @@ def cluster(
         servers.binary("minio")
     sweep()
     # a lost node is noticed soon, yet nodes do not flap, which fake ones need more for
-    running = Cluster(folder.resolve(), 40 if fake_nodes else 16)
+    running = Cluster(folder.resolve(), 40 if fake_nodes else 10)
     try:
         running.start(nodes=nodes, jobset=jobset, kueue=kueue, minio=minio, fake_nodes=fake_nodes)
         yield running

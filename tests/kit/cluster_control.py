@@ -148,6 +148,7 @@ class ControlPlane:
             "kubeconfig": self.kubeconfig,
             "leader-elect": "false",
             "node-monitor-grace-period": f"{grace_seconds}s",
+            "node-monitor-period": "1s",
             "root-ca-file": self.certificates.ca,
             "service-account-private-key-file": self.certificates.folder / "service-accounts.key",
             "use-service-account-credentials": "true",
@@ -289,7 +290,7 @@ def api_server(folder: Path) -> Iterator[ControlPlane]:
         raise ServerMissingError("a network of its own needs root on Linux")
     addresses = "\n".join(f"ip address add {one}/32 dev lo" for one in (ADDRESS, SERVICE_ADDRESS))
     namespaces = Namespaces(f"ip link set lo up\n{addresses}")
-    control = ControlPlane(folder, namespaces, 16)
+    control = ControlPlane(folder, namespaces, 10)
     try:
         control.start_api()
         yield control

@@ -218,6 +218,7 @@ conf_dir = "{self.folder}/cni"
             },
             "imageGCHighThresholdPercent": 100,
             "nodeStatusUpdateFrequency": "2s",  # changed devices show sooner
+            "nodeLeaseDurationSeconds": 8,  # renewed four times as often: the sooner is a lost node noticed
         }
         path = self.folder / "kubelet.json"
         path.write_text(json.dumps(config, indent=1))

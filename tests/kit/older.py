@@ -32,9 +32,7 @@ class Older:
 
     def __enter__(self) -> Older:
         package = self._folder / "package"
-        shutil.copytree(
-            self._source, package / "mlpipe", ignore=lambda _, names: {"__pycache__"} & set(names)
-        )
+        shutil.copytree(self._source, package / "mlpipe")  # with its bytecode: pods could not keep any
         text = (package / "mlpipe" / "__init__.py").read_text()
         changed = text.replace(f'"{mlpipe.__version__}"', f'"{VERSION}"')
         assert changed != text

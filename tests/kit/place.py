@@ -10,10 +10,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlencode
 
 from kit.cluster import Cluster
+from kit.cluster_process import NO_PROXY
 from kit.helm import helm
 from kit.servers import ACCESS_KEY, SECRET_KEY
+from kit.warm import Popen
 
 from mlpipe.store import runs
 from mlpipe.store.base import Store
@@ -24,6 +27,27 @@ ROOT = Path(__file__).parents[2]
 BUCKET = "ml-runs"
 STEPS = 24
 RUN_SECONDS = 600  # of a run of seconds, on a machine that others use, too
+_GROUPS = {
+    "pods": "/api/v1",
+    "configmaps": "/api/v1",
+    "jobs": "/apis/batch/v1",
+    "jobsets": "/apis/jobset.x-k8s.io/v1alpha2",
+    "trainjobs": "/apis/trainer.kubeflow.org/v1alpha1",
+}
+_FLUSHED = {"mlpipe.store.s3_log:FLUSH_SECONDS": 1.0}  # what a test looks for in the store
+
+
+def shortened(seconds: dict[str, float]) -> dict[str, str]:
+    """The environment of a process of mlpipe with these constants (`kit/shortened`)."""
+    paths = (ROOT / "tests", ROOT / "tests/kit/shortened")
+    return {"PYTHONPATH": ":".join(map(str, paths)), "KIT_SHORTENED": json.dumps(seconds)}
+
+
+def quick_driver(seconds: dict[str, float]) -> dict[str, Any]:
+    """A patch of the pipeline file, for what waits in the driver's pod."""
+    env = [{"name": name, "value": value} for name, value in shortened(seconds).items()]
+    spec = {"spec": {"containers": [{"name": "driver", "env": env}]}}
+    return {"target": {"kind": "Pod", "component": "driver"}, "strategic": spec}
 
 
 def training(
@@ -41,7 +65,7 @@ def training(
         "checkpoint": {"every": "4 steps", "keep": 20},
         **changes,
     }
-    environment = {"PYTHONPATH": str(ROOT / "tests"), **(env or {})}
+    environment = {**shortened(_FLUSHED), **(env or {})}
     return {"name": "train", "train": train, "resources": resources, "env": environment}
 
 
@@ -103,16 +127,26 @@ class Place:
 
     def mlpipe(self, *arguments: object, code: int | None = 0) -> subprocess.CompletedProcess[str]:
         """The command line, to its end; checks the exit code (None: any)."""
-        done = self.cluster.run(
-            [sys.executable, "-m", "mlpipe.cli", *arguments],
-            env=self.environment,
-            timeout=RUN_SECONDS,
+        argv = [sys.executable, "-m", "mlpipe.cli", *map(str, arguments)]
+        process = Popen(
+            "cli",
+            argv,
+            network=self.cluster.network,
+            env={**os.environ, **NO_PROXY, **self.environment},
             cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        if code is not None and done.returncode != code:
-            text = f"mlpipe {' '.join(map(str, arguments))} exited {done.returncode}"
-            raise AssertionError(f"{text}\n{done.stdout}\n{done.stderr}\n{self.pods()}")
-        return done
+        try:
+            out, err = process.communicate(timeout=RUN_SECONDS)
+        finally:
+            process.kill()
+        if code is not None and process.returncode != code:
+            text = f"mlpipe {' '.join(argv[3:])} exited {process.returncode}"
+            raise AssertionError(f"{text}\n{out}\n{err}\n{self.pods()}")
+        return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
     def start(self, *arguments: object, **env: str) -> subprocess.Popen[bytes]:
         """The command line, left running, with these variables; nobody reads what it says."""
@@ -177,10 +211,15 @@ class Place:
         self.until(f"step {step} of {run_id}", lambda: self.last_step(run_id, attempt=attempt) >= step)
 
     def objects(self, kind: str, run_id: str, **labels: str) -> list[dict[str, Any]]:
+        """`kind`: one or several, with commas, as kubectl takes them; asked of the API server itself, since
+        tests do so again and again."""
         wanted = {"mlpipe.dev/run": run_id, **labels}
-        selector = ",".join(f"{key}={value}" for key, value in wanted.items())
-        text = self.cluster.kubectl("-n", self.namespace, "get", kind, "-l", selector, "-o", "json")
-        found: list[dict[str, Any]] = json.loads(text)["items"]
+        query = urlencode({"labelSelector": ",".join(f"{key}={value}" for key, value in wanted.items())})
+        found: list[dict[str, Any]] = []
+        for one in kind.split(","):
+            page = self.cluster.get(f"{_GROUPS[one]}/namespaces/{self.namespace}/{one}?{query}")
+            assert page is not None, f"the API server lists no {one}"
+            found += ({"kind": page["kind"].removesuffix("List"), **item} for item in page["items"])
         return found
 
     def worker_pods(self, run_id: str) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -51,7 +51,10 @@ TESTS = str(Path(__file__).parents[1])
 _TRAIN = ("mlpipe.train.loop", "mlpipe.train.models.llama", "mlpipe.train.evaluate")
 KINDS = {
     # `mlpipe` itself: no torch
-    "cli": tuple(f"mlpipe.{layer}.*" for layer in ("cli", "submit", "observe", "render", "plan", "store")),
+    "cli": (
+        *(f"mlpipe.{layer}.*" for layer in ("cli", "submit", "observe", "render", "plan", "store")),
+        "kubernetes.config",
+    ),
     # as `mlpipe.train.torchrun` before it forks its ranks, and what stands above it
     "torchrun": (
         "mlpipe.train.without_dynamo", "mlpipe.train.launcher", "torch.distributed.run", *_TRAIN,
@@ -69,6 +72,7 @@ KINDS = {
 _START_SECONDS = 300.0
 _PADDING = 16_384  # bytes that /proc/PID/cmdline and environ may show
 _PR_SET_NAME = 15
+_CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class _Asked:
     folder: str
     new_session: bool
     dies_with: tuple[int, int] | None = None  # the process with whose end it gets this signal
+    network: str = ""  # the file of the network namespace that it is in
 
 
 class _Warm(subprocess.Popen[Any]):
@@ -131,18 +136,27 @@ class Popen(_Warm):
     """For argv `[sys.executable, ("-u",) "-m", MODULE, ...]`, as a fork of the server of that kind."""
 
     def __init__(
-        self, kind: str, args: Sequence[str], *, dies_with: tuple[int, int] | None = None, **options: Any
+        self,
+        kind: str,
+        args: Sequence[str],
+        *,
+        dies_with: tuple[int, int] | None = None,
+        network: str = "",
+        **options: Any,
     ) -> None:
-        """`dies_with`: a pid, and the signal that the new process gets when that one has ended."""
-        self._kind, self._dies_with = kind, dies_with
+        """`dies_with`: a pid, and the signal that the new process gets when that one has ended. `network`:
+        the file of a network namespace that it, and what it starts, is to be in."""
+        self._kind, self._dies_with, self._network = kind, dies_with, network
         super().__init__(args, **options)
 
     def _execute_child(self, *given: Any) -> None:
         call = _call(self, *given)
         assert call["preexec_fn"] is None, "nothing runs between the fork and the module"
-        self._begin(self._kind, call, _asked(call, call["args"], _env(call), self._dies_with))
+        asked = _asked(call, call["args"], _env(call), self._dies_with)
+        self._begin(self._kind, call, replace(asked, network=self._network or asked.network))
 
 
+_network = ""  # of this process, where it entered one
 _SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]  # of the real one
 
 
@@ -163,7 +177,8 @@ def _asked(
     call: dict[str, Any], argv: Sequence[str], env: dict[str, str], dies_with: tuple[int, int] | None
 ) -> _Asked:
     folder = os.path.abspath(call["cwd"] or ".")
-    return _Asked(tuple(map(os.fspath, argv)), env, folder, call["start_new_session"], dies_with)
+    argv = tuple(map(os.fspath, argv))
+    return _Asked(argv, env, folder, call["start_new_session"], dies_with, _network)
 
 
 def programs(folder: Path) -> dict[str, str]:
@@ -354,10 +369,21 @@ def _fork(asked: _Asked, fds: list[int], connection: socket.socket) -> int:
 # In the fork.
 
 
+def _enter(network: str) -> None:
+    global _network
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(network, "rb", 0) as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns to {network}")
+    _network = network
+
+
 def become(asked: _Asked, fds: Iterable[int], begun: socket.socket | None = None) -> NoReturn:
     """What the command would do in a new interpreter. `begun` is told the pid when all is set up."""
     _forget_signals()
     os.chdir(asked.folder)
+    if asked.network:
+        _enter(asked.network)
     if asked.new_session:
         os.setsid()
     for own, fd in enumerate(fds):
