@@ -79,7 +79,7 @@ CASES = {
     "groups": (
         "llm",
         "train",
-        (GROUPS, "kubernetes.queue=team-a", "kubernetes.stages={train: {priority_class: high}}"),
+        (GROUPS, "kubernetes.queue=team-a", "kubernetes.stages={train: {priority_class: mlpipe-high}}"),
     ),
     "evaluate": ("quickstart", "evaluate", (*QUICKSTART, "evaluate.resources={nodes: 1}")),
     "command": ("llm", "corpus", ()),

@@ -78,7 +78,8 @@ class Slurm:
         self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
         self._told.write(f"{name}\n")
         self._told.flush()
-        self.until(f"{name} back", "sinfo", "--noheader", "--nodes", name, "--format=%T", says="idle")
+        asked = ("sinfo", "--noheader", "--nodes", name, "--format=%T")
+        self.until(f"{name} back", *asked, says="idle", seconds=300)
 
     def slow_down(self, name: str, rate: str) -> None:
         """What the node sends, such as `1mbit`."""
