@@ -61,7 +61,10 @@ class Api:
         self.kubectl("create", "-f", manifests_of("jobset") / "config/components/crd/bases")
         crds = manifests_of("trainer") / "manifests/base/crds"
         self.kubectl("create", "-f", crds / "trainer.kubeflow.org_trainjobs.yaml")
-        classes = [named("scheduling.k8s.io/v1", "PriorityClass", "training") | {"value": 1}]
+        classes = [
+            named("scheduling.k8s.io/v1", "PriorityClass", name) | {"value": 1}
+            for name in ("training", "mlpipe-high")
+        ]
         classes += [named("node.k8s.io/v1", "RuntimeClass", "nvidia") | {"handler": "nvidia"}]
         for namespace, *options in (("mlpipe",), ("ml", "--set", MORE)):
             spec = named("v1", "Namespace", namespace)
