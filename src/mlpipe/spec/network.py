@@ -48,6 +48,16 @@ def _by_class(of: Any) -> Any:
 _NO_OTHERS: Any = {"additionalProperties": False}
 _Speed: Any = _by_class(f.Positive)
 _Devices: Any = _by_class(f.FewOrZero)
+# What a profile says and what a pipeline's file says for itself, alike.
+_HugePages = Annotated[f.Size | None, Field(description="Of 2 MiB each, for a pod; counted beside memory.")]
+_PinnedMemory = Annotated[
+    bool | None,
+    Field(description="The capability IPC_LOCK, which only Pod Security `privileged` allows."),
+]
+_Rdma = Annotated[
+    bool | None, Field(description="Whether a preflight wants an active RDMA port on each machine.")
+]
+_Topology = Annotated[TopologyFile | None, Field(description="NCCL_TOPO_FILE, in pods.")]
 
 
 class NetworkProfile(SpecModel):
@@ -75,14 +85,10 @@ class NetworkProfile(SpecModel):
         description="Of the pods, by keys of networks, such as `k8s.v1.cni.cncf.io/networks`.",
         json_schema_extra=_NO_OTHERS,
     )
-    hugepages: f.Size | None = Field(None, description="Of 2 MiB each, for a pod; counted beside memory.")
-    pinned_memory: bool | None = Field(
-        None, description="The capability IPC_LOCK, which only Pod Security `privileged` allows."
-    )
-    rdma: bool | None = Field(
-        None, description="Whether a preflight wants an active RDMA port on each machine."
-    )
-    topology: TopologyFile | None = Field(None, description="NCCL_TOPO_FILE, in pods.")
+    hugepages: _HugePages = None
+    pinned_memory: _PinnedMemory = None
+    rdma: _Rdma = None
+    topology: _Topology = None
 
 
 class Networks(SpecModel):
@@ -115,14 +121,10 @@ class Network(SpecModel):
     annotations: dict[f.LabelKey, f.Text] | None = Field(
         None, description="Of the pods, such as Multus' `k8s.v1.cni.cncf.io/networks`."
     )
-    hugepages: f.Size | None = Field(None, description="Of 2 MiB each, for a pod; counted beside memory.")
-    pinned_memory: bool | None = Field(
-        None, description="The capability IPC_LOCK, which only Pod Security `privileged` allows."
-    )
-    rdma: bool | None = Field(
-        None, description="Whether a preflight wants an active RDMA port on each machine."
-    )
-    topology: TopologyFile | None = Field(None, description="NCCL_TOPO_FILE, in pods.")
+    hugepages: _HugePages = None
+    pinned_memory: _PinnedMemory = None
+    rdma: _Rdma = None
+    topology: _Topology = None
 
 
 def default_path() -> Path:
