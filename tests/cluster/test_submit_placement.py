@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from datetime import datetime
 
 import pytest
 
@@ -54,6 +56,10 @@ def test_two_half_placed_gangs_end(place, monkeypatch):
     start("old")
     place.until("a pod of the old gang", lambda: bound(place, "old") == 1)
     cluster.kubectl("taint", "node", "node-0", f"{TAINT}=:NoSchedule")
+    # of two of one second the uid says which is older
+    (old,) = place.objects("jobsets", "old")
+    born = datetime.fromisoformat(old["metadata"]["creationTimestamp"]).timestamp()
+    place.until("another second", lambda: time.time() >= born + 1)
     start("young", tolerations=[{"key": TAINT}])
     place.until("the young gang's pods", lambda: len(place.worker_pods("young")) == 2)
     offer(cluster, 2)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
 from mlpipe.render.kubernetes import stage_objects
+from mlpipe.render.prepull import prepull_objects
 from mlpipe.submit.kubernetes import placement
 from mlpipe.submit.kubernetes.api import ApiError
 from mlpipe.submit.kubernetes.placement import (
@@ -208,6 +209,22 @@ def test_pods_that_are_ended_need_no_grace_to_save() -> None:
     gone = {"name": "c", "deletionTimestamp": "", "deletionGracePeriodSeconds": 10}
     follower.look(gang, [{"metadata": one} for one in ({"name": "a"}, going, gone)], 0.0)
     assert deleted == [("b", 10)]
+
+
+def test_nobody_makes_room_for_what_fetches_an_image() -> None:
+    """An older Job of which one pod has had its node, and another one finds none."""
+    cluster = half_and_half()
+    pipeline = pipeline_of("llm", "kubernetes.prepull=true")
+    (job,) = prepull_objects([plan_of(pipeline, one.name) for one in pipeline.stages], ["train"], "")
+    older = cluster.gangs["old"]
+    older["kind"], older["spec"] = job["kind"], job["spec"]
+    older["metadata"]["labels"] = job["metadata"]["labels"]
+    for pod in cluster.pods["old"]:
+        pod["metadata"] = job["spec"]["template"]["metadata"]
+    follower = WholePlacement(Api(cluster, "a"), random.Random(1))  # type: ignore[arg-type]
+    for now in (SETTLE_SECONDS, 2 * SETTLE_SECONDS + 1, PATIENCE_SECONDS):
+        assert follower.look(cluster.gangs["young"], cluster.pods["young"], now) == ""
+    assert "suspend" not in cluster.gangs["young"]["spec"]
 
 
 def test_what_somebody_else_suspended_stays_so() -> None:

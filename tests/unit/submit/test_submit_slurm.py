@@ -25,6 +25,7 @@ from mlpipe.submit.slurm import client, jobs, node
 from mlpipe.submit.slurm.pending import remedy, why_waiting
 
 pytestmark = pytest.mark.unit
+LOOK_SECONDS = jobs.FIRST_POLL_SECONDS  # in earnest
 PIPELINE = """\
 version: 1
 name: p
@@ -255,6 +256,20 @@ def test_a_job_that_waits_is_cancelled_and_one_that_runs_is_told(tmp_path: Path,
         assert ended.state == "cancelled"
         assert call in calls
         (commands / "told").unlink()
+
+
+def test_a_job_that_is_queued_again_starts_before_its_time_but_not_in_the_second_of_its_end(
+    tmp_path: Path, commands: Path
+) -> None:
+    """Slurm 22.05 would end it as FAILED: slurmd says that its credential is revoked."""
+    assert LOOK_SECONDS >= 1, "of two looks the second is in another second"
+    line = listed(tmp_path, "PENDING").split("|")
+    waits, end = "|".join([*line[:2], "BeginTime", "1", *line[4:]]), listed(tmp_path, "FAILED")
+    stand_in(commands, "squeue", f"if [ -e '{commands}/told' ]; then echo '{end}'; else echo '{waits}'; fi")
+    stand_in(commands, "scontrol", f"touch '{commands}/told'")
+    _, calls = followed(tmp_path, commands)
+    assert [call.split()[0] for call in calls] == ["squeue", "squeue", "squeue", "scontrol", "squeue"]
+    assert "scontrol update JobId=7 StartTime=now" in calls
 
 
 def test_a_refusal_has_its_remedy(commands: Path) -> None:

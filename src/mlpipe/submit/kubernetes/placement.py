@@ -155,13 +155,14 @@ class WholePlacement:
         self._api.patch(gang["kind"], gang["metadata"]["name"], body)
 
     def _others(self, own: Object) -> list[Standing]:
-        """Gangs of the namespace that nobody else places."""
+        """Gangs of the namespace that nobody else places; a Job that fetches images is of no attempt, and
+        needs no pods at once."""
         gangs = [
             gang
             for kind in GANGS
             for gang in self._list(kind)
             if gang["metadata"]["uid"] != own["metadata"]["uid"]
-            and not {QUEUE, REPLICA} & gang["metadata"]["labels"].keys()
+            and {QUEUE, REPLICA, ATTEMPT} & gang["metadata"]["labels"].keys() == {ATTEMPT}
             and not any(one.get("controller") for one in gang["metadata"].get("ownerReferences", []))
             and num_pods(gang) > 1
         ]
