@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 from kit import budget
+from kit.cluster_objects import named
 from kit.place import ROOT, RUN_SECONDS
-from kit.undisturbed import check_processes, workers_of
+from kit.undisturbed import check_processes, losses, workers_of
 
-from mlpipe._core.records import Start
+from mlpipe._core.records import Start, Step
 from mlpipe.observe.records import read_records
 from mlpipe.store import catalogue
 
@@ -34,6 +35,26 @@ def test_one_spec_everywhere(place, hold, undisturbed):
     # a second submit of a run that is done starts nothing
     place.submit(undisturbed.spec, "everywhere", "--wait")
     assert len(place.objects("jobsets", "everywhere")) == 1
+
+
+def test_groups_of_machines_meet_and_train_as_one_machine_does(place, undisturbed):
+    """A job of the JobSet for each group, one of them three times as fast: it has six of eight samples."""
+    document = json.loads(undisturbed.spec.read_text())
+    (stage,) = document["stages"]
+    stage["resources"] |= {"nodes": 1, "speed": 3}
+    stage["resources"] = [stage["resources"], stage["resources"] | {"speed": 1}]
+    spec = place.folder / "groups.json"
+    spec.write_text(json.dumps(document))
+    place.submit(spec, "groups", "--wait")
+    (gang,) = place.objects("jobsets", "groups")
+    assert [job["template"]["spec"]["completions"] for job in gang["spec"]["replicatedJobs"]] == [1, 1]
+    with place.cluster.inside():
+        found = losses(place.store(), "groups")
+        key = "runs/groups/stages/train/attempt-1"
+        ranks = [read_records(place.store(), key, rank) for rank in range(2)]
+    assert found == pytest.approx(undisturbed.losses, rel=1e-5)
+    tokens = [{one.tokens for one in lines if isinstance(one, Step)} for lines in ranks]
+    assert sorted(map(sorted, tokens)) == [[2 * 32], [6 * 32]]
 
 
 def test_a_bug_ends_the_run_at_once_with_its_own_words(place):
@@ -127,13 +148,18 @@ def refusal(place, run_id):
 def test_the_whole_quickstart(guarded):
     """Command, training on two pods, evaluation and promotion; the report; logs of every stage. No pod has
     keys of the store: each is lent some for the token of its ServiceAccount, which the API server signs. Only
-    the driver has the account that may write models (the guard-rails hold), and it promotes by itself."""
+    the driver has the account that may write models (the guard-rails hold), and it promotes by itself. Each
+    pod has a disk of its own, and a cache outlives them; nodes fetch the image ahead."""
     guarded.policies()
+    disks = Disks(guarded)
     argv = ["submit", ROOT / "pipelines" / "quickstart.yaml", "--to", "kubernetes", "--wait"]
     changes = {
         "image": guarded.cluster.image.name,
         "store": guarded.environment["MLPIPE_STORE"],
         "kubernetes.store": json.dumps({"endpoint": guarded.cluster.minio.endpoint, "web_identity": {}}),
+        "kubernetes.scratch": json.dumps({"size": "1 GiB", "storage_class": disks.name}),
+        "kubernetes.cache": json.dumps({"claim": disks.claim, "sub_path": "warm"}),
+        "kubernetes.prepull": "true",
         "train.resources.nodes": 2,
         "train.resources.workers_per_node": 1,
         "train.resources.cpus": 0.5,  # two of them and the driver on a machine of two cores
@@ -154,11 +180,55 @@ def test_the_whole_quickstart(guarded):
     assert "stdlib-lm" in guarded.mlpipe("models", "list").stdout
     stages = {pod["metadata"]["labels"].get("mlpipe.dev/stage") for pod in guarded.objects("pods", "quick")}
     assert stages == {None, "corpus", "train", "evaluate"}
-    variables = {
-        one["name"] for pod in guarded.objects("pods", "quick") for one in pod["spec"]["containers"][0]["env"]
-    }
+    containers = [pod["spec"]["containers"][0] for pod in guarded.objects("pods", "quick")]
+    variables = {one["name"] for container in containers for one in container.get("env", ())}
     assert "AWS_WEB_IDENTITY_TOKEN_FILE" in variables
     assert not {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} & variables
+    # of train and evaluate, whose pods may stand on the same nodes
+    (pulled,) = [one for one in guarded.objects("jobs", "quick") if "-pull-" in one["metadata"]["name"]]
+    assert pulled["status"]["succeeded"] == pulled["spec"]["completions"] == 2
+    pods = [pod["metadata"] for pod in guarded.objects("pods", "quick")]
+    workers = [pod for pod in pods if "mlpipe.dev/stage" in pod["labels"]]
+    assert disks.owners() == {f"{pod['name']}-scratch": pod["uid"] for pod in workers}
+    digest = guarded.run_state("quick").stages["corpus"].outcome["digest"]
+    assert any((disks.cache / "warm").rglob(digest)), "the next pod finds what this one fetched"
+
+
+class Disks:
+    """Volumes of a place, in folders of this machine: for as many pods as a run may have, and for a cache.
+    `name`: of their StorageClass. `claim`: on the cache."""
+
+    def __init__(self, place):
+        self._place, self.name, self.claim = place, place.namespace, "cache"
+        self.cache = self._volume("cache", f"{self.name}-cache")
+        for number in range(8):
+            self._volume(str(number), self.name)
+        spec = {
+            "accessModes": ["ReadWriteMany"],
+            "storageClassName": f"{self.name}-cache",
+            "resources": {"requests": {"storage": "1Gi"}},
+        }
+        place.cluster.apply(named("v1", "PersistentVolumeClaim", self.claim, self.name, spec=spec))
+
+    def _volume(self, name, storage_class):
+        folder = self._place.folder / f"disk-{name}"
+        folder.mkdir()
+        folder.chmod(0o777)
+        spec = {
+            "capacity": {"storage": "1Gi"},
+            "accessModes": ["ReadWriteOnce", "ReadWriteMany"],
+            "storageClassName": storage_class,
+            "hostPath": {"path": str(folder)},
+        }
+        self._place.cluster.apply(named("v1", "PersistentVolume", f"{self.name}-{name}", spec=spec))
+        return folder
+
+    def owners(self):
+        """Uids of pods, by the claims that they own."""
+        path = f"/api/v1/namespaces/{self._place.namespace}/persistentvolumeclaims"
+        claims = [one["metadata"] for one in self._place.cluster.get(path)["items"]]
+        owned = {one["name"]: one.get("ownerReferences", []) for one in claims}
+        return {name: pod["uid"] for name, owners in owned.items() for pod in owners}
 
 
 def test_out_of_memory_is_named(place):

@@ -114,7 +114,11 @@ def test_status_says_why_each_stage_waits(place, hold):
 
 
 def test_an_image_that_is_not_there_is_told_of_the_driver(place, hold):
-    spec = place.spec("no-image", model=hold.model)
+    """Nor can it be fetched ahead: what would do so goes with the run."""
+    spec = place.spec("no-image", model=hold.model, kubernetes={"prepull": True})
+    document = json.loads(spec.read_text())
+    document["stages"].append({"name": "next", "command": ["true"], "needs": ["train"]})
+    spec.write_text(json.dumps(document))
     missing = "registry.invalid/none@sha256:" + "0" * 64
     place.submit(spec, "no-image", "--set", f"image={missing}")
     place.until(
@@ -122,4 +126,7 @@ def test_an_image_that_is_not_there_is_told_of_the_driver(place, hold):
     )
     place.cluster.kubectl("-n", place.namespace, "delete", "job", "no-image-driver")
     assert "nobody drives it: its Job is gone" in place.mlpipe("status", "no-image").stdout
+    (pulls,) = place.objects("jobs", "no-image")
+    assert pulls["status"]["active"] == 1
     place.mlpipe("cancel", "no-image")
+    assert place.objects("jobs,pods", "no-image") == []

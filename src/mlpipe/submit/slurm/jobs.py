@@ -22,7 +22,7 @@ from mlpipe.submit.slurm import client
 from mlpipe.submit.slurm.client import AwayError, Job
 from mlpipe.submit.slurm.pending import why_waiting
 
-FIRST_POLL_SECONDS, LAST_POLL_SECONDS = 1.0, 15.0  # a controller serves thousands: ask less and less; see `act`
+FIRST_POLL_SECONDS, LAST_POLL_SECONDS = 1.0, 15.0  # a controller serves thousands: ask less and less
 AWAY_SECONDS = 1800.0  # the controller may be away for this long; jobs go on without it
 _GONE_POLLS = 2  # so many times a job is not listed before it is believed to be gone
 _LAST_LINES = 15  # of what a job said that left no outcome
@@ -170,7 +170,7 @@ class JobHandle(ThreadedHandle):
 
 
 def act(job: Job, asked: Asked, *, stopping: bool = False, killing: bool = False) -> None:
-    """What is asked of the job, once for each of its starts; again where no answer came. Called at each look."""
+    """What is asked of the job, once for each of its starts; again where no answer came."""
 
     def once(what: str, do: Callable[[int], None]) -> None:
         if (job.id, job.restarts, what) not in asked:
@@ -185,8 +185,8 @@ def act(job: Job, asked: Asked, *, stopping: bool = False, killing: bool = False
         elif job.state != "COMPLETING":
             once("cancel", client.cancel)
     elif job.state == "PENDING" and job.reason == "BeginTime" and job.restarts:
-        # Of a job that starts in the second in which its last start ended, slurmd takes the credential for one
-        # that was revoked, and Slurm ends the job as FAILED: so one look, a second at the least, later.
+        # Where it starts in the second in which its last start ended, slurmd takes its credential for the one
+        # that was revoked then, and Slurm ends it as FAILED: so one look, FIRST_POLL_SECONDS at least, later.
         if (seen := (job.id, job.restarts, "waits")) in asked:
             once("start", client.start_now)
         asked.add(seen)
