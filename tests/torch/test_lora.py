@@ -126,10 +126,18 @@ def trained(tmp_path_factory) -> tuple[Path, dict[str, Plan]]:
         "int8": plan_of(folder, "int8", "zero2", 2, INT8_DORA),
         "bf16 plain": plan_of(folder, "bf16-plain", "ddp", 2, ALL, "nf4", precision="bf16"),
         "bf16": plan_of(folder, "bf16", "fsdp", 2, NF4, precision="bf16", activation_checkpointing="full"),
+        "nf4 compiled": plan_of(folder, "nf4-compiled", "ddp", 2, NF4, compile="block"),
+        "int8 cp": plan_of(folder, "int8-cp", "single", 2, INT8_DORA, mesh=Mesh(cp=2)),
         "none": plan_of(folder, "none", "ddp", 1, AdapterPlan(4, 6.0, ("nothing",))),
     }
+    of_four = {
+        "nf4 hsdp": plan_of(
+            folder, "nf4-hsdp", "hsdp", 2, NF4, world_size=4, mesh=Mesh(dp_replicate=2, dp_shard=2)
+        )
+    }
     plans.run_together(list(made.values()), folder / "run", may_fail=True)
-    return folder, made
+    plans.run_together(list(of_four.values()), folder / "run-of-four")
+    return folder, made | of_four
 
 
 def losses(trained: tuple[Path, dict[str, Plan]], name: str) -> list[float]:
@@ -169,12 +177,18 @@ def test_strategies_agree_and_a_checkpoint_goes_on_under_another(trained):
 
 @pytest.mark.combines("dp_replicate", "adapter base")
 @pytest.mark.combines("dp_shard", "adapter base")
+@pytest.mark.combines("cp", "adapter base")
+@pytest.mark.combines("compile", "adapter base")
 def test_a_base_in_few_bits_is_trained_beside_as_the_weights_that_it_says(trained):
-    """Of which the others have files; from copies to shards, and with DoRA."""
+    """Of which the others have files; from copies to shards, copies of shards, parts of sequences, compiled,
+    and with DoRA."""
     expected = losses(trained, "nf4 plain")
     assert losses(trained, "nf4 begun") + losses(trained, "nf4") == pytest.approx(expected, rel=1e-5)
     assert expected[0] != pytest.approx(losses(trained, "fsdp")[0], rel=1e-5)
-    assert losses(trained, "int8") == pytest.approx(losses(trained, "int8 plain"), rel=1e-5)
+    assert losses(trained, "nf4 hsdp") == pytest.approx(expected[:2], rel=1e-5)
+    assert losses(trained, "nf4 compiled") == pytest.approx(expected[:2], rel=1e-5)
+    for name in ("int8", "int8 cp"):
+        assert losses(trained, name) == pytest.approx(losses(trained, "int8 plain"), rel=1e-5)
     assert losses(trained, "bf16") == pytest.approx(losses(trained, "bf16 plain"), rel=1e-3)
 
 

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mlpipe._core.errors import PlanError
+from mlpipe._core.presets import OWN
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.plan.build import code_digest
 from mlpipe.plan.plan import Plan, TrainPlan
@@ -26,7 +27,7 @@ _DEADLINE_SECONDS = 300.0
 def traced(plan: Plan) -> Traced | None:
     """Of a stage that trains a model of the user's own; None for any other. Raises PlanError."""
     train = plan.part(TrainPlan)
-    if train is None or train.model.preset is not None:
+    if train is None or train.model.preset is not None or train.model.build.entry in OWN:
         return None
     asked = to_json(
         {"model": train.model, "data": train.data, "pipeline": train.pipeline, "num_ranks": train.mesh.pp}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlpipe._core.errors import PlanError
+from mlpipe.kinds.train.spec import OwnModel
 from mlpipe.plan.groups import MixedPlan, deal
 from mlpipe.plan.hardware import GPUS, Hardware, together
 from mlpipe.plan.training import shape_of, training_of
@@ -45,7 +46,9 @@ def plan_groups(
     spec = training_of(pipeline, stage_name)
     shape = shape_of(spec, {}, traced)
     if shape is None:
-        raise PlanError("the size of your own model is not known", where="--groups", hint="add --trace")
+        if isinstance(spec.model, OwnModel):
+            raise PlanError("the size of your own model is not known", where="--groups", hint="add --trace")
+        raise PlanError("the weights are not there before another stage has made them", where="--groups")
     classes = [_of_catalogue(hardware, number, name) for number, name in parse_groups(groups)]
     spec = spec.model_copy(update={"strategy": "auto", "mesh": None})
     return deal(spec, shape, together(classes), where="--groups")[1]

@@ -120,7 +120,11 @@ def enumerate_candidates(
             )
             continue
         if pricer is None:
-            reason = "the size of your own model is not known before it is built"
+            reason = (
+                "the size of your own model is not known before it is built"
+                if isinstance(spec.model, OwnModel)
+                else "the size of these weights is not known before another stage has made them"
+            )
             if cut:
                 reason = (
                     "what the stages of your own model take is known once they are traced, and not with tp"

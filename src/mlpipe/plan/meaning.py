@@ -26,9 +26,10 @@ from mlpipe.spec.data import (
 _FREE = {"max_seq_len"}  # of a preset: a bound on seq_len, which is compared itself
 
 
-def meaning(spec: Train, model: ModelPlan, data: DataPlan) -> dict[str, Any]:
+def meaning(spec: Train, model: ModelPlan, data: DataPlan, revision: str | None = None) -> dict[str, Any]:
     """By key as in the file, below the stage. Arguments as they were written: where a placeholder leads is
-    another place on each machine. `data.tokens`: the digest; None before they exist."""
+    another place on each machine. `data.tokens`: the digest; None before they exist. `revision`: of open
+    weights, where their folder tells it."""
     settings: dict[str, Any] = {"seed": spec.seed, "model.seq_len": model.seq_len}
     if isinstance(spec.model, OwnModel):
         settings["model.entry"] = spec.model.entry
@@ -37,6 +38,8 @@ def meaning(spec: Train, model: ModelPlan, data: DataPlan) -> dict[str, Any]:
         settings |= {f"model.{name}": value for name, value in model.build.args.items() if name not in _FREE}
     if isinstance(spec.model, PretrainedModel):
         settings["model.pretrained"] = spec.model.pretrained
+        if revision is not None and revision not in spec.model.pretrained:
+            settings["model.revision"] = revision
     if isinstance(spec.data, ChatData):
         mixed = {} if isinstance(spec.data.chat, str) else dict(enumerate(spec.data.chat))
         for number, one in mixed.items():

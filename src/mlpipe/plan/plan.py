@@ -337,7 +337,8 @@ class FoundWeights:
     """What `init_from` led to when it was looked up first, which is what every attempt starts from. `words`:
     for people. `format`, `store_url`, `key`: a checkpoint's prefix there, or a file or folder of safetensors.
     `step`: of a checkpoint. `digest`: of the manifest, or of names, sizes, times and headers of files; None
-    for what another stage made, which has a digest of its own. `files`: each with its digest."""
+    for what another stage made, which has a digest of its own. `files`: each with its digest. `revision`: the
+    commit of open weights that lie in the layout of Hugging Face's cache."""
 
     words: str
     format: Literal["checkpoint", "safetensors"]
@@ -346,13 +347,15 @@ class FoundWeights:
     step: int | None
     digest: str | None
     files: tuple[str, ...] = field(default=(), metadata=SPARSE)
+    revision: str | None = field(default=None, metadata=SPARSE)
 
 
 @dataclass(frozen=True)
 class InitPlan:
     """`asked`: as in the file, one of `path`, `model`, or `run` and `stage`. `path`: that one with its
     placeholders filled. `map`: patterns of names there and what they are here. `strict`: every tensor here is
-    there, none besides. `found`: None before somebody looked. `config`: of open weights their config.json."""
+    there, none besides. `found`: None before somebody looked. `config`, `revision`: of open weights their
+    config.json, and their commit where the folder's layout tells it."""
 
     asked: dict[str, Any]
     path: str | None
@@ -360,6 +363,7 @@ class InitPlan:
     strict: bool
     found: FoundWeights | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    revision: str | None = field(default=None, metadata=SPARSE)
 
 
 @dataclass(frozen=True)

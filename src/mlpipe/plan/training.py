@@ -14,7 +14,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import too_long, unfit_for_experts
 from mlpipe._core.gate import BUILT_IN
 from mlpipe._core.pipelines import stages_per_rank, why_not
-from mlpipe._core.presets import MoeConfig
+from mlpipe._core.presets import LLAMA, MoeConfig
 from mlpipe._core.units import parse_bytes, parse_cadence, parse_seconds
 from mlpipe.kinds.train.spec import OwnModel, PresetModel, PretrainedModel, Train
 from mlpipe.plan import meaning as meanings
@@ -84,7 +84,7 @@ from mlpipe.spec.data import (
 )
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.optimizer import Optimizer, OwnOptimizer, OwnSchedule
-from mlpipe.spec.placeholders import fill
+from mlpipe.spec.placeholders import fill, names
 from mlpipe.spec.tracking import settings_of
 from mlpipe.spec.validation import OwnMetric, Validate
 
@@ -191,7 +191,12 @@ def meaning_of(pipeline: Pipeline, stage_name: str, inputs: Mapping[str, str]) -
     """What the training of a stage is about, on any hardware (see `plan/meaning.py`); `inputs` as of
     `build_plan`. Raises PlanError."""
     spec, known = training_of(pipeline, stage_name), _outputs(inputs)
-    return meanings.meaning(spec, _model(spec, _preset(spec, known), known), data_plan(spec, known))
+    return _meaning(spec, _model(spec, _preset(spec, known), known), data_plan(spec, known), known)
+
+
+def _meaning(spec: Train, model: ModelPlan, data: DataPlan, known: Known) -> dict[str, Any]:
+    revision = _located(spec.model, known)[1] if isinstance(spec.model, PretrainedModel) else None
+    return meanings.meaning(spec, model, data, revision)
 
 
 def training_of(pipeline: Pipeline, stage_name: str) -> Train:
@@ -208,10 +213,12 @@ def _outputs(inputs: Mapping[str, str]) -> Known:
 
 def _preset(spec: Train, known: Known) -> Dense | None:
     """The preset's shape with the user's changes and the tokens' vocabulary, or that of open weights; None
-    for a model of theirs."""
+    for a model of theirs, and for weights that another stage has not made yet."""
     if isinstance(spec.model, PretrainedModel):
-        shape = _pretrained(spec.model, _vocab_in_data(spec, known))
-        if isinstance(shape.config, MoeConfig):  # which config.json says, and not the file
+        shape = _pretrained(spec.model, _located(spec.model, known)[0], _vocab_in_data(spec, known))
+        if shape is not None and isinstance(
+            shape.config, MoeConfig
+        ):  # which config.json says, and not the file
             refuse(unfit_for_experts("compile", spec.compile), where=spec.model.pretrained)
             if spec.adapter is None:  # which has matrices alone
                 name = getattr(spec.optimizer, "name", None)
@@ -236,10 +243,23 @@ def _preset(spec: Train, known: Known) -> Dense | None:
     return shape
 
 
-def _pretrained(model: PretrainedModel, in_data: int | None) -> Dense:
+def _located(model: PretrainedModel, known: Known) -> tuple[str, str | None]:
+    """The folder of open weights, as far as it is known where other stages put theirs, and its commit."""
+    folder = fill(model.pretrained, known)
+    if names(folder):
+        return folder, None
     from mlpipe.plan.shapes import pretrained  # of few plans
 
-    config, sizes = pretrained.described(model.pretrained)
+    return pretrained.located(folder, model.revision)
+
+
+def _pretrained(model: PretrainedModel, folder: str, in_data: int | None) -> Dense | None:
+    """None: another stage makes the folder, and has not yet."""
+    if names(folder):
+        return None
+    from mlpipe.plan.shapes import pretrained
+
+    config, sizes = pretrained.described(folder)
     if in_data is not None and in_data > sizes.vocab_size:
         raise PlanError(
             f"the model knows {sizes.vocab_size} tokens, but there are {in_data} in the data",
@@ -320,7 +340,7 @@ def _train_plan(
         memory_bytes=hardware.memory_bytes,
         smaller_micro_batches=_smaller(spec, chosen, batch),
         adapter=adapter_plan(spec),
-        meaning=meanings.meaning(spec, model, data),
+        meaning=_meaning(spec, model, data, known),
         callbacks=tuple(
             CallbackPlan(one.entry, fill(one.args, known), one.ranks) for one in spec.callbacks or ()
         ),
@@ -351,7 +371,8 @@ def _pipeline(spec: Train, shape: Dense | None, mesh: Mesh) -> PipelinePlan | No
     if isinstance(spec.model, OwnModel):
         asked = spec.pipeline.cut if spec.pipeline is not None else "auto"
         return PipelinePlan(schedule, (), () if asked == "auto" else asked)
-    assert shape is not None
+    if shape is None:
+        return PipelinePlan(schedule, ())
     num_stages = mesh.pp * stages_per_rank(schedule)
     return PipelinePlan(schedule, num_blocks_of(shape, spec.model.seq_len, num_stages))
 
@@ -439,9 +460,11 @@ def init_plan(spec: Train, known: Known) -> InitPlan | None:
     if isinstance(spec.model, PretrainedModel):
         from mlpipe.plan.shapes import pretrained
 
-        folder = spec.model.pretrained
-        config, _ = pretrained.described(folder)
-        return InitPlan({"path": folder}, folder, {}, strict=True, config=config)
+        asked = spec.model.model_dump(exclude_none=True, include={"pretrained", "revision"})
+        asked["path"] = asked.pop("pretrained")
+        folder, revision = _located(spec.model, known)
+        config = {} if names(folder) else pretrained.described(folder)[0]
+        return InitPlan(asked, folder, {}, strict=True, config=config, revision=revision)
     if spec.init_from is None:
         return None
     asked = spec.init_from.model_dump(mode="json", exclude_none=True, exclude={"map", "strict"})
@@ -453,7 +476,9 @@ def _model(spec: Train, shape: Dense | None, known: Known) -> ModelPlan:
     model = spec.model
     if isinstance(model, PresetModel) and shape is not None:
         return presets.model_plan(shape, model.preset, model.seq_len)
-    if isinstance(model, PretrainedModel) and shape is not None:
+    if isinstance(model, PretrainedModel):
+        if shape is None:  # nobody starts before it is planned again
+            return ModelPlan(Entry(LLAMA, {}), None, model.seq_len, ())
         return presets.model_plan(shape, PurePath(model.pretrained).name, model.seq_len)
     own = cast(OwnModel, model)
     return ModelPlan(Entry(own.entry, fill(own.args, known)), None, own.seq_len, own.blocks, dict(own.tensor))
@@ -478,7 +503,9 @@ def data_plan(spec: Train, known: Known) -> DataPlan:
 
 
 def _chat(spec: Train, data: ChatData, known: Known) -> ChatPlan:
-    tokenizer = data.tokenizer or getattr(spec.model, "pretrained", None)
+    tokenizer = data.tokenizer
+    if tokenizer is None and isinstance(spec.model, PretrainedModel):
+        tokenizer, _ = _located(spec.model, known)
     validation, tokenizer, template = (
         fill(text, known) for text in (data.validation, tokenizer, data.template)
     )

@@ -291,6 +291,11 @@ WeightsPath = _text(
     "write it as safetensors where you trust it: safetensors.torch.save_file(torch.load(FILE, "
     "weights_only=True), 'model.safetensors')",
 )
+Revision = _text(
+    r"(?!.*\.\.)[A-Za-z0-9_](?:[A-Za-z0-9._/-]{0,253}[A-Za-z0-9_-])?",
+    "a revision",
+    "write a commit, a branch or a tag, like 'main'",
+)
 ModelVersion = _text(
     rf"{NAME_PATTERN}(?:@{NAME_PATTERN}|/[0-9]+)",
     "a version of a model",

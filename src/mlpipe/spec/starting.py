@@ -3,6 +3,7 @@ stays, and what is trained beside them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,10 @@ from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, problem_of_key, text_of
+
+_OUTPUT = re.compile(r"\{\{\s*stages\.")
+# below it without a way out: the output itself has no links
+_BELOW = re.compile(r"\{\{\s*stages\.[^{}]+\.output\s*\}\}(?:/(?!\.{1,2}(?:/|$))[^/{}]+)*/?")
 
 
 class _Weights(SpecModel):
@@ -121,6 +126,16 @@ def problems(stage: Node) -> Iterator[Problem]:
     if start is not None and get(stage, "train", "model", "pretrained") is not None:
         words = "model.pretrained says already which weights the training starts from"
         yield problem_of_key(start, words, "keep one of them")
+    for path in (
+        get(start, "path") if start is not None else None,
+        get(stage, "train", "model", "pretrained"),
+    ):
+        text = text_of(path) or ""
+        if path is not None and _OUTPUT.search(text) and not _BELOW.fullmatch(text):
+            words = f"{text!r} is not below the stage's output"
+            yield Problem.at(
+                path.place, words, "write '{{stages.NAME.output}}', or '{{stages.NAME.output}}/sub'"
+            )
     if start is not None and (place := text_of(start)) is not None:
         yield Problem.at(start.place, f"{place!r} does not say what it is", f'write {{path: "{place}"}}')
     if start is None or not isinstance(start.value, dict):

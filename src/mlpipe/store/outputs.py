@@ -137,14 +137,14 @@ def fetch_output(store: Store, stage_key: str, cache_dir: Path) -> Path:
     return _copied(store, stage_key, manifest["files"], cache_dir.absolute() / manifest["digest"])
 
 
-def peek_output(store: Store, stage_key: str, cache_dir: Path, name: str) -> Path:
+def peek_output(store: Store, stage_key: str, cache_dir: Path, *names: str) -> Path:
     """The folder that `fetch_output` gives on any node with this `cache_dir`; here it has only the files
-    called `name`. For a driver that plans what other machines will read."""
+    called one of `names`. For a driver that plans what other machines will read."""
     manifest = load_output(store, stage_key)
     place = store.local_path(f"{stage_key}/outputs/{_place(manifest)}")
     if place is not None and manifest["files"]:
         return place
-    wanted = [file for file in manifest["files"] if file["path"].rpartition("/")[2] == name]
+    wanted = [file for file in manifest["files"] if file["path"].rpartition("/")[2] in names]
     return _copied(store, stage_key, wanted, cache_dir.absolute() / manifest["digest"])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from mlpipe._core.errors import SubmitError
@@ -105,14 +104,16 @@ def _inputs(
 def peek_inputs(
     store: Store, run_id: str, pipeline: Pipeline, stage_name: str, made: Collection[str]
 ) -> Mapping[str, str]:
-    """For a look at what a stage reads of those that are `made`; no stage may read it, since only the
-    manifests of tokens are there."""
+    """For a look at what a stage reads of those that are `made`; no stage may read it, since only what
+    planning reads is there."""
     cache = outputs.cache_folder() / "peeked"
     wanted = sorted(_named(pipeline, stage_name) & set(made))
     return {name: str(_peek(store, f"runs/{run_id}/stages/{name}", cache)) for name in wanted}
 
 
-_peek = partial(outputs.peek_output, name="manifest.json")
+def _peek(store: Store, stage_key: str, cache: Path) -> Path:
+    """What planning reads: of tokens, of open weights, and which of these the branch `main` is."""
+    return outputs.peek_output(store, stage_key, cache, "manifest.json", "config.json", "main")
 
 
 def _named(pipeline: Pipeline, stage_name: str) -> set[str]:

@@ -12,6 +12,7 @@ from mlpipe._core.errors import MlpipeError, PlanError, SubmitError
 from mlpipe._core.serial import from_plain, to_plain
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.plan import FoundWeights, InitPlan, Plan, TrainPlan
+from mlpipe.plan.shapes.pretrained import NO_REVISION
 from mlpipe.plan.training import init_plan, trainings
 from mlpipe.spec import overrides as override_rules
 from mlpipe.spec.placeholders import names
@@ -43,6 +44,15 @@ def with_weights(store: Store, plan: Plan) -> Plan:
                 now, meta={**now.meta, "init_from": {**now.meta.get("init_from", {}), plan.stage: entry}}
             ),
         )
+    if source.revision not in (None, init.revision):
+        said = f"--set {plan.stage}.model.revision={source.revision}"
+        raise SubmitError(
+            f"{init.asked['path']} was of revision {source.revision} when the run was asked for, and is of "
+            f"{init.revision} now",
+            where=plan.stage,
+            hint=f"say which: mlpipe resume {plan.run_id} {said}",
+            kind="input",
+        )
     return replace(plan, work=replace(training, init_from=replace(init, found=source)))
 
 
@@ -63,16 +73,15 @@ def look_ahead(submission: Submission, reaches: Callable[[str], bool]) -> dict[s
     `reaches(place)`: whether a path or the URL of a store is to be looked at from here. Raises SubmitError
     (input), with the line, for what is not there; a store that does not answer is asked later."""
     kept: dict[str, Any] = {}
-    store = open_store(submission.store_url)
     for stage, training in trainings(submission.pipeline).items():
         init = asked_for(submission, stage, training)
         if init is None or not ({"path", "model", "run"} & init.asked.keys()):
             continue
-        place = init.path or init.asked.get("store", store.url)
+        place = init.path or init.asked.get("store", submission.store_url)
         if names(place) or not reaches(place):
             continue
         try:
-            kept[stage] = kept_as(init, find(store, "", init, submission.folder))
+            kept[stage] = kept_as(init, find(open_store(submission.store_url), "", init, submission.folder))
         except MlpipeError as error:
             if error.kind == "input":
                 where = _line(submission, stage)
@@ -86,12 +95,12 @@ def asked_for(submission: Submission, stage: str, training: Train) -> InitPlan |
     try:
         return init_plan(training, {})
     except PlanError as error:
-        where = _line(submission, stage)
+        where = _line(submission, stage, error.where == NO_REVISION)
         raise SubmitError(error.told, where=where, hint=error.hint, kind="input") from None
 
 
-def _line(submission: Submission, stage: str) -> str:
-    """Where the stage's `init_from` stands."""
+def _line(submission: Submission, stage: str, of_revision: bool = False) -> str:
+    """Where the stage's `init_from` stands, or which revision."""
     root, _ = parse(submission.text, submission.spec)
     if root is None:
         return submission.spec
@@ -99,6 +108,7 @@ def _line(submission: Submission, stage: str) -> str:
         override_rules.apply(root, override)
     for each in items_of(root, "stages"):
         node = get(each, "train", "init_from") or get(each, "train", "model", "pretrained")
+        node = (get(each, "train", "model", "revision") if of_revision else None) or node
         if text_of(get(each, "name")) == stage and node is not None:
             return str(node.key or node.place)
     return submission.spec
@@ -109,7 +119,8 @@ def find(store: Store, run_id: str, init: InitPlan, folder: str) -> FoundWeights
     SubmitError (input)."""
     asked = init.asked
     if init.path is not None:
-        return _files(init.path, folder, is_made=init.path != asked["path"])
+        found = _files(init.path, folder, is_made=bool(names(asked["path"])))
+        return replace(found, revision=init.revision)
     other = open_store(_from(folder, asked["store"])) if "store" in asked else store
     if "model" in asked:
         return _model(other, asked["model"])

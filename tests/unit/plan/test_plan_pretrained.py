@@ -42,6 +42,10 @@ stages:
 def planned(folder: Path, config: Any, seq_len: int = 32, text: str = TEXT) -> Plan:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return planned_as(str(folder), seq_len, text)
+
+
+def planned_as(folder: str, seq_len: int = 32, text: str = TEXT) -> Plan:
     pipeline = load_pipeline_text(text.format(folder=folder, seq_len=seq_len), "tune.yaml")
     hardware = stage_hardware(pipeline, "train")
     return build_plan(pipeline, "train", Start("r", 1, "runs"), hardware)
@@ -190,6 +194,72 @@ def test_a_folder_without_one_is_refused_by_name(tmp_path: Path) -> None:
         pretrained.read_config("not/here")
     assert caught.value.hint is not None
     assert f"not/here begins in {Path.cwd()}" in caught.value.hint
+
+
+A, B = "a" * 40, "b" * 40
+
+
+def in_cache(root: Path, **refs: str) -> Path:
+    """As `hf download` leaves it: files of a snapshot are links to blobs."""
+    folder = root / "models--team--qwen"
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "blobs" / "0").write_text(json.dumps(QWEN))
+    for commit in (A, B):
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        (folder / "snapshots" / commit / "config.json").symlink_to("../../blobs/0")
+    for name, text in refs.items():
+        path = folder / "refs" / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("below", "revision", "commit"),
+    [
+        ("", None, A),
+        ("/", "pr/1", B),
+        ("", B, B),
+        (f"/snapshots/{B}", None, B),
+        (f"/snapshots/{B}/", B, B),
+        (f"/snapshots/{B}", "pr/1", B),
+    ],
+)
+def test_the_layout_of_a_cache_tells_the_commit(
+    tmp_path: Path, below: str, revision: str | None, commit: str
+) -> None:
+    folder = f"{in_cache(tmp_path, main=A, pr__1=B)}{below}"
+    said = f", revision: {revision}" if revision else ""
+    train = planned_as(f"{folder}{said}")
+    init = train.work.training.init_from
+    assert init.revision == commit
+    assert Path(init.path) == tmp_path / "models--team--qwen" / "snapshots" / commit
+    assert init.asked == {"path": folder, **({"revision": revision} if revision else {})}
+    # what moves is among what a resume is compared by; a path that names the commit says it itself
+    moves = train.work.training.meaning.get("model.revision")
+    assert moves == (None if below.startswith("/snapshots") else commit)
+
+
+@pytest.mark.parametrize(
+    ("below", "revision", "words"),
+    [
+        ("", "gone", "revision 'gone' is not there: .*refs/gone: cannot be read"),
+        ("", "c" * 40, "revision 'c+' is not there: .*config.json: cannot be read"),
+        ("", "odd", "says '../../etc', which is no commit"),
+        ("", "pipe", "it is no regular file"),
+        (f"/snapshots/{B}", "main", f"revision 'main' is {A}, and the folder is of {B}"),
+        ("/blobs", "main", "nothing tells whether .*/blobs is of revision 'main'"),
+        ("", "../x", "is not a revision"),
+    ],
+)
+def test_a_revision_that_is_not_there_is_refused(
+    tmp_path: Path, below: str, revision: str, words: str
+) -> None:
+    folder = in_cache(tmp_path, main=A, odd="../../etc")
+    os.mkfifo(folder / "refs" / "pipe")
+    with pytest.raises(MlpipeError, match=words) as caught:
+        planned_as(f"{folder}{below}, revision: {revision}")
+    assert caught.value.kind == "input"
 
 
 def test_sequences_are_as_long_as_positions_and_window_allow(tmp_path: Path) -> None:

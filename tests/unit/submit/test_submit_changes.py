@@ -159,6 +159,25 @@ def test_another_training_is_refused_unless_it_is_allowed_by_name(store, overrid
     assert run.meta["allowed"].keys() == {key}
 
 
+def test_another_base_beside_adapters_is_another_training(tmp_path):
+    spec = json.loads(SPEC)
+    spec["stages"][1]["train"] |= {
+        "init_from": {"path": "w"},
+        "adapter": {"lora": {"rank": 4}, "base": "nf4"},
+    }
+    store, text = FolderStore(tmp_path), json.dumps(spec)
+    pipeline = load_pipeline_text(text, "spec")
+    runs.create_run(store, "r", text, pipeline.digest, STAGES, "local", {"set": []})
+    save(store, 30, {"meaning": meaning_of(pipeline, "train", {})})
+    end(store, "cancelled", {**dict.fromkeys(STAGES, "pending"), "train": "cancelled"})
+    for value, now in (("int8", '"int8" now'), ("null", "not set now")):
+        other = f"train.adapter.base={value}"
+        with pytest.raises(SubmitError, match=f'train.adapter.base: "nf4" there, {now}') as caught:
+            asked(store, other)
+        assert "--allow-change train.adapter.base" in (caught.value.hint or "")
+        assert asked(store, other, allow=("train.adapter.base",)).allowed.keys() == {"train.adapter.base"}
+
+
 def test_several_are_named_together_and_an_unknown_one_is_refused(store):
     with pytest.raises(SubmitError) as caught:
         asked(store, "train.model.num_heads=2", "train.model.num_kv_heads=1", "train.steps=60")

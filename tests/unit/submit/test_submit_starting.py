@@ -16,10 +16,11 @@ from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.plan import InitPlan, Plan
 from mlpipe.plan.training import meaning_of
 from mlpipe.spec.load import load_pipeline_text
-from mlpipe.store import catalogue, registry, runs
+from mlpipe.store import catalogue, outputs, registry, runs
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit import backends
 from mlpipe.submit.adopt import create
+from mlpipe.submit.planning import planner
 from mlpipe.submit.starting import find, look_ahead, with_weights
 from mlpipe.submit.submission import Submission
 
@@ -299,6 +300,78 @@ def test_open_weights_without_a_config_that_makes_a_model_are_refused_with_the_l
     with pytest.raises(SubmitError, match=words) as caught:
         look_ahead(submission, lambda place: True)
     assert (caught.value.where, caught.value.kind) == ("p.yaml:7:15", "input")
+
+
+def test_the_revision_is_kept_and_a_branch_that_moves_is_told(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second, cache = "a" * 40, "b" * 40, tmp_path / "models--team--m"
+    for commit in (first, second):
+        weights_file(cache / "snapshots" / commit / "model.safetensors")
+        (cache / "snapshots" / commit / "config.json").write_text(json.dumps(LLAMA))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(first)
+
+    def asked(model: str) -> Submission:
+        text = OPEN.replace("name: train", "name: tune").replace("{pretrained: weights", f"{{{model}")
+        return Submission("p.yaml", text, (), load_pipeline_text(text, "p.yaml"), store.url, str(tmp_path))
+
+    moving = asked(f"pretrained: {cache.name}")
+    kept = look_ahead(moving, lambda place: True)
+    assert kept["tune"]["found"]["revision"] == first
+    assert kept["tune"]["found"]["store_url"].endswith(f"/snapshots/{first}")
+    runs.create_run(store, "new", "x", "d", ["tune"], "local", {"init_from": kept})
+    (cache / "refs" / "main").write_text(second)
+    with pytest.raises(SubmitError, match=f"was of revision {first} .* and is of {second} now") as caught:
+        planned(store, moving)
+    assert f"--set tune.model.revision={first}" in (caught.value.hint or "")
+    named = planned(store, asked(f"pretrained: {cache.name}, revision: {first}")).work.training.init_from
+    assert (named.found.revision, named.found.digest) == (first, kept["tune"]["found"]["digest"])
+    with pytest.raises(SubmitError, match="revision 'gone' is not there") as caught:
+        look_ahead(asked(f"pretrained: {cache.name},\n        revision: gone"), lambda place: True)
+    assert (caught.value.where, caught.value.kind) == ("p.yaml:8:9", "input")
+
+
+class FarStore(FolderStore):
+    """Like S3: without local paths."""
+
+    def local_path(self, key: str) -> None:
+        return None
+
+
+@pytest.mark.parametrize("kind", [FolderStore, FarStore])
+@pytest.mark.parametrize(
+    ("more", "num_workers"),
+    [("", 2), ("mesh: {tp: 2}", 2), ("mesh: {pp: 2}", 2), ("adapter: {lora: {}, base: nf4}", 1)],
+)
+def test_open_weights_below_the_output_of_a_stage_are_planned_when_they_are_there(
+    tmp_path, monkeypatch, kind, more, num_workers
+):
+    config = {**LLAMA, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    monkeypatch.setenv("MLPIPE_CACHE", str(tmp_path / "cache"))
+    text = OPEN.replace(
+        "  - name: train\n",
+        "  - {name: get, command: [get]}\n  - name: tune\n    needs: [get]\n"
+        f"    resources: {{workers_per_node: {num_workers}}}\n",
+    ).replace("pretrained: weights", 'pretrained: "{{stages.get.output}}/models/m"')
+    if more:
+        text = text.replace("      steps: 4", f"      steps: 4\n      {more}")
+    pipeline, store = load_pipeline_text(text, "p.yaml"), kind(tmp_path / "store")
+    assert look_ahead(Submission("p.yaml", text, (), pipeline, store.url, "."), lambda place: True) == {}
+    hardware = stage_hardware(pipeline, "tune")
+    before = build_plan(pipeline, "tune", Start("new", 1, store.url), hardware).work.training
+    assert (before.model.preset, before.init_from.config, before.predicted) == (None, {}, None)
+    weights_file(tmp_path / "made" / "models" / "m" / "model.safetensors")
+    (tmp_path / "made" / "models" / "m" / "config.json").write_text(json.dumps(config))
+    runs.create_run(store, "new", "x", "d", ["get", "tune"], "local", {})
+    outputs.commit_output(store, "runs/new/stages/get", tmp_path / "made")
+    for fetch in (False, True):  # as the driver of a cluster, which has only what planning reads, and here
+        plan = planner(store, "new", pipeline, stage_hardware, fetch=fetch)("tune", 1)
+        train = plan.work.training
+        assert (train.model.preset, train.init_from.config) == ("m", config)
+        assert train.meaning["model.pretrained"] == "{{stages.get.output}}/models/m"
+        assert (train.init_from.found.store_url, train.init_from.found.digest) == (train.init_from.path, None)
+        assert plan.inputs == ("runs/new/stages/get",)
+    assert (Path(train.init_from.path) / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("name", ["w.lora_A", "base_model.model.w.lora_A.weight"])

@@ -226,7 +226,8 @@ def _start(init: InitPlan | None) -> str | None:
     if init is None or init.found is None:
         return None
     digest = f", sha256 {init.found.digest[:12]}" if init.found.digest else ""
-    return f"{init.found.words}{digest}"
+    revision = f", revision {init.found.revision[:12]}" if init.found.revision else ""
+    return f"{init.found.words}{revision}{digest}"
 
 
 def _schedule(optimizer: OptimizerPlan) -> str:

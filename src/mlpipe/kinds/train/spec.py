@@ -85,8 +85,15 @@ class PretrainedModel(SpecModel):
     config.json says the shape, and the training starts from the weights."""
 
     pretrained: f.WeightsPath = Field(
-        description="Folder of Hugging Face's layout, a path or `s3://bucket/...`: config.json and "
-        "*.safetensors, with an index where there are several."
+        description="Folder of Hugging Face's layout, a path, `s3://bucket/...` or below "
+        "`{{stages.NAME.output}}`: config.json and "
+        "*.safetensors, with an index where there are several; or a model in the layout of Hugging Face's "
+        "cache, `models--ORG--NAME`."
+    )
+    revision: f.Revision | None = Field(
+        None,
+        description="Commit, branch or tag of the weights, which only that layout tells. Default: the commit "
+        "that the path names, of `models--ORG--NAME` the branch `main`.",
     )
     seq_len: f.Count = Field(description="Tokens in a sample.")
 
@@ -391,7 +398,7 @@ def _texts(train: Node) -> Iterator[Node]:
         of_schedule = path[:3] == ("optimizer", "schedule", "args")
         of_item = path[:1] in (("callbacks",), ("validate",)) and "args" in path[2:4]
         of_data = path[:1] == ("data",) and data.is_text_with_placeholders(path[1:])
-        of_weights = path[:2] == ("init_from", "path")
+        of_weights = path[:2] in (("init_from", "path"), ("model", "pretrained"))
         if path[1:2] == ("args",) or of_item or of_data or of_weights or of_schedule:
             yield leaf
 

@@ -1,13 +1,18 @@
 """Open weights as their folder describes them (Hugging Face's layout): of its config.json the sizes of the
-model that mlpipe builds. No value of a weight is read."""
+model that mlpipe builds. No value of a weight is read.
+
+Where the folder lies in the layout of Hugging Face's cache, it tells its commit (huggingface_hub, "Understand
+caching"): `models--ORG--NAME/snapshots/COMMIT/config.json`, and `refs/main` is a file with the commit's name.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mlpipe._core.errors import PlanError
@@ -15,6 +20,9 @@ from mlpipe._core.presets import LlamaConfig, MoeConfig
 
 FILE = "config.json"
 _MAX_BYTES = 2**20
+_IN_CACHE = "models--"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+NO_REVISION = "model.revision"  # `where` of errors that are about it
 _NEVER_STRETCHED = {None, "default"}
 # What the architectures of mlpipe's own model say, by `model_type`, where their config.json is silent.
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -57,6 +65,50 @@ _LARGEST_NUMBER = 1e30
 _MOST_LAYERS = 10_000  # each is planned by itself
 
 
+def located(folder: str, revision: str | None) -> tuple[str, str | None]:
+    """The folder that has config.json, and its commit where the layout of a cache tells it. `revision`: as in
+    the file. Raises PlanError for one that is not there, or that nothing tells."""
+    real = folder.rstrip("/") if folder.startswith("s3://") else str(_local(folder).resolve())
+    cache, _, commit = real.rpartition("/snapshots/")
+    if PurePosixPath(real).name.startswith(_IN_CACHE):
+        commit = _commit(real, revision or "main")
+        return f"{folder.rstrip('/')}/snapshots/{commit}", commit
+    if PurePosixPath(cache).name.startswith(_IN_CACHE) and _COMMIT.fullmatch(commit):
+        if revision is not None and (other := _commit(cache, revision)) != commit:
+            raise PlanError(
+                f"revision {revision!r} is {other}, and the folder is of {commit}",
+                where=NO_REVISION,
+                hint=f"name {PurePosixPath(cache).name}, or leave revision away",
+            )
+        return folder, commit
+    if revision is not None:
+        raise PlanError(
+            f"nothing tells whether {folder} is of revision {revision!r}",
+            where=NO_REVISION,
+            hint="leave it away, or name a folder in the layout of Hugging Face's cache: models--ORG--NAME",
+        )
+    return folder, None
+
+
+def _commit(cache: str, revision: str) -> str:
+    """Of a commit, branch or tag that is in `cache`, a folder `models--ORG--NAME`."""
+    try:
+        commit = revision
+        if not _COMMIT.fullmatch(revision):
+            commit = _bytes(cache, f"refs/{revision}", "")[0][:100].decode(errors="replace").strip()
+        if not _COMMIT.fullmatch(commit):
+            raise PlanError(f"refs/{revision} says {commit[:40]!r}, which is no commit", where=cache)
+        _bytes(f"{cache}/snapshots/{commit}", FILE, "")
+    except PlanError as error:
+        raise PlanError(
+            f"revision {revision!r} is not there: {error.told}",
+            where=NO_REVISION,
+            hint=f"fetch it: hf download {PurePosixPath(cache).name[len(_IN_CACHE) :].replace('--', '/')} "
+            f"--revision {revision}",
+        ) from None
+    return commit
+
+
 def described(folder: str) -> tuple[dict[str, Any], LlamaConfig]:
     """What `read_config` gives of `folder`, and the sizes that it says."""
     config = read_config(folder)
@@ -66,7 +118,10 @@ def described(folder: str) -> tuple[dict[str, Any], LlamaConfig]:
 def read_config(folder: str) -> dict[str, Any]:
     """The config.json of `folder`, a path or an `s3://` URL. Raises PlanError for what is none, StoreError
     for a bucket that does not answer."""
-    data, where = _bytes(folder)
+    hint = "name a folder with config.json and *.safetensors, as `save_pretrained` writes it"
+    if not folder.startswith(("/", "~", "s3://", "file://")):
+        hint += f"; {folder} begins in {Path.cwd()}: go where the run was started, or write the whole path"
+    data, where = _bytes(folder, FILE, hint)
     if len(data) > _MAX_BYTES:
         raise PlanError(f"{FILE} has more than {_MAX_BYTES} bytes", where=where)
     try:
@@ -82,22 +137,24 @@ def _file(folder: str) -> str:
     return f"{folder.rstrip('/')}/{FILE}"
 
 
-def _bytes(folder: str) -> tuple[bytes, str]:
-    hint = "name a folder with config.json and *.safetensors, as `save_pretrained` writes it"
-    if not folder.startswith(("/", "~", "s3://", "file://")):
-        hint += f"; {folder} begins in {Path.cwd()}: go where the run was started, or write the whole path"
+def _local(folder: str) -> Path:
+    return Path(folder.removeprefix("file://")).expanduser()
+
+
+def _bytes(folder: str, name: str, hint: str) -> tuple[bytes, str]:
+    """Of the file `name` the first `_MAX_BYTES` and one more, and where they are from."""
     if folder.startswith("s3://"):
         from mlpipe._core.errors import StoreError
         from mlpipe.store.open import open_store
 
-        where = _file(folder)
+        where = f"{folder.rstrip('/')}/{name}"
         try:
-            return open_store(folder.rstrip("/")).get(FILE, length=_MAX_BYTES + 1), where
+            return open_store(folder.rstrip("/")).get(name, length=_MAX_BYTES + 1), where
         except StoreError as error:
             if error.kind != "input":
                 raise
             raise PlanError(f"cannot be read: {error.message}", where=where, hint=hint) from None
-    path = Path(folder.removeprefix("file://")).expanduser() / FILE
+    path = _local(folder) / name
     try:
         # a pipe that nobody writes into would be waited for
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
