@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -61,6 +62,17 @@ def _remembers_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
     folder = tmp_path_factory.getbasetemp() / "state" / os.urandom(6).hex()
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     monkeypatch.setenv("MLPIPE_CALIBRATE", "off")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: nobody need look through it, again and again, for garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

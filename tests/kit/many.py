@@ -7,10 +7,12 @@ the launcher's workers write them; a hang is ended by the watchdog of the plan t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -33,6 +35,7 @@ def main() -> int:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     process = RankProcess.from_environment()
+    _until_rank_0_listens(process.rank)
     shared = dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -48,6 +51,7 @@ def main() -> int:
         if process.rank == 0:
             shared.set(f"port-{number}", str(free_port()))
         os.environ["MASTER_PORT"] = shared.get(f"port-{number}").decode()
+        _until_rank_0_listens(process.rank)
         scratch = Path(folder)
         scratch.mkdir(parents=True, exist_ok=True)
         stop = Stop(scratch, process)
@@ -67,6 +71,16 @@ def main() -> int:
         dist.barrier()
         dist.destroy_process_group()
     return int(failed)
+
+
+def _until_rank_0_listens(rank: int) -> None:
+    """Whoever comes too early would ask again after a quarter of a second, while all others wait for it."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    deadline = time.monotonic() + 60.0  # then torch says what it meets
+    while rank and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5.0):
+            return
+        time.sleep(0.005)
 
 
 _resume = resuming.resume

@@ -182,15 +182,12 @@ def evaluate_plan(trained: Plan, **changes: Any) -> Plan:
 
 
 def environment() -> dict[str, str]:
-    """Of a launcher: the tests' own modules importable, no thread settings from outside."""
+    """Of a launcher or a rank: the tests' own modules importable, no settings from outside. One thread a rank
+    wherever, for results depend on it, bit for bit; the models are too small for a second to help."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "MLPIPE_"))}
+    env["OMP_NUM_THREADS"] = "1"
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")])
     return env
-
-
-def threads_of(world_size: int) -> str:
-    """OMP_NUM_THREADS of so many ranks here, as the launcher has it: results depend on it, bit for bit."""
-    return str(max(1, len(os.sched_getaffinity(0)) // world_size))
 
 
 def start(
@@ -302,7 +299,6 @@ def run_ranks(
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": threads_of(world_size),
         "TORCHELASTIC_RESTART_COUNT": "0",
         **env,
     }

@@ -37,7 +37,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -181,9 +181,10 @@ def _asked(
     return _Asked(argv, env, folder, call["start_new_session"], dies_with, _network)
 
 
-def programs(folder: Path) -> dict[str, str]:
+def programs(folder: Path, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """An environment in which a shell's `mlpipe VERB ...` and `python SCRIPT.py ...` are forks, and all that
-    they start: by programs in `folder` that ask for them. Python knows torch and `transformers`."""
+    they start: by programs in `folder` that ask for them. Python knows torch and `transformers`. A signal to
+    such a program reaches no fork. `base`: in place of this process's own, without OMP_* and MLPIPE_*."""
     folder.mkdir()
     for name in ("mlpipe", "python"):
         path = folder / name
@@ -192,10 +193,11 @@ def programs(folder: Path) -> dict[str, str]:
             f"from kit import warm\nsys.exit(warm.program({name!r}, sys.argv[1:]))\n"
         )
         path.chmod(0o755)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MLPIPE_"))}
-    paths = [str(folder), str(Path(sys.executable).parent), env["PATH"]]
-    own = {"PATH": os.pathsep.join(paths), "KIT_SESSION": str(_session()[0]), "KIT_WARM": "1"}
-    return env | own | {"MLPIPE_CALIBRATE": "off"}
+    if base is None:
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MLPIPE_"))}
+        base = own | {"MLPIPE_CALIBRATE": "off"}
+    paths = [str(folder), str(Path(sys.executable).parent), base["PATH"]]
+    return {**base, "PATH": os.pathsep.join(paths), "KIT_SESSION": str(_session()[0]), "KIT_WARM": "1"}
 
 
 def program(name: str, arguments: list[str]) -> int:

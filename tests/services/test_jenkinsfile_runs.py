@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import groovy
+from kit import groovy, warm
 from kit.command_runs import Cli, shell, until, write_spec
 from kit.jenkinsfile import Workspace, jenkinsfile
 from kit.servers import ServerMissingError
@@ -34,8 +34,11 @@ class Controller:
         folder: Path,
         stages: Mapping[str, Sequence[str]],
         needs: Mapping[str, Sequence[str]],
+        *,
+        aborted: bool = False,
         **more: Mapping[str, Any],
     ) -> None:
+        """Unless builds are to be `aborted`, which signals what `sh` started, `mlpipe` is a fork."""
         self.folder = folder
         self.workspace = folder / "workspace"
         self.workspace.mkdir()
@@ -43,13 +46,14 @@ class Controller:
         self.cli = Cli(self.workspace)
         text = self.cli("render", "pipeline.yaml", "--for", "jenkins").stdout
         (folder / "Jenkinsfile").write_text(text)
-        self.environment = {
+        environment = {
             **self.cli.env,
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
             "JENKINS_URL": "http://jenkins.example.com/",
             "JOB_NAME": "team/train",
             "BUILD_NUMBER": "1",
         }
+        self.environment = environment if aborted else warm.programs(folder / "bin", environment)
 
     def build(self, **parameters: str | bool) -> groovy.Ran:
         try:
@@ -131,7 +135,7 @@ def test_a_failure_ends_the_build_and_the_branch_beside_it_still_finishes(tmp_pa
 
 def test_an_abort_cancels_the_run_and_waits_for_it(tmp_path: Path) -> None:
     stages = {"a": shell("touch $PWD/started; sleep 600"), "b": writes("b")}
-    controller = Controller(tmp_path, stages, {"b": ["a"]})
+    controller = Controller(tmp_path, stages, {"b": ["a"]}, aborted=True)
     found: list[groovy.Ran] = []
     thread = threading.Thread(target=lambda: found.append(controller.build(BACKEND="local")), daemon=True)
     thread.start()
@@ -233,10 +237,7 @@ def test_trials_of_a_sweep_are_branches_and_one_that_fails_is_red_alone(
     monkeypatch.setattr(jenkins, "MAX_TRIAL_BRANCHES", 2)
     pipeline = load_pipeline_text(json.dumps(spec), "pipeline.yaml")
     (tmp_path / "Jenkinsfile").write_text(jenkinsfile(pipeline, "pipeline.yaml", [], "runs"))
-    (tmp_path / "bin").mkdir()
     (tmp_path / "bin/mlpipe").write_text(SIMULATING)
-    (tmp_path / "bin/mlpipe").chmod(0o755)
-    controller.environment["PATH"] = f"{tmp_path / 'bin'}:{controller.environment['PATH']}"
     ran = controller.build(BACKEND="simulated", RUN_ID="s")
     assert ran.result == "SUCCESS", controller.log()
     assert [name for name, _ in ran.stages[:3]] == ["Validate", "Plan", "Sweep"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import groovy
+from kit import groovy, warm
 from kit.command_runs import Cli, shell, write_spec
 from kit.jenkins import TOKEN, USER, FakeJob, fake_jenkins
 from kit.servers import ServerMissingError
@@ -25,7 +25,8 @@ AGENT = ["agent mlpipe", "released mlpipe"]
 class Controller:
     """Builds of `pipeline.yaml` of one repository, each agent with a fresh checkout of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, aborted: bool = False) -> None:
+        """Unless builds are to be `aborted`, which signals what `sh` started, `mlpipe` is a fork."""
         self.folder = folder
         self.repository = folder / "repository"
         (self.repository / "k8s/jenkins").mkdir(parents=True)
@@ -33,7 +34,7 @@ class Controller:
             shutil.copy(ROOT / name, self.repository / name)
         (folder / "workspace").mkdir()
         self.cli = Cli(folder)
-        self.environment = {
+        environment = {
             **self.cli.env,
             "XDG_STATE_HOME": "/dev/null/none",  # an agent remembers nothing of what others did
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
@@ -41,6 +42,7 @@ class Controller:
             "JOB_NAME": "team/train",
             "BUILD_NUMBER": "1",
         }
+        self.environment = environment if aborted else warm.programs(folder / "bin", environment)
 
     def build(self, parameters: dict[str, str | bool], **more: Any) -> groovy.Ran:
         given = {"PIPELINE": "pipeline.yaml", "BACKEND": "local", **parameters}
@@ -140,7 +142,7 @@ def test_a_build_that_was_asked_for_from_the_command_line_fails(tmp_path: Path) 
 
 def test_a_build_that_is_aborted_or_takes_too_long_cancels_its_run(tmp_path: Path) -> None:
     """In the store that OVERRIDES names: another than that of the agent or of the file."""
-    controller = Controller(tmp_path)
+    controller = Controller(tmp_path, aborted=True)
     del controller.environment["MLPIPE_STORE"]
     for command, more in (
         ("sleep 600", {"timeouts": {"Model": 30}}),

@@ -14,7 +14,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from kit.plans import threads_of
 from kit.warm import Popen
 
 from benchmarks import bubble, checkpoint, elastic, launch, links, overhead, ranks, stragglers, uneven
@@ -29,7 +28,7 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the benchmarks start begins as a fork of a process that has imported torch."""
 
     def launched(argv: list[str], timeout: float, env: dict[str, str], **options: Any) -> Any:
-        env = env | {"OMP_NUM_THREADS": threads_of(2)}
+        env = env | {"OMP_NUM_THREADS": "1"}
         with Popen("torchrun", argv, env=env, **options) as launcher:
             return subprocess.CompletedProcess(argv, launcher.wait(timeout))
 
