@@ -22,7 +22,7 @@ def choose_place(
     session: CliSession, submission: Submission, path: str | None, goal: str | None, *, only_look: bool
 ) -> tuple[Backend, Submission] | None:
     """Where the run goes, and as what; a run that is there goes on where it is. None: nothing is to be
-    started. Raises SubmitError (input) where no place can run it."""
+    started. Raises SubmitError (input) where no place can run it, with what each said."""
     if not only_look and submission.run_id is not None:
         store = session.open_store(submission.pipeline.store)
         if store.exists(f"runs/{submission.run_id}/run.json"):
@@ -43,7 +43,7 @@ def choose_place(
     session.note(f"asking {len(listed.places)} places of {where}")
     answers = asking.ask(listed.places, submission)
     best, why = asking.choose(answers, wanted)  # type: ignore[arg-type]  # of click's choices
-    if only_look:
+    if only_look and best is not None:
         session.result(_document(answers, best, why, wanted), "\n".join([*_table(answers), _said(best, why)]))
         return None
     for line in _table(answers):
