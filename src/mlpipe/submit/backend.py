@@ -71,6 +71,7 @@ class Backend(ABC):
         PlanError or RenderError for what cannot run, SubmitError for what is refused."""
         from mlpipe.submit import here
 
+        self._check_data(submission)
         return here.preview(submission, self.check_plan, self.command)
 
     def check(self, submission: Submission, console: Console, *, is_new: bool) -> None:
@@ -79,6 +80,13 @@ class Backend(ABC):
 
         if is_new:
             here.plans(submission, submission.run_id or submission.pipeline.name[:40], self.check_plan)
+            self._check_data(submission)
+
+    def _check_data(self, submission: Submission) -> None:
+        if not (self.outlives_driver or self.trains_elsewhere):
+            from mlpipe.submit.data_there import check_data
+
+            check_data(submission)
 
     # Its stages
 

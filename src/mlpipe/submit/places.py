@@ -93,10 +93,14 @@ def _planned(place: RunPlace, submission: Submission) -> Answer:
         there = replace(submission, overrides=overrides, pipeline=pipeline)
         backend = backends.with_options(chosen, pipeline, place.options)
         return Answer(place, None, backend, there)
-    except SpecErrors as error:
-        return Answer(place, "; ".join(f"{one.place}: {one.message}" for one in error.problems))
     except MlpipeError as error:
-        return Answer(place, error.told)
+        return Answer(place, _told(error))
+
+
+def _told(error: MlpipeError) -> str:
+    if isinstance(error, SpecErrors):
+        return "; ".join(f"{one.place}: {one.message}" for one in error.problems)
+    return error.told
 
 
 def _overrides(place: RunPlace, pipeline: Pipeline) -> Iterator[str]:
@@ -132,7 +136,7 @@ def _ask(planned: Answer, answers: list[Answer], index: int) -> None:
         lasts = there.lasting or lasting(submission.pipeline, backend.hardware, submission.stage)
         answers[index] = replace(planned, availability=there, lasting=lasts)
     except MlpipeError as error:
-        answers[index] = Answer(planned.place, error.told)
+        answers[index] = Answer(planned.place, _told(error))
     except Exception as error:  # of a package, say, in whose thread nobody would see it
         answers[index] = Answer(planned.place, f"{type(error).__name__}: {error}")
 

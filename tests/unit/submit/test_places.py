@@ -52,6 +52,7 @@ class Elsewhere(Backend):
     """By its option: what it does."""
 
     name = "elsewhere"
+    trains_elsewhere = True
     options = (Option("--does", "WHAT", "What it does."),)
     let_go = threading.Event()
 
