@@ -73,6 +73,17 @@ def unfit_for_experts(key: str, value: object) -> Infeasible | None:
     return None if why is None else Infeasible(f"{value} does not go with experts yet: {why}", remedy)
 
 
+def not_with_experts(key: str) -> Infeasible:
+    """A key of their training: what balances and counts them waits for all workers in every step, and moves
+    what islands could not put together."""
+    return Infeasible(f"{key} does not go with experts yet", f"remove {key}")
+
+
+ELASTIC_EXPERTS = Infeasible(
+    "the loads of experts are counted over all workers, which come and go", "write one number of nodes"
+)
+
+
 def too_long(seq_len: int, max_seq_len: int) -> Infeasible | None:
     """A sequence and the positions of the model."""
     if seq_len <= max_seq_len:

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from mlpipe._core.errors import PlanError
-from mlpipe._core.feasibility import too_long, unfit_for_experts
+from mlpipe._core.feasibility import not_with_experts, too_long, unfit_for_experts
 from mlpipe._core.gate import BUILT_IN
 from mlpipe._core.pipelines import stages_per_rank, why_not
 from mlpipe._core.presets import LLAMA, MoeConfig
@@ -220,6 +220,9 @@ def _preset(spec: Train, known: Known) -> Dense | None:
             shape.config, MoeConfig
         ):  # which config.json says, and not the file
             refuse(unfit_for_experts("compile", spec.compile), where=spec.model.pretrained)
+            for key in ("compress", "update"):
+                if getattr(spec, key) is not None:
+                    refuse(not_with_experts(key), where=spec.model.pretrained)
             if spec.adapter is None:  # which has matrices alone
                 name = getattr(spec.optimizer, "name", None)
                 refuse(unfit_for_experts("optimizer.name", name), where=spec.model.pretrained)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mlpipe._core.feasibility import ELASTIC_EXPERTS
 from mlpipe._core.meshes import UNEVEN
 from mlpipe.spec import fields as f
 from mlpipe.spec.problems import Problem
@@ -71,11 +72,7 @@ def _impossible(train: Node) -> Iterator[Problem]:
         )
     preset = get(train, "model", "preset")
     if (text_of(preset) or "").startswith("moe-") and preset is not None:
-        yield problem_of_key(
-            preset,
-            "experts are balanced by the loads of all workers, which come and go",
-            "write one number of nodes",
-        )
+        yield problem_of_key(preset, ELASTIC_EXPERTS.message, ELASTIC_EXPERTS.remedy)
     stragglers = get(train, "stragglers")
     if stragglers is not None and text_of(stragglers) == "move_load":
         yield problem_of_key(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, create_model
 
 from mlpipe._core.compression import CODES, COMPRESSIONS, Argument, Compression
+from mlpipe._core.feasibility import not_with_experts
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.presets import PRESETS, MoeConfig
 from mlpipe.spec import fields as f
@@ -240,4 +241,4 @@ def _needs_copies(train: Node, key: str, strategies: Sequence[str]) -> Iterator[
             f"write one of {', '.join(strategies)}, or remove {key}",
         )
     if preset is not None and isinstance(PRESETS.get(str(preset.value)), MoeConfig):
-        yield Problem.at(preset.place, f"{key} does not go with experts yet", "take a llama-* preset")
+        yield Problem.at(preset.place, not_with_experts(key).message, "take a llama-* preset")

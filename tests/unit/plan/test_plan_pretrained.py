@@ -138,7 +138,17 @@ def test_experts_are_planned_by_what_the_config_says(tmp_path: Path) -> None:
     assert sum(one.size for one in adapted.trained) == 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32))
 
 
-@pytest.mark.parametrize("key", ["optimizer: {{name: muon}}", "compile: block"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "optimizer: {{name: muon}}",
+        "compile: block",
+        "compress: int8",
+        "update: local_sgd",
+        "update: diloco",
+        "update: {{async: {{staleness: 2}}}}",
+    ],
+)
 def test_what_presets_with_experts_are_refused_open_weights_are_too(tmp_path: Path, key: str) -> None:
     text = TEXT + f"      {key}\n"
     with pytest.raises(MlpipeError, match="does not go with experts"):
@@ -146,6 +156,13 @@ def test_what_presets_with_experts_are_refused_open_weights_are_too(tmp_path: Pa
     planned(tmp_path / "dense", QWEN, text=text)
     if "muon" in key:
         planned(tmp_path / "m", MOE, text=text + "      adapter: {{lora: {{rank: 4}}}}\n")
+
+
+def test_open_weights_with_experts_are_not_elastic(tmp_path: Path) -> None:
+    text = TEXT + "    resources: {{nodes: 1..2}}\n"
+    with pytest.raises(MlpipeError, match="loads of experts are counted over all workers"):
+        planned(tmp_path / "m", MOE, text=text)
+    assert planned(tmp_path / "dense", QWEN, text=text).launch.replicas is not None
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlpipe._core.errors import PlanError
+from mlpipe._core.feasibility import ELASTIC_EXPERTS
+from mlpipe._core.presets import MOE
 from mlpipe.kinds.train.spec import Train
+from mlpipe.plan.candidates import refuse
 from mlpipe.plan.launch import Given, workers
 from mlpipe.plan.plan import Launch, Replicas, TrainPlan
 from mlpipe.plan.training import train_plan
@@ -21,6 +24,8 @@ def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[TrainPlan, Lau
     replicas = stage.resources.replicas if stage.resources is not None else None
     if replicas is None:
         return training, launch
+    if training.model.build.entry == MOE:  # of open weights: presets are refused by the file
+        refuse(ELASTIC_EXPERTS, where=f"stage {stage.name!r}")
     others = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(training.mesh, axis) > 1]
     if others or training.communication != "collective":
         what = others[0] if others else f"communication: {training.communication}"
