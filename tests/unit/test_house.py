@@ -63,6 +63,28 @@ def test_every_variable_of_ours_has_one_home_and_is_documented() -> None:
     assert used - ours == set(re.findall(r"`(MLPIPE_[A-Z_]+)`", tests))
 
 
+@pytest.mark.parametrize(
+    ("heading", "homes", "others"),
+    [
+        ("And in a pod of Kubernetes:", ("render/pod.py", "render/kubernetes.py"), {"IPC_LOCK"}),
+        ("And in a job of Slurm:", ("submit/slurm/node.py",), set()),
+    ],
+)
+def test_the_variables_of_a_place_are_all_on_their_page_and_no_others(
+    heading: str, homes: tuple[str, ...], others: set[str]
+) -> None:
+    page = (ROOT / "docs/reference/environment.md").read_text()
+    of_all, here = (
+        set(re.findall(r"`([A-Z][A-Z0-9_]+)`", page.split(part)[1].partition("\n\nAnd ")[0]))
+        for part in ("What a stage finds", heading)
+    )
+    text = "".join((ROOT / "src/mlpipe" / home).read_text() for home in homes)
+    set_there = {str(getattr(environment, name)) for name in re.findall(r"environment\.([A-Z_]+)", text)}
+    set_there |= {name for name in re.findall(r'"([A-Z][A-Z0-9_]{3,})"', text) if "SLURM" not in name}
+    assert here <= set_there
+    assert set_there - others <= of_all | here
+
+
 def test_adrs_are_numbered_and_listed() -> None:
     pages = sorted(path.name for path in (ROOT / "docs/adr").glob("0*.md"))
     assert [page[:4] for page in pages] == [f"{n:04d}" for n in range(1, len(pages) + 1)]
