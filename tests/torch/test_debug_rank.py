@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
+import termios
 import time
 from pathlib import Path
 
 import pytest
-from kit.command_runs import Cli
+from kit.command_runs import Cli, until
 
 pytestmark = pytest.mark.torch
 
@@ -27,7 +29,7 @@ class Linear(torch.nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        if self.calls in (1, 2) and os.environ["RANK"] == "1":
+        if self.calls in (1, 2) and os.environ["RANK"] == "1" and "MLPIPE_DEBUG_RANK" in os.environ:
             breakpoint()
         return self.layer(x)
 
@@ -119,6 +121,37 @@ def test_a_rank_is_debugged_at_the_terminal_and_left(cli: Cli):
     assert "in forward: " in outcome["message"]
     assert "/dev/" in (attempt / "logs/rank-1.log").read_text()
     assert "Pdb" not in (attempt / "logs/launcher.log").read_text()
+
+
+@pytest.mark.parametrize("how", ["killed", "interrupted twice"])
+def test_nothing_of_a_run_that_ended_at_the_prompt_stays_at_the_terminal(cli: Cli, how: str):
+    """No rank that reads what is typed to the shell, or holds its memory for the ten minutes that it has to
+    save; and the terminal echoes."""
+    terminal = Terminal()
+    before = termios.tcgetattr(terminal.slave)
+    smoke = ("--steps", "5", "--ranks", "2", "--tiny")
+    running = cli.start(
+        "run", "pipeline.yaml", "--run-id", "r", "--debug-rank", "1", *smoke, stdin=terminal.slave
+    )
+    try:
+        terminal.expect("(Pdb) ")
+        assert termios.tcgetattr(terminal.slave) != before  # readline's
+        if how == "interrupted twice":
+            running.send_signal(signal.SIGINT)
+            assert running.stderr is not None
+            while "stopping: " not in running.stderr.readline():
+                assert running.poll() is None
+            running.send_signal(signal.SIGINT)
+            assert running.wait(300) == 130
+    finally:
+        running.kill()
+        running.communicate()
+    until(lambda: not cli.processes(), "all of the run to be gone")
+    assert termios.tcgetattr(terminal.slave) == before
+    terminal.type("ls")
+    assert os.read(terminal.slave, 4096) == b"ls\n"
+    if how == "killed":
+        assert "done" in cli("resume", "r").stdout
 
 
 def test_a_debugger_needs_a_terminal_and_a_rank_that_there_is(cli: Cli):

@@ -18,7 +18,8 @@ WORKER_SECRET_ACCESS_KEY = "MLPIPE_WORKER_AWS_SECRET_ACCESS_KEY"
 WORKER_SESSION_TOKEN = "MLPIPE_WORKER_AWS_SESSION_TOKEN"
 WORKER_ROLE_ARN = "MLPIPE_WORKER_AWS_ROLE_ARN"
 
-# Set by `mlpipe run --debug-rank`, for all that it starts: the rank and its terminal, like 0:/dev/pts/3.
+# Set by `mlpipe run --debug-rank`, for all that it starts: the rank, its terminal and our pid, like
+# 0:/dev/pts/3:4711.
 DEBUG_RANK = "MLPIPE_DEBUG_RANK"  # read by train/debugger.py
 
 # Set by submit/sweeps/slots.py for all that it starts: bytes of this machine that a trial may plan with.

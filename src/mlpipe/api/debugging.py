@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mlpipe._core import environment
 from mlpipe._core.errors import SubmitError
+from mlpipe._core.terminal import TerminalModes
 from mlpipe.api.pipeline import LoadedPipeline
 from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.training import trainings
@@ -37,5 +40,16 @@ def debugged(pipeline: LoadedPipeline, rank: int) -> LoadedPipeline:
         for name in sizes
         for change in (f"stages.{name}.train.hang_timeout={_PATIENCE}", f"stages.{name}.train.max_restarts=0")
     ]
-    os.environ[environment.DEBUG_RANK] = f"{rank}:{os.ttyname(sys.stdin.fileno())}"
+    os.environ[environment.DEBUG_RANK] = f"{rank}:{os.ttyname(sys.stdin.fileno())}:{os.getpid()}"
     return pipeline.override(changes)
+
+
+@contextmanager
+def terminal_given_back() -> Iterator[None]:
+    """After it the terminal of standard input has the modes that it had before: a rank that was killed at its
+    prompt left others."""
+    modes = TerminalModes(os.ttyname(sys.stdin.fileno()), os.getpgrp())
+    try:
+        yield
+    finally:
+        modes.restore()

@@ -53,7 +53,7 @@ def command(
     if ranks is not None or steps is not None or tiny:
         pipeline = pipeline.smoke(ranks=ranks, steps=steps, tiny=tiny)
     if debug_rank is not None:
-        from mlpipe.api.debugging import debugged
+        from mlpipe.api.debugging import debugged, terminal_given_back
 
         pipeline = debugged(pipeline, debug_rank)
     store = session.open_store(pipeline.spec.store)
@@ -65,5 +65,8 @@ def command(
         return sweep.drive(session, store, sweep.create(session, store, backend, submission))
     run_id = create(store, backend, submission, session)
     session.note(f"run {run_id} in {store.url}")
-    session.quiet = session.quiet or debug_rank is not None  # the terminal is the rank's
-    return drive_here(session, store, run_id)
+    if debug_rank is None:
+        return drive_here(session, store, run_id)
+    session.quiet = True  # the terminal is the rank's
+    with terminal_given_back():
+        return drive_here(session, store, run_id)

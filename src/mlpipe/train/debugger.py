@@ -6,21 +6,35 @@ run`, as always. Standard library only.
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mlpipe._core import environment
+from mlpipe._core.terminal import TerminalModes
+
+_LEFT = 128 + signal.SIGHUP  # as a program whose terminal is gone
 
 
-def terminal_of(rank: int) -> str | None:
-    """The path of the terminal that `rank` has; None: it has none."""
-    debugged, _, path = os.environ.get(environment.DEBUG_RANK, "").partition(":")
-    return path if debugged == str(rank) else None
+def terminal_of(rank: int) -> tuple[str, int] | None:
+    """The path of the terminal that `rank` has, and the pid of the `mlpipe run` that lends it; None: it has
+    none."""
+    debugged, _, lent = os.environ.get(environment.DEBUG_RANK, "").partition(":")
+    path, _, owner = lent.rpartition(":")
+    return (path, int(owner)) if debugged == str(rank) else None
 
 
-def take(path: str) -> None:
-    """Standard input, output and error of this process become the terminal's."""
+def take(path: str, owner: int) -> None:
+    """Standard input, output and error of this process become the terminal's, until the process `owner` ends,
+    and this one with it."""
+    try:
+        lender, modes = os.pidfd_open(owner), TerminalModes(path, os.getpgid(owner))
+    except ProcessLookupError:
+        os._exit(_LEFT)
+    threading.Thread(target=_leave_with, args=(lender, modes), name="debugger", daemon=True).start()
     terminal = os.open(path, os.O_RDWR | os.O_NOCTTY)
     for stream in (0, 1, 2):
         os.dup2(terminal, stream)
@@ -28,6 +42,16 @@ def take(path: str) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for out in (sys.stdout, sys.stderr):
         out.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _leave_with(lender: int, modes: TerminalModes) -> None:
+    """At once: a rank at the prompt would save nothing, and read what is typed to the shell for as long as it
+    is given to save."""
+    poll = select.poll()
+    poll.register(lender, select.POLLIN)
+    poll.poll()
+    modes.restore()
+    os._exit(_LEFT)
 
 
 def was_left(error: BaseException | None) -> bool:

@@ -150,9 +150,9 @@ def rank(
     for path, stream in ((stdout, sys.stdout), (stderr, sys.stderr)):
         with open(path, "a") as file:
             os.dup2(file.fileno(), stream.fileno())
-    if (terminal := debugger.terminal_of(int(env["RANK"]))) is not None:
-        print(f"the rest goes to {terminal} (--debug-rank)", flush=True)  # noqa: T201
-        debugger.take(terminal)
+    if (lent := debugger.terminal_of(int(env["RANK"]))) is not None:
+        print(f"the rest goes to {lent[0]} (--debug-rank)", flush=True)  # noqa: T201
+        debugger.take(*lent)
     code: object = 1
     try:
         sys.argv = list(args[args.index("-m") + 1 :])
