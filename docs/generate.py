@@ -311,9 +311,18 @@ figure is a median with its first and third quartile, a ratio is ours over their
 and a goal is met when the median reaches it and the worse end of the interval is within 3 % of it. A row
 `control` compares a peer with itself: how far it is from 1 is the noise of the machine. Where nobody else
 does the same work, the goal itself stands in the peer's column.
-
+{_without_results()}
 {"".join(parts).rstrip()}
 """
+
+
+def _without_results() -> str:
+    """Benchmarks that the README tells of, and that have left nothing here."""
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    names = dict.fromkeys(re.findall(r"-m benchmarks\.([a-z_]+)", text))
+    there = [path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")]
+    missing = [f"`{name}`" for name in names if not any(stem.startswith(name) for stem in there)]
+    return f"\nNo result is committed of {', '.join(missing)}.\n" if missing else ""
 
 
 def _figure_row(row: dict[str, Any], processor: str) -> str:
