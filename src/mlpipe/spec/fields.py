@@ -117,7 +117,7 @@ _STEPS = r"\s*0*[1-9][0-9]*\s*steps?\s*"
 ENV_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*"
 ENTRY_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 IMAGE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}"
-STORE_PATTERN = rf"s3://{BUCKET_PATTERN}(/[A-Za-z0-9._=-]+)*/?|file:///[^{{}}]*|(?![a-z0-9]+://)[^{{}}]+"
+STORE_PATTERN = rf"s3://{BUCKET_PATTERN}(/[A-Za-z0-9._=-]+)*/?|file:///[^{{}}]*|(?![A-Za-z0-9]+:/)[^{{}}]+"
 
 Text = Annotated[str, BeforeValidator(_unambiguous)]
 Json = Annotated[Any, BeforeValidator(_json)]

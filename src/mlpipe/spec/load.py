@@ -143,10 +143,11 @@ def _nulls(root: Node) -> list[Problem]:
     problems = []
     for path, node in root.walk():
         if node.value is None and not node.broken and path and not JSON_KEYS & set(path):
-            node.broken = True
+            node.broken, last = True, path[-1]
+            what, where = (f"item {last + 1}", "'-'") if isinstance(last, int) else (repr(last), "key")
             problems.append(
                 Problem.at(
-                    node.key or node.place, f"{path[-1]!r} has no value", "write one, or remove the key"
+                    node.key or node.place, f"{what} has no value", f"write one, or remove the {where}"
                 )
             )
     return problems
@@ -202,6 +203,7 @@ _ARTICLES = {
     "model_attributes_type": "a mapping of keys to values",
     "union_tag_invalid": "a mapping of keys to values",
 }
+_MOST = 1e18  # beyond it a number without quotes is not read as a whole one (spec/tree.py)
 _BOUNDS = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "at least"),
@@ -238,6 +240,8 @@ def _problem(node: Node, exists: bool, detail: ErrorDetails, model: type[BaseMod
         if isinstance(value, str):
             return Problem.at(node.place, f"unknown value {value!r}", closest(value, options))
         return Problem.at(node.place, f"{_show(value)} is not a choice", f"write one of {', '.join(options)}")
+    if kind in ("int_type", "int_from_float") and isinstance(value, float) and abs(value) >= _MOST:
+        return Problem.at(node.place, f"{_show(value)} is out of bounds", "write a smaller number")
     if kind in _ARTICLES:
         wanted = _ARTICLES[kind]
         return Problem.at(
@@ -260,6 +264,8 @@ def _rewrite(kind: str, value: Any, node: Node, wanted: str) -> str:
         return f'write "{node.text}" in quotes'
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and node.text is None:
         return f"write {wanted}, without quotes"
+    if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
     if kind in ("tuple_type", "list_type") and not isinstance(value, dict):
         return f"write [{_flat(', '.join(str(value).split()))}]"
     return f"write {wanted}"

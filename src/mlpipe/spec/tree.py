@@ -223,7 +223,7 @@ class _Builder:
                 elif not self.take(event):
                     return None, self.problems
         except yaml.MarkedYAMLError as error:
-            self.syntax(error)
+            self.syntax(error, text)
             return None, self.problems
         except yaml.YAMLError as error:
             self.unreadable(text, error)
@@ -236,7 +236,7 @@ class _Builder:
             self.problem(Place(self.file, 1, 1), "the file is empty", "start with 'version: 1'")
         return self.root, self.problems
 
-    def syntax(self, error: yaml.MarkedYAMLError) -> None:
+    def syntax(self, error: yaml.MarkedYAMLError, text: str) -> None:
         mark = error.problem_mark or error.context_mark
         place = self.place(mark) if mark else Place(self.file, 1, 1)
         why = f" {error.context}" if error.context else ""
@@ -247,6 +247,8 @@ class _Builder:
             hint = "indent it as a key of the line above, or quote the text that holds the ':'"
         elif "'%'" in str(error.problem) or "'@'" in str(error.problem) or "'`'" in str(error.problem):
             hint = "quote the text"
+        elif "\u00a0" in "".join(text.split("\n")[max(0, place.line - 2) : place.line]):
+            hint = "a blank here or on the line above is a no-break space (U+00A0): write a space"
         self.problem(place, f"not YAML: {error.problem}{why}", hint)
 
     def unreadable(self, text: str, error: yaml.YAMLError) -> None:
