@@ -149,7 +149,10 @@ def test_a_warm_cache_outlives_the_pods_of_stages_and_is_none_of_the_driver() ->
     (*_, body) = stage_objects(plan)
     text = str(body)
     assert "'name': 'TORCHINDUCTOR_CACHE_DIR', 'value': '/mlpipe/cache/inductor'" in text
+    assert "'name': 'XDG_CACHE_HOME', 'value': '/mlpipe/cache/tools'" in text
     assert "'name': 'TRITON_CACHE_DIR', 'value': '/tmp/x'" in text  # the stage's word goes before
+    (*_, body) = stage_objects(plan_of(pipeline_of("quickstart", *QUICKSTART, *overrides), "corpus"))
+    assert "'name': 'TRITON_CACHE_DIR', 'value': '/mlpipe/cache/triton'" in str(body)
     driver = driver_objects("r", plan.store_url, cluster_of(plan), stage=None, spec_digest="d", seal="s")
     assert "warm" not in str(driver)
     assert "ephemeral'" not in str(driver)

@@ -230,10 +230,45 @@ def test_neither_does_the_driver_nor_the_coordinator(first: str) -> None:
     assert not [one for pod in pods for one in pod["tolerations"] if one.get("key") == "spot"]
 
 
+@pytest.mark.parametrize(
+    "devices",
+    [
+        ("kubernetes.gpu_claims={}",),
+        ("network={profile: efa, hugepages: 1 GiB}",),
+        ("kubernetes.rdma={resource: rdma/hca}",),
+        (
+            "train.resources.gpu=X1",
+            "train.resources.device={memory: 94 GiB, fp32_tflops: 60, bf16_tflops: 800}",
+        ),
+    ],
+    ids=["claims", "network", "rdma", "unknown"],
+)
+def test_the_coordinator_asks_for_no_device(devices: tuple[str, ...]) -> None:
+    """And goes where the run's pods may, from a node that is lost sooner than they."""
+    elastic = ("train.resources.nodes=1..2", "train.strategy=fsdp", "train.metrics_port=off")
+    objects = stage_objects(llm(*devices, *elastic, "kubernetes.tolerations=[{key: team}]"))
+    (pod,) = [
+        body["spec"]["template"]["spec"]
+        for body in objects
+        if "mlpipe.train.coordinate" in str(body.get("spec"))
+    ]
+    (container,) = pod["containers"]
+    amounts = {"memory": "256Mi", "ephemeral-storage": "256Mi"}
+    assert container["resources"] == {"requests": {"cpu": "100m", **amounts}, "limits": amounts}
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert not {"affinity", "resourceClaims", "topologySpreadConstraints"} & pod.keys()
+    assert {one["name"] for one in pod["volumes"]} == {"plan", "scratch", "shm", "cache", "tmp", "claim-0"}
+    assert [(one["key"], one.get("tolerationSeconds")) for one in pod["tolerations"]] == [
+        ("team", None), ("node.kubernetes.io/not-ready", 30), ("node.kubernetes.io/unreachable", 30),
+    ]  # fmt: skip
+    assert "MLPIPE_RENDEZVOUS" not in {one["name"] for one in container["env"]}
+
+
 def test_nodes_that_are_taken_first_are_not_required() -> None:
     spot = "kubernetes.gpu_pods={prefer: {capacity: spot, zone: a}}"
     affinity = pod_of(llm(spot))["affinity"]["nodeAffinity"]
     (first,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert first["weight"] == 100
     assert first["preference"]["matchExpressions"] == [
         {"key": key, "operator": "In", "values": [value]}
         for key, value in (("capacity", "spot"), ("zone", "a"))

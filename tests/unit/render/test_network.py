@@ -83,6 +83,7 @@ def test_what_the_pipeline_says_stands_in_place_of_the_profiles() -> None:
     plan = llm(own, "train.env.MY_OWN=2")
     limits = worker_of(plan)["resources"]["limits"]
     assert (limits["vpc.amazonaws.com/efa"], limits["my/nic"], limits["hugepages-2Mi"]) == ("16", "2", "1Gi")
+    assert {"nvidia.com/gpu", "cpu", "memory"} < limits.keys()  # beside what a pod has without it
     found = variables(plan)
     assert (found["FI_PROVIDER"], found["MY_OWN"], found["FI_EFA_USE_DEVICE_RDMA"]) == ("other", "2", "1")
     assert found["NCCL_TOPO_FILE"] == "/mlpipe/network/topology.xml"

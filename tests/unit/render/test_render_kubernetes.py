@@ -337,9 +337,10 @@ def test_the_disk_of_a_node_has_a_limit(asked: str | None, request_: str, limit:
     assert {one["emptyDir"]["sizeLimit"] for one in spec["volumes"]} == {"4Gi"}
 
 
-def test_parts_of_cores() -> None:
-    spec = pod_of(stage_objects(quickstart("train", "train.resources.cpus=0.5"))[-1])
-    assert spec["containers"][0]["resources"]["requests"]["cpu"] == "500m"
+@pytest.mark.parametrize(("asked", "cpu"), [("0.5", "500m"), ("1.5", "1500m"), ("2", "2")])
+def test_parts_of_cores(asked: str, cpu: str) -> None:
+    spec = pod_of(stage_objects(quickstart("train", f"train.resources.cpus={asked}"))[-1])
+    assert spec["containers"][0]["resources"]["requests"]["cpu"] == cpu
 
 
 @pytest.mark.parametrize("how", ["required", "preferred"])
@@ -599,6 +600,13 @@ def test_the_driver_has_the_secrets_that_are_meant_for_it() -> None:
         (("train.resources.nodes=4", "train.mesh={dp_replicate: 2, dp_shard: 16}"), "2"),
         (("train.resources.nodes=4", "train.mesh={dp_replicate: 8, dp_shard: 4}"), None),
         (("train.resources.nodes=1", "train.strategy=fsdp"), None),
+        (
+            (
+                "train.resources=[{nodes: 2, gpus_per_node: 8, gpu: H100-80GB}, {nodes: 2, gpus_per_node: 8, "
+                "gpu: A100-80GB}]",
+            ),
+            None,
+        ),
     ],
 )
 def test_nodes_whose_ranks_share_weights_stand_in_one_rack(
@@ -627,7 +635,7 @@ def test_an_image_is_fetched_with_the_rights_of_no_device_and_as_patches_leave_i
         "kubernetes.patches=[{target: {kind: Pod, stage: train}, strategic: {spec: {containers: "
         "[{name: worker, image: other.example.com/x:1}]}}}]",
     )
-    pipeline = pipeline_of("llm", *overrides)
+    pipeline = pipeline_of("llm", "kubernetes.namespace=ml", *overrides)
     plans = [plan_of(pipeline, stage.name) for stage in pipeline.stages]
     jobs = prepull_objects(plans, waiting(pipeline, None), pipeline.digest)
     assert [pod_of(job)["containers"][0]["image"] for job in jobs] == [
@@ -647,6 +655,7 @@ def test_an_image_is_fetched_with_the_rights_of_no_device_and_as_patches_leave_i
     labels = train["metadata"]["labels"]
     assert "mlpipe.dev/stage" not in labels  # no gang takes its pods for its own
     assert labels["mlpipe.dev/run"] == RUN_ID  # cancel finds it
+    assert train["metadata"]["namespace"] == "ml"
     assert prepull_objects(plans, waiting(pipeline, "train"), pipeline.digest) == []
     of_one = "evaluate.resources={nodes: 1, gpus_per_node: 8, gpu: H100-80GB}"
     same = pipeline_of("llm", "kubernetes.prepull=true", of_one)

@@ -200,7 +200,14 @@ def test_a_strategic_patch_that_does_not_fit_is_named(body: dict[str, Any], word
         ({"op": "test", "path": "/spec/suspend", "value": 1}, "it is not what the test says"),
         ({"op": "replace", "path": "", "value": []}, "nothing is left of the object"),
         ({"op": "remove", "path": ""}, "nothing is left of the object"),
-        ({"op": "replace", "path": "/metadata/name", "value": "x"}, "mlpipe finds its objects by kind, name"),
+        *(
+            ({"op": "add", "path": path, "value": "x"}, f": {path}: mlpipe finds its objects by kind, name")
+            for path in ("/metadata/name", "/metadata/namespace", "/kind", "/apiVersion")
+        ),
+        (
+            {"op": "replace", "path": "/spec/template/metadata/labels/mlpipe.dev~1run", "value": "x"},
+            ": /spec/template/metadata/labels/mlpipe.dev~1run: mlpipe finds its objects .* it stays 'r'",
+        ),
         (
             {"op": "remove", "path": "/metadata/labels/mlpipe.dev~1run"},
             "mlpipe finds its objects by kind, name",

@@ -163,7 +163,7 @@ def test_pods_stay_to_be_found_by_their_labels(overrides: tuple[str, ...], path:
     for label in ("mlpipe.dev~1run", "app.kubernetes.io~1component"):
         operation = f"{{op: replace, path: {path}/metadata/labels/{label}, value: driver}}"
         patch = f"kubernetes.patches=[{{target: {{kind: TrainJob}}, json: [{operation}]}}]"
-        with pytest.raises(RenderError, match="it stays"):
+        with pytest.raises(RenderError, match=f"{path}/metadata/labels/{label}: .*it stays"):
             gang(*FORM, *overrides, patch)
     added = "{op: add, path: /metadata/labels/cost-centre, value: '42'}"
     found = gang(*FORM, *overrides, f"kubernetes.patches=[{{target: {{kind: TrainJob}}, json: [{added}]}}]")

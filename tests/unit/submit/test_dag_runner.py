@@ -113,7 +113,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mlpipe.submit.wanted._LOOK_SECONDS", 0.0)
 
 
-def walk(needs, fails, looks, cpus, *, stop=None, stop_after=None):
+def walk(needs, fails, looks, cpus, *, stop=None, stop_after=None, make_plan=command_plan):
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(folder)
         runs.create_run(store, "run", "", "digest", list(needs), "local", {})
@@ -128,7 +128,7 @@ def walk(needs, fails, looks, cpus, *, stop=None, stop_after=None):
 
         backend = Scripted(lambda: walker.state, needs, fails, looks, cpus)
         drive = Drive(store, "run", "me", Path(folder) / "scratch", stop, watch=watch)
-        walker = DagRunner(drive, needs, command_plan, backend)
+        walker = DagRunner(drive, needs, make_plan, backend)
         state = walker.run()
         assert state == runs.read_run(store, "run")
         assert not backend.alive
@@ -389,6 +389,15 @@ def test_independent_stages_run_side_by_side_when_there_is_room():
     assert walk(needs, set(), dict.fromkeys(needs, 3), 1)[1].most == 1
     state, backend = walk(needs, set(), dict.fromkeys(needs, 3), 0)  # each asks for more than there is: alone
     assert (state.state, backend.most) == ("done", 1)
+    planned = []
+    walk(
+        needs,
+        set(),
+        dict.fromkeys(needs, 9),
+        1,
+        make_plan=lambda *of: (planned.append(of), command_plan(*of))[1],
+    )
+    assert planned == [("a", 1), ("b", 1), ("c", 1)]  # not again while one waits for room
 
 
 def promote_plan(store: Store, attempt: int) -> Plan:
@@ -429,3 +438,6 @@ def test_what_needs_a_skipped_stage_is_skipped():
     assert {name: stage.state for name, stage in state.stages.items()} == {
         "a": "failed", "b": "skipped", "c": "skipped"
     }  # fmt: skip
+    assert [state.stages[name].message for name in "bc"] == [
+        f"needs {need!r}, which did not finish" for need in "ab"
+    ]

@@ -1,4 +1,5 @@
-"""How stages are stopped: at their timeout, by a request, by a second signal; on a clock of the tests."""
+"""How stages are stopped: at their timeout, by a request, by a second signal; on a clock of the tests. And
+what a driver tells of them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from kit.clock import Clock
 
-from mlpipe._core.errors import StoreError, SubmitError
+from mlpipe._core.errors import MlpipeError, PlanError, StoreError, SubmitError
 from mlpipe.kinds.command.plan import CommandPlan
 from mlpipe.plan.plan import Launch, Plan
 from mlpipe.store import leases, runs
@@ -36,12 +37,13 @@ class Stage:
         self.clock, self.hears, self.dies, self.lost = clock, hears, dies, lost
         self.told: list[tuple[str, float]] = []
         self.ended: Ended | None = None
+        self.says = ""
 
     def poll(self) -> Ended | None:
         return self.ended
 
     def note(self) -> str:
-        return ""
+        return self.says
 
     def terminate(self) -> None:
         self.told.append(("terminate", self.clock.now))
@@ -65,6 +67,8 @@ class World:
         leases.take_lease(self.store, "run", "me", 1e9)
         self.began = self.clock.now
         self.stages: Iterator[Stage] = iter(())
+        self.make_plan: Callable[[str, int], Plan] = command_plan
+        self.found: list[list[Path]] = []  # in the folder of each stage, as it started
 
     def walk(
         self, *stages: Stage, watch: Callable[[RunState], None] = lambda state: None, outlives: bool = False
@@ -72,7 +76,7 @@ class World:
         self.stages = iter(stages)
         runs.update_run(self.store, "run", lambda run: replace(run, state="running"))
         drive = Drive(self.store, "run", "me", self.scratch, self.stop, watch=watch, outlives_driver=outlives)
-        return DagRunner(drive, {"a": ()}, command_plan, self).run()
+        return DagRunner(drive, {"a": ()}, self.make_plan, self).run()
 
     def adopted(self, stage: Stage, *, after: float, **more: Any) -> RunState:
         """As the driver before us left it so many seconds after its start."""
@@ -93,6 +97,7 @@ class World:
         pass
 
     def start(self, plan: Plan, scratch: Path) -> Stage:
+        self.found.append(list(scratch.iterdir()))
         return next(self.stages)
 
 
@@ -187,3 +192,82 @@ def test_a_stage_that_loses_one_node_after_the_other_is_given_up(world: World) -
 
     state = world.walk(*(lost() for _ in range(30))).stages["a"]
     assert (state.state, state.attempt, state.message) == ("failed", 20, "node-1 was lost")
+
+
+def test_a_second_signal_does_not_wait_for_what_cannot_be_killed(world: World) -> None:
+    stage, signals = Stage(world.clock, dies=False), iter([KeyboardInterrupt])
+
+    def watch(state: RunState) -> None:
+        for signal in signals:
+            raise signal
+
+    state = world.walk(stage, watch=watch).stages["a"]
+    assert (state.state, state.message) == ("cancelled", "killed")
+    assert world.clock.now - stage.told[-1][1] == pytest.approx(10, abs=1)
+
+
+def test_a_stage_that_somebody_else_stopped_stops_its_run(world: World) -> None:
+    stage = Stage(world.clock)
+    stage.ended = Ended("cancelled", "by scancel")
+    state = world.walk(stage)
+    assert (state.state, state.message) == ("cancelled", "stage 'a' was stopped: by scancel")
+
+
+def test_what_is_told_of_a_stage_is_of_its_latest_attempt(world: World) -> None:
+    """While it waits, while it runs, and how it ended."""
+    earlier = runs.StageState("pending", 1, "failed", 1.0, 2.0, 3, {"kind": "failed"})
+    runs.update_run(world.store, "run", lambda run: replace(run, stages={"a": earlier}))
+    (world.scratch / "a-2" / "left").mkdir(parents=True)
+    plan = command_plan("a", 2)
+    plan = replace(plan, launch=replace(plan.launch, avoid=("n1", "n2")))
+    world.make_plan = lambda name, attempt: plan
+    stage, seen = Stage(world.clock), []
+
+    def watch(state: RunState) -> None:
+        seen.append(state.stages["a"])
+        stage.says = "waits for a node" if len(seen) == 1 else ""
+        if len(seen) == 3:
+            stage.ended = Ended("done", "7 files", exit_code=0, outcome={"digest": "d"})
+
+    ended = world.walk(stage, watch=watch).stages["a"]
+    assert seen[0] == runs.StageState("running", 2, started=world.began)
+    assert seen[1] == replace(seen[0], message="waits for a node")
+    avoids = "leaves out n1, n2, which in an earlier attempt did not pass the preflight or got slow"
+    assert seen[2] == replace(seen[0], message=avoids)
+    outcome = {"digest": "d", "kind": None}
+    assert ended == runs.StageState("done", 2, "7 files", world.began, ended.ended, 0, outcome)
+    assert ended.ended == pytest.approx(world.began + 0.3)
+    assert (world.found, list(world.scratch.iterdir())) == ([[]], [])
+    assert world.store.get(f"{plan.attempt_key}/plan.json") == plan.to_json().encode()
+    assert b'"submitted"' in world.store.read_log(f"{plan.attempt_key}/events.jsonl")[0]
+
+
+@pytest.mark.parametrize("where", ["make_plan", "check"])
+def test_a_stage_that_cannot_start_fails_with_the_reason(
+    world: World, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def refuse(*arguments: Any) -> Any:
+        raise SubmitError("there is no such GPU", kind="input")
+
+    monkeypatch.setattr(world, where, refuse)
+    (world.scratch / "a-1").mkdir(parents=True)
+    state = world.walk().stages["a"]
+    words, outcome = "there is no such GPU", {"kind": "input"}
+    assert state == runs.StageState("failed", 1, words, ended=world.began, outcome=outcome)
+    assert list(world.scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [PlanError, SubmitError])
+def test_a_stage_that_lost_the_last_that_it_could_run_on_says_so(
+    world: World, error: type[MlpipeError]
+) -> None:
+    def make_plan(name: str, attempt: int) -> Plan:
+        if attempt == 2:
+            raise error("no such GPU is left", kind="input")
+        return command_plan(name, attempt)
+
+    world.make_plan, stage = make_plan, Stage(world.clock)
+    stage.ended = Ended("failed", "node-1 was lost", kind="infrastructure", lost=True)
+    state = world.walk(stage).stages["a"]
+    assert (state.state, state.attempt) == ("failed", 1)
+    assert (state.message, state.outcome["kind"]) == ("node-1 was lost; no such GPU is left", "input")
