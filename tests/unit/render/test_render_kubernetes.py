@@ -401,6 +401,14 @@ def test_a_patch_of_the_driver_is_the_drivers_alone() -> None:
     )
     assert pod_of(driver)["hostname"] == "driver"
     assert pod_of(stage_objects(plan)[-1])["hostname"] == "worker"
+    two = "[{nodes: 2, gpus_per_node: 8, gpu: H100-80GB}, {nodes: 2, gpus_per_node: 8, gpu: A100-80GB}]"
+    for more in (f"train.resources={two}", "train.resources.nodes=1..2"):
+        overrides = (f"kubernetes.patches=[{', '.join(patches)}]", "train.strategy=fsdp", more)
+        of_llm = plan_of(pipeline_of("llm", *overrides), "train")
+        *_, last = stage_objects(of_llm)
+        jobs = [one["template"] for one in last["spec"].get("replicatedJobs", ())] or [last]
+        assert [job["spec"]["template"]["spec"].get("hostname") for job in jobs] == ["worker"] * len(jobs)
+    assert pod_of(replica_object(of_llm, 7))["hostname"] == "worker"
 
 
 def test_one_replica_is_the_very_object_that_all_of_them_are() -> None:
