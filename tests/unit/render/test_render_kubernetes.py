@@ -17,6 +17,7 @@ from mlpipe.plan.cluster import ClusterPlan
 from mlpipe.plan.plan import Plan
 from mlpipe.render.kubernetes import driver_objects, gang_name, object_digest, replica_object, stage_objects
 from mlpipe.render.names import SPEC_DIGEST
+from mlpipe.render.pod import quantity
 from mlpipe.render.prepull import prepull_objects
 from mlpipe.spec.model import Pipeline
 from mlpipe.submit.kubernetes.manifests import waiting
@@ -337,6 +338,13 @@ def test_the_disk_of_a_node_has_a_limit(asked: str | None, request_: str, limit:
     assert {one["emptyDir"]["sizeLimit"] for one in spec["volumes"]} == {"4Gi"}
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(2**31, "2Gi"), (3 * 2**20, "3Mi"), (5 * 2**10, "5Ki"), (1000, "1000")]
+)
+def test_quantities(num_bytes: int, text: str) -> None:
+    assert quantity(num_bytes) == text
+
+
 @pytest.mark.parametrize(("asked", "cpu"), [("0.5", "500m"), ("1.5", "1500m"), ("2", "2")])
 def test_parts_of_cores(asked: str, cpu: str) -> None:
     spec = pod_of(stage_objects(quickstart("train", f"train.resources.cpus={asked}"))[-1])
@@ -403,7 +411,8 @@ def test_a_patch_of_the_driver_is_the_drivers_alone() -> None:
     assert pod_of(stage_objects(plan)[-1])["hostname"] == "worker"
     two = "[{nodes: 2, gpus_per_node: 8, gpu: H100-80GB}, {nodes: 2, gpus_per_node: 8, gpu: A100-80GB}]"
     for more in (f"train.resources={two}", "train.resources.nodes=1..2"):
-        overrides = (f"kubernetes.patches=[{', '.join(patches)}]", "train.strategy=fsdp", more)
+        of_stage = ", ".join(patches).replace("component: worker", "component: worker, stage: train")
+        overrides = (f"kubernetes.patches=[{of_stage}]", "train.strategy=fsdp", more)
         of_llm = plan_of(pipeline_of("llm", *overrides), "train")
         *_, last = stage_objects(of_llm)
         jobs = [one["template"] for one in last["spec"].get("replicatedJobs", ())] or [last]
@@ -423,8 +432,11 @@ def test_one_replica_is_the_very_object_that_all_of_them_are() -> None:
 
 
 def test_pods_without_gpus_may_stand_where_the_node_selector_sends_them() -> None:
-    plan = plan_of(pipeline_of("llm", "kubernetes.node_selector={pool: gpu}"), "corpus")
-    assert pod_of(stage_objects(plan)[-1])["tolerations"][0]["key"] == "nvidia.com/gpu"
+    leaves = "kubernetes.tolerations=[{key: example.com/away, effect: NoExecute, toleration_seconds: 9}]"
+    plan = plan_of(pipeline_of("llm", "kubernetes.node_selector={pool: gpu}", leaves), "corpus")
+    first, second = pod_of(stage_objects(plan)[-1])["tolerations"]
+    assert first["key"] == "nvidia.com/gpu"
+    assert (second["effect"], second["tolerationSeconds"]) == ("NoExecute", 9)
 
 
 def test_certificates_and_proxy_reach_all_pods() -> None:
@@ -438,6 +450,10 @@ def test_certificates_and_proxy_reach_all_pods() -> None:
     assert found["HTTPS_PROXY"] == found["https_proxy"] == "http://p:1"
     assert found["NO_PROXY"] == "localhost,127.0.0.1,.svc,.cluster.local,minio.storage,a.example"
     assert "HTTP_PROXY" not in found
+    both = variables(quickstart("train", "kubernetes.proxy={http: 'http://p:1', https: 'http://p:2'}"))
+    assert [both[name] for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY")] == [
+        "http://p:1", "http://p:1", "http://p:2"
+    ]  # fmt: skip
     far = "kubernetes.store.endpoint=https://s3.example.com"  # not a Service's short name: by the proxy
     proxied = variables(quickstart("train", far, "kubernetes.proxy={https: 'http://p:1'}"))
     assert proxied["NO_PROXY"] == "localhost,127.0.0.1,.svc,.cluster.local"
@@ -481,6 +497,7 @@ def test_with_web_identity_no_pod_has_keys_and_each_shows_a_token_for_the_store_
         assert not env.keys() & set(STORE_KEYS)
         assert env["AWS_ROLE_ARN"] == f"arn:aws:iam::1:role/{'w' if name == 'train' else 'd'}"
         assert env["AWS_ENDPOINT_URL_STS"] == "http://s"
+        assert env["AWS_ENDPOINT_URL_S3"] == "http://minio.storage:9000"
         assert env["AWS_WEB_IDENTITY_TOKEN_FILE"] == "/mlpipe/identity/token"
         (volume,) = [found for found in spec["volumes"] if found["name"] == "identity"]
         token = {"audience": "a", "expirationSeconds": 3600, "path": "token"}
