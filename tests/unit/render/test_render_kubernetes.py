@@ -261,6 +261,22 @@ def test_gpu_pods_have_all_of_it() -> None:
     assert pod_of(amd)["tolerations"][0]["key"] == "amd.com/gpu"
 
 
+def test_groups_of_machines_are_numbered_one_after_the_other() -> None:
+    groups = ", ".join(
+        f"{{nodes: {nodes}, gpus_per_node: 8, gpu: {gpu}}}"
+        for nodes, gpu in ((2, "H100-80GB"), (3, "A100-80GB"), (1, "H200"))
+    )
+    plan = plan_of(pipeline_of("llm", f"train.resources=[{groups}]", "train.strategy=fsdp"), "train")
+    jobs = stage_objects(plan)[-1]["spec"]["replicatedJobs"]
+    found = [
+        (job["name"], job["template"]["spec"]["completions"], one["value"])
+        for job in jobs
+        for one in job["template"]["spec"]["template"]["spec"]["containers"][0]["env"]
+        if one["name"] == "MLPIPE_FIRST_NODE"
+    ]
+    assert found == [("worker", 2, "0"), ("g1", 3, "2"), ("g2", 1, "5")]
+
+
 def test_a_command_on_two_nodes_is_a_gang_that_knows_where_to_meet() -> None:
     plan = plan_of(pipeline_of("llm", "corpus.resources={nodes: 2}"), "corpus")
     jobset = stage_objects(plan)[-1]

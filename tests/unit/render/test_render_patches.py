@@ -180,6 +180,9 @@ def test_a_strategic_patch_that_does_not_fit_is_named(body: dict[str, Any], word
         ({"op": "add", "path": "spec", "value": 1}, "an operation needs a path"),
         ({"op": "set", "path": "/spec", "value": 1}, "/spec: op is 'set'"),
         ({"op": "add", "path": "/spec/a"}, "/spec/a: op add needs a value"),
+        ({"op": "replace", "path": "/spec/suspend"}, "/spec/suspend: op replace needs a value"),
+        ({"op": "test", "path": "/spec/suspend"}, "/spec/suspend: op test needs a value"),
+        ({"op": "move", "path": "/spec/a", "from": "/spec/b/c"}, "/spec/b: there is no 'b'"),
         ({"op": "move", "path": "/spec/a"}, "/spec/a: op move needs a 'from'"),
         ({"op": "move", "path": "/spec/a", "from": "/spec"}, "/spec/a: /spec cannot move into itself"),
         (

@@ -131,7 +131,7 @@ def test_without_a_runtime_nothing_is_rendered() -> None:
         stage_objects(without)
 
 
-POD = "kubernetes.patches=[{target: {kind: Pod, stage: train}, strategic: {spec: %s}}]"
+POD = "kubernetes.patches=[{target: {kind: Pod, stage: train, component: worker}, strategic: {spec: %s}}]"
 
 
 def test_patches_of_the_pod_are_carried_or_refused() -> None:
