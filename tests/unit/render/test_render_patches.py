@@ -94,10 +94,11 @@ def test_strategic_removes_by_null_and_by_directive() -> None:
         }
     }
     assert container(strategic("Pod", fresh))["env"] == [{"name": "Z", "value": "9"}]
-    labels = strategic("Job", {"metadata": {"annotations": {"$patch": "replace", "b": "c"}}})["metadata"][
-        "annotations"
-    ]
-    assert labels == {"b": "c"}
+    for directive in ("replace", "merge"):
+        body = {"spec": {"template": {"spec": {"nodeSelector": {"$patch": directive, "b": "c"}}}}}
+        target = strategic("Pod", {"spec": {"nodeSelector": {"a": "b"}}})
+        found = strategic("Job", body, target)["spec"]["template"]["spec"]["nodeSelector"]
+        assert found == ({"b": "c"} if directive == "replace" else {"a": "b", "b": "c"})
 
 
 def test_a_pod_is_found_inside_a_jobset_too() -> None:
@@ -161,7 +162,7 @@ def test_only_what_a_patch_is_meant_for_changes() -> None:
         ),
         (
             {"spec": {"containers": [{"name": "no", "$patch": "delete"}]}},
-            "there is no item whose name is 'no'",
+            "/spec/containers/0: there is no item whose name is 'no'",
         ),
         ({"spec": {"$patch": "delete"}}, r"/spec: \$patch: 'delete' does not fit here"),
     ],
@@ -218,6 +219,10 @@ def test_a_strategic_patch_that_does_not_fit_is_named(body: dict[str, Any], word
         (
             {"op": "replace", "path": "/metadata/labels", "value": 1},
             "/metadata/labels: a mapping stood there, not 1",
+        ),
+        (
+            {"op": "add", "path": "/metadata/annotations", "value": 1},
+            "/metadata/annotations: a mapping stood there, not 1",
         ),
         ({"op": "remove", "path": "/metadata"}, "/metadata: an object needs it"),
         ({"op": "add", "path": "/spec/a~2", "value": 1}, "an operation needs a path"),
@@ -328,6 +333,9 @@ def test_a_gang_stays_in_its_queue_and_is_the_only_one() -> None:
     for body, where in ((queue, "kueue.x-k8s.io~1queue-name"), (second, "/spec/replicatedJobs/1/template/")):
         with pytest.raises(RenderError, match=where):
             patched(shipped("JobSet"), [Patch("JobSet", None, None, body, None)], "train", "worker")
+    named = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "q"}, "name": "other"}}
+    with pytest.raises(RenderError, match="/metadata/name: mlpipe finds"):
+        strategic("Job", named)
     # what mlpipe did not ask for may be asked for: a queue for the driver, labels of others
     labels = {"kueue.x-k8s.io/queue-name": "q", "app.kubernetes.io/created-by": "me", "team": "a"}
     found = strategic("Job", {"metadata": {"labels": labels}})
