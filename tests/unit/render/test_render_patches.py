@@ -168,7 +168,7 @@ def test_only_what_a_patch_is_meant_for_changes() -> None:
     ],
 )
 def test_a_strategic_patch_that_does_not_fit_is_named(body: dict[str, Any], words: str) -> None:
-    with pytest.raises(RenderError, match=words) as caught:
+    with pytest.raises(RenderError, match=f"of stage train: {words}") as caught:
         strategic("Pod", body)
     assert caught.value.where == "kubernetes.patches[0].strategic, Pod of stage train"
     assert caught.value.kind == "input"

@@ -13,7 +13,7 @@ from kit.rendered import pipeline_of, plan_of
 
 from mlpipe._core.errors import MlpipeError, RenderError
 from mlpipe.plan.slurm import slurm_job
-from mlpipe.render.slurm import script
+from mlpipe.render.slurm import job_name, script
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.problems import SpecErrors
 from mlpipe.store.folder import FolderStore
@@ -215,6 +215,16 @@ def test_folders_of_a_container_are_one_word_of_the_shell(runtime: str) -> None:
     (line,) = [line for line in text.splitlines() if line.startswith("srun --nodes")]
     assert "'/a b:/a b,/c$d:/c$d'" in line
     assert "'/i m.sif'" in line
+    alone = script(plan_of(spec, "corpus"), slurm_job(spec, "corpus"), "o")
+    assert (" --nv " in text, " --nv " in alone) == (runtime == "apptainer", False)  # the second has no GPU
+
+
+def test_the_name_of_a_run_begins_those_of_its_jobs_and_of_no_others() -> None:
+    """By it they are all found, and ended."""
+    names = [job_name("r", "a", 1, part) for part in ("", "coordinator", "3")]
+    assert names == ["mlpipe/r/a/1", "mlpipe/r/a/1/coordinator", "mlpipe/r/a/1/3"]
+    assert all(name.startswith(job_name("r")) for name in names)
+    assert not job_name("r2", "a", 1).startswith(job_name("r"))
 
 
 def test_nodes_that_did_not_pass_a_preflight_are_left_out_beside_ones_own() -> None:
