@@ -149,13 +149,15 @@ bench-tools: $(TOOLS:%=.venv-bench-%/.done)  ## the tools that ours are compared
 bench-validated: $(VENV)/.dev .venv-bench-validated/.done  ## a CNN and a GPT to the first validated checkpoint beside Lightning, Accelerate and Trainer: half an hour
 	$(BIN)/python -m benchmarks.validated
 
-bench-peers: $(VENV)/.dev .venv-bench-training/.done .venv-bench-deepspeed/.done .venv-bench-titan/.done  ## training beside these and raw torchrun: half an hour on two idle cores
+bench-peers: $(VENV)/.dev .venv-bench-training/.done .venv-bench-deepspeed/.done .venv-bench-titan/.done .venv-bench-tuning/.done  ## training beside these and raw torchrun: half an hour on two idle cores
 	for precision in fp32 bf16; do \
 	  $(BIN)/python -m benchmarks.peers.rates same --precision $$precision || exit 1; \
 	  $(BIN)/python -m benchmarks.peers.rates same --model 21M --steps 1 --precision $$precision || exit 1; done
 	$(BIN)/python -m benchmarks.peers.rates newcomer
 	$(BIN)/python -m benchmarks.peers.rates compiled
 	$(BIN)/python -m benchmarks.peers.meshes
+	$(BIN)/python -m benchmarks.peers.chats same
+	$(BIN)/python -m benchmarks.peers.chats newcomer
 	$(BIN)/python -m benchmarks.peers.starts first
 	$(BIN)/python -m benchmarks.peers.starts restart --rounds 2
 

@@ -31,11 +31,15 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
 
 
 def take_turns(
-    session: Session, running: Loop, progress: list[int], validate: Callable[[], float | None]
+    session: Session,
+    running: Loop,
+    progress: list[int],
+    validate: Callable[[], float | None],
+    counted: Callable[[], dict[str, int]] = dict,
 ) -> NoReturn:
     """A step whenever the benchmark says so, until it ends this process."""
     work = read_work()
-    waiting = Turns(work.socket, work.side, session.rank, validate)
+    waiting = Turns(work.socket, work.side, session.rank, validate, counted)
     while True:
         session.watchdog.beat("waiting for its turn", progress[0])
         waiting.before_step()

@@ -25,6 +25,7 @@ SCRIPTS = {
     "hf_trainer": "training",
 }
 ON_MESHES = {"titan_mesh": "titan"}  # of `meshes.py`
+ON_CHATS = {"trl_sft": "tuning"}  # of `chats.py`
 NAMES = {
     "raw_ddp": "raw DDP",
     "raw_fsdp": "raw FSDP2",
@@ -39,7 +40,7 @@ WIDE = GPT | {"dim": 512, "num_heads": 8}  # 21M
 
 def python_of(script: str) -> str:
     """Raises FileNotFoundError that says how the environment is made."""
-    environment = {**SCRIPTS, **ON_MESHES}[script]
+    environment = {**SCRIPTS, **ON_MESHES, **ON_CHATS}[script]
     if environment is None:
         return sys.executable
     path = ROOT / f".venv-bench-{environment}" / "bin" / "python"

@@ -117,19 +117,28 @@ def validation_batches(work: Work, rank: int, num_ranks: int) -> list[tuple[Tens
 
 class Turns:
     """The benchmark's side of a rank. `before_step` returns when this rank may do one more step; meanwhile it
-    sleeps in a read, so that a side that waits costs the others nothing."""
+    sleeps in a read, so that a side that waits costs the others nothing. `counted`: what it says of the steps
+    that it has done since it was asked last."""
 
-    def __init__(self, path: str, side: str, rank: int, validate: Callable[[], float | None]) -> None:
+    def __init__(
+        self,
+        path: str,
+        side: str,
+        rank: int,
+        validate: Callable[[], float | None],
+        counted: Callable[[], dict[str, int]] = dict,
+    ) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         self._lines = self._socket.makefile("r")
         self._validate = validate
+        self._counted = counted
         self._left = -1
         self._say(side=side, rank=rank, pid=os.getpid())
 
     def before_step(self) -> None:
         if self._left == 0:
-            self._say(done=True)
+            self._say(done=True, **self._counted())
         while self._left <= 0:
             line = self._lines.readline()
             if not line:  # the benchmark is over

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from kit.warm import Popen
 
-from benchmarks.peers import rates, sides
+from benchmarks.peers import chats, rates, results, sides
 
 pytestmark = pytest.mark.torch
 ROOT = Path(__file__).parents[2]
@@ -51,3 +51,21 @@ def test_sides_take_turns_on_the_same_work(tmp_path: Path, monkeypatch: pytest.M
     ours, raw = goal["validation_losses"]["mlpipe"], goal["validation_losses"]["raw DDP"]
     assert ours == pytest.approx(raw, abs=0.005)
     assert ours[1] < ours[0]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "count", "part", "fails"),
+    [
+        (8.0, 50, "same", False),
+        (8.01, 50, "same", True),
+        (8.0, 51, "same", True),
+        (8.01, 50, "newcomer", False),
+    ],
+)
+def test_sides_that_learn_other_targets_are_not_compared(theirs, count, part, fails):
+    losses, counts = {results.OURS: [8.0], chats.PEER: [theirs]}, {results.OURS: 50, chats.PEER: count}
+    if fails:
+        with pytest.raises(RuntimeError, match="the sides do not compute the same"):
+            chats.check(part, losses, counts)
+    else:
+        chats.check(part, losses, counts)
