@@ -165,6 +165,14 @@ def test_only_what_a_patch_is_meant_for_changes() -> None:
             "/spec/containers/0: there is no item whose name is 'no'",
         ),
         ({"spec": {"$patch": "delete"}}, r"/spec: \$patch: 'delete' does not fit here"),
+        (
+            {
+                "spec": {
+                    "containers": [{"$patch": "replace"}, {"name": "a", "resources": {"$patch": "delete"}}]
+                }
+            },
+            r"/spec/containers/1/resources: \$patch: 'delete' does not fit here",
+        ),
     ],
 )
 def test_a_strategic_patch_that_does_not_fit_is_named(body: dict[str, Any], words: str) -> None:
@@ -248,7 +256,7 @@ def test_copies_of_copies_end_before_they_fill_the_memory() -> None:
     deep = [{"op": "copy", "from": "/spec", "path": "/spec" + "/x" * (2**number)} for number in range(12)]
     operate(*deep[:6])  # 63 levels more
     for operations in (wide, deep[:7]):
-        with pytest.raises(RenderError, match="the object becomes too large or too deep"):
+        with pytest.raises(RenderError, match=r": /spec/\S+: the object becomes too large or too deep"):
             operate(*operations)
 
 

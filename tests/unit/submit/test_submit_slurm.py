@@ -215,6 +215,7 @@ def test_folders_of_a_container_are_one_word_of_the_shell(runtime: str) -> None:
     (line,) = [line for line in text.splitlines() if line.startswith("srun --nodes")]
     assert "'/a b:/a b,/c$d:/c$d'" in line
     assert "'/i m.sif'" in line
+    assert " --part " not in line  # which only what is elastic has
     alone = script(plan_of(spec, "corpus"), slurm_job(spec, "corpus"), "o")
     assert (" --nv " in text, " --nv " in alone) == (runtime == "apptainer", False)  # the second has no GPU
 
