@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -39,8 +40,7 @@ def open_store(url: str) -> Store:
         if parts.netloc not in ("", "localhost"):
             raise StoreError(f"{url!r} names another host", hint="write file:///path", kind="input")
         return FolderStore(Path(unquote(parts.path)))
-    scheme = url.partition("://")[0] if "://" in url else None
-    if scheme is not None or not url:
+    if "://" in url or re.match("[A-Za-z0-9]+:/", url) or not url:
         raise StoreError(
             f"{url!r} is not a store",
             hint="write a folder, file:///folder or s3://bucket/prefix",

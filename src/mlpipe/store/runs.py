@@ -115,6 +115,12 @@ class RunSummary:
     updated: float
 
 
+def check_new_id(run_id: str) -> None:
+    """Raises StoreError (input) for what a run cannot be called."""
+    if not is_name(run_id):
+        raise StoreError(f"{run_id!r} is not a run id", hint="use a-z, 0-9, '.', '_' and '-'", kind="input")
+
+
 def create_run(
     store: Store,
     run_id: str,
@@ -127,8 +133,7 @@ def create_run(
     """Claims `run_id` and writes the run as pending. `meta["pipeline"]`, if given, is the pipeline's name.
     What a client that died left half claimed is taken over. Raises StoreError (input) when the id is
     taken."""
-    if not is_name(run_id):
-        raise StoreError(f"{run_id!r} is not a run id", hint="use a-z, 0-9, '.', '_' and '-'", kind="input")
+    check_new_id(run_id)
     text = pipeline_yaml.encode()
     taken = StoreError(
         f"run {run_id} exists already",

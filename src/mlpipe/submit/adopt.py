@@ -44,7 +44,9 @@ def claim(store: Store, backend: Backend, submission: Submission, console: Conso
 
 
 def is_there(store: Store, run_id: str, pipeline: Pipeline) -> bool:
-    """Whether the run exists. Raises SubmitError (input) if the run is of another pipeline."""
+    """Whether the run exists. Raises SubmitError (input) if the run is of another pipeline, and StoreError
+    (input) for what no run can be called."""
+    runs.check_new_id(run_id)
     if not store.exists(f"runs/{run_id}/run.json"):
         return False
     seal.vouched(store, runs.read_run(store, run_id), pipeline)
@@ -56,6 +58,8 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
     is written, and StoreError (input) when the id is taken."""
     pipeline = submission.pipeline
     submission = replace(submission, run_id=submission.run_id or new_run_id(pipeline.name))
+    assert submission.run_id is not None
+    runs.check_new_id(submission.run_id)
     for name in (submission.folder, submission.spec):
         check_name(name)
     starts = _starts(backend, submission)  # first, since it says the line

@@ -89,6 +89,8 @@ def test_a_url_is_a_folder_or_a_bucket(tmp_path, monkeypatch):
     for url, words in (
         ("file://host/data", "names another host"),
         ("gs://bucket", "is not a store"),
+        ("s3:/bucket", "is not a store"),
+        ("S3://bucket", "is not a store"),
         ("", "is not a store"),
     ):
         with pytest.raises(StoreError, match=words) as caught:

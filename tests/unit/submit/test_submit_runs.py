@@ -11,10 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from kit.command_runs import Cli, shell, until, write_spec
 from kit.synthetic_run import stage_plan, train_plan
 
+from mlpipe.cli.app import app
 from mlpipe.cli.outcome import summary
+from mlpipe.cli.session import CliSession
 from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import StageState
@@ -49,6 +52,15 @@ def begun(cli: Cli) -> Path:
 
 def stored(cli: Cli, run: str = "r") -> dict:
     return json.loads((cli.store / "runs" / run / "run.json").read_text())
+
+
+@pytest.mark.parametrize("verb", ["run", "submit"])
+def test_an_id_that_is_none_is_refused_before_the_store_is_made(tmp_path, monkeypatch, verb):
+    monkeypatch.chdir(tmp_path)
+    write_spec(tmp_path, {"a": ["true"]})
+    done = CliRunner().invoke(app, [verb, "pipeline.yaml", "--run-id", "../x"], obj=CliSession())
+    assert "'../x' is not a run id" in str(done.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipeline.yaml"]
 
 
 def test_stages_hand_their_output_on_and_a_done_run_exits_0(cli: Cli):
