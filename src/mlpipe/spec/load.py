@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -13,7 +15,7 @@ from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe.spec import kubernetes_rules, network, rules, slurm
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.problems import Place, Problem, SpecErrors, closest
-from mlpipe.spec.tree import JSON_KEYS, MAX_BYTES, Ambiguous, Node, parse
+from mlpipe.spec.tree import JSON_KEYS, MAX_BYTES, Ambiguous, Node, parse, scalar
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
@@ -267,8 +269,14 @@ def _rewrite(kind: str, value: Any, node: Node, wanted: str) -> str:
     if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
     if kind in ("tuple_type", "list_type") and not isinstance(value, dict):
-        return f"write [{_flat(', '.join(str(value).split()))}]"
+        return f"write [{_flat(', '.join(map(_quoted, str(value).split())))}]"
     return f"write {wanted}"
+
+
+def _quoted(word: str) -> str:
+    """As it is text in a list."""
+    is_plain = re.fullmatch(r"[A-Za-z0-9_./=+-]+", word) and isinstance(scalar(word), str)
+    return word if is_plain else json.dumps(word, ensure_ascii=False)
 
 
 def _flat(value: Any) -> str:

@@ -331,9 +331,14 @@ class _Builder:
         top.awaits_value = True
         top.name_place = node.place
         top.drop = True
+        place = node.place
         if not isinstance(event, yaml.ScalarEvent):
-            if not node.broken:
-                self.problem(node.place, "a key that is a list or a mapping", "write a plain word as the key")
+            outer = top.node.place
+            if isinstance(node.value, dict) and (outer.line, outer.col + 1) == (place.line, place.col):
+                top.node.broken = True
+                self.problem(outer, "'{{' without quotes opens two mappings", 'quote it: "{{...}}"')
+            elif not node.broken:
+                self.problem(place, "a key that is a list or a mapping", "write a plain word as the key")
             return
         name = event.value
         if node.broken:
