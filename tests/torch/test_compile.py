@@ -8,8 +8,10 @@ import pytest
 import torch
 from kit import budget, plans
 
+from mlpipe._core.presets import MoeConfig
 from mlpipe.train.loss import IGNORED
 from mlpipe.train.model import LossModule
+from mlpipe.train.models import moe
 from mlpipe.train.models.llama import build_model
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 
@@ -23,16 +25,26 @@ def counting_backend():
     return CompileCounterWithBackend("aot_eager")
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full", "full, experts"])
 def test_all_blocks_share_one_compiled_graph(mode):
+    """Experts count their rows in it, once a forward pass."""
+    mode, _, has_experts = mode.partition(", ")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     config = replace(plans.CONFIG, num_layers=BLOCKS)
-    gradients = []
+    gradients, counts_LE = [], torch.zeros(BLOCKS, 4, dtype=torch.int64)
+    if has_experts:
+        sizes = {**asdict(config), "dim": 32, "ffn_dim": 32}
+        config = MoeConfig(
+            **sizes, num_experts=4, experts_per_token=2, num_shared_experts=1, balance_rate=0.01
+        )
     for compiled in (False, True):
         torch.manual_seed(0)
-        model = build_model(**asdict(config))
+        model = (moe.build_model if has_experts else build_model)(**asdict(config))
         model.init_weights()
+        if has_experts and compiled:
+            for block, counts_E in zip(model.layers, counts_LE, strict=True):
+                block.mlp.counted = counts_E
         if mode != "none" and compiled:
             checkpoint_activations(list(model.layers), mode)
         counter = counting_backend()
@@ -41,14 +53,17 @@ def test_all_blocks_share_one_compiled_graph(mode):
                 block.compile(backend=counter)
         for _ in range(2):
             ids = torch.arange(64).reshape(2, 32)
-            with torch.autocast("cpu", torch.bfloat16):
+            # a rounding to bf16 may be another expert
+            with torch.autocast("cpu", torch.bfloat16, enabled=not has_experts):
                 logits = model(ids)
             logits.float().square().mean().backward()
-        gradients.append(model.layers[0].mlp.up_proj.weight.grad)
+        mlp = model.layers[0].mlp
+        gradients.append((mlp.shared_experts if has_experts else mlp).up_proj.weight.grad)
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     budget.within("a compiled step", {"graphs": counter.frame_count, "graph breaks": breaks})
     assert counter.frame_count  # something was compiled
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-2, atol=1e-6)
+    assert set(counts_LE.sum(1).tolist()) == {2 * 2 * 64 if has_experts else 0}
 
 
 def test_a_whole_model_and_its_loss_are_one_graph():

@@ -17,7 +17,16 @@ from mlpipe._core.presets import MOE, MoeConfig
 from mlpipe.plan.axes import ep
 from mlpipe.plan.axes.axis import Layout
 from mlpipe.plan.hardware import detect_hardware
-from mlpipe.plan.plan import Checkpointing, Entry, Mesh, ModelPlan, PipelinePlan, Plan
+from mlpipe.plan.plan import (
+    AdapterPlan,
+    Checkpointing,
+    Entry,
+    Mesh,
+    ModelPlan,
+    OptimizerPlan,
+    PipelinePlan,
+    Plan,
+)
 from mlpipe.plan.shapes import experts as shapes
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.time import passes
@@ -38,6 +47,7 @@ CONFIG = MoeConfig(
 )
 MODEL = ModelPlan(Entry(MOE, dataclasses.asdict(CONFIG)), "test", 32, ())
 STEPS, SHORT = 20, 6
+MUON = {"momentum": 0.95, "nesterov": True, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}
 TWO, FOUR = Mesh(dp_shard=2, ep=2), Mesh(dp_shard=4, ep=2)
 MIXED = {
     "tp": Mesh(tp=2),
@@ -104,26 +114,32 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
         for number, mesh in enumerate((FOUR, Mesh(), TWO), start=1)
     ]
     alone = plan("alone", Mesh(), steps=STEPS)
+    lora: Any = {"adapter": AdapterPlan(4, 6.0)}
+    muon: Any = {"optimizer": OptimizerPlan("muon", None, MUON, 8, 1e-2, 1.0, "constant", 0, 0, 0.0)}
     two = [
         plan("two", TWO, steps=STEPS),
         plan("full", TWO, activation_checkpointing="full", micro_batch=4, accumulation=2),
         plan("low", TWO, precision="bf16"),
+        plan("compiled", TWO, compile="block", activation_checkpointing="full"),
+        plan("lora", TWO, **lora),
+        plan("muon", TWO, **muon),
     ]
-    four = [plan("four", FOUR, steps=STEPS)]
+    four = [plan("four", FOUR, steps=STEPS), plan("muon-four", FOUR, **muon)]
+    of_one = [alone, plan("lora-alone", Mesh(), **lora), plan("muon-alone", Mesh(), **muon)]
     for name, mesh in MIXED.items():
         schedule = PipelinePlan("zero_bubble" if mesh.tp > 1 else "1f1b", (1, 1))
         staged = {"pipeline": schedule, "micro_batch": 4, "accumulation": 4 // mesh.dp_shard}
         more = staged if mesh.pp > 1 else {}
         (two if mesh.world_size == 2 else four).append(plan(name, mesh, **more))
     plans.run_together([*four, chain[0]], folder / "four")
-    plans.run_together([alone, chain[1]], folder / "one")
+    plans.run_together([*of_one, chain[1]], folder / "one")
     plans.run_together([*two, chain[2]], folder / "two")
     killed = plan("killed", TWO, steps=STEPS, **plans.dying(step=13, every=10))
     plans.launch_dying(killed, folder / "store", folder / "killed")
     fields = ("loss", "grad_norm", "expert_max_load_ratio")
     found = {
         one.run_id: {field: plans.by_step(folder / "store", one, field) for field in fields}
-        for one in [alone, *two, *four, killed]
+        for one in [*of_one, *two, *four, killed]
     }
     steps = [plans.by_step(folder / "store", one, "loss") for one in chain]
     weights = {
@@ -135,6 +151,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
     return {name: figures | weights.get(name, {}) for name, figures in found.items()} | chained
 
 
+@pytest.mark.combines("ep", "compile", "activation_checkpointing full")
 @pytest.mark.combines("ep", "dp_shard", "model with experts", "optimizer adamw")
 @pytest.mark.combines("ep", "activation_checkpointing full", "accumulation")
 @pytest.mark.combines("ep", "dp_replicate", "dp_shard", "model with experts")
@@ -142,13 +159,27 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
 @pytest.mark.combines("pp", "tp", "pipeline zero_bubble", "model with experts")
 @pytest.mark.combines("tp", "ep", "dp_shard", "model with experts")
 @pytest.mark.combines("cp", "ep", "dp_shard", "model with experts")
-@pytest.mark.parametrize("name", ["two", "full", "four", *MIXED])
+@pytest.mark.parametrize("name", ["two", "full", "four", "compiled", *MIXED])
 def test_losses_gradients_and_loads_are_those_of_one_rank(trained: Any, name: str) -> None:
     found, expected = trained[name], trained["alone"]
     steps = STEPS if "weights" in found else SHORT
     assert found["loss"] == pytest.approx(expected["loss"][:steps], rel=1e-5)
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"][:steps], rel=1e-3)
     assert found["expert_max_load_ratio"] == expected["expert_max_load_ratio"][:steps]
+
+
+@pytest.mark.combines("ep", "adapter lora", "model with experts")
+def test_adapters_beside_experts_that_stay_learn_as_on_one_rank(trained: Any) -> None:
+    losses = trained["lora-alone"]["loss"]
+    assert trained["lora"]["loss"] == pytest.approx(losses, rel=1e-5)
+    assert losses[-1] < losses[0] - 1e-3
+
+
+@pytest.mark.combines("ep", "optimizer muon", "model with experts")
+@pytest.mark.parametrize("name", ["muon", "muon-four"])
+def test_muon_is_that_of_one_rank(trained: Any, name: str) -> None:
+    """A rounding is another bf16 value in its iterations."""
+    assert trained[name]["loss"] == pytest.approx(trained["muon-alone"]["loss"], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["two", "four"])

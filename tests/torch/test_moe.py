@@ -162,6 +162,7 @@ VARIANTS = {
         "zero1": {"strategy": "zero1"},
         "fsdp": {"strategy": "fsdp"},
         "bf16-fsdp": {"strategy": "fsdp", "precision": "bf16"},
+        "compiled-fsdp": {"strategy": "fsdp", "compile": "block", "activation_checkpointing": "full"},
         "capacity-ep": {"mesh": Mesh(dp_shard=2, ep=2), "micro_batch": 8, "model": NARROW},
         "capacity-tp": {"mesh": Mesh(tp=2), "micro_batch": 8, "accumulation": 2, "model": NARROW},
     },
@@ -232,7 +233,10 @@ def of(steps, field):
     return [step[field] for step in steps]
 
 
-@pytest.mark.parametrize("name", ["accumulated", "full", "selective", "ddp", "zero1", "fsdp"])
+@pytest.mark.combines("compile", "dp_shard", "model with experts", "activation_checkpointing full")
+@pytest.mark.parametrize(
+    "name", ["accumulated", "full", "selective", "ddp", "zero1", "fsdp", "compiled-fsdp"]
+)
 def test_the_same_losses_and_loads_whatever_splits_the_work(runs, name):
     """The loads say that no token is counted twice, nor on one rank only."""
     assert of(runs[name], "loss") == pytest.approx(of(runs["single"], "loss"), rel=1e-5)

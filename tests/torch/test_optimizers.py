@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from mlpipe.train.optim.make import make_update
 from mlpipe.train.optim.update import after_load
 from mlpipe.train.reshard import load
 from mlpipe.train.resuming import load_optimizer
-from mlpipe.train.shards import LocalShard, clear_gradients
+from mlpipe.train.shards import LocalShard, Split, clear_gradients, rows_of
 
 pytestmark = pytest.mark.torch
 
@@ -311,6 +313,56 @@ def test_goes_on_from_its_states_bit_for_bit(name: str) -> None:
         clear_gradients(shards)
     for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_muon_of_experts_is_that_of_each_of_their_matrices(num_ranks: int) -> None:
+    """Four of each kind, one below the other, whose rows three ranks share as they come, with a matrix that
+    is none of theirs: the same bits as of twelve matrices and that one."""
+    shapes = {"up": (5, 6, 4), "down": (8, 3, 4), "gate": (7, 6, 1)}
+    whole = {name: torch.randn(rows * many, columns) for name, (rows, columns, many) in shapes.items()}
+    meeting, table = threading.Barrier(num_ranks), {}
+
+    def exchange(rank: int) -> Any:
+        def all_to_all(out: torch.Tensor, own: torch.Tensor, came: Any, sent: Any, group: Any) -> None:
+            table[rank] = own.split(sent)
+            meeting.wait(60)
+            arrived = [table[other][rank] for other in range(num_ranks)]
+            meeting.wait(60)
+            assert [len(part) for part in arrived] == came
+            out.copy_(torch.cat(arrived))
+
+        return all_to_all
+
+    def train(rank: int | None) -> list[torch.Tensor]:
+        """Two steps; of all apart, or of one rank's rows of the stacks."""
+        shards, split = [], None
+        if rank is not None and num_ranks > 1:
+            split = Split(rank, num_ranks, None, lambda _: exchange(rank))
+        for name, (rows, columns, many) in shapes.items():
+            start, stop = rows_of(rows * many, rank or 0, num_ranks if split else 1)
+            parts = [whole[name][start:stop]] if rank is not None else list(whole[name].split(rows))
+            size = (rows * many, columns) if rank is not None else (rows, columns)
+            for number, part in enumerate(parts):
+                parameter = nn.Parameter(part.clone())
+                parameter.grad = part.roll(1, 1) + part
+                shard = LocalShard(
+                    f"{name}{number}", parameter.data, size, (start, 0), parameter=parameter, in_block=True
+                )
+                stacked = many if rank is not None else 1
+                shards.append(replace(shard, split=split, num_matrices=stacked))
+        update = make_update(plan_of("muon"), shards)
+        for lr in (0.1, 0.05):
+            update.step(lr=lr, scale=0.5)
+        return [shard.local for shard in shards]
+
+    apart = iter(train(None))
+    expected = [torch.cat([next(apart) for _ in range(many)]) for *_, many in shapes.values()]
+    with ThreadPoolExecutor(num_ranks) as pool:
+        ranks = list(pool.map(train, range(num_ranks)))
+    for found, wanted in zip(map(torch.cat, zip(*ranks, strict=True)), expected, strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_muon_without_blocks_is_refused() -> None:

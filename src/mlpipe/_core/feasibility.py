@@ -8,23 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlpipe._core.optimizers import OPTIMIZERS
-
-_UNFIT_FOR_EXPERTS: dict[tuple[str, object], tuple[str, str]] = {
-    **{
-        ("optimizer.name", name): ("those of a block are one tensor, not matrices", "take adamw")
-        for name, optimizer in OPTIMIZERS.items()
-        if optimizer.needs_blocks
-    },
-    **{
-        ("compile", mode): (
-            "to count the rows of each cuts a block's graph, and where it is recomputed leaves none",
-            "write compile: off",
-        )
-        for mode in ("block", "model")
-    },
-}
-
 
 @dataclass(frozen=True)
 class Infeasible:
@@ -65,12 +48,6 @@ def too_many_experts(experts_per_token: int, num_experts: int) -> Infeasible | N
         f"experts_per_token {experts_per_token} is more than num_experts {num_experts}",
         f"write {num_experts} at most",
     )
-
-
-def unfit_for_experts(key: str, value: object) -> Infeasible | None:
-    """A setting of a training of experts, and what it may be."""
-    why, remedy = _UNFIT_FOR_EXPERTS.get((key, value), (None, ""))
-    return None if why is None else Infeasible(f"{value} does not go with experts yet: {why}", remedy)
 
 
 def not_with_experts(key: str) -> Infeasible:

@@ -34,23 +34,23 @@ class Mix:
     why: str
 
 
-_WHOLE_ROWS = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.needs_whole_rows)
 UNEVEN = ("resident", "on_demand")  # of `communication`: ranks need not have equally many microbatches
 _PACKINGS = ("off", "best_fit", "balanced")  # of `data.packing`: samples differ in length
 _TOGETHER = "its workers compute the same micro-batches together"
-_OWN_MATRICES = "it splits the model's own matrices only"
 MIXES: tuple[Mix, ...] = (
-    Mix("tp", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
+    *(
+        Mix(axis, "optimizer.name", (name,), "it needs whole matrices")
+        for name, optimizer in OPTIMIZERS.items()
+        for axis in optimizer.uncut
+    ),
     *(Mix(axis, "data.chat", (), "its samples differ in length") for axis in ("pp", "cp", "tp")),
     *(Mix(axis, "data.packing", _PACKINGS, "its samples differ in length") for axis in ("pp", "cp", "tp")),
-    Mix("ep", "adapter.lora", (), _OWN_MATRICES),
     Mix("tp", "adapter.lora.dora", (True,), "it needs whole rows of the weights"),
     Mix("tp", "adapter.base", (), "weights of few bits are split by whole rows"),
     Mix("pp", "adapter.base", (), "a stage keeps its weights as they are"),
     *(Mix(axis, "communication", UNEVEN, _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
     *(Mix(axis, "stragglers", ("move_load",), _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
     Mix("dp_replicate", "communication", ("on_demand",), "weights that are copied have several owners"),
-    Mix("ep", "optimizer.name", _WHOLE_ROWS, "it needs whole matrices"),
     *(Mix(axis, "compress", (), "it is for gradients of whole models") for axis in ("pp", "dp_shard", "tp")),
     *(Mix(axis, "buckets", (), "it sends gradients block by block") for axis in ("pp", "dp_shard")),
     *(Mix(axis, "update", (), "an island has one worker, or shards") for axis in ("pp", "cp", "tp", "ep")),
@@ -195,6 +195,22 @@ def cut_blocks(tp: int, optimizer: Any, figures: Mapping[str, int]) -> Infeasibl
     )
 
 
+def cut_graph(sizes: Mapping[str, int], settings: Mapping[str, Any], has_experts: bool) -> Infeasible | None:
+    """A block whose experts lie on several workers is no whole graph, in which alone a compiler keeps some of
+    the results and computes others again."""
+    axis = next((axis for axis in ("ep", "tp") if sizes.get(axis, 1) > 1), None)
+    compiled = setting(settings, "compile") in ("block", "model")
+    if not (
+        has_experts and axis and compiled and setting(settings, "activation_checkpointing") == "selective"
+    ):
+        return None
+    return Infeasible(
+        f"selective cannot be combined with compile and {axis} {sizes[axis]} yet: the rows that are sent to "
+        "experts cut a block's graph",
+        "take activation_checkpointing full or none, or compile: off",
+    )
+
+
 def unsupported_mix(
     sizes: Mapping[str, int], settings: Mapping[str, Any], figures: Mapping[str, int]
 ) -> Iterator[tuple[str, Infeasible]]:
@@ -203,6 +219,9 @@ def unsupported_mix(
     conflict = cut_blocks(sizes.get("tp", 1), setting(settings, "optimizer.name"), figures)
     if conflict is not None:
         yield "optimizer.name", conflict
+    conflict = cut_graph(sizes, settings, bool(figures.get("num_experts")))
+    if conflict is not None:
+        yield "activation_checkpointing", conflict
     for mix in MIXES:
         if sizes.get(mix.axis, 1) == 1:
             continue

@@ -25,11 +25,13 @@ class Argument:
 
 class Parameter(NamedTuple):
     """What the cost of an optimizer depends on: rows (dim 0, over which a parameter is split), values in a
-    row (1: a vector), and whether it is a matrix of one of the model's blocks."""
+    row (1: a vector), whether it is a matrix of one of the model's blocks, and of how many, one below the
+    other, as those of experts."""
 
     rows: int
     columns: int
     in_block: bool
+    matrices: int = 1
 
 
 class StateTensor(NamedTuple):
@@ -55,9 +57,9 @@ class Optimizer:
     for each fp32 parameter, by the arguments; `states`: the same to the byte, of optimizers that do not keep
     tensors of the parameters' shapes in fp32. `update_cost`: besides reading and writing all of these. `lr`,
     `schedule`: defaults of the learning rate. `needs_blocks`: it is for the blocks of a model, and refuses
-    one without. `needs_whole_rows`: it cannot update parts of matrices that are cut along both dims (tensor
-    parallelism, experts). `averages`: one of its states is an average of the weights, which a checkpoint has
-    in their place. `block`: values of a row that share a scale, if any do."""
+    one without. `uncut`: axes of the mesh that it does not go with, since it needs whole matrices.
+    `averages`: one of its states is an average of the weights, which a checkpoint has in their place.
+    `block`: values of a row that share a scale, if any do."""
 
     title: str
     about: str
@@ -69,7 +71,7 @@ class Optimizer:
     lr: float = 3e-4
     schedule: str = "cosine"
     needs_blocks: bool = False
-    needs_whole_rows: bool = False
+    uncut: tuple[str, ...] = ()
     averages: bool = False
     block: int = 0
 
@@ -154,14 +156,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
             (StateTensor(4),) if p.columns == 1 else (StateTensor(4), StateTensor(0, 4 * p.columns))
         ),
         lr=1e-2,
-        needs_whole_rows=True,
+        uncut=("tp", "ep"),
     ),
     "muon": Optimizer(
         "Muon",
         "Muon (Jordan et al., 2024), by the formula of torch.optim.Muon, for the matrices of the model's "
-        "blocks; AdamW for all else (embeddings, heads, norms, biases); and their learning-rate schedule. "
-        "Updates are scaled to AdamW's (Liu et al., 2025), so one learning rate serves both. Matrices decay, "
-        "vectors do not.",
+        "blocks, of each expert by itself; AdamW for all else (embeddings, heads, norms, biases); and their "
+        "learning-rate schedule. Updates are scaled to AdamW's (Liu et al., 2025), so one learning rate "
+        "serves both. Matrices decay, vectors do not.",
         "mlpipe.train.optim.muon:Muon",
         {
             "momentum": Argument(0.95, "Decay of the mean of gradients.", at_least=0, below=1),
@@ -175,12 +177,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
         lambda args: 4,
         states=lambda p: (1 if p.in_block else 2) * (StateTensor(4 * p.columns),),
         update_cost=lambda p: (
-            UpdateCost(newton_schulz_flops(p.rows, p.columns), 2 * p.rows * p.columns)
+            UpdateCost(
+                p.matrices * newton_schulz_flops(p.rows // p.matrices, p.columns), 2 * p.rows * p.columns
+            )
             if p.in_block
             else UpdateCost(0.0, 0)
         ),
         needs_blocks=True,
-        needs_whole_rows=True,
+        uncut=("tp",),
     ),
     "adamw8bit": Optimizer(
         "AdamW8bit",

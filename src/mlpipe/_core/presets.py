@@ -174,6 +174,10 @@ class LlamaConfig:
         """Of these a feed-forward's, with rows and columns."""
         return _projections(self.dim, self.ffn_dim)
 
+    def matrices_in(self, name: str) -> int:
+        """How many lie one below the other in the tensor of this name."""
+        return 1
+
     def block_matrices(self) -> list[tuple[int, int, int]]:
         """Of these the blocks' matrices."""
         dim, q_dim, layers = self.dim, self.q_dim, self.num_layers
@@ -276,6 +280,10 @@ class MoeConfig(LlamaConfig):
             *((f"experts.{name}", rows, columns) for name, rows, columns in experts),
             *((f"shared_experts.{name}", rows, columns) for name, rows, columns in shared),
         ]
+
+    def matrices_in(self, name: str) -> int:
+        """Of experts all."""
+        return self.num_experts if ".experts." in name else 1
 
     def ffn_matmuls(self) -> list[tuple[int, int]]:
         """Router, shared expert, experts: those of one token, side by side."""

@@ -90,7 +90,7 @@ def enumerate_candidates(
         raise PlanError(f"{hardware.name} has no {precision}", hint=f"write precision: {' or '.join(peaks)}")
     cut = own is not None and isinstance(spec.model, OwnModel) and not _knows_stages(shape, own)
     pricer = pricer_of(spec, shape, hardware) if shape is not None and not cut else None
-    modes, uneven_work = modes_of(spec), uneven_of(spec, shape)
+    modes, uneven_work = modes_of(spec, shape), uneven_of(spec, shape)
     candidates: list[Candidate] = []
     uneven: PlanError | None = None
     for strategy, settings in ORDER.items():
@@ -164,7 +164,7 @@ def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> Se
 
     if "num_heads" not in pricer.shape.widths:  # nobody knows what of it can be split
         return SearchResult()
-    modes, precision = modes_of(spec), precision_on(spec, pricer.hardware)[0]
+    modes, precision = modes_of(spec, pricer.shape), precision_on(spec, pricer.hardware)[0]
     data_parallel = [c for c in candidates if c.mesh and c.mesh.num_data_ranks == c.mesh.world_size]
     figures, settings = _figures(spec, pricer.shape), spec.model_dump()
 
@@ -184,11 +184,14 @@ def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> Se
     return search(pricer, points, data_parallel) if points else SearchResult()
 
 
-def modes_of(spec: Train) -> tuple[Checkpointing, ...]:
-    """Of activation checkpointing, those that the file leaves open."""
+def modes_of(spec: Train, shape: ModelShape | None) -> tuple[Checkpointing, ...]:
+    """Of activation checkpointing, those that the file leaves open. Without what experts do not go with under
+    some meshes, `auto` is the same under all."""
     asked = spec.activation_checkpointing
     if asked == "auto" and spec.offload in ("activations", "all"):
         return tuple(mode for mode in CHECKPOINTING if mode != "none")
+    if asked == "auto" and spec.compile != "off" and shape is not None and "num_experts" in shape.widths:
+        return tuple(mode for mode in CHECKPOINTING if mode != "selective")
     return CHECKPOINTING if asked == "auto" else (asked,)
 
 

@@ -115,7 +115,10 @@ def _update(train: TrainPlan) -> Iterator[str]:
     if once.flops:
         words += f", and computes {once.flops / 1e9:.3g} GFLOP"
         if train.mesh.dp_shard > 1 or train.shard_optimizer:
-            words += f", for which {format_bytes(2 * once.sent_bytes)} travel between the workers of a copy"
+            sent = once.sent_bytes
+            if train.mesh.ep == train.mesh.dp_shard * train.mesh.cp:  # nobody shares a worker's experts
+                sent -= cost.stacked_bytes(parameters)
+            words += f", for which {format_bytes(2 * sent)} travel between the workers of a copy"
     yield f"{words}."
 
 

@@ -60,6 +60,14 @@ class OptimizerCost:
             sum(cost.sent_bytes * number for cost, number in costs),
         )
 
+    def stacked_bytes(self, parameters: ParameterCounts) -> int:
+        """Of the bytes that `update_cost` sends, those of experts."""
+        known = OPTIMIZERS[self.name].update_cost if self.name is not None else None
+        if known is None:
+            return 0
+        stacks = ((known(one).sent_bytes, number) for one, number in _each(parameters) if one.matrices > 1)
+        return sum(sent * number for sent, number in stacks)
+
 
 def optimizer_cost(plan: TrainPlan) -> OptimizerCost:
     """Of what was planned."""
@@ -86,6 +94,9 @@ def _each(parameters: ParameterCounts) -> Iterator[tuple[Parameter, int]]:
     for rows, columns, number in parameters.tensors:
         in_block = min(number, inside[rows, columns])
         inside[rows, columns] -= in_block
+        for *_, stacked, matrices in (one for one in parameters.stacks if one[:2] == (rows, columns)):
+            yield Parameter(rows, columns, True, matrices), stacked
+            in_block, number = in_block - stacked, number - stacked
         for many, is_inside in ((in_block, True), (number - in_block, False)):
             if many:
                 yield Parameter(rows, columns, is_inside), many

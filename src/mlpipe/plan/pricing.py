@@ -299,7 +299,11 @@ class Pricer:
             precision = "bf16" if "bf16" in hardware.speed.peak_flops else step.precision
             kernels = Kernels(precision, False, hardware.device, hardware.speed)
             compute += kernels.matmul_flops(cost.flops) / num_updating
-            exposed += 2 * wire.all_to_all(cost.sent_bytes, num_updating)
+            # experts that `ep` lays over ranks are sent within those that have the same ones
+            apart = training.optimizer.stacked_bytes(trained) if mesh.ep > 1 else 0
+            exposed += 2 * wire.all_to_all(cost.sent_bytes - apart, num_updating)
+            if num_updating > mesh.ep > 1:
+                exposed += 2 * wire.all_to_all(apart / mesh.ep, num_updating // mesh.ep, mesh.ep)
         interval = training.save_steps
         if interval is None:
             interval = whole_steps(training.save_seconds or 900.0, compute + exposed)

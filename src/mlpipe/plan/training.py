@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from mlpipe._core.errors import PlanError
-from mlpipe._core.feasibility import not_with_experts, too_long, unfit_for_experts
+from mlpipe._core.feasibility import not_with_experts, too_long
 from mlpipe._core.gate import BUILT_IN
 from mlpipe._core.pipelines import stages_per_rank, why_not
 from mlpipe._core.presets import LLAMA, MoeConfig
@@ -216,16 +216,10 @@ def _preset(spec: Train, known: Known) -> Dense | None:
     for a model of theirs, and for weights that another stage has not made yet."""
     if isinstance(spec.model, PretrainedModel):
         shape = _pretrained(spec.model, _located(spec.model, known)[0], _vocab_in_data(spec, known))
-        if shape is not None and isinstance(
-            shape.config, MoeConfig
-        ):  # which config.json says, and not the file
-            refuse(unfit_for_experts("compile", spec.compile), where=spec.model.pretrained)
+        if shape is not None and isinstance(shape.config, MoeConfig):  # which config.json says, not the file
             for key in ("compress", "update"):
                 if getattr(spec, key) is not None:
                     refuse(not_with_experts(key), where=spec.model.pretrained)
-            if spec.adapter is None:  # which has matrices alone
-                name = getattr(spec.optimizer, "name", None)
-                refuse(unfit_for_experts("optimizer.name", name), where=spec.model.pretrained)
         return shape
     if not isinstance(spec.model, PresetModel):
         return None

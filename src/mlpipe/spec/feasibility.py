@@ -17,7 +17,6 @@ from mlpipe._core.feasibility import (
     uneven_accumulation,
     uneven_batch,
     uneven_micro_batch,
-    unfit_for_experts,
 )
 from mlpipe._core.presets import OF_EXPERTS, PRESETS, MoeConfig
 from mlpipe.spec import mesh, pipelines
@@ -30,7 +29,6 @@ def problems(stage: Node) -> Iterator[Problem]:
     model = get(stage, "train", "model")
     if model is not None:
         yield from _shape(model)
-        yield from _unfit_for_experts(stage)
     yield from _even(stage)
 
 
@@ -56,16 +54,6 @@ def _experts(model: Node) -> Iterator[Problem]:
     for key in OF_EXPERTS:
         if (node := get(model, key)) is not None and preset is not None:
             yield from _at(node.place, no_experts(key))
-
-
-def _unfit_for_experts(stage: Node) -> Iterator[Problem]:
-    preset = get(stage, "train", "model", "preset")
-    if preset is None or not isinstance(PRESETS.get(str(preset.value)), MoeConfig):
-        return
-    for key in ("optimizer.name", "compile"):
-        node = get(stage, "train", *key.split("."))
-        if node is not None and isinstance(node.value, str):
-            yield from _at(node.place, unfit_for_experts(key, node.value))
 
 
 @dataclass(frozen=True)

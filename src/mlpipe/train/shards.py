@@ -52,7 +52,8 @@ class LocalShard:
     other rows; None: this one has all. `slices`: what a technique had cut before: `split` is then of the rows
     of that part. `in_block`: of one of the model's blocks. `decays`: whether weight decay applies; None: to
     matrices, not to vectors (norms, biases). `is_copy`: a rank of another pipeline stage updates the very
-    same part; there it counts in sums, and is stored.
+    same part; there it counts in sums, and is stored. `num_matrices`: that lie in the whole tensor one below
+    the other, as those of experts; no slice cuts one.
     """
 
     name: str
@@ -69,6 +70,7 @@ class LocalShard:
     in_block: bool = False
     decays: bool | None = None
     is_copy: bool = False
+    num_matrices: int = 1
 
     @property
     def is_trained(self) -> bool:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from mlpipe._core.optimizers import OPTIMIZERS, newton_schulz_flops
+from mlpipe._core.presets import PRESETS, MoeConfig
 from mlpipe.plan.memory import saved_bytes
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.shapes.shape import ParameterCounts
+from mlpipe.plan.shapes.experts import Experts
+from mlpipe.plan.shapes.frozen import Frozen
+from mlpipe.plan.shapes.shape import ParameterCounts, Part
 from mlpipe.plan.tensors import total
 
 pytestmark = pytest.mark.unit
@@ -62,6 +65,29 @@ def test_a_step() -> None:
     flops, sent = OptimizerCost(4, "muon").update_cost(MODEL)
     assert sent == 2 * (3000 + 70)
     assert flops == newton_schulz_flops(10, 300) + newton_schulz_flops(7, 10)
+
+
+def test_each_expert_has_its_own_product() -> None:
+    """Of two blocks of 8 experts, beside which matrices may be that are as large as all of them together."""
+    config = PRESETS["moe-2m"]
+    assert isinstance(config, MoeConfig)
+    muon, experts = OptimizerCost(4, "muon"), Experts(config)
+    number, width = config.num_layers * config.num_experts, config.shared_dim
+    shared = 3 * newton_schulz_flops(width, config.dim) if width else 0.0
+    attention = 2 * newton_schulz_flops(config.dim, config.dim) + 2 * newton_schulz_flops(
+        config.kv_dim, config.dim
+    )
+    router = newton_schulz_flops(config.num_experts, config.dim)
+    of_experts = 3 * number * newton_schulz_flops(config.ffn_dim, config.dim)
+    cost = muon.update_cost(experts.parameters)
+    assert cost.flops == pytest.approx(config.num_layers * (attention + router + shared) + of_experts)
+    assert muon.stacked_bytes(experts.parameters) == 2 * 3 * number * config.ffn_dim * config.dim
+    half = experts.parameters.of(Part(tp=2, num_blocks=config.num_layers // 2))
+    assert muon.stacked_bytes(half) == muon.stacked_bytes(experts.parameters) // 4
+    norms = Frozen(experts, ("*experts*",)).parameters.trained
+    assert muon.update_cost(norms).flops == pytest.approx(config.num_layers * (attention + router))
+    both = ParameterCounts(0, 0, 0, 1, ((20, 5, 3),), ((20, 5, 3),), stacks=((20, 5, 2, 4),))
+    assert muon.update_cost(both).flops == 8 * newton_schulz_flops(5, 5) + newton_schulz_flops(20, 5)
 
 
 def test_newton_schulz() -> None:

@@ -139,23 +139,25 @@ def test_experts_are_planned_by_what_the_config_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key",
-    [
-        "optimizer: {{name: muon}}",
-        "compile: block",
-        "compress: int8",
-        "update: local_sgd",
-        "update: diloco",
-        "update: {{async: {{staleness: 2}}}}",
-    ],
+    "key", ["compress: int8", "update: local_sgd", "update: diloco", "update: {{async: {{staleness: 2}}}}"]
 )
 def test_what_presets_with_experts_are_refused_open_weights_are_too(tmp_path: Path, key: str) -> None:
     text = TEXT + f"      {key}\n"
     with pytest.raises(MlpipeError, match="does not go with experts"):
         planned(tmp_path / "m", MOE, text=text)
     planned(tmp_path / "dense", QWEN, text=text)
-    if "muon" in key:
-        planned(tmp_path / "m", MOE, text=text + "      adapter: {{lora: {{rank: 4}}}}\n")
+
+
+@pytest.mark.parametrize("key", ["optimizer: {{name: muon}}", "compile: block"])
+def test_what_presets_with_experts_may_do_open_weights_may_too(tmp_path: Path, key: str) -> None:
+    text = TEXT + f"      {key}\n"
+    for name, model in (("m", MOE), ("dense", QWEN)):
+        train = planned(tmp_path / name, model, text=text).work.training
+        assert (train.optimizer.name, train.compile) in (("muon", "off"), ("adamw", "block"))
+    if "compile" in key:
+        text += "      activation_checkpointing: selective\n      mesh: {{dp_shard: 2, ep: 2}}\n"
+        with pytest.raises(MlpipeError, match="the rows that are sent to experts cut a block's graph"):
+            planned(tmp_path / "m", MOE, text=text + "    resources: {{workers_per_node: 2}}\n")
 
 
 def test_open_weights_with_experts_are_not_elastic(tmp_path: Path) -> None:

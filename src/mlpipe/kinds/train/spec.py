@@ -332,7 +332,7 @@ def _nothing_to_offload(train: Node) -> Iterator[Problem]:
     if text_of(asked) in ("optimizer", "all"):
         optimizer = get(train, "optimizer", "name")
         known = OPTIMIZERS.get(text_of(optimizer) or "")
-        if optimizer is not None and known is not None and (known.needs_whole_rows or known.averages):
+        if optimizer is not None and known is not None and (known.uncut or known.averages):
             yield Problem.at(
                 optimizer.place,
                 f"{text_of(optimizer)} is no optimizer for the host: it computes with other workers, or its "

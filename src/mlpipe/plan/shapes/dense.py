@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mlpipe._core.presets import LlamaConfig
+from mlpipe._core.presets import LlamaConfig, Named
 from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.recomputation import keeps_matmul, recomputed_matmuls, recomputes_attention
@@ -29,8 +30,15 @@ class Dense:
         config = self.config
         total, block = config.num_params(), config.num_layer_params()
         outside = total - config.num_layers * block
-        matrices = tuple(config.block_matrices())
-        return ParameterCounts(total, block, outside, config.num_layers, tuple(config.tensors()), matrices)
+        return ParameterCounts(
+            total,
+            block,
+            outside,
+            config.num_layers,
+            tuple(config.tensors()),
+            tuple(config.block_matrices()),
+            stacks=stacks(config, config.named_tensors()),
+        )
 
     @property
     def active_params(self) -> int:
@@ -225,3 +233,13 @@ def traffic_block(dim: int, kv_dim: int, ffn: int) -> int:
 def traffic_by_width(dim: int, kv_dim: int, ffn: int) -> list[tuple[int, int]]:
     """The same, by the channels of the tensors."""
     return [(dim, 28 * dim + 38 * dim + 20 * dim), (kv_dim, 38 * kv_dim), (ffn, 10 * ffn)]
+
+
+def stacks(config: LlamaConfig, tensors: Iterable[Named]) -> tuple[tuple[int, int, int, int], ...]:
+    """Of these, as of `ParameterCounts`."""
+    numbers = Counter((one.rows, one.columns, config.matrices_in(one.name)) for one in tensors)
+    return tuple(
+        (rows, columns, number, matrices)
+        for (rows, columns, matrices), number in numbers.items()
+        if matrices > 1
+    )

@@ -15,7 +15,7 @@ from mlpipe._core.quantized import Base, is_quantized, row_bytes
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.plan import AdapterPlan, TrainPlan
 from mlpipe.plan.shapes import presets
-from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.dense import Dense, stacks
 from mlpipe.plan.shapes.shape import (
     Activations,
     ModelShape,
@@ -69,6 +69,7 @@ class Frozen:
             num_blocks=whole.num_blocks,
             tensors=_counted(tensors),
             block_matrices=_counted(matrices),
+            stacks=stacks(self.whole.config, self.trained),
         )
         return replace(whole, trained_only=trained)
 

@@ -38,7 +38,9 @@ class ParameterCounts:
     `block_matrices`: of these the blocks' matrices, of two dims. `trained_only`: the same of those that are
     trained; None: all are. `base_elsewhere`: the others are in no checkpoint. `by_rank`: of the ranks of a
     pipeline whose stages are of no equal blocks. `quantized`: of the tensors those that are kept in few bits,
-    equally many in each block: rows, parameters a row, bytes a row, and their number."""
+    equally many in each block: rows, parameters a row, bytes a row, and their number. `stacks`: of the
+    blocks' matrices those that are several, one below the other: rows, parameters a row, how many such
+    tensors there are, and matrices in each."""
 
     total: int
     block: int
@@ -50,6 +52,7 @@ class ParameterCounts:
     base_elsewhere: bool = False
     by_rank: tuple[ParameterCounts, ...] = ()
     quantized: tuple[tuple[int, int, int, int], ...] = ()
+    stacks: tuple[tuple[int, int, int, int], ...] = ()
 
     @property
     def trained(self) -> ParameterCounts:
@@ -120,8 +123,14 @@ def _of_part(whole: ParameterCounts, part: Part) -> ParameterCounts:
         (-(-rows // part.tp), columns, number // all_blocks * num_blocks)
         for rows, columns, number in whole.block_matrices
     )
+    stacks = tuple(
+        (-(-rows // part.tp), columns, number // all_blocks * num_blocks, -(-stacked // part.tp))
+        for rows, columns, number, stacked in whole.stacks
+    )
     there = tuple(tensor for tensor in tensors if tensor[2])
-    return ParameterCounts(block * num_blocks + outside, block, outside, num_blocks, there, matrices)
+    return ParameterCounts(
+        block * num_blocks + outside, block, outside, num_blocks, there, matrices, stacks=stacks
+    )
 
 
 def by_shape(tensors: tuple[tuple[int, int, int], ...]) -> Counter[tuple[int, int]]:
@@ -151,6 +160,10 @@ def _trained_of_part(trained: ParameterCounts, part: Part) -> ParameterCounts:
         num_blocks,
         tensors,
         cut(trained.block_matrices),
+        stacks=tuple(
+            (-(-rows // part.tp), columns, math.ceil(number * share), -(-stacked // part.tp))
+            for rows, columns, number, stacked in trained.stacks
+        ),
     )
 
 

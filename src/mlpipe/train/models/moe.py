@@ -71,7 +71,8 @@ class Experts(nn.Module):
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
-        rows, self.ffn_dim = config.num_experts, config.ffn_dim
+        self.stacked_matrices = rows = config.num_experts
+        self.ffn_dim = config.ffn_dim
         self.gate_proj = nn.Parameter(torch.empty(rows * config.ffn_dim, config.dim))
         self.up_proj = nn.Parameter(torch.empty(rows * config.ffn_dim, config.dim))
         self.down_proj = nn.Parameter(torch.empty(rows * config.dim, config.ffn_dim))
@@ -224,12 +225,24 @@ class MoE(nn.Module):
         numbers = torch.arange(self.num_experts, device=experts_S.device)
         return torch.searchsorted(experts_S, numbers, right=True, out_int32=True)
 
-    @torch.no_grad()
     def _count(self, ends_E: Tensor, dropped: Tensor | None = None) -> None:
-        # the graph task tells a forward pass from one that is computed again in a backward pass
-        if self.counted is not None and self.training and torch._C._current_graph_task_id() == -1:
-            counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-            self.counted += counts_E if dropped is None else torch.cat([counts_E, dropped[None]])
+        if self.counted is not None and self.training:
+            torch.ops.mlpipe.count_rows(ends_E, dropped, self.counted)
+
+
+def _count_rows(ends_E: Tensor, dropped: Tensor | None, counted: Tensor) -> None:
+    # the graph task tells a forward pass from one that is computed again in a backward pass
+    if torch._C._current_graph_task_id() == -1:
+        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        counted += counts_E if dropped is None else torch.cat([counts_E, dropped[None]])
+
+
+# An operator of its own: torch.compile takes it as one node of its graph, and cannot ask for the task itself.
+_library = torch.library.Library("mlpipe", "FRAGMENT")
+_library.define("count_rows(Tensor ends, Tensor? dropped, Tensor(a!) counted) -> ()")
+for _device in ("CPU", "CUDA"):
+    _library.impl("count_rows", _count_rows, _device)
+_library.impl("count_rows", lambda *_: None, "Meta")
 
 
 class MoeLlama(Llama):

@@ -36,11 +36,11 @@ def make_update(
             hint="name the modules that are blocks in `model.blocks`, or take another optimizer",
             kind="input",
         )
-    if plan.name is not None and OPTIMIZERS[plan.name].needs_whole_rows:
-        cut = next((shard for shard in trained if shard.slices), None)
-        if cut is not None:
+    if plan.name is not None and (uncut := OPTIMIZERS[plan.name].uncut):
+        cuts = ((shard.name, cut.axis) for shard in trained for cut in shard.slices if cut.axis in uncut)
+        if (found := next(cuts, None)) is not None:
             raise TrainError(
-                f"{plan.name} needs whole matrices, and {cut.name} is split over {cut.slices[0].axis}",
+                f"{plan.name} needs whole matrices, and {found[0]} is split over {found[1]}",
                 where="train.optimizer",
                 hint="take adamw, adamw8bit, lion or sgd, or a mesh without that axis",
                 kind="input",

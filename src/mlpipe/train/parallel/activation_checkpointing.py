@@ -48,6 +48,12 @@ def checkpoint_activations(blocks: list[nn.Module], mode: Literal["selective", "
         block.forward = MethodType(forward, block)  # type: ignore[method-assign]
 
 
+def compile_what_is_recomputed(block: nn.Module) -> None:
+    """Of a block with a checkpoint, which itself stays as it is: for one that is no whole graph."""
+    own = block.__dict__["_uncheckpointed"] or MethodType(type(block).forward, block)
+    block.__dict__["_uncheckpointed"] = torch.compile(own)
+
+
 def _full(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = _uncached(args, kwargs)
     return checkpoint(_forward, self, *args, use_reentrant=False, **kwargs)

@@ -196,7 +196,7 @@ def _backward_shapes(
 
 # Operators of their own: selective activation checkpointing keeps the result and gathers nothing twice, and
 # torch.compile takes each as one node of its graph.
-_library = torch.library.Library("mlpipe", "DEF")
+_library = torch.library.Library("mlpipe", "FRAGMENT")
 _library.define("context_attention(Tensor q, Tensor k, Tensor v, int number) -> (Tensor, Tensor)")
 _library.define(
     "context_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sums, "

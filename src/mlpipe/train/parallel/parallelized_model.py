@@ -103,17 +103,28 @@ def local_shards(
     timed = (waits or Waits()).timed
     split_by_axis: dict[str, Split] = {}
 
-    def split_over(axis: str) -> Split:
+    def split_over(axis: str, ranks: Any) -> Split:
         if axis not in split_by_axis:
-            split_by_axis[axis] = Split(*world.place(axis), world.group(axis), timed)
+            if EXPERT_SHARD in axis:
+                place = ranks.get_local_rank(axis), ranks[axis].size()
+                split_by_axis[axis] = Split(*place, ranks.get_group(axis), timed)
+            else:
+                split_by_axis[axis] = Split(*world.place(axis), world.group(axis), timed)
         return split_by_axis[axis]
 
     sliced = slices_of(module)
+    stacked: dict[int, Any] = {
+        id(parameter): owner.stacked_matrices
+        for owner in module.modules()
+        if hasattr(owner, "stacked_matrices")
+        for parameter in owner.parameters(recurse=False)
+    }
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     parameters = [
         replace(
             _parameter(name, parameter, sliced.get(id(parameter), ()), world, split_over),
             in_block=id(parameter) in inside,
+            num_matrices=stacked.get(id(parameter), 1),
         )
         for name, parameter in module.named_parameters()
     ]
@@ -125,7 +136,7 @@ def _parameter(
     parameter: nn.Parameter,
     cuts: tuple[Slice, ...],
     world: World,
-    split_over: Callable[[str], Split],
+    split_over: Callable[[str, Any], Split],
 ) -> LocalShard:
     """What DTensor says of it is of the slice that is left after `cuts`."""
     shape, offset, split = list(parameter.shape), [0] * parameter.dim(), []
@@ -152,8 +163,7 @@ def _parameter(
         replica_id,
         num_replicas,
         parameter,
-        # what needs whole rows is refused for experts that lie on several ranks
-        split=split_over(split[0]) if split and EXPERT_SHARD not in split[0] else None,
+        split=split_over(split[0], parameter.device_mesh) if split else None,
         slices=cuts,
     )
 
