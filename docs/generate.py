@@ -293,10 +293,12 @@ def benchmarks_page() -> str:
         load = machine.get("load_before")
         about += "" if load is None else f" under a load of {load:.1f} before it began"
         versions = ", ".join(f"{name} {number}" for name, number in body["versions"].items())
+        is_merged = {row["run"]["commit"] for row in body["figures"] if "run" in row} - {body["commit"]}
+        taken = "The newest rows were taken" if is_merged else "Taken"
         rows = "".join(_figure_row(row, machine["processor"]) for row in body["figures"])
         parts.append(f"""## {path.stem}
 
-Taken {body["time"][:10]} at commit {(body["commit"] or "unknown")[:12]} on {about}; {versions}.
+{taken} {body["time"][:10]} at commit {(body["commit"] or "unknown")[:12]} on {about}; {versions}.
 
 | Work | Figure | mlpipe's | Theirs | Ratio | Goal | |
 |---|---|---|---|---|---|---|
