@@ -341,6 +341,12 @@ def with_heads() -> WithHeads:
     return WithHeads()
 
 
+PATTERNS_OF_HEADS = {
+    "embed": "row", **dict.fromkeys((f"*.attn.{name}" for name in "qkv"), "column"), "*.attn.o": "row",
+    "*.head_norm": "sum", "*.mlp.1": "column", "*.mlp.3": "row",
+}  # fmt: skip
+
+
 class SequenceOfHeads(InitializedSequence):
     """Which a pipeline can be cut between, and patterns split."""
 

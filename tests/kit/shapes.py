@@ -26,6 +26,8 @@ def rank_work(
 ) -> RankWork:
     """`saved`: bytes of one activation. `overlap`: a GPU's."""
     kept = (Tensors(saved, 1),) if saved else ()
-    activations = Activations(kept, (), backward_bytes=backward, logit_bytes=logits, made=())
+    activations = Activations(
+        kept, (), backward_bytes=backward, logit_bytes=logits, made=(), kept_logit_bytes=logits // 2
+    )
     step = StepShape(1, 1, accumulation, precision, "none", compiled=False)
     return RankWork(parameters, activations, step, layout_of(strategy, mesh or Mesh()), ADAM, overlap)

@@ -156,29 +156,6 @@ class Popen(_Warm):
         self._begin(self._kind, call, replace(asked, network=self._network or asked.network))
 
 
-def run(
-    argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float | None = None,
-    check: bool = False, capture_output: bool = False, **options: Any,
-) -> subprocess.CompletedProcess[Any]:  # fmt: skip
-    """subprocess.run of `mlpipe VERB ...`, or of torchrun (`python -m torch.distributed.run ...`), as a fork.
-    So is what it starts of mlpipe; ranks of others are new interpreters."""
-    kind, command = "torchrun", list(argv)
-    if Path(argv[0]).name == "mlpipe":
-        kind, command = "cli", [sys.executable, "-m", "mlpipe.cli", *argv[1:]]
-    pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) if capture_output else {}
-    given = {**(os.environ if env is None else env), "KIT_WARM": "1"}
-    with Popen(kind, command, env=given, **pipes, **options) as process:
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except BaseException:
-            process.kill()
-            raise
-    done = subprocess.CompletedProcess(argv, process.returncode, out, err)
-    if check:
-        done.check_returncode()
-    return done
-
-
 _network = ""  # of this process, where it entered one
 _SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]  # of the real one
 

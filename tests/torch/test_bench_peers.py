@@ -11,21 +11,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kit import warm
+from kit.warm import Popen
 
 from benchmarks.peers import chats, rates, results, sides
-from benchmarks.validated import __main__ as validated
 
 pytestmark = pytest.mark.torch
+ROOT = Path(__file__).parents[2]
 
 
-def test_a_validated_checkpoint_of_each_side_is_found_and_its_lines_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(validated, "subprocess", SimpleNamespace(run=warm.run))
-    argv = ["validated", "--quick", "--only", "cnn", "--peers", "raw DDP", "--results", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", argv)
-    assert validated.main() == 0
+def test_a_validated_checkpoint_of_each_side_is_found_and_its_lines_are_counted(tmp_path: Path):
+    argv = [sys.executable, "-m", "benchmarks.validated", "--quick", "--only", "cnn", "--peers", "raw DDP"]
+    done = subprocess.run(
+        [*argv, "--results", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     rows = json.loads((tmp_path / "validated.json").read_text())["figures"]
     assert {row["unit"]: row["goal"] for row in rows} == {"s": None, "images/s": None, "lines": None}
     lines = next(row for row in rows if row["unit"] == "lines")
@@ -35,10 +34,10 @@ def test_a_validated_checkpoint_of_each_side_is_found_and_its_lines_are_counted(
 
 def test_sides_take_turns_on_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Both torchruns are forks of a process that has imported torch."""
-    forks = SimpleNamespace(
-        Popen=partial(warm.Popen, "torchrun"), DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT
+    warm = SimpleNamespace(
+        Popen=partial(Popen, "torchrun"), DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT
     )
-    monkeypatch.setattr(sides, "subprocess", forks)
+    monkeypatch.setattr(sides, "subprocess", warm)
     argv = ["rates", "same", "--quick", "--peers", "raw_ddp", "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
     before = signal.getsignal(signal.SIGTERM)

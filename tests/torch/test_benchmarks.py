@@ -14,7 +14,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from kit import warm as forks
 from kit.warm import Popen
 
 from benchmarks import bubble, checkpoint, elastic, launch, links, overhead, ranks, stragglers, uneven
@@ -24,21 +23,9 @@ pytestmark = pytest.mark.torch
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That of quick runs."""
-    return launch.corpus(tmp_path_factory.mktemp("corpus"), vocab_size=512)
-
-
 @pytest.fixture
-def warm(monkeypatch: pytest.MonkeyPatch, corpus: Path) -> None:
-    """What the benchmarks start begins as a fork of a process that has imported torch, with one corpus."""
-
-    def made(folder: Path, *, vocab_size: int) -> Path:
-        assert vocab_size == 512
-        return corpus
-
-    monkeypatch.setattr(launch, "corpus", made)
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the benchmarks start begins as a fork of a process that has imported torch."""
 
     def launched(argv: list[str], timeout: float, env: dict[str, str], **options: Any) -> Any:
         env = env | {"OMP_NUM_THREADS": "1"}
@@ -136,7 +123,6 @@ def test_gains_of_ranks_that_wait_less_are_written_with_what_was_expected(
 
 def test_what_moved_load_saves_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One real training stands for all sides."""
-    monkeypatch.setattr(stragglers, "subprocess", SimpleNamespace(run=forks.run))
     found = stragglers.trained([0.001, 0.002], "move_load", 3)
     assert 0 < found["speed"] < 1
     monkeypatch.setattr(stragglers, "trained", lambda *side: found)

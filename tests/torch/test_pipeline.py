@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit import plans, processes
-from kit.models import Sequence, WithLoss
+from kit.models import PATTERNS_OF_HEADS, Sequence, WithLoss
 from kit.weights import held
 
 from mlpipe._core.errors import TrainError
@@ -24,11 +24,7 @@ pytestmark = pytest.mark.torch
 CONFIG = replace(plans.CONFIG, num_layers=5, dim=32, ffn_dim=64)
 STEPS, SHORT = 20, 4
 SEQUENCE = ModelPlan(Entry("kit.models:InitializedSequence", {}), None, 32, ())
-PATTERNS = {
-    "embed": "row", **dict.fromkeys((f"*.attn.{name}" for name in "qkv"), "column"), "*.attn.o": "row",
-    "*.head_norm": "sum", "*.mlp.1": "column", "*.mlp.3": "row",
-}  # fmt: skip
-HEADS = ModelPlan(Entry("kit.models:SequenceOfHeads", {}), None, 32, (), PATTERNS)
+HEADS = ModelPlan(Entry("kit.models:SequenceOfHeads", {}), None, 32, (), PATTERNS_OF_HEADS)
 LLAMA = ModelPlan(
     Entry("kit.own:from_config", {"num_key_value_heads": 2, "tie_word_embeddings": False}), None, 32, ()
 )
@@ -101,6 +97,7 @@ def single(folder):
         "untied": plan(folder, Mesh(), "single-untied", model=model(tied=False)),
         "heads": plan(folder, Mesh(), "single-heads", model=HEADS),
         "transformers": plan(folder, Mesh(), "single-transformers", model=LLAMA),
+        "low": plan(folder, Mesh(), "single-low", precision="bf16"),
     }
     plans.run_together(list(made.values()), folder / "single")
     return made
@@ -120,6 +117,11 @@ def pairs(folder):
         "own model in halves": plan(folder, Mesh(pp=2), "own-model-halves", model=SEQUENCE, pipeline=two),
         "half": half,
         "second half": plan(folder, Mesh(pp=2), "halves", "zero_bubble", attempt=2, **LONG),
+        "low copies": plan(folder, Mesh(dp_replicate=2), "low-copies", precision="bf16"),
+        **{
+            f"low {schedule}": plan(folder, Mesh(pp=2), f"low-{schedule}", schedule, precision="bf16")
+            for schedule in BLOCKS
+        },
     }
     plans.run_together(list(made.values()), folder / "pairs")
     return made
@@ -130,6 +132,20 @@ def pairs(folder):
 @pytest.mark.parametrize("name", [*BLOCKS, "recomputed"])
 def test_a_schedule_computes_what_one_rank_does(folder, single, pairs, name):
     same(folder, pairs[name], single["long" if name in BLOCKS else "tied"])
+
+
+@pytest.mark.combines("pp", "pipeline *", "precision bf16")
+@pytest.mark.parametrize("schedule", BLOCKS)
+def test_bf16_is_no_farther_from_one_rank_than_copies_are(folder, single, pairs, schedule):
+    """Where two ranks of ddp round otherwise than one does, which of the two is right nobody can say."""
+    alone = plans.losses(folder / "store", single["low"])
+
+    def distance(name: str) -> float:
+        losses = plans.losses(folder / "store", pairs[name])
+        return max(abs(a - b) / b for a, b in zip(losses, alone, strict=True))
+
+    assert 1e-7 < distance("low copies") < 1e-2
+    assert distance(f"low {schedule}") <= distance("low copies")
 
 
 def test_a_head_of_its_own_lies_on_the_last_stage(folder, single, pairs):

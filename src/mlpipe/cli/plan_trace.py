@@ -30,7 +30,13 @@ def traced(plan: Plan) -> Traced | None:
     if train is None or train.model.preset is not None or train.model.build.entry in OWN:
         return None
     asked = to_json(
-        {"model": train.model, "data": train.data, "pipeline": train.pipeline, "num_ranks": train.mesh.pp}
+        {
+            "model": train.model,
+            "data": train.data,
+            "pipeline": train.pipeline,
+            "num_ranks": train.mesh.pp,
+            "tp": train.mesh.tp,
+        }
     )
     kept = cache_folder() / "traces" / f"{_digest(plan, asked)}.json"
     if kept.is_file():

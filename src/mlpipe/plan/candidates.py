@@ -126,9 +126,7 @@ def enumerate_candidates(
                 else "the size of these weights is not known before another stage has made them"
             )
             if cut:
-                reason = (
-                    "what the stages of your own model take is known once they are traced, and not with tp"
-                )
+                reason = "what the stages of your own model take is known once they are traced"
             unpriced = Candidate(
                 strategy, possible[0], sizes[0][0], modes[0], precision, wanted, None, True, reason
             )
@@ -155,7 +153,7 @@ def _knows_stages(shape: ModelShape | None, mesh: Mesh) -> bool:
     """Of a user's own model: whether somebody has traced the stages that it is cut into."""
     if mesh.pp == 1:
         return True
-    return shape is not None and mesh.tp == 1 and len(shape.parameters.by_rank) == mesh.pp
+    return shape is not None and len(shape.parameters.by_rank) == mesh.pp
 
 
 def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> SearchResult:

@@ -184,14 +184,26 @@ def num_transfers(schedule: Schedule, rank: int, num_ranks: int, num_microbatche
     return num_microbatches * (4 * stages_per_rank(schedule) - 2 * ends)
 
 
-def num_held(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int) -> float:
-    """The most microbatches of which a rank keeps activations at a time, in parts of all its stages."""
-    if schedule == "gpipe":
-        return float(num_microbatches)
-    num_own = stages_per_rank(schedule)
-    warm = num_ranks - 1 - rank
-    if schedule == "interleaved":
-        warm = num_microbatches // max(1, num_microbatches // num_ranks) + 2 * warm
-    elif schedule == "zero_bubble":  # what W has not been computed of is held, too
-        warm = num_ranks - 1
-    return min(warm + 1, num_own * num_microbatches) / num_own
+class Held(NamedTuple):
+    """In a pass of a rank through the stage `own` of its stages, counted from 0, or of kind W before it: of
+    how many microbatches, its own among them, all activations are kept, by stage, and of how many what is put
+    off until W."""
+
+    kind: Pass
+    own: int
+    kept: tuple[int, ...]
+    put_off: int
+
+
+@lru_cache(maxsize=64)
+def held(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int) -> tuple[Held, ...]:
+    """All that there are in a step."""
+    kept, put_off = [0] * stages_per_rank(schedule), 0
+    found: dict[Held, None] = {}
+    for kind, stage, _ in order(schedule, rank, num_ranks, num_microbatches):
+        own = stage // num_ranks
+        kept[own] += kind == "F"
+        found[Held(kind, own, tuple(kept), put_off)] = None
+        kept[own] -= kind in "BI"
+        put_off += (kind == "I") - (kind == "W")
+    return tuple(found)

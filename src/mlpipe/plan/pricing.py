@@ -179,8 +179,9 @@ class Pricer:
         return speed.time_ratio * (compute + shared), int(speed.memory_ratio * (states + held))
 
     def _parts(self, mesh: Mesh) -> list[Part]:
-        """Of a pipeline those of its first, second and last rank: others have no more to do than the second,
-        and hold less."""
+        """Of a pipeline those of its first, last and second rank. Others have no more to do than the second
+        and hold less, but those with more blocks, and the last but one where weights' gradients are put
+        off."""
         num_ranks = mesh.pp
         if num_ranks == 1:
             return [Part(tp=mesh.tp, cp=mesh.cp)]
@@ -191,8 +192,13 @@ class Pricer:
         counts = num_blocks_of(self.shape, self.training.seq_len, num_stages)
         blocks = [sum(counts[rank::num_ranks]) for rank in range(num_ranks)]
         parts = [Part(mesh.tp, mesh.cp, blocks[0], True, False), Part(mesh.tp, mesh.cp, blocks[-1], False)]
-        if num_ranks > 2:
-            parts.append(Part(mesh.tp, mesh.cp, max(blocks[1:-1]), False, False))
+        from mlpipe.plan.pipelining import held  # of few plans
+
+        between = range(1, num_ranks - 1)
+        more = [rank for rank in between if blocks[rank] > max(blocks[1:rank], default=0)]
+        if any(one.put_off for one in held(self.training.schedule, 0, num_ranks, num_ranks)):
+            more += between[-1:]
+        parts += [Part(mesh.tp, mesh.cp, blocks[n], False, False, number=n) for n in dict.fromkeys(more)]
         return parts
 
     def _on_one_rank(self, choices: Choices, mesh: Mesh, part: Part) -> tuple[StepShape, Activations, Passes]:

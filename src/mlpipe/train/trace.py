@@ -3,8 +3,8 @@
 The model runs on torch's fake tensors, which have shapes, dtypes and a device (CPU, so that autocast and
 attention choose what they choose in training) but no bytes; one that cannot, as it reads values of a mask,
 runs on real ones. What its operators would read, write, multiply and keep is counted. MODEL is JSON:
-{"model": ModelPlan, "data": DataPlan, "pipeline": PipelinePlan or null, "num_ranks": 2}; OUT gets what
-`plan/shapes/traced.py` reads.
+{"model": ModelPlan, "data": DataPlan, "pipeline": PipelinePlan or null, "num_ranks": 2, "tp": 1}; OUT gets
+what `plan/shapes/traced.py` reads.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from torch.utils.flop_counter import flop_registry
 from mlpipe._core.errors import MlpipeError, TrainError
 from mlpipe._core.pipelines import stages_per_rank
 from mlpipe._core.serial import from_plain, to_json
+from mlpipe.plan.pipelining import order
 from mlpipe.plan.plan import CHECKPOINTING, DataPlan, ModelPlan, PipelinePlan, Precision
 from mlpipe.plan.shapes.shape import ParameterCounts
 from mlpipe.plan.shapes.traced import Child, Ops, Traced, TracedPass
@@ -41,7 +43,9 @@ from mlpipe.train.models.llama import Part
 from mlpipe.train.parallel import even_stages
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 from mlpipe.train.parallel.pipeline import StagedLossModule
+from mlpipe.train.parallel.rank_group import RankGroup
 from mlpipe.train.parallel.sequence import check_sequence, stages_of
+from mlpipe.train.schedules.deferred_weights import DeferredWeights
 
 # Samples in the two passes that are compared, so that what does not grow with them falls out.
 _FEW, _MANY = 2, 4
@@ -54,6 +58,15 @@ class _Stages(NamedTuple):
 
     cut: tuple[str, ...]
     own: Sequence[int]
+    puts_off: bool  # the gradients of weights
+    tp: int  # ranks that share its products, of which this is the first
+
+
+class _First(RankGroup):
+    """Of ranks that are not there."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
 
 class _Meter(TorchDispatchMode):
@@ -62,7 +75,7 @@ class _Meter(TorchDispatchMode):
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self.alive = self.most = self.kept = 0
+        self.alive = self.most = self.kept = self.put_off = 0
         self.phase = "forward"
         self.counted: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
         self.known = {tensor.untyped_storage()._cdata for tensor in known}
@@ -126,21 +139,25 @@ class _Meter(TorchDispatchMode):
 
 
 def trace(
-    model: ModelPlan, data: DataPlan, pipeline: PipelinePlan | None = None, num_ranks: int = 1
+    model: ModelPlan,
+    data: DataPlan,
+    pipeline: PipelinePlan | None = None,
+    num_ranks: int = 1,
+    tp: int = 1,
 ) -> Traced:
-    """`pipeline`: that of so many ranks, whose stages begin where it says, or where the trainer cuts. Raises
-    TrainError (input) when the model or its data cannot be built, or cut, or the model does what tensors
-    without values cannot, and is too large to be run."""
+    """`pipeline`: that of so many ranks, each of which may be `tp` of them, and whose stages begin where it
+    says, or where the trainer cuts. Raises TrainError (input) when the model or its data cannot be built, or
+    cut, or the model does what tensors without values cannot, and is too large to be run."""
     try:
         try:
             with FakeTensorMode():
-                return _traced(model, data, pipeline, num_ranks)
+                return _traced(model, data, pipeline, num_ranks, tp)
         except MlpipeError:
             raise
         except Exception:  # it reads values, or copies tensors, as nn.TransformerEncoder its layer
             if _num_parameters(model) > _MOST_PARAMETERS:
                 raise
-            return _traced(model, data, pipeline, num_ranks)
+            return _traced(model, data, pipeline, num_ranks, tp)
     except MlpipeError:
         raise
     except Exception as error:
@@ -158,7 +175,9 @@ def _num_parameters(model: ModelPlan) -> int:
         return sum(parameter.numel() for parameter in _build(model).parameters())
 
 
-def _traced(model: ModelPlan, data: DataPlan, pipeline: PipelinePlan | None, num_ranks: int) -> Traced:
+def _traced(
+    model: ModelPlan, data: DataPlan, pipeline: PipelinePlan | None, num_ranks: int, tp: int
+) -> Traced:
     chunk = losses._CHUNK_ELEMENTS_CPU
     try:
         plain = _build(model)
@@ -176,6 +195,7 @@ def _traced(model: ModelPlan, data: DataPlan, pipeline: PipelinePlan | None, num
             children = even_stages.children(plain, sample, model.seq_len)
             num_stages = num_ranks * stages_per_rank(pipeline.schedule)
             cut = pipeline.cut or even_stages.even(children, num_stages, entry)
+            _share(plain, model, tp)
             stages = stages_of(plain, cut, entry)
             ranks = [range(rank, len(stages), num_ranks) for rank in range(num_ranks)]
             parameters = replace(
@@ -185,7 +205,8 @@ def _traced(model: ModelPlan, data: DataPlan, pipeline: PipelinePlan | None, num
                     for own in ranks
                 ),
             )
-            of_ranks = [_passes(model, data, _Stages(cut, own))[0] for own in ranks]
+            puts_off = any(action.kind == "W" for action in order(pipeline.schedule, 0, num_ranks, num_ranks))
+            of_ranks = [_passes(model, data, _Stages(cut, own, puts_off, tp))[0] for own in ranks]
     finally:
         losses._CHUNK_ELEMENTS_CPU = chunk
     words = f"traced with torch {torch.__version__}"
@@ -206,6 +227,7 @@ def _passes(
                 kept_bytes=max(0, (many.kept - few.kept) // (_MANY - _FEW)),
                 forward=_ops(many.counted["forward"]),
                 backward=_ops(many.counted["backward"]),
+                put_off_bytes=max(0, (many.put_off - few.put_off) // (_MANY - _FEW)),
             )
             if (precision, mode) == ("fp32", "none"):
                 flops = sum(counted["convention"] for counted in many.counted.values()) / _MANY
@@ -222,6 +244,14 @@ def _build(model: ModelPlan) -> torch.nn.Module:
             kind="input",
         )
     return built
+
+
+def _share(plain: torch.nn.Module, model: ModelPlan, tp: int) -> None:
+    """Leaves of it what the first of `tp` ranks has."""
+    if tp > 1:
+        from mlpipe.train.parallel.tensor_by_pattern import split
+
+        split(plain, model, _First(0, tp, None, lambda collective: collective))
 
 
 def _parameters(
@@ -265,6 +295,8 @@ def _once(
 ) -> _Meter:
     """Forward and backward over `size` samples, with a new model: checkpointing changes its blocks."""
     plain = _build(model)
+    if stages is not None:
+        _share(plain, model, stages.tp)
     if mode != "none":
         checkpoint_activations(find_blocks(plain, model.blocks, model.build.entry), mode)
     module = LossModule(plain, "cpu", precision, entry=model.build.entry)
@@ -289,6 +321,7 @@ def _stages_once(meter: _Meter, module: LossModule, batch: Batch, asked: _Stages
     last = len(stages) - 1
     parts = {s: Part(s == 0, s == last, list(one.values())) for s, one in enumerate(stages)}
     staged = StagedLossModule(module, module.model, module.model, parts)
+    deferred = DeferredWeights(staged) if asked.puts_off else None
     gave: list[torch.Tensor] = []
     with torch.no_grad():
         for stage in range(last):
@@ -302,9 +335,14 @@ def _stages_once(meter: _Meter, module: LossModule, batch: Batch, asked: _Stages
         for stage in reversed(own):
             output, arrived = outputs.pop(stage), received.pop(stage, None)
             gradient = torch.empty_like(output) if stage < last else None
-            torch.autograd.backward(output[0] if stage == last else output, gradient)
+            with nullcontext() if deferred is None else deferred.collecting(stage, 0):
+                torch.autograd.backward(output[0] if stage == last else output, gradient)
             del output, gradient, arrived
         del under_way
+        meter.put_off = meter.alive
+        if deferred is not None:
+            for stage in own:
+                deferred.compute(stage, 0)
 
 
 def _batch(model: ModelPlan, data: DataPlan, size: int) -> Batch:
@@ -337,6 +375,7 @@ def main() -> int:
             from_plain(DataPlan, asked["data"]),
             None if asked["pipeline"] is None else from_plain(PipelinePlan, asked["pipeline"]),
             asked["num_ranks"],
+            asked["tp"],
         )
     except MlpipeError as error:
         Path(sys.argv[2]).write_text(

@@ -9,12 +9,13 @@ from typing import Any, cast
 import pytest
 from kit.shapes import rank_work
 
+from mlpipe._core.pipelines import Schedule
 from mlpipe.plan.axes import active, cp, dp_replicate, ep, pp, tp
 from mlpipe.plan.axes.axis import Exchanged, Layout, Passes
 from mlpipe.plan.hardware import GPUS, Hardware
 from mlpipe.plan.memory import rank_tensors
 from mlpipe.plan.plan import Mesh
-from mlpipe.plan.shapes.shape import ParameterCounts
+from mlpipe.plan.shapes.shape import ParameterCounts, Part
 from mlpipe.plan.wire import Wire
 
 pytestmark = pytest.mark.unit
@@ -123,6 +124,26 @@ def test_a_pipeline_holds_the_microbatches_that_are_under_way() -> None:
     assert pp.divide(before, replicas).buffers == before.buffers + 4 * 70  # all gradients, in one bucket
     shards = replace(work, layout=Layout(Mesh(pp=4, dp_replicate=2, dp_shard=2)))
     assert pp.divide(before, shards).buffers == before.buffers
+
+
+def test_a_pipeline_holds_of_each_pass_what_is_left_of_it() -> None:
+    """The last of 4 ranks: with zero_bubble one whole microbatch at its logits, 40, and of three what weights
+    need, 30 each; with interleaved of five microbatches half, of one the logits, where it was begun with 50
+    and 40. Of many that are recomputed, and then put off, the last but one has more than the second."""
+    last = replace(Part(), is_first=False)
+
+    def peak(schedule: Schedule, part: Part, put_off: int = 30) -> int:
+        work = rank_work(PARAMETERS, mesh=Mesh(pp=4), saved=50, logits=40, accumulation=8)
+        whole = rank_tensors(replace(work, layout=Layout(Mesh())))
+        activations = replace(work.activations, put_off_bytes=put_off)
+        layout, step = Layout(Mesh(pp=4), schedule=schedule), replace(work.step, part=part)
+        work = replace(work, activations=activations, layout=layout, step=step)
+        return pp.divide(whole, work).peak - whole.peak
+
+    assert peak("zero_bubble", last) == 3 * 30
+    assert peak("interleaved", last) == 2.5 * 50 + 40 - (50 + 40)
+    assert peak("zero_bubble", Part(is_first=False, is_last=False), 70) == 2 * 50 + 2 * 70 - (50 + 40)
+    assert peak("zero_bubble", Part(is_first=False, is_last=False, number=2), 70) == 50 + 3 * 70 - (50 + 40)
 
 
 @pytest.mark.parametrize(("overlap", "number"), [(True, 3), (False, 16)])

@@ -13,8 +13,8 @@ from mlpipe.plan.pipelining import (
     Action,
     Transfer,
     bubble_passes,
+    held,
     idle_ratio,
-    num_held,
     num_transfers,
     order,
     orders,
@@ -139,13 +139,25 @@ def test_zero_bubble_is_idle_less_than_1f1b_and_interleaved():
 
 
 def test_what_is_held():
-    held = {schedule: [num_held(schedule, rank, 4, 16) for rank in range(4)] for schedule in SCHEDULES}
-    assert held == {
+    """In parts of all stages of a rank: of how many microbatches it keeps anything."""
+    most = {
+        schedule: [
+            max((sum(one.kept) + one.put_off) / len(one.kept) for one in held(schedule, rank, 4, 16))
+            for rank in range(4)
+        ]
+        for schedule in SCHEDULES
+    }
+    assert most == {
         "gpipe": [16, 16, 16, 16],
         "1f1b": [4, 3, 2, 1],
         "interleaved": [5.5, 4.5, 3.5, 2.5],
         "zero_bubble": [4, 4, 4, 4],
     }
+    # of all that zero_bubble holds, so many wait for weights' gradients alone
+    waiting = [max(one.put_off for one in held("zero_bubble", rank, 4, 16)) for rank in range(4)]
+    assert waiting == [1, 2, 3, 4]
+    assert max(one.kept[0] for one in held("zero_bubble", 2, 4, 16)) == 2
+    assert max(one.kept[1] for one in held("interleaved", 3, 4, 16)) == 1  # which has the logits
 
 
 def test_what_interleaved_cannot_do():

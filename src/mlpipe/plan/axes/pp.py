@@ -8,44 +8,77 @@ from dataclasses import replace
 
 from mlpipe.plan.axes import by_name
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
-from mlpipe.plan.pipelining import bubble_passes, num_held, num_transfers
+from mlpipe.plan.pipelining import Held, bubble_passes, held, num_transfers
 from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
 from mlpipe.plan.tensors import COMPUTE_BYTES, WEIGHT_BYTES, RankTensors, Tensors, total
 from mlpipe.plan.wire import Wire
 
 
 def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
-    """Of each further microbatch that is held what autograd saved, on the last rank the gradient of its
-    logits, and autocast's copies of the weights. Gradients of replicas are averaged when all passes are done,
-    through one bucket."""
-    layout, step = work.layout, work.step
-    rank = 0 if step.part.is_first else layout.mesh.pp - 1 if step.part.is_last else 1
-    held = num_held(layout.schedule, rank, layout.mesh.pp, step.accumulation)
-    each = total(tensors.saved) + work.activations.logit_bytes / 2 + _cast_bytes(work)
-    more = int((held - 1) * each)
+    """Of each microbatch that is held, by its stage, what autograd saved, of the last stage the gradient of
+    its logits, and autocast's copies of the weights; of one whose weights' gradients are put off what these
+    need. Gradients of replicas are averaged when all passes are done, through one bucket."""
+    layout = work.layout
+    at_all = ((_bytes_at(one, tensors, work), one) for one in _held(work))
+    most, fullest = max(at_all, key=lambda one: one[0])
+    more = int(most) - work.held_bytes
+    share = sum(fullest.kept) / len(fullest.kept)
+    put_off = fullest.put_off * work.activations.put_off_bytes
+    saved = [Tensors(int(share * one.num_bytes), int(share * one.number)) for one in tensors.saved]
+    if put_off:
+        saved.append(Tensors(put_off, fullest.put_off * sum(one.number for one in tensors.saved)))
     bucket = 0
     if layout.num_replicas > 1 and layout.mesh.dp_shard == 1:
         bucket = min(GATHER_BUCKET_BYTES, total(tensors.gradients))
     moments = tuple(replace(moment, alive=moment.alive + more + bucket) for moment in tensors.moments)
     return replace(
         tensors,
-        saved=tuple(Tensors(int(held * one.num_bytes), int(held * one.number)) for one in tensors.saved),
+        saved=tuple(saved),
         activation_bytes=tensors.activation_bytes + more,
         buffers=tensors.buffers + bucket,
         moments=moments,
     )
 
 
-def _cast_bytes(work: RankWork) -> int:
-    """Of the weights that autocast casts anew for each microbatch, which autograd keeps with it: of the head,
-    and of blocks that neither FSDP casts nor recomputation casts again."""
+def _held(work: RankWork) -> tuple[Held, ...]:
+    """Of the rank whose part it is."""
+    layout, part = work.layout, work.step.part
+    rank = part.rank
+    if rank is None:
+        rank = 0 if part.is_first else layout.mesh.pp - 1 if part.is_last else part.number
+    return held(layout.schedule, rank, layout.mesh.pp, work.step.accumulation)
+
+
+def _bytes_at(one: Held, tensors: RankTensors, work: RankWork) -> float:
+    """Activations, logits, and copies of the weights but the first."""
+    activations, part, width = work.activations, work.step.part, COMPUTE_BYTES[work.step.precision]
+    num_stages, last = len(one.kept), one.kept[-1] if part.is_last else 0
+    in_blocks, outside = (width * number for number in _cast_params(work))
+    num_bytes = sum(one.kept) / num_stages * (total(tensors.saved) + in_blocks) - in_blocks
+    num_bytes += last * activations.kept_logit_bytes + max(0, last - 1) * outside
+    num_bytes += one.put_off * activations.put_off_bytes
+    through_head = part.is_last and one.own == num_stages - 1
+    if one.kind == "F":
+        return num_bytes + through_head * (activations.logit_bytes - activations.kept_logit_bytes)
+    if one.kind == "W":
+        return num_bytes
+    # when a block's backward pass is under way, the gradient of the logits is gone
+    through_blocks = num_bytes - through_head * activations.kept_logit_bytes
+    if one.kind == "I" and activations.rebuilt:  # the other blocks left behind more than was kept of them
+        others = activations.put_off_bytes * (1 - 1 / max(1, work.parameters.num_blocks))
+        through_blocks += max(0, others - total(tensors.saved))
+    return max(num_bytes, through_blocks + work.rebuilt_bytes)
+
+
+def _cast_params(work: RankWork) -> tuple[int, int]:
+    """Of the weights those that autocast casts anew for each microbatch, which autograd keeps with it: of
+    blocks that neither FSDP casts nor recomputation casts again, and of the head."""
     parameters, step = work.parameters, work.step
     if step.precision == "fp32":
-        return 0
-    num_params = parameters.outside if step.part.is_last else 0
-    if work.layout.mesh.dp_shard == 1 and step.checkpointing == "none":
-        num_params += parameters.total - parameters.outside
-    return COMPUTE_BYTES[step.precision] * num_params
+        return 0, 0
+    again = work.layout.mesh.dp_shard == 1 and step.checkpointing == "none"
+    in_blocks = parameters.total - parameters.outside if again else 0
+    return in_blocks, parameters.outside if step.part.is_last else 0
 
 
 def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:

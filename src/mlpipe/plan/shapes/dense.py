@@ -111,7 +111,27 @@ class Dense:
             logit_bytes=2 * width * num_logits + 8 * chunk,
             made=_tensors(step, made),
             offloaded_bytes=total(_tensors(step, [(away, block[0])])),
+            kept_logit_bytes=width * num_logits,
+            put_off_bytes=0 if adapted else self._put_off_bytes(step),
         )
+
+    def _put_off_bytes(self, step: StepShape) -> int:
+        """As `train/schedules/deferred_weights.py` has it: of layers without a bias, which several may share
+        an input; of a block's attention, of its feed-forward, and of a head that is no embedding."""
+        config, part, width = self.config, step.part, COMPUTE_BYTES[step.precision]
+        q_dim, kv_dim, dim, tp = config.q_dim, config.kv_dim, config.dim, step.part.tp
+        channels = 0 if config.qkv_bias else dim + (q_dim + 2 * kv_dim) // tp
+        channels += 0 if config.o_bias else q_dim // tp + dim
+        channels += 0 if config.mlp_bias else 2 * dim + 3 * self._linear_ffn_channels // tp
+        channels *= self._num_blocks(part)
+        if part.is_last and not config.tied:
+            channels += dim + config.vocab_size // tp
+        return step.num_tokens * width * channels
+
+    @property
+    def _linear_ffn_channels(self) -> int:
+        """Of these those of linear layers."""
+        return self.config.ffn_dim
 
     @property
     def _ffn_channels(self) -> int:

@@ -35,6 +35,10 @@ class Experts(Dense):
     def _ffn_channels(self) -> int:
         return self.config.experts_per_token * self.config.ffn_dim + self.config.shared_dim
 
+    @property
+    def _linear_ffn_channels(self) -> int:
+        return self.config.shared_dim
+
     def _saved_in_ffn(self, width: int, tp: int) -> list[int]:
         """As a feed-forward's; besides what comes to and from the experts of a token, the router's affinities
         in fp32 with what is biased of them, and the order of the rows and its inverse. Under `tp` each rank

@@ -21,7 +21,8 @@ class Part:
     """What of a model one rank computes, and of which tokens. `tp`: each matrix product, head and vocabulary
     is split into so many, the residual stream by its tokens (sequence parallelism). `cp`: each sequence is.
     `num_blocks`: of its pipeline stage; None: all. `is_first`, `is_last`: whether the stage has the
-    embedding, or the head and the loss. `rank`: of the pipeline, where the shape knows what each has."""
+    embedding, or the head and the loss. `rank`: of the pipeline, where the shape knows what each has.
+    `number`: of the rank in the pipeline, between the first and the last."""
 
     tp: int = 1
     cp: int = 1
@@ -29,6 +30,7 @@ class Part:
     is_first: bool = True
     is_last: bool = True
     rank: int | None = None
+    number: int = 1
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,9 @@ class Activations:
     recomputation brings back of one block. `backward_bytes`: the most that a block's backward pass makes
     besides. `made`: all tensors that the passes make, for an allocator to which each of them costs time.
     `offloaded_bytes`: of each block but the last, what waits on the host, and is not among the saved on a
-    GPU."""
+    GPU. `kept_logit_bytes`: of `logit_bytes` the gradient of the logits, which stays until the backward pass.
+    `put_off_bytes`: what stays behind a backward pass that puts off the gradients of the weights of linear
+    layers, their inputs and the gradients of what they gave."""
 
     saved: Group
     rebuilt: Group
@@ -209,6 +213,8 @@ class Activations:
     logit_bytes: int
     made: Group
     offloaded_bytes: int = 0
+    kept_logit_bytes: int = 0
+    put_off_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,13 @@ class Ops:
 class TracedPass:
     """Under one precision and activation checkpointing. `sample_bytes`: alive at most in forward and backward
     for each sample, without parameters and gradients; `kept_bytes`: between the two. `backward`: with what is
-    computed again."""
+    computed again. `put_off_bytes`: after a backward pass that puts off the gradients of weights."""
 
     sample_bytes: int
     kept_bytes: int
     forward: Ops
     backward: Ops
+    put_off_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class Traced:
         traced = self.one(step.precision, step.checkpointing, step.part.rank)
         saved = Tensors(step.micro_batch * traced.kept_bytes, traced.forward.num_kernels)
         more = step.micro_batch * (traced.sample_bytes - traced.kept_bytes)
-        return Activations(saved=(saved,), rebuilt=(), backward_bytes=more, logit_bytes=0, made=())
+        put_off = step.micro_batch * traced.put_off_bytes
+        return Activations((saved,), (), more, logit_bytes=0, made=(), put_off_bytes=put_off)
 
     def pass_seconds(self, step: StepShape, kernels: Kernels) -> PassSeconds:
         """The work is spread evenly over the blocks."""

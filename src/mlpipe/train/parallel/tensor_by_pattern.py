@@ -9,9 +9,9 @@ over each head, but the gradients that a rank has are of its own part, and are a
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mlpipe._core.meshes import UNSPLIT
 from mlpipe._core.patterns import matching, nearest
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.plan import ModelPlan, TrainPlan
 from mlpipe.train.contract import broken
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup, copied, embedded_here, summed
@@ -34,16 +34,19 @@ _THEIRS = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduc
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """As `plan.model.tensor` says, or the model's own plan. Raises TrainError (input) for what does not
     fit."""
-    own = model.built.model
-    patterns = plan.model.tensor or _their_plan(own)
-    entry = plan.model.build.entry
+    if plan.adapter is not None:
+        raise broken(plan.model.build.entry, "an adapter does not go with tp of this model yet", "make tp 1")
+    model.partial += split(model.built.model, plan.model, RankGroup.along("tp", world, model.waits))
+
+
+def split(own: nn.Module, plan: ModelPlan, ranks: RankGroup) -> list[tuple[nn.Module, str]]:
+    """In place; modules and names of parameters whose gradients a rank has a part of. Raises TrainError
+    (input)."""
+    entry, patterns = plan.build.entry, plan.tensor or _their_plan(own)
     if not patterns:
         raise broken(entry, UNSPLIT.message, UNSPLIT.remedy)
-    if plan.adapter is not None:
-        raise broken(entry, "an adapter does not go with tp of this model yet", "make tp 1")
-    ranks = RankGroup.along("tp", world, model.waits)
     done: dict[int, nn.Parameter] = {}
-    shared = _Shared(ranks)
+    shared, partial = _Shared(ranks), []
     modules = dict(own.named_modules(remove_duplicate=False))
     kinds: dict[str, str] = {}
     for pattern, kind in patterns.items():
@@ -54,9 +57,10 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     _refuse_ties(own, {id(modules[name]) for name, kind in kinds.items() if kind != "sum"}, entry)
     for name, kind in kinds.items():
         if kind == "sum":
-            model.partial += [(one, key) for one in modules[name].modules() for key in one._parameters]
+            partial += [(one, key) for one in modules[name].modules() for key in one._parameters]
         else:
             _split(modules[name], name, kind, shared, done, entry)
+    return partial
 
 
 def _their_plan(own: nn.Module) -> dict[str, str]:
@@ -100,9 +104,9 @@ def _split(
     cut = Slice("tp", dim, ranks.rank, ranks.num_ranks, ranks.group)
     keep_slice(module, "weight", cut, done)
     if isinstance(module, nn.Embedding):
-        module.forward = partial(_embed, module, ranks)  # type: ignore[method-assign]
+        module.forward = functools.partial(_embed, module, ranks)  # type: ignore[method-assign]
     elif isinstance(module, nn.Linear) and kind == "row":
-        module.forward = partial(_add_up, module, ranks)  # type: ignore[method-assign]
+        module.forward = functools.partial(_add_up, module, ranks)  # type: ignore[method-assign]
     else:
         if module.bias is not None:
             keep_slice(module, "bias", cut, done)
