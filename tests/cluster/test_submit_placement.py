@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from datetime import datetime
+from pathlib import Path
 
 import pytest
+from kit.undisturbed import TORCHRUN
 
 from mlpipe.plan.ahead import plan_ahead
 from mlpipe.spec.load import load_pipeline
@@ -30,9 +33,21 @@ def bound(place, run: str) -> int:
     return sum("nodeName" in pod["spec"] for pod in place.worker_pods(run))
 
 
+def launches(run: str) -> bool:
+    """Whether a launcher of the run has started torchrun."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            argv, env = ((path / name).read_text().split("\0") for name in ("cmdline", "environ"))
+            if TORCHRUN in argv and f"MLPIPE_RUN_ID={run}" in env:
+                return True
+    return False
+
+
 def test_two_half_placed_gangs_end(place, monkeypatch):
-    """By the real scheduler, which is made to place one pod of each; followed with the driver's rights."""
-    monkeypatch.setattr(placement, "SETTLE_SECONDS", 3.0)
+    """By the real scheduler, which is made to place one pod of each; followed with the driver's rights. They
+    wait for each other until the younger one's pod hears SIGTERM: as PID 1 not before it has a handler, and
+    no later word shortens what the kubelet grants it then."""
+    monkeypatch.setattr(placement, "SETTLE_SECONDS", float("inf"))
     monkeypatch.setattr(placement, "_LOOK_SECONDS", 1.0)
     cluster = place.cluster
     kubeconfig = cluster.kubeconfig_for("mlpipe-driver", place.namespace)
@@ -46,7 +61,7 @@ def test_two_half_placed_gangs_end(place, monkeypatch):
 
     def start(run: str, **kubernetes) -> None:
         path = place.spec(
-            run, model={"entry": "kit.models:plain"}, kubernetes={"patches": [patch], **kubernetes}
+            run, model={"entry": "kit.models:plain"}, steps=4, kubernetes={"patches": [patch], **kubernetes}
         )
         plan = plan_ahead(load_pipeline(path), "train", place.environment["MLPIPE_STORE"], run, cluster=True)
         with cluster.inside():
@@ -65,6 +80,8 @@ def test_two_half_placed_gangs_end(place, monkeypatch):
     offer(cluster, 2)
     place.until("a pod of the young gang", lambda: bound(place, "young") == 1)
     cluster.kubectl("taint", "node", "node-0", f"{TAINT}-")
+    place.until("its launcher", lambda: launches("young"))
+    monkeypatch.setattr(placement, "SETTLE_SECONDS", 1.0)
     ended = {run: place.until(f"the end of {run}", gang.poll, 600) for run, gang in gangs.items()}
     assert {run: one.state for run, one in ended.items()} == {"old": "done", "young": "done"}
     given_back = {

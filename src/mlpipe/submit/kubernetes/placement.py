@@ -24,7 +24,9 @@ from mlpipe.submit.kubernetes.objects import GANGS, finished
 YIELDED = f"{PREFIX}/yielded"  # annotation of a gang: how often it gave its nodes back
 SETTLE_SECONDS = 60.0  # a scheduler, or an autoscaler's next node, may be about to place the rest
 PATIENCE_SECONDS = 600.0  # without anybody older in sight: so many, and up to as many again
-GRACE_SECONDS = 10  # of a pod that has nothing to save: torchrun meets SIGTERM only after the others
+# Of a pod that has nothing to save: torchrun meets SIGTERM only after the others. A kubelet that has begun to
+# end it keeps the time that it was told first (its SyncTerminatingPod, kubernetes/kubernetes#113606).
+GRACE_SECONDS = 10
 _LOOK_SECONDS = 10.0  # between two looks at the others
 _GANG = (RUN, STAGE, ATTEMPT)
 
