@@ -152,7 +152,7 @@ def test_an_overflow_on_any_rank_skips_the_step_on_all_under_every_strategy(trai
 
 
 def test_a_training_equals_one_with_torchs_GradScaler(trained, folder):
-    """Step by step: losses, scales, and which were skipped."""
+    """Step by step: losses, scales, which were skipped, and norms of gradients that were not."""
     plan = trained["louder"].work
     model = build_model(plan.model, seed=plan.seed, device_type="cpu").model
     optimizer = torch.optim.AdamW(
@@ -166,7 +166,7 @@ def test_a_training_equals_one_with_torchs_GradScaler(trained, folder):
     world = World(Mesh(), 0, torch.device("cpu"))
     loader = MicrobatchLoader(data, world, seed=plan.seed, global_batch=16, micro_batch=16, seq_len=32)
     scaler = torch.amp.GradScaler("cpu")
-    losses, scales, skipped = [], [], []
+    losses, scales, skipped, norms = [], [], [], []
     for step in range(STEPS):
         (microbatch,) = loader.step(step * 16)
         with torch.autocast("cpu", torch.float16):
@@ -175,7 +175,7 @@ def test_a_training_equals_one_with_torchs_GradScaler(trained, folder):
         scales.append(scaler.get_scale())
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -185,6 +185,8 @@ def test_a_training_equals_one_with_torchs_GradScaler(trained, folder):
     assert told(folder, ours, "skipped") == skipped
     assert told(folder, ours, "loss_scale") == scales
     assert told(folder, ours, "loss") == pytest.approx(losses, rel=1e-4)
+    for step, norm in enumerate(told(folder, ours, "grad_norm")):
+        assert skipped[step] or norm == pytest.approx(norms[step], rel=1e-2), step
     assert 2 <= sum(skipped) < STEPS // 2
     assert not skipped[-1]  # it recovered
 
