@@ -14,6 +14,7 @@ from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.plan import AdapterPlan, Plan
 from mlpipe.plan.shapes import frozen, presets, pretrained
 from mlpipe.spec.load import load_pipeline_text
+from mlpipe.store.folder import FolderStore
 
 pytestmark = pytest.mark.unit
 
@@ -257,6 +258,22 @@ def test_the_layout_of_a_cache_tells_the_commit(
     # what moves is among what a resume is compared by; a path that names the commit says it itself
     moves = train.work.training.meaning.get("model.revision")
     assert moves == (None if below.startswith("/snapshots") else commit)
+
+
+def test_a_bucket_tells_the_commit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By objects alone: it has no links."""
+    folder = in_cache(tmp_path, main=A)
+
+    def open_store(url: str) -> FolderStore:
+        return FolderStore(tmp_path / url.removeprefix("s3://bucket/"))
+
+    monkeypatch.setattr("mlpipe.store.open.open_store", open_store)
+    url = f"s3://bucket/{folder.name}"
+    assert pretrained.located(f"{url}/", None) == (f"{url}/snapshots/{A}", A)
+    assert pretrained.located(f"{url}/snapshots/{B}", None) == (f"{url}/snapshots/{B}", B)
+    assert pretrained.located("s3://bucket/qwen", None) == ("s3://bucket/qwen", None)
+    with pytest.raises(MlpipeError, match=r"revision 'gone' is not there: s3://bucket/.*/refs/gone: cannot"):
+        pretrained.located(url, "gone")
 
 
 @pytest.mark.parametrize(
