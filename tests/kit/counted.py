@@ -54,9 +54,11 @@ def _kernel(func: Any) -> Any:
     """Of an operator of ours, what it runs: its own operators and collectives count, too."""
     if func.namespace != "mlpipe":
         return None
+    from mlpipe.train.models import moe
     from mlpipe.train.parallel import context_attention
 
     return {
+        "count_rows": moe._count_rows,
         "context_attention": context_attention._forward,
         "context_attention_backward": context_attention._backward,
     }[func.overloadpacket.__name__]

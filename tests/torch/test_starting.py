@@ -184,6 +184,7 @@ def test_a_checkpoint_says_what_it_started_from(started):
     assert manifest["scalars"]["init_from"]["found"] == {
         "words": "run base, stage train, step 2", "format": "checkpoint", "store_url": str(folder / "store"),
         "key": found.key, "step": 2, "digest": found.digest, "files": [],
+        "revision": None,
     }  # fmt: skip
 
 
