@@ -1,7 +1,8 @@
 """`python -m benchmarks.gpu`: mlpipe on one GPU against a raw PyTorch loop, the plan and published figures.
 
-GPT-2 124M, 350M and 1.5B at 1,024 tokens and Llama 1B at 4,096, bf16: speed, MFU, peak memory; compile,
-attention back ends, checkpointing, losses and float8 as variants. Each case runs in a process of its own with
+GPT-2 124M, 350M and 1.5B at 1,024 tokens and Llama 1B at 4,096, bf16: speed, MFU, peak memory; LoRA beside
+weights of 32, 8 and 4 bits, packed samples, compile, attention back ends, checkpointing, losses and float8 as
+variants. Each case runs in a process of its own with
 a deadline, the most important first, within an overall budget; results are written after each. It needs
 PyTorch and NumPy and, from a checkout, PYTHONPATH=src. Without a GPU `--device cpu --tiny` shows in a minute
 that it runs: its figures mean nothing.
@@ -74,7 +75,7 @@ def main() -> int:
             suite.run(case, Path(name), deadline)
             body = suite.document(arguments.budget, arguments.tiny, load_before)
             path = measure.write("gpu", body, arguments.results)
-    print(rows.table(rows.variants(suite.figures, suite.cases)))
+    print(rows.table(rows.variants(suite.figures, suite.cases, suite.models)))
     print(f"written to {path}")
     return 0 if any(row["ours"] is not None for row in suite.figures) else 1
 
@@ -138,7 +139,7 @@ class Suite:
 
     def document(self, budget: float, tiny: bool, load_before: float) -> dict[str, Any]:
         body = measure.document(
-            self.figures + rows.variants(self.figures, self.cases),
+            self.figures + rows.variants(self.figures, self.cases, self.models),
             budget_seconds=budget,
             device=self.device,
             tiny=tiny,

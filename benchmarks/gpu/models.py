@@ -1,22 +1,30 @@
 """The benchmark's models, built by `build` as a user's own model is: GPT-2 as it was published (LayerNorm,
-GELU, learned positions, biases, a tied head), mlpipe's Llama, and either with its blocks' matmuls in float8.
+GELU, learned positions, biases, a tied head), mlpipe's Llama, also with several samples in a row, and either
+with its blocks' matmuls in float8.
 
 B batch · T tokens · D dim · H heads · C channels of a head · M tokens of the batch · K inputs · N outputs
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mlpipe._core.presets import LlamaConfig
 from mlpipe.train.models import llama
 
 
-def build(architecture: str, float8: bool, **fields: Any) -> nn.Module:
-    """`architecture`: "gpt2" (fields of `GPT2`) or "llama" (fields of `LlamaConfig`)."""
+def build(
+    architecture: str, float8: bool, documents: Sequence[int] | None = None, **fields: Any
+) -> nn.Module:
+    """`architecture`: "gpt2" (fields of `GPT2`) or "llama" (fields of `LlamaConfig`). `documents`: tokens of
+    the samples that the rows of a pass hold behind each other."""
+    if documents is not None:
+        return PackedLlama(LlamaConfig(**fields), documents)
     model = GPT2(**fields) if architecture == "gpt2" else llama.build_model(**fields)
     if float8:
         for block in model.layers:
@@ -52,6 +60,25 @@ class GPT2(nn.Module):
         for block in self.layers:
             x_BTD = block(x_BTD)
         return F.linear(self.norm(x_BTD), self.wte.weight)
+
+
+class PackedLlama(llama.Llama):
+    """Takes the rows of a pass for one, in which samples of these lengths lie, as mlpipe packs them."""
+
+    lengths_N: Tensor
+
+    def __init__(self, config: LlamaConfig, lengths: Sequence[int]) -> None:
+        super().__init__(config)
+        self.lengths = tuple(lengths)
+        self.register_buffer("lengths_N", torch.tensor(self.lengths), persistent=False)
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        self.lengths_N.copy_(torch.tensor(self.lengths))
+
+    def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
+        logits_1MV = super().forward(inputs.reshape(1, -1), document_lengths=self.lengths_N)
+        return logits_1MV.view(*inputs.shape, -1)
 
 
 class Block(nn.Module):

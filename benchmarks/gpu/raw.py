@@ -24,7 +24,8 @@ class RawLoop:
     def __init__(self, plan: TrainPlan, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         adam = plan.optimizer
-        weights = list(model.parameters())
+        weights = [p for p in model.parameters() if p.requires_grad]  # with adapters, these alone
+        self.weights = weights
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": [p for p in weights if p.dim() >= 2], "weight_decay": adam.args["weight_decay"]},
@@ -62,7 +63,7 @@ class RawLoop:
                 loss = self.loss(self.model(inputs), targets)
             self.batch = self.fetch()
             (loss / self.accumulation).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip, foreach=True)
+        torch.nn.utils.clip_grad_norm_(self.weights, self.clip, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.last = loss.detach()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import measure
-from benchmarks.gpu.work import PUBLISHED, Case, Model
+from benchmarks.gpu.work import PUBLISHED, Case, Model, filled_ratio, flops_of
 
 FORMULA = (
     "model FLOPs a second over the dense bf16 peak of the datasheet; FLOPs a token: 6 x (parameters in "
@@ -23,7 +24,7 @@ def rows_of(case: Case, model: Model, answer: dict[str, Any], predicted: int | N
     if not found:
         return [_row(case, "tokens a second", "tok/s", True, reason=answer.get("error", "no answer"))]
     has_raw = "raw" in found[0]
-    flops, peak = model.num_flops_per_token(), answer.get("peak_flops")
+    flops, peak = flops_of(case, model), answer.get("peak_flops")
     rows = []
     speed = [r["mlpipe"]["tokens_per_second"] for r in found]
     more = {"rounds": len(found), "cut": not answer.get("complete", False)}
@@ -119,8 +120,11 @@ def _memory(case: Case, answer: dict[str, Any], predicted: int | None) -> list[d
     return rows
 
 
-def variants(figures: list[dict[str, Any]], cases: list[Case]) -> list[dict[str, Any]]:
-    """Of each variant the speed over that of its model without it. Other processes: no interval."""
+def variants(
+    figures: list[dict[str, Any]], cases: list[Case], models: Mapping[str, Model]
+) -> list[dict[str, Any]]:
+    """Of each variant the speed over that of its model without it; of packed samples also over that of a row
+    for each, filled up to the longest that there may be. Other processes: no interval."""
     speeds = {
         row["work"]: row["ours"]
         for row in figures
@@ -132,6 +136,10 @@ def variants(figures: list[dict[str, Any]], cases: list[Case]) -> list[dict[str,
         if case.variant and base and own:
             more = {"peer": case.model, "best_peer": base, "ratio": own / base}
             rows.append(_row(case, "tokens a second, variant", "tok/s", True, ours=own, more=more))
+            if case.documents:
+                padded = base * filled_ratio(models[case.model])
+                more = {"peer": "padded", "best_peer": padded, "ratio": own / padded}
+                rows.append(_row(case, "tokens a second, packed", "tok/s", True, ours=own, more=more))
     return rows
 
 

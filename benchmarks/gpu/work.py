@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from mlpipe._core.presets import PRESETS, LlamaConfig
+from mlpipe._core.quantized import Base
 from mlpipe.plan import memory
 from mlpipe.plan.axes.axis import Layout, RankWork
 from mlpipe.plan.hardware import GPUS, Gpu
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import (
     SCHEMA_VERSION,
+    AdapterPlan,
     CheckpointPlan,
     DataPlan,
     Entry,
@@ -29,6 +32,7 @@ from mlpipe.plan.plan import (
     TrainPlan,
 )
 from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.frozen import without
 from mlpipe.plan.shapes.shape import StepShape
 
 NEVER = 10**9
@@ -113,7 +117,9 @@ TINY = {
 class Case:
     """One configuration, measured in a process of its own within `seconds`. `attention`: the back end of
     torch's SDPA ("auto": torch's choice). `loss`: mlpipe's own (fused when compiled), "chunked" (never
-    compiled) or "usual" (F.cross_entropy of all logits). `rounds`: of ABBA turns."""
+    compiled) or "usual" (F.cross_entropy of all logits). `documents`: rows hold several samples. `rank`: of
+    adapters, which alone are trained; `base`: how few bits the weights beside them have. `rounds`: of ABBA
+    turns."""
 
     model: str
     compile: bool = True
@@ -121,6 +127,9 @@ class Case:
     checkpointing: str = "none"
     loss: str = "own"
     float8: bool = False
+    documents: bool = False
+    rank: int = 0
+    base: Base | None = None
     rounds: int = 2
     seconds: float = 75.0
     goal_mfu: float | None = None
@@ -132,7 +141,13 @@ class Case:
         words += [f"{self.checkpointing} checkpointing"] if self.checkpointing != "none" else []
         words += [f"{self.loss} loss"] if self.loss != "own" else []
         words += ["float8"] if self.float8 else []
+        words += ["packed samples"] if self.documents else []
+        words += [f"LoRA, {self.base} base" if self.base else "LoRA"] if self.rank else []
         return ", ".join(words)
+
+    @property
+    def adapter(self) -> AdapterPlan | None:
+        return AdapterPlan(self.rank, 2.0 * self.rank, base=self.base) if self.rank else None
 
     @property
     def name(self) -> str:
@@ -146,6 +161,10 @@ CASES = (
     Case("llama-1b", rounds=3, seconds=110),
     Case("gpt2-124m", rounds=4),
     Case("gpt2-350m", rounds=3),
+    Case("llama-1b", rank=16),
+    Case("llama-1b", rank=16, base="int8"),
+    Case("llama-1b", rank=16, base="nf4"),
+    Case("llama-1b", documents=True),
     Case("gpt2-1.5b", attention="cudnn", seconds=90),
     Case("gpt2-1.5b", float8=True, seconds=90),
     Case("llama-1b", attention="cudnn"),
@@ -174,6 +193,7 @@ TINY_CASES = (
         rounds=1,
         seconds=220,
     ),
+    Case("llama-tiny", compile=False, documents=True, rank=4, base="int8", rounds=1, seconds=220),
 )
 
 # tok/s of one GPU, MFU as published or None, where from, and what is different
@@ -196,6 +216,32 @@ PUBLISHED: dict[str, tuple[float, float | None, str]] = {
         "communication",
     ),
 }
+
+
+def flops_of(case: Case, model: Model) -> float:
+    """Of a token; of one with adapters as of the whole model. In a row with several samples attention is
+    within each."""
+    if model.llama is None or not case.documents:
+        return model.num_flops_per_token()
+    lengths = document_lengths(model.batch * model.seq_len, model.seq_len)
+    seen = sum(length**2 for length in lengths) / sum(lengths)
+    return Dense(model.llama).flops_per_token(round(seen))
+
+
+def document_lengths(num_tokens: int, longest: int) -> list[int]:
+    """Of samples that fill a row of `num_tokens`: log-normal, a seventh of `longest` in the median, the
+    same in each run; the last takes what is left."""
+    draw, lengths = random.Random(0), list[int]()
+    while (left := num_tokens - sum(lengths)) > 0:
+        length = round(longest / 7 * draw.lognormvariate(0, 0.8))
+        lengths.append(min(left, longest, max(1, length)))
+    return lengths
+
+
+def filled_ratio(model: Model) -> float:
+    """Share of tokens that are a sample's, where each such sample has a row of its own."""
+    lengths = document_lengths(model.batch * model.seq_len, model.seq_len)
+    return sum(lengths) / (len(lengths) * model.seq_len)
 
 
 def gpu_of(name: str) -> tuple[str, Gpu] | None:
@@ -233,6 +279,27 @@ def write_tokens(folder: Path, *, vocab_size: int, num_tokens: int) -> Path:
     return folder
 
 
+def predicted_bytes(case: Case, model: Model, micro_batch: int, device: str) -> int | None:
+    """None: nobody knows, since the planner knows the presets alone."""
+    if model.llama is None:
+        return None
+    shape = without(Dense(model.llama), None, case.adapter)
+    assert shape is not None
+    accumulation = model.batch // micro_batch
+    step = StepShape(
+        model.seq_len, micro_batch, accumulation, "bf16", case.checkpointing, compiled=case.compile
+    )
+    work = RankWork(
+        shape.parameters,
+        shape.activations(step, device),
+        step,
+        Layout(Mesh()),
+        OptimizerCost(8, "adamw"),
+        overlap=device == "cuda",
+    )
+    return memory.estimate(work, device).total
+
+
 def plan_of(
     case: Case,
     model: Model,
@@ -250,28 +317,16 @@ def plan_of(
         write_tokens(tokens, vocab_size=model.fields["vocab_size"], num_tokens=size)
     micro_batch = model.micro_batch_on(memory_bytes)
     accumulation = model.batch // micro_batch
-    config, predicted = model.llama, None
-    if config is not None:
-        shape = Dense(config)
-        step = StepShape(
-            model.seq_len, micro_batch, accumulation, "bf16", case.checkpointing, compiled=case.compile
-        )
-        activations = shape.activations(step, device)
-        work = RankWork(
-            shape.parameters,
-            activations,
-            step,
-            Layout(Mesh()),
-            OptimizerCost(8, "adamw"),
-            overlap=device == "cuda",
-        )
-        estimate = memory.estimate(work, device)
-        predicted = Prediction(estimate.total, 0.0, 1.0, 1.0)
+    needed = predicted_bytes(case, model, micro_batch, device)
+    predicted = None if needed is None else Prediction(needed, 0.0, 1.0, 1.0)
+    more = {}
+    if case.documents:
+        more["documents"] = document_lengths(micro_batch * model.seq_len, model.seq_len)
     train = TrainPlan(
         model=ModelPlan(
             build=Entry(
                 "benchmarks.gpu.models:build",
-                {"architecture": model.architecture, "float8": case.float8, **model.fields},
+                {"architecture": model.architecture, "float8": case.float8, **more, **model.fields},
             ),
             preset=None,
             seq_len=model.seq_len,
@@ -304,11 +359,12 @@ def plan_of(
         deterministic=False,
         seed=1,
         hang_timeout_seconds=600.0,
-        num_flops_per_token=model.num_flops_per_token(),
+        num_flops_per_token=flops_of(case, model),
         peak_flops=peak,
         peak_name=peak_name,
         resume=False,
         predicted=predicted,
+        adapter=case.adapter,
     )
     return Plan(
         schema_version=SCHEMA_VERSION,

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.peers.chats PART`: targets a second of mlpipe and of TRL's SFTTrainer, which tune the
-same small Llama on the same conversations; 2 ranks on gloo.
+"""`python -m benchmarks.peers.chats PART`: targets a second of mlpipe, TRL's SFTTrainer and torchtune's
+recipe, which tune the same small Llama on the same conversations; 2 ranks on gloo.
 
-As `rates`: both sides are started once and take turns of a few steps while the other sleeps in a read. Model,
+As `rates`: all sides are started once and take turns of a few steps while the other sleeps in a read. Model,
 tokenizer, template and conversations are made here, with a fixed seed. A target is a token that the assistant
 says. Parts: `same`, packed rows of as many tokens, fp32, DDP; `newcomer`, what each gives without settings.
 
@@ -40,6 +40,7 @@ LLAMA = {
 }  # fmt: skip
 QUICK = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SEQ_LEN = 1024
+PEERS = {"TRL SFTTrainer": "trl_sft", "torchtune": "torchtune_sft"}
 PEER, CONTROL = "TRL SFTTrainer", "TRL SFTTrainer again"
 LOSSES_DIFFER = {"same": 1e-4, "newcomer": 1e-2}  # relative, before the first step; in bf16 the latter
 SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "er", "il")]
@@ -127,6 +128,7 @@ def plan_of(part: str, base: Work, folder: Path, batch: int) -> Plan:
 
 
 def block(side: rates.Side, steps: int) -> measure.Figures:
+    side.ask(do="steps", count=rates.WAKE_STEPS)
     cpu, wall = rates.cpu_seconds(rates.descendants(side.process.pid)), time.perf_counter()
     targets = sum(answer["targets"] for answer in side.ask(do="steps", count=steps))
     wall = time.perf_counter() - wall
@@ -147,9 +149,10 @@ def rows_of(part: str, base: Work, folder: Path, lengths: list[int], arguments: 
             return sides.launcher(plan, mine, "benchmarks.peers.mlpipe_chats")
         return sides.torchrun(script)
 
-    scripts = {results.OURS: "mlpipe", PEER: "trl_sft", CONTROL: "trl_sft"}
-    if arguments.quick:
-        del scripts[CONTROL]
+    chosen = {name: PEERS[name] for name in PEERS if PEERS[name] in arguments.peers}
+    scripts = {results.OURS: "mlpipe", **chosen}
+    if PEER in chosen and not arguments.quick:
+        scripts[CONTROL] = PEERS[PEER]
     works = {name: (script, replace(base, side=name)) for name, script in scripts.items()}
     with rates.started(folder, works, command, 2) as found:
         losses = {name: [side.loss()] for name, side in found.items()}
@@ -167,15 +170,17 @@ def rows_of(part: str, base: Work, folder: Path, lengths: list[int], arguments: 
     print(f"{part}: held-out loss of {counts} targets at the start and the end: {losses}", flush=True)
     work = f"conversations, {part}"
 
-    def row(label: str, key: str, side: str, goal: float | None) -> dict[str, Any]:
+    def row(label: str, key: str, side: str, peer: str, goal: float | None) -> dict[str, Any]:
         return measure.figure(
-            work, label, "targets/s", blocks, key, ours=side, peer=PEER, goal=goal, higher_is_better=True
+            work, label, "targets/s", blocks, key, ours=side, peer=peer, goal=goal, higher_is_better=True
         )
 
-    rows = [row("targets a second", "rate", results.OURS, 1.0)]
-    rows.append(row("targets a CPU second", "cpu_rate", results.OURS, None))
+    rows = []
+    for peer in chosen:
+        rows.append(row(f"targets a second, against {peer}", "rate", results.OURS, peer, 1.0))
+        rows.append(row(f"targets a CPU second, against {peer}", "cpu_rate", results.OURS, peer, None))
     if CONTROL in found:
-        rows.append(row("control: targets a second", "rate", CONTROL, None))
+        rows.append(row("control: targets a second", "rate", CONTROL, PEER, None))
     assert plan.part(TrainPlan) is not None
     more = {"losses": losses, "held_out_targets": counts, "precision": plan.work.training.precision}
     return [{**rows[0], **more, "batch": batch}, *rows[1:]]
@@ -183,8 +188,9 @@ def rows_of(part: str, base: Work, folder: Path, lengths: list[int], arguments: 
 
 def check(part: str, losses: dict[str, list[float]], counts: dict[str, int]) -> None:
     """Raises RuntimeError where the sides do not learn the same targets with the same model."""
-    ours, theirs = losses[results.OURS][0], losses[PEER][0]
-    if len(set(counts.values())) > 1 or abs(ours - theirs) > LOSSES_DIFFER[part] * theirs:
+    ours = losses[results.OURS][0]
+    differ = max(abs(theirs[0] - ours) for theirs in losses.values())
+    if len(set(counts.values())) > 1 or differ > LOSSES_DIFFER[part] * ours:
         raise RuntimeError(f"{part}: the sides do not compute the same: {losses} of {counts} targets")
 
 
@@ -192,6 +198,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=("same", "newcomer"))
     parser.add_argument("--quick", action="store_true", help="one short round of a tiny model: does it run?")
+    scripts = list(PEERS.values())
+    parser.add_argument("--peers", nargs="+", default=scripts, choices=scripts)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2, help="steps in a block")
     parser.add_argument("--warm-up", type=int, default=3)

@@ -34,7 +34,7 @@ _START_SECONDS, _STEPS_SECONDS = 300, 400
 # Steps of a turn that do not count: the machine takes memory back from who sleeps, which costs a side that
 # keeps its memory a tenth of its first step, and one that asks for it anew in each step nothing. No training
 # sleeps.
-_WAKE_STEPS = 1
+WAKE_STEPS = 1
 # Validation losses for `compiled`, fixed before any of its runs: it starts at 9.1, and after 36 steps in fp32
 # ("same") every side of the smaller model was at 7.02. The default rounds take 54 steps.
 TARGETS = {"7.4M": 7.5, "21M": 7.5}
@@ -56,7 +56,9 @@ class Side:
             connection.flush()
         answers = []
         for connection in self.ranks.values():
-            line = connection.readline()
+            line = ""
+            with contextlib.suppress(ConnectionError):
+                line = connection.readline()
             if not line:
                 raise RuntimeError(f"{self.name} ended: {self.log.read_text(errors='replace')[-3000:]}")
             answers.append(json.loads(line))
@@ -140,7 +142,7 @@ def _connect(listener: socket.socket, side: Side, num_ranks: int) -> None:
 
 def in_turns(found: dict[str, Side], *, rounds: int, steps: int, tokens_per_step: int) -> list[measure.Round]:
     def block(side: Side) -> measure.Figures:
-        side.steps(_WAKE_STEPS)
+        side.steps(WAKE_STEPS)
         wall, cpu = side.steps(steps)
         tokens = steps * tokens_per_step
         return {"rate": tokens / wall, "cpu_rate": tokens / max(cpu, 0.01), "seconds": wall / steps}
@@ -213,7 +215,7 @@ def compiled(folder: Path, base: Work, arguments: argparse.Namespace) -> list[di
         blocks = []
         for _ in range(arguments.rounds):
             blocks += in_turns(found, rounds=1, steps=arguments.steps, tokens_per_step=2 * base.batch * 256)
-            done += 2 * (_WAKE_STEPS + arguments.steps)
+            done += 2 * (WAKE_STEPS + arguments.steps)
             for name, side in found.items():
                 curves[name].append((done, side.loss()))
     needed = {name: steps_to(curve, target) for name, curve in curves.items()}

@@ -25,7 +25,7 @@ SCRIPTS = {
     "hf_trainer": "training",
 }
 ON_MESHES = {"titan_mesh": "titan"}  # of `meshes.py`
-ON_CHATS = {"trl_sft": "tuning"}  # of `chats.py`
+ON_CHATS = {"trl_sft": "tuning", "torchtune_sft": "tuning"}  # of `chats.py`
 NAMES = {
     "raw_ddp": "raw DDP",
     "raw_fsdp": "raw FSDP2",

@@ -16,6 +16,7 @@ from kit import plans
 
 from benchmarks import measure
 from benchmarks.gpu import models, rows, work
+from mlpipe._core.quantized import is_quantized
 from mlpipe.train.flops import count_flops_per_token
 
 pytestmark = pytest.mark.torch
@@ -59,7 +60,7 @@ def test_the_suite_runs_on_torch_and_numpy_alone(bare, tmp_path):
         assert row["best_peer"] > 0
         model = work.TINY[case.model]
         peak = body["settings"]["cases"][case.name]["peak_flops"]
-        mfu = row["ours"] * model.num_flops_per_token() / peak
+        mfu = row["ours"] * work.flops_of(case, model) / peak
         assert found[case.name, "MFU"]["ours"] == pytest.approx(mfu)
     assert found[work.TINY_CASES[0].name, "MFU, goal"]["met"] is False
 
@@ -214,8 +215,45 @@ def test_what_failed_is_a_row_with_its_reason():
 def test_a_variant_stands_beside_its_model():
     fast = work.Case("gpt2-tiny", float8=True)
     figures = rows.rows_of(CASE, MODEL, answer(), None) + rows.rows_of(fast, MODEL, answer(), None)
-    (row,) = rows.variants(figures, [CASE, fast])
+    (row,) = rows.variants(figures, [CASE, fast], work.TINY)
     assert (row["work"], row["peer"], row["ratio"]) == ("gpt2-tiny, float8", "gpt2-tiny", 1.0)
+
+
+def test_packed_samples_stand_beside_a_row_for_each():
+    whole, packed = work.Case("llama-tiny"), work.Case("llama-tiny", documents=True)
+    model = work.TINY["llama-tiny"]
+    figures = [row for case in (whole, packed) for row in rows.rows_of(case, model, answer(), None)]
+    found = by_figure(rows.variants(figures, [whole, packed], work.TINY))
+    lengths = work.document_lengths(4 * 32, 32)
+    assert sum(lengths) == 4 * 32
+    assert max(lengths) <= 32
+    assert found["tokens a second, packed"]["ratio"] == pytest.approx(len(lengths) * 32 / sum(lengths))
+    assert work.flops_of(packed, model) < work.flops_of(whole, model)
+
+
+def test_a_packed_row_is_its_samples_one_after_the_other():
+    """Each sees itself alone, from position 0 on."""
+    fields = work.TINY["llama-tiny"].fields
+    torch.manual_seed(0)
+    packed = models.build("llama", False, documents=[5, 3, 8], **fields)
+    alone = models.build("llama", False, **fields)
+    alone.load_state_dict(packed.state_dict())
+    ids = torch.randint(0, fields["vocab_size"], (2, 8))
+    parts = [alone(part[None]) for part in ids.flatten().split([5, 3, 8])]
+    torch.testing.assert_close(packed(ids), torch.cat(parts, dim=1).view(2, 8, -1))
+
+
+@pytest.mark.parametrize(("base", "bits"), [("int8", 8.25), ("nf4", 4.25)])
+def test_what_a_base_of_few_bits_spares_is_in_the_plan(base, bits):
+    """The fp32 values of the layers, and what a pass casts them to, which waits for the backward pass."""
+    model = work.MODELS["llama-1b"]
+    whole, few = (
+        work.predicted_bytes(work.Case("llama-1b", rank=16, base=one), model, 2, "cuda")
+        for one in (None, base)
+    )
+    matrices = sum(one.size for one in model.llama.named_tensors() if is_quantized(one.name))
+    assert whole - few == pytest.approx(matrices * (32 + 16 - bits) / 8, rel=0.1)
+    assert whole < work.predicted_bytes(work.Case("llama-1b"), model, 2, "cuda")
 
 
 def test_float8_matmuls_are_near_the_exact_ones():

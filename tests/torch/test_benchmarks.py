@@ -114,11 +114,14 @@ def test_a_replica_is_killed_beside_a_worker_of_a_gang(tmp_path: Path, monkeypat
 def test_gains_of_ranks_that_wait_less_are_written_with_what_was_expected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(uneven, "MIXES", {})
+    monkeypatch.setattr(uneven, "SETTINGS", ())
     rows = quick(uneven, tmp_path, monkeypatch)["figures"]
     assert [row["side"] for row in rows] == ["control", "on_demand", "resident", "on_demand", "resident"]
-    expected = ["gain, off the expected 1.78 by", "gain, off the expected 1.59 by"]
-    assert [row["figure"] for row in rows[3:]] == expected
+    assert [round(row["by_the_works_alone"], 2) for row in rows[3:]] == [1.78, 1.59]
+    for row in rows[3:]:  # what the meetings take is in it
+        gain = next(one["ratio"] for one in rows[1:3] if one["side"] == row["side"])
+        assert row["ours"] == pytest.approx(abs(gain / row["expected"] - 1))
+        assert row["expected"] != row["by_the_works_alone"]
 
 
 def test_what_moved_load_saves_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

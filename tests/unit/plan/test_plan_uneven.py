@@ -51,14 +51,21 @@ def test_the_gain_of_the_planner_is_that_of_the_benchmark(name):
     length, capacity = benchmark.MIXES[name]
     draw = random.Random(11)
     lengths = [length(draw) for _ in range(2000)]
-    uneven = Uneven(lengths, benchmark.cost, benchmark.NUM_SAMPLES * 4, "balanced")
+    uneven = Uneven(lengths, benchmark.cost, 8 * 4, "balanced")
     mesh = Mesh(dp_shard=4)
     often, seldom = (uneven.idle(mesh, capacity, way) for way in ("collective", "on_demand"))
-    equal, free, _ = benchmark.mixed(name, 4, 24)
+    equal, free, _ = benchmark.mixed(name, 8, 4, 24)
     assert (1 - seldom) / (1 - often) == pytest.approx(benchmark.expected(equal, free, "on_demand"), rel=0.1)
     assert seldom < uneven.idle(mesh, capacity, "resident")
     # copies of whole weights meet behind the last pass alone
     assert uneven.idle(Mesh(dp_replicate=4), capacity, "resident") == seldom
+
+
+def test_what_meetings_take_is_expected_as_well():
+    works = [[[8.0, 1.0], [1.0, 8.0]]]
+    assert benchmark.expected(works, works, "on_demand") == 16 / 9
+    meetings = {"collective": 4.0, "resident": 2.0, "on_demand": 1.0}
+    assert benchmark.expected(works, works, "on_demand", meetings) == 2.0
 
 
 def test_files_that_are_mixed_are_drawn_by_their_weights(tmp_path, monkeypatch):
