@@ -125,7 +125,7 @@ def _values(root: Node, key: str, node: Node, problems_of: Check) -> Iterator[Pr
             if isinstance(spread, Interval)
             else [spread.values[0], spread.values[-1]]
         )
-        nodes = [Node(end, node.place, key=place) for end in ends]
+        nodes = [Node(end, node.place, key=place) for end in dict.fromkeys(ends)]  # 2..2 has one
     seen, written = set[str](), list[str]()
     for value in nodes:
         if (text := json.dumps(value.plain())) in written:

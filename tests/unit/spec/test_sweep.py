@@ -64,6 +64,10 @@ def test_a_key_of_the_only_training_is_found_by_any_of_its_names(written):
     assert [*trials(load({written: [1]}))[0]] == ["stages.fit.train.seed"]
 
 
+def test_a_range_may_hold_one_value():
+    assert trials(load({"seed": "2..2"})) == [{"stages.fit.train.seed": 2}]
+
+
 def test_of_several_trainings_the_stage_is_named():
     other = {**BASE["stages"][0], "name": "again"}
     spec = {**BASE, "stages": [*BASE["stages"], other], "sweep": {"over": {"seed": [1, 2]}}}
