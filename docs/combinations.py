@@ -34,6 +34,7 @@ _FEATURES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         f"pipeline {name}": ({"pipeline": {"schedule": name, "microbatches": 4}}, {"pp": 2})
         for name in SCHEDULES
     },
+    "context ring": ({"context": {"exchange": "ring"}}, {"cp": 2}),
     "communication resident": ({"communication": "resident"}, {}),
     "communication on_demand": ({"communication": "on_demand"}, {"dp_shard": 2}),
     "stragglers move_load": ({"stragglers": "move_load"}, {}),

@@ -41,6 +41,8 @@ MIXES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "tp ddp": (Mesh(dp_replicate=2, tp=2), {}),
     "cp": (Mesh(cp=4), {}),
     "cp fsdp": (Mesh(dp_shard=2, cp=2), {}),
+    "cp, ring": (Mesh(cp=4), {"context_exchange": "ring"}),
+    "cp fsdp, ring": (Mesh(dp_shard=2, cp=2), {"context_exchange": "ring"}),
     "cp tp": (Mesh(cp=2, tp=2), {}),
     "ep": (Mesh(dp_shard=4, ep=2), {"experts": True}),
     "ep hsdp": (Mesh(dp_replicate=2, dp_shard=2, ep=2), {"experts": True}),

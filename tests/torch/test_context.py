@@ -3,12 +3,16 @@ threads, and whole trainings."""
 
 from __future__ import annotations
 
+import queue
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,13 +23,15 @@ from hypothesis import strategies as st
 from kit import plans, processes
 from kit.weights import held
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.axes import cp
 from mlpipe.plan.axes.axis import Layout
 from mlpipe.plan.hardware import detect_hardware
-from mlpipe.plan.plan import Checkpointing, Mesh, MetricPlan, Plan, ValidatePlan
+from mlpipe.plan.plan import Checkpointing, ContextExchange, Mesh, MetricPlan, Plan, ValidatePlan
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import Part, StepShape
 from mlpipe.plan.time import passes
@@ -33,7 +39,7 @@ from mlpipe.plan.wire import Wire
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.model import BuiltModel, LossModule
 from mlpipe.train.models.llama import Llama, RMSNorm, causal_attention
-from mlpipe.train.parallel import context
+from mlpipe.train.parallel import context, ring_attention
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 from mlpipe.train.parallel.context_attention import RANKS, context_attention
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
@@ -41,20 +47,24 @@ from mlpipe.train.parallel.rank_group import RankGroup
 from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch
-NO_PLAN: Any = None
+EXCHANGES = get_args(ContextExchange)
 
 
 class Threads:
-    """Ranks in threads, with the two collectives of this technique. `sent`: what a rank sends, in bytes."""
+    """Ranks in threads, with the collectives of this technique, and sending to one. `sent`: what the first
+    rank sends, in bytes."""
 
     def __init__(self, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_ranks = num_ranks
         self.here = threading.local()
         self.barrier = threading.Barrier(num_ranks, timeout=60)
         self.given: list[Tensor] = [torch.empty(0)] * num_ranks
-        self.sent: dict[str, int] = {}
+        self.sent: Counter[str] = Counter()
+        self.ways = {(a, b): queue.SimpleQueue[Tensor]() for a in range(num_ranks) for b in range(num_ranks)}
         monkeypatch.setattr(dist, "all_gather_into_tensor", self.all_gather)
         monkeypatch.setattr(dist, "all_to_all_single", self.all_to_all)
+        monkeypatch.setattr(dist, "P2POp", lambda *operation: operation)
+        monkeypatch.setattr(dist, "batch_isend_irecv", lambda all_: [self._begun(*one) for one in all_])
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         def on(rank: int) -> Any:
@@ -67,7 +77,7 @@ class Threads:
     def _exchange(self, name: str, tensor: Tensor) -> list[Tensor]:
         if self.here.rank == 0:
             share = (self.num_ranks - 1) if name == "all_gather" else (self.num_ranks - 1) / self.num_ranks
-            self.sent[name] = self.sent.get(name, 0) + int(tensor.nbytes * share)
+            self.sent[name] += int(tensor.nbytes * share)
         self.given[self.here.rank] = tensor.detach().clone()
         self.barrier.wait()
         found = list(self.given)
@@ -86,6 +96,16 @@ class Threads:
     def all_to_all(self, received: Tensor, sent: Tensor, group: Any) -> None:
         received.copy_(torch.stack([one[self.here.rank] for one in self._exchange("all_to_all", sent)]))
 
+    def _begun(self, function: Any, tensor: Tensor, other: int, group: Any) -> Any:
+        here = self.here.rank
+        if function is dist.irecv:
+            way = self.ways[other, here]
+            return SimpleNamespace(wait=lambda: tensor.copy_(way.get(timeout=60)))
+        self.sent["send"] += tensor.nbytes * (here == 0)
+        with _disable_current_modes():  # who counts tensors does not count what is on its way
+            self.ways[here, other].put(tensor.detach().clone())
+        return SimpleNamespace(wait=lambda: None)
+
 
 def timed(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
@@ -95,6 +115,7 @@ def timed(function: Callable[..., Any]) -> Callable[..., Any]:
 @given(
     num_ranks=st.integers(1, 4), chunk=st.integers(1, 9), batch=st.integers(1, 2), groups=st.integers(1, 3),
     kv_heads=st.integers(1, 3), channels=st.sampled_from([1, 4, 8]), seed=st.integers(0, 2**31),
+    exchange=st.sampled_from(EXCHANGES),
 )  # fmt: skip
 def test_attention_is_exact(
     monkeypatch: Any,
@@ -105,8 +126,9 @@ def test_attention_is_exact(
     kv_heads: int,
     channels: int,
     seed: int,
+    exchange: ContextExchange,
 ) -> None:
-    """Output and gradients in fp64, and in fp32 as near as one rank's."""
+    """Output and gradients in fp64."""
     threads = Threads(num_ranks, monkeypatch)
     generator, length = torch.Generator().manual_seed(seed), 2 * num_ranks * chunk
 
@@ -126,7 +148,7 @@ def test_attention_is_exact(
 
     def on(rank: int) -> list[Tensor]:
         number = -1 - rank  # of the real ones none is below 0
-        RANKS[number] = RankGroup(rank, num_ranks, None, timed)
+        RANKS[number] = RankGroup(rank, num_ranks, None, timed), exchange
         own = [context.cut(one, 2, rank, num_ranks) for one in (*inputs, gradient)]
         return attend(lambda *qkv: context_attention(*qkv, number), own[:3], own[3])
 
@@ -138,12 +160,73 @@ def test_attention_is_exact(
             )
     # what the planner counts: keys and values of a rank's tokens, to all others; back come as many gradients
     numbers = 2 * batch * kv_heads * length * channels // num_ranks * (num_ranks - 1)
-    assert threads.sent == {"all_gather": 2 * 8 * numbers, "all_to_all": 8 * numbers}
+    gathered = {"all_gather": 2 * 8 * numbers, "all_to_all": 8 * numbers}
+    assert threads.sent == Counter(gathered if exchange == "all_gather" else {"send": 3 * 8 * numbers})
 
 
-@pytest.mark.parametrize(("num_ranks", "checkpointing"), [(2, "full"), (2, "selective"), (3, "none")])
+class Alive(TorchDispatchMode):
+    """`most`: the most numbers that tensors with so many heads had at a time, of those made meanwhile."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_heads, self.now, self.most = num_heads, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {_storage(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        for one in tree_leaves(made):
+            if one.dim() > 3 and one.shape[-3] == self.num_heads and _storage(one) not in given:
+                self.now += one.numel()
+                weakref.finalize(one, self._gone, one.numel())
+        self.most = max(self.most, self.now)
+        return made
+
+    def _gone(self, numbers: int) -> None:
+        self.now -= numbers
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_a_ring_holds_the_keys_and_values_of_two_ranks(monkeypatch: Any, num_ranks: int) -> None:
+    """Of however many; and in the backward pass no more than the planner counts."""
+    threads, heads, length = Threads(num_ranks, monkeypatch), 3, 8
+    part = 2 * heads * length * 4  # numbers of one rank
+
+    def on(rank: int) -> tuple[int, int]:
+        ranks = RankGroup(rank, num_ranks, None, timed)
+        q, grad = torch.randn(2, 1, 2 * heads, length, 4)
+        k, v = torch.randn(2, 1, heads, length, 4)
+        with Alive(heads) as forward:
+            out, log_sums = ring_attention.forward(q, k, v, ranks)
+        with Alive(heads) as backward:
+            ring_attention.backward(grad, q, k, v, out, log_sums, ranks)
+        return forward.most, backward.most
+
+    work = SimpleNamespace(
+        layout=Layout(Mesh(cp=num_ranks), context_exchange="ring"),
+        kv_bytes=4 * part * num_ranks,
+        step=SimpleNamespace(precision="fp32"),
+    )
+    for forward, backward in threads.run(on):
+        assert forward <= 2 * part + part  # and its own, with the early chunk first
+        assert 4 * backward <= cp._held_bytes(work)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "checkpointing", "exchange"),
+    [
+        (2, "full", "all_gather"),
+        (2, "selective", "all_gather"),
+        (3, "none", "all_gather"),
+        (2, "selective", "ring"),
+        (3, "full", "ring"),
+    ],
+)
 def test_gradients_of_every_parameter_are_exact(
-    monkeypatch: Any, num_ranks: int, checkpointing: Checkpointing
+    monkeypatch: Any, num_ranks: int, checkpointing: Checkpointing, exchange: ContextExchange
 ) -> None:
     """In fp64, of a model that the technique changed; what that makes of a whole sequence is the same. What
     travels is what the planner counts."""
@@ -181,7 +264,8 @@ def test_gradients_of_every_parameter_are_exact(
         module = LossModule(models[rank], "cpu")
         built = BuiltModel(module, models[rank], list(models[rank].layers), False, made)
         world = World(Mesh(cp=num_ranks), rank, torch.device("cpu"))
-        context.apply(ParallelizedModel(built, module), world, NO_PLAN)
+        plan: Any = SimpleNamespace(context_exchange=exchange)
+        context.apply(ParallelizedModel(built, module), world, plan)
         if checkpointing != "none":
             checkpoint_activations(built.blocks, checkpointing)
         return loss_of(module, context.cut_batch(batch, world))
@@ -197,8 +281,9 @@ def test_gradients_of_every_parameter_are_exact(
 
     step = StepShape(8 * num_ranks, 3, 1, "fp32", checkpointing, compiled=False, part=Part(cp=num_ranks))
     hardware = replace(detect_hardware(None), devices_per_node=num_ranks)
-    in_a_step = passes(Dense(config), step, hardware)
-    counted = cp.exposed_seconds(in_a_step, Sent(hardware), Layout(Mesh(cp=num_ranks)))
+    in_a_step = replace(passes(Dense(config), step, hardware), query_bytes=0)  # what it merges is not sent
+    layout = Layout(Mesh(cp=num_ranks), context_exchange=exchange)
+    counted = cp.exposed_seconds(in_a_step, Sent(hardware), layout)
     assert sum(threads.sent.values()) == 2 * counted  # in fp64
 
 
@@ -243,11 +328,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
             ),
             plan("selective", Mesh(cp=2), steps=6, activation_checkpointing="selective"),
             plan("low", Mesh(cp=2), steps=6, precision="bf16"),
+            plan("ring", Mesh(cp=2), validate=VALIDATED, context_exchange="ring"),
+            plan("low-ring", Mesh(cp=2), steps=6, precision="bf16", context_exchange="ring"),
         ],
         4: [
             plan("sharded", Mesh(dp_shard=2, cp=2), validate=VALIDATED),
             plan("sliced", Mesh(dp_replicate=2, cp=2), steps=6, shard_optimizer=True),
             plan("tensor", Mesh(cp=2, tp=2), steps=6),
+            plan("ring-of-four", Mesh(cp=4), context_exchange="ring", activation_checkpointing="selective"),
+            plan(
+                "sharded-ring",
+                Mesh(dp_shard=2, cp=2),
+                steps=6,
+                activation_checkpointing="full",
+                context_exchange="ring",
+            ),
         ],
         8: [plan("triple", Mesh(dp_shard=2, cp=2, tp=2), steps=3)],
     }
@@ -271,7 +366,8 @@ def losses(trained: Any, run: str) -> list[float]:
 
 
 @pytest.mark.combines("cp", "dp_shard", "resume under another mesh", "optimizer adamw")
-@pytest.mark.parametrize("run", ["two", "sharded", "chain"])
+@pytest.mark.combines("cp", "context ring", "activation_checkpointing selective", "optimizer adamw")
+@pytest.mark.parametrize("run", ["two", "sharded", "chain", "ring", "ring-of-four"])
 def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str) -> None:
     assert losses(trained, run) == pytest.approx(losses(trained, "alone"), rel=1e-5)
     store, made = trained
@@ -285,7 +381,8 @@ def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str) -> 
 @pytest.mark.combines("cp", "activation_checkpointing selective")
 @pytest.mark.combines("cp", "dp_replicate", "strategy zero1")
 @pytest.mark.combines("cp", "tp", "dp_shard")
-@pytest.mark.parametrize("run", ["recomputed", "selective", "sliced", "tensor", "triple"])
+@pytest.mark.combines("cp", "context ring", "dp_shard", "activation_checkpointing full")
+@pytest.mark.parametrize("run", ["recomputed", "selective", "sliced", "tensor", "triple", "sharded-ring"])
 def test_what_it_is_combined_with_changes_nothing(trained: Any, run: str) -> None:
     store, made = trained
     steps = made[run][0].work.training.steps
@@ -302,13 +399,15 @@ def test_a_killed_rank_costs_nothing(trained: Any) -> None:
     assert killed[STEPS, 1] == whole[STEPS, 1]
 
 
-@pytest.mark.combines("cp", "precision bf16")
-def test_bf16_means_the_same(trained: Any) -> None:
-    assert losses(trained, "low") == pytest.approx(losses(trained, "alone")[:6], rel=1e-3)
+@pytest.mark.combines("cp", "context ring", "precision bf16")
+@pytest.mark.parametrize("run", ["low", "low-ring"])
+def test_bf16_means_the_same(trained: Any, run: str) -> None:
+    assert losses(trained, run) == pytest.approx(losses(trained, "alone")[:6], rel=1e-3)
 
 
 @pytest.mark.combines("cp", "dp_shard", "validate")
-@pytest.mark.parametrize("run", ["two", "sharded"])
+@pytest.mark.combines("cp", "context ring", "validate")
+@pytest.mark.parametrize("run", ["two", "sharded", "ring"])
 def test_validation_and_tokens_count_each_once(trained: Any, run: str) -> None:
     """The loss, and a metric that sees outputs and batch of each rank."""
     store, made = trained

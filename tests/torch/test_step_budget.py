@@ -31,6 +31,7 @@ STAGES = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (1, 1, 1, 1), "zero_bu
 AXES: dict[str, dict[str, Any]] = {
     "tp": {"mesh": Mesh(tp=2), **PARTED},
     "cp": {"mesh": Mesh(cp=2), **PARTED},
+    "cp, ring": {"mesh": Mesh(cp=2), "context_exchange": "ring", **PARTED},
     **{
         f"pp, {schedule}": {
             "mesh": Mesh(pp=2),
@@ -129,6 +130,11 @@ def test_what_travels_along_an_axis_is_what_the_planner_prices(counted):
     assert cp["_allgather_base_ bytes"] == layers * 2 * keys_and_values * 3 / 2  # in each pass
     assert cp["alltoall_base_ bytes"] == layers * keys_and_values * 2
     assert 0 <= cp["allreduce_ bytes"] - 4 * plans.CONFIG.num_params() < 100
+    # in each pass one rank's, and back their gradients: of those that come, of early chunks only
+    ring, part = counted["cp, ring"], keys_and_values / 2
+    assert ring["send"] == ring["recv_"] == layers * 4 * 3
+    assert ring["send bytes"] == layers * 3 * part
+    assert ring["recv_ bytes"] == layers * 2.5 * part
 
     tied = 4 * plans.CONFIG.vocab_size * dim  # gradients that both ends add up
     for schedule in STAGES:

@@ -52,9 +52,11 @@ MANY_PARAMETERS = {
     "store/runs.py:create_run": "what a run's first state is made of, in one place",
     "submit/sweeps/controller.py:drive_sweep": "switches of `mlpipe sweep`, beside what every driver has",
     "train/corpus.py:build_corpus": "the options of mlpipe-corpus",
-    "train/parallel/context_attention.py:_attend_backward": "the tensors of an attention",
+    "train/parallel/attention_blocks.py:attend_backward": "the tensors of an attention",
     "train/parallel/context_attention.py:_backward": "an operator of torch, whose schema has no structures",
     "train/parallel/context_attention.py:_backward_shapes": "of that operator",
+    "train/parallel/gathered_attention.py:backward": "of that operator",
+    "train/parallel/ring_attention.py:backward": "of that operator",
 }
 NAMES = {"strategy": set(STRATEGIES), "optimizer": set(OPTIMIZERS), "backend": set(TABLE)}
 

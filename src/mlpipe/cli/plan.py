@@ -260,6 +260,7 @@ def _choice(plan: Plan, train: TrainPlan) -> list[str]:
         else f"every {train.checkpoint.every_seconds:.0f} s"
     )
     launch = plan.launch
+    mesh += "; keys and values in a ring" if train.context_exchange == "ring" else ""
     waiting = "" if train.communication == "collective" else f"; communication: {train.communication}"
     replicas = launch.replicas
     each = (

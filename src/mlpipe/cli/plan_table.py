@@ -104,6 +104,8 @@ def mesh_text(candidate: Candidate) -> str:
         return "-"
     others = {"pp": mesh.pp, "cp": mesh.cp, "tp": mesh.tp, "ep": mesh.ep}
     words = [f"{axis} {size}" for axis, size in others.items() if size > 1]
+    if candidate.context_exchange == "ring":
+        words = [f"{word} in a ring" if word.startswith("cp") else word for word in words]
     return ", ".join([f"{mesh.dp_replicate} x {mesh.dp_shard}", *words])
 
 

@@ -21,6 +21,7 @@ from mlpipe.plan.plan import (
     Checkpointing,
     Communication,
     CompressPlan,
+    ContextExchange,
     IslandsPlan,
     Mesh,
     Precision,
@@ -392,6 +393,7 @@ def _training(spec: Train) -> Training:
         save_seconds=every.seconds,
         asynchronous=spec.checkpoint.asynchronous,
         schedule=schedule_of(spec),
+        context_exchange=exchange_of(spec),
         compress=compress_plan(spec),
         islands=islands_plan(spec),
         offload=spec.offload or "off",
@@ -444,6 +446,11 @@ def schedule_of(spec: Train) -> Schedule:
     return spec.pipeline.schedule if spec.pipeline is not None else DEFAULT
 
 
+def exchange_of(spec: Train) -> ContextExchange | Literal["auto"]:
+    """Of keys and values, where the mesh has `cp`."""
+    return spec.context.exchange if spec.context is not None else "auto"
+
+
 def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
     """What was planned for a preset, perhaps by other figures, on `hardware`, which has as many workers."""
     shape = frozen.planned(plan)
@@ -458,6 +465,7 @@ def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
         save_seconds=plan.checkpoint.every_seconds,
         asynchronous=plan.checkpoint.asynchronous,
         schedule=plan.pipeline.schedule if plan.pipeline is not None else DEFAULT,
+        context_exchange=plan.context_exchange,
         compress=plan.compress,
         islands=plan.islands,
         offload=plan.offload,

@@ -10,7 +10,7 @@ from typing import Literal
 
 from mlpipe._core.errors import PlanError
 from mlpipe.plan.memory import MemoryEstimate
-from mlpipe.plan.plan import CHECKPOINTING, Communication, Mesh, Strategy
+from mlpipe.plan.plan import CHECKPOINTING, Communication, ContextExchange, Mesh, Strategy
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import StepSeconds
 
@@ -43,6 +43,7 @@ class Candidate:
     usd_per_million_tokens: float | None = None
     reduce_gradients: Literal["last", "every"] = "last"
     communication: Communication = "collective"
+    context_exchange: ContextExchange = "all_gather"
     used_ratio: float = 0.0  # of the device's memory
     host_bytes: int = 0  # of a worker, that wait on the host
 
@@ -73,10 +74,7 @@ def choose(candidates: Sequence[Candidate], equal: float = _EQUAL) -> tuple[Cand
         return best, (
             f"{best.strategy}: {best.reason}, so nothing is sharded; if it does not fit, write strategy: fsdp"
         )
-    best = min((c for c in fitting if c.step_seconds <= fastest * (1 + equal)), key=simplicity)
-    if is_tight(best):
-        roomy = (c for c in fitting if c.step_seconds <= fastest * ROOM_WINDOW and not is_tight(c))
-        best = min(roomy, key=simplicity, default=best)
+    best = _fast_with_room(fitting, equal)
     others = {(c.strategy, c.mesh) for c in fitting} - {(best.strategy, best.mesh)}
     shards = ORDER[best.strategy].SHARDS
     if math.isinf(equal) and shards != "nothing":
@@ -88,6 +86,23 @@ def choose(candidates: Sequence[Candidate], equal: float = _EQUAL) -> tuple[Cand
     else:
         why = f"{_rank_of(best, fastest)} of {len(others) + 1} that fit (shards {shards})"
     return best, f"{best.strategy}: {best.reason} per worker; {why}"
+
+
+def _fast_with_room(fitting: Sequence[Candidate], equal: float = _EQUAL) -> Candidate:
+    fastest = min(c.step_seconds for c in fitting)
+    best = min((c for c in fitting if c.step_seconds <= fastest * (1 + equal)), key=simplicity)
+    if is_tight(best):
+        roomy = (c for c in fitting if c.step_seconds <= fastest * ROOM_WINDOW and not is_tight(c))
+        best = min(roomy, key=simplicity, default=best)
+    return best
+
+
+def cheaper(ways: Sequence[Candidate]) -> Candidate:
+    """Of ways to do the same: by time and room as `choose`; where none fits, what needs least."""
+    if len(ways) == 1:
+        return ways[0]
+    fitting = [way for way in ways if way.fits]
+    return _fast_with_room(fitting) if fitting else smallest(ways)
 
 
 def _rank_of(best: Candidate, fastest: float) -> str:

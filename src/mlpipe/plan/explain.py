@@ -57,6 +57,7 @@ def explanation(
     asked = [candidate for candidate in candidates if candidate.asked]
     told += _rejected(asked, chosen)
     told += axis_reasons(spec, frozen.planned(train), hardware, candidates, chosen)
+    told += _exchange(train, chosen, hardware)
     told.append(f"So {train.reason}.")
     told += _links(train, chosen, hardware)
     advice = [*lint(train, chosen, candidates), *_link_advice(train, chosen, hardware)]
@@ -128,6 +129,21 @@ def _state_bytes(train: TrainPlan) -> float:
     if shape is None:
         return train.optimizer.state_bytes_per_parameter
     return optimizer_cost(train).state_bytes_per_parameter(shape.parameters.trained)
+
+
+def _exchange(train: TrainPlan, chosen: Candidate, hardware: Hardware) -> Iterator[str]:
+    """Of keys and values, beside the other way."""
+    if train.mesh.cp == 1:
+        return
+    is_ring = train.context_exchange == "ring"
+    other = priced(replace(train, context_exchange="all_gather" if is_ring else "ring"), hardware)
+    ways = ["are gathered at once", "go round from worker to worker"]
+    mine, theirs = reversed(ways) if is_ring else ways
+    ratio = other.step_seconds / chosen.step_seconds
+    yield (
+        f"Keys and values of cp {train.mesh.cp} {mine}: if they {theirs}, a step would take {ratio:.2f} "
+        f"times the time, and a worker {other.reason}."
+    )
 
 
 def _links(train: TrainPlan, chosen: Candidate, hardware: Hardware) -> Iterator[str]:

@@ -25,6 +25,7 @@ Checkpointing = Literal["none", "selective", "full"]
 Compile = Literal["off", "block", "model"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Communication = Literal["collective", "resident", "on_demand"]
+ContextExchange = Literal["all_gather", "ring"]  # how keys and values come to the ranks of `cp`
 Offload = Literal["off", "activations", "optimizer", "all"]  # what waits on the host
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")  # by what is computed again
 
@@ -546,6 +547,8 @@ class TrainPlan(StageWork):
     track: tuple[TrackerPlan, ...] = ()
     validate: ValidatePlan | None = None  # None: nobody measures while it trains
     pipeline: PipelinePlan | None = None  # where `mesh.pp` is above 1
+    # Where `mesh.cp` is above 1: keys and values of whole sequences at once, or those of a rank at a time.
+    context_exchange: ContextExchange = field(default="all_gather", metadata=SPARSE)
     offload: Offload = field(default="off", metadata=SPARSE)
     # Of a worker on a GPU, that wait on the host; None: none, or unknown.
     host_memory_bytes: int | None = field(default=None, metadata=SPARSE)

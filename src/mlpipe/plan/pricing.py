@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 from mlpipe._core.compression import COMPRESSIONS
 from mlpipe._core.mfu import mfu_ratio
@@ -13,12 +13,20 @@ from mlpipe.plan import memory
 from mlpipe.plan.allocators import allocation_seconds
 from mlpipe.plan.axes import active
 from mlpipe.plan.axes.axis import Exchanged, Layout, Passes, RankWork
-from mlpipe.plan.choose import Candidate
+from mlpipe.plan.choose import Candidate, cheaper
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.memory import MemoryEstimate
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.plan import Communication, CompressPlan, IslandsPlan, Mesh, Offload, Strategy
+from mlpipe.plan.plan import (
+    Communication,
+    CompressPlan,
+    ContextExchange,
+    IslandsPlan,
+    Mesh,
+    Offload,
+    Strategy,
+)
 from mlpipe.plan.shapes.shape import Activations, ModelShape, ParameterCounts, Part, StepShape
 from mlpipe.plan.stages import num_blocks_of
 from mlpipe.plan.strategies import ORDER
@@ -52,6 +60,7 @@ class Training:
     num_validations: int = 0
     validation_samples: int = 0  # of each, over all ranks
     schedule: Schedule = DEFAULT  # of pipelines
+    context_exchange: ContextExchange | Literal["auto"] = "auto"
     compress: CompressPlan | None = None
     islands: IslandsPlan | None = None
     offload: Offload = "off"
@@ -106,14 +115,23 @@ class Pricer:
         self._known: dict[tuple[Choices, Part, int], tuple[StepShape, Activations, Passes]] = {}
 
     def candidate(self, strategy: Strategy, mesh: Mesh, choices: Choices, *, asked: bool) -> Candidate:
+        """With the cheaper exchange of keys and values, unless one is asked for."""
+        layout = replace(layout_of(strategy, mesh, choices.communication), schedule=self.training.schedule)
+        layouts = [replace(layout, context_exchange=way) for way in self._exchanges(mesh)]
+        return cheaper([self._candidate(strategy, one, choices, asked=asked) for one in layouts])
+
+    def _exchanges(self, mesh: Mesh) -> tuple[ContextExchange, ...]:
+        asked = self.training.context_exchange
+        if mesh.cp == 1:
+            return ("all_gather",)
+        return get_args(ContextExchange) if asked == "auto" else (asked,)
+
+    def _candidate(self, strategy: Strategy, layout: Layout, choices: Choices, *, asked: bool) -> Candidate:
+        mesh = layout.mesh
         ranks = [self._on_one_rank(choices, mesh, part) for part in self._parts(mesh)]
         step, activations, step_passes = max(ranks, key=lambda rank: rank[2].compute)
         hardware, training = self.hardware, self.training
-        layout = replace(
-            layout_of(strategy, mesh, choices.communication),
-            schedule=training.schedule,
-            exchanged=self._exchanged(step.part),
-        )
+        layout = replace(layout, exchanged=self._exchanged(step.part))
         needs = self._fullest(ranks, layout)
         often = choices.communication != "resident"
         if often and needs.total > hardware.memory_bytes and step.accumulation > 1 and mesh.dp_shard > 1:
@@ -145,6 +163,7 @@ class Pricer:
             usd_per_million_tokens=None if usd is None else usd / (training.steps * num_tokens / 1e6),
             reduce_gradients=layout.reduce_gradients,
             communication=choices.communication,
+            context_exchange=layout.context_exchange,
             used_ratio=needs.total / hardware.memory_bytes,
             host_bytes=activations.offloaded_bytes + self._host_bytes(layout, step),
         )
@@ -167,7 +186,10 @@ class Pricer:
         step, activations, step_passes = self._on_one_rank(choices, mesh, fullest)
         hardware, parameters = self.hardware, self.shape.parameters.of(step.part)
         layout = Layout(mesh, schedule=self.training.schedule)
-        shared = self.exposed_seconds(step_passes, layout, without_data(mesh))
+        shared = min(
+            self.exposed_seconds(step_passes, replace(layout, context_exchange=way), without_data(mesh))
+            for way in self._exchanges(mesh)
+        )
         most = mesh.num_data_ranks * mesh.cp
         states = total(parameters.held(most, WEIGHT_BYTES))
         optimizer = self.training.optimizer
@@ -247,8 +269,13 @@ class Pricer:
         choices = Choices(chosen.micro_batch, mode, precision, chosen.communication)
         ranks = [self._on_one_rank(choices, chosen.mesh, part) for part in self._parts(chosen.mesh)]
         layout = layout_of(chosen.strategy, chosen.mesh, chosen.communication)
-        schedule, gradients = self.training.schedule, chosen.reduce_gradients
-        return self._needs(ranks, replace(layout, schedule=schedule, reduce_gradients=gradients))
+        layout = replace(
+            layout,
+            schedule=self.training.schedule,
+            reduce_gradients=chosen.reduce_gradients,
+            context_exchange=chosen.context_exchange,
+        )
+        return self._needs(ranks, layout)
 
     def _needs(
         self, ranks: list[tuple[StepShape, Activations, Passes]], layout: Layout

@@ -43,7 +43,8 @@ def passes(shape: ModelShape, step: StepShape, hardware: Hardware) -> Passes:
     frozen_outside = parameters.outside - parameters.trained.outside
     dim = widths.get("dim", 0)
     routed, expert = widths.get("experts_per_token", 0) * dim, widths.get("ffn_dim", 0) * dim
-    channels = widths.get("num_kv_heads", 0) * widths.get("head_dim", 0)
+    head_dim = widths.get("head_dim", 0)
+    channels, q_channels = widths.get("num_kv_heads", 0) * head_dim, widths.get("num_heads", 0) * head_dim
     return Passes(
         num_blocks=num_blocks,
         forward_block=seconds.forward_block,
@@ -57,6 +58,8 @@ def passes(shape: ModelShape, step: StepShape, hardware: Hardware) -> Passes:
         overlap=hardware.device == "cuda",
         stream_bytes=step.num_tokens * (dim or widths.get("stage_output", 0)) * width,
         kv_bytes=2 * step.micro_batch * step.seq_len * channels // step.part.tp * width,
+        query_bytes=step.num_tokens * q_channels // step.part.tp * width,
+        attention_seconds=seconds.attention,
         routed_bytes=step.num_tokens * routed * width // step.part.tp,
         expert_params=3 * widths.get("num_experts", 0) * expert // step.part.tp,
         recomputes=step.checkpointing != "none",

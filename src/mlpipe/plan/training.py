@@ -23,6 +23,7 @@ from mlpipe.plan.candidates import (
     buckets_of,
     compress_plan,
     enumerate_candidates,
+    exchange_of,
     global_batch,
     islands_plan,
     micro_batches,
@@ -43,6 +44,7 @@ from mlpipe.plan.plan import (
     ChatPlan,
     CheckpointPlan,
     Communication,
+    ContextExchange,
     DataPlan,
     EmaPlan,
     Entry,
@@ -344,6 +346,7 @@ def _train_plan(
         track=trackers(spec),
         validate=None if spec.validate_ is None else _validate(spec.validate_, known),
         pipeline=_pipeline(spec, shape, chosen.mesh),
+        context_exchange=_exchange(spec, chosen),
         offload=spec.offload or "off",
         host_memory_bytes=(chosen.host_bytes if hardware.device == "cuda" else 0) or None,
         compress=compress_plan(spec),
@@ -359,6 +362,13 @@ def _shared(chosen: Candidate, shape: ModelShape | None) -> int | None:
     if chosen.communication != "on_demand" or shape is None:
         return None
     return dp_shard.shown_bytes(shape.parameters, COMPUTE_BYTES[chosen.precision])
+
+
+def _exchange(spec: Train, chosen: Candidate) -> ContextExchange:
+    """Of a model that nobody could price, too."""
+    asked = exchange_of(spec)
+    uses = chosen.mesh is not None and chosen.mesh.cp > 1
+    return asked if uses and asked != "auto" else chosen.context_exchange
 
 
 def _pipeline(spec: Train, shape: Dense | None, mesh: Mesh) -> PipelinePlan | None:

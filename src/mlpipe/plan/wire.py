@@ -66,6 +66,12 @@ class Wire:
         """To one rank that is so many ranks away."""
         return self._ring(2 * num_bytes, 2, stride)
 
+    def hop(self, num_bytes: float, num_ranks: int, stride: int) -> float:
+        """From each rank of a ring to the next, all at once: where the ring leaves the node, by one's own
+        network port."""
+        per_node = self.hardware.devices_per_node
+        return self.send(num_bytes, per_node if (num_ranks - 1) * stride >= per_node else stride)
+
     def _ring(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
         """`num_ranks` - 1 steps of a share. A ring through several nodes has as many network ports as it has
         members on a node."""

@@ -10,7 +10,7 @@ from mlpipe._core import meshes
 from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.presets import PRESETS
 from mlpipe.spec.problems import Problem
-from mlpipe.spec.tree import Node, get, text_of
+from mlpipe.spec.tree import Node, get, problem_of_key, text_of
 
 
 def sizes_of(train: Node, num_workers: int) -> dict[str, int] | Infeasible | None:
@@ -30,8 +30,9 @@ def _is_size(axis: str, size: Any) -> bool:
 
 def problems(train: Node, num_workers: int) -> Iterator[Problem]:
     """Of a mesh that is no size for the workers, of axes that do not split the model, of what the trainer
-    cannot combine."""
+    cannot combine, of what is said of an axis that there is not."""
     mesh, sizes = get(train, "mesh"), sizes_of(train, num_workers)
+    yield from _no_context(train, sizes)
     if mesh is None or sizes is None:
         return
     if isinstance(sizes, Infeasible):
@@ -43,6 +44,17 @@ def problems(train: Node, num_workers: int) -> Iterator[Problem]:
     for key, conflict in meshes.unsupported_mix(sizes, train.plain(), figures_of(train)):
         node = get(train, *key.split(".")) or get(mesh, key) or mesh
         yield Problem.at(node.place, conflict.message, conflict.remedy)
+
+
+def _no_context(train: Node, sizes: dict[str, int] | Infeasible | None) -> Iterator[Problem]:
+    context = get(train, "context")
+    if context is None or isinstance(sizes, Infeasible):
+        return
+    left = get(train, "mesh") is None and not is_searched(train)
+    if left or (sizes is not None and sizes["cp"] == 1):
+        yield problem_of_key(
+            context, "there is a context, but no mesh with cp", "write mesh: {cp: 2}, or remove it"
+        )
 
 
 def is_searched(train: Node) -> bool:

@@ -27,6 +27,22 @@ def test_the_page_shows_what_is_printed() -> None:
         assert [line for line in lines.splitlines() if line not in ["...", *printed]] == [], printed
 
 
+def test_a_way_to_exchange_keys_and_values_is_compared_with_the_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ("mesh={dp_shard: fill, cp: 4}", "context={exchange: ring}", "data.micro_batch=1")
+    sets = [word for one in given for word in ("--set", f"train.{one}")]
+    with pytest.raises(SystemExit):
+        run_app(["plan", str(ROOT / "pipelines/llm.yaml"), "--stage", "train", "--explain", *sets])
+    told = capsys.readouterr().out
+    assert "mesh: dp_shard 4, cp 4; keys and values in a ring" in told
+    assert re.search(
+        r"Keys and values of cp 4 go round from worker to worker: if they are gathered at once, a step would "
+        r"take \d\.\d\d times the time, and a worker needs .* of ",
+        told,
+    )
+
+
 def test_advice_is_what_a_model_with_experts_can_have(capsys: pytest.CaptureFixture[str]) -> None:
     """No compile."""
     moe = ["--set", "train.model.preset=moe-2m", "--set", "train.precision=bf16"]

@@ -45,9 +45,9 @@ class Slow:
         return max(0.0, seconds - computing), 0.0
 
 
-def exposed(axis: Any, mesh: Mesh, passes: Passes) -> tuple[float, set[tuple[int, int]]]:
+def exposed(axis: Any, mesh: Mesh, passes: Passes, **flags: Any) -> tuple[float, set[tuple[int, int]]]:
     wire = Slow()
-    return axis.exposed_seconds(passes, cast(Wire, wire), Layout(mesh)), wire.seen
+    return axis.exposed_seconds(passes, cast(Wire, wire), Layout(mesh, **flags)), wire.seen
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,38 @@ def test_keys_and_values_of_whole_sequences_are_alive_three_times() -> None:
     work = replace(rank_work(PARAMETERS, mesh=Mesh(cp=4), saved=50), kv_bytes=7)
     before = rank_tensors(replace(work, kv_bytes=0))
     assert cp.divide(before, work).peak == before.peak + 21
+
+
+@pytest.mark.parametrize(("recomputes", "forwards"), [(False, 1), (True, 2)])
+def test_keys_and_values_of_a_ring_travel_beside_attention(recomputes: bool, forwards: int) -> None:
+    """Of 4 ranks three hops a pass, and as many of gradients, of which the last has nothing beside it. Of a
+    round's computing, a fourth of attention, the backward pass has 2.5 times as much."""
+    passes = replace(PASSES, kv_bytes=8, recomputes=recomputes)
+    hop = 1 + 8 / 4
+
+    def shown(seconds: float, **changes: Any) -> float:
+        given = replace(passes, attention_seconds=seconds, **changes)
+        found, seen = exposed(cp, Mesh(cp=4, tp=2), given, context_exchange="ring")
+        assert seen == {(4, 2)}
+        return found / (3 * 5)
+
+    assert shown(0.0) == forwards * 3 * hop + (hop + 2 * 2 * hop + hop)
+    assert shown(1e9, overlap=False) == shown(0.0)
+    assert shown(4.0) == forwards * 3 * (hop - 1) + (hop - 2.5) + 2 * (2 * hop - 2.5) + hop
+    assert shown(1e9) == hop
+    merged = shown(1e9, query_bytes=10**9) - hop  # 18 bytes a number and pass, in the backward one 8 and it
+    rate = 0.8 * GPUS["H100-80GB"].speed.memory_bytes_per_second
+    assert merged == pytest.approx(3 * (forwards * 18 + 10) * 10**9 / 2 / rate)
+
+
+@pytest.mark.parametrize(("precision", "parts"), [("fp32", 6), ("bf16", 7)])
+def test_a_ring_holds_what_a_few_ranks_have_of_keys_and_values(precision: str, parts: int) -> None:
+    """Two of keys and values, three of their gradients, and sums in fp32."""
+    work = rank_work(PARAMETERS, mesh=Mesh(cp=4), saved=50)
+    layout, step = replace(work.layout, context_exchange="ring"), replace(work.step, precision=precision)
+    before = rank_tensors(replace(work, step=step))
+    work = replace(work, layout=layout, step=step, kv_bytes=8)
+    assert cp.divide(before, work).peak == before.peak + parts * 8 / 4
 
 
 @pytest.mark.parametrize(("recomputes", "rows", "counts"), [(False, 4, 1), (True, 6, 2)])

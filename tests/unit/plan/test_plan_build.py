@@ -198,6 +198,17 @@ def test_a_mesh_of_ones_own() -> None:
         train_of(quickstart("train.strategy=hsdp", *own), cpu(2))
 
 
+def test_the_exchange_of_keys_and_values_is_the_files_or_the_planners() -> None:
+    """On a CPU nothing hides a round. What is as it always was is not written."""
+    plans = [
+        plan_of(quickstart("train.mesh={cp: 2}", f"train.context={{exchange: {asked}}}"), "train", cpu())
+        for asked in ("auto", "all_gather", "ring")
+    ]
+    assert [plan.work.context_exchange for plan in plans] == ["all_gather", "all_gather", "ring"]
+    assert ["context_exchange" in plan.to_json() for plan in plans] == [False, False, True]
+    assert Plan.from_json(plans[2].to_json()) == plans[2]
+
+
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [

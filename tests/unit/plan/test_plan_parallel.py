@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
+import math
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -196,6 +197,63 @@ def test_what_is_for_other_nodes_leaves_by_a_port_of_its_own() -> None:
     assert wire.all_to_all(2**30, 16) == pytest.approx(least)
     assert wire.all_to_all(2**30, 8) < 2**27 / (0.8 * gpu.speed.link_bytes_per_second) + 1e-4
     assert wire.all_to_all(2**30, 2, stride=8) >= 2**29 / 2 / (0.8 * gpu.speed.network_bytes_per_second)
+
+
+def test_a_ring_waits_for_its_slowest_hop() -> None:
+    """A MiB within a node of 8, and where one of 16 leaves it by its own port, with `tp` between."""
+    gpu, wire = GPUS["H100-80GB"], Wire(gpus(2))
+    for num_ranks, stride in ((8, 1), (4, 2)):
+        assert wire.hop(2**20, num_ranks, stride) == wire.send(2**20, 1)
+    slow = 2**20 / (0.8 * gpu.speed.network_bytes_per_second)
+    for num_ranks, stride in ((16, 1), (8, 2)):
+        assert slow < wire.hop(2**20, num_ranks, stride) < slow + 3e-5
+
+
+@given(
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from([2**15, 2**17, 2**19]),
+    st.integers(20, 90),
+    st.sampled_from(["none", "selective", "full"]),
+)
+def test_the_cheaper_way_to_exchange_keys_and_values_is_chosen(
+    cp: int, seq_len: int, gib: int, mode: str
+) -> None:
+    """Of two that fit the faster by more than 5 % is never left for the other; what fits is taken."""
+    hardware = dataclasses.replace(gpus(), memory_bytes=gib * 2**30)
+    training = Training(8 // cp, seq_len, 1000, False, OptimizerCost(8), 1000, None)
+    choices, mesh = Choices(1, mode, "bf16"), Mesh(dp_shard=8 // cp, cp=cp)
+
+    def candidate(way: Any) -> Candidate:
+        asked = dataclasses.replace(training, context_exchange=way)
+        return Pricer(SHAPE, asked, hardware).candidate("fsdp", mesh, choices, asked=True)
+
+    found, ways = candidate("auto"), [candidate(way) for way in ("all_gather", "ring")]
+    assert [way.context_exchange for way in ways] == ["all_gather", "ring"]
+    assert found in ways
+    assert found.fits == any(way.fits for way in ways)
+    fitting = [way.step_seconds for way in ways if way.fits]
+    assert found.step_seconds <= 1.05 * min(fitting, default=math.inf)
+
+
+def test_a_ring_is_chosen_where_what_is_gathered_does_not_fit() -> None:
+    """Of llama-8b with a million tokens, cp 16: 12 GiB of keys, values and gradients, or 7 of 16 parts of 4.
+    Of 8,192 tokens on 8 ranks they are gathered: rounds would be too short for what they send."""
+    training, mesh = Training(2, 2**20, 1000, False, OptimizerCost(8), 1000, None), Mesh(dp_shard=2, cp=16)
+
+    def candidate(way: Any, hardware: Hardware) -> Candidate:
+        asked = dataclasses.replace(training, context_exchange=way)
+        choices = Choices(1, "full", "bf16")
+        return Pricer(SHAPE, asked, hardware).candidate("fsdp", mesh, choices, asked=True)
+
+    needs = [candidate(way, gpus(4)).memory for way in ("all_gather", "ring")]
+    gathered, ring = (one.total for one in needs if one is not None)
+    kv_bytes = 2 * 2 * 2**20 * 8 * 128
+    between = dataclasses.replace(gpus(4), memory_bytes=(gathered + ring) // 2)
+    assert gathered - ring > 2 * kv_bytes
+    assert candidate("auto", between).fits
+    assert candidate("auto", between).context_exchange == "ring"
+    roomy = dataclasses.replace(gpus(), memory_bytes=2**40)
+    assert price(Mesh(cp=8), hardware=roomy).context_exchange == "all_gather"
 
 
 def test_updated_slices_are_gathered_from_those_that_have_them() -> None:

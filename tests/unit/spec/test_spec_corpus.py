@@ -54,6 +54,7 @@ BEYOND_THE_SCHEMA = {
     "sweep-together.yaml": "values of a sweep that are wrong together",
     "start-rules.yaml": "weights of a stage that is not needed, a map with more stars on one side",
     "pipeline.yaml": "a pipeline without stages, and numbers that its schedule cannot do",
+    "context.yaml": "an exchange between workers that share no sequence, and packed samples",
     "anchor.yaml": "an anchor",
     "ambiguous.yaml": "an unquoted word that parsers read differently",
 }

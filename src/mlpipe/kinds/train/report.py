@@ -118,6 +118,7 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
     start, mesh = stage.start, plan.mesh
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.axes.items() if size > 1) or "one worker"
     sizes += f", ep {mesh.ep}" if mesh.ep > 1 else ""
+    sizes += ", keys and values in a ring" if plan.context_exchange == "ring" else ""
     batch = _batch(plan)
     every = (
         f"{plan.checkpoint.every_steps} steps"

@@ -155,6 +155,16 @@ class MeshSizes(SpecModel):
         return meshes.resolve(self.model_dump(), num_workers)
 
 
+class Context(SpecModel):
+    """How the workers that share each sequence work together, where the mesh has `cp`."""
+
+    exchange: Literal["auto", "all_gather", "ring"] = Field(
+        "auto",
+        description="How keys and values come to all of them. `all_gather`: at once, in each layer. `ring`: "
+        "from worker to worker, of one at a time, beside computing. `auto`: the cheaper by the planner.",
+    )
+
+
 def _model_tag(value: Any) -> str:
     if isinstance(value, SpecModel):
         return type(value).__name__
@@ -215,6 +225,9 @@ class Train(SpecModel):
     )
     pipeline: pipelines.Pipelining | None = Field(
         None, description="How the stages work together, where the mesh has `pp`. Default: `schedule: 1f1b`."
+    )
+    context: Context | None = Field(
+        None, description="How workers share a sequence, where the mesh has `cp`. Default: `exchange: auto`."
     )
     compress: links.Compress | None = Field(
         None,
@@ -444,6 +457,8 @@ def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
         changes["mesh"] = both if len(DATA_AXES.get(train.strategy, ())) == 2 else None
     if train.pipeline is not None and smoke.ranks is not None:
         changes["pipeline"] = None
+    if train.context is not None and smoke.ranks is not None:
+        changes["context"] = None
     if smoke.steps is not None:
         changes["steps"] = smoke.steps
         if train.profile is not None and train.profile.at > smoke.steps:

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from mlpipe._core.pipelines import DEFAULT, Schedule
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.plan import Communication, Mesh
+from mlpipe.plan.plan import Communication, ContextExchange, Mesh
 from mlpipe.plan.shapes.shape import Activations, ParameterCounts, StepShape
 from mlpipe.plan.tensors import Group, RankTensors, total
 from mlpipe.plan.wire import Wire
@@ -38,6 +38,7 @@ class Layout:
     reduce_gradients: Literal["last", "every"] = "last"
     schedule: Schedule = DEFAULT  # of a pipeline
     communication: Communication = "collective"
+    context_exchange: ContextExchange = "all_gather"
     exchanged: Exchanged | None = None  # None: gradients, in fp32
 
     @property
@@ -104,6 +105,7 @@ class Passes:
     `frozen_*`: what of the parameters has no gradients. `width`: bytes of a block's parameter as it travels.
     `stream_bytes`: of the residual stream as matrix products read it, of all tokens of a micro-batch that a
     `tp` group has; `kv_bytes`: of keys and values of whole sequences, of a rank's heads;
+    `query_bytes`: of its queries; `attention_seconds`: of a block's forward pass;
     `routed_bytes`: of the rows that go to a block's experts, which have `expert_params` of its parameters.
     `recomputes`: the backward passes compute the forward ones again; `keeps_attention`: but for attention.
     `spared_block_bytes`: of a block, that do not travel since its weights have few bits."""
@@ -120,6 +122,8 @@ class Passes:
     overlap: bool
     stream_bytes: int = 0
     kv_bytes: int = 0
+    query_bytes: int = 0
+    attention_seconds: float = 0.0
     routed_bytes: int = 0
     expert_params: int = 0
     recomputes: bool = False

@@ -225,7 +225,7 @@ class Dense:
             num_bytes = 2 * COMPUTE_BYTES[step.precision] + 12
             loss = kernels.loss(tokens * config.vocab_size // tp * num_bytes)
         embedding = self.embedding_seconds(step, kernels)
-        return PassSeconds(forward + casts, backward, head + loss, 2 * head + embedding)
+        return PassSeconds(forward + casts, backward, head + loss, 2 * head + embedding, attention)
 
 
 def split(inner: int, outer: int, dim: int, tp: int) -> tuple[int, int]:

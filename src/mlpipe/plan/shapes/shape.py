@@ -220,12 +220,14 @@ class Activations:
 @dataclass(frozen=True)
 class PassSeconds:
     """Of one micro-batch: of a block, and of all that is in none (embedding, last norm, head and loss).
-    Backward passes with what they compute again."""
+    Backward passes with what they compute again. `attention`: of a block's forward pass; 0 where nobody
+    knows."""
 
     forward_block: float
     backward_block: float
     forward_outside: float
     backward_outside: float
+    attention: float = 0.0
 
     def total(self, num_blocks: int) -> float:
         """Forward and backward of the whole model."""
@@ -239,6 +241,7 @@ class PassSeconds:
             ratio * self.backward_block,
             ratio * self.forward_outside,
             ratio * self.backward_outside,
+            ratio * self.attention,
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.meshes import uneven_context
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.plan import ContextExchange, TrainPlan
 from mlpipe.train.model import Batch
 from mlpipe.train.models.llama import Attention, Llama, causal_attention
 from mlpipe.train.parallel.context_attention import RANKS, context_attention
@@ -39,7 +39,7 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
             hint="write precision: bf16 and another num_heads, or leave cp out of the mesh",
             kind="input",
         )
-    parts = _Parts(llama, RankGroup.along("cp", world, model.waits))
+    parts = _Parts(llama, RankGroup.along("cp", world, model.waits), plan.context_exchange)
     model.built.module.register_forward_pre_hook(parts.look)
     llama.rotations = parts.rotations  # type: ignore[method-assign]
     for module in llama.modules():
@@ -50,12 +50,12 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
 class _Parts:
     """What the model computes with: this rank's part, or whole sequences of a batch without targets."""
 
-    def __init__(self, llama: Llama, ranks: RankGroup) -> None:
+    def __init__(self, llama: Llama, ranks: RankGroup, exchange: ContextExchange) -> None:
         self.whole = False
         self.ranks = ranks
         self.number = len(RANKS)
         self.all_rotations = llama.rotations
-        RANKS[self.number] = ranks
+        RANKS[self.number] = ranks, exchange
 
     def look(self, module: nn.Module, args: tuple[Batch]) -> None:
         """Before the forward of `LossModule`."""

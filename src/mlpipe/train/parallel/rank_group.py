@@ -54,6 +54,28 @@ class RankGroup:
         self.timed(dist.all_to_all_single)(received, rows.contiguous(), group=self.group)
         return received
 
+    def exchange(self, sent: Tensor, to: int, received: Tensor, source: int) -> Callable[[], None]:
+        """Sends one tensor to the rank so many after this one, around the ring, and receives another from
+        one, beside what is done until the result is called. No gradients."""
+        others = [(self.rank + offset) % self.num_ranks for offset in (to, source)]
+        if self.group is not None:
+            others = [dist.get_global_rank(self.group, other) for other in others]
+        operations = [
+            dist.P2POp(function, tensor, other, self.group)
+            for function, tensor, other in (
+                (dist.isend, sent, others[0]),
+                (dist.irecv, received, others[1]),
+            )
+        ]
+        works = dist.batch_isend_irecv(operations)
+        operations.clear()
+
+        def wait() -> None:
+            while works:  # each holds its tensor
+                self.timed(works.pop().wait)()
+
+        return wait
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place. No gradients."""
         self.timed(dist.all_reduce)(tensor, group=self.group)

@@ -1,0 +1,35 @@
+"""Attention of some queries to some keys, of which the blocks of a sequence are put together: each with the
+log-sums of exponentials of its scores, by which flash attention merges blocks (Dao, FlashAttention-2, 2023).
+With the output and the log-sums of whole rows its backward pass takes blocks as well, and what it gives of
+them adds up to the whole gradients.
+
+Shapes as of context_attention.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output and, for each query, the logarithm of the sum of exponentials of its scores, in fp32 or more."""
+    if q.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)  # type: ignore[no-any-return]
+    return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]  # type: ignore[no-any-return]
+
+
+def attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v."""
+    if q.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+            grad, q, k, v, out, log_sum, 0.0, causal
+        )
+    unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # state of a dropout that is 0
+    return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
+        grad, q, k, v, out, log_sum, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused
+    )
