@@ -11,9 +11,12 @@ from kit.command_runs import until
 from kit.servers import ServerMissingError, s3_server
 
 from mlpipe._core.errors import StoreError
-from mlpipe.store import catalogue, outputs, registry, runs
+from mlpipe.observe.profiles.stored import profiles_of_stage
+from mlpipe.plan.plan import Entry, ModelPlan
+from mlpipe.store import catalogue, outputs, profiles, registry, runs
 from mlpipe.store.blobs import read_blob, write_blob
 from mlpipe.store.preflight import Checked, probe_key, read_checked, write_checked
+from mlpipe.store.profiles import ProfileRequest
 from mlpipe.store.s3 import S3Store
 from mlpipe.store.s3_policy import policy
 
@@ -93,10 +96,14 @@ def test_workers_train_and_write_nothing_but_what_their_stages_make(minio, keys,
         runs.create_run(driver, run_id, "version: 1\n", "sha", ["train"], "kubernetes", {})
     tokens = plans.write_tokens(tmp_path / "tokens")
     digest = outputs.commit_output(worker, "runs/run/stages/corpus", tokens)
-    train = plans.train_plan(URL, tokens, world_size=1, steps=6, every=2)
+    held = tmp_path / "held"
+    held.touch()
+    slow = ModelPlan(Entry("kit.models:slow", {"seconds": 1.5, "while_file": str(held)}), None, 32, ())
+    train = plans.train_plan(URL, tokens, world_size=1, steps=6, every=2, model=slow)
     train = replace(train, work=replace(train.work, checkpoint=replace(train.work.checkpoint, keep=1)))
     train = replace(train, inputs=("runs/run/stages/corpus",))
     driver.put(f"{train.attempt_key}/plan.json", train.to_json().encode())
+    profiles.ask(driver, train.attempt_key, ProfileRequest("asked", 1))
     environment = {**plans.environment(), "MLPIPE_CACHE": str(tmp_path / "cache")}
     stages = {
         "train": (train, keys["worker"]),
@@ -104,10 +111,14 @@ def test_workers_train_and_write_nothing_but_what_their_stages_make(minio, keys,
     }
     for name, (plan, own) in stages.items():
         process = plans.start(plan, tmp_path / name, env={**environment, **own})
+        until(lambda: not profiles.is_asked(driver, train.attempt_key), "the request to be heard")
+        held.unlink(missing_ok=True)
         assert process.wait(300) == 0, plans.log_of(tmp_path / name)
         assert driver.exists(f"{plan.attempt_key}/outcome.json")
         assert driver.read_log(f"{plan.attempt_key}/events.jsonl")[0]
         assert driver.list_logs(f"{plan.attempt_key}/records")
+    ((profiled,),) = [one.ranks for one in profiles_of_stage(driver, train.stage_key)]
+    assert (profiled.rank, profiled.num_steps) == (0, 1)
     (kept,) = catalogue.list_checkpoints(driver, train.stage_key)  # workers prune, too
     assert kept.step == 6
     assert (tmp_path / "cache" / "outputs" / digest).is_dir()

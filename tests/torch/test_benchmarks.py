@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,8 +17,21 @@ from typing import Any
 import pytest
 from kit.warm import Popen
 
-from benchmarks import bubble, checkpoint, elastic, launch, links, overhead, ranks, stragglers, uneven
+from benchmarks import (
+    bubble,
+    checkpoint,
+    elastic,
+    launch,
+    links,
+    newcomer,
+    overhead,
+    ranks,
+    stragglers,
+    tuning,
+    uneven,
+)
 from mlpipe._core.pipelines import SCHEDULES
+from mlpipe.api.tuning.decide import Change, sets_of
 
 pytestmark = pytest.mark.torch
 ROOT = Path(__file__).parents[2]
@@ -151,3 +165,42 @@ def test_the_idle_shares_of_pipelines_are_written_with_theory(
     assert all(
         row["work"].startswith("zero_bubble over 1f1b, 2 stages") for row in rows if row["peer"] == "1f1b"
     )
+
+
+def test_what_tuning_finds_is_written_beside_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Trials are figures: one change of three is worth something, and a grid of six has the same best."""
+    changes = [Change("strategy", ("s=1",)), Change("strategy", ("s=2",)), Change("allocator", ("a=1",))]
+    worth = {"s=1": 0.8, "s=2": 1.1, "a=1": 1.2}
+    monkeypatch.setattr(tuning, "KNOBS", ("strategy", "allocator"))
+    monkeypatch.setattr(tuning, "changes_of", lambda trials: changes)
+    monkeypatch.setattr(tuning.Trials, "prepare", lambda *_: None)
+    monkeypatch.setattr(
+        tuning.Trials, "seconds", lambda _, config: prod(worth.get(one, 1.0) for one in sets_of(config))
+    )
+    monkeypatch.setattr(sys, "argv", ["tuning", "--rounds", "1", "--results", str(tmp_path)])
+    assert tuning.main() == 0
+    body = json.loads((tmp_path / "tuning.json").read_text())
+    best, time, nothing, _ = body["figures"]
+    assert body["settings"]["sets"]["mlpipe tune"] == ["s=1"]
+    assert (best["peer"], best["ratio"], best["met"]) == ("grid's 1.", 1.0, True)
+    assert "the grid's 6" in time["figure"]
+    assert (nothing["ours"], nothing["met"]) == (1.0, True)
+
+
+def test_a_newcomers_start_is_a_run_on_a_machine_that_nobody_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of a corpus and a model that are smaller; then one start stands for all."""
+    text = newcomer.QUICKSTART.read_text().replace("8 MiB", "256 KiB").replace("llama-4m", "llama-1m")
+    smaller = tmp_path / "smaller.yaml"
+    smaller.write_text(text)
+    monkeypatch.setattr(newcomer, "QUICKSTART", smaller)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    found = newcomer.started(6, {"MLPIPE_CALIBRATE": "off"})
+    assert found["first"] > found["measured"] > 0
+    assert found["error"] == pytest.approx(abs(found["predicted"] / found["measured"] - 1))
+    assert not (tmp_path / "state").exists()
+    monkeypatch.setattr(newcomer, "started", lambda *_: found)
+    rows = quick(newcomer, tmp_path / "results", monkeypatch)["figures"]
+    assert rows[0]["ours"] == found["error"]
+    assert [row["goal"] for row in rows] == [1.0, None, 1.0, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -55,7 +55,7 @@ def test_trials_are_trainings_that_are_remembered(spec: Path, monkeypatch: pytes
     """One change that can run, and one that cannot."""
     key = "stages.train.train"
     full = Change("recomputation", (f"{key}.activation_checkpointing=full",))
-    changes = [full, Change("nonsense", (f"{key}.model.seq_len=100000",))]
+    changes = [full, Change("readers", (f"{key}.model.seq_len=100000",))]
     monkeypatch.setattr(tuning, "possible_changes", lambda *_: changes)
     done = tune(spec)
     assert done.exit_code == 0, done.output
@@ -89,13 +89,11 @@ def test_trials_are_trainings_that_are_remembered(spec: Path, monkeypatch: pytes
             tune(spec)
 
 
-@pytest.mark.parametrize(
-    ("said", "place"), [("image=team/training:1.0", "kubernetes"), ("slurm.partition=gpus", "slurm")]
-)
-def test_what_is_for_a_cluster_is_not_tuned_here(spec: Path, said: str, place: str) -> None:
-    with pytest.raises(PlanError, match=f"the file is for {place}") as refused:
-        tune(spec, "--set", said)
+def test_what_cannot_be_tuned_is_refused(spec: Path) -> None:
+    with pytest.raises(PlanError, match="trials cannot run on jenkins") as refused:
+        tune(spec, "--to", "jenkins")
     assert refused.value.kind == "input"
+    assert "there is no kind 'batch'" in tune(spec, "--only", "compile,batch").output
     assert not Path("tune.json").exists()
 
 
@@ -113,7 +111,8 @@ def test_the_command_at_the_end_has_what_was_asked_for_too() -> None:
 
 def test_what_failed_last_is_tried_again(tmp_path: Path) -> None:
     """Its disk was full, say; a file that ended so would end every call."""
-    there = Tuning(cast(Any, None), "train", 6, 1.0, tmp_path / "tune.json", cast(Any, CliSession()))
+    any_: Any = None
+    there = Tuning(any_, "train", 6, 1.0, tmp_path / "tune.json", CliSession(), any_)
     trials = (Trial((), 1.0), Trial(("a=1",), None), Trial((), 2.0), Trial(("a=2",), None), Trial((), None))
     there.out.write_text(to_json(Tuned(1, "key", "train", trials=trials)))
     assert there._remembered("key") == list(trials[:3])

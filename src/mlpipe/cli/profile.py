@@ -13,6 +13,7 @@ from mlpipe.cli.session import CliSession, shared
 
 if TYPE_CHECKING:
     from mlpipe._core.records import Record
+    from mlpipe.api.profiling import Expected
     from mlpipe.observe.profiles.stored import StoredProfile
     from mlpipe.store.base import Store
     from mlpipe.store.profiles import Profile, ProfileRequest
@@ -77,7 +78,7 @@ def command(
     else:
         request = ProfileRequest(uuid4().hex[:12], steps, ranks, memory)
         stored = _profiled(session, store, (run_id, name), request, timeout)
-    _say(session, store, stored, out)
+    _say(session, store, run, stored, out)
 
 
 def _training_now(store: Store, run: RunState, stage: str | None) -> str | None:
@@ -203,9 +204,10 @@ def _is_lost(profile: Profile, records: Sequence[Record]) -> bool:
     )
 
 
-def _say(session: CliSession, store: Store, stored: StoredProfile, out: Path | None) -> None:
+def _say(session: CliSession, store: Store, run: RunState, stored: StoredProfile, out: Path | None) -> None:
     from mlpipe._core.serial import to_plain
-    from mlpipe.observe.profiles.findings import findings
+    from mlpipe.api.profiling import expected_gains
+    from mlpipe.observe.profiles.findings import findings, own_seconds
     from mlpipe.observe.profiles.text import profile_text
 
     traces = [f"{store.url}/{key}" for key in stored.trace_keys()]
@@ -216,11 +218,25 @@ def _say(session: CliSession, store: Store, stored: StoredProfile, out: Path | N
             path = out / key.rpartition("/")[2]
             path.write_bytes(store.get(key))
             traces.append(str(path))
+    expected = expected_gains(store, run, stored.attempt_key.rsplit("/", 2)[1])
+    seconds = max(map(own_seconds, stored.ranks))
     document = {
         "profile": to_plain(stored.profile),
-        "findings": [to_plain(one) for one in findings(stored.ranks)],
+        "findings": [
+            {**to_plain(one), "expected": to_plain(expected.get(one.cause))} for one in findings(stored.ranks)
+        ],
         "ranks": [to_plain(one) for one in stored.ranks],
         "traces": traces,
     }
-    lines = [profile_text(stored.ranks), "", "Traces, for ui.perfetto.dev:", *(f"  {one}" for one in traces)]
-    session.result(document, "\n".join(lines))
+    words = {cause: _expected_words(one, seconds) for cause, one in expected.items()}
+    lines = [profile_text(stored.ranks, words), "", "Traces, for ui.perfetto.dev:"]
+    session.result(document, "\n".join([*lines, *(f"  {one}" for one in traces)]))
+
+
+def _expected_words(expected: Expected, seconds: float) -> str:
+    """`seconds`: of a step."""
+    if not expected.sets:
+        kinds = " or ".join(kind.replace("_", "-") for kind in expected.kinds)
+        return f"the planner expects no other {kinds} to be worth a try"
+    saved = f"{1000 * seconds * expected.gain:.1f} ms, {100 * expected.gain:.1f} % of a step"
+    return f"the planner expects to save {saved}, by --set {' --set '.join(expected.sets)}"

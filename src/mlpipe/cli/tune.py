@@ -1,4 +1,4 @@
-"""`mlpipe tune SPEC`: tries on this machine what may make a training's steps faster."""
+"""`mlpipe tune SPEC`: tries what may make a training's steps faster, here or on a cluster."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 @click.argument("spec", type=click.Path())
 @overrides
 @click.option("--stage", metavar="NAME", help="The training, if there are several.")
+@click.option("--to", "place", metavar="BACKEND", help="Where trials run. Default: what the file is for.")
+@click.option("--only", metavar="KINDS", help="Of changes, like strategy,micro_batch. Default: all.")
 @click.option("--time", "limit", default="20 min", show_default=True, metavar="TIME", help="For all trials.")
 @click.option(
     "--steps",
@@ -36,29 +38,40 @@ def command(
     spec: str,
     overrides: tuple[str, ...],
     stage: str | None,
+    place: str | None,
+    only: str | None,
     limit: str,
     steps: int,
     out: str,
 ) -> int:
-    """Try on this machine what may make a training's steps faster, one change at a time.
+    """Try what may make a training's steps faster, one change at a time.
 
     Strategy, micro-batch, recomputation, compilation, readers, threads and the allocator; never the batch,
-    the precision or the data. Trials are trainings of a few steps in a store of their own, without trackers.
+    the precision or the data. Trials are trainings of a few steps, without trackers: on this machine in a
+    store of their own, or, of a file for Slurm or Kubernetes, one job there after the other.
     The same command goes on where one was stopped. Exits 0 also when there is nothing to gain.
     """
     from mlpipe._core.units import parse_seconds
     from mlpipe.api.pipeline import load
+    from mlpipe.api.tuning.changes import KNOBS
     from mlpipe.api.tuning.session import Tuning
-    from mlpipe.api.tuning.trials import tuned_stage
+    from mlpipe.api.tuning.trials import tuned_stage, tuning_backend
 
     try:
         seconds = parse_seconds(limit)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--time") from None
+    knobs = tuple(only.split(",")) if only else KNOBS
+    if odd := [knob for knob in knobs if knob not in KNOBS]:
+        words = f"there is no kind {odd[0]!r}; there are {', '.join(KNOBS)}"
+        raise click.BadParameter(words, param_hint="--only")
     pipeline = load(spec, overrides)
     name = tuned_stage(pipeline, stage)
     try:
-        result, tuned = Tuning(pipeline, name, steps, seconds, Path(out), session).run()
+        backend = tuning_backend(pipeline, place)
+        store = session.open_store(pipeline.spec.store) if backend.outlives_driver else None
+        tuning = Tuning(pipeline, name, steps, seconds, Path(out), session, backend, store, knobs)
+        result, tuned = tuning.run()
     except KeyboardInterrupt:
         session.note("stopped: the same command goes on")
         raise

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlpipe.api.pipeline import load
-from mlpipe.api.tuning.trials import Trials
+from mlpipe.api.tuning.trials import Trials, tuning_backend
 from mlpipe.store.open import open_store
 
 pytestmark = pytest.mark.unit
@@ -30,5 +30,7 @@ stages:
 
 def test_what_is_needed_runs_behind_what_it_needs_itself(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(PIPELINE)
-    trials = Trials(load(tmp_path / "p.yaml"), "train", open_store(str(tmp_path)), "", 0.0, print)
+    pipeline = load(tmp_path / "p.yaml")
+    backend = tuning_backend(pipeline, None)
+    trials = Trials(pipeline, "train", open_store(str(tmp_path)), "", 0.0, print, backend)
     assert trials._needed() == ["early", "late"]

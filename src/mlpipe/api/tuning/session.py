@@ -6,7 +6,8 @@ import hashlib
 import math
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mlpipe._core.cpus import num_cpus, processor
@@ -14,14 +15,17 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.files import locked, write_whole
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.api.pipeline import LoadedPipeline
-from mlpipe.api.tuning.changes import possible_changes
-from mlpipe.api.tuning.decide import Config, TimeOverError, TuningResult, search, sets_of
+from mlpipe.api.tuning.changes import KNOBS, possible_changes
+from mlpipe.api.tuning.decide import Change, Config, TimeOverError, TuningResult, search, sets_of
 from mlpipe.api.tuning.trials import RUN_ID, Trials, shortened
 from mlpipe.plan.machine import torch
 from mlpipe.plan.training import compare
 from mlpipe.store import outputs
+from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
+from mlpipe.store.runs import RunState, update_run
 from mlpipe.submit import planning
+from mlpipe.submit.backend import Backend
 from mlpipe.submit.submission import Console
 
 SCHEMA_VERSION = 1
@@ -52,7 +56,8 @@ class Tuned:
 
 @dataclass
 class Tuning:
-    """`steps`: of a trial. `seconds`: for all of it. `out`: the file, with which a tuning goes on."""
+    """`steps`: of a trial. `seconds`: for all of it. `out`: the file, with which a tuning goes on. `store`:
+    of trials on a cluster; those here have one of their own. `knobs`: what is tried."""
 
     pipeline: LoadedPipeline
     stage: str
@@ -60,6 +65,9 @@ class Tuning:
     seconds: float
     out: Path
     console: Console
+    backend: Backend
+    store: Store | None = None
+    knobs: Sequence[str] = KNOBS
     _made: list[Trial] = field(default_factory=list)
     _before: list[Trial] = field(default_factory=list)  # trials of an earlier call, in their order
 
@@ -72,15 +80,14 @@ class Tuning:
             self._before = self._remembered(key)
             short = shortened(self.pipeline, self.stage, self.steps)
             deadline = time.monotonic() + self.seconds
-            store = open_store(str(folder))
-            trials = Trials(short, self.stage, store, os.getcwd(), deadline, self.console.note)
+            store, run_id = self.store, f"{self.pipeline.spec.name[:40]}-tune-{key[:8]}"
+            if store is None:
+                store, run_id = open_store(str(folder)), RUN_ID
+            trials = Trials(
+                short, self.stage, store, os.getcwd(), deadline, self.console.note, self.backend, run_id
+            )
             trials.prepare(self.console)
-            plan, hardware = trials.plan(()), trials.backend.hardware(short.spec, self.stage)
-            trials.backend.check_plan(plan)
-            made = [name for name in short.stages if name in planning.needs(short.spec)[self.stage]]
-            inputs = planning.peek_inputs(store, RUN_ID, short.spec, self.stage, made)
-            candidates = compare(short.spec, self.stage, hardware, inputs)
-            changes = possible_changes(short, plan, candidates, hardware)
+            changes = [change for change in changes_of(trials) if change.knob in self.knobs]
             if not changes:
                 raise PlanError("there is nothing to change", where=f"stage {self.stage!r}")
             names = ", ".join(dict.fromkeys(change.knob for change in changes))
@@ -90,6 +97,8 @@ class Tuning:
                 return self._measure(trials, config, key)
 
             result = search(changes, measure)
+            if self.store is not None and result.is_complete:
+                update_run(store, run_id, _ended)  # nobody is to drive it
             tuned = self._file(key, result)
             write_whole(self.out, to_json(tuned))
             return result, tuned
@@ -148,10 +157,11 @@ class Tuning:
             self.stage,
             str(self.steps),
             os.getcwd(),
-            processor(),
-            str(num_cpus()),
-            torch(),
         ]
+        if self.store is None:
+            text += [processor(), str(num_cpus()), torch()]
+        else:
+            text += [self.store.url, self.backend.name]
         return hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
 
     def _file(self, key: str, result: TuningResult) -> Tuned:
@@ -165,6 +175,24 @@ class Tuning:
             result.is_complete,
             tuple(self._made),
         )
+
+
+def changes_of(trials: Trials) -> list[Change]:
+    """Which may help. What the stage needs has run."""
+    spec, stage = trials.pipeline.spec, trials.stage
+    plan, hardware = trials.plan(()), trials.backend.hardware(spec, stage)
+    trials.backend.check_plan(plan)
+    made = [name for name in trials.pipeline.stages if name in planning.needs(spec)[stage]]
+    inputs = planning.peek_inputs(trials.store, trials.run_id, spec, stage, made)
+    return possible_changes(trials.pipeline, plan, compare(spec, stage, hardware, inputs), hardware)
+
+
+def _ended(run: RunState) -> RunState:
+    stages = {
+        name: stage if stage.state == "done" else replace(stage, state="skipped")
+        for name, stage in run.stages.items()
+    }
+    return replace(run, state="done", message="trials of mlpipe tune", stages=stages)
 
 
 def _short(item: str, stage: str) -> str:

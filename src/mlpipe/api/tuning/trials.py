@@ -1,9 +1,10 @@
-"""The trials of `mlpipe tune`: short trainings on this machine, one after the other, in a store of their own.
-A trial is an attempt of the training's stage, by the plan that its change leads to; what the stage needs has
-run once, before the first."""
+"""The trials of `mlpipe tune`: short trainings, one after the other, on this machine in a store of their own,
+or on a cluster in the pipeline's. A trial is an attempt of the training's stage, by the plan that its change
+leads to; what the stage needs has run once, before the first."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import time
@@ -26,7 +27,7 @@ from mlpipe.store.base import Store
 from mlpipe.store.runs import read_run
 from mlpipe.submit import adopt, backends, planning, process
 from mlpipe.submit.backend import Backend
-from mlpipe.submit.driver import DriveOptions, drive
+from mlpipe.submit.driver import CLEAR_SECONDS, DriveOptions, drive
 from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.submission import Console, Submission
 
@@ -43,9 +44,6 @@ def tuned_stage(pipeline: LoadedPipeline, asked: str | None) -> str:
     if asked is None and len(names) != 1:
         raise PlanError(f"there are {len(names)} trainings", where=where, hint=f"--stage {_either(names)}")
     stage = asked or names[0]
-    if (place := backends.takers(pipeline.spec)[0]) != backends.DEFAULT:
-        hint = "tune a copy of the file that says nothing of it; what wins here need not win there"
-        raise PlanError(f"the file is for {place}, and trials run on this machine", where=where, hint=hint)
     resources = pipeline.spec.stage(stage).resources
     if resources is not None and resources.replicas is not None:
         hint = "tune it with --set train.resources.nodes=1"
@@ -56,14 +54,24 @@ def tuned_stage(pipeline: LoadedPipeline, asked: str | None) -> str:
     return stage
 
 
+def tuning_backend(pipeline: LoadedPipeline, asked: str | None) -> Backend:
+    """Where trials run: `asked`, else what the file is for. Raises PlanError where they cannot."""
+    name = asked or backends.takers(pipeline.spec)[0]
+    chosen = backends.load(name)
+    if name != backends.DEFAULT and not chosen.outlives_driver:
+        hint = f"--to {backends.DEFAULT}; what wins here need not win there"
+        raise PlanError(f"trials cannot run on {name}", where=pipeline.path, hint=hint)
+    return chosen.of_submission(pipeline.spec, {})
+
+
 def _either(names: list[str]) -> str:
     return " or ".join(names) or "none"
 
 
 @dataclass(frozen=True)
 class Trials:
-    """Of the training `stage` of a pipeline that is shortened already. `deadline`: on the monotonic clock.
-    `note`: takes a line before each."""
+    """Of the training `stage` of a pipeline that is shortened already: attempts of the run `run_id`.
+    `deadline`: on the monotonic clock. `note`: takes a line before each, and what one waits for."""
 
     pipeline: LoadedPipeline
     stage: str
@@ -71,32 +79,33 @@ class Trials:
     folder: str
     deadline: float
     note: Callable[[str], None]
-
-    @property
-    def backend(self) -> Backend:
-        return backends.load(backends.DEFAULT)({})
+    backend: Backend
+    run_id: str = RUN_ID
 
     @property
     def _driver(self) -> str:
-        """By which the processes of a trial are known, also to the next call. There is one at a time."""
+        """By which the processes of a trial here are known, also to the next call. There is one at a time."""
         return f"tune-{zlib.crc32(self.store.url.encode()):08x}"
 
     def prepare(self, console: Console) -> None:
         """Ends what is left of the trial of a call that was killed, and runs what the stage needs, unless an
         earlier call has. Raises what a run raises, and SubmitError where a stage does not get done."""
-        process.clear(self._driver, run_id=RUN_ID, grace_seconds=0.0)
+        process.clear(self._driver, run_id=self.run_id, grace_seconds=0.0)
         spec = self.pipeline.spec
         text, overrides = self.pipeline.text, self.pipeline.overrides
         submission = Submission(
-            self.pipeline.path, text, overrides, spec, self.store.url, self.folder, run_id=RUN_ID
+            self.pipeline.path, text, overrides, spec, self.store.url, self.folder, run_id=self.run_id
         )
         adopt.claim(self.store, self.backend, submission, console)
+        if self.backend.outlives_driver:
+            run = read_run(self.store, self.run_id)
+            self.backend.clear(self.store, run, timeout_seconds=CLEAR_SECONDS)
         for name in self._needed():
-            if read_run(self.store, RUN_ID).stages[name].state != "done":
+            if read_run(self.store, self.run_id).stages[name].state != "done":
                 self.note(f"running {name}, which {self.stage} needs")
                 stop = StopRequest()
                 with heard((signal.SIGINT, signal.SIGTERM), stop):
-                    state = drive(self.store, RUN_ID, DriveOptions(only=name), stop=stop).stages[name]
+                    state = drive(self.store, self.run_id, DriveOptions(only=name), stop=stop).stages[name]
                 if state.state != "done":
                     raise SubmitError(f"{name!r} did not get done: {state.message}", where=self.store.url)
 
@@ -112,7 +121,8 @@ class Trials:
     def plan(self, config: Config, attempt: int = 1) -> Plan:
         """Raises PlanError or SpecError."""
         changed = self.pipeline.override(list(sets_of(config)))
-        make = planning.planner(self.store, RUN_ID, changed.spec, self.backend.hardware, fetch=True)
+        fetch = not self.backend.outlives_driver
+        make = planning.planner(self.store, self.run_id, changed.spec, self.backend.hardware, fetch=fetch)
         plan = make(self.stage, attempt)
         work = plan.work
         assert isinstance(work, TrainPlan)
@@ -121,7 +131,8 @@ class Trials:
     def seconds(self, config: Config) -> float | None:
         """Of a step: the median after the first third, which warms up. None where it fails, and says why.
         Raises TimeOverError."""
-        attempt = max(list_attempts(self.store, f"runs/{RUN_ID}/stages/{self.stage}"), default=0) + 1
+        key = f"runs/{self.run_id}/stages/{self.stage}"
+        attempt = max(list_attempts(self.store, key), default=0) + 1
         try:
             plan = self.plan(config, attempt)
             self._run(plan)
@@ -131,26 +142,30 @@ class Trials:
             self.note(f"  does not run: {error.message}")
             return None
         finally:
-            checkpoints = self.store.local_path(f"runs/{RUN_ID}/stages/{self.stage}/checkpoints")
-            if checkpoints is not None:
-                shutil.rmtree(checkpoints, ignore_errors=True)
+            with contextlib.suppress(MlpipeError):
+                self.store.delete([one.key for one in self.store.list(f"{key}/checkpoints")])
         records = read_records(self.store, plan.attempt_key, 0)
         taken = [record.seconds for record in records if isinstance(record, Step) and record.seconds]
         return median(taken[len(taken) // 3 :]) if taken else None
 
     def _run(self, plan: Plan) -> None:
         """Until it has ended. Raises SubmitError where it fails, TimeOverError at the deadline."""
-        executor = self.backend.executor(self.store, read_run(self.store, RUN_ID), self._driver)
+        run = read_run(self.store, self.run_id)
+        backend = type(self.backend).of_driver(run, self.pipeline.spec)
+        executor = backend.executor(self.store, run, self._driver)
         executor.check(plan)
-        scratch = planning.scratch_folder(self.store.url, f"{RUN_ID}-{plan.attempt}")
+        scratch = planning.scratch_folder(self.store.url, f"{self.run_id}-{plan.attempt}")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         self.store.put(f"{plan.attempt_key}/plan.json", plan.to_json().encode())
-        handle = executor.start(plan, scratch)
+        handle, told = executor.start(plan, scratch), ""
         try:
             while (ended := handle.poll()) is None:
                 if time.monotonic() > self.deadline:
                     raise TimeOverError("time is over")
+                if (words := handle.note()) != told:
+                    told = words
+                    self.note(f"  {words}") if words else None
                 time.sleep(_LOOK_SECONDS)
         finally:
             gone = time.monotonic() + _END_SECONDS

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mlpipe.observe.profiles.findings import Finding, findings, kinds_of_layers, own_seconds
 from mlpipe.observe.profiles.measure import RankProfile
 
 _MOST_LAYERS = 12
+NOT_PRICED = "the planner has no price for this"
 
 
-def profile_text(ranks: Sequence[RankProfile]) -> str:
-    """What to change first, then where the time of the slowest rank went."""
+def profile_text(ranks: Sequence[RankProfile], expected: Mapping[str, str] | None = None) -> str:
+    """What to change first, then where the time of the slowest rank went. `expected`: by cause, what the
+    planner says of the remedy; None: it was not asked."""
     slow = max(ranks, key=own_seconds)
     lines = [
         f"steps {slow.first_step} to {slow.first_step + slow.num_steps - 1}, "
@@ -22,6 +24,8 @@ def profile_text(ranks: Sequence[RankProfile]) -> str:
     lines += ["", "What to change"] if causes else ["", "Nothing stands out."]
     for number, one in enumerate(causes, 1):
         lines += [f"{number:2d}. {one.what}{gain_words(one)}", f"    {one.remedy}"]
+        if expected is not None:
+            lines.append(f"    {expected.get(one.cause, NOT_PRICED)}")
     lines += ["", f"Where the time went (rank {slow.rank})"]
     lines += _shares(
         {"computing": slow.busy, **{f"idle: {k}": v for k, v in slow.idle.items()}}, slow.seconds

@@ -1,0 +1,87 @@
+"""What the planner expects of the changes that a profile of a run suggests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mlpipe._core.errors import MlpipeError
+from mlpipe._core.pipelines import SCHEDULES, stages_per_rank
+from mlpipe.api.pipeline import LoadedPipeline
+from mlpipe.api.tuning.changes import possible_changes
+from mlpipe.api.tuning.decide import LEAST_GAIN_RATIO
+from mlpipe.plan.candidates import priced
+from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.training import compare
+from mlpipe.store import runs
+from mlpipe.store.base import Store
+from mlpipe.store.runs import RunState
+from mlpipe.submit import backends, planning
+
+# By cause of a finding, the kinds of changes that are its remedy, of those whose seconds the planner knows.
+_REMEDIES: Mapping[str, Sequence[str]] = {
+    "collectives": ("strategy", "micro_batch"),
+    "stages": ("schedule",),
+}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of one cause: what to `set`, and the share of a step that it saves by the planner; nothing to set: no
+    change of these kinds is so much faster that `mlpipe tune` could tell."""
+
+    kinds: tuple[str, ...]
+    sets: tuple[str, ...] = ()
+    gain: float = 0.0
+
+
+def expected_gains(store: Store, run: RunState, stage: str) -> dict[str, Expected]:
+    """By cause, as in `observe/profiles/findings.py`; a cause that is not there is not priced. Of its own
+    model, or hardware that is not known here, nothing is."""
+    try:
+        return dict(_gains(*_planned(store, run, stage)))
+    except MlpipeError:
+        return {}
+
+
+def _planned(
+    store: Store, run: RunState, stage: str
+) -> tuple[LoadedPipeline, Plan, Hardware, dict[str, str]]:
+    sets = tuple(map(str, run.meta.get("set", [])))
+    spec = planning.load_stored(store, run.run_id, sets)
+    pipeline = LoadedPipeline(run.run_id, runs.read_pipeline(store, run.run_id), sets, spec)
+    plan = Plan.from_json(store.get(f"{run.attempt_key(stage)}/plan.json"))
+    made = [name for name, state in run.stages.items() if state.state == "done"]
+    inputs = dict(planning.peek_inputs(store, run.run_id, spec, stage, made))
+    return pipeline, plan, backends.of_run(run).hardware(spec, stage), inputs
+
+
+def _gains(
+    pipeline: LoadedPipeline, plan: Plan, hardware: Hardware, inputs: Mapping[str, str]
+) -> Iterator[tuple[str, Expected]]:
+    candidates = compare(pipeline.spec, plan.stage, hardware, inputs)
+    changes = possible_changes(pipeline, plan, candidates, hardware)
+    ratios = {change.sets: (change.knob, change.expected_ratio) for change in changes}
+    ratios |= {sets: ("schedule", ratio) for sets, ratio in _schedules(plan, hardware)}
+    for cause, kinds in _REMEDIES.items():
+        # a ratio of exactly 1 is one that the planner does not know
+        known = {sets: ratio for sets, (kind, ratio) in ratios.items() if kind in kinds and ratio != 1.0}
+        if not known:
+            continue
+        best = min(known, key=lambda sets: known[sets])
+        told = Expected(tuple(kinds), best, 1 - known[best])
+        yield cause, told if told.gain >= LEAST_GAIN_RATIO else Expected(tuple(kinds))
+
+
+def _schedules(plan: Plan, hardware: Hardware) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Those with as many stages on a rank."""
+    train = plan.part(TrainPlan)
+    if train is None or train.pipeline is None or train.predicted is None:
+        return
+    now = priced(train, hardware).step_seconds
+    for schedule in SCHEDULES:
+        if stages_per_rank(schedule) == stages_per_rank(train.pipeline.schedule):
+            other = replace(train, pipeline=replace(train.pipeline, schedule=schedule))
+            ratio = priced(other, hardware).step_seconds / now
+            yield (f"stages.{plan.stage}.train.pipeline.schedule={schedule}",), ratio

@@ -1,0 +1,73 @@
+"""What `mlpipe profile` says of the gains of its remedies, by the planner's own figures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlpipe.api.profiling import Expected, expected_gains
+from mlpipe.plan.build import Start, build_plan, stage_hardware
+from mlpipe.plan.training import compare
+from mlpipe.spec.load import load_pipeline_text
+from mlpipe.store import runs
+from mlpipe.store.base import Store
+from mlpipe.store.open import open_store
+from mlpipe.store.runs import StageState
+
+pytestmark = pytest.mark.unit
+DATA = {"entry": "kit.models:numbers", "batch_size": 8}
+PRESET = {"preset": "llama-4m", "seq_len": 64}
+
+
+def gains(folder: str, **train: Any) -> dict[str, Expected]:
+    body = {"model": PRESET, "data": DATA, "steps": 10, "precision": "fp32", **train}
+    stage = {"name": "train", "train": body, "resources": {"workers_per_node": 2, "cpus": 2}}
+    text = json.dumps({"version": 1, "name": "p", "stages": [stage]})
+    spec, store = load_pipeline_text(text, "p"), open_store(folder)
+    plan = build_plan(spec, "train", Start("r", 1, store.url), stage_hardware(spec, "train"))
+    return of_run(store, text, plan.to_json())
+
+
+def of_run(store: Store, text: str, plan: str) -> dict[str, Expected]:
+    runs.create_run(store, "r", text, "0", ["train"], "local", {})
+    store.put("runs/r/stages/train/attempt-1/plan.json", plan.encode())
+    state = StageState("running", 1)
+    run = runs.update_run(store, "r", lambda run: replace(run, stages={"train": state}))
+    return expected_gains(store, run, "train")
+
+
+def test_of_collectives_a_faster_strategy_is_named_with_the_planners_figure(tmp_path: Any) -> None:
+    found = gains(str(tmp_path), strategy="fsdp")["collectives"]
+    spec = load_pipeline_text(runs.read_pipeline(open_store(str(tmp_path)), "r"), "p")
+    ways = compare(spec, "train", stage_hardware(spec, "train"))
+    seconds = {
+        c.strategy: c.step_seconds
+        for c in reversed(ways)  # the fastest of each strategy stays
+        if c.fits and c.precision == "fp32" and c.activation_checkpointing == "none"
+    }
+    (best,) = found.sets
+    assert best == f"stages.train.train.strategy={min(seconds, key=lambda name: seconds[name])}"
+    assert found.gain == pytest.approx(1 - min(seconds.values()) / seconds["fsdp"])
+    assert found.gain > 0
+
+
+def test_where_the_plan_is_the_fastest_nothing_is_promised(tmp_path: Any) -> None:
+    found = gains(str(tmp_path))["collectives"]
+    assert found == Expected(("strategy", "micro_batch"))
+
+
+def test_of_a_pipeline_that_waits_a_schedule_is_named(tmp_path: Any) -> None:
+    found = gains(str(tmp_path), mesh={"pp": 2}, pipeline={"schedule": "1f1b", "microbatches": 4})["stages"]
+    assert found.sets == ("stages.train.train.pipeline.schedule=zero_bubble",)
+    assert 0 < found.gain < 1
+
+
+def test_what_the_planner_does_not_know_has_no_price(tmp_path: Any) -> None:
+    assert (
+        gains(str(tmp_path), model={"entry": "kit.models:slow", "args": {"seconds": 0}, "seq_len": 32}) == {}
+    )
+    other = open_store(str(tmp_path / "other"))
+    assert of_run(other, "stages: []", "{}") == {}, "a run that is none"
