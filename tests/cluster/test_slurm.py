@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import meet
+from kit import meet, processes
 from kit.command_runs import Cli, until
 from kit.place import training
 from kit.servers import ServerMissingError
@@ -123,6 +123,8 @@ def test_one_spec_everywhere(person, hold, spec, undisturbed):
     with hold:
         person.submit(spec, "everywhere")
         there = workers_of("everywhere", 2)
+        profiled = person.json("profile", "everywhere", "--steps", "1")
+    assert [rank["rank"] for rank in profiled["ranks"]] == [0, 1]
     check_processes(undisturbed.workers, there)
     assert "train done" in " ".join(person.submit(spec, "everywhere", "--wait").split())
     check(person, undisturbed, "everywhere")
@@ -309,3 +311,33 @@ def test_a_command_on_two_nodes_meets_and_ends_together(person, tmp_path):
     said = person("submit", str(path), "--to", "slurm", "--run-id", "broken", "--wait", code=3).stderr
     assert "broken" in said
     assert not (person.store / "runs/broken/stages/c/outputs").exists()
+
+
+def test_trials_of_a_tuning_are_jobs_and_a_second_command_goes_on(person, hold, tmp_path):
+    """One change, on two nodes: of micro-batches half as large. The first command is stopped in its trial."""
+    resources = {"nodes": 2, "cpus": 1, "memory": "2 GiB"}
+    stage = training({"preset": "llama-1m"}, resources)
+    stage["train"]["data"]["batch_size"] = 4
+    document = {"version": 1, "name": "tuned", "slurm": {"time": "30 min"}, "stages": [stage]}
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps(document))
+    argv = ("tune", str(path), "--only", "micro_batch", "--steps", "6", "--out", str(tmp_path / "tune.json"))
+
+    def jobs(*states: str) -> str:
+        options = ("--noheader", f"--states={','.join(states)}", "--format=%j")
+        return person.cluster.run("squeue", *options)
+
+    first = person.start(*argv)
+    until(lambda: "-tune-" in jobs("RUNNING"), "the first trial")
+    os.kill(processes.tree(first.pid)[1], signal.SIGINT)  # the first is nsenter
+    first.communicate(timeout=300)
+    assert "-tune-" not in jobs("PENDING", "RUNNING")
+    assert "micro_batch=1" in person(*argv).stdout
+    found = json.loads((tmp_path / "tune.json").read_bytes())
+    assert found["is_complete"]
+    smaller = ["stages.train.train.data.micro_batch=1"]
+    assert {len(trial["sets"]) for trial in found["trials"]} == {0, 1}
+    assert all(trial["seconds"] > 0 and trial["sets"] in ([], smaller) for trial in found["trials"])
+    (run,) = [one for one in runs.list_runs(person.there) if "-tune-" in one.run_id]
+    assert run.state == "done"
+    assert catalogue.latest(person.there, f"runs/{run.run_id}/stages/train") is None, "nothing is kept"

@@ -24,6 +24,9 @@ def test_one_spec_everywhere(place, hold, undisturbed):
     with hold:
         place.submit(undisturbed.spec, "everywhere")
         there = workers_of("everywhere", 2)
+        profiled = place.json("profile", "everywhere", "--steps", "1")
+    assert [rank["rank"] for rank in profiled["ranks"]] == [0, 1]
+    assert all(trace.startswith("s3://") for trace in profiled["traces"])
     check_processes(undisturbed.workers, there)
     done = place.submit(undisturbed.spec, "everywhere", "--wait")
     assert "train  done" in done
