@@ -38,7 +38,8 @@ def started(steps: int, more: dict[str, str]) -> measure.Figures:
         began = time.time()
         subprocess.run(
             [*argv, "--set", f"train.steps={steps}", "--set", "train.optimizer.warmup_steps=0"],
-            check=True, timeout=600, cwd=name, env=measure.with_bytecode() | new | more,
+            check=True, timeout=600, cwd=name, stdout=subprocess.DEVNULL,
+            env=measure.with_bytecode() | new | more,
         )  # fmt: skip
         attempt = Path(name, "store/runs/r/stages/train/attempt-1")
         plan = Plan.from_json((attempt / "plan.json").read_bytes())
