@@ -15,7 +15,6 @@ from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import Plan, TrainPlan
 
-KNOBS = ("strategy", "micro_batch", "recomputation", "compile", "readers", "threads", "allocator")
 _MOST_SIZES = 3  # of micro-batches, those that the planner thinks best
 _COMPILED = ("off", "block", "model")
 _READERS = (0, 1, 2)

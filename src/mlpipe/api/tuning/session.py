@@ -15,7 +15,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.files import locked, write_whole
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.api.pipeline import LoadedPipeline
-from mlpipe.api.tuning.changes import KNOBS, possible_changes
+from mlpipe.api.tuning.changes import possible_changes
 from mlpipe.api.tuning.decide import Change, Config, TimeOverError, TuningResult, search, sets_of
 from mlpipe.api.tuning.trials import RUN_ID, Trials, shortened
 from mlpipe.plan.machine import torch
@@ -57,7 +57,8 @@ class Tuned:
 @dataclass
 class Tuning:
     """`steps`: of a trial. `seconds`: for all of it. `out`: the file, with which a tuning goes on. `store`:
-    of trials on a cluster; those here have one of their own. `knobs`: what is tried."""
+    of trials on a cluster; those here have one of their own. `knobs`: what is tried, else
+    all."""
 
     pipeline: LoadedPipeline
     stage: str
@@ -67,7 +68,7 @@ class Tuning:
     console: Console
     backend: Backend
     store: Store | None = None
-    knobs: Sequence[str] = KNOBS
+    knobs: Sequence[str] = ()
     _made: list[Trial] = field(default_factory=list)
     _before: list[Trial] = field(default_factory=list)  # trials of an earlier call, in their order
 
@@ -87,7 +88,7 @@ class Tuning:
                 short, self.stage, store, os.getcwd(), deadline, self.console.note, self.backend, run_id
             )
             trials.prepare(self.console)
-            changes = [change for change in changes_of(trials) if change.knob in self.knobs]
+            changes = self._asked(changes_of(trials))
             if not changes:
                 raise PlanError("there is nothing to change", where=f"stage {self.stage!r}")
             names = ", ".join(dict.fromkeys(change.knob for change in changes))
@@ -102,6 +103,13 @@ class Tuning:
             tuned = self._file(key, result)
             write_whole(self.out, to_json(tuned))
             return result, tuned
+
+    def _asked(self, changes: list[Change]) -> list[Change]:
+        kinds = dict.fromkeys(change.knob for change in changes)
+        if odd := [knob for knob in self.knobs if knob not in kinds]:
+            hint = f"there are {', '.join(kinds)}"
+            raise PlanError(f"no change of {odd[0]!r} is possible", where="--only", hint=hint)
+        return [change for change in changes if not self.knobs or change.knob in self.knobs]
 
     def _measure(self, trials: Trials, config: Config, key: str) -> float | None:
         sets = sets_of(config)
