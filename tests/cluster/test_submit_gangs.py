@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from mlpipe.store.preflight import read_checked
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 POD = "mlpipe.submit.pod"
+LIMITS = {"store_mb_per_second": 2, "slow_ratio": 0.01}  # of a preflight
 
 
 def command(place, name, *argv):
@@ -62,20 +64,25 @@ def test_a_command_on_two_nodes_meets_and_ends_together(place, tmp_path):
     assert "ended with exit code 137" in place.run_state("killed").stages["c"].message
 
 
-def test_a_node_at_fault_is_named_and_left_out_of_the_next_attempt(place, hold, second):
-    """It reaches the store too slowly: its link is shaped."""
-    node = place.cluster.nodes[second]
+@contextmanager
+def shaped(node):
+    """Its link to all others, the store among them, is slow."""
     link = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "6mbit"]
     shape = node.namespaces.network([*link, "burst", "32kb", "latency", "400ms"])
     subprocess.run(shape, check=True, timeout=60)
     try:
-        resources = {"preflight": {"store_mb_per_second": 2, "slow_ratio": 0.01}}
-        spec = place.spec("checked", model=hold.model, steps=2, resources=resources)
-        place.submit(spec, "checked", "--wait")
+        yield
     finally:
-        subprocess.run(
-            node.namespaces.network(["tc", "qdisc", "del", "dev", "eth0", "root"]), check=True, timeout=60
-        )
+        mend = node.namespaces.network(["tc", "qdisc", "del", "dev", "eth0", "root"])
+        subprocess.run(mend, check=True, timeout=60)
+
+
+def test_a_node_at_fault_is_named_and_left_out_of_the_next_attempt(place, hold, second):
+    """It reaches the store too slowly: its link is shaped."""
+    node = place.cluster.nodes[second]
+    spec = place.spec("checked", model=hold.model, steps=2, resources={"preflight": LIMITS})
+    with shaped(node):
+        place.submit(spec, "checked", "--wait")
     state = place.run_state("checked").stages["train"]
     assert (state.state, state.attempt) == ("done", 2)
     with place.cluster.inside():
@@ -84,3 +91,31 @@ def test_a_node_at_fault_is_named_and_left_out_of_the_next_attempt(place, hold, 
     assert [words for words in checked.faults[node.name] if words.startswith("store ")]
     pods = place.objects("pods", "checked", **{"mlpipe.dev/attempt": "2"})
     assert {pod["spec"]["nodeName"] for pod in pods} == {"node-0"}
+
+
+def test_a_spare_has_the_ranks_of_a_node_at_fault(place, hold, undisturbed, second):
+    """Of three pods one stands on that node, which has one GPU; it leaves when the others have trained."""
+    node = place.cluster.nodes[second]
+    for index, num_gpus in ((0, 2), (second, 1)):
+        place.cluster.set_gpus(index, num_gpus)
+    worker = {"name": "worker", "resources": {"limits": {"nvidia.com/gpu": 1}}}
+    patch = {"target": {"kind": "Pod", "stage": "train"}, "strategic": {"spec": {"containers": [worker]}}}
+    spec = place.spec(
+        "spare",
+        model=hold.model,
+        resources={"preflight": LIMITS, "spares": 1},
+        kubernetes={"patches": [patch]},
+    )
+    with shaped(node):
+        place.submit(spec, "spare", "--wait")
+    state = place.run_state("spare").stages["train"]
+    assert (state.state, state.attempt) == ("done", 1)
+    undisturbed.check(place, "spare")
+    with place.cluster.inside():
+        checked = read_checked(place.store(), "runs/spare/stages/train/attempt-1")
+    assert list(checked.faults) == [node.name]
+    pods = place.worker_pods("spare")
+    assert [pod["status"]["phase"] for pod in pods] == ["Succeeded"] * 3
+    (there,) = [pod["metadata"]["name"] for pod in pods if pod["spec"]["nodeName"] == node.name]
+    said = place.cluster.kubectl("-n", place.namespace, "logs", there)
+    assert "no ranks here: others meet at" in said

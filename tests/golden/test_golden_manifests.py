@@ -87,6 +87,11 @@ CASES = {
     "everything": ("llm", "train", EVERYTHING),
     "driver": ("llm", None, ()),
     "driver-everything": ("llm", None, EVERYTHING),
+    "spares": (
+        "quickstart",
+        "train",
+        (*QUICKSTART, "train.resources.preflight=auto", "train.resources.spares=1"),
+    ),
     "prepull": ("llm", "*", ("kubernetes.prepull=true", "kubernetes.gpu_pods={node_selector: {pool: h100}}")),
 }
 
@@ -132,7 +137,7 @@ def jobset_schema() -> Any:
     return crd_validator("jobset", "jobsets", "v1alpha2")
 
 
-@pytest.mark.parametrize("name", ["jobset", "volcano", "gpu", "groups", "everything"])
+@pytest.mark.parametrize("name", ["jobset", "volcano", "gpu", "groups", "everything", "spares"])
 def test_jobsets_fit_their_crd(name: str, jobset_schema: Any) -> None:
     found = list(load((HERE / "manifests" / f"{name}.yaml").read_text()))[-1]
     assert found["kind"] == "JobSet"

@@ -637,6 +637,15 @@ class Launch:
     preflight: PreflightPlan | None = None  # None: machines are trusted
     avoid: tuple[str, ...] = ()  # nodes on which it is not to run: of earlier attempts at fault or slow
 
+    @property
+    def num_spares(self) -> int:
+        return self.preflight.spares if self.preflight is not None else 0
+
+    @property
+    def num_machines(self) -> int:
+        """With those that are held in reserve."""
+        return self.num_nodes + self.num_spares
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -71,13 +71,8 @@ def stage_objects(plan: Plan) -> list[Json]:
         objects.append(_coordinator_job(plan, name, cluster, own, config))
         objects += [_replica_job(plan, number, cluster, own, config) for number in range(count)]
         return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
-    if plan.launch.preflight is not None and plan.launch.preflight.spares:
-        raise RenderError(
-            "spares are held on Slurm only",
-            where=f"stage {plan.stage!r}",
-            hint="remove resources.spares: a node that does not pass is left out of the next attempt",
-        )
     form = cluster.form if is_gang(plan) else "job"
+    _refuse_spares(plan, cluster, form)
     if cluster.groups and (form != "jobset" or cluster.gpu_claims is not None):
         what = (
             "gpu_claims ask for one class of GPUs"
@@ -96,7 +91,7 @@ def stage_objects(plan: Plan) -> list[Json]:
     if form == "indexed-job":
         objects.append(_service(plan, name, cluster, own))
     if cluster.volcano_queue is not None:
-        group = {"minMember": plan.launch.num_nodes, "queue": cluster.volcano_queue}
+        group = {"minMember": plan.launch.num_machines, "queue": cluster.volcano_queue}
         objects.append(
             {**_head("scheduling.volcano.sh/v1beta1", "PodGroup", name, cluster, own), "spec": group}
         )
@@ -106,6 +101,20 @@ def stage_objects(plan: Plan) -> list[Json]:
     of_form = {"jobset": _jobset, "trainjob": _trainjob}.get(form, _job)
     objects.append(of_form(plan, name, cluster, own, template))
     return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
+
+
+def _refuse_spares(plan: Plan, cluster: ClusterPlan, form: str) -> None:
+    if not plan.launch.num_spares:
+        return
+    if form == "indexed-job":
+        words = "a spare leaves when its gang is started anew, and an indexed-job's pods start one by one"
+        hint = "write 'kubernetes: {form: jobset}', or remove resources.spares"
+    elif cluster.topology is not None and cluster.topology.inner is not None:
+        words = "with spares the preflight chooses whose ranks are neighbours, and topology.inner does, too"
+        hint = "remove kubernetes.topology.inner, or resources.spares"
+    else:
+        return
+    raise RenderError(words, where=f"stage {plan.stage!r}", hint=hint)
 
 
 def replica_object(plan: Plan, number: int) -> Json:
@@ -224,7 +233,7 @@ def _queue_pod(template: Json, name: str, cluster: ClusterPlan, plan: Plan) -> N
 
 def _job(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], template: Json) -> Json:
     """What would come again fails it at once, a disruption is free, the rest is counted by pods."""
-    nodes, head = plan.launch.num_nodes, _head("batch/v1", "Job", name, cluster, own)
+    nodes, head = plan.launch.num_machines, _head("batch/v1", "Job", name, cluster, own)
     spec: Json = _queued(head, cluster) | {"completions": nodes, "parallelism": nodes}
     if is_gang(plan):
         spec["completionMode"] = "Indexed"
@@ -260,7 +269,7 @@ def _jobset_of_groups(
 
 def _jobset(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], template: Json) -> Json:
     """Every failure ends the Job; what its message says decides what becomes of the gang."""
-    nodes = plan.launch.num_nodes
+    nodes = plan.launch.num_machines
     rules = [
         {
             "name": "nonRetriable",

@@ -401,6 +401,8 @@ def _worker_env(plan: Plan, cluster: ClusterPlan, rendezvous: str) -> list[Json]
     variables[environment.STAGE] = plan.stage
     if launch.num_nodes > 1:
         variables[environment.RENDEZVOUS] = f"{rendezvous}:{RENDEZVOUS_PORT}"
+    if launch.num_spares:
+        variables[environment.NUM_MACHINES] = str(launch.num_machines)
     port = _metrics_port(plan)
     if port is not None:
         variables |= {environment.METRICS_ADDRESS: "0.0.0.0", environment.METRICS_PORT: str(port)}

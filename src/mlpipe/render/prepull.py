@@ -78,7 +78,7 @@ def _job(plan: Plan, cluster: ClusterPlan, gang: Json, pipeline_digest: str) -> 
     template = {key: pod[key] for key in _KEPT if key in pod}
     template |= {"restartPolicy": "Never", "containers": [container], "topologySpreadConstraints": [spread]}
     replicas = plan.launch.replicas
-    count = plan.launch.num_nodes if replicas is None else replicas.most
+    count = plan.launch.num_machines if replicas is None else replicas.most
     spec = {
         "completions": count,
         "parallelism": count,

@@ -73,10 +73,10 @@ def comment(text: str) -> str:
 
 
 def _options(plan: Plan, job: SlurmJob, name: str, output: str) -> list[str]:
-    nodes, spares = plan.launch.num_nodes, _spares(plan)
+    nodes, spares = plan.launch.num_nodes, plan.launch.num_spares
     options = [f"job-name={name}", f"nodes={nodes}", f"ntasks={nodes}", "ntasks-per-node=1"]
     if spares:  # as many as are free; with a number of tasks Slurm gives the fewest
-        options[1:] = [f"nodes={nodes}-{nodes + spares}"]
+        options[1:] = [f"nodes={nodes}-{plan.launch.num_machines}"]
     options += [f"cpus-per-task={job.cpus}", f"mem={job.memory_mib}M"]
     if job.gpus:
         options.append("gres=" + ":".join(filter(None, ("gpu", job.gpu_type, str(job.gpus)))))
@@ -98,10 +98,6 @@ def _options(plan: Plan, job: SlurmJob, name: str, output: str) -> list[str]:
     return options
 
 
-def _spares(plan: Plan) -> int:
-    return plan.launch.preflight.spares if plan.launch.preflight is not None else 0
-
-
 def _body(plan: Plan, job: SlurmJob, part: str) -> str:
     nodes = plan.launch.num_nodes
     scratch = '"${TMPDIR:-/tmp}"' if job.scratch is None else shlex.quote(job.scratch)
@@ -111,7 +107,7 @@ def _body(plan: Plan, job: SlurmJob, part: str) -> str:
     together = int(plan.kind.runs == "command" and nodes > 1)
     # a coordinator would wait for the ranks; the next start of it knows as much, by them
     near = "scontrol requeue $SLURM_JOB_ID" if part == COORDINATOR else "ask requeue"
-    every = "$SLURM_JOB_NUM_NODES" if _spares(plan) else nodes
+    every = "$SLURM_JOB_NUM_NODES" if plan.launch.num_spares else nodes
     every_node = f"--nodes={every} --ntasks={every} --ntasks-per-node=1"
     return f"""\
 # Written by mlpipe: change the pipeline file, not this one.

@@ -56,7 +56,7 @@ def trainjob_spec(plan: Plan, cluster: ClusterPlan, labels: Mapping[str, str], t
     spec: Json = {
         "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": own.kind, "name": own.runtime},
         "trainer": {
-            "numNodes": plan.launch.num_nodes,
+            "numNodes": plan.launch.num_machines,
             **{key: container[key] for key in _TRAINERS},
             "resourcesPerNode": container["resources"],
         },

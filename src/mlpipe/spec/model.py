@@ -126,8 +126,8 @@ class Resources(SpecModel):
     )
     spares: f.HundredAtMost | None = Field(
         None,
-        description="Machines that are held besides `nodes`, at most: where one does not pass the "
-        "`preflight`, a spare has its ranks. On Slurm only. Default: none.",
+        description="Machines that are held besides `nodes`: where one does not pass the `preflight`, a "
+        "spare has its ranks. On Slurm as far as they are free, on Kubernetes all. Default: none.",
     )
     price_usd_per_gpu_hour: f.NotNegative | None = Field(
         None, description="Of one GPU, or CPU worker, for estimates of cost. Default: of the catalogue."

@@ -16,6 +16,7 @@ from mlpipe.store.outcome import read_outcome
 LOOK_SECONDS = 2.0
 COME_SECONDS = 960.0  # for the others to meet; longer than they wait for each other
 GONE_SECONDS = 600.0  # after they have left their meeting point, to say how they ended
+STOPPED_SECONDS = 30.0  # the same, of what is told to stop: whoever restarts the gang waits for its last pod
 
 
 def stand_by(store: Store, plan: Plan, rendezvous: str, stopped: Callable[[], bool]) -> int:
@@ -29,6 +30,8 @@ def stand_by(store: Store, plan: Plan, rendezvous: str, stopped: Callable[[], bo
                 return outcome.exit_code
         if _listens(rendezvous):
             deadline = time.monotonic() + GONE_SECONDS
+        elif stopped():
+            deadline = min(deadline, time.monotonic() + STOPPED_SECONDS)
         time.sleep(LOOK_SECONDS)
     words = "were stopped" if stopped() else "are gone"
     print(f"those with ranks {words} and have not said how they ended", flush=True)  # noqa: T201

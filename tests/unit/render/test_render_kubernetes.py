@@ -669,6 +669,48 @@ def test_nodes_whose_ranks_share_weights_stand_in_one_rack(
         assert [len(slices) for slices in groups.values()] == [1] * len(groups)
 
 
+SPARES = ("train.resources.preflight=auto", "train.resources.spares=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "where"),
+    [
+        ((), "JobSet", ("replicatedJobs", 0, "template", "spec", "completions")),
+        ((), "JobSet", ("replicatedJobs", 0, "template", "spec", "parallelism")),
+        (("kubernetes.volcano_queue=q",), "PodGroup", ("minMember",)),
+        (
+            ("kubernetes.form=trainjob", "kubernetes.trainjob={runtime: mlpipe}"),
+            "TrainJob",
+            ("trainer", "numNodes"),
+        ),
+    ],
+)
+def test_a_gang_with_spares_has_a_pod_for_each(
+    overrides: tuple[str, ...], kind: str, where: tuple[str | int, ...]
+) -> None:
+    found = stage_objects(quickstart("train", *SPARES, *overrides))
+    value: Any = next(one for one in found if one["kind"] == kind)["spec"]
+    for key in where:
+        value = value[key]
+    assert value == 4
+    gang = found[-1]["spec"]
+    env = gang["trainer"]["env"] if kind == "TrainJob" else pod_of(found[-1])["containers"][0]["env"]
+    assert {"name": "MLPIPE_NUM_MACHINES", "value": "4"} in env
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("kubernetes.form=indexed-job",), "pods start one by one"),
+        (("kubernetes.queue=q", "kubernetes.topology={preferred: block, inner: rack}"), "topology.inner"),
+    ],
+)
+def test_where_spares_cannot_be_held(overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(RenderError, match=words):
+        stage_objects(quickstart("train", *SPARES, *overrides))
+    assert stage_objects(quickstart("train", *overrides))
+
+
 def test_an_image_is_fetched_with_the_rights_of_no_device_and_as_patches_leave_it() -> None:
     overrides = (
         "kubernetes.prepull=true",

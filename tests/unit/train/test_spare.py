@@ -24,6 +24,7 @@ def waits(tmp_path, monkeypatch):
     store = FolderStore(tmp_path / "store")
     monkeypatch.setattr(spare, "COME_SECONDS", 20.0)
     monkeypatch.setattr(spare, "GONE_SECONDS", 10.0)
+    monkeypatch.setattr(spare, "STOPPED_SECONDS", 6.0)
 
     def stand(endpoint, at, stopped=False):
         now = [0.0]
@@ -70,6 +71,8 @@ def test_it_leaves_as_the_others_have_ended(waits, outcome, code):
 def test_it_waits_neither_for_others_that_never_came_nor_for_those_that_are_gone(waits):
     nobody = "127.0.0.1:1"
     assert waits(nobody, {}) == (4, 20.0)
-    assert waits(nobody, {}, stopped=True)[0] == 5
+    assert waits(nobody, {}, stopped=True) == (5, 6.0)
     with listening() as (endpoint, end):
         assert waits(endpoint, {40.0: end}) == (4, 48.0)
+    with listening() as (endpoint, end):  # which save before they leave
+        assert waits(endpoint, {40.0: end}, stopped=True) == (5, 46.0)

@@ -143,7 +143,7 @@ class Gang(ThreadedHandle):
     def _why_pending(self, pods: list[Object]) -> str:
         if self._stopping:
             return ""
-        return why_pending(self._api, self._labels, self._plan.launch.num_nodes, pods)
+        return why_pending(self._api, self._labels, self._plan.launch.num_machines, pods)
 
     def _restarted(self, gang: Object | None, pods: list[Object]) -> str:
         status = gang.get("status", {}) if gang else {}

@@ -66,7 +66,7 @@ def variables(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
         own[environment.NODE_NAME] = node
     if plan.launch.num_nodes > 1:
         own["JOB_COMPLETION_INDEX"] = env["SLURM_NODEID"]
-        if plan.launch.preflight is not None and plan.launch.preflight.spares:
+        if plan.launch.num_spares:
             own[environment.NUM_MACHINES] = env["SLURM_JOB_NUM_NODES"]
         own[environment.GANG_RESTART] = env.get("SLURM_RESTART_COUNT") or "0"
         if "GLOO_SOCKET_IFNAME" not in own and (interface := outward_interface()) is not None:
