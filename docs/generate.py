@@ -267,7 +267,8 @@ def networks_page() -> str:
 
     schema = json_schema(Networks)
     tables = [_schema_table("The file", schema)]
-    tables += [_schema_table(name, schema["$defs"][name]) for name in ("NetworkProfile", "TopologyFile")]
+    shown = ("NetworkProfile", "TopologyFile", "Racks")
+    tables += [_schema_table(name, schema["$defs"][name]) for name in shown]
     return f"""# The file of networks
 
 {_NOTE.format("mlpipe.spec.network")}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from kit import vast as stand_in
 from kit.command_runs import Cli, until
+from kit.undisturbed import Processes, check_processes, workers_of
 from kit.vast import KEY, Instance, offer_row
 
 from mlpipe._core.errors import StoreError
@@ -106,17 +107,29 @@ def rented(tmp_path: Path, server: Any, url: str) -> Iterator[Rented]:
         yield Rented(tmp_path, account, server, url)
 
 
-def undisturbed(rented: Rented) -> dict[int, float]:
-    """Of the same training on this machine."""
+def undisturbed(rented: Rented) -> tuple[Processes, dict[int, float]]:
+    """Rank processes and losses of the same training on this machine."""
     folder = rented.cli.folder / "here"
     folder.mkdir()
     cli = Cli(folder)
     cli.env["PYTHONPATH"] = TESTS
     (folder / "pipeline.yaml").write_text(json.dumps(pipeline(folder, folder / "none")))
-    cli("run", "pipeline.yaml", "--run-id", "r", "--quiet")
+    process = cli.start("run", "pipeline.yaml", "--run-id", "r", "--quiet")
+    workers = workers_of("r", 1)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err + out
     lines = (cli.store / "runs/r/stages/train/attempt-1/records/rank-0.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    return {one["step"]: one["loss"] for one in records if one.get("kind") == "step"}
+    return workers, {one["step"]: one["loss"] for one in records if one.get("kind") == "step"}
+
+
+def own(found: Processes) -> Processes:
+    """Without what a machine and the kit add for themselves."""
+    names = ("CONTAINER_ID", "TMPDIR", "LC_CTYPE", "KIT_SHORTENED", "PYTHONPATH")
+    return {
+        rank: (argv, {name: value for name, value in env.items() if name not in names})
+        for rank, (argv, env) in found.items()
+    }
 
 
 @pytest.mark.parametrize("server", ["minio"], indirect=True)
@@ -128,6 +141,7 @@ def test_interrupted_and_abandoned_it_learns_the_same_and_owes_nothing(rented: R
     cli("submit", "pipeline.yaml", "--to", "rented", "--max-usd", "5", "--run-id", "r")
 
     first = rented.machine(1)
+    there = workers_of("r", 1)
     until(lambda: rented.last_step() >= 4, "a checkpoint on the first machine")
     told = json.dumps(dict(first.body))
     assert KEY not in told
@@ -158,7 +172,9 @@ def test_interrupted_and_abandoned_it_learns_the_same_and_owes_nothing(rented: R
     cli("resume", "r", "--quiet")
     assert cli.json("status", "r")["state"] == "done"
     assert account.instances == {}
-    assert rented.losses(3) == undisturbed(rented)
+    workers, losses = undisturbed(rented)
+    check_processes(own(workers), own(there))
+    assert rented.losses(3) == losses
     check_bill(rented)
 
 

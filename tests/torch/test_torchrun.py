@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from kit.plans import environment, train_plan
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as rendezvous
 
 from mlpipe.train import torchrun
 
@@ -130,3 +132,20 @@ def test_a_fork_server_that_has_just_been_killed_is_asked_again() -> None:
 
     torchrun._start(cast(Any, Process()))
     assert next(answers, "none left") == "none left"
+
+
+def test_nodes_are_numbered_by_their_places_where_torchrun_would_go_by_names(monkeypatch):
+    """As the one that completes a rendezvous numbers them all: each has told its description, no more."""
+    monkeypatch.setattr(rendezvous._NodeDesc, "__lt__", rendezvous._NodeDesc.__lt__)
+    generator = rendezvous.DynamicRendezvousHandler._node_desc_generator
+    monkeypatch.setattr(generator, "_local_id", 0)
+    state, told = rendezvous._RendezvousState(), {}
+    for place in (2, 10, 0, 1):
+        torchrun._number_nodes(place)
+        told[place] = generator.generate(f"gang-0-{place}.gang")
+        state.participants[told[place]] = 0
+    completes = SimpleNamespace(
+        _node="gang", _settings=SimpleNamespace(run_id="r"), _state=state, _record=lambda **_: None
+    )
+    rendezvous._DistributedRendezvousOpExecutor._mark_rendezvous_complete(completes)
+    assert [state.participants[told[place]] for place in (0, 1, 2, 10)] == [0, 1, 2, 3]

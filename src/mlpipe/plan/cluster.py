@@ -21,6 +21,7 @@ class Topology:
     label: str
     required: bool
     inner: str | None = field(default=None, metadata=SPARSE)  # label of domains of ranks that share weights
+    inner_nodes: int | None = field(default=None, metadata=SPARSE)  # that one has for the run, if known
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mlpipe._core.networks import Profile
     from mlpipe.plan.hardware import Hardware
     from mlpipe.spec.model import Pipeline, Resources
-    from mlpipe.spec.network import Network
+    from mlpipe.spec.network import Network, Racks
 
 
 def is_used(resources: Resources | None) -> bool:
@@ -25,16 +25,27 @@ def on_network(hardware: Hardware, pipeline: Pipeline, resources: Resources | No
     spec = pipeline.network
     if spec is None or resources is None or not resources.gpus_per_node:
         return hardware
+    if (racks := racks_of(pipeline)) is not None:
+        speed = replace(
+            hardware.speed, rack_nodes=racks.nodes, rack_bytes_per_second=racks.gb_per_second * 1e9
+        )
+        hardware = replace(hardware, speed=speed)
     if resources.device is not None and resources.device.network_gb_per_second is not None:
         return hardware
     profile = _profile(spec)
     if spec.gb_per_second is not None:
-        speed = spec.gb_per_second * 1e9
+        rate = spec.gb_per_second * 1e9
     elif profile.gb_per_second:
-        speed = profile.speed_of(resources.gpu or "")
+        rate = profile.speed_of(resources.gpu or "")
     else:
         return hardware
-    return replace(hardware, speed=replace(hardware.speed, network_bytes_per_second=speed))
+    return replace(hardware, speed=replace(hardware.speed, network_bytes_per_second=rate))
+
+
+def racks_of(pipeline: Pipeline) -> Racks | None:
+    """None: nobody tells racks apart."""
+    spec = pipeline.network
+    return None if spec is None else spec.racks or getattr(spec.profile, "racks", None)
 
 
 def env(pipeline: Pipeline, resources: Resources | None) -> dict[str, str]:

@@ -84,6 +84,23 @@ class Mesh:
             raise ValueError(f"rank {rank} is not one of {self.world_size}")
         return {axis: coordinates[axis] for axis in self.axes} | {"ep": coordinates["dp_shard"] % self.ep}
 
+    def nodes_of_weights(self, each: int) -> int | None:
+        """Nodes, of `each` ranks, of one group of ranks that share weights: neighbours by number. None where
+        a node belongs to two groups."""
+        nodes, rest = divmod(self.dp_shard * self.cp * self.tp, each)
+        return nodes if rest == 0 else None
+
+    def number_at(self, place: int, each: int) -> int:
+        """Of the node, of `each` ranks, whose machine has that place in its gang. Schedulers give machines
+        that stand near each other neighbouring places; here all ranks of one stage have numbers before those
+        of the next. So that the nodes of one pipeline are neighbours, they have neighbouring places."""
+        nodes = self.nodes_of_weights(each)
+        if nodes is None:
+            return place
+        group, node = divmod(place, nodes)
+        pipeline, stage = divmod(group, self.pp)
+        return (stage * self.dp_replicate + pipeline) * nodes + node
+
     def data_rank(self, rank: int) -> int:
         """Which of the `num_data_ranks` parts of the samples `rank` reads."""
         at = self.coordinates(rank)

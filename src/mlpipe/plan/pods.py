@@ -9,13 +9,14 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.gpus import DEFAULT_RESOURCE, gpu_classes, vendor_of
 from mlpipe._core.units import format_bytes, parse_bytes, parse_seconds
 from mlpipe.plan import cluster as c
-from mlpipe.plan.network import pod_network
+from mlpipe.plan.network import pod_network, racks_of
 from mlpipe.plan.plan import TrainPlan
 
 if TYPE_CHECKING:
     from mlpipe.plan.plan import Launch, StageWork
     from mlpipe.spec import kubernetes as k
     from mlpipe.spec.model import Pipeline, Resources, Stage
+    from mlpipe.spec.network import Racks
 
 MIB, GIB = 2**20, 2**30
 MAX_SHM_BYTES = 32 * GIB
@@ -108,7 +109,7 @@ def _of_one_class(
         namespace=spec.namespace,
         queue=spec.queue,
         queue_priority=spec.queue_priority,
-        topology=_topology(spec.topology),
+        topology=_topology(spec.topology, racks_of(pipeline)),
         volcano_queue=spec.volcano_queue,
         node_selector=placement.node_selector,
         tolerations=placement.tolerations,
@@ -153,11 +154,12 @@ def _of_one_class(
     )
 
 
-def _topology(spec: k.Topology | None) -> c.Topology | None:
+def _topology(spec: k.Topology | None, racks: Racks | None) -> c.Topology | None:
     if spec is None:
         return None
     label = spec.required or cast(str, spec.preferred)
-    return c.Topology(label, required=spec.required is not None, inner=spec.inner)
+    nodes = racks.nodes if racks is not None and spec.inner is not None else None
+    return c.Topology(label, required=spec.required is not None, inner=spec.inner, inner_nodes=nodes)
 
 
 def _secret_env(spec: dict[str, k.SecretKey]) -> dict[str, c.SecretKey]:

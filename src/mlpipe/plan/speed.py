@@ -45,7 +45,8 @@ class Speed:
     what an operator and a collective cost beside their bytes, the store's bandwidth, those of FSDP2's
     gathering and scattering, what new memory costs (see `Measured`), and by how much finished runs differed
     from their predictions; `calibrated` says so in words. `passes_seconds`, without a calibration: of both
-    passes of `plan/reference.py`'s model by precision, as this machine is known (`plan/machine.py`)."""
+    passes of `plan/reference.py`'s model by precision, as this machine is known (`plan/machine.py`).
+    `rack_nodes` have the network among themselves, `rack` is that to others; 0: nobody tells racks apart."""
 
     peak_flops: dict[str, float]
     achievable_ratio: float
@@ -65,6 +66,8 @@ class Speed:
     time_ratio: float = 1.0
     memory_ratio: float = 1.0
     calibrated: str | None = None
+    rack_nodes: int = 0
+    rack_bytes_per_second: float = 0.0
 
     def matmul_ratio(self, precision: str, flops: float) -> float:
         """Share of the peak that a matmul of so many FLOPs reaches: as measured, else `achievable_ratio`."""

@@ -3,7 +3,7 @@ of its steps. Standard library only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlpipe.plan.hardware import Hardware
 
@@ -52,10 +52,18 @@ class Wire:
         nodes by its own network port."""
         share, members = num_bytes / num_ranks, max(1, self.hardware.devices_per_node // stride)
         leaving = share * max(0, num_ranks - members) / num_ranks
-        slowest = leaving / self.hardware.speed.network_bytes_per_second
+        slowest = leaving / self._network(num_ranks * stride)
         if self.hardware.device == "cuda":
             slowest /= _WIRE_RATIO
         return max(self._ring(share, num_ranks, stride), slowest)
+
+    def over(self, num_ranks: int) -> Wire:
+        """For groups that reach over so many ranks, by the places of their machines."""
+        rate = self._network(num_ranks)
+        if rate == self.hardware.speed.network_bytes_per_second:
+            return self
+        speed = replace(self.hardware.speed, network_bytes_per_second=rate)
+        return Wire(replace(self.hardware, speed=speed))
 
     def beside(self, seconds: float, computing: float) -> tuple[float, float]:
         """Of a collective of so many seconds beside so many of computing: what is not hidden, and what
@@ -70,7 +78,8 @@ class Wire:
         """From each rank of a ring to the next, all at once: where the ring leaves the node, by one's own
         network port."""
         per_node = self.hardware.devices_per_node
-        return self.send(num_bytes, per_node if (num_ranks - 1) * stride >= per_node else stride)
+        leaves = (num_ranks - 1) * stride >= per_node
+        return self.over(num_ranks * stride).send(num_bytes, per_node if leaves else stride)
 
     def _ring(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
         """`num_ranks` - 1 steps of a share. A ring through several nodes has as many network ports as it has
@@ -83,7 +92,7 @@ class Wire:
         network_steps = 0
         if steps * stride >= per_node:
             members = max(1, per_node // stride)
-            rate = min(rate, members * speed.network_bytes_per_second)
+            rate = min(rate, members * self._network(num_ranks * stride))
             network_steps = steps if members == 1 else max(1, num_ranks // members - 1)
         transfer = num_bytes * steps / num_ranks / rate
         if (
@@ -92,6 +101,13 @@ class Wire:
             return transfer + speed.collective_seconds + steps * _STEP_GLOO
         latency = (steps - network_steps) * _STEP_LINK + network_steps * _STEP_NETWORK + _CALL
         return transfer / _WIRE_RATIO + latency
+
+    def _network(self, num_ranks: int) -> float:
+        """Bytes a second of one device within so many neighbouring ranks."""
+        speed = self.hardware.speed
+        if 0 < speed.rack_nodes * self.hardware.devices_per_node < num_ranks:
+            return min(speed.network_bytes_per_second, speed.rack_bytes_per_second)
+        return speed.network_bytes_per_second
 
     def _calibrated(self, ring: float, num_bytes: float, rate: float) -> float:
         """The ring is the slower where the calibration had fewer ranks, or one node."""

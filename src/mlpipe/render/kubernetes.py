@@ -206,16 +206,17 @@ def _queued(head: Json, cluster: ClusterPlan) -> Json:
     return {"suspend": True}
 
 
-def inner_nodes(plan: Plan) -> int | None:
-    """Nodes of one group of ranks that share weights: neighbours by number, as Kueue counts pods by index.
-    None for a stage that does not train on several nodes, where a node belongs to two groups, and on
-    machines that differ, of which Kueue places each class by itself."""
+def inner_nodes(plan: Plan, most: int | None = None) -> int | None:
+    """Nodes of one group of ranks that share weights, or, if `most` are as many, of one pipeline of such
+    groups: neighbours by place, as Kueue counts pods by index. None for a stage that does not train on
+    several nodes, where a node belongs to two groups, and on machines that differ, of which Kueue places each
+    class by itself."""
     training = plan.part(TrainPlan)
     if training is None or plan.launch.num_nodes == 1 or plan.launch.replicas is not None or training.groups:
         return None
-    mesh, each = training.mesh, plan.launch.nproc_per_node
-    nodes, rest = divmod(mesh.dp_shard * mesh.cp * mesh.tp, each)
-    return nodes if rest == 0 else None
+    nodes = training.mesh.nodes_of_weights(plan.launch.nproc_per_node)
+    pipeline = 0 if nodes is None else nodes * training.mesh.pp
+    return pipeline if 0 < pipeline <= (most or 0) else nodes
 
 
 def _queue_pod(template: Json, name: str, cluster: ClusterPlan, plan: Plan) -> None:
@@ -223,7 +224,8 @@ def _queue_pod(template: Json, name: str, cluster: ClusterPlan, plan: Plan) -> N
     if cluster.topology is not None:
         how = "required" if cluster.topology.required else "preferred"
         annotations[f"kueue.x-k8s.io/podset-{how}-topology"] = cluster.topology.label
-        if cluster.topology.inner is not None and (nodes := inner_nodes(plan)) is not None:
+        nodes = inner_nodes(plan, cluster.topology.inner_nodes)
+        if cluster.topology.inner is not None and nodes is not None:
             annotations["kueue.x-k8s.io/podset-slice-required-topology"] = cluster.topology.inner
             annotations["kueue.x-k8s.io/podset-slice-size"] = str(nodes)
     if cluster.volcano_queue is not None:

@@ -20,7 +20,8 @@ class Topology(SpecModel):
     inner: f.LabelKey | None = Field(
         None,
         description="Node label of smaller domains, such as racks: each group of nodes whose ranks share "
-        "weights (`dp_shard`, `cp`, `tp`) in one; replicas and pipeline stages may stand in several.",
+        "weights (`dp_shard`, `cp`, `tp`) in one; of a pipeline all stages, if `network.racks` says that one "
+        "has as many nodes; replicas may stand in several.",
     )
 
 

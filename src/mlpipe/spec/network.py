@@ -31,6 +31,13 @@ class TopologyFile(SpecModel):
     key: f.DataKey = Field("topology.xml", description="Its key with the file.")
 
 
+class Racks(SpecModel):
+    """Groups of machines with a faster network among themselves."""
+
+    nodes: f.FewCount = Field(description="That the run may have in one rack.")
+    gb_per_second: f.Positive = Field(description="Of one GPU to other racks, in one direction.")
+
+
 def _with_default(by_class: dict[str, Any]) -> dict[str, Any]:
     if DEFAULT not in by_class:
         raise f.wrong("figures by class of GPU, and none of all others", f"add '{DEFAULT}: ...'")
@@ -57,6 +64,7 @@ _PinnedMemory = Annotated[
 _Rdma = Annotated[
     bool | None, Field(description="Whether a preflight wants an active RDMA port on each machine.")
 ]
+_Racks = Annotated[Racks | None, Field(description="Where the network between racks is a slower one.")]
 _Topology = Annotated[TopologyFile | None, Field(description="NCCL_TOPO_FILE, in pods.")]
 
 
@@ -89,6 +97,7 @@ class NetworkProfile(SpecModel):
     pinned_memory: _PinnedMemory = None
     rdma: _Rdma = None
     topology: _Topology = None
+    racks: _Racks = None
 
 
 class Networks(SpecModel):
@@ -125,6 +134,7 @@ class Network(SpecModel):
     pinned_memory: _PinnedMemory = None
     rdma: _Rdma = None
     topology: _Topology = None
+    racks: _Racks = None
 
 
 def default_path() -> Path:

@@ -68,6 +68,8 @@ class Launcher:
     def __init__(self, plan: Plan, plan_path: Path, scratch: Path) -> None:
         self.plan = plan
         self.node = GangNode.from_environment()
+        if not plan.launch.num_spares:  # else the preflight says whose ranks are here
+            self.node = replace(self.node, index=self._number_at(self.node.index))
         self.first_restart = self.node.gang_restart * (plan.launch.max_restarts + 1)
         self.outcome_key = f"{plan.attempt_key}/{self.node.name('outcome', '.json')}"
         self.plan_path = plan_path
@@ -189,7 +191,9 @@ class Launcher:
         if ranked is None:
             return at_fault(checked) if checked.words else None
         self.is_spare = self.node.index not in ranked.indices
-        index = self.node.index if self.is_spare else ranked.indices.index(self.node.index)
+        index = self.node.index
+        if not self.is_spare:
+            index = self._number_at(ranked.indices.index(index))
         self.node = replace(self.node, index=index, rendezvous=ranked.rendezvous)
         self.outcome_key = f"{self.plan.attempt_key}/{self.node.name('outcome', '.json')}"
         return None
@@ -274,10 +278,15 @@ class Launcher:
         }
 
     def _place(self) -> dict[str, str]:
-        """In its gang, where spares came, too: which node it is was found only now."""
-        if self.node.num_machines is None:
+        """In its gang, where that is not what its pod or job was told."""
+        if self.node == GangNode.from_environment():
             return {}
         return {"JOB_COMPLETION_INDEX": str(self.node.index), environment.RENDEZVOUS: self.node.rendezvous}
+
+    def _number_at(self, place: int) -> int:
+        launch = self.plan.launch
+        mesh = self.plan.work.training.mesh
+        return mesh.number_at(place, launch.nproc_per_node) if launch.num_nodes > 1 else place
 
     def _on_signal(self, signum: int, frame: object) -> None:
         self.num_signals += 1

@@ -50,6 +50,7 @@ def main(argv: list[str]) -> int:
     _start_fork_server()
     _fork_in(subprocess_handler)
     node = GangNode.from_environment()
+    _number_nodes(node.index)
     if node.index and not _first_node_listens(node.rendezvous):
         words = f"node 0 did not listen at {node.rendezvous} within {RENDEZVOUS_SECONDS:.0f} s"
         print(f"{words}; is its pod running? `mlpipe status` says why it is not")  # noqa: T201
@@ -69,6 +70,16 @@ def _fork_in(subprocess_handler: ModuleType) -> None:
             close(self, death_sig)
 
     subprocess_handler.Popen, handler.close = Forked, close_if_there  # type: ignore[attr-defined]
+
+
+def _number_nodes(index: int) -> None:
+    """This one has that index. torchrun numbers nodes by their names, of which 10 comes before 2, and ranks
+    that exchange most would not be neighbours. What makes a node's description unique begins with it."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as rendezvous
+
+    node = rendezvous._NodeDesc
+    rendezvous.DynamicRendezvousHandler._node_desc_generator._local_id = index << 32
+    node.__lt__ = lambda one, other: one.local_id < other.local_id  # type: ignore[assignment,method-assign]
 
 
 def _start_fork_server() -> None:

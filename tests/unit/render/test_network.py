@@ -123,6 +123,27 @@ def test_the_planner_reckons_with_its_links() -> None:
     assert slow.step_seconds > fast.step_seconds
 
 
+RACKS = "network.racks={nodes: 1, gb_per_second: 0.5}"
+
+
+def test_links_between_racks_are_slower_than_those_inside() -> None:
+    """The pipeline's word goes before that of a profile; a description of the GPU is of its own rack."""
+    named = "network={profile: {extends: infiniband, racks: {nodes: 16, gb_per_second: 12.5}}}"
+    for overrides, nodes, rate in (
+        ((named,), 16, 12.5e9),
+        ((named, RACKS), 1, 0.5e9),
+        (("network.profile=own", RACKS, "train.resources.device={network_gb_per_second: 7}"), 1, 0.5e9),
+        (("network.profile=efa",), 0, 0.0),
+    ):
+        found = stage_hardware(pipeline_of("llm", *overrides), "train").speed
+        assert (found.rack_nodes, found.rack_bytes_per_second) == (nodes, rate)
+    same = ("train.strategy=fsdp", "train.activation_checkpointing=selective", "train.accumulation=8")
+    inside, across = (
+        llm("network.profile=infiniband", *same, *more).work.training.predicted for more in ((), (RACKS,))
+    )
+    assert across.step_seconds > inside.step_seconds
+
+
 def test_a_preflight_wants_a_port_where_the_profile_does() -> None:
     def wanted(*overrides: str) -> bool | None:
         preflight = llm("train.resources.preflight=auto", *overrides).launch.preflight

@@ -669,6 +669,22 @@ def test_nodes_whose_ranks_share_weights_stand_in_one_rack(
         assert [len(slices) for slices in groups.values()] == [1] * len(groups)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "size"), [(4, "4"), (3, "2")], ids=["a rack holds a pipeline", "a rack is smaller"]
+)
+def test_a_pipeline_stands_in_a_rack_that_holds_it(nodes: int, size: str) -> None:
+    overrides = (
+        "kubernetes.queue=q",
+        "kubernetes.topology={preferred: block, inner: rack}",
+        f"network={{profile: infiniband, racks: {{nodes: {nodes}, gb_per_second: 12.5}}}}",
+        "train.resources.nodes=8",
+        "train.mesh={pp: 2, dp_replicate: 2, dp_shard: 16}",
+    )
+    plan = plan_of(pipeline_of("llm", *overrides), "train")
+    annotations = job_of(stage_objects(plan)[-1])["template"]["metadata"]["annotations"]
+    assert annotations["kueue.x-k8s.io/podset-slice-size"] == size
+
+
 SPARES = ("train.resources.preflight=auto", "train.resources.spares=2")
 
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 import pytest
 from kit.rendered import pipeline_of, plan_of
 
+from mlpipe.plan.axes.axis import Layout
 from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import Mesh, Plan
@@ -53,6 +54,13 @@ def groups(places: list[dict[str, int]], axes: Iterable[str]) -> list[list[int]]
     return list(found.values())
 
 
+def numbered(at: list[str], mesh: Mesh) -> list[str]:
+    """Of each node, by its number in the mesh, the host; `at`: by its place in the gang."""
+    numbers = [mesh.number_at(place, GPUS) for place in range(len(at))]
+    assert sorted(numbers) == list(range(len(at))), "each node has one place"
+    return [host for _, host in sorted(zip(numbers, at, strict=True))]
+
+
 @pytest.fixture(scope="module")
 def planned() -> tuple[Plan, Hardware]:
     pipeline = pipeline_of("llm")
@@ -77,11 +85,17 @@ def test_ranks_that_share_weights_stay_near_each_other(
     work = replace(plan.work.training, mesh=mesh)
     plan = replace(plan, work=work, launch=replace(plan.launch, num_nodes=NODES))
     assert inner_nodes(plan) == slice_nodes
-    hosts, places = placed(slice_nodes), [mesh.coordinates(rank) for rank in range(mesh.world_size)]
-    assert len(hosts) == NODES
+    at, places = placed(slice_nodes), [mesh.coordinates(rank) for rank in range(mesh.world_size)]
+    hosts = numbered(at, mesh)
     assert all(len({hosts[rank // GPUS] for rank in group}) == 1 for group in groups(places, ["tp"]))
     for group in groups(places, ["dp_shard", "cp", "tp"]):
         assert len({LABELS[hosts[rank // GPUS]]["rack"] for rank in group}) == 1
+
+    # Kueue takes as few racks as it can, one after the other: neighbours are parted where one is full
+    racks = [LABELS[host]["rack"] for host in hosts]
+    step = len(hosts) // mesh.pp
+    parted = [number for number in range(len(hosts) - step) if racks[number] != racks[number + step]]
+    assert len(parted) <= (len(set(racks)) - 1) * slice_nodes
 
     slower = replace(hardware.speed, network_bytes_per_second=hardware.speed.network_bytes_per_second / 10)
     stride = 1
@@ -95,3 +109,46 @@ def test_ranks_that_share_weights_stay_near_each_other(
             assert (seconds[0] < seconds[1]) == leaves, axis
         stride *= size
     assert stride == math.prod(mesh.axes.values())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "slice_nodes", "far"),
+    [
+        (Mesh(pp=8, dp_replicate=80, tp=8), 8, "dp_replicate"),
+        (Mesh(pp=8, dp_replicate=40, cp=2, tp=8), 16, "dp_replicate"),
+        (Mesh(pp=2, dp_replicate=40, dp_shard=8, tp=8), 16, "dp_replicate"),
+        (Mesh(pp=4, dp_replicate=10, dp_shard=16, cp=2, tp=4), 16, "pp dp_replicate"),
+        (Mesh(pp=40, dp_shard=16, tp=8), 16, "pp"),
+        (Mesh(dp_replicate=40, dp_shard=16, tp=8), 16, "dp_replicate"),
+    ],
+    ids=str,
+)
+def test_pipelines_stay_in_a_rack_that_holds_them(
+    planned: tuple[Plan, Hardware], mesh: Mesh, slice_nodes: int, far: str
+) -> None:
+    """Where racks are known to have sixteen nodes. What is in several is priced as that, and nothing else."""
+    plan, hardware = planned
+    work = replace(plan.work.training, mesh=mesh)
+    plan = replace(plan, work=work, launch=replace(plan.launch, num_nodes=NODES))
+    assert inner_nodes(plan, 16) == slice_nodes
+    racks = [LABELS[host]["rack"] for host in numbered(placed(slice_nodes), mesh)]
+    places = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
+    speed, layout = hardware.speed, Layout(mesh)
+    slow = replace(speed, rack_nodes=16, rack_bytes_per_second=speed.network_bytes_per_second / 10)
+    near, between = (Wire(replace(hardware, speed=one)) for one in (speed, slow))
+
+    def seconds(axis: str, wire: Wire) -> float:
+        if axis == "pp":
+            stride = layout.stage_stride(GPUS)
+            return wire.over(mesh.pp * stride).send(1e9, stride)
+        if axis == "dp_replicate":
+            wire = wire.over(layout.replicas_over(GPUS))
+            return wire.all_reduce(1e9, layout.num_replicas, layout.replica_stride)
+        return wire.all_gather(1e9, layout.num_shards, layout.shard_stride)
+
+    for axis, along in (("pp", ["pp"]), ("dp_replicate", ["dp_replicate"]), ("dp_shard", ["dp_shard", "cp"])):
+        if all(mesh.axes[one] == 1 for one in along):
+            continue
+        several = any(len({racks[rank // GPUS] for rank in one}) > 1 for one in groups(places, along))
+        assert several == (axis in far.split()), axis
+        assert (seconds(axis, near) < seconds(axis, between)) == several, axis

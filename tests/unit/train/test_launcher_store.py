@@ -6,9 +6,9 @@ import pytest
 from kit import plans
 
 from mlpipe._core.errors import NODE_FAULT_CODE, StoreError
-from mlpipe.plan.plan import PreflightPlan
+from mlpipe.plan.plan import Mesh, PreflightPlan
 from mlpipe.store.outcome import read_outcome
-from mlpipe.store.preflight import Checked, read_checked, write_checked
+from mlpipe.store.preflight import Checked, Ranked, read_checked, write_checked
 from mlpipe.train.launcher import Launcher
 from mlpipe.train.outcome import Outcome, write_slow
 from mlpipe.train.preflight.start import LOG, at_fault
@@ -78,3 +78,27 @@ def test_a_machine_whose_own_preflight_fails_stands_by_where_the_others_may_have
     stands_by = (index, spares, signals) == (1, 1, 0)
     assert launcher._preflight() == (None if stands_by else failed)
     assert launcher.is_spare == stands_by
+
+
+@pytest.mark.parametrize(
+    ("place", "passed", "number"),
+    [(1, None, 2), (2, None, 1), (3, None, 3), (2, [0, 2, 3, 4], 2), (4, [0, 2, 3, 4], 3)],
+)
+def test_machines_side_by_side_have_the_stages_of_one_pipeline(tmp_path, monkeypatch, place, passed, number):
+    """Of two replicas of two stages the mesh numbers both replicas of a stage one after the other. Where
+    there are spares, those that `passed` are counted, and nobody is numbered before."""
+    limits = PreflightPlan(0.5, 1.0, 1, 1.0, spares=1) if passed else None
+    launch = {"num_nodes": 4, "nproc_per_node": 1, "preflight": limits}
+    tokens = plans.write_tokens(tmp_path / "tokens", num_tokens=100)
+    mesh = Mesh(pp=2, dp_replicate=2)
+    plan = plans.train_plan(tmp_path / "store", tokens, mesh=mesh, launch=launch)
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", str(place))
+    launcher = Launcher(plan, tmp_path / "plan.json", tmp_path)
+    if passed:
+        assert launcher.node.index == place
+        found = (Checked(), Ranked(passed, "there:1"))
+        monkeypatch.setattr("mlpipe.train.preflight.start.run_preflight", lambda *_, **__: found)
+        assert launcher._preflight() is None
+    assert launcher.node.index == number
+    assert launcher._environment()["JOB_COMPLETION_INDEX"] == str(number)
+    assert launcher.outcome_key.endswith(f"outcome-node-{number}.json")

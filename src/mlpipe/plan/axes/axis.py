@@ -66,6 +66,18 @@ class Layout:
     def replica_stride(self) -> int:
         return self.shard_stride * self.num_shards
 
+    def stage_stride(self, each: int) -> int:
+        """Ranks between neighbouring stages, on machines of `each`; by their places, if these are whole
+        (`Mesh.number_at`)."""
+        mesh = self.mesh
+        whole = mesh.nodes_of_weights(each) is not None
+        return mesh.dp_shard * mesh.cp * mesh.tp if whole else mesh.world_size // mesh.pp
+
+    def replicas_over(self, each: int) -> int:
+        """Ranks over which replicas of one stage reach, by the same places."""
+        parted = self.mesh.dp_replicate > 1 and self.mesh.nodes_of_weights(each) is not None
+        return self.mesh.world_size if parted else self.num_replicas * self.replica_stride
+
 
 @dataclass(frozen=True)
 class RankWork:

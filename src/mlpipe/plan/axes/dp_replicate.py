@@ -44,6 +44,7 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     hide behind (Li et al., PyTorch Distributed, 2020). Nothing hides the gathering of updated slices: packed,
     sent and unpacked."""
     num_ranks, stride = layout.num_replicas, layout.replica_stride
+    wire = wire.over(layout.replicas_over(wire.hardware.devices_per_node))
     if layout.mesh.dp_shard > 1:  # travels with what FSDP reduces
         if layout.exchanged is None:
             return 0.0

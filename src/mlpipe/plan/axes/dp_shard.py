@@ -147,7 +147,8 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
                 scattered += wire.reduce_scatter(own, num_ranks // ep, stride * ep)
         if last:
             share = GRADIENT_BYTES * num_params / num_ranks
-            summed = wire.all_reduce(share, num_replicas, layout.replica_stride)
+            far = wire.over(layout.replicas_over(wire.hardware.devices_per_node))
+            summed = far.all_reduce(share, num_replicas, layout.replica_stride)
         return scattered + summed
 
     def copies_of(num_bytes: float, measured: float) -> float:

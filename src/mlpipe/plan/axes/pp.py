@@ -95,7 +95,8 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     )
     idle = forward * (passes.forward + shared) + backward * (passes.backward + shared)
     num_bytes = passes.stream_bytes * WEIGHT_BYTES // passes.width // layout.mesh.tp
-    each = wire.send(num_bytes, layout.mesh.world_size // num_ranks)
+    stride = layout.stage_stride(wire.hardware.devices_per_node)
+    each = wire.over(num_ranks * stride).send(num_bytes, stride)
     if passes.overlap:
         return idle + 2 * (num_ranks - 1) * each
     busiest = min(1, num_ranks - 2)  # one between two others, if there is one
