@@ -138,14 +138,18 @@ def main() -> int:
     parser.add_argument("--peers", default=",".join(PEERS), help="names, separated by commas")
     parser.add_argument("--only", choices=WORKS, help="one of the two works")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--checkpoints", type=int, help="of a run, at least 2; default: 10 (cnn), 6 (gpt)")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     arguments = parser.parse_args()
+    if arguments.checkpoints is not None and arguments.checkpoints < 2:
+        parser.error("the speed is that between checkpoints: --checkpoints 2 or more")
     names = [results.OURS, *arguments.peers.split(",")]
     if any(name not in {results.OURS, RAW} for name in names) and not ENVIRONMENT.exists():
         parser.error(f"{ENVIRONMENT} is missing; `make .venv-bench-validated/.done` makes it")
     load_before = os.getloadavg()[0]
     for work in [arguments.only] if arguments.only else WORKS:
         steps, every = (4, 2) if arguments.quick else WORKS[work][3:]
+        steps = every * arguments.checkpoints if arguments.checkpoints else steps
         sides = {
             name: lambda name=name, work=work, steps=steps, every=every: side(name, work, steps, every)
             for name in names
