@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mlpipe._core.units import format_bytes
 from mlpipe.kinds.train.spec import Train
+from mlpipe.plan import allocators
 from mlpipe.plan.axis_reasons import axis_reasons
 from mlpipe.plan.candidates import precision_on, priced
 from mlpipe.plan.choose import Candidate, smallest
@@ -46,6 +47,7 @@ def explanation(
         *_on_host(train, chosen, hardware),
         f"In all {chosen.reason} per worker, of which {format_bytes(memory.context)} are there before the "
         f"first tensor and {format_bytes(memory.slack)} are left to the allocator.",
+        allocators.reason(hardware, train.mesh, train.activation_checkpointing, plan.launch.env),
     ]
     precision, why = precision_on(spec, hardware)
     told.append(f"Matmuls compute in {precision}: {why}. Weights, gradients, moments and the loss stay fp32.")

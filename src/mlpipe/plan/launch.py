@@ -61,7 +61,7 @@ def workers(
     threads = max(1, hardware.cpus_per_node // hardware.devices_per_node)
     env.setdefault("OMP_NUM_THREADS", str(threads))
     layout = (plan.mesh, plan.activation_checkpointing) if saves else (Mesh(), "none")
-    env = {**allocators.environment(hardware.device, *layout), **env}
+    env = {**allocators.environment(hardware, *layout), **env}
     if plan.deterministic and hardware.device == "cuda":
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
     return Launch(

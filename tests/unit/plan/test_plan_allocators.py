@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kit.shapes import rank_work
 
@@ -9,6 +11,7 @@ from mlpipe._core.presets import PRESETS
 from mlpipe.plan import allocators
 from mlpipe.plan.allocators import cuda, glibc, gloo
 from mlpipe.plan.allocators.glibc import RETAINING_BYTES, TRIMMING_BYTES
+from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.memory import rank_tensors
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.shapes.dense import Dense
@@ -17,6 +20,7 @@ from mlpipe.plan.tensors import Moment, Tensors, below
 
 pytestmark = pytest.mark.unit
 SIZES = Dense(PRESETS["llama-8m"]).parameters  # an embedding of 6 MiB; 4 layers of seven matrices, nine norms
+CPU = Hardware("cpu", 1, 2, 4 * 2**30, "CPU worker", {}, 2)
 SMALL = 4 * (4 * (2 * 384**2 + 2 * 128 * 384 + 3 * 1024 * 384) + 9 * 384)
 
 
@@ -28,7 +32,70 @@ def test_cuda_adds_a_context_and_what_lies_unused_in_segments() -> None:
     assert alone.tensors == tensors
     for mesh in (Mesh(), Mesh(dp_shard=2)):
         assert allocators.reserve(tensors, "cuda", mesh, "full") == cuda.reserve(tensors, mesh.world_size)
-        assert allocators.environment("cuda", mesh, "full") == {}
+
+
+GROW = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def gpus(name: str) -> Hardware:
+    return Hardware("cuda", 1, 2, 80 * 2**30, name, {}, 16)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "checkpointing", "why"),
+    [
+        (Mesh(dp_shard=2), "none", "gathered weights come and go"),
+        (Mesh(pp=2), "none", "several micro-batches are held at once"),
+        (Mesh(dp_replicate=2), "selective", "activations are recomputed"),
+        (Mesh(dp_replicate=2), "none", None),
+    ],
+)
+def test_segments_grow_where_sizes_change(mesh: Mesh, checkpointing: str, why: str | None) -> None:
+    h100 = gpus("H100-80GB")
+    ours = allocators.environment(h100, mesh, checkpointing)
+    told = allocators.reason(h100, mesh, checkpointing, ours)
+    other = allocators.other_environment(h100, mesh, checkpointing, ours)
+    if why is None:
+        assert (ours, other) == ({}, GROW)
+        assert told == "The allocator is left as it is: its tensors have the same sizes in each step."
+    else:
+        assert (ours, other) == (GROW, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"})
+        assert (
+            f"(PYTORCH_ALLOC_CONF=expandable_segments:True): {why}. Its gaps are counted as without" in told
+        )
+
+
+def test_segments_are_left_alone_where_nobody_has_tried() -> None:
+    h100, mi300x = gpus("H100-80GB"), gpus("MI300X")
+    both = replace(h100, groups=(h100, gpus("A100-80GB")))
+    assert allocators.environment(both, Mesh(dp_shard=2), "full") == GROW
+    mixed = replace(h100, name="H100-80GB + MI300X", groups=(h100, mi300x))
+    for hardware in (mi300x, gpus("H100-80GB 3g.40gb"), gpus("mine"), mixed):
+        assert allocators.environment(hardware, Mesh(dp_shard=2), "full") == {}
+        assert allocators.other_environment(hardware, Mesh(), "none", {}) == {}
+        told = allocators.reason(hardware, Mesh(dp_shard=2), "full", {})
+        assert told.endswith(f"on {hardware.name} nobody has tried segments that grow.")
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_users_own_allocator_is_said_and_left(name: str) -> None:
+    env = GROW | {name: "max_split_size_mb:128"}
+    layout = gpus("H100-80GB"), Mesh(dp_shard=2), "none"
+    assert allocators.reason(*layout, env) == (
+        f"The allocator does as the stage's env says, {name}=max_split_size_mb:128."
+    )
+    assert allocators.other_environment(*layout, env) == {}
+
+
+def test_a_heap_says_why_and_whose_it_is() -> None:
+    for checkpointing, words in (("none", "huge pages"), ("full", "Tensors of 2.0 MiB and more")):
+        env = allocators.environment(CPU, Mesh(), checkpointing)
+        assert words in allocators.reason(CPU, Mesh(), checkpointing, env)
+        other = allocators.other_environment(CPU, Mesh(), checkpointing, env)
+        assert other["MALLOC_TRIM_THRESHOLD_"] != env["MALLOC_TRIM_THRESHOLD_"]
+        changed = env | {"MALLOC_TRIM_THRESHOLD_": "1"}
+        told = allocators.reason(CPU, Mesh(), checkpointing, changed)
+        assert told == "Memory is kept as the stage's env says, MALLOC_TRIM_THRESHOLD_=1."
 
 
 def test_a_trimming_heap_has_holes_of_all_that_is_in_it() -> None:
@@ -63,12 +130,12 @@ def test_a_heap_trims_where_the_plan_saves_memory() -> None:
     assert not glibc.is_trimming(Mesh(dp_replicate=4), "none")
     assert glibc.is_trimming(Mesh(dp_shard=2), "none")
     assert glibc.is_trimming(Mesh(), "full")
-    assert allocators.environment("cpu", Mesh(), "selective") == {
+    assert allocators.environment(CPU, Mesh(), "selective") == {
         "THP_MEM_ALLOC_ENABLE": "1",
         "MALLOC_MMAP_THRESHOLD_": str(2 * 2**20),
         "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20),
     }
-    assert allocators.environment("cpu", Mesh(dp_replicate=2), "none") == {
+    assert allocators.environment(CPU, Mesh(dp_replicate=2), "none") == {
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         "MALLOC_MMAP_THRESHOLD_": str(16 * 2**20),
         "MALLOC_TRIM_THRESHOLD_": str(2**30),

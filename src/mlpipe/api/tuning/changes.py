@@ -85,8 +85,8 @@ def _of_environment(plan: Plan, train: TrainPlan, hardware: Hardware, key: str) 
     threads = plan.launch.env.get("OMP_NUM_THREADS", "")
     if hardware.device == "cpu" and threads.isdigit() and int(threads) > 1:
         yield Change("threads", (f"{key}.env.OMP_NUM_THREADS={int(threads) // 2}",))
-    other = allocators.other_environment(hardware.device, train.mesh, train.activation_checkpointing)
-    if all(plan.launch.env.get(name, "") != value for name, value in other.items()):
+    layout = train.mesh, train.activation_checkpointing
+    if other := allocators.other_environment(hardware, *layout, plan.launch.env):
         sets = [f"{key}.env.{name}={value}" for name, value in other.items()]
         yield Change("allocator", tuple(sets))
 

@@ -4,6 +4,9 @@ sends them, takes its own copies (`gloo.py`). Only the ones of the device are im
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.speed import Speed
 from mlpipe.plan.tensors import Group, RankTensors, Reserved
@@ -20,26 +23,44 @@ def reserve(tensors: RankTensors, device: str, mesh: Mesh, checkpointing: str) -
     return glibc.reserve(gloo.with_clones(tensors), trimming=glibc.is_trimming(mesh, checkpointing))
 
 
-def environment(device: str, mesh: Mesh, checkpointing: str) -> dict[str, str]:
+def environment(hardware: Hardware, mesh: Mesh, checkpointing: str) -> dict[str, str]:
     """What the allocator is told by a worker's environment."""
-    if device == "cuda":
-        return {}
+    if hardware.device == "cuda":
+        from mlpipe.plan.allocators import cuda
+
+        return cuda.environment(hardware, mesh, checkpointing)
     from mlpipe.plan.allocators import glibc
 
     return glibc.environment(trimming=glibc.is_trimming(mesh, checkpointing))
 
 
-def other_environment(device: str, mesh: Mesh, checkpointing: str) -> dict[str, str]:
-    """The other way to keep memory, which `mlpipe tune` tries: what `environment` says besides is emptied."""
-    if device == "cuda":
+def other_environment(
+    hardware: Hardware, mesh: Mesh, checkpointing: str, env: Mapping[str, str]
+) -> dict[str, str]:
+    """The other way to keep memory, which `mlpipe tune` tries: what `environment` says besides is emptied.
+    `env`: of the plan, the user's own settings among it. Empty: there is none."""
+    if hardware.device == "cuda":
         from mlpipe.plan.allocators import cuda
 
-        return cuda.EXPANDABLE
+        return cuda.other_environment(hardware, mesh, checkpointing, env)
     from mlpipe.plan.allocators import glibc
 
     is_trimming = glibc.is_trimming(mesh, checkpointing)
     ours, other = (glibc.environment(trimming=trimming) for trimming in (is_trimming, not is_trimming))
+    if any(env.get(name, "") == value for name, value in other.items()):
+        return {}
     return dict.fromkeys(ours.keys() - other.keys(), "") | other
+
+
+def reason(hardware: Hardware, mesh: Mesh, checkpointing: str, env: Mapping[str, str]) -> str:
+    """Of these settings in a sentence. `env`: of the plan."""
+    if hardware.device == "cuda":
+        from mlpipe.plan.allocators import cuda
+
+        return cuda.reason(hardware, mesh, checkpointing, env)
+    from mlpipe.plan.allocators import glibc
+
+    return glibc.reason(env, trimming=glibc.is_trimming(mesh, checkpointing))
 
 
 def allocation_seconds(made: Group, device: str, speed: Speed, mesh: Mesh, checkpointing: str) -> float:

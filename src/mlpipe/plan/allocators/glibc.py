@@ -11,6 +11,9 @@ recomputation)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from mlpipe._core.units import format_bytes
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.tensors import Group, RankTensors, Reserved, below
 
@@ -48,6 +51,20 @@ def environment(*, trimming: bool) -> dict[str, str]:
         # torch asks for huge pages in what is large
         return {"THP_MEM_ALLOC_ENABLE": "1"} | _thresholds(TRIMMING_BYTES, 64 * 2**20)
     return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | _thresholds(RETAINING_BYTES, 2**30)
+
+
+def reason(env: Mapping[str, str], *, trimming: bool) -> str:
+    """Of the settings, and which of them are the user's."""
+    ours = environment(trimming=trimming)
+    owned = [f"{name}={env[name]}" for name, value in ours.items() if env.get(name, value) != value]
+    if owned:
+        return f"Memory is kept as the stage's env says, {', '.join(owned)}."
+    if trimming:
+        return (
+            f"Tensors of {format_bytes(TRIMMING_BYTES)} and more are given back as they die, which takes "
+            "time: the plan shards or recomputes, and saves memory so itself."
+        )
+    return "Memory is kept in a heap of huge pages from step to step: nothing is sharded or recomputed."
 
 
 def _thresholds(mmap: int, trim: int) -> dict[str, str]:
