@@ -397,6 +397,7 @@ def _training(spec: Train) -> Training:
         compress=compress_plan(spec),
         islands=islands_plan(spec),
         offload=spec.offload or "off",
+        fused_head=spec.loss == "fused",
         **_validations(spec),
     )
 
@@ -469,6 +470,7 @@ def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
         compress=plan.compress,
         islands=plan.islands,
         offload=plan.offload,
+        fused_head=plan.loss == "fused",
     )
     choices = Choices(plan.micro_batch, plan.activation_checkpointing, plan.precision, plan.communication)
     return Pricer(shape, training, hardware).candidate(plan.strategy, plan.mesh, choices, asked=True)

@@ -27,6 +27,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Communication = Literal["collective", "resident", "on_demand"]
 ContextExchange = Literal["all_gather", "ring"]  # how keys and values come to the ranks of `cp`
 Offload = Literal["off", "activations", "optimizer", "all"]  # what waits on the host
+Loss = Literal["logits", "fused"]  # of whole logits, or of the head's input, a chunk of rows at a time
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")  # by what is computed again
 
 
@@ -567,6 +568,7 @@ class TrainPlan(StageWork):
     # Where `mesh.cp` is above 1: keys and values of whole sequences at once, or those of a rank at a time.
     context_exchange: ContextExchange = field(default="all_gather", metadata=SPARSE)
     offload: Offload = field(default="off", metadata=SPARSE)
+    loss: Loss = field(default="logits", metadata=SPARSE)
     # Of a worker on a GPU, that wait on the host; None: none, or unknown.
     host_memory_bytes: int | None = field(default=None, metadata=SPARSE)
     compress: CompressPlan | None = None  # None: gradients are sent as they are

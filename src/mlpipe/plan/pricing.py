@@ -64,6 +64,7 @@ class Training:
     compress: CompressPlan | None = None
     islands: IslandsPlan | None = None
     offload: Offload = "off"
+    fused_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,7 @@ class Pricer:
                 training.compiled,
                 part,
                 training.offload in ("activations", "all"),
+                training.fused_head,
             )
             activations = self.shape.activations(step, hardware.device)
             self._known[key] = (step, activations, passes(self.shape, step, hardware))

@@ -140,6 +140,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
         "update": None,
         "profile": None,
         "offload": None,
+        "loss": None,
     }
     alone |= {"buckets": None}
     spec = spec.model_copy(update={**alone, "communication": "collective", "stragglers": "leave"})
@@ -348,6 +349,7 @@ def _train_plan(
         pipeline=_pipeline(spec, shape, chosen.mesh),
         context_exchange=_exchange(spec, chosen),
         offload=spec.offload or "off",
+        loss=spec.loss or "logits",
         host_memory_bytes=(chosen.host_bytes if hardware.device == "cuda" else 0) or None,
         compress=compress_plan(spec),
         islands=islands_plan(spec),

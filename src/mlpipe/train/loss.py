@@ -73,6 +73,21 @@ def _compiled() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Ten
     return torch.compile(fused_loss, dynamic=False), torch.compile(fused_gradient, dynamic=False)
 
 
+def loss_of_rows(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a chunk, and its fp32 logarithms of probabilities."""
+    log_probs = F.log_softmax(logits_NV, dim=-1, dtype=torch.float32)
+    return F.nll_loss(log_probs, targets_N, ignore_index=IGNORED, reduction="sum"), log_probs
+
+
+def gradient_of_rows(log_probs: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
+    """Of their loss, in fp32, in the place of `log_probs`."""
+    counts = targets != IGNORED
+    picked = torch.where(counts, targets, 0)[:, None]
+    grad = log_probs.exp_().scatter_add_(1, picked, torch.full_like(log_probs[:, :1], -1.0))
+    weights = counts[:, None] if scale is None else counts[:, None] * scale
+    return torch.mul(grad, weights, out=grad)
+
+
 def chunk_rows(logits_NV: Tensor) -> int:
     """So many at a time."""
     elements = _CHUNK_ELEMENTS_CPU if logits_NV.device.type == "cpu" else _CHUNK_ELEMENTS
@@ -96,15 +111,10 @@ class _CrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
         for start in range(0, len(logits_NV), rows):
             targets = targets_N[start : start + rows]
-            log_probs = F.log_softmax(logits_NV[start : start + rows], dim=-1, dtype=torch.float32)
-            total += F.nll_loss(log_probs, targets, ignore_index=IGNORED, reduction="sum")
+            loss, log_probs = loss_of_rows(logits_NV[start : start + rows], targets)
+            total += loss
             if grad_NV is not None:
-                counts = targets != IGNORED
-                picked = torch.where(counts, targets, 0)[:, None]
-                grad = log_probs.exp_().scatter_add_(1, picked, torch.full_like(log_probs[:, :1], -1.0))
-                weights = counts[:, None] if scale is None else counts[:, None] * scale
-                torch.mul(grad, weights, out=grad)
-                grad_NV[start : start + rows] = grad
+                grad_NV[start : start + rows] = gradient_of_rows(log_probs, targets, scale)
         ctx.save_for_backward(grad_NV)
         return total
 

@@ -56,6 +56,8 @@ class LossModule(nn.Module):
         self.precision = precision
         self.gradient_scale: torch.Tensor | None = None
         self.fused_loss = False
+        # of a technique that has head and loss in one: of hidden states, the head's weights and targets
+        self.head_loss: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
         # of techniques that leave each rank a part of the logits
         self.cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor]] = cross_entropy_sum
         self.whole_logits: Callable[[Any], Any] = _as_it_is
@@ -68,6 +70,9 @@ class LossModule(nn.Module):
             if "inputs" not in batch:
                 return self._scaled(sum_and_count(self.model(**batch), batch, self.entry, "forward"))
             packed = {DOCUMENTS: batch[DOCUMENTS]} if DOCUMENTS in batch else {}
+            if self.head_loss is not None and "targets" in batch:
+                head = partial(self.head_loss, targets_BT=batch["targets"], scale=self.gradient_scale)
+                return self.model(batch["inputs"], head=head, **packed)
             logits = logits_of(self.model(batch["inputs"], **packed), self.entry)
         return self.loss_of(logits, batch)
 

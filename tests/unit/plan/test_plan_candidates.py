@@ -472,6 +472,18 @@ def test_waiting_on_the_host_costs_what_the_link_and_the_cpus_take() -> None:
     assert host.seconds.compute > plain.seconds.compute
 
 
+def test_a_fused_head_takes_less_memory_and_hardly_more_time() -> None:
+    settings = ["train.strategy=fsdp", "train.data.micro_batch=4", "train.compile=off"]
+    pipelines = [llm(*settings), llm(*settings, "train.loss=fused")]
+    plain, fused = (next(c for c in compare(one, "train", gpus()) if c.asked) for one in pipelines)
+    for one in (plain, fused):
+        assert one.memory is not None
+        assert one.seconds is not None
+    assert fused.memory.logits < plain.memory.logits / 2
+    assert fused.memory.activations == plain.memory.activations
+    assert plain.seconds.compute < fused.seconds.compute < 1.05 * plain.seconds.compute
+
+
 def test_copies_that_computing_does_not_hide_are_exposed() -> None:
     hardware = gpus()
     slow = dataclasses.replace(hardware, speed=dataclasses.replace(hardware.speed, host_bytes_per_second=1e9))

@@ -251,3 +251,23 @@ def test_what_waits_on_the_host_is_not_on_the_gpu_and_a_cpu_is_its_own_host() ->
     assert total(rank_tensors(averaged).optimizer) == 4 * SIZES.share(2)
     # a checkpoint has them all the same
     assert saved_bytes(SIZES, host.optimizer, 2) == saved_bytes(SIZES, work.optimizer, 2)
+
+
+def test_a_fused_head_keeps_its_gradients_and_no_logits() -> None:
+    shape = Dense(PRESETS["llama-1b"])
+    config = shape.config
+    head, chunk = config.dim * config.vocab_size, 2**27
+
+    def logits(precision: str, device: str, *, fused: bool, tokens: int = 4096) -> int:
+        step = StepShape(tokens, 2, 1, precision, "none", compiled=False, fused_head=fused)
+        return shape.activations(step, device).logit_bytes
+
+    num_logits = 2 * 4096 * config.vocab_size
+    assert num_logits > chunk
+    assert logits("bf16", "cuda", fused=False) == 4 * num_logits + 8 * chunk
+    kept = 2 * 2 * 4096 * config.dim + 4 * head
+    assert logits("bf16", "cuda", fused=True) == kept + 6 * chunk + 2 * head
+    assert logits("bf16", "cpu", fused=True) == kept + 6 * 2**21 + 2 * head
+    assert logits("fp32", "cuda", fused=True) == 4 * 2 * 4096 * config.dim + 4 * head + 8 * chunk
+    small = 2 * 8 * config.vocab_size  # no chunk is larger than all logits
+    assert logits("fp32", "cuda", fused=True, tokens=8) == 4 * 2 * 8 * config.dim + 4 * head + 8 * small

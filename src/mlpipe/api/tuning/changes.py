@@ -37,6 +37,9 @@ def possible_changes(
         for mode in _COMPILED
         if mode != train.compile and not (mode == "model" and train.mesh.dp_shard > 1)
     ]
+    if spec.offload is not None:
+        changes.append(Change("offload", (f"{key}.train.offload=null",)))
+    changes.append(Change("loss", (f"{key}.train.loss={'fused' if spec.loss is None else 'null'}",)))
     if (readers := getattr(spec.data, "workers", None)) is not None:
         changes += [
             Change("readers", (f"{key}.train.data.workers={number}",))

@@ -261,6 +261,12 @@ class Train(SpecModel):
         "blocks keep, their inputs, until the backward pass. `optimizer`: its states, and the update is the "
         "CPUs'. `all`: both. Default: nothing.",
     )
+    loss: Literal["fused"] | None = Field(
+        None,
+        description="`fused`: head and cross-entropy of a preset or of open weights in one, some rows at a "
+        "time: the logits are never whole, which spares memory of large vocabularies. Default: the loss of "
+        "whole logits.",
+    )
     compile: Literal["off", "block", "model"] = Field(
         "off",
         description="torch.compile: block by block, or the whole model with its loss, which takes longer to "
@@ -335,6 +341,7 @@ def _problems(stage: Node) -> Iterator[Problem]:
     yield from links.problems(train, _WITH_COPIES)
     yield from _never_profiled(train)
     yield from _nothing_to_offload(train)
+    yield from _no_head_to_fuse(train)
 
 
 def _nothing_to_offload(train: Node) -> Iterator[Problem]:
@@ -364,6 +371,28 @@ def _nothing_to_offload(train: Node) -> Iterator[Problem]:
     if compiled is not None and text_of(compiled) not in (None, "off"):
         yield Problem.at(
             compiled.place, "a compiled block hides what it keeps from offload", "write compile: off"
+        )
+
+
+def _no_head_to_fuse(train: Node) -> Iterator[Problem]:
+    """What else computes with the head."""
+    asked, own = get(train, "loss"), get(train, "model", "entry")
+    if asked is None or asked.value is None:
+        return
+    if own is not None:
+        yield Problem.at(
+            asked.place,
+            "loss: fused computes the head as well, and of your own model nobody knows where it is",
+            "remove it, or return the loss from your model",
+        )
+    if get(train, "adapter") is not None:
+        yield Problem.at(asked.place, "loss: fused computes the head without its adapter", "remove it")
+    compiled = get(train, "compile")
+    if compiled is not None and text_of(compiled) == "model":
+        yield Problem.at(
+            compiled.place,
+            "loss: fused is no part of a model that is one graph",
+            "write compile: block",
         )
 
 

@@ -13,7 +13,7 @@ from mlpipe.plan.flops import num_flops_per_token
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.recomputation import keeps_matmul, recomputed_matmuls, recomputes_attention
 from mlpipe.plan.shapes.shape import Activations, ParameterCounts, Part, PassSeconds, StepShape
-from mlpipe.plan.sizes import LOSS_CHUNK_ELEMENTS
+from mlpipe.plan.sizes import HEAD_CHUNK_ELEMENTS, LOSS_CHUNK_ELEMENTS
 from mlpipe.plan.tensors import COMPUTE_BYTES, Tensors, total
 
 _KERNELS_FORWARD = 45  # of a block in eager mode
@@ -78,6 +78,8 @@ class Dense:
     def activations(self, step: StepShape, device: str, *, adapted: bool = False) -> Activations:
         """With attention that stores no T x T matrix. Logits and their gradient lie in the compute dtype, and
         besides the fp32 log-probabilities of the chunk that `train/loss.py` works on, with one copy.
+        With `loss: fused` they are never whole: what is kept are the gradients of the head's input and of its
+        weights, under bf16 and fp16 beside a chunk's product before it is added to these.
         `adapted`: norms and head are not trained, and keep nothing for gradients of their own."""
         config, mode, width = self.config, step.checkpointing, COMPUTE_BYTES[step.precision]
         part, num_blocks = step.part, self._num_blocks(step.part)
@@ -88,7 +90,15 @@ class Dense:
         # freed, and the residual stream's. Without recomputation a GPU's logits are larger than these.
         backward = 2 * width * self._ffn_channels + 4 * config.dim if mode != "none" or device == "cpu" else 0
         num_logits = step.num_tokens * config.vocab_size // part.tp if part.is_last else 0
-        chunk = min(num_logits, LOSS_CHUNK_ELEMENTS[device])
+        kept_logits = width * num_logits
+        logit_bytes = 2 * kept_logits + 8 * min(num_logits, LOSS_CHUNK_ELEMENTS[device])
+        if step.fused_head:
+            kept_logits = config.dim * (width * step.num_tokens + 4 * config.vocab_size)
+            chunk, low = min(num_logits, HEAD_CHUNK_ELEMENTS[device]), width < 4
+            # of logits in few bits a CPU makes an fp32 copy first
+            losses = (width + (8 if low and device == "cpu" else 4)) * chunk
+            products = 4 * chunk + low * width * (chunk + config.dim * config.vocab_size)
+            logit_bytes = kept_logits + max(losses, products)
         made = [(num_blocks * number, size) for number, size in self._made(step)]
         inputs, away = num_blocks, 0
         if step.offloads and mode != "none":
@@ -108,10 +118,10 @@ class Dense:
             ),
             rebuilt=_tensors(step, ((1, size) for size in again)),
             backward_bytes=step.num_tokens * backward // part.tp,
-            logit_bytes=2 * width * num_logits + 8 * chunk,
+            logit_bytes=logit_bytes,
             made=_tensors(step, made),
             offloaded_bytes=total(_tensors(step, [(away, block[0])])),
-            kept_logit_bytes=width * num_logits,
+            kept_logit_bytes=kept_logits,
             put_off_bytes=0 if adapted else self._put_off_bytes(step),
         )
 
@@ -224,6 +234,9 @@ class Dense:
             # the loss in chunks: reads logits, writes, reads and turns fp32 probabilities, writes gradients
             num_bytes = 2 * COMPUTE_BYTES[step.precision] + 12
             loss = kernels.loss(tokens * config.vocab_size // tp * num_bytes)
+            if step.fused_head:  # each chunk's product is added to the gradient of the weights
+                chunks = -(-tokens * config.vocab_size // HEAD_CHUNK_ELEMENTS[kernels.device])
+                loss += kernels.stream(chunks * 8 * config.num_embedding_params(), fuse=False)
         embedding = self.embedding_seconds(step, kernels)
         return PassSeconds(forward + casts, backward, head + loss, 2 * head + embedding, attention)
 

@@ -190,6 +190,7 @@ class StepShape:
     compiled: bool
     part: Part = Part()
     offloads: bool = False  # inputs of recomputed blocks wait on the host
+    fused_head: bool = False  # with the loss: logits are never whole
 
     @property
     def num_tokens(self) -> int:

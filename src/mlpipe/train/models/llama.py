@@ -187,11 +187,13 @@ class Llama(nn.Module):
         part: Part | None = None,
         num_tokens: int | None = None,
         document_lengths: Tensor | None = None,
-    ) -> Tensor:
+        head: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Any:
         """Token ids (B, T; int64) -> logits (B, T, V). T is at most `max_seq_len`. A `part` that is not the
         first takes the output of the part before (B, T, D), and one that is not the last gives such.
         `num_tokens`: T, for whoever has the residual stream in another shape. `document_lengths`: of several
-        samples in one row (B = 1), of at most `max_seq_len` tokens each."""
+        samples in one row (B = 1), of at most `max_seq_len` tokens each. `head`: what to give instead of
+        logits, of the last norm's output and the head's weights (V, D)."""
         part = part or Part(True, True, self.layers)
         num_tokens = num_tokens or inputs.shape[1]
         documents = None if document_lengths is None else Documents(document_lengths, num_tokens)
@@ -202,6 +204,8 @@ class Llama(nn.Module):
         if not part.is_last:
             return x_BTD
         x_BTD = self.norm(x_BTD)
+        if head is not None:
+            return head(x_BTD, (self.lm_head or self.embed_tokens).weight)
         if self.lm_head is None:
             return F.linear(x_BTD, self.embed_tokens.weight)
         return self.lm_head(x_BTD)

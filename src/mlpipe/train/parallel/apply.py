@@ -52,6 +52,7 @@ TECHNIQUES = (
     Technique("check_gradients", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry not in OWN),
     Technique("pipeline_gradients", lambda plan: plan.mesh.pp > 1),
     Technique("balance_experts", lambda plan: plan.model.build.entry == MOE),
+    Technique("fused_head", lambda plan: plan.loss == "fused"),
     Technique("offload_activations", lambda plan: plan.offload in ("activations", "all")),
 )
 
