@@ -47,6 +47,7 @@ _FEATURES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "offload activations": ({"offload": "activations", "activation_checkpointing": "full"}, {}),
     "offload optimizer": ({"offload": "optimizer"}, {}),
     "offload all": ({"offload": "all", "activation_checkpointing": "full"}, {}),
+    "float8": ({"float8": True, "precision": "bf16"}, {}),
     "loss fused": ({"loss": "fused"}, {}),
     "compile": ({"compile": "block"}, {}),
     "deterministic": ({"deterministic": True}, {}),

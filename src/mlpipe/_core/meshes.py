@@ -52,6 +52,7 @@ MIXES: tuple[Mix, ...] = (
     *(Mix(axis, "stragglers", ("move_load",), _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
     Mix("dp_replicate", "communication", ("on_demand",), "weights that are copied have several owners"),
     *(Mix(axis, "compress", (), "it is for gradients of whole models") for axis in ("pp", "dp_shard", "tp")),
+    *(Mix(axis, "float8", (True,), "scales are of whole matrices") for axis in ("pp", "tp")),
     Mix("tp", "loss", ("fused",), "each of its workers has a part of the vocabulary"),
     Mix("pp", "loss", ("fused",), "its last stage gives logits to the schedule"),
     *(Mix(axis, "buckets", (), "it sends gradients block by block") for axis in ("pp", "dp_shard")),

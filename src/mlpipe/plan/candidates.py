@@ -14,7 +14,7 @@ from mlpipe._core.pipelines import DEFAULT, Schedule, why_not
 from mlpipe._core.units import parse_bytes, parse_cadence
 from mlpipe.kinds.train.spec import DATA_AXES, OwnModel, Train
 from mlpipe.plan.choose import Candidate, choose, smallest
-from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.hardware import GPUS, Hardware
 from mlpipe.plan.optimizers import OptimizerCost, optimizer_cost
 from mlpipe.plan.plan import (
     CHECKPOINTING,
@@ -89,6 +89,8 @@ def enumerate_candidates(
     precision, _ = precision_on(spec, hardware)
     if precision not in peaks:
         raise PlanError(f"{hardware.name} has no {precision}", hint=f"write precision: {' or '.join(peaks)}")
+    if spec.float8:
+        _refuse_float8(precision, hardware)
     cut = own is not None and isinstance(spec.model, OwnModel) and not _knows_stages(shape, own)
     pricer = pricer_of(spec, shape, hardware) if shape is not None and not cut else None
     modes, uneven_work = modes_of(spec, shape), uneven_of(spec, shape)
@@ -189,6 +191,8 @@ def modes_of(spec: Train, shape: ModelShape | None) -> tuple[Checkpointing, ...]
     asked = spec.activation_checkpointing
     if asked == "auto" and spec.offload in ("activations", "all"):
         return tuple(mode for mode in CHECKPOINTING if mode != "none")
+    if asked == "auto" and spec.float8:  # `selective` keeps bf16's products
+        return tuple(mode for mode in CHECKPOINTING if mode != "selective")
     if asked == "auto" and spec.compile != "off" and shape is not None and "num_experts" in shape.widths:
         return tuple(mode for mode in CHECKPOINTING if mode != "selective")
     return CHECKPOINTING if asked == "auto" else (asked,)
@@ -347,6 +351,21 @@ def precision_on(spec: Train, hardware: Hardware) -> tuple[Precision, str]:
     return "bf16", f"this CPU has {hardware.native_bf16}"
 
 
+def _refuse_float8(precision: str, hardware: Hardware) -> None:
+    """Raises PlanError."""
+    if precision != "bf16":
+        raise PlanError(
+            f"float8 stands beside bf16, and precision is {precision} on {hardware.name}",
+            hint="write precision: bf16, or float8: false",
+        )
+    if hardware.device == "cuda" and hardware.speed.float8_speedup is None:
+        able = ", ".join(name for name, gpu in GPUS.items() if gpu.float8_speedup)
+        raise PlanError(
+            f"no float8 of {hardware.name} is known",
+            hint=f"write float8: false, or take one of {able}",
+        )
+
+
 def _precisions(peaks: Iterable[str], asked: Precision) -> list[str]:
     """To compare: fp16 only where bf16 is not there, or is not what is asked for."""
     return [one for one in peaks if one in ("fp32", "bf16", asked) or "bf16" not in peaks]
@@ -398,6 +417,7 @@ def _training(spec: Train) -> Training:
         islands=islands_plan(spec),
         offload=spec.offload or "off",
         fused_head=spec.loss == "fused",
+        float8=bool(spec.float8),
         **_validations(spec),
     )
 
@@ -471,6 +491,7 @@ def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
         islands=plan.islands,
         offload=plan.offload,
         fused_head=plan.loss == "fused",
+        float8=plan.float8,
     )
     choices = Choices(plan.micro_batch, plan.activation_checkpointing, plan.precision, plan.communication)
     return Pricer(shape, training, hardware).candidate(plan.strategy, plan.mesh, choices, asked=True)

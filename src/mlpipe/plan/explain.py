@@ -51,6 +51,10 @@ def explanation(
     ]
     precision, why = precision_on(spec, hardware)
     told.append(f"Matmuls compute in {precision}: {why}. Weights, gradients, moments and the loss stay fp32.")
+    if train.float8:
+        faster = hardware.speed.float8_speedup
+        words = f"at best {faster:.3g} times as fast" if faster else "which this CPU emulates"
+        told.append(f"Those of the blocks' linear layers are in float8, {words}; what is kept stays bf16.")
     bound = "computing" if seconds.compute >= seconds.communication else "communication"
     told.append(
         f"A step takes {seconds.total:.3g} s, {seconds.compute / seconds.total:.0%} of it computing and "

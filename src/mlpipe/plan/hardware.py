@@ -29,7 +29,8 @@ CATALOGUE = Path(__file__).with_name("catalogue.json")
 class Gpu:
     """A line of the catalogue. Dense peaks, without the datasheets' 2:4 sparsity, in FLOP/s; fp32: outside
     the tensor cores. `bf16` is None for cards before Ampere, the price where no source was found. `fp16`, of
-    sums in fp32: None where it is as fast as bf16, or is not there either."""
+    sums in fp32: None where it is as fast as bf16, or is not there either. `float8_speedup`: of its best
+    matmul over bf16's; None: it has none, or nobody knows."""
 
     memory_bytes: int
     bf16: float | None
@@ -40,6 +41,7 @@ class Gpu:
     network_bytes_per_second: float
     price_usd_per_hour: float | None
     host_bytes_per_second: float = 0.0
+    float8_speedup: float | None = None
     fp16: float | None = None
 
     @property
@@ -52,6 +54,7 @@ class Gpu:
             self.memory_bytes_per_second,
             self.link_bytes_per_second,
             self.network_bytes_per_second,
+            float8_speedup=self.float8_speedup,
             host_bytes_per_second=self.host_bytes_per_second,
         )
 

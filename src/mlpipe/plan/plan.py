@@ -569,6 +569,7 @@ class TrainPlan(StageWork):
     context_exchange: ContextExchange = field(default="all_gather", metadata=SPARSE)
     offload: Offload = field(default="off", metadata=SPARSE)
     loss: Loss = field(default="logits", metadata=SPARSE)
+    float8: bool = field(default=False, metadata=SPARSE)  # products of the blocks' linear layers
     # Of a worker on a GPU, that wait on the host; None: none, or unknown.
     host_memory_bytes: int | None = field(default=None, metadata=SPARSE)
     compress: CompressPlan | None = None  # None: gradients are sent as they are

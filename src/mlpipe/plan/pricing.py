@@ -65,6 +65,7 @@ class Training:
     islands: IslandsPlan | None = None
     offload: Offload = "off"
     fused_head: bool = False
+    float8: bool = False
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,7 @@ class Pricer:
                 part,
                 training.offload in ("activations", "all"),
                 training.fused_head,
+                training.float8,
             )
             activations = self.shape.activations(step, hardware.device)
             self._known[key] = (step, activations, passes(self.shape, step, hardware))

@@ -53,6 +53,7 @@ class Speed:
     memory_bytes_per_second: float
     link_bytes_per_second: float
     network_bytes_per_second: float
+    float8_speedup: float | None = None  # of a product, over bf16's; None: none is known
     host_bytes_per_second: float = 0.0
     kernels: dict[str, KernelRates] = field(default_factory=dict)
     passes_seconds: dict[str, float] = field(default_factory=dict)

@@ -141,6 +141,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
         "profile": None,
         "offload": None,
         "loss": None,
+        "float8": None,
     }
     alone |= {"buckets": None}
     spec = spec.model_copy(update={**alone, "communication": "collective", "stragglers": "leave"})
@@ -220,8 +221,8 @@ def _preset(spec: Train, known: Known) -> Dense | None:
     if isinstance(spec.model, PretrainedModel):
         shape = _pretrained(spec.model, _located(spec.model, known)[0], _vocab_in_data(spec, known))
         if shape is not None and isinstance(shape.config, MoeConfig):  # which config.json says, not the file
-            for key in ("compress", "update"):
-                if getattr(spec, key) is not None:
+            for key in ("compress", "update", "float8"):
+                if getattr(spec, key):
                     refuse(not_with_experts(key), where=spec.model.pretrained)
         return shape
     if not isinstance(spec.model, PresetModel):
@@ -350,6 +351,7 @@ def _train_plan(
         context_exchange=_exchange(spec, chosen),
         offload=spec.offload or "off",
         loss=spec.loss or "logits",
+        float8=bool(spec.float8),
         host_memory_bytes=(chosen.host_bytes if hardware.device == "cuda" else 0) or None,
         compress=compress_plan(spec),
         islands=islands_plan(spec),

@@ -39,6 +39,7 @@ BEYOND_THE_SCHEMA = {
     "optimizer-rules.yaml": "figures of an optimizer that do not go together",
     "links-rules.yaml": "what is sent compressed, or in buckets, by workers that have no copies",
     "offload.yaml": "what is to wait on the host, and is not kept, or cannot be updated there",
+    "float8.yaml": "what products in float8 do not go with",
     "fused-loss.yaml": "a head that is not known, that has an adapter, or that is split over workers",
     "hang.yaml": "a hang_timeout in which no step is done",
     "profile.yaml": "a step to profile behind the last one",

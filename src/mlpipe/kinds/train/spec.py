@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from mlpipe._core import meshes
-from mlpipe._core.feasibility import Infeasible
+from mlpipe._core.feasibility import Infeasible, not_with_experts
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.pipelines import DEFAULT, stages_per_rank
+from mlpipe._core.presets import PRESETS, MoeConfig
 from mlpipe._core.units import parse_seconds
 from mlpipe.spec import data, feasibility, links, pipelines, starting, tracking, validation
 from mlpipe.spec import fields as f
@@ -251,6 +252,11 @@ class Train(SpecModel):
         "gradients fit, and skips steps in which they do not. `auto`: bf16 where the hardware computes it "
         "natively; fp16 on GPUs that have no bf16.",
     )
+    float8: bool | None = Field(
+        None,
+        description="Products of the blocks' linear layers in float8, of GPUs that have it (Hopper and "
+        "later), beside `precision: bf16`. Default: not.",
+    )
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
         "none",
         description="What to recompute in the backward pass, to save memory; `auto`: as little as fits.",
@@ -342,6 +348,7 @@ def _problems(stage: Node) -> Iterator[Problem]:
     yield from _never_profiled(train)
     yield from _nothing_to_offload(train)
     yield from _no_head_to_fuse(train)
+    yield from _no_float8(train)
 
 
 def _nothing_to_offload(train: Node) -> Iterator[Problem]:
@@ -394,6 +401,25 @@ def _no_head_to_fuse(train: Node) -> Iterator[Problem]:
             "loss: fused is no part of a model that is one graph",
             "write compile: block",
         )
+
+
+def _no_float8(train: Node) -> Iterator[Problem]:
+    """What products of other bits do not go with."""
+    asked = get(train, "float8")
+    if asked is None or asked.value is not True:
+        return
+    precision, mode = get(train, "precision"), get(train, "activation_checkpointing")
+    if precision is not None and text_of(precision) in ("fp32", "fp16"):
+        yield Problem.at(precision.place, "float8 stands beside bf16", "write precision: bf16")
+    if mode is not None and text_of(mode) == "selective":
+        yield Problem.at(
+            mode.place, "selective keeps products of bf16, and float8 makes none", "write none or full"
+        )
+    if get(train, "adapter") is not None:
+        yield Problem.at(asked.place, "float8 does not go with adapters yet", "remove it")
+    preset = get(train, "model", "preset")
+    if preset is not None and isinstance(PRESETS.get(str(preset.value)), MoeConfig):
+        yield Problem.at(preset.place, not_with_experts("float8").message, "take a llama-* preset")
 
 
 def _never_profiled(train: Node) -> Iterator[Problem]:

@@ -191,6 +191,7 @@ class StepShape:
     part: Part = Part()
     offloads: bool = False  # inputs of recomputed blocks wait on the host
     fused_head: bool = False  # with the loss: logits are never whole
+    float8: bool = False  # products of the blocks' linear layers
 
     @property
     def num_tokens(self) -> int:

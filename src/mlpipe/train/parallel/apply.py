@@ -39,6 +39,7 @@ TECHNIQUES = (
     Technique("tensor_by_pattern", lambda plan: plan.mesh.tp > 1 and plan.model.build.entry not in OWN),
     Technique("context", lambda plan: plan.mesh.cp > 1),
     Technique("experts", lambda plan: plan.mesh.ep > 1),
+    Technique("float8", lambda plan: plan.float8),
     Technique("activation_checkpointing", lambda plan: plan.activation_checkpointing != "none"),
     Technique("compile", lambda plan: plan.compile != "off"),
     Technique("fully_shard", lambda plan: plan.mesh.dp_shard > 1),

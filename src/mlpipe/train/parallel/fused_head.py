@@ -40,6 +40,8 @@ def head_cross_entropy_sum(
 ) -> tuple[Tensor, Tensor]:
     """As `cross_entropy_sum` of `hidden @ weight.T`, in the dtype of `hidden`."""
     targets_N = targets_BT.flatten().long()
+    if not torch.is_grad_enabled():  # which a function's own context does not know of parameters
+        weight_VD = weight_VD.detach()
     total = _HeadCrossEntropy.apply(hidden_BTD.flatten(0, -2), weight_VD, targets_N, scale)
     return total, (targets_N != IGNORED).sum()
 
@@ -60,15 +62,16 @@ class _HeadCrossEntropy(torch.autograd.Function):
             hidden, targets = hidden_ND[start : start + rows], targets_N[start : start + rows]
             loss, log_probs = loss_of_rows(hidden @ low_VD.T, targets)
             total += loss
-            if not (of_hidden or of_weight):
-                continue
-            grad = gradient_of_rows(log_probs, targets, scale).to(hidden.dtype)
-            if grad_ND is not None:
-                grad_ND[start : start + rows] = grad @ low_VD
-            if grad_VD is not None and grad_VD.dtype == grad.dtype:
-                grad_VD.addmm_(grad.T, hidden)
-            elif grad_VD is not None:
-                grad_VD += grad.T @ hidden
+            if of_hidden or of_weight:
+                grad = gradient_of_rows(log_probs, targets, scale).to(hidden.dtype)
+                if grad_ND is not None:
+                    grad_ND[start : start + rows] = grad @ low_VD
+                if grad_VD is not None and grad_VD.dtype == grad.dtype:
+                    grad_VD.addmm_(grad.T, hidden)
+                elif grad_VD is not None:
+                    grad_VD += grad.T @ hidden
+                del grad
+            del log_probs  # before there are those of the next chunk
         ctx.save_for_backward(grad_ND, grad_VD)
         return total
 
