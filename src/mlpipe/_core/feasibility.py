@@ -76,18 +76,20 @@ def too_few_samples(batch: int, num_workers: int) -> Infeasible | None:
     if batch >= num_workers:
         return None
     return Infeasible(
-        f"{num_workers} workers share batch_size {batch}: some would have no sample",
+        f"{num_workers} workers share a batch of {batch}: some would have no sample",
         "fewer nodes, or a larger batch",
     )
 
 
-def uneven_batch(batch: int, num_readers: int) -> Infeasible | None:
-    """Samples of a step, over all that read different ones: workers, or groups of them that share theirs."""
+def uneven_batch(batch: int, num_readers: int, unit: int = 1) -> Infeasible | None:
+    """Samples of a step, over all that read different ones: workers, or groups of them that share theirs.
+    `unit`: what the file counts a sample as, tokens perhaps."""
     if batch % num_readers == 0:
         return None
+    nearest = max(1, round(batch / num_readers)) * num_readers
     return Infeasible(
         f"a batch of {batch} cannot be split evenly over {num_readers} workers",
-        f"write {max(1, round(batch / num_readers)) * num_readers}",
+        f"write {nearest}" if unit == 1 else f"write {nearest * unit} tokens",
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from mlpipe._core.feasibility import ELASTIC_EXPERTS
 from mlpipe._core.meshes import UNEVEN
 from mlpipe.spec import fields as f
+from mlpipe.spec.feasibility import batch_of
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, problem_of_key, text_of
 
@@ -30,13 +31,16 @@ def problems(stage: Node) -> Iterator[Problem]:
     yield from _impossible(train)
     if (preflight := get(stage, "resources", "preflight")) is not None and text_of(preflight) != "off":
         yield problem_of_key(preflight, "machines that come and go are not checked", "remove it")
-    batch, workers = _number(train, "data", "batch_size"), _number(stage, "resources", "gpus_per_node")
+    written, workers = batch_of(train), _number(stage, "resources", "gpus_per_node")
     workers = workers or _number(stage, "resources", "workers_per_node") or 1
-    if batch and batch < most * workers:
+    if written and (batch := written[0]) < most * workers:
+        each, room = "1 worker" if workers == 1 else f"{workers} workers", batch // workers
         yield problem_of_key(
             nodes,
-            f"{most} nodes of {workers} workers share batch_size {batch}: some would have no sample",
-            f"write at most {max(fewest, batch // workers)} nodes, or a larger batch",
+            f"{most} nodes of {each} share a batch of {batch}: some would have no sample",
+            f"write at most {room} nodes, or a larger batch"
+            if room > fewest
+            else f"write a batch of {most * workers} samples at least",
         )
 
 

@@ -99,25 +99,40 @@ def _even(stage: Node) -> Iterator[Problem]:
     workers = sum(map(_num_workers, groups)) if groups else _num_workers(resources)
     yield from mesh.problems(train, workers)
     yield from pipelines.problems(train, workers)
-    sizes, data = mesh.sizes_of(train, workers), get(train, "data")
-    batch = _number(data, "batch_size") if data is not None else None
-    if resources is None or data is None or batch is None or isinstance(sizes, Infeasible):
+    sizes, data, written = mesh.sizes_of(train, workers), get(train, "data"), batch_of(train)
+    if resources is None or data is None or written is None or isinstance(sizes, Infeasible):
         return
+    batch, unit, place = written
     if groups:  # whose shares are as their speeds
-        yield from _at(batch.place, too_few_samples(batch.value, workers))
+        yield from _at(place, too_few_samples(batch, workers))
         return
     readers = workers if sizes is None else sizes["dp_replicate"] * sizes["dp_shard"]
-    if sizes is None and batch.value < readers and mesh.is_searched(train):
+    if sizes is None and batch < readers and mesh.is_searched(train):
         return  # the planner may find axes whose workers share samples
     micro_batch = _number(data, "micro_batch")
-    conflict = uneven_batch(batch.value, readers)
-    yield from _at(batch.place, conflict)
+    conflict = uneven_batch(batch, readers, unit)
+    yield from _at(place, conflict)
     if conflict is None and micro_batch is not None:
-        yield from _at(micro_batch.place, uneven_micro_batch(micro_batch.value, batch.value, readers))
+        yield from _at(micro_batch.place, uneven_micro_batch(micro_batch.value, batch, readers))
     for parent, key in ((train, "accumulation"), (get(train, "pipeline"), "microbatches")):
         number = _number(parent, key) if parent is not None else None
         if conflict is None and number is not None and micro_batch is None:
-            yield from _at(number.place, uneven_accumulation(number.value, batch.value, readers, key))
+            yield from _at(number.place, uneven_accumulation(number.value, batch, readers, key))
+
+
+def batch_of(train: Node) -> tuple[int, int, Place] | None:
+    """Samples of a step, how the file counts one of them (as 1, or in tokens), and where. None: the file does
+    not say, or what it says is no number of samples."""
+    data, model = get(train, "data"), get(train, "model")
+    if data is None:
+        return None
+    if (size := _number(data, "batch_size")) is not None:
+        return size.value, 1, size.place
+    tokens = _number(data, "batch_tokens")
+    seq_len = _number(model, "seq_len") if model is not None else None
+    if tokens is None or seq_len is None or tokens.value % seq_len.value:
+        return None
+    return tokens.value // seq_len.value, seq_len.value, tokens.place
 
 
 def _num_workers(resources: Node | None) -> int:

@@ -328,7 +328,9 @@ def limits_of(nodes: str) -> tuple[int, int] | None:
 
 NodeRange = Annotated[
     Text,
-    AfterValidator(_matches(_NODES, "a range of nodes", "write the fewest and the most, like 2..8")),
+    AfterValidator(
+        _matches(_NODES, "a range of nodes", "write the fewest, 1 at least, and the most, like 2..8")
+    ),
     _schema(_NODES),
 ]
 Nodes = Annotated[
