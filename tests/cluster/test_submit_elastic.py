@@ -3,75 +3,207 @@
 from __future__ import annotations
 
 import json
+import secrets
+import sys
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.place import shortened
+from kit.cluster_objects import named
+from kit.command_runs import Cli
+from kit.place import quick_driver, shortened
 
 from mlpipe._core.records import Membership, Start, Step
 from mlpipe.observe.records import decode_lines, read_records
 from mlpipe.render import names
+from mlpipe.store.folder import FolderStore
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-STEPS = 240
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
+STEPS = 400
 KEY = "runs/elastic/stages/train/attempt-1"
+# of three replicas and their coordinator; one more pod has no room
+QUOTA = {"cpu": "900m", "memory": "64Gi", "ephemeral-storage": "1000Gi"}
+# less patience than a driver has for a lost node's pod
+QUICK = quick_driver({"mlpipe.submit.kubernetes.gang:_LOST_SECONDS": 10.0})
 
 
-def test_pods_die_leave_and_come_and_the_others_go_on(place, hold):
-    """One of three is deleted by force, at once with the coordinator; then one fewer is wanted."""
+@pytest.fixture
+def queue(place):
+    """With two priorities."""
+    resources = [{"name": name, "nominalQuota": amount} for name, amount in QUOTA.items()]
+    group = {"coveredResources": [*QUOTA], "flavors": [{"name": "any", "resources": resources}]}
+    preemption = {"withinClusterQueue": "LowerPriority"}
+    spec = {"namespaceSelector": {}, "resourceGroups": [group], "preemption": preemption}
+    version = "kueue.x-k8s.io/v1beta1"
+    place.cluster.apply(
+        named(version, "ResourceFlavor", "any"),
+        named(version, "ClusterQueue", "elastic", spec=spec),
+        named(version, "LocalQueue", "elastic", place.namespace, spec={"clusterQueue": "elastic"}),
+        *(
+            {**named(version, "WorkloadPriorityClass", name), "value": value, "description": name}
+            for name, value in (("spare", 1), ("urgent", 1000))
+        ),
+    )
+    return "elastic"
+
+
+@pytest.fixture
+def occupied():
+    """A file for as long as the urgent command shall take; pods see the virtual environment."""
+    path = Path(sys.prefix) / f"occupied-{secrets.token_hex(4)}"
+    path.touch()
+    yield path
+    path.unlink(missing_ok=True)
+
+
+class Training:
+    """The run `elastic`. `struck`: how often each replica was, by number."""
+
+    def __init__(self, place: Any) -> None:
+        self.place, self.struck = place, Counter[int]()
+
+    def members(self) -> list[list[int]]:
+        with self.place.cluster.inside():
+            data, _ = self.place.store().read_log(f"{KEY}/events.jsonl")
+        found = [one for one in decode_lines(data.split(b"\n")) if isinstance(one, Membership)]
+        return [sorted(one.members or []) for one in found]
+
+    def pods(self, replica: int | None) -> list[dict[str, Any]]:
+        """None: of the coordinator."""
+        number = None if replica is None else str(replica)
+        found = self.place.worker_pods("elastic")
+        return [pod for pod in found if pod["metadata"]["labels"].get(names.REPLICA) == number]
+
+    def on(self, node: str) -> set[int]:
+        """Replicas whose pods are there."""
+        found = [pod for pod in self.place.worker_pods("elastic") if pod["spec"].get("nodeName") == node]
+        labels = [pod["metadata"]["labels"] for pod in found]
+        return {int(one[names.REPLICA]) for one in labels if names.REPLICA in one}
+
+    def suspended(self) -> set[int]:
+        """Replicas that wait for room."""
+        jobs = [job for job in self.place.objects("jobs", "elastic") if job["spec"].get("suspend")]
+        labels = [job["metadata"]["labels"] for job in jobs]
+        return {int(one[names.REPLICA]) for one in labels if names.REPLICA in one}
+
+    def strike(self, *replicas: int) -> int:
+        """How many quorums there have been before."""
+        self.struck.update(replicas)
+        return len(self.members())
+
+    def until(self, what: str, members: list[int], since: int = 0) -> None:
+        self.place.until(f"{what}: {members}", lambda: members in self.members()[since:])
+
+    def until_later(self) -> None:
+        """Two more steps of whomever."""
+        last = self.last_step()
+        self.place.until("two more steps", lambda: self.last_step() >= last + 2)
+
+    def last_step(self) -> int:
+        return max(one.step for lines in self.records().values() for one in lines if isinstance(one, Step))
+
+    def records(self) -> dict[int, list[Any]]:
+        with self.place.cluster.inside():
+            store = self.place.store()
+            return {rank: read_records(store, KEY, rank) for rank in range(4)}
+
+
+def test_pods_die_leave_and_come_and_the_others_go_on(place, hold, second, queue, occupied, tmp_path):
+    """One of three is deleted by force, at once with the coordinator; a node is drained; Kueue takes one back
+    for who is more urgent, and gives it room again; a node is lost for good; then one fewer is wanted."""
+    node = f"node-{second}"
+    short = {"operator": "Exists", "effect": "NoExecute", "toleration_seconds": 3}
+    tolerations = [{"key": f"node.kubernetes.io/{state}", **short} for state in ("unreachable", "not-ready")]
+    of_queue = {"queue": queue, "queue_priority": "spare"}
     spec = place.spec(
         "elastic",
-        model=hold.model,  # six minutes of so many steps
+        model=hold.model,  # ten minutes of so many steps
         nodes="2..3",
         strategy="single",
         deterministic=False,
         steps=STEPS,
         checkpoint={"every": "1000 steps"},
+        kubernetes={**of_queue, "tolerations": tolerations, "patches": [QUICK]},
         # the next coordinator takes the seat of a dead one sooner than after half a minute
         env=shortened({"mlpipe.store.s3_log:FLUSH_SECONDS": 1.0, "mlpipe.store.replicas:SEAT_SECONDS": 10.0}),
     )
-
-    def members() -> list[list[int]]:
-        with place.cluster.inside():
-            data, _ = place.store().read_log(f"{KEY}/events.jsonl")
-        found = [one for one in decode_lines(data.split(b"\n")) if isinstance(one, Membership)]
-        return [sorted(one.members or []) for one in found]
-
-    def pods(replica: int | None) -> list[dict[str, Any]]:
-        number = None if replica is None else str(replica)
-        return [
-            pod
-            for pod in place.worker_pods("elastic")
-            if pod["metadata"]["labels"].get(names.REPLICA) == number
-        ]
-
-    def delete(pod: dict[str, Any]) -> None:
-        name = pod["metadata"]["name"]
-        place.cluster.kubectl("-n", place.namespace, "delete", "pod", name, "--grace-period=0", "--force")
+    urgent = place.spec("urgent", model=hold.model, kubernetes={**of_queue, "queue_priority": "urgent"})
+    document = json.loads(urgent.read_text())
+    wait = 'while [ -e "$0" ]; do sleep 0.2; done'
+    command = {"command": ["sh", "-c", wait, str(occupied)], "resources": {"cpus": 0.25, "memory": "1 GiB"}}
+    document["stages"] = [{"name": "train", **command}]
+    urgent.write_text(json.dumps(document))
+    training, all_three = Training(place), [0, 1, 2]
 
     with hold:
         place.submit(spec, "elastic")
-        place.until("three nodes", lambda: [0, 1, 2] in members())
+        training.until("three nodes", all_three)
         place.until_step("elastic", 1)
-        before, at = len(members()), place.last_step("elastic")
-        for pod in pods(1) + pods(None):
-            delete(pod)
-        place.until("three again, by another coordinator", lambda: [0, 1, 2] in members()[before:])
-        place.until_step("elastic", at + 2)
+
+        before = training.strike(1)
+        for pod in training.pods(1) + training.pods(None):
+            name = pod["metadata"]["name"]
+            place.cluster.kubectl("-n", place.namespace, "delete", "pod", name, "--grace-period=0", "--force")
+        training.until("three again, by another coordinator", all_three, before)
+        training.until_later()
+
+        drained = training.on(node)
+        assert drained
+        before = training.strike(*drained)
+        place.cluster.kubectl(
+            "drain", node, "--force", "--delete-emptydir-data", "--timeout=240s", timeout=300
+        )
+        training.until("three, elsewhere", all_three, before)
+        assert not training.on(node)
+        place.cluster.kubectl("uncordon", node)
+
+        before = len(training.members())
+        place.submit(urgent, "urgent")
+        place.until("one that Kueue took back", training.suspended)
+        (taken,) = training.suspended()
+        training.strike(taken)
+        rest = [one for one in all_three if one != taken]
+        training.until("the others", rest, before)
+        training.until_later()
+        occupied.unlink()
+        training.until("three again, there is room", all_three, before)
+        place.submit(urgent, "urgent", "--wait")
+
+        assert training.on(node) == {taken}, "where there is most room"
+        before = len(training.members())
+        place.cluster.kill_node(second)
+        training.until("another number in the place of the lost one", [*rest, 3], before)
+        training.until_later()
+        before = len(training.members())
         place.mlpipe("scale", "elastic", "--nodes", "2")
-        place.until("one fewer", lambda: members()[-1] == [0, 1])
-        assert not pods(2)
+        training.until("one fewer", rest, before)
+        assert not training.pods(3)
     place.submit(spec, "elastic", "--wait")
-    with place.cluster.inside():
-        store = place.store()
-        found = {rank: read_records(store, KEY, rank) for rank in range(3)}
-    starts = {rank: [one for one in found[rank] if isinstance(one, Start)] for rank in range(3)}
-    # one that did not hear of a commit when the coordinator was lost is healed to it, and has no record of it
-    done = {one.step for lines in found.values() for one in lines if isinstance(one, Step)}
-    assert done == set(range(1, STEPS + 1)), "no step lost"
-    assert [len(starts[rank]) for rank in range(3)] == [1, 2, 1], "the others began once"
-    assert starts[1][1].resumed_from is None, "healed by a peer, not by the store"
+    place.cluster.kubectl("delete", "node", node)
+
+    found = training.records()
+    starts = {rank: [one for one in found[rank] if isinstance(one, Start)] for rank in range(4)}
+    expected = {rank: 1 + training.struck[rank] for rank in range(4)}
+    assert {rank: len(starts[rank]) for rank in range(4)} == expected, "who was not struck began once"
+    later = [one for rank in range(4) for one in starts[rank][rank < 3 :]]
+    assert all(one.resumed_from is None for one in later), "healed by a peer, not by the store"
+    of_steps = [one for lines in found.values() for one in lines if isinstance(one, Step)]
+    losses = {one.step: one.loss for one in of_steps}
+    assert losses == pytest.approx(undisturbed(spec, tmp_path), rel=1e-4), "no step lost, and each as it is"
+    for lines in found.values():
+        assert max(Counter(one.step for one in lines if isinstance(one, Step)).values()) == 1
     state = place.run_state("elastic")
     assert (state.state, state.stages["train"].attempt) == ("done", 1)
     jobs = {job["metadata"]["name"] for job in place.objects("jobs", "elastic")}
-    assert all(not name.endswith("a1-2") for name in jobs), json.dumps(sorted(jobs))
+    assert all(not name.endswith("a1-3") for name in jobs), json.dumps(sorted(jobs))
+
+
+def undisturbed(spec: Path, folder: Path) -> dict[int, float]:
+    """Losses by step of the same training on this machine, of one node."""
+    cli = Cli(folder)
+    done = cli.start("run", str(spec), "--run-id", "alone", "--set=stages.train.resources.nodes=1")
+    out, err = done.communicate(timeout=600)
+    assert done.returncode == 0, err + out
+    records = read_records(FolderStore(cli.store), KEY.replace("elastic", "alone"), 0)
+    return {one.step: one.loss for one in records if isinstance(one, Step)}

@@ -211,7 +211,7 @@ def s3_server(name: str, folder: Path, **variables: str) -> Iterator[S3Server]:
                 preexec_fn=die_with_parent,
             )
         try:
-            if _wait_until_ready(name, address, process):
+            if wait_until_ready(name, address, process):
                 yield S3Server(name, f"http://{address}", process.pid, data)
                 return
         finally:
@@ -245,7 +245,7 @@ def command_of(name: str, program: Path, address: str, data: Path) -> tuple[list
     return command, {"ROOT_ACCESS_KEY": ACCESS_KEY, "ROOT_SECRET_KEY": SECRET_KEY}
 
 
-def _wait_until_ready(name: str, address: str, process: subprocess.Popen[bytes]) -> bool:
+def wait_until_ready(name: str, address: str, process: subprocess.Popen[bytes]) -> bool:
     url = f"http://{address}/minio/health/ready" if name == "minio" else f"http://{address}/"
     deadline = time.monotonic() + _READY_SECONDS
     with urllib3.PoolManager(retries=False, timeout=2.0) as pool:

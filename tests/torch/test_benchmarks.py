@@ -21,6 +21,7 @@ from benchmarks import (
     bubble,
     checkpoint,
     elastic,
+    goodput,
     launch,
     links,
     newcomer,
@@ -122,6 +123,31 @@ def test_a_replica_is_killed_beside_a_worker_of_a_gang(tmp_path: Path, monkeypat
         assert rows[what]["ours"] == 0, what
     assert rows["kill to next step, elastic"]["goal"] == 1.0
     assert rows["kill to next step, gang restart"]["ours"] > 0
+
+
+def test_goodput_is_what_failures_leave_of_the_time():
+    """Of a training of a step a second: five seconds of standing still, three steps done again."""
+    struck = [(35.5, goodput.Failure(15.5, "link", 1, 15.0)), (60.5, goodput.Failure(40.5, "agent", 0))]
+    steps = [*range(1, 36), *range(36, 56), *range(53, 88)]
+    times = [*range(1, 36), *range(41, 61), *range(61, 96)]
+    done = {0: [goodput.Done(float(at), step) for at, step in zip(times, steps, strict=True)]}
+    done[1] = [one for one in done[0] if one.time < 50]
+    found = goodput.judge(done, struck, 20.0, 95.0, 10)
+    assert found.goodput == pytest.approx((75 - 5 - 3) / 75)
+    assert found.step_seconds == 1.0
+    assert found.pauses == {"link": [6.0], "agent": [1.0]}
+    assert found.counts == {"steps that nobody recorded": 0, "steps done again": 3}
+
+
+def test_failures_are_drawn_of_all_kinds_and_one_at_a_time():
+    lasts = {"store": 20.0, "link": 15.0}
+    found = goodput.failures(30.0, 120.0, 0, lasts)
+    assert found == goodput.failures(30.0, 120.0, 0, lasts)
+    assert found != goodput.failures(30.0, 120.0, 1, lasts)
+    kinds = [one.kind for one in found]
+    assert [kinds.count(kind) for kind in goodput.KINDS] == [3] * len(goodput.KINDS)
+    ends = [one.at + one.seconds for one in found]
+    assert all(end <= after.at for end, after in zip(ends, found[1:], strict=False))
 
 
 @pytest.mark.usefixtures("warm")

@@ -165,9 +165,10 @@ def test_a_replica_of_several_ranks_is_healed_by_another_and_computes_the_same(t
     assert set(plans.by_step(tmp_path / "store", plan, "replicas")) == {1, 2}
 
 
-def test_a_coordinator_is_killed_and_another_one_takes_over(tmp_path, tokens):
+def test_a_coordinator_is_killed_or_told_to_end_and_another_one_takes_over(tmp_path, tokens):
     """As the pods of a cluster: a process for the coordinator, a launcher for each replica, and nobody above.
-    No replica begins again, and no step is lost."""
+    No replica begins again, and no step is lost. One that is told to end while ranks go on gives up its seat:
+    the next one need not wait until nobody has renewed it."""
     slow = tmp_path / "slow"
     slow.touch()
     model = ModelPlan(
@@ -178,7 +179,7 @@ def test_a_coordinator_is_killed_and_another_one_takes_over(tmp_path, tokens):
         tokens,
         strategy="single",
         world_size=1,
-        steps=20,
+        steps=40,
         every=1000,
         model=model,
         launch={"replicas": Replicas(2, 3)},
@@ -213,18 +214,24 @@ def test_a_coordinator_is_killed_and_another_one_takes_over(tmp_path, tokens):
         killed = step()
         second = begin("coordinator-2", "mlpipe.train.coordinate")
         until(lambda: step() > killed + 1, "steps after it")
+        third = begin("coordinator-3", "mlpipe.train.coordinate")
+        second.terminate()
+        assert second.wait(300) == 5, plans.log_of(tmp_path / "coordinator-2")
+        told = step()
+        until(lambda: step() > told, "steps after it")
         slow.unlink()
         assert [one.wait(600) for one in replicas_of] == [0, 0], plans.log_of(tmp_path / "replica-0")
-        assert second.wait(300) == 0, plans.log_of(tmp_path / "coordinator-2")
+        assert third.wait(300) == 0, plans.log_of(tmp_path / "coordinator-3")
     finally:
         for one in started:
             processes.kill(processes.tree(one.pid))
     for rank in range(2):
         found = plans.records(tmp_path / "store", plan, rank)
         assert len([one for one in found if one["kind"] == "start"]) == 1
-        assert [one["step"] for one in found if one["kind"] == "step"] == list(range(1, 21))
-    assert members(store, plan) == [[0, 1], [0, 1]], "the same, told by both coordinators"
-    assert catalogue.latest(store, plan.stage_key).step == 20
+        assert [one["step"] for one in found if one["kind"] == "step"] == list(range(1, 41))
+    assert members(store, plan) == 3 * [[0, 1]], "the same, told by each coordinator"
+    assert "gives up its seat" in plans.log_of(tmp_path / "coordinator-2")
+    assert catalogue.latest(store, plan.stage_key).step == 40
 
 
 @pytest.mark.parametrize(

@@ -241,9 +241,11 @@ def _job(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], templ
         spec["completionMode"] = "Indexed"
         template["spec"]["subdomain"] = name
     spec["backoffLimit"] = cluster.max_gang_restarts * nodes
-    spec["podFailurePolicy"] = {
-        "rules": [_exit_codes(NON_RETRIABLE_CODES), {"action": "Ignore", "onPodConditions": [_DISRUPTED]}]
-    }
+    # A queue that takes a Job back deletes its pods, which are not marked as disrupted. A command's codes are
+    # its own.
+    saved = [_exit_codes((SAVED_CODE,), "Ignore")] if plan.kind.runs == "workers" else []
+    disrupted = {"action": "Ignore", "onPodConditions": [_DISRUPTED]}
+    spec["podFailurePolicy"] = {"rules": [_exit_codes(NON_RETRIABLE_CODES), *saved, disrupted]}
     spec |= _deadline(plan) | {"podReplacementPolicy": "Failed"}
     spec["ttlSecondsAfterFinished"] = cluster.ttl_seconds
     return {**head, "spec": spec | {"template": template}}
@@ -356,9 +358,9 @@ def _replica_job(plan: Plan, number: int, cluster: ClusterPlan, own: dict[str, s
 _DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
 
 
-def _exit_codes(codes: tuple[int, ...]) -> Json:
+def _exit_codes(codes: tuple[int, ...], action: str = "FailJob") -> Json:
     condition = {"containerName": CONTAINER, "operator": "In", "values": sorted(codes)}  # the API wants it so
-    return {"action": "FailJob", "onExitCodes": condition}
+    return {"action": action, "onExitCodes": condition}
 
 
 def _deadline(plan: Plan) -> Json:

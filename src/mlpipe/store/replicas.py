@@ -70,5 +70,9 @@ class Seat:
         data, self._etag = self._store.get_with_etag(self._key)
         return bool(json.loads(data)["where"] == self._where)
 
+    def give_up(self) -> None:
+        """For whoever waits for it; only while it is ours for sure. Raises StoreError."""
+        self._store.delete([self._key])
+
     def _body(self) -> bytes:
         return json.dumps({"where": self._where, "renewed": self._count}).encode()

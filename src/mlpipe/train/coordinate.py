@@ -2,8 +2,9 @@
 meet, as a process of its own: on a cluster each replica is launched by itself, and none by this one.
 
 Whoever finds another one's seat in the store waits until that is not renewed any more; the ranks look there
-for who has it. It knows nothing that the ranks do not, so that another one can take over. One that is not
-sure of its seat (the store was away, it was stopped) begins anew as a process. No torch.
+for who has it. It knows nothing that the ranks do not, so that another one can take over: one that is told to
+end while they go on (its node is drained, a queue takes it back) gives its seat up. One that is not sure of
+its seat (the store was away, it was stopped) begins anew as a process. No torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mlpipe._core.addresses import own_address
-from mlpipe._core.errors import StoreError
+from mlpipe._core.errors import SAVED_CODE, StoreError
 from mlpipe._core.records import Launched, LaunchEnded
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.process import main_of_stage
@@ -54,6 +55,8 @@ class Coordinating:
         self.coordinator = Coordinator(self.membership, own_address(), LONELY_SECONDS, self.check)
         self.seat = replicas.Seat(self.store, self.key, self.coordinator.where)
         self.num_signals = 0
+        self.heard: tuple[int, int] | None = None  # the commit that was looked at last since a signal
+        self.num_heard = 0  # commits since then after which nobody left
 
     def check(self) -> None:
         """Does not return unless the seat is this one's for sure. Before it was taken nobody comes."""
@@ -61,11 +64,12 @@ class Coordinating:
             _begin_anew("the seat was not renewed in time")
 
     def run(self) -> int:
-        """Until the replicas have ended, or a signal after which none is connected."""
+        """Until the replicas have ended, or a signal after which none is connected, or those that are go
+        on without having heard one: then another one has the seat."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         if not self._take():
-            return 0
+            return SAVED_CODE
         if not self.store.read_log(f"{self.key}/events.jsonl")[0]:
             append_event(self.store, self.key, Launched())
         told = 0
@@ -77,7 +81,12 @@ class Coordinating:
                 self._renew()
                 told = tell_quorums(self.membership, told, self.store, self.key)
                 if not self.coordinator.num_connected and (told or self.num_signals) and self._ended():
-                    return 0
+                    return SAVED_CODE if self.num_signals else 0
+                if self.num_signals and self._others_go_on():
+                    self.coordinator.close()
+                    self.seat.give_up()
+                    print("the coordinator gives up its seat: it was told to end", flush=True)  # noqa: T201
+                    return SAVED_CODE
             except StoreError as error:
                 print(f"the store is away: {error}", flush=True)  # noqa: T201
 
@@ -108,6 +117,16 @@ class Coordinating:
         if not self.seat.renew():
             _begin_anew("another one has taken over")
         self.renewed = began
+
+    def _others_go_on(self) -> bool:
+        """Whether ranks have committed steps since the signal, and would have left after one if they had been
+        told to end as well; those who leave meet here to do so. Two, as signals do not come at once."""
+        if self.num_heard == 0 and self.heard is None:
+            self.heard = self.membership.committed
+        if self.membership.committed != self.heard:
+            self.heard = self.membership.committed
+            self.num_heard = 0 if self.membership.left else self.num_heard + 1
+        return self.num_heard > 1
 
     def _ended(self) -> bool:
         """Whether one replica has done the training, or all were told to end."""

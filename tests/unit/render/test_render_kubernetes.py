@@ -219,8 +219,9 @@ def test_what_would_come_again_ends_a_jobset_before_a_disruption_restarts_it() -
 
 def test_what_would_come_again_ends_a_job_and_a_disruption_is_free() -> None:
     job = stage_objects(quickstart("train", "kubernetes.form=indexed-job"))[-1]["spec"]
-    codes, condition = job["podFailurePolicy"]["rules"]
+    codes, saved, condition = job["podFailurePolicy"]["rules"]
     assert (codes["action"], codes["onExitCodes"]["values"]) == ("FailJob", [2, 3, 6])
+    assert (saved["action"], saved["onExitCodes"]["values"]) == ("Ignore", [5])
     assert (condition["action"], condition["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
     assert job["backoffLimit"] == 3 * 2
     assert "activeDeadlineSeconds" not in job

@@ -207,12 +207,18 @@ class ClusterApi:
             return None
 
     def delete(
-        self, kind: str, name: str, *, uid: str | None = None, grace_seconds: int | None = None
+        self,
+        kind: str,
+        name: str,
+        *,
+        uid: str | None = None,
+        grace_seconds: int | None = None,
+        is_lost: bool = False,
     ) -> None:
         """Asks for it, with all that it owns; no error if it is gone already, and none with `uid` if another
-        has its name by now."""
+        has its name by now. `is_lost`: what it owns may never go."""
         # A TrainJob that waited for its JobSet to go would be seen without it, and be given another.
-        policy = "Background" if kind == "TrainJob" else "Foreground"
+        policy = "Background" if kind == "TrainJob" or is_lost else "Foreground"
         body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": policy}
         if uid is not None:
             body["preconditions"] = {"uid": uid}

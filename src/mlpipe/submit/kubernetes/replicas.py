@@ -107,12 +107,12 @@ class ReplicaJobs(Gang):
         return Ended("failed", f"{words}: {why}" if why else words, kind="infrastructure")
 
     def _give_up_lost(self, by_number: dict[int, Object], pods: list[Object]) -> None:
-        """Its Job would wait for the pod on the lost node for ever."""
+        """Its Job would wait for the pod on the lost node for ever, and hold its part of a queue's quota."""
         for number, job in list(by_number.items()):
             words = lost_for_good([pod for pod in pods if _number(pod) == number], time.time())
             if words is not None:
                 self._postmortem.look(pods, at_the_end=True)
-                self._api.delete("Job", job["metadata"]["name"])
+                self._api.delete("Job", job["metadata"]["name"], is_lost=True)
                 del by_number[number]
 
     def _scale(self, by_number: dict[int, Object], failed: set[int], pods: list[Object]) -> None:

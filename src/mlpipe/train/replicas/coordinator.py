@@ -54,7 +54,13 @@ class Coordinator:
         port = server.sockets[0].getsockname()[1]
         self.where = f"{self.token}@{address}:{port}"  # for the environment of ranks
         self._ticking = self._loop.create_task(self._tick())
-        threading.Thread(target=self._loop.run_forever, name="coordinator", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="coordinator", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Nothing is decided from now on; who is connected hears of it when the process ends."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(LOST_SECONDS)
 
     def is_hung(self) -> bool:
         """It has not looked at its clock for long: its thread is dead, or stuck."""

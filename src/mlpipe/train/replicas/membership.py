@@ -53,7 +53,7 @@ class Membership:
         self.committed: tuple[int, int] | None = None  # number of the quorum, step
         self.inherited = False  # the ranks were in a quorum of another coordinator
         self._number = 0  # of the quorum made last
-        self._left: list[int] = []  # who left after the step that was committed last
+        self.left: list[int] = []  # who left after the step that was committed last
         self.reason = "the training begins"
         self._last: tuple[int, ...] = ()  # members of the quorum before
         self._lives: dict[Rank, str] = {}  # which life of its replica a connected rank is of
@@ -80,7 +80,7 @@ class Membership:
         self.expected = max(self.fewest, size)
         self.reason = "another coordinator took over"
         if committed is not None and (self.committed is None or tuple(committed) > self.committed):
-            self.committed, self._left = (committed[0], committed[1]), left
+            self.committed, self.left = (committed[0], committed[1]), left
         for who, asked in list(self._asked.items()):
             if asked["ask"] == "vote":
                 self.receive(*who, asked)
@@ -112,7 +112,7 @@ class Membership:
             self._release(replica)
         elif what == "vote" and self.committed == (message["quorum"], message["step"]):
             void = current is None or current.number != message["quorum"]
-            self._reply(who, {"commit": True, "void": void, "leaving": self._left})  # it had missed that
+            self._reply(who, {"commit": True, "void": void, "leaving": self.left})  # it had missed that
         elif what == "vote" and self.inherited and not self.quorums and not self._is_whole(replica):
             pass  # another rank of this replica may have heard that it counts
         elif current is None or message["quorum"] != current.number:
@@ -163,7 +163,7 @@ class Membership:
         newcomers = [replica for replica in self._joined() if replica not in members]
         grows = bool(newcomers) and len(staying) < self.most
         if commit:
-            self.committed, self._left = (self.quorum.number, message["step"]), leaving
+            self.committed, self.left = (self.quorum.number, message["step"]), leaving
         void = not commit or grows or bool(leaving)
         for who in asked:
             self._reply(who, {"commit": commit, "void": void, "leaving": leaving})
