@@ -15,7 +15,7 @@ from kit.warm import Popen, of_plan
 
 from mlpipe._core.errors import NODE_FAULT_CODE
 from mlpipe._core.load import Clock
-from mlpipe.plan.plan import PreflightPlan
+from mlpipe.plan.plan import Mesh, PipelinePlan, PreflightPlan
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import NODE_FAULT, read_outcome
 from mlpipe.store.preflight import read_checked
@@ -55,10 +55,14 @@ def gang(folder: Path, limits: PreflightPlan, size: int, broken: int | None = No
 
 
 def test_a_gang_that_passes_trains_at_the_address_where_it_met(tmp_path):
-    plan, codes = gang(tmp_path, EASY, 2)
-    assert codes == [0, 0]
+    """Of two replicas of two stages the machines of one replica are neighbours."""
+    mesh, pipeline = Mesh(pp=2, dp_replicate=2), PipelinePlan("1f1b", (1, 1))
+    plan, codes = gang(tmp_path, EASY, 4, mesh=mesh, pipeline=pipeline, micro_batch=4, accumulation=2)
+    assert codes == [0] * 4
+    left = [[path.stem for path in (tmp_path / f"scratch-{n}").glob("outcome-*")] for n in range(4)]
+    assert left == [["outcome-0"], ["outcome-2"], ["outcome-1"], ["outcome-3"]]
     checked = read_checked(FolderStore(tmp_path / "store"), plan.attempt_key)
-    assert (set(checked.nodes), checked.words) == ({"n0", "n1"}, [])
+    assert (set(checked.nodes), checked.words) == ({"n0", "n1", "n2", "n3"}, [])
     assert {"flops", "memory_bytes_per_second", "store_bytes_per_second", "link_bytes_per_second"} <= set(
         checked.nodes["n1"]
     )
