@@ -6,20 +6,22 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from dataclasses import replace
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlpipe._core.presets import PRESETS, LlamaConfig
+from mlpipe._core.presets import PRESETS, LlamaConfig, MoeConfig
 from mlpipe.plan.axes import active
 from mlpipe.plan.axes.axis import Layout, Passes
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware, detect_hardware
-from mlpipe.plan.kernels import Kernels
+from mlpipe.plan.kernels import Kernels, copy_seconds
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.pricing import Choices, Pricer, Training
 from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.experts import Experts
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.wire import Wire
 from mlpipe.spec.model import Resources
@@ -47,6 +49,7 @@ def predict_published(row: dict[str, Any]) -> dict[str, Any]:
     rate, measured = found.tokens_per_second / row["devices"], measured_rate(row, shape)
     out = {
         **{key: row[key] for key in ("source", "name", "set")},
+        "model_parallel": any(row["mesh"].get(axis, 1) > 1 for axis in ("tp", "cp", "pp", "ep")),
         "work": ", ".join([*row["name"].split(", ")[:2], f"{row['seq_len']} tokens"]),
         "predicted_tokens_per_second": rate,
         "measured_tokens_per_second": measured,
@@ -66,13 +69,48 @@ class _Fp8(Dense):
     """The matmuls of its blocks are in fp8, which is cast from and to bf16; head and attention are not."""
 
     def _matmuls(self, step: StepShape, kernels: Kernels) -> list[float]:
-        counts = [2 * step.num_tokens * n * m / step.part.tp for n, m in self.config.matmuls()]
-        slow = zip(super()._matmuls(step, kernels), counts, strict=True)
-        return [seconds - (1 - _FP8_RATIO) * kernels.matmul_flops(flops) for seconds, flops in slow]
+        fast = copy(kernels)
+        fast.peak /= _FP8_RATIO
+        return super()._matmuls(step, fast)
+
+
+class _Bf16(Dense):
+    """Weights lie in bf16, and nothing casts them."""
+
+    CAST = 0
+
+
+class _Bf16Fp8(_Bf16, _Fp8):
+    pass
+
+
+class _ExpertsFp8(_Bf16Fp8, Experts):
+    pass
+
+
+@dataclass(frozen=True)
+class _Latent(MoeConfig):
+    """DeepSeek-V3's attention (its report, section 4.2): 1,536 channels of queries and 512 of keys and
+    values, from which come, for each head, 128 of each and 64 with positions; of `head_channels` the mean of
+    keys and values."""
+
+    def _latent(self) -> list[tuple[int, int]]:
+        dim, heads = self.dim, self.num_heads
+        queries = [(dim, 1536), (1536, heads * (128 + 64))]
+        return [*queries, (dim, 512 + 64), (512, heads * 2 * 128), (heads * 128, dim)]
+
+    def matmuls(self) -> list[tuple[int, int]]:
+        return [*self._latent(), *self.ffn_matmuls()]
+
+    def num_layer_params(self) -> int:
+        return sum(inner * outer for inner, outer in self._latent()) + self.num_ffn_params() + 2 * self.dim
 
 
 def shape_of(row: dict[str, Any]) -> Dense:
-    shape = _Fp8 if row.get("matmuls") == "fp8" else Dense
+    if "num_experts" in row.get("config", {}):
+        return _ExpertsFp8((_Latent if row.get("attention") == "latent" else MoeConfig)(**row["config"]))
+    shapes = (_Bf16, _Bf16Fp8) if "adding" in row else (Dense, _Fp8)
+    shape = shapes[row.get("matmuls") == "fp8"]
     return shape(LlamaConfig(**row["config"]) if "config" in row else PRESETS[row["preset"]])
 
 
@@ -105,13 +143,25 @@ class _Bf16Gradients(Wire):
 class _Others(Pricer):
     """What others do that mlpipe does not. `tp_shown`: of what tensor parallelism sends, the share that is
     not hidden behind pieces of the matrix products; `pp_shown`: of a pipeline's idle time, with more stages a
-    rank."""
+    rank; `ep_shown`: of what experts are sent. `adding`: where weights lie in bf16, the bytes a parameter
+    that adding up gradients moves, in each micro-batch and in each but the first."""
 
-    tp_shown = pp_shown = 1.0
+    tp_shown = pp_shown = ep_shown = 1.0
+    adding: tuple[int, int] | None = None
     wire = Wire
 
+    def gradient_seconds(self, step: StepShape, num_params: float, layout: Layout) -> float:
+        if self.adding is None:
+            return super().gradient_seconds(step, num_params, layout)
+        each, again = self.adding
+        num_bytes = each * step.accumulation + again * (step.accumulation - 1)
+        return copy_seconds(num_bytes * num_params, self.hardware.speed)
+
     def exposed_seconds(self, step_passes: Passes, layout: Layout, mesh: Mesh) -> float:
-        shown, wire = {"tp": self.tp_shown, "pp": self.pp_shown}, self.wire(self.hardware)
+        shown, wire = (
+            {"tp": self.tp_shown, "pp": self.pp_shown, "ep": self.ep_shown},
+            self.wire(self.hardware),
+        )
         return sum(
             shown.get(axis.__name__.rpartition(".")[2], 1.0) * axis.exposed_seconds(step_passes, wire, layout)
             for axis in active(mesh)
@@ -142,6 +192,10 @@ def priced(row: dict[str, Any], shape: Dense) -> Candidate:
         pricer.tp_shown = _SHOWN_TP
     if row.get("gradients") == "bf16":
         pricer.wire = _Bf16Gradients
+    if row.get("hides_ep"):
+        pricer.ep_shown = 0.0
+    if "adding" in row:
+        pricer.adding = row["adding"]
     pricer.pp_shown = 1 / row.get("stages_per_rank", 1)
     sizes = [row["local_batch"]] if "local_batch" in row else [n for n in (1, 2, 4) if samples % n == 0]
     choices = [Choices(size, row["checkpointing"], "bf16") for size in sizes]

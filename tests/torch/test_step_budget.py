@@ -13,9 +13,16 @@ from kit import budget, plans
 
 from mlpipe._core.compression import COMPRESSIONS
 from mlpipe._core.presets import MOE, MoeConfig
+from mlpipe.plan.axes import active, pp
 from mlpipe.plan.axes.tp import num_collectives
+from mlpipe.plan.hardware import detect_hardware
+from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.pipelining import num_transfers
 from mlpipe.plan.plan import CompressPlan, Entry, IslandsPlan, Mesh, ModelPlan, PipelinePlan
+from mlpipe.plan.pricing import Choices, Pricer, Training, layout_of
+from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.experts import Experts
+from mlpipe.plan.wire import Wire
 
 pytestmark = pytest.mark.torch
 
@@ -54,19 +61,41 @@ LINKS: dict[str, dict[str, Any]] = {
     "islands, int8": {"islands": IslandsPlan(2, 0.7, 0.5, "int8")},
 }
 WORKS: dict[str, dict[str, Any]] = {name: {"strategy": name} for name in STRATEGIES} | AXES | LINKS
+# Of two axes at once, on four ranks.
+TWICE: dict[str, Any] = {"micro_batch": 4, "accumulation": 2}
+MIXES: dict[str, dict[str, Any]] = {
+    "tp x pp": {"mesh": Mesh(tp=2, pp=2), "pipeline": PipelinePlan("1f1b", (1, 1)), **PARTED},
+    "tp x fsdp": {"mesh": Mesh(dp_shard=2, tp=2), "strategy": "fsdp", **TWICE},
+    "cp x fsdp": {"mesh": Mesh(dp_shard=2, cp=2), "strategy": "fsdp", **TWICE},
+    "ep x fsdp": {"mesh": Mesh(dp_shard=4, ep=2), "strategy": "fsdp", "micro_batch": 2, "accumulation": 2,
+                  "model": AXES["ep"]["model"]},
+}  # fmt: skip
 SHORT, LONG = 3, 5
 
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
-    """Counts of rank 0 of 2 for one step: what LONG steps take more than SHORT ones."""
-    folder = tmp_path_factory.mktemp("counted")
+    """By rank 0 of 2."""
+    return _counts(tmp_path_factory.mktemp("counted"), WORKS, 2)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """By rank 0 of 4."""
+    return _counts(tmp_path_factory.mktemp("mixed"), MIXES, 4)
+
+
+def _counts(folder, works, world_size):
+    """Of one step: what LONG steps take more than SHORT ones."""
     tokens = plans.write_tokens(folder / "tokens")
     made = [
-        plans.train_plan(folder / "store", tokens, **work, steps=steps, every=100, run_id=f"{number}-{steps}")
-        for number, work in enumerate(WORKS.values())
+        plans.train_plan(
+            folder / "store", tokens, **{"world_size": world_size, **work}, steps=steps, every=100,
+            run_id=f"{number}-{steps}",
+        )
+        for number, work in enumerate(works.values())
         for steps in (SHORT, LONG)
-    ]
+    ]  # fmt: skip
     plans.run_together(made, folder / "runs", worker="kit.counted")
 
     def counts(number, steps):
@@ -78,7 +107,7 @@ def counted(tmp_path_factory):
             for figure, count in counts(number, LONG).items()
             if (more := count - counts(number, SHORT).get(figure, 0))
         }
-        for number, name in enumerate(WORKS)
+        for number, name in enumerate(works)
     }
 
 
@@ -145,3 +174,80 @@ def test_what_travels_along_an_axis_is_what_the_planner_prices(counted):
 
     ep = counted["ep"]
     assert ep["alltoall_base_"] == 5 * layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked(Wire):
+    """In place of seconds, of one kind of collective how many there are, or the bytes that a rank gives and
+    gets."""
+
+    kind: str = ""
+    calls: bool = False
+
+    def _of(self, kind, num_bytes, num_ranks):
+        return 0.0 if kind != self.kind or num_ranks == 1 else 1.0 if self.calls else num_bytes
+
+    def all_reduce(self, num_bytes, num_ranks, stride=1):
+        return self._of("allreduce_", num_bytes, num_ranks)
+
+    def all_gather(self, num_bytes, num_ranks, stride=1):
+        return self._of("_allgather_base_", num_bytes * (1 + 1 / num_ranks), num_ranks)
+
+    def reduce_scatter(self, num_bytes, num_ranks, stride=1):
+        return self._of("_reduce_scatter_base_", num_bytes * (1 + 1 / num_ranks), num_ranks)
+
+    gather_activations, scatter_activations = all_gather, reduce_scatter
+
+    def all_to_all(self, num_bytes, num_ranks, stride=1):
+        return self._of("alltoall_base_", 2 * num_bytes / num_ranks, num_ranks)
+
+    def send(self, num_bytes, stride):
+        return self._of("send", num_bytes, 2)
+
+
+def _asked(work, kind, calls):
+    """Of rank 0, as the planner prices it."""
+    mesh, strategy = work["mesh"], work.get("strategy", "single")
+    shape = Experts(EXPERTS) if mesh.ep > 1 else Dense(plans.CONFIG)
+    hardware = detect_hardware(None)
+    measured = dataclasses.replace(
+        hardware.speed, gather_bytes_per_second=1.0, scatter_bytes_per_second=1.0
+    )  # with all copies
+    hardware = dataclasses.replace(hardware, speed=measured)
+    training = Training(16, 32, 1, False, OptimizerCost(8, "adamw"), 100, None)
+    pricer = Pricer(shape, training, hardware)
+    choices = Choices(work["micro_batch"], "none", "fp32")
+    _, _, passes = pricer._on_one_rank(choices, mesh, pricer._parts(mesh)[0])
+    no_time = {f"{way}_{where}": 0.0 for way in ("forward", "backward") for where in ("block", "outside")}
+    passes, layout = dataclasses.replace(passes, **no_time), layout_of(strategy, mesh)
+    # while a rank of a pipeline is idle, others' collectives take time, of which it has none
+    axes = (axis for axis in active(mesh) if axis is not pp or kind == "send")
+    return sum(axis.exposed_seconds(passes, Asked(hardware, kind, calls), layout) for axis in axes)
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_what_travels_along_two_axes_is_what_the_planner_prices(mixed, name):
+    """Besides, a head that `tp` splits gathers three numbers a token for the loss, in each of two
+    micro-batches of 4 x 32 tokens; a pipeline's ends add up the gradient of what they share; how many rows go
+    to the other ranks the router says; sums of losses and norms, and norms' gradients, are small."""
+    work, counts = MIXES[name], mixed[name]
+    found, asked = ({}, {})
+    for kind in ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"):
+        found[kind] = counts.get(kind, 0), counts.get(f"{kind} bytes", 0)
+        asked[kind] = tuple(_asked(work, kind, calls) for calls in (True, False))
+    if name == "tp x fsdp":
+        calls, num_bytes = asked["_allgather_base_"]
+        asked["_allgather_base_"] = calls + 2, num_bytes + 2 * 4 * 3 * (4 * 32) * 3
+    if name == "ep x fsdp":
+        rows = [one.pop("alltoall_base_") for one in (found, asked)]
+        assert rows[0][0] == rows[1][0]
+        assert rows[0][1] == pytest.approx(rows[1][1], rel=0.1)
+    assert found == asked
+    assert counts["allreduce_ bytes"] < 4 * (2 * plans.CONFIG.num_layers + 1) * plans.CONFIG.dim
+    sent, num_bytes = (_asked(work, "send", calls) for calls in (True, False))
+    tied = 4 * plans.CONFIG.vocab_size * plans.CONFIG.dim / work["mesh"].tp if sent else 0
+    for way in ("send", "recv_"):
+        assert (counts.get(way, 0), counts.get(f"{way} bytes", 0)) == (
+            sent / 2 + (sent > 0),
+            num_bytes / 2 + tied,
+        )

@@ -43,6 +43,7 @@ class Gpu:
     host_bytes_per_second: float = 0.0
     float8_speedup: float | None = None
     fp16: float | None = None
+    multiprocessors: float = 0.0
 
     @property
     def speed(self) -> Speed:
@@ -56,6 +57,7 @@ class Gpu:
             self.network_bytes_per_second,
             float8_speedup=self.float8_speedup,
             host_bytes_per_second=self.host_bytes_per_second,
+            multiprocessors=self.multiprocessors,
         )
 
 
@@ -213,6 +215,7 @@ def _sliced(gpu: Gpu, resources: Resources) -> Gpu:
         fp32=gpu.fp32 * compute,
         memory_bytes_per_second=gpu.memory_bytes_per_second * part.eighths / 8,
         price_usd_per_hour=price and price * compute,
+        multiprocessors=gpu.multiprocessors * compute,
     )
 
 

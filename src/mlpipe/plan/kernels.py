@@ -5,6 +5,8 @@ a GPU an eager kernel takes at least its launch. Standard library only."""
 
 from __future__ import annotations
 
+import math
+
 from mlpipe.plan.speed import Speed
 from mlpipe.plan.tensors import COMPUTE_BYTES
 
@@ -23,6 +25,9 @@ _LAUNCH = 5e-6  # of CPU a kernel in eager mode (PyTorch's CUDA graphs post, 202
 # torch.compile keeps about a third of the traffic between matmuls: one read and one write of what eager mode
 # reads and writes three times. torchtitan's Llama-8B on 8 H100 got 16 % faster.
 _FUSED = 1 / 3
+# Of what a multiprocessor computes at once the sizes that lose nothing by being small (NVIDIA, Matrix
+# Multiplication Background User's Guide, sections 2.3, 3.1 and 3.2).
+_TILES = ((256, 128), (128, 256), (128, 128))
 CACHED_BYTES = 2 * 2**20  # of a tensor that a core's share of the caches holds
 
 
@@ -36,12 +41,23 @@ class Kernels:
         self.width = COMPUTE_BYTES[precision]
         self.measured = self.speed.kernels.get(precision)
 
-    def matmul(self, rows: int, inner: int, outer: int) -> float:
-        seconds = self.matmul_flops(2.0 * rows * inner * outer)
-        if self.measured is not None:  # its points have felt the memory already
-            return seconds
-        num_bytes = self.width * (rows * inner + inner * outer + rows * outer)
-        return seconds + num_bytes / (self.speed.memory_bytes_per_second * _STREAM_RATIO)
+    def matmul(self, rows: int, inner: int, outer: int, number: int = 1) -> float:
+        """Of `number` such products in one kernel."""
+        flops = 2.0 * rows * inner * outer
+        if self.measured is not None:  # its points have felt the memory and the tiles already
+            return number * self.matmul_flops(flops)
+        num_bytes = number * self.width * (rows * inner + inner * outer + rows * outer)
+        computing = self._rounds(rows, outer, number) * self.matmul_flops(number * flops)
+        return computing + num_bytes / (self.speed.memory_bytes_per_second * _STREAM_RATIO)
+
+    def _rounds(self, rows: int, outer: int, number: int) -> float:
+        """Seconds over those of tiles that fill all multiprocessors to the last round, and are full."""
+        at_once = self.speed.multiprocessors
+        if not at_once:
+            return 1.0
+        tiles = ((min(m, rows) * min(n, outer), number * -(-rows // m) * -(-outer // n)) for m, n in _TILES)
+        computed = min(size * at_once * math.ceil(count / at_once) for size, count in tiles)
+        return computed / (number * rows * outer)
 
     def matmul_flops(self, flops: float) -> float:
         return flops / (self.peak * self.speed.matmul_ratio(self.precision, flops))

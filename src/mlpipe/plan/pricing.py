@@ -33,6 +33,7 @@ from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.tensors import GRADIENT_BYTES, WEIGHT_BYTES, total
 from mlpipe.plan.time import (
     StepSeconds,
+    gradient_seconds,
     host_update_seconds,
     offload_seconds,
     passes,
@@ -208,21 +209,25 @@ class Pricer:
         off."""
         num_ranks = mesh.pp
         if num_ranks == 1:
-            return [Part(tp=mesh.tp, cp=mesh.cp)]
+            return [Part(tp=mesh.tp, cp=mesh.cp, ep=mesh.ep)]
         if len(self.shape.parameters.by_rank) == num_ranks:
             last = num_ranks - 1
             return [Part(is_first=rank == 0, is_last=rank == last, rank=rank) for rank in range(num_ranks)]
         num_stages = num_ranks * stages_per_rank(self.training.schedule)
         counts = num_blocks_of(self.shape, self.training.seq_len, num_stages)
         blocks = [sum(counts[rank::num_ranks]) for rank in range(num_ranks)]
-        parts = [Part(mesh.tp, mesh.cp, blocks[0], True, False), Part(mesh.tp, mesh.cp, blocks[-1], False)]
+        inner = Part(mesh.tp, mesh.cp, is_first=False, is_last=False, ep=mesh.ep)
+        parts = [
+            replace(inner, num_blocks=blocks[0], is_first=True),
+            replace(inner, num_blocks=blocks[-1], is_last=True),
+        ]
         from mlpipe.plan.pipelining import held  # of few plans
 
         between = range(1, num_ranks - 1)
         more = [rank for rank in between if blocks[rank] > max(blocks[1:rank], default=0)]
         if any(one.put_off for one in held(self.training.schedule, 0, num_ranks, num_ranks)):
             more += between[-1:]
-        parts += [Part(mesh.tp, mesh.cp, blocks[n], False, False, number=n) for n in dict.fromkeys(more)]
+        parts += [replace(inner, num_blocks=blocks[n], number=n) for n in dict.fromkeys(more)]
         return parts
 
     def _on_one_rank(self, choices: Choices, mesh: Mesh, part: Part) -> tuple[StepShape, Activations, Passes]:
@@ -315,6 +320,10 @@ class Pricer:
         wire = Wire(self.hardware)
         return sum(axis.exposed_seconds(step_passes, wire, layout) for axis in active(mesh))
 
+    def gradient_seconds(self, step: StepShape, num_params: float, layout: Layout) -> float:
+        """Of a rank and a step, beside its passes."""
+        return gradient_seconds(step, num_params, layout, self.hardware)
+
     def _seconds(
         self, layout: Layout, step: StepShape, activations: Activations, step_passes: Passes
     ) -> StepSeconds:
@@ -328,7 +337,10 @@ class Pricer:
         update = update_seconds(trained.share(num_updating), traffic, hardware)
         if training.optimizer.on_host:
             update = host_update_seconds(trained.share(num_updating), traffic, hardware)
-        compute = slowest_ratio(hardware) * (step_passes.compute + step.accumulation * allocating + update)
+        passing = step_passes.compute + step.accumulation * allocating
+        elsewhere = step_passes.num_blocks * step_passes.expert_params * (1 - 1 / mesh.ep)
+        passing += self.gradient_seconds(step, max(0.0, trained.total - elsewhere), layout)
+        compute = slowest_ratio(hardware) * (passing + update)
         exposed = self.exposed_seconds(step_passes, layout, mesh)
         exposed += offload_seconds(activations.offloaded_bytes, step_passes, hardware)
         cost = training.optimizer.update_cost(trained)

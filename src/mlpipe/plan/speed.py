@@ -40,8 +40,8 @@ class KernelRates:
 class Speed:
     """What the time model knows of a device. Bandwidths in one direction: `link` to the others of its node,
     `network` to those of other nodes, which one device alone can use, `host` to the memory of the machine
-    (0: it is the device's own). `achievable_ratio`: of the peak, by
-    the best matmul. A calibration adds `kernels` by precision, `kernel_seconds` and `collective_seconds`,
+    (0: it is the device's own). `achievable_ratio`: of the peak, by the best matmul. `multiprocessors`: 0
+    where nobody said. A calibration adds `kernels` by precision, `kernel_seconds` and `collective_seconds`,
     what an operator and a collective cost beside their bytes, the store's bandwidth, those of FSDP2's
     gathering and scattering, what new memory costs (see `Measured`), and by how much finished runs differed
     from their predictions; `calibrated` says so in words. `passes_seconds`, without a calibration: of both
@@ -55,6 +55,7 @@ class Speed:
     network_bytes_per_second: float
     float8_speedup: float | None = None  # of a product, over bf16's; None: none is known
     host_bytes_per_second: float = 0.0
+    multiprocessors: float = 0.0
     kernels: dict[str, KernelRates] = field(default_factory=dict)
     passes_seconds: dict[str, float] = field(default_factory=dict)
     update_bytes_per_second: float | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mlpipe.plan.axes.axis import Passes
+from mlpipe.plan.axes.axis import Layout, Passes
 from mlpipe.plan.hardware import Hardware, cpu_speed
 from mlpipe.plan.kernels import Kernels, copy_seconds
 from mlpipe.plan.shapes.shape import ModelShape, PassSeconds, StepShape
@@ -108,6 +108,19 @@ def slowest_ratio(hardware: Hardware) -> float:
         return 1.0
     root = math.sqrt(2 * math.log(hardware.world_size))
     return 1 + _SPREAD * max(0.0, root - (2 * math.log(root) + math.log(2 * math.pi)) / (2 * root))
+
+
+def gradient_seconds(step: StepShape, num_params: float, layout: Layout, hardware: Hardware) -> float:
+    """Of a step, what fp32 gradients of so many parameters cost beside the passes: each is cast to fp32 (2
+    bytes read, 4 written), by autograd or where FSDP's weights take it (`grad_dtype`), and added to those of
+    the micro-batches before (4 + 4 and 4), unless each micro-batch's are sent. A CPU's passes were timed with
+    all of it."""
+    if hardware.device == "cpu":
+        return 0.0
+    casts = step.accumulation if step.precision != "fp32" else 0
+    kept = layout.mesh.dp_shard == 1 or layout.reduce_gradients == "last"
+    adds = step.accumulation - 1 if kept else 0
+    return copy_seconds((6.0 * casts + 12.0 * adds) * num_params, hardware.speed)
 
 
 def update_seconds(num_params: float, traffic_bytes: float, hardware: Hardware) -> float:

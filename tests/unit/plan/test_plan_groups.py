@@ -51,7 +51,7 @@ def test_groups_of_one_class_are_one_gang_of_it():
     assert [one.share_ratio for one in found.groups] == [0.25, 0.75]
     assert found.step_seconds == found.even_seconds
     # of all strategies; here only of those whose workers may have unequal shares
-    assert found.step_seconds == pytest.approx(row.best.step_seconds, rel=0.1)
+    assert found.step_seconds == pytest.approx(row.best.step_seconds, rel=0.12)
 
 
 @settings(max_examples=5, deadline=None)

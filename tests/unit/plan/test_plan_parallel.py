@@ -285,13 +285,14 @@ def test_collectives_of_tensor_parallelism_by_hand() -> None:
 
 
 def test_a_batch_is_divided_over_ranks_that_read_different_samples() -> None:
-    """As many tokens in all, and as much to compute on each rank, but for what smaller products lose."""
+    """As many tokens in all, and as much to compute on each rank, but for what smaller products lose, and
+    what adding up the gradients of more micro-batches takes."""
     meshes = [Mesh(dp_shard=8), Mesh(dp_shard=4, tp=2), Mesh(dp_shard=2, cp=2, tp=2)]
     found = [price(mesh, batch=16) for mesh in meshes]
     tokens = {round((c.tokens_per_second or 0) * c.step_seconds) for c in found}
     assert tokens == {16 * 8192}
     compute = [c.seconds.compute for c in found if c.seconds]
-    assert max(compute) < 1.08 * min(compute)
+    assert max(compute) < 1.16 * min(compute)
 
 
 def test_experts_are_gathered_by_who_has_the_same_ones() -> None:

@@ -40,6 +40,15 @@ def test_rows_that_nothing_was_learned_from(body: dict[str, Any]) -> None:
     assert abs(found["bias"]) <= 0.03
 
 
+def test_rows_with_model_parallelism(body: dict[str, Any]) -> None:
+    learn, test = (body["published_summary"][f"{name}, model parallelism"] for name in ("learn", "test"))
+    assert learn["seconds"]["rows"] + test["seconds"]["rows"] >= 100
+    assert test["seconds"]["median"] <= 0.10
+    assert abs(test["bias"]) <= 0.03
+    assert len(test["ranking"]) == 5
+    assert min(test["ranking"].values()) >= 0.95
+
+
 def test_rows_that_it_was_learned_from(body: dict[str, Any]) -> None:
     """Other trainers lose what the planner does not count, so it may be too fast, but a little."""
     found = body["published_summary"]["learn"]
@@ -52,3 +61,7 @@ def test_the_way_predicted_to_be_fastest_is(body: dict[str, Any]) -> None:
     found = body["published_summary"]["learn"]["ranking"]
     assert len(found) >= 5
     assert min(found.values()) >= 0.95
+    # beside ways without model parallelism one of the tested works misses the goal of 0.95: benchmarks/README
+    tested = body["published_summary"]["test"]["ranking"]
+    assert sorted(tested.values())[1] >= 0.95
+    assert min(tested.values()) >= 0.90

@@ -200,9 +200,10 @@ def test_other_axes_have_to_win_by_more_than_the_planner_errs() -> None:
 
 
 def test_a_mesh_that_fills_the_memory_gives_way_to_a_slower_one_that_does_not() -> None:
-    """Of llama-70b on 64 A100 the fastest fills 97 % of the memory, and another mesh is 4 % slower."""
+    """Of llama-70b with 128 samples on 64 A100 the fastest fills 97 % of the memory, and another mesh is 4 %
+    slower."""
     changes = ["train.resources.gpu=A100-80GB", "train.activation_checkpointing=auto", "train.compile=off"]
-    spec, shape, hardware = asked(*sized("llama-70b", 8, 64, 4096), *changes)
+    spec, shape, hardware = asked(*sized("llama-70b", 8, 128, 4096), *changes)
     found = enumerate_candidates(spec, shape, hardware, every=False)
     best, _ = choose(found)
     fastest = min(c.step_seconds for c in found if c.fits)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from mlpipe._core.presets import LlamaConfig, Named
 from mlpipe.plan.flops import num_flops_per_token
@@ -21,7 +21,10 @@ _KERNELS_FORWARD = 45  # of a block in eager mode
 
 @dataclass(frozen=True)
 class Dense:
-    """Llama with these sizes."""
+    """Llama with these sizes. `CAST`: bytes a parameter that are read and written to make what matmuls see of
+    fp32 weights."""
+
+    CAST: ClassVar = 6
 
     config: LlamaConfig
 
@@ -162,6 +165,14 @@ class Dense:
             for side in sides
         ]
 
+    def _params_of_a_block(self, part: Part) -> float:
+        """That a rank computes with."""
+        return self.config.num_layer_params() / part.tp
+
+    def _moving(self, step: StepShape, kernels: Kernels) -> float:
+        """Seconds of a block's forward pass in which rows only move."""
+        return 0.0
+
     def _num_blocks(self, part: Part) -> int:
         return self.config.num_layers if part.num_blocks is None else part.num_blocks
 
@@ -220,6 +231,7 @@ class Dense:
             step.seq_len,
         )
         between = kernels.between(tokens, traffic_by_width(dim // tp, kv_dim // tp, self._ffn_channels // tp))
+        between += self._moving(step, kernels)
         forward = kernels.at_least(sum(matmuls) + attention + between, _KERNELS_FORWARD)
         backward = kernels.at_least(2 * sum(matmuls) + 2.5 * attention + 2 * between, 2 * _KERNELS_FORWARD)
         if recomputes_attention(step.checkpointing):
@@ -228,8 +240,8 @@ class Dense:
         elif step.checkpointing != "none":
             backward += sum(matmuls[index] for index in _again(step.checkpointing, matmuls)) + between
         casts = 0.0
-        if step.precision != "fp32":  # fp32 weights to what matmuls see, once a forward
-            casts = kernels.stream(6 * config.num_layer_params() // tp, fuse=False)
+        if step.precision != "fp32":  # once a forward
+            casts = kernels.stream(self.CAST * self._params_of_a_block(part), fuse=False)
         head = loss = 0.0
         if part.is_last:
             head = kernels.matmul(tokens, dim, config.vocab_size // tp)

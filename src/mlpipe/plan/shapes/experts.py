@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mlpipe._core.presets import MoeConfig
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.shapes.dense import Dense, split
-from mlpipe.plan.shapes.shape import StepShape
+from mlpipe.plan.shapes.shape import Part, StepShape
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,23 @@ class Experts(Dense):
         return [*shared, *routed, *2 * [4 * config.num_experts], *2 * [8 * k]]
 
     def _matmuls(self, step: StepShape, kernels: Kernels) -> list[float]:
-        """Of the experts' each is of few rows, and all weights are read. Under `tp` a rank has whole experts
-        of its own, and the router of all."""
-        config, tokens, tp = self.config, step.num_tokens, step.part.tp
+        """Of the experts' each is of few rows, and all weights are read. Under `tp` and `ep` a rank has whole
+        experts of its own, with `ep` for the tokens of so many ranks, and the router of all."""
+        config, tokens, tp, ep = self.config, step.num_tokens, step.part.tp, step.part.ep
         others, router = config.matmuls()[:-3], (config.dim, config.num_experts)
-        rows = math.ceil(tokens * self._places / config.num_experts)
-        routed = config.num_experts // tp * kernels.matmul(rows, config.dim, config.ffn_dim)
+        rows = math.ceil(ep * tokens * self._places / config.num_experts)
+        routed = kernels.matmul(rows, config.dim, config.ffn_dim, config.num_experts // (tp * ep))
         parts = [one if one == router else split(*one, config.dim, tp) for one in others]
         return [*(kernels.matmul(tokens, inner, outer) for inner, outer in parts), *3 * [routed]]
+
+    def _params_of_a_block(self, part: Part) -> float:
+        experts = 3 * self.config.num_experts * self.config.dim * self.config.ffn_dim
+        return (self.config.num_layer_params() - experts * (1 - 1 / part.ep)) / part.tp
+
+    def _moving(self, step: StepShape, kernels: Kernels) -> float:
+        """Rows are gathered by their experts and back, with `ep` once more where they come, and added up in
+        fp32 by what the router gave them."""
+        channels, width = step.num_tokens * self._places * self.config.dim, kernels.width
+        gathers = 4 if step.part.ep > 1 else 2
+        gathering = kernels.stream(channels * gathers * 2 * width, fuse=False)
+        return gathering + kernels.stream(channels * (width + 8))

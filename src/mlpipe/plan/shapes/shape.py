@@ -22,7 +22,8 @@ class Part:
     is split into so many, the residual stream by its tokens (sequence parallelism). `cp`: each sequence is.
     `num_blocks`: of its pipeline stage; None: all. `is_first`, `is_last`: whether the stage has the
     embedding, or the head and the loss. `rank`: of the pipeline, where the shape knows what each has.
-    `number`: of the rank in the pipeline, between the first and the last."""
+    `number`: of the rank in the pipeline, between the first and the last. `ep`: so many ranks have a block's
+    experts among them, and each other's tokens for these."""
 
     tp: int = 1
     cp: int = 1
@@ -31,6 +32,7 @@ class Part:
     is_last: bool = True
     rank: int | None = None
     number: int = 1
+    ep: int = 1
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class ParameterCounts:
         its blocks, and of what is in none the embedding, or the last norm and the head, which may be one."""
         if part.rank is not None:
             return self.by_rank[part.rank]
-        if part == Part(cp=part.cp):
+        if part == Part(cp=part.cp, ep=part.ep):
             return self
         trained = None if self.trained_only is None else _trained_of_part(self.trained_only, part)
         return replace(_of_part(self, part), trained_only=trained)
