@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.ranks import run
+from benchmarks.ranks import run, train_plan
 from mlpipe._core.pipelines import Schedule, stages_per_rank
 from mlpipe._core.presets import LLAMA, PRESETS
-from mlpipe.plan.plan import Entry, Mesh, ModelPlan, PipelinePlan
+from mlpipe.plan.plan import Entry, Mesh, ModelPlan, PipelinePlan, TrainPlan
 from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.model import build_model
 from mlpipe.train.parallel.apply import parallelize
@@ -62,23 +61,19 @@ def busy(seconds: float) -> None:
     spent += time.perf_counter() - began
 
 
-def pipeline_plan(schedule: Schedule, num_ranks: int) -> Any:
-    """Of a TrainPlan only what the techniques and the schedule look at."""
+def pipeline_plan(schedule: Schedule, num_ranks: int) -> TrainPlan:
     config = replace(
         next(iter(PRESETS.values())), vocab_size=VOCAB, dim=DIM, num_layers=BLOCKS_PER_RANK * num_ranks,
         num_heads=2, num_kv_heads=2, ffn_dim=DIM, max_seq_len=TOKENS, tied=False,
     )  # fmt: skip
     own = stages_per_rank(schedule)
-    return SimpleNamespace(
-        adapter=None,
+    return train_plan(
         model=ModelPlan(Entry(LLAMA, asdict(config)), None, TOKENS, ()),
         mesh=Mesh(pp=num_ranks),
         pipeline=PipelinePlan(schedule, (BLOCKS_PER_RANK // own,) * (own * num_ranks)),
         activation_checkpointing="none",
-        offload="off",
         compile="off",
         precision="fp32",
-        shard_optimizer=False,
         seed=1,
     )
 

@@ -9,8 +9,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn
+
+from mlpipe.plan.plan import TrainPlan
 
 _LONGEST_SECONDS = 1800
 
@@ -39,6 +42,12 @@ def measured(module: str, num_ranks: int, asked: dict[str, Any]) -> Any:
         if any(codes):
             raise RuntimeError(f"ranks ended with {codes}")
         return json.loads(Path(name, "told.json").read_text())
+
+
+def train_plan(**given: Any) -> TrainPlan:
+    """For the trainer's techniques and schedules alone: what else a training must be told is None."""
+    needed = [one.name for one in fields(TrainPlan) if one.default is one.default_factory is MISSING]
+    return TrainPlan(**{**dict.fromkeys(needed), **given})
 
 
 def run(measure: Callable[[dict[str, Any]], Any]) -> NoReturn:

@@ -7,9 +7,10 @@ takes; so the ranks need no cores, and what is measured is who waits for whom. T
 - a mix of lengths as LongAlign trains on (Bai et al., 2024): half conversations, half long documents;
 - one like those of agents that repair software (SWE): long ones of nearly the same kind.
 
-The mixes have eight samples a rank on four ranks, where balancing leaves little to gain, and four on eight
-ranks as in the paper's own example (sail-sg/odc, examples/llm_training: a node of 8 GPUs, --minibatch_size 4,
-rows of 65,536 tokens). There LongAlign-10k stands alone: documents of 8k to 64k tokens, no conversations.
+The mixes have eight samples a rank on four ranks, where balancing leaves little to gain, and four samples a
+rank in rows of 65,536 tokens as in the paper's own example (sail-sg/odc, examples/llm_training:
+--minibatch_size 4), on eight ranks, a number that the example leaves open. There LongAlign-10k stands alone:
+documents of 8k to 64k tokens, no conversations.
 
 Lengths are drawn from log-normal distributions with a fixed seed; their quantiles stand in the results, for
 nobody's data are here. Samples are packed and dealt by the trainer's own functions: with equally many rows by

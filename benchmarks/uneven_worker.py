@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.measure import Round, rounds
-from benchmarks.ranks import run
+from benchmarks.ranks import run, train_plan
 from benchmarks.uneven import NUM_BLOCKS
 from mlpipe._core.presets import LLAMA, PRESETS
 from mlpipe.plan.plan import Entry, Mesh, ModelPlan
@@ -63,20 +62,14 @@ class Side:
             next(iter(PRESETS.values())), vocab_size=VOCAB, dim=DIM, num_layers=NUM_BLOCKS,
             num_heads=2, num_kv_heads=2, ffn_dim=DIM, max_seq_len=TOKENS, tied=False,
         )  # fmt: skip
-        plan: Any = SimpleNamespace(
-            adapter=None,
+        plan = train_plan(
             model=ModelPlan(Entry(LLAMA, asdict(config)), None, TOKENS, ()),
             mesh=mesh,
             communication=communication,
             reshard_after_forward=communication != "resident",
-            reduce_gradients="last",
-            islands=None,
-            compress=None,
             activation_checkpointing="none",
-            offload="off",
             compile="off",
             precision="fp32",
-            shard_optimizer=False,
             seed=1,
         )
         built = build_model(plan.model, seed=1, device_type="cpu")

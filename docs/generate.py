@@ -43,7 +43,7 @@ def exit_codes_page() -> str:
 
     again = dict.fromkeys(EXIT_CODES.values(), "is started again, `max_gang_restarts` times at most")
     again |= dict.fromkeys(NON_RETRIABLE_CODES, "is not started again")
-    again[SAVED_CODE] = "is started again; of a JobSet that does not count"
+    again[SAVED_CODE] = "is started again; of a training or evaluation that does not count"
     rows = "".join(
         f"| {code} | {kind} | {_MEANINGS[kind]} | {again[code]} |\n" for kind, code in EXIT_CODES.items()
     )

@@ -28,6 +28,10 @@ from mlpipe.train.replicas.exchange import MembershipChanged
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 STEPS = 20
+SHORTENED = {
+    "mlpipe.store.replicas:SEAT_SECONDS": 10.0,
+    "mlpipe.train.replicas.coordinator:ALONE_SECONDS": 1.0,
+}
 
 
 class Numbers:
@@ -186,7 +190,7 @@ def test_a_coordinator_is_killed_or_told_to_end_and_another_one_takes_over(tmp_p
     )
     store = FolderStore(tmp_path / "store")
     replicas.want(store, plan.attempt_key, 2)
-    env = {**plans.environment(), "KIT_SHORTENED": '{"mlpipe.store.replicas:SEAT_SECONDS": 10.0}'}
+    env = {**plans.environment(), "KIT_SHORTENED": json.dumps(SHORTENED)}
     started = []
 
     def begin(name: str, module: str, **more: str):

@@ -72,6 +72,7 @@ def test_layers_that_the_kernel_cannot_take_stay_as_they_are():
     apply([nn.ModuleList([fits, odd])])
     x = torch.randn(16, 16)
     assert [layer(x).dtype for layer in model] == [torch.bfloat16, torch.float32, torch.float32]
+    assert fits(x[:0]).shape == (0, 32), "an expert without a token"
 
 
 SETTINGS = {

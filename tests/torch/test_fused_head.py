@@ -11,6 +11,7 @@ from kit import plans
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mlpipe._core.errors import TrainError
 from mlpipe._core.presets import PRESETS
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.shapes.dense import Dense
@@ -60,6 +61,8 @@ def test_what_is_not_trained_has_no_gradient_and_a_second_backward_is_refused():
     hidden, weight, targets = problem(torch.float32)
     head_cross_entropy_sum(hidden, weight.detach(), targets)[0].backward()
     head_cross_entropy_sum(hidden.detach(), weight, targets)[0].backward()
+    with pytest.raises(TrainError, match="do not fit targets"):
+        head_cross_entropy_sum(hidden, weight, targets.float())
     total, _ = head_cross_entropy_sum(hidden, weight, targets)
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from mlpipe._core.errors import MlpipeError
 from mlpipe._core.pipelines import SCHEDULES, stages_per_rank
 from mlpipe.api.pipeline import LoadedPipeline
-from mlpipe.api.tuning.changes import possible_changes
-from mlpipe.api.tuning.decide import LEAST_GAIN_RATIO
+from mlpipe.api.tuning.changes import is_allowed, possible_changes
+from mlpipe.api.tuning.decide import LEAST_GAIN_RATIO, Change
 from mlpipe.plan.candidates import priced
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import Plan, TrainPlan
@@ -36,9 +36,12 @@ class Expected:
     gain: float = 0.0
 
 
-def expected_gains(store: Store, run: RunState, stage: str) -> dict[str, Expected]:
+def expected_gains(store: Store, run: RunState, attempt_key: str) -> dict[str, Expected]:
     """By cause, as in `observe/profiles/findings.py`; a cause that is not there is not priced. Of its own
-    model, or hardware that is not known here, nothing is."""
+    model, hardware that is not known here, or an attempt before the run's last, nothing is."""
+    stage = attempt_key.rsplit("/", 2)[1]
+    if attempt_key != run.attempt_key(stage):
+        return {}
     try:
         return dict(_gains(*_planned(store, run, stage)))
     except MlpipeError:
@@ -63,7 +66,7 @@ def _gains(
     candidates = compare(pipeline.spec, plan.stage, hardware, inputs)
     changes = possible_changes(pipeline, plan, candidates, hardware)
     ratios = {change.sets: (change.knob, change.expected_ratio) for change in changes}
-    ratios |= {sets: ("schedule", ratio) for sets, ratio in _schedules(plan, hardware)}
+    ratios |= {sets: ("schedule", ratio) for sets, ratio in _schedules(pipeline, plan, hardware)}
     for cause, kinds in _REMEDIES.items():
         # a ratio of exactly 1 is one that the planner does not know
         known = {sets: ratio for sets, (kind, ratio) in ratios.items() if kind in kinds and ratio != 1.0}
@@ -74,8 +77,10 @@ def _gains(
         yield cause, told if told.gain >= LEAST_GAIN_RATIO else Expected(tuple(kinds))
 
 
-def _schedules(plan: Plan, hardware: Hardware) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Those with as many stages on a rank."""
+def _schedules(
+    pipeline: LoadedPipeline, plan: Plan, hardware: Hardware
+) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Those with as many stages on a rank that the file may name and the memory holds."""
     train = plan.part(TrainPlan)
     if train is None or train.pipeline is None or train.predicted is None:
         return
@@ -83,5 +88,7 @@ def _schedules(plan: Plan, hardware: Hardware) -> Iterator[tuple[tuple[str, ...]
     for schedule in SCHEDULES:
         if stages_per_rank(schedule) == stages_per_rank(train.pipeline.schedule):
             other = replace(train, pipeline=replace(train.pipeline, schedule=schedule))
-            ratio = priced(other, hardware).step_seconds / now
-            yield (f"stages.{plan.stage}.train.pipeline.schedule={schedule}",), ratio
+            sets = (f"stages.{plan.stage}.train.pipeline.schedule={schedule}",)
+            candidate = priced(other, hardware)
+            if candidate.fits and is_allowed(pipeline, Change("schedule", sets)):
+                yield sets, candidate.step_seconds / now

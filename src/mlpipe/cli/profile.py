@@ -218,7 +218,7 @@ def _say(session: CliSession, store: Store, run: RunState, stored: StoredProfile
             path = out / key.rpartition("/")[2]
             path.write_bytes(store.get(key))
             traces.append(str(path))
-    expected = expected_gains(store, run, stored.attempt_key.rsplit("/", 2)[1])
+    expected = expected_gains(store, run, stored.attempt_key)
     seconds = max(map(own_seconds, stored.ranks))
     document = {
         "profile": to_plain(stored.profile),

@@ -339,6 +339,8 @@ def precision_on(spec: Train, hardware: Hardware) -> tuple[Precision, str]:
         if spoilt is not None:
             return "fp32", f"{hardware.name} has no bf16, and {spoilt} does not go with fp16"
         return "fp16", f"{hardware.name} has no bf16; the loss is scaled, since fp16 has a narrow range"
+    if spec.float8:
+        return "bf16", "float8 stands beside it"
     if hardware.speed.kernels and "fp32" in peaks:
         ratio = peaks["bf16"] / peaks["fp32"]
         return "bf16" if ratio > 1 else "fp32", f"bf16 was measured at {ratio:.2g} times the speed of fp32"
@@ -469,7 +471,9 @@ def schedule_of(spec: Train) -> Schedule:
 
 def exchange_of(spec: Train) -> ContextExchange | Literal["auto"]:
     """Of keys and values, where the mesh has `cp`."""
-    return spec.context.exchange if spec.context is not None else "auto"
+    asked = spec.context.exchange if spec.context is not None else "auto"
+    # which is cheaper may be another one on the next machine, and sums in another order
+    return "all_gather" if asked == "auto" and spec.deterministic else asked
 
 
 def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:

@@ -35,7 +35,7 @@ __all__ = ["driver_objects", "gang_name", "labels", "replica_object", "stage_obj
 _OF_JOBSET = {"jobset": f"{CONTAINER}-0-", "trainjob": f"{TRAINJOBS_CONTAINER}-0-"}
 MAX_CONFIG_BYTES = 2**20  # of a ConfigMap's data
 DRIVER_RETRIES = 100  # a driver that starts anew takes over where the last one was
-COORDINATOR_RETRIES = 20  # its node may be lost now and then
+COORDINATOR_RETRIES = 100  # its node may be lost, drained or taken back now and then
 Json = dict[str, Any]
 
 

@@ -9,6 +9,8 @@ its seat (the store was away, it was stopped) begins anew as a process. No torch
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import signal
 import sys
@@ -24,7 +26,7 @@ from mlpipe.plan.process import main_of_stage
 from mlpipe.store import replicas
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import append_event
-from mlpipe.train.replicas.coordinator import LONELY_SECONDS, Coordinator
+from mlpipe.train.replicas.coordinator import ALONE_SECONDS, LONELY_SECONDS, Coordinator
 from mlpipe.train.replicas.membership import Membership
 from mlpipe.train.replicas.telling import best, tell_quorums
 
@@ -55,6 +57,7 @@ class Coordinating:
         self.coordinator = Coordinator(self.membership, own_address(), LONELY_SECONDS, self.check)
         self.seat = replicas.Seat(self.store, self.key, self.coordinator.where)
         self.num_signals = 0
+        self.told_at = math.inf  # when the first of them came
         self.heard: tuple[int, int] | None = None  # the commit that was looked at last since a signal
         self.num_heard = 0  # commits since then after which nobody left
 
@@ -84,7 +87,8 @@ class Coordinating:
                     return SAVED_CODE if self.num_signals else 0
                 if self.num_signals and self._others_go_on():
                     self.coordinator.close()
-                    self.seat.give_up()
+                    with contextlib.suppress(StoreError):  # it lapses by itself
+                        self.seat.give_up()
                     print("the coordinator gives up its seat: it was told to end", flush=True)  # noqa: T201
                     return SAVED_CODE
             except StoreError as error:
@@ -120,13 +124,14 @@ class Coordinating:
 
     def _others_go_on(self) -> bool:
         """Whether ranks have committed steps since the signal, and would have left after one if they had been
-        told to end as well; those who leave meet here to do so. Two, as signals do not come at once."""
+        told to end as well; those who leave meet here to do so. Two, and not at once: a queue or a drain that
+        takes all of them back does not tell them in one moment."""
         if self.num_heard == 0 and self.heard is None:
             self.heard = self.membership.committed
         if self.membership.committed != self.heard:
             self.heard = self.membership.committed
             self.num_heard = 0 if self.membership.left else self.num_heard + 1
-        return self.num_heard > 1
+        return self.num_heard > 1 and time.monotonic() - self.told_at > ALONE_SECONDS
 
     def _ended(self) -> bool:
         """Whether one replica has done the training, or all were told to end."""
@@ -139,6 +144,7 @@ class Coordinating:
 
     def _on_signal(self, signum: int, frame: object) -> None:
         self.num_signals += 1
+        self.told_at = min(self.told_at, time.monotonic())
 
 
 def _begin_anew(why: str) -> NoReturn:

@@ -22,9 +22,9 @@ DATA = {"entry": "kit.models:numbers", "batch_size": 8}
 PRESET = {"preset": "llama-4m", "seq_len": 64}
 
 
-def gains(folder: str, **train: Any) -> dict[str, Expected]:
+def gains(folder: str, workers: int = 2, **train: Any) -> dict[str, Expected]:
     body = {"model": PRESET, "data": DATA, "steps": 10, "precision": "fp32", **train}
-    stage = {"name": "train", "train": body, "resources": {"workers_per_node": 2, "cpus": 2}}
+    stage = {"name": "train", "train": body, "resources": {"workers_per_node": workers, "cpus": workers}}
     text = json.dumps({"version": 1, "name": "p", "stages": [stage]})
     spec, store = load_pipeline_text(text, "p"), open_store(folder)
     plan = build_plan(spec, "train", Start("r", 1, store.url), stage_hardware(spec, "train"))
@@ -36,7 +36,7 @@ def of_run(store: Store, text: str, plan: str) -> dict[str, Expected]:
     store.put("runs/r/stages/train/attempt-1/plan.json", plan.encode())
     state = StageState("running", 1)
     run = runs.update_run(store, "r", lambda run: replace(run, stages={"train": state}))
-    return expected_gains(store, run, "train")
+    return expected_gains(store, run, run.attempt_key("train"))
 
 
 def test_of_collectives_a_faster_strategy_is_named_with_the_planners_figure(tmp_path: Any) -> None:
@@ -63,6 +63,12 @@ def test_of_a_pipeline_that_waits_a_schedule_is_named(tmp_path: Any) -> None:
     found = gains(str(tmp_path), mesh={"pp": 2}, pipeline={"schedule": "1f1b", "microbatches": 4})["stages"]
     assert found.sets == ("stages.train.train.pipeline.schedule=zero_bubble",)
     assert 0 < found.gain < 1
+
+
+def test_a_schedule_that_the_file_cannot_name_is_not_suggested(tmp_path: Any) -> None:
+    split = {"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 4}}
+    found = gains(str(tmp_path), workers=4, **split)
+    assert all("zero_bubble" not in one for expected in found.values() for one in expected.sets)
 
 
 def test_what_the_planner_does_not_know_has_no_price(tmp_path: Any) -> None:

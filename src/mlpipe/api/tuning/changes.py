@@ -47,7 +47,7 @@ def possible_changes(
             if number != readers
         ]
     changes += _of_environment(plan, train, hardware, key)
-    return [change for change in changes if _is_allowed(pipeline, change)]
+    return [change for change in changes if is_allowed(pipeline, change)]
 
 
 def _of_layout(spec: Train, train: TrainPlan, candidates: Sequence[Candidate], key: str) -> Iterator[Change]:
@@ -94,7 +94,8 @@ def _of_environment(plan: Plan, train: TrainPlan, hardware: Hardware, key: str) 
         yield Change("allocator", tuple(sets))
 
 
-def _is_allowed(pipeline: LoadedPipeline, change: Change) -> bool:
+def is_allowed(pipeline: LoadedPipeline, change: Change) -> bool:
+    """Whether the file may say so."""
     try:
         pipeline.override(change.sets)
     except SpecError:

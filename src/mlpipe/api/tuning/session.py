@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from mlpipe.store.open import open_store
 from mlpipe.store.runs import RunState, update_run
 from mlpipe.submit import planning
 from mlpipe.submit.backend import Backend
+from mlpipe.submit.held_lease import HeldLease
 from mlpipe.submit.submission import Console
 
 SCHEMA_VERSION = 1
@@ -88,21 +90,21 @@ class Tuning:
                 short, self.stage, store, os.getcwd(), deadline, self.console.note, self.backend, run_id
             )
             trials.prepare(self.console)
-            changes = self._asked(changes_of(trials))
-            if not changes:
-                raise PlanError("there is nothing to change", where=f"stage {self.stage!r}")
-            names = ", ".join(dict.fromkeys(change.knob for change in changes))
-            self.console.note(f"{len(changes)} changes of {names}; trials of {self.steps} steps")
-
-            def measure(config: Config) -> float | None:
-                return self._measure(trials, config, key)
-
-            result = search(changes, measure)
+            with HeldLease(store, run_id) if self.store is not None else nullcontext():
+                result = self._search(trials, key)
             if self.store is not None and result.is_complete:
                 update_run(store, run_id, _ended)  # nobody is to drive it
             tuned = self._file(key, result)
             write_whole(self.out, to_json(tuned))
             return result, tuned
+
+    def _search(self, trials: Trials, key: str) -> TuningResult:
+        changes = self._asked(changes_of(trials))
+        if not changes:
+            raise PlanError("there is nothing to change", where=f"stage {self.stage!r}")
+        names = ", ".join(dict.fromkeys(change.knob for change in changes))
+        self.console.note(f"{len(changes)} changes of {names}; trials of {self.steps} steps")
+        return search(changes, lambda config: self._measure(trials, config, key))
 
     def _asked(self, changes: list[Change]) -> list[Change]:
         kinds = dict.fromkeys(change.knob for change in changes)

@@ -29,6 +29,7 @@ from mlpipe.submit import adopt, backends, planning, process
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.driver import CLEAR_SECONDS, DriveOptions, drive
 from mlpipe.submit.executor import StopRequest
+from mlpipe.submit.held_lease import HeldLease
 from mlpipe.submit.submission import Console, Submission
 
 RUN_ID = "tune"
@@ -98,8 +99,9 @@ class Trials:
         )
         adopt.claim(self.store, self.backend, submission, console)
         if self.backend.outlives_driver:
-            run = read_run(self.store, self.run_id)
-            self.backend.clear(self.store, run, timeout_seconds=CLEAR_SECONDS)
+            with HeldLease(self.store, self.run_id):  # nobody else tunes it
+                run = read_run(self.store, self.run_id)
+                self.backend.clear(self.store, run, timeout_seconds=CLEAR_SECONDS)
         for name in self._needed():
             if read_run(self.store, self.run_id).stages[name].state != "done":
                 self.note(f"running {name}, which {self.stage} needs")
@@ -126,7 +128,9 @@ class Trials:
         plan = make(self.stage, attempt)
         work = plan.work
         assert isinstance(work, TrainPlan)
-        return replace(plan, work=replace(work, resume=False), launch=replace(plan.launch, max_restarts=0))
+        once = replace(plan.launch, max_restarts=0)
+        cluster = plan.cluster and replace(plan.cluster, max_gang_restarts=0)
+        return replace(plan, work=replace(work, resume=False), launch=once, cluster=cluster)
 
     def seconds(self, config: Config) -> float | None:
         """Of a step: the median after the first third, which warms up. None where it fails, and says why.
@@ -181,4 +185,6 @@ def shortened(pipeline: LoadedPipeline, stage: str, steps: int) -> LoadedPipelin
     """With trainings of so many steps, which tell nobody."""
     key = f"stages.{stage}.train"
     quiet: dict[str, Any] = {f"{key}.track": None, f"{key}.profile": None, f"{key}.validate": None}
+    if pipeline.spec.slurm is not None:
+        quiet["slurm.max_requeues"] = 0
     return pipeline.smoke(steps=steps).override({**quiet, f"{key}.checkpoint.every": f"{steps} steps"})

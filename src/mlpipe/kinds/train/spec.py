@@ -162,7 +162,8 @@ class Context(SpecModel):
     exchange: Literal["auto", "all_gather", "ring"] = Field(
         "auto",
         description="How keys and values come to all of them. `all_gather`: at once, in each layer. `ring`: "
-        "from worker to worker, of one at a time, beside computing. `auto`: the cheaper by the planner.",
+        "from worker to worker, of one at a time, beside computing. `auto`: the cheaper by the planner; with "
+        "`deterministic`, `all_gather`.",
     )
 
 

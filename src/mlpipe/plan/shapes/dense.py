@@ -17,6 +17,10 @@ from mlpipe.plan.sizes import HEAD_CHUNK_ELEMENTS, LOSS_CHUNK_ELEMENTS
 from mlpipe.plan.tensors import COMPUTE_BYTES, Tensors, total
 
 _KERNELS_FORWARD = 45  # of a block in eager mode
+# Read and written for each number rounded to float8, by the kernels of `train/parallel/float8.py`: the
+# largest magnitude of bf16 (4 + 2), in fp32 (6), divided, clamped (8 + 8), rounded (5). Compiled, it is read
+# for the largest magnitude, and once more to be rounded (2 + 3).
+_FLOAT8_BYTES, _FLOAT8_COMPILED_BYTES = 33.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -156,13 +160,17 @@ class Dense:
         return 4 * [width * self.config.ffn_dim // tp]
 
     def _matmuls(self, step: StepShape, kernels: Kernels) -> list[float]:
-        """Seconds of those of a block. In float8 only the multiplying is faster: bf16 comes in and out."""
+        """Seconds of those of a block. In float8 only the multiplying is faster: bf16 comes in and out, and
+        operands are rounded first."""
         dim, tp, tokens = self.config.dim, step.part.tp, step.num_tokens
         sides = [split(inner, outer, dim, tp) for inner, outer in self.config.matmuls()]
         spared = 1 - 1 / (kernels.speed.float8_speedup or 1) if step.float8 else 0.0
+        rounded = (_FLOAT8_COMPILED_BYTES if kernels.compiled else _FLOAT8_BYTES) if step.float8 else 0.0
         return [
-            kernels.matmul(tokens, *side) - spared * kernels.matmul_flops(2.0 * tokens * side[0] * side[1])
-            for side in sides
+            kernels.matmul(tokens, inner, outer)
+            - spared * kernels.matmul_flops(2.0 * tokens * inner * outer)
+            + kernels.stream(rounded * inner * (tokens + outer), fuse=False)
+            for inner, outer in sides
         ]
 
     def _params_of_a_block(self, part: Part) -> float:

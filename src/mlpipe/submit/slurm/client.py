@@ -152,6 +152,7 @@ def _done(argv: Sequence[str], stdin: str, folder: str | None) -> subprocess.Com
             encoding="utf-8",  # of the plan, whatever the locale says
             errors="replace",
             timeout=_COMMAND_SECONDS,
+            start_new_session=True,  # Ctrl-C is ours: a job that the controller has taken must be heard of
         )
     except FileNotFoundError:
         raise SubmitError(

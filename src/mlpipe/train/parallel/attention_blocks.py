@@ -29,6 +29,7 @@ def attend_backward(
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
             grad, q, k, v, out, log_sum, 0.0, causal
         )
+    log_sum = log_sum.contiguous()  # its kernel does not look at strides
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # state of a dropout that is 0
     return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
         grad, q, k, v, out, log_sum, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused

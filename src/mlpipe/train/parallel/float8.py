@@ -53,6 +53,8 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
 
 
 def _forward(self: nn.Linear, x: Tensor) -> Tensor:
+    if not x.numel():  # such as an expert's without a token: there is no largest magnitude
+        return nn.Linear.forward(self, x)
     y_MN = _Product.apply(x.flatten(0, -2).to(torch.bfloat16), self.weight)
     y: Tensor = y_MN.view(*x.shape[:-1], -1)
     return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -91,7 +93,7 @@ def quantized(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """And the fp32 factor that brings it back."""
     most = torch.finfo(dtype).max
     scale = (tensor.abs().amax().float() / most).clamp(min=1e-12)
-    return (tensor.float() / scale).clamp(-most, most).to(dtype).contiguous(), scale
+    return (tensor.float() / scale).clamp_(-most, most).to(dtype).contiguous(), scale
 
 
 def _product(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], *, fast: bool) -> Tensor:

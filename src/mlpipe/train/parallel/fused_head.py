@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mlpipe._core.errors import TrainError
+from mlpipe._core.presets import LLAMA
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.sizes import HEAD_CHUNK_ELEMENTS
+from mlpipe.train.contract import check_targets
 from mlpipe.train.loss import IGNORED, gradient_of_rows, loss_of_rows
 from mlpipe.train.models.llama import Llama
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
@@ -39,6 +41,7 @@ def head_cross_entropy_sum(
     hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `cross_entropy_sum` of `hidden @ weight.T`, in the dtype of `hidden`."""
+    check_targets(hidden_BTD, targets_BT, LLAMA)
     targets_N = targets_BT.flatten().long()
     if not torch.is_grad_enabled():  # which a function's own context does not know of parameters
         weight_VD = weight_VD.detach()

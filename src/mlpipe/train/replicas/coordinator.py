@@ -22,6 +22,8 @@ BEAT_SECONDS = 1.0
 LOST_SECONDS = 15.0
 # A training that has had too few replicas for so long fails.
 LONELY_SECONDS = 900.0
+# A coordinator that was told to end stays so long at least: replicas may be told a little later.
+ALONE_SECONDS = 20.0
 # The first quorum waits so long for replicas beyond the fewest; those of another coordinator come at once.
 _FIRST_SECONDS = 60.0
 _INHERITED_SECONDS = 15.0
