@@ -12,6 +12,7 @@ import pytest
 from kit.rendered import pipeline_of, plan_of
 
 from mlpipe._core.errors import MlpipeError, RenderError
+from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.slurm import slurm_job
 from mlpipe.render.slurm import job_name, script
 from mlpipe.spec.load import load_pipeline_text
@@ -21,7 +22,7 @@ from mlpipe.store.outcome import NODE_FAULT, AttemptOutcome
 from mlpipe.submit import handle
 from mlpipe.submit.executor import Ended
 from mlpipe.submit.handle import elsewhere
-from mlpipe.submit.slurm import client, jobs, node
+from mlpipe.submit.slurm import client, jobs, node, scripts
 from mlpipe.submit.slurm.pending import remedy, why_waiting
 
 pytestmark = pytest.mark.unit
@@ -197,6 +198,16 @@ def test_a_stage_that_cannot_go_on_is_not_queued_again_by_its_limit() -> None:
     spec = pipeline_of("llm", "slurm.time=20 min")
     texts = {name: script(plan_of(spec, name), slurm_job(spec, name), "o") for name in ("corpus", "train")}
     assert ["--signal=B:USR1" in texts[name] for name in texts] == [False, True]
+
+
+def test_a_training_that_would_begin_again_is_not_queued_again_when_it_fails() -> None:
+    """As a trial of `mlpipe tune`."""
+    spec = pipeline_of("llm")
+    plan = plan_of(spec, "train")
+    assert isinstance(plan.work, TrainPlan)
+    trial = replace(plan, work=replace(plan.work, resume=False))
+    found = [scripts.of_plan(spec, one) for one in (plan, trial)]
+    assert ['SLURM_RESTART_COUNT:-0}" -lt 0 ]' in text for text in found] == [False, True]
 
 
 def test_of_a_gang_of_commands_all_end_with_the_first_that_fails() -> None:

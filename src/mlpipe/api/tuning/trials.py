@@ -185,6 +185,4 @@ def shortened(pipeline: LoadedPipeline, stage: str, steps: int) -> LoadedPipelin
     """With trainings of so many steps, which tell nobody."""
     key = f"stages.{stage}.train"
     quiet: dict[str, Any] = {f"{key}.track": None, f"{key}.profile": None, f"{key}.validate": None}
-    if pipeline.spec.slurm is not None:
-        quiet["slurm.max_requeues"] = 0
     return pipeline.smoke(steps=steps).override({**quiet, f"{key}.checkpoint.every": f"{steps} steps"})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from mlpipe._core.errors import PlanError, SubmitError
 from mlpipe.plan.ahead import plan_ahead
-from mlpipe.plan.plan import Plan
+from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.plan.pods import host_bytes
 from mlpipe.plan.slurm import slurm_job
 from mlpipe.render.slurm import parts_of, script
@@ -21,12 +22,10 @@ Files = dict[str, str]
 
 def of_plan(pipeline: Pipeline, plan: Plan, part: str = "") -> str:
     """The script of one attempt, or of a part of it. Raises RenderError."""
-    return script(
-        plan,
-        slurm_job(pipeline, plan.stage, host_bytes(plan.work, plan.launch)),
-        output_file(plan, part),
-        part,
-    )
+    job, train = slurm_job(pipeline, plan.stage, host_bytes(plan.work, plan.launch)), plan.part(TrainPlan)
+    if train is not None and not train.resume:  # as a trial: another start would begin again, in its records
+        job = replace(job, max_requeues=0)
+    return script(plan, job, output_file(plan, part), part)
 
 
 def scripts(submission: Submission) -> Files:
