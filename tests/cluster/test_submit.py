@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 from kit import budget
 from kit.cluster_objects import named
+from kit.command_runs import until
 from kit.place import ROOT, RUN_SECONDS
 from kit.undisturbed import check_processes, losses, workers_of
 
@@ -24,6 +25,7 @@ def test_one_spec_everywhere(place, hold, undisturbed):
     with hold:
         place.submit(undisturbed.spec, "everywhere")
         there = workers_of("everywhere", 2)
+        until(lambda: place.run_state("everywhere").stages["train"].state == "running", "the driver's word")
         profiled = place.json("profile", "everywhere", "--steps", "1")
     assert [rank["rank"] for rank in profiled["ranks"]] == [0, 1]
     assert all(trace.startswith("s3://") for trace in profiled["traces"])

@@ -16,7 +16,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -60,8 +61,11 @@ class Slurm:
 
     def until(self, what: str, *argv: object, says: str, seconds: float = 120) -> None:
         """Until the command prints that."""
+        self._until(what, lambda: says in self.run(*argv), seconds)
+
+    def _until(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
         try:
-            until(lambda: says in self.run(*argv), what, seconds)
+            until(condition, what, seconds)
         except AssertionError as error:
             logs = "".join(path.read_text()[-2000:] for path in sorted(self.folder.glob("*.log")))
             raise AssertionError(f"{error}: {self.run('sinfo', '-N', '-l')}{logs}") from None
@@ -78,8 +82,13 @@ class Slurm:
         self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
         self._told.write(f"{name}\n")
         self._told.flush()
-        asked = ("sinfo", "--noheader", "--nodes", name, "--format=%T")
-        self.until(f"{name} back", *asked, says="idle", seconds=300)
+        self._until(f"{name} back", partial(self._is_back, name), 300)
+
+    def _is_back(self, name: str) -> bool:
+        states = set(self.run("sinfo", "--noheader", "--nodes", name, "--format=%T").split())
+        if "down" in states:  # but it answers: Slurm would look again in minutes only
+            self.run("scontrol", "update", f"nodename={name}", "state=resume")
+        return states == {"idle"}
 
     def slow_down(self, name: str, rate: str) -> None:
         """What the node sends, such as `1mbit`."""
