@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -63,6 +64,15 @@ def second(running):
     if len(running.nodes) == 1 or not running.nodes[-1].processes[0].running:
         running.add_node()
     return len(running.nodes) - 1
+
+
+@pytest.fixture
+def occupied():
+    """A file for as long as a command shall take; pods see the virtual environment."""
+    path = Path(sys.prefix) / f"occupied-{secrets.token_hex(4)}"
+    path.touch()
+    yield path
+    path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -46,15 +44,6 @@ def queue(place):
         ),
     )
     return "elastic"
-
-
-@pytest.fixture
-def occupied():
-    """A file for as long as the urgent command shall take; pods see the virtual environment."""
-    path = Path(sys.prefix) / f"occupied-{secrets.token_hex(4)}"
-    path.touch()
-    yield path
-    path.unlink(missing_ok=True)
 
 
 class Training:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,15 +37,6 @@ def queue(place):
         *priorities,
     )
     return "team"
-
-
-@pytest.fixture
-def occupied():
-    """A file for as long as a command shall take; pods see the virtual environment."""
-    path = Path(sys.prefix) / f"occupied-{secrets.token_hex(4)}"
-    path.touch()
-    yield path
-    path.unlink(missing_ok=True)
 
 
 def test_one_run_waits_for_another_and_one_of_higher_priority_preempts_it(
