@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+from functools import cache
 from ipaddress import ip_network
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def _needs_helm():
         pytest.skip(str(error))
 
 
+@cache
 def _template(*options: str | Path, crds: tuple[str, ...] = CRDS) -> str:
     known = [word for crd in crds for word in ("--api-versions", crd)]
     done = helm("template", "mlpipe", CHART, "--namespace", "mlpipe", *known, *options)
@@ -63,6 +65,7 @@ def _refused(*options: str, crds: tuple[str, ...] = ()) -> str:
     return done.stderr
 
 
+@cache
 def _kustomized(name: str) -> str:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not on PATH: it builds k8s/. Install kubectl")

@@ -43,8 +43,8 @@ def extension(title: str) -> Extension:
 
 
 def copy_with(titles: Iterable[str], folder: Path) -> Path:
-    """mlpipe's own source with these extensions, for PYTHONPATH."""
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    """mlpipe's own source with these extensions, for PYTHONPATH; with its bytecode, which takes seconds."""
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("*.egg-info"))
     for one in map(extension, titles):
         table = folder / one.table
         table.write_text(table.read_text().replace(one.after, "\n".join([one.after, *one.added])))

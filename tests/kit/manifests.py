@@ -7,6 +7,7 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ OF_CRDS = (
 )
 
 
-class _Strict(yaml.SafeLoader):
+class _Strict(yaml.CSafeLoader):
     """Refuses a key that stands twice in one mapping, as the YAML parser of a cluster's tools would."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -52,11 +53,19 @@ def check_schema(one: Mapping[str, Any]) -> None:
     if one["apiVersion"].startswith(OF_CRDS):
         return
     try:
-        kubernetes_validate = importlib.import_module("kubernetes_validate")  # has no types
+        kubernetes_validate = _kubernetes_validate()
     except ImportError:
         pytest.skip("kubernetes-validate is not installed: run `make test`, which installs it")
     for minor in MINORS:
         kubernetes_validate.validate(one, minor, strict=True)
+
+
+@cache
+def _kubernetes_validate() -> Any:
+    """It would read all definitions of a minor, 1.5 MB, anew for each object."""
+    utils = importlib.import_module("kubernetes_validate.utils")  # has no types
+    utils.schema_contents = cache(utils.schema_contents)
+    return utils
 
 
 def crd_validator(module: str, plural: str, version: str) -> Any:
@@ -92,6 +101,7 @@ def kueue_crds(version: str) -> Path:
     return _module(KUEUE[version]) / "config" / "components" / "crd" / "bases"
 
 
+@cache
 def _module(name: str) -> Path:
     """Its folder; downloaded, once. Skips where Go or the module is missing."""
     try:
@@ -108,8 +118,9 @@ def _module(name: str) -> Path:
     return Path(json.loads(done.stdout)["Dir"])
 
 
+@cache
 def _validator(path: Path, version: str) -> Any:
-    versions = yaml.safe_load(path.read_text())["spec"]["versions"]
+    versions = yaml.load(path.read_text(), yaml.CSafeLoader)["spec"]["versions"]
     (schema,) = [one["schema"]["openAPIV3Schema"] for one in versions if one["name"] == version]
     schema["properties"]["metadata"] = {}
     return jsonschema.Draft202012Validator(_closed(schema))
