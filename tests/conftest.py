@@ -47,6 +47,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _FIRST = ("torch", "services")
 _LONGEST = ("test_faults.py", "test_cli_train.py")
 _LONGEST += ("test_slurm.py", "test_submit.py", "test_submit_faults.py", "test_submit_lost.py")
+_LONGEST += ("test_submit_elastic.py", "test_submit_trainjob.py", "test_jenkins_builds.py", "test_observe.py")
 RINGS = ("unit", "golden", "torch", "services", "cluster", "gpu")
 REQUIRED = frozenset(filter(None, os.environ.get("MLPIPE_REQUIRE_RINGS", "").split(",")))
 
