@@ -63,7 +63,7 @@ def check_schema(one: Mapping[str, Any]) -> None:
 @cache
 def _kubernetes_validate() -> Any:
     """It would read all definitions of a minor, 1.5 MB, anew for each object."""
-    utils = importlib.import_module("kubernetes_validate.utils")  # has no types
+    utils: Any = importlib.import_module("kubernetes_validate.utils")
     utils.schema_contents = cache(utils.schema_contents)
     return utils
 
