@@ -60,7 +60,8 @@ class ApiServer:
     """Listens on a free port of 127.0.0.1 while it is entered.
 
     objects: by plural and name, of the one namespace. missing: plurals whose CRD is not installed. denied:
-    "verb resource" pairs that RBAC refuses. held: names that stay, being deleted, when they are deleted.
+    "verb resource" pairs that RBAC refuses. held: names that stay, being deleted, when they
+    are deleted in the foreground: what they own is still there.
     page: objects on a page of a list. versions: that are served, by group; of others every one.
     """
 
@@ -340,9 +341,10 @@ class _Handler(BaseHTTPRequestHandler):
             )
         if self.command == "DELETE":
             found["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-            if name not in server.held:
+            stays = name in server.held and body.get("propagationPolicy") == "Foreground"
+            if not stays:
                 del server.objects[plural, name]
-            server.note("MODIFIED" if name in server.held else "DELETED", plural, found)
+            server.note("MODIFIED" if stays else "DELETED", plural, found)
         if self.command == "PATCH":
             found["metadata"].update(body.get("metadata", {}))
             if "spec" in body:

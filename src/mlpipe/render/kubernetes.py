@@ -72,7 +72,6 @@ def stage_objects(plan: Plan) -> list[Json]:
         objects += [_replica_job(plan, number, cluster, own, config) for number in range(count)]
         return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
     form = cluster.form if is_gang(plan) else "job"
-    _refuse_spares(plan, cluster, form)
     if cluster.groups and (form != "jobset" or cluster.gpu_claims is not None):
         what = (
             "gpu_claims ask for one class of GPUs"
@@ -101,20 +100,6 @@ def stage_objects(plan: Plan) -> list[Json]:
     of_form = {"jobset": _jobset, "trainjob": _trainjob}.get(form, _job)
     objects.append(of_form(plan, name, cluster, own, template))
     return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
-
-
-def _refuse_spares(plan: Plan, cluster: ClusterPlan, form: str) -> None:
-    if not plan.launch.num_spares:
-        return
-    if form == "indexed-job":
-        words = "a spare leaves when its gang is started anew, and an indexed-job's pods start one by one"
-        hint = "write 'kubernetes: {form: jobset}', or remove resources.spares"
-    elif cluster.topology is not None and cluster.topology.inner is not None:
-        words = "with spares the preflight chooses whose ranks are neighbours, and topology.inner does, too"
-        hint = "remove kubernetes.topology.inner, or resources.spares"
-    else:
-        return
-    raise RenderError(words, where=f"stage {plan.stage!r}", hint=hint)
 
 
 def replica_object(plan: Plan, number: int) -> Json:

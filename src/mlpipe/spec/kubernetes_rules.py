@@ -30,6 +30,7 @@ def check(root: Node) -> list[Problem]:
         *_rdma(root, section),
         *_choices(section),
         *_trainjob(section),
+        *_spares(root, section),
         *_prepull(section),
         *_secret_env(section),
         *_store(section),
@@ -180,6 +181,22 @@ def _trainjob(section: Node) -> Iterator[Problem]:
         node, default = get(section, key), Kubernetes.model_fields[key].default
         if node is not None and node.plain() not in (None, list(default) if default == () else default):
             yield problem_of_key(node, f"a TrainJob cannot say {key!r}: that is its runtime's", hint)
+
+
+def _spares(root: Node, section: Node) -> Iterator[Problem]:
+    """Of a gang that the preflight deals ranks to."""
+    form, inner = get(section, "form"), get(section, "topology", "inner")
+    for stage in items_of(root, "stages"):
+        spares = get(stage, "resources", "spares")
+        if spares is None:
+            continue
+        if text_of(form) == "indexed-job":
+            words = "a spare leaves when its gang is started anew, and an indexed-job's pods start one by one"
+            hint = "write 'kubernetes: {form: jobset}', or remove resources.spares"
+            yield problem_of_key(spares, words, hint)
+        if text_of(inner) is not None:
+            words = "the preflight chooses whose ranks are neighbours, and topology.inner does, too"
+            yield problem_of_key(spares, words, "remove kubernetes.topology.inner, or resources.spares")
 
 
 def _prepull(section: Node) -> Iterator[Problem]:

@@ -715,19 +715,6 @@ def test_a_gang_with_spares_has_a_pod_for_each(
     assert {"name": "MLPIPE_NUM_MACHINES", "value": "4"} in env
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (("kubernetes.form=indexed-job",), "pods start one by one"),
-        (("kubernetes.queue=q", "kubernetes.topology={preferred: block, inner: rack}"), "topology.inner"),
-    ],
-)
-def test_where_spares_cannot_be_held(overrides: tuple[str, ...], words: str) -> None:
-    with pytest.raises(RenderError, match=words):
-        stage_objects(quickstart("train", *SPARES, *overrides))
-    assert stage_objects(quickstart("train", *overrides))
-
-
 def test_an_image_is_fetched_with_the_rights_of_no_device_and_as_patches_leave_it() -> None:
     overrides = (
         "kubernetes.prepull=true",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from kit.command_runs import until
+from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
-from mlpipe.submit.kubernetes.gang import lost_for_good
+from mlpipe.store.folder import FolderStore
+from mlpipe.submit.kubernetes.gang import Gang, lost_for_good
 
 pytestmark = pytest.mark.unit
 
@@ -44,3 +47,17 @@ CASES = {
 def test_lost_for_good(case):
     found, expected = CASES[case]
     assert lost_for_good([pod(ready=("True", 9), disrupted=None, deleted=False), found], NOW) == expected
+
+
+@pytest.mark.parametrize("stage", ["train", "corpus"])
+def test_what_is_given_up_does_not_wait_for_the_lost_pod(stage, server, api, tmp_path):
+    """Else the JobSet, or Job, would stay, and hold its part of a queue's quota."""
+    gang = Gang(FolderStore(tmp_path), api, plan_of(pipeline_of("quickstart", *QUICKSTART), stage))
+    key = until(lambda: next((key for key in server.objects if key[0] in ("jobsets", "jobs")), None), "it")
+    server.held.add(key[1])
+    lost = pod(ready=("False", NOW), disrupted=(TAINT, NOW))  # in 1970
+    lost["metadata"]["labels"] = server.objects[key]["metadata"]["labels"]
+    server.put("pods", lost)
+    ended = until(gang.poll, "its end")
+    assert (ended.message, ended.lost) == ("node-1 was lost with pod p", True)
+    assert key not in server.objects

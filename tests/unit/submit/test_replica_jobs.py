@@ -96,9 +96,30 @@ def test_a_lost_node_costs_one_replica_and_another_number_comes(training):
         "spec": {"nodeName": "node-1"},
         "status": {"conditions": [{**taint, **long_ago}, {"type": "Ready", "status": "False", **long_ago}]},
     }
+    training.server.held.add(job["metadata"]["name"])  # the pod never goes
     training.server.put("pods", pod)
     training.until(0, 2, 3, 4)
     assert training.handle.poll() is None
+
+
+@pytest.mark.parametrize("part", ["", "-2"])
+def test_who_waits_for_room_is_told_though_others_run(training, part):
+    """The coordinator, or a replica."""
+    jobs = {name: body for (kind, name), body in training.server.objects.items() if kind == "jobs"}
+    coordinator = next(
+        name for name, body in jobs.items() if "mlpipe.dev/replica" not in body["metadata"]["labels"]
+    )
+    waits = coordinator + part
+    for name, body in jobs.items():
+        if name != waits:
+            metadata = {"name": f"pod-of-{name}", "labels": body["metadata"]["labels"]}
+            training.server.put("pods", {"metadata": metadata, "spec": {}, "status": {"phase": "Running"}})
+    training.server.put("jobs", {**jobs[waits], "spec": {**jobs[waits]["spec"], "suspend": True}})
+    said = f"Job {waits} is suspended: its queue has not admitted it"
+    expected = said if part else f"without their coordinator the replicas wait: {said}"
+    until(lambda: training.handle.note() == expected, f"the note, not {training.handle.note()}")
+    for name in jobs.keys() - {waits}:
+        training.server.drop("pods", f"pod-of-{name}")
 
 
 def test_a_replica_that_fails_for_good_is_given_up_until_too_few_are_left(training):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+from kit.command_runs import until
 
 from mlpipe.train.replicas.coordinator import Coordinator
 from mlpipe.train.replicas.member import Member
@@ -48,3 +51,27 @@ def test_who_is_cut_off_from_its_coordinator_goes_on_with_it(stranger):
     member._socket.shutdown(socket.SHUT_RDWR)
     assert member.ask("join", step=8)["members"] == [0]
     assert next(places, None) is None
+
+
+def test_time_in_which_nobody_was_there_is_no_wait_for_others(monkeypatch):
+    """Replicas that a queue lets in one after the other, long after their coordinator."""
+    now = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("mlpipe.train.replicas.coordinator.time", clock)
+    one = Coordinator(Membership(1, 2, 2, 2), "127.0.0.1", 300.0)
+
+    def tick(at: float) -> None:
+        nonlocal now
+        now = at
+        until(lambda: one._ticked == at, "a tick")
+
+    def join(replica: int) -> list[int]:
+        return Member(replica, 0, "life", lambda: None, lambda: one.where).ask("join", step=0)["members"]
+
+    tick(1000.0)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(join, 0)
+        until(lambda: one.membership.waits_for().startswith("1 of"), "the first")
+        tick(1001.0)
+        tick(1002.0)  # the one before is over
+        assert (join(1), first.result()) == ([0, 1], [0, 1])

@@ -117,7 +117,7 @@ class Gang(ThreadedHandle):
                     killed = True
                 if (words := lost_for_good(pods, time.time())) is not None and not self._stopping:
                     self._postmortem.look(pods, at_the_end=True)
-                    self._api.delete(self._kind, self._name)
+                    self._api.delete(self._kind, self._name, is_lost=True)
                     return Ended("failed", words, kind="infrastructure", lost=True)
                 self._postmortem.look(pods)
                 if words := self._place(gang, pods, now):

@@ -23,6 +23,7 @@ from mlpipe.submit.executor import Ended
 from mlpipe.submit.kubernetes.api import Object, is_away
 from mlpipe.submit.kubernetes.gang import Gang, lost_for_good
 from mlpipe.submit.kubernetes.objects import create_all, finished
+from mlpipe.submit.kubernetes.pending import why_pending
 from mlpipe.submit.kubernetes.postmortem import last_words, termination_reason
 from mlpipe.submit.kubernetes.watch import Watched
 
@@ -84,7 +85,7 @@ class ReplicaJobs(Gang):
         if self._end is None:
             self._give_up_lost(by_number, pods)
             self._scale(by_number, failed, pods)
-            self._say(pods, by_number, failed)
+            self._say(pods, coordinator, by_number, failed)
         return None
 
     def _failure(
@@ -132,14 +133,20 @@ class ReplicaJobs(Gang):
         if new:
             create_all(self._api, [*self._objects, *new])
 
-    def _say(self, pods: list[Object], by_number: dict[int, Object], failed: set[int]) -> None:
+    def _say(
+        self, pods: list[Object], coordinator: Object, by_number: dict[int, Object], failed: set[int]
+    ) -> None:
         if time.monotonic() - self._noted < _NOTE_SECONDS:
             return
         self._noted = time.monotonic()
-        self._note = self._why_pending([pod for pod in pods if _is_active(pod)])
+        num_alive = len(by_number) - len(failed)
+        active = [pod for pod in pods if _is_active(pod)]
+        self._note = why_pending(self._api, self._labels, 1 + num_alive, active)
+        if coordinator["spec"].get("suspend"):
+            self._note = f"without their coordinator the replicas wait: {self._note}"
         if failed:
             names_of = ", ".join(map(str, sorted(failed)))
-            self._note = f"replica {names_of} is given up, {len(by_number) - len(failed)} go on"
+            self._note = f"replica {names_of} is given up, {num_alive} go on"
 
     # -- its end ------------------------------------------------------------------------------------
 

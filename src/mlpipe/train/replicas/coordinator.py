@@ -124,7 +124,7 @@ class Coordinator:
                     self._lose(who, f"replica {who[0]} was silent for {LOST_SECONDS:.0f} s")
             if now - self._began > (_INHERITED_SECONDS if self.membership.inherited else _FIRST_SECONDS):
                 self.membership.hurry()
-            if self.membership.quorum is not None:
+            if self.membership.quorum is not None or not self._writers:  # in a queue nobody waits for others
                 self._lonely_since = now
             elif now - self._lonely_since > self._lonely_seconds:
                 self.membership.fail(
