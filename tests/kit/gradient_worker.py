@@ -44,10 +44,12 @@ MIXES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "cp, ring": (Mesh(cp=4), {"context_exchange": "ring"}),
     "cp fsdp, ring": (Mesh(dp_shard=2, cp=2), {"context_exchange": "ring"}),
     "cp tp": (Mesh(cp=2, tp=2), {}),
+    "cp tp, ring": (Mesh(cp=2, tp=2), {"context_exchange": "ring"}),
     "ep": (Mesh(dp_shard=4, ep=2), {"experts": True}),
     "ep hsdp": (Mesh(dp_replicate=2, dp_shard=2, ep=2), {"experts": True}),
     "pp fsdp, 1f1b": (Mesh(pp=2, dp_shard=2), {"schedule": "1f1b"}),
     "pp cp, zero_bubble": (Mesh(pp=2, cp=2), {"schedule": "zero_bubble"}),
+    "pp cp, ring": (Mesh(pp=2, cp=2), {"schedule": "1f1b", "context_exchange": "ring"}),
     **{f"pp ddp, {name}": (Mesh(pp=2, dp_replicate=2), {"schedule": name}) for name in BLOCKS},
     **{f"pp tp, {name}": (Mesh(pp=2, tp=2), {"schedule": name}) for name in BLOCKS},
 }  # fmt: skip

@@ -330,11 +330,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
             plan("low", Mesh(cp=2), steps=6, precision="bf16"),
             plan("ring", Mesh(cp=2), validate=VALIDATED, context_exchange="ring"),
             plan("low-ring", Mesh(cp=2), steps=6, precision="bf16", context_exchange="ring"),
+            plan("compiled-ring", Mesh(cp=2), steps=4, compile="block", context_exchange="ring"),
         ],
         4: [
             plan("sharded", Mesh(dp_shard=2, cp=2), validate=VALIDATED),
             plan("sliced", Mesh(dp_replicate=2, cp=2), steps=6, shard_optimizer=True),
             plan("tensor", Mesh(cp=2, tp=2), steps=6),
+            plan("tensor-ring", Mesh(cp=2, tp=2), steps=6, context_exchange="ring"),
+            plan("copied-ring", Mesh(dp_replicate=2, cp=2), steps=6, context_exchange="ring"),
             plan("ring-of-four", Mesh(cp=4), context_exchange="ring", activation_checkpointing="selective"),
             plan(
                 "sharded-ring",
@@ -354,9 +357,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
     plans.run_together([chain[2]], folder / "third")
     plans.run_together(made[4], folder / "four")
     plans.run_together(made[8], folder / "eight")
-    killed = plan("killed", CHAIN[0], **plans.dying(step=14, every=10))
-    plans.launch_dying(killed, folder / "store", folder / "killed")
-    found = {one.run_id: [one] for several in [*made.values(), [killed]] for one in several}
+    exchanges: dict[str, Any] = {"killed": "all_gather", "killed-ring": "ring"}
+    killed = [
+        plan(name, CHAIN[0], context_exchange=way, **plans.dying(step=14, every=10))
+        for name, way in exchanges.items()
+    ]
+    for one in killed:
+        plans.launch_dying(one, folder / "store", folder / one.run_id)
+    found = {one.run_id: [one] for several in [*made.values(), killed] for one in several}
     return folder / "store", found | {"chain": chain}
 
 
@@ -382,7 +390,16 @@ def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str) -> 
 @pytest.mark.combines("cp", "dp_replicate", "strategy zero1")
 @pytest.mark.combines("cp", "tp", "dp_shard")
 @pytest.mark.combines("cp", "context ring", "dp_shard", "activation_checkpointing full")
-@pytest.mark.parametrize("run", ["recomputed", "selective", "sliced", "tensor", "triple", "sharded-ring"])
+@pytest.mark.combines("cp", "context ring", "tp")
+@pytest.mark.combines("cp", "context ring", "dp_replicate")
+@pytest.mark.combines("cp", "context ring", "compile")
+@pytest.mark.parametrize(
+    "run",
+    [
+        *("recomputed", "selective", "sliced", "tensor", "triple"),
+        *("sharded-ring", "tensor-ring", "copied-ring", "compiled-ring"),
+    ],
+)
 def test_what_it_is_combined_with_changes_nothing(trained: Any, run: str) -> None:
     store, made = trained
     steps = made[run][0].work.training.steps
@@ -392,10 +409,12 @@ def test_what_it_is_combined_with_changes_nothing(trained: Any, run: str) -> Non
 
 
 @pytest.mark.combines("cp", "kill of a worker", "deterministic")
-def test_a_killed_rank_costs_nothing(trained: Any) -> None:
+@pytest.mark.combines("cp", "context ring", "kill of a worker", "deterministic")
+@pytest.mark.parametrize("runs", [("killed", "two"), ("killed-ring", "ring")])
+def test_a_killed_rank_costs_nothing(trained: Any, runs: tuple[str, str]) -> None:
     """A restart in place from the checkpoint of step 10 ends at the same bits."""
     store, made = trained
-    killed, whole = (processes.digests(FolderStore(store), made[run][0]) for run in ("killed", "two"))
+    killed, whole = (processes.digests(FolderStore(store), made[run][0]) for run in runs)
     assert killed[STEPS, 1] == whole[STEPS, 1]
 
 

@@ -55,6 +55,7 @@ MIXED = {
     "pp": Mesh(pp=2),
     "copies": Mesh(dp_replicate=2, dp_shard=2, ep=2),
     "sequences": Mesh(dp_shard=2, cp=2, ep=2),
+    "ring": Mesh(dp_shard=2, cp=2, ep=2),
     "layers": Mesh(dp_shard=2, tp=2, ep=2),
     "stages": Mesh(pp=2, dp_shard=2, ep=2),
     "layers-of-stages": Mesh(pp=2, tp=2),
@@ -129,7 +130,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
     for name, mesh in MIXED.items():
         schedule = PipelinePlan("zero_bubble" if mesh.tp > 1 else "1f1b", (1, 1))
         staged = {"pipeline": schedule, "micro_batch": 4, "accumulation": 4 // mesh.dp_shard}
-        more = staged if mesh.pp > 1 else {}
+        more = staged if mesh.pp > 1 else {"context_exchange": "ring" if name == "ring" else "all_gather"}
         (two if mesh.world_size == 2 else four).append(plan(name, mesh, **more))
     plans.run_together([*four, chain[0]], folder / "four")
     plans.run_together([*of_one, chain[1]], folder / "one")
@@ -159,6 +160,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
 @pytest.mark.combines("pp", "tp", "pipeline zero_bubble", "model with experts")
 @pytest.mark.combines("tp", "ep", "dp_shard", "model with experts")
 @pytest.mark.combines("cp", "ep", "dp_shard", "model with experts")
+@pytest.mark.combines("cp", "context ring", "ep", "dp_shard", "model with experts")
 @pytest.mark.parametrize("name", ["two", "full", "four", "compiled", *MIXED])
 def test_losses_gradients_and_loads_are_those_of_one_rank(trained: Any, name: str) -> None:
     found, expected = trained[name], trained["alone"]

@@ -270,6 +270,7 @@ def test_pipelines_of_ranks_that_share_the_samples(folder, single):
 
 @pytest.mark.combines("pp", "tp", "pipeline 1f1b", "pipeline zero_bubble")
 @pytest.mark.combines("pp", "cp", "pipeline interleaved")
+@pytest.mark.combines("pp", "cp", "context ring", "pipeline zero_bubble")
 def test_stages_that_share_products_or_sequences(folder, single):
     """Four ranks: each stage on two, which have a part of every matrix and of the vocabulary, or of every
     sequence. The parts go on in one rank."""
@@ -277,11 +278,13 @@ def test_stages_that_share_products_or_sequences(folder, single):
         "tp": plan(folder, Mesh(pp=2, tp=2), "tp", "1f1b", **LONG),
         "tp untied": plan(folder, Mesh(pp=2, tp=2), "tp-untied", "zero_bubble", model=model(tied=False)),
         "cp": plan(folder, Mesh(pp=2, cp=2), "cp", "interleaved"),
+        "ring": plan(folder, Mesh(pp=2, cp=2), "ring", "zero_bubble", context_exchange="ring"),
     }
     plans.run_together(list(made.values()), folder / "sharing")
     same(folder, made["tp"], single["long"])
     same(folder, made["tp untied"], single["untied"])
     same(folder, made["cp"], single["tied"])
+    same(folder, made["ring"], single["tied"])
 
 
 @pytest.mark.combines("pp", "tp", "your own model")

@@ -98,11 +98,19 @@ def _fast_with_room(fitting: Sequence[Candidate], equal: float = _EQUAL) -> Cand
 
 
 def cheaper(ways: Sequence[Candidate]) -> Candidate:
-    """Of ways to do the same: by time and room as `choose`; where none fits, what needs least."""
+    """Of ways to do the same: by time and room as `choose`; where none leaves memory free, of those within
+    5 % of the fastest the one that needs least, and where none fits, of all."""
     if len(ways) == 1:
         return ways[0]
     fitting = [way for way in ways if way.fits]
-    return _fast_with_room(fitting) if fitting else smallest(ways)
+    if not fitting:
+        return smallest(ways)
+    best = _fast_with_room(fitting)
+    if is_tight(best):  # so are all that are as fast
+        fastest = min(way.step_seconds for way in fitting)
+        near = (way for way in fitting if way.step_seconds <= fastest * ROOM_WINDOW)
+        best = min(near, key=lambda way: way.used_ratio)
+    return best
 
 
 def _rank_of(best: Candidate, fastest: float) -> str:

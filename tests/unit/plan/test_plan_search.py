@@ -12,7 +12,7 @@ from mlpipe.kinds.train.spec import Train
 from mlpipe.plan import axis_reasons, candidates, search
 from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.candidates import enumerate_candidates, pick
-from mlpipe.plan.choose import Candidate, choose, verdict
+from mlpipe.plan.choose import Candidate, cheaper, choose, verdict
 from mlpipe.plan.hardware import GIB, Hardware
 from mlpipe.plan.plan import Mesh
 from mlpipe.plan.pricing import Pricer
@@ -155,6 +155,23 @@ def test_what_fills_the_memory_is_chosen_only_where_nothing_else_is_as_fast(
 ) -> None:
     found = [candidate(*one) for one in others]
     assert choose(found)[0] == found[chosen]
+
+
+@pytest.mark.parametrize(
+    ("ways", "chosen"),
+    [
+        ([(1.0, 0.97), (1.04, 0.93)], 1),  # neither leaves memory free
+        ([(1.0, 0.97), (1.06, 0.93)], 0),
+        ([(1.0, 0.93), (1.0, 0.97)], 0),
+        ([(1.0, 0.97), (1.04, 0.9)], 1),
+        ([(1.0, 0.9), (1.04, 0.5)], 0),
+    ],
+)
+def test_of_ways_that_fill_the_memory_the_one_that_needs_less_is_taken(
+    ways: list[tuple[float, float]], chosen: int
+) -> None:
+    found = [candidate(*one) for one in ways]
+    assert cheaper(found) == found[chosen]
 
 
 def test_words_are_those_of_what_decided() -> None:

@@ -21,6 +21,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Te
     return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]  # type: ignore[no-any-return]
 
 
+def merge(out: Tensor, log_sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
+    """In place: of the same queries, what they see of other keys. `out`: as wide as the log-sums."""
+    out.lerp_(more.to(out.dtype), (more_sums - log_sums).sigmoid()[..., None])
+    log_sums.copy_(torch.logaddexp(log_sums, more_sums))
+
+
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mlpipe.train.parallel.attention_blocks import attend, attend_backward
+from mlpipe.train.parallel.attention_blocks import attend, attend_backward, merge
 from mlpipe.train.parallel.rank_group import RankGroup
 
 
@@ -28,9 +28,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, ranks: RankGroup) -> tuple[Tensor, 
         before = _earlier(keys, late, ranks)
         if before.shape[-2]:
             more, more_sum = attend(queries, before, _earlier(values, late, ranks), causal=False)
-            total = torch.logaddexp(log_sum, more_sum)
-            out = _weighted(out, log_sum, total) + _weighted(more, more_sum, total)
-            log_sum = total
+            out = out.to(log_sum.dtype)
+            merge(out, log_sum, more, more_sum)
         outs.append(out.to(q.dtype))
         sums.append(log_sum)
     return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
@@ -115,7 +114,3 @@ def _earlier(keys: Tensor, late: bool, ranks: RankGroup) -> Tensor:
 def _halves(x: Tensor) -> tuple[Tensor, ...]:
     """Along the tokens: the late chunk and the early one."""
     return x.chunk(2, dim=2)
-
-
-def _weighted(out: Tensor, log_sum: Tensor, total: Tensor) -> Tensor:
-    return out * (log_sum - total).exp()[..., None]

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mlpipe.train.parallel.attention_blocks import attend, attend_backward
+from mlpipe.train.parallel.attention_blocks import attend, attend_backward, merge
 from mlpipe.train.parallel.rank_group import RankGroup
 
 
@@ -34,7 +34,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, ranks: RankGroup) -> tuple[Tensor, 
         arriving = _passed_on(here, away, ranks)
         queries, keys = _seen(away, half, ranks.rank)
         more, more_sums = attend(q[:, :, queries], *here[:, :, :, keys], causal=False)
-        _merge(out[:, :, queries], log_sums[:, :, queries], more, more_sums)
+        merge(out[:, :, queries], log_sums[:, :, queries], more, more_sums)
     return out.to(q.dtype), log_sums
 
 
@@ -76,12 +76,6 @@ def _seen(away: int, half: int, rank: int) -> tuple[slice, slice]:
 def _swapped(x: Tensor) -> Tensor:
     """The early chunk before the late one, as the diagonal wants them, or back again."""
     return x.roll(x.shape[2] // 2, 2)
-
-
-def _merge(out: Tensor, log_sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
-    """In place: of the same queries, what they see of other keys."""
-    out.lerp_(more.to(out.dtype), (more_sums - log_sums).sigmoid()[..., None])
-    log_sums.copy_(torch.logaddexp(log_sums, more_sums))
 
 
 def _passed_on(here: Tensor, away: int, ranks: RankGroup) -> Callable[[], Tensor]:
