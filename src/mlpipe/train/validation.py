@@ -30,6 +30,7 @@ from mlpipe.train.metrics import Metrics
 from mlpipe.train.microbatch import Microbatch, collate, own_part, uncounted
 from mlpipe.train.model import Batch
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.parallel.rank_group import send_together
 from mlpipe.train.schedules import Schedule
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.session import Session
@@ -194,8 +195,8 @@ def undisturbed(model: ParallelizedModel, world_size: int) -> Iterator[None]:
     try:
         model.module.eval()
         with torch.no_grad():
-            for buffer in stored if world_size > 1 else ():
-                dist.broadcast(buffer, 0)
+            if stored and world_size > 1:
+                send_together(stored)
             yield
     finally:
         for module in training:

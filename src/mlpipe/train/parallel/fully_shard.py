@@ -15,13 +15,13 @@ from typing import cast
 
 import torch
 import torch._dynamo  # as its first operation on a DTensor does, a second in each rank: here once a node
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import TrainPlan
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.parallel.rank_group import send_together
 from mlpipe.train.parallel.waits import Waits
 from mlpipe.train.precision import DTYPES
 from mlpipe.train.slices import places
@@ -147,14 +147,12 @@ class _GradientSync:
 
     def send_buffers(self) -> None:
         """As DDP's, which sends them at the same moment: rank 0's to all, in place, before the first
-        microbatch of a step; by the call and the bucket's bytes of DDP."""
+        microbatch of a step."""
         if self.buffers is None:  # not before the weights are real
             stored = any(item.is_buffer for item in self.model.shards)
             self.buffers = list(self.model.built.module.buffers()) if stored else []
         if self.buffers:
-            group = dist.distributed_c10d._get_default_group()
-            send = self.model.waits.timed(dist._broadcast_coalesced)  # type: ignore[attr-defined]
-            send(group, self.buffers, 250 * 2**20, 0)
+            self.model.waits.timed(send_together)(self.buffers)
 
 
 def _forget_forwards(module: nn.Module) -> None:

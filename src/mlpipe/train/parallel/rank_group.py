@@ -20,6 +20,14 @@ from mlpipe.train.buckets import views
 from mlpipe.train.parallel.waits import Waits
 from mlpipe.train.world import World
 
+_BUCKET_BYTES = 250 * 2**20
+
+
+def send_together(tensors: list[Tensor]) -> None:
+    """Rank 0's to all, in place, by the call and the bucket's bytes of DistributedDataParallel."""
+    group = dist.distributed_c10d._get_default_group()
+    dist._broadcast_coalesced(group, tensors, _BUCKET_BYTES, 0)  # type: ignore[attr-defined]
+
 
 @dataclass(frozen=True)
 class RankGroup:
