@@ -157,6 +157,14 @@ def test_one_that_has_done_it_is_the_end(training, monkeypatch):
     assert training.numbers() == [1], "others that came late have nothing to do"
 
 
+def test_a_coordinator_that_ends_before_who_has_done_it_is_no_failure(training, monkeypatch):
+    monkeypatch.setattr(replica_jobs, "_OTHERS_SECONDS", 0.0)
+    key = f"{training.plan.attempt_key}/outcome-replica-1.json"
+    write_outcome(training.store, key, AttemptOutcome("done", step=150))
+    training.ends("a1", "Complete")
+    assert training.end().state == "done"
+
+
 def test_a_stop_is_of_the_replicas_first(training):
     write_outcome(
         training.store,

@@ -179,6 +179,13 @@ def test_the_first_that_is_done_says_so_and_who_waits_in_the_queue_is_taken_out(
     assert not any(part in ("0", "1", "2") for _, part in training.slurm.told)
 
 
+def test_a_coordinator_that_ends_before_who_has_done_it_is_no_failure(training, monkeypatch):
+    monkeypatch.setattr(replica_jobs, "_OTHERS_SECONDS", 0.0)
+    training.leaves("1", outcome="done", step=9)
+    training.ends("coordinator", "COMPLETED")
+    assert training.end().state == "done"
+
+
 def test_a_cancel_is_told_to_all_and_ends_with_the_newest_save(training):
     training.handle.terminate()
     ended = training.end()

@@ -74,12 +74,13 @@ class ReplicaJobs(Gang):
         if not any(job["metadata"]["name"] == self._name for job in jobs):
             return self._gone()
         by_number = _numbered(jobs)
-        if any(finished(job) == "Complete" for job in by_number.values()):
+        coordinator = next(job for job in jobs if job["metadata"]["name"] == self._name)
+        # the coordinator's Job may be complete before those of the replicas that have done the training
+        if any(finished(job) == "Complete" for job in (coordinator, *by_number.values())):
             self._end = replica_outcomes.done(self._outcomes().values())
             self._ends_at = time.monotonic() + _OTHERS_SECONDS
             return None
         failed = {number for number, job in by_number.items() if finished(job) == "Failed"}
-        coordinator = next(job for job in jobs if job["metadata"]["name"] == self._name)
         self._end = self._failure(failed, len(by_number) - len(failed), coordinator, pods)
         self._ends_at = time.monotonic()
         if self._end is None:
@@ -142,7 +143,7 @@ class ReplicaJobs(Gang):
         num_alive = len(by_number) - len(failed)
         active = [pod for pod in pods if _is_active(pod)]
         self._note = why_pending(self._api, self._labels, 1 + num_alive, active)
-        if coordinator["spec"].get("suspend"):
+        if coordinator["spec"].get("suspend") and all(_number(pod) is not None for pod in active):
             self._note = f"without their coordinator the replicas wait: {self._note}"
         if failed:
             names_of = ", ".join(map(str, sorted(failed)))

@@ -116,8 +116,12 @@ class ReplicaJobs(ThreadedHandle):
         gone = self._scripts.keys() - alive - {COORDINATOR}
         outcomes = replicas.outcomes(self._store, self._plan.attempt_key)
         found = {part: outcomes[int(part)] for part in gone if int(part) in outcomes}
-        if any(one.outcome == "done" for one in found.values()):
-            self._end = replica_outcomes.done(found.values())
+        meeting = jobs.get(COORDINATOR)
+        # who has done the training may end after the coordinator
+        has_ended = meeting is not None and meeting.state == "COMPLETED"
+        told = outcomes.values() if has_ended else found.values()
+        if any(one.outcome == "done" for one in told):
+            self._end = replica_outcomes.done(told)
             self._ends_at = time.monotonic() + _OTHERS_SECONDS
             return
         failed = {part for part in gone if self._has_failed(part, jobs.get(part), found.get(part))}
