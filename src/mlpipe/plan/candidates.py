@@ -13,7 +13,7 @@ from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.pipelines import DEFAULT, Schedule, why_not
 from mlpipe._core.units import parse_bytes, parse_cadence
 from mlpipe.kinds.train.spec import DATA_AXES, OwnModel, Train
-from mlpipe.plan.choose import Candidate, choose, smallest
+from mlpipe.plan.choose import Candidate, cheaper, choose, smallest
 from mlpipe.plan.hardware import GPUS, Hardware
 from mlpipe.plan.optimizers import OptimizerCost, optimizer_cost
 from mlpipe.plan.plan import (
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mlpipe.plan.search import SearchResult
     from mlpipe.plan.uneven import Uneven
 
-# Less of the workers' time is no reason to keep all weights gathered.
+# A step that is shorter by less is no reason to keep all weights gathered.
 _WORTH_RATIO = 0.01
 _UNFIT = "{} leaves none of the copies of a model that `compress` and `update` need"
 
@@ -93,7 +93,7 @@ def enumerate_candidates(
         _refuse_float8(precision, hardware)
     cut = own is not None and isinstance(spec.model, OwnModel) and not _knows_stages(shape, own)
     pricer = pricer_of(spec, shape, hardware) if shape is not None and not cut else None
-    modes, uneven_work = modes_of(spec, shape), uneven_of(spec, shape)
+    modes = modes_of(spec, shape)
     candidates: list[Candidate] = []
     uneven: PlanError | None = None
     for strategy, settings in ORDER.items():
@@ -133,7 +133,7 @@ def enumerate_candidates(
             unpriced = Candidate(
                 strategy, possible[0], sizes[0][0], modes[0], precision, wanted, None, True, reason
             )
-            way = communications_of(spec, possible[0], sizes[0][0], uneven_work)[-1]
+            way = communications_of(spec, possible[0])[-1]
             candidates.append(replace(unpriced, communication=way))
             continue
         for mesh, micro in zip(possible, sizes, strict=True):
@@ -141,10 +141,10 @@ def enumerate_candidates(
                 for mode in CHECKPOINTING if every else modes:
                     open_ = wanted and each == precision and mode in modes
                     for size in micro:
-                        waits = communications_of(spec, mesh, size, uneven_work)
-                        ways = [Choices(size, mode, each, way) for way in waits]
+                        ways = [Choices(size, mode, each, way) for way in communications_of(spec, mesh)]
                         tried = (pricer.candidate(strategy, mesh, way, asked=open_) for way in ways)
-                        candidates.append(_first_fitting(tried))
+                        best = _first_fitting if pricer.uneven is None else _worth_it
+                        candidates.append(best(tried))
     if pricer is not None and is_searched(spec):
         candidates += searched(spec, pricer, candidates).candidates
         if uneven is not None and not any(c.asked and c.mesh is not None for c in candidates):
@@ -208,12 +208,17 @@ def _first_fitting(candidates: Iterable[Candidate]) -> Candidate:
     return last
 
 
-def communications_of(
-    spec: Train, mesh: Mesh, micro_batch: int, uneven: Uneven | None
-) -> tuple[Communication, ...]:
-    """What the file says; of `auto` the first that fits. Packed samples give workers uneven work, which
-    costs no time where they meet once a step: weights that stay gathered cost memory instead. Where the
-    lengths are known, only if it is worth it."""
+def _worth_it(candidates: Iterable[Candidate]) -> Candidate:
+    """The last one, unless another is faster by enough."""
+    *others, usual = candidates
+    worth = [one for one in others if one.step_seconds < (1 - _WORTH_RATIO) * usual.step_seconds]
+    return cheaper([*worth, usual])
+
+
+def communications_of(spec: Train, mesh: Mesh) -> tuple[Communication, ...]:
+    """What the file says, or what `auto` may be. Packed samples give workers uneven work, which costs no time
+    where they meet once a step: weights that stay gathered cost memory instead, and are not gathered again.
+    Where nobody knows the lengths it is the first that fits."""
     if spec.communication != "auto":
         return (spec.communication,)
     if spec.stragglers == "move_load":  # ranks that meet in each microbatch have equally many
@@ -224,10 +229,6 @@ def communications_of(
         and mesh.num_data_ranks == mesh.world_size
         and mesh.ep == 1
     )
-    if runs_free and uneven is not None:
-        capacity = micro_batch * spec.model.seq_len
-        often, seldom = (uneven.idle(mesh, capacity, way) for way in ("collective", "resident"))
-        runs_free = seldom < often - _WORTH_RATIO
     return ("resident", "collective") if runs_free else ("collective",)
 
 
@@ -235,17 +236,29 @@ def uneven_of(spec: Train, shape: ModelShape | None) -> Uneven | None:
     """None: samples are not packed, or nobody can read yet how long they are."""
     if not isinstance(spec.data, ChatData) or (packing := packing_of(spec)) is None:
         return None
+    files = [(one.path, one.weight) for one in spec.data.files]
+    return _uneven(files, shape, spec.model.seq_len, global_batch(spec), packing)
+
+
+def _uneven(
+    files: Sequence[tuple[str, float]],
+    shape: ModelShape | None,
+    seq_len: int,
+    batch: int,
+    packing: Literal["best_fit", "balanced"],
+) -> Uneven | None:
+    """`files`: with their weights beside each other."""
     from mlpipe.plan.dealing import cost_of_samples  # of few plans
     from mlpipe.plan.uneven import Uneven, lengths_of
 
-    lengths = {one: lengths_of(one.path, spec.model.seq_len) for one in spec.data.files}
+    lengths = {file: lengths_of(file[0], seq_len) for file in files}
     if not all(lengths.values()):
         return None
     weights = None
     if len(lengths) > 1:
-        weights = [one.weight / len(each) for one, each in lengths.items() for _ in each]
+        weights = [weight / len(each) for (_, weight), each in lengths.items() for _ in each]
     every = [length for each in lengths.values() for length in each]
-    return Uneven(every, cost_of_samples(shape), global_batch(spec), packing, weights)
+    return Uneven(every, cost_of_samples(shape), batch, packing, weights)
 
 
 def packing_of(spec: Train) -> Literal["best_fit", "balanced"] | None:
@@ -258,7 +271,7 @@ def packing_of(spec: Train) -> Literal["best_fit", "balanced"] | None:
 
 def pricer_of(spec: Train, shape: ModelShape, hardware: Hardware) -> Pricer:
     """Prices ways to do this training."""
-    return Pricer(shape, _training(spec), hardware)
+    return Pricer(shape, _training(spec), hardware, uneven_of(spec, shape))
 
 
 def is_searched(spec: Train) -> bool:
@@ -498,4 +511,9 @@ def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
         float8=plan.float8,
     )
     choices = Choices(plan.micro_batch, plan.activation_checkpointing, plan.precision, plan.communication)
-    return Pricer(shape, training, hardware).candidate(plan.strategy, plan.mesh, choices, asked=True)
+    uneven, chat = None, plan.data.chat
+    if chat is not None and chat.packing is not None:
+        mixed = [(one.path, one.weight) for one in chat.mix]
+        files = mixed if chat.path is None else [(chat.path, 1.0)]
+        uneven = _uneven(files, shape, plan.model.seq_len, plan.global_batch, chat.packing)
+    return Pricer(shape, training, hardware, uneven).candidate(plan.strategy, plan.mesh, choices, asked=True)

@@ -51,6 +51,11 @@ class Candidate:
     def step_seconds(self) -> float:
         return self.seconds.total if self.seconds is not None else math.inf
 
+    @property
+    def num_tokens(self) -> float:
+        """Of a step."""
+        return (self.tokens_per_second or 0.0) * self.step_seconds
+
 
 def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Best first: what was asked for and fits, then what only fits, then what does not; each by time."""

@@ -146,6 +146,7 @@ def _mixed(spec: Train, hardware: Hardware, picked: Sequence[Candidate]) -> Mixe
     mean = sum(rate * number for rate, number in zip(rates, num_workers, strict=True)) / whole
     speeds = [float(f"{rate / mean:.{_DIGITS}g}") for rate in rates]
     sizes = [one.micro_batch or 1 for one in each]
+    sample_tokens = least.num_tokens / (_even_share(spec, hardware) * whole)  # on the mean
     unit = 1
     if not _may_differ(spec):
         sizes = [min(sizes)] * len(groups)
@@ -170,7 +171,7 @@ def _mixed(spec: Train, hardware: Hardware, picked: Sequence[Candidate]) -> Mixe
     for index, (one, best, own) in enumerate(zip(groups, each, shares, strict=True)):
         price = one.price_usd_per_device_hour
         usd = None if price is None else price * len(own)
-        tokens = sum(own) * spec.model.seq_len
+        tokens = sum(own) * sample_tokens
         plans.append(
             GroupPlan(
                 name=one.name,
@@ -190,7 +191,7 @@ def _mixed(spec: Train, hardware: Hardware, picked: Sequence[Candidate]) -> Mixe
             )
         )
     even = max(takes(index, -(-batch // whole)) for index in range(len(groups))) if computes else None
-    rate = None if step is None else batch * spec.model.seq_len / step
+    rate = None if step is None else batch * sample_tokens / step
     return MixedPlan(least.strategy, least.communication, tuple(plans), step, even, rate)
 
 

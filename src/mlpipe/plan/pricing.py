@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from mlpipe._core.compression import COMPRESSIONS
 from mlpipe._core.mfu import mfu_ratio
@@ -43,6 +43,9 @@ from mlpipe.plan.time import (
     whole_steps,
 )
 from mlpipe.plan.wire import Wire
+
+if TYPE_CHECKING:
+    from mlpipe.plan.uneven import Uneven
 
 
 @dataclass(frozen=True)
@@ -111,10 +114,15 @@ def _of_islands(local: IslandsPlan, trained: ParameterCounts) -> Exchanged:
 
 
 class Pricer:
-    """Of candidates on one hardware; passes are computed once for all meshes."""
+    """Of candidates on one hardware; passes are computed once for all meshes. `uneven`: the samples, where
+    they differ in length and are packed; without it each has `seq_len` tokens. Memory is that of full rows
+    in any case."""
 
-    def __init__(self, shape: ModelShape, training: Training, hardware: Hardware) -> None:
+    def __init__(
+        self, shape: ModelShape, training: Training, hardware: Hardware, uneven: Uneven | None = None
+    ) -> None:
         self.shape, self.training, self.hardware = shape, training, hardware
+        self.uneven = uneven
         self._known: dict[tuple[Choices, Part, int], tuple[StepShape, Activations, Passes]] = {}
 
     def candidate(self, strategy: Strategy, mesh: Mesh, choices: Choices, *, asked: bool) -> Candidate:
@@ -140,8 +148,8 @@ class Pricer:
         if often and needs.total > hardware.memory_bytes and step.accumulation > 1 and mesh.dp_shard > 1:
             layout = replace(layout, reduce_gradients="every")  # more to send, less to keep
             needs = self._fullest(ranks, layout)
-        seconds = self._seconds(layout, step, activations, step_passes)
-        num_tokens = training.global_batch * training.seq_len
+        seconds = self._seconds(layout, step, activations, self._packed(mesh, choices, step_passes))
+        num_tokens = self.num_tokens
         rate = num_tokens / seconds.total
         peak = hardware.speed.peak_flops[step.precision] * mesh.world_size
         validating = self._validation_seconds(mesh, step, step_passes)
@@ -182,11 +190,27 @@ class Pricer:
         )
         return states + (WEIGHT_BYTES + GRADIENT_BYTES) * trained.share(num_ranks)
 
+    @property
+    def num_tokens(self) -> float:
+        """Of a step."""
+        training = self.training
+        return training.global_batch * training.seq_len if self.uneven is None else self.uneven.num_tokens
+
+    def _packed(self, mesh: Mesh, choices: Choices, step_passes: Passes) -> Passes:
+        """With as many rows as the samples are packed into, and the waits for whoever has more work."""
+        if self.uneven is None:
+            return step_passes
+        capacity = choices.micro_batch * self.training.seq_len
+        dealt = self.uneven.dealt(mesh, capacity, choices.communication)
+        full = choices.micro_batch * self.uneven.cost(self.training.seq_len)
+        return step_passes.of_rows(dealt.num_rows, dealt.work / (dealt.num_rows * full))
+
     def bounds(self, mesh: Mesh, choices: Choices) -> tuple[float, int]:
         """Seconds and bytes that no candidate is below which differs from this in its data axes alone (of as
         many data ranks). Of a pipeline's ranks those of the one with the most blocks."""
         fullest = max(self._parts(mesh), key=lambda part: part.num_blocks or 0)
         step, activations, step_passes = self._on_one_rank(choices, mesh, fullest)
+        step_passes = self._packed(mesh, choices, step_passes)
         hardware, parameters = self.hardware, self.shape.parameters.of(step.part)
         layout = Layout(mesh, schedule=self.training.schedule)
         shared = min(
@@ -328,6 +352,7 @@ class Pricer:
         self, layout: Layout, step: StepShape, activations: Activations, step_passes: Passes
     ) -> StepSeconds:
         hardware, training, mesh = self.hardware, self.training, layout.mesh
+        step = replace(step, accumulation=step_passes.accumulation)
         wire, trained = Wire(hardware), self.shape.parameters.of(step.part).trained
         allocating = allocation_seconds(
             activations.made, hardware.device, hardware.speed, mesh, step.checkpointing
@@ -360,7 +385,6 @@ class Pricer:
         saved = memory.saved_bytes(self.shape.parameters, training.optimizer, mesh.world_size)
         stall = save_seconds(saved, hardware, between)
         # reading tokens is a copy out of a mapped file; the rest of a step's bookkeeping is a few kernels
-        samples = training.global_batch / mesh.num_data_ranks
-        data = samples * training.seq_len * 16 / hardware.speed.memory_bytes_per_second
+        data = self.num_tokens / mesh.num_data_ranks * 16 / hardware.speed.memory_bytes_per_second
         ratio = hardware.speed.time_ratio
         return StepSeconds(ratio * compute, ratio * exposed, data, stall / interval)

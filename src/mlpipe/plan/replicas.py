@@ -33,7 +33,7 @@ def best_on(spec: Train, shape: ModelShape, hardware: Hardware, num_nodes: int) 
     hours = best.hours + spec.steps * exposed / 3600
     price = hardware.price_usd_per_device_hour
     usd = None if price is None else price * there.world_size * hours
-    num_tokens = batch * spec.model.seq_len
+    num_tokens = best.num_tokens * batch / part
     return replace(
         best,
         seconds=seconds,

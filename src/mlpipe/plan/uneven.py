@@ -1,16 +1,28 @@
-"""For which share of a training its ranks will wait for each other, since samples differ in length: what the
-trainer's own way to deal them (`plan/dealing.py`) makes of steps drawn from the data's lengths."""
+"""What samples that differ in length make of a training: how many rows they are, how long the ranks compute,
+and for which share of it they wait for each other. It is what the trainer's own way to deal them
+(`plan/dealing.py`) makes of steps drawn from the data's lengths."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from mlpipe.plan.dealing import Mode, Work, deal, deal_freely, idle_ratio, waits_of, work_of
+from mlpipe.plan.dealing import (
+    Mode,
+    Work,
+    cost_of_step,
+    deal,
+    deal_freely,
+    idle_ratio,
+    waits_of,
+    work_of,
+)
 from mlpipe.plan.plan import Communication, Mesh
 
 _BYTES_PER_TOKEN = 4.0  # of English, and a vocabulary of 32,000 or more
@@ -18,6 +30,16 @@ _TOKENS_PER_TURN = 5  # of a template, around what somebody says
 _SMALL_BYTES, _PLACES = 4 * 2**20, 1024  # files are read whole, or a line at so many places
 _MOST_LINE_BYTES = 2**20
 _MOST_STEPS, _MOST_DRAWN = 16, 4096  # steps, and samples in all of them
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A step, on the mean: rows of the rank that has the most, work until all ranks are done, and the share
+    of it for which they wait."""
+
+    num_rows: int
+    work: float
+    idle_ratio: float
 
 
 class Uneven:
@@ -34,16 +56,27 @@ class Uneven:
     ) -> None:
         self.lengths, self.cost, self.packing = lengths, cost, packing
         self.global_batch, self.weights = global_batch, weights
-        self._known: dict[tuple[int, bool, int, Communication], float] = {}
+        self._known: dict[tuple[int, bool, int, Communication], Dealt] = {}
 
-    def idle(self, mesh: Mesh, capacity: int, communication: Communication) -> float:
-        """Share of the workers' time; `capacity`: tokens of a row. Time that bytes are on the way is none of
-        it."""
+    @cached_property
+    def num_tokens(self) -> float:
+        """Of a step, on the mean."""
+        return fmean(map(sum, self._steps))
+
+    def dealt(self, mesh: Mesh, capacity: int, communication: Communication) -> Dealt:
+        """`capacity`: tokens of a row. Time that bytes are on the way is none of it."""
         key = mesh.num_data_ranks, mesh.dp_shard > 1, capacity, communication
         if key not in self._known:
-            steps = self._works(mesh.num_data_ranks, capacity, communication != "collective")
-            self._known[key] = idle_ratio(steps, waits_of(communication, mesh))
+            steps = list(self._works(mesh.num_data_ranks, capacity, communication != "collective"))
+            waits = waits_of(communication, mesh)
+            rows = fmean(max(map(len, work)) for work in steps)
+            work = fmean(cost_of_step(work, waits) for work in steps)
+            self._known[key] = Dealt(round(rows), work, idle_ratio(steps, waits))
         return self._known[key]
+
+    def idle(self, mesh: Mesh, capacity: int, communication: Communication) -> float:
+        """Share of the workers' time for which they wait."""
+        return self.dealt(mesh, capacity, communication).idle_ratio
 
     def _works(self, num_ranks: int, capacity: int, freely: bool) -> Iterator[Work]:
         for lengths in self._steps:

@@ -17,9 +17,13 @@ from mlpipe.cli.app import app
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan import uneven as module
 from mlpipe.plan.build import Start, build_plan
-from mlpipe.plan.candidates import uneven_of
+from mlpipe.plan.candidates import priced, uneven_of
+from mlpipe.plan.choose import Candidate
+from mlpipe.plan.dealing import cost_of_samples
 from mlpipe.plan.hardware import GIB, Hardware
+from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Mesh
+from mlpipe.plan.pricing import Choices, Pricer, Training
 from mlpipe.plan.shapes import presets
 from mlpipe.plan.uneven import Uneven, lengths_of
 from mlpipe.spec.load import load_pipeline_text
@@ -106,23 +110,62 @@ def test_lengths_are_read_off_the_text(tmp_path, monkeypatch):
     assert lengths_of(str(path), 50) == []
 
 
+def test_a_step_of_packed_samples_is_as_long_as_they_are():
+    """Samples that fill a quarter of a row each, four in a row: as much is sent as for a quarter of as many
+    that fill one, and little less computed, since attention looks at less. When each fills a row, packing
+    makes no difference."""
+    shape = presets.preset("llama-25m", {"vocab_size": 4096})
+    choices = Choices(1, "none", "fp32", "collective")
+
+    def candidate(batch: int, lengths: list[int] | None) -> Candidate:
+        training = Training(batch, 1024, 10, False, OptimizerCost(8), 1000, None)
+        uneven = None if lengths is None else Uneven(lengths, cost_of_samples(shape), batch, "balanced")
+        return Pricer(shape, training, CPU, uneven).candidate("fsdp", Mesh(dp_shard=4), choices, asked=True)
+
+    packed, few, many = candidate(32, [256]), candidate(8, None), candidate(32, None)
+    assert packed.seconds is not None
+    assert few.seconds is not None
+    assert packed.seconds.communication == few.seconds.communication
+    assert 0.8 * few.seconds.compute < packed.seconds.compute < few.seconds.compute
+    assert packed.num_tokens == pytest.approx(32 * 256)
+    assert packed.memory == many.memory
+    full = candidate(32, [1024])
+    assert full.step_seconds == pytest.approx(many.step_seconds)
+    assert full.tokens_per_second == pytest.approx(many.tokens_per_second)
+    # one that is longer than the others is waited for
+    assert candidate(32, [64] * 31 + [1024]).step_seconds > candidate(32, [94]).step_seconds
+
+
+def test_a_plan_is_priced_again_by_the_lengths_that_it_was_made_for(tmp_path, monkeypatch):
+    """As what runs teach about this machine needs it."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "train.jsonl", [100, 300, 900] * 30)
+    plan = build_plan(load_pipeline_text(TEXT, "p.yaml"), "train", Start("r", 1, "./runs"), CPU).work.training
+    assert priced(plan, CPU).step_seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-4)
+
+
 def test_auto_gathers_once_a_step_where_that_saves_time(tmp_path, monkeypatch):
-    """And the plan says how much. Samples of one length leave nothing to save."""
+    """And the plan says how much. Samples of one length leave no waits to save, but gathers where these are
+    slow."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.yaml").write_text(TEXT)
     draw = random.Random(3)
-    for lengths, way in (
-        ([min(1000, int(draw.lognormvariate(math.log(100), 1.2))) for _ in range(300)], "resident"),
-        ([512] * 300, "collective"),
+    uneven = [min(1000, int(draw.lognormvariate(math.log(100), 1.2))) for _ in range(300)]
+    for lengths, rate, way in (
+        (uneven, 1e13, "resident"),
+        ([512] * 300, 1e13, "collective"),
+        ([512] * 300, 1e8, "resident"),
     ):
         write(tmp_path / "train.jsonl", lengths)
         pipeline = load_pipeline_text(TEXT, "p.yaml")
-        plan = build_plan(pipeline, "train", Start("r", 1, "./runs"), CPU).work.training
+        speed = replace(CPU.speed, link_bytes_per_second=rate, gather_bytes_per_second=rate)
+        hardware = replace(CPU, speed=speed)
+        plan = build_plan(pipeline, "train", Start("r", 1, "./runs"), hardware).work.training
         assert plan.communication == way
         assert plan.predicted is not None
         told = plan.predicted.idle_ratios
         assert list(told) == ["collective", "resident", "on_demand"]
-        assert (told["collective"] > 0.05) == (way == "resident")
+        assert (told["collective"] > 0.05) == (lengths is uneven)
         shown = CliRunner().invoke(app, ["plan", "p.yaml"]).output
         assert (
             f"workers wait, since samples differ in length: collective {100 * told['collective']:.1f} %"

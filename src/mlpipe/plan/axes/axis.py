@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from mlpipe._core.pipelines import DEFAULT, Schedule
@@ -160,6 +160,18 @@ class Passes:
     def compute(self) -> float:
         """Of all micro-batches of a step, forward and backward."""
         return self.accumulation * (self.forward + self.backward)
+
+    def of_rows(self, number: int, work_ratio: float) -> Passes:
+        """With so many micro-batches, of which each is so much of the work of one that is full."""
+        return replace(
+            self,
+            accumulation=number,
+            forward_block=work_ratio * self.forward_block,
+            backward_block=work_ratio * self.backward_block,
+            forward_outside=work_ratio * self.forward_outside,
+            backward_outside=work_ratio * self.backward_outside,
+            routed_bytes=int(work_ratio * self.routed_bytes),
+        )
 
     @property
     def trained_block_params(self) -> int:
