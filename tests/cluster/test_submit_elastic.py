@@ -100,7 +100,8 @@ class Training:
 
 def test_pods_die_leave_and_come_and_the_others_go_on(place, hold, second, queue, occupied, tmp_path):
     """One of three is deleted by force, at once with the coordinator; a node is drained; Kueue takes one back
-    for who is more urgent, and gives it room again; a node is lost for good; then one fewer is wanted."""
+    for who is more urgent, and gives it room again; a node is lost for good while the other takes no pods,
+    and one is added; then one fewer is wanted."""
     node = f"node-{second}"
     short = {"operator": "Exists", "effect": "NoExecute", "toleration_seconds": 3}
     tolerations = [{"key": f"node.kubernetes.io/{state}", **short} for state in ("unreachable", "not-ready")]
@@ -161,8 +162,16 @@ def test_pods_die_leave_and_come_and_the_others_go_on(place, hold, second, queue
 
         assert training.on(node) == {taken}, "where there is most room"
         before = len(training.members())
+        place.cluster.kubectl("cordon", "node-0")
         place.cluster.kill_node(second)
-        training.until("another number in the place of the lost one", [*rest, 3], before)
+        place.until("another number in the place of the lost one", lambda: training.pods(3))
+        training.until("the others, which wait for no node", rest, before)
+        training.until_later()
+        assert "nodeName" not in training.pods(3)[0]["spec"]
+        added = place.cluster.add_node()
+        training.until("three, one on the new node", [*rest, 3], before)
+        assert training.on(added.name) == {3}
+        place.cluster.kubectl("uncordon", "node-0")
         training.until_later()
         before = len(training.members())
         place.mlpipe("scale", "elastic", "--nodes", "2")
