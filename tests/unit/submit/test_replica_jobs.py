@@ -110,6 +110,9 @@ def test_who_waits_for_room_is_told_though_others_run(training, part):
         name for name, body in jobs.items() if "mlpipe.dev/replica" not in body["metadata"]["labels"]
     )
     waits = coordinator + part
+    labels = {**jobs[coordinator]["metadata"]["labels"], "mlpipe.dev/replica": "7"}
+    leaving = {"name": "lost", "labels": labels, "deletionTimestamp": "2999-01-01T00:00:00Z"}
+    training.server.put("pods", {"metadata": leaving, "spec": {}, "status": {"phase": "Running"}})
     for name, body in jobs.items():
         if name != waits:
             metadata = {"name": f"pod-of-{name}", "labels": body["metadata"]["labels"]}
@@ -120,6 +123,7 @@ def test_who_waits_for_room_is_told_though_others_run(training, part):
     until(lambda: training.handle.note() == expected, f"the note, not {training.handle.note()}")
     for name in jobs.keys() - {waits}:
         training.server.drop("pods", f"pod-of-{name}")
+    training.server.drop("pods", "lost")
 
 
 def test_a_replica_that_fails_for_good_is_given_up_until_too_few_are_left(training):

@@ -142,7 +142,10 @@ class ReplicaJobs(Gang):
         self._noted = time.monotonic()
         num_alive = len(by_number) - len(failed)
         active = [pod for pod in pods if _is_active(pod)]
-        self._note = why_pending(self._api, self._labels, 1 + num_alive, active)
+        num_leaving = sum(
+            "deletionTimestamp" in pod["metadata"] for pod in active
+        )  # one on a lost node stays
+        self._note = why_pending(self._api, self._labels, 1 + num_alive + num_leaving, active)
         if coordinator["spec"].get("suspend") and all(_number(pod) is not None for pod in active):
             self._note = f"without their coordinator the replicas wait: {self._note}"
         if failed:
