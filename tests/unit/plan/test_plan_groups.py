@@ -195,8 +195,10 @@ def test_nodes_are_numbered_over_the_groups_and_a_patch_is_of_all_pods(monkeypat
 )
 def test_where_pods_are_all_of_one_kind_groups_are_refused(said, why):
     pipeline = pipeline_of("llm", IN_FILE % "A100-80GB", f"image={IMAGE}", said)
-    with pytest.raises(RenderError, match=why):
+    with pytest.raises(RenderError, match=f"{why}, and resources list 2 groups") as caught:
         stage_objects(plan_of(pipeline, "train"))
+    assert caught.value.where == "stage 'train'"
+    assert "one mapping in resources" in str(caught.value.hint)
 
 
 def test_a_job_of_slurm_has_nodes_of_one_class():

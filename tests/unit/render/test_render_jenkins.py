@@ -219,14 +219,19 @@ def test_a_parameter_with_hostile_text_is_one_argument(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_said_is_refused() -> None:
-    for spec, words in (("/abs.yaml", "from the top"), ("../up.yaml", "from the top"), ("a\0b", "NUL")):
-        with pytest.raises(RenderError, match=words):
-            jenkinsfile(LLM, spec, [], "runs")
     elastic = pipeline_of("finetune", "base.resources.nodes=2..4")
-    with pytest.raises(RenderError, match="elastic"):
-        jenkinsfile(elastic, "finetune.yaml", [], "runs")
-    with pytest.raises(RenderError, match="takes 32768"):
-        jenkinsfile(LLM, "llm.yaml", ["a=" + "x" * 40_000], "runs")
+    long = ["a=" + "x" * 40_000]
+    for pipeline, spec, overrides, words, where, hint in (
+        (LLM, "/abs.yaml", [], "from the top", "/abs.yaml", "with a relative path"),
+        (LLM, "../up.yaml", [], "from the top", "../up.yaml", "with a relative path"),
+        (LLM, "a\0b", [], "NUL", "a\0b", "None"),
+        (elastic, "f.yaml", [], "elastic", "stage 'base'", "one number of nodes: 4"),
+        (LLM, "llm.yaml", long, "takes 32768", "llm.yaml", "into the pipeline file"),
+    ):
+        with pytest.raises(RenderError, match=words) as caught:
+            jenkinsfile(pipeline, spec, overrides, "runs")
+        assert caught.value.where == where
+        assert hint in str(caught.value.hint)
 
 
 def test_the_command_line(tmp_path: Path) -> None:

@@ -538,11 +538,13 @@ def test_what_the_user_sets_cannot_overrule_what_the_pod_relies_on() -> None:
 
 def test_no_image_is_refused() -> None:
     plan = plan_of(pipeline_of("quickstart", "store=s3://ml-runs/x"), "train")
-    with pytest.raises(RenderError, match="says nothing of a cluster"):
+    with pytest.raises(RenderError, match="'quickstart' says nothing of a cluster") as caught:
         stage_objects(plan)
+    assert (caught.value.where, "add 'image: " in str(caught.value.hint)) == ("train", True)
     plan = plan_of(pipeline_of("quickstart", "store=s3://ml-runs/x", "kubernetes.queue=a"), "train")
-    with pytest.raises(RenderError, match="names no container image"):
+    with pytest.raises(RenderError, match="names no container image") as caught:
         stage_objects(plan)
+    assert "add 'image: " in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
@@ -559,8 +561,10 @@ def test_no_image_is_refused() -> None:
 def test_a_folder_store_needs_a_volume(store: str, volume: str, words: str | None) -> None:
     plan = quickstart("train", f"store={store}", f"kubernetes.volumes=[{volume}]")
     if words is not None:
-        with pytest.raises(RenderError, match=words):
+        with pytest.raises(RenderError, match=words) as caught:
             stage_objects(plan)
+        remedy = (caught.value.where, "mount a claim there" in str(caught.value.hint))
+        assert remedy in (("c", False), (None, True))
         with pytest.raises(RenderError, match=words):
             driver_objects(
                 RUN_ID, plan.store_url, cluster_of(plan), stage=None, spec_digest="", seal="TEXT:SET"
@@ -588,8 +592,18 @@ def test_one_claim_in_two_places_is_one_volume() -> None:
 def test_a_plan_that_no_configmap_takes_is_refused() -> None:
     plan = quickstart()
     large = dataclasses.replace(plan, work=dataclasses.replace(plan.work.training, reason="x" * 2**20))
-    with pytest.raises(RenderError, match=r"plan\.json has \d+ bytes, a ConfigMap takes 1048576"):
+    with pytest.raises(RenderError, match=r"plan\.json has \d+ bytes, a ConfigMap takes 1048576") as caught:
         stage_objects(large)
+    assert (caught.value.where, "from a file" in str(caught.value.hint)) == ("train", True)
+
+
+def test_volcano_is_no_queue_for_an_elastic_training() -> None:
+    plan = quickstart("train", "train.resources.nodes=2..3")
+    plan = replace(plan, cluster=replace(cluster_of(plan), volcano_queue="q"))
+    with pytest.raises(RenderError, match="Volcano places gangs") as caught:
+        stage_objects(plan)
+    assert caught.value.where == "stage 'train'"
+    assert "remove kubernetes.volcano_queue" in str(caught.value.hint)
 
 
 UNSORTED = (

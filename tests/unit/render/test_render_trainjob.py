@@ -127,8 +127,10 @@ def test_without_a_runtime_nothing_is_rendered() -> None:
     plan = plan_of(pipeline_of("quickstart", *FORM), "train")
     assert plan.cluster is not None
     without = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, trainjob=None))
-    with pytest.raises(RenderError, match="names the runtime"):
+    with pytest.raises(RenderError, match="names the runtime") as caught:
         stage_objects(without)
+    assert caught.value.where == "stage 'train'"
+    assert "trainjob: {runtime: NAME}" in str(caught.value.hint)
 
 
 POD = "kubernetes.patches=[{target: {kind: Pod, stage: train, component: worker}, strategic: {spec: %s}}]"
@@ -141,8 +143,11 @@ def test_patches_of_the_pod_are_carried_or_refused() -> None:
     objects = stage_objects(plan)
     assert {"name": "NCCL_IB_HCA", "value": "mlx5"} in objects[-1]["spec"]["trainer"]["env"]
     assert lint_patches([plan], [objects, []]) == []
-    with pytest.raises(RenderError, match="a TrainJob cannot say hostNetwork, priorityClassName of its pods"):
+    words = "a TrainJob cannot say hostNetwork, priorityClassName of its pods"
+    with pytest.raises(RenderError, match=words) as caught:
         gang(*FORM, POD % "{hostNetwork: true, priorityClassName: high}")
+    assert caught.value.where == "stage 'train'"
+    assert "another kubernetes.form" in str(caught.value.hint)
     lifecycle = "{containers: [{name: worker, lifecycle: {}}]}"
     with pytest.raises(RenderError, match=r"cannot say containers\[0\].lifecycle"):
         gang(*FORM, POD % lifecycle)

@@ -92,8 +92,22 @@ def test_what_would_break_a_job_is_refused_with_its_line(section: str) -> None:
 def test_a_path_that_slurm_would_read_otherwise_is_refused() -> None:
     spec = pipeline_of("llm")
     for output in ("/a b/log", "/a/%j/log", "/a\n#SBATCH --uid=0"):
-        with pytest.raises(RenderError, match="path"):
+        with pytest.raises(RenderError, match="path") as refused:
             script(plan_of(spec, "train"), slurm_job(spec, "train"), output)
+        assert refused.value.where == "train"
+        assert "write a store whose path" in str(refused.value.hint)
+
+
+def test_a_script_that_slurmctld_would_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = pipeline_of("llm")
+    plan, job = plan_of(spec, "corpus"), slurm_job(spec, "corpus")
+    comments = len("#SBATCH --comment=mlpipe:\n") + 64
+    monkeypatch.setattr("mlpipe.render.slurm.MAX_BYTES", len(script(plan, job, "o")) - comments)
+    script(plan, job, "o")
+    with pytest.raises(RenderError, match=r"the script has \d+ bytes, Slurm takes \d+") as refused:
+        script(plan, job, "oo")
+    assert refused.value.where == "corpus"
+    assert "read them from a file" in str(refused.value.hint)
 
 
 @pytest.fixture
