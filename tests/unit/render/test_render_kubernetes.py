@@ -762,6 +762,9 @@ def test_an_image_is_fetched_with_the_rights_of_no_device_and_as_patches_leave_i
     same = pipeline_of("llm", "kubernetes.prepull=true", of_one)
     (job,) = prepull_objects([plan_of(same, one.name) for one in same.stages], waiting(same, None), "d")
     assert job["spec"]["parallelism"] == train["spec"]["parallelism"]  # of the same nodes those of the larger
+    elastic = quickstart("train", "kubernetes.prepull=true", "train.resources.nodes=1..3")
+    (job,) = prepull_objects([elastic], ["train"], "d")
+    assert job["spec"]["parallelism"] == 3  # as many as there may be, and none for the coordinator
     without = pipeline_of("llm")
     plans = [plan_of(without, stage.name) for stage in without.stages]
     assert prepull_objects(plans, waiting(without, None), without.digest) == []
