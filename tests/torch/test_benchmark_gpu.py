@@ -78,6 +78,8 @@ def test_a_training_runs_on_torch_and_numpy_alone(bare, tmp_path):
         process.wait(300)
     assert len(plans.losses(tmp_path / "store", plan)) == 2
     assert plans.outcome(tmp_path / "store", plan)["checkpoint"]
+    log = plans.log_of(tmp_path / "scratch")
+    assert "/metrics is off" in log or "no /metrics" in log, log
 
 
 def test_a_gpu_is_asked_for_before_anything_is_written(tmp_path):

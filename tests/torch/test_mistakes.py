@@ -255,31 +255,3 @@ def test_a_corrupt_checkpoint_exits_4_from_the_launcher(damaged):
     )
     assert plans.launch(plan, folder / "launched-flipped") == 4
     assert f"{key}/{objects['flipped byte']}" in plans.log_of(folder / "launched-flipped")
-
-
-BLOCKER = """
-import sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"pydantic", "minio", "click", "prometheus_client", "ruamel", "yaml"}:
-            raise ImportError(f"{name} is blocked")
-
-sys.meta_path.insert(0, Blocker())
-"""
-
-
-def test_training_into_a_folder_needs_none_of_the_other_packages(folder):
-    (folder / "blocker").mkdir()
-    (folder / "blocker" / "sitecustomize.py").write_text(BLOCKER)
-    env = plans.environment()
-    env["PYTHONPATH"] = f"{folder / 'blocker'}{os.pathsep}{env['PYTHONPATH']}"
-    plan = small(folder, "bare", launch={"metrics_port": 0})
-    process = plans.start(plan, folder / "bare", env=env, warm=False)
-    try:
-        assert process.wait(300) == 0, plans.log_of(folder / "bare")
-    finally:
-        process.kill()
-        process.wait(300)
-    log = plans.log_of(folder / "bare")
-    assert "/metrics is off" in log or "no /metrics" in log, log

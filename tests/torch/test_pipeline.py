@@ -257,64 +257,70 @@ def test_waiting_for_other_stages_is_told_apart_from_collectives(folder, single,
         assert all(sum(one.get(part, 0) for part in parts) <= one["seconds"] * 1.001 for one in steps)
 
 
+MOVES = ((Mesh(pp=2, tp=2), "interleaved"), (Mesh(), None), (Mesh(dp_shard=2), None), (Mesh(pp=2), "1f1b"))
+
+
+def moving(folder: Path, number: int) -> Plan:
+    """One step, of another mesh than the step before; the first is among `fours`."""
+    mesh, schedule = MOVES[number - 1]
+    return plan(folder, mesh, "moving", schedule, steps=number, every=1, attempt=number, optimizer=OWN)
+
+
+@pytest.fixture(scope="module")
+def fours(folder):
+    """On four ranks."""
+    cut, by_flops = PipelinePlan("1f1b", (), ("blocks.1",)), PipelinePlan("zero_bubble", ())
+    zero1 = {"schedule": "zero_bubble", "shard_optimizer": True}
+    made = {
+        "split": plan(folder, Mesh(pp=2, dp_shard=2), "split", "1f1b"),
+        "copied": plan(folder, Mesh(pp=2, dp_replicate=2), "copied", **zero1),
+        "tp": plan(folder, Mesh(pp=2, tp=2), "tp", "1f1b", **LONG),
+        "tp untied": plan(folder, Mesh(pp=2, tp=2), "tp-untied", "zero_bubble", model=model(tied=False)),
+        "cp": plan(folder, Mesh(pp=2, cp=2), "cp", "interleaved"),
+        "ring": plan(folder, Mesh(pp=2, cp=2), "ring", "zero_bubble", context_exchange="ring"),
+        "heads": plan(folder, Mesh(pp=2, tp=2), "heads", model=HEADS, pipeline=cut),
+        "transformers": plan(folder, Mesh(pp=2, tp=2), "transformers", model=LLAMA, pipeline=by_flops),
+        "moving": moving(folder, 1),
+    }
+    plans.run_together(list(made.values()), folder / "fours")
+    return made
+
+
 @pytest.mark.combines("pp", "dp_shard", "pipeline 1f1b")
 @pytest.mark.combines("pp", "dp_replicate", "pipeline zero_bubble", "strategy zero1")
-def test_pipelines_of_ranks_that_share_the_samples(folder, single):
-    """Four ranks: stages whose weights are split, and copies of stages, whose optimizer states are."""
-    split = plan(folder, Mesh(pp=2, dp_shard=2), "split", "1f1b")
-    copied = plan(folder, Mesh(pp=2, dp_replicate=2), "copied", "zero_bubble", shard_optimizer=True)
-    plans.run_together([split, copied], folder / "fours")
-    same(folder, split, single["tied"])
-    same(folder, copied, single["tied"])
+def test_pipelines_of_ranks_that_share_the_samples(folder, single, fours):
+    """Stages whose weights are split, and copies of stages, whose optimizer states are."""
+    same(folder, fours["split"], single["tied"])
+    same(folder, fours["copied"], single["tied"])
 
 
 @pytest.mark.combines("pp", "tp", "pipeline 1f1b", "pipeline zero_bubble")
 @pytest.mark.combines("pp", "cp", "pipeline interleaved")
 @pytest.mark.combines("pp", "cp", "context ring", "pipeline zero_bubble")
-def test_stages_that_share_products_or_sequences(folder, single):
-    """Four ranks: each stage on two, which have a part of every matrix and of the vocabulary, or of every
-    sequence. The parts go on in one rank."""
-    made = {
-        "tp": plan(folder, Mesh(pp=2, tp=2), "tp", "1f1b", **LONG),
-        "tp untied": plan(folder, Mesh(pp=2, tp=2), "tp-untied", "zero_bubble", model=model(tied=False)),
-        "cp": plan(folder, Mesh(pp=2, cp=2), "cp", "interleaved"),
-        "ring": plan(folder, Mesh(pp=2, cp=2), "ring", "zero_bubble", context_exchange="ring"),
-    }
-    plans.run_together(list(made.values()), folder / "sharing")
-    same(folder, made["tp"], single["long"])
-    same(folder, made["tp untied"], single["untied"])
-    same(folder, made["cp"], single["tied"])
-    same(folder, made["ring"], single["tied"])
+def test_stages_that_share_products_or_sequences(folder, single, fours):
+    """Each stage on two ranks, which have a part of every matrix and of the vocabulary, or of every sequence.
+    The parts go on in one rank."""
+    same(folder, fours["tp"], single["long"])
+    same(folder, fours["tp untied"], single["untied"])
+    same(folder, fours["cp"], single["tied"])
+    same(folder, fours["ring"], single["tied"])
 
 
 @pytest.mark.combines("pp", "tp", "your own model")
-def test_stages_of_a_model_of_ones_own_that_share_products(folder, single):
+@pytest.mark.parametrize("name", ["heads", "transformers"])
+def test_stages_of_a_model_of_ones_own_that_share_products(folder, single, fours, name):
     """Split by patterns, or as a class of `transformers` brings it; each rank has modules of its stage."""
-    cuts = {"heads": ("1f1b", ("blocks.1",)), "transformers": ("zero_bubble", ())}  # by FLOPs
-    made = {
-        name: plan(
-            folder,
-            Mesh(pp=2, tp=2),
-            name,
-            model=model,
-            pipeline=PipelinePlan(cuts[name][0], (), cuts[name][1]),
-        )
-        for name, model in (("heads", HEADS), ("transformers", LLAMA))
-    }
-    plans.run_together(list(made.values()), folder / "own-sharing")
-    for name, found in made.items():
-        same(folder, found, single[name])
+    same(folder, fours[name], single[name])
 
 
 @pytest.mark.combines("pp", "resume under another mesh", "your own optimizer")
+@pytest.mark.usefixtures("fours")
 def test_a_checkpoint_goes_on_under_any_other_mesh(folder, single):
     """From stages of two ranks each to one rank to shards to a pipeline with other stages, a step each, with
     an optimizer that keeps a number for each parameter."""
-    both = (Mesh(pp=2, tp=2), "interleaved")
-    meshes = [both, (Mesh(), None), (Mesh(dp_shard=2), None), (Mesh(pp=2), "1f1b")]
-    for number, (mesh, schedule) in enumerate(meshes, start=1):
-        last = plan(folder, mesh, "moving", schedule, steps=number, every=1, attempt=number, optimizer=OWN)
-        plans.run_together([last], folder / f"moving-{number}")
+    plans.run_together([moving(folder, 2)], folder / "moving-on-one")
+    last = moving(folder, 4)
+    plans.run_together([moving(folder, 3), last], folder / "moving-on-two")
     both = (held(folder / "store", one, optimizer=False) for one in (last, single["own optimizer"]))
     mine, theirs = both
     assert all((mine[name] - theirs[name]).abs().max() < 2e-4 * theirs[name].abs().max() for name in theirs)

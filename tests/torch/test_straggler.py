@@ -90,10 +90,9 @@ def test_load_moves_off_a_slow_rank_and_the_training_stays_the_same(tmp_path):
             **{**common, **moved, "reshard_after_forward": False, "steps": 20},
         ),
     }  # fmt: skip
-    plans.run_together(list(made.values()), tmp_path / "run")
     work = replace(made["fsdp"].work, steps=30, resume=True)
     rest = replace(made["fsdp"], attempt=2, work=work)
-    plans.run_together([rest], tmp_path / "rest")
+    plans.run_together([*made.values(), rest], tmp_path / "run")
     expected = plans.losses(tmp_path / "store", made["even"])
     resumed = plans.losses(tmp_path / "store", made["fsdp"]) + plans.losses(tmp_path / "store", rest)
     groups = plans.losses(tmp_path / "store", made["groups"])

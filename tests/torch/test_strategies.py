@@ -39,10 +39,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def curves(folder):
-    """Losses and gradient norms by "strategy-world size", fp32, AdamW at 1e-3, clipped at 1.0. One goes on to
-    be the golden curve: what one strategy computes otherwise is there in the first steps."""
+def trained(folder):
+    """`curves` and `varied`, of ranks that are started once."""
     tokens = plans.write_tokens(folder / "tokens")
+    others = {1: whole_models(folder, tokens), 2: variants(folder, tokens)}
     found = {}
     for world_size, strategies in WORLDS.items():
         made = [
@@ -57,12 +57,26 @@ def curves(folder):
             )
             for strategy in strategies
         ]
-        plans.run_together(made, folder / f"world-{world_size}")
+        plans.run_together([*made, *others.get(world_size, {}).values()], folder / f"world-{world_size}")
         for plan in made:
             found[plan.run_id] = {
                 field: plans.by_step(folder / "store", plan, field) for field in ("loss", "grad_norm")
             }
-    return found
+    varied = {name: plans.losses(folder / "store", plan) for name, plan in (others[1] | others[2]).items()}
+    return found, varied
+
+
+@pytest.fixture
+def curves(trained):
+    """Losses and gradient norms by "strategy-world size", fp32, AdamW at 1e-3, clipped at 1.0. One goes on to
+    be the golden curve: what one strategy computes otherwise is there in the first steps."""
+    return trained[0]
+
+
+@pytest.fixture
+def varied(trained):
+    """Losses by name."""
+    return trained[1]
 
 
 @pytest.mark.combines("dp_replicate", "dp_shard")
@@ -176,16 +190,6 @@ def whole_models(folder, tokens):
 
 def replace_model(plan, model):
     return replace(plan, work=replace(plan.work, model=model))
-
-
-@pytest.fixture(scope="module")
-def varied(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("variants")
-    tokens = plans.write_tokens(folder / "tokens")
-    made, whole = variants(folder, tokens), whole_models(folder, tokens)
-    plans.run_together(list(made.values()), folder / "runs")
-    plans.run_together(list(whole.values()), folder / "whole")
-    return {name: plans.losses(folder / "store", plan) for name, plan in (made | whole).items()}
 
 
 @pytest.mark.combines("dp_replicate", "precision bf16")

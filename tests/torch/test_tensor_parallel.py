@@ -49,14 +49,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
         plan("tied", CHAIN[0], model=plans.model_plan(), activation_checkpointing="full", micro_batch=4),
         plan("low", CHAIN[0], precision="bf16", activation_checkpointing="selective"),
     ]
-    plans.run_together([alone, plan("tied-alone", Mesh(), model=plans.model_plan())], folder / "one")
+    tied_alone = plan("tied-alone", Mesh(), model=plans.model_plan())
     plans.run_together([*two, chain[0]], folder / "two")
-    for number, one in enumerate(chain[1:], start=2):
-        plans.run_together([one], folder / f"chain-{number}")
+    plans.run_together([chain[1]], folder / "chain-on-four")
+    plans.run_together([alone, tied_alone, chain[2]], folder / "one")
+    plans.run_together([chain[3]], folder / "chain-on-four-again")
     killed = plan("killed", CHAIN[0], **plans.dying())
     plans.launch_dying(killed, folder / "store", folder / "killed")
     found = {one.run_id: [one] for one in (alone, *two, killed)}
-    return folder / "store", found | {"chain": chain, "tied-alone": [plan("tied-alone", Mesh())]}
+    return folder / "store", found | {"chain": chain, "tied-alone": [tied_alone]}
 
 
 def losses(trained: Any, run: str) -> list[float]:
