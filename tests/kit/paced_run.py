@@ -31,7 +31,7 @@ def real_run(
     """Two ranks that step until they are told to stop, ten times a second where data comes at once; the ports
     of their /metrics. `model`: further arguments of the model."""
     pytest.importorskip("torch", reason="torch is missing: make install")
-    cli = Cli(folder)
+    cli = Cli(folder, warm=True)
     cli.env["PYTHONPATH"] = str(Path(__file__).parents[1])
     cli.env |= {"BUILD_TAG": "jenkins-paced-17", "BUILD_URL": "https://jenkins.example.com/job/paced/17/"}
     train: dict[str, Any] = {

@@ -169,7 +169,7 @@ def test_at_the_command_line_killed_and_resumed_on_two_ranks(tmp_path, server):
         {"name": "promote", "needs": ["train"], "promote": {"as": "cli-model", "alias": "best"}},
     ]
     (tmp_path / "pipeline.yaml").write_text(json.dumps({"version": 1, "name": "tracked", "stages": stages}))
-    cli = Cli(tmp_path)
+    cli = Cli(tmp_path, warm=True)
     cli.env["PYTHONPATH"] = str(processes.__file__).rpartition("/kit/")[0]
     stage = cli.store / "runs/r/stages/train"
 
@@ -179,7 +179,7 @@ def test_at_the_command_line_killed_and_resumed_on_two_ranks(tmp_path, server):
 
     running = cli.start("run", "pipeline.yaml", "--run-id", "r")
     until(lambda: steps_done(1) > 12, "the training to be on its way")
-    everything = processes.tree(running.pid)
+    everything = cli.processes()
     processes.kill(everything)
     running.communicate(timeout=300)
     until(lambda: processes.gone(everything), "the end of all")

@@ -57,6 +57,15 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     ranked = SimpleNamespace(Popen=lambda argv, env: Popen("ranks", argv, env=env, cwd=ROOT))
     monkeypatch.setattr(ranks, "subprocess", ranked)
 
+    def said(argv: list[str], *, check: bool, timeout: float, env: Any = os.environ, **options: Any) -> None:
+        """`mlpipe ...`, and all that it starts."""
+        argv = [sys.executable, "-m", "mlpipe.cli", *argv[1:]]
+        with Popen("cli", argv, env={**env, "KIT_WARM": "1"}, **options) as command:
+            assert command.wait(timeout) == 0
+
+    for module in (newcomer, stragglers):
+        monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=said, **streams))
+
 
 def quick(module: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Any:
     """What its quick run writes."""
@@ -164,6 +173,7 @@ def test_gains_of_ranks_that_wait_less_are_written_with_what_was_expected(
         assert row["expected"] != row["by_the_works_alone"]
 
 
+@pytest.mark.usefixtures("warm")
 def test_what_moved_load_saves_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One real training stands for all sides."""
     found = stragglers.trained([0.001, 0.002], "move_load", 3)
@@ -213,6 +223,7 @@ def test_what_tuning_finds_is_written_beside_the_grid(tmp_path: Path, monkeypatc
     assert (nothing["ours"], nothing["met"]) == (1.0, True)
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_newcomers_start_is_a_run_on_a_machine_that_nobody_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
