@@ -212,6 +212,15 @@ def test_a_stage_that_cannot_go_on_is_not_queued_again_by_its_limit() -> None:
     spec = pipeline_of("llm", "slurm.time=20 min")
     texts = {name: script(plan_of(spec, name), slurm_job(spec, name), "o") for name in ("corpus", "train")}
     assert ["--signal=B:USR1" in texts[name] for name in texts] == [False, True]
+    short = pipeline_of("llm", "slurm.time=2 min")  # less than it has to save: half is for that
+    assert "--signal=B:USR1@60\n" in script(plan_of(short, "train"), slurm_job(short, "train"), "o")
+
+
+def test_the_coordinator_of_replicas_takes_no_gpu_and_one_core() -> None:
+    spec = pipeline_of("llm", "train.resources.nodes=1..2", "train.strategy=fsdp")
+    text = script(plan_of(spec, "train"), slurm_job(spec, "train"), "o", "coordinator")
+    assert "#SBATCH --gres" not in text
+    assert "#SBATCH --cpus-per-task=1\n" in text
 
 
 def test_a_training_that_would_begin_again_is_not_queued_again_when_it_fails() -> None:
@@ -243,6 +252,11 @@ def test_folders_of_a_container_are_one_word_of_the_shell(runtime: str) -> None:
     assert " --part " not in line  # which only what is elastic has
     alone = script(plan_of(spec, "corpus"), slurm_job(spec, "corpus"), "o")
     assert (" --nv " in text, " --nv " in alone) == (runtime == "apptainer", False)  # the second has no GPU
+    bare = pipeline_of("llm", f"slurm.container={{runtime: {runtime}, image: i}}")
+    text = script(plan_of(bare, "corpus"), slurm_job(bare, "corpus"), "o")
+    scratch = '"${scratch%/*}:${scratch%/*}"'
+    pyxis = f"--container-image=i --container-mounts={scratch} python"
+    assert (pyxis if runtime == "pyxis" else f"apptainer exec --bind {scratch} i python") in text
 
 
 def test_the_name_of_a_run_begins_those_of_its_jobs_and_of_no_others() -> None:
@@ -354,6 +368,8 @@ def test_spares_are_asked_for_as_far_as_nodes_are_free() -> None:
     ]
     assert "#SBATCH --ntasks" not in text, "or the fewest are given, by Slurm 22.05"
     assert "--nodes=2 " not in text, "each step is on all machines that came"
+    every = "--nodes=$SLURM_JOB_NUM_NODES --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 "
+    assert text.count(every) == 2, "when it starts, and when it is told"
     env = {"SLURM_NODEID": "3", "SLURM_JOB_NUM_NODES": "4", "SLURMD_NODENAME": "n4"}
     assert node.variables(plan, env)["MLPIPE_NUM_MACHINES"] == "4"
     without = plan_of(pipeline_of("llm", "train.resources.preflight=auto"), "train")
