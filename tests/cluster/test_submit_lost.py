@@ -47,6 +47,9 @@ def test_a_node_that_is_lost_for_good_is_given_up(place, hold, undisturbed, seco
     undisturbed.check(place, "lost", records_lost=True)
     place.submit(command, "command", "--wait")
     assert place.run_state("command").stages["train"].attempt == 2
+    jobs = place.objects("jobs", "command", **{"mlpipe.dev/stage": "train"})
+    attempts = [job["metadata"]["labels"]["mlpipe.dev/attempt"] for job in jobs]
+    assert attempts == ["2"], "none waits for the lost pod"
     # Either JobSet could restart the gang, or its attempt was given up and fenced, and the next one went on.
     with place.cluster.inside():
         keys = [info.key for info in place.store().list("runs/lost/stages/train/checkpoints")]
