@@ -19,7 +19,7 @@ from collections.abc import Callable
 from mlpipe.train.replicas.membership import Membership, Message, Rank
 
 BEAT_SECONDS = 1.0
-LOST_SECONDS = 15.0
+LOST_SECONDS = 10.0
 # A training that has had too few replicas for so long fails.
 LONELY_SECONDS = 900.0
 # A coordinator that was told to end stays so long at least: replicas may be told a little later.
