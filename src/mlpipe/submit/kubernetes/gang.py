@@ -123,7 +123,8 @@ class Gang(ThreadedHandle):
                 if words := self._place(gang, pods, now):
                     self._note, noted, news = words, now, True
                 elif now - noted > (_NOTE_SECONDS if news else _NOTE_AGAIN_SECONDS):
-                    self._note = self._why_pending(pods) or self._restarted(gang, pods)
+                    waits = self._why_pending(pods, self._plan.launch.num_machines)
+                    self._note = waits or self._restarted(gang, pods)
                     noted, news = now, False
                 answered = now
             except SubmitError as error:
@@ -140,10 +141,8 @@ class Gang(ThreadedHandle):
             return ""
         return self._placement.look({**gang, "kind": self._kind}, pods, now)
 
-    def _why_pending(self, pods: list[Object]) -> str:
-        if self._stopping:
-            return ""
-        return why_pending(self._api, self._labels, self._plan.launch.num_machines, pods)
+    def _why_pending(self, pods: list[Object], num_wanted: int) -> str:
+        return "" if self._stopping else why_pending(self._api, self._labels, num_wanted, pods)
 
     def _restarted(self, gang: Object | None, pods: list[Object]) -> str:
         status = gang.get("status", {}) if gang else {}

@@ -23,7 +23,6 @@ from mlpipe.submit.executor import Ended
 from mlpipe.submit.kubernetes.api import Object, is_away
 from mlpipe.submit.kubernetes.gang import Gang, lost_for_good
 from mlpipe.submit.kubernetes.objects import create_all, finished
-from mlpipe.submit.kubernetes.pending import why_pending
 from mlpipe.submit.kubernetes.postmortem import last_words, termination_reason
 from mlpipe.submit.kubernetes.watch import Watched
 
@@ -71,10 +70,10 @@ class ReplicaJobs(Gang):
     def _tend(self, jobs: list[Object], pods: list[Object]) -> Ended | None:
         """One look. What it returns is the end, once nothing is left to be waited for."""
         self._postmortem.look(pods)
-        if not any(job["metadata"]["name"] == self._name for job in jobs):
+        coordinator = next((job for job in jobs if job["metadata"]["name"] == self._name), None)
+        if coordinator is None:
             return self._gone()
         by_number = _numbered(jobs)
-        coordinator = next(job for job in jobs if job["metadata"]["name"] == self._name)
         # the coordinator's Job may be complete before those of the replicas that have done the training
         if any(finished(job) == "Complete" for job in (coordinator, *by_number.values())):
             self._end = replica_outcomes.done(self._outcomes().values())
@@ -142,10 +141,9 @@ class ReplicaJobs(Gang):
         self._noted = time.monotonic()
         num_alive = len(by_number) - len(failed)
         active = [pod for pod in pods if _is_active(pod)]
-        num_leaving = sum(
-            "deletionTimestamp" in pod["metadata"] for pod in active
-        )  # one on a lost node stays
-        self._note = why_pending(self._api, self._labels, 1 + num_alive + num_leaving, active)
+        # one on a lost node stays
+        num_leaving = sum("deletionTimestamp" in pod["metadata"] for pod in active)
+        self._note = self._why_pending(active, 1 + num_alive + num_leaving)
         if coordinator["spec"].get("suspend") and all(_number(pod) is not None for pod in active):
             self._note = f"without their coordinator the replicas wait: {self._note}"
         if failed:
