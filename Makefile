@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 CHECKOV := .venv-checkov
 TOOLS := torchx skypilot dstack kubeflow accelerate s3
-PEERS := training deepspeed validated tuning
+PEERS := training deepspeed validated tuning torchft
 
 export UV_HTTP_TIMEOUT ?= 180
 # Where PYTHONDONTWRITEBYTECODE is set, every `import torch` would compile its 2,000 files anew: twice the time.

@@ -14,13 +14,19 @@ the others:
 Who restarts what: a launcher that has ended is started again at once, of the elastic side it alone; of the
 gang all three, after the others are killed, as a JobSet does. How long a pod takes to start is not in it.
 
-Goodput is the number of steps from the first failure's countdown to the end, times the seconds of a step
-before it, when nothing has happened yet, over the time. Steps done again count once.
+The other sides are torchft, a torchrun a replica, by its own example, and the same with sums by its manager.
+Nothing of ours stands above its torchrun, and a rank ends with it, as in a container: `agent` and `launcher`
+are the same there. It uses no store.
+
+Goodput is the number of samples that were learnt from the first failure's countdown to the end, over those
+that would have been at the rate before it, when nothing has happened yet. Steps done again count once. A step
+of ours always has as many samples; one of torchft has fewer where a replica is missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -35,16 +41,21 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks import measure
+from benchmarks.peers import sides
 
 ROOT = Path(__file__).parents[1]
 GOAL = 0.95
 WORKERS = 3
 BATCH = 12
 KINDS = ("rank", "agent", "launcher", "store", "link")
+TORCHFT = ("torchft", "torchft without its DDP")
+SIDES = ("elastic", "gang restart", *TORCHFT)
 HUB = "10.214.78.1"
+_BY = ("work", "side")  # rows of which a run replaces
 _INSIDE = "MLPIPE_BENCH_INSIDE"  # in namespaces of its own
 _DEADLINE_SECONDS = 300.0  # of anything that is waited for
 _SHIPPED_SECONDS = 15.0  # until what was recorded is in the store
@@ -76,18 +87,22 @@ def failures(minutes: float, every: float, seed: int, lasts: dict[str, float]) -
 
 @dataclass(frozen=True)
 class Done:
-    """A step that a worker recorded, at that time."""
+    """A step that a worker recorded, at that time. `samples`: of all workers."""
 
     time: float
     step: int
+    samples: int = BATCH
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of a side. `pauses`: by kind, seconds of the longest pause between two steps after each failure."""
+    """Of a side. `small_steps`: those of `steps` with fewer samples than a step before any failure. `pauses`:
+    by kind, seconds of the longest pause between two steps after each failure."""
 
     goodput: float
     step_seconds: float
+    steps: int
+    small_steps: int
     pauses: dict[str, list[float]]
     counts: dict[str, int]
 
@@ -103,7 +118,12 @@ def judge(
     last = before[-1].step
     step_seconds = (first_of[last] - first_of[last - calm]) / calm
     within = [one for one in in_time if begin < one.time <= end]
-    steps = (within[-1].step if within else last) - last
+    samples_of = {one.step: one.samples for one in in_time if one.time <= end}
+    # one that nobody recorded counts as whole
+    samples = [samples_of.get(step, BATCH) for step in range(last + 1, (within or before)[-1].step + 1)]
+    rate = sum(samples_of.get(step, BATCH) for step in range(last - calm + 1, last + 1)) / (
+        step_seconds * calm
+    )
     times = [one.time for one in in_time if one.time <= end] + [end]
     gaps = list(pairwise(times))
     struck = [one for one in struck if one[0] < end]  # a worker may not have been there to be struck in time
@@ -118,7 +138,9 @@ def judge(
         "steps that nobody recorded": len(set(range(min(known), max(known) + 1)) - known),
         "steps done again": sum(max(of[step] for of in numbers.values()) - 1 for step in known),
     }
-    return Found(steps * step_seconds / (end - begin), step_seconds, pauses, counts)
+    small = sum(one < BATCH for one in samples)
+    goodput = sum(samples) / rate / (end - begin)
+    return Found(goodput, step_seconds, len(samples), small, pauses, counts)
 
 
 class Net:
@@ -165,73 +187,43 @@ class Net:
 
 
 class Side:
-    """Three launchers, which are started again. `elastic`: each is a replica; else they are one gang."""
+    """Three launchers, which are started again: each by itself, or, of a gang, all when one has ended.
+    `record`: what a worker says of its start and of each step (`kind`, `time`, `step`)."""
 
-    def __init__(
-        self,
-        folder: Path,
-        net: Net,
-        environment: dict[str, str],
-        *,
-        elastic: bool,
-        every: int,
-        seconds: float,
-    ) -> None:
-        from kit import plans, processes
+    is_gang = False
+    hub: subprocess.Popen[bytes] | None = None  # by which the workers meet
 
-        from mlpipe.plan.plan import Entry, ModelPlan, Replicas
-        from mlpipe.store.open import open_store
+    def __init__(self, folder: Path, net: Net, environment: dict[str, str]) -> None:
+        from kit import processes
 
-        self.processes, self.net, self.elastic = processes, net, elastic
-        self.folder = folder
-        folder.mkdir()
-        sample = seconds / 2 / (BATCH // WORKERS)  # forward, and as long backward
-        model = ModelPlan(Entry("kit.models:paced", {"seconds": [sample] * WORKERS}), None, 32, ())
-        launch: dict[str, Any] = {"max_restarts": 1000, "num_nodes": 1 if elastic else WORKERS}
-        launch |= {"nproc_per_node": 1, "replicas": Replicas(1, WORKERS) if elastic else None}
-        self.plan = plans.train_plan(
-            f"s3://goodput/{folder.name}",
-            plans.write_tokens(folder / "tokens"),
-            strategy="single" if elastic else "ddp",
-            world_size=1 if elastic else WORKERS,
-            steps=1_000_000,
-            every=every,
-            model=model,
-            launch=launch,
-            global_batch=BATCH,
-            micro_batch=BATCH if elastic else BATCH // WORKERS,
-            hang_timeout_seconds=600.0,
-        )
-        self.store = open_store(self.plan.store_url)
-        (folder / "plan.json").write_text(self.plan.to_json())
-        self.environment = {**plans.environment(), **environment}
+        self.processes, self.net, self.folder, self.environment = processes, net, folder, environment
         self.restarts = 0  # of the gang
         self.struck = list[tuple[float, Failure]]()
-        self.coordinator = self._start("mlpipe.train.coordinate", None) if elastic else None
-        self.launchers = [self._launch(worker) for worker in range(WORKERS)]
+        self.launchers = list[subprocess.Popen[bytes]]()
 
-    def _launch(self, worker: int) -> subprocess.Popen[bytes]:
-        if self.elastic:
-            return self._start("mlpipe.train.launcher", worker, MLPIPE_REPLICA=str(worker))
-        return self._start(
-            "mlpipe.train.launcher",
-            worker,
-            JOB_COMPLETION_INDEX=str(worker),
-            MLPIPE_RENDEZVOUS=f"{self.net.address(0)}:29500",
-            MLPIPE_GANG_RESTART=str(self.restarts),
-        )
+    def launch(self, worker: int) -> subprocess.Popen[bytes]:
+        raise NotImplementedError
 
-    def _start(self, module: str, worker: int | None, **more: str) -> subprocess.Popen[bytes]:
+    def records(self, worker: int) -> list[Any]:
+        raise NotImplementedError
+
+    def samples(self, record: Any) -> int:
+        return BATCH
+
+    def pid(self, kind: str, worker: int) -> int | None:
+        """None: it is not there now."""
+        raise NotImplementedError
+
+    def start(self, argv: list[str], worker: int | None, **more: str) -> subprocess.Popen[bytes]:
         from kit.servers import die_with_parent
 
         scratch = self.scratch(worker)
         scratch.mkdir(exist_ok=True)
-        argv = [*self.net.argv(worker), sys.executable, "-m", module]
-        argv += ["--plan", str(self.folder / "plan.json"), "--scratch", str(scratch)]
         with (scratch / "log").open("ab") as log:
             return subprocess.Popen(
-                argv,
+                [*self.net.argv(worker), *argv],
                 env={**self.environment, **more},
+                cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -239,20 +231,19 @@ class Side:
             )
 
     def scratch(self, worker: int | None) -> Path:
-        return self.folder / ("coordinator" if worker is None else f"worker-{worker}")
+        return self.folder / self.net.name(worker)
 
     def tend(self) -> None:
         """Who has ended is started again."""
-        if self.coordinator is not None and self.coordinator.poll() is not None:
-            raise RuntimeError(f"the coordinator ended: {self._log(None)}")
+        if self.hub is not None and self.hub.poll() is not None:
+            raise RuntimeError(f"what the workers meet by ended: {self._log(None)}")
         ended = [worker for worker, one in enumerate(self.launchers) if one.poll() is not None]
-        if self.elastic:
-            for worker in ended:
-                self.launchers[worker] = self._launch(worker)
-        elif ended:
+        if ended and self.is_gang:
             self.end()
             self.restarts += 1
-            self.launchers = [self._launch(worker) for worker in range(WORKERS)]
+            ended = list(range(WORKERS))
+        for worker in ended:
+            self.launchers[worker] = self.launch(worker)
 
     def until(self, what: str, check: Callable[[], Any], pause: float = 0.2) -> None:
         deadline = time.monotonic() + _DEADLINE_SECONDS
@@ -281,32 +272,21 @@ class Side:
             self.wait(lasts)
             self.net.heal(victim)
         else:  # one that is still coming back from the blow before is not struck until it is there
-            self.until("a worker to strike", lambda: self._pid(failure.kind, victim) is not None)
-            pid = self._pid(failure.kind, victim)
+            self.until("a worker to strike", lambda: self.pid(failure.kind, victim) is not None)
+            pid = self.pid(failure.kind, victim)
             if pid is not None:
                 self.processes.kill([pid])
             self.struck.append((time.time(), failure))
 
-    def _pid(self, kind: str, worker: int) -> int | None:
-        launcher = self.launchers[worker]
-        if kind == "launcher":
-            return launcher.pid if launcher.poll() is None else None
-        if kind == "agent":
-            found: int | None = self.processes.torchrun_of(launcher)
-            return found
-        pid: int | None = self.processes.worker_of(self.scratch(worker), 0 if self.elastic else worker)
-        return None if pid is None or self.processes.gone([pid]) else pid
-
     def done(self) -> dict[int, list[Done]]:
         return {
-            rank: [Done(one.time, one.step) for one in self.records(rank) if one.kind == "step"]
+            rank: [
+                Done(one.time, one.step, self.samples(one))
+                for one in self.records(rank)
+                if one.kind == "step"
+            ]
             for rank in range(WORKERS)
         }
-
-    def records(self, rank: int) -> list[Any]:
-        from mlpipe.observe.records import read_records
-
-        return read_records(self.store, self.plan.attempt_key, rank)
 
     def unstruck_restarts(self) -> int:
         """Of workers that nobody killed."""
@@ -315,7 +295,7 @@ class Side:
         return sum(max(0, starts[rank] - 1 - kills[rank]) for rank in starts)
 
     def end(self) -> None:
-        launchers = [one for one in (self.coordinator, *self.launchers) if one is not None]
+        launchers = [one for one in (self.hub, *self.launchers) if one is not None]
         for one in launchers:
             self.processes.kill(self.processes.tree(one.pid))
         for one in launchers:
@@ -323,6 +303,119 @@ class Side:
 
     def _log(self, worker: int | None) -> str:
         return (self.scratch(worker) / "log").read_text(errors="replace")[-3000:]
+
+
+class Ours(Side):
+    """`elastic`: each launcher is a replica; else they are one gang. `every`: steps between its checkpoints.
+    `seconds`: of a sample, forward."""
+
+    def __init__(
+        self, folder: Path, net: Net, environment: dict[str, str], elastic: bool, every: int, seconds: float
+    ) -> None:
+        from kit import plans
+
+        from mlpipe.plan.plan import Entry, ModelPlan, Replicas
+        from mlpipe.store.open import open_store
+
+        super().__init__(folder, net, {**plans.environment(), **environment})
+        self.is_gang = not elastic
+        model = ModelPlan(Entry("kit.models:paced", {"seconds": [seconds] * WORKERS}), None, 32, ())
+        launch: dict[str, Any] = {"max_restarts": 1000, "num_nodes": 1 if elastic else WORKERS}
+        launch |= {"nproc_per_node": 1, "replicas": Replicas(1, WORKERS) if elastic else None}
+        self.plan = plans.train_plan(
+            f"s3://goodput/{folder.name}",
+            plans.write_tokens(folder / "tokens"),
+            strategy="single" if elastic else "ddp",
+            world_size=1 if elastic else WORKERS,
+            steps=1_000_000,
+            every=every,
+            model=model,
+            launch=launch,
+            global_batch=BATCH,
+            micro_batch=BATCH if elastic else BATCH // WORKERS,
+            hang_timeout_seconds=600.0,
+        )
+        self.store = open_store(self.plan.store_url)
+        (folder / "plan.json").write_text(self.plan.to_json())
+        self.hub = self._start("mlpipe.train.coordinate", None) if elastic else None
+        self.launchers = [self.launch(worker) for worker in range(WORKERS)]
+
+    def launch(self, worker: int) -> subprocess.Popen[bytes]:
+        if not self.is_gang:
+            return self._start("mlpipe.train.launcher", worker, MLPIPE_REPLICA=str(worker))
+        return self._start(
+            "mlpipe.train.launcher",
+            worker,
+            JOB_COMPLETION_INDEX=str(worker),
+            MLPIPE_RENDEZVOUS=f"{self.net.address(0)}:29500",
+            MLPIPE_GANG_RESTART=str(self.restarts),
+        )
+
+    def _start(self, module: str, worker: int | None, **more: str) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", module, "--plan", str(self.folder / "plan.json")]
+        return self.start([*argv, "--scratch", str(self.scratch(worker))], worker, **more)
+
+    def pid(self, kind: str, worker: int) -> int | None:
+        launcher = self.launchers[worker]
+        if kind == "launcher":
+            return launcher.pid if launcher.poll() is None else None
+        if kind == "agent":
+            found: int | None = self.processes.torchrun_of(launcher)
+            return found
+        pid: int | None = self.processes.worker_of(self.scratch(worker), worker if self.is_gang else 0)
+        return None if pid is None or self.processes.gone([pid]) else pid
+
+    def records(self, worker: int) -> list[Any]:
+        from mlpipe.observe.records import read_records
+
+        return read_records(self.store, self.plan.attempt_key, worker)
+
+
+class Torchft(Side):
+    """By its train_ddp.py, started as its README and its TorchX component do: a torchrun a replica, and a
+    lighthouse where our coordinator stands. `ddp`: see `peers/torchft_ddp.py`."""
+
+    def __init__(self, folder: Path, net: Net, ddp: bool, seconds: float) -> None:
+        self._python = sides.python_of("torchft_ddp")
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        super().__init__(
+            folder, net, {**measure.with_bytecode(), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        )
+        self._work = {"seconds": seconds, "batch": BATCH // WORKERS, "ddp": ddp}
+        lighthouse = [str(Path(self._python).parent / "torchft_lighthouse"), "--min_replicas", "1"]
+        lighthouse += ["--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
+        self.hub = self.start(lighthouse, None)
+        self.launchers = [self.launch(worker) for worker in range(WORKERS)]
+
+    def launch(self, worker: int) -> subprocess.Popen[bytes]:
+        argv = [self._python, "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=1"]
+        argv += [f"--master_addr={self.net.name(worker)}", f"--master_port={29600 + worker}"]
+        return self.start(
+            [*argv, "--max_restarts=10", "-m", "benchmarks.peers.torchft_ddp"],
+            worker,
+            REPLICA_GROUP_ID=str(worker),
+            NUM_REPLICA_GROUPS=str(WORKERS),
+            TORCHFT_LIGHTHOUSE=f"http://{self.net.name(None)}:29510",
+            BENCHMARK=json.dumps({**self._work, "records": str(self._records(worker))}),
+        )
+
+    def pid(self, kind: str, worker: int) -> int | None:
+        torchrun = self.launchers[worker]
+        if kind != "rank":
+            return torchrun.pid if torchrun.poll() is None else None
+        ranks = [pid for pid in self.processes.children(torchrun.pid) if not self.processes.gone([pid])]
+        return ranks[0] if ranks else None
+
+    def records(self, worker: int) -> list[Any]:
+        path = self._records(worker)
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [SimpleNamespace(**json.loads(line)) for line in lines]
+
+    def samples(self, record: Any) -> int:
+        return int(record.participants) * BATCH // WORKERS
+
+    def _records(self, worker: int) -> Path:
+        return self.scratch(worker) / "records.jsonl"
 
 
 def struck(side: Side, plan: list[Failure], minutes: float, calm: int, store: int) -> Found:
@@ -338,7 +431,7 @@ def struck(side: Side, plan: list[Failure], minutes: float, calm: int, store: in
         side.wait(end)
         side.wait(end + _SHIPPED_SECONDS)
         found = judge(side.done(), side.struck, begin, end, calm)
-        if side.elastic:
+        if not side.is_gang:
             found.counts["restarts of workers that were not struck"] = side.unstruck_restarts()
         return found
     finally:
@@ -386,6 +479,8 @@ def rows_of(found: dict[str, Found], work: str) -> list[dict[str, Any]]:
         alone = partial(measure.alone, work, side=side)
         rows.append(alone("goodput", "ratio", [one.goodput], goal=goal, higher_is_better=True))
         rows.append(alone("step before any failure", "s", [one.step_seconds]))
+        rows.append(alone("steps", "", [one.steps], higher_is_better=True))
+        rows.append(alone("steps of fewer samples", "", [one.small_steps]))
         for what, count in one.counts.items():
             row = alone(what, "", [count])
             rows.append(row if goal is None else {**row, "met": count == 0, "goal": 0.0})
@@ -403,9 +498,16 @@ def main() -> int:
     parser.add_argument("--step-seconds", type=float, default=1.0)
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=("elastic", "gang restart"), help="one side")
+    parser.add_argument("--only", choices=SIDES, help="one side; the rows of the others stay")
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", metavar="FILE", help="nothing runs: results of other runs are added"
+    )
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     arguments = parser.parse_args()
+    for path in arguments.merge or ():
+        print(f"into {measure.add('goodput', json.loads(path.read_text()), arguments.results, _BY)}")
+    if arguments.merge:
+        return 0
     if _INSIDE not in os.environ:
         os.environ[_INSIDE] = "1"
         own = ["unshare", "--net", "--mount", "--propagation", "private"]
@@ -416,39 +518,37 @@ def main() -> int:
     if arguments.quick:
         minutes, every, calm, lasts = 0.5, 4.0, 3, {"store": 2.0, "link": 2.0}
     plan = failures(minutes, every, arguments.seed, lasts)
-    load_before, found = os.getloadavg()[0], dict[str, Found]()
+    load_before = os.getloadavg()[0]
+    sample = arguments.step_seconds / 2 / (BATCH // WORKERS)  # forward, and as long backward
+    work = f"{WORKERS} workers, {minutes:g} min, {len(plan)} failures"
+    drawn = [[round(one.at, 1), one.kind, one.victim] for one in plan]
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         net = Net(folder)
         pid, environment = stack.enter_context(minio(folder, net))
         os.environ.update(environment)
-        for side, elastic in (("elastic", True), ("gang restart", False)):
-            if arguments.only not in (None, side):
-                continue
-            seconds = arguments.step_seconds
-            one = Side(
-                folder / side.replace(" ", "-"),
-                net,
-                environment,
-                elastic=elastic,
-                every=arguments.save_every,
-                seconds=seconds,
+        for side in (arguments.only,) if arguments.only else SIDES:
+            mine = folder / side.replace(" ", "-")
+            mine.mkdir()
+            if side in TORCHFT:
+                one: Side = Torchft(mine, net, side == "torchft", sample)
+            else:
+                one = Ours(mine, net, environment, side == "elastic", arguments.save_every, sample)
+            found = struck(one, plan, minutes, calm, pid)
+            print(f"{side}: {found}", flush=True)
+            measure.tell(
+                "goodput",
+                rows_of({side: found}, work),
+                arguments.results,
+                by=_BY,
+                minutes=minutes,
+                every=every,
+                seed=arguments.seed,
+                step_seconds=arguments.step_seconds,
+                save_every=arguments.save_every,
+                failures=drawn,
+                load_before=load_before,
             )
-            found[side] = struck(one, plan, minutes, calm, pid)
-            print(f"{side}: {found[side]}", flush=True)
-    work = f"{WORKERS} workers, {minutes:g} min, {len(plan)} failures"
-    drawn = [[round(one.at, 1), one.kind, one.victim] for one in plan]
-    body = measure.document(
-        rows_of(found, work),
-        minutes=minutes,
-        every=every,
-        seed=arguments.seed,
-        step_seconds=arguments.step_seconds,
-        save_every=arguments.save_every,
-        failures=drawn,
-        load_before=load_before,
-    )
-    measure.publish("goodput", body, arguments.results)
     return 0
 
 

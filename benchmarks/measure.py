@@ -184,20 +184,31 @@ def write(name: str, body: dict[str, Any], folder: Path = RESULTS) -> Path:
     return path
 
 
-def merge(name: str, rows: list[dict[str, Any]], folder: Path = RESULTS, **settings: Any) -> Path:
-    """Replaces what the file had of the same work; each row keeps settings, commit, time and machine of its
+def merge(
+    name: str,
+    rows: list[dict[str, Any]],
+    folder: Path = RESULTS,
+    by: Sequence[str] = ("work",),
+    **settings: Any,
+) -> Path:
+    """Replaces what the file had of the same work, or of what else `by` names."""
+    return add(name, document(rows, **settings), folder, by)
+
+
+def add(name: str, body: dict[str, Any], folder: Path = RESULTS, by: Sequence[str] = ("work",)) -> Path:
+    """The rows of a document into the file, as `merge`; each keeps settings, commit, time and machine of its
     run."""
-    about = document([], **settings)
-    run = {"time": about["time"], "commit": about["commit"], **about["machine"], **about["settings"]}
+    run = {"time": body["time"], "commit": body["commit"], **body["machine"], **body["settings"]}
+    rows = [{**row, "run": row.get("run", run)} for row in body["figures"]]
     path = folder / f"{name}.json"
     kept = json.loads(path.read_text())["figures"] if path.exists() else []
-    works = {row["work"] for row in rows}
-    kept = [row for row in kept if row["work"] not in works]
-    return write(name, {**about, "figures": kept + [{**row, "run": run} for row in rows]}, folder)
+    replaced = {tuple(row[key] for key in by) for row in rows}
+    kept = [row for row in kept if tuple(row[key] for key in by) not in replaced]
+    return write(name, {**body, "figures": kept + rows}, folder)
 
 
 def tell(name: str, rows: list[dict[str, Any]], folder: Path = RESULTS, **settings: Any) -> None:
-    """Merges the rows, and prints them."""
+    """Merges the rows (see `merge`), and prints them."""
     path = merge(name, rows, folder, **settings)
     print(table({"figures": rows}))
     print(f"merged into {path}")

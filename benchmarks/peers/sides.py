@@ -25,6 +25,7 @@ SCRIPTS = {
     "hf_trainer": "training",
 }
 ON_MESHES = {"titan_mesh": "titan"}  # of `meshes.py`
+ON_REPLICAS = {"torchft_ddp": "torchft"}  # of `benchmarks.goodput`
 ON_CHATS = {"trl_sft": "tuning", "torchtune_sft": "tuning"}  # of `chats.py`
 NAMES = {
     "raw_ddp": "raw DDP",
@@ -40,7 +41,7 @@ WIDE = GPT | {"dim": 512, "num_heads": 8}  # 21M
 
 def python_of(script: str) -> str:
     """Raises FileNotFoundError that says how the environment is made."""
-    environment = {**SCRIPTS, **ON_MESHES, **ON_CHATS}[script]
+    environment = {**SCRIPTS, **ON_MESHES, **ON_REPLICAS, **ON_CHATS}[script]
     if environment is None:
         return sys.executable
     path = ROOT / f".venv-bench-{environment}" / "bin" / "python"

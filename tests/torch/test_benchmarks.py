@@ -146,6 +146,16 @@ def test_goodput_is_what_failures_leave_of_the_time():
     assert found.step_seconds == 1.0
     assert found.pauses == {"link": [6.0], "agent": [1.0]}
     assert found.counts == {"steps that nobody recorded": 0, "steps done again": 3}
+    assert (found.steps, found.small_steps) == (67, 0)
+
+
+def test_goodput_counts_the_samples_of_steps_that_a_replica_was_missing_in():
+    """torchft's: a step of a third fewer samples takes as long as any other."""
+    done = [goodput.Done(float(at), at, 8 if 50 < at <= 65 else goodput.BATCH) for at in range(1, 101)]
+    struck = [(50.5, goodput.Failure(10.5, "agent", 1))]
+    found = goodput.judge({0: done, 1: done[:50]}, struck, 40.0, 100.0, 10)
+    assert found.goodput == pytest.approx((60 - 15 / 3) / 60)
+    assert (found.steps, found.small_steps) == (60, 15)
 
 
 def test_failures_are_drawn_of_all_kinds_and_one_at_a_time():

@@ -37,15 +37,16 @@ def test_every_peer_has_a_script_a_name_and_an_environment():
     assert isinstance(scripts, dict)
     assert isinstance(known["NAMES"], dict)
     assert scripts.keys() == known["NAMES"].keys()
-    on_meshes = known["ON_MESHES"]
+    on_meshes, on_replicas = known["ON_MESHES"], known["ON_REPLICAS"]
     assert isinstance(on_meshes, dict)
-    for script, environment in {**scripts, **on_meshes}.items():
+    assert isinstance(on_replicas, dict)
+    for script, environment in {**scripts, **on_meshes, **on_replicas}.items():
         tree = ast.parse((PEERS / f"{script}.py").read_text())
         assert ast.get_docstring(tree)
         assert environment is None or (REQUIREMENTS / f"{environment}.txt").exists()
 
 
-@pytest.mark.parametrize("environment", ["training", "deepspeed", "titan", "validated"])
+@pytest.mark.parametrize("environment", ["training", "deepspeed", "titan", "validated", "torchft"])
 def test_peers_run_on_the_same_torch_and_numpy(environment: str):
     def pins(path: Path) -> set[str]:
         return set(re.findall(r"^(?:torch|numpy)==[^\\]+", path.read_text(), flags=re.MULTILINE))
@@ -73,6 +74,19 @@ def test_a_part_replaces_its_own_rows(tmp_path: Path):
     kept = {found["work"]: found for found in json.loads(path.read_text())["figures"]}
     assert (kept["a"]["ours"], kept["b"]["ours"]) == (2, 1)
     assert (kept["a"]["run"]["rounds"], kept["b"]["run"]["rounds"]) == (3, 1)
+
+
+def test_a_side_replaces_its_own_rows_and_a_document_of_an_earlier_run_keeps_what_it_was(tmp_path: Path):
+    by, row = ("work", "side"), {"work": "a", "figure": "speed"}
+    old = measure.document([row | {"side": "gang", "ours": 1}], rounds=1) | {"commit": "5a7a56d5"}
+    measure.add("goodput", old, tmp_path, by)
+    measure.merge("goodput", [row | {"side": "elastic", "ours": 2}], tmp_path, by, rounds=2)
+    path = measure.merge("goodput", [row | {"side": "elastic", "ours": 3}], tmp_path, by, rounds=3)
+    rows = json.loads(path.read_text())["figures"]
+    assert [(one["side"], one["ours"], one["run"]["rounds"]) for one in rows] == [
+        ("gang", 1, 1), ("elastic", 3, 3),
+    ]  # fmt: skip
+    assert rows[0]["run"]["commit"] == "5a7a56d5"
 
 
 def test_seconds_to_a_loss_that_was_fixed_beforehand():
