@@ -1,5 +1,5 @@
 """`python -m benchmarks.peers.meshes`: tokens per second of mlpipe and of torchtitan with the same Llama on
-the same mesh: tp 2, pp 2 and dp_shard 2 x tp 2, fp32, on gloo.
+the same mesh: tp 2, pp 2, dp_shard 2 x tp 2, and dp_shard 2 with ep 2 of one with experts, fp32, on gloo.
 
 As `rates`: both sides are started once and take turns of a few steps while the other sleeps in a read. Both
 begin with the same weights and see the same batches; losses of the first and the last step are compared.
@@ -23,22 +23,35 @@ from benchmarks.peers import rates, results, sides
 from benchmarks.peers.work import Work
 from mlpipe.plan.plan import Plan
 
-MESHES = {"tp 2": {"tp": 2}, "pp 2": {"pp": 2}, "dp_shard 2, tp 2": {"dp_shard": 2, "tp": 2}}
+MESHES = {
+    "tp 2": {"tp": 2},
+    "pp 2": {"pp": 2},
+    "dp_shard 2, tp 2": {"dp_shard": 2, "tp": 2},
+    "dp_shard 2, ep 2": {"dp_shard": 2, "ep": 2},
+}
 MICROBATCHES = 4  # of a pipeline
-LLAMA = {"dim": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 704}  # 7.3M, untied
-QUICK = LLAMA | {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 128}
+# untied: 7.3M parameters, and with a shared expert and eight, of which a token has two, 11M
+LLAMA = {"preset": "llama-8b", "dim": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 704}
+EXPERTS = LLAMA | {
+    "preset": "moe-7b", "ffn_dim": 224, "num_experts": 8, "experts_per_token": 2, "num_shared_experts": 1,
+}  # fmt: skip
+QUICK = {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 128}
 SEQ_LEN = 256
 PEER = "torchtitan"
 LOSSES_DIFFER = 1e-4  # relative; both compute in fp32, in another order
 
 
-def plan_of(base: Work, folder: Path, mesh: dict[str, int], shape: dict[str, int], batch: int) -> Plan:
+def workers_of(mesh: dict[str, int]) -> int:
+    return math.prod(size for axis, size in mesh.items() if axis != "ep")  # which lies within dp_shard
+
+
+def plan_of(base: Work, folder: Path, mesh: dict[str, int], shape: dict[str, Any], batch: int) -> Plan:
     """What a user writes; no save by itself. `batch`: samples of a step."""
     pipeline = {"accumulation": MICROBATCHES} if "pp" in mesh else {}
     settings = {
-        "model": json.dumps({"preset": "llama-8b", "seq_len": SEQ_LEN, **shape}),
+        "model": json.dumps({"seq_len": SEQ_LEN, **shape}),
         "mesh": json.dumps(mesh),
-        "resources__workers_per_node": math.prod(mesh.values()),
+        "resources__workers_per_node": workers_of(mesh),
         "data__batch_size": batch,
         "optimizer__lr": base.lr,
         "optimizer__warmup_steps": 0,
@@ -67,11 +80,10 @@ def work_of(base: Work, plan: Plan, mesh: dict[str, int], batch: int) -> Work:
     )  # fmt: skip
 
 
-def row(
-    folder: Path, name: str, base: Work, shape: dict[str, int], arguments: argparse.Namespace
-) -> list[dict[str, Any]]:
+def row(folder: Path, name: str, base: Work, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     mesh = MESHES[name]
-    num_ranks, batch = math.prod(mesh.values()), arguments.batch
+    shape = (EXPERTS if "ep" in mesh else LLAMA) | (QUICK if arguments.quick else {})
+    num_ranks, batch = workers_of(mesh), arguments.batch
     plan = plan_of(base, folder / "mlpipe", mesh, shape, batch)
     work = work_of(base, plan, mesh, batch)
     work = replace(work, socket=str(folder / "socket"))
@@ -107,7 +119,7 @@ def row(
     for ours, theirs in zip(losses[results.OURS], losses[PEER], strict=True):
         if abs(ours - theirs) > LOSSES_DIFFER * abs(theirs):
             raise RuntimeError(f"{name}: the sides do not compute the same: {losses}")
-    label = f"Llama 7.3M fp32, {name}"
+    label = f"Llama {'of 8 experts, 11M' if 'ep' in mesh else '7.3M'} fp32, {name}"
     rows = [
         *results.against_best(label, "tokens a second", "tok/s", blocks, "rate", goal=1.0),
         *results.against_best(label, "tokens a CPU second", "tok/s", blocks, "cpu_rate", goal=None),
@@ -125,7 +137,6 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8, help="samples of a step, over all ranks")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     arguments = parser.parse_args()
-    shape = QUICK if arguments.quick else LLAMA
     if arguments.quick:
         arguments.rounds, arguments.steps, arguments.warm_up = 2, 1, 1
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(1))  # and so ends what it started
@@ -140,7 +151,7 @@ def main() -> int:
         rows = []
         for number, one in enumerate(arguments.only or MESHES):
             (here := folder / str(number)).mkdir()
-            rows += row(here, one, base, shape, arguments)
+            rows += row(here, one, base, arguments)
     measure.tell(
         "peers", rows, arguments.results, rounds=arguments.rounds, steps_per_block=arguments.steps,
         batch=arguments.batch, load_before=load_before,
