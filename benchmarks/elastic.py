@@ -2,7 +2,8 @@
 
 Three replicas of a small Llama on this machine, each in a launcher of its own (`nodes: 2..3`, three wanted).
 One of them is killed at a random step, again and again, each time when all three take part; then the same
-with three workers of one node, whose gang goes on from its last checkpoint. Steps sleep for a fixed time, so
+with three workers of one node, whose gang goes on from its last checkpoint. Then both again with workers of
+two ranks that share the weights (fsdp, in the gang hsdp), one of which is killed. Steps sleep for a fixed time, so
 that what is measured is who waits for what; everything else is the trainer's. The clock runs from just before
 the blow to the record of the first step that the ones who were not killed did together (of the gang: of rank
 0 after its restart). Steps that no rank recorded, or one twice, are counted in the same run.
@@ -29,16 +30,16 @@ DEADLINE_SECONDS = 600.0  # of anything that is waited for
 
 
 class Training:
-    """Three workers that are killed. `elastic`: each is a replica; else they are one gang."""
+    """Three workers of so many `ranks` that are killed. `elastic`: each is a replica; else they are one gang."""
 
-    def __init__(self, folder: Path, *, elastic: bool, step_seconds: float, every: int) -> None:
+    def __init__(self, folder: Path, *, elastic: bool, ranks: int, step_seconds: float, every: int) -> None:
         from kit import plans, processes
 
-        from mlpipe.plan.plan import Entry, ModelPlan, Replicas
+        from mlpipe.plan.plan import Entry, Mesh, ModelPlan, Replicas
         from mlpipe.store import replicas
         from mlpipe.store.folder import FolderStore
 
-        self.plans, self.processes, self.elastic = plans, processes, elastic
+        self.plans, self.processes, self.elastic, self.ranks = plans, processes, elastic, ranks
         self.store, self.scratch, self.slow = folder / "store", folder / "scratch", folder / "slow"
         folder.mkdir()
         self.slow.touch()
@@ -47,11 +48,13 @@ class Training:
         launch: dict[str, Any] = {"max_restarts": 1000}
         if elastic:
             launch["replicas"] = Replicas(WORKERS - 1, WORKERS)
+        mesh = Mesh(dp_replicate=1 if elastic else WORKERS, dp_shard=ranks)
         self.plan = plans.train_plan(
             self.store,
             plans.write_tokens(folder / "tokens"),
-            strategy="single" if elastic else "ddp",
-            world_size=1 if elastic else WORKERS,
+            strategy=("fsdp" if ranks > 1 else "single") if elastic else "hsdp" if ranks > 1 else "ddp",
+            mesh=mesh,
+            world_size=mesh.world_size,
             steps=100_000,
             every=every,
             model=model,
@@ -62,8 +65,10 @@ class Training:
             replicas.want(FolderStore(self.store), self.plan.attempt_key, WORKERS)
         self.process = plans.start(self.plan, self.scratch)
 
-    def records(self, rank: int, kind: str) -> list[dict[str, Any]]:
-        return [one for one in self.plans.records(self.store, self.plan, rank) if one["kind"] == kind]
+    def records(self, worker: int, kind: str) -> list[dict[str, Any]]:
+        """Of its first rank."""
+        found = self.plans.records(self.store, self.plan, worker * self.ranks)
+        return [one for one in found if one["kind"] == kind]
 
     def until(self, what: str, check: Any) -> Any:
         deadline = time.monotonic() + DEADLINE_SECONDS
@@ -73,20 +78,22 @@ class Training:
             time.sleep(0.05)
         return found
 
-    def last_step(self, rank: int) -> int:
-        return max((one["step"] for one in self.records(rank, "step")), default=0)
+    def last_step(self, worker: int) -> int:
+        return max((one["step"] for one in self.records(worker, "step")), default=0)
 
     def all_there(self) -> bool:
         """All have done the newest steps."""
-        last = [self.last_step(rank) for rank in range(WORKERS)]
+        last = [self.last_step(worker) for worker in range(WORKERS)]
         full = not self.elastic or all(
-            self.records(rank, "step")[-1]["replicas"] == WORKERS for rank in range(WORKERS) if last[rank]
+            self.records(worker, "step")[-1]["replicas"] == WORKERS for worker in range(WORKERS) if last[worker]
         )
         return full and min(last) > 0 and max(last) - min(last) <= 1
 
     def kill(self, victim: int) -> float:
         """Seconds to the next step of the others."""
-        scratch, rank = (self.scratch / f"replica-{victim}", 0) if self.elastic else (self.scratch, victim)
+        scratch, rank = self.scratch, victim * self.ranks
+        if self.elastic:
+            scratch, rank = scratch / f"replica-{victim}", 0
         witness = min({*range(WORKERS)} - {victim}) if self.elastic else 0
         lives = len(self.records(witness, "start"))
         pid = self.processes.worker_of(scratch, rank)
@@ -112,13 +119,15 @@ class Training:
 
     def counts(self, kills: Counter[int]) -> dict[str, float]:
         """Of the whole: restarts of workers that nobody killed, steps that nobody did, steps done twice."""
-        starts = {rank: len(self.records(rank, "start")) - 1 for rank in range(WORKERS)}
-        steps = {rank: Counter(one["step"] for one in self.records(rank, "step")) for rank in range(WORKERS)}
+        starts = {one: len(self.records(one, "start")) - 1 for one in range(WORKERS)}
+        steps = {
+            worker: Counter(one["step"] for one in self.records(worker, "step")) for worker in range(WORKERS)
+        }
         done = set().union(*steps.values())
         last = max(done)
         return {
             "restarts of workers that were not killed": sum(
-                max(0, starts[rank] - kills[rank]) for rank in starts
+                max(0, starts[worker] - kills[worker]) for worker in starts
             ),
             "steps that nobody recorded": len(set(range(1, last + 1)) - done),
             "steps done again": sum(count - 1 for count in steps[0].values()),
@@ -142,10 +151,25 @@ def struck(training: Training, kills: int, seed: int) -> tuple[list[float], dict
     return seconds, training.counts(victims)
 
 
+def _rows(work: str, found: dict[str, tuple[list[float], dict[str, float]]]) -> list[dict[str, Any]]:
+    """Of both sides."""
+    ours, counts = found["elastic"]
+    rows = [measure.alone(work, "kill to next step, elastic", "s", ours, goal=GOAL_SECONDS)]
+    gang, of_gang = found["gang restart"]
+    rows.append(measure.alone(work, "kill to next step, gang restart", "s", gang))
+    for what, count in counts.items():
+        row = measure.alone(work, what, "", [count])
+        rows.append({**row, "met": count == 0, "goal": 0.0})
+    rows.append(measure.alone(work, "steps done again, gang restart", "", [of_gang["steps done again"]]))
+    rows.append(measure.alone(work, "longest kill to next step, elastic", "s", [max(ours)]))
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one blow each: does it run?")
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of a worker")
     parser.add_argument("--step-seconds", type=float, default=0.2)
     parser.add_argument("--every", type=int, default=20, help="steps between the gang's checkpoints")
     parser.add_argument("--seed", type=int, default=0)
@@ -156,24 +180,16 @@ def main() -> int:
     load_before = os.getloadavg()[0]
     settings = {"step_seconds": arguments.step_seconds, "every": arguments.every}
     rows = []
-    with tempfile.TemporaryDirectory() as name:
-        found = {}
-        for side, elastic in (("elastic", True), ("gang restart", False)):
-            training = Training(Path(name) / side.replace(" ", "-"), elastic=elastic, **settings)
-            found[side] = struck(training, kills, arguments.seed)
-            print(f"{side}: {found[side]}", flush=True)
-    work = f"{WORKERS} workers, {kills} kills"
-    ours, counts = found["elastic"]
-    row = measure.alone(work, "kill to next step, elastic", "s", ours, goal=GOAL_SECONDS)
-    rows.append(row)
-    gang, of_gang = found["gang restart"]
-    rows.append(measure.alone(work, "kill to next step, gang restart", "s", gang))
-    for what, count in counts.items():
-        row = measure.alone(work, what, "", [count])
-        rows.append({**row, "met": count == 0, "goal": 0.0})
-    rows.append(measure.alone(work, "steps done again, gang restart", "", [of_gang["steps done again"]]))
-    row = measure.alone(work, "longest kill to next step, elastic", "s", [max(ours)])
-    rows.append(row)
+    for ranks in arguments.ranks:
+        with tempfile.TemporaryDirectory() as name:
+            found = {}
+            for side, elastic in (("elastic", True), ("gang restart", False)):
+                folder = Path(name) / side.replace(" ", "-")
+                training = Training(folder, elastic=elastic, ranks=ranks, **settings)
+                found[side] = struck(training, kills, arguments.seed)
+                print(f"{ranks} ranks, {side}: {found[side]}", flush=True)
+        of_each = f" of {ranks} ranks" if ranks > 1 else ""
+        rows += _rows(f"{WORKERS} workers{of_each}, {kills} kills", found)
     body = measure.document(rows, kills=kills, seed=arguments.seed, load_before=load_before, **settings)
     measure.publish("elastic", body, arguments.results)
     return 0

@@ -216,6 +216,16 @@ def run_board() -> Dashboard:
             width=12,
         ),
     ]
+    first = f'{RUNS}, rank="0"'
+    plain, sent, waits, step = (
+        rate(f"mlpipe_train_{counter}", "stage", first)
+        for counter in (
+            "exchanged_plain_bytes_total",
+            "exchanged_bytes_total",
+            "collective_wait_seconds_total",
+            "step_duration_seconds_sum",
+        )
+    )
     speed = [
         curve(
             "Tokens per second",
@@ -292,6 +302,30 @@ def run_board() -> Dashboard:
             "short",
             {"{{stage}}": f"max by (stage) (mlpipe_train_replicas{{{RUNS}}})"},
             width=24,
+        ),
+        curve(
+            "Times less is sent",
+            about(
+                "Bytes of whole gradients in fp32, over those that rank 0 sent; of `compress` and `update` alone.",
+                "what docs/how-to/slow-links.md says of the method; with `update` times `sync_every`.",
+                "1 or less: the method sends no less than the gradients as they are.",
+            ),
+            "short",
+            {"{{stage}}": f"{plain} / {sent}"},
+            width=12,
+        ),
+        curve(
+            "Time that compress saves, at most",
+            about(
+                "Share of a step that it would last longer, had the bytes not sent taken as long as those sent,"
+                " and none been hidden. `mlpipe plan --explain` weighs what would be hidden.",
+                "close to what `mlpipe plan --explain` says.",
+                "Near 0: the link is fast enough, and `compress` costs more than it saves. With `update` it is too"
+                " much: waits for others in every step are not for what is sent.",
+            ),
+            "percentunit",
+            {"{{stage}}": f"1 - {step} / ({step} + {waits} * ({plain} / {sent} - 1))"},
+            width=12,
         ),
     ]
     ranks = [

@@ -39,6 +39,8 @@ OF_SOME_PANELS = frozenset(
     {
         ("run", "Loss scale of fp16"),
         ("run", "Steps that fp16 skipped"),
+        ("run", "Times less is sent"),
+        ("run", "Time that compress saves, at most"),
         ("run", "Nodes of an elastic training"),
         ("run", "Load of the fullest expert of each layer"),
         ("run", "Experts by load"),

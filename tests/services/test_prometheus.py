@@ -49,6 +49,8 @@ def made_up_series() -> Iterator[int]:
     rest += f'mlpipe_train_experts_by_load_ratio{{{nvml},at_most="1.5"}} 3\n'
     rest += f"mlpipe_train_expert_dropped_ratio{{{nvml}}} 0.1\nmlpipe_train_replicas{{{nvml}}} 3\n"
     rest += f"mlpipe_train_loss_scale{{{nvml}}} 65536\nmlpipe_train_skipped_steps_total{{{nvml}}} 2\n"
+    rest += f"mlpipe_train_exchanged_bytes_total{{{nvml}}} 1e6\n"
+    rest += f"mlpipe_train_exchanged_plain_bytes_total{{{nvml}}} 4e6\n"
     body = rest + "".join(
         f"{name}{{{gpu},{pod}}} {value}\n" for name, value in fields.items() for pod in pods
     )

@@ -122,7 +122,7 @@ def test_a_replica_is_killed_beside_a_worker_of_a_gang(tmp_path: Path, monkeypat
     workers, each of which costs a second to start."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(elastic, "WORKERS", 2)
-    body = quick(elastic, tmp_path, monkeypatch, "--step-seconds", "0.1", "--every", "2")
+    body = quick(elastic, tmp_path, monkeypatch, "--step-seconds", "0.1", "--every", "2", "--ranks", "1")
     rows = {row["figure"]: row for row in body["figures"]}
     for what in (
         "restarts of workers that were not killed",

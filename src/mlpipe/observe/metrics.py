@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mlpipe._core.records import Record, Save, Start, Step, Validation
 from mlpipe.observe.gpu import find_gpu
-from mlpipe.observe.series import EXPERT_METRICS, GPU_METRICS, INFO_LABELS, METRICS, SCALE_METRICS
+from mlpipe.observe.series import EXPERT_METRICS, GPU_METRICS, INFO_LABELS, METRICS, SOME_METRICS
 from mlpipe.observe.serve import Serving
 
 if TYPE_CHECKING:
@@ -73,16 +73,15 @@ class RankMetrics:
         self._flops_per_token = 0.0
         self._hardware_flops_per_token = 0.0
         self._on_gpu = False
-        self._num_skipped = 0
         self._serving: Serving | None = None
         now = time.time()
         own = tuple(m for m in METRICS if m.ranks == "every" or rank == 0)
-        own += EXPERT_METRICS + SCALE_METRICS if rank == 0 else ()
+        own += EXPERT_METRICS + SOME_METRICS if rank == 0 else ()
         self._served = own if gpu is None else own + GPU_METRICS
         for metric in self._served:
             if metric.type == "histogram":
                 self._histograms[metric.name] = _Histogram(metric.buckets)
-            elif metric.source == "NVML" or metric in SCALE_METRICS:
+            elif metric.source == "NVML" or metric in SOME_METRICS:
                 self._values[metric.name] = {}
             elif metric.type == "counter":
                 self._values[metric.name] = {(): 0.0}
@@ -155,9 +154,9 @@ class RankMetrics:
         self._set("mlpipe_train_mfu_ratio", record.mfu_ratio)
         self._set("mlpipe_train_learning_rate", record.lr)
         self._set("mlpipe_train_loss_scale", record.loss_scale)
-        if record.skipped is not None:
-            self._num_skipped += record.skipped
-            self._set("mlpipe_train_skipped_steps_total", self._num_skipped)
+        self._add("mlpipe_train_skipped_steps_total", record.skipped)
+        self._add("mlpipe_train_exchanged_bytes_total", record.exchanged_bytes)
+        self._add("mlpipe_train_exchanged_plain_bytes_total", record.exchanged_plain_bytes)
         self._set("mlpipe_train_peak_flops", record.peak_flops)
         self._set("mlpipe_train_loss", record.loss)
         self._set("mlpipe_train_grad_norm", record.grad_norm)
@@ -184,7 +183,7 @@ class RankMetrics:
 
     def _add(self, name: str, amount: float | None) -> None:
         if amount is not None and name in self._values:
-            self._values[name][()] += amount
+            self._values[name][()] = self._values[name].get((), 0.0) + amount
 
     def _set(self, name: str, value: float | None, labels: tuple[str, ...] = ()) -> None:
         if value is not None and name in self._values:

@@ -14,7 +14,7 @@ from mlpipe.observe.series import (
     FLEET_METRICS,
     GPU_METRICS,
     METRICS,
-    SCALE_METRICS,
+    SOME_METRICS,
     Metric,
 )
 
@@ -83,7 +83,7 @@ def reference_page() -> str:
     fleet = _FLEET.format(recent=RECENT_RUNS, single=single) + "".join(map(_fleet_row, FLEET_METRICS))
     return (
         head
-        + "".join(map(_row, METRICS + EXPERT_METRICS + SCALE_METRICS + GPU_METRICS))
+        + "".join(map(_row, METRICS + EXPERT_METRICS + SOME_METRICS + GPU_METRICS))
         + fleet
         + _GOODPUT.format(words=_buckets())
     )

@@ -221,8 +221,19 @@ EXPERT_METRICS: tuple[Metric, ...] = (
     ),
 )  # fmt: skip
 
-# Of a training in fp16; else absent.
-SCALE_METRICS: tuple[Metric, ...] = (
+# Of a training in fp16, and of one that sends less than its gradients as they are; else absent.
+SOME_METRICS: tuple[Metric, ...] = (
+    Metric(
+        "mlpipe_train_exchanged_bytes_total", "counter", "bytes", "0",
+        "Of gradients that are compressed, or of what islands have learnt: bytes that this rank gave to"
+        " others.",
+        "step: exchanged_bytes",
+    ),
+    Metric(
+        "mlpipe_train_exchanged_plain_bytes_total", "counter", "bytes", "0",
+        "What averaging all gradients in fp32 would have sent instead: the one over the other is the ratio.",
+        "step: exchanged_plain_bytes",
+    ),
     Metric(
         "mlpipe_train_loss_scale", "gauge", "1", "0",
         "In fp16: by how much gradients are too large on purpose, so that they are not too small for it.",

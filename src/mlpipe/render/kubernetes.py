@@ -72,17 +72,6 @@ def stage_objects(plan: Plan) -> list[Json]:
         objects += [_replica_job(plan, number, cluster, own, config) for number in range(count)]
         return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
     form = cluster.form if is_gang(plan) else "job"
-    if cluster.groups and (form != "jobset" or cluster.gpu_claims is not None):
-        what = (
-            "gpu_claims ask for one class of GPUs"
-            if form == "jobset"
-            else f"pods of the form {form} are all alike"
-        )
-        raise RenderError(
-            f"{what}, and resources list {len(cluster.groups)} groups of machines",
-            where=f"stage {plan.stage!r}",
-            hint="write one mapping in resources, or 'kubernetes: {form: jobset}' without gpu_claims",
-        )
     first = f"{name}-{_OF_JOBSET.get(form, '')}0.{name}"
     pod_labels = own | {"sidecar.istio.io/inject": "false"}
     template = worker_template(plan, cluster, pod_labels, config, first)
@@ -323,12 +312,6 @@ def _coordinator_job(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str,
 
 def _replica_job(plan: Plan, number: int, cluster: ClusterPlan, own: dict[str, str], config: str) -> Json:
     """By itself, so that what befalls its node, or a queue that takes it back, befalls no other."""
-    if cluster.volcano_queue is not None:
-        raise RenderError(
-            "Volcano places gangs, and the nodes of an elastic training come and go",
-            where=f"stage {plan.stage!r}",
-            hint="remove kubernetes.volcano_queue, or write one number of nodes",
-        )
     alone = replace(cluster, form="indexed-job")
     template = worker_template(plan, alone, own | {"sidecar.istio.io/inject": "false"}, config, "")
     numbered = own | {names.REPLICA: str(number)}

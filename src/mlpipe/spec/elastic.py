@@ -60,13 +60,6 @@ def _impossible(train: Node) -> Iterator[Problem]:
             f"nodes that come and go do not have communication: {asked.value} within",
             "write communication: collective",
         )
-    deterministic = get(train, "deterministic")
-    if deterministic is not None and deterministic.value is True:
-        yield problem_of_key(
-            deterministic,
-            "who takes part in which step differs each time, and with it the last digits of sums",
-            "remove deterministic, or write one number of nodes",
-        )
     stop = get(train, "validate", "stop")
     if stop is not None and stop.value is not None:
         yield problem_of_key(

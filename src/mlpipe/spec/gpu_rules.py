@@ -25,7 +25,8 @@ def check(stages: list[Node]) -> Iterator[Problem]:
             if sharing is not None:
                 yield from _shared(sharing, resources)
             continue
-        for node, key in ((part, "slice"), (sharing, "gpu_sharing")):
+        gpu = get(resources, "gpu") if gpus is None else None  # 0 says that none are meant
+        for node, key in ((gpu, "gpu"), (part, "slice"), (sharing, "gpu_sharing")):
             if node is not None:
                 words = f"{key} is of GPUs, and there are none"
                 yield problem_of_key(node, words, "remove it, or set gpus_per_node")

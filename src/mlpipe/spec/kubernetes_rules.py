@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mlpipe._core.gpus import DEFAULT_RESOURCE, vendor_of
+from mlpipe.spec.fields import is_range
 from mlpipe.spec.gpu_rules import ALONE, num_ranks
 from mlpipe.spec.kubernetes import Kubernetes
 from mlpipe.spec.problems import Problem, closest
@@ -31,6 +32,7 @@ def check(root: Node) -> list[Problem]:
         *_choices(section),
         *_trainjob(section),
         *_spares(root, section),
+        *_unlike(root, section),
         *_prepull(section),
         *_secret_env(section),
         *_store(section),
@@ -197,6 +199,24 @@ def _spares(root: Node, section: Node) -> Iterator[Problem]:
         if text_of(inner) is not None:
             words = "the preflight chooses whose ranks are neighbours, and topology.inner does, too"
             yield problem_of_key(spares, words, "remove kubernetes.topology.inner, or resources.spares")
+
+
+def _unlike(root: Node, section: Node) -> Iterator[Problem]:
+    """Of stages whose pods are not all of one kind, or come and go."""
+    form, claims, volcano = (get(section, key) for key in ("form", "gpu_claims", "volcano_queue"))
+    for stage in items_of(root, "stages"):
+        name, nodes = text_of(get(stage, "name")), get(stage, "resources", "nodes")
+        if groups := groups_of(stage):
+            listed = f"and resources of stage {name!r} list {len(groups)} groups of machines"
+            if form is not None and text_of(form) in ("indexed-job", "trainjob"):
+                words = f"pods of the form {form.value} are all alike, {listed}"
+                yield Problem.at(form.place, words, "write jobset, or one mapping in resources")
+            if claims is not None and claims.value is not None:
+                words = f"gpu_claims ask for one class of GPUs, {listed}"
+                yield problem_of_key(claims, words, "remove gpu_claims, or write one mapping in resources")
+        if volcano is not None and volcano.value is not None and nodes is not None and is_range(nodes.value):
+            words = f"Volcano places gangs, and the nodes of stage {name!r} come and go"
+            yield problem_of_key(volcano, words, "remove volcano_queue, or write one number of nodes")
 
 
 def _prepull(section: Node) -> Iterator[Problem]:

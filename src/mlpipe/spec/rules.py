@@ -18,7 +18,7 @@ from mlpipe.spec.tree import Node, each_alone, get, items_of, problem_of_key, te
 _SECRET = re.compile(
     r"SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_?KEY|ACCESS_KEY|(^|_)TOKEN$", re.IGNORECASE
 )
-_OF_GPUS = ("gpus_per_node", "slice", "gpu_sharing")
+_OF_GPUS = ("gpus_per_node", "gpu", "slice", "gpu_sharing")
 TAKEN = re.compile(
     r"MLPIPE_.*|TORCHELASTIC_.*|PET_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME"
 )

@@ -1,14 +1,15 @@
-"""What the report of a training says of buckets."""
+"""What the report of a training says of what is sent."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from kit.tracked import step
 
 from mlpipe._core.record_lines import decode_line
 from mlpipe._core.records import Start
-from mlpipe.kinds.train.report import _buckets
+from mlpipe.kinds.train.report import _buckets, _sent
 
 pytestmark = pytest.mark.unit
 
@@ -31,3 +32,21 @@ def test_the_buckets_of_gradients_and_what_they_were_chosen_by(fields, words):
     start = decode_line(json.dumps(line).encode())
     assert isinstance(start, Start)
     assert _buckets(start) == words
+
+
+@pytest.mark.parametrize(
+    ("fields", "compressed", "words"),
+    [
+        ({}, True, None),
+        ({"exchanged_bytes": 0, "exchanged_plain_bytes": 4096}, False, None),
+        ({"exchanged_bytes": 1024, "exchanged_plain_bytes": 4096}, True, ", which saved 60 % of the time at most"),
+        ({"exchanged_bytes": 1024, "exchanged_plain_bytes": 4096}, False, ""),
+        ({"exchanged_bytes": 1024, "exchanged_plain_bytes": 1024}, True, ""),
+    ],
+)
+def test_what_was_sent_and_what_time_that_saved(fields, compressed, words):
+    """Half of each step is for what was sent: a quarter of it all, so that 3 more halves were saved."""
+    steps = [step(number, **{"collective_seconds": 0.25, **fields}) for number in (1, 2)]
+    ratio = fields.get("exchanged_plain_bytes", 0) // 1024
+    said = f"1.0 KiB a step, {ratio} times less than gradients in fp32{words}"
+    assert _sent(steps, compressed) == (None if words is None else said)

@@ -22,7 +22,7 @@ from kit import boards
 from kit.boards import BOARDS, GPU_ONLY_ALERTS, GPU_ONLY_PANELS, OF_SOME_PANELS, ROOT, RULES
 
 from mlpipe._core.mfu import utilization_query
-from mlpipe.observe.series import EXPERT_METRICS, FLEET_METRICS, GPU_METRICS, METRICS, SCALE_METRICS
+from mlpipe.observe.series import EXPERT_METRICS, FLEET_METRICS, GPU_METRICS, METRICS, SOME_METRICS
 
 pytestmark = pytest.mark.unit
 RUNBOOKS = ROOT / "docs" / "runbooks"
@@ -30,7 +30,7 @@ RUNBOOKS = ROOT / "docs" / "runbooks"
 UNITS = {"bytes", "celsius", "currencyUSD", "none", "percentunit", "s", "sci", "short", "watt"}
 SERIES = {
     f"{metric.name}{suffix}"
-    for metric in (*METRICS, *EXPERT_METRICS, *SCALE_METRICS, *GPU_METRICS, *FLEET_METRICS)
+    for metric in (*METRICS, *EXPERT_METRICS, *SOME_METRICS, *GPU_METRICS, *FLEET_METRICS)
     for suffix in (("_bucket", "_sum", "_count") if metric.type == "histogram" else ("",))
 }
 COUNTERS = {name for name in SERIES if name.endswith(("_total", "_bucket", "_sum", "_count"))}
@@ -133,7 +133,7 @@ def test_a_query(query):
         assert 'run=~"$run"' in query.expr or "mlpipe_fleet_" in query.expr
     assert query.gpu_only == bool(re.search(r"DCGM_|mlpipe_train_gpu_|mlpipe_gpu_", query.expr))
     assert query.of_some == bool(
-        re.search(r"mlpipe_train_(experts?|replicas|loss_scale|skipped)", query.expr)
+        re.search(r"mlpipe_train_(experts?|replicas|loss_scale|skipped|exchanged)", query.expr)
     )
 
 

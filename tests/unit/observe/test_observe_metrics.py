@@ -208,6 +208,20 @@ def test_the_loss_scale_and_skipped_steps_are_there_in_fp16_alone(serve, rank):
     assert told == ([1.0, 2.0] if rank == 0 else [])
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_bytes_that_are_sent_in_place_of_gradients_are_counted(serve, rank):
+    metrics = serve(rank=rank)
+    names = "mlpipe_train_exchanged_bytes_total", "mlpipe_train_exchanged_plain_bytes_total"
+    observe(metrics, START)
+    observe(metrics, STEP)
+    assert samples(scrape(metrics)).keys().isdisjoint(names)
+    for sent in (0, 100, 200):  # islands do not agree in each step
+        observe(metrics, {**STEP, "exchanged_bytes": sent, "exchanged_plain_bytes": 400})
+    found = samples(scrape(metrics))
+    told = [value for name in names for value in found.get(name, {}).values()]
+    assert told == ([300.0, 1200.0] if rank == 0 else [])
+
+
 @pytest.mark.parametrize(("rank", "served"), [(0, {"0": 3.0, "1": 1.5}), (1, {})])
 def test_the_load_of_experts_is_one_series_a_layer_and_a_bound(serve, rank, served):
     metrics = serve(rank=rank)

@@ -182,25 +182,6 @@ def test_nodes_are_numbered_over_the_groups_and_a_patch_is_of_all_pods(monkeypat
     )
 
 
-@pytest.mark.parametrize(
-    ("said", "why"),
-    [
-        ("kubernetes={form: indexed-job}", "pods of the form indexed-job are all alike"),
-        (
-            "kubernetes={form: trainjob, trainjob: {runtime: mlpipe}}",
-            "pods of the form trainjob are all alike",
-        ),
-        ("kubernetes={gpu_claims: {}}", "gpu_claims ask for one class of GPUs"),
-    ],
-)
-def test_where_pods_are_all_of_one_kind_groups_are_refused(said, why):
-    pipeline = pipeline_of("llm", IN_FILE % "A100-80GB", f"image={IMAGE}", said)
-    with pytest.raises(RenderError, match=f"{why}, and resources list 2 groups") as caught:
-        stage_objects(plan_of(pipeline, "train"))
-    assert caught.value.where == "stage 'train'"
-    assert "one mapping in resources" in str(caught.value.hint)
-
-
 def test_a_job_of_slurm_has_nodes_of_one_class():
     with pytest.raises(PlanError, match="nodes of one class"):
         slurm_job(pipeline_of("llm", IN_FILE % "A100-80GB"), "train")

@@ -597,15 +597,6 @@ def test_a_plan_that_no_configmap_takes_is_refused() -> None:
     assert (caught.value.where, "from a file" in str(caught.value.hint)) == ("train", True)
 
 
-def test_volcano_is_no_queue_for_an_elastic_training() -> None:
-    plan = quickstart("train", "train.resources.nodes=2..3")
-    plan = replace(plan, cluster=replace(cluster_of(plan), volcano_queue="q"))
-    with pytest.raises(RenderError, match="Volcano places gangs") as caught:
-        stage_objects(plan)
-    assert caught.value.where == "stage 'train'"
-    assert "remove kubernetes.volcano_queue" in str(caught.value.hint)
-
-
 UNSORTED = (
     'train.env={Z: "1", A: "2", M: "3"}',
     "kubernetes.node_selector={z: a, a: z}",

@@ -49,6 +49,7 @@ BEYOND_THE_SCHEMA = {
     "no-train.yaml": "an evaluation that needs no training",
     "kubernetes-rules.yaml": "values that Kueue, a toleration or a pod's own volumes rule out",
     "spares.yaml": "spares of a gang whose pods start one by one, or are neighbours by place",
+    "gangs.yaml": "what pods of one kind, claims, and Volcano cannot do; a GPU that nobody has",
     "trainjob.yaml": "what the runtime of a TrainJob says, and not the TrainJob",
     "sweep-rules.yaml": "what a sweep and the rest of its file must agree in",
     "sweep-asha.yaml": "a first rung beyond the last step, a metric that is known too late",

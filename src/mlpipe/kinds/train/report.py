@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mlpipe import __version__
 from mlpipe._core.mfu import throughput
-from mlpipe._core.records import Membership, Start, Tracked
+from mlpipe._core.records import Membership, Start, Step, Tracked
 from mlpipe._core.units import format_bytes, format_seconds, format_step_seconds
 from mlpipe.observe import experts, samples, validations
 from mlpipe.observe.blocks import (
@@ -154,7 +156,7 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
                     "gradients": None if plan.compress is None else _compression(plan.compress),
                     "buckets of gradients": _buckets(start),
                     "islands": None if plan.islands is None else _islands(plan.islands),
-                    "sent": _sent(stage),
+                    "sent": _sent(stage.lead.steps, plan.compress is not None),
                     "average of weights": f"decay {plan.ema.decay:g}, every {plan.ema.every} steps"
                     if plan.ema
                     else None,
@@ -169,14 +171,20 @@ def _chosen(stage: StageView, plan: TrainPlan) -> Piece:
     )
 
 
-def _sent(stage: StageView) -> str | None:
-    """By a worker, where that is not its gradients as they are."""
-    steps = [step for step in stage.lead.steps if step.exchanged_plain_bytes]
+def _sent(steps: Sequence[Step], compressed: bool) -> str | None:
+    """By a worker, where that is not its gradients as they are. What is `compressed` nothing hides, so the
+    waits of these steps are for what was sent."""
+    steps = [step for step in steps if step.exchanged_plain_bytes]
     sent = sum(step.exchanged_bytes or 0 for step in steps)
     if not sent:
         return None
-    plain = sum(step.exchanged_plain_bytes or 0 for step in steps)
-    return f"{format_bytes(sent // len(steps))} a step, {plain / sent:.3g} times less than gradients in fp32"
+    ratio = sum(step.exchanged_plain_bytes or 0 for step in steps) / sent
+    words = f"{format_bytes(sent // len(steps))} a step, {ratio:.3g} times less than gradients in fp32"
+    more = sum(step.collective_seconds or 0.0 for step in steps) * (ratio - 1)
+    if not compressed or more <= 0:
+        return words
+    share = more / (sum(step.seconds or 0.0 for step in steps) + more)
+    return f"{words}, which saved {100 * share:.0f} % of the time at most"
 
 
 def _loss_scale(stage: StageView) -> str | None:
