@@ -306,7 +306,8 @@ def run_board() -> Dashboard:
         curve(
             "Times less is sent",
             about(
-                "Bytes of whole gradients in fp32, over those that rank 0 sent; of `compress` and `update` alone.",
+                "Bytes of whole gradients in fp32, over those that rank 0 sent; of `compress` and `update`"
+                " alone.",
                 "what docs/how-to/slow-links.md says of the method; with `update` times `sync_every`.",
                 "1 or less: the method sends no less than the gradients as they are.",
             ),
@@ -317,11 +318,11 @@ def run_board() -> Dashboard:
         curve(
             "Time that compress saves, at most",
             about(
-                "Share of a step that it would last longer, had the bytes not sent taken as long as those sent,"
-                " and none been hidden. `mlpipe plan --explain` weighs what would be hidden.",
+                "Share of a step that it would last longer, had the bytes not sent taken as long as those"
+                " sent, and none been hidden. `mlpipe plan --explain` weighs what would be hidden.",
                 "close to what `mlpipe plan --explain` says.",
-                "Near 0: the link is fast enough, and `compress` costs more than it saves. With `update` it is too"
-                " much: waits for others in every step are not for what is sent.",
+                "Near 0: the link is fast enough, and `compress` costs more than it saves. With `update` it is"
+                " too much: waits for others in every step are not for what is sent.",
             ),
             "percentunit",
             {"{{stage}}": f"1 - {step} / ({step} + {waits} * ({plain} / {sent} - 1))"},

@@ -27,7 +27,7 @@ from mlpipe.plan.candidates import (
 )
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.plan import CHECKPOINTING, GroupPlan, Strategy, TrainPlan
+from mlpipe.plan.plan import CHECKPOINTING, GroupPlan, Mesh, Strategy, TrainPlan
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.shares import bounds
 from mlpipe.plan.strategies import ORDER
@@ -58,24 +58,40 @@ def deal(
     names: tuple[Strategy, ...] = tuple(ORDER) if spec.strategy == "auto" else (spec.strategy,)
     if spec.strategy == "auto" and (mesh := own_mesh(spec, shape, hardware)) is not None:
         names = (cast(Strategy, strategy_of(mesh)),)
-    found, whys = [], []
+    found, whys = [], {}
     for name in names:
-        picked = _picked(spec, shape, hardware, name)
-        if isinstance(picked, str):
-            whys.append(picked)
-            continue
-        most = max((one.activation_checkpointing for one in picked), key=tuple[str, ...](CHECKPOINTING).index)
-        chosen = replace(picked[0], activation_checkpointing=most)
-        found.append((chosen, _mixed(spec, hardware, picked)))
+        for laid_out in _layouts(spec, hardware, name):
+            picked = _picked(laid_out, shape, hardware, name)
+            if isinstance(picked, str):
+                whys[name] = picked
+                continue
+            each = (one.activation_checkpointing for one in picked)
+            most = max(each, key=tuple[str, ...](CHECKPOINTING).index)
+            chosen = replace(picked[0], activation_checkpointing=most)
+            found.append((chosen, _mixed(laid_out, hardware, picked)))
     if not found:
         raise PlanError(
             "no strategy whose workers may have unequal shares fits in the memory of each group: "
-            + "; ".join(whys),
+            + "; ".join(whys.values()),
             where=where,
             hint="leave the smallest group out, or plan one class alone",
         )
     least = min(mixed.step_seconds or math.inf for _, mixed in found)
     return next(one for one in found if (one[1].step_seconds or math.inf) <= least * _EQUAL_RATIO)
+
+
+def _layouts(spec: Train, hardware: Hardware, strategy: str) -> list[Train]:
+    """With `hsdp` those where each copy of the weights lies on machines of one class, if there are any: what
+    is gathered stays within it."""
+    if strategy != "hsdp" or spec.mesh is not None:
+        return [spec]
+    common = math.gcd(*(one.num_nodes * one.devices_per_node for one in hardware.groups))
+    meshes = [
+        MeshSizes(**asdict(Mesh(dp_replicate=hardware.world_size // size, dp_shard=size)))
+        for size in range(2, common + 1)
+        if common % size == 0
+    ]
+    return [spec.model_copy(update={"mesh": mesh}) for mesh in meshes] or [spec]
 
 
 def _picked(

@@ -39,7 +39,11 @@ def test_the_buckets_of_gradients_and_what_they_were_chosen_by(fields, words):
     [
         ({}, True, None),
         ({"exchanged_bytes": 0, "exchanged_plain_bytes": 4096}, False, None),
-        ({"exchanged_bytes": 1024, "exchanged_plain_bytes": 4096}, True, ", which saved 60 % of the time at most"),
+        (
+            {"exchanged_bytes": 1024, "exchanged_plain_bytes": 4096},
+            True,
+            ", which saved 60 % of the time at most",
+        ),
         ({"exchanged_bytes": 1024, "exchanged_plain_bytes": 4096}, False, ""),
         ({"exchanged_bytes": 1024, "exchanged_plain_bytes": 1024}, True, ""),
     ],

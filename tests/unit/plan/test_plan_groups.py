@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.rendered import IMAGE, pipeline_of, plan_of
 
-from mlpipe._core.errors import PlanError, RenderError
+from mlpipe._core.errors import PlanError
 from mlpipe.plan.asked_groups import parse_groups, plan_groups
 from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.gang_node import GangNode
@@ -132,9 +132,11 @@ def test_what_the_file_says_of_speed_or_layout_counts_and_what_does_not_fit_says
     for own, strategy in (
         ("train.strategy=fsdp", "fsdp"),
         ("train.mesh={dp_shard: 16, dp_replicate: 3}", "hsdp"),
+        ("train.strategy=hsdp", "hsdp"),
     ):
         train = plan_of(pipeline_of("llm", *said, IN_FILE % "A100-80GB", own), "train").work.training
         assert train.strategy == strategy
+        assert strategy == "fsdp" or 16 % train.mesh.dp_shard == 0, "a copy of the weights is of one class"
         assert train.groups[0].micro_batch == train.groups[1].micro_batch, "whoever compiles, for one size"
     twice = "train.resources=[{speed: 3}, {speed: 1, nodes: 2}]"
     small = plan_of(pipeline_of("quickstart", twice, "train.data.batch_size=10"), "train")
