@@ -4,9 +4,9 @@ Three replicas of a small Llama on this machine, each in a launcher of its own (
 One of them is killed at a random step, again and again, each time when all three take part; then the same
 with three workers of one node, whose gang goes on from its last checkpoint. Then both again with workers of
 two ranks that share the weights (fsdp, in the gang hsdp), one of which is killed. Steps sleep for a fixed
-time, so that what is measured is who waits for what; everything else is the trainer's. The clock runs from just before
-the blow to the record of the first step that the ones who were not killed did together (of the gang: of rank
-0 after its restart). Steps that no rank recorded, or one twice, are counted in the same run.
+time, so that what is measured is who waits for what; everything else is the trainer's. The clock runs from
+just before the blow to the record of the first step that the ones who were not killed did together (of the
+gang: of rank 0 after its restart). Steps that no rank recorded, or one twice, are counted in the same run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEADLINE_SECONDS = 600.0  # of anything that is waited for
 
 
 class Training:
-    """Three workers of so many `ranks` that are killed. `elastic`: each is a replica; else they are a gang."""
+    """Three workers of so many `ranks` that are killed. `elastic`: each a replica; else they are a gang."""
 
     def __init__(self, folder: Path, *, elastic: bool, ranks: int, step_seconds: float, every: int) -> None:
         from kit import plans, processes

@@ -321,8 +321,8 @@ def run_board() -> Dashboard:
                 "Share of a step that it would last longer, had the bytes not sent taken as long as those"
                 " sent, and none been hidden. `mlpipe plan --explain` weighs what would be hidden.",
                 "close to what `mlpipe plan --explain` says.",
-                "Near 0: the link is fast enough, and `compress` costs more than it saves. With `update` it is"
-                " too much: waits for others in every step are not for what is sent.",
+                "Near 0: the link is fast enough, and `compress` costs more than it saves. With `update` it"
+                " is too much: waits for others in every step are not for what is sent.",
             ),
             "percentunit",
             {"{{stage}}": f"1 - {step} / ({step} + {waits} * ({plain} / {sent} - 1))"},
