@@ -27,7 +27,7 @@ from mlpipe.plan.candidates import (
 )
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.plan import CHECKPOINTING, GroupPlan, Mesh, Strategy, TrainPlan
+from mlpipe.plan.plan import CHECKPOINTING, GroupPlan, Strategy, TrainPlan
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.shares import bounds
 from mlpipe.plan.strategies import ORDER
@@ -80,18 +80,15 @@ def deal(
     return next(one for one in found if (one[1].step_seconds or math.inf) <= least * _EQUAL_RATIO)
 
 
-def _layouts(spec: Train, hardware: Hardware, strategy: str) -> list[Train]:
-    """With `hsdp` those where each copy of the weights lies on machines of one class, if there are any: what
-    is gathered stays within it."""
-    if strategy != "hsdp" or spec.mesh is not None:
+def _layouts(spec: Train, hardware: Hardware, strategy: Strategy) -> list[Train]:
+    """Of a strategy that has copies of what it splits those where each copy lies on machines of one class, if
+    there are any: what is gathered stays within it."""
+    meshes = ORDER[strategy].meshes(hardware.num_nodes, hardware.devices_per_node)
+    if spec.mesh is not None or isinstance(meshes, str):
         return [spec]
     common = math.gcd(*(one.num_nodes * one.devices_per_node for one in hardware.groups))
-    meshes = [
-        MeshSizes(**asdict(Mesh(dp_replicate=hardware.world_size // size, dp_shard=size)))
-        for size in range(2, common + 1)
-        if common % size == 0
-    ]
-    return [spec.model_copy(update={"mesh": mesh}) for mesh in meshes] or [spec]
+    fine = [one for one in meshes if 1 < one.dp_shard < hardware.world_size and common % one.dp_shard == 0]
+    return [spec.model_copy(update={"mesh": MeshSizes(**asdict(one))}) for one in fine] or [spec]
 
 
 def _picked(
