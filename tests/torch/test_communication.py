@@ -32,11 +32,12 @@ def data(tmp_path_factory) -> DataPlan:
 @pytest.mark.combines("dp_replicate", "communication resident")
 @pytest.mark.combines("communication resident", "compress fp16")
 @pytest.mark.combines("dp_shard", "communication on_demand")
+@pytest.mark.combines("dp_replicate", "communication on_demand")
 @pytest.mark.combines("validate", "communication on_demand")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_all_ways_to_wait_train_the_same(world_size, data, tmp_path):
     """Padded, packed and balanced, with equally many microbatches and not, also none: the same parameters,
-    and validations."""
+    and validations. Copies that share nothing are those of nodes; what one saves goes on otherwise."""
     free, dense = packed(data, "balanced"), packed(data, "best_fit")
     resident: dict[str, Any] = {"communication": "resident", "reshard_after_forward": False}
     on_demand: dict[str, Any] = {"communication": "on_demand", "deterministic": False}
@@ -55,22 +56,24 @@ def test_all_ways_to_wait_train_the_same(world_size, data, tmp_path):
     }
     if world_size == 4:
         ways["hsdp"] = "hsdp", free, resident
-        for name in ("few", "few_resident", "few_on_demand"):  # fewer samples than ranks
-            way = {"few": "padded", "few_resident": "resident", "few_on_demand": "on_demand"}[name]
-            ways[name] = *ways[way][:2], {**ways[way][2], "validate": None, "global_batch": 3}
+        ways["nodes"] = "hsdp", free, {**on_demand, **validate}
+        few = {"few": "padded", "few_resident": "resident", "few_on_demand": "on_demand"}
+        for name, way in {**few, "few_nodes": "nodes", "few_rest": "resident"}.items():
+            fewer = {"validate": None, "global_batch": 3}  # samples than ranks
+            ways[name] = *ways[way][:2], {**ways[way][2], **fewer}
+        ways["few_nodes"][2]["steps"] = STEPS // 2
+        ways["few_rest"][2].update(run_id="few_nodes", attempt=2)
     model = replace(plans.model_plan(vocab_size=320, max_seq_len=SEQ_LEN), seq_len=SEQ_LEN)
-    common = {"model": model, "global_batch": 8, "micro_batch": 1, "accumulation": 8 // world_size}
+    common: dict[str, Any] = {"model": model, "global_batch": 8, "micro_batch": 1, "steps": STEPS}
+    common |= {"accumulation": 8 // world_size, "every": STEPS}
     tokens = plans.write_tokens(tmp_path / "tokens")
     made = {
         name: plans.train_plan(
             tmp_path / "store",
             tokens,
-            run_id=name,
             world_size=world_size,
             strategy=strategy,
-            steps=STEPS,
-            every=STEPS,
-            **{**common, "data": of, **changes},
+            **{**common, "run_id": name, "data": of, **changes},
         )
         for name, (strategy, of, changes) in ways.items()
     }
@@ -78,17 +81,20 @@ def test_all_ways_to_wait_train_the_same(world_size, data, tmp_path):
     losses = [plans.losses(tmp_path / "store", made[name]) for name in ("padded", "sent_small")]
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)
     del made["sent_small"]  # whose gradients are rounded before they are added up
+    made.pop("few_nodes", None)  # which "few_rest" has ended
     expected = {name: weights(tmp_path / "store", plan, tmp_path / "out") for name, plan in made.items()}
     for name, found in expected.items():
         for tensor, value in expected["few" if name.startswith("few") else "padded"].items():
             torch.testing.assert_close(found[tensor], value, rtol=0, atol=1e-5, msg=f"{name} {tensor}")
     measured = []
-    for name in ("padded", "on_demand"):
+    seldom = ["on_demand", *(["nodes"] if world_size == 4 else [])]
+    for name in ("padded", *seldom):
         records = plans.records(tmp_path / "store", made[name])
         measured.append([record["metrics"] for record in records if record["kind"] == "validation"])
     assert len(measured[0]) == 2
-    for found, value in zip(*measured, strict=True):
-        assert found == pytest.approx(value, abs=1e-5)
+    for others in measured[1:]:
+        for found, value in zip(others, measured[0], strict=True):
+            assert found == pytest.approx(value, abs=1e-5)
 
 
 def left() -> list[Path]:
@@ -97,26 +103,22 @@ def left() -> list[Path]:
 
 
 def test_killed_within_a_step_it_goes_on_and_leaves_nothing(tmp_path):
-    """Rank 1 between its microbatches of step 8, once. Weights and gradients in shared memory have no names
-    by then; and what a start leaves that was killed before is removed by the next one."""
+    """Rank 1 of two copies of two between its microbatches of step 8, once. Weights and gradients in shared
+    memory have no names by then; and what a start leaves that was killed before, the next one removes."""
     (dead := FOLDER / f"{shared_memory.PREFIX}{os.getuid()}-dead").mkdir()
     (dead / "alive").touch()
     tokens = plans.write_tokens(tmp_path / "tokens")
     args = {"what": "kill", "at": 16, "rank": 1, "counter": str(tmp_path / "counter")}
     model = ModelPlan(Entry("kit.models:misbehaving", args), None, 32, ())
     never = replace(model, build=Entry("kit.models:misbehaving", {**args, "at": 10**9}))
-    common: dict[str, Any] = {
-        "steps": 12,
-        "every": 4,
-        "micro_batch": 4,
-        "accumulation": 2,
-        "strategy": "fsdp",
-    }
+    common: dict[str, Any] = {"steps": 12, "every": 4, "accumulation": 2}
     struck = plans.train_plan(
-        tmp_path / "store", tokens, run_id="struck", model=model, launch={"max_restarts": 1},
-        communication="on_demand", deterministic=False, **common,
+        tmp_path / "store", tokens, run_id="struck", model=model, launch={"max_restarts": 1}, micro_batch=2,
+        strategy="hsdp", world_size=4, communication="on_demand", deterministic=False, **common,
     )  # fmt: skip
-    whole = plans.train_plan(tmp_path / "store", tokens, run_id="whole", model=never, **common)
+    whole = plans.train_plan(
+        tmp_path / "store", tokens, run_id="whole", model=never, micro_batch=4, strategy="fsdp", **common
+    )
     before = set(left())
     assert plans.launch(struck, tmp_path / "struck") == 0, plans.log_of(tmp_path / "struck")
     assert (tmp_path / "counter").read_text() == "x"

@@ -70,6 +70,11 @@ MIXES: dict[str, dict[str, Any]] = {
     "ep x fsdp": {"mesh": Mesh(dp_shard=4, ep=2), "strategy": "fsdp", "micro_batch": 2, "accumulation": 2,
                   "model": AXES["ep"]["model"]},
 }  # fmt: skip
+# Of two copies, each of two ranks as of one node.
+ON_DEMAND: dict[str, Any] = {
+    "mesh": Mesh(dp_replicate=2, dp_shard=2), "strategy": "hsdp", "communication": "on_demand",
+    "deterministic": False, **TWICE, "micro_batch": 2,
+}  # fmt: skip
 SHORT, LONG = 3, 5
 
 
@@ -82,7 +87,7 @@ def counted(tmp_path_factory):
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
     """By rank 0 of 4."""
-    return _counts(tmp_path_factory.mktemp("mixed"), MIXES, 4)
+    return _counts(tmp_path_factory.mktemp("mixed"), {**MIXES, "on demand": ON_DEMAND}, 4)
 
 
 def _counts(folder, works, world_size):
@@ -216,10 +221,10 @@ def _asked(work, kind, calls):
     hardware = dataclasses.replace(hardware, speed=measured)
     training = Training(16, 32, 1, False, OptimizerCost(8, "adamw"), 100, None)
     pricer = Pricer(shape, training, hardware)
-    choices = Choices(work["micro_batch"], "none", "fp32")
+    choices = Choices(work["micro_batch"], "none", "fp32", work.get("communication", "collective"))
     _, _, passes = pricer._on_one_rank(choices, mesh, pricer._parts(mesh)[0])
     no_time = {f"{way}_{where}": 0.0 for way in ("forward", "backward") for where in ("block", "outside")}
-    passes, layout = dataclasses.replace(passes, **no_time), layout_of(strategy, mesh)
+    passes, layout = dataclasses.replace(passes, **no_time), layout_of(strategy, mesh, choices.communication)
     # while a rank of a pipeline is idle, others' collectives take time, of which it has none
     axes = (axis for axis in active(mesh) if axis is not pp or kind == "send")
     return sum(axis.exposed_seconds(passes, Asked(hardware, kind, calls), layout) for axis in axes)
@@ -251,3 +256,13 @@ def test_what_travels_along_two_axes_is_what_the_planner_prices(mixed, name):
             sent / 2 + (sent > 0),
             num_bytes / 2 + tied,
         )
+
+
+def test_copies_on_demand_send_gradients_alone_once_a_step(mixed):
+    """Of two microbatches; besides, the sums of the step's loss and tokens."""
+    counts = mixed["on demand"]
+    calls, num_bytes = (_asked(ON_DEMAND, "allreduce_", calls) for calls in (True, False))
+    assert counts["allreduce_"] == calls + 1 == plans.CONFIG.num_layers + 2
+    assert 0 <= counts["allreduce_ bytes"] - num_bytes < 100
+    assert num_bytes == 4 * plans.CONFIG.num_params() / 2
+    assert not {"_allgather_base_", "_reduce_scatter_base_", "broadcast_"} & counts.keys()

@@ -50,7 +50,6 @@ MIXES: tuple[Mix, ...] = (
     Mix("pp", "adapter.base", (), "a stage keeps its weights as they are"),
     *(Mix(axis, "communication", UNEVEN, _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
     *(Mix(axis, "stragglers", ("move_load",), _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
-    Mix("dp_replicate", "communication", ("on_demand",), "weights that are copied have several owners"),
     *(Mix(axis, "compress", (), "it is for gradients of whole models") for axis in ("pp", "dp_shard", "tp")),
     *(Mix(axis, "float8", (True,), "scales are of whole matrices") for axis in ("pp", "tp")),
     Mix("tp", "loss", ("fused",), "each of its workers has a part of the vocabulary"),

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 # A step that is shorter by less is no reason to keep all weights gathered.
 _WORTH_RATIO = 0.01
 _UNFIT = "{} leaves none of the copies of a model that `compress` and `update` need"
+_APART = "{} does not split the weights within each node, as communication: on_demand needs"
 
 
 def global_batch(spec: Train) -> int:
@@ -91,6 +92,8 @@ def enumerate_candidates(
         raise PlanError(f"{hardware.name} has no {precision}", hint=f"write precision: {' or '.join(peaks)}")
     if spec.float8:
         _refuse_float8(precision, hardware)
+    if spec.communication == "on_demand":
+        _refuse_apart(own, hardware)
     cut = own is not None and isinstance(spec.model, OwnModel) and not _knows_stages(shape, own)
     pricer = pricer_of(spec, shape, hardware) if shape is not None and not cut else None
     modes = modes_of(spec, shape)
@@ -105,8 +108,8 @@ def enumerate_candidates(
             # what a mesh of the file's own cannot do was refused by now
             possible = [mesh for mesh in possible if not unfit(mesh)] or _UNFIT.format(strategy)
         if spec.communication == "on_demand" and not isinstance(possible, str):
-            owned = [mesh for mesh in possible if mesh.dp_shard == mesh.world_size]
-            possible = owned or "communication: on_demand needs workers that each own a part of the weights"
+            owned = [mesh for mesh in possible if reads_on_demand(mesh, hardware)]
+            possible = owned or _APART.format(strategy)
         if isinstance(possible, str):
             candidates.append(
                 Candidate(strategy, None, None, modes[0], precision, wanted, None, False, possible)
@@ -230,6 +233,24 @@ def communications_of(spec: Train, mesh: Mesh) -> tuple[Communication, ...]:
         and mesh.ep == 1
     )
     return ("resident", "collective") if runs_free else ("collective",)
+
+
+def reads_on_demand(mesh: Mesh, hardware: Hardware) -> bool:
+    """Whether weights are split, and all workers that need a part are on the node of its owner."""
+    shares = mesh.dp_shard > 1 and hardware.devices_per_node % mesh.dp_shard == 0
+    return shares or mesh.world_size == 1
+
+
+def _refuse_apart(own: Mesh | None, hardware: Hardware) -> None:
+    """Raises PlanError."""
+    within = Mesh(dp_replicate=hardware.num_nodes, dp_shard=hardware.devices_per_node)
+    if not reads_on_demand(own or within, hardware):
+        raise PlanError(
+            "communication: on_demand needs weights that are split over workers of the same node",
+            hint=f"write a mesh whose dp_shard divides the {hardware.devices_per_node} of a node"
+            if within.dp_shard > 1
+            else "take nodes of several workers, or write communication: resident",
+        )
 
 
 def uneven_of(spec: Train, shape: ModelShape | None) -> Uneven | None:

@@ -548,10 +548,11 @@ class TrainPlan(StageWork):
     reduce_gradients: Literal["last", "every"] = "last"
     # `collective`: all ranks pass each microbatch together, and have equally many. `resident`: a rank meets
     # the others at its first and its last microbatch of a step only, and has as many as its work takes.
-    # `on_demand`: it meets them at the ends of a step only, and may have no microbatch.
+    # `on_demand`: it meets them at the ends of a step only, and may have no microbatch; ranks of `dp_shard`
+    # are on one node.
     communication: Communication = "collective"
     moves_load: bool = False  # off ranks that are measured slower, see `plan/shares.py`
-    shared_memory_bytes: int | None = None  # of /dev/shm that this needs; None: none, or unknown
+    shared_memory_bytes: int | None = None  # of a node's /dev/shm that this needs; None: none, or unknown
     ema: EmaPlan | None = None  # None: no average of the weights is kept
     predicted: Prediction | None = None  # None: a user's own model
     memory_bytes: int | None = None  # what a worker may use; None: nobody looks

@@ -30,6 +30,7 @@ from mlpipe.plan.candidates import (
     num_data_ranks,
     packing_of,
     pick,
+    reads_on_demand,
     refuse,
     schedule_of,
     uneven_of,
@@ -334,7 +335,7 @@ def _train_plan(
         **cast(Any, flags_of(chosen.strategy, chosen.communication)),
         communication=chosen.communication,
         moves_load=spec.stragglers == "move_load",
-        shared_memory_bytes=_shared(chosen, shape),
+        shared_memory_bytes=_shared(chosen, shape, hardware),
         reduce_gradients=chosen.reduce_gradients,
         ema=EmaPlan(spec.ema.decay, spec.ema.every) if spec.ema else None,
         predicted=_predicted(chosen, hardware, _idle(_with_chat(spec, known), shape, hardware, chosen)),
@@ -362,10 +363,12 @@ def _train_plan(
     )
 
 
-def _shared(chosen: Candidate, shape: ModelShape | None) -> int | None:
-    if chosen.communication != "on_demand" or shape is None:
+def _shared(chosen: Candidate, shape: ModelShape | None, hardware: Hardware) -> int | None:
+    """Of a node, which may have several copies."""
+    if chosen.communication != "on_demand" or shape is None or chosen.mesh is None:
         return None
-    return dp_shard.shown_bytes(shape.parameters, COMPUTE_BYTES[chosen.precision])
+    shown = dp_shard.shown_bytes(shape.parameters, COMPUTE_BYTES[chosen.precision])
+    return shown * (hardware.devices_per_node // chosen.mesh.dp_shard)
 
 
 def _exchange(spec: Train, chosen: Candidate) -> ContextExchange:
@@ -448,7 +451,7 @@ def _idle(spec: Train, shape: ModelShape | None, hardware: Hardware, chosen: Can
         return {}
     capacity = chosen.micro_batch * spec.model.seq_len
     ways = get_args(Communication) if mesh.ep == 1 else ("collective",)
-    if mesh.dp_replicate > 1 or hardware.device != "cpu" or hardware.num_nodes > 1:
+    if hardware.device != "cpu" or not reads_on_demand(mesh, hardware):
         ways = tuple(way for way in ways if way != "on_demand")
     return {way: round(uneven.idle(mesh, capacity, way), 3) for way in ways}
 

@@ -6,14 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mlpipe._core.meshes import UNEVEN
+from mlpipe.spec import mesh
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, text_of
 
 _INSTEAD = "write communication: resident"
 
 
-def problems(stage: Node, with_shards: tuple[str, ...]) -> Iterator[Problem]:
-    """Of a stage that trains. `with_shards`: strategies under which each worker owns a part of weights."""
+def problems(stage: Node, with_shards: tuple[str, ...], within_nodes: tuple[str, ...]) -> Iterator[Problem]:
+    """Of a stage that trains. `with_shards`: strategies under which each worker owns a part of weights;
+    `within_nodes`: those under which each node has all of them."""
     yield from _of_moved_load(stage)
     asked = get(stage, "train", "communication")
     name = text_of(asked) if asked is not None else None
@@ -27,21 +29,12 @@ def problems(stage: Node, with_shards: tuple[str, ...]) -> Iterator[Problem]:
         )
     if name == "resident":
         return
-    strategy = get(stage, "train", "strategy")
-    name = text_of(strategy) if strategy is not None else None
-    if name is not None and name not in ("auto", *with_shards):
-        yield Problem.at(
-            asked.place,
-            f"on_demand reads weights from workers that each own a part; under {name} they do not",
-            f"write strategy: {with_shards[-1]}, or {_INSTEAD[6:]}",
-        )
-    for keys, most, why in (
-        (("resources", "nodes"), 1, "on_demand reads the memory of workers beside it, of one node"),
-        (("resources", "gpus_per_node"), 0, "on_demand is for workers on CPUs; nobody has tried it on GPUs"),
-    ):
-        number = get(stage, *keys)
-        if number is not None and type(number.value) is int and number.value > most:
-            yield Problem.at(number.place, f"{why}, and there are {keys[1]}: {number.value}", _INSTEAD)
+    number = get(stage, "resources", "gpus_per_node")
+    if number is not None and type(number.value) is int and number.value > 0:
+        why = "on_demand is for workers on CPUs; nobody has tried it on GPUs"
+        yield Problem.at(number.place, f"{why}, and there are gpus_per_node: {number.value}", _INSTEAD)
+    else:
+        yield from _apart(stage, asked, with_shards, within_nodes)
     deterministic = get(stage, "train", "deterministic")
     if deterministic is not None and deterministic.value is True:
         yield Problem.at(
@@ -49,6 +42,41 @@ def problems(stage: Node, with_shards: tuple[str, ...]) -> Iterator[Problem]:
             "on_demand adds gradients in the order in which they come, which is another one each time",
             f"remove it, or {_INSTEAD}",
         )
+
+
+def _apart(
+    stage: Node, asked: Node, with_shards: tuple[str, ...], within_nodes: tuple[str, ...]
+) -> Iterator[Problem]:
+    """Workers that need a part of the weights, and are on another node than its owner; or nobody owns one."""
+    counts = (get(stage, "resources", key) for key in ("nodes", "workers_per_node"))
+    nodes, each = (one.value if one is not None and type(one.value) is int else 1 for one in counts)
+    fitting = within_nodes if nodes > 1 else (*within_nodes, *with_shards)
+    strategy = get(stage, "train", "strategy")
+    name = (text_of(strategy) if strategy is not None else None) or "auto"
+    if name not in ("auto", *with_shards, *within_nodes):
+        yield Problem.at(
+            asked.place,
+            f"on_demand reads weights from workers that each own a part; under {name} they do not",
+            f"write strategy: {fitting[-1]}, or {_INSTEAD[6:]}",
+        )
+        return
+    beside = "on_demand reads the memory of workers beside it, of one node"
+    where, sizes = get(stage, "train", "mesh"), mesh.sizes_of(stage.value["train"], nodes * each)
+    if nodes > 1 and each == 1:
+        words = f"{beside}, and each of these has one worker"
+        number = get(stage, "resources", "workers_per_node") or get(stage, "resources", "nodes") or asked
+        yield Problem.at(number.place, words, "write workers_per_node: 2 or more, or " + _INSTEAD[6:])
+    elif where is not None and isinstance(sizes, dict):
+        shards = sizes["dp_shard"]
+        if nodes * each > 1 and (shards == 1 or each % shards):
+            words = f"{beside}, and dp_shard is {shards} where a node has {each} workers"
+            if shards == 1:
+                words = "on_demand reads weights from workers that each own a part, and dp_shard is 1"
+            node = get(where, "dp_shard") or where
+            yield Problem.at(node.place, words, f"write dp_shard: {each}, or {_INSTEAD[6:]}")
+    elif strategy is not None and nodes > 1 and name in with_shards:
+        words = f"{beside}, and {name} splits weights over {nodes} nodes"
+        yield Problem.at(strategy.place, words, f"write strategy: {fitting[-1]}, or {_INSTEAD[6:]}")
 
 
 def _of_moved_load(stage: Node) -> Iterator[Problem]:

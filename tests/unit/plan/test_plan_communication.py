@@ -10,11 +10,12 @@ import pytest
 from mlpipe._core.errors import PlanError
 from mlpipe.plan.build import Start, build_plan
 from mlpipe.plan.hardware import GIB, Hardware
-from mlpipe.plan.plan import Plan
+from mlpipe.plan.plan import Mesh, Plan
 from mlpipe.spec.load import load_pipeline_text
 
 pytestmark = pytest.mark.unit
 CPU = Hardware("cpu", 1, 4, 8 * GIB, "CPU worker", {}, 4)
+PAIR = replace(CPU, num_nodes=2)
 CHAT = "{chat: train.jsonl, tokenizer: ./model, batch_size: 64, micro_batch: 1}"
 TOKENS = "{tokens: tokens, batch_size: 64, micro_batch: 1}"
 PRESET = "{preset: llama-25m, seq_len: 256, vocab_size: 4096}"
@@ -71,6 +72,37 @@ def test_weights_that_are_shown_are_split_and_counted():
     more = fsdp.predicted.memory_bytes - often.predicted.memory_bytes
     assert more == pytest.approx(fsdp.shared_memory_bytes / 4, rel=0.1)
     assert often.shared_memory_bytes is None
+
+
+def test_each_of_several_nodes_has_all_weights_and_gradients_cross_once_a_step():
+    """Of shards of a quarter, in fp32, to one other node by each worker: 4 bytes a parameter / 4, of which an
+    all-reduce of two sends half, twice. Over a slow network a smaller part is worth more owners."""
+    asked = "communication: on_demand, precision: fp32"
+    slow = [replace(PAIR, speed=replace(PAIR.speed, network_bytes_per_second=rate)) for rate in (1e6, 2e6)]
+    one, two = work_of(f"{asked}, strategy: fsdp"), work_of(asked, hardware=slow[0])
+    assert (two.strategy, two.mesh) == ("hsdp", Mesh(dp_replicate=2, dp_shard=4))
+    assert two.shared_memory_bytes == one.shared_memory_bytes
+    assert two.predicted.memory_bytes == one.predicted.memory_bytes
+    faster = two.predicted.step_seconds - work_of(asked, hardware=slow[1]).predicted.step_seconds
+    assert faster == pytest.approx(two.shared_memory_bytes / 8 * (1 / 1e6 - 1 / 2e6), rel=1e-3)
+
+
+def test_several_copies_on_a_node_have_memory_each():
+    split = work_of("communication: on_demand, mesh: {dp_shard: 4}, precision: fp32")
+    copied = work_of("communication: on_demand, mesh: {dp_replicate: 2, dp_shard: 2}, precision: fp32")
+    assert copied.shared_memory_bytes == 2 * split.shared_memory_bytes
+
+
+def test_what_is_on_another_node_cannot_be_read():
+    """Of nodes that the file does not name."""
+    with pytest.raises(PlanError, match="fsdp does not split the weights within each node"):
+        work_of("communication: on_demand, strategy: fsdp", hardware=PAIR)
+    for more, hardware in (
+        ("", replace(CPU, num_nodes=4, devices_per_node=1)),
+        ("mesh: {dp_shard: 4}", replace(CPU, num_nodes=2, devices_per_node=2)),
+    ):
+        with pytest.raises(PlanError, match="split over workers of the same node"):
+            work_of(f"communication: on_demand, {more}", hardware=hardware)
 
 
 def test_pods_have_room_for_what_is_shown():

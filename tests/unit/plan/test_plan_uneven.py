@@ -172,4 +172,7 @@ def test_auto_gathers_once_a_step_where_that_saves_time(tmp_path, monkeypatch):
             in shown
         )
     apart = build_plan(pipeline, "train", Start("r", 1, "./runs"), replace(CPU, num_nodes=2)).work.training
-    assert list(apart.predicted.idle_ratios) == ["collective", "resident"]  # on demand is for one node
+    assert list(apart.predicted.idle_ratios) == ["collective", "resident"]  # weights lie over both nodes
+    within = load_pipeline_text(TEXT.replace("strategy: fsdp", "strategy: hsdp"), "p.yaml")
+    told = build_plan(within, "train", Start("r", 1, "./runs"), replace(CPU, num_nodes=2)).work.training
+    assert list(told.predicted.idle_ratios) == ["collective", "resident", "on_demand"]

@@ -47,6 +47,7 @@ DATA_AXES: dict[str, tuple[str, ...]] = {
 _AVERAGING = ("single", "ddp", "zero1")
 _WITH_COPIES = {"compress": _AVERAGING, "update": ("single", "ddp", "hsdp"), "buckets": _AVERAGING}
 _WITH_SHARDS = tuple(name for name, axes in DATA_AXES.items() if axes == ("dp_shard",))
+_WITHIN_NODES = tuple(name for name, axes in DATA_AXES.items() if axes == ("dp_replicate", "dp_shard"))
 _TINY_SEQ_LEN = 64
 _SHORTEST_HANG_SECONDS = 1.0  # the watchdog looks twice a second
 
@@ -213,8 +214,8 @@ class Train(SpecModel):
         description="How often workers wait for each other. `collective`: at each block of a micro-batch; "
         "all have equally many. `resident`: once a step, for which weights stay gathered; who has long "
         "samples has fewer micro-batches. `on_demand`: the same, with weights read from their owners when "
-        "they are needed; on the CPUs of one node. `auto`: for packed conversations `resident` where that "
-        "fits, else `collective`.",
+        "they are needed, on CPUs; of several nodes each has all weights, and gradients are summed across "
+        "them once a step. `auto`: for packed conversations `resident` where that fits, else `collective`.",
     )
     stragglers: Literal["leave", "move_load"] = Field(
         "leave",
@@ -332,7 +333,7 @@ def _problems(stage: Node) -> Iterator[Problem]:
     if get(train, "communication") is not None or get(train, "stragglers") is not None:
         from mlpipe.spec import communication  # of few files
 
-        yield from communication.problems(stage, _WITH_SHARDS)
+        yield from communication.problems(stage, _WITH_SHARDS, _WITHIN_NODES)
     yield from data.problems(train)
     yield from tracking.problems(train)
     yield from validation.problems(train)
@@ -508,7 +509,8 @@ def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if train.mesh is not None and smoke.ranks is not None:
         alone = num_workers if train.update is not None else 1  # islands are copies, of which some are needed
-        replicas = 2 if num_workers % 2 == 0 else alone
+        least = 4 if train.communication == "on_demand" else 2  # which shares weights within each copy
+        replicas = 2 if num_workers % 2 == 0 and num_workers >= least else alone
         both = {"dp_replicate": replicas, "dp_shard": num_workers // replicas}
         changes["mesh"] = both if len(DATA_AXES.get(train.strategy, ())) == 2 else None
     if train.pipeline is not None and smoke.ranks is not None:

@@ -46,7 +46,7 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     # On a CPU torch's norms refuse fp32 inputs with weights of fewer bits; mlpipe's own models see to that
     expects = plan.model.preset is not None or world.device.type != "cpu"
     of_blocks = low if plan.precision != "fp32" and expects else exact
-    axes = ("dp_replicate", "dp_shard+cp") if plan.islands is None else ("dp_shard",)
+    axes = ("dp_replicate", "dp_shard+cp") if _sums_over_copies(plan) else ("dp_shard",)
     mesh, reshard = world.device_mesh(*axes), plan.reshard_after_forward
     whole = _shard_experts(module, world, of_blocks, reshard) if plan.mesh.ep > 1 else set()
     with _refusing_codes():
@@ -71,6 +71,11 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
 
         model.before_passes = before_passes
     model.after_evaluation = lambda: _forget_forwards(module)
+
+
+def _sums_over_copies(plan: TrainPlan) -> bool:
+    """Whether FSDP2 does: islands agree otherwise, and on demand it is done when a step's passes are over."""
+    return plan.islands is None and plan.communication != "on_demand"
 
 
 def _shard_experts(
@@ -122,7 +127,7 @@ class _GradientSync:
         self.root = cast(FSDPModule, model.built.module)
         self.reduces_each = plan.reduce_gradients == "every"
         self.reshards = plan.reshard_after_forward
-        self.has_copies = plan.mesh.dp_replicate > 1 and plan.islands is None
+        self.has_copies = plan.mesh.dp_replicate > 1 and _sums_over_copies(plan)
         self.meets = plan.communication != "on_demand"
         self.told = True
         self.first = True

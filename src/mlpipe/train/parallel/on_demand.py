@@ -4,6 +4,10 @@ their microbatches, also none. The sums are those of collectives, in another ord
 
 FSDP2 is told to gather and to scatter by `SharedMemory` instead of by collectives. What it scatters is zero
 here; the sums of all ranks are added when the step is over.
+
+The ranks of `dp_shard` are on one node. Those of `dp_replicate`, on others, have copies, of which FSDP2 knows
+nothing: it would sum their gradients within the backward pass, which a rank without a microbatch has not.
+Each owner sums those of its part with the owners of the same part, once, when its node is done.
 """
 
 from __future__ import annotations
@@ -24,10 +28,13 @@ from mlpipe.train.world import World
 
 
 class OnDemand:
-    """Of a model that FSDP2 has split over all ranks of `world`."""
+    """Of a model that FSDP2 has split over the ranks of `dp_shard`."""
 
     def __init__(self, module: nn.Module, world: World) -> None:
         self.world = world
+        self.num_owners = world.mesh.dp_shard
+        self.owners = world.group("dp_shard")
+        self.copies = world.group("dp_replicate") if world.mesh.dp_replicate > 1 else None
         self.units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self.publishing = False
         self.memory: SharedMemory | None = None
@@ -53,7 +60,7 @@ class OnDemand:
         first = self.memory is None
         if self.memory is None:
             numels = [sum(map(self._numel, _trained(unit))) for unit in self.units]
-            self.memory = SharedMemory(self.world.rank, self.world.size, numels)
+            self.memory = SharedMemory(*self.world.place("dp_shard"), numels, self.owners)
         else:
             self.memory.fence()
         self.publishing = True
@@ -68,13 +75,15 @@ class OnDemand:
             self.memory.fence()
 
     def end(self) -> None:
-        """After the last backward pass of a step: gradients are the mean over the ranks."""
+        """After the last backward pass of a step: gradients are the mean over the ranks of all nodes."""
         assert self.memory is not None
         self.memory.fence()
         for number, unit in enumerate(self.units):
             pushed, at = self.memory.gradients(number), 0
             if pushed is None:
                 continue
+            if self.copies is not None:
+                dist.all_reduce(pushed, group=self.copies)
             pushed /= self.world.size
             for parameter in _trained(unit):
                 if parameter.grad is None:
@@ -86,7 +95,7 @@ class OnDemand:
 
     def _numel(self, parameter: nn.Parameter) -> int:
         """Of a rank's rows, padded to those of the first rank."""
-        return -(-parameter.shape[0] // self.world.size) * math.prod(parameter.shape[1:])
+        return -(-parameter.shape[0] // self.num_owners) * math.prod(parameter.shape[1:])
 
 
 def _trained(unit: FSDPModule) -> list[nn.Parameter]:

@@ -33,10 +33,13 @@ _SWEEP_SECONDS = 60.0
 
 
 class SharedMemory:
-    """`gradient_numels`: of each unit, values of this rank's part of the gradients; 0: it has none."""
+    """`gradient_numels`: of each unit, values of this rank's part of the gradients; 0: it has none. `rank`:
+    within `group`, of `num_ranks` on one node; None: the default group is this one."""
 
-    def __init__(self, rank: int, num_ranks: int, gradient_numels: list[int]) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+    def __init__(
+        self, rank: int, num_ranks: int, gradient_numels: list[int], group: dist.ProcessGroup | None
+    ) -> None:
+        self.rank, self.num_ranks, self.group = rank, num_ranks, group
         self.gradient_numels = gradient_numels
         self._weights: dict[int, list[Tensor]] = {}  # by unit, of each rank
         self._gradients: dict[int, list[Tensor]] = {}
@@ -45,7 +48,7 @@ class SharedMemory:
         self._alive: IO[bytes] | None = None
         if rank == 0:
             names[0], self._alive = _new_folder()
-        dist.broadcast_object_list(names, src=0)
+        dist.broadcast_object_list(names, group_src=0, group=group)
         assert names[0] is not None
         self._folder = Path(names[0])
         self._locks = (self._folder / "locks").open("r+b")
@@ -92,7 +95,7 @@ class SharedMemory:
 
     def fence(self) -> None:
         """Until all ranks are here: what they did before is done."""
-        dist.barrier()
+        dist.barrier(self.group)
 
     def gradients(self, unit: int) -> Tensor | None:
         """The sum that was pushed to this rank, between a fence and the next; None: of no gradients."""
