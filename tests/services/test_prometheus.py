@@ -13,6 +13,7 @@ import contextlib
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -49,8 +50,6 @@ def made_up_series() -> Iterator[int]:
     rest += f'mlpipe_train_experts_by_load_ratio{{{nvml},at_most="1.5"}} 3\n'
     rest += f"mlpipe_train_expert_dropped_ratio{{{nvml}}} 0.1\nmlpipe_train_replicas{{{nvml}}} 3\n"
     rest += f"mlpipe_train_loss_scale{{{nvml}}} 65536\nmlpipe_train_skipped_steps_total{{{nvml}}} 2\n"
-    rest += f"mlpipe_train_exchanged_bytes_total{{{nvml}}} 1e6\n"
-    rest += f"mlpipe_train_exchanged_plain_bytes_total{{{nvml}}} 4e6\n"
     body = rest + "".join(
         f"{name}{{{gpu},{pod}}} {value}\n" for name, value in fields.items() for pod in pods
     )
@@ -60,7 +59,10 @@ def made_up_series() -> Iterator[int]:
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4")
             self.end_headers()
-            self.wfile.write(body.encode())
+            sent = time.monotonic()  # grows, as its quotient is of rates
+            grows = f"mlpipe_train_exchanged_bytes_total{{{nvml}}} {sent}\n"
+            grows += f"mlpipe_train_exchanged_plain_bytes_total{{{nvml}}} {4 * sent}\n"
+            self.wfile.write((body + grows).encode())
 
         def log_message(self, *_: Any) -> None:
             """Says nothing."""
