@@ -190,7 +190,7 @@ def test_a_cancel_saves_and_one_by_hand_is_a_cancel_too(person, hold, spec):
     assert person.last_saved("cancelled") == first
 
 
-def test_a_limit_a_dead_driver_and_a_lost_node_lose_nothing(person, hold, spec, undisturbed):
+def test_a_limit_a_dead_driver_preemption_and_a_lost_node_lose_nothing(person, hold, spec, undisturbed):
     cluster = person.cluster
     with hold:
         person.submit(spec, "faults")
@@ -205,6 +205,14 @@ def test_a_limit_a_dead_driver_and_a_lost_node_lose_nothing(person, hold, spec, 
         waiting = person.start("submit", str(spec), "--to", "slurm", "--run-id", "faults", "--wait")
         person.until_step("faults", saved + 1)  # the next driver found it, and let it start again
         assert (person.job("faults"), person.restarts(job)) == (job, 1)
+        # a job of a higher priority takes all nodes, and Slurm signals the script as it would before the limit
+        urgent = ("--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+        other = cluster.run("sbatch", "--parsable", *urgent).strip()
+        until(lambda: person.restarts(job) == 2, "the job to be preempted")
+        assert person.last_saved("faults") > saved
+        saved = person.last_saved("faults")
+        cluster.run("scancel", other)
+        person.until_step("faults", saved + 1)
         restarts = person.restarts(job)
         lost = cluster.nodes_of(job)[1]
         cluster.kill_node(lost)

@@ -35,6 +35,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0,requeue_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
 ReturnToService=2
 SlurmdTimeout=10
 SlurmctldTimeout=10

@@ -107,6 +107,9 @@ def _body(plan: Plan, job: SlurmJob, part: str) -> str:
     together = int(plan.kind.runs == "command" and nodes > 1)
     # a coordinator would wait for the ranks; the next start of it knows as much, by them
     near = "scontrol requeue $SLURM_JOB_ID" if part == COORDINATOR else "ask requeue"
+    # in a gang of commands it may be srun that stopped a node, for one that failed
+    preempted = f"  {SAVED_CODE}:) asked=requeue ;;  # Slurm itself stopped the ranks: it preempts the job\n"
+    preempted = preempted if job.max_requeues and not together else ""
     every = "$SLURM_JOB_NUM_NODES" if plan.launch.num_spares else nodes
     every_node = f"--nodes={every} --ntasks={every} --ntasks-per-node=1"
     return f"""\
@@ -137,7 +140,7 @@ case "$code:$asked" in
   0:*) exit 0 ;;
   {codes.replace("|", ":*|")}:*) exit $((code - {NON_RETRIABLE_BASE})) ;;  # it would come again
   *:cancel) exit {SAVED_CODE} ;;
-esac
+{preempted}esac
 if [ "$asked" = requeue ] || [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_requeues} ]; then
   scontrol requeue "$SLURM_JOB_ID" && sleep 60
 fi

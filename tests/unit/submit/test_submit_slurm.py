@@ -22,7 +22,7 @@ from mlpipe.store.outcome import NODE_FAULT, AttemptOutcome
 from mlpipe.submit import handle
 from mlpipe.submit.executor import Ended
 from mlpipe.submit.handle import elsewhere
-from mlpipe.submit.slurm import client, jobs, node, scripts
+from mlpipe.submit.slurm import client, doctor, jobs, node, scripts
 from mlpipe.submit.slurm.pending import remedy, why_waiting
 
 pytestmark = pytest.mark.unit
@@ -208,6 +208,28 @@ def test_a_job_that_is_cancelled_near_its_limit_is_told_once_and_not_queued_agai
     assert not any(call.startswith("scontrol") for call in calls)
 
 
+@pytest.mark.parametrize(
+    ("stage", "overrides", "again"),
+    [
+        ("train", (), True),
+        ("train", ("slurm.max_requeues=0",), False),
+        ("corpus", ("corpus.resources.nodes=2",), False),  # srun stops a gang of which one has failed
+    ],
+)
+def test_a_job_whose_ranks_slurm_stops_is_queued_again_however_often(
+    tmp_path: Path, commands: Path, stage: str, overrides: tuple[str, ...], again: bool
+) -> None:
+    """As with a time of grace before it is preempted: its processes are told, its script is not."""
+    spec = pipeline_of("llm", *overrides)
+    text = script(plan_of(spec, stage), slurm_job(spec, stage), "slurm.out")
+    stand_in(commands, "srun", "cat >/dev/null; exit 5")
+    stand_in(commands, "scontrol", "exit 1")
+    env = {**os.environ, "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_RESTART_COUNT": "40"}
+    done = subprocess.run(["bash"], input=text, env=env, text=True, check=False, timeout=120)
+    assert done.returncode == 5
+    assert ("scontrol requeue 7" in (commands / "calls").read_text().splitlines()) == again
+
+
 def test_a_stage_that_cannot_go_on_is_not_queued_again_by_its_limit() -> None:
     spec = pipeline_of("llm", "slurm.time=20 min")
     texts = {name: script(plan_of(spec, name), slurm_job(spec, name), "o") for name in ("corpus", "train")}
@@ -320,6 +342,39 @@ def test_a_job_that_is_queued_again_starts_before_its_time_but_not_in_the_second
     _, calls = followed(tmp_path, commands)
     assert [call.split()[0] for call in calls] == ["squeue", "squeue", "squeue", "scontrol", "squeue"]
     assert "scontrol update JobId=7 StartTime=now" in calls
+
+
+@pytest.mark.parametrize(
+    ("mode", "parameters", "grace", "found"),
+    [
+        ("OFF", "(null)", 0, None),
+        ("GANG,SUSPEND", "(null)", 0, None),
+        ("REQUEUE", "(null)", 60, ("warn", "preempted loses", "SlurmctldParameters")),
+        (
+            "REQUEUE",
+            "idle_on_node_suspend,preempt_send_user_signal",
+            0,
+            ("warn", "in batch loses", "GraceTime"),
+        ),
+        ("CANCEL", "preempt_send_user_signal", 60, ("ok", "saves before", "")),
+    ],
+)
+def test_whether_preempted_trainings_save_is_told(
+    commands: Path, mode: str, parameters: str, grace: int, found: tuple[str, str, str] | None
+) -> None:
+    """In the words of scontrol 22.05."""
+    config = f"PreemptMode             = {mode}\nSlurmctldParameters     = {parameters}"
+    partitions = f"PartitionName=batch GraceTime={grace} PreemptMode={mode}\n"
+    partitions += "PartitionName=urgent GraceTime=0 PreemptMode=OFF"
+    stand_in(commands, "scontrol", f'case "$*" in *config) echo "{config}";; *) echo "{partitions}";; esac')
+    told = doctor._preemption()
+    assert (told is None) == (found is None)
+    if told is not None and found is not None:
+        assert (told.level, found[1] in told.detail, found[2] in (told.remedy or "")) == (
+            found[0],
+            True,
+            True,
+        )
 
 
 def test_a_refusal_has_its_remedy(commands: Path) -> None:

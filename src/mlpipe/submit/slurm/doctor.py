@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 
@@ -38,6 +39,8 @@ def examine(store: Iterable[Finding]) -> Iterator[Finding]:
         return
     yield Finding("controller", "ok", ping.strip())
     yield _partitions()
+    if (preemption := _preemption()) is not None:
+        yield preemption
     yield _jobs()
     overriding = sorted(name for name in os.environ if name.startswith("SBATCH_"))
     if overriding:
@@ -64,6 +67,29 @@ def _partitions() -> Finding:
         return Finding("partitions", "fail", "no partition takes jobs", "see sinfo")
     more = f" and {len(up) - _SHOWN} more" if len(up) > _SHOWN else ""
     return Finding("partitions", "ok", ", ".join(up[:_SHOWN]) + more)
+
+
+def _preemption() -> Finding | None:
+    """Whether a training can save before a job of a higher priority takes its nodes; None: none does."""
+    asked = (["show", "config"], ["--oneliner", "show", "partition"])
+    told = attempt("preemption", lambda: [client.run(["scontrol", *words]) for words in asked])
+    if isinstance(told, Finding):
+        return told
+    config = dict(re.findall(r"^(\w+) *= (.*)$", told[0], re.MULTILINE))
+    if not re.search("REQUEUE|CANCEL", config.get("PreemptMode", "")):
+        return None
+    partitions = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in told[1].splitlines()]
+    hasty = [
+        one["PartitionName"] for one in partitions if one["GraceTime"] == "0" and one["PreemptMode"] != "OFF"
+    ]
+    if "preempt_send_user_signal" not in config.get("SlurmctldParameters", ""):
+        where, lacks = "", "SlurmctldParameters=preempt_send_user_signal, and a GraceTime of the partitions"
+    elif hasty:
+        where, lacks = f" in {', '.join(hasty[:_SHOWN])}", "a GraceTime of these partitions"
+    else:
+        return Finding("preemption", "ok", "a training saves before a job of a higher priority has its nodes")
+    words = f"a training that is preempted{where} loses what it did since its last checkpoint"
+    return Finding("preemption", "warn", words, f"ask the cluster's administrators for {lacks}")
 
 
 def _jobs() -> Finding:
