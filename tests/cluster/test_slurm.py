@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import meet, processes
+from kit import meet, meet_jax, processes
 from kit.command_runs import Cli, until
 from kit.place import training
 from kit.servers import ServerMissingError
@@ -205,7 +205,7 @@ def test_a_limit_a_dead_driver_preemption_and_a_lost_node_lose_nothing(person, h
         waiting = person.start("submit", str(spec), "--to", "slurm", "--run-id", "faults", "--wait")
         person.until_step("faults", saved + 1)  # the next driver found it, and let it start again
         assert (person.job("faults"), person.restarts(job)) == (job, 1)
-        # a job of a higher priority takes all nodes, and Slurm signals the script as it would before the limit
+        # a job of a higher priority takes all nodes: Slurm signals the script as it does before the limit
         urgent = ("--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
         other = cluster.run("sbatch", "--parsable", *urgent).strip()
         until(lambda: person.restarts(job) == 2, "the job to be preempted")
@@ -307,14 +307,24 @@ def test_of_an_elastic_training_a_node_is_lost_and_the_others_go_on(person, hold
 
 
 def test_a_command_on_two_nodes_meets_and_ends_together(person, tmp_path):
-    command = [sys.executable, meet.__file__, "{{output}}", "-1"]
-    stage = {"name": "c", "command": command, "resources": {"nodes": 2, "cpus": 1, "memory": "2 GiB"}}
-    document = {"version": 1, "name": "gang", "slurm": {"time": "30 min"}, "stages": [stage]}
+    """Of JAX, each with two GPUs of a class, which are null devices; then of torch, of which one fails."""
+    run = 'echo $CUDA_VISIBLE_DEVICES > "$2/gpus"; JAX_PLATFORMS=cpu exec python "$1" "$2"'
+    command = ["sh", "-c", run, "-", meet_jax.__file__, "{{output}}"]
+    resources = {"nodes": 2, "cpus": 1, "memory": "2 GiB", "gpus_per_node": 2, "gpu": "H100-80GB"}
+    stage = {"name": "c", "command": command, "resources": resources}
+    document = {
+        "version": 1,
+        "name": "gang",
+        "slurm": {"time": "30 min", "gpu_type": "h100"},
+        "stages": [stage],
+    }
     path = tmp_path / "gang.json"
     path.write_text(json.dumps(document))
     person.submit(path, "together", "--wait")
-    assert (person.store / "runs/together/stages/c/outputs/files/total").read_text() == "3.0 0"
-    command[-1] = "1"
+    made = person.store / "runs/together/stages/c/outputs/files"
+    assert ((made / "total").read_text(), (made / "gpus").read_text()) == ("3.0 0", "0,1\n")
+    command[:] = [sys.executable, meet.__file__, "{{output}}", "1"]
+    del resources["gpus_per_node"], resources["gpu"]
     path.write_text(json.dumps(document))
     said = person("submit", str(path), "--to", "slurm", "--run-id", "broken", "--wait", code=3).stderr
     assert "broken" in said

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from kit import meet
+from kit import meet, meet_jax
 
 from mlpipe.store import outputs
 from mlpipe.store.preflight import read_checked
@@ -44,15 +44,15 @@ def first_process(run_id, index):
 
 
 def test_a_command_on_two_nodes_meets_and_ends_together(place, tmp_path):
-    """With the first that fails; of one that is killed speaks nobody who was stopped for it."""
-    for broken, code in (("-1", 0), ("1", 3)):
-        name = f"meet{broken}"
-        spec = command(place, name, "python", meet.__file__, "{{output}}", broken)
+    """Of JAX; of torch, with the first that fails. Of one that is killed speaks nobody who was stopped for
+    it."""
+    for name, argv, code in (("meets", [meet_jax.__file__], 0), ("breaks", [meet.__file__, "1"], 3)):
+        spec = command(place, name, "python", argv[0], "{{output}}", *argv[1:])
         said = place.submit(spec, name, "--wait", code=code)
         assert ("broken" in said) is (code == 3)
     with place.cluster.inside():
-        folder = outputs.fetch_output(place.store(), "runs/meet-1/stages/c", tmp_path)
-        assert not place.store().exists("runs/meet1/stages/c/outputs/MANIFEST.json")
+        folder = outputs.fetch_output(place.store(), "runs/meets/stages/c", tmp_path)
+        assert not place.store().exists("runs/breaks/stages/c/outputs/MANIFEST.json")
     assert (folder / "total").read_text() == "3.0 0"
     spec = command(place, "killed", "sleep", "600")
     place.submit(spec, "killed")

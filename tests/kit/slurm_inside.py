@@ -43,7 +43,7 @@ KillWait={kill_wait}
 MinJobAge=300
 InactiveLimit=0
 GresTypes=gpu
-NodeName={nodes} CPUs={cpus} RealMemory=16000 Gres=gpu:{gpus} State=UNKNOWN
+NodeName={nodes} CPUs={cpus} RealMemory=16000 Gres=gpu:h100:{gpus} State=UNKNOWN
 PartitionName=batch Nodes={nodes} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
 PartitionName=urgent Nodes={nodes} MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 PartitionName=short Nodes={nodes} MaxTime=5 State=UP PriorityTier=1
@@ -64,7 +64,7 @@ def main(folder: Path, num_nodes: int) -> None:
     (folder / "slurm.conf").write_text(
         _CONF.format(folder=folder, munge=munge, nodes=nodes, cpus=8, gpus=2, kill_wait=30, grace=60)
     )
-    (folder / "gres.conf").write_text(f"Name=gpu File={gpus}/nvidia[0-1]\n")
+    (folder / "gres.conf").write_text(f"Name=gpu Type=h100 File={gpus}/nvidia[0-1]\n")
     (folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
     _munged(folder / "munge")

@@ -3,13 +3,18 @@ must pass are far below what a busy one reaches."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from kit import plans
+from kit.nvml import UUID, FakeNvml
 from kit.servers import free_port
 from kit.warm import Popen, of_plan
 
@@ -144,6 +149,38 @@ def test_a_spare_has_the_ranks_of_the_first_machine_that_does_not_pass(tmp_path)
     assert read_outcome(store, f"{plan.attempt_key}/outcome-node-1.json").outcome == "done"
     assert len(plans.losses(tmp_path / "store", plan)) == 2
     assert not (tmp_path / "scratch-0" / "torchrun.log").exists()
+
+
+def test_links_are_tried_between_the_gpus_of_machines_that_have_sound_ones():
+    """Of three machines the second has none: it takes part in nothing but the clocks. GPUs are CPUs here."""
+    argv = [sys.executable, "-m", "kit.gang_links"]
+    more = ["3", str(free_port()), "[0, 2]"]
+    machines = [
+        Popen(
+            "torchrun", [*argv, str(index), *more], env=plans.environment(), stdout=subprocess.PIPE, text=True
+        )
+        for index in range(3)
+    ]
+    first, second, third = (json.loads(machine.communicate(timeout=600)[0]) for machine in machines)
+    assert (list(first["links"]), second["links"], list(third["links"])) == (["2"], {}, ["0"])
+    assert set(second["figures"]) == {"clock_seconds"}
+    for one in (first, third):
+        assert one["figures"]["link_bytes_per_second"] > 0
+        assert one["figures"]["all_reduce_bytes_per_second"] > 0
+
+
+def test_what_goes_round_a_ring_of_devices_is_measured():
+    assert machine.peer_speed([torch.device("cpu")] * 3) > 0
+
+
+def test_an_error_that_the_driver_reports_of_a_gpu_is_a_fault(monkeypatch):
+    """The card and its library are made up."""
+    card = SimpleNamespace(uuid=UUID.removeprefix("GPU-"))
+    monkeypatch.setattr(machine.torch.cuda, "get_device_properties", lambda one: card)
+    for xids, words in (([], []), ([79], ["GPU 0 reported error Xid 79 while it was tried"])):
+        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(xids=xids))
+        assert machine._watch_errors([torch.device("cuda", 0)])() == words
+    assert machine._watch_errors([torch.device("cpu")])() == []
 
 
 def test_a_machine_that_does_not_pass_is_named_and_no_rank_starts(tmp_path):

@@ -79,8 +79,8 @@ def build_plan(
     resources = stage_resources(pipeline, stage)
     if stage.kind.runs == "workers":
         preflight = preflight_plan(resources, hardware, work.training.precision)
-        if preflight is not None:
-            preflight = replace(preflight, rdma=network.needs_rdma(pipeline, resources))
+        if preflight is not None and network.needs_rdma(pipeline, resources):
+            preflight = network.with_rdma(preflight, hardware)
         launch = replace(launch, preflight=preflight)
     launch = replace(launch, env={**network.env(pipeline, resources), **launch.env})
     return Plan(

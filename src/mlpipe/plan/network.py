@@ -11,6 +11,7 @@ from mlpipe.plan.cluster import PodNetwork, TopologyFile
 if TYPE_CHECKING:
     from mlpipe._core.networks import Profile
     from mlpipe.plan.hardware import Hardware
+    from mlpipe.plan.plan import PreflightPlan
     from mlpipe.spec.model import Pipeline, Resources
     from mlpipe.spec.network import Network, Racks
 
@@ -62,6 +63,14 @@ def needs_rdma(pipeline: Pipeline, resources: Resources | None) -> bool:
     if spec is None or not is_used(resources):
         return False
     return bool(_profile(spec).rdma if spec.rdma is None else spec.rdma)
+
+
+def with_rdma(preflight: PreflightPlan, hardware: Hardware) -> PreflightPlan:
+    """A machine needs a port for it; and what GPUs send each other comes so near to what the planner reckons
+    with that it cannot have gone by TCP, unless the stage says itself how fast links must be."""
+    speed, least = hardware.speed, preflight.link_bytes_per_second
+    rates = [rate for rate in (speed.network_bytes_per_second, speed.rack_bytes_per_second) if rate]
+    return replace(preflight, rdma=True, link_bytes_per_second=least or preflight.slow_ratio * min(rates))
 
 
 def pod_network(pipeline: Pipeline, resources: Resources | None) -> PodNetwork | None:

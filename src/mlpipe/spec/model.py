@@ -62,8 +62,9 @@ class Preflight(SpecModel):
     )
     link_gb_per_second: f.Positive | None = Field(
         None,
-        description="Speed between any two machines, over TCP, in one direction, at least. Default: it is "
-        "only compared with the gang's other links, of which two machines have none.",
+        description="Speed between any two machines in one direction, at least: of their GPUs by NCCL, else "
+        "over TCP. Default: `slow_ratio` of what a network's profile with RDMA says; without one it is only "
+        "compared with the gang's other links, of which two machines have none.",
     )
 
 

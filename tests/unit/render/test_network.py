@@ -155,6 +155,20 @@ def test_a_preflight_wants_a_port_where_the_profile_does() -> None:
     )
 
 
+def test_a_link_on_which_rdma_is_not_used_is_too_slow() -> None:
+    """An H100 sends 50 GB/s by InfiniBand; without it no more is asked of a link than before."""
+
+    def least(*overrides: str, limits: str = "auto") -> float | None:
+        preflight = llm(f"train.resources.preflight={limits}", *overrides).launch.preflight
+        return preflight and preflight.link_bytes_per_second
+
+    assert least() is least("network.profile=ethernet") is None
+    assert least("network.profile=infiniband") == 25e9
+    assert least("network.profile=infiniband", limits="{slow_ratio: 0.8}") == 40e9
+    assert least("network.profile=infiniband", limits="{link_gb_per_second: 3}") == 3e9
+    assert least("network.profile=infiniband", RACKS) == 0.25e9
+
+
 SCHEMA = jsonschema.Draft202012Validator(json_schema(Networks))
 RAILS = """version: 1
 networks:

@@ -9,7 +9,7 @@ import pytest
 from mlpipe.plan.plan import PreflightPlan
 from mlpipe.store.preflight import Checked, to_avoid
 from mlpipe.train.preflight.gang import rounds
-from mlpipe.train.preflight.verdict import Report, chosen, judge, slow_links
+from mlpipe.train.preflight.verdict import PEERS, Report, chosen, judge, slow_links
 
 pytestmark = pytest.mark.unit
 LIMITS = PreflightPlan(slow_ratio=0.5, clock_seconds=1.0, disk_bytes=1, store_bytes_per_second=1.0)
@@ -41,6 +41,15 @@ def test_the_slow_one_of_two_is_at_fault(figure):
     assert judge(reports, LIMITS, 1.0).words == []
 
 
+def test_a_machine_whose_gpus_have_slow_links_is_at_fault():
+    """Some have none: of those, nothing is said."""
+    reports = gang(4)
+    for report, rate in zip(reports, (4e11, 1e10, 4e11), strict=False):
+        report.figures[PEERS] = rate
+    words = "between its GPUs 10 GB/s, where the others have 400"
+    assert judge(reports, LIMITS, 1.0).faults == {"n1": [words]}
+
+
 def test_a_store_that_is_fast_enough_is_nobodys_fault():
     reports = gang(3)
     for report, rate in zip(reports, (900e6, 900e6, 30e6), strict=True):
@@ -68,7 +77,8 @@ def test_the_link_of_two_machines_is_judged_by_the_limit_alone():
     reports = gang(2, links=1e6)
     assert judge(reports, LIMITS, 1.0).words == []
     limits = PreflightPlan(0.5, 1.0, 1, 1.0, link_bytes_per_second=2e6)
-    assert judge(reports, limits, 1.0).pairs == [("n0", "n1", "their link has 1 MB/s")]
+    told = "their link has 1 MB/s, of 2 that it needs"
+    assert judge(reports, limits, 1.0).pairs == [("n0", "n1", told)]
 
 
 def test_of_three_clocks_the_odd_one_is_wrong_also_if_it_is_the_first():

@@ -62,7 +62,8 @@ def _with_others(
         machine.look(plan, limits, scratch, store, report)
         reports = _together(gang, report, "alone")
         if len(reports) == gang.size:
-            gang.look_at_links(report, None)
+            sound = [one.index for one in reports if not one.faults]  # with others' GPUs it might hang
+            gang.look_at_links(report, None, sound if all(one.on_gpus for one in reports) else None)
             reports = _together(gang, report, "together")
         checked = judge(reports, limits, gang.seconds)
         if (checked.words or checked.busy) and len(reports) == gang.size and gang.seconds < CHECK_SECONDS / 3:
@@ -80,7 +81,8 @@ def _with_others(
         raise TrainError(
             f"the preflight lost the other machines: {str(error).splitlines()[0]}",
             where=report.node,
-            hint="one of them, or a link, went away meanwhile; the first one's outcome says more",
+            hint="one of them, or a link, went away meanwhile; the first one's outcome says more, and NCCL if "
+            "the stage's env has NCCL_DEBUG: INFO",
             kind="infrastructure",
         ) from None
     return checked, ranked

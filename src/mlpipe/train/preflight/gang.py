@@ -25,7 +25,8 @@ COME_SECONDS = 600.0  # images are pulled at different speeds; as torchrun's own
 CHECK_SECONDS = 60.0
 _GONE_SECONDS = 30.0
 _LOOK_SECONDS = 0.2
-_FIRST_BYTES, _BYTES = 2**18, 2**22
+_FIRST_BYTES, _BYTES, _GPU_BYTES = 2**18, 2**22, 2**27
+_GPU = ("cuda", "nccl")
 _FIRST_TIMES, _MOST_TIMES, _LINK_SECONDS = 3, 20, 0.6
 _MOST_ROUNDS = MOST_PAIRS = 8  # with so many others a machine tries its link
 _PINGS = 5
@@ -52,6 +53,9 @@ class Gang:
                 kind="infrastructure",
             )
         self.nodes = [self._store.get(f"here/{other}").decode() for other in range(size)]
+        self._members: Sequence[int] = range(size)  # that try their links with each other
+        self._device, self._bytes = torch.device("cpu"), _BYTES
+        self._group: dist.ProcessGroup | None = None
         self.began = time.monotonic()
         self.seconds = 0.0  # of the checks so far, by the first machine's clock: all decide by the same
 
@@ -83,9 +87,13 @@ class Gang:
             time.sleep(_LOOK_SECONDS / 4)
         return missing
 
-    def look_at_links(self, report: Report, pairs: Sequence[tuple[int, int]] | None) -> None:
+    def look_at_links(
+        self, report: Report, pairs: Sequence[tuple[int, int]] | None, gpus: Sequence[int] | None = None
+    ) -> None:
         """Into `report`: speeds between this machine and others, the best that was seen so far; its clock.
-        `pairs`: only between these, one after the other while nobody else does anything; None: in rounds."""
+        `pairs`: only between these, one after the other while nobody else does anything; None: in rounds.
+        `gpus`: the machines whose GPUs are tried, as ranks will send between them; None: all machines' CPUs,
+        over TCP. Said once."""
         if not dist.is_initialized():
             dist.init_process_group(
                 "gloo",
@@ -94,16 +102,43 @@ class Gang:
                 world_size=self.size,
                 timeout=timedelta(seconds=CHECK_SECONDS),
             )
-        if pairs is None:
-            for other in rounds(self.index, self.size):
-                self._try(other, report)
+            if gpus is not None:
+                self._use_gpus(gpus, report)
+        if pairs is None and self.index in self._members:
+            for place in rounds(self._members.index(self.index), len(self._members)):
+                self._try(self._members[place], report)
         for one, other in pairs or ():
             if self.index in (one, other):
                 self._try(one + other - self.index, report)
             dist.barrier()
-        report.figures["link_bytes_per_second"] = max(report.links.values())
+        if report.links:
+            report.figures["link_bytes_per_second"] = max(report.links.values())
         report.clock_seconds = self._clock()
         report.figures["clock_seconds"] = report.clock_seconds
+
+    def _use_gpus(self, members: Sequence[int], report: Report) -> None:
+        """One of each machine. All of them add up first: only then two of a group may speak by themselves."""
+        kind, backend = _GPU
+        self._members, self._device, self._bytes = members, torch.device(kind, 0), _GPU_BYTES
+        if kind == "cuda" and self.index in members:
+            torch.cuda.set_device(self._device)
+        self._group = dist.new_group(list(members), timeout=timedelta(seconds=CHECK_SECONDS), backend=backend)
+        if self.index not in members or len(members) == 1:
+            return
+        took = []
+        for _ in range(_FIRST_TIMES):
+            added = torch.zeros(self._bytes, dtype=torch.uint8, device=self._device)
+            began = self._now()
+            dist.all_reduce(added, group=self._group)
+            took.append(self._now() - began)
+        passed = 2 * (len(members) - 1) / len(members) * self._bytes  # by each, round a ring
+        report.figures["all_reduce_bytes_per_second"] = passed / min(took)
+
+    def _now(self) -> float:
+        """Once all that was asked of the device is done."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
     def _try(self, other: int, report: Report) -> None:
         with watched(report, f"{LINK}{other}"):
@@ -115,21 +150,24 @@ class Gang:
         took = min(self._swap(other, _FIRST_BYTES) for _ in range(_FIRST_TIMES))
         slower = torch.tensor([took], dtype=torch.float64)
         theirs = torch.empty_like(slower)
-        self._send_both(slower, theirs, other)
-        times = int(_LINK_SECONDS / max(took, theirs.item()) * _FIRST_BYTES / _BYTES)
+        self._send_both(slower, theirs, other, None)
+        times = int(_LINK_SECONDS / max(took, theirs.item()) * _FIRST_BYTES / self._bytes)
         if times == 0:  # so slow that the first bytes say enough
             return _FIRST_BYTES / took
-        return _BYTES / min(self._swap(other, _BYTES) for _ in range(min(_MOST_TIMES, times)))
+        return self._bytes / min(self._swap(other, self._bytes) for _ in range(min(_MOST_TIMES, times)))
 
     def _swap(self, other: int, num_bytes: int) -> float:
-        sent = torch.zeros(num_bytes, dtype=torch.uint8)
-        began = time.perf_counter()
-        self._send_both(sent, torch.empty_like(sent), other)
-        return time.perf_counter() - began
+        sent = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        received = torch.empty_like(sent)
+        began = self._now()
+        self._send_both(sent, received, other, self._group)
+        return self._now() - began
 
-    def _send_both(self, sent: torch.Tensor, received: torch.Tensor, other: int) -> None:
+    def _send_both(
+        self, sent: torch.Tensor, received: torch.Tensor, other: int, group: dist.ProcessGroup | None
+    ) -> None:
         works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
+            [dist.P2POp(dist.isend, sent, other, group), dist.P2POp(dist.irecv, received, other, group)]
         )
         for work in works:
             work.wait()

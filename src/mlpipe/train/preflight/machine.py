@@ -24,13 +24,14 @@ from mlpipe._core.cpus import num_cpus
 from mlpipe._core.errors import StoreError
 from mlpipe._core.load import Clock
 from mlpipe._core.units import format_bytes
+from mlpipe.observe.gpu import find_gpu
 from mlpipe.plan.plan import Plan, PreflightPlan
 from mlpipe.store.base import Store
 from mlpipe.store.preflight import probe_key
 from mlpipe.train.precision import DTYPES
 from mlpipe.train.preflight.remembered import AGE, SPEEDS, recall
 from mlpipe.train.preflight.start import DOING
-from mlpipe.train.preflight.verdict import Report
+from mlpipe.train.preflight.verdict import PEERS, Report
 
 _LOOKS, _LOOK_SECONDS = 3, 0.35
 _MOST_THREADS = 8
@@ -49,10 +50,11 @@ def look(plan: Plan, limits: PreflightPlan, scratch: Path, store: Store, report:
         with contextlib.suppress(OSError):  # of a full disk the next line tells
             (scratch / DOING).write_text(what)
 
+    report.on_gpus = plan.launch.device == "cuda"
     at("the disk")
     report.faults += disk(scratch, limits, report)
-    at("the GPUs" if plan.launch.device == "cuda" else "a matmul")
-    if plan.launch.device == "cuda":
+    at("the GPUs" if report.on_gpus else "a matmul")
+    if report.on_gpus:
         report.faults += gpus(plan.launch.nproc_per_node)
     if limits.rdma:
         report.faults += rdma()
@@ -80,8 +82,8 @@ def watched(report: Report, *figures: str) -> Iterator[None]:
 def look_again(plan: Plan, limits: PreflightPlan, store: Store, report: Report) -> None:
     """At what is compared with others', which are busy now and then: the best of both looks counts."""
     if report.figures.pop(AGE, None) is not None:
-        for name in SPEEDS:
-            del report.figures[name]
+        for name in (*SPEEDS, PEERS):
+            report.figures.pop(name, None)
     again = Report(report.index, report.node, report.figures, busy=report.busy)
     speed(plan, limits, again)
     reach_store(store, probe_key(plan.attempt_key, report.index), limits, again)
@@ -173,24 +175,65 @@ def _smi(query: str) -> list[list[str]]:
 
 
 def speed(plan: Plan, limits: PreflightPlan, report: Report) -> None:
-    """Of a matmul and of copies in memory: of the CPUs, or of the slowest of the GPUs. Kept in the report is
-    the best that was seen so far."""
+    """Of a matmul and of copies in memory: of the CPUs, or of the slowest of the GPUs; between these; and
+    whether one of them reported an error meanwhile. Kept in the report is the best that was seen so far."""
     dtype = DTYPES[plan.work.training.precision]
     devices = [torch.device("cpu")]
     if plan.launch.device == "cuda":
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    least, errors = _least(limits), _watch_errors(devices)
     with watched(report, *(SPEEDS if plan.launch.device == "cpu" else ())):  # GPUs are nobody else's
         speeds = [_device_speed(device, dtype) for device in devices]
-    least = _least(limits)
-    for name in SPEEDS:
-        rates = [one[name] for one in speeds]
-        if not rates:
-            continue
-        report.figures[name] = max(report.figures.get(name, 0.0), min(rates))
-        for index, rate in enumerate(rates):
-            if rate < least.get(name, 0.0):
-                expected = least[name] / limits.slow_ratio
-                report.faults.append(f"GPU {index}: {name} {rate:.3g}, of {expected:.3g} by the catalogue")
+    figures = {name: min(one[name] for one in speeds) for name in SPEEDS if speeds}
+    if len(devices) > 1:
+        figures[PEERS] = peer_speed(devices)
+    for name, rate in figures.items():
+        report.figures[name] = max(report.figures.get(name, 0.0), rate)
+    for index, one in enumerate(speeds):
+        for name, limit in least.items():
+            if one[name] < limit:
+                expected = limit / limits.slow_ratio
+                report.faults.append(
+                    f"GPU {index}: {name} {one[name]:.3g}, of {expected:.3g} by the catalogue"
+                )
+    report.faults += errors()
+
+
+def _watch_errors(devices: Sequence[torch.device]) -> Callable[[], list[str]]:
+    """The errors (Xid) that the driver reports of these GPUs from now on, where NVML tells them."""
+    uuids = [str(torch.cuda.get_device_properties(one).uuid) for one in devices if one.type == "cuda"]
+    gpus = [find_gpu(uuid) for uuid in uuids]
+
+    def errors() -> list[str]:
+        told = [(index, gpu.read()) for index, gpu in enumerate(gpus) if gpu is not None]
+        return [
+            f"GPU {index} reported error Xid {value:.0f} while it was tried"
+            for index, samples in told
+            for name, _, value in samples
+            if name == "mlpipe_gpu_last_xid"
+        ]
+
+    return errors
+
+
+def peer_speed(devices: Sequence[torch.device]) -> float:
+    """Bytes a second from each GPU to the next one of its machine, all at once as round a ring."""
+    num_bytes = 2**28 if devices[0].type == "cuda" else 2**20
+    sources = [torch.ones(num_bytes, dtype=torch.uint8, device=one) for one in devices]
+    targets = [
+        torch.empty_like(source, device=one)
+        for source, one in zip(sources, (*devices[1:], devices[0]), strict=True)
+    ]
+
+    def pass_on() -> None:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source, non_blocking=True)
+        for one in devices:
+            if one.type == "cuda":
+                torch.cuda.synchronize(one)
+
+    with ThreadPoolExecutor(1) as pool:
+        return num_bytes * _rate([pass_on], devices[0], pool)
 
 
 def _least(limits: PreflightPlan) -> dict[str, float]:

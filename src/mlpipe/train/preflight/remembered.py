@@ -2,9 +2,9 @@
 
     <cache>/preflight/<digest of the node, its boot, what was measured and with what>.json
 
-Only what a machine has by itself, its matmul and its memory; and only of one that nothing was wrong with.
-Links, store, disk and clock are looked at each time. Ages are of the clock that counts from the boot, which
-nobody sets.
+Only what a machine has by itself: its matmul, its memory, what goes from GPU to GPU; and only of one that
+nothing was wrong with. Links, store, disk and clock are looked at each time. Ages are of the clock that
+counts from the boot, which nobody sets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlpipe._core.cpus import num_cpus
 from mlpipe._core.files import write_whole
 from mlpipe.plan.plan import Plan
 from mlpipe.store.outputs import cache_folder
-from mlpipe.train.preflight.verdict import Report
+from mlpipe.train.preflight.verdict import PEERS, Report
 
 SECONDS = 3600.0
 SPEEDS = ("flops", "memory_bytes_per_second")
@@ -36,7 +36,7 @@ def recall(plan: Plan, node: str) -> dict[str, float] | None:
     """The speeds of this machine and their age; None: nobody has measured them lately."""
     try:
         kept = json.loads(_path(plan, node).read_bytes())
-        figures = {name: float(kept[name]) for name in SPEEDS}
+        figures = {name: float(kept[name]) for name in (*SPEEDS, PEERS) if name in (*SPEEDS, *kept)}
         age = _now() - float(kept["at"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -49,7 +49,10 @@ def remember(plan: Plan, report: Report) -> None:
     """What was measured just now, not what was remembered before; where it can be kept."""
     if AGE in report.figures or not report.figures.keys() >= set(SPEEDS):
         return
-    kept = {"at": _now(), **{name: report.figures[name] for name in SPEEDS}}
+    kept = {
+        "at": _now(),
+        **{name: report.figures[name] for name in (*SPEEDS, PEERS) if name in report.figures},
+    }
     with contextlib.suppress(OSError):
         write_whole(_path(plan, report.node), json.dumps(kept))
 

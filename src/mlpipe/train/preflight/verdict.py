@@ -10,11 +10,13 @@ from statistics import median
 from mlpipe.plan.plan import PreflightPlan
 from mlpipe.store.preflight import Checked
 
+PEERS = "peer_bytes_per_second"
 # What is compared with the others of the gang: the word for it, its unit, and how much is enough whatever the
 # others have.
 _COMPARED = {
     "flops": ("matmul", 1e9, "GFLOP/s", None),
     "memory_bytes_per_second": ("memory", 1e9, "GB/s", None),
+    PEERS: ("between its GPUs", 1e9, "GB/s", None),
     "store_bytes_per_second": ("store", 1e6, "MB/s", 20e6),
 }
 LINK = "link "
@@ -26,7 +28,7 @@ class Report:
     by index of the other machine, bytes a second in one direction. `clock_seconds`: ahead of the first
     machine's; `store_clock_seconds`: of the store's, None where it has no clock of its own. `busy`: by
     figure, or LINK and the other's index, how others took this machine's CPUs in each look; None: in one they
-    did not."""
+    did not. `on_gpus`: its ranks would be."""
 
     index: int
     node: str
@@ -36,6 +38,7 @@ class Report:
     clock_seconds: float = 0.0
     store_clock_seconds: float | None = None
     busy: dict[str, str | None] = field(default_factory=dict)
+    on_gpus: bool = False
 
 
 def judge(reports: Sequence[Report], limits: PreflightPlan, seconds: float) -> Checked:
@@ -159,6 +162,11 @@ def _links(
     """A machine all of whose links are slow is at fault; where one link alone is, it is one of the two."""
     rates, by_index = _rates(reports), {report.index: report for report in reports}
     best, least = _best(rates), _least(reports, limits, rates)
+    needed = limits.link_bytes_per_second or 0.0
+
+    def words_of(rate: float) -> str:
+        said = f"their link has {rate / 1e6:.3g} MB/s"
+        return f"{said}, of {needed / 1e6:.3g} that it needs" if rate < needed else said
 
     def taken(pair: tuple[int, int]) -> str | None:
         ends = (
@@ -168,9 +176,7 @@ def _links(
         return ends[0] or ends[1]
 
     def blames(pair: tuple[int, int]) -> bool:
-        return rates[pair] < (limits.link_bytes_per_second or 0.0) or (
-            rates[pair] < least and not taken(pair)
-        )
+        return rates[pair] < needed or (rates[pair] < least and not taken(pair))
 
     if len(reports) > 2:
         for index, most in best.items():
@@ -182,7 +188,7 @@ def _links(
                     loads = filter(None, (taken(pair) for pair in rates if index in pair))
                     busy.setdefault(index, []).append(f"{words}, while {next(loads)}")
     return [
-        (*pair, f"their link has {rate / 1e6:.3g} MB/s")
+        (*pair, words_of(rate))
         for pair, rate in rates.items()
         if blames(pair) and not any(faults[index] for index in pair)
     ]
