@@ -15,10 +15,12 @@ from kit.rendered import PIPELINES, QUICKSTART, RUN_ID, pipeline_of, plan_of
 from mlpipe._core.errors import RenderError
 from mlpipe.plan.cluster import ClusterPlan
 from mlpipe.plan.plan import Plan
+from mlpipe.plan.slurm import slurm_job
 from mlpipe.render.kubernetes import driver_objects, gang_name, object_digest, replica_object, stage_objects
 from mlpipe.render.names import SPEC_DIGEST
 from mlpipe.render.pod import quantity
 from mlpipe.render.prepull import prepull_objects
+from mlpipe.render.slurm import script
 from mlpipe.spec.model import Pipeline
 from mlpipe.submit.kubernetes.manifests import waiting
 
@@ -412,6 +414,25 @@ def test_the_driver_of_one_stage() -> None:
     assert pod_of(whole)["restartPolicy"] == "Never"
     assert whole["spec"]["backoffLimit"] > 50
     assert "podFailurePolicy" not in whole["spec"]  # it would keep a lost node's driver from being replaced
+
+
+def test_without_kueue_others_are_told_what_is_to_be_near() -> None:
+    """By the words of docs/how-to/kubernetes.md: JobSet, Volcano and Slurm."""
+    label = "alpha.jobset.sigs.k8s.io/exclusive-topology: example.com/rack"
+    near = f"[{{target: {{kind: JobSet}}, strategic: {{metadata: {{annotations: {{{label}}}}}}}}}]"
+    (gang,) = (
+        one
+        for one in stage_objects(quickstart("train", f"kubernetes.patches={near}"))
+        if one["kind"] == "JobSet"
+    )
+    assert label.partition(": ")[0] in gang["metadata"]["annotations"]
+    tiers = "{networkTopology: {mode: hard, highestTierAllowed: 1}}"
+    near = f"[{{target: {{kind: PodGroup}}, strategic: {{spec: {tiers}}}}}]"
+    plan = quickstart("train", "kubernetes.volcano_queue=ml", f"kubernetes.patches={near}")
+    (group,) = (one for one in stage_objects(plan) if one["kind"] == "PodGroup")
+    assert group["spec"]["networkTopology"] == {"mode": "hard", "highestTierAllowed": 1}
+    spec = pipeline_of("quickstart", *QUICKSTART, 'slurm.options={switches: "1"}')
+    assert "#SBATCH --switches=1\n" in script(plan_of(spec, "train"), slurm_job(spec, "train"), "slurm.out")
 
 
 def test_a_patch_of_the_driver_is_the_drivers_alone() -> None:
