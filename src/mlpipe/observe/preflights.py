@@ -10,9 +10,11 @@ from mlpipe.store.preflight import Checked
 _FIGURES = {  # the column, and what one of its unit is
     "flops": ("Matmul, GFLOP/s", 1e9),
     "memory_bytes_per_second": ("Memory, GB/s", 1e9),
+    "peer_bytes_per_second": ("Between GPUs, GB/s", 1e9),
     "speed_age_seconds": ("These, s ago", 1.0),
     "store_bytes_per_second": ("Store, MB/s", 1e6),
     "link_bytes_per_second": ("Best link, MB/s", 1e6),
+    "all_reduce_bytes_per_second": ("All-reduce, MB/s", 1e6),
     "disk_free_bytes": ("Disk free, GB", 1e9),
     "clock_seconds": ("Clock ahead, s", 1.0),
 }

@@ -436,7 +436,7 @@ def test_machines_that_were_checked_stand_with_what_they_can_do_and_the_slowest_
     store.put(f"{plan.attempt_key}/plan.json", plan.to_json().encode())
     rates = {"n1": 80e9, HOSTILE: 20e9}
     checked = Checked(
-        {node: {"flops": rate} for node, rate in rates.items()},
+        {node: {"flops": rate, "peer_bytes_per_second": rate * 5} for node, rate in rates.items()},
         {HOSTILE: ["matmul 20 GFLOP/s, where the others have 80"]},
         seconds=7.0,
         busy={"n1": ["store 3 MB/s, while others used 60 % of the CPUs"]},
@@ -450,6 +450,7 @@ def test_machines_that_were_checked_stand_with_what_they_can_do_and_the_slowest_
     assert "matmul 20 GFLOP/s, where the others have 80" in text
     assert "Not blamed, since others took its CPUs: n1: store 3 MB/s" in text
     assert "Slow while it trained: n1 took 2.3 times as long as the others." in text
+    assert "Machine Matmul, GFLOP/s Between GPUs, GB/s n1 80 400" in text
     assert "<b>20</b>" in page
     assert "<b>80</b>" not in page
     for lies in (
