@@ -81,8 +81,8 @@ def _with_others(
         raise TrainError(
             f"the preflight lost the other machines: {str(error).splitlines()[0]}",
             where=report.node,
-            hint="one of them, or a link, went away meanwhile; the first one's outcome says more, and NCCL if "
-            "the stage's env has NCCL_DEBUG: INFO",
+            hint="one of them, or a link, went away meanwhile; the first one's outcome says more, as "
+            "does NCCL if the stage's env has NCCL_DEBUG: INFO",
             kind="infrastructure",
         ) from None
     return checked, ranked
