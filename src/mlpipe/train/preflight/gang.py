@@ -120,11 +120,14 @@ class Gang:
         """One of each machine. All of them add up first: only then two of a group may speak by themselves."""
         kind, backend = _GPU
         self._members, self._device, self._bytes = members, torch.device(kind, 0), _GPU_BYTES
+        if len(members) < 2:
+            return
         if kind == "cuda" and self.index in members:
             torch.cuda.set_device(self._device)
-        self._group = dist.new_group(list(members), timeout=timedelta(seconds=CHECK_SECONDS), backend=backend)
-        if self.index not in members or len(members) == 1:
+        group = dist.new_group(list(members), timeout=timedelta(seconds=CHECK_SECONDS), backend=backend)
+        if not isinstance(group, dist.ProcessGroup):  # it is of others
             return
+        self._group = group
         took = []
         for _ in range(_FIRST_TIMES):
             added = torch.zeros(self._bytes, dtype=torch.uint8, device=self._device)
