@@ -114,7 +114,7 @@ def jenkinsfile(
             )
     levels = _levels(pipeline)
     sweep, looped = pipeline.sweep, len(pipeline.stages) > MAX_STAGES
-    stages = _loop(pipeline) if looped else _stages(pipeline, levels)
+    stages = _loop(pipeline) if looped else _stages(levels)
     if sweep is not None:
         stages = _sweep(pipeline, sweep)
     data = _data(pipeline, spec, overrides, store)
@@ -196,7 +196,7 @@ def _levels(pipeline: Pipeline) -> list[list[Stage]]:
     return levels
 
 
-def _stages(pipeline: Pipeline, levels: list[list[Stage]]) -> Iterator[str]:
+def _stages(levels: list[list[Stage]]) -> Iterator[str]:
     for number, level in enumerate(levels, start=1):
         if len(level) == 1:
             yield from _stage(level[0], 8)

@@ -168,7 +168,7 @@ def _changed(patch: Patch, target: Json) -> Json:
 
 def _merge(old: Any, new: Any, path: str, key: str = "") -> Any:
     if isinstance(new, dict):
-        if isinstance(old, list) or (old is not None and not isinstance(old, dict)):
+        if old is not None and not isinstance(old, dict):
             raise _Misfit(path, f"a mapping cannot be merged into {_show(old)}")
         directive = new.pop("$patch", None)
         if directive not in (None, "replace", "merge"):

@@ -123,6 +123,9 @@ def test_parameters_become_arguments(tmp_path: Path) -> None:
         "--set", "stages.train.train.strategy=fsdp", "--", "llm.yaml",
     ]  # fmt: skip
     assert arguments(tmp_path, text, STRATEGY="as in the file") == ["--set", "a=b", "--", "llm.yaml"]
+    both = arguments(tmp_path, jenkinsfile(pipeline_of("finetune"), "f.yaml", [], "runs"), STRATEGY="ddp")
+    of_each = [f"stages.{name}.train.strategy=ddp" for name in ("base", "tune")]
+    assert both == ["--set", of_each[0], "--set", of_each[1], "--", "f.yaml"]
 
 
 def test_the_store_of_the_agent_comes_first(tmp_path: Path) -> None:

@@ -173,6 +173,22 @@ def test_only_what_a_patch_is_meant_for_changes() -> None:
             },
             r"/spec/containers/1/resources: \$patch: 'delete' does not fit here",
         ),
+        (
+            {"spec": {"tolerations": [{"a": {"$patch": "delete"}}]}},
+            r"/spec/tolerations/0/a: \$patch: 'delete'",
+        ),
+        (
+            {"spec": {"containers": [{"name": "new", "resources": {"$patch": "delete"}}]}},
+            r"/spec/containers/0/resources: \$patch: 'delete'",
+        ),
+        (
+            {"spec": {"containers": [{"name": "worker", "args": "a"}]}},
+            "/spec/containers/0/args: 'a' cannot stand for a list",
+        ),
+        (
+            {"spec": {"containers": [{"name": "worker", "env": [{"name": "A", "value": {"b": "c"}}]}]}},
+            "/spec/containers/0/env/0/value: a mapping cannot be merged into '1'",
+        ),
     ],
 )
 def test_a_strategic_patch_that_does_not_fit_is_named(body: dict[str, Any], words: str) -> None:
@@ -185,8 +201,8 @@ def test_a_strategic_patch_that_does_not_fit_is_named(body: dict[str, Any], word
 @pytest.mark.parametrize(
     ("operation", "words"),
     [
-        ({}, "an operation needs a path"),
-        ({"op": "add", "path": "spec", "value": 1}, "an operation needs a path"),
+        ({}, "/: an operation needs a path"),
+        ({"op": "add", "path": "spec", "value": 1}, "/: an operation needs a path"),
         ({"op": "set", "path": "/spec", "value": 1}, "/spec: op is 'set'"),
         ({"op": "add", "path": "/spec/a"}, "/spec/a: op add needs a value"),
         ({"op": "replace", "path": "/spec/suspend"}, "/spec/suspend: op replace needs a value"),
@@ -199,6 +215,7 @@ def test_a_strategic_patch_that_does_not_fit_is_named(body: dict[str, Any], word
             "/spec/nope: there is no 'nope'; there is suspend, template",
         ),
         ({"op": "add", "path": "/nope/a", "value": 1}, "/nope: there is no 'nope'"),
+        ({"op": "add", "path": "/spec/a~0b/c", "value": 1}, "/spec/a~0b: there is no 'a~b'"),
         ({"op": "replace", "path": "/spec/template/spec/containers/1", "value": 1}, "the list has 1 items"),
         (
             {"op": "replace", "path": "/spec/template/spec/containers/-", "value": 1},
@@ -209,9 +226,9 @@ def test_a_strategic_patch_that_does_not_fit_is_named(body: dict[str, Any], word
             "'01' is no index of a list",
         ),
         ({"op": "add", "path": "/spec/suspend/a", "value": 1}, "/spec/suspend/a: True has no 'a'"),
-        ({"op": "test", "path": "/spec/suspend", "value": 1}, "it is not what the test says"),
-        ({"op": "replace", "path": "", "value": []}, "nothing is left of the object"),
-        ({"op": "remove", "path": ""}, "nothing is left of the object"),
+        ({"op": "test", "path": "/spec/suspend", "value": 1}, "/spec/suspend: it is not what the test says"),
+        ({"op": "replace", "path": "", "value": []}, "/: nothing is left of the object"),
+        ({"op": "remove", "path": ""}, "/: nothing is left of the object"),
         *(
             ({"op": "add", "path": path, "value": "x"}, f": {path}: mlpipe finds its objects by kind, name")
             for path in ("/metadata/name", "/metadata/namespace", "/kind", "/apiVersion")
@@ -245,9 +262,10 @@ def test_a_strategic_patch_that_does_not_fit_is_named(body: dict[str, Any], word
     ],
 )
 def test_an_operation_that_does_not_fit_is_named(operation: dict[str, Any], words: str) -> None:
-    with pytest.raises(RenderError, match=words) as caught:
+    with pytest.raises(RenderError, match=f"of stage train: {words}" if words[0] == "/" else words) as caught:
         operate(operation)
     assert caught.value.where == "kubernetes.patches[0].json, Job of stage train"
+    assert "`mlpipe render`" in str(caught.value.hint)
 
 
 def test_copies_of_copies_end_before_they_fill_the_memory() -> None:
@@ -258,6 +276,12 @@ def test_copies_of_copies_end_before_they_fill_the_memory() -> None:
     for operations in (wide, deep[:7]):
         with pytest.raises(RenderError, match=r": /spec/\S+: the object becomes too large or too deep"):
             operate(*operations)
+    for depth in (98, 5000):  # one level too many, and more than Python itself goes down
+        lists: list[Any] = []
+        for _ in range(depth):
+            lists = [lists]
+        with pytest.raises(RenderError, match=": /spec/lists: the object becomes too large or too deep"):
+            operate({"op": "add", "path": "/spec/lists", "value": lists})
 
 
 def test_a_refusal_does_not_repeat_the_object() -> None:
