@@ -2,7 +2,8 @@
 the same mesh: tp 2, pp 2, dp_shard 2 x tp 2, and dp_shard 2 with ep 2 of one with experts, fp32, on gloo.
 
 As `rates`: both sides are started once and take turns of a few steps while the other sleeps in a read. Both
-begin with the same weights and see the same batches; losses of the first and the last step are compared.
+begin with the same weights and see the same batches; losses of the first step, after warming up and of the
+last are compared.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ QUICK = {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim
 SEQ_LEN = 256
 PEER = "torchtitan"
 LOSSES_DIFFER = 1e-4  # relative; both compute in fp32, in another order
+# By the end, of experts: a token that rounding sends to another expert can make this one fuller than the
+# mean, and so moves its bias by a whole step.
+EXPERTS_DRIFT = 1e-2
 
 
 def workers_of(mesh: dict[str, int]) -> int:
@@ -100,25 +104,26 @@ def row(folder: Path, name: str, base: Work, arguments: argparse.Namespace) -> l
     with rates.started(folder, works, command, num_ranks) as found:
         losses: dict[str, list[float]] = {side: [] for side in found}
 
-        def look() -> None:
+        def look(differ: float = LOSSES_DIFFER) -> None:
             for side in found.values():
                 answers = [answer["loss"] for answer in side.ask(do="validate")]
                 known = [loss for loss in answers if loss is not None]
                 losses[side.name].append(sum(known) / len(known))
+            ours, theirs = losses[results.OURS][-1], losses[PEER][-1]
+            if abs(ours - theirs) > differ * abs(theirs):
+                raise RuntimeError(f"{name}: the sides do not compute the same: {losses}")
 
         for side in found.values():
             side.steps(1)
         look()
         for side in found.values():
             side.steps(arguments.warm_up)
+        look()
         blocks = rates.in_turns(
             found, rounds=arguments.rounds, steps=arguments.steps, tokens_per_step=batch * SEQ_LEN
         )
-        look()
-    print(f"{name}: loss of the first and the last step: {losses}", flush=True)
-    for ours, theirs in zip(losses[results.OURS], losses[PEER], strict=True):
-        if abs(ours - theirs) > LOSSES_DIFFER * abs(theirs):
-            raise RuntimeError(f"{name}: the sides do not compute the same: {losses}")
+        look(EXPERTS_DRIFT if "ep" in mesh else LOSSES_DIFFER)
+    print(f"{name}: loss of the first step, after warming up, and of the last: {losses}", flush=True)
     label = f"Llama {'of 8 experts, 11M' if 'ep' in mesh else '7.3M'} fp32, {name}"
     rows = [
         *results.against_best(label, "tokens a second", "tok/s", blocks, "rate", goal=1.0),
