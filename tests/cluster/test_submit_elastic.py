@@ -33,7 +33,7 @@ def queue(place):
     group = {"coveredResources": [*QUOTA], "flavors": [{"name": "any", "resources": resources}]}
     preemption = {"withinClusterQueue": "LowerPriority"}
     spec = {"namespaceSelector": {}, "resourceGroups": [group], "preemption": preemption}
-    version = "kueue.x-k8s.io/v1beta1"
+    version = "kueue.x-k8s.io/v1beta1"  # the older one, which Kueue converts
     place.cluster.apply(
         named(version, "ResourceFlavor", "any"),
         named(version, "ClusterQueue", "elastic", spec=spec),

@@ -10,33 +10,34 @@ from kit.cluster_objects import named
 
 from mlpipe._core.records import Start
 from mlpipe.observe.records import read_records
+from mlpipe.plan.ahead import plan_ahead
+from mlpipe.render.kubernetes import stage_objects
+from mlpipe.spec.load import load_pipeline
+from mlpipe.submit.kubernetes.api import connect
+from mlpipe.submit.kubernetes.objects import create_all, selector
+from mlpipe.submit.kubernetes.pending import why_pending
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 QUOTA = {"cpu": "600m", "memory": "6Gi", "ephemeral-storage": "100Gi"}  # of one gang
+RACK, BLOCK = "mlpipe.test/rack", "mlpipe.test/block"
+INDEX = "batch.kubernetes.io/job-completion-index"
+
+
+def add_queue(place, name, **flavor):
+    """The chart's, with two priorities, in the newest version of Kueue's API that is served here."""
+    served = place.cluster.get("/apis/kueue.x-k8s.io")
+    assert served["preferredVersion"]["version"] == "v1beta2"
+    known = [f"--api-versions={one['groupVersion']}/ClusterQueue" for one in served["versions"]]
+    priorities = {"low": 1, "high": 1000, "mlpipe-low": None, "mlpipe-high": None}
+    values = {"enabled": True, "name": name, "priorities": priorities, "flavors": [{"name": name, **flavor}]}
+    place.chart("kueue", "--set-json", f"kueue={json.dumps(values)}", *known)
+    return name
 
 
 @pytest.fixture
 def queue(place):
-    """With quota for one run at a time, and two priorities."""
-    resources = [{"name": name, "nominalQuota": amount} for name, amount in QUOTA.items()]
-    group = {"coveredResources": [*QUOTA], "flavors": [{"name": "some", "resources": resources}]}
-    spec = {
-        "namespaceSelector": {},
-        "resourceGroups": [group],
-        "preemption": {"withinClusterQueue": "LowerPriority"},
-    }
-    version = "kueue.x-k8s.io/v1beta1"
-    priorities = [
-        {**named(version, "WorkloadPriorityClass", name), "value": value, "description": name}
-        for name, value in (("low", 1), ("high", 1000))
-    ]
-    place.cluster.apply(
-        named(version, "ResourceFlavor", "some"),
-        named(version, "ClusterQueue", "runs", spec=spec),
-        named(version, "LocalQueue", "team", place.namespace, spec={"clusterQueue": "runs"}),
-        *priorities,
-    )
-    return "team"
+    """With quota for one run at a time."""
+    return add_queue(place, "team", quota=QUOTA)
 
 
 def test_one_run_waits_for_another_and_one_of_higher_priority_preempts_it(
@@ -86,3 +87,59 @@ def test_one_run_waits_for_another_and_one_of_higher_priority_preempts_it(
         records = read_records(place.store(), "runs/queued/stages/train/attempt-1", 0)
     first, second = (record.start_step for record in records if isinstance(record, Start))
     assert (first, second >= 5) == (0, True)  # the checkpoint before the preemption was that of step 4
+
+
+@pytest.fixture
+def racks(place):
+    """A queue over two racks of three fake nodes, each with room for one pod."""
+    levels = [{"nodeLabel": label} for label in (BLOCK, RACK, "kubernetes.io/hostname")]
+    with place.cluster.fake_nodes(6):
+        for number in range(6):
+            labels = f"{BLOCK}=block", f"{RACK}={number // 3}"
+            place.cluster.kubectl("label", "node", f"fake-{number}", *labels)
+        place.cluster.apply(named("kueue.x-k8s.io/v1beta2", "Topology", "racks", spec={"levels": levels}))
+        quota = {"cpu": "1000", "memory": "1Ti", "ephemeral-storage": "1Ti"}
+        yield add_queue(place, "racks", nodeLabels={"type": "kwok"}, topologyName="racks", quota=quota)
+
+
+def test_nodes_that_share_weights_stand_in_one_rack(place, racks, monkeypatch):
+    """Two times two do, though three have room in a rack; three times two would fit, if they need not."""
+    cluster = place.cluster
+    kubeconfig = cluster.kubeconfig_for("mlpipe-driver", place.namespace)
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+
+    def create(run: str, replicas: int) -> None:
+        spec = place.spec(
+            run,
+            model={"entry": "kit.models:plain"},
+            nodes=2 * replicas,
+            strategy="hsdp",
+            mesh={"dp_replicate": replicas, "dp_shard": 2},
+            resources={"cpus": 33},
+            kubernetes={
+                "queue": racks,
+                "topology": {"preferred": BLOCK, "inner": RACK},
+                "tolerations": [{"key": "kwok.x-k8s.io/node"}],
+            },
+        )
+        plan = plan_ahead(load_pipeline(spec), "train", place.environment["MLPIPE_STORE"], run, cluster=True)
+        create_all(api, stage_objects(plan))
+
+    def stand() -> list[str]:
+        """The nodes of the pods, by their numbers; none before all have one."""
+        pods = {int(one["metadata"]["labels"][INDEX]): one["spec"] for one in place.worker_pods("near")}
+        found = [pods[number].get("nodeName") for number in sorted(pods)]
+        return found if len(found) == 4 and all(found) else []
+
+    with cluster.inside():
+        api = connect(None, place.namespace)
+        create("near", 2)
+        nodes = place.until("four pods on nodes", stand)
+        assert len(set(nodes)) == 4
+        in_rack = [int(node.removeprefix("fake-")) // 3 for node in nodes]
+        assert in_rack in ([0, 0, 1, 1], [1, 1, 0, 0])
+        create("far", 3)
+        wanted = selector("far", "train", 1)
+        reason = place.until("why it waits", lambda: "Kueue: " in (said := why_pending(api, wanted)) and said)
+    assert 'topology "racks" allows to fit only 2 out of 3 slice(s)' in reason
+    assert "wait for free nodes as near each other as kubernetes.topology wants them" in reason

@@ -267,6 +267,18 @@ class Cluster:
         self.wait_until_node(index, ready=True)
         return node
 
+    @contextlib.contextmanager
+    def fake_nodes(self, number: int) -> Iterator[None]:
+        """Once, for a while (see `Addons.kwok`)."""
+        process = self._addons.kwok(number, lease_seconds=8)  # the control plane waits 10 s for a node
+        self.addons.append(process)
+        try:
+            yield
+        finally:
+            self.addons.remove(process)
+            process.stop()
+            self.kubectl("delete", "node", "-l", "type=kwok")
+
     def add_trainer(self) -> None:
         """Starts Kubeflow Trainer, ready when it returns. Raises ServerMissingError if it was not built."""
         cluster_build.binary("trainer")

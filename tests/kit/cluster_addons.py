@@ -20,6 +20,8 @@ _READY_SECONDS = 60
 _JOBSET_PODS = {"matchExpressions": [{"key": "jobset.sigs.k8s.io/jobset-name", "operator": "Exists"}]}
 _KUEUE_FRAMEWORKS = ("batch/job", "jobset.x-k8s.io/jobset")
 _KUEUE_HOOKS = ("job", "jobset", "clusterqueue", "cohort", "resourceflavor", "workload")
+# kinds that differ between the versions of its API: a webhook converts them, says its crd/kustomization.yaml
+_KUEUE_CONVERTS = ("clusterqueues", "cohorts", "localqueues", "multikueueclusters", "workloads")
 _STAGES = ("node/fast", "node/heartbeat-with-lease", "pod/fast")
 
 
@@ -57,11 +59,14 @@ class Addons:
         """For Jobs and JobSets with the queue label; needs JobSet."""
         folder = self._new_folder("kueue")
         source = manifests("kueue") / "config/components"
-        self._create_crds(source / "crd/bases")
+        conversion = {"conversionReviewVersions": ["v1"], "clientConfig": self._client(9444, "/convert")}
+        self._create_crds(source / "crd/bases", dict.fromkeys(_KUEUE_CONVERTS, conversion))
         self._create([{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kueue-system"}}])
         self._serve(folder / "certificates", "kueue")
+        # where it looks for this one is not to be configured at all
+        self._serve(folder / "etc" / "kueue" / "metrics" / "certs", "kueue-metrics")
         config = {
-            "apiVersion": "config.kueue.x-k8s.io/v1beta1",
+            "apiVersion": "config.kueue.x-k8s.io/v1beta2",
             "kind": "Configuration",
             "leaderElection": {"leaderElect": False},
             "internalCertManagement": {"enable": False},
@@ -71,7 +76,7 @@ class Addons:
             "featureGates": {"VisibilityOnDemand": False, "MultiKueue": False},
             "integrations": {"frameworks": list(_KUEUE_FRAMEWORKS)},
         }
-        process = self._start("kueue", [f"--config={_json(folder, config)}"], {})
+        process = self._start("kueue", [f"--config={_json(folder, config)}"], {}, etc=folder / "etc")
         self._wait_until_answers(process, "http://127.0.0.1:8082/readyz")
         hooks = self._webhooks(source, "kueue", 9444)
         for one in hooks:
@@ -100,9 +105,10 @@ class Addons:
         self._create(self._webhooks(source, "trainer", 9445))
         return process
 
-    def kwok(self, num_nodes: int) -> Process:
+    def kwok(self, num_nodes: int, lease_seconds: int = 40) -> Process:
         """Fake nodes fake-0, fake-1, ... tainted kwok.x-k8s.io/node=fake:NoSchedule, whose pods run and end
-        at once. Good for counting; its delays are far too late to measure anything with."""
+        at once. Good for counting; its delays are far too late to measure anything with. `lease_seconds`:
+        what a node says that it lives for, four times in that."""
         folder = self._new_folder("kwok")
         stages = manifests("kwok") / "kustomize/stage"
         found = [path for name in _STAGES for path in sorted((stages / name).glob("*.yaml"))]
@@ -114,7 +120,7 @@ class Addons:
                 f"--kubeconfig={self._control.kubeconfig}",
                 f"--config={folder / 'stages.yaml'}",
                 "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake",
-                "--node-lease-duration-seconds=40",
+                f"--node-lease-duration-seconds={lease_seconds}",
                 "--cidr=10.128.0.0/16",
             ],
             {},
@@ -138,8 +144,15 @@ class Addons:
         (folder := self._folder / name).mkdir()
         return folder
 
-    def _start(self, name: str, arguments: Sequence[str], env: Mapping[str, str]) -> Process:
-        command = self._namespaces.network([binary(name), *arguments])
+    def _start(
+        self, name: str, arguments: Sequence[str], env: Mapping[str, str], etc: Path | None = None
+    ) -> Process:
+        """`etc`: what it sees as /etc."""
+        command: list[object] = [binary(name), *arguments]
+        if etc is not None:
+            script = 'mount --bind "$0" /etc && exec "$@"'
+            command = ["unshare", "--mount", "--propagation", "private", "sh", "-euc", script, etc, *command]
+        command = self._namespaces.network(command)
         log = self._folder / name / f"{name}.log"
         return Process(name, command, log, env={"KUBECONFIG": str(self._control.kubeconfig), **env}).start()
 
@@ -148,10 +161,14 @@ class Addons:
             ["create", "-f", "-"], json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
         )
 
-    def _create_crds(self, folder: Path) -> None:
-        """Creates all of the folder and waits until the API serves them."""
+    def _create_crds(self, folder: Path, conversions: Mapping[str, Any] | None = None) -> None:
+        """Creates all of the folder and waits until the API serves them. `conversions`: the webhooks of those
+        whose versions differ, by plural."""
         found = [yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")]
         found = [one for one in found if one["kind"] == "CustomResourceDefinition"]  # no kustomization.yaml
+        for spec in (one["spec"] for one in found):
+            if webhook := (conversions or {}).get(spec["names"]["plural"]):
+                spec["conversion"] = {"strategy": "Webhook", "webhook": webhook}
         self._create(found)
         names = [one["metadata"]["name"] for one in found]
 
@@ -177,13 +194,16 @@ class Addons:
         """The module's configurations, called at 127.0.0.1:`port`; everyone's have the same names."""
         text = (source / "webhook/manifests.yaml").read_text()
         configurations: list[dict[str, Any]] = list(yaml.safe_load_all(text))
-        bundle = base64.b64encode(self._control.certificates.ca.read_bytes()).decode()
         for one in configurations:
             one["metadata"]["name"] = f"{name}-{one['metadata']['name']}"
             for hook in one["webhooks"]:
-                url = f"https://127.0.0.1:{port}{hook['clientConfig']['service']['path']}"
-                hook["clientConfig"] = {"url": url, "caBundle": bundle}
+                hook["clientConfig"] = self._client(port, hook["clientConfig"]["service"]["path"])
         return configurations
+
+    def _client(self, port: int, path: str) -> dict[str, str]:
+        """How the API server calls a webhook that serves on this machine."""
+        bundle = base64.b64encode(self._control.certificates.ca.read_bytes()).decode()
+        return {"url": f"https://127.0.0.1:{port}{path}", "caBundle": bundle}
 
     def _wait_until_answers(self, process: Process, url: str) -> None:
         def answers() -> bool:

@@ -63,7 +63,7 @@ PROGRAMS = {
     ),
     "kueue": Program(
         "sigs.k8s.io/kueue",
-        "v0.10.2",
+        "v0.17.0",  # the newest that is to be had; it serves v1beta2 of its API, and v1beta1 still
         package="cmd/kueue",
         manifests=("config/components/crd/bases", "config/components/webhook"),
     ),

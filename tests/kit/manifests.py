@@ -19,9 +19,7 @@ from kit.servers import ServerMissingError
 
 MINORS = ("1.35", "1.36", "1.37")
 OPERATOR = "github.com/prometheus-operator/prometheus-operator@v0.85.0"
-KUEUE = {
-    version: f"sigs.k8s.io/kueue@{at}" for version, at in (("v1beta1", "v0.10.2"), ("v1beta2", "v0.16.1"))
-}
+KUEUE = {"v1beta1": "v0.10.2", "v1beta2": cluster_build.PROGRAMS["kueue"].version}
 # Kinds whose schema is in a CRD: see `crd_validator`, `operator_validator`. Go's module proxy does not have
 # Volcano's module: our PodGroup was compared by hand with the CRD of commit ed72c7c81 (2026-08-20), and fits.
 OF_CRDS = (
@@ -98,7 +96,7 @@ def kueue_validator(plural: str, version: str) -> Any:
 
 
 def kueue_crds(version: str) -> Path:
-    return _module(KUEUE[version]) / "config" / "components" / "crd" / "bases"
+    return _module(f"sigs.k8s.io/kueue@{KUEUE[version]}") / "config" / "components" / "crd" / "bases"
 
 
 @cache

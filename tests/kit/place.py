@@ -104,12 +104,18 @@ class Place:
     def guard(self, image: str) -> None:
         """The chart's guard-rails over the namespace, for pods of this image."""
         options = {"enabled": "true", "images": f"{{{image}}}", "tokenAudiences": "{sts.amazonaws.com}"}
+        self.chart(
+            "guardrails", "--set", ",".join(f"guardrails.{key}={value}" for key, value in options.items())
+        )
+
+    def chart(self, template: str, *options: str) -> None:
+        """Applies one of the chart's, for the namespace."""
         done = helm(
             "template",
-            self.namespace,  # as the release, too: the policy is the cluster's, and has its name
+            self.namespace,  # as the release, too: a policy is the cluster's, and has its name
             ROOT / "charts/mlpipe",
-            *("--namespace", self.namespace, "--show-only", "templates/guardrails.yaml"),
-            *("--set", ",".join(f"guardrails.{key}={value}" for key, value in options.items())),
+            *("--namespace", self.namespace, "--show-only", f"templates/{template}.yaml"),
+            *options,
         )
         assert done.returncode == 0, done.stderr
         self.cluster.kubectl("apply", "--server-side", "-f", "-", stdin=done.stdout)

@@ -1,4 +1,4 @@
-"""Every reason why pods wait, in the cluster's own words (Kubernetes 1.36.3, Kueue 0.10.2), and its remedy."""
+"""Every reason why pods wait, in the cluster's own words (Kubernetes 1.36.3, Kueue 0.10.2 and 0.17.0), and its remedy."""
 # ruff: noqa: E501
 
 from __future__ import annotations
@@ -239,6 +239,14 @@ KUEUE = {
     "LocalQueue team-a doesn't exist": "kubernetes.queue",
     "LocalQueue team-a is inactive": "have the queue repaired",
     "ClusterQueue all is inactive": "have the queue repaired",
+    "ClusterQueue all is stopped": "have the queue repaired",
+    "LocalQueue team-a is terminating or missing": "have the queue repaired",
+    "Workload namespace doesn't match ClusterQueue selector": "namespaceSelector",
+    "couldn't assign flavors to pod set worker: flavor h100 doesn't match node affinity": "node_selector",
+    'couldn\'t assign flavors to pod set worker: topology "racks" allows to fit only 1 out of 2 pod(s)': "near",
+    "couldn't assign flavors to pod set worker: topology \"racks\" doesn't allow to fit any of 2 slice(s). Total "
+    'nodes: 4; excluded: resource "cpu": 4': "near",
+    'couldn\'t assign flavors to pod set worker: Flavor "all" does not support TopologyAwareScheduling': "topologyName",
 }
 
 

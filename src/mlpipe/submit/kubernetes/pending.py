@@ -1,6 +1,6 @@
 """Why pods do not run yet, in one sentence with the remedy.
 
-The words are those of Kubernetes 1.36 (scheduler, kubelet, admission, controllers) and Kueue 0.10; older ones
+The words are those of Kubernetes 1.36 (scheduler, kubelet, admission, controllers) and Kueue 0.17; older ones
 that say the same are known as well. What nobody foresaw is told as the cluster says it.
 """
 
@@ -32,7 +32,8 @@ _REMEDIES = {
     r"Insufficient memory": "no node has that much free memory: wait, or lower resources.memory",
     r"Insufficient ephemeral-storage": "no node has that much free disk: wait, or lower resources.disk",
     r"Too many pods": "the nodes hold as many pods as they may: wait, or add nodes",
-    r"node affinity/selector": "no such node: look at resources.gpu and kubernetes.node_selector",
+    r"node affinity/selector|match node affinity": "no such node: look at resources.gpu and "
+    "kubernetes.node_selector",
     _LOST_TAINTS: "the node is not ready: see kubectl get nodes",
     r"untolerated taint|had taints? ": "add the nodes' taint to kubernetes.tolerations, if the run belongs "
     "there: kubectl get nodes -o custom-columns=NODE:.metadata.name,TAINTS:.spec.taints",
@@ -68,10 +69,15 @@ _REMEDIES = {
     r"> maximum capacity": "it can never fit: ask for less, or have the queue's quota raised",
     r"insufficient (unused )?quota": "wait for other runs, or have the queue's quota raised",
     r"LocalQueue .* doesn't exist": "make the LocalQueue, or correct kubernetes.queue",
-    r"(Local|Cluster)Queue .* (is inactive|doesn't exist)": "have the queue repaired: kubectl describe "
-    "localqueue, clusterqueue",
+    r"(Local|Cluster)Queue .* (is (inactive|stopped|terminating)|doesn't exist)": "have the queue repaired: "
+    "kubectl describe localqueue, clusterqueue",
+    r"namespace doesn't match ClusterQueue": "the ClusterQueue is not for this namespace: correct "
+    "kubernetes.queue, or have its namespaceSelector changed",
     r"resource .* unavailable in ClusterQueue": "a flavor of the queue must list every resource that the "
     "pods ask for",
+    r"topology .* allows? to fit": "wait for free nodes as near each other as kubernetes.topology wants them",
+    r"not (support TopologyAwareScheduling|contain the requested level)": "correct kubernetes.topology, or "
+    "have the flavor's topologyName set to a Topology with that label",
 }
 _PULLS = {
     r"not present with pull policy": "load it onto the nodes, or correct kubernetes.image_pull_policy",
