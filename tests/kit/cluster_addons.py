@@ -152,9 +152,9 @@ class Addons:
         if etc is not None:
             script = 'mount --bind "$0" /etc && exec "$@"'
             command = ["unshare", "--mount", "--propagation", "private", "sh", "-euc", script, etc, *command]
-        command = self._namespaces.network(command)
         log = self._folder / name / f"{name}.log"
-        return Process(name, command, log, env={"KUBECONFIG": str(self._control.kubeconfig), **env}).start()
+        inside = self._namespaces.network(command)
+        return Process(name, inside, log, env={"KUBECONFIG": str(self._control.kubeconfig), **env}).start()
 
     def _create(self, objects: Sequence[Mapping[str, Any]]) -> None:
         self._kubectl(
